@@ -1,0 +1,376 @@
+"""Checkpoint families: from a `config.json` or a GGUF header to a `DecoderConfig`, and between their tensor names and ours.
+
+Notable here:
+- our parameter names are Hugging Face's without the "model." in front, so most maps are the identity
+- a GGUF file of the llama architecture stores query and key rows in another order, which is undone here
+- Gemma's norms are stored minus one (Hugging Face) or as they are (GGUF); in memory a norm always multiplies by its weight
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from pippin.core.errors import CorruptedFile, UnsupportedModel
+from pippin.core.gguf import GGUFFile
+from pippin.language.transformer import DecoderConfig, LayerSpec
+from pippin.nn.attention import AttentionSpec
+from pippin.nn.feedforward import Activation, FeedForwardSpec
+from pippin.nn.rotary import Rotary
+
+T = TypeVar("T")
+
+# Families whose layers are all alike but for what the functions below read from the configuration.
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "smollm3")
+GGUF_FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text", "smollm3": "smollm3"}
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+PERMUTED = ("llama", "smollm3")  # GGUF architectures with interleaved query and key rows
+
+
+def from_hf(config: Mapping[str, Any]) -> DecoderConfig:
+    """Read the contents of a `config.json`.
+
+    Raises:
+        UnsupportedModel: a family, an activation or a position scheme that the decoder does not have.
+        CorruptedFile: a field that every decoder needs is missing.
+    """
+    family = config.get("model_type")
+    if family == "gemma3":  # the multimodal wrapper; its text part is the decoder
+        config = {**config["text_config"], "model_type": "gemma3_text"}
+        family = "gemma3_text"
+    if family not in FAMILIES:
+        raise UnsupportedModel(f"model_type {family!r} is not supported; supported are {', '.join(FAMILIES)}")
+    with _contradictions("config.json"):
+        return _from_hf(family, config)
+
+
+def _from_hf(family: str, config: Mapping[str, Any]) -> DecoderConfig:
+    gemma = family == "gemma3_text"
+    name = config.get("hidden_activation" if gemma else "hidden_act", "gelu_pytorch_tanh" if gemma else "silu")
+    if name not in ACTIVATIONS:
+        raise UnsupportedModel(f"activation {name!r} is not supported; supported are {', '.join(ACTIVATIONS)}")
+    for flag in ("attention_bias", "mlp_bias"):
+        if config.get(flag):
+            raise UnsupportedModel(f"{flag}=true is not supported for the {family} family")
+    width, heads = config["hidden_size"], config["num_attention_heads"]
+    head_dim = config.get("head_dim") or width // heads
+    scale = config.get("query_pre_attn_scalar") if gemma else None
+    tied = config.get("tie_word_embeddings", gemma)
+    return DecoderConfig(
+        family=family,
+        vocab_size=config["vocab_size"],
+        width=width,
+        layers=tuple(_hf_layer(family, config, i, ACTIVATIONS[name], head_dim) for i in range(config["num_hidden_layers"])),
+        heads=heads,
+        kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=head_dim,
+        max_context=config["max_position_embeddings"],
+        eps=config.get("rms_norm_eps", 1e-6),
+        qkv_bias=family == "qwen2",
+        qk_norm=family in ("qwen3", "qwen3_moe", "gemma3_text"),
+        post_norms=gemma,
+        embedding_scale=math.sqrt(width) if gemma else 1.0,
+        attention_scale=None if scale is None or scale == head_dim else scale**-0.5,
+        tied=tied,
+    )
+
+
+def _hf_layer(family: str, config: Mapping[str, Any], index: int, activation: Activation, head_dim: int) -> LayerSpec:
+    kinds = config.get("layer_types")
+    if kinds is not None:
+        local = kinds[index] == "sliding_attention"
+    elif family == "gemma3_text":
+        local = (index + 1) % config.get("sliding_window_pattern", 6) != 0
+    else:
+        local = bool(config.get("sliding_window")) and config.get("use_sliding_window", family == "mistral")
+    window = config.get("sliding_window") if local else None
+    rotary: Rotary | None = _hf_rotary(family, config, local)
+    if family == "smollm3":
+        rotates = config.get("no_rope_layers")
+        if rotates is not None:
+            rotary = rotary if rotates[index] else None
+        elif (index + 1) % config.get("no_rope_layer_interval", 4) == 0:
+            rotary = None
+    feedforward = FeedForwardSpec(config["intermediate_size"], activation)
+    if family == "qwen3_moe" and index not in config.get("mlp_only_layers", ()):
+        feedforward = FeedForwardSpec(
+            config["moe_intermediate_size"],
+            activation,
+            experts=config.get("num_experts") or config["num_local_experts"],
+            active=config["num_experts_per_tok"],
+            renormalise=config.get("norm_topk_prob", False),
+        )
+    return LayerSpec(AttentionSpec(window=window, rotary=rotary), feedforward)
+
+
+def _hf_rotary(family: str, config: Mapping[str, Any], local: bool) -> Rotary:
+    """Positions, from the older fields (rope_theta, rope_scaling) or the newer one (rope_parameters)."""
+    rope = dict(config.get("rope_parameters") or {})
+    kind = "sliding_attention" if local else "full_attention"
+    if kind in rope:
+        rope = dict(rope[kind])
+    default = 1_000_000.0 if family == "gemma3_text" and not local else 10_000.0
+    theta = rope.get("rope_theta", config.get("rope_theta", default))
+    scaling = rope or dict(config.get("rope_scaling") or {})
+    if family == "gemma3_text" and local and not rope:
+        theta, scaling = config.get("rope_local_base_freq", 10_000.0), {}
+    how = scaling.get("rope_type", scaling.get("type", "default"))
+    original = scaling.get("original_max_position_embeddings", config["max_position_embeddings"])
+    if how == "default":
+        return Rotary(theta)
+    if how == "linear":
+        return Rotary(theta, "linear", scaling["factor"])
+    if how == "llama3":
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        return Rotary(theta, "llama3", scaling["factor"], original, low, high)
+    if how == "yarn":
+        slow, fast = scaling.get("beta_slow", 1.0), scaling.get("beta_fast", 32.0)
+        return Rotary(theta, "yarn", scaling["factor"], original, slow, fast, scaling.get("attention_factor"))
+    raise UnsupportedModel(f"rope type {how!r} is not supported; supported are default, linear, llama3 and yarn")
+
+
+def from_gguf(file: GGUFFile) -> DecoderConfig:
+    """Read a GGUF header.
+
+    Raises:
+        UnsupportedModel: an architecture that the decoder does not have.
+        CorruptedFile: a key that every decoder needs is missing, or the keys contradict each other.
+    """
+    if file.architecture not in GGUF_FAMILIES:
+        supported = ", ".join(GGUF_FAMILIES)
+        raise UnsupportedModel(
+            f"{file.path}: GGUF architecture {file.architecture!r} is not supported; supported are {supported}"
+        )
+    with _contradictions(str(file.path)):
+        return _from_gguf(file, GGUF_FAMILIES[file.architecture])
+
+
+def _from_gguf(file: GGUFFile, family: str) -> DecoderConfig:
+    gemma = family == "gemma3_text"
+
+    def get(key: str, kind: type[T], default: T | None = None) -> T:
+        return file.get(f"{file.architecture}.{key}", kind, default)
+
+    if experts := get("expert_count", int, 0):
+        raise UnsupportedModel(f"{file.path}: GGUF files with experts ({experts} here) are not supported")
+    width, heads, count = get("embedding_length", int), get("attention.head_count", int), get("block_count", int)
+    head_dim = get("attention.key_length", int, width // heads)
+    window = get("attention.sliding_window", int, 0) if gemma else 0
+    rotary = _gguf_rotary(file, gemma)
+    size = get("feed_forward_length", int)
+
+    def layer(index: int) -> LayerSpec:
+        local = gemma and (index + 1) % 6 != 0
+        turn: Rotary | None = Rotary(10_000.0) if local else rotary
+        if family == "smollm3" and (index + 1) % 4 == 0:
+            turn = None
+        attention = AttentionSpec(window=window if local else None, rotary=turn)
+        return LayerSpec(attention, FeedForwardSpec(size, "gelu_tanh" if gemma else "silu"))
+
+    if not 0 < count <= len(file.tensors):
+        raise CorruptedFile(f"{file.path}: {count} layers cannot lie in {len(file.tensors)} tensors")
+    return DecoderConfig(
+        family=family,
+        vocab_size=file.tensors["token_embd.weight"].shape[0],
+        width=width,
+        layers=tuple(layer(i) for i in range(count)),
+        heads=heads,
+        kv_heads=get("attention.head_count_kv", int, heads),
+        head_dim=head_dim,
+        max_context=get("context_length", int),
+        eps=get("attention.layer_norm_rms_epsilon", float),
+        qkv_bias="blk.0.attn_q.bias" in file.tensors,
+        qk_norm="blk.0.attn_q_norm.weight" in file.tensors,
+        post_norms=gemma,
+        embedding_scale=math.sqrt(width) if gemma else 1.0,
+        # the 27B model is the only one of its family that does not scale by the head width
+        attention_scale=(width / heads) ** -0.5 if gemma and count == 62 else None,
+        tied="output.weight" not in file.tensors,
+    )
+
+
+def _gguf_rotary(file: GGUFFile, gemma: bool) -> Rotary:
+    """Positions of the layers that see everything."""
+    prefix = f"{file.architecture}.rope"
+    how = file.get(f"{prefix}.scaling.type", str, "none")
+    if how not in ("none", "linear", "yarn"):
+        raise UnsupportedModel(f"{file.path}: rope scaling {how!r} is not supported; supported are none, linear and yarn")
+    slow, fast = (1.0, 32.0) if how == "yarn" else (1.0, 4.0)
+    table = file.dequantize("rope_freqs.weight") if "rope_freqs.weight" in file.tensors else None
+    return Rotary(
+        theta=file.get(f"{prefix}.freq_base", float, 1_000_000.0 if gemma else 10_000.0),
+        scaling=how,  # type: ignore[arg-type]
+        factor=file.get(f"{prefix}.scaling.factor", float, 1.0),
+        original_context=file.get(
+            f"{prefix}.scaling.original_context_length", int, file.get(f"{file.architecture}.context_length", int)
+        ),
+        low=slow,
+        high=fast,
+        divisors=None if table is None else tuple(table.tolist()),
+    )
+
+
+@contextmanager
+def _contradictions(what: str) -> Iterator[None]:
+    """A field that is missing, of the wrong kind or impossible means that the file is damaged."""
+    try:
+        yield
+    except KeyError as error:
+        raise CorruptedFile(f"{what} has no {error.args[0]!r}, which the model needs") from error
+    except (TypeError, ValueError, ArithmeticError, IndexError) as error:
+        raise CorruptedFile(f"{what} contradicts itself: {error}") from error
+
+
+GGUF_NAMES = {
+    "token_embd": "embed_tokens",
+    "output_norm": "norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_norm": "post_attention_layernorm",
+}
+GEMMA_GGUF_NAMES = GGUF_NAMES | {
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+
+
+def gguf_name(name: str, config: DecoderConfig) -> str:
+    """Our name of a GGUF tensor.
+
+    Raises:
+        UnsupportedModel: a tensor that the decoder has no place for.
+    """
+    names = GEMMA_GGUF_NAMES if config.family == "gemma3_text" else GGUF_NAMES
+    stem, _, leaf = name.rpartition(".")
+    prefix = ""
+    if stem.startswith("blk."):
+        _, index, stem = stem.split(".", 2)
+        prefix = f"layers.{index}."
+    if stem not in names:
+        raise UnsupportedModel(f"the GGUF file holds a tensor {name!r} that a {config.family} model has no place for")
+    return f"{prefix}{names[stem]}.{leaf}"
+
+
+def gguf_tensor(name: str, tensor: Tensor, config: DecoderConfig, architecture: str) -> Tensor:
+    """Undo what the GGUF converter did to a tensor (named by us): the order of query and key rows."""
+    heads = {"q_proj": config.heads, "k_proj": config.kv_heads}.get(name.split(".")[-2])
+    if architecture not in PERMUTED or heads is None:
+        return tensor
+    pairs = tensor.reshape(heads, tensor.shape[0] // heads // 2, 2, *tensor.shape[1:])
+    return pairs.transpose(1, 2).reshape(tensor.shape)
+
+
+def hf_name(name: str) -> str | None:
+    """Our name of a tensor in a Hugging Face checkpoint; None for what a decoder does not use (a vision tower)."""
+    for prefix in ("language_model.model.", "model.language_model.", "language_model.", "model."):
+        if name.startswith(prefix):
+            return name.removeprefix(prefix)
+    if name.startswith("lm_head."):
+        return name
+    return None
+
+
+def to_hf_name(name: str) -> str:
+    """The name under which one of our tensors is saved."""
+    return name if name.startswith("lm_head.") else f"model.{name}"
+
+
+def norm_offset(name: str, config: DecoderConfig) -> float:
+    """What a Hugging Face checkpoint leaves out of a weight (named by us): 1 for Gemma's norms, 0 for all else."""
+    return 1.0 if config.family == "gemma3_text" and name.endswith("norm.weight") else 0.0
+
+
+def to_hf(config: DecoderConfig) -> dict[str, Any]:
+    """The `config.json` that describes this decoder to Hugging Face's transformers.
+
+    Raises:
+        UnsupportedModel: layers that no family of transformers has (shared caches, mixed rotations).
+    """
+    first = config.layers[0]
+    if any(layer.attention.source is not None for layer in config.layers):
+        raise UnsupportedModel("a decoder whose layers share caches has no Hugging Face configuration")
+    activation = next(name for name, ours in ACTIVATIONS.items() if ours == first.feedforward.activation)
+    windows = {layer.attention.window for layer in config.layers} - {None}
+    result: dict[str, Any] = {
+        "model_type": config.family,
+        "architectures": [ARCHITECTURES[config.family]],
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.width,
+        "intermediate_size": first.feedforward.size,
+        "num_hidden_layers": len(config.layers),
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_context,
+        "rms_norm_eps": config.eps,
+        "tie_word_embeddings": config.tied,
+        "hidden_activation" if config.family == "gemma3_text" else "hidden_act": activation,
+        "sliding_window": next(iter(windows), None),
+        **_hf_rope(config),
+    }
+    if windows or config.family == "gemma3_text":
+        kinds = {True: "full_attention", False: "sliding_attention"}
+        result["layer_types"] = [kinds[layer.attention.window is None] for layer in config.layers]
+        result["use_sliding_window"] = True
+    if config.family == "gemma3_text":
+        result["query_pre_attn_scalar"] = (config.attention_scale or config.head_dim**-0.5) ** -2
+    if config.family == "smollm3":
+        result["no_rope_layers"] = [int(layer.attention.rotary is not None) for layer in config.layers]
+    if first.feedforward.experts:
+        spec = first.feedforward
+        result |= {"num_experts": spec.experts, "num_experts_per_tok": spec.active, "norm_topk_prob": spec.renormalise}
+        result["moe_intermediate_size"] = spec.size
+    return result
+
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+}
+
+
+def _hf_rope(config: DecoderConfig) -> dict[str, Any]:
+    """The rope fields of `to_hf`, in the form that old and new readers understand."""
+    rotaries = {layer.attention.window is None: layer.attention.rotary for layer in config.layers if layer.attention.rotary}
+    whole = rotaries.get(True) or rotaries.get(False) or Rotary()
+    fields: dict[str, Any] = {"rope_theta": whole.theta}
+    scaling: dict[str, Any] = {"rope_type": whole.scaling, "factor": whole.factor}
+    if whole.divisors is not None:
+        raise UnsupportedModel("rotary frequencies given as a table have no Hugging Face configuration")
+    if whole.scaling in ("llama3", "yarn"):
+        scaling["original_max_position_embeddings"] = whole.original_context
+    if whole.scaling == "llama3":
+        scaling |= {"low_freq_factor": whole.low, "high_freq_factor": whole.high}
+    if whole.scaling == "yarn":
+        scaling |= {"beta_slow": whole.low, "beta_fast": whole.high}
+        if whole.attention_factor is not None:
+            scaling["attention_factor"] = whole.attention_factor
+    if whole.scaling != "none":
+        fields["rope_scaling"] = scaling
+    if config.family == "gemma3_text" and rotaries.get(False) is not None:
+        fields["rope_local_base_freq"] = rotaries[False].theta  # type: ignore[union-attr]
+    return fields

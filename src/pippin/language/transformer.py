@@ -1,0 +1,263 @@
+"""The decoder: one file, one class, and a list of layer specs that says which family it is.
+
+Notable here:
+- Llama, Qwen, Gemma, SmolLM and decoders with shared caches or experts are configurations of the same code
+- parameters carry Hugging Face's names, so a checkpoint is mapped into memory rather than converted
+- `pack()` turns a loaded decoder into one that is quick to decode with: fused projections in a blocked layout
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from pippin.core.errors import InvalidArgument
+from pippin.nn.attention import Attention, AttentionSpec
+from pippin.nn.cache import KVCache, NoCache
+from pippin.nn.feedforward import FeedForward, FeedForwardSpec, MixtureOfExperts
+from pippin.nn.linear import Linear
+from pippin.nn.norm import RMSNorm
+
+if TYPE_CHECKING:
+    from pippin.nn.rotary import Rotary
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One decoder layer: what it attends to and how it feeds forward."""
+
+    attention: AttentionSpec
+    feedforward: FeedForwardSpec
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """A decoder, completely described.
+
+    Args:
+        family: checkpoint family, which decides the layout of saved files ("llama", "qwen2", "qwen3", "gemma3_text", …).
+        vocab_size: rows of the embedding; at least the size of the tokenizer's vocabulary.
+        width: model width.
+        layers: one spec per layer.
+        heads: query heads.
+        kv_heads: key and value heads; divides ``heads``.
+        head_dim: width of a head, even.
+        max_context: longest sequence the model was made for, in tokens.
+        eps: of the RMS norms.
+        qkv_bias: biases on the query, key and value projections.
+        qk_norm: RMS norms on query and key heads.
+        post_norms: a second norm after attention and after the feed-forward layer (Gemma).
+        embedding_scale: multiplier on embeddings.
+        attention_scale: multiplier on attention scores; None for ``head_dim ** -0.5``.
+        tied: whether the output matrix is the embedding.
+
+    Raises:
+        InvalidArgument: sizes that do not fit together.
+    """
+
+    family: str
+    vocab_size: int
+    width: int
+    layers: tuple[LayerSpec, ...]
+    heads: int
+    kv_heads: int
+    head_dim: int
+    max_context: int
+    eps: float = 1e-6
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    post_norms: bool = False
+    embedding_scale: float = 1.0
+    attention_scale: float | None = None
+    tied: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise InvalidArgument("a decoder needs at least one layer")
+        if self.kv_heads < 1 or self.heads % self.kv_heads:
+            raise InvalidArgument(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
+        if self.head_dim % 2:
+            raise InvalidArgument(f"head_dim must be even to be rotated, got {self.head_dim}")
+        for index, layer in enumerate(self.layers):
+            source = layer.attention.source
+            if source is not None and not (0 <= source < index and self.layers[source].attention.source is None):
+                raise InvalidArgument(f"layer {index} reads layer {source}, which is not an earlier layer with its own keys")
+
+    @property
+    def cached_layers(self) -> tuple[int, ...]:
+        """Layers that have keys and values of their own."""
+        return tuple(i for i, layer in enumerate(self.layers) if layer.attention.source is None)
+
+
+class DecoderLayer(nn.Module):
+    """Attention and feed-forward, each behind a norm and around a residual."""
+
+    def __init__(self, config: DecoderConfig, spec: LayerSpec) -> None:
+        super().__init__()
+        self.self_attn = Attention(
+            spec.attention,
+            width=config.width,
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            bias=config.qkv_bias,
+            qk_norm=config.qk_norm,
+            scale=config.attention_scale,
+            eps=config.eps,
+        )
+        mlp = MixtureOfExperts if spec.feedforward.experts else FeedForward
+        self.mlp = mlp(spec.feedforward, config.width)
+        self.input_layernorm = RMSNorm(config.width, eps=config.eps)
+        self.post_attention_layernorm = RMSNorm(config.width, eps=config.eps)
+        self.pre_feedforward_layernorm: RMSNorm | None = None
+        self.post_feedforward_layernorm: RMSNorm | None = None
+        if config.post_norms:
+            self.pre_feedforward_layernorm = RMSNorm(config.width, eps=config.eps)
+            self.post_feedforward_layernorm = RMSNorm(config.width, eps=config.eps)
+
+    def forward(
+        self, x: Tensor, turn: tuple[Tensor, Tensor] | None, cache: KVCache, index: int, shared: tuple | None
+    ) -> tuple[Tensor, tuple]:
+        """Return the new hidden states and the keys, values and mask that attention read."""
+        y, read = self.self_attn(self.input_layernorm(x), turn, cache, index, shared)
+        if self.pre_feedforward_layernorm is None or self.post_feedforward_layernorm is None:
+            x = x + y
+            return x + self.mlp(self.post_attention_layernorm(x)), read
+        x = x + self.post_attention_layernorm(y)
+        return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x))), read
+
+
+    def pack(self) -> None:
+        """Pack all weights of this layer for inference."""
+        self.self_attn.pack()
+        self.mlp.pack()
+
+
+class Decoder(nn.Module):
+    """A causal language model: token ids in, logits out.
+
+    Parameters are uninitialised memory until a checkpoint is loaded or `initialise` is called.
+
+    >>> from pippin.nn.rotary import Rotary
+    >>> layer = LayerSpec(AttentionSpec(rotary=Rotary()), FeedForwardSpec(size=32))
+    >>> config = DecoderConfig("llama", 100, 16, (layer, layer), heads=2, kv_heads=1, head_dim=8, max_context=64)
+    >>> Decoder(config).initialise(seed=0)(torch.tensor([[1, 2, 3]])).shape
+    torch.Size([1, 3, 100])
+    """
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.width)
+        self.layers = nn.ModuleList(DecoderLayer(config, spec) for spec in config.layers)
+        self.norm = RMSNorm(config.width, eps=config.eps)
+        self.lm_head = Linear(config.width, config.vocab_size)
+        if config.tied:
+            self.lm_head.weight = self.embed_tokens.weight
+        self._sources = {spec.attention.source for spec in config.layers}
+        self._rotaries = {spec.attention.rotary for spec in config.layers if spec.attention.rotary is not None}
+        self._turns: dict[Rotary, tuple[Tensor, Tensor]] = {}
+
+    def forward(
+        self,
+        ids: Int[Tensor, "batch new"],
+        *,
+        cache: KVCache | None = None,
+        padding: Int[Tensor, "batch"] | None = None,
+        last: int | None = None,
+    ) -> Float[Tensor, "batch kept vocab"]:
+        """Logits of the next token after each of the given ones.
+
+        Args:
+            ids: token ids.
+            cache: keys and values of the tokens before; the new ones are added. None for a pass over whole sequences.
+            padding: pad tokens at the left of each row, counted over the whole sequence. Logits of pads mean nothing.
+            last: only the logits of the last so many tokens; None for all.
+
+        Raises:
+            InvalidArgument: a sequence longer than the rotary tables may grow, or no tokens at all.
+        """
+        hidden = self.hidden(ids, cache=cache, padding=padding)
+        logits: Tensor = self.lm_head(hidden if last is None else hidden[:, -last:])
+        return logits
+
+    def hidden(
+        self,
+        ids: Int[Tensor, "batch new"],
+        *,
+        cache: KVCache | None = None,
+        padding: Int[Tensor, "batch"] | None = None,
+    ) -> Float[Tensor, "batch new width"]:
+        """Normalised hidden states, as the output matrix reads them; arguments as for `forward`."""
+        new = ids.shape[1]
+        if new == 0:
+            raise InvalidArgument("the decoder was given no tokens")
+        cache = NoCache(padding) if cache is None else cache
+        x = self.embed_tokens(ids)
+        if self.config.embedding_scale != 1.0:
+            x = x * torch.tensor(self.config.embedding_scale, dtype=x.dtype)
+        turns = self._rotations(cache.length, new, padding, x.dtype, x.device)
+        read: dict[int, tuple] = {}
+        for index, layer in enumerate(self.layers):
+            spec = self.config.layers[index].attention
+            shared = None if spec.source is None else read[spec.source]
+            x, seen = layer(x, turns.get(spec.rotary), cache, index, shared)
+            if index in self._sources:
+                read[index] = seen
+        cache.advance(new)
+        hidden: Tensor = self.norm(x)
+        return hidden
+
+    def _rotations(
+        self, start: int, new: int, padding: Tensor | None, dtype: torch.dtype, device: torch.device
+    ) -> dict[Rotary | None, tuple[Tensor, Tensor]]:
+        """Cosine and sine of the new positions, for each way of rotating that occurs."""
+        turns: dict[Rotary | None, tuple[Tensor, Tensor]] = {}
+        for rotary in self._rotaries:
+            cos, sin = self._table(rotary, start + new, dtype, device)
+            if padding is None:
+                turns[rotary] = (cos[start : start + new], sin[start : start + new])
+            else:
+                positions = (torch.arange(start, start + new, device=device) - padding[:, None]).clamp(min=0)
+                turns[rotary] = (cos[positions][:, None], sin[positions][:, None])
+        return turns
+
+    def _table(self, rotary: Rotary, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Tables of at least ``length`` positions; they double when they are too short."""
+        cos, sin = self._turns.get(rotary, (None, None))
+        if cos is None or sin is None or cos.shape[0] < length or cos.dtype != dtype or cos.device != device:
+            size = max(512, 1 << (length - 1).bit_length())
+            with torch.inference_mode(False):  # the tables outlive this pass and may be trained with later
+                tables = rotary.tables(torch.arange(size, device=device), self.config.head_dim)
+                cos, sin = (table.to(dtype) for table in tables)
+            self._turns[rotary] = (cos, sin)
+        return cos, sin
+
+    def initialise(self, *, seed: int) -> Decoder:
+        """Random weights: normal with standard deviation 0.02, output projections scaled down by depth; norms at one.
+
+        Source: GPT-2's scheme, Radford et al. 2019, section 2.3.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 1:
+                nn.init.constant_(parameter, 0.0 if name.endswith("bias") else 1.0)
+                continue
+            deep = name.endswith(("o_proj.weight", "down_proj.weight"))
+            std = 0.02 / math.sqrt(2 * len(self.layers)) if deep else 0.02
+            with torch.no_grad():
+                parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
+        return self
+
+    def pack(self) -> Decoder:
+        """Fuse and pack all weights for inference, in place; the decoder can no longer be trained or saved."""
+        for layer in self.layers:
+            assert isinstance(layer, DecoderLayer)
+            layer.pack()
+        self.lm_head.pack()
+        return self.requires_grad_(False).eval()

@@ -1,0 +1,143 @@
+"""Grouped-query attention with rotary positions, read from and written to a cache.
+
+Notable here:
+- one class for every decoder family: biases, norms on queries and keys, window, and no position at all are arguments
+- a layer may have no keys and values of its own and read those of an earlier layer
+- a single new token treats the heads that share keys as a sequence, so that no key is ever copied
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from pippin.nn.cache import Keys, KVCache
+from pippin.nn.linear import Linear
+from pippin.nn.norm import RMSNorm
+from pippin.nn.rotary import Rotary, rotate
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """What one attention layer sees.
+
+    Args:
+        window: a token sees itself and the ``window - 1`` tokens before it; None sees all.
+        rotary: how positions are encoded; None for no position signal (NoPE).
+        source: the earlier layer whose keys and values this one reads; None for its own.
+    """
+
+    window: int | None = None
+    rotary: Rotary | None = Rotary()
+    source: int | None = None
+
+
+class Attention(nn.Module):
+    """One attention layer.
+
+    Args:
+        spec: what it sees.
+        width: model width.
+        heads: query heads; a multiple of ``kv_heads``.
+        kv_heads: key and value heads.
+        head_dim: width of a head, even.
+        bias: biases on the query, key and value projections.
+        output_bias: bias on the output projection.
+        qk_norm: RMS norms over each query and key head, before the rotation.
+        scale: multiplier on the scores; None for ``head_dim ** -0.5``.
+        eps: of the norms.
+    """
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        *,
+        width: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        bias: bool = False,
+        output_bias: bool = False,
+        qk_norm: bool = False,
+        scale: float | None = None,
+        eps: float = 1e-6,
+    ) -> None:
+        super().__init__()
+        self.spec = spec
+        self.heads, self.kv_heads, self.head_dim, self.scale = heads, kv_heads, head_dim, scale
+        self.q_proj = Linear(width, heads * head_dim, bias=bias)
+        self.o_proj = Linear(heads * head_dim, width, bias=output_bias)
+        self.q_norm = RMSNorm(head_dim, eps=eps) if qk_norm else None
+        self.k_norm: RMSNorm | None = None
+        self.qkv_proj: Linear | None = None  # the three projections as one, once packed
+        if spec.source is None:
+            self.k_proj = Linear(width, kv_heads * head_dim, bias=bias)
+            self.v_proj = Linear(width, kv_heads * head_dim, bias=bias)
+            self.k_norm = RMSNorm(head_dim, eps=eps) if qk_norm else None
+
+    def forward(
+        self,
+        x: Float[Tensor, "batch new width"],
+        turn: tuple[Tensor, Tensor] | None,
+        cache: KVCache,
+        layer: int,
+        shared: tuple[Keys, Keys, Tensor | None] | None = None,
+    ) -> tuple[Float[Tensor, "batch new width"], tuple[Keys, Keys, Tensor | None]]:
+        """Attend; return the output and the keys, values and mask that were read.
+
+        Args:
+            x: normalised hidden states.
+            turn: cosine and sine of the new positions, or None.
+            cache: where keys and values go.
+            layer: index of this layer in the cache.
+            shared: keys, values and mask of the source layer, if this layer has none of its own.
+        """
+        batch, new, _ = x.shape
+        q, k, v = self._project(x)
+        if self.q_norm is not None:
+            q = self.q_norm(q)
+        if k is not None and self.k_norm is not None:
+            k = self.k_norm(k)
+        if turn is not None:
+            q = rotate(q, *turn)
+            k = None if k is None else rotate(k, *turn)
+        if k is not None and v is not None:
+            shared = cache.append(layer, k, v, self.spec.window)
+        assert shared is not None, f"layer {layer} reads layer {self.spec.source}, which was not given"
+        keys, values, mask = shared
+        if new == 1:
+            groups = q.reshape(batch, self.kv_heads, -1, self.head_dim)
+            y = F.scaled_dot_product_attention(groups, keys, values, attn_mask=mask, scale=self.scale)
+            y = y.reshape(batch, 1, -1)
+        else:
+            y = F.scaled_dot_product_attention(
+                q, keys, values, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=True
+            )
+            y = y.transpose(1, 2).reshape(batch, new, -1)
+        return self.o_proj(y), shared
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Queries, and the keys and values of a layer that has its own: each (batch, heads, new, head_dim)."""
+        batch, new, _ = x.shape
+        if self.qkv_proj is not None:
+            heads = self.qkv_proj(x).view(batch, new, -1, self.head_dim).transpose(1, 2)
+            q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+            return q, k, v
+        q, *kv = (
+            projection(x).view(batch, new, -1, self.head_dim).transpose(1, 2)
+            for projection in ([self.q_proj] if self.spec.source is not None else [self.q_proj, self.k_proj, self.v_proj])
+        )
+        return q, *(kv or (None, None))
+
+    def pack(self) -> None:
+        """Fuse the input projections and pack the weights for inference."""
+        if self.spec.source is None:
+            self.qkv_proj = Linear.fused([self.q_proj, self.k_proj, self.v_proj]).pack()
+            del self.q_proj, self.k_proj, self.v_proj
+        else:
+            self.q_proj.pack()
+        self.o_proj.pack()

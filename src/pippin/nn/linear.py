@@ -1,0 +1,107 @@
+"""One linear layer for every weight format.
+
+Notable here:
+- a `Linear` holds its weight as an ordinary parameter until `pack()` replaces it by a format that is quick to read
+- the packed form is oneDNN's blocked layout: on a CPU it more than doubles the speed of a matrix-vector product,
+  because the plain BLAS routine uses one core and half of its memory bandwidth
+- several layers that read the same input become one (`Linear.fused`), so that a decode step makes fewer, larger calls
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+
+class PackedWeight(Protocol):
+    """A weight in a format of its own: what a kernel provides to be used by `Linear`."""
+
+    def matmul(self, x: Float[Tensor, "*batch inputs"], bias: Tensor | None) -> Float[Tensor, "*batch outputs"]:
+        """Return ``x @ weight.T + bias``."""
+
+    def dense(self) -> Float[Tensor, "outputs inputs"]:
+        """Return the weight as an ordinary matrix."""
+
+
+class Linear(nn.Module):
+    """``y = x W^T + b`` with a weight that may be packed for inference.
+
+    Args:
+        inputs: width of the input.
+        outputs: width of the output.
+        bias: whether a bias is added.
+    """
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.inputs = inputs
+        self.outputs = outputs
+        self.weight: nn.Parameter | None = nn.Parameter(torch.empty(outputs, inputs))
+        self.bias = nn.Parameter(torch.zeros(outputs)) if bias else None
+        self.packed: PackedWeight | None = None
+
+    @classmethod
+    def fused(cls, layers: Sequence[Linear]) -> Linear:
+        """One layer whose output is the concatenation of the outputs of ``layers``, which must share their input."""
+        first = layers[0]
+        fused = cls.__new__(cls)
+        nn.Module.__init__(fused)
+        fused.inputs, fused.outputs, fused.packed = first.inputs, sum(layer.outputs for layer in layers), None
+        weights = [layer.dense_weight() for layer in layers]
+        fused.weight = nn.Parameter(torch.cat(weights), requires_grad=False)
+        biases = [layer.bias for layer in layers if layer.bias is not None]
+        fused.bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None
+        return fused
+
+    def forward(self, x: Float[Tensor, "*batch inputs"]) -> Float[Tensor, "*batch outputs"]:
+        """Apply the layer to the last dimension."""
+        if self.packed is not None:
+            return self.packed.matmul(x, self.bias)
+        return F.linear(x, self.weight, self.bias)  # type: ignore[arg-type]
+
+    def dense_weight(self) -> Tensor:
+        """The weight as a matrix, unpacked if need be."""
+        if self.packed is not None:
+            return self.packed.dense()
+        assert self.weight is not None
+        return self.weight.data
+
+    def pack(self) -> Linear:
+        """Replace the weight by its packed form, if this device and precision have one. Not for training."""
+        if self.packed is None and self.weight is not None and OneDNNWeight.supports(self.weight):
+            self.packed = OneDNNWeight(self.weight.data)
+            self.weight = None
+        return self
+
+
+class OneDNNWeight:
+    """A dense fp32 or bf16 matrix in oneDNN's blocked layout (CPU only)."""
+
+    # oneDNN picks a layout for a number of rows; this one is within a few per cent of the best from 1 row to 512.
+    ROWS = 128
+
+    def __init__(self, weight: Float[Tensor, "outputs inputs"]) -> None:
+        self.blocks = torch.ops.mkldnn._reorder_linear_weight(weight, self.ROWS)
+
+    @staticmethod
+    def supports(weight: Tensor) -> bool:
+        """Whether the layout exists for this weight."""
+        if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+            return False
+        if weight.dtype == torch.bfloat16:
+            return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        return weight.dtype == torch.float32
+
+    def matmul(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Return ``x @ weight.T + bias``."""
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.blocks, bias, "none", [], "")
+        return y
+
+    def dense(self) -> Tensor:
+        """Return the weight as an ordinary matrix."""
+        return self.blocks.to_dense()

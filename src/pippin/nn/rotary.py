@@ -1,0 +1,98 @@
+"""Rotary position embedding and the ways to stretch it beyond the trained length.
+
+Notable here:
+- tables of cosine and sine are computed once, in float32, and indexed by position
+- the sine table carries the sign of the half turn, so that a rotation is one multiply, one roll and one fused multiply-add
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """How positions turn into angles.
+
+    Args:
+        theta: base of the geometric progression of wavelengths.
+        scaling: "none"; "linear" divides positions by ``factor``; "llama3" stretches only long wavelengths;
+            "yarn" blends both by wavelength and warms up the attention.
+        factor: by how much the context is stretched.
+        original_context: trained context length, used by "llama3" and "yarn".
+        low: "llama3": low frequency factor; "yarn": beta_slow.
+        high: "llama3": high frequency factor; "yarn": beta_fast.
+        attention_factor: "yarn": multiplier on cosine and sine; None means ``0.1 ln(factor) + 1``.
+        divisors: one divisor for each frequency, for checkpoints that store their stretching as a table.
+
+    Source: Su et al. 2021, arXiv:2104.09864; YaRN arXiv:2309.00071; Llama 3 arXiv:2407.21783.
+    """
+
+    theta: float = 10_000.0
+    scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
+    factor: float = 1.0
+    original_context: int = 8192
+    low: float = 1.0
+    high: float = 4.0
+    attention_factor: float | None = None
+    divisors: tuple[float, ...] | None = None
+
+    def frequencies(self, head_dim: int) -> Float[Tensor, "half"]:
+        """Angle per position of each pair of dimensions, in radians."""
+        exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        frequency = 1.0 / self.theta**exponent
+        if self.divisors is not None:
+            return frequency / torch.tensor(self.divisors)
+        if self.scaling == "linear":
+            return frequency / self.factor
+        if self.scaling == "llama3":
+            # 0 for wavelengths that fit `high` times into the trained context, 1 for those that fit fewer than `low` times
+            turns = self.original_context * frequency / (2 * math.pi)
+            stretched = ((self.high - turns) / (self.high - self.low)).clamp(0, 1)
+            return frequency * (1 - stretched) + frequency / self.factor * stretched
+        if self.scaling == "yarn":
+            first, last = (self._dimension_with(turns, head_dim) for turns in (self.high, self.low))
+            first, last = max(math.floor(first), 0), min(math.ceil(last), head_dim - 1)
+            ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - first) / max(last - first, 0.001)
+            stretched = ramp.clamp(0, 1)
+            return frequency * (1 - stretched) + frequency / self.factor * stretched
+        return frequency
+
+    def _dimension_with(self, turns: float, head_dim: int) -> float:
+        """The (fractional) pair of dimensions that makes ``turns`` turns over the trained context."""
+        return head_dim * math.log(self.original_context / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+
+    @property
+    def magnitude(self) -> float:
+        """What cosine and sine are multiplied by."""
+        if self.scaling != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return 0.1 * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+    def tables(
+        self, positions: Int[Tensor, "*batch seq"], head_dim: int
+    ) -> tuple[Float[Tensor, "*batch seq dim"], Float[Tensor, "*batch seq dim"]]:
+        """Cosine and signed sine of every position, float32."""
+        angles = positions[..., None].float() * self.frequencies(head_dim).to(positions.device)
+        cos, sin = angles.cos() * self.magnitude, angles.sin() * self.magnitude
+        return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+
+
+def rotate(
+    x: Float[Tensor, "*batch seq dim"], cos: Float[Tensor, "*#batch seq dim"], sin: Float[Tensor, "*#batch seq dim"]
+) -> Float[Tensor, "*batch seq dim"]:
+    """Turn each pair (i, i + dim/2) by its angle; ``cos`` and ``sin`` come from `Rotary.tables`.
+
+    >>> cos, sin = Rotary().tables(torch.tensor([0, 3]), 2)
+    >>> rotate(torch.tensor([[1.0, 0.0], [1.0, 0.0]]), cos, sin).round(decimals=4).tolist()
+    [[1.0, 0.0], [-0.99, 0.1411]]
+    """
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
