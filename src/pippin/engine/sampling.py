@@ -1,0 +1,150 @@
+"""From logits to a token: penalties, temperature, top-k, top-p, min-p, and a seed.
+
+Notable here:
+- the order is fixed and documented: repetition penalty, constraint, temperature, top-k, top-p, min-p, draw
+- greedy decoding is temperature 0, the default: the likeliest token, the first one of equals
+- one pass over the vocabulary finds the candidates; the rest works on those few, so sampling costs little more than greedy
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from pippin.core.errors import DecodingFailure, InvalidArgument
+
+# More candidates than this are ranked only where a flat distribution leaves so many in the nucleus.
+SHORTLIST = 256
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How a token is chosen and when to stop.
+
+    Args:
+        temperature: 0 is greedy; above, logits are divided by it.
+        top_k: only the k likeliest tokens; None for all.
+        top_p: only the smallest set of likeliest tokens whose probabilities reach p, in (0, 1]; None for all.
+        min_p: only tokens at least this share as likely as the likeliest, in [0, 1]; None for all.
+        repetition_penalty: divides positive and multiplies negative logits of tokens seen so far; 1 for none.
+        seed: same seed, same text on the same device; None draws a fresh one.
+        max_tokens: longest answer, in tokens; None for what the context leaves.
+        stop: the answer ends before the first of these strings.
+        logprobs: how many likeliest tokens to report with each token, 0 for the chosen one only; None for no report.
+
+    Raises:
+        InvalidArgument: a value outside its range.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    max_tokens: int | None = None
+    stop: Sequence[str] = ()
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        number, integer = (int, float), int
+        self._check("temperature", number, lambda t: math.isfinite(t) and t >= 0, "a finite number, 0 or above")
+        self._check("top_k", integer, lambda k: k >= 1, "a whole number, 1 or above, or None")
+        self._check("top_p", number, lambda p: 0 < p <= 1, "a number above 0 and at most 1, or None")
+        self._check("min_p", number, lambda p: 0 <= p <= 1, "a number from 0 to 1, or None")
+        self._check("repetition_penalty", number, lambda r: math.isfinite(r) and r > 0, "a finite number above 0")
+        self._check("seed", integer, lambda s: 0 <= s < 2**63, "a whole number from 0 to 2**63 - 1, or None")
+        self._check("max_tokens", integer, lambda n: n >= 1, "a whole number, 1 or above, or None")
+        self._check("logprobs", integer, lambda n: 0 <= n <= 100, "a whole number from 0 to 100, or None")
+        sequence = not isinstance(self.stop, str) and isinstance(self.stop, Sequence)
+        if not sequence or not all(isinstance(text, str) and text for text in self.stop):
+            raise InvalidArgument(f"stop must be a sequence of strings that are not empty, got {self.stop!r}")
+
+    def _check(self, name: str, kind: type | tuple[type, ...], ok: Callable[[Any], bool], rule: str) -> None:
+        value = getattr(self, name)
+        if value is None and name not in ("temperature", "repetition_penalty"):
+            return
+        if isinstance(value, bool) or not isinstance(value, kind) or not ok(value):
+            raise InvalidArgument(f"{name} must be {rule}, got {value!r}")
+
+
+class Sampler:
+    """The state of one request: what it has seen and its random numbers. Works on the CPU, whatever the model runs on."""
+
+    def __init__(self, options: SamplingOptions, prompt: Int[Tensor, "tokens"], vocab_size: int) -> None:
+        self.options = options
+        self.generator = torch.Generator()
+        if options.seed is None:
+            self.generator.seed()
+        else:
+            self.generator.manual_seed(options.seed)
+        self.seen: Bool[Tensor, "vocab"] | None = None
+        if options.repetition_penalty != 1.0:
+            self.seen = torch.zeros(vocab_size, dtype=torch.bool)
+            self.seen[prompt] = True
+
+    def penalise(self, logits: Float[Tensor, "vocab"]) -> None:
+        """Apply the repetition penalty in place. Source: Keskar et al. 2019, arXiv:1909.05858, section 4.1."""
+        if self.seen is not None:
+            penalty = self.options.repetition_penalty
+            torch.where(self.seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits, out=logits)
+
+    def choose(self, logits: Float[Tensor, "vocab"]) -> int:
+        """Draw a token from float32 logits in which forbidden tokens are minus infinity.
+
+        Raises:
+            DecodingFailure: no token is allowed, or a logit is not a number.
+        """
+        best = int(logits.argmax())
+        top = float(logits[best])
+        if not math.isfinite(top):
+            problem = "no token is allowed" if top == -math.inf else f"a logit is {top}"
+            raise DecodingFailure(f"cannot choose a token: {problem}; check the weights and the constraint")
+        token = best if self.options.temperature == 0 else self._draw(logits, top)
+        self.note(token)
+        return token
+
+    def note(self, token: int) -> None:
+        """Remember a token of the answer for the repetition penalty."""
+        if self.seen is not None:
+            self.seen[token] = True
+
+    def _draw(self, logits: Tensor, top: float) -> int:
+        options = self.options
+        scores = (logits - top) / options.temperature
+        if options.top_k is None and options.top_p is None and options.min_p is None:
+            return int(self._pick(scores.exp()))
+        total = scores.exp().sum()
+        size = min(len(scores), SHORTLIST if options.top_k is None else options.top_k)
+        best, ids = scores.topk(size)
+        weights = best.exp()
+        if options.top_k is not None:
+            total = weights.sum()
+        elif not self._covers(weights, float(total)):
+            best, ids = scores.sort(descending=True, stable=True)
+            weights = best.exp()
+        keep = torch.ones_like(weights, dtype=torch.bool)
+        if options.top_p is not None:
+            keep &= weights.cumsum(0) - weights < options.top_p * total
+        if options.min_p is not None:
+            keep &= weights >= options.min_p * weights[0]
+        return int(ids[self._pick(weights * keep)])
+
+    def _covers(self, weights: Tensor, total: float) -> bool:
+        """Whether the shortlist holds every token that top-p and min-p may keep."""
+        options = self.options
+        if options.top_p is not None and float(weights.sum()) >= options.top_p * total:
+            return True
+        return options.min_p is not None and float(weights[-1]) < options.min_p * float(weights[0])
+
+    def _pick(self, weights: Tensor) -> Tensor:
+        """Draw an index with probability proportional to its weight, by inverting the cumulative sum."""
+        sums = weights.double().cumsum(0)
+        point = torch.rand((), generator=self.generator, dtype=torch.float64) * sums[-1]
+        return torch.searchsorted(sums, point, right=True).clamp(max=int(weights.nonzero()[-1]))

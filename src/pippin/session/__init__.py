@@ -1,0 +1,30 @@
+"""The session API: typed answers, streams and tools over any model that `pippin.load` reads."""
+
+from pippin.session.options import GenerationOptions
+from pippin.session.schema import Schema
+from pippin.session.session import Response, Session, Snapshot, Stream, Timing, Usage
+from pippin.session.tools import Allow, Deny, Replace, Tool, tool
+from pippin.session.transcript import Answer, Instructions, Prompt, ToolCall, ToolCalls, ToolOutput, Transcript
+
+__all__ = [
+    "Allow",
+    "Answer",
+    "Deny",
+    "GenerationOptions",
+    "Instructions",
+    "Prompt",
+    "Replace",
+    "Response",
+    "Schema",
+    "Session",
+    "Snapshot",
+    "Stream",
+    "Timing",
+    "Tool",
+    "ToolCall",
+    "ToolCalls",
+    "ToolOutput",
+    "Transcript",
+    "Usage",
+    "tool",
+]

@@ -1,0 +1,220 @@
+"""Functions that the model may call: declared by their signature, called with arguments that fit it.
+
+Notable here:
+- the arguments are decoded under the grammar of the signature, so a call always parses and fits
+- a tool that raises, hangs or returns what cannot be sent is a `ToolCallError` that carries the cause
+- a callback may allow, deny or replace a call before it runs; a denied call tells the model why
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, ParamSpec, TypeVar, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create_model
+from pydantic.fields import FieldInfo
+
+from pippin.core.errors import InvalidArgument, InvalidTool, SchemaError, ToolCallError
+from pippin.session.schema import Schema
+from pippin.session.transcript import ToolCall
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# What a tool returns is read by the model; beyond this many characters no context of today would hold it.
+LONGEST_OUTPUT = 200_000
+
+
+@dataclass(frozen=True)
+class Allow:
+    """Run the call as the model wrote it."""
+
+
+@dataclass(frozen=True)
+class Deny:
+    """Do not run the call; the model is told the reason and goes on."""
+
+    reason: str = "The user declined this call."
+
+
+@dataclass(frozen=True)
+class Replace:
+    """Run the call with other arguments, which must fit the tool's signature."""
+
+    arguments: dict[str, Any]
+
+
+Decision = Allow | Deny | Replace
+
+
+class Tool(Generic[P, R]):
+    """A function with a name, a description and a schema of its arguments; still callable as the function.
+
+    Args:
+        function: plain or ``async``; every argument has a type, and a description may stand in
+            ``Annotated[str, Field(description=…)]``.
+        name: by default the function's.
+        description: by default the first paragraph of its docstring.
+
+    Raises:
+        InvalidTool: an argument without a type, one that cannot be given by name, or an unusable name.
+        UnsupportedGuide: an argument's constraint that the grammar cannot enforce.
+    """
+
+    def __init__(self, function: Callable[P, R], *, name: str | None = None, description: str | None = None) -> None:
+        self.function = function
+        self.name = name or getattr(function, "__name__", "")
+        if not self.name.replace("-", "_").isidentifier():
+            raise InvalidTool(f"{self.name!r} is not a name that a model can call; use letters, digits, _ and -")
+        document = inspect.getdoc(function) or ""
+        self.description = description if description is not None else " ".join(document.split("\n\n")[0].split())
+        self.arguments = _arguments(function, self.name)
+        try:
+            self.schema: Schema[Any] = Schema(self.arguments)
+        except SchemaError as error:
+            raise type(error)(f"tool {self.name!r}: {error}") from error
+        self.__doc__ = document
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call the function itself."""
+        return self.function(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"Tool({self.name!r})"
+
+    def definition(self) -> dict[str, Any]:
+        """The tool as chat templates and OpenAI's API describe it."""
+        return {
+            "type": "function",
+            "function": {"name": self.name, "description": self.description, "parameters": self.schema.json_schema},
+        }
+
+    def call(self, arguments: dict[str, Any], *, timeout: float | None = None) -> str:
+        """Validate the arguments, run the function, and return its result as text.
+
+        Args:
+            arguments: by name, as JSON gives them.
+            timeout: seconds to wait; None waits for ever. A function that overstays goes on in a thread of its own,
+                since Python cannot end it.
+
+        Raises:
+            ToolCallError: the arguments do not fit, the function raised, took too long, or returned what has no JSON form.
+        """
+        try:
+            given = self.arguments.model_validate(arguments)
+        except ValidationError as error:
+            raise self._error(f"got arguments that do not fit: {_first(error)}", arguments, error) from error
+        values = {name: getattr(given, name) for name in type(given).model_fields}
+        result = self._run(values, timeout, arguments)
+        if isinstance(result, str):
+            return result
+        try:
+            return TypeAdapter(Any).dump_json(result).decode()
+        except Exception as error:
+            kind = type(result).__name__
+            raise self._error(f"returned a {kind}, which has no JSON form; return text or plain data", arguments, error) from error
+
+    def _run(self, values: dict[str, Any], timeout: float | None, arguments: dict[str, Any]) -> Any:
+        outcome: list[Any] = []
+        failure: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                result: Any = self.function(**values)  # type: ignore[call-arg]
+                outcome.append(asyncio.run(_wait(result)) if inspect.isawaitable(result) else result)
+            except BaseException as error:
+                failure.append(error)
+
+        thread = threading.Thread(target=work, name=f"tool {self.name}", daemon=True)
+        thread.start()
+        thread.join(timeout)
+        if thread.is_alive():
+            late = TimeoutError(f"no result within {timeout:g} seconds")
+            raise self._error(f"gave no result within {timeout:g} seconds; make it quicker or raise tool_timeout", arguments, late)
+        if failure:
+            error = failure[0]
+            raise self._error(f"raised {type(error).__name__}: {error}", arguments, error) from error
+        return outcome[0]
+
+    def _error(self, what: str, arguments: dict[str, Any], cause: BaseException) -> ToolCallError:
+        return ToolCallError(f"tool {self.name!r} {what}", tool=self.name, cause=cause, arguments=arguments)
+
+
+async def _wait(result: Any) -> Any:
+    return await result
+
+
+def tool(function: Callable[P, R]) -> Tool[P, R]:
+    """Make a typed function a tool: ``@pippin.tool``.
+
+    >>> @tool
+    ... def add(a: int, b: int = 1) -> int:
+    ...     "Add two numbers."
+    ...     return a + b
+    >>> add(2), add.call({"a": 2, "b": 3}), add.description
+    (3, '5', 'Add two numbers.')
+    """
+    return Tool(function)
+
+
+def as_tools(tools: Sequence[Tool[..., Any] | Callable[..., Any]]) -> dict[str, Tool[..., Any]]:
+    """Tools by name, plain functions made into tools.
+
+    Raises:
+        InvalidTool: two tools of one name, or a function that cannot become one.
+    """
+    named: dict[str, Tool[..., Any]] = {}
+    for item in tools:
+        made = item if isinstance(item, Tool) else Tool(item)
+        if made.name in named:
+            raise InvalidTool(f"two tools are named {made.name!r}; give one another name: Tool(function, name=…)")
+        named[made.name] = made
+    return named
+
+
+def decide(call: ToolCall, callback: Callable[[ToolCall], Decision] | None) -> Decision:
+    """Ask the callback what to do with a call; without one every call is allowed.
+
+    Raises:
+        InvalidArgument: the callback returned something else than a decision.
+    """
+    decision = Allow() if callback is None else callback(call)
+    if not isinstance(decision, Decision):
+        raise InvalidArgument(f"on_tool_call must return Allow, Deny or Replace, got {decision!r}")
+    return decision
+
+
+def _arguments(function: Callable[..., Any], name: str) -> type[BaseModel]:
+    """A Pydantic model of a function's arguments."""
+    try:
+        hints = get_type_hints(function, include_extras=True)
+        parameters = inspect.signature(function).parameters
+    except (NameError, TypeError, ValueError) as error:
+        raise InvalidTool(f"tool {name!r}: its signature cannot be read: {error}") from error
+    fields: dict[str, Any] = {}
+    for parameter in parameters.values():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise InvalidTool(f"tool {name!r}: argument {parameter} cannot be given by name; models name every argument")
+        if parameter.name not in hints:
+            raise InvalidTool(f"tool {name!r}: argument {parameter.name!r} has no type; write {parameter.name}: str, say")
+        default = ... if parameter.default is parameter.empty else parameter.default
+        if isinstance(default, FieldInfo):
+            raise InvalidTool(f"tool {name!r}: put the Field of {parameter.name!r} into Annotated[…], not into its default")
+        fields[parameter.name] = (hints[parameter.name], default)
+    return create_model(f"{name}_arguments", __config__=ConfigDict(extra="forbid"), **fields)
+
+
+def _first(error: ValidationError) -> str:
+    details = error.errors(include_url=False)[0]
+    return f"{'.'.join(map(str, details['loc'])) or 'the arguments'}: {details['msg']}"
+
+
+def parse_call(text: str, call_id: str) -> ToolCall:
+    """Read one call that was written under the grammar of tool calls."""
+    value = json.loads(text)
+    return ToolCall(id=call_id, name=value["name"], arguments=value["arguments"])
