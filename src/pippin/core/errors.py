@@ -2,7 +2,7 @@
 
 Notable here:
 - a message says what was wrong, with the offending name and value, and what to do about it
-- what a caller may want to act on (the two numbers of an overflow, the tool that failed) is an attribute, not only prose
+- what a caller may act on (the two numbers of an overflow, the tool that failed) is an attribute, not only prose
 - an error that is also a plain Python mistake inherits the built-in too, so `except ValueError` works as expected
 """
 

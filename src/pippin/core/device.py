@@ -1,0 +1,266 @@
+"""What this machine has: processor, cores, instruction sets, memory, accelerators; and the choice of a device.
+
+Notable here:
+- cores are the ones this process may use: its affinity, then the quota of its control group (a container's limit)
+- memory is the smaller of the machine's and the control group's, since the second is what ends the process
+- torch is imported only where a device is asked for, so the facts about the processor come in milliseconds
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+from pippin.core.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+
+# The names that matter to matrix products, as Linux spells them in /proc/cpuinfo.
+_X86_SETS = tuple(
+    "avx2 fma f16c avx_vnni avx512f avx512_vnni avx512_bf16 avx512_fp16 amx_tile amx_int8 amx_bf16".split()
+)
+_ARM_SETS = {"asimd": "neon", "asimddp": "dotprod", "fphp": "fp16", "i8mm": "i8mm", "bf16": "bf16", "sve": "sve"}
+_APPLE_SETS = {"arm.AdvSIMD": "neon", "arm.FEAT_DotProd": "dotprod", "arm.FEAT_FP16": "fp16", "arm.FEAT_I8MM": "i8mm"}
+_APPLE_SETS |= {"arm.FEAT_BF16": "bf16", "arm.FEAT_SME": "sme", "avx2_0": "avx2", "avx512f": "avx512f"}
+_FAST_BF16_SETS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of main memory: all that this process may ever use, and what is free for it now."""
+
+    total: int
+    available: int
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """One GPU: the name that `choose` takes, the maker's name, and its memory in bytes (0 if shared with the CPU)."""
+
+    device: str
+    name: str
+    memory: int
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What `pippin doctor` and the evidence of claims say about a machine."""
+
+    system: str
+    cpu: str
+    logical_cores: int
+    threads: int
+    instruction_sets: tuple[str, ...]
+    memory_total: int
+    memory_available: int
+    accelerators: tuple[Accelerator, ...]
+    fast_bf16: bool
+
+
+def choose(name: str | None = None) -> torch.device:
+    """The torch device of that name, checked; the best one here when there is no name.
+
+    Args:
+        name: "cpu", "cuda", "cuda:N" or "mps"; None or "auto" takes the first of cuda, mps, cpu that is there.
+
+    Raises:
+        InvalidArgument: the name is not one of these, or this machine does not have it.
+
+    >>> choose("cpu")
+    device(type='cpu')
+    """
+    import torch
+
+    found = [a.device for a in accelerators()]
+    if name is None or name == "auto":
+        best = found[0] if found else "cpu"
+        return torch.device(best)
+    if re.fullmatch(r"cpu|mps|cuda(:\d{1,4})?", name) is None:
+        raise InvalidArgument(f"device {name!r} is not known; use one of: {', '.join(['cpu', *found])}")
+    wanted = "cuda:0" if name == "cuda" else name
+    if wanted != "cpu" and wanted not in found:
+        raise InvalidArgument(f"device {name!r} is not on this machine; use one of: {', '.join(['cpu', *found])}")
+    return torch.device(wanted)
+
+
+def facts() -> Facts:
+    """Everything `pippin doctor` reports about the machine. Imports torch, to ask it for accelerators."""
+    memory_now = memory()
+    return Facts(
+        system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        cpu=cpu_name(),
+        logical_cores=os.cpu_count() or 1,
+        threads=threads(),
+        instruction_sets=instruction_sets(),
+        memory_total=memory_now.total,
+        memory_available=memory_now.available,
+        accelerators=accelerators(),
+        fast_bf16=has_fast_bf16(),
+    )
+
+
+def accelerators() -> tuple[Accelerator, ...]:
+    """The GPUs that this torch can use, best first."""
+    import torch
+
+    if torch.cuda.is_available():
+        properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+        return tuple(Accelerator(f"cuda:{i}", p.name, p.total_memory) for i, p in enumerate(properties))
+    if torch.backends.mps.is_available():
+        return (Accelerator("mps", cpu_name(), 0),)
+    return ()
+
+
+def has_fast_bf16(device: torch.device | None = None) -> bool:
+    """Whether bfloat16 products run at least at float32's speed there: in hardware, not by conversion.
+
+    Args:
+        device: None asks about the CPU, without importing torch.
+    """
+    if device is None or device.type == "cpu":
+        return not _FAST_BF16_SETS.isdisjoint(instruction_sets())
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    return True
+
+
+@cache
+def instruction_sets() -> tuple[str, ...]:
+    """The instruction sets of this CPU that matter to matrix products, by Linux's names; empty where unknown."""
+    if sys.platform == "darwin":
+        return tuple(short for key, short in _APPLE_SETS.items() if _sysctl(f"hw.optional.{key}") == "1")
+    return _parse_instruction_sets(_read(Path("/proc/cpuinfo")) or "")
+
+
+def _parse_instruction_sets(cpuinfo: str) -> tuple[str, ...]:
+    """The known sets in the text of /proc/cpuinfo: `flags` on x86, `Features` on Arm.
+
+    >>> _parse_instruction_sets("flags : fpu sse avx2 avx512f avx512_bf16")
+    ('avx2', 'avx512f', 'avx512_bf16')
+    >>> _parse_instruction_sets("Features : fp asimd asimddp bf16")
+    ('neon', 'dotprod', 'bf16')
+    """
+    line = re.search(r"^(flags|Features)\s*:(.*)$", cpuinfo, re.MULTILINE)
+    if line is None:
+        return ()
+    flags = line[2].split()
+    known = {name: name for name in _X86_SETS} if line[1] == "flags" else _ARM_SETS
+    return tuple(short for key, short in known.items() if key in flags)
+
+
+@cache
+def cpu_name() -> str:
+    """The processor as its maker names it; the architecture where the system does not say."""
+    if sys.platform == "darwin":
+        return _sysctl("machdep.cpu.brand_string") or platform.machine()
+    line = re.search(r"^model name\s*:\s*(.+)$", _read(Path("/proc/cpuinfo")) or "", re.MULTILINE)
+    return line[1].strip() if line else platform.processor() or platform.machine()
+
+
+def threads(root: Path = Path("/")) -> int:
+    """How many threads are worth starting: allowed physical cores, within the control group's quota; at least 1.
+
+    Two threads on one physical core share its vector units, so hyper-threads are not counted.
+
+    Args:
+        root: where /proc and /sys are looked for; a test puts its own there.
+    """
+    if hasattr(os, "sched_getaffinity"):
+        allowed = sorted(os.sched_getaffinity(0))
+        siblings = (_read(root / f"sys/devices/system/cpu/cpu{i}/topology/thread_siblings_list") for i in allowed)
+        cores = len({text.strip() if text else str(i) for i, text in zip(allowed, siblings, strict=True)})
+    else:
+        cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
+    quota = _cpu_quota(root)
+    return max(1, cores if quota is None else min(cores, int(quota)))
+
+
+def memory(root: Path = Path("/")) -> Memory:
+    """Main memory that this process may use: the machine's, or its control group's where that is less.
+
+    Args:
+        root: where /proc and /sys are looked for; a test puts its own there.
+    """
+    machine = psutil.virtual_memory()
+    total, available = machine.total, machine.available
+    for folder in _control_groups(root, "memory"):
+        for limit_name, used_name in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
+            limit, used = _read(folder / limit_name), _read(folder / used_name)
+            if limit is not None and limit.strip().isdigit():
+                total = min(total, int(limit))
+                available = min(available, max(0, int(limit) - int(used or 0)))
+    return Memory(total, available)
+
+
+def peak_memory() -> int:
+    """The most main memory, in bytes, that this process has held so far (resident set, shared pages included).
+
+    Linux is asked through /proc, because `getrusage` also counts what the process was forked from.
+
+    >>> peak_memory() > 1_000_000
+    True
+    """
+    high_water = re.search(r"^VmHWM:\s*(\d+) kB$", _read(Path("/proc/self/status")) or "", re.MULTILINE)
+    if high_water is not None:
+        return int(high_water[1]) * 1024
+    if sys.platform == "win32":
+        return int(psutil.Process().memory_info().peak_wset)
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, kilobytes elsewhere
+
+
+def _cpu_quota(root: Path) -> float | None:
+    """Processors' worth of time that the control groups grant, the least of them; None without a limit."""
+    quotas = []
+    for folder in _control_groups(root, "cpu"):
+        older = [_read(folder / f"cpu.cfs_{name}_us") or "" for name in ("quota", "period")]
+        words = (_read(folder / "cpu.max") or " ".join(older)).split()
+        # Without a limit the quota reads "max" (version 2) or "-1" (version 1).
+        if len(words) == 2 and words[0].isdigit() and int(words[1]) > 0:
+            quotas.append(int(words[0]) / int(words[1]))
+    return min(quotas, default=None)
+
+
+def _control_groups(root: Path, controller: str) -> Iterator[Path]:
+    """Folders of this process's control groups, from its own up to the top: version 2 and, for one controller, 1."""
+    for line in (_read(root / "proc/self/cgroup") or "").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        mount = root / "sys/fs/cgroup" / controllers
+        parts = Path(path.lstrip("/")).parts
+        for depth in range(len(parts), -1, -1):
+            yield mount.joinpath(*parts[:depth])
+
+
+def _read(path: Path) -> str | None:
+    """The text of a small system file; None where the system has no such file."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+
+
+def _sysctl(name: str) -> str | None:
+    """One value of macOS's system table; None where it has no such name."""
+    found = subprocess.run(["sysctl", "-n", name], capture_output=True, text=True, check=False)
+    return found.stdout.strip() if found.returncode == 0 else None

@@ -1,0 +1,152 @@
+"""What a measurement returns: named rows with a value, a unit and a spread.
+
+Notable here:
+- `print(report)` gives plain text anywhere; `report.print()` and rich give a table in a terminal
+- figures keep four significant digits in print and all of them in JSON
+- matplotlib is loaded by `plot` and by nothing else
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from pippin.core.errors import InvalidArgument, MissingDependency
+from pippin.core.files import atomic_write
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from rich.table import Table
+
+_HEADINGS = ("what", "value", "spread", "unit")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure.
+
+    Attributes:
+        name: what was measured.
+        value: the figure, or the mean where it was measured several times.
+        unit: "s", "tokens/s", "GiB"...; empty for a pure number.
+        spread: standard deviation over the repetitions, in the same unit; None where there was one measurement.
+    """
+
+    name: str
+    value: float
+    unit: str = ""
+    spread: float | None = None
+
+
+class Report:
+    """A title and its rows, in the order given.
+
+    >>> print(Report("Speed", [Row("prompt", 812.4567, "tokens/s", 3.21), Row("answer", 41.0, "tokens/s")]))
+    Speed
+    what    value  spread  unit
+    prompt  812.5  3.21    tokens/s
+    answer     41          tokens/s
+    """
+
+    def __init__(self, title: str, rows: Iterable[Row] = ()) -> None:
+        self.title = title
+        self.rows = tuple(rows)
+
+    def __str__(self) -> str:
+        cells = [_HEADINGS, *(_cells(row) for row in self.rows)]
+        widths = [max(len(line[i]) for line in cells) for i in range(len(_HEADINGS))]
+        lines = [
+            "  ".join([name.ljust(widths[0]), value.rjust(widths[1]), spread.ljust(widths[2]), unit]).rstrip()
+            for name, value, spread, unit in cells
+        ]
+        return "\n".join([self.title, *lines])
+
+    def __rich__(self) -> Table:
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(title=Text(self.title), title_justify="left")
+        for heading in _HEADINGS:
+            table.add_column(heading, justify="right" if heading == "value" else "left")
+        for row in self.rows:
+            table.add_row(*map(Text, _cells(row)))
+        return table
+
+    def print(self) -> None:
+        """Write the report to standard output: a table in a terminal, plain text in a file or a pipe."""
+        from rich.console import Console
+
+        console = Console()
+        if console.is_terminal:
+            console.print(self)
+        else:
+            print(self)
+
+    def to_json(self) -> str:
+        """The report as JSON: `{"title", "rows": [{"name", "value", "unit", "spread"}]}`.
+
+        Raises:
+            InvalidArgument: a figure is not finite, which JSON cannot say.
+        """
+        for row in self.rows:
+            if not (math.isfinite(row.value) and math.isfinite(row.spread or 0.0)):
+                raise InvalidArgument(
+                    f"report {self.title!r}: {row.name!r} is {row.value}, spread {row.spread}; JSON is finite"
+                )
+        return json.dumps({"title": self.title, "rows": [asdict(row) for row in self.rows]}, indent=1)
+
+    def save(self, path: Path) -> None:
+        """Write the JSON to a file, whole or not at all."""
+        text = self.to_json()
+        with atomic_write(path) as file:
+            file.write(f"{text}\n".encode())
+
+    def plot(self, path: Path) -> None:
+        """Draw the rows as bars, one panel per unit, with the spread as error bars.
+
+        Args:
+            path: the picture; its suffix chooses the format (.png, .svg, .pdf).
+
+        Raises:
+            InvalidArgument: there is nothing to draw.
+            MissingDependency: matplotlib is not installed.
+        """
+        if not self.rows:
+            raise InvalidArgument(f"report {self.title!r} has no rows to plot")
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise MissingDependency("plots need matplotlib: pip install 'pippin[plot]'") from error
+        units = list(dict.fromkeys(row.unit for row in self.rows))
+        figure = Figure(figsize=(7, 1 + 0.4 * len(self.rows) + 0.5 * len(units)), layout="constrained")
+        figure.suptitle(self.title)
+        counts = [sum(row.unit == unit for row in self.rows) for unit in units]
+        panels = figure.subplots(len(units), squeeze=False, height_ratios=counts)[:, 0]
+        for panel, unit in zip(panels, units, strict=True):
+            rows = [row for row in self.rows if row.unit == unit]
+            places = range(len(rows))
+            panel.barh(places, [row.value for row in rows], xerr=[row.spread or 0.0 for row in rows])
+            panel.set_yticks(places, [row.name for row in rows])
+            panel.invert_yaxis()
+            panel.set_xlabel(unit)
+        with atomic_write(path) as file:
+            figure.savefig(file, format=path.suffix.removeprefix(".") or "png")
+
+
+def _cells(row: Row) -> tuple[str, str, str, str]:
+    return row.name, _figure(row.value), "" if row.spread is None else _figure(row.spread), row.unit
+
+
+def _figure(value: float) -> str:
+    """Four significant digits; whole numbers in full.
+
+    >>> _figure(0.000123456), _figure(1234567.0), _figure(98765.43)
+    ('0.0001235', '1234567', '98765')
+    """
+    if math.isfinite(value) and value == round(value):
+        return str(round(value))
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"

@@ -1,0 +1,70 @@
+"""The bar as a terminal would see it, and its silence elsewhere."""
+
+import io
+from contextlib import redirect_stderr
+
+import pytest
+
+from pippin.core import progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(autouse=True)
+def _xterm(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+
+
+def use(show: bool = True) -> None:
+    progress.note("Fetching", show=show)
+    with progress.bar(10, "counting", show=show) as bar:
+        bar.advance(10)
+
+
+def test_nothing_is_drawn_where_nobody_watches(capfd):
+    use()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_terminal_sees_it_only_when_it_is_wanted():
+    with redirect_stderr(Terminal()) as screen:
+        use(show=False)
+    assert screen.getvalue() == ""
+    with redirect_stderr(Terminal()) as screen:
+        use()
+    assert screen.getvalue().startswith("Fetching\n")
+    assert "counting" in screen.getvalue()
+
+
+def test_bytes_are_shown_with_rate_and_time(capsys):
+    with redirect_stderr(Terminal()) as screen, progress.bar(92_871_040, "smollm2-135m", done=40_000_000) as bar:
+        for _ in range(4):
+            bar.advance(10_000_000)
+        bar.advance(-5_000_000)
+    for words in ("smollm2-135m", "40.0/92.9 MB", "75.0/92.9 MB", "B/s", "0:00"):
+        assert words in screen.getvalue()
+    assert capsys.readouterr().out == ""
+
+
+def test_other_units_are_shown_by_name():
+    with redirect_stderr(Terminal()) as screen, progress.bar(3, "training", unit="steps") as bar:
+        bar.advance(2)
+        bar.advance(1)
+    assert "3/3" in screen.getvalue()
+    assert "steps/s" in screen.getvalue()
+
+
+def test_an_unknown_total_is_allowed():
+    with redirect_stderr(Terminal()) as screen, progress.bar(None, "reading") as bar:
+        bar.advance(5)
+    assert "reading" in screen.getvalue()
+
+
+def test_an_error_ends_the_bar_and_passes():
+    with redirect_stderr(Terminal()) as screen, pytest.raises(ZeroDivisionError), progress.bar(1, "failing") as bar:
+        bar.advance(1 // 0)
+    assert screen.getvalue().endswith("\x1b[?25h")  # the cursor is shown again
