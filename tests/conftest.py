@@ -1,11 +1,18 @@
 """Shape checking for every test, and the default model."""
 
 import os
+import sys
 from pathlib import Path
+from types import ModuleType
 
+from beartype import BeartypeConf, beartype
 from jaxtyping import install_import_hook
 
-install_import_hook("pippin", "beartype.beartype")
+# jaxtyping imports its type checker by name; this one lets an int stand for a float, as PEP 484 does
+checker = ModuleType("pippin_type_checker")
+checker.check = beartype(conf=BeartypeConf(is_pep484_tower=True))  # type: ignore[attr-defined]
+sys.modules[checker.__name__] = checker
+install_import_hook("pippin", "pippin_type_checker.check")
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -37,3 +44,30 @@ def _threads():
     """Leave a core for the other worker where tests run in parallel."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    """A random two-layer model over bytes: every token is one byte, id 256 ends an answer."""
+    from tokenizers import Tokenizer as Backend, decoders, models, pre_tokenizers
+
+    from pippin.data.chat import ChatTemplate
+    from pippin.data.tokenizer import Tokenizer
+    from pippin.language import Decoder, DecoderConfig, LanguageModel, LayerSpec
+    from pippin.nn.attention import AttentionSpec
+    from pippin.nn.feedforward import FeedForwardSpec
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Backend(models.BPE({char: index for index, char in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|im_end|>", "<|im_start|>"])
+    tokenizer = Tokenizer(backend, eos_ids=[256])
+    layer = LayerSpec(AttentionSpec(), FeedForwardSpec(48))
+    config = DecoderConfig("llama", 260, 32, (layer, layer), heads=4, kv_heads=2, head_dim=8, max_context=2048)
+    template = ChatTemplate(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+        tokenizer,
+    )
+    return LanguageModel("tiny", Decoder(config).initialise(seed=0).eval(), tokenizer, template)

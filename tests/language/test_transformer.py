@@ -114,7 +114,7 @@ def test_left_padded_batches_equal_each_row_alone(pair):
     generator = torch.Generator().manual_seed(3)
     rows = [torch.randint(3, 307, (n,), generator=generator) for n in (20, 7, 13)]
     padding = torch.tensor([20 - len(row) for row in rows])
-    ids = torch.stack([torch.cat([torch.zeros(int(pad), dtype=torch.long), row]) for pad, row in zip(padding, rows)])
+    ids = torch.stack([torch.nn.functional.pad(row, (20 - len(row), 0)) for row in rows])
     cache = DenseCache(decoder.config, 20, batch=3, padding=padding)
     with torch.no_grad():
         whole = decoder(ids, padding=padding)
@@ -145,7 +145,9 @@ def spec(source=None, **feedforward):
     return LayerSpec(AttentionSpec(rotary=Rotary(), source=source), FeedForwardSpec(size=64, **feedforward))
 
 
-BASE = DecoderConfig("llama", 50, 32, (spec(), spec(), spec(1), spec(1)), heads=4, kv_heads=2, head_dim=8, max_context=64)
+BASE = DecoderConfig(
+    "llama", 50, 32, (spec(), spec(), spec(1), spec(1)), heads=4, kv_heads=2, head_dim=8, max_context=64
+)
 
 
 @torch.no_grad()
@@ -169,7 +171,9 @@ def test_the_published_on_device_decoder_has_the_published_number_of_parameters(
         LayerSpec(AttentionSpec(rotary=Rotary(500_000.0), source=34 if i >= 35 else None), FeedForwardSpec(6656))
         for i in range(56)
     )
-    config = DecoderConfig("afm", 153_600, 2048, layers, heads=16, kv_heads=2, head_dim=128, max_context=4096, qk_norm=True)
+    config = DecoderConfig(
+        "afm", 153_600, 2048, layers, heads=16, kv_heads=2, head_dim=128, max_context=4096, qk_norm=True
+    )
     with torch.device("meta"):
         decoder = Decoder(config)
     assert sum(parameter.numel() for parameter in decoder.parameters()) == 3_111_368_064

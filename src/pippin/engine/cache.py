@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pippin.core.errors import InvalidArgument
 from pippin.language.transformer import DecoderConfig
-from pippin.nn.cache import Keys, causal_mask
+from pippin.nn.cache import New, Seen, causal_mask
 
 
 class DenseCache:
@@ -37,7 +37,7 @@ class DenseCache:
         batch: int = 1,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
-        padding: Int[Tensor, "batch"] | None = None,
+        padding: Int[Tensor, batch] | None = None,
     ) -> None:
         if capacity < 1:
             raise InvalidArgument(f"a cache needs room for at least one token, got capacity {capacity}")
@@ -59,7 +59,7 @@ class DenseCache:
         """Size of the store."""
         return self.store.nbytes
 
-    def append(self, layer: int, k: Keys, v: Keys, window: int | None) -> tuple[Keys, Keys, Tensor | None]:
+    def append(self, layer: int, k: New, v: New, window: int | None) -> tuple[Seen, Seen, Tensor | None]:
         """Write the new tokens of one layer; return views of all that they may look at, and the mask.
 
         Raises:

@@ -34,7 +34,7 @@ FinishReason = Literal["stop", "length", "cancelled"]
 class Token:
     """One token of the answer.
 
-    ``text`` is what may be shown since the token before; it lags behind where a character or a stop string is incomplete.
+    ``text`` is what may be shown since the token before; it lags behind an incomplete character or stop string.
     ``logprob`` and ``top_logprobs`` (natural logarithms, likeliest first) are those of the model before penalty,
     constraint and temperature; None unless asked for.
     """
@@ -117,7 +117,7 @@ class Engine:
         self.check(request.prompt, request.options)
         constraint = None
         if request.grammar is not None:
-            constraint = request.grammar.start(self.model.tokenizer, self.model.config.vocab_size)
+            constraint = request.grammar.start(self.model.tokenizer)
         return _Run(self, request, constraint).events()
 
     def check(self, prompt: Sequence[int], options: SamplingOptions) -> None:
@@ -134,7 +134,7 @@ class Engine:
             answer = f"max_tokens {options.max_tokens}" if options.max_tokens else "at least one token of answer"
             raise ContextOverflow(
                 f"a prompt of {len(prompt):,} tokens and {answer} need {need:,} tokens, the context of "
-                f"{self.model.name} holds {size:,}; shorten the prompt, lower max_tokens or take a model with a longer context",
+                f"{self.model.name} holds {size:,}; shorten the prompt, lower max_tokens or take another model",
                 context_size=size,
                 token_count=need,
             )
@@ -145,10 +145,10 @@ class Engine:
             )
 
     def prefill(self, prompt: Sequence[int], prefix: Prefix) -> None:
-        """Compute the whole chunks of ``prompt`` into ``prefix``, so that a request that begins with it starts sooner."""
+        """Compute the whole chunks of ``prompt`` into ``prefix``: a request that begins with them starts sooner."""
         whole = len(prompt) // self.chunk * self.chunk
         if whole:
-            cache, start = self._cache(list(prompt[:whole]) + [0], whole + 1, prefix)
+            cache, start = self._cache([*prompt[:whole], 0], whole + 1, prefix)
             for at in range(start, whole, self.chunk):
                 self._forward(prompt[at : at + self.chunk], cache)
             prefix.ids = list(prompt[:whole])
@@ -174,7 +174,7 @@ class Engine:
         return prefix.cache, keep
 
     @torch.inference_mode()
-    def _forward(self, ids: Sequence[int], cache: DenseCache) -> Float[Tensor, "vocab"]:
+    def _forward(self, ids: Sequence[int], cache: DenseCache) -> Float[Tensor, vocab]:
         """Logits after the last of ``ids``, float32 on the CPU."""
         batch = torch.tensor([ids], device=self.model.device)
         logits: Tensor = self.model.module(batch, cache=cache, last=1)
@@ -232,7 +232,7 @@ class _Run:
         return logits
 
     @torch.inference_mode()
-    def _choose(self, logits: Float[Tensor, "vocab"]) -> list[Token]:
+    def _choose(self, logits: Float[Tensor, vocab]) -> list[Token]:
         """The next token and those that the grammar forces after it; empty at the end of the answer."""
         logprobs = None if self.options.logprobs is None else logits.log_softmax(-1)
         self.sampler.penalise(logits)
@@ -246,14 +246,18 @@ class _Run:
         if self.constraint is None:
             return tokens
         self.constraint.accept(chosen)
-        if logprobs is None:  # the model is not asked about forced tokens, so it has no probabilities to report for them
+        if (
+            logprobs is None
+        ):  # the model is not asked about forced tokens, so it has no probabilities to report for them
             for forced in self.constraint.forced()[: self.limit - self.count - 1]:
+                if forced in self.engine.model.tokenizer.eos_ids:
+                    break
                 self.constraint.accept(forced)
                 self.sampler.note(forced)
                 tokens.append(self._token(forced, None))
         return tokens
 
-    def _token(self, id: int, logprobs: Float[Tensor, "vocab"] | None) -> Token:
+    def _token(self, id: int, logprobs: Float[Tensor, vocab] | None) -> Token:
         text = self.text.push(self.engine.model.tokenizer.token_bytes(id))
         if logprobs is None:
             return Token(id, text)

@@ -3,7 +3,7 @@
 Notable here:
 - the order is fixed and documented: repetition penalty, constraint, temperature, top-k, top-p, min-p, draw
 - greedy decoding is temperature 0, the default: the likeliest token, the first one of equals
-- one pass over the vocabulary finds the candidates; the rest works on those few, so sampling costs little more than greedy
+- one pass over the vocabulary finds the candidates; the rest works on those few and costs little
 """
 
 from __future__ import annotations
@@ -75,27 +75,27 @@ class SamplingOptions:
 
 
 class Sampler:
-    """The state of one request: what it has seen and its random numbers. Works on the CPU, whatever the model runs on."""
+    """The state of one request: what it has seen and its random numbers. Works on the CPU."""
 
-    def __init__(self, options: SamplingOptions, prompt: Int[Tensor, "tokens"], vocab_size: int) -> None:
+    def __init__(self, options: SamplingOptions, prompt: Int[Tensor, tokens], vocab_size: int) -> None:
         self.options = options
         self.generator = torch.Generator()
         if options.seed is None:
             self.generator.seed()
         else:
             self.generator.manual_seed(options.seed)
-        self.seen: Bool[Tensor, "vocab"] | None = None
+        self.seen: Bool[Tensor, vocab] | None = None
         if options.repetition_penalty != 1.0:
             self.seen = torch.zeros(vocab_size, dtype=torch.bool)
             self.seen[prompt] = True
 
-    def penalise(self, logits: Float[Tensor, "vocab"]) -> None:
+    def penalise(self, logits: Float[Tensor, vocab]) -> None:
         """Apply the repetition penalty in place. Source: Keskar et al. 2019, arXiv:1909.05858, section 4.1."""
         if self.seen is not None:
             penalty = self.options.repetition_penalty
             torch.where(self.seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits, out=logits)
 
-    def choose(self, logits: Float[Tensor, "vocab"]) -> int:
+    def choose(self, logits: Float[Tensor, vocab]) -> int:
         """Draw a token from float32 logits in which forbidden tokens are minus infinity.
 
         Raises:

@@ -1,9 +1,9 @@
-"""Checkpoint families: from a `config.json` or a GGUF header to a `DecoderConfig`, and between their tensor names and ours.
+"""Checkpoint families: a `config.json` or a GGUF header becomes a `DecoderConfig`, and names of tensors become ours.
 
 Notable here:
 - our parameter names are Hugging Face's without the "model." in front, so most maps are the identity
 - a GGUF file of the llama architecture stores query and key rows in another order, which is undone here
-- Gemma's norms are stored minus one (Hugging Face) or as they are (GGUF); in memory a norm always multiplies by its weight
+- Gemma's norms are stored minus one (Hugging Face) or as they are (GGUF); in memory a norm multiplies by its weight
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ def _from_hf(family: str, config: Mapping[str, Any]) -> DecoderConfig:
         family=family,
         vocab_size=config["vocab_size"],
         width=width,
-        layers=tuple(_hf_layer(family, config, i, ACTIVATIONS[name], head_dim) for i in range(config["num_hidden_layers"])),
+        layers=tuple(
+            _hf_layer(family, config, i, ACTIVATIONS[name], head_dim) for i in range(config["num_hidden_layers"])
+        ),
         heads=heads,
         kv_heads=config.get("num_key_value_heads") or heads,
         head_dim=head_dim,
@@ -203,7 +205,9 @@ def _gguf_rotary(file: GGUFFile, gemma: bool) -> Rotary:
     prefix = f"{file.architecture}.rope"
     how = file.get(f"{prefix}.scaling.type", str, "none")
     if how not in ("none", "linear", "yarn"):
-        raise UnsupportedModel(f"{file.path}: rope scaling {how!r} is not supported; supported are none, linear and yarn")
+        raise UnsupportedModel(
+            f"{file.path}: rope scaling {how!r} is not supported; supported are none, linear and yarn"
+        )
     slow, fast = (1.0, 32.0) if how == "yarn" else (1.0, 4.0)
     table = file.dequantize("rope_freqs.weight") if "rope_freqs.weight" in file.tensors else None
     return Rotary(
@@ -355,7 +359,9 @@ ARCHITECTURES = {
 
 def _hf_rope(config: DecoderConfig) -> dict[str, Any]:
     """The rope fields of `to_hf`, in the form that old and new readers understand."""
-    rotaries = {layer.attention.window is None: layer.attention.rotary for layer in config.layers if layer.attention.rotary}
+    rotaries = {
+        layer.attention.window is None: layer.attention.rotary for layer in config.layers if layer.attention.rotary
+    }
     whole = rotaries.get(True) or rotaries.get(False) or Rotary()
     fields: dict[str, Any] = {"rope_theta": whole.theta}
     scaling: dict[str, Any] = {"rope_type": whole.scaling, "factor": whole.factor}
@@ -372,5 +378,5 @@ def _hf_rope(config: DecoderConfig) -> dict[str, Any]:
     if whole.scaling != "none":
         fields["rope_scaling"] = scaling
     if config.family == "gemma3_text" and rotaries.get(False) is not None:
-        fields["rope_local_base_freq"] = rotaries[False].theta  # type: ignore[union-attr]
+        fields["rope_local_base_freq"] = rotaries[False].theta
     return fields

@@ -1,8 +1,8 @@
 """`pippin.load`: from a model reference to a decoder, its tokenizer and its chat template.
 
 Notable here:
-- safetensors are mapped, not read; GGUF tensors are dequantised once, straight into the precision that will run
-- the decoder is built without memory (on torch's meta device) and every weight is put in place, so nothing is held twice
+- safetensors are mapped, not read; GGUF tensors are dequantised once, into the precision that will run
+- the decoder is built without memory, on torch's meta device, and filled layer by layer, so nothing is held twice
 - names and shapes are compared before the first weight is touched: a checkpoint fits completely or is refused
 """
 
@@ -11,13 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from pippin.core import device as devices
-from pippin.core import reference
+from pippin.core import device as devices, reference
 from pippin.core.checkpoint import open_folder, save_folder
 from pippin.core.errors import CorruptedFile, InvalidArgument, UnsupportedModel
 from pippin.core.gguf import open_gguf
@@ -25,8 +23,6 @@ from pippin.data.chat import ChatTemplate
 from pippin.data.tokenizer import Tokenizer
 from pippin.language import families
 from pippin.language.transformer import Decoder, DecoderConfig, DecoderLayer
-
-DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True)
@@ -79,13 +75,13 @@ class LanguageModel:
             stored[families.to_hf_name(name)] = tensor - offset if offset else tensor
         eos = list(self.tokenizer.eos_ids)
         generation = {"eos_token_id": eos, "bos_token_id": self.tokenizer.bos_id}
-        dtype = {"torch_dtype": str(self.dtype).removeprefix("torch.")}
+        dtype = {"dtype": str(self.dtype).removeprefix("torch.")}
         config = families.to_hf(self.config) | generation | dtype
         save_folder(Path(folder), config=config, tensors=stored, tokenizer=self.tokenizer, generation_config=generation)
 
 
 def load(
-    ref: str | Path = "smollm2-135m", *, device: str | None = None, dtype: DTypeName = "auto", pack: bool = True
+    ref: str | Path = "smollm2-135m", *, device: str | None = None, dtype: str = "auto", pack: bool = True
 ) -> LanguageModel:
     """Load a language model.
 
@@ -118,7 +114,7 @@ def load(
     return LanguageModel(found.name, module, tokenizer, template)
 
 
-def _precision(dtype: DTypeName, device: torch.device, pack: bool) -> torch.dtype:
+def _precision(dtype: str, device: torch.device, pack: bool) -> torch.dtype:
     names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if dtype == "auto":
         fast = device.type != "cpu" or devices.has_fast_bf16()
@@ -150,12 +146,18 @@ def _read_folder(path: Path) -> Reader:
     folder = open_folder(path)
     if "quantization_config" in folder.config:
         method = folder.config["quantization_config"].get("quant_method", "unknown")
-        raise UnsupportedModel(f"{path} holds weights quantised by {method}; take the unquantised folder or a GGUF file")
+        raise UnsupportedModel(
+            f"{path} holds weights quantised by {method}; take the unquantised folder or a GGUF file"
+        )
     config = families.from_hf(folder.config)
     names = {}
     for name in folder.names():
         ours = families.hf_name(name)
-        if ours is not None and not ours.endswith("rotary_emb.inv_freq") and not (config.tied and ours == "lm_head.weight"):
+        if (
+            ours is not None
+            and not ours.endswith("rotary_emb.inv_freq")
+            and not (config.tied and ours == "lm_head.weight")
+        ):
             names[ours] = name
 
     def tensor(name: str, dtype: torch.dtype) -> Tensor:
@@ -178,8 +180,7 @@ def _fill(module: Decoder, names: Iterable[str], tensor: Callable[[str], Tensor]
         part.load_state_dict({name.removeprefix(f"{prefix}."): tensor(name) for name in members}, assign=True)
         if pack and isinstance(part, DecoderLayer):
             part.pack()
-    if module.config.tied:
-        module.lm_head.weight = module.embed_tokens.weight
+    module.tie()
     if pack:
         module.lm_head.pack()
         module.requires_grad_(False).eval()
@@ -197,7 +198,9 @@ def _fit(module: nn.Module, config: DecoderConfig, shapes: dict[str, tuple[int, 
     if missing := sorted(wanted.keys() - shapes.keys()):
         raise CorruptedFile(f"{path} lacks {len(missing)} tensors of its configuration, first {missing[0]!r}")
     if extra := sorted(shapes.keys() - wanted.keys()):
-        raise CorruptedFile(f"{path} holds {len(extra)} tensors that its configuration has no place for, first {extra[0]!r}")
+        raise CorruptedFile(
+            f"{path} holds {len(extra)} tensors that its configuration has no place for, first {extra[0]!r}"
+        )
     for name, shape in wanted.items():
         if shapes[name] != shape:
             raise CorruptedFile(f"{path}: tensor {name!r} has shape {shapes[name]}, its configuration says {shape}")

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from pippin.nn.rotary import Rotary
 
 
+# Keys, values and mask that a layer's attention read.
+Read = tuple[Tensor, Tensor, Tensor | None]
+
+
 @dataclass(frozen=True)
 class LayerSpec:
     """One decoder layer: what it attends to and how it feeds forward."""
@@ -40,7 +44,7 @@ class DecoderConfig:
     """A decoder, completely described.
 
     Args:
-        family: checkpoint family, which decides the layout of saved files ("llama", "qwen2", "qwen3", "gemma3_text", …).
+        family: checkpoint family, which decides the layout of saved files ("llama", "qwen3", "gemma3_text", …).
         vocab_size: rows of the embedding; at least the size of the tokenizer's vocabulary.
         width: model width.
         layers: one spec per layer.
@@ -86,7 +90,9 @@ class DecoderConfig:
         for index, layer in enumerate(self.layers):
             source = layer.attention.source
             if source is not None and not (0 <= source < index and self.layers[source].attention.source is None):
-                raise InvalidArgument(f"layer {index} reads layer {source}, which is not an earlier layer with its own keys")
+                raise InvalidArgument(
+                    f"layer {index} reads layer {source}, which is not an earlier layer with its own keys"
+                )
 
     @property
     def cached_layers(self) -> tuple[int, ...]:
@@ -121,8 +127,8 @@ class DecoderLayer(nn.Module):
             self.post_feedforward_layernorm = RMSNorm(config.width, eps=config.eps)
 
     def forward(
-        self, x: Tensor, turn: tuple[Tensor, Tensor] | None, cache: KVCache, index: int, shared: tuple | None
-    ) -> tuple[Tensor, tuple]:
+        self, x: Tensor, turn: tuple[Tensor, Tensor] | None, cache: KVCache, index: int, shared: Read | None
+    ) -> tuple[Tensor, Read]:
         """Return the new hidden states and the keys, values and mask that attention read."""
         y, read = self.self_attn(self.input_layernorm(x), turn, cache, index, shared)
         if self.pre_feedforward_layernorm is None or self.post_feedforward_layernorm is None:
@@ -130,7 +136,6 @@ class DecoderLayer(nn.Module):
             return x + self.mlp(self.post_attention_layernorm(x)), read
         x = x + self.post_attention_layernorm(y)
         return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x))), read
-
 
     def pack(self) -> None:
         """Pack all weights of this layer for inference."""
@@ -157,8 +162,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config, spec) for spec in config.layers)
         self.norm = RMSNorm(config.width, eps=config.eps)
         self.lm_head = Linear(config.width, config.vocab_size)
-        if config.tied:
-            self.lm_head.weight = self.embed_tokens.weight
+        self.tie()
         self._sources = {spec.attention.source for spec in config.layers}
         self._rotaries = {spec.attention.rotary for spec in config.layers if spec.attention.rotary is not None}
         self._turns: dict[Rotary, tuple[Tensor, Tensor]] = {}
@@ -168,7 +172,7 @@ class Decoder(nn.Module):
         ids: Int[Tensor, "batch new"],
         *,
         cache: KVCache | None = None,
-        padding: Int[Tensor, "batch"] | None = None,
+        padding: Int[Tensor, batch] | None = None,
         last: int | None = None,
     ) -> Float[Tensor, "batch kept vocab"]:
         """Logits of the next token after each of the given ones.
@@ -191,7 +195,7 @@ class Decoder(nn.Module):
         ids: Int[Tensor, "batch new"],
         *,
         cache: KVCache | None = None,
-        padding: Int[Tensor, "batch"] | None = None,
+        padding: Int[Tensor, batch] | None = None,
     ) -> Float[Tensor, "batch new width"]:
         """Normalised hidden states, as the output matrix reads them; arguments as for `forward`."""
         new = ids.shape[1]
@@ -202,7 +206,7 @@ class Decoder(nn.Module):
         if self.config.embedding_scale != 1.0:
             x = x * torch.tensor(self.config.embedding_scale, dtype=x.dtype)
         turns = self._rotations(cache.length, new, padding, x.dtype, x.device)
-        read: dict[int, tuple] = {}
+        read: dict[int, Read] = {}
         for index, layer in enumerate(self.layers):
             spec = self.config.layers[index].attention
             shared = None if spec.source is None else read[spec.source]
@@ -237,6 +241,11 @@ class Decoder(nn.Module):
                 cos, sin = (table.to(dtype) for table in tables)
             self._turns[rotary] = (cos, sin)
         return cos, sin
+
+    def tie(self) -> None:
+        """Make the output matrix the embedding, where the configuration says so."""
+        if self.config.tied:
+            self.lm_head.weight = self.embed_tokens.weight  # type: ignore[assignment]  # it is a Parameter
 
     def initialise(self, *, seed: int) -> Decoder:
         """Random weights: normal with standard deviation 0.02, output projections scaled down by depth; norms at one.

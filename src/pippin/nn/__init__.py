@@ -1,1 +1,1 @@
-"""Blocks that every model is made of: linear layers, norms, rotary positions, attention, feed-forward, the cache protocol."""
+"""Blocks that every model is made of: linear layers, norms, rotary positions, attention, feed-forward, caches."""

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from pippin.nn.cache import Keys, KVCache
+from pippin.nn.cache import KVCache, Seen
 from pippin.nn.linear import Linear
 from pippin.nn.norm import RMSNorm
 from pippin.nn.rotary import Rotary, rotate
@@ -85,8 +84,8 @@ class Attention(nn.Module):
         turn: tuple[Tensor, Tensor] | None,
         cache: KVCache,
         layer: int,
-        shared: tuple[Keys, Keys, Tensor | None] | None = None,
-    ) -> tuple[Float[Tensor, "batch new width"], tuple[Keys, Keys, Tensor | None]]:
+        shared: tuple[Seen, Seen, Tensor | None] | None = None,
+    ) -> tuple[Float[Tensor, "batch new width"], tuple[Seen, Seen, Tensor | None]]:
         """Attend; return the output and the keys, values and mask that were read.
 
         Args:
@@ -129,7 +128,9 @@ class Attention(nn.Module):
             return q, k, v
         q, *kv = (
             projection(x).view(batch, new, -1, self.head_dim).transpose(1, 2)
-            for projection in ([self.q_proj] if self.spec.source is not None else [self.q_proj, self.k_proj, self.v_proj])
+            for projection in (
+                [self.q_proj] if self.spec.source is not None else [self.q_proj, self.k_proj, self.v_proj]
+            )
         )
         return q, *(kv or (None, None))
 

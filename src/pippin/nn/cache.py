@@ -7,15 +7,18 @@ Notable here:
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-Keys = Float[Tensor, "batch kv_heads seq head_dim"]
+# Keys or values of the new tokens, and of all that they may look at.
+New = Float[Tensor, "batch kv_heads new head_dim"]
+Seen = Float[Tensor, "batch kv_heads seen head_dim"]
 
 
+@runtime_checkable
 class KVCache(Protocol):
     """Keys and values of the tokens so far, one store per layer."""
 
@@ -23,7 +26,7 @@ class KVCache(Protocol):
     def length(self) -> int:
         """Tokens held; the position of the next one (in a batch: of the longest row)."""
 
-    def append(self, layer: int, k: Keys, v: Keys, window: int | None) -> tuple[Keys, Keys, Tensor | None]:
+    def append(self, layer: int, k: New, v: New, window: int | None) -> tuple[Seen, Seen, Tensor | None]:
         """Add the new tokens of one layer; return all visible keys, values, and the mask.
 
         The mask is boolean, true where a query may look, broadcastable to (batch, heads, new, seen). None means
@@ -37,7 +40,7 @@ class KVCache(Protocol):
 class NoCache:
     """A whole sequence at once: nothing is kept. ``padding`` holds the number of pad tokens on the left of each row."""
 
-    def __init__(self, padding: Int[Tensor, "batch"] | None = None) -> None:
+    def __init__(self, padding: Int[Tensor, batch] | None = None) -> None:
         self.padding = padding
         self.masks: dict[int | None, Tensor | None] = {}
 
@@ -46,7 +49,7 @@ class NoCache:
         """Always 0."""
         return 0
 
-    def append(self, layer: int, k: Keys, v: Keys, window: int | None) -> tuple[Keys, Keys, Tensor | None]:
+    def append(self, layer: int, k: New, v: New, window: int | None) -> tuple[Seen, Seen, Tensor | None]:
         """Return what came in, with the mask that causal order, window and padding ask for."""
         if window not in self.masks:
             self.masks[window] = causal_mask(0, k.shape[2], window, self.padding, k.device)
@@ -57,11 +60,11 @@ class NoCache:
 
 
 def causal_mask(
-    start: int, new: int, window: int | None, padding: Int[Tensor, "batch"] | None, device: torch.device
+    start: int, new: int, window: int | None, padding: Int[Tensor, batch] | None, device: torch.device
 ) -> Bool[Tensor, "#batch 1 new seen"] | None:
     """Who may look at whom: ``new`` queries after ``start`` older tokens, over all ``start + new`` keys.
 
-    Key j is visible to query i iff j <= i, i - j < window, and j is not padding. None where plain causal order says it all.
+    Key j is visible to query i iff j <= i, i - j < window, and j is not padding. None where causal order says it all.
     """
     seen = start + new
     fits = window is None or seen <= window

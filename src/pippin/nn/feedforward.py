@@ -69,7 +69,8 @@ class FeedForward(nn.Module):
             up = self.up_proj(x)
             gate = None if self.gate_proj is None else self.gate_proj(x)
         inner = activate(up, self.spec.activation) if gate is None else activate(gate, self.spec.activation) * up
-        return self.down_proj(inner)
+        y: Tensor = self.down_proj(inner)
+        return y
 
     def pack(self) -> None:
         """Fuse gate and up, and pack the weights for inference."""

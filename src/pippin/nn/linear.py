@@ -10,7 +10,7 @@ Notable here:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 
+@runtime_checkable
 class PackedWeight(Protocol):
     """A weight in a format of its own: what a kernel provides to be used by `Linear`."""
 
@@ -52,9 +53,9 @@ class Linear(nn.Module):
         fused = cls.__new__(cls)
         nn.Module.__init__(fused)
         fused.inputs, fused.outputs, fused.packed = first.inputs, sum(layer.outputs for layer in layers), None
-        weights = [layer.dense_weight() for layer in layers]
+        weights: list[Tensor] = [layer.dense_weight() for layer in layers]
         fused.weight = nn.Parameter(torch.cat(weights), requires_grad=False)
-        biases = [layer.bias for layer in layers if layer.bias is not None]
+        biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
         fused.bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None
         return fused
 
@@ -104,4 +105,5 @@ class OneDNNWeight:
 
     def dense(self) -> Tensor:
         """Return the weight as an ordinary matrix."""
-        return self.blocks.to_dense()
+        weight: Tensor = self.blocks.to_dense()
+        return weight

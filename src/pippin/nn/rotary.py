@@ -2,7 +2,7 @@
 
 Notable here:
 - tables of cosine and sine are computed once, in float32, and indexed by position
-- the sine table carries the sign of the half turn, so that a rotation is one multiply, one roll and one fused multiply-add
+- the sine table carries the sign of the half turn: a rotation is a multiply, a roll and a fused multiply-add
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Rotary:
     attention_factor: float | None = None
     divisors: tuple[float, ...] | None = None
 
-    def frequencies(self, head_dim: int) -> Float[Tensor, "half"]:
+    def frequencies(self, head_dim: int) -> Float[Tensor, half]:
         """Angle per position of each pair of dimensions, in radians."""
         exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
         frequency = 1.0 / self.theta**exponent
@@ -52,7 +52,7 @@ class Rotary:
         if self.scaling == "linear":
             return frequency / self.factor
         if self.scaling == "llama3":
-            # 0 for wavelengths that fit `high` times into the trained context, 1 for those that fit fewer than `low` times
+            # 0 for wavelengths that fit `high` times into the trained context, 1 for those that fit under `low` times
             turns = self.original_context * frequency / (2 * math.pi)
             stretched = ((self.high - turns) / (self.high - self.low)).clamp(0, 1)
             return frequency * (1 - stretched) + frequency / self.factor * stretched

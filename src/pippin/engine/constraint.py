@@ -1,0 +1,271 @@
+"""What an answer may look like: a grammar, and its state while one answer is written.
+
+Notable here:
+- a `Grammar` is a description that needs no model; `start` compiles it for a tokenizer (once: compiled grammars are
+  kept by content) and gives the `Constraint` of one request
+- each step costs one bitmask, written by llguidance into a buffer that is reused, and one masked fill
+- after an inner error llguidance answers with a mask that allows the end; so its state is checked after every call,
+  and an error is raised, never a token let through
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from pippin.core.errors import DecodingFailure, EmptySchema, InvalidArgument, SchemaError, UnsupportedGuide
+from pippin.engine import regular
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int32
+    from torch import Tensor
+
+LIMITS: Final = LLParserLimits(verbose_errors=False)
+KEPT_GRAMMARS: Final = 64
+
+
+@runtime_checkable
+class GrammarTokenizer(Protocol):
+    """What a constraint needs of a tokenizer: its tokens as bytes, in llguidance's form."""
+
+    @property
+    def grammar_tokenizer(self) -> LLTokenizer:
+        """The same object at every call."""
+
+
+@dataclass(frozen=True)
+class Grammar:
+    r"""A set of texts, described by a Lark grammar in llguidance's dialect.
+
+    Args:
+        source: the grammar; its first rule is ``start``. The classmethods write it for the usual cases.
+
+    >>> Grammar.choice(["yes", "no"]).source
+    'start: TEXT\nTEXT: /(?:yes|no)/'
+    """
+
+    source: str
+
+    @classmethod
+    def json_schema(cls, schema: dict[str, Any] | bool, *, separators: tuple[str, str] = (", ", ": ")) -> Grammar:
+        """The JSON texts that are valid under a JSON Schema (draft 2020-12), or some of them; never another.
+
+        Properties come in the order of their declaration and white space only as ``separators`` say, so that there is
+        one way to go on and no endless blank. docs/json-schema.md tells what is enforced, keyword by keyword.
+
+        Args:
+            schema: the schema; ``$ref`` within it only.
+            separators: between items and after keys, as in `json.dumps`; blanks only beside the comma and the colon.
+
+        Raises:
+            SchemaError: it is not a JSON Schema. UndefinedReference: a ``$ref`` points at nothing.
+            UnsupportedGuide: it says something that cannot be enforced. EmptySchema: nothing is valid under it.
+        """
+        from pippin.engine.json_grammar import write
+
+        return cls(write(schema, separators=separators))
+
+    @classmethod
+    def regex(cls, pattern: str) -> Grammar:
+        """The texts that a regular expression matches from end to end.
+
+        Raises:
+            SchemaError: it is no regular expression. UnsupportedGuide: it looks around, refers back or has flags.
+            EmptySchema: it matches nothing.
+        """
+        return cls._of_text(f"/{regular.whole(pattern)}/", f"the regular expression {pattern!r}")
+
+    @classmethod
+    def choice(cls, texts: Sequence[str]) -> Grammar:
+        """One of these texts.
+
+        Raises:
+            EmptySchema: there are none. InvalidArgument: one is not a text.
+        """
+        if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
+            raise InvalidArgument(f"a choice is a list of texts, got {texts!r}")
+        if not texts:
+            raise EmptySchema("a choice needs at least one text to choose")
+        return cls._of_text(f"/{regular.alternatives(map(regular.literal, dict.fromkeys(texts)))}/", "the choice")
+
+    @classmethod
+    def lark(cls, source: str) -> Grammar:
+        """The texts of a Lark grammar, in llguidance's dialect, whose first rule is ``start``.
+
+        Raises:
+            SchemaError: the grammar is malformed.
+        """
+        if message := LLMatcher.validate_grammar(source, limits=LIMITS):
+            raise SchemaError(f"the grammar is malformed: {message.strip()}")
+        return cls(source)
+
+    @classmethod
+    def text(cls) -> Grammar:
+        """Any text."""
+        return cls("start: TEXT\nTEXT: /(?s:.*)/")
+
+    @classmethod
+    def _of_text(cls, terminal: str, what: str) -> Grammar:
+        if regular.is_empty(terminal):
+            raise EmptySchema(f"{what} matches no text")
+        return cls(f"start: TEXT\nTEXT: {terminal}")
+
+    def start(self, tokenizer: GrammarTokenizer) -> Constraint:
+        """Compile the grammar, or copy what is already compiled, and stand at its beginning.
+
+        Raises:
+            SchemaError: the grammar is malformed. UnsupportedGuide: it is too large for the engine's limits.
+            EmptySchema: no text satisfies it.
+        """
+        vocabulary = tokenizer.grammar_tokenizer
+        began = time.perf_counter()
+        matcher = _compile(self.source, vocabulary)
+        return Constraint(matcher, vocabulary, compile_seconds=time.perf_counter() - began)
+
+
+_compiled: OrderedDict[tuple[str, int], tuple[LLMatcher, LLTokenizer]] = OrderedDict()
+_lock = Lock()
+
+
+def _compile(source: str, vocabulary: LLTokenizer) -> LLMatcher:
+    """A matcher at its start; compiled grammars are kept, the last used longest."""
+    key = (source, id(vocabulary))  # the entry holds the vocabulary, so that its id is not given to another
+    with _lock:
+        if key in _compiled:
+            _compiled.move_to_end(key)
+            return _compiled[key][0].deep_copy()
+    matcher = LLMatcher(vocabulary, source, log_level=0, limits=LIMITS)
+    if matcher.is_error():
+        message = regular.first_line(matcher)
+        if any(word in message for word in ("fuel", "limit", "too many", "too large", "too big", "complex")):
+            raise UnsupportedGuide(f"the grammar is too large for the engine: {message}")
+        raise SchemaError(f"the grammar is malformed: {message}")
+    with _lock:
+        _compiled[key] = (matcher, vocabulary)
+        while len(_compiled) > KEPT_GRAMMARS:
+            _compiled.popitem(last=False)
+        return matcher.deep_copy()
+
+
+class Constraint:
+    """The state of one answer under a grammar; not shared between threads.
+
+    Args:
+        matcher: llguidance's state, at the beginning or a copy from the middle of an answer.
+        vocabulary: the tokens that it was compiled for.
+        compile_seconds: what compiling took; far less when the grammar was compiled before.
+    """
+
+    def __init__(self, matcher: LLMatcher, vocabulary: LLTokenizer, *, compile_seconds: float = 0.0) -> None:
+        self.compile_seconds = compile_seconds
+        self._matcher, self._vocabulary = matcher, vocabulary
+        self._words = np.zeros((vocabulary.vocab_size + 31) // 32, dtype=np.int32)
+        self._known = False  # whether the buffer holds the mask of the present state
+        self._accepted: list[int] = []
+        self._ends = frozenset(vocabulary.eos_tokens)
+
+    def mask(self) -> Int32[np.ndarray, " words"]:
+        """Which tokens may come next: bit i of word w stands for token 32 w + i. The buffer is reused by the next step.
+
+        Raises:
+            DecodingFailure: the grammar leaves no token, or a limit of the engine is reached.
+            EmptySchema: no text satisfies the grammar; found at its first step.
+        """
+        if not self._known:
+            self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
+            if self._matcher.is_error() or not self._words.any():
+                message = regular.first_line(self._matcher)
+                if not self._accepted and message.startswith("NoExtensionBias"):
+                    raise EmptySchema("no text satisfies the grammar")
+                raise DecodingFailure(f"the grammar leaves no token after {len(self._accepted)} tokens: {message}")
+            self._known = True
+        return self._words
+
+    def apply(self, logits: Float[Tensor, " vocab"]) -> None:
+        """Set the logits of all tokens that may not come next to minus infinity, in place.
+
+        Args:
+            logits: for one position, on any device; entries beyond the tokenizer's vocabulary are padding and go too.
+
+        Raises:
+            DecodingFailure: as `mask`, or a logit is not finite where it counts (NaN, or no token above -inf is left).
+        """
+        import torch
+
+        allowed = np.unpackbits(self.mask().view(np.uint8), bitorder="little")
+        size = min(self._vocabulary.vocab_size, logits.shape[-1])
+        logits[size:] = -torch.inf
+        banned = torch.from_numpy(allowed[:size]) == 0
+        logits[:size].masked_fill_(banned.to(logits.device, non_blocking=True), -torch.inf)
+        best = logits.max()
+        if not bool(best.isfinite()):
+            raise DecodingFailure(f"no token is left to choose: the best logit that the grammar allows is {best.item()}")
+
+    def allows(self, token_id: int) -> bool:
+        """Whether this token may come next."""
+        word, bit = divmod(token_id, 32)
+        return 0 <= token_id < self._vocabulary.vocab_size and bool(int(self.mask()[word]) >> bit & 1)
+
+    def accept(self, token_id: int) -> None:
+        """Move on by one token that was chosen.
+
+        Raises:
+            DecodingFailure: the grammar does not allow it here, or the answer has ended.
+        """
+        if self.ended:
+            raise DecodingFailure(f"token {token_id} comes after the end of the answer")
+        if not self._matcher.consume_token(token_id) or self._matcher.is_error():
+            raise DecodingFailure(f"the grammar does not allow token {token_id} after {len(self._accepted)} tokens")
+        self._accepted.append(token_id)
+        self._known = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether an end token was accepted."""
+        return bool(self._accepted) and self._accepted[-1] in self._ends
+
+    @property
+    def finished(self) -> bool:
+        """Whether the answer is complete and nothing but its end can follow."""
+        return self.ended or (self._matcher.is_stopped() and not self._matcher.is_error())
+
+    @property
+    def may_end(self) -> bool:
+        """Whether the text so far is complete; it may still go on."""
+        return self.ended or (not self._matcher.is_error() and self._matcher.is_accepting())
+
+    def forced(self) -> list[int]:
+        """The tokens that must come next, as the tokenizer itself would cut the text; often none.
+
+        They need no model to choose them, but are still to be given to `accept`.
+        """
+        if self.finished:
+            return []
+        tokens: list[int] = self._matcher.compute_ff_tokens()
+        return tokens
+
+    def rollback(self, count: int) -> None:
+        """Take back the last ``count`` tokens accepted.
+
+        Raises:
+            InvalidArgument: fewer were accepted.
+        """
+        if not 0 <= count <= len(self._accepted):
+            raise InvalidArgument(f"cannot take back {count} of {len(self._accepted)} tokens")
+        if count and not self._matcher.rollback(count):
+            raise DecodingFailure(f"cannot take back {count} tokens: {regular.first_line(self._matcher)}")
+        del self._accepted[len(self._accepted) - count :]
+        self._known = False
+
+    def fork(self) -> Constraint:
+        """A copy that goes its own way from here."""
+        other = Constraint(self._matcher.deep_copy(), self._vocabulary)
+        other._accepted = list(self._accepted)
+        return other

@@ -1,0 +1,401 @@
+r"""Sets of JSON values written as a Lark grammar for llguidance.
+
+Notable here:
+- every scalar is one terminal, so the engine's lexer walks it as one automaton; objects and arrays are rules
+- rules are written only for what has values at all: an optional property that can have none is never begun
+- a list of distinct items carries the set of those already used as the parameter of its rule
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import Any, Final
+
+from pippin.core.errors import EmptySchema, InvalidArgument, UnsupportedGuide
+from pippin.engine import numerals, regular
+from pippin.engine.json_reader import Reader, field_name, multiples_between, number_is_empty
+from pippin.engine.json_values import NEVER, Array, Boolean, Key, Names, Null, Number, Object, Shape, Shapes, String, fraction, join
+
+MOST_LISTED: Final = 2000
+MOST_DISTINCT: Final = 64
+MOST_COUNTED: Final = 4000
+MOST_REMAINDERS: Final = 1000
+
+
+def write(schema: Any, *, separators: tuple[str, str] = (", ", ": "), strict: bool = False) -> str:
+    """The Lark grammar of the JSON texts that are valid under a schema.
+
+    Args:
+        schema: JSON Schema, a dict or a boolean.
+        separators: between items and after keys.
+        strict: refuse a property or item without any possible value even where it could be left out: in a declared
+            type it is a mistake.
+
+    Raises:
+        SchemaError, UnsupportedGuide, UndefinedReference, EmptySchema: see `Grammar.json_schema`.
+
+    >>> print(write({"type": "boolean"}))
+    start: v0
+    v0: T0
+    T0: /(?:false|true)/
+    """
+    for text, mark in zip(separators, ",:", strict=True):
+        if text.strip(" ") != mark:
+            raise InvalidArgument(f"a separator is {mark!r} with blanks beside it, got {text!r}")
+    reader = Reader(schema)
+    root: Key = (("schema", "#"),)
+    living = _Living(reader, root)
+    if strict:
+        living.check_all()
+    if root not in living.keys:
+        raise EmptySchema(f"no value is valid under the schema: {living.reason(root)}")
+    return _Writer(reader, living, separators).write(root)
+
+
+class _Living:
+    """Which keys have values: the least fixed point over all that can be reached, so recursion needs a base case."""
+
+    def __init__(self, reader: Reader, root: Key) -> None:
+        self.reader = reader
+        self.reached: dict[Key, Shapes] = {}
+        waiting = [root]
+        while waiting:
+            key = waiting.pop()
+            if key not in self.reached:
+                self.reached[key] = reader.shapes(key)
+                waiting.extend(child for shape in self.reached[key] for child in _children(shape))
+        self.keys: set[Key] = set()
+        grew = True
+        while grew:
+            found = {k for k, s in self.reached.items() if k not in self.keys and any(map(self.lives, s))}
+            grew = bool(found)
+            self.keys |= found
+
+    def lives(self, shape: Shape) -> bool:
+        """Whether a shape has values, as far as is known."""
+        match shape:
+            case Number(values=None):
+                return not number_is_empty(shape) and _number(shape) is not None
+            case String(values=None):
+                return not regular.is_empty(shape.terminal)
+            case Array():
+                high = self.longest(shape)
+                fits = all(self.fits(shape, key) for key, _ in shape.contains)
+                return fits and (high is None or max([shape.low, *(n for _, n in shape.contains)]) <= high)
+            case Object():
+                usable = [name for name, key in shape.properties if key in self.keys]
+                required = all(shape.key(name) in self.keys for name in shape.required)
+                enough = any(o.key in self.keys for o in shape.others) or shape.low <= len({*usable, *shape.required})
+                return required and enough and (shape.high is None or max(shape.low, len(shape.required)) <= shape.high)
+        return True
+
+    def fits(self, shape: Array, key: Key) -> bool:
+        return any(join(k, key) in self.keys for k in (*shape.prefix, shape.rest))
+
+    def longest(self, shape: Array) -> int | None:
+        """How many items an array can have, as far as is known."""
+        dead = next((i for i, key in enumerate(shape.prefix) if key not in self.keys), None)
+        if dead is None and shape.rest not in self.keys:
+            dead = len(shape.prefix)
+        if shape.unique and dead is None and not shape.prefix and (texts := distinct_texts(self.reached[shape.rest])):
+            dead = len(texts)
+        return shape.high if dead is None else dead if shape.high is None else min(dead, shape.high)
+
+    def check_all(self) -> None:
+        for key in self.reached:
+            if key not in self.keys and key != NEVER and NEVER not in (key,):
+                raise EmptySchema(f"no value is possible for {field_name(key[-1][1])!r}: {self.reason(key)}")
+
+    def reason(self, key: Key) -> str:
+        """Why a key has no values, in words."""
+        where = " and ".join(pointer for _, pointer in key) or "the schema"
+        shapes = self.reached.get(key, ())
+        if not shapes:
+            return f"the constraints at {where} contradict each other"
+        return f"at {where}, " + "; ".join(map(self._why, shapes))
+
+    def _why(self, shape: Shape) -> str:
+        match shape:
+            case Number():
+                low, high = _show(shape.low), _show(shape.high)
+                step = f" that is a multiple of {_show(shape.step)}" if shape.step else ""
+                kind = "integer" if shape.integer else "number"
+                return f"there is no {kind} {'>' if shape.low_open else '>='} {low} and {'<' if shape.high_open else '<='} {high}{step}"
+            case String():
+                return f"no string of {shape.low} to {'any' if shape.high is None else shape.high} characters fits the pattern or format"
+            case Array():
+                return f"an array needs at least {shape.low} items, but can have at most {self.longest(shape)}"
+            case Object():
+                dead = [name for name in shape.required if shape.key(name) not in self.keys]
+                if dead:
+                    return f"the required property {dead[0]!r} can have no value (is there a way for the recursion to end?)"
+                return f"an object needs at least {max(shape.low, len(shape.required))} properties, which it cannot have"
+        return "nothing fits"
+
+
+def _show(value: Fraction | None) -> str:
+    return "any" if value is None else str(int(value)) if value.denominator == 1 else str(float(value))
+
+
+def _children(shape: Shape) -> Iterator[Key]:
+    if isinstance(shape, Array):
+        yield from (*shape.prefix, shape.rest)
+        yield from (join(item, key) for key, _ in shape.contains for item in (*shape.prefix, shape.rest))
+    if isinstance(shape, Object):
+        yield from (key for _, key in shape.properties)
+        yield from (shape.key(name) for name in shape.required)
+        yield from (names.key for names in shape.others)
+
+
+def distinct_texts(shapes: Shapes) -> list[str] | None:
+    """The JSON texts of a finite set of scalars, one for each value; None when it is not such a set."""
+    texts: dict[Any, str] = {}
+    for shape in shapes:
+        match shape:
+            case Null():
+                texts["null"] = "null"
+            case Boolean(values):
+                texts.update((str(value).lower(), str(value).lower()) for value in values)
+            case Number(values=tuple(numbers)):
+                texts.update((fraction(value), json.dumps(value)) for value in numbers)
+            case String(values=tuple(strings)):
+                texts.update((f'"{value}"', json.dumps(value, ensure_ascii=False)) for value in strings)
+            case _:
+                return None
+    return list(texts.values())
+
+
+def _number(number: Number) -> str | None:
+    """The terminal of a set of numbers; None when it is empty, "" when it takes a rule of its own."""
+    if number.values is not None:
+        return f"/{regular.alternatives(regular.literal(json.dumps(value)) for value in number.values)}/"
+    step = number.step
+    if number.integer:
+        step = Fraction(step.numerator) if step else None
+    ending = numerals.multiples(step, integer=number.integer) if step else ""
+    if step and ending is None:
+        if number.low is None or number.high is None or len(factors := multiples_between(number, step)) > MOST_LISTED:
+            return ""
+        listed = (_decimal(factor * step) for factor in factors)
+        return f"/{regular.alternatives(map(regular.literal, listed))}/" if len(factors) else None
+    bounds = []
+    for bound, below, is_open, write_bound in (
+        (number.low, False, number.low_open, numerals.at_least),
+        (number.high, True, number.high_open, numerals.at_most),
+    ):
+        if bound is not None:
+            inner = numerals.inner(bound, below=below, exclusive=is_open, integer=number.integer)
+            if inner is None:
+                return None
+            bounds.append((inner, write_bound))
+    rooms = [numerals.room(bound) for bound in (number.low, number.high, Fraction(0)) if bound is not None]
+    before, after = (max(sizes) for sizes in zip(*rooms, strict=True))
+    parts = [f"/{numerals.shape(before, after, integer=number.integer, scientific=not (bounds or step))}/"]
+    parts += [f"/{write_bound(bound)}/" for bound, write_bound in bounds]
+    terminal = " & ".join([*parts, *([f"/{ending}/"] if ending else [])])
+    return None if regular.is_empty(terminal) else terminal
+
+
+def _decimal(value: Fraction) -> str:
+    """A number with finitely many decimals, written out."""
+    places = next(k for k in range(400) if 10**k % value.denominator == 0)
+    digits = str(abs(int(value * 10**places))).zfill(places + 1)
+    text = f"{digits[:-places]}.{digits[-places:]}" if places else digits
+    return f"-{text}" if value < 0 else text
+
+
+class _Writer:
+    """Collects rules and terminals, each once."""
+
+    def __init__(self, reader: Reader, living: _Living, separators: tuple[str, str]) -> None:
+        self.reader, self.living = reader, living
+        self.comma, self.colon = map(json.dumps, separators)
+        self.rules: list[str] = []
+        self.terminals: dict[str, str] = {}
+        self.names: dict[Key, str] = {}
+        self.waiting: list[Key] = []
+
+    def write(self, root: Key) -> str:
+        first = self.value(root)
+        while self.waiting:
+            key = self.waiting.pop()
+            choices = [self.shape(shape) for shape in self.living.reached[key] if self.living.lives(shape)]
+            self.rules.append(f"{self.names[key]}: {' | '.join(choices)}")
+        terminals = (f"{name}: {text}" for text, name in self.terminals.items())
+        return "\n".join([f"start: {first}", *self.rules, *terminals])
+
+    def value(self, key: Key) -> str:
+        """The rule of a key."""
+        if key not in self.names:
+            self.names[key] = f"v{len(self.names)}"
+            self.waiting.append(key)
+        return self.names[key]
+
+    def terminal(self, text: str) -> str:
+        return self.terminals.setdefault(text, f"T{len(self.terminals)}")
+
+    def rule(self, body: str, name: str = "") -> str:
+        name = name or f"r{len(self.rules)}"
+        self.rules.append(f"{name}: {body}")
+        return name
+
+    def shape(self, shape: Shape) -> str:
+        match shape:
+            case Null():
+                return self.terminal("/null/")
+            case Boolean(values):
+                return self.terminal(f"/{regular.alternatives(sorted(str(value).lower() for value in values))}/")
+            case Number():
+                return self.terminal(text) if (text := _number(shape)) else self.multiple(shape)
+            case String():
+                return self.terminal(shape.terminal)
+            case Array():
+                return self.array(shape)
+            case Object():
+                return self.object(shape)
+
+    def multiple(self, number: Number) -> str:
+        """Multiples that neither their last digits nor a list tell: llguidance counts remainders, if they are few."""
+        step = number.step
+        assert step is not None
+        places = next((k for k in range(4) if 10**k % step.denominator == 0), None)
+        bounds = [abs(bound) for bound in (number.low, number.high) if bound is not None]
+        simple = number.integer or step.denominator == 1 or not bounds
+        if places is None or not simple or step * 10**places > MOST_REMAINDERS or max(bounds, default=0) > 2**53:
+            raise UnsupportedGuide(f"multiples of {_show(step)} within these bounds cannot be enforced", guide="multipleOf")
+        whole = number.integer or step.denominator == 1
+        schema: dict[str, Any] = {"type": "integer" if whole else "number", "multipleOf": step.numerator if whole else float(step)}
+        for keyword, bound, below, is_open in (
+            ("minimum", number.low, False, number.low_open),
+            ("maximum", number.high, True, number.high_open),
+        ):
+            if bound is not None:
+                schema[keyword] = numerals.inner_integer(bound, below=below, exclusive=is_open)
+        return self.rule(f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_flexible': False}})}")
+
+    # --- arrays -------------------------------------------------------------------------------------------------------
+
+    def array(self, shape: Array) -> str:
+        high = self.living.longest(shape)
+        if shape.contains and not (shape.unique and high is not None and high <= 1):
+            return self.containing(shape)
+        if shape.unique and (high is None or high > 1):
+            return self.distinct(shape)
+        if high == 0:
+            return '"[" "]"'
+        heads = [self.value(key) for key in shape.prefix[:high]]
+        body = ""
+        if high is None or high > len(heads):
+            # The rest, after a comma each; then the named items before it, from the last to the first.
+            rest, least = self.value(shape.rest), max(shape.low - len(heads), 0)
+            if not heads:
+                most = "" if high is None else high - 1
+                body = f"{rest} ({self.comma} {rest}){{{max(least - 1, 0)},{most}}}"
+                return f'"[" {body} "]"' if shape.low else f'"[" ({body})? "]"'
+            most = "" if high is None else high - len(heads)
+            body = f"({self.comma} {rest}){{{least},{most}}}"
+        for index in reversed(range(len(heads))):
+            body = f"{self.comma if index else ''} {heads[index]} {body}".strip()
+            if index >= shape.low:
+                body = f"({body})?"
+        return f'"[" {body} "]"'
+
+    def distinct(self, shape: Array) -> str:
+        texts = distinct_texts(self.living.reached[shape.rest])
+        if shape.prefix or shape.contains or texts is None or len(texts) > MOST_DISTINCT:
+            reason = f"uniqueItems needs items from a list of at most {MOST_DISTINCT} scalars (enum, const, boolean)"
+            raise UnsupportedGuide(reason, guide="uniqueItems")
+        bits = f"[0:{len(texts)}]"
+        first, more = f"u{len(self.rules)}", f"w{len(self.rules)}"
+        most = len(texts) if shape.high is None else shape.high
+        items = [self.terminal(f"/{regular.literal(text)}/") for text in texts]
+        choices = (f"{item} {more}::set_bit({i}) %if bit_clear({i})" for i, item in enumerate(items))
+        self.rule(" | ".join(choices), f"{first}::_")
+        again = f"{self.comma} {first}::_ %if bit_count_lt({bits}, {most})"
+        self.rule(f'"" %if bit_count_ge({bits}, {shape.low}) | {again}', f"{more}::_")
+        return f'"[" {first}::0x0 "]"' if shape.low else f'"[" ({first}::0x0)? "]"'
+
+    def containing(self, shape: Array) -> str:
+        (key, least), *more = shape.contains
+        if more or shape.unique or shape.prefix or self.living.longest(shape) is not None or shape.low > least:
+            raise UnsupportedGuide("contains cannot be enforced beside other keywords about the number of items", guide="contains")
+        item, fits = self.value(shape.rest), self.value(join(shape.rest, key))
+        again = f"(({self.comma} {item})* {self.comma} {fits}){{{least - 1}}}" if least > 1 else ""
+        return f'"[" ({item} {self.comma})* {fits} {again} ({self.comma} {item})* "]"'
+
+    # --- objects ------------------------------------------------------------------------------------------------------
+
+    def object(self, shape: Object) -> str:
+        shape = shape.with_names(shape.required)
+        living = [(name, key) for name, key in shape.properties if key in self.living.keys]
+        entries = [f"{self.terminal(String(values=(name,)).terminal)} {self.colon} {self.value(key)}" for name, key in living]
+        needed = [name in shape.required for name, _ in living]
+        taken = tuple(String(values=tuple(n for n, _ in shape.properties)).terminal for _ in (1,) if shape.properties)
+        others = [self.other(names, taken) for names in shape.others if names.key in self.living.keys]
+        other = self.rule(" | ".join(others)) if len(others) > 1 else "".join(others)
+        if shape.high is None and shape.low <= max(sum(needed), int(not entries and bool(other))):
+            least_others = 1 if shape.low > sum(needed) else 0
+            return f'"{{" {self.uncounted(entries, needed, other, least_others)} "}}"'
+        return f'"{{" {self.counted(entries, needed, other, shape.low, shape.high)} "}}"'
+
+    def other(self, names: Names, taken: tuple[str, ...]) -> str:
+        key = String(include=names.include, exclude=(*names.exclude, *taken)).terminal
+        return f"{self.terminal(key)} {self.colon} {self.value(names.key)}"
+
+    def uncounted(self, entries: list[str], needed: list[bool], other: str, least_others: int) -> str:
+        """Entries in order; after the first that is written, each begins with a comma."""
+        more = f"({self.comma} {other})*" if other else ""
+        if not entries:
+            return f"{other} {more}" if least_others else f"({other} {more})?" if other else ""
+        tails = [more]
+        for entry, must in zip(reversed(entries), reversed(needed), strict=True):
+            body = f"{self.comma} {entry}" if must else f"({self.comma} {entry})?"
+            tails.append(self.rule(f"{body} {tails[-1]}") if tails[-1] or not must else body)
+        tails.reverse()
+        choices = []
+        for index, (entry, must) in enumerate(zip(entries, needed, strict=True)):
+            choices.append(f"{entry} {tails[index + 1]}")
+            if must:
+                return f"({' | '.join(choices)})"
+        return f"({' | '.join([*choices, *([f'{other} {more}'] if other else [])])})?"
+
+    def counted(self, entries: list[str], needed: list[bool], other: str, low: int, high: int | None) -> str:
+        """Entries in order, with the number so far as part of the state; a free name may repeat, so it counts once."""
+        if low > len(entries) + bool(other):
+            reason = "needs distinct free names, which cannot be enforced; give the names with properties or an enum"
+            raise UnsupportedGuide(f"minProperties {low} {reason}", guide="minProperties")
+        most = len(entries) + 1 if high is None else min(high, MOST_COUNTED)
+        if (len(entries) + 1) * (most + 1) > MOST_COUNTED:
+            raise UnsupportedGuide(f"counting {len(entries)} properties up to {most} makes too large a grammar", guide="maxProperties")
+        states: dict[tuple[int, int], str | None] = {}
+        for index in range(len(entries), -1, -1):
+            for count in range(min(index, most) + 1):
+                states[index, count] = self.count(index, count, states, entries, needed, other, low, high)
+        found = states[0, 0]
+        if found is None:
+            raise UnsupportedGuide("minProperties cannot be enforced beside free names", guide="minProperties")
+        return found
+
+    def count(self, index: int, count: int, states: dict[tuple[int, int], str | None], entries: list[str],
+              needed: list[bool], other: str, low: int, high: int | None) -> str | None:  # fmt: skip
+        """The rule for what follows when ``count`` of the first ``index`` entries are written; None: there is no way."""
+        comma = f"{self.comma} " if count else ""
+        if index == len(entries):
+            return self.last_entries(comma, low - count, None if high is None else high - count, other)
+        taken = None if high is not None and count >= high else states[index + 1, count + 1]
+        skipped = None if needed[index] else states[index + 1, count]
+        choices = [f"{comma}{entries[index]} {taken}"] if taken is not None else []
+        choices += [skipped] if skipped is not None else []
+        return self.rule(" | ".join(choices)) if choices else None
+
+    def last_entries(self, comma: str, low: int, high: int | None, other: str) -> str | None:
+        if low > (1 if other else 0) or (low == 1 and high == 0):
+            return None
+        if not other or high == 0:
+            return '""'
+        most = "" if high is None else high - 1
+        body = f"{comma}{other} ({self.comma} {other}){{0,{most}}}"
+        return self.rule(body if low == 1 else f"({body})?")
+

@@ -1,0 +1,136 @@
+"""Sampling against transformers' processors: the same tokens survive, drawn as often as their probability says."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from pippin.core.errors import DecodingFailure, InvalidArgument
+from pippin.engine.sampling import Sampler, SamplingOptions
+
+DRAWS = 4000
+
+
+def expected(logits: torch.Tensor, options: SamplingOptions, prompt: torch.Tensor) -> torch.Tensor:
+    """The distribution that transformers samples from."""
+    steps = LogitsProcessorList()
+    if options.repetition_penalty != 1.0:
+        steps.append(RepetitionPenaltyLogitsProcessor(options.repetition_penalty))
+    steps.append(TemperatureLogitsWarper(options.temperature))
+    if options.top_k is not None:
+        steps.append(TopKLogitsWarper(options.top_k))
+    if options.top_p is not None:
+        steps.append(TopPLogitsWarper(options.top_p))
+    if options.min_p is not None:
+        steps.append(MinPLogitsWarper(options.min_p))
+    return steps(prompt[None], logits.clone()[None])[0].softmax(-1)
+
+
+@pytest.mark.parametrize("size", [12, 1000])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.5, "top_k": 4},
+        {"temperature": 1.3, "top_p": 0.8},
+        {"temperature": 1.0, "top_p": 0.999},
+        {"temperature": 0.9, "min_p": 0.2},
+        {"temperature": 5.0, "min_p": 0.001},
+        {"temperature": 1.0, "top_k": 6, "top_p": 0.7, "min_p": 0.05},
+        {"temperature": 0.8, "repetition_penalty": 1.7, "top_k": 5},
+    ],
+)
+def test_draws_follow_the_distribution_of_transformers(options, size):
+    options = SamplingOptions(seed=7, **options)
+    logits = 3 * torch.randn(size, generator=torch.Generator().manual_seed(size))
+    prompt = logits.topk(2).indices
+    target = expected(logits, options, prompt)
+    counts = torch.zeros(size)
+    sampler = Sampler(options, prompt, size)
+    for _ in range(DRAWS):
+        sampler.seen = (
+            None if sampler.seen is None else torch.zeros(size, dtype=torch.bool).index_fill_(0, prompt, True)
+        )
+        scores = logits.clone()
+        sampler.penalise(scores)
+        counts[sampler.choose(scores)] += 1
+    assert not counts[target == 0].any(), "a token that transformers excludes was drawn"
+    # Pearson's statistic over the tokens with enough expected draws; 5 standard deviations above its mean
+    common = target * DRAWS >= 5
+    statistic = float(((counts - target * DRAWS)[common] ** 2 / (target * DRAWS)[common]).sum())
+    freedom = int(common.sum())
+    assert statistic < freedom + 5 * math.sqrt(2 * freedom)
+    assert float(counts[~common].sum()) <= DRAWS * float(target[~common].sum()) + 5 * math.sqrt(DRAWS) * 0.1 + 5
+
+
+def test_greedy_is_the_first_of_the_likeliest():
+    sampler = Sampler(SamplingOptions(), torch.tensor([0]), 4)
+    assert sampler.choose(torch.tensor([0.0, 2.0, 2.0, 1.0])) == 1
+
+
+@given(st.integers(0, 2**63 - 1))
+@settings(max_examples=20)
+def test_same_seed_same_tokens(seed):
+    logits = torch.randn(500, generator=torch.Generator().manual_seed(0))
+    options = SamplingOptions(temperature=1.0, seed=seed)
+    one, other = (Sampler(options, torch.tensor([0]), 500) for _ in range(2))
+    assert [one.choose(logits.clone()) for _ in range(5)] == [other.choose(logits.clone()) for _ in range(5)]
+
+
+def test_without_a_seed_two_requests_differ():
+    options = SamplingOptions(temperature=1.0)
+    draws = [
+        [Sampler(options, torch.tensor([0]), 10_000).choose(torch.zeros(10_000)) for _ in range(4)] for _ in range(2)
+    ]
+    assert draws[0] != draws[1]
+
+
+def test_forbidden_tokens_are_never_drawn_however_flat_the_rest():
+    logits = torch.full((1000,), -math.inf)
+    logits[torch.tensor([3, 500, 999])] = 0.0
+    sampler = Sampler(SamplingOptions(temperature=100.0, seed=0), torch.tensor([0]), 1000)
+    assert {sampler.choose(logits.clone()) for _ in range(200)} == {3, 500, 999}
+
+
+@pytest.mark.parametrize(("value", "message"), [(-math.inf, "no token is allowed"), (math.nan, "a logit is nan")])
+def test_no_choice_is_an_error(value, message):
+    with pytest.raises(DecodingFailure, match=message):
+        Sampler(SamplingOptions(), torch.tensor([0]), 8).choose(torch.full((8,), value))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("temperature", None),
+        ("temperature", "hot"),
+        ("top_k", 0),
+        ("top_k", 2.5),
+        ("top_p", 0.0),
+        ("top_p", 1.01),
+        ("min_p", -0.1),
+        ("repetition_penalty", 0),
+        ("seed", -1),
+        ("seed", True),
+        ("max_tokens", 0),
+        ("logprobs", 101),
+        ("stop", "END"),
+        ("stop", [""]),
+        ("stop", [3]),
+    ],
+)
+def test_values_outside_their_range_are_named(field, value):
+    options = SamplingOptions()
+    object.__setattr__(options, field, value)  # past the type checker of the tests, which users do not have
+    with pytest.raises(InvalidArgument, match=f"{field} must be"):
+        options.__post_init__()
