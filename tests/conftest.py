@@ -12,7 +12,9 @@ from jaxtyping import install_import_hook
 checker = ModuleType("pippin_type_checker")
 checker.check = beartype(conf=BeartypeConf(is_pep484_tower=True))  # type: ignore[attr-defined]
 sys.modules[checker.__name__] = checker
-install_import_hook("pippin", "pippin_type_checker.check")
+# the floors where tensors live; above them, types are pydantic's matter
+FLOORS = ("core", "nn", "data", "language", "engine")
+install_import_hook([f"pippin.{floor}" for floor in FLOORS], "pippin_type_checker.check")
 
 import pytest  # noqa: E402
 import torch  # noqa: E402

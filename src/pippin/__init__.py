@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from pippin.core import errors
+from pippin import errors
 
 if TYPE_CHECKING:
     from pippin.language.load import LanguageModel, load

@@ -225,7 +225,7 @@ def test_damage_is_found_when_the_folder_is_opened(tmp_path, damage, message):
 
 
 def test_what_is_not_there_is_named(tmp_path):
-    with pytest.raises(ModelNotFound, match="no folder .*nowhere"):
+    with pytest.raises(ModelNotFound, match=r"no folder .*nowhere"):
         open_folder(tmp_path / "nowhere")
     with pytest.raises(ModelNotFound, match=r"no model\.safetensors"):
         open_folder(tmp_path)

@@ -102,7 +102,7 @@ def spm(request, tmp_path_factory, texts):
     """A BPE vocabulary learned by sentencepiece, as itself and in a GGUF file."""
     import sentencepiece
 
-    words = "the quick brown fox jumps over lazy dogs while seven wizards brew potions under pale moonlight".split()
+    words = ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "wizards", "brew", "moonlight"]
     chooser = random.Random(0)
     lines = [" ".join(chooser.choices(words, k=8)) for _ in range(400)] + [text for text in texts if text.strip()]
     model = io.BytesIO()

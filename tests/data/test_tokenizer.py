@@ -266,6 +266,16 @@ def test_the_generation_config_and_the_post_processor_are_heard(folder, tmp_path
     assert not Tokenizer.from_folder(tmp_path).add_bos
 
 
+def test_an_end_token_that_the_file_forgot_to_mark_is_a_control_token(byte_level_backend, tmp_path):
+    backend = byte_level_backend(added=["STOP"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "STOP"}))
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer.control_strings == {"STOP"}
+    assert tokenizer.decode(tokenizer.encode("a STOP")) == "a STOP"
+    assert tokenizer.encode("STOP", control=True) == list(tokenizer.eos_ids)
+
+
 def test_tokens_that_only_the_configuration_knows_are_added(folder, tmp_path):
     backend = Backend.from_file(str(folder / "tokenizer.json"))
     size = backend.get_vocab_size()
@@ -327,10 +337,19 @@ def test_folders_without_a_tokenizer(tmp_path):
 
 def test_a_broken_configuration_is_named(folder, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
-    for text, message in [("{", "not JSON"), ("[]", "expected a JSON object")]:
+    for text, message in [
+        ("{", r"tokenizer_config\.json: not JSON"),
+        ("[]", r"tokenizer_config\.json: expected a JSON object"),
+        ('{"added_tokens_decoder": {"7": {}}}', "malformed added_tokens_decoder"),
+        ('{"added_tokens_decoder": [7]}', "malformed added_tokens_decoder"),
+    ]:
         (tmp_path / "tokenizer_config.json").write_text(text)
-        with pytest.raises(CorruptedFile, match=f"tokenizer_config.json: {message}"):
+        with pytest.raises(CorruptedFile, match=message):
             Tokenizer.from_folder(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(CorruptedFile, match=r"chat_template\.jinja: not UTF-8"):
+        Tokenizer.from_folder(tmp_path)
 
 
 def test_other_kinds_of_tokenizer_are_refused_by_name():

@@ -15,17 +15,16 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, runtime_checkable
 
 import numpy as np
+import torch
+from jaxtyping import Float, Int32
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from torch import Tensor
 
 from pippin.core.errors import DecodingFailure, EmptySchema, InvalidArgument, SchemaError, UnsupportedGuide
-from pippin.engine import regular
-
-if TYPE_CHECKING:
-    from jaxtyping import Float, Int32
-    from torch import Tensor
+from pippin.engine import json_grammar, regular
 
 LIMITS: Final = LLParserLimits(verbose_errors=False)
 KEPT_GRAMMARS: Final = 64
@@ -68,9 +67,7 @@ class Grammar:
             SchemaError: it is not a JSON Schema. UndefinedReference: a ``$ref`` points at nothing.
             UnsupportedGuide: it says something that cannot be enforced. EmptySchema: nothing is valid under it.
         """
-        from pippin.engine.json_grammar import write
-
-        return cls(write(schema, separators=separators))
+        return cls(json_grammar.write(schema, separators=separators))
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
@@ -116,6 +113,11 @@ class Grammar:
         if regular.is_empty(terminal):
             raise EmptySchema(f"{what} matches no text")
         return cls(f"start: TEXT\nTEXT: {terminal}")
+
+    def allows(self, text: str) -> bool:
+        """Whether this is one of the texts, in this very spelling."""
+        constraint = Constraint(_compile(self.source, regular.byte_tokenizer()), regular.byte_tokenizer())
+        return constraint.follow(list(text.encode())) and constraint.may_end
 
     def start(self, tokenizer: GrammarTokenizer) -> Constraint:
         """Compile the grammar, or copy what is already compiled, and stand at its beginning.
@@ -197,8 +199,6 @@ class Constraint:
         Raises:
             DecodingFailure: as `mask`, or a logit is not finite where it counts (NaN, or no token above -inf is left).
         """
-        import torch
-
         allowed = np.unpackbits(self.mask().view(np.uint8), bitorder="little")
         size = min(self._vocabulary.vocab_size, logits.shape[-1])
         logits[size:] = -torch.inf
@@ -206,7 +206,9 @@ class Constraint:
         logits[:size].masked_fill_(banned.to(logits.device, non_blocking=True), -torch.inf)
         best = logits.max()
         if not bool(best.isfinite()):
-            raise DecodingFailure(f"no token is left to choose: the best logit that the grammar allows is {best.item()}")
+            raise DecodingFailure(
+                f"no token is left to choose: the best logit that the grammar allows is {best.item()}"
+            )
 
     def allows(self, token_id: int) -> bool:
         """Whether this token may come next."""
@@ -225,6 +227,13 @@ class Constraint:
             raise DecodingFailure(f"the grammar does not allow token {token_id} after {len(self._accepted)} tokens")
         self._accepted.append(token_id)
         self._known = False
+
+    def follow(self, token_ids: Sequence[int]) -> bool:
+        """Accept as many of these tokens as are allowed; whether that was all."""
+        count = self._matcher.try_consume_tokens(list(token_ids))
+        self._accepted.extend(token_ids[:count])
+        self._known = False
+        return not self._matcher.is_error() and count == len(token_ids)
 
     @property
     def ended(self) -> bool:

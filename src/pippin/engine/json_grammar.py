@@ -10,13 +10,29 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from fractions import Fraction
 from typing import Any, Final
 
 from pippin.core.errors import EmptySchema, InvalidArgument, UnsupportedGuide
 from pippin.engine import numerals, regular
-from pippin.engine.json_reader import Reader, field_name, multiples_between, number_is_empty
-from pippin.engine.json_values import NEVER, Array, Boolean, Key, Names, Null, Number, Object, Shape, Shapes, String, fraction, join
+from pippin.engine.json_keywords import field_name
+from pippin.engine.json_reader import Reader
+from pippin.engine.json_values import (
+    NEVER,
+    Array,
+    Boolean,
+    Key,
+    Names,
+    Null,
+    Number,
+    Object,
+    Shape,
+    Shapes,
+    String,
+    fraction,
+    join,
+)
 
 MOST_LISTED: Final = 2000
 MOST_DISTINCT: Final = 64
@@ -54,6 +70,18 @@ def write(schema: Any, *, separators: tuple[str, str] = (", ", ": "), strict: bo
     return _Writer(reader, living, separators).write(root)
 
 
+@contextmanager
+def about(key: Key) -> Iterator[None]:
+    """Give a refusal the name of the field that it is about."""
+    try:
+        yield
+    except UnsupportedGuide as error:
+        if error.field or not key:
+            raise
+        where = key[-1][1]
+        raise UnsupportedGuide(f"{where}: {error}", field=field_name(where), guide=error.guide) from error
+
+
 class _Living:
     """Which keys have values: the least fixed point over all that can be reached, so recursion needs a base case."""
 
@@ -69,17 +97,22 @@ class _Living:
         self.keys: set[Key] = set()
         grew = True
         while grew:
-            found = {k for k, s in self.reached.items() if k not in self.keys and any(map(self.lives, s))}
+            found = {key for key in self.reached if key not in self.keys and self.any_lives(key)}
             grew = bool(found)
             self.keys |= found
+
+    def any_lives(self, key: Key) -> bool:
+        """Whether a key has values, as far as is known."""
+        with about(key):
+            return any(map(self.lives, self.reached[key]))
 
     def lives(self, shape: Shape) -> bool:
         """Whether a shape has values, as far as is known."""
         match shape:
             case Number(values=None):
-                return not number_is_empty(shape) and _number(shape) is not None
-            case String(values=None):
-                return not regular.is_empty(shape.terminal)
+                return not shape.is_empty and _number(shape) is not None
+            case String():
+                return not shape.is_empty
             case Array():
                 high = self.longest(shape)
                 fits = all(self.fits(shape, key) for key, _ in shape.contains)
@@ -105,7 +138,7 @@ class _Living:
 
     def check_all(self) -> None:
         for key in self.reached:
-            if key not in self.keys and key != NEVER and NEVER not in (key,):
+            if key not in self.keys and key != NEVER:
                 raise EmptySchema(f"no value is possible for {field_name(key[-1][1])!r}: {self.reason(key)}")
 
     def reason(self, key: Key) -> str:
@@ -122,16 +155,20 @@ class _Living:
                 low, high = _show(shape.low), _show(shape.high)
                 step = f" that is a multiple of {_show(shape.step)}" if shape.step else ""
                 kind = "integer" if shape.integer else "number"
-                return f"there is no {kind} {'>' if shape.low_open else '>='} {low} and {'<' if shape.high_open else '<='} {high}{step}"
+                above, below = ">" if shape.low_open else ">=", "<" if shape.high_open else "<="
+                return f"there is no {kind} {above} {low} and {below} {high}{step}"
             case String():
-                return f"no string of {shape.low} to {'any' if shape.high is None else shape.high} characters fits the pattern or format"
+                most = "any" if shape.high is None else shape.high
+                return f"no string of {shape.low} to {most} characters fits the pattern or format"
             case Array():
                 return f"an array needs at least {shape.low} items, but can have at most {self.longest(shape)}"
             case Object():
                 dead = [name for name in shape.required if shape.key(name) not in self.keys]
                 if dead:
-                    return f"the required property {dead[0]!r} can have no value (is there a way for the recursion to end?)"
-                return f"an object needs at least {max(shape.low, len(shape.required))} properties, which it cannot have"
+                    return f"the required property {dead[0]!r} can have no value (does the recursion end?)"
+                return (
+                    f"an object needs at least {max(shape.low, len(shape.required))} properties, which it cannot have"
+                )
         return "nothing fits"
 
 
@@ -176,7 +213,7 @@ def _number(number: Number) -> str | None:
         step = Fraction(step.numerator) if step else None
     ending = numerals.multiples(step, integer=number.integer) if step else ""
     if step and ending is None:
-        if number.low is None or number.high is None or len(factors := multiples_between(number, step)) > MOST_LISTED:
+        if number.low is None or number.high is None or len(factors := number.factors(step)) > MOST_LISTED:
             return ""
         listed = (_decimal(factor * step) for factor in factors)
         return f"/{regular.alternatives(map(regular.literal, listed))}/" if len(factors) else None
@@ -221,7 +258,8 @@ class _Writer:
         first = self.value(root)
         while self.waiting:
             key = self.waiting.pop()
-            choices = [self.shape(shape) for shape in self.living.reached[key] if self.living.lives(shape)]
+            with about(key):
+                choices = [self.shape(shape) for shape in self.living.reached[key] if self.living.lives(shape)]
             self.rules.append(f"{self.names[key]}: {' | '.join(choices)}")
         terminals = (f"{name}: {text}" for text, name in self.terminals.items())
         return "\n".join([f"start: {first}", *self.rules, *terminals])
@@ -264,9 +302,14 @@ class _Writer:
         bounds = [abs(bound) for bound in (number.low, number.high) if bound is not None]
         simple = number.integer or step.denominator == 1 or not bounds
         if places is None or not simple or step * 10**places > MOST_REMAINDERS or max(bounds, default=0) > 2**53:
-            raise UnsupportedGuide(f"multiples of {_show(step)} within these bounds cannot be enforced", guide="multipleOf")
+            raise UnsupportedGuide(
+                f"multiples of {_show(step)} within these bounds cannot be enforced", guide="multipleOf"
+            )
         whole = number.integer or step.denominator == 1
-        schema: dict[str, Any] = {"type": "integer" if whole else "number", "multipleOf": step.numerator if whole else float(step)}
+        schema: dict[str, Any] = {
+            "type": "integer" if whole else "number",
+            "multipleOf": step.numerator if whole else float(step),
+        }
         for keyword, bound, below, is_open in (
             ("minimum", number.low, False, number.low_open),
             ("maximum", number.high, True, number.high_open),
@@ -320,7 +363,9 @@ class _Writer:
     def containing(self, shape: Array) -> str:
         (key, least), *more = shape.contains
         if more or shape.unique or shape.prefix or self.living.longest(shape) is not None or shape.low > least:
-            raise UnsupportedGuide("contains cannot be enforced beside other keywords about the number of items", guide="contains")
+            raise UnsupportedGuide(
+                "contains cannot be enforced beside other keywords about the number of items", guide="contains"
+            )
         item, fits = self.value(shape.rest), self.value(join(shape.rest, key))
         again = f"(({self.comma} {item})* {self.comma} {fits}){{{least - 1}}}" if least > 1 else ""
         return f'"[" ({item} {self.comma})* {fits} {again} ({self.comma} {item})* "]"'
@@ -330,7 +375,9 @@ class _Writer:
     def object(self, shape: Object) -> str:
         shape = shape.with_names(shape.required)
         living = [(name, key) for name, key in shape.properties if key in self.living.keys]
-        entries = [f"{self.terminal(String(values=(name,)).terminal)} {self.colon} {self.value(key)}" for name, key in living]
+        entries = [
+            f"{self.terminal(String(values=(name,)).terminal)} {self.colon} {self.value(key)}" for name, key in living
+        ]
         needed = [name in shape.required for name, _ in living]
         taken = tuple(String(values=tuple(n for n, _ in shape.properties)).terminal for _ in (1,) if shape.properties)
         others = [self.other(names, taken) for names in shape.others if names.key in self.living.keys]
@@ -368,7 +415,9 @@ class _Writer:
             raise UnsupportedGuide(f"minProperties {low} {reason}", guide="minProperties")
         most = len(entries) + 1 if high is None else min(high, MOST_COUNTED)
         if (len(entries) + 1) * (most + 1) > MOST_COUNTED:
-            raise UnsupportedGuide(f"counting {len(entries)} properties up to {most} makes too large a grammar", guide="maxProperties")
+            raise UnsupportedGuide(
+                f"counting {len(entries)} properties up to {most} makes too large a grammar", guide="maxProperties"
+            )
         states: dict[tuple[int, int], str | None] = {}
         for index in range(len(entries), -1, -1):
             for count in range(min(index, most) + 1):
@@ -380,7 +429,7 @@ class _Writer:
 
     def count(self, index: int, count: int, states: dict[tuple[int, int], str | None], entries: list[str],
               needed: list[bool], other: str, low: int, high: int | None) -> str | None:  # fmt: skip
-        """The rule for what follows when ``count`` of the first ``index`` entries are written; None: there is no way."""
+        """The rule for what follows ``count`` of the first ``index`` entries; None: nothing can."""
         comma = f"{self.comma} " if count else ""
         if index == len(entries):
             return self.last_entries(comma, low - count, None if high is None else high - count, other)
@@ -398,4 +447,3 @@ class _Writer:
         most = "" if high is None else high - 1
         body = f"{comma}{other} ({self.comma} {other}){{0,{most}}}"
         return self.rule(body if low == 1 else f"({body})?")
-

@@ -10,15 +10,15 @@ Notable here:
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
-from fractions import Fraction
 from itertools import combinations
 from typing import Any, Final
 from urllib.parse import unquote
 
 from pippin.core.errors import SchemaError, UndefinedReference, UnsupportedGuide
-from pippin.engine import formats, regular
+from pippin.engine import formats, json_keywords as keywords, regular
+from pippin.engine.json_opposites import opposite
 from pippin.engine.json_values import (
     ANYTHING,
     NEVER,
@@ -33,7 +33,6 @@ from pippin.engine.json_values import (
     Shape,
     Shapes,
     String,
-    fraction,
     is_void,
     join,
     meet,
@@ -42,18 +41,29 @@ from pippin.engine.json_values import (
     one_of_values,
 )
 
-ANNOTATIONS: Final = frozenset(
-    """title description default examples example deprecated readOnly writeOnly $comment $schema $defs definitions
-    $anchor contentEncoding contentMediaType contentSchema discriminator""".split()
-)
-ASSERTIONS: Final = frozenset(
-    """type enum const minimum maximum exclusiveMinimum exclusiveMaximum multipleOf minLength maxLength pattern format
-    prefixItems items additionalItems minItems maxItems uniqueItems contains minContains maxContains unevaluatedItems
-    properties required additionalProperties patternProperties minProperties maxProperties propertyNames
-    unevaluatedProperties""".split()
-)
+# fmt: off
+ANNOTATIONS: Final = frozenset({
+    "title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "$comment",
+    "$schema", "$defs", "definitions", "$anchor", "contentEncoding", "contentMediaType", "contentSchema",
+    "discriminator",
+})
+# fmt: on
+# fmt: off
+ASSERTIONS: Final = frozenset({
+    "type", "enum", "const", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
+    "minLength", "maxLength", "pattern", "format", "prefixItems", "items", "additionalItems", "minItems",
+    "maxItems", "uniqueItems", "contains", "minContains", "maxContains", "unevaluatedItems", "properties",
+    "required", "additionalProperties", "patternProperties", "minProperties", "maxProperties", "propertyNames",
+    "unevaluatedProperties",
+})
+# fmt: on
 KINDS: Final[dict[str, type]] = {
-    "null": Null, "boolean": Boolean, "number": Number, "integer": Number, "string": String, "array": Array,
+    "null": Null,
+    "boolean": Boolean,
+    "number": Number,
+    "integer": Number,
+    "string": String,
+    "array": Array,
     "object": Object,
 }  # fmt: skip
 _LATEST: Final = "https://json-schema.org/draft/2020-12/schema"
@@ -120,10 +130,10 @@ class Reader:
         if kind == "value":
             return (of_value(json.loads(where)),)
         if kind == "not":
-            return self.complement(self.part(("schema", where), wide=not self._wide), where)
-        return self.schema(self.lookup(where), where)
+            return self._complement(self.part(("schema", where), wide=not self._wide), where)
+        return self._schema(self._lookup(where), where)
 
-    def lookup(self, pointer: str) -> Any:
+    def _lookup(self, pointer: str) -> Any:
         """The part of the document at a JSON pointer (``#/a/b``)."""
         here = self.document
         for step in pointer.split("/")[1:]:
@@ -138,7 +148,7 @@ class Reader:
                 raise UnsupportedGuide(f"{pointer!r}: a schema with its own $id inside another", guide="$id")
         return here
 
-    def resolve(self, reference: Any, where: str) -> str:
+    def _resolve(self, reference: Any, where: str) -> str:
         """The pointer that a ``$ref`` means."""
         if not isinstance(reference, str):
             raise SchemaError(f"{where}: $ref must be a text, got {reference!r}")
@@ -148,14 +158,14 @@ class Reader:
             raise UndefinedReference(f"{where}: {reference!r} is outside this schema; write it under $defs")
         if not fragment or fragment.startswith("/"):
             return f"#{fragment}"
-        anchors = list(_anchors(self.document, "#", fragment))
+        anchors = list(keywords.anchors(self.document, "#", fragment))
         if len(anchors) != 1:
             raise UndefinedReference(f"{where}: there is no anchor {fragment!r}")
         return anchors[0]
 
     # --- one schema ---------------------------------------------------------------------------------------------------
 
-    def schema(self, schema: Any, where: str) -> Shapes:
+    def _schema(self, schema: Any, where: str) -> Shapes:
         """The values that are valid under one schema."""
         if isinstance(schema, bool):
             return ANYTHING if schema else ()
@@ -169,19 +179,19 @@ class Reader:
             if keyword in _APPLICATORS:
                 found = meet_all(found, _APPLICATORS[keyword](self, value, schema, f"{where}/{keyword}"))
             elif keyword in ASSERTIONS or (keyword == "additionalItems" and self.items_may_be_list):
-                found, asserted = found if asserted else meet_all(found, self.assertions(schema, where)), True
+                found, asserted = found if asserted else meet_all(found, self._assertions(schema, where)), True
             elif keyword in ("then", "else") or (keyword == "$id" and where == "#"):
                 continue
             elif (keyword not in ANNOTATIONS and not keyword.startswith("x-")) or (self.is_old and keyword in _CONTENT):
-                raise self.refused(where, keyword, "is not known or not supported")
+                raise self._refused(where, keyword, "is not known or not supported")
         return found
 
-    def refused(self, where: str, keyword: str, reason: str) -> UnsupportedGuide:
-        return UnsupportedGuide(f"{where}: {keyword} {reason}", field=field_name(where), guide=keyword)
+    def _refused(self, where: str, keyword: str, reason: str) -> UnsupportedGuide:
+        return UnsupportedGuide(f"{where}: {keyword} {reason}", field=keywords.field_name(where), guide=keyword)
 
-    def assertions(self, schema: dict[str, Any], where: str) -> Shapes:
+    def _assertions(self, schema: dict[str, Any], where: str) -> Shapes:
         """The values allowed by the keywords that bind one kind of value each, and by enum and const."""
-        shapes: Shapes = tuple(self.of_kind(kind, schema, where) for kind in self.kinds(schema, where))
+        shapes: Shapes = tuple(self._of_kind(kind, schema, where) for kind in self._kinds(schema, where))
         if "const" in schema:
             shapes = meet_all(shapes, (of_value(schema["const"]),))
         if "enum" in schema:
@@ -190,99 +200,112 @@ class Reader:
             shapes = meet_all(shapes, one_of_values(schema["enum"]))
         return shapes
 
-    def kinds(self, schema: dict[str, Any], where: str) -> list[str]:
+    def _kinds(self, schema: dict[str, Any], where: str) -> list[str]:
         names = schema.get("type", ["null", "boolean", "number", "string", "array", "object"])
         names = [names] if isinstance(names, str) else names
         if not isinstance(names, list) or any(name not in KINDS for name in names):
             raise SchemaError(f"{where}: type must be one or several of {', '.join(KINDS)}, got {schema['type']!r}")
         return [name for name in dict.fromkeys(names) if not (name == "integer" and "number" in names)]
 
-    def of_kind(self, kind: str, schema: dict[str, Any], where: str) -> Shape:
+    def _of_kind(self, kind: str, schema: dict[str, Any], where: str) -> Shape:
         if kind in ("number", "integer"):
-            return _number(schema, where, integer=kind == "integer")
+            return keywords.number(schema, where, integer=kind == "integer")
         if kind == "string":
-            return self.string(schema, where)
+            return self._string(schema, where)
         if kind == "array":
-            return self.array(schema, where)
+            return self._array(schema, where)
         if kind == "object":
-            return self.object(schema, where)
+            return self._object(schema, where)
         return Null() if kind == "null" else Boolean()
 
-    def string(self, schema: dict[str, Any], where: str) -> String:
+    def _string(self, schema: dict[str, Any], where: str) -> String:
         include = []
         try:
             if "pattern" in schema:
-                include.append(f"/{regular.search(_text(schema, 'pattern', where), narrow=not self._wide)}/")
-            if "format" in schema and (terminal := formats.terminal(_text(schema, "format", where))) and not self._wide:
+                pattern = keywords.text(schema, "pattern", where)
+                include.append(f"/{regular.search(pattern, narrow=not self._wide)}/")
+            if (
+                "format" in schema
+                and (terminal := formats.terminal(keywords.text(schema, "format", where)))
+                and not self._wide
+            ):
                 include.append(terminal)
         except UnsupportedGuide as error:
-            raise UnsupportedGuide(f"{where}: {error}", field=field_name(where), guide=error.guide) from error
-        return String(_count(schema, "minLength", where) or 0, _count(schema, "maxLength", where), tuple(include))
+            raise UnsupportedGuide(f"{where}: {error}", field=keywords.field_name(where), guide=error.guide) from error
+        return String(
+            keywords.count(schema, "minLength", where) or 0, keywords.count(schema, "maxLength", where), tuple(include)
+        )
 
-    def array(self, schema: dict[str, Any], where: str) -> Array:
+    def _array(self, schema: dict[str, Any], where: str) -> Array:
         items, prefix = "items", "prefixItems"
         if self.items_may_be_list:
             items, prefix = ("additionalItems", "items") if isinstance(schema.get("items"), list) else ("items", "")
         elif "additionalItems" in schema:
-            raise self.refused(where, "additionalItems", "belongs to older drafts; use prefixItems and items")
-        if "unevaluatedItems" in schema and schema["unevaluatedItems"] is not True:
+            raise self._refused(where, "additionalItems", "belongs to older drafts; use prefixItems and items")
+        if schema.get("unevaluatedItems", True) is not True:
             if items in schema or "contains" in schema or _looks_elsewhere(schema):
-                raise self.refused(where, "unevaluatedItems", "is supported only beside prefixItems")
+                raise self._refused(where, "unevaluatedItems", "is supported only beside prefixItems")
             items = "unevaluatedItems"
         heads = schema.get(prefix, [])
         if not isinstance(heads, list):
             raise SchemaError(f"{where}: {prefix} must be a list, got {heads!r}")
-        contains = self.contains(schema, where)
+        contains = self._contains(schema, where)
         unique = schema.get("uniqueItems", False)
         if not isinstance(unique, bool):
             raise SchemaError(f"{where}: uniqueItems must be true or false, got {unique!r}")
         return Array(
-            tuple(self.child(f"{where}/{prefix}/{i}") for i in range(len(heads))),
-            self.child(f"{where}/{items}") if items in schema else (),
-            _count(schema, "minItems", where) or 0,
-            _count(schema, "maxItems", where),
+            tuple(self._child(f"{where}/{prefix}/{i}") for i in range(len(heads))),
+            self._child(f"{where}/{items}") if items in schema else (),
+            keywords.count(schema, "minItems", where) or 0,
+            keywords.count(schema, "maxItems", where),
             unique,
             contains,
         )
 
-    def contains(self, schema: dict[str, Any], where: str) -> tuple[tuple[Key, int], ...]:
+    def _contains(self, schema: dict[str, Any], where: str) -> tuple[tuple[Key, int], ...]:
         if "contains" not in schema:
             return ()
         if "maxContains" in schema:
-            raise self.refused(where, "maxContains", "cannot be enforced")
-        least = _count(schema, "minContains", where)
+            raise self._refused(where, "maxContains", "cannot be enforced")
+        least = keywords.count(schema, "minContains", where)
         least = 1 if least is None else least
-        return ((self.child(f"{where}/contains"), least),) if least else ()
+        return ((self._child(f"{where}/contains"), least),) if least else ()
 
-    def object(self, schema: dict[str, Any], where: str) -> Object:
+    def _object(self, schema: dict[str, Any], where: str) -> Object:
         rest = "additionalProperties"
-        if "unevaluatedProperties" in schema and schema["unevaluatedProperties"] is not True:
-            if rest not in schema:
-                if _looks_elsewhere(schema):
-                    raise self.refused(where, "unevaluatedProperties", "is supported only without other subschemas")
-                rest = "unevaluatedProperties"
-        named, patterns, required = schema.get("properties", {}), schema.get("patternProperties", {}), _names(schema, where)
+        if schema.get("unevaluatedProperties", True) is not True and rest not in schema:
+            if _looks_elsewhere(schema):
+                raise self._refused(where, "unevaluatedProperties", "is supported only without other subschemas")
+            rest = "unevaluatedProperties"
+        named, patterns, required = (
+            schema.get("properties", {}),
+            schema.get("patternProperties", {}),
+            keywords.names(schema, where),
+        )
         for keyword, value in (("properties", named), ("patternProperties", patterns)):
             if not isinstance(value, dict):
                 raise SchemaError(f"{where}: {keyword} must be an object, got {value!r}")
-        others = self.others(patterns, self.child(f"{where}/{rest}") if rest in schema else (), where)
+        others = self._others(patterns, self._child(f"{where}/{rest}") if rest in schema else (), where)
         found = Object(
-            tuple((name, self.child(f"{where}/properties/{_escape(name)}")) for name in named),
+            tuple((name, self._child(f"{where}/properties/{keywords.escape(name)}")) for name in named),
             others,
             required,
-            _count(schema, "minProperties", where) or 0,
-            _count(schema, "maxProperties", where),
+            keywords.count(schema, "minProperties", where) or 0,
+            keywords.count(schema, "maxProperties", where),
         )
         if patterns:  # a named property must also satisfy every pattern that it matches
-            hidden = replace(found, properties=(), others=self.others(patterns, (), where))
+            hidden = replace(found, properties=(), others=self._others(patterns, (), where))
             found = replace(found, properties=tuple((n, join(k, hidden.key(n))) for n, k in found.properties))
-        return self.with_property_names(found, f"{where}/propertyNames") if "propertyNames" in schema else found
+        return self._with_property_names(found, f"{where}/propertyNames") if "propertyNames" in schema else found
 
-    def others(self, patterns: dict[str, Any], rest: Key, where: str) -> tuple[Names, ...]:
+    def _others(self, patterns: dict[str, Any], rest: Key, where: str) -> tuple[Names, ...]:
         """The classes of names that the pattern properties make, and the rest."""
         if len(patterns) > _MOST_PATTERNS:
-            raise self.refused(where, "patternProperties", f"has more than {_MOST_PATTERNS} patterns")
-        terminals = {f"/{regular.search(p, narrow=False)}/": self.child(f"{where}/patternProperties/{_escape(p)}") for p in patterns}
+            raise self._refused(where, "patternProperties", f"has more than {_MOST_PATTERNS} patterns")
+        terminals = {
+            f"/{regular.search(p, narrow=False)}/": self._child(f"{where}/patternProperties/{keywords.escape(p)}")
+            for p in patterns
+        }
         found = []
         for chosen in (c for n in range(len(terminals), -1, -1) for c in combinations(terminals, n)):
             key: Key = () if chosen else rest
@@ -293,8 +316,9 @@ class Reader:
                 found.append(names)
         return tuple(found)
 
-    def with_property_names(self, found: Object, where: str) -> Object:
+    def _with_property_names(self, found: Object, where: str) -> Object:
         strings = [shape for shape in self.part(("schema", where)) if isinstance(shape, String)]
+        strings = [s for s in strings if not s.is_empty]
         if String() in strings:
             return found
         if all(s.values is not None for s in strings):
@@ -304,54 +328,57 @@ class Reader:
             return replace(named, properties=keys, others=())
         terminal = " | ".join(f"({s.terminal})" for s in strings)
         others = tuple(replace(o, include=(*o.include, terminal)) for o in found.others)
-        keys = tuple((n, k if regular.matches(terminal, json.dumps(n, ensure_ascii=False)) else NEVER) for n, k in found.properties)
+        keys = tuple(
+            (n, k if regular.matches(terminal, json.dumps(n, ensure_ascii=False)) else NEVER)
+            for n, k in found.properties
+        )
         return replace(found, properties=keys, others=tuple(o for o in others if not is_void(o)))
 
-    def child(self, where: str) -> Key:
+    def _child(self, where: str) -> Key:
         """The key of a subschema; `true` and `false` are told at once."""
-        schema = self.lookup(where)
+        schema = self._lookup(where)
         return () if schema is True or schema == {} else NEVER if schema is False else (("schema", where),)
 
     # --- subschemas of the same value ---------------------------------------------------------------------------------
 
-    def each(self, value: Any, where: str) -> list[Shapes]:
+    def _each(self, value: Any, where: str) -> list[Shapes]:
         if not isinstance(value, list) or not value:
             raise SchemaError(f"{where} must be a list of at least one schema, got {value!r}")
         return [self.part(("schema", f"{where}/{i}")) for i in range(len(value))]
 
-    def reference(self, value: Any, schema: dict[str, Any], where: str) -> Shapes:
-        pointer = self.resolve(value, where)
-        self.lookup(pointer)
+    def _reference(self, value: Any, schema: dict[str, Any], where: str) -> Shapes:
+        pointer = self._resolve(value, where)
+        self._lookup(pointer)
         return self.part(("schema", pointer))
 
-    def all_of(self, value: Any, schema: dict[str, Any], where: str) -> Shapes:
+    def _all_of(self, value: Any, schema: dict[str, Any], where: str) -> Shapes:
         found = ANYTHING
-        for shapes in self.each(value, where):
+        for shapes in self._each(value, where):
             found = meet_all(found, shapes)
         return found
 
-    def any_of(self, value: Any, schema: dict[str, Any], where: str) -> Shapes:
-        return tuple(dict.fromkeys(shape for shapes in self.each(value, where) for shape in shapes))
+    def _any_of(self, value: Any, schema: dict[str, Any], where: str) -> Shapes:
+        return tuple(dict.fromkeys(shape for shapes in self._each(value, where) for shape in shapes))
 
-    def one_of(self, value: Any, schema: dict[str, Any], where: str) -> Shapes:
-        members = self.each(value, where)
+    def _one_of(self, value: Any, schema: dict[str, Any], where: str) -> Shapes:
+        members = self._each(value, where)
         widely = [self.part(("schema", f"{where}/{i}"), wide=True) for i in range(len(members))]
         found: list[Shape] = []
         for i, only in enumerate(members):
             for j, other in enumerate(widely):
-                if i != j and not self.disjoint(widely[i], other):
+                if i != j and not self._disjoint(widely[i], other):
                     try:
                         only = meet_all(only, self.part(("not", f"{where}/{j}")))
                     except UnsupportedGuide as error:
-                        reason = f"is supported only where its members exclude each other, but {i} and {j} may not; use anyOf"
-                        raise self.refused(where.rpartition("/")[0], "oneOf", reason) from error
+                        reason = f"needs members that exclude each other, but {i} and {j} may not; use anyOf"
+                        raise self._refused(where.rpartition("/")[0], "oneOf", reason) from error
             found.extend(only)
         return tuple(dict.fromkeys(found))
 
-    def negation(self, value: Any, schema: dict[str, Any], where: str) -> Shapes:
+    def _negation(self, value: Any, schema: dict[str, Any], where: str) -> Shapes:
         return self.part(("not", where))
 
-    def condition(self, value: Any, schema: dict[str, Any], where: str) -> Shapes:
+    def _condition(self, value: Any, schema: dict[str, Any], where: str) -> Shapes:
         parent = where.rpartition("/")[0]
         met, unmet = ANYTHING, ANYTHING
         if "then" in schema:
@@ -363,25 +390,31 @@ class Reader:
         yes = meet_all(self.part(("schema", where)), met)
         return tuple(dict.fromkeys((*yes, *meet_all(self.part(("not", where)), unmet))))
 
-    def dependent_required(self, value: Any, schema: dict[str, Any], where: str) -> Shapes:
-        return self.dependent(value, where, lambda names, _: Object(required=_names({"required": names}, where)))
+    def _dependent_required(self, value: Any, schema: dict[str, Any], where: str) -> Shapes:
+        return self._dependent(
+            value, where, lambda names, _: Object(required=keywords.names({"required": names}, where))
+        )
 
-    def dependent_schemas(self, value: Any, schema: dict[str, Any], where: str) -> Shapes:
-        return self.dependent(value, where, lambda _, at: self.part(("schema", at)))
+    def _dependent_schemas(self, value: Any, schema: dict[str, Any], where: str) -> Shapes:
+        return self._dependent(value, where, lambda _, at: self.part(("schema", at)))
 
-    def dependencies(self, value: Any, schema: dict[str, Any], where: str) -> Shapes:
+    def _dependencies(self, value: Any, schema: dict[str, Any], where: str) -> Shapes:
         def then(needs: Any, at: str) -> Shape | Shapes:
-            return Object(required=_names({"required": needs}, at)) if isinstance(needs, list) else self.part(("schema", at))
+            return (
+                Object(required=keywords.names({"required": needs}, at))
+                if isinstance(needs, list)
+                else self.part(("schema", at))
+            )
 
-        return self.dependent(value, where, then)
+        return self._dependent(value, where, then)
 
-    def dependent(self, value: Any, where: str, then: Callable[[Any, str], Shape | Shapes]) -> Shapes:
+    def _dependent(self, value: Any, where: str, then: Callable[[Any, str], Shape | Shapes]) -> Shapes:
         """Either a property is absent, or it is there and something follows."""
         if not isinstance(value, dict):
             raise SchemaError(f"{where} must be an object, got {value!r}")
         found = ANYTHING
         for name, needs in value.items():
-            follows = then(needs, f"{where}/{_escape(name)}")
+            follows = then(needs, f"{where}/{keywords.escape(name)}")
             present = meet_all((Object(required=(name,)),), follows if isinstance(follows, tuple) else (follows,))
             absent = Object(properties=((name, NEVER),))
             found = meet_all(found, (*(s for s in ANYTHING if not isinstance(s, Object)), absent, *present))
@@ -389,191 +422,60 @@ class Reader:
 
     # --- complements and overlaps -------------------------------------------------------------------------------------
 
-    def complement(self, shapes: Shapes, where: str) -> Shapes:
+    def _complement(self, shapes: Shapes, where: str) -> Shapes:
         """All values in none of these shapes."""
         found = ANYTHING
         for shape in shapes:
+            same_kind = opposite(shape)
+            if same_kind is None:
+                parent, _, keyword = where.rpartition("/")
+                raise self._refused(parent, keyword, "needs the opposite of a schema that has none")
             others = tuple(s for s in ANYTHING if type(s) is not type(shape))
-            found = meet_all(found, (*others, *self.same_kind_complement(shape, where)))
+            found = meet_all(found, (*others, *same_kind))
         return found
 
-    def same_kind_complement(self, shape: Shape, where: str) -> Iterable[Shape]:
-        match shape:
-            case Null():
-                return ()
-            case Boolean(values):
-                return (Boolean(frozenset({True, False}) - values),) if len(values) == 1 else ()
-            case Number(integer=False, step=None, values=None):
-                below = [] if shape.low is None else [Number(high=shape.low, high_open=not shape.low_open)]
-                above = [] if shape.high is None else [Number(low=shape.high, low_open=not shape.high_open)]
-                return below + above
-            case String():
-                return _other_strings(shape)
-            case Array(rest=(), unique=False, contains=()) if not any(shape.prefix):
-                short = [Array(high=shape.low - 1)] if shape.low else []
-                return short + ([Array(low=shape.high + 1)] if shape.high is not None else [])
-            case Object(others=(Names((), (), ()),)):
-                return self.other_objects(shape)
-        raise self.refused(where.rpartition("/")[0], where.rpartition("/")[2], "needs the opposite of a schema that has none")
-
-    def other_objects(self, shape: Object) -> list[Shape]:
-        found = [Object(properties=((name, NEVER),)) for name in shape.required]
-        for name, key in shape.properties:
-            for kind, where in key:
-                other = {"schema": "not", "not": "schema"}.get(kind)
-                if kind == "never":
-                    found.append(Object(required=(name,)))
-                elif other is None:
-                    raise self.refused(where, "const", "needs the opposite of a schema that has none")
-                else:
-                    found.append(Object(properties=((name, ((other, where),)),), required=(name,)))
-        found += [Object(high=shape.low - 1)] if shape.low else []
-        return [*found, *([Object(low=shape.high + 1)] if shape.high is not None else [])]
-
-    def disjoint(self, a: Shapes, b: Shapes) -> bool:
+    def _disjoint(self, a: Shapes, b: Shapes) -> bool:
         """Whether it can be shown that no value is in both, however widely they are read."""
         before, self._wide = self._wide, True
         try:
-            return self._disjoint(a, b)
+            return all((both := meet(x, y)) is None or self._plainly_empty(both) for x in a for y in b)
         finally:
             self._wide = before
 
-    def _disjoint(self, a: Shapes, b: Shapes) -> bool:
-        return all((both := meet(x, y)) is None or self.plainly_empty(both) for x in a for y in b)
-
-    def plainly_empty(self, shape: Shape, depth: int = 4) -> bool:
+    def _plainly_empty(self, shape: Shape, depth: int = 4) -> bool:
         """Whether a shape has no values, seen without following recursion far."""
         match shape:
             case Number(values=None):
-                return number_is_empty(shape)
+                return shape.is_empty
             case String():
-                return regular.is_empty(shape.terminal)
+                return shape.is_empty
             case Array():
                 needed = [shape.at(i) for i in range(min(shape.low, len(shape.prefix) + 1))]
-                return (shape.high is not None and shape.low > shape.high) or any(self.hopeless(k, depth) for k in needed)
+                return (shape.high is not None and shape.low > shape.high) or any(
+                    self._hopeless(k, depth) for k in needed
+                )
             case Object():
-                return any(self.hopeless(shape.key(name), depth) for name in shape.required)
+                return any(self._hopeless(shape.key(name), depth) for name in shape.required)
         return False
 
-    def hopeless(self, key: Key, depth: int) -> bool:
+    def _hopeless(self, key: Key, depth: int) -> bool:
         if depth == 0 or any((part, self._wide) in self._open for part in key):
             return False
-        return all(self.plainly_empty(shape, depth - 1) for shape in self.shapes(key))
+        return all(self._plainly_empty(shape, depth - 1) for shape in self.shapes(key))
 
 
 _APPLICATORS: Final[dict[str, Callable[[Reader, Any, dict[str, Any], str], Shapes]]] = {
-    "$ref": Reader.reference,
-    "allOf": Reader.all_of,
-    "anyOf": Reader.any_of,
-    "oneOf": Reader.one_of,
-    "not": Reader.negation,
-    "if": Reader.condition,
-    "dependentRequired": Reader.dependent_required,
-    "dependentSchemas": Reader.dependent_schemas,
-    "dependencies": Reader.dependencies,
+    "$ref": Reader._reference,
+    "allOf": Reader._all_of,
+    "anyOf": Reader._any_of,
+    "oneOf": Reader._one_of,
+    "not": Reader._negation,
+    "if": Reader._condition,
+    "dependentRequired": Reader._dependent_required,
+    "dependentSchemas": Reader._dependent_schemas,
+    "dependencies": Reader._dependencies,
 }
-
-
-def field_name(where: str) -> str:
-    """The property that a pointer is about: ``#/properties/age/minimum`` is about ``age``.
-
-    >>> field_name("#/$defs/Person/properties/age")
-    'age'
-    """
-    steps = where.split("/")
-    named = [b for a, b in zip(steps, steps[1:], strict=False) if a == "properties"]
-    return named[-1].replace("~1", "/").replace("~0", "~") if named else where
-
-
-def number_is_empty(number: Number) -> bool:
-    """Whether no number is within the bounds and a multiple of the step."""
-    if number.low is None or number.high is None:
-        return False
-    step = number.step
-    if number.integer:
-        step = Fraction(step.numerator if step else 1)
-    if step is None:
-        return number.low > number.high or (number.low == number.high and (number.low_open or number.high_open))
-    return next(iter(multiples_between(number, step)), None) is None
-
-
-def multiples_between(number: Number, step: Fraction) -> range:
-    """The factors k with ``k * step`` within both bounds."""
-    assert number.low is not None and number.high is not None
-    first, last = -(-number.low // step), number.high // step
-    first += number.low_open and first * step == number.low
-    last -= number.high_open and last * step == number.high
-    return range(int(first), int(last) + 1)
-
-
-def _other_strings(shape: String) -> list[Shape]:
-    if shape.values is not None:
-        return [String(exclude=(shape.terminal,))]
-    short: list[Shape] = [String(high=shape.low - 1)] if shape.low else []
-    long: list[Shape] = [String(low=shape.high + 1)] if shape.high is not None else []
-    return [*short, *long, *(String(exclude=(t,)) for t in shape.include), *(String(include=(t,)) for t in shape.exclude)]
-
-
-def _number(schema: dict[str, Any], where: str, *, integer: bool) -> Number:
-    found = Number(integer=integer)
-    for keyword, change in (
-        ("minimum", lambda v: Number(low=v)),
-        ("exclusiveMinimum", lambda v: Number(low=v, low_open=True)),
-        ("maximum", lambda v: Number(high=v)),
-        ("exclusiveMaximum", lambda v: Number(high=v, high_open=True)),
-        ("multipleOf", lambda v: Number(step=v)),
-    ):
-        if keyword in schema:
-            value = schema[keyword]
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise SchemaError(f"{where}: {keyword} must be a number, got {value!r}")
-            if keyword == "multipleOf" and value <= 0:
-                raise SchemaError(f"{where}: multipleOf must be greater than 0, got {value!r}")
-            narrowed = meet(found, change(fraction(value)))
-            assert isinstance(narrowed, Number)
-            found = narrowed
-    return found
-
-
-def _count(schema: dict[str, Any], keyword: str, where: str) -> int | None:
-    value = schema.get(keyword)
-    if keyword not in schema:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or value != int(value):
-        raise SchemaError(f"{where}: {keyword} must be an integer of at least 0, got {value!r}")
-    return int(value)
-
-
-def _text(schema: dict[str, Any], keyword: str, where: str) -> str:
-    value = schema[keyword]
-    if not isinstance(value, str):
-        raise SchemaError(f"{where}: {keyword} must be a text, got {value!r}")
-    return value
-
-
-def _names(schema: dict[str, Any], where: str) -> tuple[str, ...]:
-    names = schema.get("required", [])
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise SchemaError(f"{where}: required must be a list of names, got {names!r}")
-    return tuple(dict.fromkeys(names))
-
-
-def _escape(name: str) -> str:
-    return name.replace("~", "~0").replace("/", "~1").replace("%", "%25")
 
 
 def _looks_elsewhere(schema: dict[str, Any]) -> bool:
     return any(keyword in _APPLICATORS for keyword in schema)
-
-
-def _anchors(schema: Any, where: str, name: str) -> Iterable[str]:
-    """The pointers of the schemas that carry an anchor; enum and const are values, not schemas."""
-    if isinstance(schema, dict):
-        if schema.get("$anchor") == name:
-            yield where
-        for keyword, value in schema.items():
-            if keyword not in ("enum", "const", "default", "examples"):
-                yield from _anchors(value, f"{where}/{_escape(keyword)}", name)
-    elif isinstance(schema, list):
-        for i, value in enumerate(schema):
-            yield from _anchors(value, f"{where}/{i}", name)

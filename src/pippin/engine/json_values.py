@@ -63,6 +63,25 @@ class Number:
             and (self.step is None or (exact / self.step).denominator == 1)
         )
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no number is within the bounds and a multiple of the step."""
+        if self.values is not None or self.low is None or self.high is None:
+            return self.values == ()
+        step = Fraction(self.step.numerator if self.step else 1) if self.integer else self.step
+        if step is None:
+            return self.low > self.high or (self.low == self.high and (self.low_open or self.high_open))
+        return len(self.factors(step)) == 0
+
+    def factors(self, step: Fraction) -> range:
+        """The integers k with ``k * step`` within both bounds, which there must be."""
+        assert self.low is not None
+        assert self.high is not None
+        first, last = -(-self.low // step), self.high // step
+        first += self.low_open and first * step == self.low
+        last -= self.high_open and last * step == self.high
+        return range(int(first), int(last) + 1)
+
 
 @dataclass(frozen=True)
 class String:
@@ -75,10 +94,19 @@ class String:
     values: tuple[str, ...] | None = None
 
     @property
+    def is_empty(self) -> bool:
+        """Whether no string fits."""
+        if self.values is not None:
+            return not self.values
+        return (self.high is not None and self.low > self.high) or regular.is_empty(self.terminal)
+
+    @property
     def terminal(self) -> str:
         """The JSON texts of these strings, as a terminal."""
         if self.values is not None:
-            return "/" + regular.alternatives(rf"\x{{22}}{regular.quoted(value)}\x{{22}}" for value in self.values) + "/"
+            return (
+                "/" + regular.alternatives(rf"\x{{22}}{regular.quoted(value)}\x{{22}}" for value in self.values) + "/"
+            )
         parts = [f"({terminal})" for terminal in self.include] + [f"~({terminal})" for terminal in self.exclude]
         if (self.low, self.high) != (0, None) or not self.include:
             parts.insert(0, f"/{regular.of_length(self.low, self.high)}/")
@@ -111,6 +139,7 @@ class Names:
 
     @property
     def terminal(self) -> str:
+        """The JSON texts of these names, as a terminal."""
         return String(include=self.include, exclude=self.exclude).terminal
 
 

@@ -90,8 +90,8 @@ def inner_float(bound: Fraction, *, below: bool, exclusive: bool) -> Decimal:
 def inner_integer(bound: Fraction, *, below: bool, exclusive: bool) -> int:
     """The integer nearest to ``bound`` on its inner side.
 
-    >>> inner_integer(Fraction(5), below=True, exclusive=True), inner_integer(Fraction(5, 2), below=False, exclusive=True)
-    (4, 3)
+    >>> inner_integer(Fraction(5), below=True, exclusive=True)
+    4
     """
     nearest = math.floor(bound) if below else math.ceil(bound)
     return nearest + (0 if not exclusive or nearest != bound else -1 if below else 1)

@@ -14,8 +14,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterable, Sequence
-from re import _constants as op  # type: ignore[attr-defined]
-from re import _parser  # type: ignore[attr-defined]
+from re import _constants as op, _parser  # type: ignore[attr-defined]
 from typing import Any, Final
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper

@@ -17,6 +17,7 @@ class GenerationOptions(SamplingOptions):
 
     Args:
         tool_calling: whether the model may, must (before it answers) or must not call tools.
+        parallel_tool_calls: whether the model may call several tools in one turn, at most 8.
         include_schema_in_prompt: whether a typed answer's schema is also shown to the model. The grammar holds either
             way; without the text the prompt is shorter and the model sees only what the prompt itself says.
 
@@ -29,6 +30,7 @@ class GenerationOptions(SamplingOptions):
     """
 
     tool_calling: ToolCalling = "allowed"
+    parallel_tool_calls: bool = True
     include_schema_in_prompt: bool = True
 
     def __post_init__(self) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pippin.core.errors import UnsupportedCapability
+from pippin.engine.compose import compose
 from pippin.engine.constraint import Grammar
 from pippin.language.load import LanguageModel
 from pippin.session.schema import Schema
@@ -22,6 +23,8 @@ from pippin.session.transcript import Answer, Instructions, Prompt, ToolCalls, T
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 CALL = re.compile(rf"{OPEN}\n(.*?)\n{CLOSE}", re.DOTALL)
+
+MOST_CALLS = 8  # in one turn; a model that repeats itself would otherwise never stop
 
 TOOL_TEXT = """You can call these tools:
 {tools}
@@ -57,7 +60,7 @@ def encode(model: LanguageModel, transcript: Transcript, tools: Tools, hint: str
         text = "\n\n".join(entry.text for entry in transcript) + (f"\n\n{hint}" if hint else "") + "\n\n"
         bos = [model.tokenizer.bos_id] if model.tokenizer.add_bos and model.tokenizer.bos_id is not None else []
         return bos + model.tokenizer.encode(text)
-    native = bool(tools) and model.template.accepts_tools and OPEN in model.template.source
+    native = bool(tools) and model.template.accepts_tool_results and OPEN in model.template.source
     definitions = [tool.definition() for tool in tools.values()]
     turns = _messages(transcript, "" if native or not tools else _tool_text(definitions), hint, native)
     if turns and turns[0]["role"] == "system" and not model.template.accepts_system:
@@ -108,25 +111,30 @@ def _calls_message(entry: ToolCalls, native: bool) -> dict[str, Any]:
     return {"role": "assistant", "content": "\n".join(part for part in (entry.text, *written) if part)}
 
 
-def grammar(schema: Schema[Any] | None, tools: Iterable[Tool[..., Any]], *, required: bool) -> Grammar | None:
+def grammar(
+    schema: Schema[Any] | None, tools: Iterable[Tool[..., Any]], *, required: bool, parallel: bool
+) -> Grammar | None:
     """What the model may write in one turn; None for anything.
 
     Args:
         schema: of the answer; None for free text.
         tools: what it may call instead of answering (free text may also lead up to a call).
         required: whether it must call.
+        parallel: whether it may write several calls.
     """
     calls = [_call_schema(tool) for tool in tools]
     if not calls:
         return None if schema is None else schema.grammar
     body = Grammar.json_schema({"anyOf": calls} if len(calls) > 1 else calls[0])
     parts = {"body": body}
-    more = f'"\\n" body "\\n{CLOSE}" ("\\n{OPEN}\\n" body "\\n{CLOSE}")*'
+    more = f'"\\n" body "\\n{CLOSE}"'
+    if parallel:
+        more += f' ("\\n{OPEN}\\n" body "\\n{CLOSE}"){{0,{MOST_CALLS - 1}}}'
     if required:
-        return Grammar.compose(f'start: "{OPEN}" {more}', parts)
+        return compose(f'start: "{OPEN}" {more}', parts)
     if schema is not None:
-        return Grammar.compose(f'start: answer | "{OPEN}" {more}', {"answer": schema.grammar, **parts})
-    return Grammar.compose(
+        return compose(f'start: answer | "{OPEN}" {more}', {"answer": schema.grammar, **parts})
+    return compose(
         f"start: FREE | open {more}\n"
         rf"open[lazy]: /(.|\n)*{OPEN}/"
         "\n"

@@ -12,9 +12,8 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-import time
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar, overload
 
@@ -34,7 +33,7 @@ from pippin.language.load import LanguageModel, load
 from pippin.session import prompting
 from pippin.session.options import GenerationOptions
 from pippin.session.schema import Schema
-from pippin.session.tools import Allow, Decision, Deny, Replace, Tool, as_tools, decide, parse_call
+from pippin.session.tools import Decision, Deny, Replace, Tool, as_tools, decide, parse_call
 from pippin.session.transcript import Answer, Instructions, Prompt, ToolCall, ToolCalls, ToolOutput, Transcript
 
 T = TypeVar("T")
@@ -98,7 +97,9 @@ class Snapshot:
 class Stream(Generic[T]):
     """An answer on its way: iterate for snapshots, with ``for`` or ``async for``; then `response` is the whole."""
 
-    def __init__(self, steps: Generator[Snapshot, None, Response[T]], cancel: threading.Event, release: Callable[[], None]) -> None:
+    def __init__(
+        self, steps: Generator[Snapshot, None, Response[T]], cancel: threading.Event, release: Callable[[], None]
+    ) -> None:
         self._steps, self._cancel, self._release = steps, cancel, release
         self._response: Response[T] | None = None
 
@@ -241,7 +242,9 @@ class Session:
     @overload
     def respond(self, prompt: str, *, options: GenerationOptions = ...) -> Response[str]: ...
     @overload
-    def respond(self, prompt: str, *, generating: type[T] | Schema[T], options: GenerationOptions = ...) -> Response[T]: ...
+    def respond(
+        self, prompt: str, *, generating: type[T] | Schema[T], options: GenerationOptions = ...
+    ) -> Response[T]: ...
     @overload
     def respond(self, prompt: str, *, generating: Any, options: GenerationOptions = ...) -> Response[Any]: ...
     def respond(
@@ -279,7 +282,9 @@ class Session:
     @overload
     def stream(self, prompt: str, *, options: GenerationOptions = ...) -> Stream[str]: ...
     @overload
-    def stream(self, prompt: str, *, generating: type[T] | Schema[T], options: GenerationOptions = ...) -> Stream[T]: ...
+    def stream(
+        self, prompt: str, *, generating: type[T] | Schema[T], options: GenerationOptions = ...
+    ) -> Stream[T]: ...
     @overload
     def stream(self, prompt: str, *, generating: Any, options: GenerationOptions = ...) -> Stream[Any]: ...
     def stream(
@@ -329,7 +334,9 @@ class Session:
             raise InvalidInput(f"the prompt is empty ({prompt!r:.40}); say what the model should do")
         schema = None if generating is None or generating is str else Schema.of(generating)
         if schema is not None and options.stop:
-            raise InvalidArgument(f"stop strings {list(options.stop)} would cut a typed answer; leave one of the two out")
+            raise InvalidArgument(
+                f"stop strings {list(options.stop)} would cut a typed answer; leave one of the two out"
+            )
         if options.tool_calling == "required" and not self.tools:
             raise InvalidArgument("tool_calling is required, but the session has no tools")
         alone = self._alone("answer another request")
@@ -352,7 +359,7 @@ class _Alone:
     def __enter__(self) -> None:
         if not self.lock.acquire(blocking=False):
             raise ConcurrentRequests(
-                f"the session is still answering and cannot {self.what}; wait for it, cancel it, or use a second session"
+                f"the session is still answering and cannot {self.what}; wait for it, cancel it, or use another"
             )
         self.held = True
 
@@ -384,7 +391,9 @@ class _Turn:
         ids = prompting.encode(session.model, session.transcript.add(*self.entries), self.tools, hint)
         session.engine.check(ids, self.options)
         required = self.options.tool_calling == "required" and round == 0
-        grammar = prompting.grammar(self.schema, self.tools.values(), required=required)
+        grammar = prompting.grammar(
+            self.schema, self.tools.values(), required=required, parallel=self.options.parallel_tool_calls
+        )
         return Request(ids, self.options, grammar, session._prefix, self.cancel)
 
     def steps(self) -> Generator[Snapshot, None, Response[Any]]:
@@ -392,7 +401,8 @@ class _Turn:
         session = self.session
         for round in range(session.max_tool_rounds + 1):
             finished, raw = yield from self._write(self.request(round))
-            calls = [parse_call(match, f"call_{round}_{i}") for i, match in enumerate(prompting.CALL.findall(raw))]
+            written = dict.fromkeys(prompting.CALL.findall(raw))  # a call that is written twice is one call
+            calls = [parse_call(text, f"call_{round}_{i}") for i, text in enumerate(written)]
             if not (self.tools and calls):
                 break
             if round == session.max_tool_rounds:
@@ -408,9 +418,7 @@ class _Turn:
             content = self.schema.parse(raw)
         self.entries.append(Answer(text=raw))
         session._transcript = session._transcript.add(*self.entries)
-        return Response(
-            content, raw, self.usage, finished.reason, tuple(self.entries), self.timing, tuple(self.tokens)
-        )
+        return Response(content, raw, self.usage, finished.reason, tuple(self.entries), self.timing, tuple(self.tokens))
 
     def _write(self, request: Request) -> Generator[Snapshot, None, tuple[Finished, str]]:
         """Let the model write once; yield snapshots of what is not a tool call."""
@@ -436,7 +444,8 @@ class _Turn:
         if event.reason == "length" and (self.schema is not None or cut):
             what = "a tool call" if cut else "the typed answer"
             raise AnswerTruncated(
-                f"{what} was not complete after {event.answer_tokens} tokens; raise max_tokens or ask for less", partial=raw
+                f"{what} was not complete after {event.answer_tokens} tokens; raise max_tokens or ask for less",
+                partial=raw,
             )
         return event, raw
 

@@ -103,7 +103,7 @@ class Tool(Generic[P, R]):
                 since Python cannot end it.
 
         Raises:
-            ToolCallError: the arguments do not fit, the function raised, took too long, or returned what has no JSON form.
+            ToolCallError: the arguments do not fit, the function raised, took too long, or its result has no JSON form.
         """
         try:
             given = self.arguments.model_validate(arguments)
@@ -117,7 +117,9 @@ class Tool(Generic[P, R]):
             return TypeAdapter(Any).dump_json(result).decode()
         except Exception as error:
             kind = type(result).__name__
-            raise self._error(f"returned a {kind}, which has no JSON form; return text or plain data", arguments, error) from error
+            raise self._error(
+                f"returned a {kind}, which has no JSON form; return text or plain data", arguments, error
+            ) from error
 
     def _run(self, values: dict[str, Any], timeout: float | None, arguments: dict[str, Any]) -> Any:
         outcome: list[Any] = []
@@ -135,7 +137,9 @@ class Tool(Generic[P, R]):
         thread.join(timeout)
         if thread.is_alive():
             late = TimeoutError(f"no result within {timeout:g} seconds")
-            raise self._error(f"gave no result within {timeout:g} seconds; make it quicker or raise tool_timeout", arguments, late)
+            raise self._error(
+                f"gave no result within {timeout:g} seconds; make it quicker or raise tool_timeout", arguments, late
+            )
         if failure:
             error = failure[0]
             raise self._error(f"raised {type(error).__name__}: {error}", arguments, error) from error
@@ -199,12 +203,18 @@ def _arguments(function: Callable[..., Any], name: str) -> type[BaseModel]:
     fields: dict[str, Any] = {}
     for parameter in parameters.values():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise InvalidTool(f"tool {name!r}: argument {parameter} cannot be given by name; models name every argument")
+            raise InvalidTool(
+                f"tool {name!r}: argument {parameter} cannot be given by name; models name every argument"
+            )
         if parameter.name not in hints:
-            raise InvalidTool(f"tool {name!r}: argument {parameter.name!r} has no type; write {parameter.name}: str, say")
+            raise InvalidTool(
+                f"tool {name!r}: argument {parameter.name!r} has no type; write {parameter.name}: str, say"
+            )
         default = ... if parameter.default is parameter.empty else parameter.default
         if isinstance(default, FieldInfo):
-            raise InvalidTool(f"tool {name!r}: put the Field of {parameter.name!r} into Annotated[…], not into its default")
+            raise InvalidTool(
+                f"tool {name!r}: put the Field of {parameter.name!r} into Annotated[…], not into its default"
+            )
         fields[parameter.name] = (hints[parameter.name], default)
     return create_model(f"{name}_arguments", __config__=ConfigDict(extra="forbid"), **fields)
 

@@ -1,0 +1,74 @@
+"""`pippin doctor`: what it says is true of this machine, and it notices what is wrong."""
+
+import json
+import platform
+import sys
+from importlib import metadata
+
+import psutil
+import pytest
+
+from pippin.cli import doctor, main
+
+
+def test_json_agrees_with_the_machine(pippin, tmp_path):
+    done = pippin("doctor", "--json", env={"PIPPIN_HOME": str(tmp_path / "cache")})
+    assert done.returncode == 0
+    found = json.loads(done.stdout)
+    assert found["usable"] is True
+    assert found["problems"] == []
+    assert found["versions"]["python"] == platform.python_version()
+    assert found["versions"]["torch"] == metadata.version("torch")
+    assert found["machine"]["memory_total"] <= psutil.virtual_memory().total
+    assert found["cache"]["folder"] == str(tmp_path / "cache")
+    assert found["cache"]["free"] == pytest.approx(psutil.disk_usage(str(tmp_path)).free, rel=0.05)
+    assert found["default_model"] == {"name": "smollm2-135m", "size": 98362432, "installed": False}
+    assert not (tmp_path / "cache").exists()  # asking changes nothing
+
+
+def test_the_table_names_the_way_to_a_missing_model(pippin, tmp_path):
+    shown = pippin("doctor", env={"PIPPIN_HOME": str(tmp_path), "COLUMNS": "120"}).stdout.decode()
+    assert "smollm2-135m: not here yet (98.4 MB): pippin pull" in shown
+    assert shown.rstrip().endswith("Pippin can work here.")
+
+
+def test_a_cache_folder_that_is_a_file_is_a_problem(monkeypatch, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("PIPPIN_HOME", str(tmp_path / "file"))
+    assert main(["doctor", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["usable"] is False
+    assert found["problems"] == [f"the cache folder {tmp_path / 'file'} cannot be written; set PIPPIN_HOME to another"]
+
+
+def test_too_little_space_for_the_default_model_is_a_problem(monkeypatch, tmp_path):
+    monkeypatch.setenv("PIPPIN_HOME", str(tmp_path))
+    usage = psutil.disk_usage(str(tmp_path))._replace(free=1_000_000)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: usage)
+    (problem,) = doctor.diagnose().problems
+    assert "1.0 MB free" in problem
+    assert "98.4 MB" in problem
+
+
+def test_libraries_and_extras_come_from_the_metadata(monkeypatch):
+    required, extras = doctor.libraries()
+    assert required["torch"] == metadata.version("torch")
+    assert "pytest" not in required
+    assert extras["test"] == []
+    here = metadata.version
+
+    def version(name):
+        if name in {"hypothesis", "torch"}:
+            raise metadata.PackageNotFoundError(name)
+        return "0.0.1" if name == "beartype" else here(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    required, extras = doctor.libraries()
+    assert required["torch"] is None
+    assert [name.partition(">")[0].partition("<")[0] for name in extras["test"]] == ["hypothesis", "beartype"]
+    monkeypatch.setitem(sys.modules, "torch", None)  # import torch raises ImportError
+    diagnosis = doctor.diagnose()
+    assert diagnosis.problems[0] == "torch is missing; install pippin again"
+    assert diagnosis.problems[1].startswith("torch cannot be loaded: ")
+    assert not diagnosis.usable
+    assert ("extra test", f"lacks {', '.join(extras['test'])}: pip install 'pippin[test]'") in doctor._lines(diagnosis)
