@@ -12,9 +12,11 @@ import generate_docs
 import pytest
 
 from pippin.claims import runner
+from pippin.core.errors import AssetError
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+STANDARD = {name.lower() for name in sys.stdlib_module_names}
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
 
 
@@ -61,20 +63,38 @@ def test_every_folder_has_its_floor():
     assert folders <= floors
 
 
-def test_generated_pages_are_up_to_date():
-    assert [page.name for page in generate_docs.outdated()] == []
+@pytest.mark.parametrize("page", generate_docs.PAGES, ids=lambda page: page.stem)
+def test_generated_pages_are_up_to_date(page):
+    try:
+        assert generate_docs.is_current(page), "run: python tools/generate_docs.py"
+    except AssetError as error:
+        pytest.skip(f"this page is measured on data that is not here: {error}")
+
+
+def test_a_page_that_was_edited_is_out_of_date(tmp_path, monkeypatch):
+    page = tmp_path / "page.md"
+    monkeypatch.setitem(generate_docs.PAGES, page, lambda: "text\n")
+    assert not generate_docs.is_current(page)
+    page.write_text(generate_docs.text_of(page))
+    assert generate_docs.is_current(page)
+    page.write_text(page.read_text() + "more\n")
+    assert not generate_docs.is_current(page)
 
 
 @pytest.mark.parametrize("row", generate_docs.systems(), ids=lambda row: row["name"])
 def test_a_system_names_only_what_exists(row):
-    assert set(row) == {"area", "name", "what", "module", "so_far", "claim"}
+    assert set(row) == {"area", "name", "what", "module", "so_far", "claims"}
     if row["module"] is None:
-        assert (row["so_far"], row["claim"]) == ("", None)
+        assert (row["so_far"], row["claims"]) == ("", [])
     else:
         assert row["module"].startswith("pippin.")
         generate_docs.resolve(row["module"])
-    if row["claim"] is not None:
-        assert row["claim"] in runner.find()
+    assert set(row["claims"]) <= set(runner.find())
+
+
+def test_every_claim_is_about_one_system():
+    named = [claim for row in generate_docs.systems() for claim in row["claims"]]
+    assert sorted(named) == list(runner.find())
 
 
 def test_systems_are_the_83_of_the_corpus_each_once():
@@ -112,9 +132,10 @@ def imported_libraries() -> dict[str, set[str]]:
 
 def test_src_imports_what_it_requires_and_requires_what_it_imports():
     imported = {name.lower(): files for name, files in imported_libraries().items()}
+    optional = set().union(*(required(extra) for extra in PROJECT["project"]["optional-dependencies"]))
     # pydantic's core is pydantic's own second half, released with it.
-    undeclared = {name: files for name, files in imported.items() if name not in required() | {"pydantic_core"}}
-    assert set(undeclared) <= required("plot"), undeclared
+    known = required() | optional | {"pydantic_core"}
+    assert {name: files for name, files in imported.items() if name not in known} == {}
     assert required() - set(imported) == set()
 
 
@@ -122,7 +143,8 @@ def test_optional_libraries_are_not_imported_at_the_top():
     for path in SOURCES:
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.Import | ast.ImportFrom):
-                assert "matplotlib" not in ast.unparse(node), path
+                named = node.names[0].name if isinstance(node, ast.Import) else node.module or ""
+                assert distribution(named.split(".")[0]) in required() | {"pippin", "pydantic_core"} | STANDARD, path
 
 
 def tracked_files() -> list[Path]:
@@ -158,22 +180,20 @@ def test_no_file_names_a_machine(pattern):
 
 
 def test_public_functions_say_what_they_do():
-    """Ruff holds this too; here it also covers what hides behind a decorator or in a nested class."""
     missing = []
     for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                methods = [n for n in node.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
-                missing += [f"{path.name}: {node.name}.{n.name}" for n in methods if _lacks_docstring(n)]
-        for node in ast.parse(path.read_text()).body:
+        body = ast.parse(path.read_text()).body
+        classes = [node for node in body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
+        for node in [*body, *(member for each in classes for member in each.body)]:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and _lacks_docstring(node):
                 missing.append(f"{path.name}: {node.name}")
     assert missing == []
 
 
 def _lacks_docstring(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> bool:
-    overloaded = any("overload" in ast.unparse(d) for d in node.decorator_list)
-    return not node.name.startswith("_") and not overloaded and ast.get_docstring(node) is None
+    # The docstring of these stands elsewhere: with the last overload, with the getter, in the base class.
+    elsewhere = any(re.search(r"overload|override|\.setter", ast.unparse(d)) for d in node.decorator_list)
+    return not node.name.startswith("_") and not elsewhere and ast.get_docstring(node) is None
 
 
 def test_no_file_is_longer_than_500_lines():

@@ -68,7 +68,11 @@ class Terminal:
     def __init__(self, *words: object, env: dict[str, str]) -> None:
         self.pid, self.handle = pty.fork()
         if self.pid == 0:
-            os.execve(str(COMMAND), [str(COMMAND), *map(str, words)], os.environ | {"TERM": "xterm"} | env)
+            os.execve(
+                str(COMMAND),
+                [str(COMMAND), *map(str, words)],
+                os.environ | {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1", "OMP_NUM_THREADS": "1"} | env,
+            )
         fcntl.ioctl(self.handle, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
         self.shown = ""
         self.seen = 0

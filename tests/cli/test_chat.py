@@ -126,18 +126,19 @@ needs_pty = pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-t
 @needs_pty
 def test_ctrl_c_stops_the_answer_and_not_the_chat(terminal, default_model_path, tmp_path):
     screen = terminal("chat", "--model", default_model_path, env={"PIPPIN_HOME": str(tmp_path)})
-    screen.wait_for("> ")
+    screen.wait_for(">")
     screen.type("Count from 1 to 1000, one number in each line.\r")
     screen.wait_for("2")
     screen.type("\x03")
     screen.wait_for("stopped; this question and its answer are forgotten")
-    screen.wait_for("> ")
+    screen.wait_for(">")
     screen.type("What is the capital of France?\r")
     screen.wait_for("Paris")
     screen.wait_for("tokens/s")
-    screen.wait_for("> ")
+    screen.wait_for(">")
     screen.type("\x03")
     screen.wait_for("Ctrl-C again, or Ctrl-D, leaves")
+    screen.wait_for(">")
     screen.type("\x03")
     assert screen.exit_code() == 0
     assert "Traceback" not in screen.shown
@@ -150,17 +151,17 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(terminal, default_model_path, 
 def test_several_lines_errors_and_ctrl_d(terminal, default_model_path, tmp_path):
     saved = tmp_path / "talk.json"
     screen = terminal("chat", "--model", default_model_path, "--max-tokens", 4, env={"PIPPIN_HOME": str(tmp_path)})
-    screen.wait_for("> ")
+    screen.wait_for(">")
     for keys in ("one\x1b\rtwo\r", "one\\\rtwo\r", '"""one\rtwo"""\r'):  # Alt-Enter, backslash, triple quotes
         screen.type(keys)
         screen.wait_for("tokens/s")
-        screen.wait_for("> ")
+        screen.wait_for(">")
     screen.type("/dance\r")
     screen.wait_for("error: there is no command '/dance'")
-    screen.wait_for("> ")
+    screen.wait_for(">")
     screen.type(f"/save {saved}\r")
     screen.wait_for("saved to")
-    screen.wait_for("> ")
+    screen.wait_for(">")
     screen.type("\x04")
     assert screen.exit_code() == 0
     entries = json.loads(saved.read_text())["entries"]

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import threading
+from itertools import pairwise
 from typing import Literal
 
 import pytest
@@ -80,7 +81,7 @@ def test_snapshots_grow_and_end_in_the_answer(session):
     stream = session.stream("Who?", generating=Mood, options=options)
     snapshots = [snapshot.content for snapshot in stream]
     seen = [set(k for k in ("name", "happy", "score") if getattr(s, k) is not None) for s in snapshots]
-    assert all(before <= after for before, after in zip(seen, seen[1:], strict=False))
+    assert all(before <= after for before, after in pairwise(seen))
     assert {k: getattr(snapshots[-1], k) for k in ("name", "happy", "score")} == stream.response.content.model_dump()
     session.reset()
     assert session.respond("Who?", generating=Mood, options=options).content == stream.response.content
@@ -313,7 +314,11 @@ def failing(kind):
 
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [("raises", "RuntimeError: broken"), ("hangs", "no result within"), ("huge", "1,000,000 characters, more than the context")],
+    [
+        ("raises", "RuntimeError: broken"),
+        ("hangs", "no result within"),
+        ("huge", "1,000,000 characters, more than the context"),
+    ],
 )
 def test_a_tool_that_fails_ends_the_request_with_its_cause(tiny, kind, message):
     session = Session(tiny, tools=[failing(kind)], tool_timeout=0.2)

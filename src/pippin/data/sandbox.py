@@ -36,7 +36,11 @@ _WIDE_FIELD = re.compile(r"[%{:][^%}a-zA-Z]*\d{5}")
 
 
 class SandboxedTemplate:
-    """A compiled template."""
+    """A compiled template.
+
+    >>> SandboxedTemplate("{% for word in words %}<{{ word }}>{% endfor %}").render({"words": ["a", "b"]}, size=2)
+    '<a><b>'
+    """
 
     def __init__(self, source: str) -> None:
         """Compile.

@@ -95,12 +95,15 @@ class Tokenizer:
             UnsupportedModel: a tokenizer or pre-tokenizer of another kind; the message names it.
             CorruptedFile: the vocabulary is missing or contradicts itself.
         """
-        bos = file.metadata.get("tokenizer.ggml.bos_token_id")
-        ends = [file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+        backend = build_backend(file)
+        bos, *ends = (file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "eom"))
+        bos_id = bos if isinstance(bos, int) else None
+        eos_ids = [index for index in ends if isinstance(index, int)]
+        _mark_special(backend, [bos_id, *eos_ids])
         return cls(
-            build_backend(file),
-            bos_id=bos if isinstance(bos, int) else None,
-            eos_ids=[index for index in ends if isinstance(index, int)],
+            backend,
+            bos_id=bos_id,
+            eos_ids=eos_ids,
             add_bos=adds_bos(file),
             chat_template=file.get("tokenizer.chat_template", str, "") or None,
         )
@@ -130,10 +133,11 @@ class Tokenizer:
             raise CorruptedFile(f"{path}: not a tokenizer: {error}") from error
         config = {**_json(folder / "special_tokens_map.json"), **_json(folder / "tokenizer_config.json")}
         _add_missing_tokens(backend, config.get("added_tokens_decoder") or {}, path)
-        bos_id = _token_id(backend, config.get("bos_token"))
+        bos_id, eos_id = (_token_id(backend, config.get(name)) for name in ("bos_token", "eos_token"))
+        _mark_special(backend, [bos_id, eos_id])
         # The tokenizer's own end token comes first: it is the one that templates know as `eos_token`.
         declared = _json(folder / "generation_config.json").get("eos_token_id")
-        ends = [_token_id(backend, config.get("eos_token")), *(declared if isinstance(declared, list) else [declared])]
+        ends = [eos_id, *(declared if isinstance(declared, list) else [declared])]
         add_bos = config.get("add_bos_token")
         return cls(
             backend,
@@ -386,12 +390,25 @@ def _token_id(backend: Backend, token: Any) -> int | None:
     return backend.token_to_id(text) if isinstance(text, str) else None
 
 
-def _add_missing_tokens(backend: Backend, declared: dict[str, Any], path: Path) -> None:
+def _mark_special(backend: Backend, ids: Iterable[int | None]) -> None:
+    """Make begin and end tokens special where the file forgot to; otherwise a text could hold them."""
+    texts = [backend.id_to_token(index) for index in ids if index is not None and 0 <= index < 1 << 31]
+    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in texts if text])
+
+
+def _add_missing_tokens(backend: Backend, declared: Any, path: Path) -> None:
     """Tokens that tokenizer_config.json knows and tokenizer.json does not."""
-    for index, entry in sorted(((int(key), value) for key, value in declared.items())):
-        text = entry["content"]
+    try:
+        entries = sorted(
+            (int(key), str(entry["content"]), bool(entry.get("special"))) for key, entry in declared.items()
+        )
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CorruptedFile(
+            f"{path.parent}: malformed added_tokens_decoder in tokenizer_config.json: {error!r}"
+        ) from error
+    for index, text, special in entries:
         if backend.token_to_id(text) is None:
-            backend.add_tokens([AddedToken(text, special=bool(entry.get("special")), normalized=False)])
+            backend.add_tokens([AddedToken(text, special=special, normalized=False)])
             if backend.token_to_id(text) != index:
                 raise CheckpointError(f"{path}: token {text!r} should have id {index} but cannot")
 
@@ -400,7 +417,10 @@ def _folder_template(folder: Path, config: dict[str, Any]) -> str | None:
     """The chat template: from a file of its own, or in the configuration, where several go by name."""
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise CorruptedFile(f"{path}: not UTF-8: {error}; download it again") from error
     template = config.get("chat_template")
     if isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}

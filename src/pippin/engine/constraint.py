@@ -84,10 +84,10 @@ class Grammar:
         """One of these texts.
 
         Raises:
-            EmptySchema: there are none. InvalidArgument: one is not a text.
+            EmptySchema: there are none. InvalidArgument: it is one text, not a list of them.
         """
-        if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
-            raise InvalidArgument(f"a choice is a list of texts, got {texts!r}")
+        if isinstance(texts, str):
+            raise InvalidArgument(f"a choice is a list of texts, got the text {texts!r}")
         if not texts:
             raise EmptySchema("a choice needs at least one text to choose")
         return cls._of_text(f"/{regular.alternatives(map(regular.literal, dict.fromkeys(texts)))}/", "the choice")
@@ -171,6 +171,7 @@ class Constraint:
         self._words = np.zeros((vocabulary.vocab_size + 31) // 32, dtype=np.int32)
         self._known = False  # whether the buffer holds the mask of the present state
         self._accepted: list[int] = []
+        self._end_unseen = False
         self._ends = frozenset(vocabulary.eos_tokens)
 
     def mask(self) -> Int32[np.ndarray, " words"]:
@@ -223,6 +224,7 @@ class Constraint:
         """
         if self.ended:
             raise DecodingFailure(f"token {token_id} comes after the end of the answer")
+        self._end_unseen = self._matcher.is_stopped()  # then it takes an end token without remembering it
         if not self._matcher.consume_token(token_id) or self._matcher.is_error():
             raise DecodingFailure(f"the grammar does not allow token {token_id} after {len(self._accepted)} tokens")
         self._accepted.append(token_id)
@@ -243,7 +245,13 @@ class Constraint:
     @property
     def finished(self) -> bool:
         """Whether the answer is complete and nothing but its end can follow."""
-        return self.ended or (self._matcher.is_stopped() and not self._matcher.is_error())
+        if self.ended or not self.may_end:
+            return self.ended
+        return self._matcher.is_stopped() or self._only_ends()
+
+    def _only_ends(self) -> bool:
+        tokens = np.flatnonzero(np.unpackbits(self.mask().view(np.uint8), bitorder="little"))
+        return bool(np.isin(tokens, list(self._ends)).all())
 
     @property
     def may_end(self) -> bool:
@@ -268,7 +276,8 @@ class Constraint:
         """
         if not 0 <= count <= len(self._accepted):
             raise InvalidArgument(f"cannot take back {count} of {len(self._accepted)} tokens")
-        if count and not self._matcher.rollback(count):
+        seen = count - (count > 0 and self.ended and self._end_unseen)
+        if seen and not self._matcher.rollback(seen):
             raise DecodingFailure(f"cannot take back {count} tokens: {regular.first_line(self._matcher)}")
         del self._accepted[len(self._accepted) - count :]
         self._known = False
@@ -276,5 +285,5 @@ class Constraint:
     def fork(self) -> Constraint:
         """A copy that goes its own way from here."""
         other = Constraint(self._matcher.deep_copy(), self._vocabulary)
-        other._accepted = list(self._accepted)
+        other._accepted, other._end_unseen = list(self._accepted), self._end_unseen
         return other

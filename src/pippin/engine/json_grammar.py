@@ -213,10 +213,13 @@ def _number(number: Number) -> str | None:
         step = Fraction(step.numerator) if step else None
     ending = numerals.multiples(step, integer=number.integer) if step else ""
     if step and ending is None:
-        if number.low is None or number.high is None or len(factors := number.factors(step)) > MOST_LISTED:
+        if number.low is None or number.high is None:
+            return ""
+        factors = number.factors(step)
+        if factors.stop - factors.start > MOST_LISTED:
             return ""
         listed = (_decimal(factor * step) for factor in factors)
-        return f"/{regular.alternatives(map(regular.literal, listed))}/" if len(factors) else None
+        return f"/{regular.alternatives(map(regular.literal, listed))}/" if factors else None
     bounds = []
     for bound, below, is_open, write_bound in (
         (number.low, False, number.low_open, numerals.at_least),
@@ -303,7 +306,7 @@ class _Writer:
         simple = number.integer or step.denominator == 1 or not bounds
         if places is None or not simple or step * 10**places > MOST_REMAINDERS or max(bounds, default=0) > 2**53:
             raise UnsupportedGuide(
-                f"multiples of {_show(step)} within these bounds cannot be enforced", guide="multipleOf"
+                f"multipleOf {_show(step)} cannot be enforced within these bounds", guide="multipleOf"
             )
         whole = number.integer or step.denominator == 1
         schema: dict[str, Any] = {
@@ -334,11 +337,10 @@ class _Writer:
             # The rest, after a comma each; then the named items before it, from the last to the first.
             rest, least = self.value(shape.rest), max(shape.low - len(heads), 0)
             if not heads:
-                most = "" if high is None else high - 1
-                body = f"{rest} ({self.comma} {rest}){{{max(least - 1, 0)},{most}}}"
+                more = self.again(rest, max(least - 1, 0), None if high is None else high - 1)
+                body = f"{rest} {more}".strip()
                 return f'"[" {body} "]"' if shape.low else f'"[" ({body})? "]"'
-            most = "" if high is None else high - len(heads)
-            body = f"({self.comma} {rest}){{{least},{most}}}"
+            body = self.again(rest, least, None if high is None else high - len(heads))
         for index in reversed(range(len(heads))):
             body = f"{self.comma if index else ''} {heads[index]} {body}".strip()
             if index >= shape.low:
@@ -369,6 +371,10 @@ class _Writer:
         item, fits = self.value(shape.rest), self.value(join(shape.rest, key))
         again = f"(({self.comma} {item})* {self.comma} {fits}){{{least - 1}}}" if least > 1 else ""
         return f'"[" ({item} {self.comma})* {fits} {again} ({self.comma} {item})* "]"'
+
+    def again(self, item: str, low: int, high: int | None) -> str:
+        """So many more items, each after a comma."""
+        return "" if high == 0 else f"({self.comma} {item}){{{low},{'' if high is None else high}}}"
 
     # --- objects ------------------------------------------------------------------------------------------------------
 
@@ -444,6 +450,5 @@ class _Writer:
             return None
         if not other or high == 0:
             return '""'
-        most = "" if high is None else high - 1
-        body = f"{comma}{other} ({self.comma} {other}){{0,{most}}}"
+        body = f"{comma}{other} {self.again(other, 0, None if high is None else high - 1)}".strip()
         return self.rule(body if low == 1 else f"({body})?")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from fractions import Fraction
 from itertools import pairwise
 from typing import Any, Final
 
@@ -32,16 +33,16 @@ def number(schema: dict[str, Any], where: str, *, integer: bool) -> Number:
             raise SchemaError(f"{where}: {keyword} must be a number, got {value!r}")
         if keyword == "multipleOf" and value <= 0:
             raise SchemaError(f"{where}: multipleOf must be greater than 0, got {value!r}")
-        exact = fraction(value)
-        if keyword == "multipleOf":
-            change = Number(step=exact)
-        elif "inimum" in keyword:
-            change = Number(low=exact, low_open=keyword == "exclusiveMinimum")
-        else:
-            change = Number(high=exact, high_open=keyword == "exclusiveMaximum")
-        narrowed = meet(found, change)
-        assert isinstance(narrowed, Number)
-        found = narrowed
+        for exact in {fraction(value), Fraction(str(value))}:  # a large float may be read either way; hold to both
+            if keyword == "multipleOf":
+                change = Number(step=exact)
+            elif "inimum" in keyword:
+                change = Number(low=exact, low_open=keyword == "exclusiveMinimum")
+            else:
+                change = Number(high=exact, high_open=keyword == "exclusiveMaximum")
+            narrowed = meet(found, change)
+            assert isinstance(narrowed, Number)
+            found = narrowed
     return found
 
 

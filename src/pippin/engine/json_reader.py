@@ -88,7 +88,7 @@ class Reader:
         self.document = document
         draft = document.get("$schema", _LATEST) if isinstance(document, dict) else _LATEST
         if str(draft).removesuffix("#") not in _DRAFTS:
-            raise UnsupportedGuide(f"the dialect {draft!r} is not known; use {_LATEST}", guide="$schema")
+            raise UnsupportedGuide(f"the $schema {draft!r} is not known; use {_LATEST}", guide="$schema")
         self.is_old = str(draft).removesuffix("#") in _OLD
         self.items_may_be_list = draft != _LATEST
         self._wide = False  # what must not be missed is read as widely as the standard lets any validator read it
@@ -428,8 +428,7 @@ class Reader:
         for shape in shapes:
             same_kind = opposite(shape)
             if same_kind is None:
-                parent, _, keyword = where.rpartition("/")
-                raise self._refused(parent, keyword, "needs the opposite of a schema that has none")
+                raise self._refused(where, "not", "or oneOf or if needs the opposite of a schema that has none")
             others = tuple(s for s in ANYTHING if type(s) is not type(shape))
             found = meet_all(found, (*others, *same_kind))
         return found

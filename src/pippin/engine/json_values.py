@@ -71,7 +71,7 @@ class Number:
         step = Fraction(self.step.numerator if self.step else 1) if self.integer else self.step
         if step is None:
             return self.low > self.high or (self.low == self.high and (self.low_open or self.high_open))
-        return len(self.factors(step)) == 0
+        return not self.factors(step)
 
     def factors(self, step: Fraction) -> range:
         """The integers k with ``k * step`` within both bounds, which there must be."""
@@ -182,12 +182,14 @@ MOST_SHAPES: Final = 512
 def fraction(value: int | float) -> Fraction:
     """The number that is written: 0.1 is a tenth, not the float nearest to it.
 
+    A float beyond 2^53 is an integer, of which its shortest notation may not give all digits.
+
     Raises:
         SchemaError: infinity or NaN, which JSON cannot write.
     """
     if isinstance(value, float) and not math.isfinite(value):
         raise SchemaError(f"{value} is not a JSON number")
-    return Fraction(str(value))
+    return Fraction(value) if abs(value) >= 2**53 else Fraction(str(value))
 
 
 def of_value(value: Any) -> Shape:

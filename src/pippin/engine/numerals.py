@@ -82,9 +82,9 @@ def inner_float(bound: Fraction, *, below: bool, exclusive: bool) -> Decimal:
         exact = Fraction(repr(value)) if abs(value) < 2**53 else Fraction(value)
         return (exact > bound if below else exact < bound) or (exclusive and exact == bound)
 
-    while outside(value) and math.isfinite(value):
+    while math.isfinite(value) and outside(value):
         value = math.nextafter(value, step)
-    return Decimal(repr(value)) if abs(value) < 2**53 else Decimal(value)
+    return Decimal(repr(value)) if abs(value) < 2**53 or math.isinf(value) else Decimal(value)
 
 
 def inner_integer(bound: Fraction, *, below: bool, exclusive: bool) -> int:

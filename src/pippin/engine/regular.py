@@ -151,7 +151,7 @@ class _Writer:
         around = f"{CHARACTER if self.in_json else _ANY}*"
         return (around if left else "") + self.sequence(items) + (around if right else "")
 
-    def sequence(self, items: Iterable[tuple[Any, Any]]) -> str:
+    def sequence(self, items: Any) -> str:
         return "".join(self.item(code, value) for code, value in items)
 
     def item(self, code: Any, value: Any) -> str:

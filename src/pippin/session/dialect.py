@@ -9,6 +9,7 @@ Notable here:
 
 from __future__ import annotations
 
+import enum
 import functools
 import re
 from typing import Any, Final, cast
@@ -163,6 +164,8 @@ class _Generator(GenerateJsonSchema):
             for key in schema:
                 if key not in _ALWAYS and key not in _KEYS[kind].split() and not key.startswith("custom_error"):
                     raise self.refuse(key, f"on a {kind} cannot be enforced")
+        elif kind == "is-instance" and issubclass(schema["cls"], enum.Enum):
+            raise EmptySchema(f"{schema['cls'].__name__} has no members")
         elif kind not in _CONTAINERS:
             raise self.refuse(kind, "has no JSON form that can be enforced")
         if schema.get("tz_constraint", "aware") != "aware":
@@ -272,8 +275,3 @@ class _Generator(GenerateJsonSchema):
         if kind == "any":
             return {}
         raise self.refuse("keys", f"of a dict cannot be {kind}: names in JSON are texts")
-
-    def enum_schema(self, schema: Any) -> JsonSchemaValue:
-        if not schema["members"]:
-            raise EmptySchema(f"{schema['cls'].__name__} has no members")
-        return super().enum_schema(schema)

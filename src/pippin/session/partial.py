@@ -139,7 +139,7 @@ def partial_type(target: Any) -> Any:
     if issubclass(target, BaseModel):
         definitions: Any = {name: (Any, None) for name in names}
         return create_model(f"Partial{target.__name__}", **definitions)
-    if typing.is_typeddict(target):
+    if _is_typed_dict(target):
         return dict
     return dataclasses.make_dataclass(f"Partial{target.__name__}", [(name, Any, None) for name in names])
 
@@ -165,18 +165,21 @@ def fill(target: Any, value: Any) -> Any:
         return _fill_fields(target, fields, value)
     if isinstance(value, dict) and _is_kind(origin, Mapping):
         kind = (get_args(target) or (str, Any))[-1]
-        return {name: filled for name, item in value.items() if (filled := fill(kind, item)) is not None or item is None}
+        return {
+            name: filled for name, item in value.items() if (filled := fill(kind, item)) is not None or item is None
+        }
     if isinstance(value, list) and _is_kind(origin, Sequence | AbstractSet):
         return _fill_items(get_args(target), value)
     if _is_kind(target, RootModel):
-        return fill(target.model_fields["root"].annotation, value)
+        root = fill(target.model_fields["root"].annotation, value)
+        return None if root is None else target.model_construct(root)
     return _validated(target, value)
 
 
 def _fill_fields(target: Any, fields: dict[str, tuple[str, Any]], value: dict[str, Any]) -> Any:
     """A partial model, dataclass or TypedDict; the last shows only the keys that have a value."""
     found = {name: fill(kind, value.get(alias)) for name, (alias, kind) in fields.items()}
-    if typing.is_typeddict(target):
+    if _is_typed_dict(target):
         return {name: item for name, item in found.items() if item is not None}
     partial = partial_type(target)
     return partial.model_construct(**found) if issubclass(target, BaseModel) else partial(**found)
@@ -234,6 +237,10 @@ def _validated(target: Any, value: Any, *, strict: bool = False) -> Any:
         return None
 
 
+def _is_typed_dict(target: Any) -> bool:
+    return isinstance(target, type) and issubclass(target, dict) and hasattr(target, "__required_keys__")
+
+
 def _is_kind(target: Any, kinds: Any) -> bool:
     return isinstance(target, type) and issubclass(target, kinds)
 
@@ -262,7 +269,7 @@ def _fields(target: Any) -> dict[str, tuple[str, Any]] | None:
     if dataclasses.is_dataclass(target):
         hints = typing.get_type_hints(target)
         return {field.name: (field.name, hints[field.name]) for field in dataclasses.fields(target) if field.init}
-    if typing.is_typeddict(target):
+    if _is_typed_dict(target):
         return {name: (name, kind) for name, kind in typing.get_type_hints(target).items()}
     return None
 

@@ -145,7 +145,7 @@ def grammar(
 
 def _call_schema(tool: Tool[..., Any]) -> dict[str, Any]:
     """The JSON Schema of one call: its name and its arguments, definitions lifted to the root."""
-    arguments = dict(tool.schema.json_schema)
+    arguments = dict(tool.schema.json_schema or {})
     definitions = arguments.pop("$defs", {})
     call: dict[str, Any] = {
         "type": "object",

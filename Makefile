@@ -1,0 +1,55 @@
+# make demo    a real answer from a real model: makes .venv and downloads the model (93 MB) on the first run
+# make test    everything CI runs: lint, types, floors, tests, smoke claims, docs
+# make lint | docs | bench | claims
+#
+# PYTHON=python3.12   the interpreter for .venv (default: the first python3 that is new enough)
+# CUDA=1              take the CUDA build of torch instead of the CPU one
+
+VENV := .venv
+BIN := $(VENV)/bin
+export PYTHON CUDA
+
+.DEFAULT_GOAL := demo
+.NOTPARALLEL:
+.PHONY: demo test lint tests smoke docs bench claims clean
+
+demo: $(VENV)/.run
+	@$(BIN)/python examples/demo.py
+
+test: lint tests smoke docs
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+tests: $(VENV)/.dev
+	$(BIN)/python -m pytest $(PYTEST)
+
+# The committed evidence is that of the larger scales; a smoke run only shows that every claim still runs.
+smoke: $(VENV)/.dev
+	$(BIN)/pippin claims run --all --scale smoke --results build/smoke
+
+docs: $(VENV)/.dev
+	$(BIN)/python tools/generate_docs.py --check
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+bench: $(VENV)/.dev
+	$(BIN)/python tools/run_benchmarks.py $(BENCH)
+
+claims: $(VENV)/.dev
+	$(BIN)/pippin claims run --all --scale laptop
+	$(BIN)/pippin claims report
+
+clean:
+	rm -rf build site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+
+# Stamps: a second make starts at once, a changed pyproject.toml installs again.
+$(VENV)/.run: pyproject.toml
+	@tools/venv.sh $(VENV)
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml
+	@tools/venv.sh $(VENV) plot,test,bench,docs,dev
+	@touch $@ $(VENV)/.run

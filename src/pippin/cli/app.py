@@ -1,0 +1,48 @@
+"""The verbs of `pippin`, put together. Each has a file of its own, which imports what is heavy when it runs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from pippin.cli.ask import ask
+from pippin.cli.chat import chat
+from pippin.cli.claims import app as claims
+from pippin.cli.doctor import doctor
+from pippin.cli.models import models
+from pippin.cli.pull import pull
+from pippin.cli.remove import remove
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Documentation of a verb: pippin VERB --help",
+)
+
+
+def _version(wanted: bool) -> bool:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"pippin {version('pippin')}")
+        raise typer.Exit
+    return wanted
+
+
+@app.callback()
+def pippin(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback of an error, as PIPPIN_DEBUG=1 does.")
+    ] = False,
+) -> None:
+    """Private foundation models on the machine you have."""
+
+
+for verb in (ask, chat, models, pull, remove, doctor):
+    app.command()(verb)
+app.add_typer(claims, name="claims")

@@ -1,0 +1,100 @@
+"""`pippin ask`: one question, one answer; free text, a choice, or a value of a type."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pippin.cli import inputs, options, terminal
+from pippin.core.catalogue import DEFAULT_MODEL
+
+if TYPE_CHECKING:
+    from pippin.session.session import Response
+
+_FORM = "Form of the answer"
+
+
+def ask(
+    prompt: Annotated[str | None, typer.Argument(help="The question. Without it, what is piped in.")] = None,
+    file: Annotated[
+        list[Path] | None, typer.Option("--file", "-f", help="A text the question is about; repeatable.")
+    ] = None,
+    instructions: options.Instructions = None,
+    schema: Annotated[
+        Path | None, typer.Option(help="Answer with JSON that fits this JSON Schema file.", rich_help_panel=_FORM)
+    ] = None,
+    type_: Annotated[
+        str | None,
+        typer.Option(
+            "--type",
+            metavar="FILE.py:NAME",
+            help="Answer with a value of this Python type. Runs the file.",
+            rich_help_panel=_FORM,
+        ),
+    ] = None,
+    choice: Annotated[
+        list[str] | None, typer.Option(help="Answer with one of these; give two or more.", rich_help_panel=_FORM)
+    ] = None,
+    regex: Annotated[
+        str | None, typer.Option(help="Answer with a text that this expression matches.", rich_help_panel=_FORM)
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object: content, usage, timing.", rich_help_panel=_FORM)
+    ] = False,
+    model: options.Model = DEFAULT_MODEL,
+    device: options.Device = None,
+    dtype: options.DType = "auto",
+    temperature: options.Temperature = None,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
+    repetition_penalty: options.RepetitionPenalty = None,
+    seed: options.Seed = None,
+    max_tokens: options.MaxTokens = options.MAX_TOKENS,
+) -> None:
+    """Ask a model one question.
+
+    Text piped in is what the question is about:  cat letter.txt | pippin ask "Summarise this letter."
+    """
+    target = inputs.target(schema=schema, type_name=type_, choices=choice or (), regex=regex)
+    text = inputs.compose_prompt(prompt, file or [], inputs.read_stdin())
+    given = options.generation_options(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        max_tokens=max_tokens,
+    )
+    import pippin
+
+    language_model = options.load(model, device, dtype)
+    session = pippin.Session(language_model, instructions=instructions)
+    is_text = target is None or choice or regex
+    if as_json or not (is_text or terminal.watched(sys.stdout)):
+        response = session.respond(text, generating=target, options=given)
+        value = _record(response, language_model.name) if as_json else response.content
+        terminal.write(terminal.to_json(value) + "\n")
+    else:
+        with session.stream(text, generating=target, options=given) as stream:
+            response = terminal.show_text(stream) if is_text else terminal.show_value(stream)
+    if response.finish_reason == "length":
+        terminal.note(f"the answer was cut off after {response.usage.output_tokens} tokens (see --max-tokens)")
+    if terminal.watched(sys.stderr):
+        terminal.note(terminal.figures(response))
+
+
+def _record(response: Response[Any], model: str) -> dict[str, Any]:
+    """What `--json` prints."""
+    return {
+        "model": model,
+        "content": response.content,
+        "finish_reason": response.finish_reason,
+        "usage": asdict(response.usage),
+        "timing": asdict(response.timing),
+    }

@@ -1,0 +1,186 @@
+"""`pippin doctor`: is this installation usable, on what machine, and what is missing.
+
+Notable here:
+- required and optional libraries are read from the installed package's own metadata, so the list cannot go stale
+- a missing extra or model is a remark with the command that brings it; only what stops an answer is a problem
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pippin.cli import terminal
+from pippin.core.files import format_bytes
+
+if TYPE_CHECKING:
+    from pippin.core.device import Facts
+
+
+@dataclass
+class Diagnosis:
+    """All that `pippin doctor` finds; `--json` prints its fields."""
+
+    usable: bool
+    problems: list[str]
+    machine: Facts | None  # None where torch cannot be loaded
+    versions: dict[str, str]
+    extras: dict[str, list[str]] = field(default_factory=dict)  # extra -> the distributions it lacks here
+    cache: dict[str, Any] = field(default_factory=dict)
+    default_model: dict[str, Any] = field(default_factory=dict)
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Say whether Pippin can work here, and what would help.
+
+    Exit code 0 if it can, 1 if not.
+    """
+    diagnosis = diagnose()
+    if as_json:
+        terminal.write(terminal.to_json(asdict(diagnosis)) + "\n")
+    else:
+        _print(diagnosis)
+    if not diagnosis.usable:
+        raise typer.Exit(1)
+
+
+def diagnose() -> Diagnosis:
+    """Look at the libraries, the machine, the cache folder and the default model."""
+    required, extras = libraries()
+    problems = [f"{name} is missing; install pippin again" for name, version in required.items() if version is None]
+    machine = None
+    try:
+        from pippin.core import device
+
+        machine = device.facts()
+    except (ImportError, OSError) as error:  # OSError: one of torch's own libraries does not load
+        problems.append(f"torch cannot be loaded: {error}")
+    cache = _cache()
+    model = _default_model()
+    if not cache["writable"]:
+        problems.append(f"the cache folder {cache['folder']} cannot be written; set PIPPIN_HOME to another")
+    elif not model["installed"] and cache["free"] < 2 * model["size"]:
+        free, size = format_bytes(cache["free"]), format_bytes(model["size"])
+        problems.append(f"{cache['folder']} has {free} free, and the default model needs twice its {size} to unpack")
+    return Diagnosis(
+        usable=not problems,
+        problems=problems,
+        machine=machine,
+        versions={"python": platform.python_version()} | {name: v for name, v in required.items() if v is not None},
+        extras=extras,
+        cache=cache,
+        default_model=model,
+    )
+
+
+def libraries(distribution: str = "pippin") -> tuple[dict[str, str | None], dict[str, list[str]]]:
+    """What a distribution requires, each with its version here (None: not here), and what each extra lacks here."""
+    from importlib import metadata
+
+    from packaging.requirements import Requirement
+
+    required: dict[str, str | None] = {distribution: metadata.version(distribution)}
+    extras: dict[str, list[str]] = {}
+    names = metadata.metadata(distribution).get_all("Provides-Extra") or []
+    for requirement in map(Requirement, metadata.requires(distribution) or []):
+        version = _version(requirement.name)
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            required[requirement.name] = version
+            continue
+        for extra in names:
+            if requirement.marker.evaluate({"extra": extra}):
+                lacking = extras.setdefault(extra, [])
+                if version is None or not requirement.specifier.contains(version, prereleases=True):
+                    lacking.append(str(requirement).partition(";")[0].strip())
+    return required, extras
+
+
+def _version(distribution: str) -> str | None:
+    from importlib import metadata
+
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cache() -> dict[str, Any]:
+    """The cache folder; where it does not exist yet, the nearest folder above it answers for it."""
+    from pippin.core import store
+
+    folder = store.home()
+    nearest = next(path for path in (folder, *folder.parents) if path.exists())
+    return {
+        "folder": str(folder),
+        "writable": nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK),
+        "free": shutil.disk_usage(nearest).free,
+    }
+
+
+def _default_model() -> dict[str, Any]:
+    from pippin.core import catalogue, store
+
+    entry = catalogue.entries()[catalogue.DEFAULT_MODEL]
+    installed = any(here.name == entry.name for here in store.installed())
+    return {"name": entry.name, "size": entry.size, "installed": installed}
+
+
+def _print(diagnosis: Diagnosis) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    for name, text in _lines(diagnosis):
+        table.add_row(name, escape(text))
+    console = Console(highlight=False)
+    console.print(table)
+    for problem in diagnosis.problems:
+        console.print(f"[red bold]problem[/]  {escape(problem)}")
+    console.print("[green]Pippin can work here.[/]" if diagnosis.usable else "[red]Pippin cannot work here yet.[/]")
+
+
+def _lines(diagnosis: Diagnosis) -> list[tuple[str, str]]:
+    model, cache = diagnosis.default_model, diagnosis.cache
+    core = ("pippin", "python", "torch")
+    others = ", ".join(f"{name} {version}" for name, version in diagnosis.versions.items() if name not in core)
+    here = "here" if model["installed"] else f"not here yet ({format_bytes(model['size'])}): pippin pull"
+    lines = [
+        ("versions", ", ".join(f"{name} {diagnosis.versions.get(name, 'missing')}" for name in core)),
+        ("libraries", others),
+        *(_machine_lines(diagnosis.machine) if diagnosis.machine else ()),
+        ("cache", f"{_short(cache['folder'])}, {format_bytes(cache['free'])} free"),
+        ("default model", f"{model['name']}: {here}"),
+    ]
+    for extra, lacking in diagnosis.extras.items():
+        how = f"lacks {', '.join(lacking)}: pip install 'pippin[{extra}]'" if lacking else "complete"
+        lines.append((f"extra {extra}", how))
+    return lines
+
+
+def _machine_lines(machine: Facts) -> list[tuple[str, str]]:
+    gpus = ", ".join(f"{a.device} ({a.name})" for a in machine.accelerators)
+    return [
+        ("system", machine.system),
+        ("processor", f"{machine.cpu}, {machine.logical_cores} logical cores, {machine.threads} threads used"),
+        ("instructions", " ".join(machine.instruction_sets) or "unknown"),
+        ("bfloat16", "in hardware" if machine.fast_bf16 else "not in hardware; float32 is used"),
+        ("accelerators", gpus or "none; models run on the processor"),
+        ("memory", f"{format_bytes(machine.memory_total)}, {format_bytes(machine.memory_available)} free"),
+    ]
+
+
+def _short(folder: str) -> str:
+    """The folder with the home folder written as `~`."""
+    home = str(Path.home())
+    return "~" + folder[len(home) :] if folder == home or folder.startswith(home + os.sep) else folder

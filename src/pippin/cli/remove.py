@@ -1,0 +1,28 @@
+"""`pippin remove`: take a model or a data set out of the cache."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from pippin.cli import terminal
+
+
+def _complete(incomplete: str) -> list[str]:
+    from pippin.core import store
+
+    return [entry.name for entry in store.installed() if entry.name.startswith(incomplete)]
+
+
+def remove(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="As `pippin models` lists it.", autocompletion=_complete)],
+) -> None:
+    """Delete an installed model or data set from the cache.
+
+    `pippin pull` brings it back.
+    """
+    from pippin.core import files, store
+
+    freed = store.remove(name)
+    terminal.note(f"removed {name}; {files.format_bytes(freed)} freed")

@@ -1,0 +1,246 @@
+"""The mask against brute force, the ends of an answer, every error, and nothing let through after one."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from tokenizers import Tokenizer as Backend, decoders, models, pre_tokenizers, trainers
+
+from pippin.core.errors import DecodingFailure, EmptySchema, InvalidArgument, SchemaError, UnsupportedGuide
+from pippin.data.tokenizer import Tokenizer
+from pippin.engine import constraint as engine
+from pippin.engine.constraint import Constraint, Grammar
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 9}, "age": {"type": "integer", "minimum": 0}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """A byte-level BPE of 600 tokens."""
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    corpus = ['{"name": "Ann", "age": 31, "city": "Oslo"}', "yes no maybe", "the answer is forty two"] * 30
+    backend.train_from_iterator(
+        corpus, trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False)
+    )
+    backend.add_special_tokens(["<pad>", "<end>"])
+    return Tokenizer(backend, eos_ids=[backend.token_to_id("<end>")])
+
+
+def write(constraint: Constraint, tokenizer: Tokenizer, text: str) -> None:
+    for token in tokenizer.encode(text):
+        constraint.accept(token)
+
+
+@pytest.mark.parametrize("prefix", ["", "y", "ye"])
+def test_the_mask_is_the_set_of_tokens_that_keep_a_choice_possible(tokenizer, prefix):
+    choices = ["yes", "yesterday", "no", "maybé"]
+    constraint = Grammar.choice(choices).start(tokenizer)
+    write(constraint, tokenizer, prefix)
+    for token in range(tokenizer.vocab_size):
+        text = prefix.encode() + tokenizer.token_bytes(token)
+        possible = any(choice.encode().startswith(text) for choice in choices) and len(text) > len(prefix)
+        # a token that the grammar forces may stand for all that spell the same beginning
+        if constraint.allows(token):
+            assert possible
+        elif possible:
+            assert constraint.forced()
+
+
+def test_apply_bans_exactly_what_the_mask_bans(tokenizer):
+    constraint = Grammar.json_schema(SCHEMA).start(tokenizer)
+    write(constraint, tokenizer, '{"name": "')
+    logits = torch.randn(tokenizer.vocab_size + 7, generator=torch.Generator().manual_seed(0))
+    before = logits.clone()
+    constraint.apply(logits)
+    bits = np.unpackbits(constraint.mask().view(np.uint8), bitorder="little")[: tokenizer.vocab_size]
+    allowed = torch.from_numpy(bits).bool()
+    assert 0 < int(allowed.sum()) < tokenizer.vocab_size
+    assert torch.equal(logits[: tokenizer.vocab_size][allowed], before[: tokenizer.vocab_size][allowed])
+    assert logits[: tokenizer.vocab_size][~allowed].eq(-torch.inf).all()
+    assert logits[tokenizer.vocab_size :].eq(-torch.inf).all()  # a padded output layer
+    assert not constraint.allows(tokenizer.vocab_size)
+
+
+def test_an_answer_from_its_beginning_to_its_end(tokenizer):
+    constraint = Grammar.json_schema(SCHEMA).start(tokenizer)
+    assert (constraint.may_end, constraint.finished, constraint.ended) == (False, False, False)
+    write(constraint, tokenizer, '{"name": "Ann", "age": 31')
+    assert not constraint.may_end
+    assert not constraint.allows(tokenizer.eos_ids[0])
+    write(constraint, tokenizer, "}")
+    assert constraint.may_end
+    assert constraint.finished
+    constraint.accept(tokenizer.eos_ids[0])
+    assert constraint.ended
+    with pytest.raises(DecodingFailure, match="after the end"):
+        constraint.accept(0)
+
+
+def test_a_number_may_end_and_may_go_on(tokenizer):
+    constraint = Grammar.json_schema({"type": "integer"}).start(tokenizer)
+    write(constraint, tokenizer, "12")
+    assert constraint.may_end
+    assert not constraint.finished
+
+
+def test_what_must_come_is_forced(tokenizer):
+    constraint = Grammar.json_schema(SCHEMA).start(tokenizer)
+    forced = constraint.forced()
+    assert '{"name": "'.startswith(tokenizer.decode(forced))
+    assert len(forced) > 0
+    for token in forced:
+        constraint.accept(token)
+    write(constraint, tokenizer, '{"name": "Ann", "age": 3}'[len(tokenizer.decode(forced)) :])
+    assert constraint.forced() == []
+
+
+@given(st.lists(st.integers(0, 10**6), max_size=30), st.integers(0, 30))
+@settings(max_examples=30)
+def test_taking_back_and_going_again_is_the_same(tokenizer, choices, back):
+    grammar = Grammar.json_schema({"type": "array", "items": {"enum": ["yes", "no", 31, None]}})
+    constraint = grammar.start(tokenizer)
+    masks, tokens = [], []
+    for choice in choices:
+        masks.append(constraint.mask().copy())
+        allowed = np.flatnonzero(np.unpackbits(masks[-1].view(np.uint8), bitorder="little"))
+        if tokenizer.eos_ids[0] in allowed:
+            break
+        tokens.append(int(allowed[choice % len(allowed)]))
+        constraint.accept(tokens[-1])
+    back = min(back, len(tokens))
+    fork = constraint.fork()
+    constraint.rollback(back)
+    for i in range(len(tokens) - back, len(tokens)):
+        np.testing.assert_array_equal(constraint.mask(), masks[i])
+        constraint.accept(tokens[i])
+    np.testing.assert_array_equal(constraint.mask(), fork.mask())
+
+
+def test_taking_back_the_end(tokenizer):
+    constraint = Grammar.choice(["yes"]).start(tokenizer)
+    write(constraint, tokenizer, "yes")
+    constraint.accept(tokenizer.eos_ids[0])
+    constraint.rollback(1)
+    assert constraint.finished
+    assert not constraint.ended
+    with pytest.raises(InvalidArgument, match="cannot take back 99"):
+        constraint.rollback(99)
+
+
+def test_a_fork_goes_its_own_way(tokenizer):
+    constraint = Grammar.choice(["yes", "no"]).start(tokenizer)
+    fork = constraint.fork()
+    write(fork, tokenizer, "no")
+    assert fork.finished
+    write(constraint, tokenizer, "yes")
+    assert constraint.finished
+
+
+def test_an_error_is_raised_again_and_lets_nothing_through(tokenizer):
+    constraint = Grammar.json_schema(SCHEMA).start(tokenizer)
+    with pytest.raises(DecodingFailure, match="does not allow token"):
+        constraint.accept(tokenizer.encode("yes")[0])
+    for _ in range(2):  # llguidance itself would now offer the end token
+        with pytest.raises(DecodingFailure):
+            constraint.mask()
+    with pytest.raises(DecodingFailure):
+        constraint.apply(torch.zeros(tokenizer.vocab_size))
+    with pytest.raises(DecodingFailure):
+        constraint.accept(tokenizer.eos_ids[0])
+    assert not constraint.may_end
+    assert not constraint.finished
+
+
+def test_the_end_is_not_accepted_early(tokenizer):
+    constraint = Grammar.choice(["yes"]).start(tokenizer)
+    with pytest.raises(DecodingFailure, match="does not allow"):
+        constraint.accept(tokenizer.eos_ids[0])
+
+
+def test_a_limit_of_the_engine_is_an_error_not_an_end(tokenizer, monkeypatch):
+    monkeypatch.setattr(engine, "LIMITS", engine.LLParserLimits(step_max_items=1, verbose_errors=False))
+    grammar = Grammar('start: "[" item ("," item)* "]"\nitem: "a" | "b" | start')
+    constraint = grammar.start(tokenizer)
+    with pytest.raises(DecodingFailure):
+        for _ in range(5):
+            constraint.mask()
+            write(constraint, tokenizer, "[")
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_logits_that_leave_nothing_to_choose(tokenizer, bad):
+    with pytest.raises(DecodingFailure, match="no token is left"):
+        Grammar.choice(["yes"]).start(tokenizer).apply(torch.full((tokenizer.vocab_size,), bad))
+
+
+def test_nan_among_banned_tokens_does_no_harm(tokenizer):
+    constraint = Grammar.choice(["yes", "no"]).start(tokenizer)
+    logits = torch.full((tokenizer.vocab_size,), torch.nan)
+    allowed = [i for i in range(tokenizer.vocab_size) if constraint.allows(i)]
+    logits[allowed] = 1.0
+    constraint.apply(logits)
+    assert logits.isfinite().sum() == len(allowed)
+
+
+def test_compiling_is_done_once(tokenizer):
+    grammar = Grammar.json_schema({**SCHEMA, "title": "compiled once"})
+    first, second = grammar.start(tokenizer), grammar.start(tokenizer)
+    assert second.compile_seconds < first.compile_seconds
+    first.accept(tokenizer.encode("{")[0])
+    np.testing.assert_array_equal(second.mask(), grammar.start(tokenizer).mask())
+
+
+def test_only_the_last_used_grammars_are_kept(tokenizer):
+    for i in range(engine.KEPT_GRAMMARS + 5):
+        Grammar.choice([f"text {i}"]).start(tokenizer)
+    assert len(engine._compiled) == engine.KEPT_GRAMMARS
+
+
+@pytest.mark.parametrize("separators", [(", ", ": "), (",", ":"), (" ,  ", " : ")])
+def test_white_space_is_what_the_separators_say(separators):
+    grammar = Grammar.json_schema({"type": "array", "items": SCHEMA}, separators=separators)
+    value = [{"name": "a", "age": 1}, {"name": "b", "age": 2}]
+    assert grammar.allows(json.dumps(value, separators=separators))
+    assert not grammar.allows(json.dumps(value, separators=(", ", ":")))
+    assert not grammar.allows(" " + json.dumps(value, separators=separators))
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: Grammar.choice([]), EmptySchema, "at least one text"),
+        (lambda: Grammar.choice("yes"), InvalidArgument, "list of texts"),
+        (lambda: Grammar.regex("[^\\s\\S]"), EmptySchema, "matches no text"),
+        (lambda: Grammar.regex("("), SchemaError, "not a regular expression"),
+        (lambda: Grammar.regex(r"(a)\1"), UnsupportedGuide, "groupref"),
+        (lambda: Grammar.lark("start: nothing"), SchemaError, "malformed"),
+        (lambda: Grammar.json_schema({}, separators=(";", ":")), InvalidArgument, "a separator is ','"),
+        (lambda: Grammar.json_schema({}, separators=(",\n", ":")), InvalidArgument, "blanks beside it"),
+        (lambda: Grammar.json_schema(False), EmptySchema, "no value is valid"),
+    ],
+)
+def test_bad_grammars(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_a_malformed_or_empty_grammar_is_found_when_it_is_compiled(tokenizer):
+    with pytest.raises(SchemaError, match="malformed"):
+        Grammar("start: nothing").start(tokenizer)
+    with pytest.raises(EmptySchema, match="no text satisfies"):
+        Grammar("start: A\nA: /a/ & /b/").start(tokenizer).mask()
+
+
+@given(st.text(max_size=20).filter(lambda t: t.isprintable()))
+def test_any_text_is_any_text(text):
+    assert Grammar.text().allows(text)

@@ -1,0 +1,233 @@
+"""Write the pages that are computed: systems, claims, benchmarks, reference, index, and the count in the README.
+
+python tools/generate_docs.py           write them
+python tools/generate_docs.py --check   write nothing; say which are out of date and fail
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import json_schema_table
+
+from pippin.claims import report, runner
+from pippin.core import store
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+SYSTEMS = ROOT / "src" / "pippin" / "claims" / "systems.json"
+API_FOLDERS = ("session", "language", "engine", "data", "nn", "core", "claims")
+NOTICE = "<!-- Written by tools/generate_docs.py; edits are lost. -->"
+
+
+def systems() -> list[dict[str, Any]]:
+    """The rows of `systems.json`: area, name, what, module or None, so_far (empty: all of it), ids of its claims."""
+    rows: list[dict[str, Any]] = json.loads(SYSTEMS.read_text(encoding="utf-8"))
+    return rows
+
+
+def resolve(name: str) -> object:
+    """The module or attribute with this dotted name.
+
+    Raises:
+        ImportError: no leading part of the name is a module.
+        AttributeError: the rest of the name is not in it.
+    """
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        path = ".".join(parts[:length])
+        try:
+            found: object = importlib.import_module(path)
+        except ModuleNotFoundError as error:
+            if error.name is None or not path.startswith(error.name):
+                raise  # a library that the module needs, not the module itself
+            continue
+        for part in parts[length:]:
+            found = getattr(found, part)
+        return found
+    raise ImportError(f"{name!r} is no module")
+
+
+def count(rows: list[dict[str, Any]], verdicts: dict[str, str]) -> str:
+    """The state of the systems in one sentence."""
+    built = sum(row["module"] is not None for row in rows)
+    partly = sum(row["module"] is not None and row["so_far"] != "" for row in rows)
+    found = [verdicts[claim] for row in rows for claim in row["claims"]]
+    return (
+        f"**{built} of {len(rows)}** systems have a module ({partly} of them in part); "
+        f"**{found.count('reproduced')} of {len(found)}** claims about them reproduce so far."
+    )
+
+
+def systems_page() -> str:
+    """`docs/systems.md`."""
+    rows, verdicts = systems(), _verdicts()
+    lines = [
+        "# Systems",
+        "",
+        "The published systems that Pippin sets out to hold, what stands for each today, and whether its claims",
+        "reproduce. A row without a module is not there yet.",
+        "",
+        count(rows, verdicts),
+    ]
+    area = None
+    for row in rows:
+        if row["area"] != area:
+            area = row["area"]
+            lines += ["", f"## {area}", "", "| system | what it is | module | claims |", "|---|---|---|---|"]
+        module = f"`{row['module']}`" if row["module"] else "not yet"
+        if row["so_far"]:
+            module += f", in part: {row['so_far']}"
+        claims = "; ".join(f"[{claim}](claims.md#{claim}): {verdicts[claim]}" for claim in row["claims"])
+        lines.append(f"| {row['name']} | {row['what']} | {module} | {claims} |")
+    return "\n".join(lines) + "\n"
+
+
+def claims_page() -> str:
+    """`docs/claims.md`."""
+    head = (
+        "# Claims\n\nWhat was published, what it was measured as here, and what came out. The rule for accepting a\n"
+        "claim is written before its first run; the verdict is computed from the recorded figures. See\n"
+        "[how to run a claim](tutorials/claims.md).\n\n"
+    )
+    return head + report.page(runner.find().values(), results=ROOT / "results")
+
+
+def benchmarks_page() -> str:
+    """`docs/benchmarks.md`, from what `make bench` recorded."""
+    lines = [
+        "# Benchmarks",
+        "",
+        "Speed side by side with named peers, on one machine at one time. A ratio above 1 means that Pippin is better.",
+        "`make bench` measures again.",
+    ]
+    files = sorted((ROOT / "results" / "benchmarks").glob("*.json"))
+    if not files:
+        lines += ["", "Nothing has been recorded yet."]
+    for file in files:
+        kept = json.loads(file.read_text(encoding="utf-8"))
+        lines += ["", f"## {file.stem.replace('_', ' ').capitalize()}", "", _circumstances(kept), ""]
+        lines += [
+            "| what | Pippin | peer | peer's value | unit | ratio | goal | met |",
+            "|---|--:|---|--:|---|--:|--:|---|",
+        ]
+        lines += [_benchmark_row(row) for row in kept["rows"]]
+    return "\n".join(lines) + "\n"
+
+
+def _circumstances(kept: dict[str, Any]) -> str:
+    machine, versions = kept["machine"], kept["versions"]
+    names = ", ".join(f"{name} {version}" for name, version in versions.items())
+    commit = (
+        "no commit" if kept["commit"] is None else kept["commit"][:10] + (" with changes" if kept["changed"] else "")
+    )
+    return f"{machine['cpu']}, {machine['threads']} threads; {names}; {commit}; {kept['started'][:10]}"
+
+
+def _benchmark_row(row: dict[str, Any]) -> str:
+    def cell(value: object) -> str:
+        if value is None:
+            return ""
+        if isinstance(value, bool):
+            return "yes" if value else "no"
+        return f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "\\|")
+
+    keys = ("what", "ours", "peer", "peer_value", "unit", "ratio", "goal", "met")
+    return f"| {' | '.join(cell(row[key]) for key in keys)} |"
+
+
+def cli_page() -> str:
+    """`docs/cli.md`, by typer's own generator."""
+    words = [sys.executable, "-m", "typer", "pippin.cli.app", "utils", "docs", "--name", "pippin"]
+    text = subprocess.run(
+        [*words, "--title", "Command line"], capture_output=True, text=True, check=True, cwd=ROOT
+    ).stdout
+    return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+
+
+def readme() -> str:
+    """README.md with the count of systems between its markers brought up to date."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    block = f"<!-- systems -->\n{count(systems(), _verdicts())}\n<!-- /systems -->"
+    new, found = re.subn(r"<!-- systems -->.*?<!-- /systems -->", lambda _: block, text, flags=re.DOTALL)
+    if found != 1:
+        raise SystemExit("README.md needs one pair of <!-- systems --> and <!-- /systems -->")
+    return new
+
+
+def index_page() -> str:
+    """`docs/index.md`: the README, its links as seen from the site."""
+    return readme().replace("](docs/", "](").replace('src="docs/', 'src="')
+
+
+def json_schema_page() -> str:
+    """`docs/json-schema.md`, measured on the official test suite."""
+    return json_schema_table.page(store.pull("json-schema-test-suite"))
+
+
+def api_page(folder: str) -> str:
+    """`docs/api/FOLDER.md`: every module of that folder that is not private, for mkdocstrings to fill."""
+    modules = sorted(path.stem for path in (ROOT / "src" / "pippin" / folder).glob("*.py") if path.stem[0] != "_")
+    return "\n\n".join([f"# pippin.{folder}", *(f"::: pippin.{folder}.{module}" for module in modules)]) + "\n"
+
+
+def _verdicts() -> dict[str, str]:
+    rows = report.summaries(runner.find().values(), results=ROOT / "results")
+    return {row["id"]: row["verdict"] for row in rows}
+
+
+PAGES: dict[Path, Callable[[], str]] = {
+    DOCS / "systems.md": systems_page,
+    DOCS / "claims.md": claims_page,
+    DOCS / "benchmarks.md": benchmarks_page,
+    DOCS / "cli.md": cli_page,
+    DOCS / "index.md": index_page,
+    DOCS / "json-schema.md": json_schema_page,
+    ROOT / "README.md": readme,
+} | {DOCS / "api" / f"{folder}.md": partial(api_page, folder) for folder in API_FOLDERS}
+
+
+# These say in their own words that they are generated.
+SAY_SO_THEMSELVES = {DOCS / "json-schema.md", ROOT / "README.md"}
+
+
+def text_of(page: Path) -> str:
+    """What stands in that page if it is up to date.
+
+    Raises:
+        AssetError: the page is measured on data that cannot be fetched.
+    """
+    text = PAGES[page]()
+    return text if page in SAY_SO_THEMSELVES else f"{NOTICE}\n\n{text}"
+
+
+def is_current(page: Path) -> bool:
+    """Whether the file is what would be written now."""
+    return page.is_file() and page.read_text(encoding="utf-8") == text_of(page)
+
+
+def main() -> int:
+    """Write the pages, or check them; 1 if a page is out of date."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing, fail if a page is out of date")
+    if parser.parse_args().check:
+        outdated = [page for page in PAGES if not is_current(page)]
+        for page in outdated:
+            print(f"{page.relative_to(ROOT)} is out of date; run: python tools/generate_docs.py", file=sys.stderr)
+        return int(bool(outdated))
+    for page, text in {page: text_of(page) for page in PAGES}.items():
+        page.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
