@@ -1,7 +1,7 @@
 """Writes docs/json-schema.md: which keyword of JSON Schema is enforced, measured with the official test suite.
 
-Every group of the suite is one schema with instances. The schema is either refused with a typed error or enforced; under
-an enforced one each instance is offered to the grammar as text, in every order of its properties. Text is taken from
+Every group of the suite is one schema with instances. The schema is either refused with a typed error or enforced;
+under an enforced one each instance is offered to the grammar as text, in every order of its properties. Text is taken from
 `json.dumps`, so a valid instance that is "not written" is one that the grammar would spell differently or not at all.
 
     python tools/json_schema_table.py            # write the page
@@ -33,14 +33,14 @@ INTRODUCTION = """# JSON Schema
 
 What `Schema`, `Grammar.json_schema` and the server's `response_format` enforce. A schema is enforced to the letter or
 refused with an error that names the keyword: `UnsupportedGuide` (it cannot be enforced), `UndefinedReference` (a `$ref`
-leads out of the schema), `EmptySchema` (nothing is valid under it), `SchemaError` (it is not a JSON Schema). This page is
-measured, not typed: `python tools/json_schema_table.py` writes it from the official test suite.
+leads out of the schema), `EmptySchema` (nothing is valid under it), `SchemaError` (it is not a JSON Schema). This page
+is measured, not typed: `python tools/json_schema_table.py` writes it from the official test suite.
 
 Some values that are valid are never written:
 
 - properties come in the order of their declaration, with `, ` and `: ` between them and no other white space;
 - a string's characters are written in their shortest spelling;
-- integers have at most 25 digits, other numbers at most 25 before and after the point, integers no point (`1`, not `1.0`);
+- integers have at most 25 digits and no point (`1`, not `1.0`), other numbers at most 25 before and after the point;
 - `format` is enforced, in a plain subset of each standard that every parser reads alike;
 - in a `pattern`, `\\d`, `\\w` and `\\s` mean what ECMA 262, Python and Rust agree on; look-around, back references,
   flags and word boundaries are refused;

@@ -18,8 +18,11 @@ if TYPE_CHECKING:
     from pippin.language.load import LanguageModel, load
     from pippin.session import (
         Allow,
+        Choice,
         Deny,
         GenerationOptions,
+        Lark,
+        Regex,
         Replace,
         Response,
         Schema,
@@ -34,8 +37,11 @@ _HOMES = {
     "LanguageModel": "pippin.language.load",
     "load": "pippin.language.load",
     "Allow": "pippin.session",
+    "Choice": "pippin.session",
     "Deny": "pippin.session",
     "GenerationOptions": "pippin.session",
+    "Lark": "pippin.session",
+    "Regex": "pippin.session",
     "Replace": "pippin.session",
     "Response": "pippin.session",
     "Schema": "pippin.session",
@@ -48,9 +54,12 @@ _HOMES = {
 
 __all__ = [
     "Allow",
+    "Choice",
     "Deny",
     "GenerationOptions",
     "LanguageModel",
+    "Lark",
+    "Regex",
     "Replace",
     "Response",
     "Schema",

@@ -172,9 +172,13 @@ def test_a_limit_of_the_engine_is_an_error_not_an_end(tokenizer, monkeypatch):
     grammar = Grammar('start: "[" item ("," item)* "]"\nitem: "a" | "b" | start')
     constraint = grammar.start(tokenizer)
     with pytest.raises(DecodingFailure):
-        for _ in range(5):
-            constraint.mask()
-            write(constraint, tokenizer, "[")
+        _go_deep(constraint, tokenizer)
+
+
+def _go_deep(constraint, tokenizer):
+    for _ in range(5):
+        constraint.mask()
+        write(constraint, tokenizer, "[")
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])

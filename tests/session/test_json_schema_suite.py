@@ -1,4 +1,4 @@
-"""The official JSON Schema test suite: nothing invalid is ever accepted, and the page in docs says what was measured."""
+"""The official JSON Schema test suite: nothing invalid is accepted, and the page in docs says what was measured."""
 
 import json
 

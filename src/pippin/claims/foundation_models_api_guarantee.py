@@ -8,8 +8,8 @@ from typing import Any
 from pippin.claims import Evidence, Scale, claim
 from pippin.claims._random_schemas import draw_answer, random_schema
 
-SCHEMAS = {"smoke": 25, "laptop": 500, "gpu": 500}
-REQUESTS = {"smoke": 3, "laptop": 50, "gpu": 50}
+SCHEMAS = {"smoke": 8, "laptop": 500, "gpu": 500}
+REQUESTS = {"smoke": 2, "laptop": 50, "gpu": 50}
 
 
 @claim(
@@ -20,8 +20,8 @@ REQUESTS = {"smoke": 3, "laptop": 50, "gpu": 50}
     "greedy and sampled, over the default model's tokenizer; and the first 50 requests of BFCL v4 simple_python, each "
     "answered by the default model under the request's own function signature",
     accept="random logits: every answer that ends is valid for the independent library jsonschema, at least half of "
-    "them end, and what is not accepted is refused with a typed error; real requests: no answer fails to parse or validate, "
-    "and none is cut at 400 tokens without a typed error",
+    "them end, and what is not accepted is refused with a typed error; real requests: no answer fails to parse or "
+    "validate, and none is cut at 400 tokens without a typed error",
 )
 def run(scale: Scale) -> Evidence:
     """Both halves."""
@@ -119,7 +119,7 @@ def _standard(schema: Any) -> Any:
         return [_standard(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    result = {}
+    result: dict[str, Any] = {}
     for key, value in schema.items():
         if key == "type" and isinstance(value, str):
             kind = names.get(value, value)

@@ -9,7 +9,7 @@ from typing import Any
 from pippin.claims import Evidence, Scale, claim
 from pippin.claims._random_schemas import random_schema
 
-SCHEMAS = {"smoke": 5, "laptop": 100, "gpu": 100}
+SCHEMAS = {"smoke": 3, "laptop": 100, "gpu": 100}
 
 
 @claim(

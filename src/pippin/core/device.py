@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     import torch
 
 # The names that matter to matrix products, as Linux spells them in /proc/cpuinfo.
-_X86_SETS = tuple(
-    "avx2 fma f16c avx_vnni avx512f avx512_vnni avx512_bf16 avx512_fp16 amx_tile amx_int8 amx_bf16".split()
+_X86_SETS = (
+    *("avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16"),
+    *("amx_tile", "amx_int8", "amx_bf16"),
 )
 _ARM_SETS = {"asimd": "neon", "asimddp": "dotprod", "fphp": "fp16", "i8mm": "i8mm", "bf16": "bf16", "sve": "sve"}
 _APPLE_SETS = {"arm.AdvSIMD": "neon", "arm.FEAT_DotProd": "dotprod", "arm.FEAT_FP16": "fp16", "arm.FEAT_I8MM": "i8mm"}

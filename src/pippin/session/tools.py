@@ -68,7 +68,7 @@ class Tool(Generic[P, R]):
 
     def __init__(self, function: Callable[P, R], *, name: str | None = None, description: str | None = None) -> None:
         self.function = function
-        self.name: str = name or getattr(function, "__name__", "")
+        self.name: str = name or str(getattr(function, "__name__", ""))
         if not self.name.replace("-", "_").isidentifier():
             raise InvalidTool(f"{self.name!r} is not a name that a model can call; use letters, digits, _ and -")
         document = inspect.getdoc(function) or ""

@@ -1,0 +1,155 @@
+"""`pippin ask` with the real default model, in a pipe and at a terminal."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from datetime import date
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+FRANCE = "What is the capital of France?"
+
+needs_pty = pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+
+
+@pytest.fixture
+def ask(pippin, default_model_path):
+    """Run `pippin ask` and expect success; gives stdout and stderr as text."""
+
+    def run(*words, stdin=b""):
+        done = pippin("ask", "--model", default_model_path, *words, stdin=stdin)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.decode(), done.stderr.decode()
+
+    return run
+
+
+def test_a_question_from_the_command_line_and_from_a_pipe(ask):
+    answer, message = ask(FRANCE)
+    assert "Paris" in answer
+    assert answer.endswith("\n")
+    assert message == ""  # no figures where no terminal watches
+    assert ask(stdin=FRANCE.encode()) == (answer, "")
+
+
+def test_a_document_from_a_file_and_from_a_pipe_is_the_same(ask):
+    letter = EXAMPLES / "letter.txt"
+    question = "Extract the invoice."
+    words = [question, "--schema", EXAMPLES / "invoice.json"]
+    from_file, _ = ask(*words, "--file", letter)
+    from_pipe, _ = ask(*words, stdin=letter.read_bytes())
+    assert from_file == from_pipe
+    invoice = json.loads(from_file)
+    jsonschema.validate(invoice, json.loads((EXAMPLES / "invoice.json").read_text()))
+    assert invoice["total"] == 1040
+
+
+def test_json_holds_content_usage_and_timing(ask):
+    printed, message = ask("What is 1 + 1?", "--json", "--max-tokens", 3, "--regex", "[0-9]")
+    assert message == ""
+    record = json.loads(printed)
+    assert list(record) == ["model", "content", "finish_reason", "usage", "timing"]
+    assert record["content"] in set("0123456789")
+    assert record["finish_reason"] == "stop"
+    assert record["usage"]["input_tokens"] > record["usage"]["cached_tokens"] == 0
+    assert record["usage"]["output_tokens"] == 1
+    timing = record["timing"]
+    assert 0 < timing["prompt_seconds"] <= timing["first_token_seconds"]
+
+
+def test_a_value_of_a_python_type(ask, tmp_path):
+    words = ["Fill in the invoice.", "--file", EXAMPLES / "letter.txt", "--type", f"{EXAMPLES / 'forms.py'}:Invoice"]
+    printed, _ = ask(*words)
+    invoice = json.loads(printed)
+    assert list(invoice) == ["company", "invoice_number", "total", "currency", "payment_due"]
+    assert invoice["currency"] in {"EUR", "GBP", "USD"}
+    date.fromisoformat(invoice["payment_due"])
+    record = json.loads(ask(*words, "--json")[0])
+    assert record["content"] == invoice
+
+
+def test_a_choice_prints_itself(ask):
+    answer, _ = ask("Is the sky blue?", "--choice", "perhaps, who knows", "--choice", "certainly")
+    assert answer in {"perhaps, who knows\n", "certainly\n"}
+
+
+def test_the_seed_decides(ask):
+    words = ["Tell me a story.", "--temperature", 1.5, "--max-tokens", 16]
+    first, second, other = ask(*words, "--seed", 1), ask(*words, "--seed", 1), ask(*words, "--seed", 2)
+    assert first == second
+    assert first != other
+
+
+def test_an_answer_that_was_cut_off_says_so(ask):
+    answer, message = ask("Tell me a long story.", "--max-tokens", 5)
+    assert len(answer.split()) <= 5
+    assert message == "the answer was cut off after 5 tokens (see --max-tokens)\n"
+
+
+def test_instructions_reach_the_model(ask):
+    words = [FRANCE, "--json", "--max-tokens", 1]
+    plain, instructed = ask(*words), ask(*words, "--instructions", "You are a pirate. Answer in one word.")
+    tokens = [json.loads(printed)["usage"]["input_tokens"] for printed, _ in (plain, instructed)]
+    assert tokens[0] != tokens[1]
+
+
+def test_a_prompt_far_beyond_the_context_is_refused_soon_with_both_numbers(refused, default_model_path, tmp_path):
+    path = tmp_path / "long.txt"
+    path.write_text("the lamp of the harbour " * 420_000)  # 10 MB
+    start = time.monotonic()
+    line = refused("ask", "Summarise.", "--file", path, "--model", default_model_path, code=5)
+    assert time.monotonic() - start < 60
+    assert "8,192" in line
+    assert "2,100,0" in line
+
+
+def test_a_typed_answer_that_does_not_fit_is_refused(refused, default_model_path):
+    words = ["--schema", EXAMPLES / "invoice.json", "--max-tokens", 3, "--model", default_model_path]
+    assert "3 tokens" in refused("ask", "Invent an invoice.", *words, code=5)
+
+
+def test_ctrl_c_ends_the_answer_with_130(command, default_model_path):
+    words = [command, "ask", "Count from 1 to 1000.", "--model", default_model_path]
+    process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert os.read(process.stdout.fileno(), 1)  # the answer comes as it is written
+    process.send_signal(signal.SIGINT)
+    _, message = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert message == b""
+
+
+def test_a_reader_that_has_enough_ends_the_answer(command, default_model_path):
+    words = [command, "ask", "Count from 1 to 1000.", "--model", default_model_path]
+    process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert os.read(process.stdout.fileno(), 1)
+    process.stdout.close()
+    message = process.stderr.read()
+    assert process.wait(timeout=60) == 141
+    assert message == b""
+
+
+@needs_pty
+def test_a_terminal_sees_figures_and_the_form_filling_up(terminal, default_model_path):
+    words = ["ask", "Fill in the invoice.", "--model", default_model_path, "--file", EXAMPLES / "letter.txt"]
+    screen = terminal(*words, "--type", f"{EXAMPLES / 'forms.py'}:Invoice")
+    shown = screen.wait_for("tokens/s")
+    assert screen.exit_code() == 0
+    assert '"total": null' in shown  # a snapshot: the field had not begun
+    last = shown[shown.rindex("{") : shown.rindex("}") + 1]
+    assert json.loads(last)["total"] == 1040
+
+
+@needs_pty
+def test_control_characters_of_an_answer_do_not_reach_a_terminal(terminal, default_model_path, pippin):
+    words = ["ask", "x", "--model", default_model_path, "--regex", "a\x1b\\[31mb"]
+    screen = terminal(*words)
+    screen.wait_for("tokens/s")
+    assert screen.exit_code() == 0
+    assert "a[31mb" in screen.shown
+    assert pippin(*words).stdout == b"a\x1b[31mb\n"  # a pipe gets what was written
