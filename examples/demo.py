@@ -3,9 +3,12 @@
 Run it with `make demo`, or `python examples/demo.py`. The first run fetches the model; after that no network is used.
 """
 
+import os
 import time
+from collections.abc import Callable
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 from forms import Invoice
 from rich.console import Console
@@ -18,6 +21,7 @@ from rich.text import Text
 import pippin
 from pippin.core import catalogue, device, files, store
 
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch's waiting threads sleep: other programs keep their share
 FOLDER = Path(__file__).parent
 console = Console(highlight=False)
 
@@ -29,7 +33,7 @@ def weekday(day: date) -> str:
 
 
 def main() -> None:
-    """Fetch and load the model, let it work three times, and say what that cost."""
+    """Fetch and load the model, let it work three times, and tell the figures."""
     entry = catalogue.entries()[catalogue.DEFAULT_MODEL]
     store.pull(entry.name)
     start = time.perf_counter()
@@ -37,11 +41,11 @@ def main() -> None:
     seconds = time.perf_counter() - start
     console.print(f"[bold]{entry.title}[/], on {escape(device.cpu_name())}, {device.threads()} threads, {model.dtype}")
 
-    invoice, typed = fill_form(model)
-    called = call_tool(model, invoice.payment_due)
-    free = summarise(model)
+    typed = fill_form(model)
+    called = call_tool(model, typed.content.payment_due)
+    free = read_article(model)
 
-    console.rule("What it cost", align="left")
+    console.rule("Figures", align="left")
     console.print(figures({"typed answer": typed, "tool call": called, "free answer": free}))
     memory = files.format_bytes(device.peak_memory())
     console.print(
@@ -49,7 +53,7 @@ def main() -> None:
     )
 
 
-def fill_form(model: pippin.LanguageModel) -> tuple[Invoice, pippin.Response[Invoice]]:
+def fill_form(model: pippin.LanguageModel) -> pippin.Response[Invoice]:
     """A letter goes in, an `Invoice` comes out; the grammar of the type allows nothing else."""
     console.rule("A letter becomes a typed object", align="left")
     letter = (FOLDER / "letter.txt").read_text()
@@ -57,12 +61,7 @@ def fill_form(model: pippin.LanguageModel) -> tuple[Invoice, pippin.Response[Inv
         Panel(Text(excerpt(letter, "    Invoice number"), "dim"), title="examples/letter.txt", title_align="left")
     )
     session = pippin.Session(model)
-    stream = session.stream(f"{letter}\n\nFill in the invoice.", generating=Invoice)
-    with Live(console=console, transient=True, refresh_per_second=15) as live:
-        for snapshot in stream:
-            live.update(form(snapshot.content))
-    console.print(form(stream.response.content))
-    return stream.response.content, stream.response
+    return show(session.stream(f"{letter}\n\nFill in the invoice.", generating=Invoice), form)
 
 
 def call_tool(model: pippin.LanguageModel, day: date) -> pippin.Response[str]:
@@ -83,17 +82,22 @@ def call_tool(model: pippin.LanguageModel, day: date) -> pippin.Response[str]:
     return response
 
 
-def summarise(model: pippin.LanguageModel) -> pippin.Response[str]:
+def read_article(model: pippin.LanguageModel) -> pippin.Response[str]:
     """A free answer, shown as it is written."""
     console.rule("A free answer, streamed", align="left")
-    question = "Summarize this article in one sentence."
+    question = "What is this article about? Answer in one sentence."
     console.print(f"[bold]>[/] {question} [dim](examples/article.txt)[/]")
     article = (FOLDER / "article.txt").read_text()
-    session = pippin.Session(model)
-    stream = session.stream(f"{article}\n\n{question}", options=pippin.GenerationOptions(max_tokens=120))
-    for snapshot in stream:
-        console.print(snapshot.delta, end="", markup=False, soft_wrap=True)
-    console.print()
+    session = pippin.Session(model, instructions="You answer briefly and only from the text.")
+    return show(session.stream(f"{article}\n\n{question}", options=pippin.GenerationOptions(max_tokens=120)), Text)
+
+
+def show(stream: Any, render: Callable[[Any], Any]) -> pippin.Response:
+    """Draw each snapshot in place of the one before, then the whole answer."""
+    with Live(console=console, transient=True, refresh_per_second=15) as live:
+        for snapshot in stream:
+            live.update(render(snapshot.content))
+    console.print(render(stream.response.content))
     return stream.response
 
 

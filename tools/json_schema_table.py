@@ -1,7 +1,7 @@
 """Writes docs/json-schema.md: which keyword of JSON Schema is enforced, measured with the official test suite.
 
 Every group of the suite is one schema with instances. The schema is either refused with a typed error or enforced;
-under an enforced one each instance is offered to the grammar as text, in every order of its properties. Text is taken from
+under an enforced one each instance is offered to the grammar as text, in every order of its properties. Text is from
 `json.dumps`, so a valid instance that is "not written" is one that the grammar would spell differently or not at all.
 
     python tools/json_schema_table.py            # write the page

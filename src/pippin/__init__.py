@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pippin.language.load import LanguageModel, load
     from pippin.session import (
         Allow,
+        AnyOf,
         Choice,
         Deny,
         GenerationOptions,
@@ -37,6 +38,7 @@ _HOMES = {
     "LanguageModel": "pippin.language.load",
     "load": "pippin.language.load",
     "Allow": "pippin.session",
+    "AnyOf": "pippin.session",
     "Choice": "pippin.session",
     "Deny": "pippin.session",
     "GenerationOptions": "pippin.session",
@@ -54,6 +56,7 @@ _HOMES = {
 
 __all__ = [
     "Allow",
+    "AnyOf",
     "Choice",
     "Deny",
     "GenerationOptions",

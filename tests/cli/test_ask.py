@@ -126,12 +126,12 @@ def test_ctrl_c_ends_the_answer_with_130(command, default_model_path):
 
 def test_a_reader_that_has_enough_ends_the_answer(command, default_model_path):
     words = [command, "ask", "Count from 1 to 1000.", "--model", default_model_path]
-    process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert os.read(process.stdout.fileno(), 1)
-    process.stdout.close()
-    message = process.stderr.read()
-    assert process.wait(timeout=60) == 141
-    assert message == b""
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(words, **streams) as process:
+        assert os.read(process.stdout.fileno(), 1)
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(timeout=60) == 141
 
 
 @needs_pty

@@ -82,9 +82,9 @@ def test_a_grammar_holds_and_what_it_forces_is_not_asked_of_the_model(tiny):
     engine = Engine(tiny)
     forward = engine._forward
     engine._forward = lambda ids, cache: (passes.append(len(ids)), forward(ids, cache))[1]
-    tokens, last = answer(engine, PROMPT, grammar=Grammar.regex("the answer is (yes|no), sir"))
+    tokens, last = answer(engine, PROMPT, grammar=Grammar.regex("the (yes|no), sir"))
     text = "".join(token.text for token in tokens) + last.text
-    assert text in ("the answer is yes, sir", "the answer is no, sir")
+    assert text in ("the yes, sir", "the no, sir")
     assert last.reason == "stop"
     # the prompt, then one pass for each real choice: the first letter (free to forced) and y/n
     assert len(passes) <= 2 + 2

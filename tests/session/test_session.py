@@ -87,6 +87,13 @@ def test_snapshots_grow_and_end_in_the_answer(session):
     assert session.respond("Who?", generating=Mood, options=options).content == stream.response.content
 
 
+def test_the_last_snapshot_of_a_bare_number_is_the_number(session):
+    stream = session.stream("How many?", generating=int)
+    *_, last = stream
+    assert last.content == stream.response.content
+    assert isinstance(last.content, int)
+
+
 def test_deltas_of_a_free_stream_add_up(session):
     stream = session.stream("Hello", options=SHORT)
     text = "".join(snapshot.delta for snapshot in stream)

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from pippin.claims import Evidence, Scale, claim
-from pippin.claims._random_schemas import draw_answer, random_schema
+from pippin.claims._random_schemas import draw_answer, faults, random_schema
 
 SCHEMAS = {"smoke": 8, "laptop": 500, "gpu": 500}
 REQUESTS = {"smoke": 2, "laptop": 50, "gpu": 50}
@@ -55,30 +55,13 @@ def _random_logits(count: int, evidence: Evidence) -> tuple[int, int, int]:
             drawn += 1
             if text is not None:
                 ended += 1
-                invalid += not _valid(text, schema)
+                invalid += bool(faults(schema, text))
     evidence.add("random schemas", count)
     evidence.add("schemas refused with a typed error", refused)
     evidence.add("answers under random logits", drawn)
     evidence.add("answers that ended within 200 tokens", ended)
     evidence.add("invalid answers", invalid)
     return invalid, ended, drawn
-
-
-def _valid(text: str, schema: Any) -> bool:
-    """Whether an independent validator takes the text."""
-    from pippin.core.errors import MissingDependency
-
-    try:
-        import jsonschema
-    except ImportError as error:
-        raise MissingDependency("this claim checks with jsonschema: pip install 'pippin[test]'") from error
-    try:
-        value = json.loads(text)
-        kind = jsonschema.Draft202012Validator
-        kind(schema, format_checker=kind.FORMAT_CHECKER).validate(value)
-    except (ValueError, jsonschema.ValidationError):
-        return False
-    return True
 
 
 def _real_requests(count: int, evidence: Evidence) -> int:
@@ -103,7 +86,7 @@ def _real_requests(count: int, evidence: Evidence) -> int:
         except InvalidInput:
             failures += 1
         else:
-            failures += not _valid(answer.raw_content, schema)
+            failures += bool(faults(schema, answer.raw_content))
             tokens += answer.usage.output_tokens
     evidence.add("real requests", count)
     evidence.add("real requests that failed to parse or validate", failures)

@@ -1,7 +1,7 @@
 """The session API: typed answers, streams and tools over any model that `pippin.load` reads."""
 
 from pippin.session.options import GenerationOptions
-from pippin.session.schema import Choice, Lark, Regex, Schema
+from pippin.session.schema import AnyOf, Choice, Lark, Regex, Schema
 from pippin.session.session import Response, Session, Snapshot, Stream, Timing, Usage
 from pippin.session.tools import Allow, Deny, Replace, Tool, tool
 from pippin.session.transcript import Answer, Instructions, Prompt, ToolCall, ToolCalls, ToolOutput, Transcript
@@ -9,6 +9,7 @@ from pippin.session.transcript import Answer, Instructions, Prompt, ToolCall, To
 __all__ = [
     "Allow",
     "Answer",
+    "AnyOf",
     "Choice",
     "Deny",
     "GenerationOptions",

@@ -423,6 +423,7 @@ class _Turn:
     def _write(self, request: Request) -> Generator[Snapshot, None, tuple[Finished, str]]:
         """Let the model write once; yield snapshots of what is not a tool call."""
         raw = told = ""
+        content: Any = None
         visible = TextStream([prompting.OPEN] if self.tools and self.schema is None else [])
         self.tokens = []
         for event in self.session.engine.stream(request):
@@ -435,8 +436,13 @@ class _Turn:
             calling = self.schema is not None and self.tools and prompting.OPEN.startswith(raw[: len(prompting.OPEN)])
             if self.snapshots and not calling and visible.text != told:
                 delta, told = visible.text[len(told) :], visible.text
-                yield Snapshot(told if self.schema is None else self.schema.snapshot(told), told, delta)
+                content = told if self.schema is None else self.schema.snapshot(told)
+                yield Snapshot(content, told, delta)
         assert isinstance(event, Finished)
+        if self.snapshots and self.schema is not None and event.reason == "stop" and not calling:
+            whole = self.schema.snapshot(told, complete=True)  # only now does a number show that it is complete
+            if whole != content:
+                yield Snapshot(whole, told, "")
         self._account(event)
         if event.reason == "cancelled":
             raise Cancelled(f"the answer was cancelled after {event.answer_tokens} tokens")
