@@ -8,6 +8,9 @@ from types import ModuleType
 from beartype import BeartypeConf, beartype
 from jaxtyping import install_import_hook
 
+# Threads that wait by spinning slow each other down where several processes share the cores, as in these tests.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 # jaxtyping imports its type checker by name; this one lets an int stand for a float, as PEP 484 does
 checker = ModuleType("pippin_type_checker")
 checker.check = beartype(conf=BeartypeConf(is_pep484_tower=True))  # type: ignore[attr-defined]
@@ -17,7 +20,6 @@ FLOORS = ("core", "nn", "data", "language", "engine")
 install_import_hook([f"pippin.{floor}" for floor in FLOORS], "pippin_type_checker.check")
 
 import pytest  # noqa: E402
-import torch  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -39,13 +41,6 @@ def model(default_model_path):
     import pippin
 
     return pippin.load(default_model_path, device="cpu", dtype="float32")
-
-
-@pytest.fixture(autouse=True)
-def _threads():
-    """Leave a core for the other worker where tests run in parallel."""
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """The installed `pippin` command, run as a user runs it: another process, its own streams, its exit code."""
 
 import fcntl
+import io
 import os
 import pty
 import re
@@ -15,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from pippin.cli import main, options
 
 COMMAND = Path(sys.executable).with_name("pippin")
 
@@ -58,6 +61,19 @@ def refused(pippin) -> Callable[..., str]:
         assert message.startswith("error: ")
         assert message.count("\n") == 1
         return message.removeprefix("error: ").rstrip("\n")
+
+    return run
+
+
+@pytest.fixture
+def in_process(monkeypatch, capsys, model):
+    """Run words in this process with the model that is loaded already; gives exit code, stdout and stderr."""
+
+    def run(*words: object, stdin: bytes = b"") -> tuple[int, str, str]:
+        monkeypatch.setattr(options, "load", lambda *_: model)
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        code = main([str(word) for word in words])
+        return code, *capsys.readouterr()
 
     return run
 

@@ -19,23 +19,23 @@ needs_pty = pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-t
 
 
 @pytest.fixture
-def ask(pippin, default_model_path):
+def ask(in_process):
     """Run `pippin ask` and expect success; gives stdout and stderr as text."""
 
     def run(*words, stdin=b""):
-        done = pippin("ask", "--model", default_model_path, *words, stdin=stdin)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.decode(), done.stderr.decode()
+        code, answer, message = in_process("ask", *words, stdin=stdin)
+        assert code == 0, message
+        return answer, message
 
     return run
 
 
-def test_a_question_from_the_command_line_and_from_a_pipe(ask):
-    answer, message = ask(FRANCE)
-    assert "Paris" in answer
-    assert answer.endswith("\n")
-    assert message == ""  # no figures where no terminal watches
-    assert ask(stdin=FRANCE.encode()) == (answer, "")
+def test_a_question_from_the_command_line_and_from_a_pipe(pippin, default_model_path):
+    done = pippin("ask", FRANCE, "--model", default_model_path)
+    assert b"Paris" in done.stdout
+    assert done.stdout.endswith(b"\n")
+    assert (done.returncode, done.stderr) == (0, b"")  # no figures where no terminal watches
+    assert pippin("ask", "--model", default_model_path, stdin=FRANCE.encode()).stdout == done.stdout
 
 
 def test_a_document_from_a_file_and_from_a_pipe_is_the_same(ask):
@@ -109,9 +109,11 @@ def test_a_prompt_far_beyond_the_context_is_refused_soon_with_both_numbers(refus
     assert "2,100,0" in line
 
 
-def test_a_typed_answer_that_does_not_fit_is_refused(refused, default_model_path):
-    words = ["--schema", EXAMPLES / "invoice.json", "--max-tokens", 3, "--model", default_model_path]
-    assert "3 tokens" in refused("ask", "Invent an invoice.", *words, code=5)
+def test_a_typed_answer_that_does_not_fit_is_refused(in_process):
+    words = ["Invent an invoice.", "--schema", EXAMPLES / "invoice.json", "--max-tokens", 3]
+    code, answer, message = in_process("ask", *words)
+    assert (code, answer) == (5, "")
+    assert message.startswith("error: the typed answer was not complete after 3 tokens")
 
 
 def test_ctrl_c_ends_the_answer_with_130(command, default_model_path):
@@ -146,10 +148,10 @@ def test_a_terminal_sees_figures_and_the_form_filling_up(terminal, default_model
 
 
 @needs_pty
-def test_control_characters_of_an_answer_do_not_reach_a_terminal(terminal, default_model_path, pippin):
-    words = ["ask", "x", "--model", default_model_path, "--regex", "a\x1b\\[31mb"]
-    screen = terminal(*words)
+def test_control_characters_of_an_answer_do_not_reach_a_terminal(terminal, default_model_path, ask):
+    words = ["x", "--regex", "a\x1b\\[31mb"]
+    screen = terminal("ask", *words, "--model", default_model_path)
     screen.wait_for("tokens/s")
     assert screen.exit_code() == 0
     assert "a[31mb" in screen.shown
-    assert pippin(*words).stdout == b"a\x1b[31mb\n"  # a pipe gets what was written
+    assert ask(*words) == ("a\x1b[31mb\n", "")  # a pipe gets what was written

@@ -53,18 +53,18 @@ def test_quotes_alone_are_not_yet_a_block():
 
 
 @pytest.fixture
-def chat(pippin, default_model_path):
-    """Run a scripted chat; gives the completed process."""
+def chat(in_process):
+    """Run a scripted chat; gives exit code, stdout and stderr."""
 
-    def run(*typed: str, words=()):
-        text = "".join(line + "\n" for line in typed).encode()
-        return pippin("chat", "--model", default_model_path, "--max-tokens", 24, *words, stdin=text)
+    def run(*typed: str):
+        return in_process("chat", "--max-tokens", 24, stdin="".join(line + "\n" for line in typed).encode())
 
     return run
 
 
-def test_a_scripted_chat_answers_line_by_line_and_saves(chat, tmp_path):
-    done = chat("What is the capital of France?", "", f"/save {tmp_path / 'talk.json'}", "/quit", "Never asked.")
+def test_a_scripted_chat_answers_line_by_line_and_saves(pippin, default_model_path, tmp_path):
+    typed = ["What is the capital of France?", "", f"/save {tmp_path / 'talk.json'}", "/quit", "Never asked."]
+    done = pippin("chat", "--model", default_model_path, "--max-tokens", 24, stdin="\n".join(typed).encode())
     assert done.returncode == 0
     assert b"Paris" in done.stdout
     assert b"Traceback" not in done.stderr
@@ -76,8 +76,8 @@ def test_a_scripted_chat_answers_line_by_line_and_saves(chat, tmp_path):
 def test_load_goes_on_and_reset_forgets(chat, tmp_path):
     first, second, third = (tmp_path / f"{n}.json" for n in (1, 2, 3))
     chat("/system Answer with one word.", "What is the capital of France?", f"/save {first}")
-    done = chat(f"/load {first}", "And of Italy?", f"/save {second}", "/reset", f"/save {third}")
-    assert done.returncode == 0
+    code, _, _ = chat(f"/load {first}", "And of Italy?", f"/save {second}", "/reset", f"/save {third}")
+    assert code == 0
     before, after, reset = (json.loads(path.read_text())["entries"] for path in (first, second, third))
     assert before[0] == {"kind": "instructions", "text": "Answer with one word."}
     assert after[:3] == before
@@ -86,9 +86,9 @@ def test_load_goes_on_and_reset_forgets(chat, tmp_path):
 
 
 def test_help_is_on_stdout(chat):
-    done = chat("/help")
+    _, shown, _ = chat("/help")
     for word in ("/save FILE", "/load FILE", "/reset", "/system TEXT", "/quit", "Alt-Enter", "Ctrl-C", '"""'):
-        assert word in done.stdout.decode()
+        assert word in shown
 
 
 @pytest.mark.parametrize(
@@ -106,18 +106,17 @@ def test_help_is_on_stdout(chat):
     ],
 )
 def test_without_a_terminal_the_first_error_ends_the_chat(chat, typed, code, message):
-    done = chat(typed, "/help")
-    assert done.returncode == code
-    assert done.stdout == b""
-    assert done.stderr.decode().startswith(f"error: {message}")
-    assert done.stderr.count(b"\n") == 1
+    ended, shown, said = chat(typed, "/help")
+    assert (ended, shown) == (code, "")
+    assert said.startswith(f"error: {message}")
+    assert said.count("\n") == 1
 
 
 def test_a_file_that_is_no_conversation(chat, tmp_path):
     (tmp_path / "talk.json").write_text('{"entries": [{"kind": "song"}]}')
-    done = chat(f"/load {tmp_path / 'talk.json'}")
-    assert done.returncode == 4
-    assert b"not a transcript" in done.stderr
+    code, _, said = chat(f"/load {tmp_path / 'talk.json'}")
+    assert code == 4
+    assert "not a transcript" in said
 
 
 needs_pty = pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")

@@ -199,3 +199,13 @@ def test_debug_shows_the_traceback(pippin, tmp_path):
     assert b"Traceback (most recent call last)" in done.stderr
     assert done.stderr.decode().splitlines()[-1].startswith("error: ")
     assert b"Traceback" in pippin("ask", "", env={"PIPPIN_DEBUG": "1"}).stderr
+
+
+def test_a_typed_answer_from_a_document_needs_no_question(tmp_path):
+    path = tmp_path / "letter.txt"
+    path.write_text("Total: 40 EUR")
+    assert inputs.compose_prompt(None, [path], None, typed=True).startswith("Total: 40 EUR\n\n")
+    with pytest.raises(InvalidInput, match="there is no prompt"):
+        inputs.compose_prompt(None, [path], None)
+    with pytest.raises(InvalidInput, match="there is no prompt"):
+        inputs.compose_prompt(None, [], None, typed=True)

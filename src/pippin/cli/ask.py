@@ -59,9 +59,10 @@ def ask(
     """Ask a model one question.
 
     Text piped in is what the question is about:  cat letter.txt | pippin ask "Summarise this letter."
+    A typed answer from a document needs no question:  pippin ask --file letter.txt --schema invoice.json
     """
     target = inputs.target(schema=schema, type_name=type_, choices=choice or (), regex=regex)
-    text = inputs.compose_prompt(prompt, file or [], inputs.read_stdin())
+    text = inputs.compose_prompt(prompt, file or [], inputs.read_stdin(), typed=target is not None)
     given = options.generation_options(
         temperature=temperature,
         top_k=top_k,

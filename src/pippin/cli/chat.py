@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from pippin.session.session import Session
 
 HELP = """\
-Enter sends the message. For a message of several lines: Alt-Enter starts a new line, so does Enter after
-a backslash, and \""" at the start holds the message open until \""" ends it.
+Enter sends the message. Alt-Enter starts a new line, and so does Enter after a
+backslash; \""" at the start holds a message open until \""" ends it.
 Ctrl-C stops the answer. Ctrl-D, or Ctrl-C twice, leaves.
 
 /system TEXT   instructions for the model; begins anew

@@ -60,13 +60,14 @@ def stdin_lines() -> Iterator[str]:
         yield _decode(data, f"line {number} of standard input").rstrip("\n")
 
 
-def compose_prompt(question: str | None, files: Sequence[Path], piped: str | None) -> str:
+def compose_prompt(question: str | None, files: Sequence[Path], piped: str | None, *, typed: bool = False) -> str:
     """The prompt: the documents, then the question. Piped text is a document if there is a question, else it is one.
 
     Args:
         question: the words on the command line.
         files: documents to read.
         piped: what came through standard input.
+        typed: the answer has a form of its own, so that a document needs no question.
 
     Raises:
         InvalidInput: there is no question, or it is empty; a document is empty or cannot be used.
@@ -80,6 +81,8 @@ def compose_prompt(question: str | None, files: Sequence[Path], piped: str | Non
     if piped is not None and question is not None:
         documents.append(("standard input", piped))
     asked = piped if question is None else question
+    if asked is None and typed and files:
+        asked = "Fill in the answer from this text."
     if asked is None:
         raise InvalidInput('there is no prompt; write it as in: pippin ask "Why is the sky blue?", or pipe text in')
     if not asked.strip():

@@ -96,7 +96,4 @@ def figures(response: Response[Any]) -> str:
     """What an answer cost, in one line: tokens per second of the answer, and the time to its first token."""
     usage, timing = response.usage, response.timing
     rate = usage.output_tokens / timing.answer_seconds if timing.answer_seconds > 0 else float("nan")
-    return (
-        f"{usage.output_tokens} tokens, {rate:.1f} tokens/s, first after {timing.first_token_seconds:.2f} s "
-        f"(prompt: {usage.input_tokens} tokens, {usage.cached_tokens} of them cached)"
-    )
+    return f"{usage.output_tokens} tokens, {rate:.1f} tokens/s, the first after {timing.first_token_seconds:.2f} s"
