@@ -21,7 +21,7 @@ from rich.text import Text
 import pippin
 from pippin.core import catalogue, device, files, store
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch's waiting threads sleep: other programs keep their share
+os.environ.setdefault("GOMP_SPINCOUNT", "5000")  # torch's waiting threads soon sleep: other programs keep their share
 FOLDER = Path(__file__).parent
 console = Console(highlight=False)
 

@@ -9,7 +9,7 @@ from beartype import BeartypeConf, beartype
 from jaxtyping import install_import_hook
 
 # Threads that wait by spinning slow each other down where several processes share the cores, as in these tests.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 
 # jaxtyping imports its type checker by name; this one lets an int stand for a float, as PEP 484 does
 checker = ModuleType("pippin_type_checker")

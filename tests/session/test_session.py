@@ -221,6 +221,14 @@ def test_a_prompt_that_does_not_fit_is_refused_before_decoding(session):
     assert len(session.transcript) == 1
 
 
+def test_a_prompt_of_megabytes_is_refused_without_being_cut_into_tokens(model, monkeypatch):
+    session = Session(model)
+    monkeypatch.setattr(model.tokenizer, "encode", lambda *a, **k: pytest.fail("the prompt was cut into tokens"))
+    with pytest.raises(ContextOverflow, match="10,000,000 characters is at least") as caught:
+        session.stream("a" * 10_000_000)
+    assert caught.value.context_size == 8192 < caught.value.token_count <= 10_000_000
+
+
 def test_a_typed_answer_that_is_cut_short_keeps_what_there_was(session):
     with pytest.raises(AnswerTruncated, match="not complete after 5 tokens") as caught:
         session.respond("Who?", generating=Mood, options=GenerationOptions(max_tokens=5))

@@ -196,6 +196,11 @@ class Tokenizer:
         return self._bytes[index] if index < self.vocab_size else b""
 
     @cached_property
+    def longest_token(self) -> int:
+        """Bytes of the longest token; a text of n bytes has at least n divided by this many tokens."""
+        return max(map(len, self._bytes), default=1) or 1
+
+    @cached_property
     def grammar_tokenizer(self) -> LLTokenizer:
         """The same vocabulary for llguidance, as wide as ``vocab_size``."""
         return self.grammar_tokenizer_of_width(self.vocab_size)

@@ -158,7 +158,9 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.width)
+        # given its memory, Embedding draws no random numbers, which on the meta device would import half of torch
+        memory = torch.empty(config.vocab_size, config.width)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.width, _weight=memory)
         self.layers = nn.ModuleList(DecoderLayer(config, spec) for spec in config.layers)
         self.norm = RMSNorm(config.width, eps=config.eps)
         self.lm_head = Linear(config.width, config.vocab_size)

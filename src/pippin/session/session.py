@@ -332,6 +332,7 @@ class Session:
         """Check everything, take the session, and return the stream that gives it back."""
         if not isinstance(prompt, str) or not prompt.strip():
             raise InvalidInput(f"the prompt is empty ({prompt!r:.40}); say what the model should do")
+        self._refuse_huge(prompt)
         schema = None if generating is None or generating is str else Schema.of(generating)
         if schema is not None and options.stop:
             raise InvalidArgument(
@@ -348,6 +349,19 @@ class Session:
             alone.__exit__()
             raise
         return Stream(turn.steps(), turn.cancel, alone.__exit__)
+
+
+    def _refuse_huge(self, prompt: str) -> None:
+        """Raise `ContextOverflow` for a prompt that cannot fit, without cutting megabytes of it into tokens."""
+        size = self.model.context_size
+        least = len(prompt) // self.model.tokenizer.longest_token
+        if least > size:
+            raise ContextOverflow(
+                f"a prompt of {len(prompt):,} characters is at least {least:,} tokens, the context of {self.model.name} "
+                f"holds {size:,}; shorten the prompt or take another model",
+                context_size=size,
+                token_count=least,
+            )
 
 
 class _Alone:
