@@ -157,3 +157,13 @@ def test_feed_forward_equals_its_formula_packed_or_not(activation, gated):
         torch.testing.assert_close(layer(x), expected, atol=1e-5, rtol=0)
         layer.pack()
         torch.testing.assert_close(layer(x), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
+def test_a_packed_norm_of_one_token_equals_the_definition(dtype, bound):
+    norm = filled(RMSNorm(96, eps=1e-5)).to(dtype)
+    x = 3 * torch.randn(1, 1, 96, generator=torch.Generator().manual_seed(7)).to(dtype)
+    exact = x.double() * (x.double().square().mean(-1, keepdim=True) + 1e-5).rsqrt() * norm.weight.double()
+    norm.pack()
+    with torch.no_grad():
+        torch.testing.assert_close(norm(x).double(), exact, atol=bound, rtol=0)

@@ -95,14 +95,14 @@ class Engine:
 
     Args:
         model: what `pippin.load` returned.
-        chunk: prompt tokens computed in one pass; None for 128 on a CPU, 1,024 on an accelerator.
+        chunk: prompt tokens computed in one pass; None for 256 on a CPU, 1,024 on an accelerator.
     """
 
     def __init__(self, model: LanguageModel, *, chunk: int | None = None) -> None:
         if chunk is not None and chunk < 1:
             raise InvalidArgument(f"chunk must be at least 1 token, got {chunk}")
         self.model = model
-        self.chunk = chunk or (128 if model.device.type == "cpu" else 1024)
+        self.chunk = chunk or (256 if model.device.type == "cpu" else 1024)
 
     def stream(self, request: Request) -> Iterator[Token | Finished]:
         """Answer a request, token by token; the last event is `Finished`.

@@ -182,7 +182,7 @@ def _fill(module: Decoder, names: Iterable[str], tensor: Callable[[str], Tensor]
             part.pack()
     module.tie()
     if pack:
-        module.lm_head.pack()
+        module.pack_head()
         module.requires_grad_(False).eval()
 
 

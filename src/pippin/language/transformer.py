@@ -141,6 +141,9 @@ class DecoderLayer(nn.Module):
         """Pack all weights of this layer for inference."""
         self.self_attn.pack()
         self.mlp.pack()
+        for norm in self.children():
+            if isinstance(norm, RMSNorm):
+                norm.pack()
 
 
 class Decoder(nn.Module):
@@ -244,6 +247,11 @@ class Decoder(nn.Module):
             self._turns[rotary] = (cos, sin)
         return cos, sin
 
+    def pack_head(self) -> None:
+        """Pack what comes after the layers."""
+        self.norm.pack()
+        self.lm_head.pack()
+
     def tie(self) -> None:
         """Make the output matrix the embedding, where the configuration says so."""
         if self.config.tied:
@@ -270,5 +278,5 @@ class Decoder(nn.Module):
         for layer in self.layers:
             assert isinstance(layer, DecoderLayer)
             layer.pack()
-        self.lm_head.pack()
+        self.pack_head()
         return self.requires_grad_(False).eval()

@@ -350,7 +350,6 @@ class Session:
             raise
         return Stream(turn.steps(), turn.cancel, alone.__exit__)
 
-
     def _refuse_huge(self, prompt: str) -> None:
         """Raise `ContextOverflow` for a prompt that cannot fit, without cutting megabytes of it into tokens."""
         size = self.model.context_size
