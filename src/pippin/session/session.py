@@ -356,8 +356,8 @@ class Session:
         least = len(prompt) // self.model.tokenizer.longest_token
         if least > size:
             raise ContextOverflow(
-                f"a prompt of {len(prompt):,} characters is at least {least:,} tokens, the context of {self.model.name} "
-                f"holds {size:,}; shorten the prompt or take another model",
+                f"a prompt of {len(prompt):,} characters is at least {least:,} tokens, the context of "
+                f"{self.model.name} holds {size:,}; shorten the prompt or take another model",
                 context_size=size,
                 token_count=least,
             )
