@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from datetime import date
 from pathlib import Path
 
@@ -102,11 +101,9 @@ def test_instructions_reach_the_model(ask):
 def test_a_prompt_far_beyond_the_context_is_refused_soon_with_both_numbers(refused, default_model_path, tmp_path):
     path = tmp_path / "long.txt"
     path.write_text("the lamp of the harbour " * 420_000)  # 10 MB
-    start = time.monotonic()
     line = refused("ask", "Summarise.", "--file", path, "--model", default_model_path, code=5)
-    assert time.monotonic() - start < 60
-    assert "8,192" in line
-    assert "2,100,0" in line
+    assert "10,080,011 characters is at least" in line  # told from its length alone, not cut into tokens first
+    assert "holds 8,192" in line
 
 
 def test_a_typed_answer_that_does_not_fit_is_refused(in_process):

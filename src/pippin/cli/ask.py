@@ -13,7 +13,7 @@ from pippin.cli import inputs, options, terminal
 from pippin.core.catalogue import DEFAULT_MODEL
 
 if TYPE_CHECKING:
-    from pippin.session.session import Response
+    from pippin.session.response import Response
 
 _FORM = "Form of the answer"
 

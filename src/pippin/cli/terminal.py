@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import typer
 
 if TYPE_CHECKING:
-    from pippin.session.session import Response, Stream
+    from pippin.session.response import Response, Stream
 
 # C0 without tab and newline, DEL and C1: terminals act on these.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")

@@ -92,7 +92,8 @@ def rotate(
     """Turn each pair (i, i + dim/2) by its angle; ``cos`` and ``sin`` come from `Rotary.tables`.
 
     >>> cos, sin = Rotary().tables(torch.tensor([0, 3]), 2)
-    >>> rotate(torch.tensor([[1.0, 0.0], [1.0, 0.0]]), cos, sin).round(decimals=4).tolist()
-    [[1.0, 0.0], [-0.99, 0.1411]]
+    >>> rotate(torch.tensor([[1.0, 0.0], [1.0, 0.0]]), cos, sin)
+    tensor([[ 1.0000,  0.0000],
+            [-0.9900,  0.1411]])
     """
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)

@@ -1,0 +1,138 @@
+"""What a session gives back: a response with its usage and timing, or a stream of snapshots that ends in one."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from pippin.core.errors import InvalidArgument
+from pippin.engine.engine import FinishReason, Token
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Tokens of a request, all of its rounds together: read, of those not computed again, and written."""
+
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(
+            self.input_tokens + other.input_tokens,
+            self.cached_tokens + other.cached_tokens,
+            self.output_tokens + other.output_tokens,
+        )
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds: for reading the prompt, for writing the answer, and until its first token."""
+
+    prompt_seconds: float = 0.0
+    answer_seconds: float = 0.0
+    first_token_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Response(Generic[T]):
+    """A complete answer.
+
+    ``content`` is a value of the type that was asked for (text, if none was), ``raw_content`` the text that the model
+    wrote, ``finish_reason`` "stop" or "length", ``transcript_entries`` what the request added to the transcript, and
+    ``tokens`` the answer's tokens, with log-probabilities if they were asked for.
+    """
+
+    content: T
+    raw_content: str
+    usage: Usage
+    finish_reason: FinishReason
+    transcript_entries: tuple[Any, ...]
+    timing: Timing
+    tokens: tuple[Token, ...] = ()
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """An answer so far: a whole value to show, never something to append.
+
+    ``content`` is a partial value (fields not yet begun are None) or the text so far; ``delta`` is the newest text.
+    """
+
+    content: Any
+    raw_content: str
+    delta: str
+
+
+class Stream(Generic[T]):
+    """An answer on its way: iterate for snapshots, with ``for`` or ``async for``; then `response` is the whole."""
+
+    def __init__(
+        self, steps: Generator[Snapshot, None, Response[T]], cancel: threading.Event, release: Callable[[], None]
+    ) -> None:
+        self._steps, self._cancel, self._release = steps, cancel, release
+        self._response: Response[T] | None = None
+
+    def __iter__(self) -> Stream[T]:
+        return self
+
+    def __next__(self) -> Snapshot:
+        try:
+            return next(self._steps)
+        except StopIteration as end:
+            self._response = end.value if end.value is not None else self._response
+            self._release()
+            raise
+        except BaseException:
+            self._release()
+            raise
+
+    def __aiter__(self) -> Stream[T]:
+        return self
+
+    async def __anext__(self) -> Snapshot:
+        end = object()
+        try:
+            snapshot = await asyncio.to_thread(next, self, end)
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        if snapshot is end:
+            raise StopAsyncIteration
+        assert isinstance(snapshot, Snapshot)
+        return snapshot
+
+    def cancel(self) -> None:
+        """End the answer before its next token; from any thread. Iterating then raises `Cancelled`."""
+        self._cancel.set()
+
+    def close(self) -> None:
+        """Give the answer up and free the session; the transcript stays as it was."""
+        self._cancel.set()
+        self._steps.close()
+        self._release()
+
+    def __enter__(self) -> Stream[T]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self._release()
+
+    @property
+    def response(self) -> Response[T]:
+        """The complete answer.
+
+        Raises:
+            InvalidArgument: the stream has not been read to its end.
+        """
+        if self._response is None:
+            raise InvalidArgument("the answer is not complete; iterate the stream to its end first")
+        return self._response
