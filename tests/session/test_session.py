@@ -392,6 +392,22 @@ def test_prewarming_is_found_and_changes_nothing(tiny):
     assert first.tokens == second.tokens
 
 
+def test_prewarming_after_a_long_conversation_tells_only_what_is_ready(tiny):
+    session = Session(tiny)
+    session.respond("apples and pears. " * 40, options=SHORT)
+    session.reset()
+    assert session.prewarm() == 0  # less than a chunk of the empty conversation is known in advance
+
+
+def test_the_prompt_is_cut_into_tokens_once(tiny, monkeypatch):
+    from pippin.session import prompting
+
+    original, seen = prompting.encode, []
+    monkeypatch.setattr(prompting, "encode", lambda *a, **k: (seen.append(a), original(*a, **k))[1])
+    Session(tiny).respond("Hello", options=SHORT)
+    assert len(seen) == 1
+
+
 def test_a_transcript_continues_a_conversation(tiny):
     first = Session(tiny, instructions="Be brief.")
     first.respond("Hello", options=SHORT)

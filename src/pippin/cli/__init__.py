@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     # Read when torch is first imported: its threads spin only briefly before they sleep. By default they spin for
     # long, which on a busy machine costs all of them most of their time (on two busy cores: 1.1 instead of 43
-    # tokens a second); not spinning at all costs a third of the speed on an idle one.
+    # tokens a second); without any spinning they are slower on an idle one.
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = _take_debug(words) or os.environ.get("PIPPIN_DEBUG", "") not in {"", "0"}

@@ -105,11 +105,11 @@ def open_folder(folder: str | Path) -> Checkpoint:
     shards = _find_shards(folder)
     if not (folder / _CONFIG).is_file():
         raise CorruptedFile(f"{folder}: no config.json; the folder is incomplete, download or save it again")
-    generation = _read_json(folder / _GENERATION) if (folder / _GENERATION).is_file() else {}
-    checkpoint = Checkpoint(folder, _read_json(folder / _CONFIG), generation, shards)
+    generation = read_json(folder / _GENERATION) if (folder / _GENERATION).is_file() else {}
+    checkpoint = Checkpoint(folder, read_json(folder / _CONFIG), generation, shards)
     if (folder / _INDEX).is_file():
         held = set(checkpoint.names())
-        for name in _read_json(folder / _INDEX)["weight_map"]:
+        for name in read_json(folder / _INDEX)["weight_map"]:
             if name not in held:
                 raise CorruptedFile(f"{folder}: the index names {name!r}, which no shard holds; download it again")
     return checkpoint
@@ -184,7 +184,7 @@ def _find_shards(folder: Path) -> list[Path]:
 
 
 def _indexed_shards(folder: Path) -> list[Path]:
-    index = _read_json(folder / _INDEX).get("weight_map")
+    index = read_json(folder / _INDEX).get("weight_map")
     if not isinstance(index, dict) or not all(isinstance(name, str) for name in index.values()):
         raise CorruptedFile(f"{folder / _INDEX}: no 'weight_map' from tensors to files; download it again")
     shards = []
@@ -204,7 +204,12 @@ def _open_shard(path: Path) -> Any:
         raise CorruptedFile(f"{path}: damaged or truncated: {error}; download it again") from error
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object that a file of a checkpoint holds.
+
+    Raises:
+        CorruptedFile: it holds something else.
+    """
     try:
         value = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken, Tokenizer as Backend, pre_tokenizers
 
+from pippin.core.checkpoint import read_json
 from pippin.core.errors import (
     CheckpointError,
     CorruptedFile,
@@ -378,15 +379,7 @@ def _sentencepiece_bytes(token: str) -> bytes:
 
 def _json(path: Path) -> dict[str, Any]:
     """A JSON object, or nothing where the file does not exist."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise CorruptedFile(f"{path}: not JSON: {error}; download it again") from error
-    if not isinstance(value, dict):
-        raise CorruptedFile(f"{path}: expected a JSON object, got {type(value).__name__}")
-    return value
+    return read_json(path) if path.is_file() else {}
 
 
 def _token_id(backend: Backend, token: Any) -> int | None:

@@ -144,23 +144,25 @@ class Engine:
                 f"token id {low if low < 0 else high} is outside the vocabulary of {self.model.config.vocab_size:,}"
             )
 
-    def prefill(self, prompt: Sequence[int], prefix: Prefix) -> None:
-        """Compute the whole chunks of ``prompt`` into ``prefix``: a request that begins with them starts sooner."""
+    def prefill(self, prompt: Sequence[int], prefix: Prefix) -> int:
+        """Compute the whole chunks of ``prompt`` into ``prefix``: a request that begins with them starts sooner.
+
+        Returns how many tokens that are.
+        """
         whole = len(prompt) // self.chunk * self.chunk
         if whole:
             cache, start = self._cache([*prompt[:whole], 0], whole + 1, prefix)
             for at in range(start, whole, self.chunk):
                 self._forward(prompt[at : at + self.chunk], cache)
             prefix.ids = list(prompt[:whole])
+        return whole
 
     def _cache(self, prompt: Sequence[int], capacity: int, prefix: Prefix) -> tuple[DenseCache, int]:
         """A cache of at least ``capacity`` tokens that begins like ``prompt``, and how many tokens of it are kept.
 
         Only whole chunks are kept, and at least the last token of the prompt is computed again: it gives the logits.
         """
-        common = next((i for i, (a, b) in enumerate(zip(prefix.ids, prompt, strict=False)) if a != b), None)
-        common = min(len(prefix.ids), len(prompt)) if common is None else common
-        keep = min(common, len(prompt) - 1) // self.chunk * self.chunk
+        keep = min(common_prefix(prefix.ids, prompt), len(prompt) - 1) // self.chunk * self.chunk
         old = prefix.cache
         if old is None or old.capacity < capacity:
             model = self.model
@@ -179,6 +181,16 @@ class Engine:
         batch = torch.tensor([ids], device=self.model.device)
         logits: Tensor = self.model.module(batch, cache=cache, last=1)
         return logits[0, -1].float().cpu()
+
+
+def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two sequences begin with alike.
+
+    >>> common_prefix([1, 2, 3], [1, 2, 4, 5])
+    2
+    """
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 class _Run:

@@ -3,7 +3,7 @@
 Notable here:
 - a `Linear` holds its weight as an ordinary parameter until `pack()` replaces it by a format that is quick to read
 - the packed form is oneDNN's blocked layout: on a CPU it more than doubles the speed of a matrix-vector product,
-  because the plain BLAS routine uses one core and half of its memory bandwidth
+  because the plain BLAS routine leaves most of the memory bandwidth unused
 - several layers that read the same input become one (`Linear.fused`), so that a decode step makes fewer, larger calls
 """
 

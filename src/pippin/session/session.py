@@ -25,7 +25,7 @@ from pippin.core.errors import (
     ToolCallError,
     TooManyToolRounds,
 )
-from pippin.engine.engine import Engine, Finished, Prefix, Request, Token
+from pippin.engine.engine import Engine, Finished, Prefix, Request, Token, common_prefix
 from pippin.engine.text import TextStream
 from pippin.language.load import LanguageModel, load
 from pippin.session import prompting
@@ -182,10 +182,8 @@ class Session:
                 prompting.encode(self.model, self._transcript.add(Prompt(text=prompt_prefix + end)), self.tools)
                 for end in ("a", "b")
             )
-            common = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(one))
             self.engine.check(one, GenerationOptions())
-            self.engine.prefill(one[:common], self._prefix)
-            return len(self._prefix.ids)
+            return self.engine.prefill(one[: common_prefix(one, other)], self._prefix)
 
     def token_count(self, item: Any) -> int:
         """How many tokens something costs in a prompt.
@@ -219,16 +217,19 @@ class Session:
         alone.__enter__()
         try:
             turn = _Turn(self, prompt, schema, options, snapshots)
-            turn.request(0)
+            first = turn.request(0)
         except BaseException:
             alone.__exit__()
             raise
-        return Stream(turn.steps(), turn.cancel, alone.__exit__)
+        return Stream(turn.steps(first), turn.cancel, alone.__exit__)
+
+    def _least_tokens(self, text: str) -> int:
+        """A number of tokens that a text has in any case, from its length alone."""
+        return len(text) // self.model.tokenizer.longest_token
 
     def _refuse_huge(self, prompt: str) -> None:
         """Raise `ContextOverflow` for a prompt that cannot fit, without cutting megabytes of it into tokens."""
-        size = self.model.context_size
-        least = len(prompt) // self.model.tokenizer.longest_token
+        size, least = self.model.context_size, self._least_tokens(prompt)
         if least > size:
             raise ContextOverflow(
                 f"a prompt of {len(prompt):,} characters is at least {least:,} tokens, the context of "
@@ -284,11 +285,11 @@ class _Turn:
         )
         return Request(ids, self.options, grammar, session._prefix, self.cancel)
 
-    def steps(self) -> Generator[Snapshot, None, Response[Any]]:
-        """Snapshots; at the end the transcript is replaced and the response returned."""
+    def steps(self, request: Request) -> Generator[Snapshot, None, Response[Any]]:
+        """Snapshots, beginning with the first request; at the end the transcript is replaced, the response returned."""
         session = self.session
         for round in range(session.max_tool_rounds + 1):
-            finished, raw = yield from self._write(self.request(round))
+            finished, raw = yield from self._write(request)
             written = dict.fromkeys(prompting.CALL.findall(raw))  # a call that is written twice is one call
             calls = [parse_call(text, f"call_{round}_{i}") for i, text in enumerate(written)]
             if not (self.tools and calls):
@@ -301,6 +302,7 @@ class _Turn:
             said = raw[: raw.index(prompting.OPEN)].strip()
             self.entries.append(ToolCalls(calls=tuple(calls), text=said))
             self.entries += [self._call(call) for call in calls]
+            request = self.request(round + 1)
         content: Any = raw
         if self.schema is not None:
             content = self.schema.parse(raw)
@@ -359,7 +361,8 @@ class _Turn:
             return ToolOutput(call_id=call.id, name=call.name, text=decision.reason)
         arguments = decision.arguments if isinstance(decision, Replace) else call.arguments
         text = session.tools[call.name].call(arguments, timeout=session.tool_timeout)
-        count = len(text) if len(text) > 16 * session.model.context_size else session.token_count(text)
+        count = session._least_tokens(text)  # megabytes are told by their length, the rest is counted
+        count = count if count >= session.model.context_size else session.token_count(text)
         if count >= session.model.context_size:
             cause = ContextOverflow(
                 f"{count:,} tokens in a context of {session.model.context_size:,}",

@@ -26,9 +26,6 @@ from pippin.session.transcript import ToolCall
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# What a tool returns is read by the model; beyond this many characters no context of today would hold it.
-LONGEST_OUTPUT = 200_000
-
 
 @dataclass(frozen=True)
 class Allow:
