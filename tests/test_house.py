@@ -140,7 +140,8 @@ def test_src_imports_what_it_requires_and_requires_what_it_imports():
 
 
 def test_optional_libraries_are_not_imported_at_the_top():
-    for path in SOURCES:
+    # the server's own floor is only entered by `pippin serve`, which checks for them first
+    for path in (path for path in SOURCES if path.parent.name != "serve" and path.parent.parent.name != "serve"):
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.Import | ast.ImportFrom):
                 named = node.names[0].name if isinstance(node, ast.Import) else node.module or ""

@@ -69,7 +69,7 @@ def test_a_scripted_chat_answers_line_by_line_and_saves(pippin, default_model_pa
     assert b"Paris" in done.stdout
     assert b"Traceback" not in done.stderr
     entries = json.loads((tmp_path / "talk.json").read_text())["entries"]
-    assert [entry["kind"] for entry in entries] == ["prompt", "answer"]
+    assert [entry["kind"] for entry in entries] == ["prompt", "response"]
     assert done.stdout.decode() == entries[1]["text"] + "\n"
 
 
@@ -81,7 +81,7 @@ def test_load_goes_on_and_reset_forgets(chat, tmp_path):
     before, after, reset = (json.loads(path.read_text())["entries"] for path in (first, second, third))
     assert before[0] == {"kind": "instructions", "text": "Answer with one word."}
     assert after[:3] == before
-    assert [entry["kind"] for entry in after[3:]] == ["prompt", "answer"]
+    assert [entry["kind"] for entry in after[3:]] == ["prompt", "response"]
     assert reset == before[:1]
 
 

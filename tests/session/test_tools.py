@@ -10,7 +10,8 @@ from pydantic import AfterValidator, BaseModel, Field
 
 import pippin
 from pippin.core.errors import InvalidArgument, InvalidTool, SchemaError, ToolCallError, UnsupportedGuide
-from pippin.session.tools import as_tools, decide
+from pippin.session.hooks import Hooks
+from pippin.session.tools import as_tools
 from pippin.session.transcript import ToolCall
 
 CALL = ToolCall(id="1", name="f", arguments={})
@@ -156,7 +157,7 @@ def test_a_constraint_that_cannot_be_enforced_is_refused_with_the_tool_and_the_a
 
 
 def test_decisions():
-    assert decide(CALL, None) == pippin.Allow()
-    assert decide(CALL, lambda call: pippin.Deny("no")).reason == "no"
+    assert Hooks().decide("on_tool_call", CALL) == pippin.Allow()
+    assert Hooks(on_tool_call=lambda call: pippin.Deny("no")).decide("on_tool_call", CALL).reason == "no"
     with pytest.raises(InvalidArgument, match="must return Allow, Deny or Replace, got True"):
-        decide(CALL, lambda call: True)
+        Hooks(on_tool_call=lambda call: True).decide("on_tool_call", CALL)

@@ -1,10 +1,25 @@
 """Transcripts survive JSON unchanged, and nothing else passes for one."""
 
+import base64
+import json
+
 import pytest
 from hypothesis import given, strategies as st
 
-from pippin.core.errors import CorruptedFile
-from pippin.session import Answer, Instructions, Prompt, ToolCall, ToolCalls, ToolOutput, Transcript
+from pippin.core.errors import CorruptedFile, InvalidInput
+from pippin.session import (
+    Answer,
+    Attachment,
+    Instructions,
+    Prompt,
+    Reasoning,
+    Structure,
+    Text,
+    ToolCall,
+    ToolCalls,
+    ToolOutput,
+    Transcript,
+)
 
 json_values = st.recursive(
     st.none()
@@ -16,12 +31,19 @@ json_values = st.recursive(
     max_leaves=8,
 )
 calls = st.builds(ToolCall, id=st.text(), name=st.text(), arguments=st.dictionaries(st.text(), json_values, max_size=3))
+segments = st.one_of(
+    st.builds(Text, text=st.text()),
+    st.builds(Structure, text=json_values.map(json.dumps), schema_name=st.text()),
+    st.builds(Attachment, media_type=st.just("image/png"), data=st.binary().map(base64.b64encode), label=st.text()),
+)
+parts = st.lists(segments, max_size=3).map(tuple)
 entries = st.one_of(
-    st.builds(Instructions, text=st.text()),
-    st.builds(Prompt, text=st.text()),
+    st.builds(Instructions, segments=parts),
+    st.builds(Prompt, segments=parts),
+    st.builds(Reasoning, text=st.text(), signature=st.none() | st.binary().map(base64.b64encode)),
     st.builds(ToolCalls, calls=st.lists(calls, max_size=3).map(tuple), text=st.text()),
-    st.builds(ToolOutput, call_id=st.text(), name=st.text(), text=st.text()),
-    st.builds(Answer, text=st.text()),
+    st.builds(ToolOutput, segments=parts, call_id=st.text(), name=st.text()),
+    st.builds(Answer, segments=parts),
 )
 
 
@@ -38,12 +60,39 @@ def test_round_trip_is_lossless(items):
     [
         ("", "the text"),
         ("{}x", "the text"),
-        ('{"version": 2}', "version"),
-        ('{"entries": [{"kind": "prompt"}]}', r"entries\.0\.prompt\.text"),
+        ('{"version": 1}', "version"),
+        ('{"entries": [{"kind": "prompt"}]}', r"entries\.0\.prompt\.segments"),
         ('{"entries": [{"kind": "song", "text": "la"}]}', r"entries\.0"),
-        ('{"entries": [{"kind": "prompt", "text": "a", "more": 1}]}', r"entries\.0\.prompt\.more"),
+        ('{"entries": [{"kind": "prompt", "segments": [], "more": 1}]}', r"entries\.0\.prompt\.more"),
     ],
 )
 def test_what_is_no_transcript_is_refused_with_the_place(text, message):
     with pytest.raises(CorruptedFile, match=f"not a transcript: {message}"):
         Transcript.from_json(text)
+
+
+def test_text_is_all_that_can_be_read():
+    note = Attachment(media_type="text/plain", data=base64.b64encode("Größe 7".encode()), label="note.txt")
+    picture = Attachment(media_type="image/png", data=base64.b64encode(b"\x89PNG"))
+    prompt = Prompt.of(["Read this.", note, picture, Structure(text='{"a": 1.0}')])
+    assert prompt.text == 'Read this.\n\nnote.txt:\nGröße 7\n\n{"a": 1.0}'
+    assert prompt.attachments == (note, picture)
+    assert prompt.segments[3].value == {"a": 1.0}
+    assert Prompt.of("Hi") == Prompt.of(Prompt("Hi")) == Prompt.of(["Hi"]) == Prompt("Hi")
+
+
+def test_a_file_becomes_an_attachment(tmp_path):
+    path = tmp_path / "dot.png"
+    path.write_bytes(b"\x89PNG\r\n")
+    made = Attachment.from_file(path)
+    assert (made.media_type, made.data, made.label, made.text) == ("image/png", b"\x89PNG\r\n", "dot.png", "")
+    with pytest.raises(InvalidInput, match="cannot read"):
+        Attachment.from_file(tmp_path / "no.png")
+    with pytest.raises(InvalidInput, match=r"'thing\.qqq' tells no media type"):
+        Attachment.from_file(tmp_path / "thing.qqq")
+
+
+@pytest.mark.parametrize("prompt", [3, [3], None, {"a": 1}])
+def test_what_is_no_prompt_is_refused(prompt):
+    with pytest.raises(InvalidInput, match=r"a prompt is text|a segment of a prompt"):
+        Prompt.of(prompt)

@@ -135,7 +135,7 @@ class Chat:
     def _begin(self, **given: Any) -> None:
         import pippin
 
-        self.session = pippin.Session(self.session.model, **given)
+        self.session = pippin.Session(self.session.provider, **given)
 
     def _save(self, path: Path) -> None:
         from pippin.core.files import atomic_write

@@ -70,6 +70,14 @@ class UnsafeCheckpoint(CheckpointError):
     """The file is a pickle, which runs code when it is opened; refused."""
 
 
+class AdapterMismatch(CheckpointError):
+    """An adapter was made for another base model than the one it is to be attached to."""
+
+
+class NotEnoughMemory(CheckpointError, MemoryError):
+    """A model does not fit into the memory that models may take."""
+
+
 # --- schemas ----------------------------------------------------------------------------------------------------------
 
 
@@ -87,7 +95,15 @@ class UnsupportedGuide(SchemaError):
 
 
 class EmptySchema(SchemaError):
-    """The schema has no instances: its constraints contradict each other."""
+    """The schema has no instances: its constraints contradict each other, or there is nothing to choose from."""
+
+
+class DuplicateProperty(SchemaError):
+    """An object names a property twice."""
+
+
+class DuplicateType(SchemaError):
+    """Two different types of one schema have the same name."""
 
 
 class UndefinedReference(SchemaError):
@@ -130,8 +146,128 @@ class ConcurrentRequests(GenerationError):
     """A session was asked while it was still answering."""
 
 
+class TranscriptMutation(ConcurrentRequests):
+    """The transcript of a session was to be replaced while it was still answering."""
+
+
 class UnsupportedCapability(GenerationError):
     """The model or provider cannot do what the request needs (tools without a chat template, say)."""
+
+
+class UnsupportedContent(UnsupportedCapability):
+    """The transcript holds something that the model or provider cannot read, such as an image."""
+
+
+class UnsupportedLanguage(GenerationError):
+    """A language or locale that this part has no rules or data for; `language` is its tag."""
+
+    def __init__(self, message: str, *, language: str) -> None:
+        super().__init__(message)
+        self.language = language
+
+
+class TimedOut(GenerationError, TimeoutError):
+    """The answer was not complete within the seconds that the request allowed."""
+
+
+class Denied(GenerationError):
+    """A hook of the session denied the prompt or the answer; the message is its reason."""
+
+
+class GuardrailViolation(GenerationError):
+    """A rule of the guardrails blocked an input or an output.
+
+    ``verdict`` names rule, category, score, threshold and span; ``safe_prefix`` is the number of characters of a
+    streamed answer that had been released before.
+    """
+
+    def __init__(self, message: str, *, verdict: Any, safe_prefix: int = 0) -> None:
+        super().__init__(message)
+        self.verdict = verdict
+        self.safe_prefix = safe_prefix
+
+
+class Refusal(GenerationError):
+    """The model declined to answer; ``explanation`` is what it said."""
+
+    def __init__(self, message: str, *, explanation: str) -> None:
+        super().__init__(message)
+        self.explanation = explanation
+
+
+class RateLimited(GenerationError):
+    """Too many requests; ``retry_after`` is the number of seconds to wait, None if nobody said."""
+
+    def __init__(self, message: str, *, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class QuotaExceeded(RateLimited):
+    """The requests or tokens of a period are used up."""
+
+
+class Overloaded(RateLimited):
+    """Every slot is taken and the queue is full, or the service is about to stop; nothing was computed."""
+
+
+# --- providers --------------------------------------------------------------------------------------------------------
+
+
+class ProviderError(PippinError):
+    """A model behind a network could not be asked, or answered in a way that cannot be used."""
+
+
+class NetworkFailure(ProviderError, ConnectionError):
+    """The provider could not be reached, or the connection broke before the answer was complete."""
+
+
+class AuthenticationFailed(ProviderError):
+    """The provider refused the key."""
+
+
+class ServiceUnavailable(ProviderError):
+    """The provider is there but cannot answer now."""
+
+
+class InvalidProviderAnswer(ProviderError):
+    """What the provider sent is not what its interface promises."""
+
+
+class SealBroken(InvalidProviderAnswer):
+    """A sealed message was changed, cut off, sent twice or made for another key; nothing in it may be used."""
+
+
+class AttestationError(ProviderError):
+    """A node could not prove that it runs what it should; nothing was sent to it."""
+
+
+class BadSignature(AttestationError):
+    """A quote is not signed by a trusted root, or its signature does not fit."""
+
+
+class UnknownMeasurement(AttestationError):
+    """A quote names software that the policy does not trust."""
+
+
+class StaleQuote(AttestationError):
+    """A quote is older than the policy allows, or from the future."""
+
+
+class ReplayedQuote(StaleQuote):
+    """A quote answers another nonce than the one that was just sent: it was recorded earlier."""
+
+
+class NotInLog(AttestationError):
+    """The measurement of a quote is not proved to be in the public log."""
+
+
+class ModelMismatch(AttestationError):
+    """The node serves another model than the one that was asked for."""
+
+
+class SettingsMismatch(AttestationError):
+    """The node works under other settings (what it keeps, what it logs) than the policy demands."""
 
 
 class ToolError(PippinError):
@@ -152,8 +288,28 @@ class ToolCallError(ToolError):
         self.arguments = arguments
 
 
+class ToolServerError(ToolError):
+    """A server of tools could not be started, does not answer, or broke its protocol."""
+
+
 class TooManyToolRounds(ToolError):
     """The model kept calling tools beyond the bound of the session."""
+
+
+# --- server -----------------------------------------------------------------------------------------------------------
+
+
+class InvalidRequest(InvalidInput):
+    """A request to the server is malformed; ``param`` names the field, ``code`` is a word for programs."""
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class ResponseNotFound(PippinError, LookupError):
+    """The server keeps no response of this id: it never did, it was deleted, or it belongs to another key."""
 
 
 # --- claims -----------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -9,6 +10,10 @@ from pippin.core.errors import InvalidArgument
 from pippin.engine.sampling import SamplingOptions
 
 ToolCalling = Literal["allowed", "required", "disallowed"]
+ReasoningLevel = Literal["off", "light", "moderate", "deep"]
+
+# Tokens that a model may think for; a level is a name for a budget.
+BUDGETS = {"off": 0, "light": 256, "moderate": 1024, "deep": 4096}
 
 
 @dataclass(frozen=True)
@@ -20,6 +25,9 @@ class GenerationOptions(SamplingOptions):
         parallel_tool_calls: whether the model may call several tools in one turn, at most 8.
         include_schema_in_prompt: whether a typed answer's schema is also shown to the model. The grammar holds either
             way; without the text the prompt is shorter and the model sees only what the prompt itself says.
+        reasoning: how long the model may think before it answers: "off", "light" (256 tokens), "moderate" (1,024),
+            "deep" (4,096) or a number of tokens. Thinking counts against ``max_tokens``.
+        timeout: seconds until `TimedOut` is raised; None for no limit.
 
     The other fields are those of `pippin.engine.SamplingOptions`.
 
@@ -32,8 +40,25 @@ class GenerationOptions(SamplingOptions):
     tool_calling: ToolCalling = "allowed"
     parallel_tool_calls: bool = True
     include_schema_in_prompt: bool = True
+    reasoning: ReasoningLevel | int = "off"
+    timeout: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.tool_calling not in get_args(ToolCalling):
             raise InvalidArgument(f"tool_calling must be allowed, required or disallowed, got {self.tool_calling!r}")
+        level = self.reasoning
+        if isinstance(level, bool) or (level < 1 if isinstance(level, int) else level not in BUDGETS):
+            raise InvalidArgument(f"reasoning must be off, light, moderate, deep or a number of tokens, got {level!r}")
+        self._check(
+            "timeout", (int, float), lambda s: math.isfinite(s) and s > 0, "a number of seconds above 0, or None"
+        )
+
+    @property
+    def reasoning_budget(self) -> int:
+        """Tokens that the model may think for.
+
+        >>> GenerationOptions(reasoning="light").reasoning_budget, GenerationOptions(reasoning=40).reasoning_budget
+        (256, 40)
+        """
+        return BUDGETS[self.reasoning] if isinstance(self.reasoning, str) else self.reasoning

@@ -4,13 +4,14 @@ Notable here:
 - a model whose chat template knows tools gets them through the template; any other reads them in its instructions
 - tool calls are always written the same way, as JSON between <tool_call> and </tool_call>
 - a base model without a template reads the plain text of the conversation
+- what the model thought in earlier turns is not shown to it again, as the makers of such models advise
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pippin.core.errors import UnsupportedCapability
@@ -18,11 +19,23 @@ from pippin.engine.compose import compose
 from pippin.engine.constraint import Grammar
 from pippin.language.load import LanguageModel
 from pippin.session.schema import Schema
-from pippin.session.tools import Tool
-from pippin.session.transcript import Answer, Instructions, Prompt, ToolCalls, ToolOutput, Transcript
+from pippin.session.tools import ToolDefinition
+from pippin.session.transcript import (
+    Answer,
+    Instructions,
+    Prompt,
+    Reasoning,
+    ToolCall,
+    ToolCalls,
+    ToolOutput,
+    Transcript,
+)
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 CALL = re.compile(rf"{OPEN}\n(.*?)\n{CLOSE}", re.DOTALL)
+
+# Where a model's reasoning begins and ends.
+THINK, ANSWER = "<think>", "</think>"
 
 MOST_CALLS = 8  # in one turn; a model that repeats itself would otherwise never stop
 
@@ -35,10 +48,15 @@ To call a tool, write its name and its arguments as JSON:
 {close}
 You will then read what the tool returned, and answer with it."""
 
-Tools = Mapping[str, Tool[..., Any]]
 
-
-def encode(model: LanguageModel, transcript: Transcript, tools: Tools, hint: str = "") -> list[int]:
+def encode(
+    model: LanguageModel,
+    transcript: Transcript,
+    tools: Sequence[ToolDefinition] = (),
+    hint: str = "",
+    *,
+    thinking: bool = False,
+) -> list[int]:
     """The tokens of a conversation whose next turn is the model's.
 
     Args:
@@ -46,6 +64,7 @@ def encode(model: LanguageModel, transcript: Transcript, tools: Tools, hint: str
         transcript: the conversation; its last entry is a prompt or a tool's output.
         tools: what the model may call in this turn.
         hint: text added to the last prompt for this turn only, such as the schema of the answer.
+        thinking: end where the model's reasoning begins instead of where its answer does.
 
     Raises:
         UnsupportedCapability: tools, for a model without a chat template.
@@ -57,16 +76,25 @@ def encode(model: LanguageModel, transcript: Transcript, tools: Tools, hint: str
                 f"{model.name} is a base model without a chat template and cannot call tools; take a chat model, "
                 "such as smollm2-135m"
             )
-        text = "\n\n".join(entry.text for entry in transcript) + (f"\n\n{hint}" if hint else "") + "\n\n"
+        said = [entry.text for entry in transcript if not isinstance(entry, Reasoning)]
+        text = "\n\n".join([*said, *([hint] if hint else []), ""])
         bos = [model.tokenizer.bos_id] if model.tokenizer.add_bos and model.tokenizer.bos_id is not None else []
         return bos + model.tokenizer.encode(text)
     native = bool(tools) and model.template.accepts_tool_results and OPEN in model.template.source
-    definitions = [tool.definition() for tool in tools.values()]
+    definitions = [tool.definition() for tool in tools]
     turns = _messages(transcript, "" if native or not tools else _tool_text(definitions), hint, native)
     if turns and turns[0]["role"] == "system" and not model.template.accepts_system:
         system = turns.pop(0)["content"]
         turns[0] = turns[0] | {"content": f"{system}\n\n{turns[0]['content']}"}
-    return model.template.encode(turns, tools=definitions if native else None, enable_thinking=False)
+    ids = model.template.encode(turns, tools=definitions if native else None, enable_thinking=thinking)
+    if thinking and not model.tokenizer.decode(ids[-8:]).rstrip().endswith(THINK):
+        ids += model.tokenizer.encode(f"{THINK}\n")
+    return ids
+
+
+def can_think(model: LanguageModel) -> bool:
+    """Whether the model was trained to reason between <think> and </think>, as far as its template tells."""
+    return model.template is not None and ANSWER in model.template.source
 
 
 def _tool_text(definitions: list[dict[str, Any]]) -> str:
@@ -112,7 +140,7 @@ def _calls_message(entry: ToolCalls, native: bool) -> dict[str, Any]:
 
 
 def grammar(
-    schema: Schema[Any] | None, tools: Iterable[Tool[..., Any]], *, required: bool, parallel: bool
+    schema: Schema[Any] | None, tools: Iterable[ToolDefinition], *, required: bool, parallel: bool
 ) -> Grammar | None:
     """What the model may write in one turn; None for anything.
 
@@ -143,7 +171,7 @@ def grammar(
     )
 
 
-def _call_schema(tool: Tool[..., Any]) -> dict[str, Any]:
+def _call_schema(tool: ToolDefinition) -> dict[str, Any]:
     """The JSON Schema of one call: its name and its arguments, definitions lifted to the root."""
     arguments = dict(tool.schema.json_schema or {})
     definitions = arguments.pop("$defs", {})
@@ -154,3 +182,16 @@ def _call_schema(tool: Tool[..., Any]) -> dict[str, Any]:
         "additionalProperties": False,
     }
     return call | ({"$defs": definitions} if definitions else {})
+
+
+def calls(raw: str, transcript: Transcript) -> tuple[ToolCall, ...]:
+    """The calls in what a model wrote under `grammar`, numbered on from those of the transcript.
+
+    A call that is written twice is one call.
+    """
+    before = sum(len(entry.calls) for entry in transcript if isinstance(entry, ToolCalls))
+    written = (json.loads(text) for text in dict.fromkeys(CALL.findall(raw)))
+    return tuple(
+        ToolCall(id=f"call_{before + index}", name=call["name"], arguments=call["arguments"])
+        for index, call in enumerate(written)
+    )

@@ -16,17 +16,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens of a request, all of its rounds together: read, of those not computed again, and written."""
+    """Tokens of a request, all of its rounds together: read, of those not computed again, written, of those thought."""
 
     input_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    reasoning_tokens: int = 0
 
     def __add__(self, other: Usage) -> Usage:
         return Usage(
             self.input_tokens + other.input_tokens,
             self.cached_tokens + other.cached_tokens,
             self.output_tokens + other.output_tokens,
+            self.reasoning_tokens + other.reasoning_tokens,
         )
 
 
@@ -37,6 +39,13 @@ class Timing:
     prompt_seconds: float = 0.0
     answer_seconds: float = 0.0
     first_token_seconds: float = 0.0
+
+    def __add__(self, other: Timing) -> Timing:
+        return Timing(
+            self.prompt_seconds + other.prompt_seconds,
+            self.answer_seconds + other.answer_seconds,
+            self.first_token_seconds or other.first_token_seconds,
+        )
 
 
 @dataclass(frozen=True)
@@ -61,12 +70,14 @@ class Response(Generic[T]):
 class Snapshot:
     """An answer so far: a whole value to show, never something to append.
 
-    ``content`` is a partial value (fields not yet begun are None) or the text so far; ``delta`` is the newest text.
+    ``content`` is a partial value (fields not yet begun are None) or the text so far; ``delta`` is the newest text;
+    ``is_complete`` says that nothing more will come.
     """
 
     content: Any
     raw_content: str
     delta: str
+    is_complete: bool = False
 
 
 class Stream(Generic[T]):

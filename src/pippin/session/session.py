@@ -2,7 +2,7 @@
 
 Notable here:
 - one session, one transcript, one request at a time: a second request raises `ConcurrentRequests`, it never waits
-- a request that fails or is cancelled leaves the transcript as it was
+- a request that fails or is cancelled leaves the transcript as it was, or what there is of it, as the session says
 - instructions and earlier prompts stay computed between requests, so that a long beginning is paid for once
 - every call has an ``async`` form; the model runs in a thread and the event loop stays free
 """
@@ -11,41 +11,49 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, overload
 
-from pippin.core.errors import (
-    AnswerTruncated,
-    Cancelled,
-    ConcurrentRequests,
-    ContextOverflow,
-    InvalidArgument,
-    InvalidInput,
-    ToolCallError,
-    TooManyToolRounds,
-)
-from pippin.engine.engine import Engine, Finished, Prefix, Request, Token, common_prefix
-from pippin.engine.text import TextStream
-from pippin.language.load import LanguageModel, load
-from pippin.session import prompting
+from pippin.core.errors import ConcurrentRequests, InvalidArgument, InvalidInput, TranscriptMutation
+from pippin.language.load import LanguageModel
+from pippin.session.history import HistoryPolicy
+from pippin.session.hooks import Hooks
+from pippin.session.local import LocalModel
 from pippin.session.options import GenerationOptions
-from pippin.session.response import Response, Snapshot, Stream, Timing, Usage
+from pippin.session.profile import Profile, ProfileFunction
+from pippin.session.provider import Provider, Turn
+from pippin.session.response import Response, Stream, Usage
+from pippin.session.running import Running, Settings
 from pippin.session.schema import Schema
-from pippin.session.tools import Decision, Deny, Replace, Tool, as_tools, decide, parse_call
-from pippin.session.transcript import Answer, Instructions, Prompt, ToolCall, ToolCalls, ToolOutput, Transcript
+from pippin.session.skills import Skills
+from pippin.session.tools import Tool, ToolDefinition, as_tools
+from pippin.session.transcript import Instructions, Prompt, Segment, Transcript
+
+if TYPE_CHECKING:
+    from pippin.session.guardrails import Guardrails
 
 T = TypeVar("T")
+
+OnError = Literal["revert", "preserve"]
+Said = str | Prompt | Sequence[str | Segment]
 
 
 class Session:
     """A conversation with a model.
 
     Args:
-        model: a model reference (see `pippin.load`) or a loaded model.
+        model: a model reference (see `pippin.load`), a loaded model, or a provider.
         instructions: what the model is to be and do; outranks every prompt.
         tools: functions that the model may call.
-        on_tool_call: asked before each call; returns `Allow`, `Deny` or `Replace`.
+        hooks: callbacks that see what passes and may allow, deny or replace it.
+        profile: called before each turn with the session; what it returns overrides the settings of that turn.
+        history: what of a long conversation the model reads; None for all of it.
+        guardrails: rules for what goes in and comes out; None for none.
+        skills: instructions and tools that the model loads when it needs them.
+        adapter: name of a loaded adapter (`LanguageModel.load_adapter`) to answer with.
+        on_error: "revert" leaves the transcript of a failed or cancelled request as it was before; "preserve" keeps
+            the prompt, the tools' outputs and the part of the answer that there is.
         max_tool_rounds: how often in a row the model may call tools before it must have answered.
         tool_timeout: seconds that one call may take; None for no limit.
         transcript: a conversation to go on with; its instructions are used if none are given.
@@ -54,6 +62,8 @@ class Session:
         ModelNotFound, DownloadFailed, CheckpointError: the model cannot be had.
         InvalidTool: a function that cannot become a tool.
 
+    ``state`` is a dictionary for the application: profiles and tools may read and write it.
+
     >>> session = Session("smollm2-135m", instructions="Answer briefly.")           # doctest: +SKIP
     >>> session.respond("What is the capital of France?").content                   # doctest: +SKIP
     'The capital of France is Paris.'
@@ -61,11 +71,17 @@ class Session:
 
     def __init__(
         self,
-        model: str | Path | LanguageModel = "smollm2-135m",
+        model: str | Path | LanguageModel | Provider = "smollm2-135m",
         *,
         instructions: str | None = None,
         tools: Sequence[Tool[..., Any] | Callable[..., Any]] = (),
-        on_tool_call: Callable[[ToolCall], Decision] | None = None,
+        hooks: Hooks = Hooks(),
+        profile: ProfileFunction | None = None,
+        history: HistoryPolicy | None = None,
+        guardrails: Guardrails | None = None,
+        skills: Skills | None = None,
+        adapter: str | None = None,
+        on_error: OnError = "revert",
         max_tool_rounds: int = 8,
         tool_timeout: float | None = 60.0,
         transcript: Transcript | None = None,
@@ -74,17 +90,23 @@ class Session:
             raise InvalidArgument(f"max_tool_rounds must be at least 1, got {max_tool_rounds}")
         if tool_timeout is not None and not tool_timeout > 0:
             raise InvalidArgument(f"tool_timeout must be above 0 seconds, or None, got {tool_timeout}")
+        if on_error not in get_args(OnError):
+            raise InvalidArgument(f"on_error must be revert or preserve, got {on_error!r}")
         self.tools = as_tools(tools)
-        self.on_tool_call, self.max_tool_rounds, self.tool_timeout = on_tool_call, max_tool_rounds, tool_timeout
-        self.model = model if isinstance(model, LanguageModel) else load(model)
-        self.engine = Engine(self.model)
-        begin = Transcript() if instructions is None else Transcript(entries=(Instructions(text=instructions),))
+        self.hooks, self.profile, self.history, self.guardrails = hooks, profile, history, guardrails
+        self.skills, self.adapter, self.on_error = skills, adapter, on_error
+        self.max_tool_rounds, self.tool_timeout = max_tool_rounds, tool_timeout
+        self._providers: dict[str | Path, Provider] = {}
+        self.provider = self._provider(model)
+        self.state: dict[str, Any] = {}
+        begin = Transcript() if instructions is None else Transcript(entries=(Instructions(instructions),))
         if transcript is not None:
-            entries = [e for e in transcript if instructions is None or not isinstance(e, Instructions)]
-            begin = begin.add(*entries)
-        self._instructions = tuple(entry for entry in begin if isinstance(entry, Instructions))
+            begin = begin.add(*(transcript if instructions is None else transcript.history))
+        self._instructions = begin.instructions
         self._transcript = begin
-        self._prefix = Prefix()
+        self._usage = Usage()
+        self._active: str | None = None
+        self._memory: dict[int, dict[str, Any]] = {}
         self._busy = threading.Lock()
 
     @property
@@ -92,13 +114,13 @@ class Session:
         """The conversation so far. It may be replaced between requests.
 
         Raises:
-            ConcurrentRequests: (when set) a request is running.
+            TranscriptMutation: (when set) a request is running.
         """
         return self._transcript
 
     @transcript.setter
     def transcript(self, transcript: Transcript) -> None:
-        with self._alone("replace the transcript"):
+        with self._alone("replace the transcript", TranscriptMutation):
             self._transcript = transcript
 
     @property
@@ -106,39 +128,50 @@ class Session:
         """Whether a request is running."""
         return self._busy.locked()
 
+    @property
+    def usage(self) -> Usage:
+        """Tokens of all requests of this session, the failed ones too."""
+        return self._usage
+
     def reset(self) -> None:
-        """Forget the conversation; the instructions stay.
+        """Forget the conversation and the loaded skills; the instructions stay.
 
         Raises:
-            ConcurrentRequests: a request is running.
+            TranscriptMutation: a request is running.
         """
         self.transcript = Transcript(entries=self._instructions)
+        if self.skills is not None:
+            self.skills.unload()
 
     @overload
-    def respond(self, prompt: str, *, options: GenerationOptions = ...) -> Response[str]: ...
+    def respond(self, prompt: Said, *, options: GenerationOptions = ...) -> Response[str]: ...
     @overload
     def respond(
-        self, prompt: str, *, generating: type[T] | Schema[T], options: GenerationOptions = ...
+        self, prompt: Said, *, generating: type[T] | Schema[T], options: GenerationOptions = ...
     ) -> Response[T]: ...
     @overload
-    def respond(self, prompt: str, *, generating: Any, options: GenerationOptions = ...) -> Response[Any]: ...
+    def respond(self, prompt: Said, *, generating: Any, options: GenerationOptions = ...) -> Response[Any]: ...
     def respond(
-        self, prompt: str, *, generating: Any = None, options: GenerationOptions = GenerationOptions()
+        self, prompt: Said, *, generating: Any = None, options: GenerationOptions = GenerationOptions()
     ) -> Response[Any]:
         """Answer a prompt.
 
         Args:
-            prompt: what the user says.
+            prompt: what the user says: text, a `Prompt`, or a list of texts and segments.
             generating: the type of the answer: anything that `Schema` takes. None for free text.
             options: how to choose tokens and when to stop.
 
         Raises:
             InvalidInput: an empty prompt.
             SchemaError: ``generating`` cannot be enforced.
+            UnsupportedCapability: the provider cannot do what is asked; raised before anything is sent.
             ContextOverflow: the conversation does not fit; raised before anything is computed.
             ConcurrentRequests: the session is still answering.
             AnswerTruncated: a typed answer met ``max_tokens`` before it was complete.
             ToolCallError: a tool failed. TooManyToolRounds: the model did not stop calling tools.
+            GuardrailViolation: a rule blocked the prompt or the answer. Refusal: the model declined.
+            Denied: a hook denied the prompt or the answer. TimedOut: ``options.timeout`` is over.
+            ProviderError: a provider behind a network failed.
         """
         stream: Stream[Any] = self._start(prompt, generating, options, snapshots=False)
         for _ in stream:
@@ -146,7 +179,7 @@ class Session:
         return stream.response
 
     async def arespond(
-        self, prompt: str, *, generating: Any = None, options: GenerationOptions = GenerationOptions()
+        self, prompt: Said, *, generating: Any = None, options: GenerationOptions = GenerationOptions()
     ) -> Response[Any]:
         """`respond` for asyncio; cancelling the task ends the answer before its next token."""
         stream: Stream[Any] = self._start(prompt, generating, options, snapshots=False)
@@ -155,15 +188,15 @@ class Session:
         return stream.response
 
     @overload
-    def stream(self, prompt: str, *, options: GenerationOptions = ...) -> Stream[str]: ...
+    def stream(self, prompt: Said, *, options: GenerationOptions = ...) -> Stream[str]: ...
     @overload
     def stream(
-        self, prompt: str, *, generating: type[T] | Schema[T], options: GenerationOptions = ...
+        self, prompt: Said, *, generating: type[T] | Schema[T], options: GenerationOptions = ...
     ) -> Stream[T]: ...
     @overload
-    def stream(self, prompt: str, *, generating: Any, options: GenerationOptions = ...) -> Stream[Any]: ...
+    def stream(self, prompt: Said, *, generating: Any, options: GenerationOptions = ...) -> Stream[Any]: ...
     def stream(
-        self, prompt: str, *, generating: Any = None, options: GenerationOptions = GenerationOptions()
+        self, prompt: Said, *, generating: Any = None, options: GenerationOptions = GenerationOptions()
     ) -> Stream[Any]:
         """Answer a prompt in snapshots; arguments and errors as for `respond`, those of the prompt at once."""
         return self._start(prompt, generating, options, snapshots=True)
@@ -177,77 +210,87 @@ class Session:
             ConcurrentRequests: a request is running. ContextOverflow: the beginning alone is too long.
         """
         with self._alone("prewarm"):
-            # what two prompts have in common is what does not depend on how the prompt goes on
-            one, other = (
-                prompting.encode(self.model, self._transcript.add(Prompt(text=prompt_prefix + end)), self.tools)
-                for end in ("a", "b")
-            )
-            self.engine.check(one, GenerationOptions())
-            return self.engine.prefill(one[: common_prefix(one, other)], self._prefix)
+            settings = self._settings(GenerationOptions())
+            transcript = settings.view(self._transcript).add(Prompt(prompt_prefix))
+            return settings.provider.prewarm(self._turn(settings, transcript))
 
     def token_count(self, item: Any) -> int:
         """How many tokens something costs in a prompt.
 
         Args:
-            item: text; a `Tool`; a `Transcript`; or a type or `Schema`, counted as its text in the prompt.
+            item: text, a `Prompt` or `Instructions`; a `Tool`; a `Transcript`, counted as the model reads it; or a
+                type or `Schema`, counted as its text in the prompt.
+
+        Raises:
+            UnsupportedCapability: the provider cannot count.
         """
         if isinstance(item, Transcript):
-            return len(prompting.encode(self.model, item, self.tools))
-        if isinstance(item, Tool):
+            settings = self._settings(GenerationOptions())
+            return settings.provider.token_count(self._turn(settings, item))
+        if isinstance(item, Prompt | Instructions):
+            item = item.text
+        elif isinstance(item, ToolDefinition):
             item = json.dumps(item.definition()["function"], ensure_ascii=False)
-        text = item if isinstance(item, str) else Schema(item).prompt_text()
-        return len(self.model.tokenizer.encode(text))
+        return self.provider.token_count(item if isinstance(item, str) else Schema.of(item).prompt_text())
 
-    def _alone(self, what: str) -> _Alone:
-        return _Alone(self._busy, what)
+    def _provider(self, model: str | Path | LanguageModel | Provider) -> Provider:
+        """The provider of a model; a reference is loaded once."""
+        if isinstance(model, Provider):
+            return model
+        if isinstance(model, LanguageModel):
+            return LocalModel(model)
+        if model not in self._providers:
+            self._providers[model] = LocalModel(model)
+        return self._providers[model]
 
-    def _start(self, prompt: str, generating: Any, options: GenerationOptions, *, snapshots: bool) -> Stream[Any]:
+    def _settings(self, options: GenerationOptions) -> Settings:
+        """What holds for the next turn: the session's settings under those of its profile."""
+        profile = Profile() if self.profile is None else self.profile(self)
+        if not isinstance(profile, Profile):
+            raise InvalidArgument(f"a profile function must return a Profile, got {profile!r}")
+        return Settings.of(self, profile, options)
+
+    def _turn(self, settings: Settings, transcript: Transcript) -> Turn:
+        return Turn(
+            transcript,
+            tuple(settings.tools().values()),
+            adapter=self.adapter,
+            memory=self._memory.setdefault(id(settings.provider), {}),
+        )
+
+    def _alone(self, what: str, error: type[ConcurrentRequests] = ConcurrentRequests) -> _Alone:
+        return _Alone(self._busy, what, error)
+
+    def _start(self, prompt: Said, generating: Any, options: GenerationOptions, *, snapshots: bool) -> Stream[Any]:
         """Check everything, take the session, and return the stream that gives it back."""
-        if not isinstance(prompt, str) or not prompt.strip():
+        said = Prompt.of(prompt)
+        if not said.text.strip() and not said.attachments:
             raise InvalidInput(f"the prompt is empty ({prompt!r:.40}); say what the model should do")
-        self._refuse_huge(prompt)
         schema = None if generating is None or generating is str else Schema.of(generating)
         if schema is not None and options.stop:
             raise InvalidArgument(
                 f"stop strings {list(options.stop)} would cut a typed answer; leave one of the two out"
             )
-        if options.tool_calling == "required" and not self.tools:
-            raise InvalidArgument("tool_calling is required, but the session has no tools")
         alone = self._alone("answer another request")
         alone.__enter__()
         try:
-            turn = _Turn(self, prompt, schema, options, snapshots)
-            first = turn.request(0)
+            running = Running(self, said, schema, self._settings(options), snapshots)
+            events = running.ask(0)
         except BaseException:
             alone.__exit__()
             raise
-        return Stream(turn.steps(first), turn.cancel, alone.__exit__)
-
-    def _least_tokens(self, text: str) -> int:
-        """A number of tokens that a text has in any case, from its length alone."""
-        return len(text) // self.model.tokenizer.longest_token
-
-    def _refuse_huge(self, prompt: str) -> None:
-        """Raise `ContextOverflow` for a prompt that cannot fit, without cutting megabytes of it into tokens."""
-        size, least = self.model.context_size, self._least_tokens(prompt)
-        if least > size:
-            raise ContextOverflow(
-                f"a prompt of {len(prompt):,} characters is at least {least:,} tokens, the context of "
-                f"{self.model.name} holds {size:,}; shorten the prompt or take another model",
-                context_size=size,
-                token_count=least,
-            )
+        return Stream(running.steps(events), running.cancel, alone.__exit__)
 
 
 class _Alone:
     """Holds a session for one request; entering raises `ConcurrentRequests`, leaving twice is harmless."""
 
-    def __init__(self, lock: threading.Lock, what: str) -> None:
-        self.lock, self.what, self.held = lock, what, False
+    def __init__(self, lock: threading.Lock, what: str, error: type[ConcurrentRequests]) -> None:
+        self.lock, self.what, self.error, self.held = lock, what, error, False
 
     def __enter__(self) -> None:
         if not self.lock.acquire(blocking=False):
-            raise ConcurrentRequests(
+            raise self.error(
                 f"the session is still answering and cannot {self.what}; wait for it, cancel it, or use another"
             )
         self.held = True
@@ -256,124 +299,3 @@ class _Alone:
         if self.held:
             self.held = False
             self.lock.release()
-
-
-class _Turn:
-    """One request: rounds of tool calls, then the answer."""
-
-    def __init__(
-        self, session: Session, prompt: str, schema: Schema[Any] | None, options: GenerationOptions, snapshots: bool
-    ) -> None:
-        self.session, self.schema, self.options, self.snapshots = session, schema, options, snapshots
-        self.cancel = threading.Event()
-        self.entries: list[Any] = [Prompt(text=prompt)]
-        self.tools = {} if options.tool_calling == "disallowed" else session.tools
-        self.usage, self.timing = Usage(), Timing()
-        self.tokens: list[Token] = []
-
-    def request(self, round: int) -> Request:
-        """What the engine is asked in a round; raises `ContextOverflow` if it does not fit."""
-        session = self.session
-        hint = ""
-        if self.schema is not None and self.options.include_schema_in_prompt:
-            hint = self.schema.prompt_text()
-        ids = prompting.encode(session.model, session.transcript.add(*self.entries), self.tools, hint)
-        session.engine.check(ids, self.options)
-        required = self.options.tool_calling == "required" and round == 0
-        grammar = prompting.grammar(
-            self.schema, self.tools.values(), required=required, parallel=self.options.parallel_tool_calls
-        )
-        return Request(ids, self.options, grammar, session._prefix, self.cancel)
-
-    def steps(self, request: Request) -> Generator[Snapshot, None, Response[Any]]:
-        """Snapshots, beginning with the first request; at the end the transcript is replaced, the response returned."""
-        session = self.session
-        for round in range(session.max_tool_rounds + 1):
-            finished, raw = yield from self._write(request)
-            written = dict.fromkeys(prompting.CALL.findall(raw))  # a call that is written twice is one call
-            calls = [parse_call(text, f"call_{round}_{i}") for i, text in enumerate(written)]
-            if not (self.tools and calls):
-                break
-            if round == session.max_tool_rounds:
-                raise TooManyToolRounds(
-                    f"the model called tools in {round} rounds and again ({calls[0].name}); raise max_tool_rounds, "
-                    "give it less to do in one prompt, or set tool_calling to 'disallowed'"
-                )
-            said = raw[: raw.index(prompting.OPEN)].strip()
-            self.entries.append(ToolCalls(calls=tuple(calls), text=said))
-            self.entries += [self._call(call) for call in calls]
-            request = self.request(round + 1)
-        content: Any = raw
-        if self.schema is not None:
-            content = self.schema.parse(raw)
-        self.entries.append(Answer(text=raw))
-        session._transcript = session._transcript.add(*self.entries)
-        return Response(content, raw, self.usage, finished.reason, tuple(self.entries), self.timing, tuple(self.tokens))
-
-    def _write(self, request: Request) -> Generator[Snapshot, None, tuple[Finished, str]]:
-        """Let the model write once; yield snapshots of what is not a tool call."""
-        raw = told = ""
-        content: Any = None
-        visible = TextStream([prompting.OPEN] if self.tools and self.schema is None else [])
-        self.tokens = []
-        for event in self.session.engine.stream(request):
-            raw += event.text
-            visible.push(event.text.encode("utf-8", "surrogatepass"))
-            if isinstance(event, Finished):
-                visible.finish()
-            else:
-                self.tokens.append(event)
-            calling = self.schema is not None and self.tools and prompting.OPEN.startswith(raw[: len(prompting.OPEN)])
-            if self.snapshots and not calling and visible.text != told:
-                delta, told = visible.text[len(told) :], visible.text
-                content = told if self.schema is None else self.schema.snapshot(told)
-                yield Snapshot(content, told, delta)
-        assert isinstance(event, Finished)
-        if self.snapshots and self.schema is not None and event.reason == "stop" and not calling:
-            whole = self.schema.snapshot(told, complete=True)  # only now does a number show that it is complete
-            if whole != content:
-                yield Snapshot(whole, told, "")
-        self._account(event)
-        if event.reason == "cancelled":
-            raise Cancelled(f"the answer was cancelled after {event.answer_tokens} tokens")
-        cut = raw.rfind(prompting.OPEN) > raw.rfind(prompting.CLOSE) if self.tools else False
-        if event.reason == "length" and (self.schema is not None or cut):
-            what = "a tool call" if cut else "the typed answer"
-            raise AnswerTruncated(
-                f"{what} was not complete after {event.answer_tokens} tokens; raise max_tokens or ask for less",
-                partial=raw,
-            )
-        return event, raw
-
-    def _account(self, event: Finished) -> None:
-        self.usage += Usage(event.prompt_tokens, event.cached_tokens, event.answer_tokens)
-        self.timing = Timing(
-            self.timing.prompt_seconds + event.prompt_seconds,
-            self.timing.answer_seconds + event.total_seconds - event.prompt_seconds,
-            self.timing.first_token_seconds or event.first_token_seconds,
-        )
-
-    def _call(self, call: ToolCall) -> ToolOutput:
-        """Decide on a call, run it, and check that the model can read what it returned."""
-        session = self.session
-        decision = decide(call, session.on_tool_call)
-        if isinstance(decision, Deny):
-            return ToolOutput(call_id=call.id, name=call.name, text=decision.reason)
-        arguments = decision.arguments if isinstance(decision, Replace) else call.arguments
-        text = session.tools[call.name].call(arguments, timeout=session.tool_timeout)
-        count = session._least_tokens(text)  # megabytes are told by their length, the rest is counted
-        count = count if count >= session.model.context_size else session.token_count(text)
-        if count >= session.model.context_size:
-            cause = ContextOverflow(
-                f"{count:,} tokens in a context of {session.model.context_size:,}",
-                context_size=session.model.context_size,
-                token_count=count,
-            )
-            raise ToolCallError(
-                f"tool {call.name!r} returned {len(text):,} characters, more than the context of {session.model.name} "
-                f"({session.model.context_size:,} tokens) holds; return a part or a summary",
-                tool=call.name,
-                cause=cause,
-                arguments=arguments,
-            )
-        return ToolOutput(call_id=call.id, name=call.name, text=text)

@@ -3,7 +3,7 @@
 Notable here:
 - the arguments are decoded under the grammar of the signature, so a call always parses and fits
 - a tool that raises, hangs or returns what cannot be sent is a `ToolCallError` that carries the cause
-- a callback may allow, deny or replace a call before it runs; a denied call tells the model why
+- a tool of another origin (a server of tools) brings its JSON Schema and is called like one's own
 """
 
 from __future__ import annotations
@@ -11,45 +11,52 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import re
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, TypeVar, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create_model
 from pydantic.fields import FieldInfo
 
-from pippin.core.errors import InvalidArgument, InvalidTool, SchemaError, ToolCallError
+from pippin.core.errors import InvalidInput, InvalidTool, SchemaError, ToolCallError
 from pippin.session.schema import Schema
-from pippin.session.transcript import ToolCall
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-
-@dataclass(frozen=True)
-class Allow:
-    """Run the call as the model wrote it."""
+_NAME = re.compile(r"[\w-]{1,64}")
 
 
-@dataclass(frozen=True)
-class Deny:
-    """Do not run the call; the model is told the reason and goes on."""
+class ToolDefinition:
+    """What a model must know to call a tool: a name, a description and a schema of the arguments.
 
-    reason: str = "The user declined this call."
+    Args:
+        name: letters, digits, ``_`` and ``-``, at most 64.
+        description: what the tool does and when to use it.
+        schema: of the arguments, an object.
+
+    Raises:
+        InvalidTool: an unusable name.
+    """
+
+    def __init__(self, name: str, description: str, schema: Schema[Any]) -> None:
+        if not _NAME.fullmatch(name):
+            raise InvalidTool(f"{name!r} is not a name that a model can call; use at most 64 letters, digits, _ and -")
+        self.name, self.description, self.schema = name, description, schema
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r})"
+
+    def definition(self) -> dict[str, Any]:
+        """The tool as chat templates and OpenAI's API describe it."""
+        return {
+            "type": "function",
+            "function": {"name": self.name, "description": self.description, "parameters": self.schema.json_schema},
+        }
 
 
-@dataclass(frozen=True)
-class Replace:
-    """Run the call with other arguments, which must fit the tool's signature."""
-
-    arguments: dict[str, Any]
-
-
-Decision = Allow | Deny | Replace
-
-
-class Tool(Generic[P, R]):
+class Tool(ToolDefinition, Generic[P, R]):
     """A function with a name, a description and a schema of its arguments; still callable as the function.
 
     Args:
@@ -64,32 +71,34 @@ class Tool(Generic[P, R]):
     """
 
     def __init__(self, function: Callable[P, R], *, name: str | None = None, description: str | None = None) -> None:
-        self.function = function
-        self.name: str = name or str(getattr(function, "__name__", ""))
-        if not self.name.replace("-", "_").isidentifier():
-            raise InvalidTool(f"{self.name!r} is not a name that a model can call; use letters, digits, _ and -")
+        name = name or str(getattr(function, "__name__", ""))
         document = inspect.getdoc(function) or ""
-        self.description = description if description is not None else " ".join(document.split("\n\n")[0].split())
-        self.arguments = _arguments(function, self.name)
-        try:
-            self.schema: Schema[Any] = Schema(self.arguments)
-        except SchemaError as error:
-            raise type(error)(f"tool {self.name!r}: {error}") from error
+        self.function = function
+        self.arguments: type[BaseModel] | None = _arguments(function, name)
+        super().__init__(
+            name,
+            description if description is not None else " ".join(document.split("\n\n")[0].split()),
+            _schema(self.arguments, name),
+        )
         self.__doc__ = document
+
+    @classmethod
+    def from_schema(
+        cls, name: str, description: str, schema: dict[str, Any], function: Callable[..., R]
+    ) -> Tool[..., R]:
+        """A tool whose arguments a JSON Schema describes; ``function`` gets them by name, as JSON gave them.
+
+        Raises:
+            InvalidTool, SchemaError: an unusable name or schema.
+        """
+        made: Tool[..., R] = cls.__new__(cls)
+        made.function, made.arguments = function, None
+        ToolDefinition.__init__(made, name, description, _schema(schema, name))
+        return made
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the function itself."""
         return self.function(*args, **kwargs)
-
-    def __repr__(self) -> str:
-        return f"Tool({self.name!r})"
-
-    def definition(self) -> dict[str, Any]:
-        """The tool as chat templates and OpenAI's API describe it."""
-        return {
-            "type": "function",
-            "function": {"name": self.name, "description": self.description, "parameters": self.schema.json_schema},
-        }
 
     def call(self, arguments: dict[str, Any], *, timeout: float | None = None) -> str:
         """Validate the arguments, run the function, and return its result as text.
@@ -102,12 +111,7 @@ class Tool(Generic[P, R]):
         Raises:
             ToolCallError: the arguments do not fit, the function raised, took too long, or its result has no JSON form.
         """
-        try:
-            given = self.arguments.model_validate(arguments)
-        except ValidationError as error:
-            raise self._error(f"got arguments that do not fit: {_first(error)}", arguments, error) from error
-        values = {name: getattr(given, name) for name in type(given).model_fields}
-        result = self._run(values, timeout, arguments)
+        result = self._run(self._values(arguments), timeout, arguments)
         if isinstance(result, str):
             return result
         try:
@@ -117,6 +121,19 @@ class Tool(Generic[P, R]):
             raise self._error(
                 f"returned a {kind}, which has no JSON form; return text or plain data", arguments, error
             ) from error
+
+    def _values(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The arguments as the function takes them."""
+        try:
+            if self.arguments is None:
+                self.schema.parse(json.dumps(arguments, ensure_ascii=False))
+                return arguments
+            given = self.arguments.model_validate(arguments)
+        except ValidationError as error:
+            raise self._error(f"got arguments that do not fit: {_first(error)}", arguments, error) from error
+        except InvalidInput as error:
+            raise self._error(f"got arguments that do not fit: {error}", arguments, error) from error
+        return {name: getattr(given, name) for name in type(given).model_fields}
 
     def _run(self, values: dict[str, Any], timeout: float | None, arguments: dict[str, Any]) -> Any:
         outcome: list[Any] = []
@@ -178,16 +195,11 @@ def as_tools(tools: Sequence[Tool[..., Any] | Callable[..., Any]]) -> dict[str, 
     return named
 
 
-def decide(call: ToolCall, callback: Callable[[ToolCall], Decision] | None) -> Decision:
-    """Ask the callback what to do with a call; without one every call is allowed.
-
-    Raises:
-        InvalidArgument: the callback returned something else than a decision.
-    """
-    decision = Allow() if callback is None else callback(call)
-    if not isinstance(decision, Decision):
-        raise InvalidArgument(f"on_tool_call must return Allow, Deny or Replace, got {decision!r}")
-    return decision
+def _schema(arguments: Any, name: str) -> Schema[Any]:
+    try:
+        return Schema(arguments)
+    except SchemaError as error:
+        raise type(error)(f"tool {name!r}: {error}") from error
 
 
 def _arguments(function: Callable[..., Any], name: str) -> type[BaseModel]:
@@ -219,9 +231,3 @@ def _arguments(function: Callable[..., Any], name: str) -> type[BaseModel]:
 def _first(error: ValidationError) -> str:
     details = error.errors(include_url=False)[0]
     return f"{'.'.join(map(str, details['loc'])) or 'the arguments'}: {details['msg']}"
-
-
-def parse_call(text: str, call_id: str) -> ToolCall:
-    """Read one call that was written under the grammar of tool calls."""
-    value = json.loads(text)
-    return ToolCall(id=call_id, name=value["name"], arguments=value["arguments"])

@@ -1,34 +1,169 @@
-"""What was said: typed entries that survive a round trip through JSON unchanged."""
+"""What was said: typed entries made of typed segments, which survive a round trip through JSON unchanged.
+
+Notable here:
+- an entry is instructions, a prompt, the model's reasoning, its tool calls, a tool's output, or the response
+- a segment is text, a structure (JSON as the model wrote it, to the character), or an attachment (bytes)
+- a text segment is all that most programs need: ``Prompt("Hello").text``
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import base64
+import json
+import mimetypes
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Base64Bytes, BaseModel, ConfigDict, Field, ValidationError
 
-from pippin.core.errors import CorruptedFile
+from pippin.core.errors import CorruptedFile, InvalidInput
 
 
-class _Entry(BaseModel):
+class _Frozen(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Instructions(_Entry):
+# --- segments ---------------------------------------------------------------------------------------------------------
+
+
+class Text(_Frozen):
+    """Text."""
+
+    type: Literal["text"] = "text"
+    text: str
+
+
+class Structure(_Frozen):
+    """A value as JSON, kept as it was written; ``schema_name`` says of what type."""
+
+    type: Literal["structure"] = "structure"
+    text: str
+    schema_name: str = ""
+
+    @property
+    def value(self) -> Any:
+        """The JSON as Python values."""
+        return json.loads(self.text)
+
+
+class Attachment(_Frozen):
+    """Bytes with a media type, such as an image; ``label`` is a name that prompt and answer can refer to.
+
+    >>> Attachment(media_type="text/plain", data="SGk=", label="note").text
+    'note:\\nHi'
+    """
+
+    type: Literal["attachment"] = "attachment"
+    media_type: str = Field(pattern=r"^[\w.+-]+/[\w.+-]+$")
+    data: Base64Bytes
+    label: str = ""
+
+    @classmethod
+    def from_file(cls, path: str | Path, *, label: str | None = None) -> Attachment:
+        """A file with the media type of its ending; labelled with its name.
+
+        Raises:
+            InvalidInput: the file cannot be read, or its ending tells no media type.
+        """
+        path = Path(path)
+        kind = mimetypes.guess_type(path.name)[0]
+        if kind is None:
+            raise InvalidInput(f"the ending of {path.name!r} tells no media type; use Attachment(media_type=…, data=…)")
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise InvalidInput(f"cannot read {path}: {error.strerror}") from error
+        return cls(media_type=kind, data=base64.b64encode(data), label=path.name if label is None else label)
+
+    @property
+    def is_text(self) -> bool:
+        """Whether any model can read it."""
+        return self.media_type.startswith("text/") or self.media_type == "application/json"
+
+    @property
+    def text(self) -> str:
+        """The attached text behind its label; empty for what is not text."""
+        if not self.is_text:
+            return ""
+        text = self.data.decode("utf-8", "replace")
+        return f"{self.label}:\n{text}" if self.label else text
+
+
+Segment = Annotated[Text | Structure | Attachment, Field(discriminator="type")]
+
+
+# --- entries ----------------------------------------------------------------------------------------------------------
+
+
+class _Segmented(_Frozen):
+    segments: tuple[Segment, ...]
+
+    def __init__(self, text: str | None = None, /, **fields: Any) -> None:
+        if text is not None:
+            fields["segments"] = (Text(text=text),)
+        super().__init__(**fields)
+
+    @property
+    def text(self) -> str:
+        """All that is text in it, segments apart by an empty line."""
+        return "\n\n".join(text for segment in self.segments if (text := segment.text))
+
+    @property
+    def attachments(self) -> tuple[Attachment, ...]:
+        """The segments that are attachments."""
+        return tuple(segment for segment in self.segments if isinstance(segment, Attachment))
+
+
+class Instructions(_Segmented):
     """What the developer told the model to be; outranks every prompt."""
 
     kind: Literal["instructions"] = "instructions"
-    text: str
+
+    def __init__(self, text: str | None = None, /, **fields: Any) -> None:  # type checkers do not look at the base's
+        super().__init__(text, **fields)
 
 
-class Prompt(_Entry):
-    """What the user said."""
+class Prompt(_Segmented):
+    """What the user said.
+
+    >>> Prompt("Hello").text
+    'Hello'
+    """
 
     kind: Literal["prompt"] = "prompt"
+
+    def __init__(self, text: str | None = None, /, **fields: Any) -> None:  # type checkers do not look at the base's
+        super().__init__(text, **fields)
+
+    @classmethod
+    def of(cls, prompt: str | Prompt | Sequence[str | Segment]) -> Prompt:
+        """A prompt from text, from segments and texts, or itself.
+
+        Raises:
+            InvalidInput: something else.
+        """
+        if isinstance(prompt, Prompt):
+            return prompt
+        parts = [prompt] if isinstance(prompt, str | Text | Structure | Attachment) else prompt
+        if not isinstance(parts, Sequence):
+            raise InvalidInput(f"a prompt is text, a Prompt or a list of segments, got {prompt!r:.80}")
+        segments = [Text(text=part) if isinstance(part, str) else part for part in parts]
+        for part in segments:
+            if not isinstance(part, Text | Structure | Attachment):
+                raise InvalidInput(f"a segment of a prompt is text, Structure or Attachment, got {part!r:.80}")
+        return cls(segments=tuple(segments))
+
+
+class Reasoning(_Frozen):
+    """What the model thought before it answered; ``signature`` is the provider's seal on it, if it has one."""
+
+    kind: Literal["reasoning"] = "reasoning"
     text: str
+    signature: Base64Bytes | None = None
 
 
-class ToolCall(_Entry):
+class ToolCall(_Frozen):
     """One call that the model asked for; ``arguments`` is what it wrote, before validation."""
 
     id: str
@@ -36,7 +171,7 @@ class ToolCall(_Entry):
     arguments: dict[str, Any]
 
 
-class ToolCalls(_Entry):
+class ToolCalls(_Frozen):
     """The calls of one turn, with what the model said before them."""
 
     kind: Literal["tool_calls"] = "tool_calls"
@@ -44,36 +179,43 @@ class ToolCalls(_Entry):
     text: str = ""
 
 
-class ToolOutput(_Entry):
+class ToolOutput(_Segmented):
     """What one call returned, as the model reads it."""
 
     kind: Literal["tool_output"] = "tool_output"
     call_id: str
     name: str
-    text: str
+
+    def __init__(self, text: str | None = None, /, **fields: Any) -> None:  # type checkers do not look at the base's
+        super().__init__(text, **fields)
 
 
-class Answer(_Entry):
-    """What the model answered; JSON text if a type was asked for."""
+class Answer(_Segmented):
+    """The model's response: text, or a structure if a type was asked for."""
 
-    kind: Literal["answer"] = "answer"
-    text: str
+    kind: Literal["response"] = "response"
+
+    def __init__(self, text: str | None = None, /, **fields: Any) -> None:  # type checkers do not look at the base's
+        super().__init__(text, **fields)
 
 
-Entry = Annotated[Instructions | Prompt | ToolCalls | ToolOutput | Answer, Field(discriminator="kind")]
+Entry = Annotated[
+    Instructions | Prompt | Reasoning | ToolCalls | ToolOutput | Answer,
+    Field(discriminator="kind"),
+]
 
 
 class Transcript(BaseModel):
     """A conversation, oldest entry first. Immutable: a session replaces its transcript, it never edits it.
 
-    >>> transcript = Transcript(entries=(Prompt(text="Hi"), Answer(text="Hello.")))
+    >>> transcript = Transcript(entries=(Prompt("Hi"), Answer("Hello.")))
     >>> Transcript.from_json(transcript.to_json()) == transcript
     True
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     entries: tuple[Entry, ...] = ()
 
     def __len__(self) -> int:
@@ -81,6 +223,16 @@ class Transcript(BaseModel):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         return iter(self.entries)
+
+    @property
+    def history(self) -> tuple[Any, ...]:
+        """All entries but the instructions."""
+        return tuple(entry for entry in self.entries if not isinstance(entry, Instructions))
+
+    @property
+    def instructions(self) -> tuple[Instructions, ...]:
+        """The instructions."""
+        return tuple(entry for entry in self.entries if isinstance(entry, Instructions))
 
     def add(self, *entries: Any) -> Transcript:
         """A transcript with more entries at its end."""

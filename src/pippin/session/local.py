@@ -1,0 +1,201 @@
+"""The local model as a provider: prompts, grammars and tool calls around an engine.
+
+Notable here:
+- tool calls are decoded under the grammar of their signatures and hidden from the text that is shown
+- reasoning is a pass of its own with its own budget: the model thinks freely, only the answer is constrained
+- whatever can be told from the request alone is told by the call, before anything is computed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+from pippin.core.errors import AnswerTruncated, ContextOverflow
+from pippin.engine.engine import Engine, Finished, Prefix, Request, Token, common_prefix
+from pippin.engine.sampling import SamplingOptions
+from pippin.engine.text import TextStream
+from pippin.language.load import LanguageModel, load
+from pippin.session import prompting
+from pippin.session.provider import (
+    CallsMade,
+    Capabilities,
+    Done,
+    Provider,
+    ReasoningDelta,
+    TextDelta,
+    Turn,
+    TurnEvent,
+    require,
+)
+from pippin.session.response import Timing, Usage
+from pippin.session.transcript import Prompt
+
+
+class TokenEngine(Protocol):
+    """What a local model needs of an engine: `Engine` for one request at a time, `BatchEngine` for many."""
+
+    model: LanguageModel
+
+    def stream(self, request: Request) -> Iterator[Token | Finished]:
+        """Answer a request, token by token."""
+
+    def check(self, prompt: list[int], options: SamplingOptions) -> None:
+        """Raise what `stream` raises for this prompt."""
+
+    def prefill(self, prompt: list[int], prefix: Prefix) -> int:
+        """Compute the beginning of a prompt ahead of its request."""
+
+
+class LocalModel(Provider):
+    """A model on this machine.
+
+    Args:
+        model: a model reference (see `pippin.load`) or a loaded model.
+        engine: what runs it; None for an engine that answers one request at a time.
+
+    Raises:
+        ModelNotFound, DownloadFailed, CheckpointError: the model cannot be had.
+    """
+
+    def __init__(
+        self, model: str | Path | LanguageModel = "smollm2-135m", *, engine: TokenEngine | None = None
+    ) -> None:
+        self.model = model if isinstance(model, LanguageModel) else load(model)
+        self.engine: TokenEngine = Engine(self.model) if engine is None else engine
+        self.name = self.model.name
+        self.context_size: int = self.model.context_size
+        self.capabilities = Capabilities(
+            guided_generation=True,
+            grammars=True,
+            tool_calling=self.model.template is not None,
+            required_tool_calls=self.model.template is not None,
+            reasoning=prompting.can_think(self.model),
+            logprobs=True,
+        )
+
+    def stream(self, turn: Turn) -> Iterator[TurnEvent]:
+        """Answer one turn; see `Provider.stream`.
+
+        Raises:
+            UnsupportedCapability: tools for a base model, reasoning for a model that was not trained to.
+            ContextOverflow: the turn does not fit.
+        """
+        require(self, turn)
+        self._refuse_huge(turn)
+        thinking = turn.options.reasoning_budget > 0
+        ids = self._encode(turn, thinking=thinking)
+        self.engine.check(ids, turn.options)
+        return self._think_and_answer(turn, ids) if thinking else self._answer(turn, ids, Usage(), Timing())
+
+    def token_count(self, item: str | Turn) -> int:
+        """Tokens of a text, or of all that the model reads in a turn."""
+        if isinstance(item, Turn):
+            return len(self._encode(item))
+        return len(self.model.tokenizer.encode(item))
+
+    def prewarm(self, turn: Turn) -> int:
+        """Compute what this turn has in common with any other that begins like it; return how many tokens that are."""
+        *before, last = turn.transcript
+        # what two prompts have in common is what does not depend on how the prompt goes on
+        one, other = (
+            self._encode(replace(turn, transcript=turn.transcript.model_copy(update={"entries": (*before, prompt)})))
+            for prompt in (Prompt(last.text + end) for end in ("a", "b"))
+        )
+        self.engine.check(one, SamplingOptions())
+        return self.engine.prefill(one[: common_prefix(one, other)], self._prefix(turn))
+
+    def _encode(self, turn: Turn, *, thinking: bool = False) -> list[int]:
+        if turn.ids is not None:
+            return list(turn.ids)
+        shown = turn.schema is not None and turn.options.include_schema_in_prompt
+        hint = turn.schema.prompt_text() if turn.schema is not None and shown else ""
+        return prompting.encode(self.model, turn.transcript, turn.tools, hint, thinking=thinking)
+
+    def _prefix(self, turn: Turn) -> Prefix:
+        prefix: Prefix = turn.memory.setdefault(f"prefix {turn.adapter or ''}", Prefix())
+        return prefix
+
+    def _refuse_huge(self, turn: Turn) -> None:
+        """Raise `ContextOverflow` for text that cannot fit, without cutting megabytes of it into tokens."""
+        characters = max((len(entry.text) for entry in turn.transcript), default=0)
+        least = characters // self.model.tokenizer.longest_token
+        if least > self.context_size:
+            raise ContextOverflow(
+                f"a text of {characters:,} characters is at least {least:,} tokens, the context of {self.name} holds "
+                f"{self.context_size:,}; shorten it or take another model",
+                context_size=self.context_size,
+                token_count=least,
+            )
+
+    def _think_and_answer(self, turn: Turn, ids: list[int]) -> Iterator[TurnEvent]:
+        """A free pass up to the end of the reasoning or of its budget, then the answer."""
+        options = turn.options
+        room = (options.max_tokens or self.context_size - len(ids)) - 1
+        budget = min(options.reasoning_budget, max(room, 1))
+        free = replace(options, max_tokens=budget, stop=(prompting.ANSWER,), logprobs=None)
+        request = Request(ids, free, prefix=self._prefix(turn), cancel=turn.cancel, adapter=turn.adapter)
+        thought: list[int] = []
+        for event in self.engine.stream(request):
+            if event.text:
+                yield ReasoningDelta(event.text)
+            if isinstance(event, Token):
+                thought.append(event.id)
+        assert isinstance(event, Finished)
+        usage, timing = _account(event, Usage(reasoning_tokens=event.answer_tokens), Timing())
+        if event.reason == "cancelled":
+            yield Done("cancelled", usage, timing)
+            return
+        text = self.model.tokenizer.decode(thought)
+        whole = prompting.ANSWER in text
+        ids = ids + (thought if not whole else self.model.tokenizer.encode(text[: text.index(prompting.ANSWER)]))
+        ids += self.model.tokenizer.encode(f"{prompting.ANSWER}\n\n")
+        left = None if options.max_tokens is None else max(options.max_tokens - event.answer_tokens, 1)
+        rest = replace(turn, options=replace(options, max_tokens=left))
+        self.engine.check(ids, rest.options)
+        yield from self._answer(rest, ids, usage, timing)
+
+    def _answer(self, turn: Turn, ids: list[int], usage: Usage, timing: Timing) -> Iterator[TurnEvent]:
+        tools, schema = turn.tools, turn.schema
+        grammar = prompting.grammar(
+            schema,
+            tools,
+            required=turn.options.tool_calling == "required",
+            parallel=turn.options.parallel_tool_calls,
+        )
+        request = Request(ids, turn.options, grammar, self._prefix(turn), turn.cancel, turn.adapter)
+        visible = TextStream([prompting.OPEN] if tools and schema is None else [])
+        raw = told = ""
+        for event in self.engine.stream(request):
+            raw += event.text
+            visible.push(event.text.encode("utf-8", "surrogatepass"))
+            if isinstance(event, Finished):
+                visible.finish()
+            # a typed answer never begins like a call, so what does is one, or is about to be
+            calling = bool(schema and tools) and prompting.OPEN.startswith(raw[: len(prompting.OPEN)])
+            tokens = (event,) if isinstance(event, Token) else ()
+            if not calling and (visible.text != told or tokens):
+                yield TextDelta(visible.text[len(told) :], tokens)
+                told = visible.text
+        assert isinstance(event, Finished)
+        usage, timing = _account(event, usage, timing)
+        cut = bool(tools) and raw.rfind(prompting.OPEN) > raw.rfind(prompting.CLOSE)
+        if cut and event.reason == "length":
+            raise AnswerTruncated(
+                f"a tool call was not complete after {event.answer_tokens} tokens; raise max_tokens or ask for less",
+                partial=raw,
+            )
+        calls = prompting.calls(raw, turn.transcript) if tools else ()
+        if calls:
+            yield CallsMade(calls)
+        yield Done("tool_calls" if calls and event.reason == "stop" else event.reason, usage, timing)
+
+
+def _account(event: Finished, usage: Usage, timing: Timing) -> tuple[Usage, Timing]:
+    """Usage and timing with those of one more pass."""
+    return (
+        usage + Usage(event.prompt_tokens, event.cached_tokens, event.answer_tokens),
+        timing + Timing(event.prompt_seconds, event.total_seconds - event.prompt_seconds, event.first_token_seconds),
+    )

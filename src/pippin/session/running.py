@@ -1,0 +1,442 @@
+"""One request on its way: rounds of tool calls, then the answer; hooks, guardrails and history around them.
+
+Notable here:
+- everything that can be refused is refused before the first token: prompt, capabilities, guides, context
+- what is shown has passed the guardrails; what is remembered has passed the hooks
+- tool calls are approved in their order and run side by side; their outputs keep that order
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from pydantic_core import to_json
+
+from pippin.core.errors import (
+    AnswerTruncated,
+    Cancelled,
+    ContextOverflow,
+    Denied,
+    InvalidArgument,
+    InvalidInput,
+    InvalidProviderAnswer,
+    Refusal,
+    TimedOut,
+    ToolCallError,
+    TooManyToolRounds,
+    UnsupportedCapability,
+)
+from pippin.engine.engine import Token
+from pippin.session.history import HistoryPolicy
+from pippin.session.hooks import Deny, Hooks, Replace
+from pippin.session.options import GenerationOptions
+from pippin.session.profile import Profile
+from pippin.session.provider import (
+    CallsMade,
+    Done,
+    Provider,
+    ReasoningDelta,
+    Refused,
+    TextDelta,
+    Turn,
+    TurnEvent,
+    require,
+)
+from pippin.session.response import Response, Snapshot, Timing, Usage
+from pippin.session.schema import Schema
+from pippin.session.tools import Tool, as_tools
+from pippin.session.transcript import (
+    Answer,
+    Instructions,
+    Prompt,
+    Reasoning,
+    Structure,
+    ToolCall,
+    ToolCalls,
+    ToolOutput,
+    Transcript,
+)
+
+if TYPE_CHECKING:
+    from pippin.session.session import Session
+
+_DEFAULTS = GenerationOptions()
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What holds for one turn."""
+
+    session: Session
+    profile: Profile
+    provider: Provider
+    hooks: Hooks
+    history: HistoryPolicy | None
+    options: GenerationOptions
+
+    @classmethod
+    def of(cls, session: Session, profile: Profile, options: GenerationOptions) -> Settings:
+        """The session's settings with those of the profile over them; a request's own options count most."""
+        changes: dict[str, Any] = {
+            name: value
+            for name in ("temperature", "reasoning")
+            if (value := getattr(profile, name)) is not None and getattr(options, name) == getattr(_DEFAULTS, name)
+        }
+        return cls(
+            session,
+            profile,
+            session.provider if profile.model is None else session._provider(profile.model),
+            session.hooks if profile.hooks is None else profile.hooks,
+            session.history if profile.history is None else profile.history,
+            replace(options, **changes),
+        )
+
+    def tools(self) -> dict[str, Tool[..., Any]]:
+        """What the model may call now; loading a skill changes it.
+
+        Raises:
+            InvalidTool: two tools of one name.
+            InvalidArgument: a tool call is required, and there are no tools.
+        """
+        if self.options.tool_calling == "disallowed":
+            return {}
+        session, own = self.session, self.profile.tools
+        tools = list((session.tools if own is None else as_tools(own)).values())
+        if session.skills is not None:
+            tools += session.skills.tools.values()
+        if self.options.tool_calling == "required" and not tools:
+            raise InvalidArgument("tool_calling is required, but the session has no tools")
+        return as_tools(tools)
+
+    def view(self, transcript: Transcript) -> Transcript:
+        """The transcript under the profile's instructions."""
+        if self.profile.instructions is None:
+            return transcript
+        return Transcript(entries=(Instructions(self.profile.instructions), *transcript.history))
+
+
+@dataclass
+class _Written:
+    """What the model wrote in one round."""
+
+    raw: str = ""
+    shown: str = ""
+    thought: str = ""
+    signature: bytes | None = None
+    calls: tuple[ToolCall, ...] = ()
+    tokens: list[Token] = field(default_factory=list)
+    done: Done | None = None
+
+
+class Running:
+    """One request of a session."""
+
+    def __init__(
+        self, session: Session, prompt: Prompt, schema: Schema[Any] | None, settings: Settings, snapshots: bool
+    ) -> None:
+        self.session, self.schema, self.settings, self.snapshots = session, schema, settings, snapshots
+        self.cancel = threading.Event()
+        self.usage, self.timing = Usage(), Timing()
+        self.identity = f"{len(session.transcript)}"
+        self.written = _Written()
+        self.late = False
+        if settings.profile.name != session._active:
+            session._active = settings.profile.name
+            if settings.hooks.on_activate is not None:
+                settings.hooks.on_activate(settings.profile)
+        decision = settings.hooks.decide("on_prompt", prompt)
+        if isinstance(decision, Deny):
+            raise Denied(decision.reason)
+        if isinstance(decision, Replace):
+            prompt = Prompt.of(decision.value)
+        if session.guardrails is not None:
+            session.guardrails.enforce(prompt.text, role="input")
+        self.entries: list[Any] = [prompt]
+        self.tools = settings.tools()
+
+    def ask(self, round: int) -> Iterator[TurnEvent]:
+        """Ask the provider for a round; raises what can be told without computing or sending anything."""
+        session, settings = self.session, self.settings
+        options = settings.options
+        if round and options.tool_calling == "required":
+            options = replace(options, tool_calling="allowed")
+        self.tools = settings.tools()
+        turn = Turn(
+            settings.view(session.transcript.add(*self.entries)),
+            tuple(self.tools.values()),
+            self.schema,
+            options,
+            session.adapter,
+            self.cancel,
+            session._memory.setdefault(id(settings.provider), {}),
+        )
+        require(settings.provider, turn)
+        if settings.history is not None:
+            turn = replace(turn, transcript=settings.history(turn.transcript, _Reader(self, turn)))
+        return settings.provider.stream(turn)
+
+    def steps(self, events: Iterator[TurnEvent]) -> Generator[Snapshot, None, Response[Any]]:
+        """Snapshots, beginning with the first round; at the end the transcript is replaced, the response returned."""
+        timer = None
+        if self.settings.options.timeout is not None:
+            timer = threading.Timer(self.settings.options.timeout, self._expire)
+            timer.daemon = True
+            timer.start()
+        try:
+            response = yield from self._rounds(events)
+        except BaseException as error:
+            if self.session.on_error == "preserve":
+                self._preserve(error)
+            raise
+        finally:
+            if timer is not None:
+                timer.cancel()
+            self.session._usage += self.usage
+        self.session._transcript = self.session._transcript.add(*self.entries)
+        return response
+
+    def _expire(self) -> None:
+        self.late = True
+        self.cancel.set()
+
+    def _rounds(self, events: Iterator[TurnEvent]) -> Generator[Snapshot, None, Response[Any]]:
+        most = self.session.max_tool_rounds
+        for round in range(most + 1):
+            yield from self._write(events)
+            written = self.written
+            if written.thought:
+                self._remember_thought(written)
+            if not written.calls:
+                break
+            if round == most:
+                raise TooManyToolRounds(
+                    f"the model called tools in {round} rounds and again ({written.calls[0].name}); raise "
+                    "max_tool_rounds, give it less to do in one prompt, or set tool_calling to 'disallowed'"
+                )
+            self.entries.append(ToolCalls(calls=written.calls, text=written.raw.strip()))
+            self.written = _Written()
+            self.entries += self._call(written.calls)
+            events = self.ask(round + 1)
+        return self._respond()
+
+    # --- one round ------------------------------------------------------------------------------------------------
+
+    def _write(self, events: Iterator[TurnEvent]) -> Generator[Snapshot, None, None]:
+        """Let the model write once; yield snapshots of what is not a tool call."""
+        written = self.written = _Written()
+        guardrails = self.session.guardrails
+        checker = None if guardrails is None else guardrails.stream()
+        for event in events:
+            if isinstance(event, TextDelta):
+                written.raw += event.text
+                written.tokens += event.tokens
+                released = event.text if checker is None else checker.push(event.text)
+                if released:
+                    written.shown += released
+                    if self.snapshots:
+                        yield self._snapshot(released)
+            elif isinstance(event, ReasoningDelta):
+                written.thought += event.text
+                written.signature = event.signature or written.signature
+            elif isinstance(event, CallsMade):
+                written.calls += event.calls
+            elif isinstance(event, Refused):
+                raise self._refusal(event.explanation)
+            else:
+                written.done = event
+        self._end(written)
+        released = "" if checker is None else checker.finish()
+        written.shown += released
+        if self.snapshots and written.shown and not (written.calls and self.schema):
+            yield self._snapshot(released, complete=not written.calls)
+
+    def _snapshot(self, delta: str, *, complete: bool = False) -> Snapshot:
+        text = self.written.shown
+        if self.schema is None:
+            return Snapshot(text, text, delta, complete)
+        content = self.schema.snapshot(text, complete=complete, identity=self.identity)
+        if self.session.guardrails is not None:
+            self.session.guardrails.enforce_value(content, role="output")
+        return Snapshot(content, text, delta, complete)
+
+    def _end(self, written: _Written) -> None:
+        """Account for the round; raise if it did not end as it should."""
+        provider, done = self.settings.provider, written.done
+        if done is None:
+            raise InvalidProviderAnswer(f"{provider.name} ended its answer without saying why; ask again")
+        self.usage += done.usage
+        self.timing += done.timing
+        if done.reason == "cancelled":
+            if self.late:
+                seconds = self.settings.options.timeout
+                raise TimedOut(f"no complete answer within {seconds:g} seconds; raise timeout or ask for less")
+            raise Cancelled(f"the answer was cancelled after {done.usage.output_tokens} tokens")
+        if done.reason == "length" and self.schema is not None and not written.calls:
+            raise AnswerTruncated(
+                f"the typed answer was not complete after {done.usage.output_tokens} tokens; raise max_tokens or ask "
+                "for less",
+                partial=written.raw,
+            )
+
+    def _remember_thought(self, written: _Written) -> None:
+        # model_construct, since validation would take the signature for base64
+        entry = Reasoning.model_construct(text=written.thought.strip(), signature=written.signature)
+        decision = self.settings.hooks.decide("on_reasoning", entry)
+        if isinstance(decision, Deny):
+            raise Denied(decision.reason)
+        if isinstance(decision, Replace):
+            entry = entry.model_copy(update={"text": str(decision.value)})
+        self.entries.append(entry)
+
+    def _refusal(self, explanation: str) -> Refusal:
+        said = " ".join(explanation.split())
+        return Refusal(f"the model declined: {said[:200]}", explanation=explanation)
+
+    # --- the answer -----------------------------------------------------------------------------------------------
+
+    def _respond(self) -> Response[Any]:
+        """Check, build and remember the answer."""
+        raw, guardrails = self.written.raw, self.session.guardrails
+        assert self.written.done is not None
+        content: Any = raw
+        if self.schema is not None:
+            try:
+                content = self.schema.parse(raw, identity=self.identity)
+            except InvalidInput as error:
+                raise InvalidProviderAnswer(
+                    f"{self.settings.provider.name} did not hold to the type: {error}"
+                ) from error
+            if guardrails is not None:
+                guardrails.enforce_value(content, role="output")
+        elif guardrails is not None and (explanation := guardrails.refusal(raw)):
+            raise self._refusal(explanation)
+        reason = "length" if self.written.done.reason == "length" else "stop"
+        entries = (*self.entries, _answer(raw, self.schema))
+        response = Response(content, raw, self.usage, reason, entries, self.timing, tuple(self.written.tokens))  # type: ignore[arg-type]
+        decision = self.settings.hooks.decide("on_response", response)
+        if isinstance(decision, Deny):
+            raise Denied(decision.reason)
+        if isinstance(decision, Replace):
+            raw = self._written_form(decision.value)
+            entries = (*self.entries, _answer(raw, self.schema))
+            response = replace(response, content=decision.value, raw_content=raw, transcript_entries=entries)
+        self.entries = list(entries)
+        return response
+
+    def _written_form(self, content: Any) -> str:
+        """A hook's content as the model would have written it."""
+        if self.schema is None or self.schema.json_schema is None:
+            if not isinstance(content, str):
+                raise InvalidArgument(f"on_response must replace text by text, got {content!r:.80}")
+            return content
+        return to_json(content, by_alias=True).decode()
+
+    # --- tools ----------------------------------------------------------------------------------------------------
+
+    def _call(self, calls: tuple[ToolCall, ...]) -> list[ToolOutput]:
+        """Decide on the calls, run those that are allowed, and check that the model can read what they returned."""
+        decisions = [self.settings.hooks.decide("on_tool_call", call) for call in calls]
+        with ThreadPoolExecutor(max_workers=len(calls), thread_name_prefix="tool calls") as pool:
+            waiting = [
+                None if isinstance(decision, Deny) else pool.submit(self._run, call, decision)
+                for call, decision in zip(calls, decisions, strict=True)
+            ]
+        outputs = []
+        for call, decision, result in zip(calls, decisions, waiting, strict=True):
+            text = decision.reason if isinstance(decision, Deny) else result.result() if result else ""
+            outputs.append(self._passed(ToolOutput(text, call_id=call.id, name=call.name)))
+        return outputs
+
+    def _run(self, call: ToolCall, decision: object) -> str:
+        arguments = decision.value if isinstance(decision, Replace) else call.arguments
+        tool = self.tools.get(call.name)
+        if tool is None:
+            raise ToolCallError(
+                f"the model called {call.name!r}, which is not one of its tools ({', '.join(self.tools)})",
+                tool=call.name,
+                arguments=arguments,
+            )
+        text = tool.call(arguments, timeout=self.session.tool_timeout)
+        self._refuse_huge(call, text, arguments)
+        return text
+
+    def _passed(self, output: ToolOutput) -> ToolOutput:
+        """The output after its hook."""
+        decision = self.settings.hooks.decide("on_tool_output", output)
+        if isinstance(decision, Deny):
+            return ToolOutput(decision.reason, call_id=output.call_id, name=output.name)
+        if isinstance(decision, Replace):
+            return ToolOutput(str(decision.value), call_id=output.call_id, name=output.name)
+        return output
+
+    def _refuse_huge(self, call: ToolCall, text: str, arguments: Any) -> None:
+        """Raise `ToolCallError` for an output that can never be read; by its length, or else by its tokens."""
+        provider = self.settings.provider
+        size = provider.context_size
+        if size is None or len(text) < size:  # a token is at least one character
+            return
+        try:
+            count = size if len(text) > 1000 * size else provider.token_count(text)
+        except UnsupportedCapability:
+            return
+        if count < size:
+            return
+        cause = ContextOverflow(
+            f"{len(text):,} characters in a context of {size:,} tokens", context_size=size, token_count=count
+        )
+        raise ToolCallError(
+            f"tool {call.name!r} returned {len(text):,} characters, more than the context of {provider.name} "
+            f"({size:,} tokens) holds; return a part or a summary",
+            tool=call.name,
+            cause=cause,
+            arguments=arguments,
+        )
+
+    # --- when it fails --------------------------------------------------------------------------------------------
+
+    def _preserve(self, error: BaseException) -> None:
+        """Keep what there is: no call without an output, and the part of the answer that was shown."""
+        entries, known = list(self.entries), {e.call_id for e in self.entries if isinstance(e, ToolOutput)}
+        for entry in self.entries:
+            for call in entry.calls if isinstance(entry, ToolCalls) else ():
+                if call.id not in known:
+                    text = f"No result: {error}" if str(error) else "No result."
+                    entries.append(ToolOutput(text, call_id=call.id, name=call.name))
+        if self.written.shown and not isinstance(entries[-1], Answer):
+            entries.append(Answer(self.written.shown))
+        self.session._transcript = self.session._transcript.add(*entries)
+
+
+class _Reader:
+    """What a history policy sees of the model that will read its result."""
+
+    def __init__(self, running: Running, turn: Turn) -> None:
+        self.running, self.turn = running, turn
+        self.provider = running.settings.provider
+        self.context_size = self.provider.context_size
+
+    def token_count(self, transcript: Transcript) -> int:
+        """Tokens of a transcript, with the tools and the schema of the turn."""
+        return self.provider.token_count(replace(self.turn, transcript=transcript))
+
+    def ask(self, instructions: str, prompt: str) -> str:
+        """A turn apart from the conversation; its tokens are counted, its text is not shown."""
+        transcript = Transcript(entries=(Instructions(instructions), Prompt(prompt)))
+        options = GenerationOptions(max_tokens=256, temperature=self.turn.options.temperature)
+        text = ""
+        for event in self.provider.stream(Turn(transcript, options=options, cancel=self.running.cancel)):
+            if isinstance(event, TextDelta):
+                text += event.text
+            elif isinstance(event, Done):
+                self.running.usage += event.usage
+        return text
+
+
+def _answer(raw: str, schema: Schema[Any] | None) -> Answer:
+    if schema is None or schema.json_schema is None:
+        return Answer(raw)
+    return Answer(segments=(Structure(text=raw, schema_name=str(schema.json_schema.get("title", ""))),))

@@ -1,0 +1,352 @@
+"""A session over a provider of one's own, and what it does with every kind of event."""
+
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+from pydantic import BaseModel
+
+import pippin
+from pippin.core.errors import (
+    AnswerTruncated,
+    Cancelled,
+    Denied,
+    InvalidArgument,
+    InvalidProviderAnswer,
+    Refusal,
+    TimedOut,
+    ToolCallError,
+    TranscriptMutation,
+    UnsupportedCapability,
+    UnsupportedContent,
+)
+from pippin.session import (
+    Answer,
+    Attachment,
+    Capabilities,
+    GenerationOptions,
+    Hooks,
+    Instructions,
+    Profile,
+    Prompt,
+    Provider,
+    Reasoning,
+    Replace,
+    Session,
+    Structure,
+    ToolCall,
+    ToolCalls,
+    ToolOutput,
+    Transcript,
+    Usage,
+)
+from pippin.session.provider import CallsMade, Done, ReasoningDelta, Refused, TextDelta
+
+ALL = Capabilities(*[True] * 7)
+
+
+class Scripted(Provider):
+    """Answers each turn with the next list of events, and remembers what it was asked."""
+
+    name = "scripted"
+
+    def __init__(self, *turns, capabilities=ALL, context_size=None):
+        self.turns, self.asked = list(turns), []
+        self.capabilities, self.context_size = capabilities, context_size
+
+    def stream(self, turn):
+        self.asked.append(turn)
+        return self._events(self.turns.pop(0), turn)
+
+    def _events(self, events, turn):
+        for event in events:
+            if callable(event):
+                event(turn)
+            elif event == "wait":
+                turn.cancel.wait(5)
+                yield Done("cancelled")
+                return
+            else:
+                yield event
+
+
+def said(text, *, reason="stop", **usage):
+    return [TextDelta(text[:2]), TextDelta(text[2:]), Done(reason, Usage(**usage))]
+
+
+def calling(*calls, text=""):
+    return [TextDelta(text), CallsMade(tuple(calls)), Done("tool_calls", Usage(5, 0, 3))]
+
+
+class City(BaseModel):
+    name: str
+    people: int = 0
+
+
+@pippin.tool
+def add(a: int, b: int) -> int:
+    """Add."""
+    return a + b
+
+
+CALL = ToolCall(id="c1", name="add", arguments={"a": 2, "b": 3})
+
+
+def test_text_types_and_usage():
+    provider = Scripted(said("Hello.", input_tokens=7, output_tokens=2), said('{"name": "Rome"}'))
+    session = Session(provider, instructions="Be brief.")
+    stream = session.stream("Hi")
+    shown = list(stream)
+    assert [s.content for s in shown] == ["He", "Hello.", "Hello."]
+    assert [s.is_complete for s in shown] == [False, False, True]
+    assert session.respond("Where?", generating=City).content == City(name="Rome")
+    assert session.usage == Usage(7, 0, 2)
+    assert session.transcript.entries == (
+        Instructions("Be brief."),
+        Prompt("Hi"),
+        Answer("Hello."),
+        Prompt("Where?"),
+        Answer(segments=(Structure(text='{"name": "Rome"}', schema_name="City"),)),
+    )
+    assert provider.asked[1].transcript == Transcript(entries=session.transcript.entries[:4])
+
+
+def test_a_tool_turn_shows_nothing_and_goes_on():
+    provider = Scripted(calling(CALL), said("It is 5."))
+    session = Session(provider, tools=[add])
+    stream = session.stream("2 + 3?")
+    assert [s.content for s in stream] == ["It", "It is 5.", "It is 5."]
+    assert session.transcript.entries[1:3] == (ToolCalls(calls=(CALL,)), ToolOutput("5", call_id="c1", name="add"))
+    assert [t.name for t in provider.asked[0].tools] == ["add"]
+
+
+def test_several_calls_run_side_by_side_and_keep_their_order():
+    barrier = threading.Barrier(2, timeout=5)
+
+    @pippin.tool
+    def meet(name: str) -> str:
+        """Wait for the other."""
+        barrier.wait()
+        return name.upper()
+
+    calls = tuple(ToolCall(id=n, name="meet", arguments={"name": n}) for n in "xy")
+    session = Session(Scripted(calling(*calls), said("Done.")), tools=[meet])
+    outputs = [e.text for e in session.respond("Go").transcript_entries if isinstance(e, ToolOutput)]
+    assert outputs == ["X", "Y"]
+
+
+def test_a_tool_that_was_never_offered():
+    session = Session(Scripted(calling(replace_name(CALL, "rm"))), tools=[add])
+    with pytest.raises(ToolCallError, match=r"'rm', which is not one of its tools \(add\)"):
+        session.respond("Go")
+    assert len(session.transcript) == 0
+
+
+def replace_name(call, name):
+    return call.model_copy(update={"name": name})
+
+
+def test_reasoning_is_kept_apart_with_its_signature():
+    events = [ReasoningDelta("Let me "), ReasoningDelta("see.", b"seal"), *said("Four.")]
+    session = Session(Scripted(events))
+    stream = session.stream("2 + 2?", options=GenerationOptions(reasoning="light"))
+    assert [s.content for s in stream][-1] == "Four."
+    _prompt, thought, answer = session.transcript
+    assert (thought.kind, thought.text, thought.signature) == ("reasoning", "Let me see.", b"seal")
+    assert Transcript.from_json(session.transcript.to_json()) == session.transcript
+    assert answer.text == "Four."
+
+
+@pytest.mark.parametrize(
+    ("events", "error", "message"),
+    [
+        ([Refused("I would rather not.")], Refusal, "declined: I would rather not"),
+        ([TextDelta("Hal")], InvalidProviderAnswer, "without saying why"),
+        (said("{]"), InvalidProviderAnswer, "did not hold to the type"),
+        (said('{"name"', reason="length"), AnswerTruncated, "not complete"),
+        ([TextDelta("a"), Done("cancelled")], Cancelled, "cancelled"),
+    ],
+)
+def test_what_a_provider_does_wrong(events, error, message):
+    session = Session(Scripted(events))
+    with pytest.raises(error, match=message):
+        session.respond("Hi", generating=City)
+    assert len(session.transcript) == 0
+    assert not session.is_responding
+
+
+PNG = Attachment(media_type="image/png", data="iVBO", label="map.png")
+
+
+@pytest.mark.parametrize(
+    ("name", "request_"),
+    [
+        ("guided_generation", {"generating": City}),
+        ("grammars", {"generating": pippin.Regex("a+")}),
+        ("tool_calling", {"tools": [add]}),
+        ("required_tool_calls", {"tools": [add], "options": GenerationOptions(tool_calling="required")}),
+        ("reasoning", {"options": GenerationOptions(reasoning=10)}),
+        ("logprobs", {"options": GenerationOptions(logprobs=2)}),
+        ("vision", {"prompt": ["Where is this?", PNG]}),
+    ],
+)
+def test_what_a_provider_cannot_do_is_refused_before_it_is_asked(name, request_):
+    request_ = dict(request_)
+    provider = Scripted(said("no"), capabilities=replace(ALL, **{name: False}))
+    session = Session(provider, tools=request_.pop("tools", ()))
+    with pytest.raises(UnsupportedContent if name == "vision" else UnsupportedCapability) as caught:
+        session.respond(request_.pop("prompt", "Hi"), **request_)
+    assert ("map.png" if name == "vision" else name.replace("_", " ")) in str(caught.value)
+    assert provider.asked == []
+    assert not session.is_responding
+
+
+# --- errors: revert or preserve ---------------------------------------------------------------------------------------
+
+
+def test_revert_and_preserve():
+    @pippin.tool
+    def broken() -> str:
+        """Break."""
+        raise RuntimeError("no luck")
+
+    def run(on_error):
+        call = ToolCall(id="c9", name="broken", arguments={})
+        session = Session(Scripted(calling(CALL, call)), tools=[add, broken], on_error=on_error)
+        before = session.transcript.to_json()
+        with pytest.raises(ToolCallError):
+            session.respond("Go")
+        return session, before
+
+    session, before = run("revert")
+    assert session.transcript.to_json() == before
+    session, _ = run("preserve")
+    kinds = [entry.kind for entry in session.transcript]
+    assert kinds == ["prompt", "tool_calls", "tool_output", "tool_output"]
+    assert {e.call_id for e in session.transcript if isinstance(e, ToolOutput)} == {"c1", "c9"}
+
+
+@pytest.mark.parametrize("how", ["cancel", "close"])
+def test_preserve_keeps_the_part_of_the_answer_that_was_shown(how):
+    session = Session(Scripted([TextDelta("Once upon"), "wait"]), on_error="preserve")
+    stream = session.stream("A story")
+    assert next(stream).content == "Once upon"
+    if how == "cancel":
+        stream.cancel()
+        with pytest.raises(Cancelled):
+            next(stream)
+    else:
+        stream.close()
+    assert session.transcript.entries == (Prompt("A story"), Answer("Once upon"))
+    assert not session.is_responding
+
+
+def test_an_answer_that_takes_too_long():
+    session = Session(Scripted(["wait"]))
+    began = time.perf_counter()
+    with pytest.raises(TimedOut, match=r"within 0\.05 seconds"):
+        session.respond("Hi", options=GenerationOptions(timeout=0.05))
+    assert time.perf_counter() - began < 3
+
+
+def test_the_transcript_is_not_replaced_while_it_grows():
+    session = Session(Scripted(said("Hello.")))
+    with session.stream("Hi") as stream:
+        next(stream)
+        with pytest.raises(TranscriptMutation, match="cannot replace the transcript"):
+            session.transcript = Transcript()
+
+
+# --- hooks ------------------------------------------------------------------------------------------------------------
+
+
+def test_hooks_replace_what_passes():
+    provider = Scripted([ReasoningDelta("hm"), *calling(CALL)], said("It is 50."))
+    hooks = Hooks(
+        on_prompt=lambda prompt: Replace(prompt.text.upper()),
+        on_reasoning=lambda thought: Replace("(thought)"),
+        on_tool_call=lambda call: Replace({"a": 20, "b": 30}),
+        on_tool_output=lambda output: Replace(f"<{output.text}>"),
+        on_response=lambda response: Replace(response.content + "!"),
+    )
+    session = Session(provider, tools=[add], hooks=hooks)
+    response = session.respond("sum", options=GenerationOptions(reasoning="light"))
+    assert response.content == response.raw_content == "It is 50.!"
+    assert [e.text for e in session.transcript] == ["SUM", "(thought)", "", "<50>", "It is 50.!"]
+    assert session.transcript.entries == response.transcript_entries
+
+
+def test_hooks_replace_a_typed_answer():
+    hooks = Hooks(on_response=lambda response: Replace(City(name="Oslo", people=7)))
+    response = Session(Scripted(said('{"name": "Rome"}')), hooks=hooks).respond("Where?", generating=City)
+    assert response.content == City(name="Oslo", people=7)
+    assert response.transcript_entries[-1].segments[0].value == {"name": "Oslo", "people": 7}
+    with pytest.raises(InvalidArgument, match="must replace text by text"):
+        Session(Scripted(said("Hi.")), hooks=Hooks(on_response=lambda r: Replace(3))).respond("Hi")
+
+
+@pytest.mark.parametrize("hook", ["on_prompt", "on_reasoning", "on_response"])
+def test_a_hook_that_denies_ends_the_request(hook):
+    session = Session(
+        Scripted([ReasoningDelta("hm"), *said("Yes.")]), hooks=Hooks(**{hook: lambda x: pippin.Deny("no")})
+    )
+    with pytest.raises(Denied, match=r"^no$"):
+        session.respond("Hi", options=GenerationOptions(reasoning="light"))
+    assert len(session.transcript) == 0
+
+
+def test_a_denied_call_or_output_is_told_to_the_model():
+    for hook in ("on_tool_call", "on_tool_output"):
+        provider = Scripted(calling(CALL), said("I see."))
+        session = Session(provider, tools=[add], hooks=Hooks(**{hook: lambda x: pippin.Deny("not today")}))
+        session.respond("Go")
+        assert provider.asked[1].transcript.entries[-1] == ToolOutput("not today", call_id="c1", name="add")
+
+
+# --- profiles ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_profile_decides_anew_for_each_turn():
+    small, large = Scripted(said("small"), said("small")), Scripted(said("large"))
+    activated = []
+
+    def profile(session):
+        if session.state.get("hard"):
+            return Profile("hard", large, "Think.", tools=[add], temperature=0.5, reasoning="deep")
+        return Profile("easy")
+
+    hooks = Hooks(on_activate=lambda profile: activated.append(profile.name))
+    session = Session(small, instructions="Be brief.", profile=profile, hooks=hooks)
+    assert session.respond("1").content == "small"
+    session.state["hard"] = True
+    assert session.respond("2").content == "large"
+    session.state["hard"] = False
+    assert session.respond("3", options=GenerationOptions(temperature=0.1)).content == "small"
+    assert activated == ["easy", "hard", "easy"]
+    turn = large.asked[0]
+    assert turn.transcript.entries[0] == Instructions("Think.")
+    assert [t.name for t in turn.tools] == ["add"]
+    assert (turn.options.temperature, turn.options.reasoning) == (0.5, "deep")
+    assert session.transcript.entries[0] == Instructions("Be brief.")
+    assert small.asked[1].options.temperature == 0.1
+    assert not small.asked[1].tools
+
+
+def test_a_request_outranks_its_profile():
+    provider = Scripted(said("x"))
+    session = Session(provider, profile=lambda session: Profile(temperature=0.9, reasoning="deep"))
+    session.respond("Hi", options=GenerationOptions(temperature=0.2, reasoning=7))
+    assert (provider.asked[0].options.temperature, provider.asked[0].options.reasoning) == (0.2, 7)
+    with pytest.raises(InvalidArgument, match="must return a Profile"):
+        Session(Scripted(), profile=lambda session: None).respond("Hi")
+
+
+def test_a_provider_that_cannot_count_says_so():
+    with pytest.raises(UnsupportedCapability, match="scripted cannot count"):
+        Session(Scripted()).token_count("Hi")
+
+
+def test_reasoning_entries_are_bytes_in_and_bytes_out():
+    entry = Reasoning(text="hm", signature=b"c2VhbA==")
+    assert entry.signature == b"seal"
