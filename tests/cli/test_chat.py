@@ -70,7 +70,7 @@ def test_a_scripted_chat_answers_line_by_line_and_saves(pippin, default_model_pa
     assert b"Traceback" not in done.stderr
     entries = json.loads((tmp_path / "talk.json").read_text())["entries"]
     assert [entry["kind"] for entry in entries] == ["prompt", "response"]
-    assert done.stdout.decode() == entries[1]["text"] + "\n"
+    assert done.stdout.decode() == entries[1]["segments"][0]["text"] + "\n"
 
 
 def test_load_goes_on_and_reset_forgets(chat, tmp_path):
@@ -79,7 +79,7 @@ def test_load_goes_on_and_reset_forgets(chat, tmp_path):
     code, _, _ = chat(f"/load {first}", "And of Italy?", f"/save {second}", "/reset", f"/save {third}")
     assert code == 0
     before, after, reset = (json.loads(path.read_text())["entries"] for path in (first, second, third))
-    assert before[0] == {"kind": "instructions", "text": "Answer with one word."}
+    assert before[0]["segments"] == [{"type": "text", "text": "Answer with one word."}]
     assert after[:3] == before
     assert [entry["kind"] for entry in after[3:]] == ["prompt", "response"]
     assert reset == before[:1]
@@ -164,4 +164,4 @@ def test_several_lines_errors_and_ctrl_d(terminal, default_model_path, tmp_path)
     screen.type("\x04")
     assert screen.exit_code() == 0
     entries = json.loads(saved.read_text())["entries"]
-    assert [entry["text"] for entry in entries if entry["kind"] == "prompt"] == ["one\ntwo"] * 3
+    assert [entry["segments"][0]["text"] for entry in entries if entry["kind"] == "prompt"] == ["one\ntwo"] * 3
