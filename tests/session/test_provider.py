@@ -12,6 +12,7 @@ from pippin.core.errors import (
     AnswerTruncated,
     Cancelled,
     Denied,
+    GuardrailViolation,
     InvalidArgument,
     InvalidProviderAnswer,
     Refusal,
@@ -41,6 +42,7 @@ from pippin.session import (
     Transcript,
     Usage,
 )
+from pippin.session.guardrails import Guardrails, TermRule
 from pippin.session.provider import CallsMade, Done, ReasoningDelta, Refused, TextDelta
 
 ALL = Capabilities(*[True] * 7)
@@ -350,3 +352,75 @@ def test_a_provider_that_cannot_count_says_so():
 def test_reasoning_entries_are_bytes_in_and_bytes_out():
     entry = Reasoning(text="hm", signature=b"c2VhbA==")
     assert entry.signature == b"seal"
+
+
+# --- guardrails -------------------------------------------------------------------------------------------------------
+
+RULES = Guardrails(
+    [
+        TermRule(id="no-zebra", category="zoo", terms=("zebra crossing",)),
+        TermRule(id="mask-key", category="secret", terms=("hunter2",), replacement="[key]"),
+    ],
+    thresholds={"zoo": 0.5, "secret": 0.5},
+    detect_refusals=True,
+)
+
+
+def split(text):
+    return [*(TextDelta(letter) for letter in text), Done("stop")]
+
+
+def test_a_blocked_prompt_is_never_sent():
+    provider = Scripted(said("no"))
+    session = Session(provider, guardrails=RULES)
+    with pytest.raises(GuardrailViolation, match="no-zebra") as caught:
+        session.respond("Draw a zebra crossing.")
+    assert caught.value.verdict.action == "block"
+    assert provider.asked == []
+    assert session.respond("Draw a zebra, crossing the river.").content == "no"
+
+
+def test_a_masked_prompt_is_sent_masked():
+    provider = Scripted(said("ok"))
+    Session(provider, guardrails=RULES).respond(["My key is hunter2."])
+    assert provider.asked[0].transcript.entries[-1] == Prompt("My key is [key].")
+
+
+def test_a_blocked_answer_shows_nothing_of_what_is_blocked():
+    session = Session(Scripted(split("See the zebra crossing there.")), guardrails=RULES)
+    shown = []
+    with pytest.raises(GuardrailViolation) as caught:
+        shown.extend(snapshot.content for snapshot in session.stream("Hi"))
+    assert shown[-1] == "See the "
+    assert caught.value.safe_prefix == len("See the ")
+    assert len(session.transcript) == 0
+    assert not session.is_responding
+
+
+def test_an_answer_that_passes_is_shown_whole_and_masked_where_a_rule_says():
+    session = Session(Scripted(split("The zebra is on hunter2 street, zebra")), guardrails=RULES)
+    stream = session.stream("Hi")
+    text = "".join(snapshot.delta for snapshot in stream)
+    assert text == stream.response.content == session.transcript.entries[-1].text
+    assert text == "The zebra is on [key] street, zebra"
+
+
+def test_a_typed_answer_is_covered():
+    good = split('{"name": "zebra town", "people": 3}')
+    session = Session(Scripted(good, split('{"name": "zebra \\u0063rossing"}')), guardrails=RULES)
+    assert [*session.stream("Where?", generating=City)][-1].content == City(name="zebra town", people=3)
+    shown = []
+    with pytest.raises(GuardrailViolation) as caught:
+        shown.extend((s.content.name, s.raw_content) for s in session.stream("Where?", generating=City))
+    assert caught.value.verdict.decisions[0].path == "name"
+    assert not any("zebra" in text for name, raw in shown for text in (name or "", raw))
+    masked = Session(Scripted(split('{"name": "hunter2"}')), guardrails=RULES).respond("Where?", generating=City)
+    assert masked.content.name == "[key]"
+    assert "hunter2" not in masked.raw_content + masked.transcript_entries[-1].text
+
+
+def test_a_refusal_is_no_violation():
+    session = Session(Scripted(said("I'm sorry, but I can't help with that.")), guardrails=RULES)
+    with pytest.raises(Refusal, match="declined: I'm sorry") as caught:
+        session.respond("Hi")
+    assert caught.value.explanation == "I'm sorry, but I can't help with that."

@@ -55,6 +55,7 @@ from pippin.session.transcript import (
     Prompt,
     Reasoning,
     Structure,
+    Text,
     ToolCall,
     ToolCalls,
     ToolOutput,
@@ -62,6 +63,7 @@ from pippin.session.transcript import (
 )
 
 if TYPE_CHECKING:
+    from pippin.session.guardrails.typed import ValueChecker
     from pippin.session.session import Session
 
 _DEFAULTS = GenerationOptions()
@@ -144,6 +146,7 @@ class Running:
         self.identity = f"{len(session.transcript)}"
         self.written = _Written()
         self.late = False
+        self.values: ValueChecker | None = None
         if settings.profile.name != session._active:
             session._active = settings.profile.name
             if settings.hooks.on_activate is not None:
@@ -153,10 +156,17 @@ class Running:
             raise Denied(decision.reason)
         if isinstance(decision, Replace):
             prompt = Prompt.of(decision.value)
-        if session.guardrails is not None:
-            session.guardrails.enforce(prompt.text, role="input")
-        self.entries: list[Any] = [prompt]
+        self.entries: list[Any] = [self._checked(prompt)]
         self.tools = settings.tools()
+
+    def _checked(self, prompt: Prompt) -> Prompt:
+        """The prompt after the guardrails, which may have masked parts of its text."""
+        if self.session.guardrails is None:
+            return prompt
+        text = self.session.guardrails.enforce(prompt.text, role="input")
+        if text == prompt.text:
+            return prompt
+        return Prompt(segments=(Text(text=text), *(part for part in prompt.attachments if not part.is_text)))
 
     def ask(self, round: int) -> Iterator[TurnEvent]:
         """Ask the provider for a round; raises what can be told without computing or sending anything."""
@@ -229,39 +239,56 @@ class Running:
         """Let the model write once; yield snapshots of what is not a tool call."""
         written = self.written = _Written()
         guardrails = self.session.guardrails
-        checker = None if guardrails is None else guardrails.stream()
-        for event in events:
-            if isinstance(event, TextDelta):
-                written.raw += event.text
-                written.tokens += event.tokens
-                released = event.text if checker is None else checker.push(event.text)
-                if released:
+        checker = guardrails.stream() if guardrails is not None and not self._typed else None
+        self.values = guardrails.stream_value() if guardrails is not None and self._typed else None
+        try:
+            for event in events:
+                if isinstance(event, TextDelta):
+                    written.raw += event.text
+                    written.tokens += event.tokens
+                    released = event.text if checker is None else checker.push(event.text)
                     written.shown += released
-                    if self.snapshots:
+                    if released and self.snapshots:
                         yield self._snapshot(released)
-            elif isinstance(event, ReasoningDelta):
-                written.thought += event.text
-                written.signature = event.signature or written.signature
-            elif isinstance(event, CallsMade):
-                written.calls += event.calls
-            elif isinstance(event, Refused):
-                raise self._refusal(event.explanation)
-            else:
-                written.done = event
+                else:
+                    self._note(event)
+        finally:
+            if isinstance(events, Generator):
+                events.close()  # now, not when the last traceback that holds it is gone: it frees a slot of the engine
         self._end(written)
         released = "" if checker is None else checker.finish()
         written.shown += released
         if self.snapshots and written.shown and not (written.calls and self.schema):
             yield self._snapshot(released, complete=not written.calls)
 
+    def _note(self, event: TurnEvent) -> None:
+        """Keep what an event says besides text."""
+        written = self.written
+        if isinstance(event, ReasoningDelta):
+            written.thought += event.text
+            written.signature = event.signature or written.signature
+        elif isinstance(event, CallsMade):
+            written.calls += event.calls
+        elif isinstance(event, Refused):
+            raise _refusal(event.explanation)
+        elif isinstance(event, Done):
+            written.done = event
+
+    @property
+    def _typed(self) -> bool:
+        """Whether the answer is JSON, as opposed to text, free or under a grammar."""
+        return self.schema is not None and self.schema.json_schema is not None
+
     def _snapshot(self, delta: str, *, complete: bool = False) -> Snapshot:
         text = self.written.shown
         if self.schema is None:
             return Snapshot(text, text, delta, complete)
         content = self.schema.snapshot(text, complete=complete, identity=self.identity)
-        if self.session.guardrails is not None:
-            self.session.guardrails.enforce_value(content, role="output")
-        return Snapshot(content, text, delta, complete)
+        if self.values is None:
+            return Snapshot(content, text, delta, complete)
+        content = self.values.push(content, complete=complete)
+        # the text itself may hold what its strings must not show yet
+        return Snapshot(content, to_json(content).decode(), "", complete)
 
     def _end(self, written: _Written) -> None:
         """Account for the round; raise if it did not end as it should."""
@@ -292,28 +319,26 @@ class Running:
             entry = entry.model_copy(update={"text": str(decision.value)})
         self.entries.append(entry)
 
-    def _refusal(self, explanation: str) -> Refusal:
-        said = " ".join(explanation.split())
-        return Refusal(f"the model declined: {said[:200]}", explanation=explanation)
-
     # --- the answer -----------------------------------------------------------------------------------------------
 
     def _respond(self) -> Response[Any]:
         """Check, build and remember the answer."""
-        raw, guardrails = self.written.raw, self.session.guardrails
+        guardrails = self.session.guardrails
         assert self.written.done is not None
-        content: Any = raw
+        content: Any = self.written.shown
+        raw: str = content
         if self.schema is not None:
             try:
                 content = self.schema.parse(raw, identity=self.identity)
             except InvalidInput as error:
-                raise InvalidProviderAnswer(
-                    f"{self.settings.provider.name} did not hold to the type: {error}"
-                ) from error
-            if guardrails is not None:
-                guardrails.enforce_value(content, role="output")
-        elif guardrails is not None and (explanation := guardrails.refusal(raw)):
-            raise self._refusal(explanation)
+                name = self.settings.provider.name
+                raise InvalidProviderAnswer(f"{name} did not hold to the type: {error}") from error
+        if guardrails is not None and self._typed:
+            checked = guardrails.enforce_value(content, role="output")
+            if checked is not content:
+                content, raw = checked, self._written_form(checked)
+        elif guardrails is not None and guardrails.detect_refusals and (explanation := guardrails.refusal(raw)):
+            raise _refusal(explanation)
         reason = "length" if self.written.done.reason == "length" else "stop"
         entries = (*self.entries, _answer(raw, self.schema))
         response = Response(content, raw, self.usage, reason, entries, self.timing, tuple(self.written.tokens))  # type: ignore[arg-type]
@@ -329,7 +354,7 @@ class Running:
 
     def _written_form(self, content: Any) -> str:
         """A hook's content as the model would have written it."""
-        if self.schema is None or self.schema.json_schema is None:
+        if not self._typed:
             if not isinstance(content, str):
                 raise InvalidArgument(f"on_response must replace text by text, got {content!r:.80}")
             return content
@@ -440,3 +465,8 @@ def _answer(raw: str, schema: Schema[Any] | None) -> Answer:
     if schema is None or schema.json_schema is None:
         return Answer(raw)
     return Answer(segments=(Structure(text=raw, schema_name=str(schema.json_schema.get("title", ""))),))
+
+
+def _refusal(explanation: str) -> Refusal:
+    said = " ".join(explanation.split())
+    return Refusal(f"the model declined: {said[:200]}", explanation=explanation)
