@@ -46,6 +46,7 @@ def ask(
         bool, typer.Option("--json", help="Print one JSON object: content, usage, timing.", rich_help_panel=_FORM)
     ] = False,
     model: options.Model = DEFAULT_MODEL,
+    url: options.Url = None,
     device: options.Device = None,
     dtype: options.DType = "auto",
     temperature: options.Temperature = None,
@@ -74,12 +75,12 @@ def ask(
     )
     import pippin
 
-    language_model = options.load(model, device, dtype)
-    session = pippin.Session(language_model, instructions=instructions)
+    provider = options.provider(model, device, dtype, url)
+    session = pippin.Session(provider, instructions=instructions)
     is_text = target is None or choice or regex
     if as_json or not (is_text or terminal.watched(sys.stdout)):
         response = session.respond(text, generating=target, options=given)
-        value = _record(response, language_model.name) if as_json else response.content
+        value = _record(response, provider.name) if as_json else response.content
         terminal.write(terminal.to_json(value) + "\n")
     else:
         with session.stream(text, generating=target, options=given) as stream:

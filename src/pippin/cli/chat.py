@@ -159,6 +159,7 @@ class Chat:
 def chat(
     instructions: options.Instructions = None,
     model: options.Model = DEFAULT_MODEL,
+    url: options.Url = None,
     device: options.Device = None,
     dtype: options.DType = "auto",
     temperature: options.Temperature = None,
@@ -184,11 +185,11 @@ def chat(
     )
     import pippin
 
-    language_model = options.load(model, device, dtype)
-    session = pippin.Session(language_model, instructions=instructions)
+    provider = options.provider(model, device, dtype, url)
+    session = pippin.Session(provider, instructions=instructions)
     conversation = Chat(session, given, at_keyboard=terminal.watched(sys.stdin) and terminal.watched(sys.stdout))
     if conversation.at_keyboard:
-        terminal.note(f"{language_model.name}; /help for help, Ctrl-D to leave")
+        terminal.note(f"{provider.name}; /help for help, Ctrl-D to leave")
         _at_keyboard(conversation)
     else:
         for message in messages(inputs.stdin_lines()):

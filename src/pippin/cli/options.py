@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from pippin.core import catalogue
+from pippin.core.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from pippin.language.load import LanguageModel
     from pippin.session.options import GenerationOptions
+    from pippin.session.provider import Provider
 
 
 def complete_model(incomplete: str) -> list[tuple[str, str]]:
@@ -36,6 +38,15 @@ Device = Annotated[
     str | None, typer.Option(help="cpu, cuda, cuda:N or mps; the best there is without it.", rich_help_panel=_MACHINE)
 ]
 DType = Annotated[str, typer.Option(help="auto, float32 or bfloat16.", rich_help_panel=_MACHINE)]
+Url = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ADDRESS",
+        help="Ask an OpenAI-compatible endpoint (http://…/v1) instead of this machine; --model names its model, "
+        "PIPPIN_API_KEY holds the key.",
+        rich_help_panel=_MACHINE,
+    ),
+]
 Instructions = Annotated[str | None, typer.Option("--instructions", "-i", help="Who the model is, how it answers.")]
 Temperature = Annotated[
     float | None, typer.Option(help="0 takes the likeliest token; higher is more varied.", rich_help_panel=_SAMPLING)
@@ -73,6 +84,23 @@ def load(model: str, device: str | None, dtype: str) -> LanguageModel:
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(threads())
     return pippin.load(model, device=device, dtype=cast(Any, dtype))  # it names the precisions itself
+
+
+def provider(model: str, device: str | None, dtype: str, url: str | None) -> Provider:
+    """The model to ask: one of this machine, or the one of that name behind an address.
+
+    Raises:
+        InvalidArgument: an address together with a device or a precision, or one that is not http(s).
+    """
+    if url is None:
+        from pippin.session.local import LocalModel
+
+        return LocalModel(load(model, device, dtype))
+    if device is not None or dtype != "auto":
+        raise InvalidArgument("--device and --dtype are for a model of this machine; leave them out with --url")
+    from pippin.session.openai_provider import OpenAIProvider
+
+    return OpenAIProvider(url, model, api_key=os.environ.get("PIPPIN_API_KEY"))
 
 
 def generation_options(**given: Any) -> GenerationOptions:
