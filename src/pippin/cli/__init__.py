@@ -7,7 +7,8 @@ Notable here:
 
 Exit codes: 0 done; 1 any other error; 2 something given cannot be used (an option, a file, a schema, an empty prompt);
 3 a model or file could not be found, fetched or stored; 4 a model file cannot be loaded; 5 the answer could not be
-completed; 6 an optional library is missing; 7 a model behind a network could not be asked; 130 stopped with Ctrl-C; 141 the reader of the output went away.
+completed; 6 an optional library is missing; 7 a model behind a network could not be asked; 130 stopped with Ctrl-C;
+141 the reader of the output went away.
 """
 
 from __future__ import annotations
