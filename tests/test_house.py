@@ -1,6 +1,7 @@
 """The rules of the house that a machine can hold: imports, generated pages, dependencies, paths."""
 
 import ast
+import inspect
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import generate_docs
 import pytest
 
 from pippin.claims import runner
+from pippin.core import errors
 from pippin.core.errors import AssetError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -133,8 +135,8 @@ def imported_libraries() -> dict[str, set[str]]:
 def test_src_imports_what_it_requires_and_requires_what_it_imports():
     imported = {name.lower(): files for name, files in imported_libraries().items()}
     optional = set().union(*(required(extra) for extra in PROJECT["project"]["optional-dependencies"]))
-    # pydantic's core is pydantic's own second half, released with it.
-    known = required() | optional | {"pydantic_core"}
+    # The second halves of pydantic and fastapi, released with them.
+    known = required() | optional | {"pydantic_core", "starlette", "anyio"}
     assert {name: files for name, files in imported.items() if name not in known} == {}
     assert required() - set(imported) == set()
 
@@ -195,6 +197,23 @@ def _lacks_docstring(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
     # The docstring of these stands elsewhere: with the last overload, with the getter, in the base class.
     elsewhere = any(re.search(r"overload|override|\.setter", ast.unparse(d)) for d in node.decorator_list)
     return not node.name.startswith("_") and not elsewhere and ast.get_docstring(node) is None
+
+
+def test_every_error_is_provoked_by_a_test():
+    classes = {kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, errors.PippinError)}
+    leaves = {kind.__name__ for kind in classes if not kind.__subclasses__()}
+    expected = set()
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        tree = ast.parse(path.read_text())
+        # named in a call of pytest.raises, or in the parameters of a test that hands them to it
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("pytest.raises", "pytest.mark.parametrize"):
+                expected |= {n.attr if isinstance(n, ast.Attribute) else n.id for n in ast.walk(node) if _is_name(n)}
+    assert leaves - expected == set()
+
+
+def _is_name(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute | ast.Name)
 
 
 def test_no_file_is_longer_than_500_lines():

@@ -56,7 +56,7 @@ command -v cc >/dev/null 2>&1 || command -v gcc >/dev/null 2>&1 ||
 
 constraint=
 [ -n "${CUDA:-}" ] || constraint="--constraint tools/cpu-only.txt"
-say "installing Pippin into $venv (the first time downloads about 250 MB)"
+say "installing Pippin into $venv (the first time downloads about 250 MB, with all extras 500 MB)"
 # shellcheck disable=SC2086  # the constraint is two words
 if ! "$venv/bin/python" -m pip install -qq --disable-pip-version-check $constraint --editable ".$extras"; then
     say "the installation failed; the lines above say why. If they name an nvidia package, your package index has torch" \

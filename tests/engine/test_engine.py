@@ -81,7 +81,7 @@ def test_a_grammar_holds_and_what_it_forces_is_not_asked_of_the_model(tiny):
     passes = []
     engine = Engine(tiny)
     forward = engine._forward
-    engine._forward = lambda ids, cache: (passes.append(len(ids)), forward(ids, cache))[1]
+    engine._forward = lambda ids, *rest: (passes.append(len(ids)), forward(ids, *rest))[1]
     tokens, last = answer(engine, PROMPT, grammar=Grammar.regex("the (yes|no), sir"))
     text = "".join(token.text for token in tokens) + last.text
     assert text in ("the yes, sir", "the no, sir")
@@ -116,7 +116,7 @@ def test_cancelling_ends_before_the_next_token(tiny):
 def test_cancelling_during_the_prompt_keeps_the_chunks_that_were_computed(tiny):
     cancel, prefix, engine = threading.Event(), Prefix(), Engine(tiny, chunk=32)
     forward = engine._forward
-    engine._forward = lambda ids, cache: (cancel.set(), forward(ids, cache))[1]
+    engine._forward = lambda ids, *rest: (cancel.set(), forward(ids, *rest))[1]
     (last,) = engine.stream(Request(PROMPT, prefix=prefix, cancel=cancel))
     assert last.reason == "cancelled"
     engine._forward = forward
@@ -161,6 +161,69 @@ def test_what_does_not_fit_is_refused_with_both_numbers(tiny, prompt, maximum):
 def test_impossible_prompts_are_refused(tiny, prompt, message):
     with pytest.raises(InvalidArgument, match=message):
         Engine(tiny).stream(Request(prompt))
+
+
+@pytest.mark.parametrize("id", [260, 10**12])
+def test_a_bias_outside_the_vocabulary_is_refused(tiny, id):
+    with pytest.raises(InvalidArgument, match=f"token id {id} is outside the vocabulary of 260"):
+        Engine(tiny).stream(Request([65], SamplingOptions(logit_bias={id: 1})))
+
+
+def sums(model, prompt, continuations):
+    """Log-probabilities from transformers' way: whole sequences, one at a time, log-softmax."""
+    result = []
+    for continuation in continuations:
+        with torch.no_grad():
+            rows = model(torch.tensor([[*prompt, *continuation]])).logits[0].double().log_softmax(-1)
+        places = range(len(prompt) - 1, len(prompt) + len(continuation) - 1)
+        result.append(sum(float(rows[at, id]) for at, id in zip(places, continuation, strict=True)))
+    return result
+
+
+@pytest.mark.parametrize("window", [None, 12])
+@pytest.mark.parametrize("chunk", [4, 16, 256])
+def test_scores_equal_the_log_softmax_of_transformers(tiny, tmp_path, chunk, window):
+    from dataclasses import replace
+
+    from transformers import AutoModelForCausalLM
+
+    from pippin.language import Decoder, LanguageModel
+
+    family = "llama" if window is None else "mistral"
+    layers = tuple(replace(one, attention=replace(one.attention, window=window)) for one in tiny.config.layers)
+    module = Decoder(replace(tiny.config, family=family, layers=layers)).initialise(seed=3).eval()
+    for parameter in module.parameters():  # far enough from uniform for a wrong view to show
+        parameter.data *= 3
+    model = LanguageModel("windowed", module, tiny.tokenizer, None)
+    model.save(tmp_path)
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    continuations = [PROMPT[i : i + n] for i, n in enumerate([1, 3, 9, 30, 2, 1, 5])]
+    engine, prefix = Engine(model, chunk=chunk), Prefix()
+    expected = pytest.approx(sums(reference, PROMPT, continuations), abs=2e-4)
+    assert engine.score(PROMPT, continuations) == expected
+    for _ in range(2):  # the second time from what the first left
+        assert engine.score(PROMPT, continuations, prefix=prefix) == expected
+    assert prefix.ids == PROMPT[: len(PROMPT) // chunk * chunk]
+    assert answer(engine, PROMPT, prefix=prefix)[0] == answer(engine, PROMPT)[0]
+
+
+def test_scores_of_all_single_tokens_are_a_distribution(tiny):
+    scores = Engine(tiny).score(PROMPT, [[id] for id in range(tiny.config.vocab_size)])
+    assert torch.tensor(scores).exp().sum() == pytest.approx(1, abs=1e-4)
+    assert Engine(tiny).score(PROMPT, []) == []
+
+
+def test_what_cannot_be_scored_is_refused(tiny):
+    engine = Engine(tiny)
+    with pytest.raises(InvalidArgument, match="the prompt is empty"):
+        engine.score([], [[1]])
+    with pytest.raises(InvalidArgument, match="continuation 1 is empty"):
+        engine.score([1], [[1], []])
+    with pytest.raises(InvalidArgument, match="token id 999"):
+        engine.score([1], [[1], [999]])
+    with pytest.raises(ContextOverflow) as caught:
+        engine.score([1] * 2000, [[1], [2] * 49])
+    assert caught.value.token_count == 2049
 
 
 def test_a_cache_is_never_overrun(tiny):

@@ -120,6 +120,17 @@ def test_no_choice_is_an_error(value, message):
         ("top_p", 1.01),
         ("min_p", -0.1),
         ("repetition_penalty", 0),
+        ("frequency_penalty", 2.1),
+        ("frequency_penalty", None),
+        ("presence_penalty", -2.1),
+        ("presence_penalty", math.nan),
+        ("logit_bias", [3]),
+        ("logit_bias", {"3": 1.0}),
+        ("logit_bias", {-1: 1.0}),
+        ("logit_bias", {True: 1.0}),
+        ("logit_bias", {3: 100.5}),
+        ("logit_bias", {3: math.nan}),
+        ("logit_bias", {3: "1"}),
         ("seed", -1),
         ("seed", True),
         ("max_tokens", 0),
@@ -134,3 +145,45 @@ def test_values_outside_their_range_are_named(field, value):
     object.__setattr__(options, field, value)  # past the type checker of the tests, which users do not have
     with pytest.raises(InvalidArgument, match=f"{field} must be"):
         options.__post_init__()
+
+
+@given(
+    st.lists(st.integers(0, 9), max_size=30),
+    st.floats(-2, 2),
+    st.floats(-2, 2),
+    st.sampled_from([1.0, 1.7, 0.6]),
+    st.dictionaries(st.integers(0, 9), st.floats(-100, 100), max_size=4),
+)
+def test_penalties_and_bias_follow_their_formula_in_the_documented_order(answer, frequency, presence, repetition, bias):
+    options = SamplingOptions(
+        frequency_penalty=frequency, presence_penalty=presence, repetition_penalty=repetition, logit_bias=bias
+    )
+    prompt = [0, 1, 2]
+    sampler = Sampler(options, torch.tensor(prompt), 10)
+    for token in answer:
+        sampler.note(token)
+    logits = torch.randn(10, generator=torch.Generator().manual_seed(0))
+    expected = []
+    for token, logit in enumerate(logits.tolist()):
+        if token in prompt or token in answer:
+            logit = logit / repetition if logit > 0 else logit * repetition
+        count = answer.count(token)
+        logit -= frequency * count + presence * (count > 0)  # the prompt does not count
+        expected.append(logit + bias.get(token, 0.0))
+    sampler.penalise(logits)
+    torch.testing.assert_close(logits, torch.tensor(expected), atol=1e-4, rtol=1e-5)
+
+
+def test_a_bias_of_a_hundred_decides_and_of_minus_a_hundred_forbids(tiny):
+    from pippin.engine import Engine, Request
+
+    options = SamplingOptions(max_tokens=5, temperature=1.0, seed=0, logit_bias={70: 100})
+    assert [event.id for event in list(Engine(tiny).stream(Request([65], options)))[:-1]] == [70] * 5
+    options = SamplingOptions(
+        max_tokens=200, temperature=1.0, seed=0, logit_bias={70: 100, 256: -100}, frequency_penalty=2
+    )
+    ids = [event.id for event in list(Engine(tiny).stream(Request([65], options)))[:-1]]
+    assert len(ids) == 200
+    assert 256 not in ids
+    # 100 over the others lasts for 50 occurrences, a little more or less by the model's own opinion
+    assert 45 <= ids.count(70) <= 55

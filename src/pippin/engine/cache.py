@@ -1,12 +1,17 @@
-"""The dense key-value cache: memory for the whole request is taken once, and a decode step takes none.
+"""Key-value caches: a dense one, several of them side by side in one pass, and one with a tree of continuations.
 
 Notable here:
+- memory is taken ahead, so that a decode step takes none
 - layers that share keys and values cost nothing: only layers with their own have a store
 - a layer with a window keeps all its keys but shows only those in reach, as a view
 - `truncate` forgets the newest tokens, so that a cache can be used again from any common prefix
+- a batch of unequal requests is no tensor with holes: each has a `DenseCache` of its own, `SideBySide` passes each its
+  part of the new tokens
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Int
@@ -14,7 +19,7 @@ from torch import Tensor
 
 from pippin.core.errors import InvalidArgument
 from pippin.language.transformer import DecoderConfig
-from pippin.nn.cache import New, Seen, causal_mask
+from pippin.nn.cache import EndToEnd, New, Read, causal_mask
 
 
 class DenseCache:
@@ -55,11 +60,16 @@ class DenseCache:
         return self._length
 
     @property
+    def positions(self) -> None:
+        """None: tokens follow each other."""
+        return None
+
+    @property
     def nbytes(self) -> int:
         """Size of the store."""
         return self.store.nbytes
 
-    def append(self, layer: int, k: New, v: New, window: int | None) -> tuple[Seen, Seen, Tensor | None]:
+    def append(self, layer: int, k: New, v: New, window: int | None) -> Read:
         """Write the new tokens of one layer; return views of all that they may look at, and the mask.
 
         Raises:
@@ -94,8 +104,75 @@ class DenseCache:
         self._length = length
         self._masks.clear()
 
+    def grow(self, capacity: int) -> None:
+        """Make room for ``capacity`` tokens; what is held stays."""
+        *shape, old, head_dim = self.store.shape
+        if capacity > old:
+            store = self.store.new_empty((*shape, capacity, head_dim))
+            store[..., : self._length, :] = self.store[..., : self._length, :]
+            self.store, self.capacity = store, capacity
+            self._layers = [(keys, values) for keys, values in store]
+            self._masks.clear()
+
     def copy_prefix(self, other: DenseCache, length: int) -> None:
         """Begin with the first ``length`` tokens of another cache of the same decoder."""
         self.store[:, :, :, :, :length] = other.store[:, :, :, :, :length]
         self._length = length
         self._masks.clear()
+
+
+class SideBySide:
+    """Caches of different lengths in one pass: their new tokens lie end to end in the single row of a batch.
+
+    Args:
+        caches: one for each sequence.
+        counts: new tokens of each.
+    """
+
+    def __init__(self, caches: Sequence[DenseCache], counts: Sequence[int]) -> None:
+        self.caches, self.counts = list(caches), list(counts)
+        self.length = max(cache.length for cache in caches)
+        self.positions: Int[Tensor, new] = torch.cat(
+            [torch.arange(c.length, c.length + n) for c, n in zip(self.caches, self.counts, strict=True)]
+        ).to(caches[0].store.device)
+
+    def append(self, layer: int, k: New, v: New, window: int | None) -> EndToEnd:
+        """Give each cache its part."""
+        parts = zip(self.caches, k.split(self.counts, 2), v.split(self.counts, 2), strict=True)
+        return EndToEnd(self.counts, [cache.append(layer, keys, values, window) for cache, keys, values in parts])
+
+    def advance(self, new: int) -> None:
+        """Make the appended tokens permanent in every cache."""
+        for cache, count in zip(self.caches, self.counts, strict=True):
+            cache.advance(count)
+
+
+class Branches:
+    """Several continuations of what one cache holds, in one pass: each sees the trunk and itself, none sees another.
+
+    What they append lies in the cache behind its last token and is forgotten with the pass.
+
+    Args:
+        trunk: holds the common beginning, and has room for all continuations.
+        counts: tokens of each continuation; they lie end to end in the single row of a batch.
+    """
+
+    def __init__(self, trunk: DenseCache, counts: Sequence[int]) -> None:
+        self.trunk, self.length = trunk, trunk.length
+        start, device = trunk.length, trunk.store.device
+        self.positions: Int[Tensor, new] = torch.cat([torch.arange(start, start + n) for n in counts]).to(device)
+        branch = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)).to(device)
+        key = torch.cat([torch.arange(start, device=device), self.positions])
+        self._distance = self.positions[:, None] - key
+        self._visible = torch.ones(self._distance.shape, dtype=torch.bool, device=device)
+        self._visible[:, start:] = (branch[:, None] == branch) & (self._distance[:, start:] >= 0)
+
+    def append(self, layer: int, k: New, v: New, window: int | None) -> Read:
+        """Write all continuations behind the trunk."""
+        keys, values, _ = self.trunk.append(layer, k, v, None)
+        visible = self._visible if window is None else self._visible & (self._distance < window)
+        return keys, values, visible[None, None]
+
+    def advance(self, new: int) -> None:
+        """Forget the continuations: the trunk is as it was."""
+        self.trunk.truncate(self.length)

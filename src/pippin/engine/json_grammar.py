@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from fractions import Fraction
 from typing import Any, Final
 
-from pippin.core.errors import EmptySchema, InvalidArgument, UnsupportedGuide
+from pippin.core.errors import EmptySchema, InvalidArgument, SchemaError, UnsupportedGuide
 from pippin.engine import numerals, regular
-from pippin.engine.json_keywords import field_name
+from pippin.engine.json_keywords import check_size, field_name
 from pippin.engine.json_reader import Reader
 from pippin.engine.json_values import (
     NEVER,
@@ -38,6 +38,9 @@ MOST_LISTED: Final = 2000
 MOST_DISTINCT: Final = 64
 MOST_COUNTED: Final = 4000
 MOST_REMAINDERS: Final = 1000
+MOST_NESTED: Final = (
+    500  # values inside each other; the grammar's compiler goes as deep, on a stack of 8 MB to about 1,500
+)
 
 
 def write(schema: Any, *, separators: tuple[str, str] = (", ", ": "), strict: bool = False) -> str:
@@ -60,9 +63,14 @@ def write(schema: Any, *, separators: tuple[str, str] = (", ", ": "), strict: bo
     for text, mark in zip(separators, ",:", strict=True):
         if text.strip(" ") != mark:
             raise InvalidArgument(f"a separator is {mark!r} with blanks beside it, got {text!r}")
-    reader = Reader(schema)
+    check_size(schema)
     root: Key = (("schema", "#"),)
-    living = _Living(reader, root)
+    try:
+        reader = Reader(schema)
+        living = _Living(reader, root)
+    except RecursionError:
+        raise SchemaError("the schema is nested too deep to be read, or its references are") from None
+    living.check_depth(root)
     if strict:
         living.check_all()
     if root not in living.keys:
@@ -100,6 +108,26 @@ class _Living:
             found = {key for key in self.reached if key not in self.keys and self.any_lives(key)}
             grew = bool(found)
             self.keys |= found
+
+    def check_depth(self, root: Key) -> None:
+        """Refuse values that lie too deep inside each other, by nesting or by reference; recursion is not depth.
+
+        Raises:
+            SchemaError: more than `MOST_NESTED` levels.
+        """
+        # As the compiler goes: into each value where it first meets it, from the first to the last or the other way.
+        for order in (list, lambda keys: list(keys)[::-1]):
+            path, seen = [iter([root])], set[Key]()
+            while path:
+                key = next((key for key in path[-1] if key not in seen), None)
+                if key is None:
+                    path.pop()
+                    continue
+                inner = order(child for shape in self.reached[key] for child in _children(shape))
+                path.append(iter(inner))
+                seen.add(key)
+                if len(path) > MOST_NESTED:
+                    raise SchemaError(f"values of the schema lie more than {MOST_NESTED} levels inside each other")
 
     def any_lives(self, key: Key) -> bool:
         """Whether a key has values, as far as is known."""

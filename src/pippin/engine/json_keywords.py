@@ -10,6 +10,11 @@ from typing import Any, Final
 from pippin.core.errors import SchemaError
 from pippin.engine.json_values import Number, fraction, meet
 
+MOST_CHARACTERS: Final = 2_000_000
+MOST_VALUES: Final = 100_000
+MOST_LEVELS: Final = 256
+MOST_PROPERTIES: Final = 2_000
+
 _NUMERIC: Final = {"minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum", "multipleOf"}
 
 
@@ -88,3 +93,37 @@ def anchors(schema: Any, where: str, name: str) -> Iterable[str]:
     elif isinstance(schema, list):
         for i, value in enumerate(schema):
             yield from anchors(value, f"{where}/{i}", name)
+
+
+def check_size(document: Any) -> None:
+    """Refuse a schema whose grammar would take too long to write or nest too deep to be compiled; never recurses.
+
+    Raises:
+        SchemaError: more than 2 million characters, 100,000 values, 256 levels, or 2,000 properties of one object.
+
+    >>> check_size({"enum": ["a" * 3_000_000]})
+    Traceback (most recent call last):
+        ...
+    pippin.core.errors.SchemaError: the schema has more than 2,000,000 characters
+    """
+    characters = values = 0
+    waiting: list[tuple[Any, int]] = [(document, 0)]
+    while waiting:
+        value, depth = waiting.pop()
+        inner: list[Any] = []
+        if isinstance(value, dict):
+            inner = [item for pair in value.items() for item in pair]
+            named = value.get("properties")
+            if isinstance(named, dict) and len(named) > MOST_PROPERTIES:
+                raise SchemaError(f"an object of the schema has more than {MOST_PROPERTIES:,} properties")
+        elif isinstance(value, list):
+            inner = value
+        characters += len(value) if isinstance(value, str) else 1
+        values += len(inner)
+        if characters > MOST_CHARACTERS:
+            raise SchemaError(f"the schema has more than {MOST_CHARACTERS:,} characters")
+        if values > MOST_VALUES:
+            raise SchemaError(f"the schema has more than {MOST_VALUES:,} values")
+        if inner and depth == MOST_LEVELS:
+            raise SchemaError(f"the schema is nested more than {MOST_LEVELS} levels deep; name its parts with $defs")
+        waiting.extend((item, depth + 1) for item in inner)

@@ -1,7 +1,8 @@
 """From logits to a token: penalties, temperature, top-k, top-p, min-p, and a seed.
 
 Notable here:
-- the order is fixed and documented: repetition penalty, constraint, temperature, top-k, top-p, min-p, draw
+- the order is fixed and documented: repetition penalty, frequency and presence penalty, logit bias, constraint,
+  temperature, top-k, top-p, min-p, draw
 - greedy decoding is temperature 0, the default: the likeliest token, the first one of equals
 - one pass over the vocabulary finds the candidates; the rest works on those few and costs little
 """
@@ -9,7 +10,7 @@ Notable here:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from pippin.core.errors import DecodingFailure, InvalidArgument
 
 # More candidates than this are ranked only where a flat distribution leaves so many in the nucleus.
 SHORTLIST = 256
+PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,12 @@ class SamplingOptions:
         top_k: only the k likeliest tokens; None for all.
         top_p: only the smallest set of likeliest tokens whose probabilities reach p, in (0, 1]; None for all.
         min_p: only tokens at least this share as likely as the likeliest, in [0, 1]; None for all.
-        repetition_penalty: divides positive and multiplies negative logits of tokens seen so far; 1 for none.
+        repetition_penalty: divides positive and multiplies negative logits of tokens seen so far, the prompt's too;
+            1 for none.
+        frequency_penalty: subtracted from a token's logit once for each time that the answer so far holds it, in
+            [-2, 2].
+        presence_penalty: subtracted once from the logit of every token that the answer so far holds, in [-2, 2].
+        logit_bias: added to the logits of these token ids, each in [-100, 100]; None for none.
         seed: same seed, same text on the same device; None draws a fresh one.
         max_tokens: longest answer, in tokens; None for what the context leaves.
         stop: the answer ends before the first of these strings.
@@ -47,6 +54,9 @@ class SamplingOptions:
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
     seed: int | None = None
     max_tokens: int | None = None
     stop: Sequence[str] = ()
@@ -59,6 +69,9 @@ class SamplingOptions:
         self._check("top_p", number, lambda p: 0 < p <= 1, "a number above 0 and at most 1, or None")
         self._check("min_p", number, lambda p: 0 <= p <= 1, "a number from 0 to 1, or None")
         self._check("repetition_penalty", number, lambda r: math.isfinite(r) and r > 0, "a finite number above 0")
+        for name in ("frequency_penalty", "presence_penalty"):
+            self._check(name, number, lambda p: -2 <= p <= 2, "a number from -2 to 2")
+        self._check("logit_bias", Mapping, _is_bias, "a mapping from token ids to numbers from -100 to 100, or None")
         self._check("seed", integer, lambda s: 0 <= s < 2**63, "a whole number from 0 to 2**63 - 1, or None")
         self._check("max_tokens", integer, lambda n: n >= 1, "a whole number, 1 or above, or None")
         self._check("logprobs", integer, lambda n: 0 <= n <= 100, "a whole number from 0 to 100, or None")
@@ -68,10 +81,17 @@ class SamplingOptions:
 
     def _check(self, name: str, kind: type | tuple[type, ...], ok: Callable[[Any], bool], rule: str) -> None:
         value = getattr(self, name)
-        if value is None and name not in ("temperature", "repetition_penalty"):
+        if value is None and name not in ("temperature", *PENALTIES):
             return
         if isinstance(value, bool) or not isinstance(value, kind) or not ok(value):
             raise InvalidArgument(f"{name} must be {rule}, got {value!r}")
+
+
+def _is_bias(bias: Mapping[Any, Any]) -> bool:
+    """Whether every key can be a token id and every value lies in range."""
+    ids = all(isinstance(id, int) and not isinstance(id, bool) and id >= 0 for id in bias)
+    plain = all(isinstance(by, int | float) and not isinstance(by, bool) for by in bias.values())
+    return ids and plain and all(-100 <= by <= 100 for by in bias.values())
 
 
 class Sampler:
@@ -88,12 +108,29 @@ class Sampler:
         if options.repetition_penalty != 1.0:
             self.seen = torch.zeros(vocab_size, dtype=torch.bool)
             self.seen[prompt] = True
+        self.counts: Float[Tensor, vocab] | None = None
+        if options.frequency_penalty or options.presence_penalty:
+            self.counts = torch.zeros(vocab_size)
+        self.bias: tuple[Tensor, Tensor] | None = None
+        if options.logit_bias:
+            self.bias = (
+                torch.tensor([*options.logit_bias]),
+                torch.tensor([float(b) for b in options.logit_bias.values()]),
+            )
 
     def penalise(self, logits: Float[Tensor, vocab]) -> None:
-        """Apply the repetition penalty in place. Source: Keskar et al. 2019, arXiv:1909.05858, section 4.1."""
+        """Apply the repetition penalty, then frequency and presence penalty, then the bias, in place.
+
+        Source: Keskar et al. 2019, arXiv:1909.05858, section 4.1 (repetition); OpenAI's API reference (the others).
+        """
+        options = self.options
         if self.seen is not None:
-            penalty = self.options.repetition_penalty
+            penalty = options.repetition_penalty
             torch.where(self.seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits, out=logits)
+        if self.counts is not None:
+            logits -= options.frequency_penalty * self.counts + options.presence_penalty * (self.counts > 0)
+        if self.bias is not None:
+            logits.index_add_(0, *self.bias)
 
     def choose(self, logits: Float[Tensor, vocab]) -> int:
         """Draw a token from float32 logits in which forbidden tokens are minus infinity.
@@ -111,9 +148,11 @@ class Sampler:
         return token
 
     def note(self, token: int) -> None:
-        """Remember a token of the answer for the repetition penalty."""
+        """Remember a token of the answer for the penalties."""
         if self.seen is not None:
             self.seen[token] = True
+        if self.counts is not None:
+            self.counts[token] += 1
 
     def _draw(self, logits: Tensor, top: float) -> int:
         options = self.options

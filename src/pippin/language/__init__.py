@@ -1,6 +1,15 @@
-"""Language models: the spec-driven decoder, the checkpoint families it reads, and `load`."""
+"""Language models: the spec-driven decoder, the checkpoint families it reads, and `load`; sentence encoders."""
 
+from pippin.language.encoder import TextEncoder, load_encoder
 from pippin.language.load import LanguageModel, load
 from pippin.language.transformer import Decoder, DecoderConfig, LayerSpec
 
-__all__ = ["Decoder", "DecoderConfig", "LanguageModel", "LayerSpec", "load"]
+__all__ = [
+    "Decoder",
+    "DecoderConfig",
+    "LanguageModel",
+    "LayerSpec",
+    "TextEncoder",
+    "load",
+    "load_encoder",
+]

@@ -9,7 +9,7 @@ Notable here:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -17,25 +17,32 @@ from torch import Tensor, nn
 
 from pippin.core import device as devices, reference
 from pippin.core.checkpoint import open_folder, save_folder
-from pippin.core.errors import CorruptedFile, InvalidArgument, UnsupportedModel
+from pippin.core.errors import CorruptedFile, InvalidArgument, ModelNotFound, UnsupportedModel
+from pippin.core.ggml_quants import dequantize_blocks
 from pippin.core.gguf import open_gguf
+from pippin.core.reference import Resolved
 from pippin.data.chat import ChatTemplate
 from pippin.data.tokenizer import Tokenizer
 from pippin.language import families
 from pippin.language.transformer import Decoder, DecoderConfig, DecoderLayer
+from pippin.nn.lora import Adapter
 
 
 @dataclass(frozen=True)
 class LanguageModel:
     """A decoder with all that turns text into its tokens and back.
 
-    ``template`` is None for a base model, which continues text but knows no turns of a conversation.
+    ``template`` is None for a base model, which continues text but knows no turns of a conversation. ``source`` is the
+    file or folder that it was read from, None for a model made in memory. ``adapters`` are those that are loaded, by
+    name.
     """
 
     name: str
     module: Decoder
     tokenizer: Tokenizer
     template: ChatTemplate | None
+    source: Path | None = None
+    adapters: dict[str, Adapter] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def config(self) -> DecoderConfig:
@@ -56,6 +63,44 @@ class LanguageModel:
     def dtype(self) -> torch.dtype:
         """Precision of weights and activations."""
         return self.module.embed_tokens.weight.dtype
+
+    def adapter(self, name: str | None) -> Adapter | None:
+        """The loaded adapter of this name; None for None.
+
+        Raises:
+            ModelNotFound: no adapter of this name is loaded.
+        """
+        if name is None or name in self.adapters:
+            return None if name is None else self.adapters[name]
+        loaded = ", ".join(self.adapters) or "none"
+        raise ModelNotFound(f"{self.name} has no adapter {name!r} loaded; loaded: {loaded}; see `load_adapter`")
+
+    def load_adapter(self, name: str, folder: str | Path) -> Adapter:
+        """Load a LoRA adapter (see `pippin.language.adapters`); requests that name it are answered with it.
+
+        An adapter of the same name is replaced; requests that run already finish with the one they began with.
+
+        Raises:
+            ModelNotFound: there is no adapter in the folder.
+            AdapterMismatch: it was made for another base model.
+            UnsupportedModel: it needs something that is not supported; the message names the setting.
+            UnsafeCheckpoint: its weights are a pickle.
+            CorruptedFile: a file is damaged, or the weights do not fit the configuration.
+            InvalidArgument: an empty name.
+        """
+        from pippin.language.adapters import load_adapter  # which builds on this module
+
+        self.adapters[name] = load_adapter(self, name, folder)
+        return self.adapters[name]
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter; requests that run with it finish with it.
+
+        Raises:
+            ModelNotFound: no adapter of this name is loaded.
+        """
+        self.adapter(name)
+        self.adapters.pop(name, None)
 
     def save(self, folder: str | Path) -> None:
         """Write the model in Hugging Face layout; transformers and `load` read it back.
@@ -102,19 +147,54 @@ def load(
         InvalidArgument: an unknown device or precision.
     """
     where = devices.choose(device)
-    precision = _precision(dtype, where, pack)
+    precision = choose_precision(dtype, where, pack)
     found = reference.resolve(ref)
+    seen = survey(found)
+    tokenizer = seen.tokenizer()
+    _fill(seen.module, seen.names, lambda name: seen.tensor(name, precision).to(where), pack)
+    template = ChatTemplate(tokenizer.chat_template, tokenizer) if tokenizer.chat_template else None
+    return LanguageModel(found.name, seen.module, tokenizer, template, found.path)
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What the headers of a checkpoint tell: the decoder, still without memory, and how to fill it."""
+
+    module: Decoder
+    """On torch's meta device."""
+    names: tuple[str, ...]
+    """Every tensor by our name, in the order of the files."""
+    tensor: Callable[[str, torch.dtype], Tensor]
+    """Reads one tensor in a precision."""
+    tokenizer: Callable[[], Tokenizer]
+    """Builds the tokenizer."""
+
+
+def survey(found: Resolved) -> Survey:
+    """Read the headers of a model on disk and compare them with its configuration; no weight is touched.
+
+    Raises:
+        CorruptedFile: a damaged file, or one whose tensors do not fit its configuration.
+        UnsupportedModel: an architecture or a number format that Pippin does not have.
+        UnsafeCheckpoint: the weights are a pickle.
+    """
     read = _read_gguf if found.kind == "gguf" else _read_folder
     config, shapes, tensor, tokenizer = read(found.path)
     with torch.device("meta"):
         module = Decoder(config)
     _fit(module, config, shapes, found.path)
-    _fill(module, shapes, lambda name: tensor(name, precision).to(where), pack)
-    template = ChatTemplate(tokenizer.chat_template, tokenizer) if tokenizer.chat_template else None
-    return LanguageModel(found.name, module, tokenizer, template)
+    return Survey(module, tuple(shapes), tensor, tokenizer)
 
 
-def _precision(dtype: str, device: torch.device, pack: bool) -> torch.dtype:
+def choose_precision(dtype: str, device: torch.device, pack: bool = True) -> torch.dtype:
+    """The precision that `load` uses for its argument ``dtype``.
+
+    Raises:
+        InvalidArgument: an unknown name.
+
+    >>> choose_precision("bfloat16", torch.device("cpu"))
+    torch.bfloat16
+    """
     names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if dtype == "auto":
         fast = device.type != "cpu" or devices.has_fast_bf16()
@@ -124,21 +204,23 @@ def _precision(dtype: str, device: torch.device, pack: bool) -> torch.dtype:
     return names[dtype]
 
 
-Reader = tuple[DecoderConfig, dict[str, tuple[int, ...]], Callable[[str, torch.dtype], Tensor], Tokenizer]
+Reader = tuple[DecoderConfig, dict[str, tuple[int, ...]], Callable[[str, torch.dtype], Tensor], Callable[[], Tokenizer]]
 
 
 def _read_gguf(path: Path) -> Reader:
-    """Configuration, shapes by our names, a function that reads one tensor, and the tokenizer."""
+    """Configuration, shapes by our names, a function that reads one tensor, and one that builds the tokenizer."""
     file = open_gguf(path)
     config = families.from_gguf(file)
     names = {families.gguf_name(name, config): name for name in file.tensors if name != "rope_freqs.weight"}
+    for kind in {form.type for form in file.tensors.values()}:  # a type that cannot be read is refused now, not later
+        dequantize_blocks(torch.empty(0, 2, dtype=torch.uint8), kind, torch.float32)
 
     def tensor(name: str, dtype: torch.dtype) -> Tensor:
         values = file.dequantize(names[name], dtype)
         return families.gguf_tensor(name, values, config, file.architecture)
 
     shapes = {ours: file.tensors[theirs].shape for ours, theirs in names.items()}
-    return config, shapes, tensor, Tokenizer.from_gguf(file)
+    return config, shapes, tensor, lambda: Tokenizer.from_gguf(file)
 
 
 def _read_folder(path: Path) -> Reader:
@@ -166,7 +248,7 @@ def _read_folder(path: Path) -> Reader:
         return (values.float() + offset if offset else values).to(dtype)
 
     shapes = {ours: tuple(folder.shape(theirs)) for ours, theirs in names.items()}
-    return config, shapes, tensor, Tokenizer.from_folder(path)
+    return config, shapes, tensor, lambda: Tokenizer.from_folder(path)
 
 
 def _fill(module: Decoder, names: Iterable[str], tensor: Callable[[str], Tensor], pack: bool) -> None:

@@ -18,17 +18,14 @@ from torch import Tensor, nn
 
 from pippin.core.errors import InvalidArgument
 from pippin.nn.attention import Attention, AttentionSpec
-from pippin.nn.cache import KVCache, NoCache
+from pippin.nn.cache import EndToEnd, KVCache, NoCache, Read
 from pippin.nn.feedforward import FeedForward, FeedForwardSpec, MixtureOfExperts
 from pippin.nn.linear import Linear
+from pippin.nn.lora import Shares
 from pippin.nn.norm import RMSNorm
 
 if TYPE_CHECKING:
     from pippin.nn.rotary import Rotary
-
-
-# Keys, values and mask that a layer's attention read.
-Read = tuple[Tensor, Tensor, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -127,15 +124,22 @@ class DecoderLayer(nn.Module):
             self.post_feedforward_layernorm = RMSNorm(config.width, eps=config.eps)
 
     def forward(
-        self, x: Tensor, turn: tuple[Tensor, Tensor] | None, cache: KVCache, index: int, shared: Read | None
-    ) -> tuple[Tensor, Read]:
+        self,
+        x: Tensor,
+        turn: tuple[Tensor, Tensor] | None,
+        cache: KVCache,
+        index: int,
+        shared: Read | EndToEnd | None,
+        adapters: Shares | None = None,
+    ) -> tuple[Tensor, Read | EndToEnd]:
         """Return the new hidden states and the keys, values and mask that attention read."""
-        y, read = self.self_attn(self.input_layernorm(x), turn, cache, index, shared)
+        y, read = self.self_attn(self.input_layernorm(x), turn, cache, index, shared, adapters)
         if self.pre_feedforward_layernorm is None or self.post_feedforward_layernorm is None:
             x = x + y
-            return x + self.mlp(self.post_attention_layernorm(x)), read
+            return x + self.mlp(self.post_attention_layernorm(x), adapters), read
         x = x + self.post_attention_layernorm(y)
-        return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x))), read
+        inner = self.mlp(self.pre_feedforward_layernorm(x), adapters)
+        return x + self.post_feedforward_layernorm(inner), read
 
     def pack(self) -> None:
         """Pack all weights of this layer for inference."""
@@ -179,6 +183,7 @@ class Decoder(nn.Module):
         cache: KVCache | None = None,
         padding: Int[Tensor, batch] | None = None,
         last: int | None = None,
+        adapters: Shares | None = None,
     ) -> Float[Tensor, "batch kept vocab"]:
         """Logits of the next token after each of the given ones.
 
@@ -187,11 +192,12 @@ class Decoder(nn.Module):
             cache: keys and values of the tokens before; the new ones are added. None for a pass over whole sequences.
             padding: pad tokens at the left of each row, counted over the whole sequence. Logits of pads mean nothing.
             last: only the logits of the last so many tokens; None for all.
+            adapters: low-rank changes, each with the tokens (of the whole batch, laid end to end) that it works on.
 
         Raises:
             InvalidArgument: a sequence longer than the rotary tables may grow, or no tokens at all.
         """
-        hidden = self.hidden(ids, cache=cache, padding=padding)
+        hidden = self.hidden(ids, cache=cache, padding=padding, adapters=adapters)
         logits: Tensor = self.lm_head(hidden if last is None else hidden[:, -last:])
         return logits
 
@@ -201,6 +207,7 @@ class Decoder(nn.Module):
         *,
         cache: KVCache | None = None,
         padding: Int[Tensor, batch] | None = None,
+        adapters: Shares | None = None,
     ) -> Float[Tensor, "batch new width"]:
         """Normalised hidden states, as the output matrix reads them; arguments as for `forward`."""
         new = ids.shape[1]
@@ -210,12 +217,12 @@ class Decoder(nn.Module):
         x = self.embed_tokens(ids)
         if self.config.embedding_scale != 1.0:
             x = x * torch.tensor(self.config.embedding_scale, dtype=x.dtype)
-        turns = self._rotations(cache.length, new, padding, x.dtype, x.device)
-        read: dict[int, Read] = {}
+        turns = self._rotations(cache, new, padding, x.dtype, x.device)
+        read: dict[int, Read | EndToEnd] = {}
         for index, layer in enumerate(self.layers):
             spec = self.config.layers[index].attention
             shared = None if spec.source is None else read[spec.source]
-            x, seen = layer(x, turns.get(spec.rotary), cache, index, shared)
+            x, seen = layer(x, turns.get(spec.rotary), cache, index, shared, adapters)
             if index in self._sources:
                 read[index] = seen
         cache.advance(new)
@@ -223,16 +230,20 @@ class Decoder(nn.Module):
         return hidden
 
     def _rotations(
-        self, start: int, new: int, padding: Tensor | None, dtype: torch.dtype, device: torch.device
+        self, cache: KVCache, new: int, padding: Tensor | None, dtype: torch.dtype, device: torch.device
     ) -> dict[Rotary | None, tuple[Tensor, Tensor]]:
         """Cosine and sine of the new positions, for each way of rotating that occurs."""
+        start, positions = cache.length, cache.positions
+        if positions is None and padding is not None:
+            positions = (torch.arange(start, start + new, device=device) - padding[:, None]).clamp(min=0)
         turns: dict[Rotary | None, tuple[Tensor, Tensor]] = {}
         for rotary in self._rotaries:
             cos, sin = self._table(rotary, start + new, dtype, device)
-            if padding is None:
+            if positions is None:
                 turns[rotary] = (cos[start : start + new], sin[start : start + new])
+            elif positions.ndim == 1:
+                turns[rotary] = (cos[positions], sin[positions])
             else:
-                positions = (torch.arange(start, start + new, device=device) - padding[:, None]).clamp(min=0)
                 turns[rotary] = (cos[positions][:, None], sin[positions][:, None])
         return turns
 

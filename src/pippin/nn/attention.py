@@ -4,18 +4,21 @@ Notable here:
 - one class for every decoder family: biases, norms on queries and keys, window, and no position at all are arguments
 - a layer may have no keys and values of its own and read those of an earlier layer
 - a single new token treats the heads that share keys as a sequence, so that no key is ever copied
+- sequences that lie end to end share every matrix product and are told apart only where they look at their keys
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from pippin.nn.cache import KVCache, Seen
+from pippin.nn.cache import EndToEnd, KVCache, Read
 from pippin.nn.linear import Linear
+from pippin.nn.lora import Shares
 from pippin.nn.norm import RMSNorm
 from pippin.nn.rotary import Rotary, rotate
 
@@ -84,8 +87,9 @@ class Attention(nn.Module):
         turn: tuple[Tensor, Tensor] | None,
         cache: KVCache,
         layer: int,
-        shared: tuple[Seen, Seen, Tensor | None] | None = None,
-    ) -> tuple[Float[Tensor, "batch new width"], tuple[Seen, Seen, Tensor | None]]:
+        shared: Read | EndToEnd | None = None,
+        adapters: Shares | None = None,
+    ) -> tuple[Float[Tensor, "batch new width"], Read | EndToEnd]:
         """Attend; return the output and the keys, values and mask that were read.
 
         Args:
@@ -94,9 +98,9 @@ class Attention(nn.Module):
             cache: where keys and values go.
             layer: index of this layer in the cache.
             shared: keys, values and mask of the source layer, if this layer has none of its own.
+            adapters: low-rank changes of the projections, each for its tokens.
         """
-        batch, new, _ = x.shape
-        q, k, v = self._project(x)
+        q, k, v = self._project(x, adapters)
         if self.q_norm is not None:
             q = self.q_norm(q)
         if k is not None and self.k_norm is not None:
@@ -107,27 +111,34 @@ class Attention(nn.Module):
         if k is not None and v is not None:
             shared = cache.append(layer, k, v, self.spec.window)
         assert shared is not None, f"layer {layer} reads layer {self.spec.source}, which was not given"
-        keys, values, mask = shared
+        if isinstance(shared, EndToEnd):
+            parts = q.split(shared.counts, dim=2)
+            y = torch.cat([self._attend(part, *read) for part, read in zip(parts, shared.reads, strict=True)], 1)
+        else:
+            y = self._attend(q, *shared)
+        return self.o_proj(y, adapters), shared
+
+    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        """What the queries (batch, heads, new, head_dim) read, as (batch, new, heads * head_dim)."""
+        batch, _, new, _ = q.shape
         if new == 1:
             groups = q.reshape(batch, self.kv_heads, -1, self.head_dim)
             y = F.scaled_dot_product_attention(groups, keys, values, attn_mask=mask, scale=self.scale)
-            y = y.reshape(batch, 1, -1)
-        else:
-            y = F.scaled_dot_product_attention(
-                q, keys, values, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=True
-            )
-            y = y.transpose(1, 2).reshape(batch, new, -1)
-        return self.o_proj(y), shared
+            return y.reshape(batch, 1, -1)
+        y = F.scaled_dot_product_attention(
+            q, keys, values, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=True
+        )
+        return y.transpose(1, 2).reshape(batch, new, -1)
 
-    def _project(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def _project(self, x: Tensor, adapters: Shares | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Queries, and the keys and values of a layer that has its own: each (batch, heads, new, head_dim)."""
         batch, new, _ = x.shape
         if self.qkv_proj is not None:
-            heads = self.qkv_proj(x).view(batch, new, -1, self.head_dim).transpose(1, 2)
+            heads = self.qkv_proj(x, adapters).view(batch, new, -1, self.head_dim).transpose(1, 2)
             q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
             return q, k, v
         q, *kv = (
-            projection(x).view(batch, new, -1, self.head_dim).transpose(1, 2)
+            projection(x, adapters).view(batch, new, -1, self.head_dim).transpose(1, 2)
             for projection in (
                 [self.q_proj] if self.spec.source is not None else [self.q_proj, self.k_proj, self.v_proj]
             )

@@ -3,19 +3,32 @@
 Notable here:
 - a model never knows which cache it has: it appends keys and values and gets back all that it may look at
 - `length` moves once per forward pass, at its end, so that a pass that is interrupted leaves no trace
+- sequences of different length need no padding: their new tokens lie end to end in one row, and each has its own keys
 """
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-# Keys or values of the new tokens, and of all that they may look at.
+# Keys or values of the new tokens.
 New = Float[Tensor, "batch kv_heads new head_dim"]
-Seen = Float[Tensor, "batch kv_heads seen head_dim"]
+
+# All visible keys, values, and the mask: boolean, true where a query may look, broadcastable to (batch, heads, new,
+# seen). None means plain causal order: each new token sees everything older than itself.
+Read = tuple[Tensor, Tensor, Tensor | None]
+
+
+class EndToEnd(NamedTuple):
+    """What several sequences see whose new tokens lie one after another in a single row of the batch."""
+
+    counts: list[int]
+    """New tokens of each sequence."""
+    reads: list[Read]
+    """Keys, values and mask of each sequence."""
 
 
 @runtime_checkable
@@ -26,12 +39,12 @@ class KVCache(Protocol):
     def length(self) -> int:
         """Tokens held; the position of the next one (in a batch: of the longest row)."""
 
-    def append(self, layer: int, k: New, v: New, window: int | None) -> tuple[Seen, Seen, Tensor | None]:
-        """Add the new tokens of one layer; return all visible keys, values, and the mask.
+    @property
+    def positions(self) -> Int[Tensor, new] | None:
+        """The position of each new token, where they do not simply follow each other from `length` on; else None."""
 
-        The mask is boolean, true where a query may look, broadcastable to (batch, heads, new, seen). None means
-        plain causal order: each new token sees everything older than itself.
-        """
+    def append(self, layer: int, k: New, v: New, window: int | None) -> Read | EndToEnd:
+        """Add the new tokens of one layer; return all that they may look at."""
 
     def advance(self, new: int) -> None:
         """Make the tokens that were appended to every layer permanent."""
@@ -49,7 +62,12 @@ class NoCache:
         """Always 0."""
         return 0
 
-    def append(self, layer: int, k: New, v: New, window: int | None) -> tuple[Seen, Seen, Tensor | None]:
+    @property
+    def positions(self) -> None:
+        """None: tokens follow each other."""
+        return None
+
+    def append(self, layer: int, k: New, v: New, window: int | None) -> Read:
         """Return what came in, with the mask that causal order, window and padding ask for."""
         if window not in self.masks:
             self.masks[window] = causal_mask(0, k.shape[2], window, self.padding, k.device)

@@ -15,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from pippin.nn.linear import Linear
+from pippin.nn.lora import Shares
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
@@ -60,16 +61,18 @@ class FeedForward(nn.Module):
         self.down_proj = Linear(spec.size, width, bias=bias)
         self.gate_up_proj: Linear | None = None  # gate and up as one, once packed
 
-    def forward(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
-        """Apply the layer."""
+    def forward(
+        self, x: Float[Tensor, "*batch width"], adapters: Shares | None = None
+    ) -> Float[Tensor, "*batch width"]:
+        """Apply the layer, and the adapters to their tokens."""
         if self.gate_up_proj is not None:
-            gate, up = self.gate_up_proj(x).chunk(2, -1)
+            gate, up = self.gate_up_proj(x, adapters).chunk(2, -1)
         else:
             assert self.up_proj is not None
-            up = self.up_proj(x)
-            gate = None if self.gate_proj is None else self.gate_proj(x)
+            up = self.up_proj(x, adapters)
+            gate = None if self.gate_proj is None else self.gate_proj(x, adapters)
         inner = activate(up, self.spec.activation) if gate is None else activate(gate, self.spec.activation) * up
-        y: Tensor = self.down_proj(inner)
+        y: Tensor = self.down_proj(inner, adapters)
         return y
 
     def pack(self) -> None:
@@ -95,8 +98,10 @@ class MixtureOfExperts(nn.Module):
         self.gate = Linear(width, spec.experts)
         self.experts = nn.ModuleList(FeedForward(spec, width) for _ in range(spec.experts))
 
-    def forward(self, x: Float[Tensor, "batch seq width"]) -> Float[Tensor, "batch seq width"]:
-        """Send each token to its experts and add up their weighted answers (in float32)."""
+    def forward(
+        self, x: Float[Tensor, "batch seq width"], adapters: Shares | None = None
+    ) -> Float[Tensor, "batch seq width"]:
+        """Send each token to its experts and add up their weighted answers (in float32); experts have no adapters."""
         tokens = x.reshape(-1, x.shape[-1])
         weights, chosen = self.gate(tokens).float().softmax(-1).topk(self.spec.active, -1)
         if self.spec.renormalise:

@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from pippin.nn.lora import Shares, adapt
+
 
 @runtime_checkable
 class PackedWeight(Protocol):
@@ -59,11 +61,13 @@ class Linear(nn.Module):
         fused.bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None
         return fused
 
-    def forward(self, x: Float[Tensor, "*batch inputs"]) -> Float[Tensor, "*batch outputs"]:
-        """Apply the layer to the last dimension."""
-        if self.packed is not None:
-            return self.packed.matmul(x, self.bias)
-        return F.linear(x, self.weight, self.bias)  # type: ignore[arg-type]
+    def forward(
+        self, x: Float[Tensor, "*batch inputs"], adapters: Shares | None = None
+    ) -> Float[Tensor, "*batch outputs"]:
+        """Apply the layer to the last dimension, and the adapters to their tokens."""
+        packed, bias = self.packed, self.bias
+        y = F.linear(x, self.weight, bias) if packed is None else packed.matmul(x, bias)  # type: ignore[arg-type]
+        return y if adapters is None else adapt(self, x, y, adapters)
 
     def dense_weight(self) -> Tensor:
         """The weight as a matrix, unpacked if need be."""

@@ -38,6 +38,7 @@ class TokenEngine(Protocol):
     """What a local model needs of an engine: `Engine` for one request at a time, `BatchEngine` for many."""
 
     model: LanguageModel
+    context_size: int
 
     def stream(self, request: Request) -> Iterator[Token | Finished]:
         """Answer a request, token by token."""
@@ -45,7 +46,7 @@ class TokenEngine(Protocol):
     def check(self, prompt: list[int], options: SamplingOptions) -> None:
         """Raise what `stream` raises for this prompt."""
 
-    def prefill(self, prompt: list[int], prefix: Prefix) -> int:
+    def prefill(self, prompt: list[int], prefix: Prefix, *, adapter: str | None, owner: str) -> int:
         """Compute the beginning of a prompt ahead of its request."""
 
 
@@ -66,7 +67,7 @@ class LocalModel(Provider):
         self.model = model if isinstance(model, LanguageModel) else load(model)
         self.engine: TokenEngine = Engine(self.model) if engine is None else engine
         self.name = self.model.name
-        self.context_size: int = self.model.context_size
+        self.context_size: int = self.engine.context_size
         self.capabilities = Capabilities(
             guided_generation=True,
             grammars=True,
@@ -105,7 +106,8 @@ class LocalModel(Provider):
             for prompt in (Prompt(last.text + end) for end in ("a", "b"))
         )
         self.engine.check(one, SamplingOptions())
-        return self.engine.prefill(one[: common_prefix(one, other)], self._prefix(turn))
+        common = one[: common_prefix(one, other)]
+        return self.engine.prefill(common, self._prefix(turn), adapter=turn.adapter, owner=turn.owner)
 
     def _encode(self, turn: Turn, *, thinking: bool = False) -> list[int]:
         if turn.ids is not None:
@@ -136,7 +138,9 @@ class LocalModel(Provider):
         room = (options.max_tokens or self.context_size - len(ids)) - 1
         budget = min(options.reasoning_budget, max(room, 1))
         free = replace(options, max_tokens=budget, stop=(prompting.ANSWER,), logprobs=None)
-        request = Request(ids, free, prefix=self._prefix(turn), cancel=turn.cancel, adapter=turn.adapter)
+        request = Request(
+            ids, free, prefix=self._prefix(turn), cancel=turn.cancel, adapter=turn.adapter, owner=turn.owner
+        )
         thought: list[int] = []
         for event in self.engine.stream(request):
             if event.text:
@@ -165,7 +169,7 @@ class LocalModel(Provider):
             required=turn.options.tool_calling == "required",
             parallel=turn.options.parallel_tool_calls,
         )
-        request = Request(ids, turn.options, grammar, self._prefix(turn), turn.cancel, turn.adapter)
+        request = Request(ids, turn.options, grammar, self._prefix(turn), turn.cancel, turn.adapter, turn.owner)
         visible = TextStream([prompting.OPEN] if tools and schema is None else [])
         raw = told = ""
         for event in self.engine.stream(request):
