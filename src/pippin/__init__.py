@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING, Any
 from pippin import errors
 
 if TYPE_CHECKING:
+    from pippin.engine.batch import BatchEngine
+    from pippin.language.availability import availability
+    from pippin.language.encoder import load_encoder
     from pippin.language.load import LanguageModel, load
     from pippin.session import (
         Allow,
@@ -39,6 +42,11 @@ if TYPE_CHECKING:
         Transcript,
         tool,
     )
+    from pippin.session.guardrails import Guardrails
+    from pippin.session.identity import GenerationID
+    from pippin.session.mcp_client import McpServer
+    from pippin.session.openai_provider import OpenAIProvider
+    from pippin.session.remote import RemoteModel
 
 _HOMES = {
     "LanguageModel": "pippin.language.load",
@@ -63,22 +71,36 @@ _HOMES = {
     "Provider": "pippin.session",
     "Skill": "pippin.session",
     "Skills": "pippin.session",
+    "GenerationID": "pippin.session.identity",
+    "OpenAIProvider": "pippin.session.openai_provider",
+    "McpServer": "pippin.session.mcp_client",
+    "Guardrails": "pippin.session.guardrails",
+    "RemoteModel": "pippin.session.remote",
+    "availability": "pippin.language.availability",
+    "load_encoder": "pippin.language.encoder",
+    "BatchEngine": "pippin.engine.batch",
     "tool": "pippin.session",
 }
 
 __all__ = [
     "Allow",
     "AnyOf",
+    "BatchEngine",
     "Choice",
     "Deny",
+    "GenerationID",
     "GenerationOptions",
+    "Guardrails",
     "Hooks",
     "LanguageModel",
     "Lark",
     "LocalModel",
+    "McpServer",
+    "OpenAIProvider",
     "Profile",
     "Provider",
     "Regex",
+    "RemoteModel",
     "Replace",
     "Response",
     "Schema",
@@ -88,8 +110,10 @@ __all__ = [
     "Snapshot",
     "Tool",
     "Transcript",
+    "availability",
     "errors",
     "load",
+    "load_encoder",
     "tool",
 ]
 

@@ -1,11 +1,12 @@
 """The session API: typed answers, streams and tools over a model of this machine or any other."""
 
 from pippin.session.hooks import Allow, Deny, Hooks, Replace
+from pippin.session.identity import GenerationID
 from pippin.session.local import LocalModel
 from pippin.session.options import GenerationOptions
 from pippin.session.profile import Profile
 from pippin.session.provider import Capabilities, Provider, Turn
-from pippin.session.response import Response, Snapshot, Stream, Timing, Usage
+from pippin.session.response import PartialOf, Response, Snapshot, Stream, Timing, Usage
 from pippin.session.schema import AnyOf, Choice, Lark, Regex, Schema
 from pippin.session.session import Session
 from pippin.session.skills import Skill, Skills
@@ -32,11 +33,13 @@ __all__ = [
     "Capabilities",
     "Choice",
     "Deny",
+    "GenerationID",
     "GenerationOptions",
     "Hooks",
     "Instructions",
     "Lark",
     "LocalModel",
+    "PartialOf",
     "Profile",
     "Prompt",
     "Provider",

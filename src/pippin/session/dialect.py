@@ -4,6 +4,7 @@ Notable here:
 - Pydantic's generator does the work; what it would lose on the way (validators, length limits of a configuration,
   bounds on dates, flags of a pattern) is found in the core schema, where it is declared, and refused by name
 - dialect: `x-order`, no additional properties, a field with a default is absent from `required`, constants are enums
+- a `GenerationID` is left out: the session knows it, the model does not
 - a set of free values is an array: duplicates fall together when it is read, so they need no grammar
 """
 
@@ -17,8 +18,10 @@ from typing import Any, Final, cast
 from pydantic import TypeAdapter
 from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerationError, PydanticUserError
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue, JsonSchemaWarningKind
+from pydantic_core import SchemaError as PydanticCoreError
 
 from pippin.core.errors import EmptySchema, SchemaError, UnsupportedGuide
+from pippin.session.identity import MARK
 
 _BOUNDS: Final = "gt ge lt le multiple_of"
 _LENGTHS: Final = "min_length max_length fail_fast"
@@ -66,6 +69,7 @@ _GUIDES: Final = {
     "less_than_or_equal": "le",
 }
 _LOOSE_FORMATS: Final = ("binary", "path", "password")
+_VALUES: Final = ("default", "examples", "enum", "const")  # keywords that hold values, not schemas
 _KEY_FORMATS: Final = {"uuid": "uuid", "date": "date", "datetime": "date-time"}
 _MOST_EXACT_DIGITS: Final = 15  # a decimal passes through a float on its way in
 
@@ -89,12 +93,19 @@ def describe(target: Any) -> tuple[TypeAdapter[Any], dict[str, Any]]:
         schema = adapter.json_schema(schema_generator=_Generator)
     except (PydanticSchemaGenerationError, PydanticInvalidForJsonSchema, PydanticUserError) as error:
         raise SchemaError(f"{target!r} cannot describe an answer: {str(error).splitlines()[0]}") from error
+    except PydanticCoreError as error:
+        reason = str(error).splitlines()[-1].strip().removeprefix("SchemaError: ")
+        hint = "; in a TypedDict it is NotRequired[GenerationID]" if "default value" in reason else ""
+        raise SchemaError(f"{target!r} cannot describe an answer: {reason}{hint}") from error
     except AssertionError as error:  # how Pydantic meets Literal[()]
         raise EmptySchema(f"{target!r} has no values") from error
     except TypeError as error:
         guide = re.search(r"constraint '(\w+)'", str(error))
         raise UnsupportedGuide(f"{target!r}: {error}", guide=guide.group(1) if guide else "") from error
-    return adapter, cast("dict[str, Any]", _house(schema))
+    found = _house(schema)
+    if _is_marked(found):
+        raise SchemaError(f"{target!r}: a GenerationID can only be a field of a model, a dataclass or a TypedDict")
+    return adapter, cast("dict[str, Any]", found)
 
 
 def _house(schema: Any) -> Any:
@@ -103,9 +114,12 @@ def _house(schema: Any) -> Any:
         return [_house(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    kept = {k: v if k in ("default", "examples", "enum", "const") else _house(v) for k, v in schema.items()}
+    kept = {k: v if k in _VALUES else _house(v) for k, v in schema.items()}
     if isinstance(schema.get("properties"), dict) and schema.get("type") == "object":
-        kept["properties"] = {name: _house(value) for name, value in schema["properties"].items()}
+        shown = {name: value for name, value in schema["properties"].items() if MARK not in value}
+        kept["properties"] = {name: _house(value) for name, value in shown.items()}
+        if "required" in kept:
+            kept["required"] = [name for name in kept["required"] if name in shown]
         kept["x-order"] = list(kept["properties"])
         kept.setdefault("additionalProperties", False)
     if "const" in kept and "type" in kept:
@@ -113,6 +127,15 @@ def _house(schema: Any) -> Any:
     if kept.get("format") in _LOOSE_FORMATS:
         del kept["format"]
     return kept
+
+
+def _is_marked(schema: Any) -> bool:
+    """Whether a field of type `GenerationID` stands where it cannot be left out."""
+    if isinstance(schema, list):
+        return any(map(_is_marked, schema))
+    if not isinstance(schema, dict):
+        return False
+    return schema.get(MARK) is True or any(_is_marked(value) for key, value in schema.items() if key not in _VALUES)
 
 
 class _Generator(GenerateJsonSchema):

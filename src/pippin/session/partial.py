@@ -21,6 +21,9 @@ from typing import Any, Final, Union, get_args, get_origin
 from pydantic import BaseModel, RootModel, TypeAdapter, ValidationError, create_model
 from pydantic.dataclasses import is_pydantic_dataclass
 
+from pippin.core.errors import SchemaError
+from pippin.session.identity import GenerationID
+
 _TOKEN: Final = re.compile(r'"(?:[^"\\]|\\.)*(?P<closed>")?|[\[\]{},:]|[^\s\[\]{},:"]+', re.DOTALL)
 _BROKEN_ESCAPE: Final = re.compile(
     r"(?<!\\)(?:\\\\)*(\\(?:u[0-9a-fA-F]{0,3})?|\\u[dD][89abAB][0-9a-fA-F]{2}(?:\\(?:u[0-9a-fA-F]{0,3})?)?)\Z"
@@ -235,6 +238,93 @@ def _validated(target: Any, value: Any, *, strict: bool = False) -> Any:
         return _adapter(target).validate_json(json.dumps(value), strict=strict)
     except ValidationError:
         return None
+
+
+# --- ids --------------------------------------------------------------------------------------------------------------
+
+
+def has_ids(target: Any) -> bool:
+    """Whether a type has fields of type `GenerationID`.
+
+    Raises:
+        SchemaError: one is in a set, whose items have no place to be known by.
+    """
+    return _has_ids(target, [])
+
+
+def _has_ids(target: Any, seen: list[Any]) -> bool:
+    target = _plain(target)
+    if target is GenerationID:
+        return True
+    if any(target is other for other in seen):
+        return False
+    seen.append(target)
+    fields = _fields(target)
+    if _is_kind(target, RootModel):
+        kinds: list[Any] = [target.model_fields["root"].annotation]
+    else:
+        kinds = [kind for _, kind in fields.values()] if fields is not None else list(get_args(target))
+    found = [_has_ids(kind, seen) for kind in kinds]
+    if any(found) and _is_kind(get_origin(target), AbstractSet):
+        raise SchemaError(f"items of a set have no order that a GenerationID could go by: {target!r}; use a list")
+    return any(found)
+
+
+def set_ids(target: Any, value: Any, identity: str, path: tuple[str | int, ...] = ()) -> None:
+    """Fill in each `GenerationID` of a value, whole or partial, from the answer's identity and its place.
+
+    Args:
+        target: the type of the whole answer.
+        value: as `fill` or Pydantic made it; changed in place.
+        identity: tells answers apart.
+        path: where the value stands.
+    """
+    target = _plain(target)
+    origin = get_origin(target) or target
+    if origin in (Union, types.UnionType):
+        target = _plain(next((member for member in get_args(target) if _is_of(member, value)), None))
+        origin = get_origin(target) or target
+    fields = _fields(target)
+    if value is None:
+        return
+    if fields is not None:
+        for name, (alias, kind) in fields.items():
+            if _plain(kind) is GenerationID:
+                _set_field(value, name, GenerationID.at(identity, path))
+            else:
+                inner = value.get(name) if isinstance(value, dict) else getattr(value, name, None)
+                set_ids(kind, inner, identity, (*path, alias))
+    elif _is_kind(target, RootModel):
+        set_ids(target.model_fields["root"].annotation, value.root, identity, path)
+    elif isinstance(value, Mapping) and _is_kind(origin, Mapping):
+        for index, item in enumerate(value.values()):
+            set_ids((get_args(target) or (str, Any))[-1], item, identity, (*path, index))
+    elif isinstance(value, Sequence) and not isinstance(value, str) and (kinds := get_args(target)):
+        fixed = kinds[-1] is not Ellipsis and len(kinds) > 1
+        for index, item in enumerate(value):
+            set_ids(kinds[index] if fixed else kinds[0], item, identity, (*path, index))
+
+
+def _set_field(value: Any, name: str, item: GenerationID) -> None:
+    if isinstance(value, dict):
+        value[name] = item
+    elif isinstance(value, BaseModel):
+        value.__dict__[name] = item  # frozen models too
+    else:
+        object.__setattr__(value, name, item)
+
+
+def _is_of(member: Any, value: Any) -> bool:
+    """Whether a value, whole or partial, came from this member of a union; only what may hold ids matters."""
+    plain = _plain(member)
+    fields = _fields(plain)
+    if fields is None:
+        origin = get_origin(plain) or plain
+        in_part = isinstance(value, list) and _is_kind(origin, Sequence)  # a tuple in part is a list
+        return in_part or (isinstance(origin, type) and isinstance(value, origin))
+    if _is_typed_dict(plain):
+        return isinstance(value, dict) and set(value) <= set(fields)
+    return isinstance(value, (plain, partial_type(plain)))
 
 
 def _is_typed_dict(target: Any) -> bool:

@@ -60,6 +60,7 @@ class Turn:
         adapter: the adapter to answer with; None for the plain model.
         cancel: once set, the turn ends before its next token.
         memory: the provider's own, kept from turn to turn of one session (a cache of keys and values, say).
+        owner: whose turn it is, where one provider serves many: nothing computed for one owner is used for another.
         ids: the very tokens that a local model reads, in place of the transcript's; for text to be continued as it is.
     """
 
@@ -70,6 +71,7 @@ class Turn:
     adapter: str | None = None
     cancel: Event = field(default_factory=Event)
     memory: dict[str, Any] = field(default_factory=dict)
+    owner: str = ""
     ids: tuple[int, ...] | None = None
 
 

@@ -6,12 +6,14 @@ import asyncio
 import threading
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, dataclass_transform, overload
 
 from pippin.core.errors import InvalidArgument
 from pippin.engine.engine import FinishReason, Token
 
 T = TypeVar("T")
+C = TypeVar("C")
+Scalar = TypeVar("Scalar", int, float, bool)
 
 
 @dataclass(frozen=True)
@@ -66,15 +68,60 @@ class Response(Generic[T]):
     tokens: tuple[Token, ...] = ()
 
 
-@dataclass(frozen=True)
-class Snapshot:
+class PartialOf(Generic[T]):
+    """What type checkers take an unfinished value for: the fields of ``T``, each of which may be None.
+
+    The value itself is of another class (see `Schema.partial_type`) and has just these fields. Checkers see their types
+    as Any; mypy sees them as they are, with ``plugins = ["pippin.mypy_plugin"]``.
+    """
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+        def __getitem__(self, name: str) -> Any: ...
+
+
+if TYPE_CHECKING:
+
+    class Content:
+        """The type of a snapshot's content, which depends on that of the answer."""
+
+        @overload
+        def __get__(self, snapshot: Snapshot[str], owner: object) -> str: ...
+        @overload
+        def __get__(self, snapshot: Snapshot[Scalar], owner: object) -> Scalar | None: ...
+        @overload
+        def __get__(self, snapshot: Snapshot[list[str]], owner: object) -> list[str] | None: ...
+        @overload
+        def __get__(self, snapshot: Snapshot[list[Scalar]], owner: object) -> list[Scalar] | None: ...
+        @overload
+        def __get__(self, snapshot: Snapshot[list[T]], owner: object) -> list[PartialOf[T]] | None: ...
+        @overload
+        def __get__(self, snapshot: Snapshot[dict[str, T]], owner: object) -> dict[str, Any] | None: ...
+        @overload
+        def __get__(self, snapshot: Snapshot[T], owner: object) -> PartialOf[T] | None: ...
+        def __get__(self, snapshot: Any, owner: object) -> Any: ...
+        def __set__(self, snapshot: Any, value: Any) -> None: ...
+
+else:
+    Content = Any
+
+
+@dataclass_transform()
+def _frozen(cls: type[C]) -> type[C]:
+    """A frozen dataclass, of which checkers know that reading a field may be more than reading it (`Content`)."""
+    return dataclass(frozen=True)(cls)
+
+
+@_frozen
+class Snapshot(Generic[T]):
     """An answer so far: a whole value to show, never something to append.
 
     ``content`` is a partial value (fields not yet begun are None) or the text so far; ``delta`` is the newest text;
     ``is_complete`` says that nothing more will come.
     """
 
-    content: Any
+    content: Content
     raw_content: str
     delta: str
     is_complete: bool = False
@@ -84,7 +131,7 @@ class Stream(Generic[T]):
     """An answer on its way: iterate for snapshots, with ``for`` or ``async for``; then `response` is the whole."""
 
     def __init__(
-        self, steps: Generator[Snapshot, None, Response[T]], cancel: threading.Event, release: Callable[[], None]
+        self, steps: Generator[Snapshot[Any], None, Response[T]], cancel: threading.Event, release: Callable[[], None]
     ) -> None:
         self._steps, self._cancel, self._release = steps, cancel, release
         self._response: Response[T] | None = None
@@ -92,7 +139,7 @@ class Stream(Generic[T]):
     def __iter__(self) -> Stream[T]:
         return self
 
-    def __next__(self) -> Snapshot:
+    def __next__(self) -> Snapshot[T]:
         try:
             return next(self._steps)
         except StopIteration as end:
@@ -106,7 +153,7 @@ class Stream(Generic[T]):
     def __aiter__(self) -> Stream[T]:
         return self
 
-    async def __anext__(self) -> Snapshot:
+    async def __anext__(self) -> Snapshot[T]:
         end = object()
         try:
             snapshot = await asyncio.to_thread(next, self, end)

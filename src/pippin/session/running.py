@@ -9,6 +9,7 @@ Notable here:
 from __future__ import annotations
 
 import threading
+import uuid
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -143,7 +144,7 @@ class Running:
         self.session, self.schema, self.settings, self.snapshots = session, schema, settings, snapshots
         self.cancel = threading.Event()
         self.usage, self.timing = Usage(), Timing()
-        self.identity = f"{len(session.transcript)}"
+        self.identity = uuid.uuid4().hex
         self.written = _Written()
         self.late = False
         self.values: ValueChecker | None = None
@@ -189,7 +190,7 @@ class Running:
             turn = replace(turn, transcript=settings.history(turn.transcript, _Reader(self, turn)))
         return settings.provider.stream(turn)
 
-    def steps(self, events: Iterator[TurnEvent]) -> Generator[Snapshot, None, Response[Any]]:
+    def steps(self, events: Iterator[TurnEvent]) -> Generator[Snapshot[Any], None, Response[Any]]:
         """Snapshots, beginning with the first round; at the end the transcript is replaced, the response returned."""
         timer = None
         if self.settings.options.timeout is not None:
@@ -213,7 +214,7 @@ class Running:
         self.late = True
         self.cancel.set()
 
-    def _rounds(self, events: Iterator[TurnEvent]) -> Generator[Snapshot, None, Response[Any]]:
+    def _rounds(self, events: Iterator[TurnEvent]) -> Generator[Snapshot[Any], None, Response[Any]]:
         most = self.session.max_tool_rounds
         for round in range(most + 1):
             yield from self._write(events)
@@ -235,7 +236,7 @@ class Running:
 
     # --- one round ------------------------------------------------------------------------------------------------
 
-    def _write(self, events: Iterator[TurnEvent]) -> Generator[Snapshot, None, None]:
+    def _write(self, events: Iterator[TurnEvent]) -> Generator[Snapshot[Any], None, None]:
         """Let the model write once; yield snapshots of what is not a tool call."""
         written = self.written = _Written()
         guardrails = self.session.guardrails
@@ -279,7 +280,7 @@ class Running:
         """Whether the answer is JSON, as opposed to text, free or under a grammar."""
         return self.schema is not None and self.schema.json_schema is not None
 
-    def _snapshot(self, delta: str, *, complete: bool = False) -> Snapshot:
+    def _snapshot(self, delta: str, *, complete: bool = False) -> Snapshot[Any]:
         text = self.written.shown
         if self.schema is None:
             return Snapshot(text, text, delta, complete)

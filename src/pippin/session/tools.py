@@ -19,7 +19,7 @@ from typing import Any, Generic, ParamSpec, TypeVar, get_type_hints
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create_model
 from pydantic.fields import FieldInfo
 
-from pippin.core.errors import InvalidInput, InvalidTool, SchemaError, ToolCallError
+from pippin.core.errors import InvalidInput, InvalidTool, SchemaError, ToolCallError, UnsupportedGuide
 from pippin.session.schema import Schema
 
 P = ParamSpec("P")
@@ -198,6 +198,8 @@ def as_tools(tools: Sequence[Tool[..., Any] | Callable[..., Any]]) -> dict[str, 
 def _schema(arguments: Any, name: str) -> Schema[Any]:
     try:
         return Schema(arguments)
+    except UnsupportedGuide as error:
+        raise UnsupportedGuide(f"tool {name!r}: {error}", field=error.field, guide=error.guide) from error
     except SchemaError as error:
         raise type(error)(f"tool {name!r}: {error}") from error
 

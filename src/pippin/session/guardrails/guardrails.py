@@ -1,0 +1,273 @@
+"""Guardrails: named rules that look at what goes into a model and at what comes out, and say what they found and why.
+
+Notable here:
+- normalise, rules of the locale, a classifier, your own functions, thresholds: five stages, each to be seen and set
+- nothing is blocked without a rule's name, score, threshold and place; every threshold is an argument
+- a model that declines is no violation: `refusal` tells the two apart
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cache
+from importlib.resources import files
+from typing import Any, Final, TypeVar
+
+from pippin.core.errors import InvalidArgument, InvalidInput, UnsupportedLanguage
+from pippin.data import refusals
+from pippin.session.guardrails import checksums, classifier
+from pippin.session.guardrails.policy import Policy, Role, Thresholds, Verdict, verdict_of
+from pippin.session.guardrails.rules import ClassifierRule, PatternRule, Rule, SpanRule, TermRule
+from pippin.session.guardrails.stream import Checker, Plan, violation
+from pippin.session.guardrails.typed import ValueChecker, visit
+
+T = TypeVar("T")
+LOCALES: Final = ("en", "de", "fr", "es", "ja")
+
+
+class Guardrails:
+    """Rules and thresholds for input and output.
+
+    `Guardrails.default()`, `.strict()`, `.permissive()` and `.off()` bring packaged rules; the constructor takes
+    only the rules that you give it.
+
+    Args:
+        rules: `TermRule`, `PatternRule`, `ClassifierRule` and `FunctionRule` objects, each with an id of its own.
+        thresholds: category -> role -> locale -> score from which on to act, None for never. A number at any level
+            stands for everything below it, "*" for whatever is not named; what you leave out is the profile's.
+        profile: "strict", "default", "permissive" or "off": the thresholds under yours.
+        locale: the language of the texts where a call does not say, such as "en" or "de-AT"; "*" reads with the rules
+            of all languages, for texts of which nobody knows.
+        detect_refusals: whether a session raises `Refusal` where an answer only declines.
+
+    Raises:
+        InvalidArgument: an unknown profile, category or role, a threshold outside 0 to 1, two rules of one id.
+        UnsupportedLanguage: no rule is for the locale.
+
+    >>> verdict = Guardrails.default().check("How do I kill a stuck Python process?", role="input")
+    >>> verdict.action
+    'allow'
+    """
+
+    def __init__(
+        self,
+        rules: Sequence[Rule] = (),
+        *,
+        thresholds: Thresholds | None = None,
+        profile: str = "default",
+        locale: str = "en",
+        detect_refusals: bool = False,
+    ) -> None:
+        ids = [rule.id for rule in rules]
+        if repeated := {id for id in ids if ids.count(id) > 1}:
+            raise InvalidArgument(f"two rules have the same id: {', '.join(sorted(repeated))}")
+        self.rules = tuple(rules)
+        self.profile, self.thresholds, self.locale = profile, thresholds, locale
+        self.detect_refusals = detect_refusals
+        own = frozenset(rule.category for rule in rules if not isinstance(rule, ClassifierRule))
+        policy = Policy.profile(profile, thresholds, own=own)
+        self._policies: dict[Role, Policy] = {"input": policy, "output": policy}
+        self._plans: dict[tuple[Role, str], Plan] = {}
+        self._for(locale)
+
+    @classmethod
+    def default(cls, **settings: Any) -> Guardrails:
+        """Blocks what is clearly meant to do harm; reports what might be. Keywords are those of `packaged`."""
+        return cls.packaged("default", **settings)
+
+    @classmethod
+    def strict(cls, **settings: Any) -> Guardrails:
+        """Blocks at half the certainty and masks card numbers and addresses in answers. Keywords as for `packaged`."""
+        return cls.packaged("strict", **settings)
+
+    @classmethod
+    def permissive(cls, **settings: Any) -> Guardrails:
+        """Blocks only what the surest rules find; without the classifier. Keywords as for `packaged`."""
+        return cls.packaged("permissive", **({"use_classifier": False} | settings))
+
+    @classmethod
+    def off(cls, **settings: Any) -> Guardrails:
+        """No packaged rule and no threshold; `refusal` still works."""
+        return cls(profile="off", **settings)
+
+    @classmethod
+    def packaged(
+        cls,
+        profile: str,
+        *,
+        rules: Sequence[Rule] = (),
+        without: Sequence[str] = (),
+        use_classifier: bool = True,
+        **settings: Any,
+    ) -> Guardrails:
+        """The packaged rules under a profile.
+
+        Args:
+            profile: the name of the thresholds.
+            rules: your own, besides.
+            without: ids of packaged rules to leave out.
+            use_classifier: whether the packaged classifier reads too. It holds a streamed answer back by about 100
+                characters; without it, text is held only behind a word that a rule may begin with.
+            settings: ``thresholds``, ``locale``, ``detect_refusals``, as for the class.
+
+        Raises:
+            InvalidArgument: ``without`` names a rule that does not exist.
+        """
+        brought: list[Rule] = list(packaged_rules())
+        if use_classifier:
+            brought.append(ClassifierRule(classifier=classifier.load(), locales=LOCALES))
+        if unknown := set(without) - {rule.id for rule in brought}:
+            raise InvalidArgument(f"no packaged rule is called {', '.join(sorted(unknown))}")
+        kept = [rule for rule in brought if rule.id not in without]
+        return cls([*kept, *rules], profile=profile, **settings)
+
+    def for_transforming(self) -> Guardrails:
+        """The same for text that is to be summarised, translated or sorted: what goes in is quoted, not asked for.
+
+        Input falls under the permissive profile and only rules of yours and the surest packaged ones block it; output
+        is checked as before.
+        """
+        other = Guardrails(
+            self.rules,
+            thresholds=self.thresholds,
+            profile=self.profile,
+            locale=self.locale,
+            detect_refusals=self.detect_refusals,
+        )
+        if self.profile in ("strict", "default"):
+            other._policies["input"] = Policy.profile("permissive")
+        return other
+
+    def check(self, text: str, *, role: Role = "input", locale: str | None = None) -> Verdict:
+        """Decide about a whole text; never raises a violation.
+
+        Args:
+            text: what to look at.
+            role: "input" for what goes to a model, "output" for what comes from it.
+            locale: its language, if it is not that of the guardrails.
+
+        Raises:
+            UnsupportedLanguage: no rule is for the locale. InvalidInput: not a text.
+
+        >>> Guardrails.default().check("Where do I buy Pride tickets?").allowed
+        True
+        """
+        return self._read(text, role, locale).verdict
+
+    def enforce(self, text: str, *, role: Role = "input", locale: str | None = None) -> str:
+        """Check a text and return it, with replacements where the policy asks for them.
+
+        Raises:
+            GuardrailViolation: something is blocked; ``verdict`` says what, where and why.
+            UnsupportedLanguage: no rule is for the locale. InvalidInput: not a text.
+        """
+        verdict = self.check(text, role=role, locale=locale)
+        if not verdict.allowed:
+            raise violation(verdict)
+        return text if verdict.text is None else verdict.text
+
+    def check_value(self, value: Any, *, role: Role = "output", locale: str | None = None) -> Verdict:
+        """Decide about a typed value: every string in it, under the same thresholds as text, with its field's path.
+
+        >>> Guardrails.default().check_value({"days": [{"title": "Pride parade"}]}).allowed
+        True
+        """
+        return self._value(value, role, locale)[0]
+
+    def enforce_value(self, value: T, *, role: Role = "output", locale: str | None = None) -> T:
+        """Check a typed value and return it, with replacements where the policy asks for them.
+
+        Raises:
+            GuardrailViolation: a string in it is blocked; ``verdict.path`` names the field.
+        """
+        verdict, checked = self._value(value, role, locale)
+        if not verdict.allowed:
+            raise violation(verdict)
+        return checked  # type: ignore[no-any-return]
+
+    def stream(self, locale: str | None = None, *, role: Role = "output") -> Checker:
+        """A checker for one text that arrives in pieces."""
+        return self._checker(role, locale)
+
+    def stream_value(self, locale: str | None = None, *, role: Role = "output") -> ValueChecker:
+        """A checker for one typed value that arrives in snapshots."""
+        return ValueChecker(lambda path: self._checker(role, locale, path=path))
+
+    def refusal(self, text: str, locale: str | None = None) -> str | None:
+        """The sentence in which an answer declines; None if it does not.
+
+        >>> Guardrails.off().refusal("I'm sorry, but I can't help with that. Anything else?")
+        "I'm sorry, but I can't help with that."
+        """
+        tag = locale or self.locale
+        tags = refusals.locales() if tag == "*" else (tag,)
+        return next((said for each in tags if (said := refusals.find(text, each))), None)
+
+    def _read(self, text: str, role: Role, locale: str | None, path: str = "") -> Checker:
+        if not isinstance(text, str):
+            raise InvalidInput(f"guardrails read text, got {type(text).__name__}; use check_value for typed values")
+        checker = self._checker(role, locale, path=path, collect=True)
+        checker.push(text)
+        checker.finish()
+        return checker
+
+    def _value(self, value: Any, role: Role, locale: str | None) -> tuple[Verdict, Any]:
+        found: list[Any] = []
+
+        def see(path: str, text: str) -> str:
+            verdict = self._read(text, role, locale, path).verdict
+            found.extend(verdict.decisions)
+            return text if verdict.text is None else verdict.text
+
+        checked = visit(value, see)
+        return verdict_of(found, None), checked
+
+    def _checker(self, role: Role, locale: str | None, *, path: str = "", collect: bool = False) -> Checker:
+        if role not in self._policies:
+            raise InvalidArgument(f"role must be 'input' or 'output', got {role!r}")
+        key = (role, locale or self.locale)
+        if key not in self._plans:
+            self._plans[key] = Plan(self._for(key[1]), self._policies[role], *key)
+        return Checker(self._plans[key], path=path, collect=collect)
+
+    def _for(self, locale: str) -> list[Rule]:
+        """The rules for a locale."""
+        if locale == "*":
+            return list(self.rules)
+        language = locale.split("-")[0].lower()
+        named = {tag for rule in self.rules for tag in rule.locales} - {"*"}
+        if named and language not in named:
+            raise UnsupportedLanguage(
+                f"these guardrails have no rules for {locale!r}, only for {', '.join(sorted(named))}; add rules of "
+                "your own for it, or say which of these languages is closest",
+                language=locale,
+            )
+        return [rule for rule in self.rules if language in rule.locales or "*" in rule.locales]
+
+
+@cache
+def packaged_rules() -> tuple[SpanRule, ...]:
+    """The packaged term and pattern rules of all locales."""
+    raw = json.loads(files("pippin.session.guardrails").joinpath("rules.json").read_text(encoding="utf-8"))
+    return tuple(_rule(entry) for entry in raw["rules"])
+
+
+def _rule(entry: dict[str, Any]) -> SpanRule:
+    shared = {
+        "id": entry["id"],
+        "category": entry["category"],
+        "score": entry["score"],
+        "locales": tuple(entry["locales"]),
+        "replacement": entry.get("replacement"),
+        "explanation": entry["explanation"],
+    }
+    if "terms" in entry:
+        return TermRule(terms=tuple(entry["terms"]), **shared)
+    return PatternRule(
+        pattern=entry["pattern"],
+        starts=tuple(entry["starts"]),
+        longest=entry["longest"],
+        valid=checksums.CHECKS[entry["valid"]] if "valid" in entry else None,
+        **shared,
+    )

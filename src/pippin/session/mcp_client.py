@@ -1,0 +1,392 @@
+"""The tools of any MCP server, as tools of a session.
+
+Notable here:
+- the connection lives in a background loop; every wait for the server is bounded, at the start, in a list, in a call
+- a tool's schema is closed (no arguments that it does not name) and held while the model writes; a keyword that only
+  narrows and cannot be enforced is taken out, since the server checks its arguments itself; what was taken out is told
+- what a server says on its error stream is kept, and quoted when it does not start
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import Future, TimeoutError as FutureTimeout
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Final
+
+import httpx2
+
+from pippin.core.errors import (
+    InvalidArgument,
+    MissingDependency,
+    SchemaError,
+    ToolError,
+    ToolServerError,
+    UnsupportedGuide,
+)
+from pippin.session import background
+from pippin.session.tools import Tool
+
+if TYPE_CHECKING:
+    from mcp.client import Client
+
+log = logging.getLogger(__name__)
+
+# Keywords that only narrow: without them every value that was allowed still is.
+# fmt: off
+_NARROWING: Final = frozenset({
+    "format", "pattern", "uniqueItems", "multipleOf", "minProperties", "maxProperties", "contains", "minContains",
+    "maxContains", "propertyNames", "unevaluatedProperties", "unevaluatedItems", "not", "if", "dependentSchemas",
+    "dependentRequired",
+})
+# fmt: on
+_MAPS: Final = ("properties", "$defs", "definitions", "patternProperties", "dependentSchemas")
+_VALUES: Final = ("enum", "const", "default", "examples")
+_OPEN: Final = frozenset(["additionalProperties", "patternProperties", "unevaluatedProperties", "allOf", "$ref"])
+_MOST_PAGES: Final = 100
+_SECONDS_TO_END: Final = 10.0  # a server that does not leave is killed after less
+
+
+class McpServer:
+    """A server of tools, from ``with`` to the end of its block.
+
+    Made by `stdio` or `http`. Inside the block ``tools`` are its tools; ``instructions`` is what it says about itself;
+    ``skipped`` tells which tools have a schema that cannot be used, by name, and why; ``loosened`` which keywords were
+    taken out of the schema of a tool, by name.
+
+    >>> with McpServer.stdio("python", ["-m", "a_server"]) as server:                            # doctest: +SKIP
+    ...     Session(tools=server.tools).respond("What is in this folder?")
+    """
+
+    def __init__(self, name: str, transport: Any, *, timeout: float, prefix: str) -> None:
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < 1e9:
+            raise InvalidArgument(f"timeout must be a number of seconds above 0, got {timeout!r}")
+        if not re.fullmatch(r"[\w-]{0,32}", prefix):
+            raise InvalidArgument(f"prefix must be at most 32 letters, digits, _ and -, got {prefix!r}")
+        self.name, self.timeout, self.prefix = name, timeout, prefix
+        self.tools: list[Tool[..., Any]] = []
+        self.skipped: dict[str, str] = {}
+        self.loosened: dict[str, tuple[str, ...]] = {}
+        self.instructions = ""
+        self._transport = transport
+        self._errors: IO[str] | None = None
+        self._client: Client | None = None
+        self._life: Future[None] | None = None
+        self._stop: asyncio.Event | None = None
+        self._over = threading.Event()
+
+    @classmethod
+    def stdio(
+        cls,
+        command: str,
+        args: Sequence[str] = (),
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | Path | None = None,
+        timeout: float = 30.0,
+        prefix: str = "",
+    ) -> McpServer:
+        """A server that is a program, started here and spoken to over its standard input and output.
+
+        Args:
+            command: the program.
+            args: its arguments.
+            env: variables for it, beside a few harmless ones (PATH, HOME …); it does not inherit the others.
+            cwd: the folder that it runs in.
+            timeout: seconds to start and list its tools, and for each call.
+            prefix: put before the names of its tools, so that those of two servers do not meet.
+
+        Raises:
+            InvalidArgument: a value outside its range. MissingDependency: (on entering) the extra ``mcp`` is missing.
+            ToolServerError: (on entering) it does not start, does not answer in time, or breaks the protocol.
+        """
+        made = cls(command, None, timeout=timeout, prefix=prefix)
+
+        def transport() -> AbstractAsyncContextManager[Any]:
+            from mcp.client.stdio import StdioServerParameters, stdio_client
+
+            found = StdioServerParameters(
+                command=command, args=list(args), env=None if env is None else dict(env), cwd=cwd,
+                encoding_error_handler="replace",
+            )  # fmt: skip
+            made._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 - closed with the server
+            return stdio_client(found, errlog=made._errors)
+
+        made._transport = transport
+        return made
+
+    @classmethod
+    def http(
+        cls, url: str, *, headers: Mapping[str, str] | None = None, timeout: float = 30.0, prefix: str = ""
+    ) -> McpServer:
+        """A server that runs elsewhere, spoken to over streamable HTTP.
+
+        Args:
+            url: its address, used as it is.
+            headers: sent with each request (``Authorization``, say).
+            timeout: seconds to connect and list its tools, and for each call.
+            prefix: put before the names of its tools.
+
+        Raises:
+            As `stdio`.
+        """
+        try:
+            address = httpx2.URL(url)
+        except (httpx2.InvalidURL, TypeError) as error:
+            raise InvalidArgument(f"url is no address: {error}") from error
+        if address.scheme not in ("http", "https") or not address.host or address.userinfo:
+            raise InvalidArgument("url must begin with http:// or https:// and a host; a password belongs into headers")
+
+        @asynccontextmanager
+        async def transport() -> AsyncIterator[Any]:
+            from mcp.client.streamable_http import streamable_http_client
+
+            limits = httpx2.Timeout(timeout, read=None)  # an answer may take long; each call has its own limit
+            async with (
+                httpx2.AsyncClient(headers=dict(headers or {}), timeout=limits) as client,
+                streamable_http_client(url, http_client=client) as streams,
+            ):
+                yield streams
+
+        return cls(url, transport, timeout=timeout, prefix=prefix)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r}, {len(self.tools)} tools)"
+
+    # --- life ---------------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> McpServer:
+        try:
+            import mcp.client  # noqa: F401
+        except ImportError as error:
+            raise MissingDependency("tools of MCP servers need the mcp package: pip install 'pippin[mcp]'") from error
+        if self._life is not None:
+            raise InvalidArgument(f"{self!r} is in use already")
+        ready: Future[None] = Future()
+        self._over.clear()
+        self._life = background.start(self._live(ready))
+        try:
+            ready.result(self.timeout)
+        except FutureTimeout:
+            said = self._end()
+            raise ToolServerError(f"{self.name} was not ready within {self.timeout:g} seconds{said}") from None
+        except ToolServerError as error:
+            raise ToolServerError(f"{error}{self._end()}") from error.__cause__
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the connection, and the program if one was started. Its tools raise `ToolServerError` from now on."""
+        self._end()
+
+    def _end(self) -> str:
+        """Close; return what the program last said on its error stream."""
+        life, self._life, self._client = self._life, None, None
+        if life is not None:
+            stop = self._stop
+            if stop is not None:
+                background.loop().call_soon_threadsafe(stop.set)
+            else:
+                life.cancel()
+            if not self._over.wait(_SECONDS_TO_END):
+                life.cancel()
+        self._stop = None
+        if self._errors is None:
+            return ""
+        errors, self._errors = self._errors, None
+        with errors:
+            errors.seek(0)
+            said = " ".join(errors.read()[-600:].split())
+        return f"; it said: {said}" if said else ""
+
+    async def _live(self, ready: Future[None]) -> None:
+        """Connect, list, and stay until told to stop; entered and left in one task, as the protocol's library asks."""
+        from mcp.client import Client
+
+        try:
+            async with Client(self._transport(), cache=None) as client:
+                self._client = client
+                self.instructions = client.instructions or ""
+                self._take(await self._list(client))
+                self._stop = asyncio.Event()
+                ready.set_result(None)
+                await self._stop.wait()
+        except Exception as error:
+            failure = error if isinstance(error, ToolServerError) else ToolServerError(f"{self.name}: {_reason(error)}")
+            failure.__cause__ = None if failure is error else error
+            if ready.done():
+                log.debug("%s ended with an error: %s", self.name, _reason(error))
+            else:
+                ready.set_exception(failure)
+        finally:
+            self._over.set()
+
+    async def _list(self, client: Client) -> list[Any]:
+        found: list[Any] = []
+        cursor = None
+        for _ in range(_MOST_PAGES):
+            page = await client.list_tools(cursor=cursor)
+            found += page.tools
+            cursor = page.next_cursor
+            if not cursor:
+                return found
+        raise ToolServerError(f"{self.name} lists its tools in more than {_MOST_PAGES} pages")
+
+    def refresh(self) -> list[Tool[..., Any]]:
+        """List the tools anew; a session takes the new list with ``Session(tools=…)`` or through its profile.
+
+        Raises:
+            ToolServerError: the server does not answer.
+        """
+        client = self._connected()
+        self._take(self._wait(background.start(self._list(client)), "list its tools"))
+        return self.tools
+
+    def _connected(self) -> Client:
+        if self._client is None:
+            raise ToolServerError(f"{self.name} is closed; use its tools inside its with block")
+        return self._client
+
+    # --- tools --------------------------------------------------------------------------------------------------------
+
+    def _take(self, listed: list[Any]) -> None:
+        """Make tools of what the server lists."""
+        tools: dict[str, Tool[..., Any]] = {}
+        skipped: dict[str, str] = {}
+        loosened: dict[str, tuple[str, ...]] = {}
+        for each in listed:
+            name = self._name(each.name, tools)
+            try:
+                tools[name], taken_out = self._tool(name, each)
+            except SchemaError as error:
+                skipped[each.name] = str(error)
+                log.warning("%s: tool %r is left out: %s", self.name, each.name, error)
+            else:
+                loosened.update({name: taken_out} if taken_out else {})
+        self.tools, self.skipped, self.loosened = list(tools.values()), skipped, loosened
+
+    def _name(self, name: str, taken: Mapping[str, object]) -> str:
+        """A name that a model can call and that no other tool has."""
+        legal = (self.prefix + re.sub(r"[^\w-]+", "_", name, flags=re.ASCII))[:64] or "tool"
+        number = 2
+        found = legal
+        while found in taken:
+            found = f"{legal[:60]}_{number}"
+            number += 1
+        return found
+
+    def _tool(self, name: str, listed: Any) -> tuple[Tool[..., Any], tuple[str, ...]]:
+        def call(**arguments: Any) -> str:
+            return self._call(listed.name, arguments)
+
+        schema = closed(listed.input_schema)
+        taken_out: list[str] = []
+        while True:
+            try:
+                description = " ".join((listed.description or listed.title or "").split())
+                return Tool.from_schema(name, description, schema, call), tuple(taken_out)
+            except UnsupportedGuide as error:
+                less = without(schema, error.guide) if error.guide in _NARROWING else schema
+                if less == schema:
+                    raise
+                schema = less
+                taken_out.append(error.guide)
+
+    def _call(self, name: str, arguments: dict[str, Any]) -> str:
+        client = self._connected()
+        result = self._wait(background.start(client.call_tool(name, arguments)), f"answer the call of {name!r}")
+        text = _text(result)
+        if result.is_error:
+            raise ToolError(text or "the server says that it failed, not why")
+        return text
+
+    def _wait(self, future: Future[Any], what: str) -> Any:
+        try:
+            return future.result(self.timeout)
+        except FutureTimeout:
+            future.cancel()
+            raise ToolServerError(f"{self.name} did not {what} within {self.timeout:g} seconds") from None
+        except Exception as error:
+            raise ToolServerError(f"{self.name} did not {what}: {_reason(error)}") from error
+
+
+def closed(schema: Any) -> Any:
+    """The same schema, its objects without properties that it does not name.
+
+    >>> closed({"type": "object", "properties": {"a": {"type": "string"}}})
+    {'type': 'object', 'properties': {'a': {'type': 'string'}}, 'additionalProperties': False}
+    """
+    if isinstance(schema, list):
+        return [closed(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {
+        key: {name: closed(item) for name, item in value.items()}
+        if key in _MAPS and isinstance(value, dict)
+        else value
+        if key in _VALUES
+        else closed(value)
+        for key, value in schema.items()
+    }
+    named = set(schema.get("required", [])) <= set(schema.get("properties", {}))
+    if schema.get("type") == "object" and named and not _OPEN & set(schema):
+        found["additionalProperties"] = False
+    return found
+
+
+def without(schema: Any, keyword: str) -> Any:
+    """The same schema without a keyword; properties of that name stay, what is negated or a condition is left alone.
+
+    >>> without({"properties": {"format": {"type": "string", "format": "iri"}}}, "format")
+    {'properties': {'format': {'type': 'string'}}}
+    """
+    if isinstance(schema, list):
+        return [without(item, keyword) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {}
+    for key, value in schema.items():
+        if key in _MAPS and isinstance(value, dict):
+            found[key] = {name: without(item, keyword) for name, item in value.items()}
+        elif key != keyword:
+            found[key] = value if key in (*_VALUES, "not", "if") else without(value, keyword)
+    return found
+
+
+def _text(result: Any) -> str:
+    """What a tool returned as text; what is not text is named."""
+    parts = [_block(block) for block in result.content]
+    if not any(parts) and result.structured_content is not None:
+        return json.dumps(result.structured_content, ensure_ascii=False)
+    return "\n\n".join(part for part in parts if part)
+
+
+def _block(block: Any) -> str:
+    if block.type == "text":
+        return str(block.text)
+    if block.type in ("image", "audio"):
+        return f"[{block.type} of type {block.mime_type}, which cannot be shown here]"
+    if block.type == "resource_link":
+        return f"[{block.name}: {block.uri}]"
+    resource = getattr(block, "resource", None)
+    text = getattr(resource, "text", None)
+    return str(text) if text is not None else f"[{getattr(resource, 'uri', block.type)}, which cannot be shown here]"
+
+
+def _reason(error: BaseException) -> str:
+    """The first cause in a group of errors, in words."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
