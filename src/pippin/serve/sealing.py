@@ -1,0 +1,160 @@
+"""Sealed requests over HTTP: `GET /v1/attestation` says what this node is, `POST /v1/sealed` answers in secret.
+
+Notable here:
+- the inner request goes through the same routes as an open one, inside this process; only its path is chosen anew
+- every part of the answer, its status too, is sealed on its way out; outside stand 200, a media type, rounded lengths
+- what goes wrong inside is told inside; the log gets the name of the class and no text
+- who asks stays in the open (the API key is in the outer head), since limits and quotas are about it
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any, Protocol
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from starlette.types import Message, Receive, Scope, Send
+
+from pippin.core.errors import InvalidArgument, SealBroken, StaleQuote
+from pippin.core.sealing import MEDIA_TYPE, Opened, ReplySealer, wipe
+from pippin.serve.attestation import Node
+
+PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
+_LOG = logging.getLogger(__name__)
+_OUTER_ONLY = {b"content-type", b"content-length", b"transfer-encoding", b"content-encoding", b"expect"}
+
+
+class _Routes(Protocol):
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
+
+
+def router(node: Node) -> APIRouter:
+    """The two routes for one node; the app that takes them in answers the inner requests."""
+    routes = APIRouter(tags=["sealed"])
+
+    @routes.get("/v1/attestation", summary="A signed quote of what this node runs")
+    async def quote(nonce: str, log_root: str | None = None) -> Response:
+        try:
+            document = node.quote(nonce, log_root)
+        except InvalidArgument as error:
+            return _refused(400, error)
+        return JSONResponse(document, headers={"Cache-Control": "no-store"})
+
+    @routes.post("/v1/sealed", summary="A request and its answer, sealed", response_class=Response)
+    async def sealed(request: Request) -> Response:
+        try:
+            opened = node.open(await request.body())
+        except StaleQuote as error:
+            return _refused(409, error)
+        except SealBroken as error:
+            return _refused(400, error)
+        return _Answer(request.app.router, opened)
+
+    return routes
+
+
+class _Answer(Response):
+    """Runs the inner request when it is sent, and seals what comes out."""
+
+    def __init__(self, routes: _Routes, opened: Opened) -> None:
+        super().__init__(media_type=MEDIA_TYPE, headers={"Cache-Control": "no-store"})
+        del self.headers["content-length"]
+        self._routes, self._opened = routes, opened
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer over ASGI."""
+        payload = self._opened.payload
+        out = _Out(send, self._opened.reply, self.raw_headers)
+        try:
+            head, _, body = bytes(payload).partition(b"\n")
+            path = _path(head)
+            if path is None:
+                await out.say(404, f"a sealed request may ask for {', '.join(PATHS)}")
+                return
+            await self._routes(_inner(scope, path, len(body)), _Body(body, receive), out)
+        except Exception as error:
+            # the text of an error may quote the prompt, so its class is all that is told
+            _LOG.error("a sealed request failed: %s", type(error).__name__)
+            await out.say(500, "the server failed")
+        finally:
+            wipe(payload)
+
+
+class _Body:
+    """Gives the inner request its body, and then word of the client's leaving."""
+
+    def __init__(self, body: bytes, outer: Receive) -> None:
+        self._body: bytes | None = body
+        self._outer = outer
+
+    async def __call__(self) -> Message:
+        body, self._body = self._body, None
+        if body is not None:
+            return {"type": "http.request", "body": body, "more_body": False}
+        return await self._outer()
+
+
+class _Out:
+    """Seals the messages of the inner answer: its head, then each piece of its body."""
+
+    def __init__(self, send: Send, reply: ReplySealer, headers: list[tuple[bytes, bytes]]) -> None:
+        self._send, self._reply, self._headers = send, reply, headers
+        self.begun = self.ended = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
+            self.begun = True
+            head = {"status": message["status"], "headers": [_text(pair) for pair in message.get("headers", ())]}
+            await self._part(json.dumps(head).encode())
+        elif message["type"] == "http.response.body":
+            body, is_last = message.get("body", b""), not message.get("more_body", False)
+            if body or is_last:
+                await self._part(body, last=is_last)
+
+    async def say(self, status: int, text: str) -> None:
+        """An answer of our own; where one has begun, it stays without its last part, which the client notices."""
+        if self.begun:
+            if not self.ended:
+                await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+            return
+        body = json.dumps({"error": {"message": text, "type": "server_error", "code": None, "param": None}}).encode()
+        headers = [(b"content-type", b"application/json")]
+        await self({"type": "http.response.start", "status": status, "headers": headers})
+        await self({"type": "http.response.body", "body": body})
+
+    async def _part(self, content: bytes, *, last: bool = False) -> None:
+        self.ended = last
+        sealed = self._reply.seal(content, last=last)
+        await self._send({"type": "http.response.body", "body": sealed, "more_body": not last})
+
+
+def _inner(scope: Scope, path: str, length: int) -> dict[str, Any]:
+    """The scope of the inner request: the outer one, caller and all, with another path and length."""
+    headers = [pair for pair in scope["headers"] if pair[0].lower() not in _OUTER_ONLY]
+    headers += [(b"content-type", b"application/json"), (b"content-length", str(length).encode())]
+    root = scope.get("app_root_path", scope.get("root_path", ""))
+    state = {"state": dict(scope.get("state", {}))}
+    full = root + path
+    return {**scope, **state, "path": full, "raw_path": full.encode(), "headers": headers, "query_string": b""}
+
+
+def _path(head: bytes) -> str | None:
+    """The inner path out of the first line; None for what may not be asked."""
+    try:
+        path = json.loads(head)["path"]
+    except (ValueError, TypeError, KeyError):
+        return None
+    return path if path in PATHS else None
+
+
+def _text(pair: tuple[bytes, bytes]) -> tuple[str, str]:
+    return pair[0].decode("latin-1"), pair[1].decode("latin-1")
+
+
+def _refused(status: int, error: Exception) -> JSONResponse:
+    code = "stale_quote" if isinstance(error, StaleQuote) else "bad_seal"
+    body = {"error": {"message": str(error), "type": "invalid_request_error", "code": code, "param": None}}
+    return JSONResponse(body, status)
