@@ -1,0 +1,137 @@
+"""All parts of the server in one app: OpenAI's interface, the page, health, figures, and what is switched on.
+
+Notable here:
+- the app holds nothing of its own: everything is in its `Service`, so a test, Ray or another program can mount it
+- an address that is not listed as open needs a key
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request, Response
+from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route
+
+from pippin.serve import api, metrics
+from pippin.serve.door import Door
+from pippin.serve.service import Service
+from pippin.serve.settings import Settings
+
+OPEN = ("/health", "/ready", "/openapi.json")
+_EXPOSED = ("x-request-id", "retry-after", "x-ratelimit-remaining-requests", "x-ratelimit-remaining-tokens")
+
+
+def create_app(settings: Settings, *, service: Service | None = None, door: bool = True) -> FastAPI:
+    """The server as an ASGI app; ``app.state.service`` is its `Service`.
+
+    Args:
+        settings: what it serves, to whom, and how much.
+        service: one that is there already, with loaders of its own; None makes one from the settings.
+        door: False leaves keys, limits and logs to whoever calls the app, who puts a `Caller` into the state of each
+            request.
+
+    Raises:
+        MissingDependency: a part that was switched on needs a library that is not here.
+    """
+    service = service or Service(settings)
+    app = FastAPI(
+        title="Pippin",
+        summary="Private foundation models, through the interface that programs already speak.",
+        version=version("pippin"),
+        docs_url=None,
+        redoc_url=None,
+        lifespan=_lifespan,
+    )
+    app.state.service, app.state.settings = service, settings
+    app.state.lifespans = []
+    api.install(app, service)
+    app.include_router(operations(service))
+    _install_parts(app, settings, service)
+    if door:
+        app.add_middleware(Door, service=service, open_paths=open_paths(settings))
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(settings.cors_origins),
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["authorization", "content-type", "x-request-id"],
+            expose_headers=list(_EXPOSED),
+        )
+    return app
+
+
+def open_paths(settings: Settings) -> set[str]:
+    """The addresses that need no key."""
+    found = set(OPEN)
+    if settings.page:
+        from pippin.serve.page import page
+
+        found |= {route.path for route in page.router.routes if isinstance(route, Route)}
+    if settings.seal_key is not None:
+        found.add("/v1/attestation")
+    return found
+
+
+def _install_parts(app: FastAPI, settings: Settings, service: Service) -> None:
+    """Mount what is not always there."""
+    if settings.page:
+        from pippin.serve.page import page
+
+        app.include_router(page.router)
+    if settings.mcp:
+        from pippin.serve import mcp
+
+        mcp.install(app, service)
+    if settings.seal_key is not None:
+        from pippin.core.attestation import Log, SoftwareRoot
+        from pippin.serve import attestation, sealing
+
+        log = None if settings.seal_log is None else Log.read(settings.seal_log)
+        node = attestation.Node.of(settings, SoftwareRoot.load(settings.seal_key), log)
+        app.include_router(sealing.router(node))
+
+
+@asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    """Load the default model in the background; give everything back at the end."""
+    service: Service = app.state.service
+    loading = asyncio.create_task(service.prepare())
+    async with AsyncExitStack() as stack:
+        for part in app.state.lifespans:
+            await stack.enter_async_context(part())
+        yield
+    loading.cancel()
+    await asyncio.gather(loading, return_exceptions=True)
+    service.close()
+
+
+def operations(service: Service) -> APIRouter:
+    """Health, readiness and figures."""
+    router = APIRouter(tags=["operations"])
+
+    @router.get("/health", summary="Whether the process answers")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @router.get("/ready", summary="Whether requests should be sent here now", responses={503: {}})
+    async def ready(response: Response) -> dict[str, str]:
+        reason = service.ready()
+        if reason:
+            response.status_code = 503
+            response.headers["retry-after"] = "5"
+        return {"status": "not ready", "reason": reason} if reason else {"status": "ready"}
+
+    @router.get("/metrics", summary="Counters for Prometheus", response_class=Response)
+    async def figures(request: Request) -> Response:
+        return Response(service.metrics.text(), media_type=metrics.CONTENT_TYPE)
+
+    @router.get("/v1/stats", summary="What the server is doing now")
+    async def stats() -> dict[str, Any]:
+        return service.stats()
+
+    return router

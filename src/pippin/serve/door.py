@@ -1,0 +1,280 @@
+"""What every request passes: its id, who asks, how large and how slow it may be, and what is written down of it.
+
+Notable here:
+- an address is closed unless it is listed as open; keys are compared in constant time, every one of them
+- a body is counted as it comes in, whatever its headers say of it
+- when a client goes away, what it asked for is cancelled, also where no answer is being streamed
+- without keys, only this machine's own pages and programs are answered: a page from elsewhere is not, even if its
+  name was made to point here
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+from collections.abc import Callable, Iterable
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from pippin.core.errors import Overloaded, PippinError
+from pippin.serve import logs
+from pippin.serve.api.errors import failure
+from pippin.serve.limits import Caller
+from pippin.serve.service import Service
+from pippin.serve.settings import is_local
+
+_COUNTED = ("/v1/", "/mcp")  # POST to these counts as a request
+_SECURITY = {
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "permissions-policy": "camera=(), geolocation=(), microphone=()",
+}
+_QUIET = ("/health", "/ready", "/metrics", "/v1/stats")  # asked every few seconds
+_DISCARD_SECONDS = 2.0
+
+
+class Door:
+    """ASGI middleware around the whole app.
+
+    Args:
+        app: what is behind it.
+        service: its settings, limits and metrics.
+        open_paths: addresses that need no key; one that ends in a slash opens all below it.
+    """
+
+    def __init__(self, app: ASGIApp, service: Service, open_paths: Iterable[str] = ()) -> None:
+        self.app, self.service, self.settings = app, service, service.settings
+        self._open = frozenset(open_paths)
+        self._below = tuple(path for path in self._open if path.endswith("/") and path != "/")
+        self._keys = [(name, secret.encode()) for name, secret in self.settings.api_keys.items()]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let one request in."""
+        if scope["type"] != "http":
+            if scope["type"] == "lifespan":
+                await self.app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        record = logs.Record(logs.request_id(headers.get("x-request-id", "")), scope["method"], scope["path"])
+        logs.current.set(record)
+        inbox = _Inbox(receive, headers, self.settings.max_body_bytes, self.settings.body_timeout)
+        outbox = _Outbox(send, inbox, record, lambda: self._headers(scope), lambda: self._count(scope, record))
+        try:
+            self._check(scope, headers, record)
+        except (HTTPException, PippinError) as error:
+            await failure(error).response()(scope, inbox.receive, outbox.send)
+        else:
+            await self._pass_on(scope, inbox, outbox, record)
+        finally:
+            if not outbox.ended:
+                self._count(scope, record)
+            self._log(scope, record)
+
+    # --- who asks -----------------------------------------------------------------------------------------------------
+
+    def _check(self, scope: Scope, headers: Headers, record: logs.Record) -> None:
+        """Refuse what may not come in, before any of its body is read."""
+        self._check_origin(headers)
+        caller = self._caller(scope, headers)
+        path = scope["path"]
+        if caller is None:
+            if not self._is_open(scope):
+                raise HTTPException(401, "an API key of this server is needed, in the header Authorization: Bearer KEY")
+            caller = Caller("nobody")
+        scope.setdefault("state", {})["caller"] = caller
+        record.key = caller.key_name
+        length = headers.get("content-length", "")
+        if length.isdecimal() and int(length) > self.settings.max_body_bytes:
+            raise too_large(self.settings.max_body_bytes)
+        if scope["method"] == "POST" and path.startswith(_COUNTED):
+            if self.service.draining:
+                raise Overloaded("the server is about to stop; ask another, or again later", retry_after=5.0)
+            self.service.limits.admit(caller)
+
+    def _caller(self, scope: Scope, headers: Headers) -> Caller | None:
+        """Who asks; None for nobody that we know."""
+        if not self._keys:
+            return Caller((scope.get("client") or ("local",))[0])
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        secret = given.strip().encode("utf-8", "surrogateescape") if scheme.lower() == "bearer" else b""
+        found = None
+        for name, known in self._keys:  # to the end, so that the time does not tell which one it was
+            if hmac.compare_digest(secret, known):
+                found = name
+        return None if found is None else Caller(f"key:{found}", found)
+
+    def _is_open(self, scope: Scope) -> bool:
+        path = scope["path"]
+        return scope["method"] in ("GET", "HEAD") and (path in self._open or path.startswith(self._below))
+
+    def _check_origin(self, headers: Headers) -> None:
+        """Without keys, refuse pages of other sites, which a browser on this machine would send here unasked."""
+        settings = self.settings
+        if self._keys or settings.open_to_all:
+            return
+        host = urlsplit(f"//{headers.get('host', '')}").hostname or ""
+        if not is_local(host):
+            raise HTTPException(403, f"this server has no keys and answers to localhost only, not {host[:80]!r}")
+        origin = headers.get("origin")
+        if origin is None or origin in settings.cors_origins or "*" in settings.cors_origins:
+            return
+        if urlsplit(origin).netloc != headers.get("host", ""):
+            raise HTTPException(403, f"this server has no keys and answers no page of {origin[:80]!r}")
+
+    # --- in and out ---------------------------------------------------------------------------------------------------
+
+    async def _pass_on(self, scope: Scope, inbox: _Inbox, outbox: _Outbox, record: logs.Record) -> None:
+        """Run the app, and cancel it when the client goes away."""
+        work = asyncio.ensure_future(self._run(scope, inbox, outbox, record))
+        gone = asyncio.ensure_future(inbox.watch())
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if outbox.ended:  # once all is said, a client that leaves interrupts nothing
+                await asyncio.wait({work})
+        finally:
+            for task in (work, gone):
+                if not task.done():
+                    task.cancel()
+            await asyncio.gather(work, gone, return_exceptions=True)
+        if work.cancelled() and not record.status:
+            record.status = 499  # as web servers write it: nobody was there to be answered
+
+    async def _run(self, scope: Scope, inbox: _Inbox, outbox: _Outbox, record: logs.Record) -> None:
+        try:
+            await self.app(scope, inbox.receive, outbox.send)
+        except Exception as error:
+            record.error = type(error).__name__
+            logs.log.error("unexpected error", extra={"fields": {"id": record.id}}, exc_info=error)
+            if not outbox.began:  # else the answer stays incomplete, and the server closes the connection
+                await failure(error).response()(scope, inbox.receive, outbox.send)
+
+    def _headers(self, scope: Scope) -> dict[str, str]:
+        extra = dict(_SECURITY)
+        if scope["path"].startswith(("/v1/", "/mcp", "/metrics", "/ready")):
+            extra["cache-control"] = "no-store"
+        caller = scope.get("state", {}).get("caller")
+        return extra | (self.service.limits.headers(caller) if caller is not None else {})
+
+    def _count(self, scope: Scope, record: logs.Record) -> None:
+        """Count a request, just before the client knows that it is over."""
+        self.service.metrics.http.labels(_route(scope), str(record.status)).inc()
+
+    def _log(self, scope: Scope, record: logs.Record) -> None:
+        quiet = _route(scope) in _QUIET and record.status in (200, 503)
+        logs.log.log(logging.DEBUG if quiet else logging.INFO, "request", extra={"fields": record.fields()})
+
+
+def _route(scope: Scope) -> str:
+    """The address as it was declared, so that ids in it make no figures of their own."""
+    return getattr(scope.get("route"), "path", None) or "other"
+
+
+def too_large(limit: int) -> HTTPException:
+    """The error of a body that is too large."""
+    return HTTPException(413, f"the body is larger than the {limit:,} bytes that this server takes")
+
+
+class _Inbox:
+    """The body of a request on its way in: counted, timed, and then watched for the client's leaving."""
+
+    def __init__(self, receive: Receive, headers: Headers, limit: int, seconds: float) -> None:
+        self._receive, self._limit = receive, limit
+        self._announced = "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
+        self._seconds, self._deadline = seconds, asyncio.get_running_loop().time() + seconds
+        self._size = 0
+        self._complete, self._gone = asyncio.Event(), asyncio.Event()
+
+    @property
+    def complete(self) -> bool:
+        """Whether the whole body has come in."""
+        return self._complete.is_set()
+
+    @property
+    def owing(self) -> bool:
+        """Whether a part of the body is still to come."""
+        return self._announced and not self.complete
+
+    async def receive(self) -> Message:
+        """The next part of the body, then nothing until the client leaves.
+
+        Raises:
+            HTTPException: the body is too large or too slow.
+        """
+        if self.complete:
+            await self._gone.wait()
+            return {"type": "http.disconnect"}
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                message = await self._receive()
+        except TimeoutError:
+            raise HTTPException(408, f"the body was not complete after {self._seconds:g} s") from None
+        self._size += len(message.get("body", b""))
+        if message["type"] == "http.disconnect":
+            self._complete.set()
+            self._gone.set()
+        elif self._size > self._limit:
+            raise too_large(self._limit)
+        elif not message.get("more_body", False):
+            self._complete.set()
+        return message
+
+    async def watch(self) -> None:
+        """Return when the client has left."""
+        await self._complete.wait()
+        while not self._gone.is_set():
+            if (await self._receive())["type"] == "http.disconnect":
+                self._gone.set()
+
+    async def discard(self) -> None:
+        """Read what a refused client still sends, for a moment, so that it gets to read the answer."""
+        left, loop = 4 * self._limit, asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout_at(loop.time() + _DISCARD_SECONDS):
+                while left > 0:
+                    message = await self._receive()
+                    left -= len(message.get("body", b""))
+                    if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                        return
+        except TimeoutError:
+            return
+
+
+class _Outbox:
+    """The answer on its way out: with the headers that every answer has."""
+
+    def __init__(
+        self,
+        send: Send,
+        inbox: _Inbox,
+        record: logs.Record,
+        extra: Callable[[], dict[str, str]],
+        on_end: Callable[[], None],
+    ) -> None:
+        self._send, self._inbox, self._record, self._extra, self._on_end = send, inbox, record, extra, on_end
+        self.began = self.ended = False
+
+    async def send(self, message: Message) -> None:
+        """Send a part of the answer."""
+        if message["type"] == "http.response.start":
+            self.began, self._record.status = True, message["status"]
+            headers = MutableHeaders(scope=message)
+            headers["x-request-id"] = self._record.id
+            for name, value in self._extra().items():
+                headers.setdefault(name, value)
+            if self._inbox.owing and message["status"] >= 400:
+                headers["connection"] = "close"
+        elif not message.get("more_body", False) and self._inbox.owing and self._record.status >= 400:
+            await self._send({**message, "more_body": True})
+            await self._inbox.discard()
+            message = {"type": "http.response.body", "body": b"", "more_body": False}
+        if message["type"] == "http.response.body" and not message.get("more_body", False) and not self.ended:
+            self.ended = True
+            self._on_end()
+        await self._send(message)

@@ -1,0 +1,118 @@
+"""`pippin serve` as a process of its own: its address, its log, and how it stops."""
+
+import json
+import signal
+import socket
+import time
+
+import httpx2
+import pytest
+
+from pippin.cli import main
+
+from .command import KEY, Process, ask, frames
+
+
+@pytest.fixture(scope="module")
+def folder(tiny, tmp_path_factory):
+    path = tmp_path_factory.mktemp("tiny") / "model"
+    tiny.save(path)
+    return path
+
+
+@pytest.fixture
+def serve(folder, tmp_path):
+    started = []
+
+    def start(*words):
+        started.append(Process(folder, tmp_path, *words))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.close()
+
+
+def test_the_first_signal_finishes_what_runs_and_sends_the_rest_away(serve):
+    server = serve()
+    with server.client() as client, client.stream("POST", "/v1/chat/completions", json=ask(1500)) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        server.process.send_signal(signal.SIGTERM)
+        with server.client() as other:
+            while (ready := other.get("/ready")).status_code == 200:
+                time.sleep(0.01)
+            refused = other.post("/v1/chat/completions", json=ask(5))
+        read = frames(lines)
+    assert (ready.status_code, refused.status_code) == (503, 503)
+    assert int(refused.headers["retry-after"]) >= 1
+    assert refused.json()["error"]["code"] == "overloaded"
+    assert read[-1] == "[DONE]"
+    assert json.loads(read[-2])["choices"][0]["finish_reason"] == "length"
+    assert server.exit_code() == 0
+    with pytest.raises(httpx2.ConnectError):
+        httpx2.get(f"{server.url}/health")
+    log = server.lines()
+    (stopping,) = [line for line in log if line["event"] == "stopping"]
+    assert stopping["all_answered"] is True
+    (served,) = [line for line in log if line.get("output_tokens")]
+    assert served["output_tokens"] == 1500
+    assert (served["key"], served["model"], served["status"]) == ("tester", "tiny", 200)
+    assert "secret" not in "".join(server.log)
+    assert KEY not in "".join(server.log)
+
+
+def test_what_takes_longer_than_the_drain_is_told_so(serve):
+    server = serve("--drain", 0.2)
+    with server.client() as client, client.stream("POST", "/v1/chat/completions", json=ask(2000)) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        server.process.send_signal(signal.SIGINT)
+        read = frames(lines)
+    assert json.loads(read[-1])["error"]["code"] == "overloaded"
+    assert server.exit_code() == 0
+    (stopping,) = [line for line in server.lines() if line["event"] == "stopping"]
+    assert stopping["all_answered"] is False
+
+
+def test_the_second_signal_ends_at_once(serve):
+    server = serve("--drain", 60)
+    with server.client() as client, client.stream("POST", "/v1/chat/completions", json=ask(2000)) as stream:
+        next(stream.iter_lines())
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+        began = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.exit_code() == 128 + signal.SIGTERM
+        assert time.monotonic() - began < 2
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["--host", "0.0.0.0"], 2, "can be reached by others and there are no api_keys"),
+        (["--slots", "0"], 2, "slots must be a whole number from 1 to 256, got 0"),
+        (["--memory", "much"], 2, "--memory must be a size such as 500MB or 8GiB, got 'much'"),
+        (["--replicas", "2"], 2, "add --ray"),
+        (["--replicas", "3-1"], 2, "--replicas must be a number"),
+        (["--adapter", "pirate"], 2, "--adapter must be NAME=FOLDER"),
+        (["--api-key-file", "nowhere"], 2, "cannot read the keys in nowhere: No such file"),
+        (["--stateless", "--log-prompts"], 2, "choose one of them"),
+        (["no-such-model"], 3, "there is no model or data set 'no-such-model'"),
+    ],
+)
+def test_what_is_wrong_is_one_line(words, code, message, capsys):
+    assert main(["serve", *words]) == code
+    output, error = capsys.readouterr()
+    assert output == ""
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_port_that_is_taken_is_one_line(folder, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", f"tiny={folder}", "--port", str(port)]) == 2
+    assert capsys.readouterr().err == (
+        f"error: cannot listen on 127.0.0.1 port {port}: Address already in use; choose another host or port\n"
+    )

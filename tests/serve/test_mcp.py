@@ -1,0 +1,215 @@
+"""Pippin's tasks as MCP tools: in this process, as a program over standard streams, and behind the server's door."""
+
+import asyncio
+import json
+import logging
+import math
+import os
+import sys
+import threading
+
+import pytest
+from jsonschema import Draft202012Validator
+from mcp.client import Client
+
+from pippin.core.errors import ToolCallError, ToolServerError
+from pippin.kits.text import TextTasks
+from pippin.serve import mcp
+from pippin.session import Capabilities, Provider, Session
+from pippin.session.mcp_client import McpServer
+from pippin.session.provider import Done, TextDelta
+from pippin.session.response import Usage
+
+from .conftest import TinyEncoder, eventually
+
+TEXT = "Ann Smith is 41 years old and lives in Oslo. She works as a nurse and loves her job."
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def tools(model):
+    return mcp.build(model, encoder=TinyEncoder())
+
+
+async def called(server, name, /, **arguments):
+    async with Client(server) as client:
+        return await client.call_tool(name, arguments)
+
+
+async def test_each_tool_says_what_it_takes_and_gives(tools):
+    async with Client(tools) as client:
+        listed = {tool.name: tool for tool in (await client.list_tools()).tools}
+    assert set(listed) == {"ask", "extract", "classify", "embed", "summarize"}
+    for tool in listed.values():
+        Draft202012Validator.check_schema(tool.input_schema)
+        assert tool.description
+        assert all(field.get("description") for field in tool.input_schema["properties"].values())
+        assert "context" not in tool.input_schema["properties"]
+        assert (tool.output_schema is None) == (tool.name == "ask")
+
+
+def test_the_root_logger_is_left_alone(monkeypatch):
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    before = root.level
+    mcp.build(Endless())
+    assert (root.handlers, root.level) == ([], before)
+
+
+async def test_ask(tools):
+    result = await called(tools, "ask", prompt="What is the capital of France? Answer in one word.", max_tokens=12)
+    assert not result.is_error
+    assert "Paris" in result.content[0].text
+
+
+async def test_extract_holds_the_schema(tools):
+    result = await called(tools, "extract", text=TEXT, schema=PERSON)
+    assert not result.is_error, result.content
+    Draft202012Validator(PERSON).validate(result.structured_content["value"])
+    assert result.structured_content["value"] == {"name": "Ann Smith", "age": 41}
+    city = {"enum": ["Rome", "Oslo", "Lima"]}
+    result = await called(tools, "extract", text=TEXT, schema=city, question="In which city does she live?")
+    assert result.structured_content["value"] in city["enum"]
+
+
+async def test_classify_gives_the_probabilities_of_the_kit(tools, model):
+    labels = ["sport", "medicine", "cooking"]
+    result = await called(tools, "classify", text=TEXT, labels=labels, about="the topic")
+    found = result.structured_content
+    assert math.isclose(sum(found["probabilities"].values()), 1, abs_tol=1e-6)
+    own = TextTasks(model).classify(TEXT, labels, about="the topic")
+    assert found["label"] == own.label
+    assert found["probabilities"] == pytest.approx(own.probabilities, rel=1e-3)
+
+
+async def test_summarize(tools):
+    result = await called(tools, "summarize", text=TEXT * 2, sentences=1)
+    assert result.structured_content["text"]
+    assert isinstance(result.structured_content["unverified"], list)
+
+
+async def test_embed(tools):
+    result = await called(tools, "embed", texts=["abc", "cab", "zzz"])
+    assert result.structured_content["model"] == "tiny-encoder"
+    one, two, three = result.structured_content["vectors"]
+    assert one == two != three
+    assert math.isclose(math.hypot(*three), 1, abs_tol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "said"),
+    [
+        ("ask", {"prompt": ""}, "prompt"),
+        ("ask", {"prompt": "x", "max_tokens": 0}, "max_tokens"),
+        ("ask", {"prompt": "long " * 50_000}, "ContextOverflow"),
+        ("extract", {"text": "x", "schema": {"enum": []}}, "EmptySchema"),
+        ("extract", {"text": "x", "schema": {"$ref": "#/$defs/none"}}, "UndefinedReference"),
+        ("extract", {"text": "x", "schema": {"type": "string", "format": "iri"}}, "UnsupportedGuide"),
+        ("classify", {"text": "x", "labels": ["one"]}, "labels"),
+        ("classify", {"text": "x", "labels": ["one", "one"]}, "InvalidArgument"),
+        ("summarize", {"text": " "}, "InvalidInput"),
+        ("embed", {"texts": []}, "texts"),
+        ("nothing", {}, "nothing"),
+    ],
+)
+async def test_errors_are_told(tools, name, arguments, said):
+    result = await called(tools, name, **arguments)
+    assert result.is_error
+    assert said in result.content[0].text
+
+
+class Endless(Provider):
+    """Writes until it is told to stop."""
+
+    name = "endless"
+    capabilities = Capabilities(guided_generation=True)
+
+    def __init__(self):
+        self.began, self.ended = threading.Event(), threading.Event()
+
+    def stream(self, turn):
+        self.began.set()
+        yield TextDelta("a")
+        turn.cancel.wait(20)
+        self.ended.set()
+        yield Done("cancelled", Usage())
+
+
+async def test_a_call_that_is_cancelled_ends_the_turn():
+    provider = Endless()
+    async with Client(mcp.build(provider)) as client:
+        call = asyncio.create_task(client.call_tool("ask", {"prompt": "Go on."}))
+        await asyncio.to_thread(provider.began.wait, 10)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert await asyncio.to_thread(provider.ended.wait, 10)
+
+
+async def test_what_a_provider_cannot_do_is_told():
+    result = await called(mcp.build(Endless()), "classify", text="x", labels=["a", "b"])
+    assert "UnsupportedCapability" in result.content[0].text
+
+
+def test_over_standard_streams(default_model_path):
+    arguments = ["-c", "from pippin.cli import main; main()", "serve", "--mcp", "--stdio", str(default_model_path)]
+    wanted = ("OMP_NUM_THREADS", "PIPPIN_HOME", "PIPPIN_OFFLINE")
+    environment = {name: os.environ[name] for name in wanted if name in os.environ}
+    with McpServer.stdio(sys.executable, arguments, env=environment, timeout=90) as server:
+        assert (server.skipped, server.loosened) == ({}, {})
+        assert "private" in server.instructions
+        by_name = {tool.name: tool for tool in server.tools}
+        found = json.loads(by_name["extract"].call({"text": TEXT, "schema": PERSON}))
+        assert found == {"value": {"name": "Ann Smith", "age": 41}}
+        with pytest.raises(ToolCallError, match="EmptySchema"):
+            by_name["extract"].call({"text": TEXT, "schema": {"enum": []}})
+
+
+# --- behind the door --------------------------------------------------------------------------------------------------
+
+
+def test_over_http_with_a_key(make_server):
+    server = make_server(mcp=True)
+    headers = {"Authorization": f"Bearer {server.key}"}
+    with McpServer.http(f"{server.url}/mcp", headers=headers) as remote:
+        by_name = {tool.name: tool for tool in remote.tools}
+        said = by_name["ask"].call({"prompt": "Hello", "max_tokens": 5})
+        assert len(said) <= 5
+        vectors = json.loads(by_name["embed"].call({"texts": ["ab", "ba"]}))["vectors"]
+        assert vectors[0] == vectors[1]
+        with pytest.raises(ToolCallError, match="ContextOverflow"):
+            by_name["ask"].call({"prompt": "x" * 5000})
+        Session(Endless(), tools=remote.tools)
+    figures = server.service.metrics.text()
+    assert b'pippin_requests_total{model="tiny",outcome="complete"} 1.0' in (
+        figures if isinstance(figures, bytes) else figures.encode()
+    )
+    with pytest.raises(ToolServerError), McpServer.http(f"{server.url}/mcp", timeout=10):
+        pass
+    with pytest.raises(ToolServerError), McpServer.http(f"{server.url}/mcp", headers={"Authorization": "Bearer no"}):
+        pass
+
+
+def test_a_client_that_leaves_frees_its_slot(make_server):
+    server = make_server(mcp=True, slots=1)
+    headers = {"Authorization": f"Bearer {server.key}"}
+    with McpServer.http(f"{server.url}/mcp", headers=headers) as remote:
+        ask = next(tool for tool in remote.tools if tool.name == "ask")
+        remote.timeout = 0.5
+        with pytest.raises(ToolCallError, match="within"):
+            ask.call({"prompt": "Hello", "max_tokens": 1900})
+        eventually(lambda: server.service.active == 0, 10, "the slot")
+
+
+def test_without_the_switch_there_is_nothing(make_server):
+    server = make_server()
+    with server.client() as client:
+        assert client.post("/mcp", json={}).status_code == 404
