@@ -1,0 +1,254 @@
+"""POST /v1/chat/completions.
+
+Notable here:
+- the answer streams as it is written; a tool call comes whole, in two deltas, when the model has ended it
+- several answers (n) run side by side and their chunks come as they are made, told apart by their index
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+
+from pippin.core.errors import InvalidRequest
+from pippin.serve.api import chat_types as types, conversation, errors, sse, tokens, turns
+from pippin.serve.api.body import JSONRoute
+from pippin.serve.api.generation import (
+    Answer,
+    Event,
+    Job,
+    Opened,
+    collect,
+    fingerprint,
+    merged,
+    opened,
+    total,
+)
+from pippin.session.provider import CallsMade, ReasoningDelta, Refused, TextDelta, Turn
+from pippin.session.response import Usage
+from pippin.session.transcript import ToolCall
+
+if TYPE_CHECKING:
+    from pippin.engine.engine import Token
+    from pippin.serve.service import Service
+    from pippin.session.local import LocalModel
+
+
+def router(service: Service) -> APIRouter:
+    """The route over a service."""
+    made = APIRouter(route_class=JSONRoute, tags=["chat"])
+
+    @made.post(
+        "/v1/chat/completions",
+        operation_id="createChatCompletion",
+        summary="Answer a conversation",
+        response_model=types.ChatCompletion,
+        responses={200: {"content": types.STREAM}, **errors.responses(*errors.ALL)},
+    )
+    async def create(request: Request, body: types.ChatRequest) -> Any:
+        check(body)
+        caller = request.state.caller
+        jobs = [Job(service, body.model or "", caller, maker(body, index)) for index in range(body.n or 1)]
+        head = {
+            "id": f"chatcmpl-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": body.model or service.settings.default,
+        }
+        if not body.stream:
+            answers = await collect(jobs)
+            return JSONResponse(completion(head, body, jobs, answers))
+        events = await opened(merged(jobs))
+        return sse.EventStream(frames(head, body, jobs, events), events)
+
+    return made
+
+
+def check(body: types.ChatRequest) -> None:
+    """What the fields say together.
+
+    Raises:
+        InvalidRequest: fields that contradict each other.
+    """
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequest("top_logprobs: needs logprobs to be true", param="top_logprobs", code="invalid_value")
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options: needs stream to be true", param="stream_options", code="invalid_value")
+    both = body.max_tokens, body.max_completion_tokens
+    if None not in both and both[0] != both[1]:
+        raise InvalidRequest(
+            f"max_tokens is {both[0]} and max_completion_tokens {both[1]}; give one of the two",
+            param="max_tokens",
+            code="invalid_value",
+        )
+
+
+def maker(body: types.ChatRequest, index: int) -> Callable[[LocalModel], Turn]:
+    """What turns the request into the turn of its answer number ``index``, once the model is there."""
+
+    def make(local: LocalModel) -> Turn:
+        turns.check_size("tools", *(tool.function.parameters for tool in body.tools or ()))
+        named = [
+            turns.definition(
+                tool.function.name,
+                tool.function.description,
+                tool.function.parameters,
+                f"tools[{at}].function.parameters",
+            )
+            for at, tool in enumerate(body.tools or ())
+        ]
+        tools, required = turns.chosen(named, body.tool_choice)
+        values = turns.sampling(
+            body,
+            seed=turns.seed(body.seed, index),
+            max_tokens=body.max_completion_tokens or body.max_tokens,
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            tool_calling="required" if required else "allowed",
+            parallel_tool_calls=turns.several(body.parallel_tool_calls, body.tool_choice),
+            include_schema_in_prompt=body.include_schema_in_prompt is not False,
+            reasoning=turns.reasoning(body.reasoning_effort, local.capabilities.reasoning, "reasoning_effort"),
+        )
+        turns.check_vocabulary(values.get("logit_bias"), local.model.config.vocab_size)
+        schema = turns.schema(body.response_format, "response_format")
+        return Turn(conversation.transcript(body.messages), tools, schema, turns.options(values))
+
+    return make
+
+
+# --- a complete answer ------------------------------------------------------------------------------------------------
+
+
+def completion(head: dict[str, Any], body: types.ChatRequest, jobs: list[Job], answers: list[Answer]) -> dict[str, Any]:
+    """All answers, as the interface shows them."""
+    return {
+        **head,
+        "object": "chat.completion",
+        "system_fingerprint": fingerprint(jobs[0].local),
+        "choices": [_choice(body, job, answer) for job, answer in zip(jobs, answers, strict=True)],
+        "usage": usage(total(answers)),
+    }
+
+
+def _choice(body: types.ChatRequest, job: Job, answer: Answer) -> dict[str, Any]:
+    silent = not answer.text and (answer.calls or answer.refusal is not None)
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": None if silent else answer.text,
+        "refusal": answer.refusal,
+    }
+    if answer.reasoning:
+        message["reasoning_content"] = answer.reasoning
+    if answer.calls:
+        message["tool_calls"] = [tool_call(call) for call in answer.calls]
+    return {
+        "index": answer.index,
+        "message": message,
+        "logprobs": _logprobs(job, answer.tokens) if body.logprobs else None,
+        "finish_reason": answer.finish_reason or "stop",
+    }
+
+
+def _logprobs(job: Job, said: list[Token]) -> dict[str, Any]:
+    return {"content": tokens.chat_logprobs(job.local.model.tokenizer, said), "refusal": None}
+
+
+def tool_call(call: ToolCall) -> dict[str, Any]:
+    """A call as the interface shows it."""
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments(call)}}
+
+
+def arguments(call: ToolCall) -> str:
+    """The arguments of a call as JSON text."""
+    return json.dumps(call.arguments, ensure_ascii=False)
+
+
+def usage(used: Usage) -> dict[str, Any]:
+    """Tokens as the interface counts them."""
+    return {
+        "prompt_tokens": used.input_tokens,
+        "completion_tokens": used.output_tokens,
+        "total_tokens": used.input_tokens + used.output_tokens,
+        "prompt_tokens_details": {"cached_tokens": used.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": used.reasoning_tokens},
+    }
+
+
+# --- a stream ---------------------------------------------------------------------------------------------------------
+
+
+async def frames(
+    head: dict[str, Any], body: types.ChatRequest, jobs: list[Job], events: Opened[tuple[int, Event]]
+) -> AsyncGenerator[str]:
+    """The events of a stream: for each answer its role, its deltas and its end, then the usage and the last frame."""
+    with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+    writers: dict[int, _Writer] = {}
+
+    def chunk(choices: list[dict[str, Any]], used: Usage | None = None) -> str:
+        more = {"usage": None if used is None else usage(used)} if with_usage else {}
+        made = {**head, "object": "chat.completion.chunk", "system_fingerprint": mark, "choices": choices, **more}
+        return sse.frame(made)
+
+    try:
+        async for index, event in events:
+            if index not in writers:
+                writers[index] = _Writer(index, jobs[index], bool(body.logprobs))
+                mark = fingerprint(jobs[index].local)
+                yield chunk([writers[index].begin()])
+            for choice in writers[index].push(event):
+                yield chunk([choice])
+        for writer in writers.values():
+            for choice in writer.finish():
+                yield chunk([choice])
+        if with_usage:
+            yield chunk([], total([writer.answer for writer in writers.values()]))
+        yield sse.DONE
+    except Exception as error:
+        yield sse.broken(error)
+
+
+class _Writer:
+    """The chunks of one answer."""
+
+    def __init__(self, index: int, job: Job, with_logprobs: bool) -> None:
+        self.answer, self._job, self._with_logprobs = Answer(index), job, with_logprobs
+        self._waiting: list[Token] = []
+
+    def begin(self) -> dict[str, Any]:
+        return self._choice({"role": "assistant", "content": "", "refusal": None})
+
+    def push(self, event: Event) -> Iterator[dict[str, Any]]:
+        """The chunks that an event makes."""
+        before = len(self.answer.calls)
+        self.answer.add(event)
+        match event:
+            case TextDelta():
+                self._waiting += event.tokens
+                if event.text:
+                    yield self._choice({"content": event.text}, self._take())
+            case ReasoningDelta():
+                yield self._choice({"reasoning_content": event.text})
+            case CallsMade():
+                for at, call in enumerate(event.calls, before):
+                    opening = tool_call(call) | {"index": at, "function": {"name": call.name, "arguments": ""}}
+                    yield self._choice({"tool_calls": [opening]})
+                    yield self._choice({"tool_calls": [{"index": at, "function": {"arguments": arguments(call)}}]})
+            case Refused():
+                yield self._choice({"refusal": event.explanation})
+
+    def finish(self) -> Iterator[dict[str, Any]]:
+        """Tokens that had no text of their own, and the end."""
+        if self._with_logprobs and self._waiting and not self.answer.calls:
+            yield self._choice({"content": ""}, self._take())
+        yield self._choice({}) | {"finish_reason": self.answer.finish_reason or "stop"}
+
+    def _take(self) -> dict[str, Any] | None:
+        taken, self._waiting = self._waiting, []
+        return _logprobs(self._job, taken) if self._with_logprobs else None
+
+    def _choice(self, delta: dict[str, Any], logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
+        return {"index": self.answer.index, "delta": delta, "logprobs": logprobs, "finish_reason": None}

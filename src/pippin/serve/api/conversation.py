@@ -1,0 +1,137 @@
+"""From chat messages to a transcript."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import from_json
+
+from pippin.core.errors import InvalidRequest
+from pippin.serve.api import chat_types as types, fields, turns
+from pippin.session.transcript import (
+    Answer,
+    Attachment,
+    Instructions,
+    Prompt,
+    Reasoning,
+    Segment,
+    Text,
+    ToolCall,
+    ToolCalls,
+    ToolOutput,
+    Transcript,
+)
+
+_AUDIO = {"wav": "audio/wav", "mp3": "audio/mpeg"}
+
+
+def transcript(messages: Sequence[types.Message]) -> Transcript:
+    """The conversation.
+
+    Raises:
+        InvalidRequest: an output of a call that nobody made, arguments that are no JSON object, an empty assistant
+            message, an attachment that is not in the request.
+
+    >>> transcript([types.UserMessage(role="user", content="Hi")]).entries[0].text
+    'Hi'
+    """
+    entries: list[Any] = []
+    called: dict[str, str] = {}
+    for index, message in enumerate(messages):
+        param = f"messages[{index}]"
+        match message:
+            case types.SystemMessage():
+                entries.append(Instructions(segments=segments(message.content, param)))
+            case types.UserMessage():
+                entries.append(Prompt(segments=segments(message.content, param)))
+            case types.AssistantMessage():
+                said = _assistant(message, param)
+                entries += said
+                called |= {call.id: call.name for entry in said if isinstance(entry, ToolCalls) for call in entry.calls}
+            case types.ToolMessage():
+                entries.append(output(message.tool_call_id, segments(message.content, param), called, param))
+    return Transcript(entries=tuple(entries))
+
+
+def segments(content: str | Sequence[Any] | None, param: str) -> tuple[Segment, ...]:
+    """Text or parts as segments.
+
+    Raises:
+        InvalidRequest: an attachment that is not in the request.
+    """
+    if content is None or isinstance(content, str):
+        return (Text(text=content or ""),)
+    return tuple(_segment(part, f"{param}.content[{index}]") for index, part in enumerate(content))
+
+
+def _segment(part: Any, param: str) -> Segment:
+    match part:
+        case fields.TextPart():
+            return Text(text=part.text)
+        case fields.RefusalPart():
+            return Text(text=part.refusal)
+        case fields.ImagePart():
+            return turns.attachment(part.image_url.url, f"{param}.image_url.url")
+        case fields.AudioPart():
+            sound = part.input_audio
+            return turns.encoded(sound.data, _AUDIO[sound.format], f"{param}.input_audio.data")
+    return file(part.file, f"{param}.file")
+
+
+def file(given: fields.FileData, param: str) -> Attachment:
+    """A file that came with the request.
+
+    Raises:
+        InvalidRequest: it did not.
+    """
+    if given.file_data is None:
+        raise InvalidRequest(f"{param}: this server keeps no files; give file_data", param=param, code="invalid_value")
+    return turns.attachment(given.file_data, f"{param}.file_data", label=given.filename or "")
+
+
+def output(call_id: str, content: tuple[Segment, ...], called: dict[str, str], param: str) -> ToolOutput:
+    """What a call returned, with the name of the tool.
+
+    Raises:
+        InvalidRequest: no earlier message made this call.
+    """
+    if call_id not in called:
+        raise InvalidRequest(
+            f"{param}: no call before it has the id {call_id[:100]!r}", param=param, code="unknown_tool_call"
+        )
+    return ToolOutput(segments=content, call_id=call_id, name=called[call_id])
+
+
+def call(id: str, name: str, arguments: str, param: str) -> ToolCall:
+    """A call that the model made earlier.
+
+    Raises:
+        InvalidRequest: its arguments are no JSON object.
+    """
+    try:
+        value = from_json(arguments or "{}", allow_inf_nan=False)
+        return ToolCall(id=id, name=name, arguments=value)
+    except (ValueError, ValidationError) as error:
+        raise InvalidRequest(
+            f"{param}: the arguments {arguments[:60]!r} are no JSON object", param=param, code="invalid_json"
+        ) from error
+
+
+def _assistant(message: types.AssistantMessage, param: str) -> list[Any]:
+    """What the model thought, and what it said or called."""
+    entries: list[Any] = [Reasoning(text=message.reasoning_content)] if message.reasoning_content else []
+    said = segments(message.content, param) if message.content else ()
+    text = "\n\n".join(segment.text for segment in said) or message.refusal or ""
+    if message.tool_calls:
+        calls = [
+            call(one.id, one.function.name, one.function.arguments, f"{param}.tool_calls[{index}].function.arguments")
+            for index, one in enumerate(message.tool_calls)
+        ]
+        return [*entries, ToolCalls(calls=tuple(calls), text=text)]
+    if message.content is None and not text:
+        raise InvalidRequest(
+            f"{param}.content: an assistant's message has content or tool_calls", param=f"{param}.content"
+        )
+    return [*entries, Answer(text)]

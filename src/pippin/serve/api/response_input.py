@@ -1,0 +1,173 @@
+"""From the input of /v1/responses to the parts of a turn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from pippin.core.errors import InvalidRequest
+from pippin.serve.api import conversation, fields, response_types as types, turns
+from pippin.session.provider import Turn
+from pippin.session.schema import Schema
+from pippin.session.transcript import (
+    Answer,
+    Instructions,
+    Prompt,
+    Reasoning,
+    Segment,
+    Text,
+    ToolCalls,
+    Transcript,
+)
+
+if TYPE_CHECKING:
+    from pippin.session.local import LocalModel
+
+LOGPROBS = "message.output_text.logprobs"
+
+
+def entries(given: str | Sequence[types.Item], before: Sequence[Any] = ()) -> tuple[Any, ...]:
+    """The conversation: what came before, and the new items.
+
+    Calls that follow each other are one turn of the model.
+
+    Raises:
+        InvalidRequest: an output of a call that nobody made, arguments that are no JSON object, an attachment that is
+            not in the request.
+
+    >>> [entry.kind for entry in entries("Hi", [Answer("Hello")])]
+    ['response', 'prompt']
+    """
+    if isinstance(given, str):
+        return (*before, Prompt(given))
+    found = list(before)
+    called = {call.id: call.name for entry in found if isinstance(entry, ToolCalls) for call in entry.calls}
+    for index, item in enumerate(given):
+        param = f"input[{index}]"
+        match item:
+            case types.InputMessage():
+                found.append(_message(item, param))
+            case types.InputCall():
+                call = conversation.call(item.call_id, item.name, item.arguments, f"{param}.arguments")
+                called[call.id] = call.name
+                if found and isinstance(found[-1], ToolCalls) and index:
+                    found[-1] = ToolCalls(calls=(*found[-1].calls, call), text=found[-1].text)
+                else:
+                    found.append(ToolCalls(calls=(call,)))
+            case types.InputOutput():
+                found.append(conversation.output(item.call_id, _segments(item.output, param), called, param))
+            case types.InputReasoning() if item.content:
+                found.append(Reasoning(text="".join(part.text for part in item.content)))
+    return tuple(found)
+
+
+def _message(item: types.InputMessage, param: str) -> Any:
+    segments = _segments(item.content, param)
+    if item.role == "user":
+        return Prompt(segments=segments)
+    if item.role == "assistant":
+        return Answer(segments=segments)
+    return Instructions(segments=segments)
+
+
+def _segments(content: str | Sequence[types.Part], param: str) -> tuple[Segment, ...]:
+    if isinstance(content, str):
+        return (Text(text=content),)
+    return tuple(_segment(part, f"{param}.content[{index}]") for index, part in enumerate(content))
+
+
+def _segment(part: types.Part, param: str) -> Segment:
+    match part:
+        case types.InputText():
+            return Text(text=part.text)
+        case fields.RefusalPart():
+            return Text(text=part.refusal)
+        case types.InputImage():
+            if part.image_url is None:
+                raise InvalidRequest(f"{param}: this server keeps no files; give image_url", param=param)
+            return turns.attachment(part.image_url, f"{param}.image_url")
+    if part.file_data is None:
+        raise InvalidRequest(f"{param}: this server keeps no files; give file_data", param=param)
+    return turns.attachment(part.file_data, f"{param}.file_data", label=part.filename or "")
+
+
+def check(body: types.ResponseRequest, *, stateless: bool) -> None:
+    """What the fields say together.
+
+    Raises:
+        InvalidRequest: something that this server does not do.
+    """
+    refusals = [
+        (bool(body.background), "background", "this server answers at once; leave it out"),
+        (body.conversation is not None, "conversation", "this server keeps no conversations; use previous_response_id"),
+        (body.prompt is not None, "prompt", "this server keeps no prompts; send the text itself"),
+        (body.truncation == "auto", "truncation", "'auto' would drop items silently; shorten the input yourself"),
+        (
+            stateless and body.previous_response_id is not None,
+            "previous_response_id",
+            "this server is stateless and keeps no responses; send the whole conversation as input",
+        ),
+        (body.stream_options is not None and not body.stream, "stream_options", "needs stream to be true"),
+    ]
+    for refused, param, why in refusals:
+        if refused:
+            raise InvalidRequest(f"{param}: {why}", param=param, code="unsupported_value")
+
+
+def logprobs(body: types.ResponseRequest) -> int | None:
+    """How many likeliest tokens to report with each token; None for no report."""
+    return body.top_logprobs or 0 if body.top_logprobs or LOGPROBS in (body.include or ()) else None
+
+
+def turn(body: types.ResponseRequest, said: tuple[Any, ...], local: LocalModel) -> Turn:
+    """The turn that answers a request.
+
+    Args:
+        body: the request.
+        said: the conversation, without the request's own instructions.
+        local: the model.
+
+    Raises:
+        SchemaError, InvalidTool, InvalidRequest: what cannot be done.
+    """
+    turns.check_size("tools", *(tool.parameters for tool in body.tools or ()))
+    named = [
+        turns.definition(tool.name, tool.description, tool.parameters, f"tools[{at}].parameters")
+        for at, tool in enumerate(body.tools or ())
+    ]
+    choice = _choice(body.tool_choice)
+    tools, required = turns.chosen(named, choice)
+    effort = body.reasoning.effort if body.reasoning is not None else None
+    values = turns.sampling(
+        body,
+        max_tokens=body.max_output_tokens,
+        logprobs=logprobs(body),
+        tool_calling="required" if required else "allowed",
+        parallel_tool_calls=turns.several(body.parallel_tool_calls, choice),
+        reasoning=turns.reasoning(effort, local.capabilities.reasoning, "reasoning.effort"),
+    )
+    first = (Instructions(body.instructions),) if body.instructions else ()
+    return Turn(Transcript(entries=(*first, *said)), tools, _schema(body.text), turns.options(values))
+
+
+def _choice(choice: types.ResponseToolChoice | None) -> fields.ToolChoice | None:
+    """The same choice as a chat request says it."""
+
+    def named(name: str) -> fields.NamedTool:
+        return fields.NamedTool(type="function", function=fields.NamedFunction(name=name))
+
+    if isinstance(choice, types.NamedResponseTool):
+        return named(choice.name)
+    if isinstance(choice, types.AllowedResponseTools):
+        allowed = fields.AllowedTools(mode=choice.mode, tools=[named(tool.name) for tool in choice.tools])
+        return fields.AllowedChoice(type="allowed_tools", allowed_tools=allowed)
+    return choice
+
+
+def _schema(text: types.TextSettings | None) -> Schema[Any] | None:
+    wanted = text.format if text is not None else None
+    if isinstance(wanted, types.ResponseSchemaFormat):
+        turns.check_size("text.format.schema", wanted.schema_)
+        with turns.about("text.format.schema"):
+            return Schema(turns.closed(wanted.schema_))
+    return turns.schema(wanted, "text.format")

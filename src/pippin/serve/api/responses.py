@@ -1,0 +1,191 @@
+"""POST /v1/responses, and what is kept of responses for a while.
+
+Notable here:
+- a response is kept in memory only, unless the request says ``store: false`` or the server is stateless
+- the conversation behind `previous_response_id` is kept as entries of a transcript, so nothing is read twice
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+
+from pippin.serve.api import errors, response_input, response_types as types, sse
+from pippin.serve.api.body import JSONRoute
+from pippin.serve.api.generation import Event, Job, Opened, merged, opened
+from pippin.serve.api.response_output import Writer
+from pippin.serve.api.store import Kept, Store
+
+if TYPE_CHECKING:
+    from pippin.serve.service import Service
+    from pippin.session.local import LocalModel
+    from pippin.session.provider import Turn
+
+Keep = Callable[[Writer], None]
+
+
+def router(service: Service, store: Store | None = None) -> APIRouter:
+    """The routes over a service; ``store`` is where responses are kept, None for one of the usual size."""
+    made = APIRouter(route_class=JSONRoute, tags=["responses"])
+    kept = Store() if store is None else store
+
+    @made.post(
+        "/v1/responses",
+        operation_id="createResponse",
+        summary="Answer an input",
+        response_model=types.ResponseObject,
+        responses={200: {"content": types.STREAM}, **errors.responses(*errors.ALL)},
+    )
+    async def create(request: Request, body: types.ResponseRequest) -> Any:
+        settings, caller = service.settings, request.state.caller
+        owner = caller.id
+        response_input.check(body, stateless=settings.stateless)
+        before = kept.get(body.previous_response_id, owner).entries if body.previous_response_id is not None else ()
+        said: list[tuple[Any, ...]] = []
+
+        def make(local: LocalModel) -> Turn:
+            said.append(response_input.entries(body.input, before))
+            return response_input.turn(body, said[0], local)
+
+        job = Job(service, body.model or "", caller, make, prompt_field="input", format_field="text.format")
+        stores = body.store is not False and not settings.stateless
+        response = response_object(body, body.model or settings.default, stores)
+        writer = Writer(response, job, response_input.logprobs(body) is not None)
+
+        def keep(writer: Writer) -> None:
+            if stores:
+                kept.put(_kept(owner, writer, body, said[0]))
+
+        if not body.stream:
+            await _write(writer, job)
+            keep(writer)
+            return JSONResponse(writer.response)
+        events = await opened(merged([job]))
+        return sse.EventStream(frames(writer, events, keep), events)
+
+    _add_kept(made, kept)
+    return made
+
+
+def _add_kept(made: APIRouter, kept: Store) -> None:
+    """The routes of what is kept."""
+    refusals = errors.responses(401, 403, 404, 429, 500)
+
+    @made.get(
+        "/v1/responses/{response_id}",
+        operation_id="getResponse",
+        summary="Show a kept response",
+        response_model=types.ResponseObject,
+        responses=refusals,
+    )
+    async def show(request: Request, response_id: str) -> Any:
+        return JSONResponse(kept.get(response_id, request.state.caller.id).response)
+
+    @made.delete(
+        "/v1/responses/{response_id}",
+        operation_id="deleteResponse",
+        summary="Forget a kept response",
+        response_model=types.Deleted,
+        responses=refusals,
+    )
+    async def forget(request: Request, response_id: str) -> Any:
+        kept.delete(response_id, request.state.caller.id)
+        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+
+    @made.get(
+        "/v1/responses/{response_id}/input_items",
+        operation_id="listInputItems",
+        summary="Show what a kept response was asked",
+        response_model=types.InputItems,
+        responses=refusals,
+    )
+    async def input_items(request: Request, response_id: str) -> Any:
+        items = kept.get(response_id, request.state.caller.id).items
+        first, last = (items[0]["id"], items[-1]["id"]) if items else (None, None)
+        return JSONResponse({"object": "list", "data": items, "first_id": first, "last_id": last, "has_more": False})
+
+
+def response_object(body: types.ResponseRequest, model: str, stores: bool) -> dict[str, Any]:
+    """The response before anything was written, with what was asked for."""
+
+    def dumped(value: Any) -> Any:
+        return value if value is None or isinstance(value, str) else value.model_dump(by_alias=True, exclude_none=True)
+
+    text = dumped(body.text) or {}
+    effort = body.reasoning.effort if body.reasoning is not None else None
+    return {
+        "id": f"resp_{secrets.token_hex(16)}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "completed_at": None,
+        "status": "in_progress",
+        "error": None,
+        "incomplete_details": None,
+        "model": model,
+        "output": [],
+        "usage": None,
+        "instructions": body.instructions,
+        "tools": [{"parameters": None, "strict": True} | dumped(tool) for tool in body.tools or ()],
+        "tool_choice": dumped(body.tool_choice) or "auto",
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "text": {"format": {"type": "text"}} | text,
+        "reasoning": {"effort": effort, "summary": None},
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "top_logprobs": body.top_logprobs or 0,
+        "max_output_tokens": body.max_output_tokens,
+        "previous_response_id": body.previous_response_id,
+        "store": stores,
+        "metadata": body.metadata or {},
+        "truncation": "disabled",
+        "background": False,
+        "user": body.user,
+    }
+
+
+def _kept(owner: str, writer: Writer, body: types.ResponseRequest, said: tuple[Any, ...]) -> Kept:
+    """A response as it is kept, with an estimate of its size."""
+    given: list[dict[str, Any]]
+    if isinstance(body.input, str):
+        given = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": body.input}]}]
+    else:
+        given = [item.model_dump(exclude_none=True) for item in body.input]
+    items = [{"id": f"item_{secrets.token_hex(12)}"} | item for item in given]
+    size = len(json.dumps([writer.response, items])) + sum(len(entry.model_dump_json()) for entry in said)
+    return Kept(owner, writer.response, items, (*said, *writer.entries), size)
+
+
+async def _write(writer: Writer, job: Job) -> None:
+    """Write the whole response."""
+    for _ in writer.begin():
+        pass
+    async with aclosing(merged([job])) as events:
+        async for _, event in events:
+            for _ in writer.push(event):
+                pass
+    for _ in writer.finish():
+        pass
+
+
+async def frames(writer: Writer, events: Opened[tuple[int, Event]], keep: Keep) -> AsyncGenerator[str]:
+    """The typed events of a stream."""
+    try:
+        for kind, data in writer.begin():
+            yield sse.frame(data, kind)
+        async for _, event in events:
+            for kind, data in writer.push(event):
+                yield sse.frame(data, kind)
+        last = list(writer.finish())
+        keep(writer)  # before the client hears that it is complete and may go on from it
+        for kind, data in last:
+            yield sse.frame(data, kind)
+    except Exception as error:
+        for kind, data in writer.fail(sse.failed(error)):
+            yield sse.frame(data, kind)

@@ -1,0 +1,64 @@
+"""The strict reader of bodies, apart from any route."""
+
+import json
+
+import pytest
+from fastapi import FastAPI
+from hypothesis import given, strategies as st
+from pydantic import ValidationError
+from starlette.testclient import TestClient
+
+from pippin.serve.api import errors
+from pippin.serve.api.body import Asked, JSONRoute
+
+
+class Thing(Asked):
+    number: int = 0
+    share: float = 0.0
+    flag: bool = False
+    text: str = ""
+
+
+@pytest.fixture(scope="module")
+def echo():
+    app = FastAPI()
+    app.router.route_class = JSONRoute
+    errors.install(app)
+
+    @app.post("/echo")
+    async def route(thing: Thing) -> Thing:
+        return thing
+
+    with TestClient(app) as client:
+        yield client
+
+
+@given(st.integers(-(2**63), 2**63), st.floats(allow_nan=False, allow_infinity=False), st.text())
+def test_what_is_valid_arrives_as_it_was_sent(echo, number, share, text):
+    body = {"number": number, "share": share, "flag": True, "text": text}
+    answer = echo.post("/echo", content=json.dumps(body), headers={"content-type": "application/json"})
+    assert answer.json() == body
+
+
+@pytest.mark.parametrize(
+    "body", [{"number": "1"}, {"number": 1.5}, {"number": True}, {"flag": 1}, {"text": 1}, {"share": "0"}]
+)
+def test_types_are_exact(body):
+    with pytest.raises(ValidationError):
+        Thing.model_validate(body)
+
+
+def test_a_whole_number_is_a_number_and_unknown_fields_are_ignored():
+    assert Thing.model_validate({"share": 1, "unknown": 2}).share == 1.0
+
+
+@pytest.mark.parametrize(
+    "kind", ["application/json", "application/json; charset=UTF-8", "application/merge-patch+json"]
+)
+def test_kinds_of_json(echo, kind):
+    assert echo.post("/echo", content=b"{}", headers={"content-type": kind}).status_code == 200
+
+
+@pytest.mark.parametrize("kind", ["text/json", "application/jsonx", "multipart/form-data; boundary=x", "nonsense"])
+def test_other_kinds(echo, kind):
+    assert echo.post("/echo", content=b"{}", headers={"content-type": kind}).status_code == 415

@@ -1,0 +1,115 @@
+"""Every class of error has its place in the table, and OpenAI's client understands what is sent."""
+
+import json
+
+import httpx2
+import openai
+import pytest
+
+from pippin.core import errors as core
+from pippin.serve.api.errors import ALL, TABLE, _path, failure, responses
+
+EXTRA = {
+    core.ContextOverflow: {"context_size": 1, "token_count": 2},
+    core.AnswerTruncated: {"partial": ""},
+    core.UnsupportedLanguage: {"language": "xx"},
+    core.GuardrailViolation: {"verdict": None},
+    core.Refusal: {"explanation": ""},
+    core.ToolCallError: {"tool": "t"},
+}
+
+
+def tree(kind=core.PippinError):
+    return [kind, *(found for child in kind.__subclasses__() for found in tree(child))]
+
+
+def make(kind):
+    for base in kind.__mro__:
+        if base in EXTRA:
+            return kind("what happened", **EXTRA[base])
+    return kind("what happened")
+
+
+@pytest.mark.parametrize("kind", sorted(set(tree()), key=lambda kind: kind.__name__))
+def test_every_error_is_sent_in_the_shape_that_the_client_raises_on(kind):
+    made = failure(make(kind))
+    assert made.status == next(TABLE[base][0] for base in kind.__mro__ if base in TABLE)
+    assert 400 <= made.status < 600
+    response = httpx2.Response(made.status, json=made.body, request=httpx2.Request("POST", "http://server/v1"))
+    raised = openai.OpenAI(api_key="k")._make_status_error_from_response(response)
+    assert isinstance(raised, openai.APIStatusError)
+    assert (raised.body["message"], raised.code) == ("what happened", made.detail.code)
+    # what the client can mend is its own mistake, what it cannot is the server's
+    assert (made.status < 500) == (made.detail.type not in ("server_error", "timeout_error", "overloaded_error"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "code", "raised"),
+    [
+        (core.ModelNotFound, 404, "model_not_found", openai.NotFoundError),
+        (core.ContextOverflow, 400, "context_length_exceeded", openai.BadRequestError),
+        (core.UnsupportedGuide, 400, "unsupported_schema", openai.BadRequestError),
+        (core.UnsupportedContent, 400, "unsupported_content", openai.BadRequestError),
+        (core.GuardrailViolation, 400, "content_filter", openai.BadRequestError),
+        (core.RateLimited, 429, "rate_limit_exceeded", openai.RateLimitError),
+        (core.QuotaExceeded, 429, "insufficient_quota", openai.RateLimitError),
+        (core.Overloaded, 503, "overloaded", openai.InternalServerError),
+        (core.TimedOut, 504, "timeout", openai.InternalServerError),
+        (core.Cancelled, 499, "request_cancelled", openai.APIStatusError),
+        (core.Denied, 403, "denied", openai.PermissionDeniedError),
+        (core.InvalidInput, 400, None, openai.BadRequestError),
+        (core.NetworkFailure, 502, "provider_error", openai.InternalServerError),
+    ],
+)
+def test_the_errors_that_clients_act_on(kind, status, code, raised):
+    made = failure(make(kind))
+    assert (made.status, made.detail.code) == (status, code)
+    response = httpx2.Response(status, json=made.body, request=httpx2.Request("POST", "http://server/v1"))
+    assert isinstance(openai.OpenAI(api_key="k")._make_status_error_from_response(response), raised)
+
+
+def test_what_to_wait_is_a_header_in_whole_seconds_and_never_none():
+    assert failure(core.RateLimited("wait", retry_after=0.2)).headers == {"Retry-After": "1"}
+    assert failure(core.Overloaded("full")).headers == {"Retry-After": "1"}
+    quota = failure(core.QuotaExceeded("used up", retry_after=61.5)).headers
+    assert quota == {"Retry-After": "62", "x-should-retry": "false"}
+
+
+def test_a_slow_answer_is_not_tried_again_by_the_client():
+    made = failure(core.TimedOut("too slow"))
+    response = httpx2.Response(
+        made.status, json=made.body, headers=made.headers, request=httpx2.Request("POST", "http://server/v1")
+    )
+    assert not openai.OpenAI(api_key="k")._should_retry(response)
+
+
+def test_an_error_of_the_server_tells_nothing_of_its_text():
+    made = failure(RuntimeError("the secret prompt"))
+    assert made.status == 500
+    assert "secret" not in json.dumps(made.body)
+
+
+def test_an_invalid_request_names_field_and_code():
+    made = failure(core.InvalidRequest("seed: too large", param="seed", code="invalid_value"))
+    assert made.body == {
+        "error": {
+            "message": "seed: too large",
+            "type": "invalid_request_error",
+            "param": "seed",
+            "code": "invalid_value",
+        }
+    }
+
+
+def test_a_place_is_written_without_the_names_of_alternatives():
+    body = {"messages": [{"role": "user", "content": [{"type": "text"}]}]}
+    place = ["body", "messages", 0, "user", "content", "list[tagged-union]", 0, "text", "text"]
+    assert _path(place, body, missing=True) == "messages[0].content[0].text"
+    assert _path(["body", "messages", 7, "user"], body, missing=False) == "messages"
+    assert _path(["path", "model"], None, missing=False) == "model"
+
+
+def test_each_documented_status_has_a_body():
+    assert set(responses(*ALL)) == set(ALL)
+    with pytest.raises(KeyError):
+        responses(418)
