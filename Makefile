@@ -51,5 +51,5 @@ $(VENV)/.run: pyproject.toml
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml
-	@tools/venv.sh $(VENV) plot,serve,mcp,safety,ray,test,bench,docs,dev
+	@tools/venv.sh $(VENV) plot,serve,mcp,ray,test,bench,docs,dev
 	@touch $@ $(VENV)/.run

@@ -7,12 +7,20 @@ from typing import Annotated
 import typer
 
 from pippin.cli.ask import ask
+from pippin.cli.attest import app as attest
 from pippin.cli.chat import chat
 from pippin.cli.claims import app as claims
+from pippin.cli.classify import classify
 from pippin.cli.doctor import doctor
+from pippin.cli.evaluate import app as evaluate
+from pippin.cli.extract import extract
 from pippin.cli.models import models
+from pippin.cli.privacy import privacy
+from pippin.cli.proofread import proofread
 from pippin.cli.pull import pull
 from pippin.cli.remove import remove
+from pippin.cli.serve import serve
+from pippin.cli.summarize import summarize
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -43,6 +51,8 @@ def pippin(
     """Private foundation models on the machine you have."""
 
 
-for verb in (ask, chat, models, pull, remove, doctor):
+for verb in (ask, chat, summarize, extract, classify, proofread, serve, models, pull, remove, doctor, privacy):
     app.command()(verb)
+app.add_typer(attest, name="attest")
 app.add_typer(claims, name="claims")
+app.add_typer(evaluate, name="evaluate")

@@ -40,6 +40,15 @@ def one_line(text: str) -> str:
     return " ".join(_CONTROL.sub(" ", text).split())
 
 
+def plain(text: str) -> str:
+    r"""The text without what a terminal would act on; line ends and tabs stay.
+
+    >>> plain("a\x1b[31mb\n")
+    'a[31mb\n'
+    """
+    return _CONTROL.sub("", text)
+
+
 def watched(stream: TextIO | None) -> bool:
     """Whether a terminal is at the other end of this stream."""
     return stream is not None and stream.isatty()

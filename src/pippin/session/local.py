@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from pippin.core.errors import AnswerTruncated, ContextOverflow
+from pippin.core.errors import ContextOverflow
 from pippin.engine.engine import Engine, Finished, Prefix, Request, Token, common_prefix
 from pippin.engine.sampling import SamplingOptions
 from pippin.engine.text import TextStream
@@ -185,16 +185,13 @@ class LocalModel(Provider):
                 told = visible.text
         assert isinstance(event, Finished)
         usage, timing = _account(event, usage, timing)
-        cut = bool(tools) and raw.rfind(prompting.OPEN) > raw.rfind(prompting.CLOSE)
-        if cut and event.reason == "length":
-            raise AnswerTruncated(
-                f"a tool call was not complete after {event.answer_tokens} tokens; raise max_tokens or ask for less",
-                partial=raw,
-            )
-        calls = prompting.calls(raw, turn.transcript) if tools else ()
+        # a call that is not complete is no call
+        cut = event.reason == "length" and bool(tools) and raw.rfind(prompting.OPEN) > raw.rfind(prompting.CLOSE)
+        calls = prompting.calls(raw, turn.transcript) if tools and not cut else ()
         if calls:
             yield CallsMade(calls)
-        yield Done("tool_calls" if calls and event.reason == "stop" else event.reason, usage, timing)
+        called = bool(calls) and event.reason == "stop"
+        yield Done("tool_calls" if called else event.reason, usage, timing, raw if cut else "")
 
 
 def _account(event: Finished, usage: Usage, timing: Timing) -> tuple[Usage, Timing]:

@@ -107,11 +107,12 @@ class Refused:
 
 @dataclass(frozen=True)
 class Done:
-    """The end of a turn, always the last event."""
+    """The end of a turn, always the last event; ``cut`` is what there is of a tool call that met ``max_tokens``."""
 
     reason: Reason
     usage: Usage = Usage()
     timing: Timing = Timing()
+    cut: str = ""
 
 
 TurnEvent = TextDelta | ReasoningDelta | CallsMade | Refused | Done

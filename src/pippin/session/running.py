@@ -303,11 +303,12 @@ class Running:
                 seconds = self.settings.options.timeout
                 raise TimedOut(f"no complete answer within {seconds:g} seconds; raise timeout or ask for less")
             raise Cancelled(f"the answer was cancelled after {done.usage.output_tokens} tokens")
-        if done.reason == "length" and self.schema is not None and not written.calls:
+        typed = self.schema is not None and not written.calls
+        if done.reason == "length" and (done.cut or typed):
+            what = "a tool call" if done.cut else "the typed answer"
             raise AnswerTruncated(
-                f"the typed answer was not complete after {done.usage.output_tokens} tokens; raise max_tokens or ask "
-                "for less",
-                partial=written.raw,
+                f"{what} was not complete after {done.usage.output_tokens} tokens; raise max_tokens or ask for less",
+                partial=done.cut or written.raw,
             )
 
     def _remember_thought(self, written: _Written) -> None:

@@ -11,7 +11,6 @@ import pytest
 from openai.types.responses import Response
 
 from pippin.core.errors import (
-    AnswerTruncated,
     Cancelled,
     CheckpointError,
     ContextOverflow,
@@ -73,7 +72,6 @@ VIOLATION = GuardrailViolation("no", verdict=None)
     ("error", "event"),
     [
         (VIOLATION, Cut("content_filter", Usage(7, 0, 2))),
-        (AnswerTruncated("cut", partial=""), Cut("length", Usage(7, 0, 2))),
         (Refusal("no", explanation="I will not."), Refused("I will not.")),
     ],
 )

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Final, Literal, TypeVar, cast
 
 import pippin
 from pippin.core.errors import (
-    AnswerTruncated,
     Cancelled,
     CheckpointError,
     ContextOverflow,
@@ -45,9 +44,9 @@ AT_ONCE: Final = 4  # answers of one request that run at a time; the others of i
 
 @dataclass(frozen=True)
 class Cut:
-    """An answer that ended early: by a guardrail, or in the middle of a tool call."""
+    """An answer that a guardrail ended."""
 
-    reason: Literal["length", "content_filter"]
+    reason: Literal["content_filter"]
     usage: Usage = Usage()
 
 
@@ -118,8 +117,6 @@ class Job:
             if not begun:
                 raise
             yield Cut("content_filter", await self._used(written))
-        except AnswerTruncated:
-            yield Cut("length", await self._used(written))
         except Refusal as error:
             yield Refused(error.explanation)
         except (SchemaError, RecursionError) as error:

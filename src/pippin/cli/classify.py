@@ -1,0 +1,111 @@
+"""`pippin classify`: how probable each label is for a text, or for each line of it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pippin.cli import documents, inputs, options, terminal
+from pippin.core import progress
+from pippin.core.catalogue import DEFAULT_MODEL
+from pippin.core.errors import InvalidArgument, InvalidInput
+
+if TYPE_CHECKING:
+    from pippin.kits.text import Classification
+
+
+def classify(
+    file: documents.File = None,
+    labels: Annotated[str | None, typer.Option(help="The labels, with commas between them.")] = None,
+    labels_file: Annotated[
+        Path | None, typer.Option(help="A file with a label on each line, or LABEL: DESCRIPTION.")
+    ] = None,
+    about: Annotated[
+        str, typer.Option(help="What the labels say about a text, such as 'the mood of the writer'.")
+    ] = "",
+    examples: Annotated[
+        Path | None, typer.Option(help="Examples that the model is shown: LABEL, a tab and a text on each line.")
+    ] = None,
+    fit: Annotated[
+        Path | None, typer.Option(help="Labelled texts, in the same form, to calibrate the probabilities with.")
+    ] = None,
+    calibrate: Annotated[
+        str, typer.Option(help="content-free takes the model's bias out; off leaves it.")
+    ] = "content-free",
+    lines: Annotated[bool, typer.Option("--lines", help="Classify each line by itself.")] = False,
+    as_json: documents.Json = False,
+    model: options.Model = DEFAULT_MODEL,
+    device: options.Device = None,
+    dtype: options.DType = "auto",
+) -> None:
+    """Classify a text by labels, with probabilities that add up to 1.
+
+    pippin classify mail.txt --labels complaint,question,praise
+    """
+    wanted = _labels(labels, labels_file)
+    if calibrate not in {"content-free", "off"}:
+        raise InvalidArgument(f"--calibrate must be content-free or off, got {calibrate!r}")
+    shown = _pairs(examples) if examples is not None else []
+    fitted = _pairs(fit) if fit is not None else []
+    _, text = documents.read(file)
+    texts = [line.strip() for line in text.splitlines() if line.strip()] if lines else [text]
+    from pippin.kits.text import TextTasks
+
+    language_model = options.load(model, device, dtype)
+    classifier = TextTasks(language_model).classifier(wanted, about=about, examples=shown, calibrate=calibrate)  # type: ignore[arg-type]
+    if fitted:
+        classifier.fit(fitted)
+    found = []
+    with progress.bar(len(texts), "classifying", unit="texts", show=len(texts) > 1) as bar:
+        for one in texts:
+            found.append(classifier.classify(one))
+            bar.advance(1)
+    if as_json:
+        records = [_record(one, result) for one, result in zip(texts, found, strict=True)]
+        terminal.write(terminal.to_json({"model": language_model.name, "results": records}) + "\n")
+    elif lines:
+        for one, result in zip(texts, found, strict=True):
+            terminal.write(f"{result.label}\t{result.probability:.3f}\t{one}\n")
+    else:
+        width = max(map(len, found[0].probabilities))
+        for label, probability in found[0].probabilities.items():
+            bar_ = "█" * round(probability * 30) if terminal.watched(sys.stdout) else ""
+            terminal.write(f"{label:{width}}  {probability:.3f}  {bar_}".rstrip() + "\n")
+
+
+def _record(text: str, result: Classification) -> dict[str, Any]:
+    return {"text": text, "label": result.label, "probabilities": result.probabilities, "scores": result.scores}
+
+
+def _labels(given: str | None, file: Path | None) -> dict[str, str]:
+    if (given is None) == (file is None):
+        raise InvalidArgument("give the labels, either as --labels a,b,c or in a --labels-file")
+    if given is not None:
+        pairs = [(label.strip(), "") for label in given.split(",")]
+    else:
+        assert file is not None
+        rows = (line.partition(":") for line in inputs.read_file(file, "labels file").splitlines() if line.strip())
+        pairs = [(label.strip(), description.strip()) for label, _, description in rows]
+    names = [label for label, _ in pairs]
+    if len(set(names)) < 2 or len(set(names)) < len(names) or not all(names):
+        raise InvalidArgument(
+            f"a classification needs at least two labels, each once, got {', '.join(map(repr, names))}"
+        )
+    return dict(pairs)
+
+
+def _pairs(file: Path) -> list[tuple[str, str]]:
+    """Texts with their labels out of lines ``LABEL<tab>TEXT``."""
+    found = []
+    for number, line in enumerate(inputs.read_file(file, "file of examples").splitlines(), 1):
+        if line.strip():
+            label, tab, text = line.partition("\t")
+            if not tab or not text.strip():
+                raise InvalidInput(f"line {number} of {str(file)!r} is not LABEL, a tab and a text")
+            found.append((text.strip(), label.strip()))
+    if not found:
+        raise InvalidInput(f"{str(file)!r} holds no examples")
+    return found

@@ -1,0 +1,31 @@
+"""The document that a text verb works on: a file, or what is piped in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pippin.cli import inputs
+from pippin.core.errors import InvalidInput
+
+File = Annotated[Path | None, typer.Argument(help="The text; without it, or with -, what is piped in.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+def read(file: Path | None) -> tuple[str, str]:
+    """The name of a document and its text.
+
+    Raises:
+        InvalidInput: there is none, it is empty, or it cannot be used.
+    """
+    if file is None or str(file) == "-":
+        name, text = "standard input", inputs.read_stdin()
+        if text is None:
+            raise InvalidInput("there is no text; name a file or pipe one in")
+    else:
+        name, text = str(file), inputs.read_file(file)
+    if not text.strip():
+        raise InvalidInput(f"{name} is empty")
+    return name, text

@@ -1,0 +1,40 @@
+"""`pippin extract`: a form filled in from a text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pippin.cli import documents, inputs, options, terminal
+from pippin.core.catalogue import DEFAULT_MODEL
+from pippin.core.errors import InvalidArgument
+
+
+def extract(
+    file: documents.File = None,
+    schema: Annotated[Path | None, typer.Option(help="A JSON Schema file that describes the form.")] = None,
+    type_: Annotated[
+        str | None, typer.Option("--type", metavar="FILE.py:NAME", help="A Python type. Runs the file.")
+    ] = None,
+    question: Annotated[str, typer.Option(help="What to look for, if the form does not say it.")] = "",
+    as_json: documents.Json = False,
+    model: options.Model = DEFAULT_MODEL,
+    device: options.Device = None,
+    dtype: options.DType = "auto",
+) -> None:
+    """Fill in a form from a text, and print it as JSON.
+
+    pippin extract letter.txt --schema invoice.json
+    """
+    if schema is None and type_ is None:
+        raise InvalidArgument("give the form that is to be filled in: --schema FILE.json or --type FILE.py:NAME")
+    target = inputs.target(schema=schema, type_name=type_)
+    _, text = documents.read(file)
+    from pippin.kits.text import TextTasks
+
+    language_model = options.load(model, device, dtype)
+    value = TextTasks(language_model).extract(text, target, question=question)
+    printed = {"model": language_model.name, "content": value} if as_json else value
+    terminal.write(terminal.to_json(printed) + "\n")

@@ -1,0 +1,104 @@
+"""`pippin proofread`: the corrections of a text, shown as a diff, or made.
+
+Notable here:
+- `--write` changes the file in one step: there is never half a file, and line ends stay as they are
+- every edit is shown with its place, its kind and its reason; nothing is changed without `--write`
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pippin.cli import documents, inputs, options, terminal
+from pippin.core.catalogue import DEFAULT_MODEL
+from pippin.core.errors import DiskFull, InvalidArgument, InvalidInput
+
+if TYPE_CHECKING:
+    from pippin.kits.text import Edit, Revision
+
+
+def proofread(
+    file: documents.File = None,
+    write: Annotated[
+        bool, typer.Option("--write", help="Make the corrections in the file; text piped in is printed.")
+    ] = False,
+    how: Annotated[str, typer.Option(help="choose among proposals (English), write with the model, or auto.")] = "auto",
+    as_json: documents.Json = False,
+    model: options.Model = DEFAULT_MODEL,
+    device: options.Device = None,
+    dtype: options.DType = "auto",
+) -> None:
+    """Correct spelling, grammar and punctuation.
+
+    Code, quotes, links and e-mail addresses are left alone.
+    """
+    if how not in {"auto", "choose", "write"}:
+        raise InvalidArgument(f"--how must be auto, choose or write, got {how!r}")
+    name, text = documents.read(file)
+    path = None if name == "standard input" or file is None else file
+    if path is not None:
+        text = inputs.check_text(path.read_bytes().decode("utf-8"), name)  # with its line ends
+    from pippin.kits.text import TextTasks
+
+    language_model = options.load(model, device, dtype)
+    revision = TextTasks(language_model).proofread(text, how=how)  # type: ignore[arg-type]
+    if write and path is not None:
+        _save(path, revision.text)
+    if as_json:
+        record = {"model": language_model.name, "text": revision.text, "edits": [asdict(e) for e in revision.edits]}
+        terminal.write(terminal.to_json(record) + "\n")
+    elif write and path is None:
+        terminal.write(revision.text)
+    else:
+        _show(name, revision)
+    if write and path is not None:
+        terminal.note(f"{len(revision.edits)} corrections made in {name}")
+
+
+def _save(path: Path, text: str) -> None:
+    from pippin.core.files import atomic_write
+
+    try:
+        with atomic_write(path) as file:
+            file.write(text.encode())
+    except DiskFull:
+        raise
+    except OSError as error:
+        raise InvalidInput(f"{str(path)!r} cannot be written: {error.strerror}") from None
+
+
+def _show(name: str, revision: Revision) -> None:
+    """Changed lines as they were and as they become, and the edits with their reasons."""
+    colour = terminal.watched(sys.stdout)
+    lines: dict[int, list[Edit]] = {}
+    for edit in revision.edits:
+        lines.setdefault(revision.original.count("\n", 0, edit.range.start), []).append(edit)
+    for number, edits in lines.items():
+        begin = revision.original.rfind("\n", 0, edits[0].range.start) + 1
+        end = revision.original.find("\n", edits[-1].range.end)
+        end = len(revision.original) if end < 0 else end
+        typer.echo(_line("-", revision.original, begin, end, edits, colour))
+        typer.echo(_line("+", revision.original, begin, end, edits, colour))
+        for edit in edits:
+            place = f"{name}:{number + 1}:{edit.range.start - begin + 1}"
+            reason = terminal.one_line(f"{place}: {edit.kind}: {edit.explanation}")
+            typer.echo(f"  {typer.style(reason, dim=True) if colour else reason}")
+    if not revision.edits:
+        terminal.note("nothing to correct")
+
+
+def _line(sign: str, text: str, begin: int, end: int, edits: list[Edit], colour: bool) -> str:
+    """One line with its deletions or insertions."""
+    tone = "red" if sign == "-" else "green"
+    parts = [sign, " "]
+    at = begin
+    for edit in edits:
+        new = terminal.plain(edit.original if sign == "-" else edit.replacement)
+        parts += [terminal.plain(text[at : edit.range.start]), typer.style(new, fg=tone, bold=True) if colour else new]
+        at = edit.range.end
+    return "".join([*parts, terminal.plain(text[at:end])])

@@ -1,0 +1,79 @@
+"""`pippin summarize`: a text in a few sentences, checked against the text."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from pippin.cli import documents, options, terminal
+from pippin.core import progress
+from pippin.core.catalogue import DEFAULT_MODEL
+from pippin.core.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from pippin.kits.text import Draft, Passage, TextTasks
+
+
+def summarize(
+    file: documents.File = None,
+    length: Annotated[str, typer.Option(help="short, medium, long, or a number of sentences.")] = "medium",
+    how: Annotated[str, typer.Option(help="write the summary, or select sentences of the text.")] = "write",
+    language: Annotated[str | None, typer.Option(help="Tag of the language to write in, such as de.")] = None,
+    as_json: documents.Json = False,
+    model: options.Model = DEFAULT_MODEL,
+    device: options.Device = None,
+    dtype: options.DType = "auto",
+) -> None:
+    """Summarise a text of any length.
+
+    Numbers and names of the summary that the text does not hold are named on standard error.
+    """
+    if how not in {"write", "select"}:
+        raise InvalidArgument(f"--how must be write or select, got {how!r}")
+    size: Any = int(length) if length.isdigit() else length
+    from pippin.kits.text import TextTasks
+    from pippin.kits.text.presets import sentences_wanted
+
+    sentences_wanted(size)
+    _, text = documents.read(file)
+    language_model = options.load(model, device, dtype)
+    tasks = TextTasks(language_model)
+    if how == "select":
+        done = tasks.summarize(text, length=size, how="select")
+    else:
+        done = _written(tasks, text, size, language)
+    if as_json:
+        record = {"model": language_model.name, "summary": done.text, "unverified": done.unverified}
+        terminal.write(terminal.to_json(record) + "\n")
+        return
+    terminal.write(done.text + "\n")
+    if done.unverified:
+        terminal.note(f"not in the text: {', '.join(done.unverified)}")
+
+
+def _written(
+    tasks: TextTasks, text: str, length: Literal["short", "medium", "long"] | int, language: str | None
+) -> Passage:
+    """Write a summary; a terminal sees it grow, part by part."""
+    drafts = tasks.summarize_drafts(text, length=length, language=language)
+    last: Draft | None = None
+    if terminal.watched(sys.stdout):
+        from rich.console import Console
+        from rich.live import Live
+        from rich.text import Text
+
+        with Live(console=Console(), transient=True, refresh_per_second=12) as live:
+            for last in drafts:
+                part = f"part {last.part + 1} of {last.parts}\n" if last.parts > 1 else ""
+                live.update(Text(part, style="dim") + Text(terminal.plain(last.text), style="none"))
+    else:
+        last = next(drafts)
+        with progress.bar(last.parts, "summarising", unit="parts", show=last.parts > 1) as bar:
+            for draft in drafts:
+                bar.advance(draft.part - last.part)
+                last = draft
+    assert last is not None
+    assert last.done is not None
+    return last.done

@@ -1,0 +1,1 @@
+"""Metrics, judges and benchmarks: whether a number can be believed."""

@@ -1,0 +1,1 @@
+"""Task APIs: what an application wants done, in one call each."""

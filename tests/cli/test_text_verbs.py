@@ -1,0 +1,212 @@
+"""`pippin summarize`, `extract`, `classify` and `proofread`: their output, their files, and what they refuse."""
+
+import io
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pippin.cli import main, options
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+needs_pty = pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, tiny):
+    """Run words in this process with the tiny model; gives exit code, stdout and stderr."""
+
+    def run(*words, stdin=b""):
+        monkeypatch.setattr(options, "load", lambda *_: tiny)
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        code = main([str(word) for word in words])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def note(tmp_path):
+    """A file with mistakes that rules find without a model, and with Windows line ends."""
+    path = tmp_path / "note.txt"
+    path.write_bytes(b"i should ,only.\r\nRun `i  am` both.\r\n24 + 24 = 48.\r\n")
+    return path
+
+
+# --- proofread --------------------------------------------------------------------------------------------------------
+
+
+def test_proofread_shows_what_it_would_change_and_changes_nothing(run, note):
+    before = note.read_bytes()
+    code, shown, _ = run("proofread", note)
+    assert code == 0
+    assert "- i should ,only." in shown
+    assert "+ I should, only." in shown
+    assert f"{note}:1:1: capitalisation: the pronoun “I” is a capital letter" in shown
+    assert "24 + 24" not in shown
+    assert note.read_bytes() == before
+
+
+def test_proofread_write_changes_the_file_and_keeps_its_line_ends(run, note):
+    code, _, message = run("proofread", note, "--write")
+    assert code == 0
+    assert note.read_bytes() == b"I should, only.\r\nRun `i  am` both.\r\n24 + 24 = 48.\r\n"
+    assert "2 corrections made" in message
+    assert [path.name for path in note.parent.iterdir()] == ["note.txt"]
+
+
+def test_proofread_json_lists_the_edits(run, note):
+    record = json.loads(run("proofread", note, "--json")[1])
+    text = note.read_bytes().decode()
+    for edit in record["edits"]:
+        assert text[edit["range"]["start"] : edit["range"]["end"]] == edit["original"]
+    assert [edit["replacement"] for edit in record["edits"]] == ["I", ", "]
+
+
+def test_proofread_a_pipe_prints_the_corrected_text(run):
+    assert run("proofread", "-", "--write", stdin=b"i should.")[:2] == (0, "I should.")
+
+
+def test_proofread_of_a_clean_text_says_so(run):
+    assert run("proofread", stdin=b"24.") == (0, "", "nothing to correct\n")
+
+
+def test_proofread_does_not_write_where_it_may_not(run, note, monkeypatch):
+    from pippin.core import files
+
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(files, "atomic_write", refuse)
+    note.chmod(stat.S_IRUSR)
+    code, shown, message = run("proofread", note, "--write")
+    assert (code, shown) == (2, "")
+    assert "cannot be written: Permission denied" in message
+
+
+@needs_pty
+def test_a_terminal_sees_corrections_in_colour(terminal, default_model_path, tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("I recieved it yesterday.")
+    screen = terminal("proofread", path, "--model", default_model_path)
+    screen.wait_for("- I recieved it yesterday.")
+    screen.wait_for("+ I received it yesterday.")
+    screen.wait_for("spelling: spelled “received”")
+    assert screen.exit_code() == 0
+
+
+# --- classify ---------------------------------------------------------------------------------------------------------
+
+
+def test_classify_ranks_the_labels(run):
+    code, shown, _ = run("classify", "--labels", "good, bad", stdin=b"It rained.")
+    assert code == 0
+    rows = [line.split() for line in shown.splitlines()]
+    assert {label for label, _ in rows} == {"good", "bad"}
+    assert sum(float(chance) for _, chance in rows) == pytest.approx(1, abs=0.002)
+    assert float(rows[0][1]) >= float(rows[1][1])
+
+
+def test_classify_lines_and_json(run):
+    words = ["classify", "--labels", "good,bad", "--lines"]
+    _, shown, _ = run(*words, stdin=b"It rained.\n\nSun!\n")
+    assert [line.split("\t")[2] for line in shown.splitlines()] == ["It rained.", "Sun!"]
+    record = json.loads(run(*words, "--json", stdin=b"It rained.\n\nSun!\n")[1])
+    assert [result["label"] for result in record["results"]] == [line.split("\t")[0] for line in shown.splitlines()]
+    assert set(record["results"][0]) == {"text", "label", "probabilities", "scores"}
+
+
+def test_classify_reads_labels_and_examples_from_files(run, tmp_path):
+    labels, examples = tmp_path / "labels.txt", tmp_path / "examples.tsv"
+    labels.write_text("good: the writer is glad\nbad\n")
+    examples.write_text("good\tSun!\nbad\tRain again.\n")
+    words = ["classify", "--labels-file", labels, "--json"]
+    plain = run(*words, stdin=b"Fog.")
+    shown = run(*words, "--examples", examples, stdin=b"Fog.")
+    fitted = run(*words, "--fit", examples, stdin=b"Fog.")
+    assert [code for code, *_ in (plain, shown, fitted)] == [0, 0, 0]
+    assert len({output for _, output, _ in (plain, shown, fitted)}) == 3
+
+
+# --- summarize and extract --------------------------------------------------------------------------------------------
+
+
+def test_summarize_selects_sentences(run):
+    text = b"The first one is here. The second one is there. The third one is gone."
+    code, shown, message = run("summarize", "--how", "select", "--length", "2", stdin=text)
+    assert (code, message) == (0, "")
+    assert all(part.encode() in text for part in shown.strip().split(". "))
+
+
+def test_summarize_writes_and_names_what_is_not_in_the_text(in_process):
+    code, shown, _ = in_process("summarize", EXAMPLES / "article.txt", "--length", "short", "--json")
+    assert code == 0
+    record = json.loads(shown)
+    assert list(record) == ["model", "summary", "unverified"]
+    assert record["summary"].startswith("The")
+
+
+def test_extract_fills_in_a_form(in_process):
+    words = ["extract", EXAMPLES / "letter.txt"]
+    code, shown, _ = in_process(*words, "--type", f"{EXAMPLES / 'forms.py'}:Invoice")
+    assert code == 0
+    invoice = json.loads(shown)
+    assert (invoice["total"], invoice["payment_due"]) == (1040, "2026-04-11")
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["summarize", "nothing.txt"], "there is no file 'nothing.txt'"),
+        (["summarize"], "there is no text; name a file or pipe one in"),
+        (["summarize", "--length", "huge"], "length must be one of short, medium, long"),
+        (["summarize", "--how", "guess"], "--how must be write or select"),
+        (["extract"], "give the form that is to be filled in"),
+        (["extract", "--schema", "a.json", "--type", "a.py:B"], "exclude each other"),
+        (["classify"], "give the labels"),
+        (["classify", "--labels", "a,b", "--labels-file", "c"], "give the labels"),
+        (["classify", "--labels", "a"], "at least two labels"),
+        (["classify", "--labels", "a,,b"], "each once, got 'a', '', 'b'"),
+        (["classify", "--labels", "a,b", "--calibrate", "twice"], "--calibrate must be content-free or off"),
+        (["classify", "--labels", "a,b", "--fit", "nothing.tsv"], "there is no file of examples"),
+        (["proofread", "--how", "guess"], "--how must be auto, choose or write"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_before_a_model_is_loaded(monkeypatch, capsys, words, message):
+    monkeypatch.setattr(options, "load", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
+    code = main(words)
+    shown, said = capsys.readouterr()
+    assert (code, shown) == (2, "")
+    assert message in said
+
+
+def test_examples_that_are_none(run, tmp_path):
+    path = tmp_path / "examples.tsv"
+    for text, message in (("", "holds no examples"), ("good Sun!\n", "line 1 of"), ("good\t \n", "line 1 of")):
+        path.write_text(text)
+        code, _, said = run("classify", "--labels", "good,bad", "--fit", path, stdin=b"x")
+        assert code == 2
+        assert message in said
+
+
+def test_bytes_that_are_no_text(run):
+    code, _, said = run("summarize", stdin=b"\xff\xfe")
+    assert code == 2
+    assert "standard input is not UTF-8 text" in said
+
+
+def test_the_example_corrects_labels_selects_and_fills_in(default_model_path):
+    env = os.environ | {"PIPPIN_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, str(EXAMPLES / "text_tasks.py")]
+    done = subprocess.run(words, capture_output=True, text=True, env=env, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("I received your letter on Monday, it was too late. Run `teh tool` again.\n")
+    assert done.stdout.endswith("invoice_number='2026-117' total=1040 currency='EUR'\n")
