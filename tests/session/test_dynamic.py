@@ -216,7 +216,10 @@ def test_json_schemas_keep_their_pointers():
     tree = {
         "title": "tree/~1 %",
         "type": "object",
-        "properties": {"kids": {"type": "array", "items": {"$ref": "#"}, "maxItems": 2}, "leaf": {"$ref": "#/$defs/a b"}},
+        "properties": {
+            "kids": {"type": "array", "items": {"$ref": "#"}, "maxItems": 2},
+            "leaf": {"$ref": "#/$defs/a b"},
+        },
         "required": ["kids"],
         "additionalProperties": False,
         "$defs": {"a b": {"enum": [{"$ref": "#/nowhere"}, 1]}},

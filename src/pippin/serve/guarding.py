@@ -21,12 +21,12 @@ from pippin.session.transcript import Prompt, Text
 
 
 def guardrails(level: GuardrailLevel) -> Any:
-    """The guardrails of a level; None for "off"."""
+    """The guardrails of a level, with the rules of all languages; None for "off"."""
     if level == "off":
         return None
     from pippin.session.guardrails import Guardrails
 
-    return getattr(Guardrails, level)()
+    return getattr(Guardrails, level)(locale="*")
 
 
 def checked_turn(guard: Any, turn: Turn) -> Turn:

@@ -270,6 +270,9 @@ class Running:
             written.signature = event.signature or written.signature
         elif isinstance(event, CallsMade):
             written.calls += event.calls
+            if self.session.guardrails is not None:
+                for call in event.calls:
+                    self.session.guardrails.enforce_value(call.arguments, role="output")
         elif isinstance(event, Refused):
             raise _refusal(event.explanation)
         elif isinstance(event, Done):
@@ -312,6 +315,8 @@ class Running:
             )
 
     def _remember_thought(self, written: _Written) -> None:
+        if self.session.guardrails is not None:
+            written.thought = self.session.guardrails.enforce(written.thought, role="output")
         # model_construct, since validation would take the signature for base64
         entry = Reasoning.model_construct(text=written.thought.strip(), signature=written.signature)
         decision = self.settings.hooks.decide("on_reasoning", entry)

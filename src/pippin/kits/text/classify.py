@@ -101,7 +101,7 @@ class Classifier:
         Raises:
             InvalidInput: a text is empty or not text. ContextOverflow: one is too long.
         """
-        return self._scores([check_text(text) for text in texts])
+        return self._scores([self.desk.admit(text) for text in texts])
 
     def classify(self, text: str) -> Classification:
         """The probabilities of the labels for a text.

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from pippin.core.errors import ContextOverflow, UnsupportedCapability
 from pippin.engine.engine import Prefix
 from pippin.kits.text.lexicon import Lexicon
+from pippin.kits.text.spans import check_text
 from pippin.session import prompting
 from pippin.session.local import LocalModel
 from pippin.session.options import GenerationOptions
@@ -65,7 +66,20 @@ class Desk:
     ) -> Desk:
         """A desk with the model of a reference, a loaded model, a provider, or that of a session."""
         session = model if isinstance(model, Session) else Session(model)
-        return cls(session.provider, options, session.guardrails if guardrails is None else guardrails)
+        guardrails = session.guardrails if guardrails is None else guardrails
+        # a text to be worked on is quoted, not said
+        return cls(session.provider, options, None if guardrails is None else guardrails.for_transforming())
+
+    def admit(self, text: Any) -> str:
+        """The text itself, if it can be worked on and the guardrails let it in.
+
+        Raises:
+            InvalidInput: it is no text, or empty. GuardrailViolation: a rule blocks it.
+        """
+        check_text(text)
+        if self.guardrails is not None:
+            self.guardrails.enforce(text, role="input")
+        return str(text)
 
     @contextmanager
     def session(self, preset: Preset) -> Iterator[Session]:

@@ -126,7 +126,7 @@ class TextTasks:
         if how == "select":
             count = presets.sentences_wanted(length)
             self.desk.local  # noqa: B018  (raises where no log-probabilities can be had)
-            return summarise.select(self.desk, check_text(text), count)
+            return summarise.select(self.desk, self.desk.admit(text), count)
         *_, last = self.summarize_drafts(text, length=length, how=how, language=language)
         assert last.done is not None
         return last.done
@@ -143,7 +143,7 @@ class TextTasks:
         if how != "write":
             raise InvalidArgument(f"how must be write or select, got {how!r}")
         count = presets.sentences_wanted(length)
-        return summarise.write(self.desk, check_text(text), count, _checked_tag(language))
+        return summarise.write(self.desk, self.desk.admit(text), count, _checked_tag(language))
 
     def key_points(self, text: str, *, most: int = 5) -> list[Passage]:
         """The key points of a text, the most important first; of a long text, those of each part.
@@ -152,7 +152,8 @@ class TextTasks:
             InvalidArgument: ``most`` is not between 1 and 50.
         """
         _in_range("most", most)
-        request = f"\n\nList the {most} key points of this text.{presets.in_language(language_of(check_text(text)))}"
+        language = presets.in_language(language_of(self.desk.admit(text)))
+        request = f"\n\nList the {most} key points of this text.{language}"
         return summarise.listed(self.desk, presets.POINTS, text, request, most, first=True)
 
     def to_list(self, text: str, *, most: int = 30) -> list[Passage]:
@@ -163,7 +164,7 @@ class TextTasks:
         """
         _in_range("most", most)
         request = "\n\nTurn this text into a list."
-        return summarise.listed(self.desk, presets.LIST, check_text(text), request, most)
+        return summarise.listed(self.desk, presets.LIST, self.desk.admit(text), request, most)
 
     def to_table(self, text: str, *, columns: Sequence[str] | None = None, most: int = 20) -> Table:
         """The facts of a text as a table.
@@ -226,7 +227,7 @@ class TextTasks:
         preset = presets.tone(tone, length)
         if tone is None and length == "same":
             raise InvalidArgument(f"rewrite needs a tone ({', '.join(presets.TONES)}) or a length (shorter, longer)")
-        ranges = protected_ranges(check_text(text), protect)
+        ranges = protected_ranges(self.desk.admit(text), protect)
         return rewriting.rewrite(self.desk, text, preset, length, ranges, _checked_tag(language))
 
     def proofread(
@@ -252,7 +253,7 @@ class TextTasks:
         """
         if how not in ("auto", "choose", "write"):
             raise InvalidArgument(f"how must be auto, choose or write, got {how!r}")
-        ranges = protected_ranges(check_text(text), protect)
+        ranges = protected_ranges(self.desk.admit(text), protect)
         language = language_of(text) or "en"
         if how == "auto":
             how = "choose" if self.desk.can_score and language == "en" else "write"
@@ -347,7 +348,7 @@ class TextTasks:
         """
         _in_range("most", most)
         self.desk.local  # noqa: B018  (raises where no log-probabilities can be had)
-        language = language_of(check_text(text)) or "en"
+        language = language_of(self.desk.admit(text)) or "en"
         if language != "en":
             raise UnsupportedLanguage(
                 f"tags are found by rules for English, and this text looks like {language!r}", language=language
@@ -370,7 +371,7 @@ class TextTasks:
         if isinstance(texts, str) or not texts:
             raise InvalidArgument("topics needs a list of texts, at least one")
         for text in texts:
-            check_text(text)
+            self.desk.admit(text)
         if count is not None and not 1 <= count <= len(texts):
             raise InvalidArgument(f"count must be between 1 and the {len(texts)} texts, got {count}")
         return tags.group(self.desk, texts, count=count, embed=embed)
@@ -407,7 +408,7 @@ class TextTasks:
         schema = Schema.of(into)
         if not self.desk.provider.capabilities.guided_generation:
             raise UnsupportedCapability(f"{self.desk.provider.name} has no guided generation, which this task needs")
-        self.desk.check_fits(check_text(text), self.desk.room(preset, most, request, schema))
+        self.desk.check_fits(self.desk.admit(text), self.desk.room(preset, most, request, schema))
         try:
             return self.desk.ask(preset, text.strip() + request, generating=schema, most=most, **more)
         except AnswerTruncated:
