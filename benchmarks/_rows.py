@@ -33,7 +33,7 @@ class Row:
         """The row as it is kept."""
         row = asdict(self)
         del row["higher_is_better"]
-        return row | {"ratio": self.ratio, "met": self.ratio >= self.goal}
+        return row | {"ratio": self.ratio, "met": bool(self.ratio >= self.goal)}
 
 
 def interleaved(ours: Callable[[], float], peer: Callable[[], float], repeats: int) -> tuple[float, float]:

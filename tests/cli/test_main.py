@@ -27,6 +27,9 @@ def provoke(kind: type[Exception]) -> Exception:
         errors.ContextOverflow: {"context_size": 10, "token_count": 20},
         errors.AnswerTruncated: {"partial": ""},
         errors.ToolCallError: {"tool": "clock"},
+        errors.UnsupportedLanguage: {"language": "xx"},
+        errors.GuardrailViolation: {"verdict": None},
+        errors.Refusal: {"explanation": "no"},
     }
     return kind("what was\nwrong", **needs.get(kind, {}))
 
@@ -42,6 +45,7 @@ EXPECTED = {
     errors.GenerationError: 5,
     errors.ToolError: 5,
     errors.MissingDependency: 6,
+    errors.ProviderError: 7,
 }
 
 

@@ -58,6 +58,9 @@ def test_what_is_wrong_is_refused(tmp_path):
         run(attest, "log", log, "--extends", "00" * 32)
     with pytest.raises(InvalidInput):
         run(attest, "log", tmp_path / "nothing")
+    for words in (["key", tmp_path / "no" / "key"], ["log", tmp_path / "no" / "log", "--add"]):
+        with pytest.raises(InvalidInput, match="cannot be written"):
+            run(attest, *words)
     log.write_text(log.read_text()[:-1])
     with pytest.raises(CorruptedFile, match="cut off"):
         run(attest, "log", log)

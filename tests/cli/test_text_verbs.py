@@ -6,6 +6,8 @@ import os
 import stat
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -69,6 +71,32 @@ def test_proofread_json_lists_the_edits(run, note):
 
 def test_proofread_a_pipe_prints_the_corrected_text(run):
     assert run("proofread", "-", "--write", stdin=b"i should.")[:2] == (0, "I should.")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_proofread_reads_a_named_pipe_once(run, tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+
+    def write():
+        pipe.write_text("i should.")
+        time.sleep(0.2)  # until its reader has seen the end
+        pipe.write_text("")  # all that a second reader would find
+
+    writer = threading.Thread(target=write, daemon=True)
+    writer.start()
+    assert run("proofread", pipe, "--write")[:2] == (0, "I should.")
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)  # lets the writer go
+    writer.join(5)
+    os.close(reader)
+
+
+def test_proofread_does_not_count_the_byte_order_mark(run, tmp_path):
+    path = tmp_path / "note.txt"
+    path.write_bytes(b"\xef\xbb\xbfi should.\n")
+    assert run("proofread", path)[1].startswith(f"- i should.\n+ I should.\n  {path}:1:1: ")
+    run("proofread", path, "--write")
+    assert path.read_bytes() == b"\xef\xbb\xbfI should.\n"
 
 
 def test_proofread_of_a_clean_text_says_so(run):
@@ -167,6 +195,7 @@ def test_extract_fills_in_a_form(in_process):
         (["summarize", "nothing.txt"], "there is no file 'nothing.txt'"),
         (["summarize"], "there is no text; name a file or pipe one in"),
         (["summarize", "--length", "huge"], "length must be one of short, medium, long"),
+        (["summarize", "--length", "²"], "length must be one of short, medium, long"),
         (["summarize", "--how", "guess"], "--how must be write or select"),
         (["extract"], "give the form that is to be filled in"),
         (["extract", "--schema", "a.json", "--type", "a.py:B"], "exclude each other"),

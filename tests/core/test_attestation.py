@@ -102,6 +102,7 @@ def test_what_is_no_quote_is_refused(document):
         lambda proof: {},
         lambda proof: proof | {"index": 0},
         lambda proof: proof | {"index": "x"},
+        lambda proof: proof | {"index": float("inf")},  # which is a number in Python's JSON
         lambda proof: proof | {"path": proof["path"][:-1]},
         lambda proof: proof | {"entry": Log().add(CODE, version="2").entries[0].decode()},
         lambda proof: LOG.prove("aa" * 32),  # a true proof, of other software

@@ -187,6 +187,14 @@ def test_the_reply_to_another_request_does_not_open(key, reply):
         list(other.feed(salt + b"".join(parts)))
 
 
+@pytest.mark.parametrize("plain", [b"", b"\0\0\0", b"\0\0\0\1"])
+def test_a_part_that_is_shorter_than_it_says_is_refused(key, monkeypatch, plain):
+    envelope, opener = sealing.seal_request(key.public, BINDING, b"")
+    monkeypatch.setattr(sealing, "_pad", lambda content, block: plain)
+    with pytest.raises(SealBroken, match="longer than it is"):
+        list(opener.feed(key.open(envelope, BINDING).reply.seal(b"", last=True)))
+
+
 def test_a_length_without_bound_is_refused(reply):
     opener, salt, _ = reply
     with pytest.raises(SealBroken, match="that long"):

@@ -99,3 +99,10 @@ def elsewhere(work):
 def asks(work):
     """Tells a number and is told nothing."""
     work.tell(port=4711)
+
+
+def lingers(work):
+    """Keeps the process from ending."""
+    import atexit
+
+    atexit.register(time.sleep, 60)

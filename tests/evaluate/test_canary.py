@@ -136,6 +136,11 @@ def test_bounds():
         CanaryAudit(50, folders=[]).run(f"{LEAKS}:step_by_step", timeout=1)
 
 
+def test_a_process_that_does_not_end_is_told_like_work_that_does_not(audit):
+    with pytest.raises(TimedOut, match="does not end"):
+        audit.run(f"{LEAKS}:lingers", timeout=6)
+
+
 def test_canaries_are_all_different_and_long():
     audit = CanaryAudit(50)
     texts = {*audit.answers, *(prompt.split()[-1].rstrip("?") for prompt in audit.prompts)}

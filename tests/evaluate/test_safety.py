@@ -289,6 +289,10 @@ def test_a_suite_of_your_own(tmp_path):
         other.write_text(json.dumps(broken))
         with pytest.raises(InvalidInput):
             safety_suite.load(str(other))
+    binary = tmp_path / "binary.json"
+    binary.write_bytes(b"\xff\xfe")
+    with pytest.raises(InvalidInput, match="not a suite"):
+        safety_suite.load(str(binary))
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,9 @@ class Stub:
     def stream(self, turn: Turn) -> Iterator[TurnEvent]:
         return self._events(turn, turn.options.max_tokens or 5)
 
+    def token_count(self, turn: Turn) -> int:
+        return 3
+
     def _events(self, turn: Turn, count: int) -> Iterator[TurnEvent]:
         with self._lock:
             self.running += 1

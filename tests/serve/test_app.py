@@ -8,11 +8,13 @@ import time
 import httpx2
 import pytest
 import torch
+from fastapi import FastAPI
 
 from pippin.language import LanguageModel
 from pippin.language.adapters import save_adapter
-from pippin.serve import logs
+from pippin.serve import logs, ray_app
 from pippin.serve.api.errors import failure
+from pippin.serve.settings import Settings
 
 from .conftest import eventually, start
 
@@ -45,6 +47,7 @@ def test_a_wrong_key_is_refused(server, given, method, path):
     assert answer.status_code == 401
     assert answer.json()["error"]["code"] == "invalid_api_key"
     assert answer.json()["error"]["type"] == "authentication_error"
+    assert ("not one of this server's" in answer.json()["error"]["message"]) == (given is not None)
 
 
 def test_a_key_of_any_bytes_is_only_wrong(server):
@@ -87,6 +90,8 @@ def keyless(build_app):
         ({"host": "evil.example"}, 403),  # a name of somebody else's that was made to point here
         ({"host": "127.0.0.1.evil.example"}, 403),
         ({"host": ""}, 403),
+        ({"host": "[::1"}, 400),
+        ({"origin": "http://[::1"}, 400),
         ({"origin": "https://evil.example"}, 403),  # a page of somebody else's, in a browser of this machine
         ({"origin": "null"}, 403),
         ({"origin": "http://localhost:9", "host": "localhost:9"}, 200),
@@ -102,8 +107,42 @@ def test_pages_of_other_origins_only_if_told(server, make_server):
     told = make_server(cors_origins=("https://a.example",))
     answer = httpx2.options(told.url + CHAT, headers=asked)
     assert answer.headers["access-control-allow-origin"] == "https://a.example"
+    more = {"access-control-request-headers": "authorization,content-type,x-stainless-lang,x-stainless-retry-count"}
+    answer = httpx2.options(told.url + CHAT, headers=asked | more)  # as OpenAI's client in a browser asks
+    assert answer.status_code == 200
+    assert "x-stainless-retry-count" in answer.headers["access-control-allow-headers"]
     other = httpx2.options(told.url + CHAT, headers=asked | {"origin": "https://b.example"})
     assert "access-control-allow-origin" not in other.headers
+
+
+async def test_pages_of_other_origins_reach_replicas_too():
+    class Handle:
+        def options(self, **options):
+            return self
+
+    settings = Settings(api_keys={"a": "secret"}, cors_origins=("https://a.example",))
+    app, service = ray_app.front(settings, Handle())
+    asked = {"origin": "https://a.example", "access-control-request-method": "POST"}
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://x") as client:
+        answer = await client.options(CHAT, headers=asked)
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, "https://a.example")
+        answer = await client.get("/v1/models", headers=asked)  # refused, in a way that the page can read
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (401, "https://a.example")
+    service.close()
+
+
+async def test_below_a_path_of_another_app_the_door_is_the_same(build_app):
+    outer = FastAPI()
+    inner = build_app(requests_per_minute=1)
+    outer.mount("/ai", inner)
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(outer), base_url="http://x") as client:
+        assert (await client.get("/ai/health")).status_code == 200
+        assert (await client.get("/ai/v1/models")).status_code == 401
+        client.headers["authorization"] = "Bearer test"
+        found = [await client.post(f"/ai{CHAT}", json=body()) for _ in range(2)]
+        assert [answer.status_code for answer in found] == [200, 429]
+        assert found[0].headers["cache-control"] == "no-store"
+    inner.state.service.close()
 
 
 # --- what every answer carries ----------------------------------------------------------------------------------------
@@ -124,13 +163,13 @@ def test_answers_are_not_stored_or_guessed_at(client):
 
 
 def test_limits_stand_in_the_headers_and_are_kept(make_server):
-    server = make_server(requests_per_minute=2, tokens_per_minute=10_000)
+    server = make_server(requests_per_minute=2, tokens_per_minute=600)
     with server.client() as client:
         first = client.post(CHAT, json=body())
         assert first.headers["x-ratelimit-limit-requests"] == "2"
         assert first.headers["x-ratelimit-remaining-requests"] == "1"
         assert client.get("/v1/models").headers["x-ratelimit-remaining-requests"] == "1"  # looking is free
-        assert int(client.get("/v1/models").headers["x-ratelimit-remaining-tokens"]) <= 10_000 - 20
+        assert int(client.get("/v1/models").headers["x-ratelimit-remaining-tokens"]) <= 600 - 10
         client.post(CHAT, json=body())
         refused = client.post(CHAT, json=body())
         assert refused.status_code == 429

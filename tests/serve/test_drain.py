@@ -9,6 +9,7 @@ import httpx2
 import pytest
 
 from pippin.cli import main
+from pippin.serve import process
 
 from .command import KEY, Process, ask, frames
 
@@ -96,6 +97,7 @@ def test_the_second_signal_ends_at_once(serve):
         (["--replicas", "2"], 2, "add --ray"),
         (["--replicas", "3-1"], 2, "--replicas must be a number"),
         (["--adapter", "pirate"], 2, "--adapter must be NAME=FOLDER"),
+        (["--adapter", "pirate=/nowhere"], 3, "--adapter pirate: there is no folder /nowhere"),
         (["--api-key-file", "nowhere"], 2, "cannot read the keys in nowhere: No such file"),
         (["--stateless", "--log-prompts"], 2, "choose one of them"),
         (["no-such-model"], 3, "there is no model or data set 'no-such-model'"),
@@ -107,6 +109,19 @@ def test_what_is_wrong_is_one_line(words, code, message, capsys):
     assert output == ""
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_whoever_reads_the_address_can_connect_at_once(folder, monkeypatch, capsys):
+    connected = []
+
+    def run(app, listener, service):
+        with socket.create_connection(listener.getsockname()):
+            connected.append(capsys.readouterr().out)
+        service.close()
+
+    monkeypatch.setattr(process, "run", run)
+    assert main(["serve", f"tiny={folder}", "--port", "0"]) == 0
+    assert connected[0].startswith("Pippin serves at http://127.0.0.1:")
 
 
 def test_a_port_that_is_taken_is_one_line(folder, capsys):

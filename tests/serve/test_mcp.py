@@ -12,10 +12,17 @@ import pytest
 from jsonschema import Draft202012Validator
 from mcp.client import Client
 
-from pippin.core.errors import ToolCallError, ToolServerError
+from pippin.core.errors import Cancelled, ToolCallError, ToolServerError
+from pippin.engine import Engine
+from pippin.engine.batch import BatchEngine
 from pippin.kits.text import TextTasks
 from pippin.serve import mcp
+from pippin.serve.limits import Caller
+from pippin.serve.service import Service
+from pippin.serve.settings import Settings
+from pippin.serve.task_model import Leash, TaskModel
 from pippin.session import Capabilities, Provider, Session
+from pippin.session.local import LocalModel
 from pippin.session.mcp_client import McpServer
 from pippin.session.provider import Done, TextDelta
 from pippin.session.response import Usage
@@ -196,6 +203,28 @@ def test_over_http_with_a_key(make_server):
         pass
     with pytest.raises(ToolServerError), McpServer.http(f"{server.url}/mcp", headers={"Authorization": "Bearer no"}):
         pass
+
+
+async def test_scored_texts_are_their_callers_and_count(tiny, monkeypatch):
+    owners, score = [], BatchEngine.score
+    monkeypatch.setattr(BatchEngine, "score", lambda *a, **k: owners.append(k["owner"]) or score(*a, **k))
+    service = Service(Settings(models=("tiny",), tokens_per_day=1000), load=lambda _: tiny)
+    caller = Caller("key:alice", "alice")
+
+    def work(provider):
+        return provider.engine.score([1, 2, 3], [[4, 5], [6]])
+
+    assert await service.task("", work, caller) == pytest.approx(Engine(tiny).score([1, 2, 3], [[4, 5], [6]]), rel=1e-4)
+    assert owners == ["key:alice"]
+    assert service.limits.headers(caller)["x-quota-remaining-tokens"] == str(1000 - 6)
+    service.close()
+
+
+def test_a_task_that_was_given_up_scores_nothing(tiny):
+    leash = Leash()
+    leash.pull()
+    with pytest.raises(Cancelled):
+        TaskModel(LocalModel(tiny), leash).engine.score([1], [[2]])
 
 
 def test_a_client_that_leaves_frees_its_slot(make_server):

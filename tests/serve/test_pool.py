@@ -103,7 +103,6 @@ async def test_the_least_recently_used_makes_room(known):
         await use(models, name)
     assert set(models.loaded) == {"a", "c"}
     assert models.nbytes <= models.budget
-    assert (models.loads, models.unloads) == (3, 1)
 
 
 async def test_a_model_in_use_is_never_unloaded():

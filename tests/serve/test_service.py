@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import json
+import logging
 import random
 import threading
 from contextlib import aclosing
@@ -21,7 +23,7 @@ from pippin.core.errors import (
     UnsupportedCapability,
 )
 from pippin.engine import Token
-from pippin.serve import guarding
+from pippin.serve import guarding, logs
 from pippin.serve.gate import Gate
 from pippin.serve.limits import Caller
 from pippin.serve.service import Service
@@ -306,6 +308,28 @@ async def test_ready_says_why_not(services):
     broken.close()
 
 
+async def test_a_first_load_that_fails_is_told_and_made_good_by_a_later_one(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("pippin"), "propagate", True)
+    outcomes = iter([RuntimeError("the disk said: secret"), None])
+
+    def load(_):
+        if error := next(outcomes):
+            raise error
+        return Stub()
+
+    service = Service(Settings(models=("stub",)), load=load)
+    await service.prepare()
+    assert service.ready() == "stub could not be loaded; the log says why"
+    (record,) = [record for record in caplog.records if record.getMessage() == "model not loaded"]
+    line = json.loads(logs.JSONLines().format(record))
+    assert (line["model"], line["error"]) == ("stub", "RuntimeError")
+    assert "secret" not in str(line)
+    async with aclosing(service.run("stub", turn(1), ALICE)) as events:
+        assert [event async for event in events]
+    assert service.ready() == ""
+    service.close()
+
+
 async def test_embeddings():
     service = Service(
         Settings(models=("stub", "enc")), load=lambda _: Stub(), load_encoder=lambda _: TinyEncoder(), encoders={"enc"}
@@ -415,6 +439,15 @@ async def test_a_blocked_answer_ends_before_what_is_blocked(guarded):
     assert len(text) == error.safe_prefix
     assert len([token for event in seen for token in event.tokens]) <= len(text) / 2
     await until(lambda: stub.running == 0)
+
+
+async def test_what_a_blocked_answer_has_cost_is_charged(services, monkeypatch):
+    monkeypatch.setattr(guarding, "guardrails", lambda level: Guard())
+    service, _ = services(guardrails="strict", tokens_per_day=1000)
+    _, error = await until_it_breaks(service, turn(20))
+    assert isinstance(error, GuardrailViolation)
+    await until(lambda: is_idle(service))
+    assert service.limits.headers(ALICE)["x-quota-remaining-tokens"] == str(1000 - 3 - 8)
 
 
 async def test_an_allowed_answer_is_whole_with_all_its_tokens(guarded):

@@ -28,7 +28,6 @@ KEYS = {"alice": "0123456789abcdef"}
         ({"models": ()}, "models is empty"),
         ({"models": "smollm2-135m"}, "models must be a list"),
         ({"models": ("a", "a")}, "models names one twice"),
-        ({"default_model": "other"}, "default_model 'other' is not one of models"),
         ({"adapters": {"other:x": "x"}}, "adapters: 'other:x' is of a model that is not served"),
         ({"api_keys": {"": "0123456789abcdef"}}, "api_keys must have a name and a secret"),
         ({"api_keys": {"a": "with space 123456"}}, "printable ASCII"),
@@ -61,7 +60,6 @@ def test_names_of_models(tmp_path):
     settings = Settings(models=("smollm2-135m", f"mine={folder}", str(folder), "owner/name:file.gguf"))
     assert list(settings.references) == ["smollm2-135m", "mine", "my-model", "owner/name:file.gguf"]
     assert settings.default == "smollm2-135m"
-    assert Settings(models=("a", "b"), default_model="b").default == "b"
     assert model_name("./x/small.gguf") == "small"
 
 

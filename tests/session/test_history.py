@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 import pippin
-from pippin.core.errors import InvalidArgument, InvalidInput
+from pippin.core.errors import InvalidArgument, InvalidInput, TimedOut, ToolCallError
 from pippin.session import (
     Answer,
     Instructions,
@@ -146,6 +146,35 @@ def test_a_session_summarises_with_its_own_model(tiny):
     assert len(session.transcript) == 6
 
 
+class Interrupted(Provider):
+    """Calls a tool, and is interrupted while it summarises."""
+
+    name = "interrupted"
+    capabilities = Capabilities(tool_calling=True)
+    context_size = 10
+
+    def stream(self, turn):
+        if turn.transcript.instructions:  # the summary
+            turn.cancel.wait(5)
+            yield TextDelta("Half of")
+            yield Done("cancelled")
+        else:
+            yield CallsMade((ToolCall(id="a", name="convert", arguments={"celsius": 1}),))
+            yield Done("tool_calls")
+
+    def token_count(self, item):
+        return 0 if isinstance(item, str) else len(item.transcript)
+
+
+def test_half_a_summary_is_not_kept():
+    policy = history.summarize(0.5, keep=1)
+    earlier = Transcript(entries=(Prompt("1"), Answer("2"), Prompt("3"), Answer("4")))
+    session = Session(Interrupted(), tools=[convert], history=policy, transcript=earlier)
+    with pytest.raises(TimedOut):
+        session.respond("Go", options=pippin.GenerationOptions(timeout=0.05))
+    assert policy.written == {}
+
+
 # --- skills -----------------------------------------------------------------------------------------------------------
 
 
@@ -188,6 +217,29 @@ def test_a_skill_is_loaded_when_the_model_asks(tmp_path):
     assert skills.loaded == ["weather"]
     session.reset()
     assert list(skills.tools) == ["load_skill"]
+
+
+def test_a_request_that_fails_loads_no_skill():
+    def lose() -> str:
+        """Fail."""
+        raise RuntimeError("lost")
+
+    class Failing(Loader):
+        def stream(self, turn):
+            self.tools.append(turn.tools)
+            yield (
+                CallsMade((ToolCall(id="a", name="load_skill", arguments={"name": "weather"}),))
+                if len(self.tools) == 1
+                else CallsMade((ToolCall(id="b", name="lose", arguments={}),))
+            )
+            yield Done("stop")
+
+    for on_error, loaded in (("revert", []), ("preserve", ["weather"])):
+        skills = Skills([Skill("weather", "About the weather.", "Say degrees.", tools=[lose])])
+        session = Session(Failing(), skills=skills, on_error=on_error)
+        with pytest.raises(ToolCallError):
+            session.respond("Warm?")
+        assert skills.loaded == loaded
 
 
 def test_skills_that_cannot_be(tmp_path):

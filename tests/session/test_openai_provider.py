@@ -335,6 +335,7 @@ def test_calls_that_meet_the_limit(server):
     [
         [part(0, "a", "weather", '{"city"')],
         [part(0, "a", "weather", "[1]")],
+        [part(0, "a", "weather", "[" * 100_000)],
         [part(0, "a", None, "{}")],
         [part(99, "a", "weather", "{}")],
         [part("0", "a", "weather", "{}")],
@@ -446,6 +447,9 @@ def test_arguments_that_cannot_be(arguments, match):
         (send(sse({"choices": [{"delta": {"content": 3}}]})), InvalidProviderAnswer),
         (send(sse({"choices": [{"delta": {"content": "a"}, "logprobs": {"content": [{}]}}]})), InvalidProviderAnswer),
         (send(sse({"usage": "many"})), InvalidProviderAnswer),
+        (send(b'data: {"choices": [], "usage": {"prompt_tokens": 1e999}}\n\n'), InvalidProviderAnswer),
+        (send(b"data: " + b"[" * 200_000 + b"\n\n"), InvalidProviderAnswer),
+        (send(b"[" * 60_000, status=400, kind="application/json"), ProviderError),
         (send(b"{", kind="application/json"), InvalidProviderAnswer),
         (send(b"data: " + b"x" * 2_000_000), InvalidProviderAnswer),
         (send(sse(delta(content="a"), {"error": {"message": "broke", "code": "server_error"}})), ProviderError),

@@ -1,5 +1,7 @@
 """A session over a provider of one's own, and what it does with every kind of event."""
 
+import asyncio
+import gc
 import threading
 import time
 from dataclasses import replace
@@ -11,6 +13,7 @@ import pippin
 from pippin.core.errors import (
     AnswerTruncated,
     Cancelled,
+    ConcurrentRequests,
     Denied,
     GuardrailViolation,
     InvalidArgument,
@@ -23,9 +26,11 @@ from pippin.core.errors import (
     UnsupportedContent,
 )
 from pippin.session import (
+    Allow,
     Answer,
     Attachment,
     Capabilities,
+    Deny,
     GenerationOptions,
     Hooks,
     Instructions,
@@ -244,12 +249,184 @@ def test_preserve_keeps_the_part_of_the_answer_that_was_shown(how):
     assert not session.is_responding
 
 
+@pytest.mark.parametrize("generating", [None, City])
+def test_preserve_keeps_nothing_that_a_rule_or_a_hook_stopped(generating):
+    good, bad = '{"name": "Rome"}', '{"name": "zebra crossing"}'
+    session = Session(Scripted(split(bad)), on_error="preserve", guardrails=RULES)
+    with pytest.raises(GuardrailViolation):
+        session.respond("Where?", generating=generating)
+    assert "zebra crossing" not in session.transcript.to_json()
+    session = Session(
+        Scripted(split(good)), on_error="preserve", hooks=Hooks(on_response=lambda response: Deny("not that"))
+    )
+    with pytest.raises(Denied):
+        session.respond("Where?", generating=generating)
+    assert session.transcript.entries == (Prompt("Where?"),)
+
+
+# --- one reader, however it is left -----------------------------------------------------------------------------------
+
+
+class Gate:
+    """A provider's step that waits until it is let go."""
+
+    def __init__(self):
+        self.reached, self.open = threading.Event(), threading.Event()
+
+    def __call__(self, turn):
+        self.reached.set()
+        assert self.open.wait(5)
+
+
+def _is_free(session):
+    for _ in range(500):
+        if not session.is_responding:
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_a_second_reader_is_refused_and_does_not_free_the_session():
+    gate = Gate()
+    session = Session(Scripted([gate, *said("Hello.")]))
+    stream = session.stream("Hi")
+    first = threading.Thread(target=lambda: next(stream))
+    first.start()
+    assert gate.reached.wait(5)
+    with pytest.raises(ConcurrentRequests, match="another thread is reading"):
+        next(stream)
+    assert session.is_responding
+    gate.open.set()
+    first.join()
+    assert [snapshot.content for snapshot in stream][-1] == stream.response.content == "Hello."
+
+
+def test_closing_while_another_thread_reads_frees_the_session_once_that_step_is_done():
+    gate = Gate()
+    session = Session(Scripted([gate, *said("Hello.")]), on_error="preserve")
+    stream = session.stream("Hi")
+    reader = threading.Thread(target=lambda: next(stream))
+    reader.start()
+    assert gate.reached.wait(5)
+    stream.close()
+    assert session.is_responding
+    gate.open.set()
+    reader.join()
+    assert not session.is_responding
+    assert session.transcript.entries == (Prompt("Hi"), Answer("He"))
+
+
+def test_a_cancelled_task_leaves_its_block_and_frees_the_session():
+    gate = Gate()
+    session = Session(Scripted([gate, *said("Hello.")]))
+    held = []
+
+    async def read():
+        with session.stream("Hi") as stream:
+            held.append(stream)  # whoever still holds it does not keep the session busy
+            async for _ in stream:
+                pass
+
+    async def run():
+        task = asyncio.create_task(read())
+        await asyncio.to_thread(gate.reached.wait, 5)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        gate.open.set()
+
+    asyncio.run(run())
+    assert _is_free(session)
+    assert len(session.transcript) == 0
+
+
+def test_leaving_an_async_loop_frees_the_session_at_once():
+    session = Session(Scripted(*[said("Hello.") for _ in range(40)]))
+
+    async def run():
+        for _ in range(20):
+            async for _ in session.stream("Hi"):
+                break
+            assert (await session.arespond("Again")).content == "Hello."
+
+    asyncio.run(run())
+
+
+def test_the_event_loop_is_free_while_a_hook_waits():
+    answered = threading.Event()
+    session = Session(
+        Scripted(said("ok")), hooks=Hooks(on_prompt=lambda prompt: Allow() if answered.wait(5) else Deny("no answer"))
+    )
+
+    async def run():
+        asyncio.get_running_loop().call_later(0.05, answered.set)
+        return await session.arespond("Hi")
+
+    assert asyncio.run(run()).content == "ok"
+
+
+def test_what_is_kept_for_a_provider_is_never_given_to_another():
+    session = Session(Scripted())
+    for number in range(50):
+        provider = Scripted()
+        memory = session._remembered(provider)
+        assert memory == {}
+        memory["prefix"] = number
+        assert session._remembered(provider) is memory
+        del provider
+        gc.collect()
+    assert len(session._memory) <= 2
+
+
+def test_ids_of_calls_stay_apart_though_the_provider_gives_one_twice():
+    session = Session(Scripted(calling(CALL, CALL), said("5"), calling(CALL), said("5")), tools=[add])
+    session.respond("Add")
+    session.respond("Add")
+    calls = [call.id for entry in session.transcript if isinstance(entry, ToolCalls) for call in entry.calls]
+    assert len(set(calls)) == 3
+    assert [entry.call_id for entry in session.transcript if isinstance(entry, ToolOutput)] == calls
+
+
+def test_what_is_said_before_a_call_is_remembered_masked():
+    provider = Scripted(calling(CALL, text="My key is hunter2."), said("5"))
+    session = Session(provider, tools=[add], guardrails=RULES)
+    session.respond("Add")
+    assert session.transcript.entries[1].text == "My key is [key]."
+    assert "hunter2" not in provider.asked[1].transcript.to_json()
+
+
 def test_an_answer_that_takes_too_long():
     session = Session(Scripted(["wait"]))
     began = time.perf_counter()
     with pytest.raises(TimedOut, match=r"within 0\.05 seconds"):
         session.respond("Hi", options=GenerationOptions(timeout=0.05))
     assert time.perf_counter() - began < 3
+
+
+@pytest.mark.parametrize("how", ["timeout", "cancel"])
+def test_nobody_waits_for_a_tool_once_the_answer_is_not_wanted(how):
+    running, end = threading.Event(), threading.Event()
+
+    @pippin.tool
+    def slow() -> str:
+        """Take long."""
+        running.set()
+        end.wait(20)
+        return "late"
+
+    call = ToolCall(id="c1", name="slow", arguments={})
+    session = Session(Scripted(calling(call), said("no")), tools=[slow], tool_timeout=None, on_error="preserve")
+    options = GenerationOptions(timeout=0.2 if how == "timeout" else None)
+    stream = session.stream("Go", options=options)
+    if how == "cancel":
+        threading.Thread(target=lambda: running.wait(5) and stream.cancel()).start()
+    began = time.perf_counter()
+    with pytest.raises(TimedOut if how == "timeout" else Cancelled):
+        list(stream)
+    assert time.perf_counter() - began < 5
+    assert not session.is_responding
+    assert [entry.kind for entry in session.transcript] == ["prompt", "tool_calls", "tool_output"]
+    end.set()
 
 
 def test_the_transcript_is_not_replaced_while_it_grows():
@@ -424,3 +601,11 @@ def test_a_refusal_is_no_violation():
     with pytest.raises(Refusal, match="declined: I'm sorry") as caught:
         session.respond("Hi")
     assert caught.value.explanation == "I'm sorry, but I can't help with that."
+
+
+def test_the_tokens_of_a_refusal_are_counted():
+    session = Session(Scripted([Refused("Not that."), Done("stop", Usage(7, 0, 2))], [Refused("Nor that.")]))
+    for said_ in ("Not that", "Nor that"):
+        with pytest.raises(Refusal, match=said_):
+            session.respond("Hi")
+    assert session.usage == Usage(7, 0, 2)

@@ -27,8 +27,10 @@ from pippin.session import (
     GenerationOptions,
     Hooks,
     Instructions,
+    Profile,
     Prompt,
     Session,
+    ToolCall,
     ToolCalls,
     ToolOutput,
     Transcript,
@@ -435,6 +437,16 @@ def test_token_counts(session):
     assert session.token_count(Mood) == len(Schema(Mood).prompt_text().encode())
     assert session.token_count(look) > len("look")
     assert session.token_count(session.transcript) > len("Be brief.")
+    for entry in (Prompt("abc"), Instructions("abc"), Answer("abc"), ToolOutput("abc", call_id="c", name="look")):
+        assert session.token_count(entry) == 3
+    call = ToolCall(id="c", name="look", arguments={"where": "up"})
+    assert session.token_count(ToolCalls(calls=(call, call))) > 2 * len("look")
+
+
+def test_a_loaded_model_has_one_engine_however_often_a_profile_names_it(tiny):
+    session = Session(tiny, profile=lambda session: Profile(model=tiny))
+    session.respond("Hello " * 60, options=SHORT)  # what is kept is kept in blocks
+    assert session.respond("Hello again", options=SHORT).usage.cached_tokens > 0
 
 
 def test_control_tokens_in_a_prompt_are_plain_text(tiny):

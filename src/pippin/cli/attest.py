@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from pippin.cli import terminal
+from pippin.cli import documents, terminal
 
 app = typer.Typer(no_args_is_help=True, help="Make and publish what a client of a sealed server checks.")
 
@@ -20,7 +20,9 @@ def key(file: Annotated[Path, typer.Argument(help="Where the new key is to be ke
     """
     from pippin.core.attestation import SoftwareRoot
 
-    terminal.write(SoftwareRoot.create(file).public + "\n")
+    with documents.writing(file):
+        public = SoftwareRoot.create(file).public
+    terminal.write(public + "\n")
 
 
 @app.command()
@@ -48,7 +50,8 @@ def log(
     known = Log() if add and not file.exists() else Log.read(file)
     if add and known.prove(measure()) is None:
         known = known.add(measure(), version=version("pippin"))
-        known.write(file)
+        with documents.writing(file):
+            known.write(file)
     if extends is not None and not known.extends(extends):
         raise NotInLog(f"{file} never had the root {extends}: an entry was changed or taken out")
     terminal.write(f"{len(known.entries)} {known.root}\n")

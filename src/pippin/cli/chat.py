@@ -17,9 +17,9 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from pippin.cli import inputs, options, terminal
+from pippin.cli import documents, inputs, options, terminal
 from pippin.core.catalogue import DEFAULT_MODEL
-from pippin.core.errors import Cancelled, DiskFull, InvalidInput, PippinError
+from pippin.core.errors import Cancelled, InvalidInput, PippinError
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
@@ -140,13 +140,8 @@ class Chat:
     def _save(self, path: Path) -> None:
         from pippin.core.files import atomic_write
 
-        try:
-            with atomic_write(path) as file:
-                file.write(self.session.transcript.to_json().encode())
-        except DiskFull:
-            raise
-        except OSError as error:
-            raise InvalidInput(f"{str(path)!r} cannot be written: {error.strerror}") from None
+        with documents.writing(path), atomic_write(path) as file:
+            file.write(self.session.transcript.to_json().encode())
         terminal.note(f"saved to {path}")
 
     def _load(self, path: Path) -> None:

@@ -1,14 +1,16 @@
-"""The document that a text verb works on: a file, or what is piped in."""
+"""The document that a text verb works on: a file, or what is piped in; and files that a verb writes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from pippin.cli import inputs
-from pippin.core.errors import InvalidInput
+from pippin.core.errors import DiskFull, InvalidInput
 
 File = Annotated[Path | None, typer.Argument(help="The text; without it, or with -, what is piped in.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -29,3 +31,18 @@ def read(file: Path | None) -> tuple[str, str]:
     if not text.strip():
         raise InvalidInput(f"{name} is empty")
     return name, text
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """While this lasts, what the system says against writing a file is an error of the user's.
+
+    Raises:
+        InvalidInput: the file cannot be written. DiskFull: there is no room for it.
+    """
+    try:
+        yield
+    except DiskFull:
+        raise
+    except OSError as error:
+        raise InvalidInput(f"{str(path)!r} cannot be written: {error.strerror}") from None

@@ -16,7 +16,7 @@ import typer
 
 from pippin.cli import documents, inputs, options, terminal
 from pippin.core.catalogue import DEFAULT_MODEL
-from pippin.core.errors import DiskFull, InvalidArgument, InvalidInput
+from pippin.core.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from pippin.kits.text import Edit, Revision
@@ -40,7 +40,7 @@ def proofread(
     if how not in {"auto", "choose", "write"}:
         raise InvalidArgument(f"--how must be auto, choose or write, got {how!r}")
     name, text = documents.read(file)
-    path = None if name == "standard input" or file is None else file
+    path = file if file is not None and file.is_file() else None  # a pipe can be read once, and not be written
     if path is not None:
         text = inputs.check_text(path.read_bytes().decode("utf-8"), name)  # with its line ends
     from pippin.kits.text import TextTasks
@@ -63,13 +63,8 @@ def proofread(
 def _save(path: Path, text: str) -> None:
     from pippin.core.files import atomic_write
 
-    try:
-        with atomic_write(path) as file:
-            file.write(text.encode())
-    except DiskFull:
-        raise
-    except OSError as error:
-        raise InvalidInput(f"{str(path)!r} cannot be written: {error.strerror}") from None
+    with documents.writing(path), atomic_write(path) as file:
+        file.write(text.encode())
 
 
 def _show(name: str, revision: Revision) -> None:
@@ -80,6 +75,7 @@ def _show(name: str, revision: Revision) -> None:
         lines.setdefault(revision.original.count("\n", 0, edit.range.start), []).append(edit)
     for number, edits in lines.items():
         begin = revision.original.rfind("\n", 0, edits[0].range.start) + 1
+        begin += revision.original.startswith("\ufeff", begin)  # no editor counts the byte-order mark
         end = revision.original.find("\n", edits[-1].range.end)
         end = len(revision.original) if end < 0 else end
         typer.echo(_line("-", revision.original, begin, end, edits, colour))

@@ -17,7 +17,7 @@ import typer
 
 from pippin.cli import options, terminal
 from pippin.core.catalogue import DEFAULT_MODEL
-from pippin.core.errors import InvalidArgument, InvalidInput, MissingDependency
+from pippin.core.errors import InvalidArgument, InvalidInput, MissingDependency, ModelNotFound
 
 if TYPE_CHECKING:
     from pippin.serve.settings import Settings
@@ -177,6 +177,9 @@ def _fetch(settings: Settings) -> None:
     """Make sure that every model is here, fetching what is not: the owner of the server may, its clients may not."""
     from pippin.core import reference
 
+    for name, folder in settings.adapters.items():
+        if not Path(folder).is_dir():
+            raise ModelNotFound(f"--adapter {name}: there is no folder {folder}")
     for ref in settings.references.values():
         reference.resolve(ref)
 
@@ -196,6 +199,7 @@ def _run(settings: Settings) -> None:
     listener = process.listen(settings)
     try:
         app = create_app(settings)
+        listener.listen(process.BACKLOG)  # whoever reads the line may connect at once
         _announce(process.url_of(listener))
         process.run(app, listener, app.state.service)
     finally:
@@ -234,11 +238,11 @@ def _keys(file: Path | None) -> dict[str, str]:
         raise InvalidInput(f"cannot read the keys in {file}: {reason}") from error
 
 
-def _pair(text: str) -> tuple[str, str]:
+def _pair(text: str) -> tuple[str, Path]:
     name, _, folder = text.partition("=")
     if not name or not folder:
         raise InvalidArgument(f"--adapter must be NAME=FOLDER, got {text!r}")
-    return name, folder
+    return name, Path(folder).expanduser()
 
 
 def parse_bytes(text: str, name: str) -> int:

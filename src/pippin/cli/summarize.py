@@ -32,7 +32,7 @@ def summarize(
     """
     if how not in {"write", "select"}:
         raise InvalidArgument(f"--how must be write or select, got {how!r}")
-    size: Any = int(length) if length.isdigit() else length
+    size: Any = int(length) if length.isdecimal() else length
     from pippin.kits.text import TextTasks
     from pippin.kits.text.presets import sentences_wanted
 

@@ -383,7 +383,7 @@ class AttestationPolicy:
             quote = _read(json.loads(statement))
         except invalid as error:
             raise BadSignature("the signature does not fit the quote; it was changed after it was signed") from error
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, RecursionError, AttributeError) as error:
             raise BadSignature("what the node sent is not a signed quote") from error
         if quote.root != "software":
             raise BadSignature(f"the quote claims the root {quote.root!r}, which is not one that can be checked here")
@@ -395,7 +395,7 @@ class AttestationPolicy:
             path = [bytes.fromhex(part) for part in inclusion["path"]]
             root = bytes.fromhex(self.log_root or "")
             is_in = merkle.verify_inclusion(entry, int(index), int(size), path, root)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
             raise NotInLog("the node sent no proof that its software is in the public log") from error
         if not is_in or _measurement_of(entry) != quote.measurement:
             raise NotInLog("the proof does not show the node's software in the log that the policy names")

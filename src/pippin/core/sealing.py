@@ -201,7 +201,7 @@ def _pad(content: bytes, block: int) -> bytes:
 
 
 def _unpad(padded: bytes) -> bytes:
-    (length,) = struct.unpack_from(">I", padded)
+    length = int.from_bytes(padded[:4], "big")
     if length > len(padded) - 4:
         raise SealBroken("a sealed message says that it is longer than it is")
     return padded[4 : 4 + length]

@@ -223,7 +223,10 @@ class CanaryAudit:
             process.send_signal(signal.SIGKILL)
         else:
             _close(process.stdin)
-        process.wait(max(1.0, deadline - time.monotonic()))
+        try:
+            process.wait(max(1.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            raise TimedOut("the audited process does not end; give it more seconds (timeout)") from None
         return memory, hits
 
     def _search(self, own: Path, written: Sequence[Path], start: float) -> tuple[list[Hit], int]:

@@ -65,8 +65,8 @@ class LocaleResult:
         over_refusal_look_alike: of the look-alikes alone.
         corrected_violation, corrected_over_refusal: what a perfect judge would have found; None without calibration.
         wrong_language: of the answers whose language can be told, those in another. off_region: of the answers to
-            harmless prompts, those with something that the region does not
-            expect; None where no answer is long enough to tell.
+            harmless prompts, those with something that the region does not expect. Either is None where no answer is
+            long enough to tell.
         variants: for each disguise of the harmful prompts, the change in violation.
         sufficient: whether every kind has at least 200 prompts.
     """

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
@@ -102,13 +103,13 @@ def load(source: str = DEFAULT_SUITE) -> Suite:
         InvalidInput: the file is no suite. InvalidArgument: no suite of that name, no such file.
     """
     if source == DEFAULT_SUITE:
-        text = files("pippin.evaluate").joinpath("safety_prompts.json").read_text(encoding="utf-8")
+        place: Traversable = files("pippin.evaluate").joinpath("safety_prompts.json")
     elif source.endswith(".json") and Path(source).is_file():
-        text = Path(source).read_text(encoding="utf-8")
+        place = Path(source)
     else:
         raise InvalidArgument(f"{source!r} is neither {DEFAULT_SUITE!r} nor a JSON file with a suite")
     try:
-        raw = json.loads(text)
+        raw = json.loads(place.read_text(encoding="utf-8"))
         suite = Suite(
             str(raw["name"]),
             tuple(raw["locales"]),
@@ -119,7 +120,7 @@ def load(source: str = DEFAULT_SUITE) -> Suite:
             for kind in KINDS:
                 if not suite.prompts(locale, kind, 1):
                     raise InvalidInput(f"suite {source!r} has no {kind} prompts for {locale!r}")
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         if isinstance(error, InvalidInput):
             raise
         raise InvalidInput(f"{source!r} is not a suite of prompts: {type(error).__name__}: {error}") from error

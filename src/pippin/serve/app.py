@@ -16,6 +16,7 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from pippin.serve import api, metrics
 from pippin.serve.door import Door
@@ -23,7 +24,10 @@ from pippin.serve.service import Service
 from pippin.serve.settings import Settings
 
 OPEN = ("/health", "/ready", "/openapi.json")
-_EXPOSED = ("x-request-id", "retry-after", "x-ratelimit-remaining-requests", "x-ratelimit-remaining-tokens")
+_RATES = tuple(
+    f"x-ratelimit-{what}-{unit}" for what in ("limit", "remaining", "reset") for unit in ("requests", "tokens")
+)
+_EXPOSED = ("x-request-id", "retry-after", "x-should-retry", *_RATES)
 
 
 def create_app(settings: Settings, *, service: Service | None = None, door: bool = True) -> FastAPI:
@@ -32,8 +36,8 @@ def create_app(settings: Settings, *, service: Service | None = None, door: bool
     Args:
         settings: what it serves, to whom, and how much.
         service: one that is there already, with loaders of its own; None makes one from the settings.
-        door: False leaves keys, limits and logs to whoever calls the app, who puts a `Caller` into the state of each
-            request.
+        door: False leaves keys, limits, logs and other origins to whoever calls the app, who puts a `Caller` into the
+            state of each request.
 
     Raises:
         MissingDependency: a part that was switched on needs a library that is not here.
@@ -54,15 +58,25 @@ def create_app(settings: Settings, *, service: Service | None = None, door: bool
     _install_parts(app, settings, service)
     if door:
         app.add_middleware(Door, service=service, open_paths=open_paths(settings))
-    if settings.cors_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=list(settings.cors_origins),
-            allow_methods=["GET", "POST", "DELETE"],
-            allow_headers=["authorization", "content-type", "x-request-id"],
-            expose_headers=list(_EXPOSED),
-        )
+        if settings.cors_origins:
+            app.add_middleware(CORSMiddleware, **_cors(settings))
     return app
+
+
+def behind_door(app: ASGIApp, service: Service) -> ASGIApp:
+    """An app of another kind behind the same door, open to the same web origins."""
+    door = Door(app, service, open_paths(service.settings))
+    return CORSMiddleware(door, **_cors(service.settings)) if service.settings.cors_origins else door
+
+
+def _cors(settings: Settings) -> dict[str, Any]:
+    """What pages of other origins may do; their headers are any, for OpenAI's client adds a dozen of its own."""
+    return {
+        "allow_origins": list(settings.cors_origins),
+        "allow_methods": ["GET", "POST", "DELETE"],
+        "allow_headers": ["*"],
+        "expose_headers": list(_EXPOSED),
+    }
 
 
 def open_paths(settings: Settings) -> set[str]:

@@ -46,13 +46,12 @@ class Door:
     Args:
         app: what is behind it.
         service: its settings, limits and metrics.
-        open_paths: addresses that need no key; one that ends in a slash opens all below it.
+        open_paths: addresses that need no key.
     """
 
     def __init__(self, app: ASGIApp, service: Service, open_paths: Iterable[str] = ()) -> None:
         self.app, self.service, self.settings = app, service, service.settings
         self._open = frozenset(open_paths)
-        self._below = tuple(path for path in self._open if path.endswith("/") and path != "/")
         self._keys = [(name, secret.encode()) for name, secret in self.settings.api_keys.items()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -83,17 +82,18 @@ class Door:
         """Refuse what may not come in, before any of its body is read."""
         self._check_origin(headers)
         caller = self._caller(scope, headers)
-        path = scope["path"]
         if caller is None:
             if not self._is_open(scope):
-                raise HTTPException(401, "an API key of this server is needed, in the header Authorization: Bearer KEY")
+                wrong = "authorization" in headers
+                what = "the API key is not one of this server's" if wrong else "an API key of this server is needed"
+                raise HTTPException(401, f"{what}; it comes in the header Authorization: Bearer KEY")
             caller = Caller("nobody")
         scope.setdefault("state", {})["caller"] = caller
         record.key = caller.key_name
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length) > self.settings.max_body_bytes:
             raise too_large(self.settings.max_body_bytes)
-        if scope["method"] == "POST" and path.startswith(_COUNTED):
+        if scope["method"] == "POST" and _path(scope).startswith(_COUNTED):
             if self.service.draining:
                 raise Overloaded("the server is about to stop; ask another, or again later", retry_after=5.0)
             self.service.limits.admit(caller)
@@ -111,21 +111,24 @@ class Door:
         return None if found is None else Caller(f"key:{found}", found)
 
     def _is_open(self, scope: Scope) -> bool:
-        path = scope["path"]
-        return scope["method"] in ("GET", "HEAD") and (path in self._open or path.startswith(self._below))
+        return scope["method"] in ("GET", "HEAD") and _path(scope) in self._open
 
     def _check_origin(self, headers: Headers) -> None:
         """Without keys, refuse pages of other sites, which a browser on this machine would send here unasked."""
         settings = self.settings
         if self._keys or settings.open_to_all:
             return
-        host = urlsplit(f"//{headers.get('host', '')}").hostname or ""
+        try:
+            host = urlsplit(f"//{headers.get('host', '')}").hostname or ""
+            own = urlsplit(headers.get("origin", "")).netloc == headers.get("host", "")
+        except ValueError as error:
+            raise HTTPException(400, f"the headers Host and Origin must be addresses: {error}") from None
         if not is_local(host):
             raise HTTPException(403, f"this server has no keys and answers to localhost only, not {host[:80]!r}")
         origin = headers.get("origin")
         if origin is None or origin in settings.cors_origins or "*" in settings.cors_origins:
             return
-        if urlsplit(origin).netloc != headers.get("host", ""):
+        if not own:
             raise HTTPException(403, f"this server has no keys and answers no page of {origin[:80]!r}")
 
     # --- in and out ---------------------------------------------------------------------------------------------------
@@ -157,7 +160,7 @@ class Door:
 
     def _headers(self, scope: Scope) -> dict[str, str]:
         extra = dict(_SECURITY)
-        if scope["path"].startswith(("/v1/", "/mcp", "/metrics", "/ready")):
+        if _path(scope).startswith(("/v1/", "/mcp", "/metrics", "/ready")):
             extra["cache-control"] = "no-store"
         caller = scope.get("state", {}).get("caller")
         return extra | (self.service.limits.headers(caller) if caller is not None else {})
@@ -169,6 +172,12 @@ class Door:
     def _log(self, scope: Scope, record: logs.Record) -> None:
         quiet = _route(scope) in _QUIET and record.status in (200, 503)
         logs.log.log(logging.DEBUG if quiet else logging.INFO, "request", extra={"fields": record.fields()})
+
+
+def _path(scope: Scope) -> str:
+    """The address inside the app, which may be mounted below a path of another."""
+    root, path = scope.get("root_path", "").rstrip("/"), str(scope["path"])
+    return path.removeprefix(root) if path.startswith(f"{root}/") else path
 
 
 def _route(scope: Scope) -> str:

@@ -83,6 +83,27 @@ def guarded(guard: Any, turn: Turn, events: Iterator[TurnEvent]) -> Iterator[Tur
             close()
 
 
+class Written:
+    """Counts the tokens of a turn on their way to be checked; ``tokens`` are those so far."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+
+    def counted(self, events: Iterator[TurnEvent]) -> Iterator[TurnEvent]:
+        """The same events."""
+        try:
+            for event in events:
+                if isinstance(event, TextDelta):
+                    self.tokens += len(event.tokens)
+                elif isinstance(event, ReasoningDelta):
+                    self.tokens += 1
+                yield event
+        finally:
+            close = getattr(events, "close", None)
+            if close is not None:
+                close()
+
+
 class _Held:
     """The text of an answer, held back as far as its checker wants, and the tokens with it."""
 

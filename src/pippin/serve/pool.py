@@ -13,8 +13,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -101,7 +100,6 @@ class ModelPool:
         self._reserved: dict[str, int] = {}
         self._created = int(time.time())
         self.loaded: dict[str, Loaded] = {}
-        self.loads = self.unloads = 0
         self.budget = settings.memory_budget or int(_SHARE_OF_FREE_MEMORY * devices.memory().available)
 
     # --- names --------------------------------------------------------------------------------------------------------
@@ -202,14 +200,6 @@ class ModelPool:
         loaded.users -= 1
         loaded.last_used = self._clock()
 
-    @contextmanager
-    def using(self, loaded: Loaded) -> Iterator[Loaded]:
-        """Release a model at the end of the block."""
-        try:
-            yield loaded
-        finally:
-            self.release(loaded)
-
     @property
     def cache_bytes(self) -> int:
         """Most that the cache of one model may take."""
@@ -262,7 +252,6 @@ class ModelPool:
         self._failures.pop(name, None)
         loaded.last_used = self._clock()
         self.loaded[name] = loaded
-        self.loads += 1
         return loaded
 
     def _new_gate(self) -> Gate:
@@ -292,7 +281,6 @@ class ModelPool:
 
     def _unload(self, name: str) -> None:
         loaded = self.loaded.pop(name)
-        self.unloads += 1
         _close(loaded)
         gc.collect()  # modules and their engines hold each other; their memory is needed now
 

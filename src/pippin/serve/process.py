@@ -28,6 +28,7 @@ from pippin.serve import logs
 from pippin.serve.service import Service
 from pippin.serve.settings import Settings
 
+BACKLOG = 2048  # connections that the system holds until they are taken in
 _LONGEST_HEAD = 64 * 1024  # bytes
 _LINGER = 5  # seconds for what is written to be read, once all requests are over
 _Protocol: Any = AutoHTTPProtocol  # which of the two it is depends on what is installed
@@ -47,6 +48,7 @@ def uvicorn_config(app: Any, settings: Settings) -> uvicorn.Config:
         server_header=False,
         proxy_headers=False,
         limit_concurrency=settings.max_connections,
+        backlog=BACKLOG,
         timeout_keep_alive=max(1, round(settings.header_timeout)),
         timeout_graceful_shutdown=_LINGER,
         h11_max_incomplete_event_size=_LONGEST_HEAD,
@@ -157,7 +159,7 @@ class Server(uvicorn.Server):
 
 
 def listen(settings: Settings) -> socket.socket:
-    """A socket at the address of the settings.
+    """A socket at the address of the settings, which takes no connections yet.
 
     Raises:
         InvalidArgument: the address is taken, not this machine's, or not allowed.

@@ -19,14 +19,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from fastapi import FastAPI
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pippin.core import device as devices
 from pippin.core.errors import InvalidArgument, MissingDependency, Overloaded
 from pippin.serve import app as whole, logs, process
 from pippin.serve.api import sse
 from pippin.serve.api.errors import failure
-from pippin.serve.door import Door
 from pippin.serve.limits import Caller
 from pippin.serve.service import Service
 from pippin.serve.settings import Settings
@@ -281,11 +280,11 @@ def deploy(settings: Settings, low: int, high: int, *, cpus: float | None = None
     return serve.run(made.bind(one), name=NAME, route_prefix=None)
 
 
-def front(settings: Settings, handle: Any) -> tuple[Door, Service]:
+def front(settings: Settings, handle: Any) -> tuple[ASGIApp, Service]:
     """The app that a client talks to, and the service that counts for it."""
     service = Service(settings)
     service.prepared = True
-    return Door(Front(handle, service), service, whole.open_paths(settings)), service
+    return whole.behind_door(Front(handle, service), service), service
 
 
 def run(settings: Settings, low: int, high: int, *, announce: Callable[[str], None]) -> None:
@@ -308,6 +307,7 @@ def run(settings: Settings, low: int, high: int, *, announce: Callable[[str], No
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **local)
         handle = deploy(settings, low, high, cpus=None if address is None else 1)
         app, service = front(settings, handle)
+        listener.listen(process.BACKLOG)
         announce(process.url_of(listener))
         process.run(app, listener, service)
     finally:

@@ -19,8 +19,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pippin.core.errors import Overloaded, PippinError, RateLimited, UnsupportedCapability
-from pippin.serve import guarding, loading
+from pippin.core.errors import GuardrailViolation, Overloaded, PippinError, RateLimited, UnsupportedCapability
+from pippin.serve import guarding, loading, logs
 from pippin.serve.flight import Flight
 from pippin.serve.limits import Caller, Limits
 from pippin.serve.metrics import Metrics, Reading
@@ -78,7 +78,7 @@ class Service:
         self._flights: set[Flight] = set()
         self._outstanding: Counter[str] = Counter()  # by model: let in and not over, down to the last thread
         self._of_caller: Counter[str] = Counter()
-        self.prepared: PippinError | bool = False
+        self.prepared: Exception | bool = False
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="request")
 
     # --- what is there ------------------------------------------------------------------------------------------------
@@ -103,8 +103,12 @@ class Service:
             name, _ = self.pool.resolve("")
             self.pool.release(await self.pool.acquire(name))
             self.prepared = True
-        except PippinError as error:
+        except Exception as error:  # of whatever kind: nobody waits for this task, so it must be told here
             self.prepared = error
+            known = isinstance(error, PippinError)
+            why = {"error": type(error).__name__, "reason": str(error)} if known else {}
+            fields = {"model": self.settings.default} | why
+            logs.log.error("model not loaded", extra={"fields": fields}, exc_info=None if known else error)
 
     def ready(self) -> str:
         """Why no request should be sent here now; empty if one may."""
@@ -112,6 +116,8 @@ class Service:
             return "the server is about to stop"
         if isinstance(self.prepared, PippinError):
             return str(self.prepared)
+        if isinstance(self.prepared, Exception):
+            return f"{self.settings.default} could not be loaded; the log says why"
         return "" if self.prepared else f"{self.settings.default} is being loaded"
 
     def stats(self) -> dict[str, Any]:
@@ -243,6 +249,8 @@ class Service:
         try:
             async with asyncio.timeout(flight.seconds_left):
                 loaded = await self.pool.acquire(flight.model, flight.adapter)
+                if flight.model == self.settings.default:
+                    self.prepared = True  # also where the first try had failed
                 if (loaded.kind == "encoder") != encoder:
                     what = "no encoder and makes no embeddings" if encoder else "an encoder and cannot write"
                     raise UnsupportedCapability(f"{flight.model} is {what}; name another model")
@@ -320,12 +328,15 @@ class Service:
             flight.record.texts["prompt"] = turn.transcript.to_json()
         if flight.cancelled:  # before the turn was there to be told
             turn.cancel.set()
-        events = provider.stream(turn)
+        events, written = provider.stream(turn), guarding.Written()
         if self._guardrails is not None:
-            events = guarding.guarded(self._guardrails, turn, events)
+            events = guarding.guarded(self._guardrails, turn, written.counted(events))
         try:
             for event in events:
                 flight.post(event)
+        except GuardrailViolation:  # what it has cost stays to be paid
+            flight.usage = Usage(provider.token_count(turn), 0, written.tokens)
+            raise
         finally:
             close = getattr(events, "close", None)
             if close is not None:

@@ -44,7 +44,6 @@ class Settings:
     Args:
         models: what is served: catalogue names, folders, `.gguf` files, hub repositories; ``NAME=REFERENCE`` gives one
             a name of its own. The first is the default.
-        default_model: the model of a request that names none; None for the first.
         any_installed: serve every installed model of the catalogue too.
         adapters: name to folder. "NAME" belongs to the default model, "MODEL:NAME" to that one; a request asks for
             "MODEL:NAME".
@@ -89,7 +88,6 @@ class Settings:
     """
 
     models: Sequence[str] = (DEFAULT_MODEL,)
-    default_model: str | None = None
     any_installed: bool = False
     adapters: Mapping[str, str | Path] = field(default_factory=dict)
     device: str | None = None
@@ -148,8 +146,6 @@ class Settings:
         references = self.references
         if len(references) != len(self.models):
             raise InvalidArgument(f"models names one twice: {', '.join(map(str, self.models))}; write NAME=REFERENCE")
-        if self.default_model is not None and self.default_model not in references and not self.any_installed:
-            raise InvalidArgument(f"default_model {self.default_model!r} is not one of models: {', '.join(references)}")
         for name in self.adapters:
             base = name.rpartition(":")[0]
             if not name or (base and base not in references and not self.any_installed):
@@ -187,8 +183,8 @@ class Settings:
 
     @property
     def default(self) -> str:
-        """The model of a request that names none."""
-        return self.default_model or next(iter(self.references), DEFAULT_MODEL)
+        """The model of a request that names none: the first."""
+        return next(iter(self.references), DEFAULT_MODEL)
 
 
 def model_name(reference: str) -> str:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from threading import Event
+from typing import Any
 
+from pippin.core.errors import Cancelled
 from pippin.session.local import LocalModel
 from pippin.session.provider import Done, Provider, Turn, TurnEvent
 from pippin.session.response import Usage
+from pippin.session.transcript import Transcript
 
 TurnChange = Callable[[Turn], Turn]
 
@@ -17,13 +20,15 @@ class TaskModel(LocalModel):
 
     Args:
         inner: the model, which goes on serving others.
-        change: called with each turn before it is asked; its result is asked instead.
+        change: called with each turn before it is asked, and with an empty one before texts are scored; its result is
+            asked instead.
 
-    ``usage`` counts the tokens of all turns so far.
+    ``usage`` counts the tokens of all turns so far, and those of scored texts.
     """
 
     def __init__(self, inner: LocalModel, change: TurnChange) -> None:
-        super().__init__(inner.model, engine=inner.engine)
+        engine: Any = inner.engine
+        super().__init__(inner.model, engine=_Scoring(engine, self) if hasattr(engine, "score") else engine)
         self.usage = Usage()
         self._change = change
 
@@ -31,11 +36,38 @@ class TaskModel(LocalModel):
         """Answer one turn; see `Provider.stream`."""
         return self._counted(super().stream(self._change(turn)))
 
+    def score(self, engine: Any, prompt: Sequence[int], continuations: Sequence[Sequence[int]], **more: Any) -> Any:
+        """Score texts on an engine as a turn of this task: for its owner, with its adapter, and not after its end.
+
+        Raises:
+            Cancelled: the task was given up.
+        """
+        turn = self._change(Turn(Transcript()))
+        if turn.cancel.is_set():
+            raise Cancelled("the task was given up before all of its texts were scored")
+        found = engine.score(prompt, continuations, adapter=turn.adapter, owner=turn.owner, **more)
+        self.usage += Usage(input_tokens=len(prompt) + sum(map(len, continuations)))
+        return found
+
     def _counted(self, events: Iterator[TurnEvent]) -> Iterator[TurnEvent]:
         for event in events:
             if isinstance(event, Done):
                 self.usage += event.usage
             yield event
+
+
+class _Scoring:
+    """An engine whose scores go through a task."""
+
+    def __init__(self, inner: Any, task: TaskModel) -> None:
+        self._inner, self._task = inner, task
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def score(self, prompt: Sequence[int], continuations: Sequence[Sequence[int]], **more: Any) -> Any:
+        """See `TaskModel.score`."""
+        return self._task.score(self._inner, prompt, continuations, **more)
 
 
 class TaskProvider(Provider):

@@ -8,6 +8,7 @@ Notable here:
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
@@ -123,7 +124,7 @@ class _Summaries:
         if keep < 1:
             raise InvalidArgument(f"keep must be at least 1 turn, got {keep}")
         self.threshold, self.keep = threshold, keep
-        self.written: dict[tuple[Any, ...], str] = {}
+        self.written: dict[bytes, str] = {}
 
     def __call__(self, transcript: Transcript, model: HistoryModel) -> Transcript:
         """The transcript, its older turns summarised if it is too long."""
@@ -131,28 +132,25 @@ class _Summaries:
             return transcript
         limit = int(self.threshold * model.context_size)
         all_turns = turns(transcript.history)
-        done = max((n for n in range(len(all_turns)) if self._key(all_turns[:n]) in self.written), default=0)
-        shorter = self._view(transcript, all_turns, done)
+        keys = _keys(all_turns)
+        done = max((n for n in range(len(all_turns)) if keys[n] in self.written), default=0)
+        shorter = self._view(transcript, all_turns, done, self.written.get(keys[done], ""))
         if model.token_count(shorter) <= limit or len(all_turns) - self.keep <= done:
             return shorter
         upto = len(all_turns) - self.keep
-        self.written[self._key(all_turns[:upto])] = self._write(all_turns, done, upto, limit, model)
-        return self._view(transcript, all_turns, upto)
+        summary = self._write(all_turns[done:upto], self.written.get(keys[done], ""), limit, model)
+        self.written[keys[upto]] = summary
+        return self._view(transcript, all_turns, upto, summary)
 
-    def _key(self, some: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
-        return tuple(entry.model_dump_json() for turn in some for entry in turn) if some else ("",)
-
-    def _view(self, transcript: Transcript, all_turns: list[tuple[Any, ...]], done: int) -> Transcript:
+    def _view(self, transcript: Transcript, all_turns: list[tuple[Any, ...]], done: int, summary: str) -> Transcript:
         if not done:
             return transcript
         tools = [entry for turn in all_turns[:done] for entry in turn if isinstance(entry, ToolCalls | ToolOutput)]
-        summary = self.written[self._key(all_turns[:done])]
         return _with_instructions(transcript, [(Prompt(ASK), *tools, Answer(summary)), *all_turns[done:]])
 
-    def _write(self, all_turns: list[tuple[Any, ...]], done: int, upto: int, limit: int, model: HistoryModel) -> str:
+    def _write(self, some: Sequence[tuple[Any, ...]], summary: str, limit: int, model: HistoryModel) -> str:
         """Fold the turns, as many at a time as fit, into the summary that stands for the earlier ones."""
-        summary = self.written.get(self._key(all_turns[:done]), "") if done else ""
-        waiting = [_spoken(turn) for turn in all_turns[done:upto]]
+        waiting = [_spoken(turn) for turn in some]
         while waiting:
             batch = [waiting.pop(0)]
             while waiting and self._tokens([summary, *batch, waiting[0]], model) <= limit:
@@ -165,6 +163,18 @@ class _Summaries:
 
     def _tokens(self, parts: list[str], model: HistoryModel) -> int:
         return model.token_count(Transcript(entries=(Prompt("\n\n".join(parts)),)))
+
+
+def _keys(all_turns: Sequence[tuple[Any, ...]]) -> list[bytes]:
+    """What tells the beginnings of a conversation apart: of none of its turns, of the first, of the first two …"""
+    digest = hashlib.sha256()
+    found = [digest.digest()]
+    for turn in all_turns:
+        for entry in turn:
+            written = entry.model_dump_json().encode()
+            digest.update(len(written).to_bytes(8, "big") + written)
+        found.append(digest.digest())
+    return found
 
 
 def _spoken(turn: tuple[Any, ...]) -> str:

@@ -242,7 +242,7 @@ class Reader:
         """
         try:
             message = json.loads(data)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise self.junk(f"this is no JSON: {data[:120]!r}") from error
         if not isinstance(message, dict):
             raise self.junk(f"an object was due: {data[:120]!r}")
@@ -250,7 +250,7 @@ class Reader:
             raise failure(self.name, None, data, {})
         try:
             return self._message(message)
-        except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
             raise self.junk(f"a field is not what it should be ({error}): {data[:120]!r}") from error
 
     def _message(self, message: dict[str, Any]) -> list[TurnEvent]:
@@ -312,7 +312,7 @@ class Reader:
         for index, (_, call) in enumerate(sorted(self.calls.items())):
             try:
                 arguments = json.loads(call["arguments"] or "{}")
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 if self.reason == "length":
                     raise AnswerTruncated(
                         f"a call of {call['name']!r} was not complete when {self.name} ended its answer; raise "
@@ -399,7 +399,7 @@ def _described(text: str) -> tuple[str, str]:
     """Message and code of an error's body, whatever its shape."""
     try:
         body = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return " ".join(text.split())[:300] or "nothing", ""
     error = body.get("error", body) if isinstance(body, dict) else body
     if not isinstance(error, dict):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, dataclass_transform, overload
 
-from pippin.core.errors import InvalidArgument
+from pippin.core.errors import ConcurrentRequests, InvalidArgument
 from pippin.engine.engine import FinishReason, Token
 
 T = TypeVar("T")
@@ -127,53 +127,91 @@ class Snapshot(Generic[T]):
     is_complete: bool = False
 
 
+class _Steps:
+    """The generator of an answer, which one thread at a time advances, and which is closed once nobody wants more."""
+
+    def __init__(
+        self,
+        snapshots: Generator[Snapshot[Any], None, Response[Any]],
+        cancel: threading.Event,
+        release: Callable[[], None],
+    ) -> None:
+        self.snapshots, self.cancel, self.release = snapshots, cancel, release
+        self.response: Response[Any] | None = None
+        self.unwanted = False
+        self.advancing = threading.Lock()
+
+    def advance(self) -> Snapshot[Any] | None:
+        """The next snapshot; None at the end, when `response` is there."""
+        if not self.advancing.acquire(blocking=False):
+            raise ConcurrentRequests("another thread is reading this answer; read it from one")
+        try:
+            return next(self.snapshots)
+        except StopIteration as end:
+            self.response = self.response if end.value is None else end.value
+            self.release()
+            return None
+        except BaseException:
+            self.release()
+            raise
+        finally:
+            self.advancing.release()
+            if self.unwanted:
+                self.give_up()
+
+    def give_up(self) -> None:
+        """Close the generator and free the session; where a thread is advancing it, that thread does so afterwards."""
+        self.unwanted = True
+        self.cancel.set()
+        if self.advancing.acquire(blocking=False):
+            try:
+                self.snapshots.close()
+            finally:
+                self.release()
+                self.advancing.release()
+
+
 class Stream(Generic[T]):
     """An answer on its way: iterate for snapshots, with ``for`` or ``async for``; then `response` is the whole."""
 
     def __init__(
         self, steps: Generator[Snapshot[Any], None, Response[T]], cancel: threading.Event, release: Callable[[], None]
     ) -> None:
-        self._steps, self._cancel, self._release = steps, cancel, release
-        self._response: Response[T] | None = None
+        self._steps = _Steps(steps, cancel, release)
 
     def __iter__(self) -> Stream[T]:
         return self
 
     def __next__(self) -> Snapshot[T]:
-        try:
-            return next(self._steps)
-        except StopIteration as end:
-            self._response = end.value if end.value is not None else self._response
-            self._release()
-            raise
-        except BaseException:
-            self._release()
-            raise
+        snapshot = self._steps.advance()
+        if snapshot is None:
+            raise StopIteration
+        return snapshot
 
     def __aiter__(self) -> Stream[T]:
         return self
 
     async def __anext__(self) -> Snapshot[T]:
-        end = object()
+        steps = self._steps  # the thread holds these alone, so that a stream that nobody holds is given up at once
         try:
-            snapshot = await asyncio.to_thread(next, self, end)
+            snapshot = await asyncio.to_thread(steps.advance)
         except asyncio.CancelledError:
-            self.cancel()
+            steps.give_up()
             raise
-        if snapshot is end:
+        if snapshot is None:
             raise StopAsyncIteration
-        assert isinstance(snapshot, Snapshot)
         return snapshot
 
     def cancel(self) -> None:
         """End the answer before its next token; from any thread. Iterating then raises `Cancelled`."""
-        self._cancel.set()
+        self._steps.cancel.set()
 
     def close(self) -> None:
-        """Give the answer up and free the session; the transcript stays as it was."""
-        self._cancel.set()
-        self._steps.close()
-        self._release()
+        """Give the answer up and free the session; what the transcript keeps, ``on_error`` says.
+
+        While another thread computes the next snapshot, the session is free once that thread has done so.
+        """
+        self._steps.give_up()
 
     def __enter__(self) -> Stream[T]:
         return self
@@ -182,7 +220,7 @@ class Stream(Generic[T]):
         self.close()
 
     def __del__(self) -> None:
-        self._release()
+        self._steps.give_up()
 
     @property
     def response(self) -> Response[T]:
@@ -191,6 +229,7 @@ class Stream(Generic[T]):
         Raises:
             InvalidArgument: the stream has not been read to its end.
         """
-        if self._response is None:
+        response = self._steps.response
+        if response is None:
             raise InvalidArgument("the answer is not complete; iterate the stream to its end first")
-        return self._response
+        return response

@@ -32,14 +32,11 @@ from pippin.core.errors import (
     UnsupportedCapability,
 )
 from pippin.engine.engine import Token
-from pippin.session.history import HistoryPolicy
-from pippin.session.hooks import Deny, Hooks, Replace
+from pippin.session.hooks import Deny, Replace
 from pippin.session.options import GenerationOptions
-from pippin.session.profile import Profile
 from pippin.session.provider import (
     CallsMade,
     Done,
-    Provider,
     ReasoningDelta,
     Refused,
     TextDelta,
@@ -49,7 +46,7 @@ from pippin.session.provider import (
 )
 from pippin.session.response import Response, Snapshot, Timing, Usage
 from pippin.session.schema import Schema
-from pippin.session.tools import Tool, as_tools
+from pippin.session.settings import Settings
 from pippin.session.transcript import (
     Answer,
     Instructions,
@@ -67,60 +64,6 @@ if TYPE_CHECKING:
     from pippin.session.guardrails.typed import ValueChecker
     from pippin.session.session import Session
 
-_DEFAULTS = GenerationOptions()
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What holds for one turn."""
-
-    session: Session
-    profile: Profile
-    provider: Provider
-    hooks: Hooks
-    history: HistoryPolicy | None
-    options: GenerationOptions
-
-    @classmethod
-    def of(cls, session: Session, profile: Profile, options: GenerationOptions) -> Settings:
-        """The session's settings with those of the profile over them; a request's own options count most."""
-        changes: dict[str, Any] = {
-            name: value
-            for name in ("temperature", "reasoning")
-            if (value := getattr(profile, name)) is not None and getattr(options, name) == getattr(_DEFAULTS, name)
-        }
-        return cls(
-            session,
-            profile,
-            session.provider if profile.model is None else session._provider(profile.model),
-            session.hooks if profile.hooks is None else profile.hooks,
-            session.history if profile.history is None else profile.history,
-            replace(options, **changes),
-        )
-
-    def tools(self) -> dict[str, Tool[..., Any]]:
-        """What the model may call now; loading a skill changes it.
-
-        Raises:
-            InvalidTool: two tools of one name.
-            InvalidArgument: a tool call is required, and there are no tools.
-        """
-        if self.options.tool_calling == "disallowed":
-            return {}
-        session, own = self.session, self.profile.tools
-        tools = list((session.tools if own is None else as_tools(own)).values())
-        if session.skills is not None:
-            tools += session.skills.tools.values()
-        if self.options.tool_calling == "required" and not tools:
-            raise InvalidArgument("tool_calling is required, but the session has no tools")
-        return as_tools(tools)
-
-    def view(self, transcript: Transcript) -> Transcript:
-        """The transcript under the profile's instructions."""
-        if self.profile.instructions is None:
-            return transcript
-        return Transcript(entries=(Instructions(self.profile.instructions), *transcript.history))
-
 
 @dataclass
 class _Written:
@@ -131,6 +74,8 @@ class _Written:
     thought: str = ""
     signature: bytes | None = None
     calls: tuple[ToolCall, ...] = ()
+    declined: str | None = None
+    safe: str = ""  # of a typed answer under guardrails, what they let be shown
     tokens: list[Token] = field(default_factory=list)
     done: Done | None = None
 
@@ -148,6 +93,7 @@ class Running:
         self.written = _Written()
         self.late = False
         self.values: ValueChecker | None = None
+        self.loaded = () if session.skills is None else tuple(session.skills.loaded)
         if settings.profile.name != session._active:
             session._active = settings.profile.name
             if settings.hooks.on_activate is not None:
@@ -183,7 +129,7 @@ class Running:
             options,
             session.adapter,
             self.cancel,
-            session._memory.setdefault(id(settings.provider), {}),
+            session._remembered(settings.provider),
         )
         require(settings.provider, turn)
         if settings.history is not None:
@@ -202,6 +148,8 @@ class Running:
         except BaseException as error:
             if self.session.on_error == "preserve":
                 self._preserve(error)
+            elif self.session.skills is not None:
+                self.session.skills.loaded[:] = self.loaded  # what they told the model is forgotten too
             raise
         finally:
             if timer is not None:
@@ -228,11 +176,16 @@ class Running:
                     f"the model called tools in {round} rounds and again ({written.calls[0].name}); raise "
                     "max_tool_rounds, give it less to do in one prompt, or set tool_calling to 'disallowed'"
                 )
-            self.entries.append(ToolCalls(calls=written.calls, text=written.raw.strip()))
+            self.entries.append(ToolCalls(calls=written.calls, text=self._said_before(written)))
             self.written = _Written()
             self.entries += self._call(written.calls)
             events = self.ask(round + 1)
         return self._respond()
+
+    def _said_before(self, written: _Written) -> str:
+        """What the model wrote before its tool calls, after the guardrails."""
+        guardrails, text = self.session.guardrails, written.shown.strip()
+        return guardrails.enforce(text, role="output") if guardrails is not None and self._typed and text else text
 
     # --- one round ------------------------------------------------------------------------------------------------
 
@@ -269,14 +222,28 @@ class Running:
             written.thought += event.text
             written.signature = event.signature or written.signature
         elif isinstance(event, CallsMade):
-            written.calls += event.calls
+            written.calls += self._numbered(event.calls)
             if self.session.guardrails is not None:
                 for call in event.calls:
                     self.session.guardrails.enforce_value(call.arguments, role="output")
         elif isinstance(event, Refused):
-            raise _refusal(event.explanation)
+            written.declined = event.explanation
         elif isinstance(event, Done):
             written.done = event
+
+    def _numbered(self, calls: tuple[ToolCall, ...]) -> tuple[ToolCall, ...]:
+        """The calls, under ids that no other call of the conversation has, not even one the model did not read."""
+        known = (*self.session.transcript, *self.entries, ToolCalls(calls=self.written.calls))
+        taken = {call.id for entry in known if isinstance(entry, ToolCalls) for call in entry.calls}
+        found = []
+        for call in calls:
+            number = len(taken)
+            while call.id in taken:
+                call = call.model_copy(update={"id": f"call_{number}"})
+                number += 1
+            taken.add(call.id)
+            found.append(call)
+        return tuple(found)
 
     @property
     def _typed(self) -> bool:
@@ -292,20 +259,22 @@ class Running:
             return Snapshot(content, text, delta, complete)
         content = self.values.push(content, complete=complete)
         # the text itself may hold what its strings must not show yet
-        return Snapshot(content, to_json(content).decode(), "", complete)
+        self.written.safe = to_json(content).decode()
+        return Snapshot(content, self.written.safe, "", complete)
 
     def _end(self, written: _Written) -> None:
         """Account for the round; raise if it did not end as it should."""
         provider, done = self.settings.provider, written.done
+        if done is None and written.declined is not None:
+            raise _refusal(written.declined)
         if done is None:
             raise InvalidProviderAnswer(f"{provider.name} ended its answer without saying why; ask again")
         self.usage += done.usage
         self.timing += done.timing
+        if written.declined is not None:
+            raise _refusal(written.declined)
         if done.reason == "cancelled":
-            if self.late:
-                seconds = self.settings.options.timeout
-                raise TimedOut(f"no complete answer within {seconds:g} seconds; raise timeout or ask for less")
-            raise Cancelled(f"the answer was cancelled after {done.usage.output_tokens} tokens")
+            raise self.stopped(done)
         typed = self.schema is not None and not written.calls
         if done.reason == "length" and (done.cut or typed):
             what = "a tool call" if done.cut else "the typed answer"
@@ -313,6 +282,13 @@ class Running:
                 f"{what} was not complete after {done.usage.output_tokens} tokens; raise max_tokens or ask for less",
                 partial=done.cut or written.raw,
             )
+
+    def stopped(self, done: Done) -> TimedOut | Cancelled:
+        """The error for a round that was ended from outside."""
+        if self.late:
+            seconds = self.settings.options.timeout
+            return TimedOut(f"no complete answer within {seconds:g} seconds; raise timeout or ask for less")
+        return Cancelled(f"the answer was cancelled after {done.usage.output_tokens} tokens")
 
     def _remember_thought(self, written: _Written) -> None:
         if self.session.guardrails is not None:
@@ -392,7 +368,10 @@ class Running:
                 tool=call.name,
                 arguments=arguments,
             )
-        text = tool.call(arguments, timeout=self.session.tool_timeout)
+        try:
+            text = tool.call(arguments, timeout=self.session.tool_timeout, cancel=self.cancel)
+        except Cancelled:
+            raise self.stopped(Done("cancelled", self.usage)) from None
         self._refuse_huge(call, text, arguments)
         return text
 
@@ -431,15 +410,16 @@ class Running:
     # --- when it fails --------------------------------------------------------------------------------------------
 
     def _preserve(self, error: BaseException) -> None:
-        """Keep what there is: no call without an output, and the part of the answer that was shown."""
+        """Keep what there is: no call without an output, and the part of the answer that may be shown."""
         entries, known = list(self.entries), {e.call_id for e in self.entries if isinstance(e, ToolOutput)}
         for entry in self.entries:
             for call in entry.calls if isinstance(entry, ToolCalls) else ():
                 if call.id not in known:
                     text = f"No result: {error}" if str(error) else "No result."
                     entries.append(ToolOutput(text, call_id=call.id, name=call.name))
-        if self.written.shown and not isinstance(entries[-1], Answer):
-            entries.append(Answer(self.written.shown))
+        part = self.written.shown if self.values is None else self.written.safe
+        if part and not isinstance(error, Denied) and not isinstance(entries[-1], Answer):
+            entries.append(Answer(part))
         self.session._transcript = self.session._transcript.add(*entries)
 
 
@@ -465,6 +445,8 @@ class _Reader:
                 text += event.text
             elif isinstance(event, Done):
                 self.running.usage += event.usage
+                if event.reason == "cancelled":
+                    raise self.running.stopped(event)
         return text
 
 

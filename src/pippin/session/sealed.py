@@ -185,7 +185,7 @@ async def _json(response: httpx2.Response) -> Any:
             if len(body) > _LONGEST_QUOTE:
                 raise BadSignature(f"what the node sent as its quote is longer than {_LONGEST_QUOTE:,} bytes")
         return json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadSignature("what the node sent as its quote is not JSON") from error
     finally:
         await response.aclose()

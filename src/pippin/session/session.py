@@ -9,8 +9,10 @@ Notable here:
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, overload
@@ -24,11 +26,21 @@ from pippin.session.options import GenerationOptions
 from pippin.session.profile import Profile, ProfileFunction
 from pippin.session.provider import Provider, Turn
 from pippin.session.response import Response, Stream, Usage
-from pippin.session.running import Running, Settings
+from pippin.session.running import Running
 from pippin.session.schema import Schema
+from pippin.session.settings import Settings
 from pippin.session.skills import Skills
 from pippin.session.tools import Tool, ToolDefinition, as_tools
-from pippin.session.transcript import Instructions, Prompt, Segment, Transcript
+from pippin.session.transcript import (
+    Answer,
+    Instructions,
+    Prompt,
+    Reasoning,
+    Segment,
+    ToolCalls,
+    ToolOutput,
+    Transcript,
+)
 
 if TYPE_CHECKING:
     from pippin.session.guardrails import Guardrails
@@ -96,7 +108,7 @@ class Session:
         self.hooks, self.profile, self.history, self.guardrails = hooks, profile, history, guardrails
         self.skills, self.adapter, self.on_error = skills, adapter, on_error
         self.max_tool_rounds, self.tool_timeout = max_tool_rounds, tool_timeout
-        self._providers: dict[str | Path, Provider] = {}
+        self._providers: dict[str | Path | int, Provider] = {}  # by reference, or by the identity of a loaded model
         self.provider = self._provider(model)
         self.state: dict[str, Any] = {}
         begin = Transcript() if instructions is None else Transcript(entries=(Instructions(instructions),))
@@ -106,7 +118,7 @@ class Session:
         self._transcript = begin
         self._usage = Usage()
         self._active: str | None = None
-        self._memory: dict[int, dict[str, Any]] = {}
+        self._memory: dict[int, tuple[weakref.ref[Provider], dict[str, Any]]] = {}
         self._busy = threading.Lock()
 
     @property
@@ -181,8 +193,11 @@ class Session:
     async def arespond(
         self, prompt: Said, *, generating: Any = None, options: GenerationOptions = GenerationOptions()
     ) -> Response[Any]:
-        """`respond` for asyncio; cancelling the task ends the answer before its next token."""
-        stream: Stream[Any] = self._start(prompt, generating, options, snapshots=False)
+        """`respond` for asyncio; cancelling the task ends the answer before its next token.
+
+        Hooks, guardrails and the history policy work in a thread too. Those of `stream` work where it is called.
+        """
+        stream: Stream[Any] = await asyncio.to_thread(self._start, prompt, generating, options, snapshots=False)
         async for _ in stream:
             pass
         return stream.response
@@ -218,8 +233,8 @@ class Session:
         """How many tokens something costs in a prompt.
 
         Args:
-            item: text, a `Prompt` or `Instructions`; a `Tool`; a `Transcript`, counted as the model reads it; or a
-                type or `Schema`, counted as its text in the prompt.
+            item: text, or an entry of a transcript; a `Tool`; a `Transcript`, counted as the model reads it; or a type
+                or `Schema`, counted as its text in the prompt.
 
         Raises:
             UnsupportedCapability: the provider cannot count.
@@ -227,21 +242,27 @@ class Session:
         if isinstance(item, Transcript):
             settings = self._settings(GenerationOptions())
             return settings.provider.token_count(self._turn(settings, item))
-        if isinstance(item, Prompt | Instructions):
+        if isinstance(item, ToolCalls):
+            item = "\n".join([item.text, *(call.model_dump_json(include={"name", "arguments"}) for call in item.calls)])
+        elif isinstance(item, Instructions | Prompt | Reasoning | ToolOutput | Answer):
             item = item.text
         elif isinstance(item, ToolDefinition):
             item = json.dumps(item.definition()["function"], ensure_ascii=False)
         return self.provider.token_count(item if isinstance(item, str) else Schema.of(item).prompt_text())
 
     def _provider(self, model: str | Path | LanguageModel | Provider) -> Provider:
-        """The provider of a model; a reference is loaded once."""
+        """The provider of a model; a reference is loaded once, and a model has one engine."""
         if isinstance(model, Provider):
             return model
-        if isinstance(model, LanguageModel):
-            return LocalModel(model)
-        if model not in self._providers:
-            self._providers[model] = LocalModel(model)
-        return self._providers[model]
+        key = id(model) if isinstance(model, LanguageModel) else model
+        if key not in self._providers:
+            self._providers[key] = LocalModel(model)  # which holds the model, so that no other gets its identity
+        return self._providers[key]
+
+    def _remembered(self, provider: Provider) -> dict[str, Any]:
+        """What a provider keeps from turn to turn; of those that are gone nothing is kept."""
+        self._memory = {key: kept for key, kept in self._memory.items() if kept[0]() is not None}
+        return self._memory.setdefault(id(provider), (weakref.ref(provider), {}))[1]
 
     def _settings(self, options: GenerationOptions) -> Settings:
         """What holds for the next turn: the session's settings under those of its profile."""
@@ -255,7 +276,7 @@ class Session:
             transcript,
             tuple(settings.tools().values()),
             adapter=self.adapter,
-            memory=self._memory.setdefault(id(settings.provider), {}),
+            memory=self._remembered(settings.provider),
         )
 
     def _alone(self, what: str, error: type[ConcurrentRequests] = ConcurrentRequests) -> _Alone:

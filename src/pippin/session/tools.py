@@ -13,18 +13,20 @@ import inspect
 import json
 import re
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create_model
 from pydantic.fields import FieldInfo
 
-from pippin.core.errors import InvalidInput, InvalidTool, SchemaError, ToolCallError, UnsupportedGuide
+from pippin.core.errors import Cancelled, InvalidInput, InvalidTool, SchemaError, ToolCallError, UnsupportedGuide
 from pippin.session.schema import Schema
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_LOOK = 0.02  # seconds between two looks at whether a call was cancelled
 _NAME = re.compile(r"[\w-]{1,64}")
 
 
@@ -100,18 +102,22 @@ class Tool(ToolDefinition, Generic[P, R]):
         """Call the function itself."""
         return self.function(*args, **kwargs)
 
-    def call(self, arguments: dict[str, Any], *, timeout: float | None = None) -> str:
+    def call(
+        self, arguments: dict[str, Any], *, timeout: float | None = None, cancel: threading.Event | None = None
+    ) -> str:
         """Validate the arguments, run the function, and return its result as text.
 
         Args:
             arguments: by name, as JSON gives them.
             timeout: seconds to wait; None waits for ever. A function that overstays goes on in a thread of its own,
                 since Python cannot end it.
+            cancel: once set, nobody waits any more; the function goes on as above.
 
         Raises:
+            Cancelled: ``cancel`` was set.
             ToolCallError: the arguments do not fit, the function raised, took too long, or its result has no JSON form.
         """
-        result = self._run(self._values(arguments), timeout, arguments)
+        result = self._run(self._values(arguments), timeout, arguments, cancel)
         if isinstance(result, str):
             return result
         try:
@@ -135,7 +141,13 @@ class Tool(ToolDefinition, Generic[P, R]):
             raise self._error(f"got arguments that do not fit: {error}", arguments, error) from error
         return {name: getattr(given, name) for name in type(given).model_fields}
 
-    def _run(self, values: dict[str, Any], timeout: float | None, arguments: dict[str, Any]) -> Any:
+    def _run(
+        self,
+        values: dict[str, Any],
+        timeout: float | None,
+        arguments: dict[str, Any],
+        cancel: threading.Event | None,
+    ) -> Any:
         outcome: list[Any] = []
         failure: list[BaseException] = []
 
@@ -148,7 +160,12 @@ class Tool(ToolDefinition, Generic[P, R]):
 
         thread = threading.Thread(target=work, name=f"tool {self.name}", daemon=True)
         thread.start()
-        thread.join(timeout)
+        end = None if timeout is None else time.monotonic() + timeout
+        while thread.is_alive() and cancel is not None and (end is None or time.monotonic() < end):
+            if cancel.is_set():
+                raise Cancelled(f"nobody waits any more for tool {self.name!r}")
+            thread.join(_LOOK if end is None else min(_LOOK, max(0.0, end - time.monotonic())))
+        thread.join(None if end is None else max(0.0, end - time.monotonic()))
         if thread.is_alive():
             late = TimeoutError(f"no result within {timeout:g} seconds")
             raise self._error(

@@ -98,6 +98,13 @@ def test_the_model_reads_the_corrected_text_before_a_change():
     assert seen[-1].startswith("I received your")
 
 
+def test_words_with_accents_are_not_taken_for_misspelled_ones():
+    lexicon = Lexicon(["the", "name", "cafe", "there", "resume"])
+    text = "The naïve résumé, the café."
+    assert not list(Proofreader(lexicon, eager).edits(text))
+    assert "name" in lexicon.near("naïve")
+
+
 @pytest.fixture(scope="module")
 def tasks(model):
     return TextTasks(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from contextlib import aclosing
 from types import SimpleNamespace
 
@@ -63,6 +64,16 @@ class Scripted:
 
 async def events(service):
     return [event async for event in service.jobs()[0].events()]
+
+
+async def test_calls_have_ids_of_their_own():
+    call = ToolCall(id="call_0", name="f", arguments={"a": 1})
+    script = (CallsMade((call, call)), Done("stop", Usage(1, 0, 2)))
+    made = [event.calls for _ in range(2) for event in await events(Scripted(*script)) if isinstance(event, CallsMade)]
+    ids = {one.id for calls in made for one in calls}
+    assert len(ids) == 4
+    assert all(re.fullmatch("call_[0-9a-f]{24}", id) for id in ids)
+    assert {(one.name, one.arguments["a"]) for calls in made for one in calls} == {("f", 1)}
 
 
 VIOLATION = GuardrailViolation("no", verdict=None)

@@ -167,7 +167,7 @@ class Proofreader:
 
     def _spelling(self, where: Range, word: str, first: bool) -> Iterator[Proposal]:
         familiarity = self.lexicon.familiarity(word)
-        if familiarity == "known":
+        if familiarity == "known" or not word.replace("’", "'").isascii():  # no list of English words knows "naïve"
             return
         margin = self.margins.unknown if familiarity == "unknown" else self.margins.derived
         if word.istitle() and not first:

@@ -162,7 +162,7 @@ def select(desk: Desk, text: str, count: int) -> Passage:
 
 def _best(desk: Desk, text: str, count: int) -> list[str]:
     said = [" ".join(one.of(text).split()) for one in sentences(text)]
-    whole = [one for one in said if re.search(r"[.!?…。][\"'”’»)]*$", one) and len(one.split()) > 3]
+    whole = [one for one in said if is_whole(one) and len(one.split()) > 3]
     candidates = list(dict.fromkeys(whole if len(whole) >= count else said))
     if len(candidates) <= count:
         return candidates

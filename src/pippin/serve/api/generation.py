@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -111,6 +112,8 @@ class Job:
                     if isinstance(event, Done) and event.reason == "cancelled":
                         raise Cancelled("the answer was cancelled by the server")
                     begun = True
+                    if isinstance(event, CallsMade):
+                        event = CallsMade(tuple(_named(call) for call in event.calls))
                     written += len(event.tokens) if isinstance(event, TextDelta) else 0
                     yield event
         except GuardrailViolation:
@@ -133,6 +136,11 @@ class Job:
         except (ContextOverflow, UnsupportedContent) as error:
             error.param = self._prompt_field  # type: ignore[union-attr]
             raise
+
+
+def _named(call: ToolCall) -> ToolCall:
+    """The call under an id that no other has: the model's own repeat, and a client may hold many conversations."""
+    return call.model_copy(update={"id": f"call_{secrets.token_hex(12)}"})
 
 
 @dataclass

@@ -136,7 +136,7 @@ class Guardrails:
             detect_refusals=self.detect_refusals,
         )
         if self.profile in ("strict", "default"):
-            other._policies["input"] = Policy.profile("permissive")
+            other._policies["input"] = Policy.profile("permissive", self.thresholds)
         return other
 
     def check(self, text: str, *, role: Role = "input", locale: str | None = None) -> Verdict:
