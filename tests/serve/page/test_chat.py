@@ -275,7 +275,7 @@ def test_a_server_that_is_gone_is_told_and_nothing_is_lost(ui):
     assert "cannot be reached" in ui.inner_text("article.reply [role=alert]")
     ui.unroute("**/v1/chat/completions")
     ui.get_by_role("button", name="Try again").click()
-    ui.wait_for_selector("article.reply .text")
+    ui.locator("article.reply .text", has_text="You said: are you there").wait_for()
     assert replies(ui) == ["You said: are you there"]
 
 

@@ -271,6 +271,7 @@ def test_a_dialog_on_a_small_screen_keeps_the_focus_and_gives_it_back(open_page)
     assert not ui.evaluate("document.getElementById('settings').open")
     ui.focus("#toggle-settings")
     ui.keyboard.press("Enter")
+    ui.wait_for_selector("#settings[open]")
     assert ui.evaluate("document.getElementById('settings').matches(':modal')")
     for _ in range(25):
         ui.keyboard.press("Tab")
@@ -279,7 +280,7 @@ def test_a_dialog_on_a_small_screen_keeps_the_focus_and_gives_it_back(open_page)
         )
         assert inside
     ui.keyboard.press("Escape")
-    assert not ui.evaluate("document.getElementById('settings').open")
+    ui.wait_for_selector("#settings:not([open])", state="attached")
     assert focused(ui) == "toggle-settings"
     assert ui.get_attribute("#toggle-settings", "aria-expanded") == "false"
 
