@@ -148,7 +148,7 @@ def test_a_server_that_is_not_there():
 
 def test_a_closed_one_opens_again(remote):
     for _ in range(2):
-        Session(remote).respond(SECRET, options=SHORT)
+        assert Session(remote).respond(SECRET, options=SHORT).usage.output_tokens > 0
         remote.close()
 
 

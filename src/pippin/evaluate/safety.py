@@ -203,14 +203,15 @@ class SafetyReport:
             shares: list[Share] = [getattr(result, name) for result in self.locales]
             panels[0].errorbar(
                 [share.value for share in shares],
-                [place + 0.2 * number for place in range(len(shares))],
+                [place - 0.1 + 0.2 * number for place in range(len(shares))],
                 xerr=[[s.value - s.low for s in shares], [s.high - s.value for s in shares]],
                 fmt="o",
                 capsize=3,
                 label=name.replace("_", "-"),
             )
         panels[0].set_yticks(range(len(self.locales)), [result.locale for result in self.locales])
-        panels[0].set_xlim(0, 1)
+        panels[0].set_ylim(-0.5, len(self.locales) - 0.5)
+        panels[0].set_xlim(-0.02, 1.02)
         panels[0].set_xlabel("share, 95 % interval")
         panels[0].legend()
         if self.curve:
