@@ -47,6 +47,7 @@ from pippin.session.provider import (
 from pippin.session.response import Response, Snapshot, Timing, Usage
 from pippin.session.schema import Schema
 from pippin.session.settings import Settings
+from pippin.session.tools import Tool
 from pippin.session.transcript import (
     Answer,
     Instructions,
@@ -104,7 +105,7 @@ class Running:
         if isinstance(decision, Replace):
             prompt = Prompt.of(decision.value)
         self.entries: list[Any] = [self._checked(prompt)]
-        self.tools = settings.tools()
+        self.tools: dict[str, Tool[..., Any]] = {}
 
     def _checked(self, prompt: Prompt) -> Prompt:
         """The prompt after the guardrails, which may have masked parts of its text."""
@@ -323,17 +324,23 @@ class Running:
         elif guardrails is not None and guardrails.detect_refusals and (explanation := guardrails.refusal(raw)):
             raise _refusal(explanation)
         reason = "length" if self.written.done.reason == "length" else "stop"
-        entries = (*self.entries, _answer(raw, self.schema))
+        entries = (*self.entries, self._answer(raw))
         response = Response(content, raw, self.usage, reason, entries, self.timing, tuple(self.written.tokens))  # type: ignore[arg-type]
         decision = self.settings.hooks.decide("on_response", response)
         if isinstance(decision, Deny):
             raise Denied(decision.reason)
         if isinstance(decision, Replace):
             raw = self._written_form(decision.value)
-            entries = (*self.entries, _answer(raw, self.schema))
+            entries = (*self.entries, self._answer(raw))
             response = replace(response, content=decision.value, raw_content=raw, transcript_entries=entries)
         self.entries = list(entries)
         return response
+
+    def _answer(self, raw: str) -> Answer:
+        """The entry of the transcript."""
+        if self.schema is None or self.schema.json_schema is None:
+            return Answer(raw)
+        return Answer(segments=(Structure(text=raw, schema_name=str(self.schema.json_schema.get("title", ""))),))
 
     def _written_form(self, content: Any) -> str:
         """A hook's content as the model would have written it."""
@@ -448,12 +455,6 @@ class _Reader:
                 if event.reason == "cancelled":
                     raise self.running.stopped(event)
         return text
-
-
-def _answer(raw: str, schema: Schema[Any] | None) -> Answer:
-    if schema is None or schema.json_schema is None:
-        return Answer(raw)
-    return Answer(segments=(Structure(text=raw, schema_name=str(schema.json_schema.get("title", ""))),))
 
 
 def _refusal(explanation: str) -> Refusal:

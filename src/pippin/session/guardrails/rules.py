@@ -10,6 +10,7 @@ Notable here:
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -25,7 +26,7 @@ Found = tuple[int, int, float]  # start, end, score; places in the text that was
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpanRule:
+class SpanRule(ABC):
     """What term and pattern rules have in common.
 
     Args:
@@ -49,17 +50,17 @@ class SpanRule:
         if not 0 <= self.score <= 1:
             raise InvalidArgument(f"rule {self.id!r}: score must be between 0 and 1, got {self.score}")
 
+    @abstractmethod
     def begins(self) -> tuple[str, ...]:
         """The texts that a match may begin with, normalised."""
-        raise NotImplementedError
 
+    @abstractmethod
     def limit(self) -> int:
         """The longest match, in normalised characters."""
-        raise NotImplementedError
 
+    @abstractmethod
     def end(self, text: str, at: int) -> int | None:
         """Where the match that begins at ``at`` ends; None without one. Reads ``limit() + 1`` characters."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
