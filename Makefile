@@ -4,6 +4,7 @@
 #
 # PYTHON=python3.12   the interpreter for .venv (default: the first python3 that is new enough)
 # CUDA=1              take the CUDA build of torch instead of the CPU one
+# CXX=clang++         the C++ compiler for the native kernels (default: c++, g++ or clang++)
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -45,11 +46,13 @@ claims: $(VENV)/.dev
 clean:
 	rm -rf build site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
 
-# Stamps: a second make starts at once, a changed pyproject.toml installs again.
-$(VENV)/.run: pyproject.toml
+# Stamps: a second make starts at once, a changed pyproject.toml or kernel installs again.
+BUILT_FROM := pyproject.toml setup.py $(wildcard native/*)
+
+$(VENV)/.run: $(BUILT_FROM)
 	@tools/venv.sh $(VENV)
 	@touch $@
 
-$(VENV)/.dev: pyproject.toml
+$(VENV)/.dev: $(BUILT_FROM)
 	@tools/venv.sh $(VENV) plot,serve,mcp,ray,test,bench,docs,dev
 	@touch $@ $(VENV)/.run

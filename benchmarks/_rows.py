@@ -1,39 +1,84 @@
-"""What every benchmark shares: its options, and rows that print as a table or as JSON."""
+"""What every benchmark shares: its options, measuring in turn, and rows that print as a table or as JSON."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
-from collections.abc import Callable
+import sys
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import TypeVar
 
+import psutil
 from rich.console import Console
 from rich.table import Table
+
+T = TypeVar("T")
+
+SETTLE = 0.1
+"""Seconds between two measurements: idle threads of the last one have stopped spinning by then."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison; ``ratio`` above 1 means that we are better, ``goal`` is the ratio we want."""
+    """One comparison; ``ratio`` above 1 means that we are better, ``goal`` is the ratio we want.
+
+    ``peer_value`` is None where the peer is not installed. ``note`` says what else is to be known, such as the load.
+    """
 
     what: str
     unit: str
     ours: float
     peer: str
-    peer_value: float
+    peer_value: float | None
     goal: float
     higher_is_better: bool = field(default=True, repr=False)
+    note: str = ""
 
     @property
-    def ratio(self) -> float:
-        """How many times better we are."""
+    def ratio(self) -> float | None:
+        """How many times better we are; None without a peer."""
+        if self.peer_value is None:
+            return None
         return self.ours / self.peer_value if self.higher_is_better else self.peer_value / self.ours
 
     def to_dict(self) -> dict[str, object]:
         """The row as it is kept."""
         row = asdict(self)
         del row["higher_is_better"]
-        return row | {"ratio": self.ratio, "met": bool(self.ratio >= self.goal)}
+        return row | {"ratio": self.ratio, "met": None if self.ratio is None else bool(self.ratio >= self.goal)}
+
+
+def compared(
+    what: str,
+    unit: str,
+    ours: Sequence[float],
+    peer: str,
+    theirs: Sequence[float] | None,
+    goal: float,
+    *,
+    higher_is_better: bool = True,
+    note: object = "",
+) -> Row:
+    """A row of medians, its note with the range of both; ``theirs`` is None where the peer is not installed."""
+    spans = [f"ours {_span(ours)}", *([] if theirs is None else [f"theirs {_span(theirs)}"])]
+    value = None if theirs is None else statistics.median(theirs)
+    said = "; ".join(part for part in (", ".join(spans), str(note)) if part)
+    return Row(what, unit, statistics.median(ours), peer, value, goal, higher_is_better, said)
+
+
+def _span(values: Sequence[float]) -> str:
+    return f"{min(values):.4g}" if len(values) == 1 else f"{min(values):.4g} to {max(values):.4g}"
+
+
+def thread_counts() -> list[int]:
+    """One thread, and every core that this process may use."""
+    from pippin.core.device import threads
+
+    return sorted({1, threads()})
 
 
 def interleaved(ours: Callable[[], float], peer: Callable[[], float], repeats: int) -> tuple[float, float]:
@@ -42,28 +87,90 @@ def interleaved(ours: Callable[[], float], peer: Callable[[], float], repeats: i
     return statistics.median(a for a, _ in pairs), statistics.median(b for _, b in pairs)
 
 
+def in_turn(measures: dict[str, Callable[[], T]], repeats: int, what: str) -> dict[str, list[T]]:
+    """Several measurements taken in turn, each round in another order, after one round that warms up.
+
+    Returns all values of each, and says on stderr how far it is.
+    """
+    names = list(measures)
+    found: dict[str, list[T]] = {name: [] for name in names}
+    for turn in range(repeats + 1):
+        order = names[turn % len(names) :] + names[: turn % len(names)]
+        for name in order:
+            time.sleep(SETTLE)
+            value = measures[name]()
+            if turn:
+                found[name].append(value)
+        say(f"{what}: {'warm' if not turn else f'{turn} of {repeats}'}")
+    return found
+
+
+def say(text: str) -> None:
+    """A line of progress, on stderr."""
+    print(f"{time.strftime('%H:%M:%S')}  {text}", file=sys.stderr, flush=True)
+
+
+class Watch:
+    """How busy the machine was with other things while the block ran: what the notes of rows say about it."""
+
+    def __enter__(self) -> Watch:
+        self.load = os.getloadavg()[0]
+        self._began, self._own, self._all, self._stolen = self._now()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        ended, own, everything, stolen = self._now()
+        total = max(ended - self._began, 1e-9) * (os.cpu_count() or 1)
+        self.others = max(0.0, (everything - self._all) - (own - self._own)) / total
+        self.stolen = max(0.0, stolen - self._stolen) / total
+        self.load_after = os.getloadavg()[0]
+
+    def _now(self) -> tuple[float, float, float, float]:
+        """Clock; seconds of cores used by this process and those it started, by all, and taken by the host."""
+        here = psutil.Process()
+        times = [process.cpu_times() for process in (here, *here.children(recursive=True))]
+        ended = here.cpu_times()
+        own = sum(t.user + t.system for t in times) + ended.children_user + ended.children_system
+        machine = psutil.cpu_times()
+        busy = machine.user + machine.system + machine.nice
+        return time.monotonic(), own, busy, getattr(machine, "steal", 0.0)
+
+    def __str__(self) -> str:
+        host = f", {100 * self.stolen:.0f} % taken by the host" if self.stolen >= 0.005 else ""
+        return (
+            f"load {self.load:.1f} before, {self.load_after:.1f} after; other processes used "
+            f"{100 * self.others:.0f} % of the cores{host}"
+        )
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """The options of every benchmark."""
+    words = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    words.add_argument("--json", action="store_true", help="print the rows as JSON")
+    words.add_argument("--quick", action="store_true", help="fewer repeats, under a minute")
+    return words
+
+
 def main(measure: Callable[[bool], list[Row]], description: str | None) -> None:
     """Run a benchmark from the command line."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
-    parser.add_argument("--quick", action="store_true", help="fewer repeats, under a minute")
-    options = parser.parse_args()
-    rows = [row.to_dict() for row in measure(options.quick)]
-    if options.json:
-        print(json.dumps(rows, indent=2))
+    options = parser(description).parse_args()
+    show(measure(options.quick), as_json=options.json)
+
+
+def show(rows: list[Row], *, as_json: bool) -> None:
+    """Print rows."""
+    kept = [row.to_dict() for row in rows]
+    if as_json:
+        print(json.dumps(kept, indent=2))
         return
     table = Table("what", "unit", "ours", "peer", "theirs", "ratio", "goal", "met")
-    for row in rows:
-        numbers = (f"{row[name]:.3g}" for name in ("ours", "peer_value", "ratio", "goal"))
-        ours, theirs, ratio, goal = numbers
-        table.add_row(
-            str(row["what"]),
-            str(row["unit"]),
-            ours,
-            str(row["peer"]),
-            theirs,
-            ratio,
-            goal,
-            "yes" if row["met"] else "no",
+    for row in kept:
+        ours, theirs, ratio, goal = (
+            "" if row[name] is None else f"{row[name]:.3g}" for name in ("ours", "peer_value", "ratio", "goal")
         )
-    Console().print(table)
+        met = {True: "yes", False: "no", None: ""}[row["met"]]
+        table.add_row(str(row["what"]), str(row["unit"]), ours, str(row["peer"]), theirs, ratio, goal, met)
+    console = Console()
+    console.print(table)
+    for note in dict.fromkeys(row.note for row in rows if row.note):
+        console.print(note, style="dim")

@@ -108,9 +108,10 @@ def benchmarks_page() -> str:
         "# Benchmarks",
         "",
         "Speed side by side with named peers, on one machine at one time. A ratio above 1 means that Pippin is better.",
-        "`make bench` measures again.",
+        "`make bench` measures again. The engine by itself, on the processor, has [a page of its own](performance.md).",
     ]
-    files = sorted((ROOT / "results" / "benchmarks").glob("*.json"))
+    folder = ROOT / "results" / "benchmarks"
+    files = sorted(path for path in folder.glob("*.json") if path.stem not in ENGINE_BENCHMARKS)
     if not files:
         lines += ["", "Nothing has been recorded yet."]
     for file in files:
@@ -145,6 +146,72 @@ def _benchmark_row(row: dict[str, Any]) -> str:
     return f"| {' | '.join(cell(row[key]) for key in keys)} |"
 
 
+def performance_page() -> str:
+    """`docs/performance.md` with the figures between its markers brought up to date."""
+    return _between(DOCS / "performance.md", "figures", figures())
+
+
+def _between(path: Path, name: str, block: str) -> str:
+    """A page with what stands between its markers of this name replaced."""
+    text = path.read_text(encoding="utf-8")
+    opening, closing = f"<!-- {name} -->", f"<!-- /{name} -->"
+    marked = f"{opening}\n{block}\n{closing}"
+    new, found = re.subn(f"{opening}.*?{closing}", lambda _: marked, text, flags=re.DOTALL)
+    if found != 1:
+        raise SystemExit(f"{path.name} needs one pair of {opening} and {closing}")
+    return new
+
+
+# Benchmarks of the engine, in the order of the page: file in results/benchmarks/, heading.
+ENGINE_BENCHMARKS = {
+    "cpu_decode": "Answers",
+    "cpu_prefill": "Prompts",
+    "cpu_concurrent": "Sixteen at once",
+    "cpu_cache": "Nothing twice",
+    "cpu_grammar": "Grammars",
+    "cpu_memory": "Memory and loading",
+    "speculation": "Speculation",
+    "soak": "Half an hour of everything",
+}
+
+
+def figures() -> str:
+    """What the engine's benchmarks recorded: a table for each, its circumstances, and the goals that were missed."""
+    kept = {name: _recorded(name) for name in ENGINE_BENCHMARKS}
+    rows = [row for found in kept.values() if found for row in found["rows"]]
+    judged = [row for row in rows if row["met"] is not None]
+    lines = [f"**{sum(row['met'] for row in judged)} of {len(judged)}** goals were met when they were last measured."]
+    for name, found in kept.items():
+        lines += ["", f"### {ENGINE_BENCHMARKS[name]}", ""]
+        if found is None:
+            lines += [f"Nothing has been recorded yet: `python tools/run_benchmarks.py {name}`."]
+            continue
+        lines += [_circumstances(found), ""]
+        lines += [
+            "| what | Pippin | peer | peer's value | unit | ratio | goal | met |",
+            "|---|--:|---|--:|---|--:|--:|---|",
+        ]
+        lines += [_benchmark_row(row) for row in found["rows"]]
+        notes = dict.fromkeys(row["note"] for row in found["rows"] if row["note"])
+        lines += ["", *(f"- {note}" for note in notes)] if notes else []
+    missed = [row for row in judged if not row["met"]]
+    lines += ["", "### Missed", ""]
+    lines += [_missed(row) for row in missed] or ["No goal, of those that were measured."]
+    return "\n".join(lines)
+
+
+def _recorded(name: str) -> dict[str, Any] | None:
+    """The rows of a benchmark with their circumstances; None where it has not been run."""
+    file = ROOT / "results" / "benchmarks" / f"{name}.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+
+def _missed(row: dict[str, Any]) -> str:
+    """By how much a goal was missed."""
+    short = 100 * (1 - row["ratio"] / row["goal"])
+    return f"- {row['what']}, beside {row['peer']}: {row['ratio']:.3g} of {row['goal']:.3g}, {short:.0f} % short"
+
+
 def cli_page() -> str:
     """`docs/cli.md`, by typer's own generator."""
     words = [sys.executable, "-m", "typer", "pippin.cli.app", "utils", "docs", "--name", "pippin"]
@@ -156,12 +223,7 @@ def cli_page() -> str:
 
 def readme() -> str:
     """README.md with the count of systems between its markers brought up to date."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    block = f"<!-- systems -->\n{count(systems(), _verdicts())}\n<!-- /systems -->"
-    new, found = re.subn(r"<!-- systems -->.*?<!-- /systems -->", lambda _: block, text, flags=re.DOTALL)
-    if found != 1:
-        raise SystemExit("README.md needs one pair of <!-- systems --> and <!-- /systems -->")
-    return new
+    return _between(ROOT / "README.md", "systems", count(systems(), _verdicts()))
 
 
 def index_page() -> str:
@@ -189,6 +251,7 @@ PAGES: dict[Path, Callable[[], str]] = {
     DOCS / "systems.md": systems_page,
     DOCS / "claims.md": claims_page,
     DOCS / "benchmarks.md": benchmarks_page,
+    DOCS / "performance.md": performance_page,
     DOCS / "cli.md": cli_page,
     DOCS / "index.md": index_page,
     DOCS / "json-schema.md": json_schema_page,
@@ -197,7 +260,7 @@ PAGES: dict[Path, Callable[[], str]] = {
 
 
 # These say in their own words that they are generated.
-SAY_SO_THEMSELVES = {DOCS / "json-schema.md", ROOT / "README.md"}
+SAY_SO_THEMSELVES = {DOCS / "json-schema.md", DOCS / "performance.md", ROOT / "README.md"}
 
 
 def text_of(page: Path) -> str:

@@ -13,13 +13,13 @@ say() {
     echo "pippin: $*" >&2
 }
 
-install_command() { # Debian's package name; the name elsewhere, where it differs
+install_command() { # Debian's package name; the name elsewhere, where it differs; Homebrew's, where that differs too
     if command -v apt-get >/dev/null 2>&1; then
         echo "sudo apt-get install -y $1"
     elif command -v dnf >/dev/null 2>&1; then
         echo "sudo dnf install -y ${2:-$1}"
     elif command -v brew >/dev/null 2>&1; then
-        echo "brew install ${2:-$1}"
+        echo "brew install ${3:-${2:-$1}}"
     else
         echo "your package manager (package ${2:-$1})"
     fi
@@ -51,8 +51,12 @@ if [ ! -x "$venv/bin/python" ] || ! new_enough "$venv/bin/python"; then
     say "making $venv"
     "$python" -m venv --clear "$venv"
 fi
-command -v cc >/dev/null 2>&1 || command -v gcc >/dev/null 2>&1 ||
-    say "note: no C compiler; nothing needs one yet. Should you want it: $(install_command gcc)"
+for compiler in ${CXX:-c++ g++ clang++} ""; do
+    command -v "${compiler:-none}" >/dev/null 2>&1 && break
+done
+[ -n "$compiler" ] ||
+    say "note: no C++ compiler, so torch will do the work of the native kernels, at a fraction of their speed." \
+        "Install one with: $(install_command g++ gcc-c++ gcc), then run this again"
 
 constraint=
 [ -n "${CUDA:-}" ] || constraint="--constraint tools/cpu-only.txt"
@@ -63,3 +67,5 @@ if ! "$venv/bin/python" -m pip install -qq --disable-pip-version-check $constrai
         "only with CUDA: add PyTorch's CPU index (the 'CPU' line on pytorch.org/get-started) or run: make CUDA=1"
     exit 1
 fi
+[ ! -f src/pippin/_native.log ] ||
+    say "note: the native kernels could not be compiled (src/pippin/_native.log says why); torch will do their work"

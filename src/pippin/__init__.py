@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pippin import errors
 
 if TYPE_CHECKING:
-    from pippin.engine.batch import BatchEngine
+    from pippin.engine.engine import Engine
     from pippin.language.availability import availability
     from pippin.language.encoder import load_encoder
     from pippin.language.load import LanguageModel, load
@@ -78,16 +78,16 @@ _HOMES = {
     "RemoteModel": "pippin.session.remote",
     "availability": "pippin.language.availability",
     "load_encoder": "pippin.language.encoder",
-    "BatchEngine": "pippin.engine.batch",
+    "Engine": "pippin.engine.engine",
     "tool": "pippin.session",
 }
 
 __all__ = [
     "Allow",
     "AnyOf",
-    "BatchEngine",
     "Choice",
     "Deny",
+    "Engine",
     "GenerationID",
     "GenerationOptions",
     "Guardrails",

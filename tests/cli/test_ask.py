@@ -7,12 +7,14 @@ import subprocess
 import sys
 from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 
 import jsonschema
 import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-FRANCE = "What is the capital of France?"
+JAPAN = "What is the capital of Japan?"
+LONG = "Write a very long story about an apple tree."  # the answer takes seconds, so that it can be interrupted
 
 needs_pty = pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
 
@@ -30,11 +32,11 @@ def ask(in_process):
 
 
 def test_a_question_from_the_command_line_and_from_a_pipe(pippin, default_model_path):
-    done = pippin("ask", FRANCE, "--model", default_model_path)
-    assert b"Paris" in done.stdout
+    done = pippin("ask", JAPAN, "--model", default_model_path)
+    assert b"Tokyo" in done.stdout
     assert done.stdout.endswith(b"\n")
     assert (done.returncode, done.stderr) == (0, b"")  # no figures where no terminal watches
-    assert pippin("ask", "--model", default_model_path, stdin=FRANCE.encode()).stdout == done.stdout
+    assert pippin("ask", "--model", default_model_path, stdin=JAPAN.encode()).stdout == done.stdout
 
 
 def test_a_document_from_a_file_and_from_a_pipe_is_the_same(ask):
@@ -60,6 +62,60 @@ def test_json_holds_content_usage_and_timing(ask):
     assert record["usage"]["output_tokens"] == 1
     timing = record["timing"]
     assert 0 < timing["prompt_seconds"] <= timing["first_token_seconds"]
+
+
+def test_another_process_goes_on_from_a_prompt_cache_with_the_same_tokens(pippin, default_model_path, tmp_path):
+    path = tmp_path / "cache"
+    words = [
+        "ask",
+        JAPAN,
+        "--model",
+        default_model_path,
+        "--file",
+        EXAMPLES / "letter.txt",
+        "--max-tokens",
+        12,
+        "--json",
+    ]
+    plain = json.loads(pippin(*words).stdout)
+    cold, warm = (json.loads(pippin(*words, "--prompt-cache", path).stdout) for _ in range(2))
+    assert plain["content"] == cold["content"] == warm["content"]
+    assert cold["usage"]["cached_tokens"] == 0
+    assert warm["usage"]["cached_tokens"] == warm["usage"]["input_tokens"] - 1, "the last one gives the first logits"
+
+
+def test_a_prompt_cache_that_cannot_be_used_is_refused_and_left_alone(in_process, ask, tmp_path):
+    path = tmp_path / "cache"
+    words = ["What is 1 + 1?", "--max-tokens", 1, "--prompt-cache", path]
+    ask(*words)
+    whole = path.read_bytes()
+    code, answer, message = in_process("ask", *words, "--cache-type", "int8")
+    assert (code, answer) == (4, "")
+    assert message.startswith("error: the prompt cache")
+    assert "was computed with keys and values in float32, not int8" in message
+    assert path.read_bytes() == whole
+    path.write_bytes(whole[:-1000])
+    code, answer, message = in_process("ask", *words)
+    assert (code, answer) == (4, "")
+    assert "damaged or cut short" in message
+    assert len(path.read_bytes()) == len(whole) - 1000
+
+
+def test_a_full_disk_is_told_after_the_answer(in_process, tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=100))
+    code, answer, message = in_process(
+        "ask", "What is 1 + 1?", "--regex", "[0-9]", "--prompt-cache", tmp_path / "cache"
+    )
+    assert (code, answer.strip() in set("0123456789")) == (3, True)
+    assert message.startswith("error: the prompt cache")
+    assert not list(tmp_path.iterdir())
+
+
+def test_guesses_ahead_change_no_answer(ask):
+    words = ["Repeat this list: apple, pear, plum, apple, pear, plum.", "--max-tokens", 24, "--json"]
+    plain, guessed = (json.loads(ask(*words, *more)[0]) for more in ((), ("--speculate", "ngram")))
+    assert plain["content"] == guessed["content"]
+    assert plain["usage"]["drafted_tokens"] == 0 < guessed["usage"]["drafted_tokens"]
 
 
 def test_a_value_of_a_python_type(ask, tmp_path):
@@ -92,7 +148,7 @@ def test_an_answer_that_was_cut_off_says_so(ask):
 
 
 def test_instructions_reach_the_model(ask):
-    words = [FRANCE, "--json", "--max-tokens", 1]
+    words = [JAPAN, "--json", "--max-tokens", 1]
     plain, instructed = ask(*words), ask(*words, "--instructions", "You are a pirate. Answer in one word.")
     tokens = [json.loads(printed)["usage"]["input_tokens"] for printed, _ in (plain, instructed)]
     assert tokens[0] != tokens[1]
@@ -114,8 +170,10 @@ def test_a_typed_answer_that_does_not_fit_is_refused(in_process):
 
 
 def test_ctrl_c_ends_the_answer_with_130(command, default_model_path):
-    words = [command, "ask", "Count from 1 to 1000.", "--model", default_model_path]
-    process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    words = [command, "ask", LONG, "--max-tokens", "7000", "--model", default_model_path]
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    # a process in the background of a shell, as these tests may be, passes on that it ignores interrupts
+    process = subprocess.Popen(words, **streams, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     assert os.read(process.stdout.fileno(), 1)  # the answer comes as it is written
     process.send_signal(signal.SIGINT)
     _, message = process.communicate(timeout=60)
@@ -124,7 +182,7 @@ def test_ctrl_c_ends_the_answer_with_130(command, default_model_path):
 
 
 def test_a_reader_that_has_enough_ends_the_answer(command, default_model_path):
-    words = [command, "ask", "Count from 1 to 1000.", "--model", default_model_path]
+    words = [command, "ask", LONG, "--max-tokens", "7000", "--model", default_model_path]
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(words, **streams) as process:
         assert os.read(process.stdout.fileno(), 1)

@@ -63,10 +63,10 @@ def chat(in_process):
 
 
 def test_a_scripted_chat_answers_line_by_line_and_saves(pippin, default_model_path, tmp_path):
-    typed = ["What is the capital of France?", "", f"/save {tmp_path / 'talk.json'}", "/quit", "Never asked."]
+    typed = ["What is the capital of Japan?", "", f"/save {tmp_path / 'talk.json'}", "/quit", "Never asked."]
     done = pippin("chat", "--model", default_model_path, "--max-tokens", 24, stdin="\n".join(typed).encode())
     assert done.returncode == 0
-    assert b"Paris" in done.stdout
+    assert b"Tokyo" in done.stdout
     assert b"Traceback" not in done.stderr
     entries = json.loads((tmp_path / "talk.json").read_text())["entries"]
     assert [entry["kind"] for entry in entries] == ["prompt", "response"]
@@ -75,7 +75,7 @@ def test_a_scripted_chat_answers_line_by_line_and_saves(pippin, default_model_pa
 
 def test_load_goes_on_and_reset_forgets(chat, tmp_path):
     first, second, third = (tmp_path / f"{n}.json" for n in (1, 2, 3))
-    chat("/system Answer with one word.", "What is the capital of France?", f"/save {first}")
+    chat("/system Answer with one word.", "What is the capital of Japan?", f"/save {first}")
     code, _, _ = chat(f"/load {first}", "And of Italy?", f"/save {second}", "/reset", f"/save {third}")
     assert code == 0
     before, after, reset = (json.loads(path.read_text())["entries"] for path in (first, second, third))
@@ -131,8 +131,8 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(terminal, default_model_path, 
     screen.type("\x03")
     screen.wait_for("stopped; this question and its answer are forgotten")
     screen.wait_for(">")
-    screen.type("What is the capital of France?\r")
-    screen.wait_for("Paris")
+    screen.type("What is the capital of Japan?\r")
+    screen.wait_for("Tokyo")
     screen.wait_for("tokens/s")
     screen.wait_for(">")
     screen.type("\x03")
@@ -142,7 +142,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(terminal, default_model_path, 
     assert screen.exit_code() == 0
     assert "Traceback" not in screen.shown
     history = tmp_path / "chat_history"
-    assert "What is the capital of France?" in history.read_text()
+    assert "What is the capital of Japan?" in history.read_text()
     assert stat.S_IMODE(history.stat().st_mode) == 0o600
 
 

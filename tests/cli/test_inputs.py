@@ -193,6 +193,18 @@ def test_models_and_devices_that_are_not_there(refused):
     assert "float12" in refused("ask", "x", "--dtype", "float12", code=2)
 
 
+def test_more_threads_than_cores_and_other_settings_of_the_engine(refused, default_model_path, tmp_path):
+    words = ("ask", "x", "--model", default_model_path)
+    assert "4096 threads were asked for, this process may use" in refused(*words, "--threads", 4096, code=2)
+    assert "0 threads" in refused(*words, "--threads", 0, code=2)
+    assert "bits" in refused(*words, "--bits", 5, code=2)
+    assert "float16" in refused(*words, "--cache-type", "float16", code=2)
+    assert "no-such-model" in refused(*words, "--speculate", "no-such-model", code=3)
+    assert "cannot draft for itself" in refused(*words, "--speculate", "self", code=2)
+    assert "is a folder; name a file" in refused(*words, "--prompt-cache", tmp_path, code=2)
+    assert "there is no folder" in refused(*words, "--prompt-cache", tmp_path / "none" / "cache", code=2)
+
+
 def test_debug_shows_the_traceback(pippin, tmp_path):
     done = pippin("ask", "x", "--file", tmp_path, "--debug")
     assert done.returncode == 2

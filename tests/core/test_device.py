@@ -172,3 +172,29 @@ def test_processor_facts_need_no_torch():
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_threads_of_torch_and_of_the_kernels_go_together(monkeypatch):
+    from pippin.core import native
+
+    asked = []
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: asked.append(("torch", count)))
+    monkeypatch.setattr(native, "library", lambda: object())
+    monkeypatch.setattr(native, "set_threads", lambda count: asked.append(("kernels", count)))
+    monkeypatch.setattr(device, "threads", lambda: 8)
+    device.use_threads(3)
+    assert asked == [("torch", 3), ("kernels", 3)]
+    asked.clear()
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    device.use_threads()
+    assert asked == [("kernels", 2)], "torch has heeded it already"
+    asked.clear()
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    device.use_threads()
+    assert asked == [("torch", 8), ("kernels", 8)]
+    monkeypatch.setattr(native, "library", lambda: None)
+    device.use_threads(1)
+    assert asked[2:] == [("torch", 1)]
+    for count in (0, 9, -1):
+        with pytest.raises(InvalidArgument, match=f"{count} threads were asked for, this process may use 1 to 8"):
+            device.use_threads(count)

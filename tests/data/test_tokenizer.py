@@ -372,3 +372,16 @@ def test_ids_outside_the_vocabulary(small, byte_level_backend):
 def test_a_lone_surrogate_is_not_text(small, control):
     with pytest.raises(InvalidInput, match="not text"):
         small.encode("a\ud800b", control=control)
+
+
+def test_vocabularies_differ_at_the_lowest_id_that_means_something_else():
+    def made(*tokens):
+        backend = Backend(models.BPE({token: index for index, token in enumerate(tokens)}, []))
+        backend.decoder = decoders.ByteLevel()
+        return Tokenizer(backend)
+
+    one = made("a", "b", "c")
+    assert one.first_difference(made("a", "b", "c")) is None
+    assert one.first_difference(made("a", "c", "b")) == 1
+    assert one.first_difference(made("a", "b")) == 2
+    assert made("a", "b").first_difference(one) == 2

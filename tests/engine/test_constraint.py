@@ -126,6 +126,19 @@ def test_taking_back_and_going_again_is_the_same(tokenizer, choices, back):
     np.testing.assert_array_equal(constraint.mask(), fork.mask())
 
 
+@pytest.mark.parametrize(("text", "reached"), [("yes", "yes"), ("yexs", "ye"), ("no", "no"), ("ya", "y"), ("x", "")])
+def test_how_far_tokens_would_be_accepted(tokenizer, text, reached):
+    constraint = Grammar.regex("yes|no").start(tokenizer)
+    before = constraint.mask().copy()
+    tokens = [token for letter in text for token in tokenizer.encode(letter)]
+    assert tokenizer.decode(tokens[: constraint.reach(tokens)]) == reached
+    assert constraint.reach([*tokens, tokenizer.vocab_size]) == constraint.reach(tokens)  # of a padded model
+    np.testing.assert_array_equal(constraint.mask(), before)
+    write(constraint, tokenizer, "yes")
+    constraint.accept(tokenizer.eos_ids[0])
+    assert constraint.reach(tokens) == 0
+
+
 def test_taking_back_the_end(tokenizer):
     constraint = Grammar.choice(["yes"]).start(tokenizer)
     write(constraint, tokenizer, "yes")

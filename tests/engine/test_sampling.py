@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from pippin.core.errors import DecodingFailure, InvalidArgument
-from pippin.engine.sampling import Sampler, SamplingOptions
+from pippin.engine.sampling import Sampler, SamplingOptions, pick
 
 DRAWS = 4000
 
@@ -75,6 +75,18 @@ def test_draws_follow_the_distribution_of_transformers(options, size):
 def test_greedy_is_the_first_of_the_likeliest():
     sampler = Sampler(SamplingOptions(), torch.tensor([0]), 4)
     assert sampler.choose(torch.tensor([0.0, 2.0, 2.0, 1.0])) == 1
+
+
+@pytest.mark.parametrize("more", [{}, {"top_k": 3}, {"top_p": 0.9}])
+def test_temperatures_that_are_no_32_bit_numbers_are_the_limits_that_they_stand_for(more):
+    logits = torch.tensor([0.0, 2.0, 1.999, -math.inf, 1.0])
+    for temperature in (5e-324, 1e-300, 1e-42):
+        sampler = Sampler(SamplingOptions(temperature=temperature, seed=0, **more), torch.tensor([0]), 5)
+        assert {sampler.choose(logits.clone()) for _ in range(20)} == {1}
+    for temperature in (1e39, 1e300):
+        sampler = Sampler(SamplingOptions(temperature=temperature, seed=0, **more), torch.tensor([0]), 5)
+        assert {sampler.choose(logits.clone()) for _ in range(200)} <= {0, 1, 2, 4}
+        assert float(sampler.law(logits.clone()).max()) < 0.4
 
 
 @given(st.integers(0, 2**63 - 1))
@@ -154,6 +166,7 @@ def test_values_outside_their_range_are_named(field, value):
     st.sampled_from([1.0, 1.7, 0.6]),
     st.dictionaries(st.integers(0, 9), st.floats(-100, 100), max_size=4),
 )
+@settings(deadline=None)
 def test_penalties_and_bias_follow_their_formula_in_the_documented_order(answer, frequency, presence, repetition, bias):
     options = SamplingOptions(
         frequency_penalty=frequency, presence_penalty=presence, repetition_penalty=repetition, logit_bias=bias
@@ -187,3 +200,56 @@ def test_a_bias_of_a_hundred_decides_and_of_minus_a_hundred_forbids(tiny):
     assert 256 not in ids
     # 100 over the others lasts for 50 occurrences, a little more or less by the model's own opinion
     assert 45 <= ids.count(70) <= 55
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.7},
+        {"temperature": 1.3, "top_p": 0.8},
+        {"temperature": 1.0, "top_k": 6, "top_p": 0.7, "min_p": 0.05},
+        {"temperature": 5.0, "min_p": 0.001},
+        {"temperature": 0.8, "repetition_penalty": 1.7, "top_k": 5},
+    ],
+)
+@pytest.mark.parametrize("size", [12, 1000])
+def test_the_law_is_that_of_transformers(options, size):
+    options = SamplingOptions(seed=7, **options)
+    logits = 3 * torch.randn(size, generator=torch.Generator().manual_seed(size))
+    prompt = logits.topk(2).indices
+    sampler = Sampler(options, prompt, size)
+    scores = logits.clone()
+    sampler.penalise(scores)
+    law = sampler.law(scores)
+    torch.testing.assert_close(law, expected(logits, options, prompt).double(), atol=1e-6, rtol=1e-5)
+    assert float(law.sum()) == pytest.approx(1, abs=1e-12)
+
+
+def test_the_law_of_a_greedy_sampler_is_its_choice():
+    logits = torch.tensor([0.0, 2.0, 2.0, 1.0])
+    assert Sampler(SamplingOptions(), [0], 4).law(logits).tolist() == [0, 1, 0, 0]
+    with pytest.raises(DecodingFailure, match="no token is allowed"):
+        Sampler(SamplingOptions(), [0], 4).law(torch.full((4,), -math.inf))
+
+
+def test_a_fork_has_seen_the_same_and_goes_its_own_way():
+    options = SamplingOptions(repetition_penalty=2.0, frequency_penalty=1.0, temperature=1.0, seed=0)
+    sampler = Sampler(options, [3], 10)
+    sampler.note(4)
+    state = sampler.generator.get_state()
+    fork = sampler.fork(torch.Generator().manual_seed(1))
+    one, other = torch.ones(10), torch.ones(10)
+    sampler.penalise(one)
+    fork.penalise(other)
+    assert torch.equal(one, other)
+    for _ in range(5):
+        fork.choose(torch.zeros(10))
+    again = torch.ones(10)
+    sampler.penalise(again)
+    assert torch.equal(one, again)
+    assert torch.equal(sampler.generator.get_state(), state)
+
+
+def test_a_pick_never_lands_where_there_is_no_weight():
+    weights = torch.tensor([0.0, 1e-300, 0.0], dtype=torch.float64)
+    assert {pick(weights, torch.Generator().manual_seed(seed)) for seed in range(20)} == {1}

@@ -1,12 +1,15 @@
 """LoRA adapters against models into which the same change was merged by hand, in float64."""
 
 import copy
+import gc
 import json
 import math
 import os
 import random
 import subprocess
 import sys
+import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -24,8 +27,7 @@ from pippin.core.errors import (
     UnsafeCheckpoint,
     UnsupportedModel,
 )
-from pippin.engine import BatchEngine, Engine, Request, SamplingOptions
-from pippin.engine.engine import Prefix
+from pippin.engine import Engine, Request, SamplingOptions
 from pippin.language import Decoder, LanguageModel
 from pippin.language.adapters import base_sha256, save_adapter
 from pippin.nn.feedforward import FeedForwardSpec
@@ -137,7 +139,7 @@ def test_two_adapters_and_none_in_one_batch_equal_three_models(base, tmp_path, p
         [event.id for event in list(Engine(models[r.adapter]).stream(replace(r, adapter=None)))[:-1]] for r in requests
     ]
     assert len({tuple(ids[:12]) for ids in expected}) == 3
-    with BatchEngine(base, slots=3, chunk=16) as engine:
+    with Engine(base, slots=3, chunk=16) as engine:
         assert texts(engine, requests[:3]) + texts(engine, requests[3:]) == expected
         # three prompts were computed: what one adapter left in a slot is no use to another
         assert engine.stats().cached_tokens == 3 * (len(prompt) - 1)
@@ -147,24 +149,23 @@ def test_two_adapters_and_none_in_one_batch_equal_three_models(base, tmp_path, p
 
 def test_a_cached_prefix_belongs_to_its_adapter(base, tmp_path):
     base.load_adapter("a", write(tmp_path, low_rank(base, 0)))
-    engine, prefix, prompt = Engine(base, chunk=16), Prefix(), list(range(60, 110))
-    cached = []
-    for adapter in (None, None, "a", "a", None):
-        *_, last = engine.stream(Request(prompt, SamplingOptions(max_tokens=1), prefix=prefix, adapter=adapter))
-        cached.append(last.cached_tokens)
-    assert cached == [0, 48, 0, 48, 0]
-    base.load_adapter("a", tmp_path)  # the same name again is another adapter
-    engine.prefill(prompt, prefix, adapter="a")
-    assert engine.score(prompt, [[65]], prefix=prefix, adapter="a") != engine.score(prompt, [[65]], prefix=prefix)
-    assert engine.score(prompt, [[65]], adapter="a") == engine.score(prompt, [[65]], prefix=Prefix(), adapter="a")
+    prompt, cached = list(range(60, 110)), []
+    with Engine(base, chunk=16) as engine:
+        for adapter in (None, None, "a", "a", None):
+            *_, last = engine.stream(Request(prompt, SamplingOptions(max_tokens=1), adapter=adapter))
+            cached.append(last.cached_tokens)
+        assert cached == [0, 49, 0, 49, 49]
+        base.load_adapter("a", tmp_path)  # the same name again is another adapter
+        assert engine.prefill(prompt, adapter="a") == 50
+        assert engine.stats().cached_tokens == 3 * 49
+        assert engine.score(prompt, [[65]], adapter="a") != engine.score(prompt, [[65]])
 
 
 def test_scores_with_an_adapter_equal_the_merged_model(base, tmp_path):
     weights = low_rank(base, 0)
     base.load_adapter("a", write(tmp_path, weights))
     expected = Engine(merged(base, weights, 2.0)).score([65] * 20, [[66, 67], [68]])
-    assert Engine(base).score([65] * 20, [[66, 67], [68]], adapter="a") == pytest.approx(expected, abs=1e-3)
-    with BatchEngine(base) as engine:
+    with Engine(base) as engine:
         assert engine.score([65] * 20, [[66, 67], [68]], adapter="a") == pytest.approx(expected, abs=1e-3)
 
 
@@ -178,7 +179,7 @@ def test_an_adapter_that_is_unloaded_finishes_its_requests_and_takes_no_more(bas
     base.load_adapter("a", write(tmp_path, low_rank(base, 0)))
     request = Request([65, 66], SamplingOptions(max_tokens=10), adapter="a")
     expected = texts(Engine(base), [request])[0]
-    with BatchEngine(base) as engine:
+    with Engine(base) as engine:
         stream = engine.stream(request)
         base.unload_adapter("a")
         assert [event.id for event in list(stream)[:-1]] == expected
@@ -352,7 +353,7 @@ def test_the_example_teaches_the_real_model(model, tmp_path):
     request = Request(question, SamplingOptions(max_tokens=30))
     try:
         model.load_adapter("pirate", tmp_path / "pirate")
-        with BatchEngine(model, slots=2) as engine:
+        with Engine(model, slots=2) as engine:
             plain, pirate = (
                 model.tokenizer.decode(ids) for ids in texts(engine, [request, replace(request, adapter="pirate")])
             )
@@ -380,9 +381,22 @@ def test_an_adapter_of_the_real_model_changes_its_answer_and_nothing_else(model,
     plain = texts(Engine(model), [request])[0]
     try:
         model.load_adapter("noise", tmp_path)
-        with BatchEngine(model, slots=2) as engine:
+        with Engine(model, slots=2) as engine:
             ours, theirs = texts(engine, [request, replace(request, adapter="noise")])
     finally:
         model.unload_adapter("noise")
     assert ours == plain != theirs
     assert list(model.adapters) == before
+
+
+def test_an_adapter_that_is_unloaded_is_not_kept_in_memory_by_what_it_computed(base, tmp_path):
+    gone = weakref.ref(base.load_adapter("a", write(tmp_path, low_rank(base, 0))))
+    with Engine(base) as engine:
+        engine.prefill([65] * 40, adapter="a")
+        base.unload_adapter("a")
+        end = time.perf_counter() + 10
+        while gone() is not None and time.perf_counter() < end:
+            gc.collect()
+        assert gone() is None
+        assert engine.stats().blocks_cached == 3
+        assert list(engine._scheduler.tree.sequences()) == []

@@ -8,16 +8,20 @@ import pytest
 import torch
 
 import pippin
-from pippin.core import device as devices, store
+from pippin.core import device as devices, native, store
 from pippin.core.errors import CorruptedFile, InvalidArgument, ModelNotFound, PippinError
-from pippin.engine import DenseCache
+from pippin.core.reference import resolve
+from pippin.engine.runner import BLOCK, runner_class
 from pippin.language.availability import Availability, availability, memory_needed
+from pippin.language.load import survey
+from pippin.language.packing import Packing
 
 MEASURE = """
 import ctypes, gc, re, sys
 import torch
 from pippin.language import load
-from pippin.engine.cache import DenseCache
+from pippin.engine import native_runner, torch_runner  # what the libraries take for themselves
+from pippin.engine.runner import BLOCK, make_runner
 
 def held():
     gc.collect()
@@ -27,11 +31,12 @@ def held():
 
 path, dtype, context = sys.argv[1], sys.argv[2], int(sys.argv[3])
 torch.set_num_threads(1)
-torch.nn.functional.linear(torch.ones(64, 64), torch.ones(64, 64))  # what the libraries take for themselves
+torch.nn.functional.linear(torch.ones(64, 64), torch.ones(64, 64))
 before = held()
 model = load(path, device="cpu", dtype=dtype)
-cache = DenseCache(model.config, context, dtype=model.dtype)
-cache.store.fill_(1.0)
+runner = make_runner(model, context // BLOCK)
+for block in range(runner.blocks):
+    runner.write([block], torch.ones(1, runner.block_bytes, dtype=torch.uint8))
 print(held() - before)
 """
 
@@ -67,25 +72,43 @@ def test_the_estimate_is_what_a_fresh_process_grows_by(default_model_path, dtype
     assert estimate == pytest.approx(measured, rel=0.10)
 
 
-def test_the_estimate_counts_every_number_that_is_held(tiny, folder):
-    packed = torch.backends.mkldnn.is_available()
-    numbers = sum(parameter.numel() for parameter in tiny.module.parameters())
-    numbers += tiny.module.embed_tokens.weight.numel() if packed else 0
-    assert memory_needed(folder, "float32", device="cpu", context=0) == 4 * numbers
-    per_token = memory_needed(folder, "float32", device="cpu", context=1) - 4 * numbers
-    assert per_token == DenseCache(tiny.config, 1).nbytes
-    whole = memory_needed(folder, "float32", device="cpu")
-    assert whole == 4 * numbers + per_token * tiny.context_size
+def held_by(model) -> int:
+    """Bytes of the ordinary tensors and the packed weights of a loaded model, each counted once."""
+    held = {}
+    for part in model.module.modules():
+        packed = getattr(part, "packed", None)
+        if packed is not None:
+            held[id(packed)] = packed.nbytes
+        held.update((id(tensor), tensor.nbytes) for tensor in part.parameters(recurse=False))
+    return sum(held.values())
 
 
-def test_half_precision_takes_half(folder):
-    # float16 has no packed layout, so the tied head is no second copy; the context alone shows the factor
-    sizes = {
-        dtype: memory_needed(folder, dtype, device="cpu", context=100)
-        - memory_needed(folder, dtype, device="cpu", context=0)
-        for dtype in ("float32", "float16")
-    }
-    assert sizes["float32"] == 2 * sizes["float16"]
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16", "float16"])
+def test_the_estimate_is_what_a_loaded_model_holds(folder, dtype, kernels, monkeypatch):
+    if not kernels:
+        monkeypatch.setattr(native, "library", lambda: None)
+    loaded = pippin.load(folder, device="cpu", dtype=dtype)
+    assert memory_needed(folder, dtype, device="cpu", context=0) == held_by(loaded)
+    per_token = memory_needed(folder, dtype, device="cpu", context=1) - held_by(loaded)
+    assert per_token * BLOCK == runner_class(loaded).block_bytes_of(loaded)
+    whole = memory_needed(folder, dtype, device="cpu")
+    assert whole == held_by(loaded) + per_token * loaded.context_size
+
+
+@pytest.mark.skipif(native.library() is None, reason="the native kernels are not built")
+def test_fewer_bits_need_less_memory(default_model_path):
+    sizes = [memory_needed(default_model_path, device="cpu", bits=bits, context=0) for bits in (2, 3, 4, 8, None)]
+    assert sizes[:4] == sorted(sizes[:4])
+    assert sizes[4] == held_by(pippin.load(default_model_path, device="cpu"))
+    assert availability(default_model_path, device="cpu", bits=2)
+    with pytest.raises(InvalidArgument, match="bits is 5"):
+        availability(default_model_path, device="cpu", bits=5)
+    # on a GPU, codes of 3 bits take the room of 4
+    seen = survey(resolve(default_model_path))
+    gpu = {bits: Packing(torch.device("cuda"), torch.bfloat16, bits=bits) for bits in (2, 3, 4)}
+    assert gpu[2].nbytes(seen.module, seen.kinds) < gpu[3].nbytes(seen.module, seen.kinds)
+    assert gpu[3].nbytes(seen.module, seen.kinds) == gpu[4].nbytes(seen.module, seen.kinds)
 
 
 @pytest.mark.parametrize("name", ["smollm2-135n", "no such thing", "./nowhere", "nowhere.gguf", "bfcl"])

@@ -2,17 +2,32 @@
 
 import copy
 import json
+import os
 import shutil
+import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 import pippin
+from pippin.core import native
 from pippin.core.errors import CorruptedFile, InvalidArgument, ModelNotFound, UnsafeCheckpoint, UnsupportedModel
-from pippin.engine import DenseCache, Engine, Request, SamplingOptions
+from pippin.core.gguf import open_gguf
+from pippin.engine import Engine, Request, SamplingOptions
+from pippin.language.availability import memory_needed
+from pippin.language.packing import choose_packing, group_of
+from pippin.nn.packed import NativeWeight, dequantise, quantise, zero_point
+
+from .dense import DenseCache
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+with_kernels = pytest.mark.skipif(native.library() is None, reason="the native kernels are not built")
+
+
+def packed_weights(model):
+    parts = model.module.named_modules()
+    return {name: part.packed for name, part in parts if isinstance(getattr(part, "packed", None), NativeWeight)}
 
 
 @pytest.fixture(scope="module")
@@ -91,13 +106,145 @@ def test_bfloat16_answers_like_float32(default_model_path):
     loaded = pippin.load(default_model_path, device="cpu", dtype="bfloat16")
     *tokens, _ = Engine(loaded).stream(Request(loaded.template.encode(QUESTION), SamplingOptions(max_tokens=20)))
     assert "Paris" in "".join(token.text for token in tokens)
-    assert loaded.dtype == torch.bfloat16
+    if native.library() is None:
+        assert loaded.dtype == torch.bfloat16
+    else:  # weights of bfloat16, activations of float32
+        assert loaded.dtype == torch.float32
+        assert {weight.kind for weight in packed_weights(loaded).values()} == {"BF16"}
 
 
 def test_a_packed_model_refuses_to_be_saved(model, tmp_path):
     with pytest.raises(InvalidArgument, match="pack=False"):
         model.save(tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@with_kernels
+def test_weights_of_a_file_stay_in_their_formats_and_nothing_is_held_twice(default_model_path, model):
+    loaded, file = pippin.load(default_model_path, device="cpu"), open_gguf(default_model_path)
+    weights = packed_weights(loaded)
+    names = {"self_attn.q_proj": "attn_q", "self_attn.o_proj": "attn_output", "mlp.down_proj": "ffn_down"}
+    for ours, theirs in names.items():
+        stored = file.tensors[f"blk.7.{theirs}.weight"]
+        weight = weights[f"layers.7.{ours}"]
+        assert (weight.kind, weight.rows, weight.columns) == (stored.type, *stored.shape)
+        # the float32 model was dequantised and its query rows put in order by other code
+        assert torch.equal(weight.dense(), packed_weights(model)[f"layers.7.{ours}"].dense())
+    assert weights["lm_head"] is weights["embed_tokens"]
+    assert weights["embed_tokens"].kind == file.tensors["token_embd.weight"].type
+    assert sum({id(weight): weight.nbytes for weight in weights.values()}.values()) < file.path.stat().st_size
+    assert {parameter.dtype for parameter in loaded.module.parameters()} == {torch.float32}
+    assert sum(parameter.numel() for parameter in loaded.module.parameters()) < 100_000  # norms alone
+    assert (loaded.dtype, loaded.device.type) == (torch.float32, "cpu")
+
+
+@with_kernels
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_nothing_of_the_file_stays_in_memory(default_model_path, saved):
+    for path in (default_model_path, saved / "model.safetensors"):
+        loaded = pippin.load(path if path.suffix == ".gguf" else saved, device="cpu")
+        with open("/proc/self/maps") as maps:
+            assert os.path.realpath(path) not in maps.read()
+        assert loaded.source is not None
+
+
+@pytest.fixture
+def wide(folder):
+    """A small checkpoint whose rows groups of 32 divide."""
+    tensors = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    for name in tensors:
+        if "mlp" in name:
+            shape = (32, 64) if "down_proj" in name else (64, 32)
+            tensors[name] = torch.randn(shape, generator=generator)
+    save_file(tensors, folder / "model.safetensors")
+    edit_config(folder, intermediate_size=64)
+    return folder
+
+
+@with_kernels
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_weights_are_quantised_from_those_of_the_file(wide, bits):
+    weights = packed_weights(pippin.load(wide, device="cpu", bits=bits))
+    exact = load_file(wide / "model.safetensors")
+    assert weights["lm_head"] is weights["embed_tokens"]
+    for name, weight in weights.items():
+        outer = name in ("lm_head", "embed_tokens")
+        stored = exact["model.embed_tokens.weight" if outer else f"model.{name}.weight"]
+        wanted = max(bits, 4) if outer else bits
+        group = 64 if "down_proj" in name else 32
+        assert (weight.kind, weight.group) == (f"INT{wanted}", group)
+        codes, scales = quantise(stored, wanted, group)
+        assert torch.equal(weight.dense(), dequantise(codes, scales, zero_point(wanted)))
+    with pytest.raises(InvalidArgument, match="pack=False"):
+        pippin.load(wide, device="cpu", bits=bits).save(wide)
+
+
+@with_kernels
+def test_eight_bits_of_the_real_model_are_nearly_as_good_as_all(default_model_path, model):
+    loaded, ids = pippin.load(default_model_path, device="cpu", bits=8), torch.tensor([model.template.encode(QUESTION)])
+    with torch.no_grad():
+        expected = model.module(ids)
+        assert (loaded.module(ids) - expected).norm() < 0.1 * expected.norm()  # of which most is in the activations
+    assert loaded.dtype == torch.float32
+    held = sum({id(weight): weight.nbytes for weight in packed_weights(loaded).values()}.values())
+    norms = sum(parameter.nbytes for parameter in loaded.module.parameters())
+    assert memory_needed(default_model_path, device="cpu", bits=8, context=0) == held + norms
+
+
+@with_kernels
+def test_precisions_are_those_that_were_asked_for(default_model_path, folder):
+    kinds = {"auto": "BF16", "bfloat16": "BF16", "float32": "F32"}
+    for dtype, kind in kinds.items():
+        loaded = pippin.load(folder, device="cpu", dtype=dtype)
+        assert {weight.kind for weight in packed_weights(loaded).values()} == {kind}
+    half = pippin.load(folder, device="cpu", dtype="float16")
+    assert packed_weights(half) == {}
+    assert half.dtype == torch.float16
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bits": 5}, "bits is 5; choose one of 2, 3, 4, 8, or None"),
+        ({"bits": 4, "pack": False}, "which pack=False forbids"),
+        ({"bits": 4, "dtype": "float16"}, "leave dtype='float16' out"),
+    ],
+)
+def test_bits_that_nothing_computes_with_are_refused_before_anything_is_read(folder, options, message):
+    with pytest.raises(InvalidArgument, match=message):
+        pippin.load(folder, device="cpu", **options)
+
+
+def test_bits_need_kernels(folder, monkeypatch):
+    monkeypatch.setattr(native, "library", lambda: None)
+    monkeypatch.setattr(native, "why_not", lambda: "the reason")
+    with pytest.raises(InvalidArgument, match="bits=4 needs the native kernels: the reason"):
+        pippin.load(folder, device="cpu", bits=4)
+    with pytest.raises(InvalidArgument, match="kernels for the CPU and for CUDA, not for mps"):
+        choose_packing("auto", torch.device("mps"), bits=4)
+    monkeypatch.setattr("pippin.nn.triton_matvec.TritonWeight.missing", lambda: "no triton")
+    with pytest.raises(InvalidArgument, match="bits=4 cannot be computed on cuda: no triton"):
+        choose_packing("auto", torch.device("cuda"), bits=4)
+
+
+@with_kernels
+def test_a_matrix_that_groups_do_not_divide_is_named_before_a_weight_is_read(folder, monkeypatch):
+    monkeypatch.setattr(
+        sys.modules["pippin.language.load"], "quantise", lambda *_: pytest.fail("a weight was quantised")
+    )
+    with pytest.raises(InvalidArgument, match=r"layers\.0\.mlp\.down_proj\.weight has rows of 48 weights"):
+        pippin.load(folder, device="cpu", bits=4)
+    assert [group_of("a", columns) for columns in (64, 96, 576)] == [64, 32, 64]
+
+
+@with_kernels
+def test_weights_that_are_not_finite_are_named(wide):
+    tensors = load_file(wide / "model.safetensors")
+    tensors["model.layers.1.self_attn.v_proj.weight"][0, 5] = float("nan")
+    save_file(tensors, wide / "model.safetensors")
+    with pytest.raises(InvalidArgument, match=r"layers\.1\.self_attn\.v_proj\.weight holds values that are not finite"):
+        pippin.load(wide, device="cpu", bits=4)
 
 
 @pytest.fixture

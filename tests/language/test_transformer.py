@@ -9,12 +9,13 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pippin.core.errors import InvalidArgument, UnsupportedModel
-from pippin.engine.cache import DenseCache
 from pippin.language import families
 from pippin.language.transformer import Decoder, DecoderConfig, LayerSpec
 from pippin.nn.attention import AttentionSpec
 from pippin.nn.feedforward import FeedForwardSpec
 from pippin.nn.rotary import Rotary
+
+from .dense import DenseCache
 
 SMALL = {
     "vocab_size": 307,

@@ -223,7 +223,8 @@ def test_a_body_without_a_length_is_counted_as_it_comes(make_server):
 
 def test_a_full_server_says_when_to_come_back(make_server):
     server = make_server(slots=1, queue=0)
-    with server.client() as client, client.stream("POST", CHAT, json=body(max_tokens=1900, stream=True)) as stream:
+    endless = body(max_tokens=1900, stream=True, logit_bias={"256": -100})
+    with server.client() as client, client.stream("POST", CHAT, json=endless) as stream:
         next(stream.iter_lines())
         refused = client.post(CHAT, json=body())
         assert refused.status_code == 503

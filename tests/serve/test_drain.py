@@ -100,6 +100,11 @@ def test_the_second_signal_ends_at_once(serve):
         (["--adapter", "pirate=/nowhere"], 3, "--adapter pirate: there is no folder /nowhere"),
         (["--api-key-file", "nowhere"], 2, "cannot read the keys in nowhere: No such file"),
         (["--stateless", "--log-prompts"], 2, "choose one of them"),
+        (["--stateless", "--prompt-cache", "kept"], 2, "prompt_cache keeps prompts and stateless promises not to"),
+        (["--threads", "4096"], 2, "threads is 4096, and this process may use"),
+        (["--bits", "5"], 2, "bits must be one of 2, 3, 4, 8, got 5"),
+        (["--cache-type", "half"], 2, "cache_type must be one of auto, float32, bfloat16, int8, got 'half'"),
+        (["--speculate", "no-such-draft"], 3, "there is no model or data set 'no-such-draft'"),
         (["no-such-model"], 3, "there is no model or data set 'no-such-model'"),
     ],
 )

@@ -14,7 +14,6 @@ from mcp.client import Client
 
 from pippin.core.errors import Cancelled, ToolCallError, ToolServerError
 from pippin.engine import Engine
-from pippin.engine.batch import BatchEngine
 from pippin.kits.text import TextTasks
 from pippin.serve import mcp
 from pippin.serve.limits import Caller
@@ -206,15 +205,17 @@ def test_over_http_with_a_key(make_server):
 
 
 async def test_scored_texts_are_their_callers_and_count(tiny, monkeypatch):
-    owners, score = [], BatchEngine.score
-    monkeypatch.setattr(BatchEngine, "score", lambda *a, **k: owners.append(k["owner"]) or score(*a, **k))
+    with Engine(tiny) as engine:
+        expected = engine.score([1, 2, 3], [[4, 5], [6]])
+    owners, score = [], Engine.score
+    monkeypatch.setattr(Engine, "score", lambda *a, **k: owners.append(k["owner"]) or score(*a, **k))
     service = Service(Settings(models=("tiny",), tokens_per_day=1000), load=lambda _: tiny)
     caller = Caller("key:alice", "alice")
 
     def work(provider):
         return provider.engine.score([1, 2, 3], [[4, 5], [6]])
 
-    assert await service.task("", work, caller) == pytest.approx(Engine(tiny).score([1, 2, 3], [[4, 5], [6]]), rel=1e-4)
+    assert await service.task("", work, caller) == pytest.approx(expected, rel=1e-4)
     assert owners == ["key:alice"]
     assert service.limits.headers(caller)["x-quota-remaining-tokens"] == str(1000 - 6)
     service.close()

@@ -76,6 +76,20 @@ def test_figures_equal_what_happened(make_server):
     engine = server.service.pool.loaded["tiny"].engine.stats()
     assert found["pippin_cache_tokens_used", (("model", "tiny"),)] == engine.cache_tokens_used > 0
     assert found["pippin_cache_tokens_capacity", (("model", "tiny"),)] == engine.cache_tokens_capacity
+    fields = {
+        "pippin_cache_blocks": "blocks_total",
+        "pippin_cache_blocks_free": "blocks_free",
+        "pippin_cache_blocks_kept": "blocks_cached",
+        "pippin_passes_total": "steps",
+        "pippin_prefix_hits_total": "prefix_hits",
+        "pippin_preemptions_total": "preempted",
+        "pippin_drafted_tokens_total": "drafted",
+        "pippin_accepted_tokens_total": "accepted",
+    }
+    for name, field in fields.items():
+        assert found[name, (("model", "tiny"),)] == getattr(engine, field), name
+    assert engine.blocks_total >= engine.blocks_free + engine.blocks_cached > 0
+    assert engine.steps > 0
     assert found["pippin_memory_used_bytes", ()] == server.service.pool.nbytes
     assert stats["memory"] == {"models": server.service.pool.nbytes, "budget": server.service.pool.budget}
     assert stats["cache"]["tokens_used"] == engine.cache_tokens_used

@@ -5,10 +5,13 @@ import contextlib
 import json
 import logging
 import random
+import shutil
 import threading
 from contextlib import aclosing
+from dataclasses import replace
 
 import pytest
+from tokenizers import Tokenizer as Backend, decoders, models
 
 from pippin.core.errors import (
     ContextOverflow,
@@ -22,6 +25,7 @@ from pippin.core.errors import (
     TimedOut,
     UnsupportedCapability,
 )
+from pippin.data.tokenizer import Tokenizer
 from pippin.engine import Token
 from pippin.serve import guarding, logs
 from pippin.serve.gate import Gate
@@ -190,6 +194,26 @@ async def test_callers_take_turns():
     assert (gate.inside, gate.waiting) == (0, 0)
 
 
+async def test_higher_priorities_go_first_and_callers_take_turns_among_equals():
+    gate, order = Gate(1), []
+
+    async def one(caller, priority):
+        await gate.enter(caller, priority)
+        order.append(f"{caller}{priority}")
+        gate.leave()
+
+    await gate.enter("a")
+    asked = [("a", -5), ("a", 0), ("a", 0), ("b", 0), ("a", 5), ("b", 5), ("c", 0)]
+    waiting = [asyncio.create_task(one(*who)) for who in asked]
+    await asyncio.sleep(0)
+    waiting[-1].cancel()
+    await asyncio.sleep(0)
+    gate.leave()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    assert order == ["a5", "b5", "a0", "b0", "a0", "a-5"]
+    assert (gate.inside, gate.waiting) == (0, 0)
+
+
 async def test_a_gate_survives_any_order_of_leaving():
     rng = random.Random(1)
     gate = Gate(3, ahead=2)
@@ -197,7 +221,7 @@ async def test_a_gate_survives_any_order_of_leaving():
 
     async def one(number):
         nonlocal most
-        await gate.enter(str(number % 4))
+        await gate.enter(str(number % 4), number % 3)
         try:
             most = max(most, gate.inside)
             for _ in range(rng.randrange(4)):
@@ -361,6 +385,78 @@ async def test_what_one_caller_left_is_never_used_for_another(tiny):
     assert await cached(service, ALICE) > 0
     assert await cached(service, BOB) == 0
     assert await cached(service, ALICE) > 0
+    service.close()
+
+
+async def test_priorities_reach_the_turn_and_the_gate(tiny):
+    service, stub = make_service(slots=1, queue=4)
+    seen, stream = [], stub.stream
+    stub.stream = lambda turn: seen.append(turn.priority) or stream(turn)
+    for priority in (-5, 0, 5):
+        async for _ in service.run("", turn(1), ALICE, priority=priority):
+            pass
+    assert seen == [-5, 0, 5]
+    service.close()
+
+
+async def test_prompts_are_kept_when_the_server_stops_and_used_when_it_starts_again(tiny, tmp_path, monkeypatch):
+    folder = tmp_path / "kept" / "prompts"
+    settings = Settings(models=("tiny",), prompt_cache=folder)
+    service = Service(settings, load=lambda _: tiny)
+    assert await cached(service, ALICE) == 0
+    service.close()
+    assert [file.name for file in folder.iterdir()] == ["tiny.prompts"]
+    service = Service(settings, load=lambda _: tiny)
+    assert await cached(service, BOB) == 0
+    assert await cached(service, ALICE) > 0
+    service.close()
+    # a file that cannot be used is told in the log, and written anew
+    (folder / "tiny.prompts").write_bytes(b"PIPPINKV" + bytes(100))
+    told = []
+    monkeypatch.setattr(logs.log, "error", lambda text, **more: told.append((text, more["extra"]["fields"]["error"])))
+    service = Service(settings, load=lambda _: tiny)
+    assert await cached(service, ALICE) == 0
+    service.close()
+    assert told == [("kept prompts not used", "PromptCacheMismatch")]
+    service = Service(settings, load=lambda _: tiny)
+    assert await cached(service, ALICE) > 0
+    service.close()
+
+
+async def test_prompts_that_cannot_be_kept_do_not_keep_the_server_from_stopping(tiny, tmp_path, monkeypatch):
+    service = Service(Settings(models=("tiny",), prompt_cache=tmp_path / "kept"), load=lambda _: tiny)
+    assert await cached(service, ALICE) == 0
+    told = []
+    monkeypatch.setattr(logs.log, "error", lambda text, **more: told.append((text, more["extra"]["fields"]["error"])))
+    shutil.rmtree(tmp_path / "kept")
+    service.close()
+    assert told == [("prompts not kept", "InvalidInput")]
+
+
+async def test_guesses_ahead_are_checked_and_counted(tiny):
+    options = Settings(models=("tiny",), speculate="twin", slots=2)
+    service = Service(options, load=lambda name: replace(tiny, name=name))
+    *_, done = await answer(service, turn(40, "abc abc abc"), ALICE, "tiny")
+    assert done.usage.accepted_tokens > 20
+    stats = service.pool.loaded["tiny"].engine.stats()
+    assert (stats.drafted, stats.accepted) == (done.usage.drafted_tokens, done.usage.accepted_tokens)
+    weights = sum(parameter.nbytes for parameter in tiny.module.parameters())
+    assert service.pool.loaded["tiny"].nbytes > 2 * weights, "what guesses ahead takes memory, too"
+    service.close()
+
+
+async def test_a_model_whose_vocabulary_is_another_is_served_without_guesses(tiny, monkeypatch):
+    told = []
+    monkeypatch.setattr(logs.log, "error", lambda text, **more: told.append((text, more["extra"]["fields"]["error"])))
+    backend = Backend(models.BPE({"b": 0, "a": 1}, []))
+    backend.decoder = decoders.ByteLevel()
+    other = replace(tiny, name="other", tokenizer=Tokenizer(backend, eos_ids=[0]))
+    service = Service(
+        Settings(models=("tiny",), speculate="other"), load=lambda name: other if name == "other" else tiny
+    )
+    *_, done = await answer(service, turn(5, "abc"), ALICE, "tiny")
+    assert done.usage.drafted_tokens == 0
+    assert told == [("nothing is guessed ahead", "VocabularyMismatch")]
     service.close()
 
 

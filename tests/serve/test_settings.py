@@ -36,6 +36,13 @@ KEYS = {"alice": "0123456789abcdef"}
         ({"host": "example.org"}, "can be reached by others"),
         ({"cors_origins": ("example.org",)}, "cors_origins must be like https://"),
         ({"log_prompts": True, "stateless": True}, "log_prompts keeps texts"),
+        ({"bits": 5}, "bits must be one of 2, 3, 4, 8, got 5"),
+        ({"bits": True}, "bits must be one of"),
+        ({"cache_type": "float16"}, "cache_type must be one of auto, float32, bfloat16, int8, got 'float16'"),
+        ({"threads": 0}, "threads must be a whole number from 1"),
+        ({"threads": 4096}, "threads is 4096, and this process may use"),
+        ({"speculate": ""}, "speculate must be"),
+        ({"prompt_cache": "kept", "stateless": True}, "prompt_cache keeps prompts and stateless promises not to"),
     ],
 )
 def test_a_value_outside_its_range_is_named(given, message):

@@ -89,3 +89,13 @@ def test_an_environment_that_works_is_kept(tmp_path, bin):
     before = (venv / "bin" / "python").read_text()
     assert "making" not in setup(venv, bin, PYTHON="no-such-python").stderr
     assert (venv / "bin" / "python").read_text() == before
+
+
+def test_a_missing_compiler_is_no_failure_and_named_with_its_package(tmp_path, bin):
+    command(bin / "apt-get", "exit 0")
+    done = setup(fake_venv(tmp_path, "exit 0"), bin, CXX="no-such-compiler")
+    assert done.returncode == 0
+    assert "pippin: note: no C++ compiler, so torch will do the work of the native kernels" in done.stderr
+    assert "sudo apt-get install -y g++, then run this again" in done.stderr
+    command(bin / "some-compiler", "exit 0")
+    assert "C++" not in setup(tmp_path / "venv", bin, CXX="some-compiler -v").stderr

@@ -9,6 +9,7 @@ from typing import Any
 from pippin.claims import Evidence, Scale, claim
 from pippin.claims._random_schemas import random_schema
 
+MOST_TOKENS = 64
 SCHEMAS = {"smoke": 3, "laptop": 100, "gpu": 100}
 
 
@@ -25,8 +26,8 @@ def run(scale: Scale) -> Evidence:
     import torch
 
     from pippin.core.errors import SchemaError
-    from pippin.engine import DenseCache
     from pippin.engine.constraint import Grammar
+    from pippin.engine.runner import BLOCK, make_runner
     from pippin.language.load import load
 
     model = load("smollm2-135m")
@@ -35,6 +36,7 @@ def run(scale: Scale) -> Evidence:
     compiles: list[float] = []
     refused = 0
     prompt = model.tokenizer.encode("Here is the JSON:\n")
+    runner = make_runner(model, -(-(len(prompt) + MOST_TOKENS) // BLOCK))
     for seed in range(SCHEMAS[scale.name]):
         try:
             constraint = Grammar.json_schema(random_schema(seed)).start(model.tokenizer)
@@ -42,10 +44,9 @@ def run(scale: Scale) -> Evidence:
             refused += 1
             continue
         compiles.append(constraint.compile_seconds)
-        cache = DenseCache(model.config, len(prompt) + 64, dtype=model.dtype, device=model.device)
         generator = torch.Generator().manual_seed(seed)
         with torch.inference_mode():
-            _walk(model, constraint, cache, prompt, generator, masks, steps)
+            _walk(model, constraint, runner, prompt, generator, masks, steps)
     evidence = Evidence()
     mask, step = statistics.median(masks), statistics.median(steps)
     evidence.add("mask per token, median", 1e6 * mask, unit="µs")
@@ -60,15 +61,15 @@ def run(scale: Scale) -> Evidence:
 
 
 def _walk(
-    model: Any, constraint: Any, cache: Any, prompt: list[int], generator: Any, masks: list[float], steps: list[float]
+    model: Any, constraint: Any, runner: Any, prompt: list[int], generator: Any, masks: list[float], steps: list[float]
 ) -> None:
-    """One answer of at most 64 tokens; times are added to the lists."""
-    import torch
+    """One answer of at most `MOST_TOKENS`; times are added to the lists."""
+    from pippin.engine.runner import Work
 
-    ids = prompt
-    for _ in range(64):
+    ids, held = prompt, 0
+    for _ in range(MOST_TOKENS):
         began = time.perf_counter()
-        logits = model.module(torch.tensor([ids], device=model.device), cache=cache, last=1)[0, -1].float().cpu()
+        logits = runner.forward([Work(ids, held, range(runner.blocks), [len(ids) - 1])])[0][0]
         if len(ids) == 1:
             steps.append(time.perf_counter() - began)
         began = time.perf_counter()
@@ -80,4 +81,4 @@ def _walk(
         constraint.accept(token)
         if constraint.finished:
             return
-        ids = [token]
+        ids, held = [token], held + len(ids)

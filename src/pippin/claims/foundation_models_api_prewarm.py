@@ -71,10 +71,12 @@ def _instructions(model: Any, seed: int) -> str:
 
 
 def _pair(model: Any, instructions: str) -> tuple[Any, Any]:
-    """The same request in two new sessions, the second one prewarmed."""
-    from pippin.session import GenerationOptions, Session
+    """The same request in two new sessions that share nothing, the second one prewarmed."""
+    from pippin.engine import Engine
+    from pippin.session import GenerationOptions, LocalModel, Session
 
     options = GenerationOptions(max_tokens=8, logprobs=5)
-    cold, warm = (Session(model, instructions=instructions) for _ in range(2))
-    warm.prewarm()
-    return cold.respond(PROMPT, options=options), warm.respond(PROMPT, options=options)
+    with Engine(model) as one, Engine(model) as other:
+        cold, warm = (Session(LocalModel(model, engine=engine), instructions=instructions) for engine in (one, other))
+        warm.prewarm()
+        return cold.respond(PROMPT, options=options), warm.respond(PROMPT, options=options)

@@ -8,6 +8,7 @@ import typer
 
 from pippin.cli.ask import ask
 from pippin.cli.attest import app as attest
+from pippin.cli.bench import bench
 from pippin.cli.chat import chat
 from pippin.cli.claims import app as claims
 from pippin.cli.classify import classify
@@ -51,7 +52,7 @@ def pippin(
     """Private foundation models on the machine you have."""
 
 
-for verb in (ask, chat, summarize, extract, classify, proofread, serve, models, pull, remove, doctor, privacy):
+for verb in (ask, chat, summarize, extract, classify, proofread, serve, models, pull, remove, doctor, bench, privacy):
     app.command()(verb)
 app.add_typer(attest, name="attest")
 app.add_typer(claims, name="claims")

@@ -49,6 +49,11 @@ def ask(
     url: options.Url = None,
     device: options.Device = None,
     dtype: options.DType = "auto",
+    bits: options.Bits = None,
+    cache_type: options.CacheType = "auto",
+    threads: options.Threads = None,
+    speculate: options.Speculate = None,
+    prompt_cache: options.PromptCache = None,
     temperature: options.Temperature = None,
     top_k: options.TopK = None,
     top_p: options.TopP = None,
@@ -75,16 +80,17 @@ def ask(
     )
     import pippin
 
-    provider = options.provider(model, device, dtype, url)
-    session = pippin.Session(provider, instructions=instructions)
-    is_text = target is None or choice or regex
-    if as_json or not (is_text or terminal.watched(sys.stdout)):
-        response = session.respond(text, generating=target, options=given)
-        value = _record(response, provider.name) if as_json else response.content
-        terminal.write(terminal.to_json(value) + "\n")
-    else:
-        with session.stream(text, generating=target, options=given) as stream:
-            response = terminal.show_text(stream) if is_text else terminal.show_value(stream)
+    machine = options.Machine(device, dtype, bits, cache_type, threads, speculate, prompt_cache)
+    is_text = target is None or bool(choice or regex)
+    with options.provider(model, url, machine) as provider:
+        session = pippin.Session(provider, instructions=instructions)
+        if as_json or not (is_text or terminal.watched(sys.stdout)):
+            response = session.respond(text, generating=target, options=given)
+            value = _record(response, provider.name) if as_json else response.content
+            terminal.write(terminal.to_json(value) + "\n")
+        else:
+            with session.stream(text, generating=target, options=given) as stream:
+                response = terminal.show_text(stream) if is_text else terminal.show_value(stream)
     if response.finish_reason == "length":
         terminal.note(f"the answer was cut off after {response.usage.output_tokens} tokens (see --max-tokens)")
     if terminal.watched(sys.stderr):

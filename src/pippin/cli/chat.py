@@ -157,6 +157,11 @@ def chat(
     url: options.Url = None,
     device: options.Device = None,
     dtype: options.DType = "auto",
+    bits: options.Bits = None,
+    cache_type: options.CacheType = "auto",
+    threads: options.Threads = None,
+    speculate: options.Speculate = None,
+    prompt_cache: options.PromptCache = None,
     temperature: options.Temperature = None,
     top_k: options.TopK = None,
     top_p: options.TopP = None,
@@ -180,16 +185,17 @@ def chat(
     )
     import pippin
 
-    provider = options.provider(model, device, dtype, url)
-    session = pippin.Session(provider, instructions=instructions)
-    conversation = Chat(session, given, at_keyboard=terminal.watched(sys.stdin) and terminal.watched(sys.stdout))
-    if conversation.at_keyboard:
-        terminal.note(f"{provider.name}; /help for help, Ctrl-D to leave")
-        _at_keyboard(conversation)
-    else:
-        for message in messages(inputs.stdin_lines()):
-            if not conversation.turn(message):
-                break
+    machine = options.Machine(device, dtype, bits, cache_type, threads, speculate, prompt_cache)
+    with options.provider(model, url, machine) as provider:
+        session = pippin.Session(provider, instructions=instructions)
+        conversation = Chat(session, given, at_keyboard=terminal.watched(sys.stdin) and terminal.watched(sys.stdout))
+        if conversation.at_keyboard:
+            terminal.note(f"{provider.name}; /help for help, Ctrl-D to leave")
+            _at_keyboard(conversation)
+        else:
+            for message in messages(inputs.stdin_lines()):
+                if not conversation.turn(message):
+                    break
 
 
 def _at_keyboard(conversation: Chat) -> None:

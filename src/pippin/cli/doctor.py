@@ -31,6 +31,7 @@ class Diagnosis:
     problems: list[str]
     machine: Facts | None  # None where torch cannot be loaded
     versions: dict[str, str]
+    kernels: dict[str, Any] = field(default_factory=dict)
     extras: dict[str, list[str]] = field(default_factory=dict)  # extra -> the distributions it lacks here
     cache: dict[str, Any] = field(default_factory=dict)
     default_model: dict[str, Any] = field(default_factory=dict)
@@ -74,6 +75,7 @@ def diagnose() -> Diagnosis:
         usable=not problems,
         problems=problems,
         machine=machine,
+        kernels=_kernels(),
         versions={"python": platform.python_version()} | {name: v for name, v in required.items() if v is not None},
         extras=extras,
         cache=cache,
@@ -110,6 +112,18 @@ def _version(distribution: str) -> str | None:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
+
+
+def _kernels() -> dict[str, Any]:
+    """The native kernels: what they are compiled for, or why there are none."""
+    from pippin.core import native
+
+    return {
+        "instruction_set": native.instruction_set() or None,
+        "available": list(native.instruction_sets()),
+        "threads": native.threads(),
+        "why_not": native.why_not() or None,
+    }
 
 
 def _cache() -> dict[str, Any]:
@@ -159,6 +173,7 @@ def _lines(diagnosis: Diagnosis) -> list[tuple[str, str]]:
         ("versions", ", ".join(f"{name} {diagnosis.versions.get(name, 'missing')}" for name in core)),
         ("libraries", others),
         *(_machine_lines(diagnosis.machine) if diagnosis.machine else ()),
+        ("kernels", _kernels_line(diagnosis.kernels)),
         ("cache", f"{_short(cache['folder'])}, {format_bytes(cache['free'])} free"),
         ("default model", f"{model['name']}: {here}"),
     ]
@@ -178,6 +193,14 @@ def _machine_lines(machine: Facts) -> list[tuple[str, str]]:
         ("accelerators", gpus or "none; models run on the processor"),
         ("memory", f"{format_bytes(machine.memory_total)}, {format_bytes(machine.memory_available)} free"),
     ]
+
+
+def _kernels_line(kernels: dict[str, Any]) -> str:
+    if kernels["instruction_set"] is None:
+        return f"none, torch does their work: {kernels['why_not']}"
+    threads = "1 thread" if kernels["threads"] == 1 else f"{kernels['threads']} threads"
+    others = ", ".join(name for name in kernels["available"] if name != kernels["instruction_set"])
+    return f"native, for {kernels['instruction_set']}{f' (also here: {others})' if others else ''}, {threads}"
 
 
 def _short(folder: str) -> str:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from pippin.core import catalogue
-from pippin.core.errors import InvalidArgument
+from pippin.core.errors import InvalidArgument, PippinError
 
 if TYPE_CHECKING:
     from pippin.language.load import LanguageModel
@@ -23,6 +27,7 @@ def complete_model(incomplete: str) -> list[tuple[str, str]]:
 
 _SAMPLING = "Sampling"
 _MACHINE = "Model and machine"
+_SPEED = "Speed and memory"
 
 Model = Annotated[
     str,
@@ -45,6 +50,37 @@ Url = Annotated[
         help="Ask an OpenAI-compatible endpoint (http://…/v1) instead of this machine; --model names its model, "
         "PIPPIN_API_KEY holds the key.",
         rich_help_panel=_MACHINE,
+    ),
+]
+Bits = Annotated[
+    int | None,
+    typer.Option(
+        help="Pack the weights to 2, 3, 4 or 8 bits: faster and smaller, less exact.",
+        rich_help_panel=_SPEED,
+    ),
+]
+CacheType = Annotated[
+    str,
+    typer.Option(
+        help="Precision of what is kept of the text: auto, float32, bfloat16 or int8.", rich_help_panel=_SPEED
+    ),
+]
+Threads = Annotated[int | None, typer.Option(help="Threads; without it one for each core.", rich_help_panel=_SPEED)]
+Speculate = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOW",
+        help="Guess several tokens ahead and check them in one pass: ngram (from the text so far), self (by the "
+        "model's own first layers), or a small model with the same vocabulary. The answers are the same.",
+        rich_help_panel=_SPEED,
+    ),
+]
+PromptCache = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Keep what was computed of the text in this file, and begin from it the next time.",
+        rich_help_panel=_SPEED,
     ),
 ]
 Instructions = Annotated[str | None, typer.Option("--instructions", "-i", help="Who the model is, how it answers.")]
@@ -71,36 +107,82 @@ MaxTokens = Annotated[int, typer.Option(help="The answer ends there at the lates
 MAX_TOKENS = 512
 
 
-def load(model: str, device: str | None, dtype: str) -> LanguageModel:
-    """Load a model, for as many threads as are worth starting here.
+@dataclass(frozen=True)
+class Machine:
+    """How a model of this machine is run: what the options of these names say."""
 
-    Torch counts the machine's cores, not those that a container may use; OMP_NUM_THREADS still has the last word.
-    """
-    import torch
-
-    import pippin
-    from pippin.core.device import threads
-
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(threads())
-    return pippin.load(model, device=device, dtype=cast(Any, dtype))  # it names the precisions itself
+    device: str | None = None
+    dtype: str = "auto"
+    bits: int | None = None
+    cache_type: str = "auto"
+    threads: int | None = None
+    speculate: str | None = None
+    prompt_cache: Path | None = None
 
 
-def provider(model: str, device: str | None, dtype: str, url: str | None) -> Provider:
-    """The model to ask: one of this machine, or the one of that name behind an address.
+def load(
+    model: str, device: str | None, dtype: str, bits: int | None = None, threads: int | None = None
+) -> LanguageModel:
+    """Load a model, for as many threads as are asked for, or as are worth starting here.
 
     Raises:
-        InvalidArgument: an address together with a device or a precision, or one that is not http(s).
+        InvalidArgument: more threads than cores, or an option that `pippin.load` refuses.
+    """
+    import pippin
+    from pippin.core.device import use_threads
+
+    use_threads(threads)
+    return pippin.load(model, device=device, dtype=cast(Any, dtype), bits=bits)  # it names the precisions itself
+
+
+@contextmanager
+def provider(model: str, url: str | None, machine: Machine = Machine()) -> Iterator[Provider]:
+    """The model to ask: one of this machine, or the one of that name behind an address.
+
+    At the end, what was computed of the conversation is kept where `Machine` says so.
+
+    Raises:
+        InvalidArgument: an address together with what concerns this machine, or one that is not http(s).
+        CorruptedFile, PromptCacheMismatch: the prompt cache cannot be used.
+        InvalidInput, DiskFull: it cannot be read or written.
     """
     if url is None:
-        from pippin.session.local import LocalModel
-
-        return LocalModel(load(model, device, dtype))
-    if device is not None or dtype != "auto":
-        raise InvalidArgument("--device and --dtype are for a model of this machine; leave them out with --url")
+        with _local(model, machine) as local:
+            yield local
+        return
+    if machine != Machine():
+        named = [
+            f"--{name.replace('_', '-')}" for name, value in vars(machine).items() if value != getattr(Machine, name)
+        ]
+        raise InvalidArgument(f"{', '.join(named)}: for a model of this machine; leave that out with --url")
     from pippin.session.openai_provider import OpenAIProvider
 
-    return OpenAIProvider(url, model, api_key=os.environ.get("PIPPIN_API_KEY"))
+    yield OpenAIProvider(url, model, api_key=os.environ.get("PIPPIN_API_KEY"))
+
+
+@contextmanager
+def _local(model: str, machine: Machine) -> Iterator[Provider]:
+    """A model of this machine under an engine of its own."""
+    from pippin.engine import prompt_cache
+    from pippin.engine.engine import Engine
+    from pippin.session.local import LocalModel, speculation
+
+    if machine.prompt_cache is not None:
+        prompt_cache.check_place(machine.prompt_cache)
+    loaded = load(model, machine.device, machine.dtype, machine.bits, machine.threads)
+    guess = None
+    if machine.speculate is not None:
+        guess = speculation(
+            machine.speculate, load=lambda ref: load(ref, machine.device, machine.dtype, None, machine.threads)
+        )
+    engine = Engine(loaded, cache_type=cast(Any, machine.cache_type), prompt_cache=machine.prompt_cache)
+    try:
+        yield LocalModel(loaded, engine=engine, speculation=guess)
+    except BaseException:
+        with suppress(PippinError):  # the first error is the one to be told
+            engine.close()
+        raise
+    engine.close()
 
 
 def generation_options(**given: Any) -> GenerationOptions:

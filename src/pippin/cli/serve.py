@@ -73,6 +73,9 @@ Memory = Annotated[
 ]
 Slots = Annotated[int, _option(_CAPACITY, help="Requests that one model answers at once.")]
 Queue = Annotated[int, _option(_CAPACITY, help="Requests that may wait; one more is refused.")]
+Priorities = Annotated[
+    bool, _option(_CAPACITY, "--priorities", help="Let requests ask to go before others (service_tier, priority).")
+]
 Timeout = Annotated[float, _option(_CAPACITY, "--timeout", help="Seconds for one request.")]
 MaxBody = Annotated[str, _option(_CAPACITY, "--max-body", help="Largest request.")]
 Drain = Annotated[float, _option(_CAPACITY, "--drain", help="Seconds that running answers get at the end.")]
@@ -81,6 +84,14 @@ Replicas = Annotated[str, _option(_CAPACITY, help="With --ray: how many; 1-4 gro
 Adapters = Annotated[
     list[str] | None,
     _option(_MACHINE, "--adapter", help="NAME=FOLDER or MODEL:NAME=FOLDER; requests name MODEL:NAME; repeatable."),
+]
+PromptCache = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="Keep what was computed of prompts here when the server stops, one file for each model.",
+        rich_help_panel="Speed and memory",
+    ),
 ]
 AnyInstalled = Annotated[bool, _option(_MACHINE, "--any-installed", help="Serve every installed model too.")]
 Guardrails = Annotated[Level, _option(_PRIVACY, help="Check prompts and answers.")]
@@ -113,6 +124,7 @@ def serve(
     memory_budget: Memory = None,
     slots: Slots = 8,
     queue: Queue = 64,
+    priorities: Priorities = False,
     request_timeout: Timeout = 600.0,
     max_body_bytes: MaxBody = "8MiB",
     drain_timeout: Drain = 30.0,
@@ -122,6 +134,11 @@ def serve(
     any_installed: AnyInstalled = False,
     device: options.Device = None,
     dtype: options.DType = "auto",
+    bits: options.Bits = None,
+    cache_type: options.CacheType = "auto",
+    threads: options.Threads = None,
+    speculate: options.Speculate = None,
+    prompt_cache: PromptCache = None,
     guardrails: Guardrails = Level.off,
     stateless: Stateless = False,
     seal_key: SealKey = None,
@@ -135,12 +152,15 @@ def serve(
 
     Ctrl-C or SIGTERM lets it finish what it answers and sends new requests away; a second one ends it at once.
     """
+    from pippin.core.device import use_threads
+
     settings = _settings(dict(context.params))
     low, high = parse_replicas(replicas)
     if high != 1 and not ray:
         raise InvalidArgument(f"--replicas is {replicas}, and only Ray runs more than one; add --ray")
     if stdio and (ray or not mcp):
         raise InvalidArgument("--stdio is a way to offer MCP tools to one client; add --mcp, leave out --ray")
+    use_threads(settings.threads)
     _fetch(settings)
     if stdio:
         _run_stdio(settings)
@@ -180,7 +200,8 @@ def _fetch(settings: Settings) -> None:
     for name, folder in settings.adapters.items():
         if not Path(folder).is_dir():
             raise ModelNotFound(f"--adapter {name}: there is no folder {folder}")
-    for ref in settings.references.values():
+    guesser = [] if settings.speculate in (None, "ngram", "self") else [settings.speculate]
+    for ref in (*settings.references.values(), *guesser):
         reference.resolve(ref)
 
 
@@ -190,12 +211,6 @@ def _run(settings: Settings) -> None:
         from pippin.serve.app import create_app
     except ImportError as error:
         raise _missing(error) from error
-    import torch
-
-    from pippin.core.device import threads
-
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(threads())
     listener = process.listen(settings)
     try:
         app = create_app(settings)
@@ -208,11 +223,11 @@ def _run(settings: Settings) -> None:
 
 def _run_stdio(settings: Settings) -> None:
     try:
-        from pippin.serve import guarding, mcp
+        from pippin.serve import guarding, loading, mcp
     except ImportError as error:
         raise _missing(error) from error
-    model = options.load(settings.references[settings.default], settings.device, settings.dtype)
-    mcp.run_stdio(model, guardrails=guarding.guardrails(settings.guardrails))
+    with loading.alone(settings) as model:
+        mcp.run_stdio(model, guardrails=guarding.guardrails(settings.guardrails))
 
 
 def _announce(url: str) -> None:

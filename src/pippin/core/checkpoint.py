@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from pippin.core import memory
 from pippin.core.errors import CheckpointError, CorruptedFile, InvalidArgument, ModelNotFound, UnsafeCheckpoint
 from pippin.core.files import disk_errors, require_free_space, sync_folder
 
@@ -84,6 +85,11 @@ class Checkpoint:
         """
         tensor: Tensor = self._owner(name).get_tensor(name)
         return tensor
+
+    def release(self, names: Iterable[str]) -> None:
+        """Take what was read of tensors out of this process's memory; it can be read again. None may be written to."""
+        for tensor in map(self.tensor, names):
+            memory.forget(tensor.data_ptr(), tensor.nbytes)
 
     def _owner(self, name: str) -> Any:
         if name not in self._owners:

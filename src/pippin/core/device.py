@@ -190,6 +190,40 @@ def threads(root: Path = Path("/")) -> int:
     return max(1, cores if quota is None else min(cores, int(quota)))
 
 
+def use_threads(count: int | None = None) -> None:
+    """How many threads torch and the native kernels use from now on.
+
+    Args:
+        count: from 1 to the cores that this process may use; None for as many as `OMP_NUM_THREADS` says, or one on each
+            core. (Torch by itself counts the machine's cores, not those that a container may use.)
+
+    Raises:
+        InvalidArgument: a count outside its range.
+    """
+    import torch
+
+    from pippin.core import native  # which builds on this module
+
+    cores = threads()
+    if count is not None:
+        check_threads(count)
+    if count is not None or "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(count or cores)
+    if native.library() is not None:
+        native.set_threads(count or native.default_threads())
+
+
+def check_threads(count: int) -> None:
+    """Refuse a number of threads that this process has no cores for.
+
+    Raises:
+        InvalidArgument: fewer than one, or more than cores.
+    """
+    cores = threads()
+    if not 1 <= count <= cores:
+        raise InvalidArgument(f"{count} threads were asked for, this process may use 1 to {cores}, one on each core")
+
+
 def memory(root: Path = Path("/")) -> Memory:
     """Main memory that this process may use: the machine's, or its control group's where that is less.
 

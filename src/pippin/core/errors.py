@@ -74,6 +74,14 @@ class AdapterMismatch(CheckpointError):
     """An adapter was made for another base model than the one it is to be attached to."""
 
 
+class VocabularyMismatch(CheckpointError, ValueError):
+    """A draft model does not have the vocabulary of the model that it is to guess for."""
+
+
+class PromptCacheMismatch(CheckpointError):
+    """A prompt cache was computed by another model, in another precision, or written in another form."""
+
+
 class NotEnoughMemory(CheckpointError, MemoryError):
     """A model does not fit into the memory that models may take."""
 

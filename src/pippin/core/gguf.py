@@ -22,6 +22,7 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
+from pippin.core import memory
 from pippin.core.errors import CheckpointError, CorruptedFile, ModelNotFound, UnsupportedModel
 from pippin.core.ggml_quants import FORMATS, BlockFormat, dequantize_blocks
 
@@ -114,6 +115,10 @@ class GGUFFile:
         block = next(form for form in FORMATS.values() if form.name == tensor.type)
         blocks = self._data[tensor.offset : tensor.offset + tensor.nbytes].view(-1, block.nbytes)
         return dequantize_blocks(blocks, tensor.type, dtype).view(tensor.shape)
+
+    def release(self) -> None:
+        """Take what was read of the file out of this process's memory; it can be read again."""
+        memory.forget(self._data.data_ptr(), self._data.nbytes)
 
     def _find(self, name: str) -> GGUFTensor:
         if name not in self.tensors:

@@ -167,6 +167,16 @@ class Tokenizer:
         """The texts of the added tokens that are not control tokens, such as `<tool_call>`."""
         return frozenset(token.content for token in self._added.values()) - self.control_strings
 
+    def first_difference(self, other: Tokenizer) -> int | None:
+        """The lowest id that does not stand for the same token in both vocabularies; None where they are the same.
+
+        Only vocabularies are compared, not the rules that cut a text, nor which tokens end an answer.
+        """
+        ours, theirs = (
+            {i: t for t, i in one._backend.get_vocab(with_added_tokens=True).items()} for one in (self, other)
+        )
+        return min((i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i)), default=None)
+
     def encode(self, text: str, *, control: bool = False) -> list[int]:
         """The ids of a text, without any begin or end token.
 

@@ -1,133 +1,205 @@
-"""Requests in, token events out: prefill in chunks, then one token at a time.
+"""The engine: one thread answers many requests at once, and each may come and go between two passes.
 
 Notable here:
-- everything is checked before the first token is computed: an impossible request costs nothing
-- a prompt is computed in chunks whose boundaries do not depend on what is cached, and only whole chunks are reused;
-  so a warm start gives the same logits, bit for bit, as a cold one
-- what a grammar forces is fed in one pass, without asking the model
-- order of the hooks on the logits: repetition, frequency and presence penalty, logit bias, constraint, then
-  temperature, top-k, top-p, min-p, draw
-- what one answer needs besides logits is a `Writer`, which the batching engine uses too: there is one way to generate
+- a step is one pass over the new tokens of all requests, laid end to end; who takes part is the `Scheduler`'s matter,
+  what is computed a `Runner`'s, which token follows a `Writer`'s
+- whatever has been computed is found again by later requests of the same owner and adapter, whoever asked
+- an error of one request reaches its caller only; an error of a pass reaches the callers of that pass, and the engine
+  goes on with an empty cache
+- where the runner is invariant, a request's answer is the same to the bit whatever the company, the cuts of its prompt,
+  the preemptions and the cache; with torch it is the same except where two tokens are closer than rounding
+- nothing polls: callers wait for events, and can be interrupted; the thread waits for work, and ends when there is none
 """
 
 from __future__ import annotations
 
-import time
+import atexit
+import sys
+import threading
+import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from threading import Event
-from typing import Literal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import UInt8
 from torch import Tensor
 
-from pippin.core.errors import ContextOverflow, InvalidArgument
-from pippin.engine import scoring
-from pippin.engine.cache import DenseCache
-from pippin.engine.constraint import Constraint, Grammar
-from pippin.engine.sampling import Sampler, SamplingOptions
-from pippin.engine.text import TextStream
+from pippin.core import device as devices
+from pippin.core.errors import InvalidArgument, PippinError
+from pippin.engine import prompt_cache as files, scores as scoring, writer as writing
+from pippin.engine.loop import Loop
+from pippin.engine.radix import Key
+from pippin.engine.request import Finished, Request, Token
+from pippin.engine.runner import BLOCK, CacheType, make_runner, runner_class
+from pippin.engine.sampling import SamplingOptions
+from pippin.engine.scheduler import Scheduler
+from pippin.engine.scores import Scores
+from pippin.engine.sequences import Events, Job, blocks_for
+from pippin.engine.writer import Writer
 from pippin.language.load import LanguageModel
-from pippin.nn.lora import Adapter
-
-FinishReason = Literal["stop", "length", "cancelled"]
 
 
 @dataclass(frozen=True)
-class Token:
-    """One token of the answer.
-
-    ``text`` is what may be shown since the token before; it lags behind an incomplete character or stop string.
-    ``logprob`` and ``top_logprobs`` (natural logarithms, likeliest first) are those of the model before penalty,
-    constraint and temperature; None unless asked for.
-    """
-
-    id: int
-    text: str
-    logprob: float | None = None
-    top_logprobs: tuple[tuple[int, float], ...] = ()
-
-
-@dataclass(frozen=True)
-class Finished:
-    """The last event: why the answer ended, what it cost, and text that had been held back.
-
-    ``reason`` is "stop" (end token, stop string or complete grammar), "length" (``max_tokens`` or the context's end)
-    or "cancelled". Times are in seconds from the start of the request; ``first_token_seconds`` is 0 without a token.
-    """
-
-    reason: FinishReason
-    text: str
-    prompt_tokens: int
-    cached_tokens: int
-    answer_tokens: int
-    prompt_seconds: float
-    first_token_seconds: float
-    total_seconds: float
-
-
-@dataclass
-class Prefix:
-    """A cache that outlives its request, the prompt tokens whose whole chunks it holds, and with which adapter."""
-
-    ids: list[int] = field(default_factory=list)
-    cache: DenseCache | None = None
-    adapter: Adapter | None = None
-
-
-@dataclass(frozen=True)
-class Request:
-    """What is asked.
+class EngineStats:
+    """What an `Engine` has done and is doing.
 
     Args:
-        prompt: token ids, at least one.
-        options: how to choose tokens and when to stop.
-        grammar: what the answer must look like; None for free text.
-        prefix: a cache to begin from and to leave for the next request; None for a cache of its own.
-        cancel: once set, the request ends before its next token.
-        adapter: name of a loaded adapter to answer with; None for the plain model.
-        owner: whose request it is; an engine of many shares what it has computed only among requests of one owner.
+        slots: requests that can be answered at the same time.
+        active: requests with a place. waiting: requests in the queue.
+        requests: taken in so far. refused: turned away because the queue was full.
+        finished, cancelled, failed: how the others ended.
+        preempted: how often a request was put back in the queue, because memory ran out or a higher priority came.
+        prompt_tokens: tokens of the prompts of all requests that got a place. cached_tokens: those of them that were
+            not computed, because they had been before. prefix_hits: requests of which that is true for some token.
+        tokens_generated: tokens of all answers.
+        drafted, accepted: tokens that speculation proposed, and those of them that became part of an answer.
+        steps: passes.
+        blocks_total: blocks of 16 tokens in the pool. blocks_free: those that hold nothing. blocks_cached: those that
+            are only kept for later requests, and are given up when there is no other.
+        cache_tokens_used: tokens of the blocks that hold something. cache_tokens_capacity: of all.
+        cache_bytes_used: memory of the blocks that hold something.
     """
 
-    prompt: Sequence[int]
-    options: SamplingOptions = SamplingOptions()
-    grammar: Grammar | None = None
-    prefix: Prefix | None = None
-    cancel: Event | None = None
-    adapter: str | None = None
-    owner: str = ""
+    slots: int
+    active: int
+    waiting: int
+    requests: int
+    refused: int
+    finished: int
+    cancelled: int
+    failed: int
+    preempted: int
+    prompt_tokens: int
+    cached_tokens: int
+    prefix_hits: int
+    tokens_generated: int
+    drafted: int
+    accepted: int
+    steps: int
+    blocks_total: int
+    blocks_free: int
+    blocks_cached: int
+    cache_tokens_used: int
+    cache_tokens_capacity: int
+    cache_bytes_used: int
 
 
 class Engine:
-    """Runs one model, one request at a time.
+    """Runs one model for many requests at once; every method may be called from any thread.
+
+    The choice of tokens belongs to the request: its random numbers, penalties and grammar depend on nothing else.
 
     Args:
         model: what `pippin.load` returned.
-        chunk: prompt tokens computed in one pass; None for 256 on a CPU, 1,024 on an accelerator.
+        slots: requests answered at the same time.
+        queue: requests that may wait for a place; one more raises `Overloaded`.
+        chunk: prompt tokens computed in one pass while nobody is writing, None for 256 on a CPU and 1,024 on an
+            accelerator; a quarter of it while somebody is.
+        cache_tokens: tokens that fit the cache, at least 16 for each slot; the cache is filled from its beginning, so
+            that what is not needed takes no memory. None for the full context in every slot, or what a quarter of the
+            free memory holds if that is less. No request may be longer.
+        cache_type: precision of keys and values; "auto" for what suits the model.
+        reuse: whether what was computed is kept for later requests; False forgets it with the request.
+        prompt_cache: a file to begin with what an earlier engine had computed, if it is there, and to leave it in when
+            this one is closed; None for neither.
+
+    Attributes:
+        context_size: tokens that prompt and answer may take together.
+        cache_type: precision of keys and values.
+
+    Raises:
+        InvalidArgument: a number outside its range, or an unknown precision.
+        NotEnoughMemory: there is no memory for the cache.
+        InvalidInput, CorruptedFile, PromptCacheMismatch: the prompt cache cannot be used.
     """
 
-    def __init__(self, model: LanguageModel, *, chunk: int | None = None) -> None:
+    def __init__(
+        self,
+        model: LanguageModel,
+        *,
+        slots: int = 8,
+        queue: int = 64,
+        chunk: int | None = None,
+        cache_tokens: int | None = None,
+        cache_type: CacheType | Literal["auto"] = "auto",
+        reuse: bool = True,
+        prompt_cache: str | Path | None = None,
+    ) -> None:
+        if slots < 1:
+            raise InvalidArgument(f"slots must be at least 1, got {slots}")
         if chunk is not None and chunk < 1:
             raise InvalidArgument(f"chunk must be at least 1 token, got {chunk}")
-        self.model, self.context_size = model, model.context_size
+        if queue < 0:
+            raise InvalidArgument(f"queue must be 0 or more, got {queue}")
+        if cache_tokens is not None and cache_tokens < slots * BLOCK:
+            raise InvalidArgument(
+                f"cache_tokens must be at least {slots * BLOCK}, one block of {BLOCK} for each of {slots} slots, got "
+                f"{cache_tokens}"
+            )
+        blocks = affordable(model, slots, cache_type) if cache_tokens is None else cache_tokens // BLOCK
+        self.model, self.queue = model, queue
         self.chunk = chunk or (256 if model.device.type == "cpu" else 1024)
+        self.prompt_cache = None if prompt_cache is None else Path(prompt_cache)
+        if self.prompt_cache is not None:
+            files.check_place(self.prompt_cache)
+        self._runner = make_runner(model, blocks, cache_type)
+        self.cache_type: CacheType = self._runner.cache_type
+        self._scheduler = Scheduler(slots, self.chunk, blocks, self._runner.copy, reuse=reuse)
+        self.context_size = min(model.context_size, blocks * BLOCK)
+        # weights that training may change, which makes what was computed with them worthless
+        self._trainable = [weight for weight in model.module.parameters() if weight.requires_grad]
+        self._version = self._weights_version()
+        self._loop = Loop(self._runner, self._scheduler, queue)
+        self._closed = False
+        self._lock = threading.Lock()
+        _engines.add(self)
+        if self.prompt_cache is not None and self.prompt_cache.exists():
+            try:
+                self.load_prompt_cache()
+            except BaseException:
+                self.prompt_cache = None  # a file that could not be used is not written over
+                self.close()
+                raise
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def stream(self, request: Request) -> Iterator[Token | Finished]:
         """Answer a request, token by token; the last event is `Finished`.
 
-        Closing the iterator ends the request.
+        Closing the iterator, or dropping it, ends the request within one step.
 
         Raises:
-            InvalidArgument: an empty prompt, or an id outside the vocabulary (in ``logit_bias`` too).
-            ContextOverflow: prompt and ``max_tokens`` do not fit the context, or the prompt leaves no room at all.
+            InvalidArgument: an empty prompt, an id outside the vocabulary (in ``logit_bias`` too), or a speculation
+                that this model cannot do.
+            ContextOverflow: prompt and ``max_tokens`` do not fit the context or ``cache_tokens``.
             ModelNotFound: no adapter of this name is loaded.
+            Overloaded: the queue is full, or the engine is closed.
+            SchemaError, UnsupportedGuide, EmptySchema: the grammar cannot be used.
             DecodingFailure: (while iterating) no token can be chosen.
+            GenerationError: (while iterating) the step that the request took part in failed.
         """
         self.check(request.prompt, request.options)
         adapter = self.model.adapter(request.adapter)
-        writer = Writer(self.model, request, self.model.context_size)
-        return self._events(request, adapter, writer)
+        self._loop.refuse_if_full()
+        speculation = request.speculation
+        job = Job(
+            request.prompt,
+            adapter,
+            writer=Writer(self.model, request, self.context_size),
+            owner=request.owner,
+            priority=request.priority,
+            draft_room=0 if speculation is None else speculation.tokens,
+        )
+        if request.cancel is not None:
+            job.cancelled = request.cancel.is_set
+        self._submit(job)
+        return Events(job)
 
     def check(self, prompt: Sequence[int], options: SamplingOptions) -> None:
         """Raise what `stream` raises for this prompt, without starting.
@@ -136,242 +208,243 @@ class Engine:
             InvalidArgument: an empty prompt, or an id outside the vocabulary (in ``logit_bias`` too).
             ContextOverflow: prompt and answer do not fit.
         """
-        check(self.model, prompt, options, self.model.context_size)
+        writing.check(self.model, prompt, options, self.context_size)
 
-    def prefill(self, prompt: Sequence[int], prefix: Prefix, *, adapter: str | None = None, owner: str = "") -> int:
-        """Compute the whole chunks of ``prompt`` into ``prefix``: a request that begins with them starts sooner.
-
-        Returns how many tokens that are. ``owner`` is not used: a prefix belongs to whoever has it.
+    def prefill(self, prompt: Sequence[int], *, adapter: str | None = None, owner: str = "") -> int:
+        """Compute a prompt: a request that begins with it starts sooner. Returns how many tokens that are.
 
         Raises:
-            ModelNotFound: no adapter of this name is loaded.
+            InvalidArgument, ContextOverflow, ModelNotFound, Overloaded: as `stream`.
         """
-        whole = len(prompt) // self.chunk * self.chunk
-        if whole:
-            low_rank = self.model.adapter(adapter)
-            cache, start = self._cache([*prompt[:whole], 0], whole + 1, prefix, low_rank)
-            for at in range(start, whole, self.chunk):
-                self._forward(prompt[at : at + self.chunk], cache, low_rank)
-            prefix.ids = list(prompt[:whole])
-        return whole
+        if not prompt:
+            return 0
+        scoring.check(self.model, prompt, (), self.context_size)
+        return int(self._ask(Job(prompt, self.model.adapter(adapter), owner=owner)))
 
     def score(
         self,
         prompt: Sequence[int],
         continuations: Sequence[Sequence[int]],
         *,
-        prefix: Prefix | None = None,
         adapter: str | None = None,
         owner: str = "",
     ) -> list[float]:
         """How likely each continuation is after the prompt: the sum of the natural logarithms of its probabilities.
 
-        The prompt is computed once; the continuations go through the model together. No penalty, bias or temperature
-        applies, and an end token counts only where a continuation holds it.
+        The prompt is computed once, and the continuations go through the model together. No penalty, bias or
+        temperature applies, and an end token counts only where a continuation holds it.
 
         Args:
             prompt: token ids, at least one.
             continuations: token ids of each, at least one.
-            prefix: a cache to begin from and to leave for the next request.
             adapter: name of the loaded adapter to score with.
-            owner: not used here; for whom `BatchEngine` computes.
+            owner: for whom; see `Request`.
 
         Raises:
             InvalidArgument: an empty prompt or continuation, or an id outside the vocabulary.
             ContextOverflow: the prompt and its longest continuation do not fit.
             ModelNotFound: no adapter of this name is loaded.
+            Overloaded: the queue is full, or the engine is closed.
         """
-        scoring.check(self.model, prompt, continuations, self.model.context_size)
+        scoring.check(self.model, prompt, continuations, self._fork_size)
         if not continuations:
             return []
-        low_rank = self.model.adapter(adapter)
-        prefix, groups = prefix or Prefix(), scoring.groups(continuations, self.chunk)
-        room = len(prompt) + scoring.room(groups)
-        cache, start = self._cache(prompt, room, prefix, low_rank)
-        for at in range(start, len(prompt), self.chunk):
-            logits = self._forward(prompt[at : at + self.chunk], cache, low_rank)
-            prefix.ids = list(prompt[: min(at + self.chunk, len(prompt)) // self.chunk * self.chunk])
-        parts = scoring.scores(self.model.module, cache, logits, groups, low_rank)
-        return [score for part in parts for score in part]
+        scores = Scores(continuations)
+        self._ask(Job(prompt, self.model.adapter(adapter), scores=scores, owner=owner))
+        return scores.sums
 
-    def _events(self, request: Request, adapter: Adapter | None, writer: Writer) -> Iterator[Token | Finished]:
-        """Prefill, then decode until something ends the answer."""
-        prompt, prefix = list(request.prompt), request.prefix or Prefix()
-        cancelled = request.cancel.is_set if request.cancel is not None else bool
-        cache, writer.cached = self._cache(prompt, len(prompt) + writer.limit, prefix, adapter)
-        for at in range(writer.cached, len(prompt), self.chunk):
-            if cancelled():
-                yield writer.finished("cancelled")
-                return
-            logits = self._forward(prompt[at : at + self.chunk], cache, adapter)
-            if at + self.chunk <= len(prompt):
-                prefix.ids = prompt[: at + self.chunk]
-        writer.prompt_done()
-        while True:
-            if cancelled():
-                yield writer.finished("cancelled")
-                return
-            tokens = writer.take(logits)
-            yield from tokens
-            if writer.reason is not None:
-                yield writer.finished(writer.reason)
-                return
-            logits = self._forward([token.id for token in tokens], cache, adapter)
-
-    def _cache(
-        self, prompt: Sequence[int], capacity: int, prefix: Prefix, adapter: Adapter | None
-    ) -> tuple[DenseCache, int]:
-        """A cache of at least ``capacity`` tokens that begins like ``prompt``, and how many tokens of it are kept.
-
-        Only whole chunks are kept, and at least the last token of the prompt is computed again: it gives the logits.
-        """
-        same = common_prefix(prefix.ids, prompt) if prefix.adapter is adapter else 0
-        keep = min(same, len(prompt) - 1) // self.chunk * self.chunk
-        old = prefix.cache
-        if old is None or old.capacity < capacity:
-            model = self.model
-            prefix.cache = DenseCache(model.config, capacity, dtype=model.dtype, device=model.device)
-            if old is not None:
-                prefix.cache.copy_prefix(old, keep)
-        elif old is not None:
-            old.truncate(keep)
-        prefix.ids, prefix.adapter = prefix.ids[:keep], adapter
-        assert prefix.cache is not None
-        return prefix.cache, keep
-
-    @torch.inference_mode()
-    def _forward(self, ids: Sequence[int], cache: DenseCache, adapter: Adapter | None) -> Float[Tensor, vocab]:
-        """Logits after the last of ``ids``, float32 on the CPU."""
-        batch = torch.tensor([ids], device=self.model.device)
-        shares = None if adapter is None else [(adapter, slice(None))]
-        logits: Tensor = self.model.module(batch, cache=cache, last=1, adapters=shares)
-        return logits[0, -1].float().cpu()
-
-
-def check(model: LanguageModel, prompt: Sequence[int], options: SamplingOptions, size: int) -> None:
-    """Raise what cannot be asked of a model that has room for ``size`` tokens.
-
-    Raises:
-        InvalidArgument: an empty prompt, or an id outside the vocabulary (in ``logit_bias`` too).
-        ContextOverflow: prompt and answer do not fit.
-    """
-    if not len(prompt):
-        raise InvalidArgument("the prompt is empty; give at least one token")
-    need = len(prompt) + (options.max_tokens or 1)
-    if need > size:
-        answer = f"max_tokens {options.max_tokens}" if options.max_tokens else "at least one token of answer"
-        holder = f"the context of {model.name}" if size >= model.context_size else "the engine's cache (cache_tokens)"
-        raise ContextOverflow(
-            f"a prompt of {len(prompt):,} tokens and {answer} need {need:,} tokens, {holder} holds {size:,}; shorten "
-            "the prompt, lower max_tokens or take another model",
-            context_size=size,
-            token_count=need,
-        )
-    scoring.check_ids(model, prompt)
-    if options.logit_bias:
-        scoring.check_ids(model, list(options.logit_bias))
-
-
-def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two sequences begin with alike.
-
-    >>> common_prefix([1, 2, 3], [1, 2, 4, 5])
-    2
-    """
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))
-
-
-class Writer:
-    """One answer on its way: takes logits, chooses tokens, knows when to stop and what it cost.
-
-    Args:
-        model: whose logits it will be given.
-        request: what is asked; it was checked.
-        size: tokens that prompt and answer may take together.
-
-    Raises:
-        SchemaError, UnsupportedGuide, EmptySchema: the grammar cannot be used.
-    """
-
-    def __init__(self, model: LanguageModel, request: Request, size: int) -> None:
-        self.began = time.perf_counter()
-        self.model, self.options = model, request.options
-        self.prompt_tokens = len(request.prompt)
-        room = size - self.prompt_tokens
-        self.limit = min(self.options.max_tokens or room, room)
-        self.constraint: Constraint | None = None
-        if request.grammar is not None:
-            self.constraint = request.grammar.start(model.tokenizer)
-        self.text = TextStream(self.options.stop)
-        self.sampler = Sampler(self.options, torch.tensor(request.prompt), model.config.vocab_size)
-        self.reason: FinishReason | None = None
-        self.count = self.cached = 0
-        self.prompt_seconds = self.first_token_seconds = 0.0
-
-    def prompt_done(self) -> None:
-        """The prompt is computed."""
-        self.prompt_seconds = time.perf_counter() - self.began
-
-    @torch.inference_mode()
-    def take(self, logits: Float[Tensor, vocab]) -> list[Token]:
-        """The next token and those that the grammar forces after it; none at the end of the answer.
-
-        When nothing can follow, ``reason`` says why.
+    def prompt_logprobs(
+        self, ids: Sequence[int], top: int = 0, *, adapter: str | None = None, owner: str = ""
+    ) -> list[Token]:
+        """Each token of a text with its natural log-probability after those before it; the first has none.
 
         Args:
-            logits: float32, on the CPU; changed in place.
+            ids: at least one.
+            top: how many likeliest tokens to report with each.
+            adapter: name of the loaded adapter to ask.
+            owner: for whom; see `Request`.
 
         Raises:
-            DecodingFailure: no token can be chosen.
+            InvalidArgument, ContextOverflow, ModelNotFound, Overloaded: as `score`.
         """
-        tokens = self._choose(logits)
-        self.count += len(tokens)
-        if not tokens or self.text.stopped or (self.constraint is not None and self.constraint.finished):
-            self.reason = "stop"
-        elif self.count >= self.limit:
-            self.reason = "length"
-        return tokens
+        rest = [ids[1:]] if len(ids) > 1 else []
+        scoring.check(self.model, ids[:1], rest, self._fork_size)
+        low_rank = self.model.adapter(adapter)
+        scores = Scores(rest, top)
+        if rest:
+            self._ask(Job(ids[:1], low_rank, scores=scores, owner=owner))
+        return [Token(ids[0], ""), *(token for tokens in scores.tokens for token in tokens)]
 
-    def _choose(self, logits: Float[Tensor, vocab]) -> list[Token]:
-        logprobs = None if self.options.logprobs is None else logits.log_softmax(-1)
-        self.sampler.penalise(logits)
-        if self.constraint is not None:
-            self.constraint.apply(logits)
-        chosen = self.sampler.choose(logits)
-        self.first_token_seconds = self.first_token_seconds or time.perf_counter() - self.began
-        if chosen in self.model.tokenizer.eos_ids:
-            return []
-        tokens = [self._token(chosen, logprobs)]
-        if self.constraint is None:
-            return tokens
-        self.constraint.accept(chosen)
-        if logprobs is not None:
-            return tokens  # forced tokens are not asked of the model, so there would be no probabilities to report
-        for forced in self.constraint.forced()[: self.limit - self.count - 1]:
-            if forced in self.model.tokenizer.eos_ids:
-                break
-            self.constraint.accept(forced)
-            self.sampler.note(forced)
-            tokens.append(self._token(forced, None))
-        return tokens
-
-    def _token(self, id: int, logprobs: Float[Tensor, vocab] | None) -> Token:
-        text = self.text.push(self.model.tokenizer.token_bytes(id))
-        if logprobs is None:
-            return Token(id, text)
-        best, ids = logprobs.topk(self.options.logprobs or 0)
-        return Token(id, text, float(logprobs[id]), tuple(zip(ids.tolist(), best.tolist(), strict=True)))
-
-    def finished(self, reason: FinishReason) -> Finished:
-        """The last event of the answer."""
-        return Finished(
-            reason,
-            self.text.finish(),
-            self.prompt_tokens,
-            self.cached,
-            self.count,
-            self.prompt_seconds,
-            self.first_token_seconds,
-            time.perf_counter() - self.began,
+    def stats(self) -> EngineStats:
+        """Counts so far and the state of this moment."""
+        scheduler, pool, loop = self._scheduler, self._scheduler.pool, self._loop
+        active = len(scheduler.active)
+        used = 0 if self._closed else pool.count - pool.free
+        return EngineStats(
+            slots=scheduler.slots,
+            active=active,
+            waiting=max(0, len(loop.jobs) - active),
+            preempted=scheduler.preempted,
+            prompt_tokens=scheduler.prompt_tokens,
+            cached_tokens=scheduler.cached_tokens,
+            prefix_hits=scheduler.prefix_hits,
+            blocks_total=pool.count,
+            blocks_free=pool.count - used,
+            blocks_cached=0 if self._closed else len(pool.idle),
+            cache_tokens_used=used * BLOCK,
+            cache_tokens_capacity=pool.count * BLOCK,
+            cache_bytes_used=used * self._runner.block_bytes,
+            **loop.counts,
         )
+
+    def save_prompt_cache(self, path: str | Path | None = None) -> int:
+        """Write what was computed to a file, for `load_prompt_cache` of an engine with the same model.
+
+        Requests go on when it is written.
+
+        Args:
+            path: the file; None for the engine's own ``prompt_cache``.
+
+        Returns the bytes of the file.
+
+        Raises:
+            InvalidArgument: no path here, and none given to the engine.
+            DiskFull: the disk has no room for it. InvalidInput: nothing may be written there.
+            Overloaded: the engine is closed.
+        """
+        target = self._cache_path(path)
+        return self._loop.between(
+            lambda: files.save(target, self.model, self._runner, self._scheduler.tree.sequences())
+        )
+
+    def load_prompt_cache(self, path: str | Path | None = None) -> int:
+        """Take in what `save_prompt_cache` wrote, as far as there is room. Returns how many prompts the file holds.
+
+        Args:
+            path: the file; None for the engine's own ``prompt_cache``.
+
+        Raises:
+            InvalidArgument: no path here, and none given to the engine.
+            InvalidInput, CorruptedFile: the file cannot be read, or is damaged; nothing has changed then.
+            PromptCacheMismatch: another model wrote it, or with another precision of the cache.
+            Overloaded: the engine is closed.
+        """
+        source = self._cache_path(path)
+
+        def load() -> int:
+            return sum(self._restore(*each) for each in files.load(source, self.model, self._runner))
+
+        return self._loop.between(load)
+
+    def close(self, *, drain: bool = False, timeout: float | None = None) -> None:
+        """Take no more requests, end those that run, and free the memory. Closing twice is harmless.
+
+        Args:
+            drain: answer what is running and waiting first; otherwise it is cancelled.
+            timeout: seconds after which draining becomes cancelling; None waits as long as it takes.
+
+        Raises:
+            DiskFull, InvalidInput: the prompt cache could not be written; the engine is closed nevertheless.
+        """
+        self._loop.close(drain=drain, timeout=timeout)
+        with self._lock:
+            closed, self._closed = self._closed, True
+        if closed:
+            return
+        try:
+            if self.prompt_cache is not None:
+                files.save(self.prompt_cache, self.model, self._runner, self._scheduler.tree.sequences())
+        finally:
+            self._scheduler.reset()
+            self._runner.close()
+
+    # --- for callers ----------------------------------------------------------------------------------------------
+
+    @property
+    def _fork_size(self) -> int:
+        """Tokens of a prompt and a continuation: the block in which they part is there twice."""
+        return min(self.context_size, (self._scheduler.pool.count - 1) * BLOCK)
+
+    def _cache_path(self, path: str | Path | None) -> Path:
+        chosen = self.prompt_cache if path is None else Path(path)
+        if chosen is None:
+            raise InvalidArgument("the engine has no prompt cache of its own; name a file")
+        return chosen
+
+    def _submit(self, job: Job) -> None:
+        """Take a job in; after what was computed with other weights than now is forgotten."""
+        with self._lock:  # who comes next waits until it is forgotten
+            version = self._weights_version()
+            if version != self._version:
+                self._loop.between(self._scheduler.forget)
+                self._version = version
+        self._loop.submit(job)
+
+    def _weights_version(self) -> int:
+        """Grows with every change in place of a weight, as an optimiser makes it."""
+        return sum(weight._version for weight in self._trainable)
+
+    def _ask(self, job: Job) -> Any:
+        """Let a job without an answer of its own be computed in turn with the others; its result."""
+        self._submit(job)
+        events = Events(job)
+        try:
+            return next(events)
+        finally:
+            events.close()
+
+    def _restore(self, key: Key, ids: Sequence[int], data: UInt8[Tensor, "blocks bytes"]) -> bool:
+        """Take in one prompt of a file."""
+        write = self._runner.write
+        self._scheduler.restore(key, ids, lambda index, block: write([block], data[index : index + 1]))
+        return True
+
+
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """What an engine leaves in a file, it leaves there even if nobody closes it."""
+    for engine in list(_engines):
+        try:
+            engine.close()
+        except PippinError as error:  # the prompt cache could not be written; there is nobody left to tell
+            print(f"pippin: {error}", file=sys.stderr)
+
+
+def affordable(model: LanguageModel, slots: int, cache_type: CacheType | Literal["auto"] = "auto") -> int:
+    """Blocks for the full context in every slot, or what a quarter of the free memory holds if that is less."""
+    if model.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(model.device)
+    else:
+        free = devices.memory().available
+    # one more, because a fork needs the block twice in which it parts from its parent
+    whole = slots * blocks_for(model.context_size) + 1
+    return max(slots, min(whole, free // 4 // runner_class(model).block_bytes_of(model, cache_type)))
+
+
+class _Kept:
+    """An engine, on its model; a copy of the model begins without."""
+
+    def __init__(self, engine: Engine | None = None) -> None:
+        self.engine = engine
+
+    def __reduce__(self) -> tuple[type[_Kept], tuple[()]]:
+        return _Kept, ()
+
+
+_sharing = threading.Lock()
+
+
+def shared(model: LanguageModel) -> Engine:
+    """The engine of a model that all sessions over it share, made at the first call; it goes with the model.
+
+    Raises:
+        NotEnoughMemory: there is no memory for the cache.
+    """
+    with _sharing:
+        kept: _Kept = vars(model).setdefault("_engine", _Kept())  # on the model, so that the two go together
+        if kept.engine is None or kept.engine._loop.closing:
+            kept.engine = Engine(model)
+        return kept.engine

@@ -5,23 +5,27 @@ Notable here:
   temperature, top-k, top-p, min-p, draw
 - greedy decoding is temperature 0, the default: the likeliest token, the first one of equals
 - one pass over the vocabulary finds the candidates; the rest works on those few and costs little
+- `law` gives the very probabilities that `choose` draws from, for those who check a guess against them
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 
 from pippin.core.errors import DecodingFailure, InvalidArgument
 
 # More candidates than this are ranked only where a flat distribution leaves so many in the nucleus.
 SHORTLIST = 256
+# Beyond these a temperature, or its inverse, is no 32-bit number any more; the draw is the same.
+COLDEST, HOTTEST = 1e-30, 1e30
 PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 
 
@@ -40,7 +44,8 @@ class SamplingOptions:
             [-2, 2].
         presence_penalty: subtracted once from the logit of every token that the answer so far holds, in [-2, 2].
         logit_bias: added to the logits of these token ids, each in [-100, 100]; None for none.
-        seed: same seed, same text on the same device; None draws a fresh one.
+        seed: same seed, same text on the same device; None draws a fresh one. Not so where speculation draws its
+            drafts: their lengths depend on the room that there is (the law of the answers does not).
         max_tokens: longest answer, in tokens; None for what the context leaves.
         stop: the answer ends before the first of these strings.
         logprobs: how many likeliest tokens to report with each token, 0 for the chosen one only; None for no report.
@@ -97,7 +102,7 @@ def _is_bias(bias: Mapping[Any, Any]) -> bool:
 class Sampler:
     """The state of one request: what it has seen and its random numbers. Works on the CPU."""
 
-    def __init__(self, options: SamplingOptions, prompt: Int[Tensor, tokens], vocab_size: int) -> None:
+    def __init__(self, options: SamplingOptions, prompt: Sequence[int] | Int[Tensor, tokens], vocab_size: int) -> None:
         self.options = options
         self.generator = torch.Generator()
         if options.seed is None:
@@ -107,7 +112,7 @@ class Sampler:
         self.seen: Bool[Tensor, vocab] | None = None
         if options.repetition_penalty != 1.0:
             self.seen = torch.zeros(vocab_size, dtype=torch.bool)
-            self.seen[prompt] = True
+            self.seen[torch.as_tensor(prompt)] = True
         self.counts: Float[Tensor, vocab] | None = None
         if options.frequency_penalty or options.presence_penalty:
             self.counts = torch.zeros(vocab_size)
@@ -138,14 +143,34 @@ class Sampler:
         Raises:
             DecodingFailure: no token is allowed, or a logit is not a number.
         """
-        best = int(logits.argmax())
-        top = float(logits[best])
-        if not math.isfinite(top):
-            problem = "no token is allowed" if top == -math.inf else f"a logit is {top}"
-            raise DecodingFailure(f"cannot choose a token: {problem}; check the weights and the constraint")
+        best, top = self._best(logits)
         token = best if self.options.temperature == 0 else self._draw(logits, top)
         self.note(token)
         return token
+
+    def law(self, logits: Float[Tensor, vocab]) -> Float64[Tensor, vocab]:
+        """The probabilities with which `choose` would draw each token; all on one token where it is greedy.
+
+        Raises:
+            DecodingFailure: no token is allowed, or a logit is not a number.
+        """
+        best, top = self._best(logits)
+        law = torch.zeros(len(logits), dtype=torch.float64)
+        if self.options.temperature == 0:
+            law[best] = 1
+            return law
+        ids, weights = self._weights(logits, top)
+        weights = weights.double()
+        weights /= weights.sum()
+        return weights if ids is None else law.index_copy_(0, ids, weights)
+
+    def fork(self, generator: torch.Generator) -> Sampler:
+        """A sampler that has seen the same and goes its own way, with random numbers of its own."""
+        other = copy(self)
+        other.generator = generator
+        other.seen = None if self.seen is None else self.seen.clone()
+        other.counts = None if self.counts is None else self.counts.clone()
+        return other
 
     def note(self, token: int) -> None:
         """Remember a token of the answer for the penalties."""
@@ -154,11 +179,28 @@ class Sampler:
         if self.counts is not None:
             self.counts[token] += 1
 
+    @staticmethod
+    def _best(logits: Tensor) -> tuple[int, float]:
+        """The likeliest token and its logit."""
+        values = logits.numpy()  # whose argmax takes a tenth of the time of torch's
+        best = int(values.argmax())
+        top = float(values[best])
+        if not math.isfinite(top):
+            problem = "no token is allowed" if top == -math.inf else f"a logit is {top}"
+            raise DecodingFailure(f"cannot choose a token: {problem}; check the weights and the constraint")
+        return best, top
+
     def _draw(self, logits: Tensor, top: float) -> int:
+        ids, weights = self._weights(logits, top)
+        index = pick(weights, self.generator)
+        return index if ids is None else int(ids[index])
+
+    def _weights(self, logits: Tensor, top: float) -> tuple[Tensor | None, Tensor]:
+        """Candidates (None: all tokens, in order) and numbers in proportion to their probabilities."""
         options = self.options
-        scores = (logits - top) / options.temperature
+        scores = (logits - top) / min(max(options.temperature, COLDEST), HOTTEST)
         if options.top_k is None and options.top_p is None and options.min_p is None:
-            return int(self._pick(scores.exp()))
+            return None, scores.exp()
         total = scores.exp().sum()
         size = min(len(scores), SHORTLIST if options.top_k is None else options.top_k)
         best, ids = scores.topk(size)
@@ -173,7 +215,7 @@ class Sampler:
             keep &= weights.cumsum(0) - weights < options.top_p * total
         if options.min_p is not None:
             keep &= weights >= options.min_p * weights[0]
-        return int(ids[self._pick(weights * keep)])
+        return ids, weights * keep
 
     def _covers(self, weights: Tensor, total: float) -> bool:
         """Whether the shortlist holds every token that top-p and min-p may keep."""
@@ -182,8 +224,14 @@ class Sampler:
             return True
         return options.min_p is not None and float(weights[-1]) < options.min_p * float(weights[0])
 
-    def _pick(self, weights: Tensor) -> Tensor:
-        """Draw an index with probability proportional to its weight, by inverting the cumulative sum."""
-        sums = weights.double().cumsum(0)
-        point = torch.rand((), generator=self.generator, dtype=torch.float64) * sums[-1]
-        return torch.searchsorted(sums, point, right=True).clamp(max=int(weights.nonzero()[-1]))
+
+def pick(weights: Float[Tensor, choices], generator: torch.Generator) -> int:
+    """Draw an index with probability proportional to its weight, by inverting the cumulative sum; one random number.
+
+    >>> pick(torch.tensor([0.0, 2.0, 0.0]), torch.Generator())
+    1
+    """
+    sums = weights.double().cumsum(0)
+    point = torch.rand((), generator=generator, dtype=torch.float64) * sums[-1]
+    at = int(torch.searchsorted(sums, point, right=True))
+    return at if at < len(sums) else int(weights.nonzero()[-1])  # a point rounded up to the end

@@ -39,6 +39,7 @@ from pippin.core.files import disk_errors, sha256_of, sync_folder
 from pippin.language import families
 from pippin.language.load import LanguageModel
 from pippin.language.transformer import Decoder, DecoderLayer
+from pippin.nn.embedding import Embedding
 from pippin.nn.feedforward import FeedForward
 from pippin.nn.linear import Linear
 from pippin.nn.lora import Adapter, LowRank
@@ -170,9 +171,9 @@ def base_sha256(model: LanguageModel) -> str:
         for name, tensor in sorted(model.module.state_dict().items()):
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
             digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
-        for linear, _, _ in (target for _, target in _targets(model.module)):
-            if linear.packed is not None:
-                digest.update(linear.dense_weight().contiguous().view(torch.uint8).numpy().tobytes())
+        for part in model.module.modules():
+            if isinstance(part, Linear | Embedding) and part.packed is not None:
+                digest.update(part.dense_weight().cpu().contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
     files = [model.source] if model.source.is_file() else sorted(model.source.glob("*.safetensors"))
     hashes = [_hash(str(path), path.stat().st_mtime_ns, path.stat().st_size) for path in files]

@@ -3,8 +3,8 @@
 Notable here:
 - the reasons are few and closed, so that an application can switch on them; the sentence beside each is for people
 - a damaged or unsupported file is found by the very checks that `load` makes, because it is the same code
-- memory is counted from the shapes in the headers: weights in the precision that will run, the second copy of a tied
-  embedding that packing makes, and keys and values for the context
+- memory is counted from the shapes in the headers: weights in the formats that they will be kept in, by the very rules
+  that `load` follows, and keys and values for the context
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ from pippin.core.errors import (
 )
 from pippin.core.files import format_bytes
 from pippin.core.reference import Resolved
-from pippin.language.load import choose_precision, survey
-from pippin.language.transformer import Decoder
-from pippin.nn.linear import OneDNNWeight
+from pippin.language.load import survey
+from pippin.language.packing import choose_packing
 
 Reason = Literal[
     "available",
@@ -68,7 +67,12 @@ class Availability:
 
 
 def availability(
-    ref: str | Path, *, dtype: str = "auto", device: str | None = None, context: int | None = None
+    ref: str | Path,
+    *,
+    dtype: str = "auto",
+    device: str | None = None,
+    context: int | None = None,
+    bits: int | None = None,
 ) -> Availability:
     """Say whether a model can be used now; never loads, never fetches, never raises for what is wrong with the model.
 
@@ -78,15 +82,16 @@ def availability(
         device: where it would run; None takes the best there is.
         context: tokens, prompt and answer together, whose keys and values must fit beside the weights; None asks for
             2,048, or for the model's whole context where that is less.
+        bits: width that its matrices would be quantised to; None leaves them as they are.
 
     Raises:
-        InvalidArgument: an unknown device or precision, or a context below 1.
+        InvalidArgument: an unknown device, precision or number of bits, or a context below 1.
 
     >>> availability("no-such-model").reason
     'not_found'
     """
     where = devices.choose(device)
-    choose_precision(dtype, where)
+    choose_packing(dtype, where, bits=bits)
     if context is not None and context < 1:
         raise InvalidArgument(f"context is {context}; give 1 token or more, or None")
     try:
@@ -96,7 +101,7 @@ def availability(
     except (CheckpointError, AssetError, OSError) as error:
         return _unusable(error)
     try:
-        weights, cache, most = _sizes(found, dtype, where)
+        weights, cache, most = _sizes(found, dtype, where, bits)
     except (CheckpointError, AssetError, OSError) as error:
         return _unusable(error)
     tokens = min(most, context or _CONVERSATION)
@@ -114,7 +119,12 @@ def availability(
 
 
 def memory_needed(
-    ref: str | Path, dtype: str = "auto", *, device: str | None = None, context: int | None = None
+    ref: str | Path,
+    dtype: str = "auto",
+    *,
+    device: str | None = None,
+    context: int | None = None,
+    bits: int | None = None,
 ) -> int:
     """Bytes that an installed model takes once it is loaded and its cache is full, beyond what Python and torch take.
 
@@ -123,20 +133,21 @@ def memory_needed(
 
     Args:
         ref: a reference as `pippin.load` takes it; it is not fetched.
-        dtype: precision of weights, activations and cache.
+        dtype: precision, as `pippin.load` takes it.
         device: where it would run; None takes the best there is.
         context: tokens in the cache; None for as many as the model was trained for, 0 for the weights alone.
+        bits: width that its matrices would be quantised to; None leaves them as they are.
 
     Raises:
-        InvalidArgument: an unknown device or precision, or a negative context.
+        InvalidArgument: an unknown device, precision or number of bits, or a negative context.
         ModelNotFound: nothing answers to the reference, or it is not installed.
         CorruptedFile, UnsupportedModel, UnsafeCheckpoint: as `pippin.load`.
     """
     if context is not None and context < 0:
         raise InvalidArgument(f"context is {context}; give 0 tokens or more, or None")
     where = devices.choose(device)
-    choose_precision(dtype, where)
-    weights, cache, most = _sizes(reference.resolve(ref, download=False), dtype, where)
+    choose_packing(dtype, where, bits=bits)
+    weights, cache, most = _sizes(reference.resolve(ref, download=False), dtype, where, bits)
     return weights + cache * (most if context is None else context)
 
 
@@ -181,33 +192,23 @@ def _unusable(error: Exception) -> Availability:
     return Availability("unsupported" if unsupported else "corrupted", str(error))
 
 
-def _sizes(found: Resolved, dtype: str, where: torch.device) -> tuple[int, int, int]:
+def _sizes(found: Resolved, dtype: str, where: torch.device, bits: int | None) -> tuple[int, int, int]:
     """Bytes of the weights once loaded, bytes of cache for one token, and the longest context in tokens."""
-    precision = choose_precision(dtype, where)
+    packing = choose_packing(dtype, where, bits=bits)
     if found.kind == "folder":
         config = read_json(found.path / "config.json")
         if config.get("model_type") in _ENCODERS:
             folder = open_folder(found.path)
             elements = sum(prod(folder.shape(name)) for name in folder.names())
             return elements * torch.float32.itemsize, 0, config.get("max_position_embeddings", _CONVERSATION)
-    decoder = survey(found).module
-    config_ = decoder.config
-    per_token = 2 * len(config_.cached_layers) * config_.kv_heads * config_.head_dim
+    seen = survey(found)
+    config_ = seen.module.config
+    numbers = 2 * len(config_.cached_layers) * config_.kv_heads * config_.head_dim
     return (
-        _elements(decoder, where, precision) * precision.itemsize,
-        per_token * precision.itemsize,
+        packing.nbytes(seen.module, seen.kinds),
+        numbers * packing.cache_precision.itemsize,
         config_.max_context,
     )
-
-
-def _elements(decoder: Decoder, where: torch.device, precision: torch.dtype) -> int:
-    """Numbers held by a decoder in the layout that `load` gives it: a tied head that can be packed is a second copy."""
-    tied = decoder.config.tied
-    count: int = sum(
-        weight.numel() for name, weight in decoder.state_dict().items() if not (tied and "lm_head" in name)
-    )
-    packed = where.type == "cpu" and OneDNNWeight.supports(torch.empty(0, dtype=precision))
-    return count + (decoder.embed_tokens.weight.numel() if tied and packed else 0)
 
 
 def _free(where: torch.device) -> int:

@@ -1,21 +1,23 @@
 """`pippin.load`: from a model reference to a decoder, its tokenizer and its chat template.
 
 Notable here:
-- safetensors are mapped, not read; GGUF tensors are dequantised once, into the precision that will run
-- the decoder is built without memory, on torch's meta device, and filled layer by layer, so nothing is held twice
+- safetensors are mapped, not read; a GGUF tensor stays in the format of its file where the native kernels have it, and
+  is dequantised once, into the precision that will run, where they have not
+- the decoder is built without memory, on torch's meta device, and filled layer by layer, so nothing is held twice: what
+  was read of the file is given back after each layer
 - names and shapes are compared before the first weight is touched: a checkpoint fits completely or is refused
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from pippin.core import device as devices, reference
+from pippin.core import device as devices, memory, native, reference
 from pippin.core.checkpoint import open_folder, save_folder
 from pippin.core.errors import CorruptedFile, InvalidArgument, ModelNotFound, UnsupportedModel
 from pippin.core.ggml_quants import dequantize_blocks
@@ -24,8 +26,13 @@ from pippin.core.reference import Resolved
 from pippin.data.chat import ChatTemplate
 from pippin.data.tokenizer import Tokenizer
 from pippin.language import families
+from pippin.language.packing import Packing, choose_packing, group_of
 from pippin.language.transformer import Decoder, DecoderConfig, DecoderLayer
+from pippin.nn.embedding import Embedding
+from pippin.nn.linear import Linear
 from pippin.nn.lora import Adapter
+from pippin.nn.packed import NativeWeight, quantise
+from pippin.nn.triton_matvec import TritonWeight
 
 
 @dataclass(frozen=True)
@@ -57,12 +64,12 @@ class LanguageModel:
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
-        return self.module.embed_tokens.weight.device
+        return self.module.embed_tokens.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Precision of weights and activations."""
-        return self.module.embed_tokens.weight.dtype
+        """Precision of activations, and of weights that are not packed in a format of their own."""
+        return self.module.embed_tokens.dtype
 
     def adapter(self, name: str | None) -> Adapter | None:
         """The loaded adapter of this name; None for None.
@@ -126,7 +133,12 @@ class LanguageModel:
 
 
 def load(
-    ref: str | Path = "smollm2-135m", *, device: str | None = None, dtype: str = "auto", pack: bool = True
+    ref: str | Path = "smollm2-135m",
+    *,
+    device: str | None = None,
+    dtype: str = "auto",
+    bits: int | None = None,
+    pack: bool = True,
 ) -> LanguageModel:
     """Load a language model.
 
@@ -134,8 +146,12 @@ def load(
         ref: a catalogue name (fetched if it is not in the cache yet), a `.gguf` file, a folder in Hugging Face layout,
             or a hub repository such as "Qwen/Qwen3-0.6B".
         device: "cpu", "cuda", "cuda:1", "mps"; None takes the best there is.
-        dtype: precision of weights and activations. "auto" is bfloat16 where the device computes in it quickly and
-            float32 elsewhere; for training (``pack=False``) it is float32.
+        dtype: precision of weights and activations. On a CPU with the native kernels, activations are always float32;
+            "auto" leaves the weights of a GGUF file as they are stored and takes others as bfloat16; "float32" and
+            "bfloat16" are for all weights. Elsewhere "auto" is bfloat16 where the device computes in it quickly and
+            float32 where it does not; for training (``pack=False``) it is float32.
+        bits: 2, 3, 4 or 8: quantise the matrices to so many bits (plus 16 for every 64 weights), the embedding to at
+            least 4. This needs no data and takes seconds, and below 4 bits it costs quality. None leaves them alone.
         pack: put weights into the layout that decodes fastest. A packed model can be neither trained nor saved.
 
     Raises:
@@ -144,16 +160,22 @@ def load(
         CorruptedFile: a damaged file, or one whose tensors do not fit its configuration.
         UnsupportedModel: an architecture or a number format that Pippin does not have.
         UnsafeCheckpoint: the weights are a pickle.
-        InvalidArgument: an unknown device or precision.
+        InvalidArgument: an unknown device, precision or number of bits; bits where nothing computes with them, or that
+            do not fit the model; weights to be quantised that are not finite.
     """
     where = devices.choose(device)
-    precision = choose_precision(dtype, where, pack)
+    packing = choose_packing(dtype, where, bits=bits, pack=pack)
     found = reference.resolve(ref)
     seen = survey(found)
+    if packing.bits is not None:
+        packing.nbytes(seen.module, seen.kinds)  # which refuses matrices that cannot be quantised
     tokenizer = seen.tokenizer()
-    _fill(seen.module, seen.names, lambda name: seen.tensor(name, precision).to(where), pack)
+    _fill(seen, packing, pack)
     template = ChatTemplate(tokenizer.chat_template, tokenizer) if tokenizer.chat_template else None
-    return LanguageModel(found.name, seen.module, tokenizer, template, found.path)
+    model = LanguageModel(found.name, seen.module, tokenizer, template, found.path)
+    del seen  # and the mapping of the file with it
+    memory.trim()
+    return model
 
 
 @dataclass(frozen=True)
@@ -168,6 +190,12 @@ class Survey:
     """Reads one tensor in a precision."""
     tokenizer: Callable[[], Tokenizer]
     """Builds the tokenizer."""
+    release: Callable[[Iterable[str]], None]
+    """Takes what was read of tensors out of this process's memory."""
+    kinds: Mapping[str, str] = field(default_factory=dict)
+    """Of a GGUF file: ggml's name of the type of each tensor."""
+    blocks: Callable[[str], Tensor] | None = None
+    """Of a GGUF file: reads the rows of one tensor as they are stored, in our order."""
 
 
 def survey(found: Resolved) -> Survey:
@@ -179,36 +207,10 @@ def survey(found: Resolved) -> Survey:
         UnsafeCheckpoint: the weights are a pickle.
     """
     read = _read_gguf if found.kind == "gguf" else _read_folder
-    config, shapes, tensor, tokenizer = read(found.path)
-    with torch.device("meta"):
-        module = Decoder(config)
-    _fit(module, config, shapes, found.path)
-    return Survey(module, tuple(shapes), tensor, tokenizer)
+    return read(found.path)
 
 
-def choose_precision(dtype: str, device: torch.device, pack: bool = True) -> torch.dtype:
-    """The precision that `load` uses for its argument ``dtype``.
-
-    Raises:
-        InvalidArgument: an unknown name.
-
-    >>> choose_precision("bfloat16", torch.device("cpu"))
-    torch.bfloat16
-    """
-    names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if dtype == "auto":
-        fast = device.type != "cpu" or devices.has_fast_bf16()
-        return torch.bfloat16 if pack and fast else torch.float32
-    if dtype not in names:
-        raise InvalidArgument(f"dtype is {dtype!r}; choose auto, {', '.join(names)}")
-    return names[dtype]
-
-
-Reader = tuple[DecoderConfig, dict[str, tuple[int, ...]], Callable[[str, torch.dtype], Tensor], Callable[[], Tokenizer]]
-
-
-def _read_gguf(path: Path) -> Reader:
-    """Configuration, shapes by our names, a function that reads one tensor, and one that builds the tokenizer."""
+def _read_gguf(path: Path) -> Survey:
     file = open_gguf(path)
     config = families.from_gguf(file)
     names = {families.gguf_name(name, config): name for name in file.tensors if name != "rope_freqs.weight"}
@@ -219,12 +221,21 @@ def _read_gguf(path: Path) -> Reader:
         values = file.dequantize(names[name], dtype)
         return families.gguf_tensor(name, values, config, file.architecture)
 
-    shapes = {ours: file.tensors[theirs].shape for ours, theirs in names.items()}
-    return config, shapes, tensor, lambda: Tokenizer.from_gguf(file)
+    def blocks(name: str) -> Tensor:
+        return families.gguf_tensor(name, file.raw(names[name]), config, file.architecture)
+
+    return Survey(
+        _module(config, {ours: file.tensors[theirs].shape for ours, theirs in names.items()}, path),
+        tuple(names),
+        tensor,
+        tokenizer=lambda: Tokenizer.from_gguf(file),
+        release=lambda _: file.release(),
+        kinds={ours: file.tensors[theirs].type for ours, theirs in names.items()},
+        blocks=blocks,
+    )
 
 
-def _read_folder(path: Path) -> Reader:
-    """The same for a folder in Hugging Face layout."""
+def _read_folder(path: Path) -> Survey:
     folder = open_folder(path)
     if "quantization_config" in folder.config:
         method = folder.config["quantization_config"].get("quant_method", "unknown")
@@ -247,33 +258,70 @@ def _read_folder(path: Path) -> Reader:
         offset = families.norm_offset(name, config)
         return (values.float() + offset if offset else values).to(dtype)
 
-    shapes = {ours: tuple(folder.shape(theirs)) for ours, theirs in names.items()}
-    return config, shapes, tensor, lambda: Tokenizer.from_folder(path)
+    return Survey(
+        _module(config, {ours: tuple(folder.shape(theirs)) for ours, theirs in names.items()}, path),
+        tuple(names),
+        tensor,
+        tokenizer=lambda: Tokenizer.from_folder(path),
+        release=lambda done: folder.release(names[name] for name in done),
+    )
 
 
-def _fill(module: Decoder, names: Iterable[str], tensor: Callable[[str], Tensor], pack: bool) -> None:
+def _fill(seen: Survey, packing: Packing, pack: bool) -> None:
     """Put the weights in place, one layer at a time, each packed before the next is read: the peak is one layer's."""
     layers: dict[str, list[str]] = {}
-    for name in names:
+    for name in seen.names:
         parts = name.split(".")
         layers.setdefault(".".join(parts[: 2 if parts[0] == "layers" else 1]), []).append(name)
     for prefix, members in layers.items():
-        part = module.get_submodule(prefix)
-        part.load_state_dict({name.removeprefix(f"{prefix}."): tensor(name) for name in members}, assign=True)
+        part = seen.module.get_submodule(prefix)
+        plain = {}
+        for name in members:
+            owner = seen.module.get_submodule(name.rpartition(".")[0])
+            form = packing.format(owner, name, seen.kinds.get(name))
+            if form is None:
+                tensor = seen.tensor(name, packing.precision).to(packing.device)
+                # a view would keep the whole file in memory for the sake of a norm
+                plain[name.removeprefix(f"{prefix}.")] = tensor.clone() if packing.native else tensor
+            else:
+                assert isinstance(owner, Linear | Embedding)
+                owner.packed, owner.weight = _packed(seen, packing, name, form), None
+        part.load_state_dict(plain, assign=True)
         if pack and isinstance(part, DecoderLayer):
             part.pack()
-    module.tie()
+        if packing.native:
+            seen.release(members)
+    seen.module.tie()
     if pack:
-        module.pack_head()
-        module.requires_grad_(False).eval()
+        seen.module.pack_head()
+        seen.module.requires_grad_(False).eval()
 
 
-def _fit(module: nn.Module, config: DecoderConfig, shapes: dict[str, tuple[int, ...]], path: Path) -> None:
-    """Compare names and shapes.
+def _packed(seen: Survey, packing: Packing, name: str, form: int) -> NativeWeight | TritonWeight:
+    """One matrix in a format of the kernels."""
+    kind = seen.kinds.get(name, "")
+    if form in native.GROUP_FORMATS.values():
+        bits = next(bits for bits, number in native.GROUP_FORMATS.items() if number == form)
+        weight = seen.tensor(name, torch.float32).to(packing.device)
+        group = group_of(name, weight.shape[1])
+        codes, scales = quantise(weight, bits, group, name=name)
+        if packing.native:
+            return NativeWeight.from_codes(codes, scales, bits, group)
+        return TritonWeight.from_codes(codes, scales, bits, group, dtype=packing.precision)
+    if packing.keep and seen.blocks is not None and native.GGML_FORMATS.get(kind) == form:
+        return NativeWeight.from_ggml(seen.blocks(name), kind)
+    dense = torch.float32 if form == native.GGML_FORMATS["F32"] else torch.bfloat16
+    return NativeWeight.from_dense(seen.tensor(name, dense))
+
+
+def _module(config: DecoderConfig, shapes: dict[str, tuple[int, ...]], path: Path) -> Decoder:
+    """The decoder without memory, after its names and shapes were compared with those of the file.
 
     Raises:
         CorruptedFile: a tensor is missing, left over, or of another shape than the configuration says.
     """
+    with torch.device("meta"):
+        module = Decoder(config)
     wanted = {name: tuple(parameter.shape) for name, parameter in module.state_dict().items()}
     if config.tied:
         del wanted["lm_head.weight"]
@@ -286,3 +334,4 @@ def _fit(module: nn.Module, config: DecoderConfig, shapes: dict[str, tuple[int, 
     for name, shape in wanted.items():
         if shapes[name] != shape:
             raise CorruptedFile(f"{path}: tensor {name!r} has shape {shapes[name]}, its configuration says {shape}")
+    return module

@@ -3,7 +3,7 @@
 Notable here:
 - Llama, Qwen, Gemma, SmolLM and decoders with shared caches or experts are configurations of the same code
 - parameters carry Hugging Face's names, so a checkpoint is mapped into memory rather than converted
-- `pack()` turns a loaded decoder into one that is quick to decode with: fused projections in a blocked layout
+- `pack()` turns a loaded decoder into one that is quick to decode with: weights in the layout of the fastest kernels
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from pippin.core.errors import InvalidArgument
 from pippin.nn.attention import Attention, AttentionSpec
-from pippin.nn.cache import EndToEnd, KVCache, NoCache, Read
+from pippin.nn.cache import Cut, KVCache, NoCache, Resumable, Seen
+from pippin.nn.embedding import Embedding
 from pippin.nn.feedforward import FeedForward, FeedForwardSpec, MixtureOfExperts
 from pippin.nn.linear import Linear
 from pippin.nn.lora import Shares
@@ -129,11 +130,16 @@ class DecoderLayer(nn.Module):
         turn: tuple[Tensor, Tensor] | None,
         cache: KVCache,
         index: int,
-        shared: Read | EndToEnd | None,
+        shared: Seen | None,
         adapters: Shares | None = None,
-    ) -> tuple[Tensor, Read | EndToEnd]:
-        """Return the new hidden states and the keys, values and mask that attention read."""
-        y, read = self.self_attn(self.input_layernorm(x), turn, cache, index, shared, adapters)
+        cut: Cut | None = None,
+    ) -> tuple[Tensor, Seen]:
+        """Return the new hidden states (of ``cut.rows``, if given), and the keys, values and mask that were read."""
+        y, read = self.self_attn(self.input_layernorm(x), turn, cache, index, shared, adapters, cut)
+        if cut is not None:
+            x, adapters = x.index_select(1, cut.rows), cut.adapters
+            if x.shape[1] == 0:
+                return x, read
         if self.pre_feedforward_layernorm is None or self.post_feedforward_layernorm is None:
             x = x + y
             return x + self.mlp(self.post_attention_layernorm(x), adapters), read
@@ -165,9 +171,7 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
-        # given its memory, Embedding draws no random numbers, which on the meta device would import half of torch
-        memory = torch.empty(config.vocab_size, config.width)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.width, _weight=memory)
+        self.embed_tokens = Embedding(config.vocab_size, config.width)
         self.layers = nn.ModuleList(DecoderLayer(config, spec) for spec in config.layers)
         self.norm = RMSNorm(config.width, eps=config.eps)
         self.lm_head = Linear(config.width, config.vocab_size)
@@ -210,24 +214,68 @@ class Decoder(nn.Module):
         adapters: Shares | None = None,
     ) -> Float[Tensor, "batch new width"]:
         """Normalised hidden states, as the output matrix reads them; arguments as for `forward`."""
-        new = ids.shape[1]
-        if new == 0:
+        if ids.shape[1] == 0:
             raise InvalidArgument("the decoder was given no tokens")
         cache = NoCache(padding) if cache is None else cache
-        x = self.embed_tokens(ids)
-        if self.config.embedding_scale != 1.0:
-            x = x * torch.tensor(self.config.embedding_scale, dtype=x.dtype)
-        turns = self._rotations(cache, new, padding, x.dtype, x.device)
-        read: dict[int, Read | EndToEnd] = {}
-        for index, layer in enumerate(self.layers):
-            spec = self.config.layers[index].attention
-            shared = None if spec.source is None else read[spec.source]
-            x, seen = layer(x, turns.get(spec.rotary), cache, index, shared, adapters)
-            if index in self._sources:
-                read[index] = seen
-        cache.advance(new)
+        x = self.through(self.embed(ids), cache, padding=padding, adapters=adapters)
+        cache.advance(ids.shape[1])
         hidden: Tensor = self.norm(x)
         return hidden
+
+    def embed(self, ids: Int[Tensor, "batch new"]) -> Float[Tensor, "batch new width"]:
+        """What enters the first layer."""
+        x: Tensor = self.embed_tokens(ids)
+        scale = self.config.embedding_scale
+        return x if scale == 1.0 else x * torch.tensor(scale, dtype=x.dtype)
+
+    def through(
+        self,
+        x: Float[Tensor, "batch new width"],
+        cache: KVCache,
+        *,
+        layers: range | None = None,
+        padding: Int[Tensor, batch] | None = None,
+        adapters: Shares | None = None,
+        cut: Cut | None = None,
+    ) -> Float[Tensor, "batch kept width"]:
+        """What leaves the last of some layers; ``cache.advance`` is the caller's matter.
+
+        Args:
+            x: what enters the first of them.
+            cache: keys and values; a `Resumable` one where layers are left out at the beginning, or tokens are cut.
+            layers: those to compute, in order; None for all.
+            padding: as for `forward`.
+            adapters: low-rank changes, each with the tokens that it works on.
+            cut: from the queries of which layer on only which tokens are computed, in a batch of one row. Exact if no
+                later layer has keys of its own.
+        """
+        turns = self._rotations(cache, x.shape[1], padding, x.dtype, x.device)
+        read: dict[int, Seen] = {}
+        for index in range(len(self.layers)) if layers is None else layers:
+            spec = self.config.layers[index].attention
+            here = cut if cut is not None and cut.layer == index else None
+            if here is not None:
+                assert isinstance(cache, Resumable)
+                cache.narrow()
+                read.clear()
+            shared = None if spec.source is None else self._shared(spec.source, read, cache)
+            turn = turns.get(spec.rotary)
+            x, seen = self.layers[index](x, turn, cache, index, shared, adapters, here)
+            if index in self._sources:
+                read[index] = seen
+            if here is not None:
+                adapters = here.adapters
+                turns = {way: (cos[here.rows], sin[here.rows]) for way, (cos, sin) in turns.items()}
+            if x.shape[1] == 0:
+                break
+        return x
+
+    def _shared(self, source: int, read: dict[int, Seen], cache: KVCache) -> Seen:
+        """What a layer reads that has no keys of its own; from the cache, if its source is not part of this pass."""
+        if source not in read:
+            assert isinstance(cache, Resumable), f"layer {source} was not computed"
+            read[source] = cache.view(source, self.config.layers[source].attention.window)
+        return read[source]
 
     def _rotations(
         self, cache: KVCache, new: int, padding: Tensor | None, dtype: torch.dtype, device: torch.device
@@ -258,15 +306,21 @@ class Decoder(nn.Module):
             self._turns[rotary] = (cos, sin)
         return cos, sin
 
+    def rotary_tables(self) -> list[tuple[Tensor, Tensor]]:
+        """The tables of cosine and sine in use; longer ones take their place when a longer sequence comes."""
+        return list(self._turns.values())
+
     def pack_head(self) -> None:
-        """Pack what comes after the layers."""
+        """Pack the embedding and what comes after the layers."""
         self.norm.pack()
+        self.embed_tokens.pack()
+        self.tie()
         self.lm_head.pack()
 
     def tie(self) -> None:
         """Make the output matrix the embedding, where the configuration says so."""
-        if self.config.tied:
-            self.lm_head.weight = self.embed_tokens.weight  # type: ignore[assignment]  # it is a Parameter
+        if self.config.tied and self.lm_head.packed is None:
+            self.lm_head.weight, self.lm_head.packed = self.embed_tokens.weight, self.embed_tokens.packed
 
     def initialise(self, *, seed: int) -> Decoder:
         """Random weights: normal with standard deviation 0.02, output projections scaled down by depth; norms at one.
@@ -285,7 +339,7 @@ class Decoder(nn.Module):
         return self
 
     def pack(self) -> Decoder:
-        """Fuse and pack all weights for inference, in place; the decoder can no longer be trained or saved."""
+        """Pack all weights for inference, in place; the decoder can no longer be trained or saved."""
         for layer in self.layers:
             assert isinstance(layer, DecoderLayer)
             layer.pack()

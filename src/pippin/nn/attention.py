@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from pippin.nn.cache import EndToEnd, KVCache, Read
+from pippin.nn.cache import Cut, EndToEnd, KVCache, Seen
 from pippin.nn.linear import Linear
 from pippin.nn.lora import Shares
 from pippin.nn.norm import RMSNorm
@@ -75,7 +75,7 @@ class Attention(nn.Module):
         self.o_proj = Linear(heads * head_dim, width, bias=output_bias)
         self.q_norm = RMSNorm(head_dim, eps=eps) if qk_norm else None
         self.k_norm: RMSNorm | None = None
-        self.qkv_proj: Linear | None = None  # the three projections as one, once packed
+        self.qkv_proj: Linear | None = None  # the three projections as one, where packing fused them
         if spec.source is None:
             self.k_proj = Linear(width, kv_heads * head_dim, bias=bias)
             self.v_proj = Linear(width, kv_heads * head_dim, bias=bias)
@@ -87,9 +87,10 @@ class Attention(nn.Module):
         turn: tuple[Tensor, Tensor] | None,
         cache: KVCache,
         layer: int,
-        shared: Read | EndToEnd | None = None,
+        shared: Seen | None = None,
         adapters: Shares | None = None,
-    ) -> tuple[Float[Tensor, "batch new width"], Read | EndToEnd]:
+        cut: Cut | None = None,
+    ) -> tuple[Float[Tensor, "batch kept width"], Seen]:
         """Attend; return the output and the keys, values and mask that were read.
 
         Args:
@@ -99,6 +100,7 @@ class Attention(nn.Module):
             layer: index of this layer in the cache.
             shared: keys, values and mask of the source layer, if this layer has none of its own.
             adapters: low-rank changes of the projections, each for its tokens.
+            cut: if given, which of the tokens ask; the cache must have been narrowed to them.
         """
         q, k, v = self._project(x, adapters)
         if self.q_norm is not None:
@@ -111,11 +113,17 @@ class Attention(nn.Module):
         if k is not None and v is not None:
             shared = cache.append(layer, k, v, self.spec.window)
         assert shared is not None, f"layer {layer} reads layer {self.spec.source}, which was not given"
+        if cut is not None:
+            q, adapters = q.index_select(2, cut.rows), cut.adapters
+            if q.shape[2] == 0:
+                return x[:, :0], shared
         if isinstance(shared, EndToEnd):
             parts = q.split(shared.counts, dim=2)
             y = torch.cat([self._attend(part, *read) for part, read in zip(parts, shared.reads, strict=True)], 1)
-        else:
+        elif isinstance(shared, tuple):
             y = self._attend(q, *shared)
+        else:
+            y = shared.attend(q, self.scale)
         return self.o_proj(y, adapters), shared
 
     def _attend(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
@@ -146,8 +154,11 @@ class Attention(nn.Module):
         return q, *(kv or (None, None))
 
     def pack(self) -> None:
-        """Fuse the input projections and pack the weights for inference."""
-        if self.spec.source is None:
+        """Pack the weights for inference; fuse the input projections where that is quicker."""
+        if self.spec.source is None and not self.q_proj.fusible:
+            for projection in (self.q_proj, self.k_proj, self.v_proj):
+                projection.pack()
+        elif self.spec.source is None:
             self.qkv_proj = Linear.fused([self.q_proj, self.k_proj, self.v_proj]).pack()
             del self.q_proj, self.k_proj, self.v_proj
         else:

@@ -4,6 +4,7 @@ Notable here:
 - a model never knows which cache it has: it appends keys and values and gets back all that it may look at
 - `length` moves once per forward pass, at its end, so that a pass that is interrupted leaves no trace
 - sequences of different length need no padding: their new tokens lie end to end in one row, and each has its own keys
+- layers after the last one with keys of its own leave no trace, so they may compute the wanted tokens only
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+from pippin.nn.lora import Shares
 
 # Keys or values of the new tokens.
 New = Float[Tensor, "batch kv_heads new head_dim"]
@@ -32,6 +35,31 @@ class EndToEnd(NamedTuple):
 
 
 @runtime_checkable
+class Reader(Protocol):
+    """What looks at keys and values where they lie, in place of showing them."""
+
+    def attend(
+        self, q: Float[Tensor, "batch heads new head_dim"], scale: float | None
+    ) -> Float[Tensor, "batch new all_heads"]:
+        """What the queries read, the heads side by side; ``scale``: of the scores, None for ``head_dim ** -0.5``."""
+
+
+# What a layer's queries look at.
+Seen = Read | EndToEnd | Reader
+
+
+class Cut(NamedTuple):
+    """From the queries of one layer on, only some of the new tokens are computed."""
+
+    layer: int
+    """The layer; its keys and values are still those of all new tokens."""
+    rows: Int[Tensor, wanted]
+    """Which tokens, among all new ones laid end to end; may be empty."""
+    adapters: Shares | None = None
+    """Low-rank changes, each with the tokens among ``rows`` that it works on."""
+
+
+@runtime_checkable
 class KVCache(Protocol):
     """Keys and values of the tokens so far, one store per layer."""
 
@@ -43,11 +71,22 @@ class KVCache(Protocol):
     def positions(self) -> Int[Tensor, new] | None:
         """The position of each new token, where they do not simply follow each other from `length` on; else None."""
 
-    def append(self, layer: int, k: New, v: New, window: int | None) -> Read | EndToEnd:
+    def append(self, layer: int, k: New, v: New, window: int | None) -> Seen:
         """Add the new tokens of one layer; return all that they may look at."""
 
     def advance(self, new: int) -> None:
         """Make the tokens that were appended to every layer permanent."""
+
+
+@runtime_checkable
+class Resumable(KVCache, Protocol):
+    """A cache for passes that begin after the first layer, or compute only some tokens from some layer on."""
+
+    def view(self, layer: int, window: int | None) -> Seen:
+        """What the tokens of this pass may look at in a layer whose keys and values are there already."""
+
+    def narrow(self) -> None:
+        """From now on, `append` and `view` tell what the wanted tokens may look at, rather than all new ones."""
 
 
 class NoCache:

@@ -59,7 +59,7 @@ class FeedForward(nn.Module):
         self.gate_proj = Linear(width, spec.size, bias=bias) if spec.gated else None
         self.up_proj: Linear | None = Linear(width, spec.size, bias=bias)
         self.down_proj = Linear(spec.size, width, bias=bias)
-        self.gate_up_proj: Linear | None = None  # gate and up as one, once packed
+        self.gate_up_proj: Linear | None = None  # gate and up as one, where packing fused them
 
     def forward(
         self, x: Float[Tensor, "*batch width"], adapters: Shares | None = None
@@ -76,13 +76,15 @@ class FeedForward(nn.Module):
         return y
 
     def pack(self) -> None:
-        """Fuse gate and up, and pack the weights for inference."""
+        """Pack the weights for inference; fuse gate and up where that is quicker."""
         assert self.up_proj is not None
-        if self.gate_proj is not None:
+        if self.gate_proj is not None and self.gate_proj.fusible:
             self.gate_up_proj = Linear.fused([self.gate_proj, self.up_proj]).pack()
             self.gate_proj = self.up_proj = None
         else:
-            self.up_proj.pack()
+            for projection in (self.gate_proj, self.up_proj):
+                if projection is not None:
+                    projection.pack()
         self.down_proj.pack()
 
 

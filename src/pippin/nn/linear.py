@@ -2,9 +2,10 @@
 
 Notable here:
 - a `Linear` holds its weight as an ordinary parameter until `pack()` replaces it by a format that is quick to read
-- the packed form is oneDNN's blocked layout: on a CPU it more than doubles the speed of a matrix-vector product,
-  because the plain BLAS routine leaves most of the memory bandwidth unused
-- several layers that read the same input become one (`Linear.fused`), so that a decode step makes fewer, larger calls
+- on a CPU the packed form is that of the native kernels; without them it is oneDNN's blocked layout, which still more
+  than doubles the speed of a matrix-vector product, because the plain BLAS routine leaves most of the bandwidth unused
+- where torch does the work, several layers that read the same input become one (`Linear.fused`), so that a decode step
+  makes fewer, larger calls; the native kernels need no such thing
 """
 
 from __future__ import annotations
@@ -18,11 +19,16 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from pippin.nn.lora import Shares, adapt
+from pippin.nn.packed import NativeWeight
 
 
 @runtime_checkable
 class PackedWeight(Protocol):
     """A weight in a format of its own: what a kernel provides to be used by `Linear`."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a product with one vector reads."""
 
     def matmul(self, x: Float[Tensor, "*batch inputs"], bias: Tensor | None) -> Float[Tensor, "*batch outputs"]:
         """Return ``x @ weight.T + bias``."""
@@ -76,11 +82,19 @@ class Linear(nn.Module):
         assert self.weight is not None
         return self.weight.data
 
+    @property
+    def fusible(self) -> bool:
+        """Whether it pays to make this layer and its neighbours one before they are packed."""
+        return self.packed is None and not NativeWeight.supports(self.weight)
+
     def pack(self) -> Linear:
         """Replace the weight by its packed form, if this device and precision have one. Not for training."""
-        if self.packed is None and self.weight is not None and OneDNNWeight.supports(self.weight):
-            self.packed = OneDNNWeight(self.weight.data)
-            self.weight = None
+        if self.packed is None and self.weight is not None:
+            if NativeWeight.supports(self.weight):
+                self.packed = NativeWeight.from_dense(self.weight)
+            elif OneDNNWeight.supports(self.weight):
+                self.packed = OneDNNWeight(self.weight.data)
+            self.weight = self.weight if self.packed is None else None
         return self
 
 
@@ -92,6 +106,7 @@ class OneDNNWeight:
 
     def __init__(self, weight: Float[Tensor, "outputs inputs"]) -> None:
         self.blocks = torch.ops.mkldnn._reorder_linear_weight(weight, self.ROWS)
+        self.nbytes = weight.nbytes
 
     @staticmethod
     def supports(weight: Tensor) -> bool:

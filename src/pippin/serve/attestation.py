@@ -147,11 +147,12 @@ def facts(settings: Settings) -> dict[str, Any]:
     """What a quote says about the settings of a server.
 
     >>> facts(Settings())
-    {'stateless': False, 'log_prompts': False, 'guardrails': 'off', 'mcp': False}
+    {'stateless': False, 'log_prompts': False, 'prompt_cache': False, 'guardrails': 'off', 'mcp': False}
     """
     return {
         "stateless": settings.stateless,
         "log_prompts": settings.log_prompts,
+        "prompt_cache": settings.prompt_cache is not None,
         "guardrails": settings.guardrails,
         "mcp": settings.mcp,
     }

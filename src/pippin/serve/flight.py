@@ -30,12 +30,21 @@ class Flight:
         caller: who asks.
         seconds: until `TimedOut`.
         clock: seconds that only go up.
+        priority: -10 to 10; higher ones go before lower ones.
     """
 
     def __init__(
-        self, model: str, adapter: str | None, caller: Caller, seconds: float, clock: Callable[[], float]
+        self,
+        model: str,
+        adapter: str | None,
+        caller: Caller,
+        seconds: float,
+        clock: Callable[[], float],
+        *,
+        priority: int = 0,
     ) -> None:
         self.model, self.adapter, self.caller, self._clock = model, adapter, caller, clock
+        self.priority = priority
         self.began = clock()
         self.entered = self.began
         self.first_token: float | None = None

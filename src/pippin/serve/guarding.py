@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from pippin.engine.engine import Token
+from pippin.engine.request import Token
 from pippin.serve.settings import GuardrailLevel
 from pippin.session.provider import CallsMade, Done, ReasoningDelta, TextDelta, Turn, TurnEvent
 from pippin.session.transcript import Prompt, Text

@@ -255,11 +255,11 @@ class _Here:
 
 
 def _batched(model: "str | Path | LanguageModel") -> LocalModel:
-    from pippin.engine.batch import BatchEngine
+    from pippin.engine.engine import Engine
     from pippin.language.load import LanguageModel, load
 
     loaded = model if isinstance(model, LanguageModel) else load(model)
-    return LocalModel(loaded, engine=BatchEngine(loaded, slots=_AT_ONCE))
+    return LocalModel(loaded, engine=Engine(loaded, slots=_AT_ONCE))
 
 
 async def _in_thread(work: Callable[[], T], give_up: Callable[[], None]) -> T:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from pippin.session.response import Usage
 
@@ -32,7 +32,8 @@ class Metrics:
     """The counters of one server.
 
     Args:
-        readings: gives the gauges: name, help, name of the label (empty for none), and value by label.
+        readings: gives the gauges: name, help, name of the label (empty for none), and value by label. One whose name
+            ends in "_total" is a counter: it begins anew when its model is loaded again.
         clock: seconds that only go up.
     """
 
@@ -71,9 +72,10 @@ class Metrics:
         self._mean: float | None = None  # seconds in a slot, smoothed
 
     def collect(self) -> Iterator[Metric]:
-        """The gauges, as prometheus_client asks for them."""
+        """The readings, as prometheus_client asks for them."""
         for name, text, label, values in self.readings():
-            family = GaugeMetricFamily(name, text, labels=[label] if label else [])
+            kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            family = kind(name, text, labels=[label] if label else [])
             for key, value in values.items():
                 family.add_metric([key] if label else [], value)
             yield family

@@ -20,8 +20,9 @@ from typing import Any, Literal
 
 from pippin.core import catalogue, device as devices, store
 from pippin.core.checkpoint import read_json
-from pippin.core.errors import AssetError, CheckpointError, ModelNotFound, NotEnoughMemory, Overloaded
+from pippin.core.errors import AssetError, CheckpointError, ModelNotFound, NotEnoughMemory, Overloaded, PippinError
 from pippin.core.files import format_bytes
+from pippin.serve import logs
 from pippin.serve.gate import Gate
 from pippin.serve.settings import Settings
 
@@ -100,7 +101,7 @@ class ModelPool:
         self._reserved: dict[str, int] = {}
         self._created = int(time.time())
         self.loaded: dict[str, Loaded] = {}
-        self.budget = settings.memory_budget or int(_SHARE_OF_FREE_MEMORY * devices.memory().available)
+        self.budget = budget(settings)
 
     # --- names --------------------------------------------------------------------------------------------------------
 
@@ -285,10 +286,25 @@ class ModelPool:
         gc.collect()  # modules and their engines hold each other; their memory is needed now
 
 
+def budget(settings: Settings) -> int:
+    """Bytes that all models together may take."""
+    return settings.memory_budget or int(_SHARE_OF_FREE_MEMORY * devices.memory().available)
+
+
+def cache_share(settings: Settings) -> int:
+    """Bytes that the cache of one model may take."""
+    return budget(settings) // _CACHE_PART
+
+
 def _close(loaded: Loaded) -> None:
     close = getattr(loaded.engine, "close", None)
-    if close is not None:
+    if close is None:
+        return
+    try:
         close()
+    except PippinError as error:  # its prompts could not be kept, which must not keep others from being served
+        fields = {"model": loaded.name, "error": type(error).__name__, "reason": str(error)}
+        logs.log.error("prompts not kept", extra={"fields": fields})
 
 
 def _kind(model: Any) -> Kind:
@@ -296,20 +312,27 @@ def _kind(model: Any) -> Kind:
 
 
 def size_of(model: Any) -> int:
-    """Bytes that a `LocalModel` or a `TextEncoder` takes: its weights, packed or not, and its cache when it is full."""
+    """Bytes that a `LocalModel` or a `TextEncoder` takes: its weights, packed or not, and its cache when it is full.
+
+    A model that guesses ahead for it is counted with it.
+    """
     given = getattr(model, "nbytes", None)
     if given is not None:
         return int(given)
     inner = getattr(model, "model", model)
-    module, stats = getattr(inner, "module", None), getattr(getattr(model, "engine", None), "stats", None)
-    cache = 0 if stats is None else stats().cache_tokens_capacity * token_bytes(inner)
-    return cache + (0 if module is None else _weights(module))
+    module, engine = getattr(inner, "module", None), getattr(model, "engine", None)
+    draft = getattr(getattr(getattr(model, "speculation", None), "draft", None), "module", None)
+    weights = sum(_weights(one) for one in (module, draft) if one is not None)
+    if engine is None:
+        return weights
+    return weights + int(engine.stats().cache_tokens_capacity) * token_bytes(inner, engine.cache_type)
 
 
-def token_bytes(model: Any) -> int:
-    """Bytes of the keys and values of one token of a `LanguageModel`."""
-    config = model.config
-    return int(2 * len(config.cached_layers) * config.kv_heads * config.head_dim * model.dtype.itemsize)
+def token_bytes(model: Any, cache_type: str = "auto") -> int:
+    """Bytes of the keys and values of one token of a `LanguageModel`, in a precision of `Engine`."""
+    from pippin.engine.runner import BLOCK, runner_class
+
+    return runner_class(model).block_bytes_of(model, cache_type) // BLOCK
 
 
 def _weights(module: Any) -> int:

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from pippin.core import device
 from pippin.core.errors import GuardrailViolation, Overloaded, PippinError, RateLimited, UnsupportedCapability
 from pippin.serve import guarding, loading, logs
 from pippin.serve.flight import Flight
@@ -31,6 +32,7 @@ from pippin.session.provider import Done, ReasoningDelta, TextDelta, Turn, TurnE
 from pippin.session.response import Usage
 
 if TYPE_CHECKING:
+    from pippin.engine.engine import EngineStats
     from pippin.session.local import LocalModel
 
 __all__ = ["Caller", "ModelInfo", "Service"]
@@ -39,6 +41,19 @@ T = TypeVar("T")
 
 _THREADS = 512  # more than can ever run: what is let in is bounded by the gates
 _TEXTS_AT_ONCE = 16  # in one pass of an encoder, after which it looks whether anyone still waits
+# name, what it is, field of `EngineStats`
+_OF_ENGINES = (
+    ("pippin_cache_tokens_used", "Tokens in the cache of a model", "cache_tokens_used"),
+    ("pippin_cache_tokens_capacity", "Tokens that fit into it", "cache_tokens_capacity"),
+    ("pippin_cache_blocks", "Blocks of the cache of a model", "blocks_total"),
+    ("pippin_cache_blocks_free", "Blocks that hold nothing", "blocks_free"),
+    ("pippin_cache_blocks_kept", "Blocks kept for prompts that begin alike, used by nobody now", "blocks_cached"),
+    ("pippin_passes_total", "Passes over the model", "steps"),
+    ("pippin_prefix_hits_total", "Requests that found the beginning of their prompt computed", "prefix_hits"),
+    ("pippin_preemptions_total", "Requests put back because memory ran out", "preempted"),
+    ("pippin_drafted_tokens_total", "Tokens guessed ahead", "drafted"),
+    ("pippin_accepted_tokens_total", "Of those, tokens that became part of an answer", "accepted"),
+)
 
 
 class Service:
@@ -62,6 +77,8 @@ class Service:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.settings, self.clock = settings, clock
+        if settings.threads is not None:
+            device.use_threads(settings.threads)
         self.limits = Limits(settings, clock=clock)
         self.metrics = Metrics(self._readings, clock)
         self.pool = ModelPool(
@@ -122,7 +139,7 @@ class Service:
 
     def stats(self) -> dict[str, Any]:
         """What the web page shows of the server."""
-        used, capacity = self._cache_use()
+        engines = self._engines().values()
         return {
             "tokens_per_second": round(self.metrics.tokens_per_second, 2),
             "active": self.active,
@@ -131,7 +148,10 @@ class Service:
             "queue": self.settings.queue,
             "draining": self.draining,
             "uptime_seconds": round(time.time() - self.began, 1),
-            "cache": {"tokens_used": sum(used.values()), "tokens_capacity": sum(capacity.values())},
+            "cache": {
+                "tokens_used": sum(now.cache_tokens_used for now in engines),
+                "tokens_capacity": sum(now.cache_tokens_capacity for now in engines),
+            },
             "memory": {"models": self.pool.nbytes, "budget": self.pool.budget},
             "models": [
                 {
@@ -147,13 +167,16 @@ class Service:
 
     # --- running ------------------------------------------------------------------------------------------------------
 
-    async def run(self, model: str, build: Callable[[LocalModel], Turn], caller: Caller) -> AsyncIterator[TurnEvent]:
+    async def run(
+        self, model: str, build: Callable[[LocalModel], Turn], caller: Caller, *, priority: int = 0
+    ) -> AsyncIterator[TurnEvent]:
         """Answer one turn; closing or cancelling the iterator ends it and frees its slot.
 
         Args:
             model: "NAME" or "NAME:ADAPTER".
             build: makes the turn, in a worker thread.
             caller: who asks.
+            priority: -10 to 10; higher ones go before lower ones.
 
         Raises:
             ModelNotFound: no such model here.
@@ -163,7 +186,7 @@ class Service:
             GuardrailViolation: a rule blocked the prompt or the answer.
             PippinError: whatever ``build`` and the provider raise.
         """
-        flight = self._flight(model, caller)
+        flight = self._flight(model, caller, priority)
         with self._outcome(flight):
             loaded = await self._enter(flight)
             self._launch(flight, loaded, lambda: self._work(flight, loaded.model, build))
@@ -227,9 +250,9 @@ class Service:
 
     # --- the way in and out -------------------------------------------------------------------------------------------
 
-    def _flight(self, model: str, caller: Caller) -> Flight:
+    def _flight(self, model: str, caller: Caller, priority: int = 0) -> Flight:
         name, adapter = self.pool.resolve(model)
-        return Flight(name, adapter, caller, self.settings.request_timeout, self.clock)
+        return Flight(name, adapter, caller, self.settings.request_timeout, self.clock, priority=priority)
 
     async def _do(self, flight: Flight, work: Callable[[Any], None], *, encoder: bool = False) -> None:
         """Do work in a slot, of which nothing is passed on before it is done."""
@@ -254,7 +277,7 @@ class Service:
                 if (loaded.kind == "encoder") != encoder:
                     what = "no encoder and makes no embeddings" if encoder else "an encoder and cannot write"
                     raise UnsupportedCapability(f"{flight.model} is {what}; name another model")
-                await loaded.gate.enter(flight.caller.id)
+                await loaded.gate.enter(flight.caller.id, flight.priority)
         except BaseException as error:
             if loaded is not None:
                 self.pool.release(loaded)
@@ -323,7 +346,8 @@ class Service:
         turn = build(provider)
         if self._guardrails is not None:
             turn = guarding.checked_turn(self._guardrails, turn)
-        turn = flight.turn = replace(turn, owner=flight.caller.id, adapter=flight.adapter or turn.adapter)
+        adapter = flight.adapter or turn.adapter
+        turn = flight.turn = replace(turn, owner=flight.caller.id, adapter=adapter, priority=flight.priority)
         if self.settings.log_prompts and flight.record is not None:
             flight.record.texts["prompt"] = turn.transcript.to_json()
         if flight.cancelled:  # before the turn was there to be told
@@ -401,21 +425,18 @@ class Service:
             self.metrics.requests.labels(flight.model, outcome).inc()
             self.metrics.duration.labels(flight.model).observe(self.clock() - flight.began)
 
-    def _cache_use(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Tokens in the engines' caches by model, and how many fit."""
-        used: dict[str, float] = {}
-        capacity: dict[str, float] = {}
-        for name, loaded in self.pool.loaded.items():
-            stats = getattr(loaded.engine, "stats", None)
-            if stats is not None:
-                now = stats()
-                used[name], capacity[name] = now.cache_tokens_used, now.cache_tokens_capacity
-        return used, capacity
+    def _engines(self) -> dict[str, EngineStats]:
+        """What the engines have done and are doing, by model."""
+        engines = {name: loaded.engine for name, loaded in self.pool.loaded.items()}
+        return {name: engine.stats() for name, engine in engines.items() if engine is not None}
 
     def _readings(self) -> list[Reading]:
-        """The gauges."""
-        used, capacity = self._cache_use()
-        loaded = self.pool.loaded.values()
+        """The gauges, and what the engines count."""
+        loaded, engines = self.pool.loaded.values(), self._engines()
+
+        def of_engines(field: str) -> dict[str, float]:
+            return {name: getattr(now, field) for name, now in engines.items()}
+
         return [
             ("pippin_requests_active", "Requests in a slot", "", {"": self.active}),
             ("pippin_requests_waiting", "Requests that wait for a slot", "", {"": self.waiting}),
@@ -424,21 +445,10 @@ class Service:
             ("pippin_models_loaded", "Models in memory", "", {"": len(loaded)}),
             ("pippin_model_bytes", "Memory of a model", "model", {one.name: one.nbytes for one in loaded}),
             ("pippin_memory_budget_bytes", "Memory that models may take", "", {"": self.pool.budget}),
-            (
-                "pippin_memory_used_bytes",
-                "Memory that models and full caches take",
-                "",
-                {"": self.pool.nbytes},
-            ),
+            ("pippin_memory_used_bytes", "Memory that models and full caches take", "", {"": self.pool.nbytes}),
             ("pippin_process_memory_bytes", "Resident memory of the process", "", {"": process_memory()}),
-            ("pippin_cache_tokens_used", "Tokens in the cache of a model", "model", used),
-            ("pippin_cache_tokens_capacity", "Tokens that fit into it", "model", capacity),
-            (
-                "pippin_tokens_per_second_now",
-                "Tokens written in the last seconds",
-                "",
-                {"": self.metrics.tokens_per_second},
-            ),
+            ("pippin_tokens_per_second_now", "Tokens written lately", "", {"": self.metrics.tokens_per_second}),
+            *((name, text, "model", of_engines(field)) for name, text, field in _OF_ENGINES),
         ]
 
     # --- the end ------------------------------------------------------------------------------------------------------

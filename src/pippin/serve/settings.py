@@ -15,10 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
+from pippin.core import device
 from pippin.core.catalogue import DEFAULT_MODEL
 from pippin.core.errors import InvalidArgument, InvalidInput
 
 GuardrailLevel = Literal["off", "default", "strict", "permissive"]
+CacheChoice = Literal["auto", "float32", "bfloat16", "int8"]
+BITS = (2, 3, 4, 8)
 MIN_KEY_LENGTH = 16
 
 # field: smallest, largest
@@ -33,6 +36,7 @@ _WHOLE: dict[str, tuple[int, int]] = {
     "memory_budget": (1, 2**60),
     "max_body_bytes": (1024, 2**34),
     "max_connections": (1, 100_000),
+    "threads": (1, 4096),
 }
 _SECONDS = ("request_timeout", "header_timeout", "body_timeout", "write_timeout", "drain_timeout")
 
@@ -49,6 +53,13 @@ class Settings:
             "MODEL:NAME".
         device: where the models run; None takes the best there is.
         dtype: their precision, as `pippin.load` takes it.
+        bits: pack their weights to 2, 3, 4 or 8 bits; None leaves them as they are.
+        cache_type: precision of keys and values: "auto", "float32", "bfloat16" or "int8".
+        threads: of every computation; None for one on each core.
+        speculate: how to guess several tokens ahead: "ngram", "self", or a model whose guesses are checked, for the
+            models that have its vocabulary; None for one token at a time.
+        prompt_cache: folder that keeps what was computed of prompts when a model is unloaded or the server stops, one
+            file for each model; None keeps nothing. Never together with ``stateless``.
         host: address to listen on.
         port: 0 to 65535; 0 takes a free one.
         api_keys: name to secret. The name is what logs and metrics show.
@@ -56,6 +67,8 @@ class Settings:
         memory_budget: bytes for weights, caches and encoders together; None for 70 % of what is free at the start.
         slots: requests that one model answers at once, 1 to 256.
         queue: requests that may wait, 0 to 100,000; one more is refused.
+        priorities: let requests ask to go before others (``service_tier`` "priority", ``priority`` below 0); without it
+            they may only ask to wait for them.
         per_caller: requests that one caller may have running and waiting; None for no limit but the queue.
         requests_per_minute: of one caller; None for no limit.
         tokens_per_minute: of one caller, read and written together; None for no limit.
@@ -92,6 +105,11 @@ class Settings:
     adapters: Mapping[str, str | Path] = field(default_factory=dict)
     device: str | None = None
     dtype: str = "auto"
+    bits: int | None = None
+    cache_type: CacheChoice = "auto"
+    threads: int | None = None
+    speculate: str | None = None
+    prompt_cache: Path | None = None
     host: str = "127.0.0.1"
     port: int = 8080
     api_keys: Mapping[str, str] = field(default_factory=dict, repr=False)
@@ -99,6 +117,7 @@ class Settings:
     memory_budget: int | None = None
     slots: int = 8
     queue: int = 64
+    priorities: bool = False
     per_caller: int | None = None
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
@@ -135,8 +154,23 @@ class Settings:
             raise InvalidArgument(f"guardrails must be one of {names}, got {self.guardrails!r}")
         if self.log_prompts and self.stateless:
             raise InvalidArgument("log_prompts keeps texts and stateless promises not to; choose one of them")
+        self._check_engine()
         self._check_models()
         self._check_access()
+
+    def _check_engine(self) -> None:
+        if self.bits is not None and (isinstance(self.bits, bool) or self.bits not in BITS):
+            raise InvalidArgument(f"bits must be one of {', '.join(map(str, BITS))}, got {self.bits!r}")
+        if self.cache_type not in get_args(CacheChoice):
+            raise InvalidArgument(
+                f"cache_type must be one of {', '.join(get_args(CacheChoice))}, got {self.cache_type!r}"
+            )
+        if self.threads is not None and self.threads > (cores := device.threads()):
+            raise InvalidArgument(f"threads is {self.threads}, and this process may use {cores}, one on each core")
+        if self.speculate is not None and not self.speculate:
+            raise InvalidArgument('speculate must be "ngram", "self" or the name of a model, or None; it is empty')
+        if self.prompt_cache is not None and self.stateless:
+            raise InvalidArgument("prompt_cache keeps prompts and stateless promises not to; choose one of them")
 
     def _check_models(self) -> None:
         if isinstance(self.models, str) or not all(isinstance(name, str) and name for name in self.models):

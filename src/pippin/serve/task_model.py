@@ -27,8 +27,8 @@ class TaskModel(LocalModel):
     """
 
     def __init__(self, inner: LocalModel, change: TurnChange) -> None:
-        engine: Any = inner.engine
-        super().__init__(inner.model, engine=_Scoring(engine, self) if hasattr(engine, "score") else engine)
+        engine: Any = _Scoring(inner.engine, self)
+        super().__init__(inner.model, engine=engine, speculation=inner.speculation)
         self.usage = Usage()
         self._change = change
 

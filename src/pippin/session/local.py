@@ -3,20 +3,25 @@
 Notable here:
 - tool calls are decoded under the grammar of their signatures and hidden from the text that is shown
 - reasoning is a pass of its own with its own budget: the model thinks freely, only the answer is constrained
+- what was computed of a prompt stays with the engine: the next turn of a conversation, a round of tool calls, or
+  another session that begins alike computes only what is new
 - whatever can be told from the request alone is told by the call, before anything is computed
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, cast
 
 from pippin.core.errors import ContextOverflow
-from pippin.engine.engine import Engine, Finished, Prefix, Request, Token, common_prefix
+from pippin.engine.engine import Engine, shared
+from pippin.engine.request import Finished, Request, Token
 from pippin.engine.sampling import SamplingOptions
 from pippin.engine.text import TextStream
+from pippin.engine.writer import common_prefix
 from pippin.language.load import LanguageModel, load
 from pippin.session import prompting
 from pippin.session.provider import (
@@ -33,21 +38,9 @@ from pippin.session.provider import (
 from pippin.session.response import Timing, Usage
 from pippin.session.transcript import Prompt
 
-
-class TokenEngine(Protocol):
-    """What a local model needs of an engine: `Engine` for one request at a time, `BatchEngine` for many."""
-
-    model: LanguageModel
-    context_size: int
-
-    def stream(self, request: Request) -> Iterator[Token | Finished]:
-        """Answer a request, token by token."""
-
-    def check(self, prompt: list[int], options: SamplingOptions) -> None:
-        """Raise what `stream` raises for this prompt."""
-
-    def prefill(self, prompt: list[int], prefix: Prefix, *, adapter: str | None, owner: str) -> int:
-        """Compute the beginning of a prompt ahead of its request."""
+if TYPE_CHECKING:
+    from pippin.engine.constraint import Grammar
+    from pippin.engine.speculation import Speculation
 
 
 class LocalModel(Provider):
@@ -55,17 +48,27 @@ class LocalModel(Provider):
 
     Args:
         model: a model reference (see `pippin.load`) or a loaded model.
-        engine: what runs it; None for an engine that answers one request at a time.
+        engine: what runs it; None for the one that all sessions over this loaded model share, so that what one of
+            them has computed no other computes again.
+        speculation: how to guess several tokens ahead; None for one token at a time.
 
     Raises:
         ModelNotFound, DownloadFailed, CheckpointError: the model cannot be had.
+        InvalidArgument, VocabularyMismatch: the speculation cannot be used with this model.
     """
 
     def __init__(
-        self, model: str | Path | LanguageModel = "smollm2-135m", *, engine: TokenEngine | None = None
+        self,
+        model: str | Path | LanguageModel = "smollm2-135m",
+        *,
+        engine: Engine | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         self.model = model if isinstance(model, LanguageModel) else load(model)
-        self.engine: TokenEngine = Engine(self.model) if engine is None else engine
+        self.engine = shared(self.model) if engine is None else engine
+        self.speculation = speculation
+        if speculation is not None:
+            speculation.check(self.model)
         self.name = self.model.name
         self.context_size: int = self.engine.context_size
         self.capabilities = Capabilities(
@@ -107,7 +110,7 @@ class LocalModel(Provider):
         )
         self.engine.check(one, SamplingOptions())
         common = one[: common_prefix(one, other)]
-        return self.engine.prefill(common, self._prefix(turn), adapter=turn.adapter, owner=turn.owner)
+        return self.engine.prefill(common, adapter=turn.adapter, owner=turn.owner)
 
     def _encode(self, turn: Turn, *, thinking: bool = False) -> list[int]:
         if turn.ids is not None:
@@ -116,9 +119,33 @@ class LocalModel(Provider):
         hint = turn.schema.prompt_text() if turn.schema is not None and shown else ""
         return prompting.encode(self.model, turn.transcript, turn.tools, hint, thinking=thinking)
 
-    def _prefix(self, turn: Turn) -> Prefix:
-        prefix: Prefix = turn.memory.setdefault(f"prefix {turn.adapter or ''}", Prefix())
-        return prefix
+    def _events(
+        self, turn: Turn, ids: list[int], options: SamplingOptions, grammar: Grammar | None = None
+    ) -> Generator[Token | Finished]:
+        """The events of one pass of a turn; once it is cancelled, no token more, not even one that is written already.
+
+        The engine writes ahead of who reads.
+        """
+        request = Request(
+            ids,
+            options,
+            grammar,
+            cancel=turn.cancel,
+            adapter=turn.adapter,
+            owner=turn.owner,
+            priority=turn.priority,
+            speculation=self.speculation,
+        )
+        shown, stream = 0, cast("Generator[Token | Finished]", self.engine.stream(request))
+        with closing(stream) as events:
+            for event in events:
+                if isinstance(event, Finished):
+                    if shown < event.answer_tokens and turn.cancel.is_set():
+                        event = replace(event, reason="cancelled", text="", answer_tokens=shown)
+                    yield event
+                elif not turn.cancel.is_set():
+                    shown += 1
+                    yield event
 
     def _refuse_huge(self, turn: Turn) -> None:
         """Raise `ContextOverflow` for text that cannot fit, without cutting megabytes of it into tokens."""
@@ -138,15 +165,13 @@ class LocalModel(Provider):
         room = (options.max_tokens or self.context_size - len(ids)) - 1
         budget = min(options.reasoning_budget, max(room, 1))
         free = replace(options, max_tokens=budget, stop=(prompting.ANSWER,), logprobs=None)
-        request = Request(
-            ids, free, prefix=self._prefix(turn), cancel=turn.cancel, adapter=turn.adapter, owner=turn.owner
-        )
         thought: list[int] = []
-        for event in self.engine.stream(request):
-            if event.text:
-                yield ReasoningDelta(event.text)
-            if isinstance(event, Token):
-                thought.append(event.id)
+        with closing(self._events(turn, ids, free)) as events:
+            for event in events:
+                if event.text:
+                    yield ReasoningDelta(event.text)
+                if isinstance(event, Token):
+                    thought.append(event.id)
         assert isinstance(event, Finished)
         usage, timing = _account(event, Usage(reasoning_tokens=event.answer_tokens), Timing())
         if event.reason == "cancelled":
@@ -169,20 +194,20 @@ class LocalModel(Provider):
             required=turn.options.tool_calling == "required",
             parallel=turn.options.parallel_tool_calls,
         )
-        request = Request(ids, turn.options, grammar, self._prefix(turn), turn.cancel, turn.adapter, turn.owner)
         visible = TextStream([prompting.OPEN] if tools and schema is None else [])
         raw = told = ""
-        for event in self.engine.stream(request):
-            raw += event.text
-            visible.push(event.text.encode("utf-8", "surrogatepass"))
-            if isinstance(event, Finished):
-                visible.finish()
-            # a typed answer never begins like a call, so what does is one, or is about to be
-            calling = bool(schema and tools) and prompting.OPEN.startswith(raw[: len(prompting.OPEN)])
-            tokens = (event,) if isinstance(event, Token) else ()
-            if not calling and (visible.text != told or tokens):
-                yield TextDelta(visible.text[len(told) :], tokens)
-                told = visible.text
+        with closing(self._events(turn, ids, turn.options, grammar)) as events:
+            for event in events:
+                raw += event.text
+                visible.push(event.text.encode("utf-8", "surrogatepass"))
+                if isinstance(event, Finished):
+                    visible.finish()
+                # a typed answer never begins like a call, so what does is one, or is about to be
+                calling = bool(schema and tools) and prompting.OPEN.startswith(raw[: len(prompting.OPEN)])
+                tokens = (event,) if isinstance(event, Token) else ()
+                if not calling and (visible.text != told or tokens):
+                    yield TextDelta(visible.text[len(told) :], tokens)
+                    told = visible.text
         assert isinstance(event, Finished)
         usage, timing = _account(event, usage, timing)
         # a call that is not complete is no call
@@ -191,12 +216,35 @@ class LocalModel(Provider):
         if calls:
             yield CallsMade(calls)
         called = bool(calls) and event.reason == "stop"
-        yield Done("tool_calls" if called else event.reason, usage, timing, raw if cut else "")
+        yield Done("tool_calls" if called else event.reason, usage, timing, raw if cut else "", event.exact)
+
+
+def speculation(name: str, *, load: Callable[[str], LanguageModel] = load) -> Speculation:
+    """How to guess ahead, by its name.
+
+    Args:
+        name: "ngram" repeats what followed the same words before, "self" lets the model's own lower layers guess;
+            anything else is a reference of a smaller model with the same vocabulary.
+        load: gives the model of a reference.
+
+    Raises:
+        ModelNotFound, DownloadFailed, CheckpointError: the model cannot be had.
+    """
+    from pippin.engine.speculation import Speculation
+
+    return Speculation("ngram" if name == "ngram" else "self" if name == "self" else load(name))
 
 
 def _account(event: Finished, usage: Usage, timing: Timing) -> tuple[Usage, Timing]:
     """Usage and timing with those of one more pass."""
     return (
-        usage + Usage(event.prompt_tokens, event.cached_tokens, event.answer_tokens),
+        usage
+        + Usage(
+            event.prompt_tokens,
+            event.cached_tokens,
+            event.answer_tokens,
+            drafted_tokens=event.drafted,
+            accepted_tokens=event.accepted,
+        ),
         timing + Timing(event.prompt_seconds, event.total_seconds - event.prompt_seconds, event.first_token_seconds),
     )

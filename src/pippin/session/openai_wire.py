@@ -31,7 +31,7 @@ from pippin.core.errors import (
     UnsupportedCapability,
     UnsupportedContent,
 )
-from pippin.engine.engine import Token
+from pippin.engine.request import Token
 from pippin.session.options import BUDGETS, GenerationOptions
 from pippin.session.provider import CallsMade, Done, Reason, ReasoningDelta, Refused, TextDelta, Turn, TurnEvent
 from pippin.session.response import Timing, Usage

@@ -15,7 +15,7 @@ from threading import Event
 from typing import Any, Literal
 
 from pippin.core.errors import UnsupportedCapability, UnsupportedContent
-from pippin.engine.engine import Token
+from pippin.engine.request import Token
 from pippin.session.options import GenerationOptions
 from pippin.session.response import Timing, Usage
 from pippin.session.schema import Schema
@@ -62,6 +62,7 @@ class Turn:
         memory: the provider's own, kept from turn to turn of one session (a cache of keys and values, say).
         owner: whose turn it is, where one provider serves many: nothing computed for one owner is used for another.
         ids: the very tokens that a local model reads, in place of the transcript's; for text to be continued as it is.
+        priority: -10 to 10; where one provider serves many, higher ones go before lower ones.
     """
 
     transcript: Transcript
@@ -73,6 +74,7 @@ class Turn:
     memory: dict[str, Any] = field(default_factory=dict)
     owner: str = ""
     ids: tuple[int, ...] | None = None
+    priority: int = 0
 
 
 @dataclass(frozen=True)
@@ -107,12 +109,17 @@ class Refused:
 
 @dataclass(frozen=True)
 class Done:
-    """The end of a turn, always the last event; ``cut`` is what there is of a tool call that met ``max_tokens``."""
+    """The end of a turn, always the last event.
+
+    ``cut`` is what there is of a tool call that met ``max_tokens``; ``exact`` whether speculation kept the model's
+    distribution of every token, or only of groups of tokens.
+    """
 
     reason: Reason
     usage: Usage = Usage()
     timing: Timing = Timing()
     cut: str = ""
+    exact: Literal["token", "group"] = "token"
 
 
 TurnEvent = TextDelta | ReasoningDelta | CallsMade | Refused | Done

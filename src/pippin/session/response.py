@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, dataclass_transform, overload
+from dataclasses import astuple, dataclass
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, dataclass_transform, overload
 
 from pippin.core.errors import ConcurrentRequests, InvalidArgument
-from pippin.engine.engine import FinishReason, Token
+from pippin.engine.request import FinishReason, Token
 
 T = TypeVar("T")
 C = TypeVar("C")
@@ -18,20 +18,20 @@ Scalar = TypeVar("Scalar", int, float, bool)
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens of a request, all of its rounds together: read, of those not computed again, written, of those thought."""
+    """Tokens of a request, all of its rounds together: read, of those not computed again, written, of those thought.
+
+    ``drafted_tokens`` were guessed ahead by speculation, ``accepted_tokens`` of them became part of the answer.
+    """
 
     input_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
     reasoning_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     def __add__(self, other: Usage) -> Usage:
-        return Usage(
-            self.input_tokens + other.input_tokens,
-            self.cached_tokens + other.cached_tokens,
-            self.output_tokens + other.output_tokens,
-            self.reasoning_tokens + other.reasoning_tokens,
-        )
+        return Usage(*(one + more for one, more in zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,8 @@ class Response(Generic[T]):
 
     ``content`` is a value of the type that was asked for (text, if none was), ``raw_content`` the text that the model
     wrote, ``finish_reason`` "stop" or "length", ``transcript_entries`` what the request added to the transcript, and
-    ``tokens`` the answer's tokens, with log-probabilities if they were asked for.
+    ``tokens`` the answer's tokens, with log-probabilities if they were asked for. ``exact`` is "group" where
+    speculation kept the model's distribution of groups of tokens only, and not of every token.
     """
 
     content: T
@@ -66,6 +67,7 @@ class Response(Generic[T]):
     transcript_entries: tuple[Any, ...]
     timing: Timing
     tokens: tuple[Token, ...] = ()
+    exact: Literal["token", "group"] = "token"
 
 
 class PartialOf(Generic[T]):

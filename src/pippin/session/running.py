@@ -31,7 +31,7 @@ from pippin.core.errors import (
     TooManyToolRounds,
     UnsupportedCapability,
 )
-from pippin.engine.engine import Token
+from pippin.engine.request import Token
 from pippin.session.hooks import Deny, Replace
 from pippin.session.options import GenerationOptions
 from pippin.session.provider import (
@@ -325,7 +325,8 @@ class Running:
             raise _refusal(explanation)
         reason = "length" if self.written.done.reason == "length" else "stop"
         entries = (*self.entries, self._answer(raw))
-        response = Response(content, raw, self.usage, reason, entries, self.timing, tuple(self.written.tokens))  # type: ignore[arg-type]
+        tokens, exact = tuple(self.written.tokens), self.written.done.exact
+        response = Response(content, raw, self.usage, reason, entries, self.timing, tokens, exact)  # type: ignore[arg-type]
         decision = self.settings.hooks.decide("on_response", response)
         if isinstance(decision, Deny):
             raise Denied(decision.reason)

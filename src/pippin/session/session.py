@@ -77,8 +77,8 @@ class Session:
     ``state`` is a dictionary for the application: profiles and tools may read and write it.
 
     >>> session = Session("smollm2-135m", instructions="Answer briefly.")           # doctest: +SKIP
-    >>> session.respond("What is the capital of France?").content                   # doctest: +SKIP
-    'The capital of France is Paris.'
+    >>> session.respond("What is the capital of Japan?").content                    # doctest: +SKIP
+    'The capital of Japan is Tokyo.'
     """
 
     def __init__(
@@ -219,7 +219,7 @@ class Session:
     def prewarm(self, prompt_prefix: str = "") -> int:
         """Compute instructions, tools and the given beginning of a prompt now; return how many tokens are ready.
 
-        A request that begins like this starts sooner, with the same logits, bit for bit.
+        A request that begins like this starts sooner; with the native kernels its logits are the same, bit for bit.
 
         Raises:
             ConcurrentRequests: a request is running. ContextOverflow: the beginning alone is too long.

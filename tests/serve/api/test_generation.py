@@ -22,7 +22,7 @@ from pippin.core.errors import (
     Refusal,
     SchemaError,
 )
-from pippin.engine.engine import Token
+from pippin.engine.request import Token
 from pippin.serve.api import chat, response_output, responses, sse
 from pippin.serve.api.chat_types import ChatRequest
 from pippin.serve.api.generation import AT_ONCE, Answer, Cut, Job, collect, merged, opened, total
@@ -41,7 +41,7 @@ class Scripted:
         self.script, self.builds = script, builds
         self.running = self.most = self.begun = self.closed = 0
 
-    async def run(self, model, build, caller):
+    async def run(self, model, build, caller, *, priority=0):
         self.begun += 1
         self.running += 1
         self.most = max(self.most, self.running)

@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 from openai.types import CompletionChoice
 from openai.types.chat.chat_completion import ChoiceLogprobs
 
-from pippin.engine.engine import Token
+from pippin.engine.request import Token
 from pippin.serve.api.tokens import IMPOSSIBLE, chat_logprobs, completion_logprobs, token_text
 
 

@@ -16,7 +16,6 @@ import numpy as np
 from jaxtyping import Float
 
 from pippin.core.errors import InvalidArgument
-from pippin.engine.engine import Prefix
 from pippin.kits.text.calibration import Calibration
 from pippin.kits.text.desk import Desk, Preset
 from pippin.kits.text.spans import check_text
@@ -143,11 +142,11 @@ class Classifier:
 
     def _scores(self, texts: Sequence[str]) -> Float[np.ndarray, "texts labels"]:
         room = self.desk.room(self.preset, 0)
-        rows, prefix = [], Prefix()
+        rows = []
         for text in texts:
             self.desk.check_fits(text, room)
             transcript = self.preset.transcript.add(Prompt(_asked(text)))
-            rows.append(self.desk.score_answers(transcript, self.labels, prefix))
+            rows.append(self.desk.score_answers(transcript, self.labels))
         return np.array(rows, dtype=float).reshape(len(rows), len(self.labels))
 
     def _content_free(self) -> list[float]:

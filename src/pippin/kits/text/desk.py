@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pippin.core.errors import ContextOverflow, UnsupportedCapability
-from pippin.engine.engine import Prefix
 from pippin.kits.text.lexicon import Lexicon
 from pippin.kits.text.spans import check_text
 from pippin.session import prompting
@@ -158,7 +157,7 @@ class Desk:
         Raises:
             UnsupportedCapability: it cannot.
         """
-        if not isinstance(self.provider, LocalModel) or not hasattr(self.provider.engine, "score"):
+        if not isinstance(self.provider, LocalModel):
             raise UnsupportedCapability(
                 f"{self.provider.name} does not report how likely a given text is, which this task is computed from; "
                 "take a local model, or for a label without a probability: "
@@ -169,7 +168,7 @@ class Desk:
     @property
     def can_score(self) -> bool:
         """Whether `local` answers."""
-        return isinstance(self.provider, LocalModel) and hasattr(self.provider.engine, "score")
+        return isinstance(self.provider, LocalModel)
 
     def score_text(self, before: str, continuations: Sequence[str]) -> Sequence[float]:
         """Log-probability of each continuation of a plain text, outside any conversation."""
@@ -177,19 +176,16 @@ class Desk:
         tokenizer = local.model.tokenizer
         start = tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_ids[0]
         encoded = [tokenizer.encode(text) for text in continuations]
-        return local.engine.score([start, *tokenizer.encode(before)], encoded)  # type: ignore[attr-defined,no-any-return]
+        return local.engine.score([start, *tokenizer.encode(before)], encoded)
 
-    def score_answers(self, transcript: Transcript, answers: Sequence[str], prefix: Prefix) -> Sequence[float]:
-        """Log-probability of each text as the whole answer to a conversation: its tokens and the end of the turn.
-
-        ``prefix`` keeps what this conversation has in common with the next one that it is given for.
-        """
+    def score_answers(self, transcript: Transcript, answers: Sequence[str]) -> Sequence[float]:
+        """Log-probability of each text as the whole answer to a conversation: its tokens and the end of the turn."""
         model = self.local.model
         end = _end_of_turn(model)
         prompt = prompting.encode(model, transcript)
         self.check_answer_fits(len(prompt))
         encoded = [[*model.tokenizer.encode(answer), *end] for answer in answers]
-        return self.local.engine.score(prompt, encoded, prefix=prefix)  # type: ignore[attr-defined,no-any-return]
+        return self.local.engine.score(prompt, encoded)
 
     def check_answer_fits(self, count: int) -> None:
         """Raise `ContextOverflow` for a prompt that fills the context."""

@@ -17,7 +17,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
 from pippin.core.errors import InvalidRequest
-from pippin.serve.api import chat_types as types, conversation, errors, sse, tokens, turns
+from pippin.serve.api import chat_types as types, conversation, errors, sse, tokens, turns, urgency
 from pippin.serve.api.body import JSONRoute
 from pippin.serve.api.generation import (
     Answer,
@@ -35,7 +35,7 @@ from pippin.session.response import Usage
 from pippin.session.transcript import ToolCall
 
 if TYPE_CHECKING:
-    from pippin.engine.engine import Token
+    from pippin.engine.request import Token
     from pippin.serve.service import Service
     from pippin.session.local import LocalModel
 
@@ -54,11 +54,14 @@ def router(service: Service) -> APIRouter:
     async def create(request: Request, body: types.ChatRequest) -> Any:
         check(body)
         caller = request.state.caller
-        jobs = [Job(service, body.model or "", caller, maker(body, index)) for index in range(body.n or 1)]
+        priority, tier = urgency.of(body, service.settings)
+        name = body.model or ""
+        jobs = [Job(service, name, caller, maker(body, n), priority=priority) for n in range(body.n or 1)]
         head = {
             "id": f"chatcmpl-{secrets.token_hex(12)}",
             "created": int(time.time()),
             "model": body.model or service.settings.default,
+            **tier,
         }
         if not body.stream:
             answers = await collect(jobs)
@@ -169,12 +172,16 @@ def arguments(call: ToolCall) -> str:
 
 def usage(used: Usage) -> dict[str, Any]:
     """Tokens as the interface counts them."""
+    guessed = {}
+    if used.drafted_tokens:
+        wrong = used.drafted_tokens - used.accepted_tokens
+        guessed = {"accepted_prediction_tokens": used.accepted_tokens, "rejected_prediction_tokens": wrong}
     return {
         "prompt_tokens": used.input_tokens,
         "completion_tokens": used.output_tokens,
         "total_tokens": used.input_tokens + used.output_tokens,
         "prompt_tokens_details": {"cached_tokens": used.cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": used.reasoning_tokens},
+        "completion_tokens_details": {"reasoning_tokens": used.reasoning_tokens, **guessed},
     }
 
 

@@ -23,6 +23,7 @@ from pippin.serve.api.fields import (
     TextPart,
     ToolChoice,
     ToolName,
+    Urgency,
     UserPart,
 )
 
@@ -85,7 +86,7 @@ Message = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage
 # --- request ----------------------------------------------------------------------------------------------------------
 
 
-class ChatRequest(Penalties):
+class ChatRequest(Penalties, Urgency):
     """A conversation to go on with."""
 
     model_config = ConfigDict(
@@ -115,7 +116,7 @@ class ChatRequest(Penalties):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
-    user: str | None = Field(None, description="Taken and not used, as metadata, store and service_tier.")
+    user: str | None = Field(None, description="Taken and not used, as metadata and store.")
 
 
 # --- response ---------------------------------------------------------------------------------------------------------
@@ -183,9 +184,11 @@ class PromptDetails(BaseModel):
 
 
 class CompletionDetails(BaseModel):
-    """Of the answer's tokens."""
+    """Of the answer's tokens; the last two where the server guesses ahead: guesses that became part of it or not."""
 
     reasoning_tokens: int
+    accepted_prediction_tokens: int | None = None
+    rejected_prediction_tokens: int | None = None
 
 
 class Usage(BaseModel):
@@ -208,6 +211,7 @@ class ChatCompletion(BaseModel):
     system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
+    service_tier: str | None = None
 
 
 STREAM: dict[str, Any] = {

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from pippin.serve.api.chat_types import Usage
-from pippin.serve.api.fields import MOST_CHOICES, Format, Penalties, Several, StreamOptions
+from pippin.serve.api.fields import MOST_CHOICES, Format, Penalties, Several, StreamOptions, Urgency
 
 MOST_PROMPTS = 256
 
@@ -15,7 +15,7 @@ TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 TokenIds = Annotated[Several[TokenId], Field(min_length=1)]
 
 
-class CompletionRequest(Penalties):
+class CompletionRequest(Penalties, Urgency):
     """Text to be continued as it is, without a chat template."""
 
     model_config = ConfigDict(
@@ -76,3 +76,4 @@ class Completion(BaseModel):
     system_fingerprint: str
     choices: list[CompletionChoice]
     usage: Usage
+    service_tier: str | None = None

@@ -19,7 +19,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
 from pippin.core.errors import ContextOverflow, InvalidRequest
-from pippin.serve.api import chat_types, completion_types as types, errors, sse, turns
+from pippin.serve.api import chat_types, completion_types as types, errors, sse, turns, urgency
 from pippin.serve.api.body import JSONRoute
 from pippin.serve.api.chat import usage
 from pippin.serve.api.fields import MOST_CHOICES
@@ -34,14 +34,13 @@ from pippin.serve.api.generation import (
     opened,
     total,
 )
-from pippin.serve.api.scoring import prompt_tokens
 from pippin.serve.api.tokens import completion_logprobs
 from pippin.session.provider import TextDelta, Turn
 from pippin.session.response import Usage
 from pippin.session.transcript import Prompt, Transcript
 
 if TYPE_CHECKING:
-    from pippin.engine.engine import Token
+    from pippin.engine.request import Token
     from pippin.language.load import LanguageModel
     from pippin.serve.service import Service
     from pippin.session.local import LocalModel
@@ -52,8 +51,10 @@ DEFAULT_TOKENS = 16
 class Text:
     """One text to be written: a prompt and its number among the answers."""
 
-    def __init__(self, body: types.CompletionRequest, prompt: str | list[int], index: int, adapter: str | None) -> None:
-        self.body, self.prompt, self.index, self._adapter = body, prompt, index, adapter
+    def __init__(
+        self, body: types.CompletionRequest, prompt: str | list[int], index: int, adapter: str | None, owner: str
+    ) -> None:
+        self.body, self.prompt, self.index, self._adapter, self._owner = body, prompt, index, adapter, owner
         self.echoed = ""
         self.echoed_tokens: list[Token] = []
         self.limit = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
@@ -79,7 +80,9 @@ class Text:
         if body.echo:
             self.echoed = text
             if body.logprobs is not None:
-                self.echoed_tokens = prompt_tokens(model, ids, body.logprobs, self._adapter)
+                self.echoed_tokens = local.engine.prompt_logprobs(
+                    ids, body.logprobs, adapter=self._adapter, owner=self._owner
+                )
         return turn
 
 
@@ -157,19 +160,21 @@ def router(service: Service) -> APIRouter:
     )
     async def create(request: Request, body: types.CompletionRequest) -> Any:
         check(body)
-        adapter = service.pool.resolve(body.model or "")[1]
+        caller, adapter = request.state.caller, service.pool.resolve(body.model or "")[1]
         each = body.best_of or body.n or 1
         texts = [
-            Text(body, prompt, index, adapter)
+            Text(body, prompt, index, adapter, caller.id)
             for index, prompt in enumerate(prompt for prompt in prompts(body.prompt) for _ in range(each))
         ]
-        caller = request.state.caller
-        jobs = [Job(service, body.model or "", caller, text.make, prompt_field="prompt") for text in texts]
+        priority, tier = urgency.of(body, service.settings)
+        name = body.model or ""
+        jobs = [Job(service, name, caller, text.make, prompt_field="prompt", priority=priority) for text in texts]
         head = {
             "id": f"cmpl-{secrets.token_hex(12)}",
             "object": "text_completion",
             "created": int(time.time()),
             "model": body.model or service.settings.default,
+            **tier,
         }
         if not body.stream:
             answers = await collect(jobs)

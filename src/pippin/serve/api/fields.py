@@ -2,7 +2,7 @@
 
 Notable here:
 - ranges are OpenAI's; every list and text that costs time beyond the body's own size has a bound of its own
-- fields that other servers added are taken under their names: top_k, min_p, repetition_penalty
+- fields that other servers added are taken under their names: top_k, min_p, repetition_penalty, priority
 """
 
 from __future__ import annotations
@@ -85,6 +85,21 @@ class Penalties(Sampling):
         None, description="The same seed gives the same answer on the same server."
     )
     stop: Stop | None = Field(None, description="The answer ends before the first of these, at most 4.")
+
+
+class Urgency(Asked):
+    """How soon it is answered, where others wait too."""
+
+    service_tier: Literal["auto", "default", "flex", "scale", "fast", "priority"] | None = Field(
+        None,
+        description='"flex" waits for others, "priority" (or "fast") goes before them where the server allows it; the '
+        "other tiers are the usual turn. The answer says which it had.",
+    )
+    priority: Annotated[int, Field(ge=-10, le=10)] | None = Field(
+        None,
+        description="A number instead of a tier, as vLLM takes it: lower is earlier, 0 the usual turn. Below 0 only "
+        "where the server allows it. Not in OpenAI's interface.",
+    )
 
 
 class StreamOptions(Asked):

@@ -14,7 +14,7 @@ import hashlib
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Literal, TypeVar, cast
 
 import pippin
@@ -28,7 +28,7 @@ from pippin.core.errors import (
     SchemaError,
     UnsupportedContent,
 )
-from pippin.engine.engine import Token
+from pippin.engine.request import Token
 from pippin.serve.api import turns
 from pippin.session.provider import CallsMade, Done, ReasoningDelta, Refused, TextDelta, Turn, TurnEvent
 from pippin.session.response import Usage
@@ -64,6 +64,7 @@ class Job:
         make: from the loaded model to the turn; called in a worker thread.
         prompt_field: what the request calls the conversation, for errors about it.
         format_field: and the format of the answer.
+        priority: -10 to 10; higher ones go before lower ones.
     """
 
     def __init__(
@@ -75,9 +76,10 @@ class Job:
         *,
         prompt_field: str = "messages",
         format_field: str = "response_format",
+        priority: int = 0,
     ) -> None:
         self._service, self._model, self._caller, self._make = service, model, caller, make
-        self._prompt_field, self._format_field = prompt_field, format_field
+        self._prompt_field, self._format_field, self._priority = prompt_field, format_field, priority
         self._local: LocalModel | None = None
         self.turn: Turn | None = None
 
@@ -105,7 +107,8 @@ class Job:
             PippinError: whatever the service raises.
         """
         begun, written = False, 0
-        running = cast("AsyncGenerator[TurnEvent]", self._service.run(self._model, self._build, self._caller))
+        made = self._service.run(self._model, self._build, self._caller, priority=self._priority)
+        running = cast("AsyncGenerator[TurnEvent]", made)
         try:
             async with aclosing(running):
                 async for event in running:
@@ -191,9 +194,8 @@ class Answer:
 def total(answers: Sequence[Answer]) -> Usage:
     """The usage of several answers to one prompt, which counts once."""
     most = max(answers, key=lambda answer: answer.usage.input_tokens, default=Answer()).usage
-    written = sum(answer.usage.output_tokens for answer in answers)
-    thought = sum(answer.usage.reasoning_tokens for answer in answers)
-    return Usage(most.input_tokens, most.cached_tokens, written, thought)
+    whole = sum((answer.usage for answer in answers), Usage())
+    return replace(whole, input_tokens=most.input_tokens, cached_tokens=most.cached_tokens)
 
 
 async def merged(jobs: Sequence[Job]) -> AsyncGenerator[tuple[int, Event]]:

@@ -21,7 +21,7 @@ from pippin.session.response import Usage
 from pippin.session.transcript import Answer as Said, Reasoning, ToolCall, ToolCalls
 
 if TYPE_CHECKING:
-    from pippin.engine.engine import Token
+    from pippin.engine.request import Token
 
 Out = tuple[str, dict[str, Any]]
 _REASONS = {"length": "max_output_tokens", "content_filter": "content_filter"}

@@ -20,6 +20,7 @@ from pippin.serve.api.fields import (
     Several,
     TextFormat,
     ToolName,
+    Urgency,
 )
 
 # --- input ------------------------------------------------------------------------------------------------------------
@@ -174,7 +175,7 @@ class ResponseStreamOptions(Asked):
     include_obfuscation: bool | None = None
 
 
-class ResponseRequest(Sampling):
+class ResponseRequest(Sampling, Urgency):
     """An input to answer."""
 
     model_config = ConfigDict(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
-from pippin.serve.api import errors, response_input, response_types as types, sse
+from pippin.serve.api import errors, response_input, response_types as types, sse, urgency
 from pippin.serve.api.body import JSONRoute
 from pippin.serve.api.generation import Event, Job, Opened, merged, opened
 from pippin.serve.api.response_output import Writer
@@ -54,9 +54,11 @@ def router(service: Service, store: Store | None = None) -> APIRouter:
             said.append(response_input.entries(body.input, before))
             return response_input.turn(body, said[0], local)
 
-        job = Job(service, body.model or "", caller, make, prompt_field="input", format_field="text.format")
+        priority, tier = urgency.of(body, settings)
+        fields = {"prompt_field": "input", "format_field": "text.format"}
+        job = Job(service, body.model or "", caller, make, priority=priority, **fields)
         stores = body.store is not False and not settings.stateless
-        response = response_object(body, body.model or settings.default, stores)
+        response = response_object(body, body.model or settings.default, stores) | tier
         writer = Writer(response, job, response_input.logprobs(body) is not None)
 
         def keep(writer: Writer) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from pippin.data.tokenizer import Tokenizer
-from pippin.engine.engine import Token
+from pippin.engine.request import Token
 
 # JSON has no minus infinity; OpenAI writes this.
 IMPOSSIBLE: Final = -9999.0

@@ -1,0 +1,226 @@
+/* The description of a decoder, and the checks of everything that comes in through the C interface. */
+#include "model.h"
+
+#include <algorithm>
+#include <new>
+
+#include "library.h"
+
+namespace pippin {
+namespace {
+
+using Wide = long long; // for printf
+
+int check_matrix(const pippin_matrix &matrix, const char *name, int64_t layer, int64_t rows, int64_t columns) {
+    if (matrix.rows != rows || matrix.columns != columns)
+        return fail(PIPPIN_BAD_ARGUMENT, "layer %lld: %s is %lld x %lld, but %lld x %lld is what fits", Wide(layer), name,
+                    Wide(matrix.rows), Wide(matrix.columns), Wide(rows), Wide(columns));
+    if (!matrix.data || reinterpret_cast<uintptr_t>(matrix.data) % 64)
+        return fail(PIPPIN_BAD_ARGUMENT, "layer %lld: %s has no data at a multiple of 64 bytes", Wide(layer), name);
+    return pippin_packed_bytes(matrix.format, matrix.group, rows, columns) < 0 ? PIPPIN_BAD_ARGUMENT : PIPPIN_OK;
+}
+
+int check_feedforward(const pippin_matrix &gate, const pippin_matrix &up, const pippin_matrix &down, int64_t layer,
+                      int64_t width) {
+    if (up.rows < 1) return fail(PIPPIN_BAD_ARGUMENT, "layer %lld: up has no rows", Wide(layer));
+    if (gate.rows)
+        if (int status = check_matrix(gate, "gate", layer, up.rows, width)) return status;
+    if (int status = check_matrix(up, "up", layer, up.rows, width)) return status;
+    return check_matrix(down, "down", layer, width, up.rows);
+}
+
+int check_layer(const pippin_config &config, const pippin_layer *layers, int64_t index) {
+    const pippin_layer &layer = layers[index];
+    const int64_t width = config.width, q = config.heads * config.head_dim, kv = config.kv_heads * config.head_dim;
+    if (layer.source < -1 || layer.source >= index || (layer.source >= 0 && layers[layer.source].source != -1))
+        return fail(PIPPIN_BAD_ARGUMENT, "layer %lld reads layer %d, which is not an earlier one with its own keys",
+                    Wide(index), layer.source);
+    if (layer.rope < -1 || layer.rope >= config.rope_tables)
+        return fail(PIPPIN_BAD_ARGUMENT, "layer %lld: rotary table %d of %d", Wide(index), layer.rope,
+                    config.rope_tables);
+    if (layer.window < 0 || layer.activation < PIPPIN_SILU || layer.activation > PIPPIN_RELU)
+        return fail(PIPPIN_BAD_ARGUMENT, "layer %lld: window %d and activation %d", Wide(index), layer.window,
+                    layer.activation);
+    if (!layer.attention_norm || !layer.feedforward_norm)
+        return fail(PIPPIN_BAD_ARGUMENT, "layer %lld has no norms", Wide(index));
+    if (int status = check_matrix(layer.q, "q", index, q, width)) return status;
+    if (int status = check_matrix(layer.output, "output", index, width, q)) return status;
+    if (layer.source < 0) {
+        if (int status = check_matrix(layer.k, "k", index, kv, width)) return status;
+        if (int status = check_matrix(layer.v, "v", index, kv, width)) return status;
+    }
+    if (layer.experts == 0) return check_feedforward(layer.gate, layer.up, layer.down, index, width);
+    if (layer.experts < 0 || layer.active < 1 || layer.active > layer.experts || !layer.router || !layer.expert)
+        return fail(PIPPIN_BAD_ARGUMENT, "layer %lld: %d of %d experts, or no router", Wide(index), layer.active,
+                    layer.experts);
+    for (int32_t e = 0; e < layer.experts; ++e) {
+        const pippin_expert &expert = layer.expert[e];
+        if (int status = check_feedforward(expert.gate, expert.up, expert.down, index, width)) return status;
+    }
+    return PIPPIN_OK;
+}
+
+int check_config(const pippin_config *config, const pippin_layer *layers) {
+    if (!config || !layers) return fail(PIPPIN_BAD_ARGUMENT, "no configuration");
+    const pippin_config &c = *config;
+    if (c.vocab < 1 || c.width < 1 || c.layers < 1 || c.heads < 1 || c.kv_heads < 1 || c.rope_tables < 0)
+        return fail(PIPPIN_BAD_ARGUMENT, "a decoder of %lld layers, %lld heads, %lld kv heads, width %lld, %lld tokens",
+                    Wide(c.layers), Wide(c.heads), Wide(c.kv_heads), Wide(c.width), Wide(c.vocab));
+    if (c.heads % c.kv_heads)
+        return fail(PIPPIN_BAD_ARGUMENT, "%lld heads are no multiple of %lld kv heads", Wide(c.heads), Wide(c.kv_heads));
+    if (c.head_dim < 2 || c.head_dim % 2 || c.head_dim > 512)
+        return fail(PIPPIN_BAD_ARGUMENT, "a head has an even number of dimensions up to 512, not %lld",
+                    Wide(c.head_dim));
+    if (!c.final_norm) return fail(PIPPIN_BAD_ARGUMENT, "no final norm");
+    if (int status = check_matrix(c.embedding, "embedding", -1, c.vocab, c.width)) return status;
+    if (int status = check_matrix(c.head, "head", -1, c.vocab, c.width)) return status;
+    for (int64_t index = 0; index < c.layers; ++index)
+        if (int status = check_layer(c, layers, index)) return status;
+    return PIPPIN_OK;
+}
+
+/* Sequences and their blocks. */
+int check_sequences(int64_t blocks, const pippin_batch &b) {
+    if (b.sequences < 1 || !b.starts || !b.held || !b.tables || !b.table_starts)
+        return fail(PIPPIN_BAD_ARGUMENT, "%lld sequences, or their description is NULL", Wide(b.sequences));
+    if (b.starts[0] != 0 || b.starts[b.sequences] != b.tokens)
+        return fail(PIPPIN_BAD_ARGUMENT, "sequences cover tokens %d to %d of %lld", b.starts[0], b.starts[b.sequences],
+                    Wide(b.tokens));
+    std::vector<int32_t> written;
+    for (int64_t s = 0; s < b.sequences; ++s) {
+        const int64_t fresh = int64_t(b.starts[s + 1]) - b.starts[s], length = b.held[s] + fresh;
+        if (fresh < 1 || b.starts[s + 1] > b.tokens)
+            return fail(PIPPIN_BAD_ARGUMENT, "sequence %lld has tokens %d to %d", Wide(s), b.starts[s], b.starts[s + 1]);
+        if (b.held[s] < 0 || length > INT32_MAX)
+            return fail(PIPPIN_BAD_ARGUMENT, "sequence %lld holds %d tokens", Wide(s), b.held[s]);
+        const int64_t needed = (length + PIPPIN_BLOCK - 1) / PIPPIN_BLOCK;
+        if (int64_t(b.table_starts[s + 1]) - b.table_starts[s] < needed || b.table_starts[s] < 0)
+            return fail(PIPPIN_BAD_ARGUMENT, "sequence %lld needs %lld blocks for %lld tokens, and its table has %lld",
+                        Wide(s), Wide(needed), Wide(length), Wide(b.table_starts[s + 1]) - b.table_starts[s]);
+        const int32_t *table = b.tables + b.table_starts[s];
+        for (int64_t i = 0; i < needed; ++i)
+            if (table[i] < 0 || table[i] >= blocks)
+                return fail(PIPPIN_BAD_ARGUMENT, "sequence %lld: block %d of a pool of %lld", Wide(s), table[i],
+                            Wide(blocks));
+        written.insert(written.end(), table + b.held[s] / PIPPIN_BLOCK, table + needed);
+    }
+    std::sort(written.begin(), written.end());
+    const auto twice = std::adjacent_find(written.begin(), written.end());
+    if (twice != written.end())
+        return fail(PIPPIN_BAD_ARGUMENT, "block %d would be written twice in one pass", *twice);
+    return PIPPIN_OK;
+}
+
+int check_changes(const pippin_model &model, const pippin_share &share) {
+    for (int64_t l = 0; l < model.config.layers; ++l) {
+        const pippin_layer &layer = model.layers[size_t(l)];
+        const pippin_matrix *matrices[7] = {&layer.q,    &layer.k,  &layer.v,   &layer.output,
+                                            &layer.gate, &layer.up, &layer.down};
+        for (int i = 0; i < 7; ++i) {
+            const pippin_change &change = share.changes[7 * l + i];
+            if (change.rank == 0) continue;
+            if (change.rank < 0 || !change.down || !change.up || change.inputs != matrices[i]->columns ||
+                change.outputs != matrices[i]->rows || (i > 3 && layer.experts))
+                return fail(PIPPIN_BAD_ARGUMENT, "an adapter's change %d of layer %lld (rank %lld, %lld x %lld) does not fit",
+                            i, Wide(l), Wide(change.rank), Wide(change.outputs), Wide(change.inputs));
+        }
+    }
+    return PIPPIN_OK;
+}
+
+/* What is wanted, of which layers, and with which adapters. */
+int check_wishes(const pippin_model &model, const pippin_batch &b) {
+    if (b.from < 0 || b.to <= b.from || b.to > model.config.layers)
+        return fail(PIPPIN_BAD_ARGUMENT, "layers %d to %d of %lld", b.from, b.to, Wide(model.config.layers));
+    if (b.from > 0 && !b.residual) return fail(PIPPIN_BAD_ARGUMENT, "a pass from layer %d needs a residual", b.from);
+    if (b.outputs < 0 || (b.outputs > 0 && !b.rows))
+        return fail(PIPPIN_BAD_ARGUMENT, "%lld outputs, or rows is NULL", Wide(b.outputs));
+    for (int64_t i = 0; i < b.outputs; ++i)
+        if (b.rows[i] < 0 || b.rows[i] >= b.tokens || (i > 0 && b.rows[i] <= b.rows[i - 1]))
+            return fail(PIPPIN_BAD_ARGUMENT, "row %d of %lld tokens, or out of order", b.rows[i], Wide(b.tokens));
+    if (b.shares < 0 || (b.shares > 0 && !b.share)) return fail(PIPPIN_BAD_ARGUMENT, "%lld shares", Wide(b.shares));
+    for (int64_t i = 0; i < b.shares; ++i) {
+        const pippin_share &share = b.share[i];
+        if (!share.changes || share.begin < 0 || share.end < share.begin || share.end > b.tokens)
+            return fail(PIPPIN_BAD_ARGUMENT, "an adapter for tokens %d to %d of %lld", share.begin, share.end,
+                        Wide(b.tokens));
+        if (int status = check_changes(model, share)) return status;
+    }
+    return PIPPIN_OK;
+}
+
+} // namespace
+
+int check_batch(const pippin_model &model, const Ropes &ropes, const void *pool, int64_t blocks, int cache,
+                const pippin_batch &b) {
+    if (cache < PIPPIN_CACHE_F32 || cache > PIPPIN_CACHE_INT8)
+        return fail(PIPPIN_BAD_ARGUMENT, "no such precision of the cache: %d", cache);
+    if (!pool || reinterpret_cast<uintptr_t>(pool) % 64 || blocks < 1)
+        return fail(PIPPIN_BAD_ARGUMENT, "a pool of %lld blocks at %p: it must begin at a multiple of 64 bytes",
+                    Wide(blocks), pool);
+    if (b.tokens < 1 || b.tokens > INT32_MAX || !b.ids)
+        return fail(PIPPIN_BAD_ARGUMENT, "a pass over %lld tokens", Wide(b.tokens));
+    if (int status = check_sequences(blocks, b)) return status;
+    if (int status = check_wishes(model, b)) return status;
+    for (int64_t i = 0; b.from == 0 && i < b.tokens; ++i)
+        if (b.ids[i] < 0 || b.ids[i] >= model.config.vocab)
+            return fail(PIPPIN_BAD_ARGUMENT, "token %d is not in a vocabulary of %lld", b.ids[i],
+                        Wide(model.config.vocab));
+    for (int32_t l = b.from; l < b.to; ++l) {
+        const int32_t table = model.layers[size_t(l)].rope;
+        if (table < 0) continue;
+        const int64_t positions = ropes[size_t(table)] ? ropes[size_t(table)]->positions : 0;
+        for (int64_t s = 0; s < b.sequences; ++s)
+            if (b.held[s] + int64_t(b.starts[s + 1]) - b.starts[s] > positions)
+                return fail(PIPPIN_BAD_ARGUMENT, "rotary table %d has %lld positions, and sequence %lld is longer",
+                            table, Wide(positions), Wide(s));
+    }
+    return PIPPIN_OK;
+}
+
+} // namespace pippin
+
+using namespace pippin;
+
+extern "C" pippin_model *pippin_model_new(const pippin_config *config, const pippin_layer *layers) try {
+    if (check_config(config, layers)) return nullptr;
+    auto model = std::make_unique<pippin_model>();
+    model->config = *config;
+    model->layers.assign(layers, layers + config->layers);
+    model->ropes.resize(size_t(config->rope_tables));
+    for (pippin_layer &layer : model->layers) {
+        model->experts.emplace_back(layer.expert, layer.expert + (layer.expert ? layer.experts : 0));
+        model->slots.push_back(layer.source < 0 ? model->cached++ : model->slots[size_t(layer.source)]);
+        if (layer.source >= 0) layer.window = model->layers[size_t(layer.source)].window;
+    }
+    return model.release();
+} catch (const std::bad_alloc &) {
+    fail(PIPPIN_NO_MEMORY, "no memory for the description of a model");
+    return nullptr;
+}
+
+extern "C" void pippin_model_free(pippin_model *model) { delete model; }
+
+extern "C" int pippin_model_rope(pippin_model *model, int table, const float *cos, const float *sin,
+                                 int64_t positions) try {
+    if (!model || table < 0 || size_t(table) >= model->ropes.size())
+        return fail(PIPPIN_BAD_ARGUMENT, "no rotary table %d", table);
+    if (positions < 1 || positions > INT32_MAX || !cos || !sin)
+        return fail(PIPPIN_BAD_ARGUMENT, "a rotary table of %lld positions", Wide(positions));
+    const size_t count = size_t(positions * (model->config.head_dim / 2));
+    auto rope = std::make_shared<Rope>();
+    rope->cos.assign(cos, cos + count);
+    rope->sin.assign(sin, sin + count);
+    rope->positions = positions;
+    std::lock_guard<std::mutex> lock(model->mutex);
+    model->ropes[size_t(table)] = std::move(rope);
+    return PIPPIN_OK;
+} catch (const std::bad_alloc &) {
+    return fail(PIPPIN_NO_MEMORY, "no memory for a rotary table of %lld positions", Wide(positions));
+}
+
+extern "C" int64_t pippin_block_bytes(const pippin_model *model, int cache) {
+    if (!model || cache < PIPPIN_CACHE_F32 || cache > PIPPIN_CACHE_INT8)
+        return fail(PIPPIN_BAD_ARGUMENT, "no model, or no such precision of the cache: %d", cache);
+    return model->cached * model->config.kv_heads * head_bytes(model->config.head_dim, cache);
+}

@@ -1,0 +1,161 @@
+/* What one pass of a decoder works with; see decoder.cpp. */
+#ifndef PIPPIN_PASS_H
+#define PIPPIN_PASS_H
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <initializer_list>
+#include <vector>
+
+#include "library.h"
+#include "memory.h"
+#include "model.h"
+#include "threads.h"
+
+namespace pippin {
+
+constexpr int64_t GROUP = 128; // tokens that go through a layer together
+
+/* Cuts one piece of memory into arrays; without memory it only counts. */
+struct Cutter {
+    uint8_t *base;
+    int64_t used = 0;
+    template <class T> void cut(T *&array, int64_t count) {
+        array = base ? reinterpret_cast<T *>(base + used) : nullptr;
+        used += (count * int64_t(sizeof(T)) + 63) / 64 * 64;
+    }
+};
+
+enum Part { LINEAR, ATTENTION, REST, WAITING };
+
+/* Gives the time since the last call to one part of the pass, without what was spent waiting. */
+class Clock {
+  public:
+    Clock() : last_(now()), waited_(waited()) {}
+    ~Clock() { profile_add(spent_); }
+    void lap(Part part) {
+        const int64_t time = now(), wait = waited();
+        spent_[part] += time - last_ - (wait - waited_);
+        spent_[WAITING] += wait - waited_;
+        last_ = time, waited_ = wait;
+    }
+
+  private:
+    static int64_t now() { return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1); }
+    int64_t last_, waited_, spent_[4] = {};
+};
+
+/* One matrix and where its results go: (tokens, rows). */
+struct Product {
+    const pippin_matrix *weight;
+    float *y;
+    const float *bias;
+    int change; // which of an adapter's changes of the layer it has; -1: none
+};
+
+class Pass {
+  public:
+    Pass(const pippin_model &model, const Ropes &ropes, void *pool, int cache, const pippin_batch &batch);
+    int run();
+
+  private:
+    struct Tile { // queries of one sequence, counted from the beginning of the group, and the parts that they see
+        const int32_t *table;
+        int64_t begin, end, from, to;
+    };
+    struct Tiles {
+        int64_t most_parts = 0, most_rows = 0; // of any tile
+        int64_t pairs = 0;                     // of a query and a key
+    };
+
+    void lay_out(Cutter &cutter);
+    void begin();
+    void keep_only_rows();
+    void layer(int32_t index, bool narrow);
+    void keys_and_values(int32_t index, int64_t from, int64_t to);
+    void attention(int32_t index, int64_t from, int64_t to, bool own);
+    Tiles cut_tiles(const pippin_layer &layer, int64_t from, int64_t to);
+    void attend(const pippin_layer &layer, int32_t slot, int64_t from, int64_t to);
+    void attend_whole(const Queries &queries, const Tiles &tiles);
+    void attend_parts(const Queries &queries, const Tiles &tiles);
+    void feed_forward(int32_t index, int64_t from, int64_t to);
+    void experts(int32_t index, int64_t count);
+    template <class Make>
+    void inner(const pippin_matrix &gate, const pippin_matrix &up, const pippin_matrix &down, int activation,
+               const float *x, int64_t count, float *y, int32_t index, int64_t from, const Make &make);
+    void turn(const pippin_layer &layer, int32_t index, int64_t from, int64_t to, bool queries, bool keys);
+    void add_back(const float *post_norm, int64_t from, int64_t to);
+    void finish();
+
+    template <class Make>
+    void products(const float *x, int64_t columns, int64_t count, std::initializer_list<Product> list, const Make &make);
+    void adapt(const Product &product, const float *x, int64_t count, int32_t layer, int64_t from);
+    float *row(float *x, int64_t token, int64_t width) const { return x + token * width; }
+
+    const pippin_model &m_;
+    const pippin_config &c_;
+    const pippin_batch &b_;
+    const Ropes &ropes_;
+    const KernelTable &kernel_;
+    const StepKernels &step_;
+    Cache cache_;
+    Clock clock_;
+    int64_t count_ = 0;   // tokens that are left
+    int32_t *origin_;     // (count): which of the pass each of them is
+    int32_t *position_;   // (count)
+    int32_t *sequence_;   // (count)
+    float *x_;            // (count, width): the residual stream
+    float *normed_, *y_;  // (group, width)
+    float *q_, *k_, *v_;  // (group, heads * head_dim), ...
+    float *read_;         // what attention read, like q
+    float *gate_, *up_;   // (group, inner)
+    float *routes_;       // (group, experts): weights, -1 for those that are not chosen
+    float *gathered_, *answers_; // (group, width): tokens of one expert
+    int32_t *chosen_;     // (group)
+    float *low_;          // (group, rank)
+    uint8_t *prepared_[kActivationKinds];
+    std::vector<Tile> tiles_;
+};
+
+/* The products of one input with several matrices. make(token) writes the token's row of x just before it is read;
+ * x is (count, columns). */
+template <class Make>
+void Pass::products(const float *x, int64_t columns, int64_t count, std::initializer_list<Product> list,
+                    const Make &make) {
+    Activations views[kActivationKinds];
+    bool used[kActivationKinds] = {};
+    int64_t panels = 0;
+    for (const Product &product : list) {
+        used[int(activation_kind(product.weight->format))] = true;
+        panels += panel_count(product.weight->rows);
+    }
+    for (int kind = 0; kind < kActivationKinds; ++kind)
+        if (used[kind])
+            views[kind] = kernel_.prepare(ActivationKind(kind), x, columns, count, columns, prepared_[kind], 0, 0);
+    parallel(count, kMaxTile, [&](int64_t from, int64_t to, int) {
+        for (int64_t token = from; token < to; ++token) make(token);
+        for (int kind = 0; kind < kActivationKinds; ++kind)
+            if (used[kind])
+                kernel_.prepare(ActivationKind(kind), x, columns, count, columns, prepared_[kind], from, to);
+    });
+    clock_.lap(REST);
+    const int64_t chunk = std::min<int64_t>(chunk_of(panels, 2) & ~int64_t(1), 16);
+    parallel(panels, chunk, [&](int64_t from, int64_t to, int) {
+        int64_t first = 0;
+        for (const Product &product : list) {
+            const int64_t last = first + panel_count(product.weight->rows);
+            if (from < last && to > first) {
+                const Activations &a = views[int(activation_kind(product.weight->format))];
+                kernel_.matmul_panels(*product.weight, a, std::max(from, first) - first, std::min(to, last) - first,
+                                      product.y, product.weight->rows, product.bias);
+            }
+            first = last;
+        }
+    });
+    clock_.lap(LINEAR);
+}
+
+} // namespace pippin
+
+#endif

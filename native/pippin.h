@@ -1,0 +1,181 @@
+/* The C interface of Pippin's CPU kernels: weights in packed formats, a paged key-value cache, and one call per pass.
+ *
+ * Notable here:
+ * - plain C, loaded with ctypes: nothing depends on Python's or torch's ABI
+ * - the caller owns every buffer; what is made here (a model's description) is freed here
+ * - functions that can fail return 0, or a negative `pippin_status`; `pippin_error` then says why, for this thread
+ * - one token's arithmetic does not depend on the other tokens of a pass, on how a prompt is cut, on the number of
+ *   threads or on what was cached: the results are the same to the bit (for one instruction set)
+ */
+#ifndef PIPPIN_H
+#define PIPPIN_H
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+#if defined(__GNUC__) || defined(__clang__)
+#pragma GCC visibility push(default) /* everything else in the library is hidden */
+#endif
+
+#define PIPPIN_ABI 1
+#define PIPPIN_BLOCK 16 /* tokens of one block of the cache */
+#define PIPPIN_PANEL 16 /* outputs that are computed together */
+
+enum pippin_status { PIPPIN_OK = 0, PIPPIN_BAD_ARGUMENT = -1, PIPPIN_NO_MEMORY = -2, PIPPIN_NO_THREADS = -3 };
+
+/* Weight formats: ggml's by their number in a file, and our own. w = scale * (code - zero) [+ minimum]. */
+enum pippin_format {
+    PIPPIN_F32 = 0,
+    PIPPIN_Q4_0 = 2,
+    PIPPIN_Q4_1 = 3,
+    PIPPIN_Q5_0 = 6,
+    PIPPIN_Q5_1 = 7,
+    PIPPIN_Q8_0 = 8,
+    PIPPIN_Q4_K = 12,
+    PIPPIN_Q5_K = 13,
+    PIPPIN_Q6_K = 14,
+    PIPPIN_BF16 = 30,
+    /* ours: codes of 2, 3, 4 or 8 bits, a half-precision scale for each row and group of 32, 64 or 128 inputs */
+    PIPPIN_INT2 = 102,
+    PIPPIN_INT3 = 103,
+    PIPPIN_INT4 = 104,
+    PIPPIN_INT8 = 108
+};
+
+enum pippin_cache { PIPPIN_CACHE_F32 = 0, PIPPIN_CACHE_BF16 = 1, PIPPIN_CACHE_INT8 = 2 };
+enum pippin_activation { PIPPIN_SILU = 0, PIPPIN_GELU = 1, PIPPIN_GELU_TANH = 2, PIPPIN_RELU = 3 };
+
+/* A packed weight of `rows` outputs and `columns` inputs. `data` is 64-byte aligned and made by a pippin_pack function.
+ * group: inputs per scale (our own formats; else 0). zero: the code that means 0 (our own formats; else 0). */
+typedef struct pippin_matrix {
+    int32_t format;
+    int32_t group;
+    int64_t rows;
+    int64_t columns;
+    float zero;
+    int32_t reserved;
+    const void *data;
+} pippin_matrix;
+
+/* --- the library ------------------------------------------------------------------------------------------------- */
+int pippin_abi(void);
+const char *pippin_error(void);
+/* What the kernels in use were compiled for: "avx512bf16", "avx512vnni", "avx2", "neon" or "generic". */
+const char *pippin_instruction_set(void);
+/* All that this machine could use, best first, separated by commas. */
+const char *pippin_instruction_sets(void);
+/* Use others (for tests, and to compare); all threads. */
+int pippin_use_instruction_set(const char *name);
+/* Threads of every call, the caller's included; at least 1. pin: tie each helper to a core of its own. */
+int pippin_set_threads(int count, int pin);
+int pippin_threads(void);
+/* Bytes per second that `threads` threads read from a buffer of `bytes` bytes, best of `repeats` passes; < 0: failed. */
+double pippin_read_bandwidth(int64_t bytes, int threads, int repeats);
+/* Seconds of this process so far inside pippin_forward, by part, for `pippin bench --profile`:
+ * [0] linear layers, [1] attention, [2] everything else, [3] waiting for threads. */
+void pippin_profile(double seconds[4]);
+
+/* --- weights ----------------------------------------------------------------------------------------------------- */
+/* Bytes of the packed form; < 0 if this format cannot hold such a matrix (pippin_error says why). */
+int64_t pippin_packed_bytes(int format, int group, int64_t rows, int64_t columns);
+/* Blocks of ggml as they lie in a file, row after row; the values stay the same to the bit, only their order changes. */
+int pippin_pack_ggml(int format, const void *blocks, int64_t rows, int64_t columns, void *target);
+/* PIPPIN_F32 from float, PIPPIN_BF16 from bfloat16. row_stride in elements. */
+int pippin_pack_dense(int format, const void *source, int64_t row_stride, int64_t rows, int64_t columns, void *target);
+/* Our own formats: one code per byte, and half-precision scales (rows, columns / group). */
+int pippin_pack_codes(int format, int group, const uint8_t *codes, const uint16_t *scales, int64_t rows,
+                      int64_t columns, void *target);
+/* The rows of `ids` as float32 (rows, columns): the values that the format stands for, with ggml's own roundings. */
+int pippin_rows(const pippin_matrix *weight, const int64_t *ids, int64_t count, float *target);
+/* y = x W^T + bias for x of (tokens, columns) and y of (tokens, rows); strides in elements; bias may be NULL. */
+int pippin_matmul(const pippin_matrix *weight, const float *x, int64_t x_stride, int64_t tokens, const float *bias,
+                  float *y, int64_t y_stride);
+
+/* --- a decoder --------------------------------------------------------------------------------------------------- */
+typedef struct pippin_expert {
+    pippin_matrix gate, up, down;
+} pippin_expert;
+
+/* One layer; what a NULL pointer or rows = 0 leaves out is not there. Norm weights and biases are float32. */
+typedef struct pippin_layer {
+    pippin_matrix q, k, v, output; /* k and v only of a layer with keys of its own */
+    pippin_matrix gate, up, down;  /* gate.rows = 0: down(act(up(x))) */
+    const float *q_bias, *k_bias, *v_bias, *output_bias;
+    const float *attention_norm, *feedforward_norm;           /* before attention, before feed-forward */
+    const float *post_attention_norm, *post_feedforward_norm; /* after them, before the residual is added */
+    const float *q_norm, *k_norm;                             /* (head_dim) */
+    int32_t source;                                           /* layer whose keys and values are read; -1: its own */
+    int32_t window; /* tokens seen, itself included; 0: all. With a source, that layer's window holds instead */
+    int32_t rope;                                             /* rotary table; -1: none */
+    int32_t activation;
+    int32_t experts, active, renormalise; /* a mixture if experts > 0; then gate, up, down are unused */
+    int32_t reserved;
+    const float *router; /* (experts, width) */
+    const pippin_expert *expert;
+} pippin_layer;
+
+typedef struct pippin_config {
+    int64_t vocab, width, heads, kv_heads, head_dim, layers;
+    float eps, attention_scale, embedding_scale;
+    int32_t rope_tables;
+    pippin_matrix embedding, head; /* the same data where they are tied */
+    const float *final_norm;
+} pippin_config;
+
+typedef struct pippin_model pippin_model;
+/* Copies the descriptions, not what they point to. NULL: failed. */
+pippin_model *pippin_model_new(const pippin_config *config, const pippin_layer *layers);
+void pippin_model_free(pippin_model *model);
+/* cos and sin of (positions, head_dim / 2), as Rotary.tables gives them without the doubled half and the sign. They are
+ * copied, and may be replaced by longer ones while a pass is running. */
+int pippin_model_rope(pippin_model *model, int table, const float *cos, const float *sin, int64_t positions);
+
+/* One block of the cache holds PIPPIN_BLOCK tokens of all layers that have keys of their own:
+ * [cached layer][kv head]: keys transposed (head_dim, 16), then values (16, head_dim), in the cache's precision; int8
+ * adds, after the values of each kv head, 16 float32 scales of the keys and 16 of the values (one for each token). */
+int64_t pippin_block_bytes(const pippin_model *model, int cache);
+
+typedef struct pippin_change { /* y[start : start + outputs] += up (down x) */
+    const float *down;         /* (rank, inputs) */
+    const float *up;           /* (outputs, rank), scaled */
+    int64_t rank, inputs, outputs;
+} pippin_change;
+
+/* An adapter is an array of 7 * layers changes: q, k, v, output, gate, up, down of each layer; rank = 0: none. */
+typedef struct pippin_share { /* an adapter and the tokens that it works on */
+    const pippin_change *changes;
+    int32_t begin, end;
+} pippin_share;
+
+/* One pass over the new tokens of several sequences, laid end to end. */
+typedef struct pippin_batch {
+    int64_t tokens;
+    const int32_t *ids;       /* (tokens) */
+    int64_t sequences;
+    const int32_t *starts;    /* (sequences + 1): where the tokens of each sequence begin */
+    const int32_t *held;      /* (sequences): tokens in the cache before, which is the position of the first new one */
+    const int32_t *tables;    /* blocks of each sequence, end to end */
+    const int32_t *table_starts; /* (sequences + 1) */
+    int64_t outputs;
+    const int32_t *rows;      /* (outputs), ascending: tokens whose results are wanted */
+    float *logits;            /* (outputs, vocab), or NULL */
+    float *hidden;            /* (outputs, width): normalised, as the head reads them, or NULL */
+    /* Layers [from, to) only. from > 0: `residual` (tokens, width) holds what enters them instead of embeddings, and
+     * what leaves them is written there too if to < layers. The defaults are 0 and `layers`. */
+    int32_t from, to;
+    float *residual;          /* NULL for a whole pass; given with to < layers: what left layer to - 1, for all tokens */
+    int64_t shares;
+    const pippin_share *share;
+} pippin_batch;
+
+/* pool: blocks of pippin_block_bytes each, 64-byte aligned. Layers after the last one with keys of its own are computed
+ * only for the tokens in `rows` (they leave no trace in the cache), the last one with keys likewise after its keys.
+ * With to < layers, logits and hidden are those of an early exit: final norm and head after layer to - 1. */
+int pippin_forward(const pippin_model *model, void *pool, int64_t blocks, int cache, const pippin_batch *batch);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

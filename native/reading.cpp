@@ -1,0 +1,112 @@
+/* The part of a pass that reads the cache: which thread attends to what.
+ *
+ * Notable here:
+ * - queries of one sequence go in tiles that share the keys they read; a tile and a kv head are one piece of work
+ * - where there are too few of those, as in a long text's next token, a piece is one part of the keys: the states of the
+ *   parts are merged in order, as one thread would do
+ */
+#include "pass.h"
+
+#include <atomic>
+
+namespace pippin {
+namespace {
+
+constexpr int64_t LITTLE = 1 << 16; // multiplications that are not worth waking anyone for
+
+thread_local Memory tile_memory, parts_memory;
+
+float *floats(Memory &memory, int64_t count) {
+    return reinterpret_cast<float *>(memory.get(count * int64_t(sizeof(float))));
+}
+
+/* The same of this thread's own; nullptr where there is no memory, since a helper has nobody to throw to. */
+float *own_floats(int64_t count, std::atomic<bool> &failed) {
+    try {
+        return floats(tile_memory, count);
+    } catch (const std::bad_alloc &) {
+        failed.store(true);
+        return nullptr;
+    }
+}
+
+} // namespace
+
+Pass::Tiles Pass::cut_tiles(const pippin_layer &layer, int64_t from, int64_t to) {
+    const int64_t group = c_.heads / c_.kv_heads, tile = tile_queries(group);
+    Tiles found;
+    tiles_.clear();
+    for (int64_t begin = from, end; begin < to; begin = end) {
+        const int32_t sequence = sequence_[begin];
+        for (end = begin + 1; end < to && end - begin < tile && sequence_[end] == sequence;) ++end;
+        const int64_t oldest = position_[begin] - layer.window + 1, newest = position_[end - 1];
+        const int64_t first = layer.window && oldest > 0 ? oldest / PART : 0, last = newest / PART + 1;
+        tiles_.push_back({b_.tables + b_.table_starts[sequence], begin - from, end - from, first, last});
+        found.most_parts = std::max(found.most_parts, last - first);
+        found.most_rows = std::max(found.most_rows, (end - begin) * group);
+        found.pairs += (end - begin) * (newest + 1 - first * PART);
+    }
+    return found;
+}
+
+/* What the queries of a group read. */
+void Pass::attend(const pippin_layer &layer, int32_t slot, int64_t from, int64_t to) {
+    Queries queries{cache_, nullptr, q_, read_, position_ + from, c_.heads * c_.head_dim, layer.window, int(c_.heads),
+                    c_.attention_scale};
+    queries.cache.offset = slot * c_.kv_heads * cache_.head_bytes;
+    const Tiles tiles = cut_tiles(layer, from, to);
+    const int64_t threads = thread_count();
+    const bool few = threads > 1 && int64_t(tiles_.size()) * c_.kv_heads < 4 * threads;
+    if (few && tiles.most_parts > 1) attend_parts(queries, tiles);
+    else attend_whole(queries, tiles);
+}
+
+void Pass::attend_whole(const Queries &queries, const Tiles &tiles) {
+    const int64_t group = c_.heads / c_.kv_heads, size = tiles.most_rows * state_stride(c_.head_dim);
+    const int64_t items = int64_t(tiles_.size()) * c_.kv_heads;
+    const bool little = tiles.pairs * c_.heads * c_.head_dim < LITTLE;
+    std::atomic<bool> failed{false};
+    parallel(items, little ? items : 1, [&](int64_t begin, int64_t end, int) {
+        float *state = own_floats(size + attend_scratch(c_.head_dim, group), failed);
+        for (int64_t item = begin; state && item < end; ++item) {
+            const Tile &t = tiles_[tiles_.size() - 1 - size_t(item / c_.kv_heads)]; // the longest first
+            Queries own = queries;
+            own.table = t.table;
+            const int head = int(item % c_.kv_heads);
+            clear_states(state, (t.end - t.begin) * group, c_.head_dim);
+            step_.attend(own, head, t.begin, t.end, t.from, t.to, state, state + size);
+            step_.finish(own, head, t.begin, t.end, state);
+        }
+    });
+    if (failed) throw std::bad_alloc();
+}
+
+void Pass::attend_parts(const Queries &queries, const Tiles &tiles) {
+    const int64_t group = c_.heads / c_.kv_heads, size = tiles.most_rows * state_stride(c_.head_dim);
+    const int64_t items = int64_t(tiles_.size()) * c_.kv_heads, parts = tiles.most_parts;
+    float *states = floats(parts_memory, items * parts * size);
+    std::atomic<bool> failed{false};
+    parallel(items * parts, 1, [&](int64_t begin, int64_t end, int) {
+        float *scratch = own_floats(attend_scratch(c_.head_dim, group), failed);
+        for (int64_t piece = begin; scratch && piece < end; ++piece) {
+            const Tile &t = tiles_[size_t(piece / parts / c_.kv_heads)];
+            const int64_t part = t.from + piece % parts;
+            if (part >= t.to) continue;
+            Queries own = queries;
+            own.table = t.table;
+            float *state = states + piece * size;
+            clear_states(state, (t.end - t.begin) * group, c_.head_dim);
+            step_.attend(own, int(piece / parts % c_.kv_heads), t.begin, t.end, part, part + 1, state, scratch);
+        }
+    });
+    if (failed) throw std::bad_alloc();
+    for (int64_t item = 0; item < items; ++item) {
+        const Tile &t = tiles_[size_t(item / c_.kv_heads)];
+        float *state = states + item * parts * size;
+        for (int64_t part = 1; part < t.to - t.from; ++part)
+            step_.merge(state, state + part * size, (t.end - t.begin) * group, c_.head_dim);
+        step_.finish(queries, int(item % c_.kv_heads), t.begin, t.end, state);
+    }
+}
+
+} // namespace pippin

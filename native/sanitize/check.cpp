@@ -1,0 +1,312 @@
+/* Packs, multiplies and decodes with every format, cache and number of threads: to be run under sanitizers
+ * (tools/sanitize.sh), which see what tests from Python cannot.
+ *
+ * Notable here:
+ * - all memory that the library is given is exactly as large as the interface says
+ * - results are compared between threads and ways of cutting, so that the work cannot be optimised away
+ */
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "../pippin.h"
+
+namespace {
+
+uint64_t seed = 1;
+
+float uniform() { // in [-1, 1)
+    seed = seed * 6364136223846793005ull + 1442695040888963407ull;
+    return float(int64_t(seed) >> 40) / float(1 << 23);
+}
+
+std::vector<float> vector_of(int64_t count, float around = 0.f) {
+    std::vector<float> values(static_cast<size_t>(count));
+    for (float &value : values) value = around + 0.3f * uniform();
+    return values;
+}
+
+void require(bool holds, const std::string &what) {
+    if (holds) return;
+    std::fprintf(stderr, "failed: %s (%s)\n", what.c_str(), pippin_error());
+    std::exit(1);
+}
+
+struct Free {
+    void operator()(void *memory) const { std::free(memory); }
+};
+using Bytes = std::unique_ptr<uint8_t, Free>;
+
+/* Exactly `size` bytes at a multiple of 64. */
+Bytes bytes_of(int64_t size) {
+    void *memory = nullptr;
+    require(posix_memalign(&memory, 64, size_t(size)) == 0, "memory");
+    return Bytes(static_cast<uint8_t *>(memory));
+}
+
+struct Weight {
+    Bytes data;
+    pippin_matrix matrix;
+};
+
+/* Blocks of ggml with random codes and a scale of about 1/32. */
+std::vector<uint8_t> ggml_blocks(int format, int64_t rows, int64_t columns) {
+    const bool wide = format >= PIPPIN_Q4_K;
+    const int64_t count = rows * (columns / (wide ? 256 : 32));
+    const int64_t sizes[15] = {0, 0, 18, 20, 0, 0, 22, 24, 34, 0, 0, 0, 144, 176, 210};
+    const int64_t size = sizes[format];
+    std::vector<uint8_t> blocks(size_t(count * size));
+    for (uint8_t &byte : blocks) byte = uint8_t(int(uniform() * 128.f) + 128);
+    const uint16_t half = 0x2800; // 1/32
+    for (int64_t block = 0; block < count; ++block) {
+        uint8_t *at = blocks.data() + block * size;
+        if (format == PIPPIN_Q6_K) at += 208;
+        memcpy(at, &half, 2);
+        if (format == PIPPIN_Q4_1 || format == PIPPIN_Q5_1 || format == PIPPIN_Q4_K || format == PIPPIN_Q5_K)
+            memcpy(at + 2, &half, 2);
+    }
+    return blocks;
+}
+
+Weight weight_of(int format, int64_t rows, int64_t columns, int group = 0) {
+    const int64_t size = pippin_packed_bytes(format, group, rows, columns);
+    require(size >= 0, "packed bytes");
+    Weight weight{bytes_of(size), {format, group, rows, columns, 0.f, 0, nullptr}};
+    weight.matrix.data = weight.data.get();
+    if (format == PIPPIN_F32) {
+        const auto values = vector_of(rows * columns);
+        require(pippin_pack_dense(format, values.data(), columns, rows, columns, weight.data.get()) == 0, "pack");
+    } else if (format == PIPPIN_BF16) {
+        std::vector<uint16_t> values;
+        for (float value : vector_of(rows * columns)) {
+            uint32_t bits;
+            memcpy(&bits, &value, 4);
+            values.push_back(uint16_t(bits >> 16));
+        }
+        require(pippin_pack_dense(format, values.data(), columns, rows, columns, weight.data.get()) == 0, "pack");
+    } else if (format >= PIPPIN_INT2) {
+        const int bits = format - 100;
+        weight.matrix.zero = float((1 << bits) - 1) / 2.f;
+        std::vector<uint8_t> codes(size_t(rows * columns));
+        for (uint8_t &code : codes) code = uint8_t(int((uniform() + 1.f) * 128.f) & ((1 << bits) - 1));
+        const std::vector<uint16_t> scales(size_t(rows * (columns / group)), 0x2400); // 1/64
+        require(pippin_pack_codes(format, group, codes.data(), scales.data(), rows, columns, weight.data.get()) == 0,
+                "pack");
+    } else {
+        const auto blocks = ggml_blocks(format, rows, columns);
+        require(pippin_pack_ggml(format, blocks.data(), rows, columns, weight.data.get()) == 0, "pack");
+    }
+    return weight;
+}
+
+/* A product against the sum over the matrix's rows, and the same to the bit for one token and for many. */
+void check_product(int format, int64_t rows, int64_t columns, int group) {
+    const Weight weight = weight_of(format, rows, columns, group);
+    const int64_t tokens = 21;
+    const auto x = vector_of(tokens * columns), bias = vector_of(rows);
+    std::vector<float> y(size_t(tokens * rows)), one(static_cast<size_t>(rows));
+    std::vector<int64_t> ids;
+    for (int64_t row = 0; row < rows; ++row) ids.push_back(row);
+    std::vector<float> values(size_t(rows * columns));
+    require(pippin_rows(&weight.matrix, ids.data(), rows, values.data()) == 0, "rows");
+    require(pippin_matmul(&weight.matrix, x.data(), columns, tokens, bias.data(), y.data(), rows) == 0, "matmul");
+    for (int64_t token = 0; token < tokens; ++token) {
+        require(pippin_matmul(&weight.matrix, x.data() + token * columns, columns, 1, bias.data(), one.data(), rows) == 0,
+                "matmul of one token");
+        require(memcmp(one.data(), y.data() + token * rows, size_t(rows) * 4) == 0, "one token as among many");
+        for (int64_t row = 0; row < rows; ++row) {
+            double sum = bias[size_t(row)], size = 0;
+            for (int64_t i = 0; i < columns; ++i) {
+                const double term = double(values[size_t(row * columns + i)]) * x[size_t(token * columns + i)];
+                sum += term, size += std::fabs(term);
+            }
+            require(std::fabs(sum - one[size_t(row)]) <= 0.02 * size + 1e-3, "a product of format " + std::to_string(format));
+        }
+    }
+}
+
+struct Decoder {
+    std::vector<Weight> weights;
+    std::vector<std::vector<float>> vectors;
+    std::vector<pippin_expert> experts;
+    pippin_model *model = nullptr;
+    ~Decoder() { pippin_model_free(model); }
+
+    pippin_matrix matrix(int format, int64_t rows, int64_t columns) {
+        weights.push_back(weight_of(format, rows, columns, format >= PIPPIN_INT2 ? 32 : 0));
+        return weights.back().matrix;
+    }
+    const float *vector(int64_t count, float around) {
+        vectors.push_back(vector_of(count, around));
+        return vectors.back().data();
+    }
+};
+
+constexpr int64_t WIDTH = 64, HEADS = 6, KV_HEADS = 2, HEAD_DIM = 24, SIZE = 96, VOCAB = 77, POSITIONS = 700;
+
+/* Four layers that have everything between them. */
+void describe(Decoder &decoder) {
+    const int64_t q = HEADS * HEAD_DIM, kv = KV_HEADS * HEAD_DIM;
+    const int formats[4] = {PIPPIN_INT4, PIPPIN_BF16, PIPPIN_Q4_1, PIPPIN_INT2};
+    std::vector<pippin_layer> layers(4);
+    for (int l = 0; l < 4; ++l) {
+        pippin_layer &layer = layers[size_t(l)] = pippin_layer{};
+        const int heads_format = q % 32 == 0 || formats[l] == PIPPIN_BF16 ? formats[l] : PIPPIN_F32;
+        layer.q = decoder.matrix(formats[l], q, WIDTH);
+        layer.output = decoder.matrix(heads_format, WIDTH, q);
+        layer.source = l == 1 ? 0 : -1;
+        if (layer.source < 0) {
+            layer.k = decoder.matrix(formats[l], kv, WIDTH);
+            layer.v = decoder.matrix(PIPPIN_F32, kv, WIDTH);
+            layer.k_bias = decoder.vector(kv, 0.f);
+        }
+        layer.attention_norm = decoder.vector(WIDTH, 1.f);
+        layer.feedforward_norm = decoder.vector(WIDTH, 1.f);
+        if (l == 2) {
+            layer.q_norm = decoder.vector(HEAD_DIM, 1.f), layer.k_norm = decoder.vector(HEAD_DIM, 1.f);
+            layer.post_attention_norm = decoder.vector(WIDTH, 1.f);
+            layer.post_feedforward_norm = decoder.vector(WIDTH, 1.f);
+        }
+        layer.window = l == 2 ? 37 : 0;
+        layer.rope = l == 3 ? -1 : 0;
+        layer.activation = l;
+        if (l == 3) {
+            layer.experts = 3, layer.active = 2, layer.renormalise = 1;
+            layer.router = decoder.vector(3 * WIDTH, 0.f);
+            for (int e = 0; e < 3; ++e)
+                decoder.experts.push_back({decoder.matrix(PIPPIN_INT8, SIZE, WIDTH), decoder.matrix(PIPPIN_Q8_0, SIZE, WIDTH),
+                                           decoder.matrix(PIPPIN_INT3, WIDTH, SIZE)});
+            layer.expert = decoder.experts.data();
+        } else {
+            if (l != 1) layer.gate = decoder.matrix(formats[l], SIZE, WIDTH);
+            layer.up = decoder.matrix(formats[l], SIZE, WIDTH);
+            layer.down = decoder.matrix(formats[l], WIDTH, SIZE);
+        }
+    }
+    pippin_config config{};
+    config.vocab = VOCAB, config.width = WIDTH, config.heads = HEADS, config.kv_heads = KV_HEADS;
+    config.head_dim = HEAD_DIM, config.layers = 4, config.eps = 1e-5f, config.attention_scale = 0.2f;
+    config.embedding_scale = 2.f, config.rope_tables = 1;
+    config.embedding = decoder.matrix(PIPPIN_INT8, VOCAB, WIDTH);
+    config.head = config.embedding;
+    config.final_norm = decoder.vector(WIDTH, 1.f);
+    decoder.model = pippin_model_new(&config, layers.data());
+    require(decoder.model != nullptr, "model");
+    std::vector<float> cos, sin;
+    for (int64_t position = 0; position < POSITIONS; ++position)
+        for (int64_t pair = 0; pair < HEAD_DIM / 2; ++pair) {
+            const double angle = double(position) * std::pow(10000.0, -double(pair) / (HEAD_DIM / 2));
+            cos.push_back(float(std::cos(angle))), sin.push_back(float(std::sin(angle)));
+        }
+    require(pippin_model_rope(decoder.model, 0, cos.data(), sin.data(), POSITIONS) == 0, "rotary tables");
+}
+
+/* Two sequences of `length` tokens, in pieces of at most `piece`; the logits of all tokens. */
+std::vector<float> decode(const Decoder &decoder, int cache, int32_t length, int32_t piece) {
+    const int32_t blocks = (length + 15) / 16;
+    const int64_t size = pippin_block_bytes(decoder.model, cache);
+    const Bytes pool = bytes_of(2 * blocks * size);
+    memset(pool.get(), 0xff, size_t(2 * blocks * size));
+    std::vector<int32_t> table, table_starts{0, blocks, 2 * blocks};
+    for (int32_t block = 0; block < blocks; ++block) table.push_back(2 * block);
+    for (int32_t block = 0; block < blocks; ++block) table.push_back(2 * block + 1);
+    std::vector<float> all(size_t(2 * length * VOCAB));
+    const auto down = vector_of(4 * WIDTH), up = vector_of(HEADS * HEAD_DIM * 4);
+    std::vector<pippin_change> changes(28, pippin_change{});
+    changes[0] = {down.data(), up.data(), 4, WIDTH, HEADS * HEAD_DIM};
+    for (int32_t done = 0; done < length; done += piece) {
+        const int32_t some = length - done < piece ? length - done : piece;
+        std::vector<int32_t> ids, rows, starts{0, some, 2 * some}, held{done, done};
+        for (int32_t s = 0; s < 2; ++s)
+            for (int32_t t = 0; t < some; ++t) {
+                ids.push_back((17 * (done + t) + 5 * s) % int32_t(VOCAB));
+                rows.push_back(s * some + t);
+            }
+        std::vector<float> logits(size_t(2 * some * VOCAB));
+        const pippin_share share{changes.data(), some, 2 * some};
+        pippin_batch batch{};
+        batch.tokens = 2 * some, batch.ids = ids.data(), batch.sequences = 2, batch.starts = starts.data();
+        batch.held = held.data(), batch.tables = table.data(), batch.table_starts = table_starts.data();
+        batch.outputs = 2 * some, batch.rows = rows.data(), batch.logits = logits.data();
+        batch.to = 4, batch.shares = 1, batch.share = &share;
+        require(pippin_forward(decoder.model, pool.get(), 2 * blocks, cache, &batch) == 0, "forward");
+        for (int32_t s = 0; s < 2; ++s)
+            memcpy(all.data() + (s * length + done) * VOCAB, logits.data() + s * some * VOCAB,
+                   size_t(some * VOCAB) * sizeof(float));
+    }
+    for (float value : all) require(std::isfinite(value), "logits are numbers");
+    return all;
+}
+
+void check_decoder() {
+    Decoder decoder;
+    describe(decoder);
+    for (int cache = PIPPIN_CACHE_F32; cache <= PIPPIN_CACHE_INT8; ++cache) {
+        seed = 99;
+        pippin_set_threads(1, 0);
+        const auto expected = decode(decoder, cache, 600, 600);
+        pippin_set_threads(3, cache == 1);
+        for (int32_t piece : {600, 77}) {
+            seed = 99;
+            require(decode(decoder, cache, 600, piece) == expected, "the same bits in pieces of " + std::to_string(piece));
+        }
+    }
+}
+
+/* Callers that share the pool, while the number of threads changes under them. */
+void check_callers() {
+    Decoder decoder;
+    describe(decoder);
+    pippin_set_threads(3, 1);
+    seed = 5;
+    const auto expected = decode(decoder, PIPPIN_CACHE_BF16, 40, 9);
+    std::vector<std::thread> callers;
+    for (int caller = 0; caller < 3; ++caller)
+        callers.emplace_back([&] {
+            const Weight weight{bytes_of(pippin_packed_bytes(PIPPIN_F32, 0, 40, 30)), {}};
+            std::vector<float> values(1200, 0.5f), x(30, 1.f), y(40);
+            pippin_matrix matrix{PIPPIN_F32, 0, 40, 30, 0.f, 0, weight.data.get()};
+            for (int turn = 0; turn < 20; ++turn) {
+                pippin_pack_dense(PIPPIN_F32, values.data(), 30, 40, 30, weight.data.get());
+                require(pippin_matmul(&matrix, x.data(), 30, 1, nullptr, y.data(), 40) == 0 && y[39] == 15.f, "product");
+                double seconds[4];
+                pippin_profile(seconds);
+            }
+        });
+    std::thread changer([] {
+        for (int turn = 0; turn < 20; ++turn) pippin_set_threads(1 + turn % 4, turn % 2);
+    });
+    for (int turn = 0; turn < 5; ++turn) {
+        seed = 5;
+        require(decode(decoder, PIPPIN_CACHE_BF16, 40, 9) == expected, "the same bits in company");
+    }
+    for (std::thread &caller : callers) caller.join();
+    changer.join();
+}
+
+} // namespace
+
+int main(int count, char **names) {
+    const std::string sets = count > 1 ? names[1] : pippin_instruction_sets();
+    for (size_t at = 0; at <= sets.size();) {
+        const size_t end = std::min(sets.find(',', at), sets.size());
+        const std::string name = sets.substr(at, end - at);
+        require(pippin_use_instruction_set(name.c_str()) == 0, name);
+        for (int format : {PIPPIN_Q4_0, PIPPIN_Q4_1, PIPPIN_Q5_0, PIPPIN_Q5_1, PIPPIN_Q8_0}) check_product(format, 37, 96, 0);
+        for (int format : {PIPPIN_Q4_K, PIPPIN_Q5_K, PIPPIN_Q6_K}) check_product(format, 19, 512, 0);
+        for (int format : {PIPPIN_INT2, PIPPIN_INT3, PIPPIN_INT4, PIPPIN_INT8})
+            for (int group : {32, 64, 128}) check_product(format, 50, 256, group);
+        for (int format : {PIPPIN_F32, PIPPIN_BF16}) check_product(format, 33, 45, 0);
+        check_decoder();
+        check_callers();
+        std::printf("%s: ok\n", name.c_str());
+        at = end + 1;
+    }
+    require(pippin_read_bandwidth(1 << 20, 2, 2) > 0, "bandwidth");
+    return 0;
+}

@@ -1,0 +1,86 @@
+/* What the decoder asks of the vector kernels apart from matrix products: one table per instruction set.
+ *
+ * Notable here:
+ * - every function treats one token, or the tokens of one tile, and its result for a token does not depend on the others
+ */
+#ifndef PIPPIN_STEP_H
+#define PIPPIN_STEP_H
+
+#include <cstdint>
+
+#include "pippin.h"
+
+namespace pippin {
+
+constexpr int64_t PART = 256;    // keys whose attention is one sum; parts lie at multiples of this and merge in order
+constexpr int64_t SUBTILE = 12;   // rows that share a pass over keys in registers, at most
+constexpr int64_t TILE_ROWS = 48; // (query, head) pairs that attention takes together at most, unless a group is larger
+
+/* Where the keys and values of one layer lie in the blocks of a pool. */
+struct Cache {
+    uint8_t *pool;
+    int64_t block_bytes, offset, head_bytes; // of a block; of the layer in a block; of one head in a layer
+    int kind;                                // pippin_cache
+    int kv_heads, head_dim;
+};
+
+/* Queries of one sequence in one layer. */
+struct Queries {
+    Cache cache;
+    const int32_t *table;     // blocks of the sequence
+    const float *q;           // (count, heads, head_dim)
+    float *out;               // the same shape
+    const int32_t *positions; // (count), ascending
+    int64_t stride;           // of q and of out between tokens, in elements
+    int64_t window;           // 0: all
+    int heads;
+    float scale;
+};
+
+/* Attention keeps for each row [sum of values (head_dim, padded to 16), maximum, sum of weights]; 64-byte aligned. */
+static inline int64_t state_stride(int64_t head_dim) { return (head_dim + 15) / 16 * 16 + 16; }
+/* Mark states as having seen nothing. */
+static inline void clear_states(float *state, int64_t rows, int64_t head_dim) {
+    const int64_t stride = state_stride(head_dim);
+    for (int64_t row = 0; row < rows; ++row) state[row * stride + stride - 15] = 0.f;
+}
+/* Queries that attend() takes together: enough for TILE_ROWS rows. */
+static inline int64_t tile_queries(int64_t group) { return group < TILE_ROWS ? TILE_ROWS / group : 1; }
+/* Floats of working memory that attend() needs for a tile; 64-byte aligned. */
+static inline int64_t attend_scratch(int64_t head_dim, int64_t group) {
+    const int64_t rows = tile_queries(group) * group;
+    return (rows * head_dim + 15) / 16 * 16 + SUBTILE * (PART + state_stride(head_dim));
+}
+
+struct StepKernels {
+    /* y = weight * x / sqrt(mean(x^2) + eps); y may be x. */
+    void (*norm)(const float *x, const float *weight, float eps, int64_t n, float *y);
+    /* Normalise (weight may be NULL) and rotate (cos may be NULL) each of `count` heads, in place. */
+    void (*heads)(float *x, int64_t count, int64_t head_dim, const float *weight, float eps, const float *cos,
+                  const float *sin);
+    /* Write keys and values (kv_heads, head_dim) of one token into its slot of a block. */
+    void (*keep)(const Cache &cache, int32_t block, int slot, const float *k, const float *v);
+    /* gate = act(gate) * up, or act(gate) where up is NULL. */
+    void (*activate)(int activation, float *gate, const float *up, int64_t n);
+    /* x += scale * y. */
+    void (*add)(float *x, const float *y, float scale, int64_t n);
+    void (*multiply)(float *x, float scale, int64_t n);
+    /* y = matrix x for a plain (rows, columns) float32 matrix; `sum`: y += instead. */
+    void (*dense)(const float *matrix, int64_t rows, int64_t columns, const float *x, float *y, bool sum);
+    /* Softmax in place. */
+    void (*softmax)(float *x, int64_t n);
+    /* Fold the parts [from, to) of the keys into the states of queries [begin, end) of one kv head. State row
+     * (query - begin) * group + head of the group; weights of 0 mark rows that have seen nothing yet. */
+    void (*attend)(const Queries &queries, int kv_head, int64_t begin, int64_t end, int64_t from, int64_t to,
+                   float *state, float *scratch);
+    /* Fold the states of later parts into earlier ones. */
+    void (*merge)(float *state, const float *later, int64_t rows, int64_t head_dim);
+    /* Write what queries [begin, end) of one kv head read to `out`. */
+    void (*finish)(const Queries &queries, int kv_head, int64_t begin, int64_t end, const float *state);
+    /* Read all of a buffer of whole 512 bytes as fast as memory gives it; the result depends on every byte. */
+    float (*read)(const float *data, int64_t count);
+};
+
+} // namespace pippin
+
+#endif

@@ -1,0 +1,218 @@
+"""`pippin bench`: how fast a model reads and answers here, beside what this machine's memory allows.
+
+Notable here:
+- the limit is that of `pippin.engine.measure`: bytes that a token reads, over the bandwidth that was measured
+- model and memory are measured in turn, several times, so that a busy moment hits both and shows as spread
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+
+import typer
+
+from pippin.cli import options, terminal
+from pippin.core import progress
+from pippin.core.catalogue import DEFAULT_MODEL
+from pippin.core.errors import InvalidArgument
+from pippin.core.report import Report, Row
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pippin.engine.engine import Engine
+    from pippin.engine.measure import Limit, Speed
+    from pippin.engine.runner import CacheType
+    from pippin.language.load import LanguageModel
+
+_PARTS = ("linear layers", "attention", "other kernels", "waiting for threads")
+
+
+def bench(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="Catalogue name, hub repository, folder or .gguf file.", autocompletion=options.complete_model
+        ),
+    ] = DEFAULT_MODEL,
+    prompt: Annotated[int, typer.Option(metavar="N", help="Tokens of the prompt.")] = 512,
+    answer: Annotated[int, typer.Option(metavar="N", help="Tokens of the answer, at least 2.")] = 128,
+    threads: Annotated[
+        str | None, typer.Option(metavar="N,N", help="How many threads, one number or several; every core without it.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(metavar="N", help="How often each figure is taken.")] = 5,
+    bits: options.Bits = None,
+    cache_type: options.CacheType = "auto",
+    device: options.Device = None,
+    dtype: options.DType = "auto",
+    profile: Annotated[bool, typer.Option("--profile", help="Say where the time of an answer goes.")] = False,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the figures (.png, .svg, .pdf).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Measure prompt and answer speed, and how close the answer comes to the limit of this machine's memory.
+
+    pippin bench smollm2-135m --threads 1,2
+    """
+    counts = _counts(prompt, answer, threads, repeats)
+    language_model = options.load(model, device, dtype, bits)
+    report = run(
+        language_model,
+        counts,
+        prompt=prompt,
+        answer=answer,
+        repeats=repeats,
+        cache_type=cast(Any, cache_type),
+        profile=profile,
+    )
+    if plot is not None:
+        report.plot(plot)
+        terminal.note(f"drawn in {plot}")
+    if as_json:
+        record = {"model": language_model.name, "circumstances": circumstances(language_model)}
+        terminal.write(terminal.to_json(record | {"rows": [asdict(row) for row in report.rows]}) + "\n")
+    else:
+        report.print()
+
+
+def _counts(prompt: int, answer: int, threads: str | None, repeats: int) -> list[int]:
+    """The numbers of threads, once all arguments are known to make sense."""
+    from pippin.core import device
+
+    for name, value, least in (("--prompt", prompt, 1), ("--answer", answer, 2), ("--repeats", repeats, 1)):
+        if value < least:
+            raise InvalidArgument(f"{name} must be at least {least}, got {value}")
+    if threads is None:
+        return [device.threads()]
+    parts = [part.strip() for part in threads.split(",")]
+    if not all(part.isdecimal() and part.isascii() for part in parts):
+        raise InvalidArgument(f"--threads must be whole numbers with commas between them, got {threads!r}")
+    counts = list(dict.fromkeys(map(int, parts)))
+    for count in counts:
+        device.check_threads(count)
+    return counts
+
+
+def run(
+    model: LanguageModel,
+    threads: list[int],
+    *,
+    prompt: int,
+    answer: int,
+    repeats: int,
+    cache_type: CacheType | Literal["auto"] = "auto",
+    profile: bool = False,
+) -> Report:
+    """Measure a loaded model.
+
+    Args:
+        model: what `pippin.load` returned.
+        threads: numbers of threads, each measured in turn.
+        prompt: tokens of the prompt.
+        answer: tokens of the answer, at least 2.
+        repeats: how often each figure is taken.
+        cache_type: precision of the cache.
+        profile: whether to tell where the time of an answer goes.
+
+    Raises:
+        ContextOverflow: prompt and answer do not fit the model's context.
+        InvalidArgument: a precision of the cache that there is not.
+    """
+    from pippin.core.device import use_threads
+    from pippin.engine import Engine, measure
+
+    ids = measure.prompt_ids(model, prompt)
+    rows: list[Row] = []
+    for count in threads:
+        use_threads(count)  # before the engine starts: torch asks once in each thread
+        named = f"{count} thread{'s'[: count > 1]}"
+        with (
+            Engine(model, slots=1, cache_type=cache_type, reuse=False) as engine,
+            progress.bar(repeats, f"measuring with {named}", unit="runs") as bar,
+        ):
+            speeds, limits = _samples(engine, model, ids, answer, count, repeats, lambda: bar.advance(1))
+        label = "" if len(threads) == 1 else f", {named}"
+        rows += _rows(speeds, limits, label)
+        if profile:
+            rows += _profile_rows(speeds, label)
+    counted = f"{', '.join(map(str, threads))} {'thread' if list(threads) == [1] else 'threads'}"
+    where = model.device.type if model.device.type != "cpu" else counted
+    return Report(f"{model.name}: a prompt of {prompt:,} tokens, an answer of {answer:,}, {where}", rows)
+
+
+def _samples(
+    engine: Engine,
+    model: LanguageModel,
+    ids: list[int],
+    answer: int,
+    threads: int,
+    repeats: int,
+    advance: Callable[[], None],
+) -> tuple[list[Speed], list[Limit]]:
+    """Speeds and limits, taken in turn after one answer that warms up."""
+    from pippin.engine import measure
+
+    weights = measure.weight_bytes(model.module)
+    cache = measure.mean_cache_bytes(model.config, engine.cache_type, len(ids), answer)
+    stops = sorted(model.tokenizer.eos_ids)
+    speeds, limits = [], []
+    measure.speed(engine, ids, answer, stops=stops)
+    for _ in range(repeats):
+        bandwidth = measure.read_bandwidth(threads, device=model.device)
+        limits.append(measure.Limit(weights, cache, bandwidth))
+        speeds.append(measure.speed(engine, ids, answer, stops=stops))
+        advance()
+    return speeds, limits
+
+
+def _rows(speeds: list[Speed], limits: list[Limit], label: str) -> list[Row]:
+    """What was measured, with its spread; bytes in the units of a memory's data sheet (10^6, 10^9)."""
+    one = limits[0]
+    return [
+        _row(f"prompt{label}", [speed.prompt for speed in speeds], "tokens/s"),
+        _row(f"answer{label}", [speed.answer for speed in speeds], "tokens/s"),
+        _row(f"limit of the memory{label}", [limit.tokens_per_second for limit in limits], "tokens/s"),
+        _row(
+            f"share of the limit{label}",
+            [100 * limit.share(speed.answer) for limit, speed in zip(limits, speeds, strict=True)],
+            "%",
+        ),
+        _row(f"first token{label}", [1000 * speed.first_token for speed in speeds], "ms"),
+        Row(f"weights read per token{label}", one.weight_bytes / 1e6, "MB"),
+        Row(f"cache read per token{label}", one.cache_bytes / 1e6, "MB"),
+        _row(f"memory reads{label}", [limit.bandwidth / 1e9 for limit in limits], "GB/s"),
+    ]
+
+
+def _profile_rows(speeds: list[Speed], label: str) -> list[Row]:
+    """Milliseconds per token in each part of the kernels, and outside of them."""
+    steps = len(speeds[0].ids) - 1
+    parts = {name: [1000 * s.profile[i] / steps for s in speeds] for i, name in enumerate(_PARTS)}
+    parts["outside the kernels"] = [1000 * (s.seconds - sum(s.profile)) / steps for s in speeds]
+    return [_row(f"{name}{label}", values, "ms per token") for name, values in parts.items()]
+
+
+def _row(name: str, values: list[float], unit: str) -> Row:
+    """The median, with the standard deviation where there are several."""
+    spread = statistics.stdev(values) if len(values) > 1 else None
+    return Row(name, statistics.median(values), unit, spread)
+
+
+def circumstances(model: LanguageModel) -> dict[str, Any]:
+    """What the figures depend on, for a machine to read."""
+    import os
+
+    from pippin.core import device, native
+
+    facts = device.facts()
+    return {
+        "cpu": facts.cpu,
+        "cores": facts.threads,
+        "device": str(model.device),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "kernels": native.instruction_set() if native.library() is not None else None,
+        "load": os.getloadavg()[0] if sys.platform != "win32" else None,
+    }

@@ -1,0 +1,452 @@
+"""The runner of the native kernels: one call computes a whole pass, all layers of all sequences.
+
+Notable here:
+- the decoder is described to the library once; a pass hands over token ids, tables of blocks and where logits go
+- the weights are read where they lie, those of the adapters from float32 copies that live as long as the adapter
+- a token's logits are the same to the bit whatever else is in the pass, however the prompt is cut, whatever was cached
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from array import array
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Any, Final, cast
+
+import numpy as np
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor
+
+from pippin.core import native
+from pippin.core.errors import InvalidArgument, NotEnoughMemory, PippinError
+from pippin.engine.runner import BLOCK, CacheType, Work
+from pippin.language.load import LanguageModel
+from pippin.language.transformer import Decoder, DecoderLayer
+from pippin.nn.feedforward import FeedForward, MixtureOfExperts
+from pippin.nn.linear import Linear
+from pippin.nn.lora import Adapter, LowRank
+from pippin.nn.norm import RMSNorm
+from pippin.nn.packed import NativeWeight
+from pippin.nn.rotary import Rotary
+
+_ALIGNMENT: Final = 64
+_FEWEST_POSITIONS: Final = 1024  # that the tables of rotations are made for
+
+
+class NativeRunner:
+    """Passes over one packed model with the native kernels; see `pippin.engine.runner.Runner`.
+
+    Args:
+        model: what `pippin.load` returned, for which `supports` is true.
+        blocks: blocks in the pool; memory is taken as they are written to.
+        cache_type: precision of keys and values; "auto" for float32 where the weights are, and bfloat16 otherwise.
+
+    Raises:
+        InvalidArgument: fewer than one block, an unknown precision, or a model that the kernels cannot compute.
+        NotEnoughMemory: there is no memory for so many blocks.
+    """
+
+    invariant: Final = True
+
+    def __init__(self, model: LanguageModel, blocks: int, cache_type: str = "auto") -> None:
+        if blocks < 1:
+            raise InvalidArgument(f"a cache needs at least one block, got {blocks}")
+        self.cache_type = _precision(model, cache_type)
+        self.model, self.blocks = model, blocks
+        self._described = _Described(model.module)
+        self._native = self._described.native
+        self._cache = native.CACHE_TYPES[self.cache_type]
+        self.block_bytes = self._native.block_bytes(self._described.handle, self._cache)
+        self._layers, self._width, self._vocab = (
+            len(model.config.layers),
+            model.config.width,
+            model.config.vocab_size,
+        )
+        self._pool: Tensor | None = _zeros(blocks, self.block_bytes)
+        self._adapters: weakref.WeakKeyDictionary[Adapter, _Changes] = weakref.WeakKeyDictionary()
+
+    @classmethod
+    def supports(cls, model: LanguageModel) -> bool:
+        """Whether the native kernels are here and can compute this model."""
+        if native.library() is None:
+            return False
+        try:
+            _Described(model.module)
+        except InvalidArgument:
+            return False
+        return True
+
+    @classmethod
+    def block_bytes_of(cls, model: LanguageModel, cache_type: str = "auto") -> int:
+        """Memory of one block, before there is a pool.
+
+        Raises:
+            InvalidArgument: an unknown precision, or a model that the kernels cannot compute.
+        """
+        described = _Described(model.module)
+        return described.native.block_bytes(described.handle, native.CACHE_TYPES[_precision(model, cache_type)])
+
+    def forward(self, works: Sequence[Work]) -> list[Float[Tensor, "outputs vocab"]]:
+        """One pass over the new tokens of several sequences; float32 logits.
+
+        Raises:
+            InvalidArgument: a token id, a table or outputs that are impossible; layers or residuals that do not fit the
+                model.
+        """
+        if all(work.depth is None and work.resume == 0 for work in works):
+            return self._pass(_Laid(works), 0, self._layers, None)
+        groups: dict[tuple[int, int], list[int]] = {}
+        for index, work in enumerate(works):
+            groups.setdefault((work.resume, self._layers if work.depth is None else work.depth), []).append(index)
+        parts = []  # all of them are checked before the first is computed
+        for (first, stop), members in groups.items():
+            chosen = [works[index] for index in members]
+            parts.append((members, _Laid(chosen), first, stop, self._enter(chosen, first, stop)))
+        results: dict[int, Tensor] = {}
+        for members, laid, first, stop, residual in parts:
+            results.update(zip(members, self._pass(laid, first, stop, residual), strict=True))
+            if residual is not None and stop < self._layers:
+                _leave([works[index] for index in members], residual)
+        return [results[index] for index in range(len(works))]
+
+    def _pass(self, laid: _Laid, first: int, stop: int, residual: Tensor | None) -> list[Tensor]:
+        """Layers [first, stop) of the new tokens of some sequences."""
+        memory, outputs = self._memory, len(laid.rows)
+        self._described.reach(laid.longest)
+        logits = torch.empty(outputs, self._vocab)
+        batch = native.Batch(
+            len(laid.ids),
+            _address(laid.ids),
+            len(laid.counts),
+            _address(laid.starts),
+            _address(laid.held),
+            _address(laid.tables),
+            _address(laid.table_starts),
+            outputs,
+            _address(laid.rows),
+            logits.data_ptr() if outputs else None,
+            None,
+            first,
+            stop,
+            None if residual is None else residual.data_ptr(),
+        )
+        if laid.shares:
+            batch.shares, batch.share = len(laid.shares), self._share(laid.shares)
+        status = self._native.forward(self._described.handle, memory.data_ptr(), self.blocks, self._cache, batch)
+        if status < 0:
+            self._native.check(status)
+        return [logits] if len(laid.counts) == 1 else list(logits.split(laid.counts))
+
+    def _enter(self, works: Sequence[Work], first: int, stop: int) -> Tensor | None:
+        """What enters layer ``first``, or room for what leaves the last one; None for a whole pass."""
+        if not 0 <= first < stop <= self._layers:
+            raise InvalidArgument(f"layers {first} to {stop} of {self._layers} cannot be computed")
+        if first == 0 and stop == self._layers:
+            return None
+        for work in works:
+            wanted = (len(work.ids), self._width)
+            if first and work.residual is None:
+                raise InvalidArgument(f"a pass that resumes at layer {first} needs the residual that was left there")
+            if work.residual is not None and work.residual.shape != wanted:
+                raise InvalidArgument(f"a residual has shape {tuple(work.residual.shape)}, its tokens need {wanted}")
+        if first:
+            return torch.cat([work.residual for work in works if work.residual is not None]).float()
+        return torch.empty(sum(len(work.ids) for work in works), self._width)
+
+    def _share(self, shares: Sequence[tuple[Adapter, int, int]]) -> ctypes.Array[native.Share]:
+        """Adapters and their tokens, for the library."""
+        listed = (native.Share * len(shares))()
+        for index, (adapter, begin, end) in enumerate(shares):
+            changes = self._adapters.get(adapter)
+            if changes is None:
+                changes = self._adapters[adapter] = _Changes(adapter, self.model.module)
+            listed[index] = native.Share(changes.array, begin, end)
+        return listed
+
+    @property
+    def _memory(self) -> Tensor:
+        if self._pool is None:
+            raise InvalidArgument("the runner is closed")
+        return self._pool
+
+    def _rows(self, blocks: Sequence[int]) -> Tensor:
+        """Block numbers as indices, after a check."""
+        if blocks and not (min(blocks) >= 0 and max(blocks) < self.blocks):
+            raise InvalidArgument(f"the pool has blocks 0 to {self.blocks - 1}, not {min(blocks)} to {max(blocks)}")
+        return torch.tensor(blocks, dtype=torch.int64)
+
+    def copy(self, source: int, target: int) -> None:
+        """Copy one block over another.
+
+        Raises:
+            InvalidArgument: there is no such block.
+        """
+        self._rows([source, target])
+        self._memory[target] = self._memory[source]
+
+    def read(self, blocks: Sequence[int]) -> UInt8[Tensor, "blocks bytes"]:
+        """The contents of blocks.
+
+        Raises:
+            InvalidArgument: there is no such block.
+        """
+        return self._memory.index_select(0, self._rows(blocks))
+
+    def write(self, blocks: Sequence[int], data: UInt8[Tensor, "blocks bytes"]) -> None:
+        """Fill blocks with what `read` gave.
+
+        Raises:
+            InvalidArgument: there is no such block, or the data is of another size.
+        """
+        if data.shape != (len(blocks), self.block_bytes):
+            raise InvalidArgument(
+                f"{len(blocks)} blocks of {self.block_bytes} bytes cannot hold data of shape {tuple(data.shape)}"
+            )
+        self._memory.index_copy_(0, self._rows(blocks), data)
+
+    def close(self) -> None:
+        """Free the pool; the runner has no blocks from then on."""
+        self._pool, self.blocks = None, 0
+
+
+def _precision(model: LanguageModel, cache_type: str) -> CacheType:
+    """The precision that "auto" stands for; others stay as they are."""
+    if cache_type == "auto":
+        packed = model.module.embed_tokens.packed
+        exact = isinstance(packed, NativeWeight) and packed.format == native.GGML_FORMATS["F32"]
+        return "float32" if exact else "bfloat16"
+    if cache_type not in native.CACHE_TYPES:
+        raise InvalidArgument(f"cache_type is {cache_type!r}; choose auto, {', '.join(native.CACHE_TYPES)}")
+    return cast(CacheType, cache_type)
+
+
+class _Laid:
+    """The new tokens of several sequences laid end to end, as the library reads them.
+
+    Raises:
+        InvalidArgument: tokens, a table or outputs that are impossible; ids and blocks are checked by the library.
+    """
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self.ids, self.held, self.tables, self.rows = array("i"), array("i"), array("i"), array("i")
+        self.starts, self.table_starts = array("i", (0,)), array("i", (0,))
+        self.counts: list[int] = []
+        self.shares: list[tuple[Adapter, int, int]] = []
+        self.longest = begin = 0
+        for work in works:
+            try:
+                self.ids.extend(work.ids)
+            except OverflowError as error:
+                raise InvalidArgument(f"a token id does not fit into 32 bits: {error}") from error
+            end = len(self.ids)
+            count, outputs, table = end - begin, work.outputs, work.table
+            needed = -(-(work.held + count) // BLOCK)
+            if count == 0 or work.held < 0 or needed > len(table):
+                raise InvalidArgument(
+                    f"{count} new tokens after {work.held} older ones cannot be computed with {len(table)} blocks of "
+                    f"{BLOCK}"
+                )
+            if outputs and not (outputs[0] >= 0 and outputs[-1] < count):
+                raise InvalidArgument(f"outputs {list(outputs)} were asked for of {count} tokens")
+            self.tables.extend(table if needed == len(table) else table[:needed])
+            self.rows.extend([begin + row for row in outputs])
+            self.starts.append(end)
+            self.held.append(work.held)
+            self.table_starts.append(len(self.tables))
+            self.counts.append(len(outputs))
+            self.longest = max(self.longest, work.held + count)
+            if work.adapter is not None:
+                self.shares.append((work.adapter, begin, end))
+            begin = end
+
+
+def _address(numbers: array[int]) -> int:
+    return numbers.buffer_info()[0]
+
+
+def _leave(works: Sequence[Work], residual: Tensor) -> None:
+    """Give what left the last layer to those who want it."""
+    begin = 0
+    for work in works:
+        if work.residual is not None:
+            work.residual.copy_(residual[begin : begin + len(work.ids)])
+        begin += len(work.ids)
+
+
+def _zeros(blocks: int, block_bytes: int) -> Tensor:
+    """A pool whose memory the system hands out when it is first written to."""
+    try:
+        memory = torch.from_numpy(np.zeros(blocks * block_bytes + _ALIGNMENT, dtype=np.uint8))
+    except MemoryError as error:
+        raise NotEnoughMemory(f"{blocks} blocks of {block_bytes:,} bytes do not fit into memory: {error}") from error
+    start = -memory.data_ptr() % _ALIGNMENT
+    return memory[start : start + blocks * block_bytes].view(blocks, block_bytes)
+
+
+class _Described:
+    """A decoder as the library sees it: its handle, and all that must stay alive as long as that does.
+
+    Raises:
+        InvalidArgument: the kernels cannot compute it.
+    """
+
+    def __init__(self, module: Decoder) -> None:
+        found = native.library()
+        if found is None:
+            raise InvalidArgument(f"the native kernels are not here: {native.why_not()}")
+        self.native = found
+        self._alive: list[Any] = [module]
+        self._head_dim = module.config.head_dim
+        specs = [spec.attention.rotary for spec in module.config.layers]
+        self._rotaries: list[Rotary] = list(dict.fromkeys(rotary for rotary in specs if rotary is not None))
+        layers = (native.Layer * len(module.layers))()
+        for index, layer in enumerate(module.layers):
+            assert isinstance(layer, DecoderLayer)
+            rotary = specs[index]
+            self._fill(layers[index], layer)
+            layers[index].rope = -1 if rotary is None else self._rotaries.index(rotary)
+        self.handle = found.model_new(self._config(module), layers)
+        # not when the process ends, where the thread of an engine may still be inside
+        weakref.finalize(self, found.model_free, self.handle).atexit = False
+        self._positions = 0
+
+    def reach(self, positions: int) -> None:
+        """Make the tables of rotations long enough for so many positions."""
+        if positions <= self._positions:
+            return
+        size = max(_FEWEST_POSITIONS, 1 << (positions - 1).bit_length())
+        half = self._head_dim // 2
+        for index, rotary in enumerate(self._rotaries):
+            with torch.inference_mode():
+                cos, sin = rotary.tables(torch.arange(size), self._head_dim)
+                cos, sin = cos[:, :half].contiguous(), sin[:, half:].contiguous()
+            self.native.model_rope(self.handle, index, cos.data_ptr(), sin.data_ptr(), size)  # which copies them
+        self._positions = size
+
+    def _config(self, module: Decoder) -> native.Config:
+        config = module.config
+        return native.Config(
+            config.vocab_size,
+            config.width,
+            config.heads,
+            config.kv_heads,
+            config.head_dim,
+            len(config.layers),
+            config.eps,
+            config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale,
+            config.embedding_scale,
+            len(self._rotaries),
+            self._matrix(module.embed_tokens.packed),
+            self._matrix(module.lm_head.packed),
+            self._norm(module.norm),
+        )
+
+    def _fill(self, to: native.Layer, layer: DecoderLayer) -> None:
+        """Everything about a layer but its rotation."""
+        attention, spec = layer.self_attn, layer.self_attn.spec
+        if attention.qkv_proj is not None:
+            raise InvalidArgument(
+                "the layers of this decoder were fused for torch, which the native kernels cannot read"
+            )
+        to.q, to.q_bias = self._linear(attention.q_proj)
+        to.output, to.output_bias = self._linear(attention.o_proj)
+        if spec.source is None:
+            to.k, to.k_bias = self._linear(attention.k_proj)
+            to.v, to.v_bias = self._linear(attention.v_proj)
+        to.source, to.window = -1 if spec.source is None else spec.source, spec.window or 0
+        to.q_norm, to.k_norm = self._norm(attention.q_norm), self._norm(attention.k_norm)
+        to.attention_norm = self._norm(layer.input_layernorm)
+        if layer.pre_feedforward_layernorm is None:
+            to.feedforward_norm = self._norm(layer.post_attention_layernorm)
+        else:
+            to.post_attention_norm = self._norm(layer.post_attention_layernorm)
+            to.feedforward_norm = self._norm(layer.pre_feedforward_layernorm)
+            to.post_feedforward_norm = self._norm(layer.post_feedforward_layernorm)
+        to.activation = native.ACTIVATIONS[layer.mlp.spec.activation]
+        if isinstance(layer.mlp, MixtureOfExperts):
+            self._mixture(to, layer.mlp)
+        else:
+            to.gate, to.up, to.down = self._feedforward(layer.mlp)
+
+    def _mixture(self, to: native.Layer, mixture: MixtureOfExperts) -> None:
+        spec = mixture.spec
+        to.experts, to.active, to.renormalise = spec.experts, spec.active, int(spec.renormalise)
+        to.router = self._floats(mixture.gate.weight)
+        experts = (native.Expert * spec.experts)()
+        for index, expert in enumerate(mixture.experts):
+            assert isinstance(expert, FeedForward)
+            experts[index] = native.Expert(*self._feedforward(expert))
+        self._alive.append(experts)
+        to.expert = experts
+
+    def _feedforward(self, layer: FeedForward) -> tuple[native.Matrix, native.Matrix, native.Matrix]:
+        if layer.up_proj is None or any(
+            part is not None and part.bias is not None for part in (layer.gate_proj, layer.up_proj, layer.down_proj)
+        ):
+            raise InvalidArgument("feed-forward layers with biases or fused for torch have no native kernels")
+        gate = native.Matrix() if layer.gate_proj is None else self._matrix(layer.gate_proj.packed)
+        return gate, self._matrix(layer.up_proj.packed), self._matrix(layer.down_proj.packed)
+
+    def _linear(self, layer: Linear) -> tuple[native.Matrix, int | None]:
+        return self._matrix(layer.packed), None if layer.bias is None else self._floats(layer.bias)
+
+    def _matrix(self, packed: object) -> native.Matrix:
+        if not isinstance(packed, NativeWeight):
+            raise InvalidArgument(
+                "a weight of this decoder is not packed for the native kernels; load it with pack=True"
+            )
+        return packed.matrix
+
+    def _norm(self, norm: RMSNorm | None) -> int | None:
+        return None if norm is None else self._floats(norm.weight)
+
+    def _floats(self, tensor: Tensor | None) -> int:
+        """The address of a float32 vector or matrix."""
+        if tensor is None or tensor.dtype != torch.float32 or tensor.device.type != "cpu":
+            raise InvalidArgument("norms, biases and routers must be float32 and on the CPU for the native kernels")
+        held = tensor.detach().contiguous()
+        self._alive.append(held)
+        return held.data_ptr()
+
+
+class _Changes:
+    """An adapter's changes as the library reads them: seven for each layer, in float32."""
+
+    def __init__(self, adapter: Adapter, module: Decoder) -> None:
+        self._alive: list[Tensor] = []
+        self.array = (native.Change * (7 * len(module.layers)))()
+        known = 0
+        for index, layer in enumerate(_changeable(module)):
+            parts = adapter.changes.get(layer) if layer is not None else None
+            if parts:
+                assert layer is not None
+                self.array[index] = self._change(parts, layer.outputs)
+                known += 1
+        if known != len(adapter.changes):
+            raise PippinError(f"the adapter {adapter.name!r} changes layers that are not of this model")
+
+    def _change(self, parts: Sequence[LowRank], outputs: int) -> native.Change:
+        """One change that does what several do: their ranks side by side."""
+        ranks = [len(part.down) for part in parts]
+        down = torch.cat([part.down for part in parts]).float().contiguous()
+        up = torch.zeros(outputs, sum(ranks))
+        for part, end, rank in zip(parts, accumulate(ranks), ranks, strict=True):
+            up[part.start : part.start + len(part.up), end - rank : end] = part.up
+        self._alive += [down, up]
+        return native.Change(down.data_ptr(), up.data_ptr(), *down.shape, outputs)
+
+
+def _changeable(module: Decoder) -> Iterator[Linear | None]:
+    """The layers that an adapter may change, seven for each layer of the decoder; None where there is none."""
+    for layer in module.layers:
+        assert isinstance(layer, DecoderLayer)
+        attention, mlp = layer.self_attn, layer.mlp
+        own = attention.spec.source is None
+        yield attention.q_proj
+        yield attention.k_proj if own else None
+        yield attention.v_proj if own else None
+        yield attention.o_proj
+        yield from (mlp.gate_proj, mlp.up_proj, mlp.down_proj) if isinstance(mlp, FeedForward) else (None, None, None)

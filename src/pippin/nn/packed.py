@@ -1,0 +1,378 @@
+r"""Weights in packed formats: those of the native kernels, and the quantiser that makes our own.
+
+Notable here:
+- a weight that a file holds in ggml's blocks is not requantised: the same codes and scales in another order
+- our own formats are balanced: codes of b bits, $w = s\,(c - z)$ with $z = (2^b - 1) / 2$ and one half-precision scale
+  for each group of inputs, so that no code is wasted on a zero that hardly any weight is
+- the scale of a group minimises its squared error: for fixed codes the error is quadratic in the scale, so codes and
+  the scale's Newton step take turns, from several beginnings of which the best end counts
+- packed weights lie in huge pages, one after the other, which is how memory is read fastest
+
+Source: the balanced levels and the search for the clip are those of arXiv:2507.13575, section on 2-bit quantisation.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from contextlib import suppress
+from typing import Any, Final, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Float16, Int, UInt8
+from torch import Tensor
+
+from pippin.core import native
+from pippin.core.errors import CorruptedFile, InvalidArgument, NotEnoughMemory, UnsupportedModel
+from pippin.core.ggml_quants import FORMATS
+
+BITS: Final = (2, 3, 4, 8)
+GROUPS: Final = (32, 64, 128)
+
+# The step of the best balanced levels for a normal law, in standard deviations: where the search begins, among others.
+_NORMAL_STEP: Final = {2: 0.996, 3: 0.586, 4: 0.335, 8: 0.031}
+_CLIPS = (1.0, 0.85)  # the other beginnings: shares of the group's largest weight
+_TURNS = 3
+_PIECE = 1 << 18  # weights quantised at a time, so that the work stays in the cache
+
+
+def zero_point(bits: int) -> float:
+    """The (fractional) code that stands for 0 in our formats.
+
+    >>> zero_point(2)
+    1.5
+    """
+    return ((1 << bits) - 1) / 2
+
+
+def quantise(
+    weight: Float[Tensor, "rows columns"], bits: int, group: int = 64, *, name: str = "the weight"
+) -> tuple[UInt8[Tensor, "rows columns"], Float16[Tensor, "rows groups"]]:
+    """Codes and scales of our own formats, with the least squared error that the search finds.
+
+    Args:
+        weight: finite values.
+        bits: 2, 3, 4 or 8.
+        group: neighbouring inputs that share a scale; divides the columns.
+        name: what to call the weight in an error.
+
+    Raises:
+        InvalidArgument: other bits, a group that does not divide the columns, weights that are not finite, or so large
+            that half precision cannot hold their scale.
+
+    >>> codes, scales = quantise(torch.tensor([[-3.0, -1.0, 1.0, 3.0]]), bits=2, group=4)
+    >>> codes.tolist(), scales.tolist()
+    ([[0, 1, 2, 3]], [[2.0]])
+    """
+    rows, columns = weight.shape
+    if bits not in BITS:
+        raise InvalidArgument(f"bits is {bits!r}; choose one of {', '.join(map(str, BITS))}")
+    if group < 1 or columns % group:
+        raise InvalidArgument(f"{name} has rows of {columns} weights, which groups of {group} do not divide")
+    codes = torch.empty(rows, columns, dtype=torch.uint8, device=weight.device)
+    scales = torch.empty(rows, columns // group, dtype=torch.float16, device=weight.device)
+    step = max(1, _PIECE // columns)
+    for start in range(0, rows, step):
+        piece = weight[start : start + step].float()
+        if not piece.isfinite().all():
+            raise InvalidArgument(f"{name} holds values that are not finite, so it cannot be quantised")
+        grouped = piece.reshape(-1, group)
+        scale = _best_scales(grouped, bits).half()
+        if scale.isinf().any():
+            raise InvalidArgument(f"{name} holds {float(piece.abs().max()):.3g}, too large for half-precision scales")
+        codes[start : start + step] = _codes(grouped, scale.float(), bits).view(piece.shape)
+        scales[start : start + step] = scale.view(len(piece), -1)
+    return codes, scales
+
+
+def check_codes(codes: Tensor, scales: Tensor, bits: int, group: int) -> None:
+    """Raise where codes (rows, columns) and scales (rows, groups) are no weight of our own formats.
+
+    Raises:
+        InvalidArgument: other bits or groups, codes that are too large, or shapes that do not fit together.
+    """
+    rows, columns = codes.shape
+    fits = bits in BITS and group in GROUPS and columns % group == 0 and scales.shape == (rows, columns // group)
+    if not fits:
+        raise InvalidArgument(
+            f"codes of {rows} x {columns} with scales of {tuple(scales.shape)} are no weight of {bits} bits in "
+            f"groups of {group}; bits may be {', '.join(map(str, BITS))}, groups {', '.join(map(str, GROUPS))}"
+        )
+    if bits < 8 and codes.numel() and int(codes.max()) >= 1 << bits:
+        raise InvalidArgument(f"a code is {int(codes.max())}, {bits} bits hold up to {2**bits - 1}")
+
+
+def dequantise(
+    codes: UInt8[Tensor, "rows columns"], scales: Float16[Tensor, "rows groups"], zero: float
+) -> Float[Tensor, "rows columns"]:
+    """The weights that codes and scales stand for, float32: ``scale * (code - zero)``."""
+    grouped = codes.view(*scales.shape, -1).float() - zero
+    return (grouped * scales.float()[..., None]).view(codes.shape)
+
+
+def _codes(grouped: Tensor, scale: Tensor, bits: int) -> Tensor:
+    """The nearest code of each weight, as float32; groups whose scale is zero get any."""
+    divisor = torch.where(scale == 0, 1.0, scale)
+    return (grouped / divisor).add_(zero_point(bits)).round_().clamp_(0, 2**bits - 1)
+
+
+def _best_scales(grouped: Tensor, bits: int) -> Tensor:
+    """The best scale found for each group, (groups, 1)."""
+    zero = zero_point(bits)
+    largest = grouped.abs().amax(-1, keepdim=True)
+    deviation = grouped.square().mean(-1, keepdim=True).sqrt()
+    best, most = torch.zeros_like(largest), torch.full_like(largest, -1.0)
+    levels, products = torch.empty_like(grouped), torch.empty_like(grouped)
+    for start in (*(largest * (clip / zero) for clip in _CLIPS), deviation * _NORMAL_STEP[bits]):
+        scale = start
+        for _ in range(_TURNS):
+            inverse = torch.where(scale == 0, 0.0, scale.reciprocal())
+            torch.mul(grouped, inverse, out=levels).add_(zero).round_().clamp_(0, 2 * zero).sub_(zero)
+            along = torch.mul(grouped, levels, out=products).sum(-1, keepdim=True)
+            scale = along / torch.mul(levels, levels, out=products).sum(-1, keepdim=True)
+        # |w|^2 less the squared error, at the Newton step
+        gain = along * scale
+        better = gain > most
+        best, most = torch.where(better, scale, best), torch.where(better, gain, most)
+    return best
+
+
+@runtime_checkable
+class PackedTable(Protocol):
+    """A packed weight that can also give single rows, as an embedding needs."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Precision in which rows are given."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory."""
+
+    def select(self, ids: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch columns"]:
+        """The rows of these numbers."""
+
+    def matmul(self, x: Float[Tensor, "*batch inputs"], bias: Tensor | None) -> Float[Tensor, "*batch outputs"]:
+        """Return ``x @ weight.T + bias``."""
+
+    def dense(self) -> Float[Tensor, "rows columns"]:
+        """Return the weight as an ordinary matrix."""
+
+
+class NativeWeight:
+    """A matrix packed for the native kernels; made by the ``from_`` functions.
+
+    Args:
+        form: number of the format in the C interface.
+        rows: outputs.
+        columns: inputs.
+        group: inputs that share a scale, in our own formats; else 0.
+        zero: the code that stands for 0, in our own formats.
+
+    Raises:
+        InvalidArgument: the format cannot hold such a matrix.
+    """
+
+    def __init__(self, form: int, rows: int, columns: int, group: int = 0, zero: float = 0.0) -> None:
+        self._native = _library()
+        self.format, self.rows, self.columns, self.group = form, rows, columns, group
+        self.data = allocate(self._native.packed_bytes(form, group, rows, columns))
+        self.matrix = native.Matrix(form, group, rows, columns, zero, 0, self.data.data_ptr())
+
+    @staticmethod
+    def supports(weight: Tensor | None) -> bool:
+        """Whether there are kernels here for a dense weight of this device and precision."""
+        return (
+            weight is not None
+            and weight.device.type == "cpu"
+            and weight.dtype in (torch.float32, torch.bfloat16)
+            and native.library() is not None
+        )
+
+    @classmethod
+    def from_dense(cls, weight: Float[Tensor, "rows columns"]) -> NativeWeight:
+        """Pack a matrix in float32 or bfloat16 as it is.
+
+        Raises:
+            InvalidArgument: another precision.
+        """
+        form = {torch.float32: "F32", torch.bfloat16: "BF16"}.get(weight.dtype)
+        if form is None:
+            raise InvalidArgument(f"weights of {weight.dtype} have no kernels; convert them to float32 or bfloat16")
+        weight = weight.detach().contiguous()
+        rows, columns = weight.shape
+        packed = cls(native.GGML_FORMATS[form], rows, columns)
+        packed._native.pack_dense(packed.format, weight.data_ptr(), columns, rows, columns, packed.matrix.data)
+        return packed
+
+    @classmethod
+    def from_ggml(cls, blocks: UInt8[Tensor, "rows row_bytes"], kind: str) -> NativeWeight:
+        """Pack ggml's blocks as they lie in a file; ``kind`` is ggml's name of their type, such as "Q4_1".
+
+        Raises:
+            UnsupportedModel: there are no kernels for this type.
+            CorruptedFile: rows that are no whole blocks.
+        """
+        if kind not in native.GGML_FORMATS:
+            raise UnsupportedModel(
+                f"weights of type {kind} have no kernels; there are: {', '.join(native.GGML_FORMATS)}"
+            )
+        form = native.GGML_FORMATS[kind]
+        block = FORMATS[form]
+        rows, row_bytes = blocks.shape
+        if row_bytes % block.nbytes:
+            raise CorruptedFile(f"rows of {row_bytes} bytes are not whole {kind} blocks of {block.nbytes}")
+        blocks = blocks.contiguous()
+        packed = cls(form, rows, row_bytes // block.nbytes * block.size)
+        packed._native.pack_ggml(form, blocks.data_ptr(), rows, packed.columns, packed.matrix.data)
+        return packed
+
+    @classmethod
+    def from_codes(
+        cls,
+        codes: UInt8[Tensor, "rows columns"],
+        scales: Float16[Tensor, "rows groups"],
+        bits: int,
+        group: int,
+        zero: float | None = None,
+    ) -> NativeWeight:
+        """Pack codes and scales of our own formats, as `quantise` gives them.
+
+        Args:
+            codes: below ``2 ** bits``.
+            scales: one for each row and group.
+            bits: 2, 3, 4 or 8.
+            group: 32, 64 or 128.
+            zero: the code that stands for 0; None for the middle.
+
+        Raises:
+            InvalidArgument: other bits or groups, codes that are too large, or shapes that do not fit together.
+        """
+        rows, columns = codes.shape
+        check_codes(codes, scales, bits, group)
+        codes, scales = codes.contiguous(), scales.contiguous()
+        packed = cls(native.GROUP_FORMATS[bits], rows, columns, group, zero_point(bits) if zero is None else zero)
+        packed._native.pack_codes(
+            packed.format, group, codes.data_ptr(), scales.data_ptr(), rows, columns, packed.matrix.data
+        )
+        return packed
+
+    def __repr__(self) -> str:
+        return f"NativeWeight({self.kind}, {self.rows} x {self.columns})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NativeWeight:
+        return self  # it never changes
+
+    @property
+    def kind(self) -> str:
+        """The format by its name: ggml's, or "INT2" to "INT8" for our own."""
+        names = {number: name for name, number in native.GGML_FORMATS.items()}
+        return (
+            names.get(self.format)
+            or f"INT{next(b for b, number in native.GROUP_FORMATS.items() if number == self.format)}"
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """The CPU."""
+        return torch.device("cpu")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Precision in which its rows are given: float32."""
+        return torch.float32
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory, all of which a product with one vector reads."""
+        return self.data.nbytes
+
+    def matmul(self, x: Float[Tensor, "*batch inputs"], bias: Tensor | None) -> Float[Tensor, "*batch outputs"]:
+        """Return ``x @ weight.T + bias`` in the precision of ``x``; without gradients."""
+        flat = x.detach().reshape(-1, self.columns).float()
+        flat = flat if flat.stride(1) == 1 and flat.stride(0) >= self.columns else flat.contiguous()
+        y = torch.empty(len(flat), self.rows)
+        bias = None if bias is None else bias.detach().float().contiguous()
+        if len(flat):
+            address = None if bias is None else bias.data_ptr()
+            self._native.matmul(
+                self.matrix, flat.data_ptr(), flat.stride(0), len(flat), address, y.data_ptr(), self.rows
+            )
+        return y.view(*x.shape[:-1], self.rows).to(x.dtype)
+
+    def select(self, ids: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch columns"]:
+        """The rows of these numbers, float32.
+
+        Raises:
+            InvalidArgument: a number that is no row.
+        """
+        flat = ids.reshape(-1).to(torch.int64).contiguous()
+        rows = torch.empty(len(flat), self.columns)
+        if len(flat):
+            self._native.rows(self.matrix, flat.data_ptr(), len(flat), rows.data_ptr())
+        return rows.view(*ids.shape, self.columns)
+
+    def dense(self) -> Float[Tensor, "rows columns"]:
+        """The weight as an ordinary matrix, float32."""
+        return self.select(torch.arange(self.rows))
+
+
+def packed_size(form: int, rows: int, columns: int, group: int = 0) -> int:
+    """Bytes that a weight of this format would take.
+
+    Raises:
+        InvalidArgument: the format cannot hold such a matrix.
+    """
+    return _library().packed_bytes(form, group, rows, columns)
+
+
+def _library() -> native.Native:
+    found = native.library()
+    if found is None:
+        raise InvalidArgument(f"weights cannot be packed for the native kernels: {native.why_not()}")
+    return found
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+_ALIGNMENT = 64
+_HUGE = 2 << 20
+_SLAB = 16 << 20
+_lock = threading.Lock()
+_slab: list[Tensor] = []  # what is left of the mapping that weights are being put into
+
+
+def allocate(nbytes: int) -> Tensor:
+    """Memory for a packed weight, aligned to 64 bytes; in huge pages where the system has them.
+
+    Small weights share a mapping of 16 MiB, which is given back to the system with the last of them.
+
+    Raises:
+        NotEnoughMemory: the system has none left.
+    """
+    size = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    if size > _SLAB // 4:
+        return _map(size)[:nbytes]
+    with _lock:
+        if not _slab or len(_slab[0]) < size:
+            _slab[:] = [_map(_SLAB)]
+        piece, _slab[0] = _slab[0][:nbytes], _slab[0][size:]
+    return piece
+
+
+def _map(size: int) -> Tensor:
+    """Fresh memory of its own, which begins with a huge page."""
+    try:
+        pages = mmap.mmap(-1, size + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise NotEnoughMemory(f"{size:,} bytes for weights could not be had: {error}") from error
+    whole = torch.frombuffer(pages, dtype=torch.uint8)
+    start = -whole.data_ptr() % _HUGE
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux; elsewhere, and where its kernel has none, ordinary pages serve
+        with suppress(OSError):
+            pages.madvise(mmap.MADV_HUGEPAGE, start, size // _HUGE * _HUGE or size)
+    return whole[start : start + size]

@@ -1,0 +1,137 @@
+"""`pippin bench`: its figures belong together, and nonsense is refused before a model is loaded."""
+
+import json
+
+import pytest
+
+from pippin.cli import bench, main, options
+from pippin.core import device
+from pippin.engine import measure
+
+FIGURES = {
+    "prompt": "tokens/s",
+    "answer": "tokens/s",
+    "limit of the memory": "tokens/s",
+    "share of the limit": "%",
+    "first token": "ms",
+    "weights read per token": "MB",
+    "cache read per token": "MB",
+    "memory reads": "GB/s",
+}
+PARTS = ["linear layers", "attention", "other kernels", "waiting for threads", "outside the kernels"]
+
+
+@pytest.fixture(autouse=True)
+def small_buffer(monkeypatch):
+    real = measure.read_bandwidth
+    monkeypatch.setattr(
+        measure, "read_bandwidth", lambda threads, *, device: real(threads, device=device, size=2**22, repeats=1)
+    )
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, tiny):
+    """Run words in this process with the tiny model; gives exit code, stdout and stderr."""
+
+    def run(*words):
+        monkeypatch.setattr(options, "load", lambda *_, **__: tiny)
+        code = main(["bench", "tiny", "--prompt", "40", "--answer", "6", "--repeats", "2", *map(str, words)])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_json_holds_figures_that_belong_together(run, tiny):
+    code, shown, _ = run("--json", "--profile", "--repeats", "1")  # so that the figures are those of one run
+    assert code == 0
+    found = json.loads(shown)
+    assert found["model"] == "tiny"
+    assert found["circumstances"]["cpu"] == device.cpu_name()
+    assert found["circumstances"]["cores"] == device.threads()
+    rows = {row["name"]: row for row in found["rows"]}
+    assert {name: rows[name]["unit"] for name in FIGURES} == FIGURES
+    assert [name for name in rows if rows[name]["unit"] == "ms per token"] == PARTS
+    assert rows["weights read per token"]["value"] == pytest.approx(measure.weight_bytes(tiny.module) / 1e6)
+    megabytes = rows["weights read per token"]["value"] + rows["cache read per token"]["value"]
+    limit = 1000 * rows["memory reads"]["value"] / megabytes
+    assert rows["limit of the memory"]["value"] == pytest.approx(limit)
+    share = 100 * rows["answer"]["value"] / rows["limit of the memory"]["value"]
+    assert rows["share of the limit"]["value"] == pytest.approx(share)
+    # an answer of 6 tokens has 5 steps after its first token, and all their time lies somewhere
+    assert sum(rows[name]["value"] for name in PARTS) == pytest.approx(1000 / rows["answer"]["value"])
+
+
+def test_several_runs_have_a_spread(run):
+    rows = {row["name"]: row for row in json.loads(run("--json")[1])["rows"]}
+    assert rows["answer"]["spread"] >= 0
+    assert rows["weights read per token"]["spread"] is None
+
+
+def test_each_number_of_threads_has_its_rows(run):
+    counts = sorted({1, device.threads()})
+    code, shown, _ = run("--threads", ",".join(map(str, counts)))
+    assert code == 0
+    assert shown.startswith(f"tiny: a prompt of 40 tokens, an answer of 6, {', '.join(map(str, counts))} threads")
+    for count in counts if len(counts) > 1 else []:
+        assert f"answer, {count} thread" in shown
+    assert "linear layers" not in shown
+
+
+def test_the_precision_of_the_cache_shows_in_what_is_read(run, tiny):
+    read = {}
+    for cache_type in ("float32", "int8"):
+        rows = json.loads(run("--json", "--cache-type", cache_type)[1])["rows"]
+        (read[cache_type],) = (row["value"] for row in rows if row["name"] == "cache read per token")
+    # a head of 8 numbers: 4 bytes each, or one each and a scale
+    assert read["int8"] == pytest.approx(read["float32"] * (8 + 4) / (8 * 4))
+
+
+def test_a_plot_is_drawn(run, tmp_path):
+    code, _, said = run("--plot", tmp_path / "speed.svg")
+    assert code == 0
+    assert "speed.svg" in said
+    picture = (tmp_path / "speed.svg").read_text()
+    assert picture.count("<svg") == 1
+    assert "</svg>" in picture
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--prompt", "0"), "--prompt must be at least 1, got 0"),
+        (("--answer", "1"), "--answer must be at least 2, got 1"),
+        (("--repeats", "0"), "--repeats must be at least 1, got 0"),
+        (("--threads", "two"), "--threads must be whole numbers with commas between them, got 'two'"),
+        (("--threads", "1,"), "--threads must be whole numbers with commas between them, got '1,'"),
+        (("--threads", "0"), "0 threads were asked for, this process may use 1 to"),
+        (("--threads", "1,4096"), "4096 threads were asked for"),
+    ],
+)
+def test_nonsense_is_refused_before_a_model_is_loaded(words, message, monkeypatch, capsys):
+    monkeypatch.setattr(options, "load", lambda *_, **__: pytest.fail("a model was loaded"))
+    assert main(["bench", *words]) != 0
+    shown, said = capsys.readouterr()
+    assert shown == ""
+    assert said.startswith("error: ")
+    assert message in said
+
+
+def test_what_does_not_fit_the_context_is_refused(run):
+    code, shown, said = run("--prompt", "5000")
+    assert code != 0
+    assert shown == ""
+    assert "5,000 tokens" in said
+
+
+def test_the_installed_command_measures_the_default_model(pippin, default_model_path):
+    done = pippin("bench", "--prompt", "16", "--answer", "4", "--repeats", "1", "--threads", "1", "--json")
+    assert done.returncode == 0, done.stderr.decode()
+    rows = {row["name"]: row["value"] for row in json.loads(done.stdout)["rows"]}
+    assert 50 < rows["weights read per token"] < 600
+    assert 0 < rows["share of the limit"] < 200
+
+
+def test_the_middle_and_the_spread():
+    row = bench._row("answer", [1.0, 2.0, 6.0], "tokens/s")
+    assert (row.value, row.spread) == (2.0, pytest.approx(7**0.5))
+    assert bench._row("answer", [3.0], "tokens/s").spread is None

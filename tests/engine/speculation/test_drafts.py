@@ -1,0 +1,104 @@
+"""Look-up against a search by brute force; how the length of drafts moves; drafts leave no trace."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from pippin.engine.constraint import Grammar
+from pippin.engine.sampling import Sampler, SamplingOptions
+from pippin.engine.speculation.drafts import LONGEST_PAUSE, NGRAMS, Length, NGramDrafter
+
+letters = st.lists(st.integers(0, 3), min_size=1, max_size=60)
+
+
+def search(ids, room, ends=()):
+    """The newest tokens, the longest first, and what followed their last occurrence before the end."""
+    for size in NGRAMS:
+        for at in range(len(ids) - 1, size - 1, -1):
+            if size <= len(ids) and ids[at - size : at] == ids[-size:]:
+                longer = list(ids)
+                for place in range(at, at + room):
+                    if longer[place] in ends:
+                        break
+                    longer.append(longer[place])
+                return longer[len(ids) :]
+    return []
+
+
+@given(letters, st.integers(1, 9), st.sets(st.integers(0, 3)))
+@settings(max_examples=300, deadline=None)
+def test_look_up_finds_what_a_search_finds(ids, room, ends):
+    assert NGramDrafter(sorted(ends)).follow(ids, room) == search(ids, room, ends)
+
+
+@given(letters, st.integers(1, 9), st.data())
+@settings(max_examples=100, deadline=None)
+def test_looking_up_as_the_sequence_grows_is_looking_up_afresh(ids, room, data):
+    drafter = NGramDrafter([])
+    for end in sorted(data.draw(st.sets(st.integers(1, len(ids))))):
+        assert drafter.follow(ids[:end], room) == search(ids[:end], room)
+
+
+def test_a_look_up_ends_where_the_constraint_does_not_follow(tiny):
+    text = "yes no yes no "
+    drafter, sampler = NGramDrafter([]), Sampler(SamplingOptions(), [0], 260)
+    constraint = Grammar.regex("(yes )+now").start(tiny.tokenizer)
+    for token in tiny.tokenizer.encode("yes "):
+        constraint.accept(token)
+    before = constraint.mask().copy()
+    draft = drafter.draft(tiny.tokenizer.encode(text), 10, sampler, constraint, None)
+    assert tiny.tokenizer.decode(draft.tokens) == "yes no"
+    assert draft.probabilities is None
+    assert (constraint.mask() == before).all()
+    never = Grammar.choice(["never"]).start(tiny.tokenizer)
+    assert drafter.draft(tiny.tokenizer.encode(text), 10, sampler, never, None) is None
+
+
+def test_nothing_is_guessed_where_nothing_was_seen():
+    assert NGramDrafter([]).draft([1, 2, 3], 5, Sampler(SamplingOptions(), [0], 9), None, None) is None
+
+
+def test_drafts_that_hold_grow_and_drafts_that_fail_shrink():
+    length = Length(8)
+    sizes = []
+    for held in (0, 0, 1, 2, 4, 5, 6, 8):
+        sizes.append(length.next())
+        length.learn(sizes[-1], min(held, sizes[-1]))
+    assert sizes == [8, 4, 2, 2, 4, 8, 6, 8]
+    assert length.next() == 8
+
+
+def test_hopeless_drafts_become_rare_but_never_stop_and_come_back():
+    length, drafted = Length(4), []
+    for step in range(200):
+        if size := length.next():
+            drafted.append(step)
+            length.learn(size, 0)
+    pauses = [after - before for before, after in pairwise(drafted)]
+    assert pauses == sorted(pauses)
+    assert max(pauses) == LONGEST_PAUSE + 1
+    assert len(drafted) < 20
+    while not (size := length.next()):
+        pass
+    length.learn(size, size)
+    assert [length.next(), length.next()] == [2, 2]
+
+
+@given(st.integers(1, 64), st.lists(st.integers(0, 64)))
+@settings(deadline=None)
+def test_a_draft_is_never_longer_than_asked_for(most, history):
+    length = Length(most)
+    for held in history:
+        size = length.next()
+        assert 0 <= size <= most
+        if size:
+            length.learn(size, min(held, size))
+
+
+@pytest.mark.parametrize("limit", [1, 3])
+def test_a_draft_cut_by_its_room_counts_as_held_when_it_held(limit):
+    length = Length(8)
+    length.next()
+    length.learn(limit, limit)
+    assert length.next() == 8
