@@ -21,12 +21,22 @@ def folder(tiny, tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="module")
+def patient(tiny, tmp_path_factory):
+    """The same model with a context so long that no answer that fills it is done before a test is."""
+    path = tmp_path_factory.mktemp("patient") / "model"
+    tiny.save(path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1 << 20}))
+    return path
+
+
 @pytest.fixture
 def serve(folder, tmp_path):
     started = []
 
-    def start(*words):
-        started.append(Process(folder, tmp_path, *words))
+    def start(*words, model=folder):
+        started.append(Process(model, tmp_path, *words))
         return started[-1]
 
     yield start
@@ -34,9 +44,9 @@ def serve(folder, tmp_path):
         one.close()
 
 
-def test_the_first_signal_finishes_what_runs_and_sends_the_rest_away(serve):
-    server = serve()
-    with server.client() as client, client.stream("POST", "/v1/chat/completions", json=ask(1500)) as stream:
+def test_the_first_signal_finishes_what_runs_and_sends_the_rest_away(serve, patient):
+    server = serve(model=patient)
+    with server.client() as client, client.stream("POST", "/v1/chat/completions", json=ask(8000)) as stream:
         lines = stream.iter_lines()
         next(lines)
         server.process.send_signal(signal.SIGTERM)
@@ -57,15 +67,15 @@ def test_the_first_signal_finishes_what_runs_and_sends_the_rest_away(serve):
     (stopping,) = [line for line in log if line["event"] == "stopping"]
     assert stopping["all_answered"] is True
     (served,) = [line for line in log if line.get("output_tokens")]
-    assert served["output_tokens"] == 1500
+    assert served["output_tokens"] == 8000
     assert (served["key"], served["model"], served["status"]) == ("tester", "tiny", 200)
     assert "secret" not in "".join(server.log)
     assert KEY not in "".join(server.log)
 
 
-def test_what_takes_longer_than_the_drain_is_told_so(serve):
-    server = serve("--drain", 0.2)
-    with server.client() as client, client.stream("POST", "/v1/chat/completions", json=ask(2000)) as stream:
+def test_what_takes_longer_than_the_drain_is_told_so(serve, patient):
+    server = serve("--drain", 0.2, model=patient)
+    with server.client() as client, client.stream("POST", "/v1/chat/completions", json=ask(500_000)) as stream:
         lines = stream.iter_lines()
         next(lines)
         server.process.send_signal(signal.SIGINT)
@@ -76,9 +86,9 @@ def test_what_takes_longer_than_the_drain_is_told_so(serve):
     assert stopping["all_answered"] is False
 
 
-def test_the_second_signal_ends_at_once(serve):
-    server = serve("--drain", 60)
-    with server.client() as client, client.stream("POST", "/v1/chat/completions", json=ask(2000)) as stream:
+def test_the_second_signal_ends_at_once(serve, patient):
+    server = serve("--drain", 60, model=patient)
+    with server.client() as client, client.stream("POST", "/v1/chat/completions", json=ask(500_000)) as stream:
         next(stream.iter_lines())
         server.process.send_signal(signal.SIGTERM)
         time.sleep(0.2)

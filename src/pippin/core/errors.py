@@ -75,7 +75,7 @@ class AdapterMismatch(CheckpointError):
 
 
 class VocabularyMismatch(CheckpointError, ValueError):
-    """A draft model does not have the vocabulary of the model that it is to guess for."""
+    """Two models that must share their vocabulary (draft and target, teacher and student) do not."""
 
 
 class PromptCacheMismatch(CheckpointError):
@@ -84,6 +84,67 @@ class PromptCacheMismatch(CheckpointError):
 
 class NotEnoughMemory(CheckpointError, MemoryError):
     """A model does not fit into the memory that models may take."""
+
+
+# --- training and shaping ---------------------------------------------------------------------------------------------
+
+
+class InvalidRecord(InvalidInput):
+    """A file of training data holds something that is no record: ``path`` names it, ``line`` counts from 1."""
+
+    def __init__(self, message: str, *, path: str, line: int | None = None) -> None:
+        super().__init__(message)
+        self.path = path
+        self.line = line
+
+
+class TrainingError(PippinError):
+    """A training run could not go on."""
+
+
+class NonFiniteLoss(TrainingError, ArithmeticError):
+    """A loss or a gradient is infinite or NaN; ``saved`` is the file that holds the batch, None if none was written."""
+
+    def __init__(self, message: str, *, step: int, saved: str | None = None) -> None:
+        super().__init__(message)
+        self.step = step
+        self.saved = saved
+
+
+class ResumeMismatch(TrainingError):
+    """A training checkpoint was written by another model, optimiser or data than the run that would go on from it."""
+
+
+class UnsupportedLayer(PippinError, TypeError):
+    """A model holds layers that a method has no rule for; the message lists all of them."""
+
+
+class NotPrepared(PippinError, RuntimeError):
+    """A model was to be converted that was not prepared for it, or whose ranges were never observed."""
+
+
+class ExportError(PippinError):
+    """A model could not be exported, or the exported one cannot be run as asked."""
+
+
+class BackendUnavailable(ExportError, ImportError):
+    """A back end is not installed, or runs on another system only; the message says which."""
+
+
+class UnsupportedOperator(ExportError):
+    """A back end has no form of an operator; the message names the module and the line that use it."""
+
+
+class SignatureMismatch(ExportError, ValueError):
+    """An exported model was called with a name, a shape or a precision that it does not have."""
+
+
+class PrecisionMismatch(ExportError):
+    """A back end computed in another precision than it was asked for, or beyond the error that was allowed."""
+
+
+class SilentFallback(ExportError):
+    """A back end put part of a model on another device than it was asked for."""
 
 
 # --- schemas ----------------------------------------------------------------------------------------------------------
