@@ -21,7 +21,9 @@ from pippin.cli.proofread import proofread
 from pippin.cli.pull import pull
 from pippin.cli.remove import remove
 from pippin.cli.serve import serve
+from pippin.cli.shape import app as shape
 from pippin.cli.summarize import summarize
+from pippin.cli.train import app as train
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -57,3 +59,5 @@ for verb in (ask, chat, summarize, extract, classify, proofread, serve, models, 
 app.add_typer(attest, name="attest")
 app.add_typer(claims, name="claims")
 app.add_typer(evaluate, name="evaluate")
+app.add_typer(train, name="train")
+app.add_typer(shape, name="shape")

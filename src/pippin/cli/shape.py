@@ -1,0 +1,7 @@
+"""`pippin shape`: make a model smaller or faster, see what that cost, and take it elsewhere."""
+
+from __future__ import annotations
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, help="Make a model smaller or faster, and take it elsewhere.")

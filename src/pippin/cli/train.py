@@ -1,0 +1,7 @@
+"""`pippin train`: all weights of a model, or an adapter beside it."""
+
+from __future__ import annotations
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, help="Train a model on text or conversations of yours.")

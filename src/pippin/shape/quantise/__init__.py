@@ -1,0 +1,1 @@
+"""Weights in few bits: trained, or quantised after training."""
