@@ -25,7 +25,8 @@ from pippin.core import store
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 SYSTEMS = ROOT / "src" / "pippin" / "claims" / "systems.json"
-API_FOLDERS = ("session", "language", "engine", "data", "nn", "core", "claims")
+API_FOLDERS = ("session", "shape", "language", "train", "engine", "data", "nn", "core", "claims")
+NESTED = ("shape",)  # folders whose subfolders are on the same page
 NOTICE = "<!-- Written by tools/generate_docs.py; edits are lost. -->"
 
 
@@ -238,8 +239,11 @@ def json_schema_page() -> str:
 
 def api_page(folder: str) -> str:
     """`docs/api/FOLDER.md`: every module of that folder that is not private, for mkdocstrings to fill."""
-    modules = sorted(path.stem for path in (ROOT / "src" / "pippin" / folder).glob("*.py") if path.stem[0] != "_")
-    return "\n\n".join([f"# pippin.{folder}", *(f"::: pippin.{folder}.{module}" for module in modules)]) + "\n"
+    top = ROOT / "src" / "pippin" / folder
+    inner = [] if folder not in NESTED else sorted(path.parent for path in top.glob("*/__init__.py"))
+    modules = sorted(path for part in (top, *inner) for path in part.glob("*.py") if path.stem[0] != "_")
+    names = (".".join(path.relative_to(top.parents[1]).with_suffix("").parts) for path in modules)
+    return "\n\n".join([f"# pippin.{folder}", *(f"::: {name}" for name in names)]) + "\n"
 
 
 def _verdicts() -> dict[str, str]:

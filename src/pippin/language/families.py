@@ -3,14 +3,17 @@
 Notable here:
 - our parameter names are Hugging Face's without the "model." in front, so most maps are the identity
 - a GGUF file of the llama architecture stores query and key rows in another order, which is undone here
+- layers that read another layer's keys and values are written down beside the family that is otherwise meant, under a
+  model type of our own: a reader that knows only the family must not fill in keys and values by chance
 - Gemma's norms are stored minus one (Hugging Face) or as they are (GGUF); in memory a norm multiplies by its weight
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -33,6 +36,8 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
 }
+KV_SHARED = "pippin_kv_shared"
+"""The model type of decoders whose layers share caches; ``base_model_type`` names the family that they are otherwise."""
 PERMUTED = ("llama", "smollm3")  # GGUF architectures with interleaved query and key rows
 
 
@@ -41,16 +46,20 @@ def from_hf(config: Mapping[str, Any]) -> DecoderConfig:
 
     Raises:
         UnsupportedModel: a family, an activation or a position scheme that the decoder does not have.
-        CorruptedFile: a field that every decoder needs is missing.
+        CorruptedFile: a field that every decoder needs is missing, or two contradict each other.
     """
     family = config.get("model_type")
+    shared = family == KV_SHARED
+    if shared:
+        family = config.get("base_model_type")
     if family == "gemma3":  # the multimodal wrapper; its text part is the decoder
         config = {**config["text_config"], "model_type": "gemma3_text"}
         family = "gemma3_text"
     if family not in FAMILIES:
         raise UnsupportedModel(f"model_type {family!r} is not supported; supported are {', '.join(FAMILIES)}")
     with _contradictions("config.json"):
-        return _from_hf(family, config)
+        base = _from_hf(family, config)
+        return _with_sources(base, config["kv_sources"]) if shared else base
 
 
 def _from_hf(family: str, config: Mapping[str, Any]) -> DecoderConfig:
@@ -84,6 +93,15 @@ def _from_hf(family: str, config: Mapping[str, Any]) -> DecoderConfig:
         attention_scale=None if scale is None or scale == head_dim else scale**-0.5,
         tied=tied,
     )
+
+
+def _with_sources(config: DecoderConfig, sources: Sequence[int | None]) -> DecoderConfig:
+    """The same decoder, with the layer that each layer reads (None: its own keys and values)."""
+    layers = tuple(
+        replace(layer, attention=replace(layer.attention, source=source))
+        for layer, source in zip(config.layers, sources, strict=True)
+    )
+    return replace(config, layers=layers)
 
 
 def _hf_layer(family: str, config: Mapping[str, Any], index: int, activation: Activation, head_dim: int) -> LayerSpec:
@@ -306,12 +324,17 @@ def norm_offset(name: str, config: DecoderConfig) -> float:
 def to_hf(config: DecoderConfig) -> dict[str, Any]:
     """The `config.json` that describes this decoder to Hugging Face's transformers.
 
+    Where layers share caches, which transformers does not have for these families, its model type is `KV_SHARED`.
+
     Raises:
-        UnsupportedModel: layers that no family of transformers has (shared caches, mixed rotations).
+        UnsupportedModel: rotary frequencies that no family of transformers has.
     """
     first = config.layers[0]
-    if any(layer.attention.source is not None for layer in config.layers):
-        raise UnsupportedModel("a decoder whose layers share caches has no Hugging Face configuration")
+    sources = [layer.attention.source for layer in config.layers]
+    if any(source is not None for source in sources):
+        base = to_hf(_with_sources(config, [None] * len(sources)))
+        own = {"model_type": KV_SHARED, "architectures": [], "base_model_type": config.family, "kv_sources": sources}
+        return base | own
     activation = next(name for name, ours in ACTIVATIONS.items() if ours == first.feedforward.activation)
     windows = {layer.attention.window for layer in config.layers} - {None}
     result: dict[str, Any] = {

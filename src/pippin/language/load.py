@@ -26,13 +26,19 @@ from pippin.core.reference import Resolved
 from pippin.data.chat import ChatTemplate
 from pippin.data.tokenizer import Tokenizer
 from pippin.language import families
-from pippin.language.packing import Packing, choose_packing, group_of
+from pippin.language.packing import Packing, choose_packing, group_of, stored_kind
+from pippin.language.stored import StoredMatrix, stored_matrices
 from pippin.language.transformer import Decoder, DecoderConfig, DecoderLayer
+from pippin.nn.codes import Codes
 from pippin.nn.embedding import Embedding
 from pippin.nn.linear import Linear
 from pippin.nn.lora import Adapter
 from pippin.nn.packed import NativeWeight, quantise
+from pippin.nn.palette import Palette
 from pippin.nn.triton_matvec import TritonWeight
+
+LISTED = 20
+"""Tensors that a message names, at most."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +120,7 @@ class LanguageModel:
 
         Raises:
             InvalidArgument: the weights were packed for inference; load with ``pack=False``.
-            UnsupportedModel: a decoder that has no Hugging Face configuration.
+            UnsupportedModel: rotary frequencies that have no Hugging Face configuration.
         """
         tensors = dict(self.module.state_dict())
         if any(getattr(module, "packed", None) is not None for module in self.module.modules()):
@@ -147,8 +153,8 @@ def load(
             or a hub repository such as "Qwen/Qwen3-0.6B".
         device: "cpu", "cuda", "cuda:1", "mps"; None takes the best there is.
         dtype: precision of weights and activations. On a CPU with the native kernels, activations are always float32;
-            "auto" leaves the weights of a GGUF file as they are stored and takes others as bfloat16; "float32" and
-            "bfloat16" are for all weights. Elsewhere "auto" is bfloat16 where the device computes in it quickly and
+            "auto" leaves the weights of a GGUF file or a quantised folder as they are stored and takes others as
+            bfloat16; "float32" and "bfloat16" are for all weights. Elsewhere "auto" is bfloat16 where the device computes in it quickly and
             float32 where it does not; for training (``pack=False``) it is float32.
         bits: 2, 3, 4 or 8: quantise the matrices to so many bits (plus 16 for every 64 weights), the embedding to at
             least 4. This needs no data and takes seconds, and below 4 bits it costs quality. None leaves them alone.
@@ -193,9 +199,11 @@ class Survey:
     release: Callable[[Iterable[str]], None]
     """Takes what was read of tensors out of this process's memory."""
     kinds: Mapping[str, str] = field(default_factory=dict)
-    """Of a GGUF file: ggml's name of the type of each tensor."""
+    """Of a GGUF file: ggml's name of the type of each tensor. Of a quantised folder: ours, where the kernels have it."""
     blocks: Callable[[str], Tensor] | None = None
     """Of a GGUF file: reads the rows of one tensor as they are stored, in our order."""
+    codes: Callable[[str], Codes | Palette] | None = None
+    """Of a quantised folder: reads one matrix as it is stored."""
 
 
 def survey(found: Resolved) -> Survey:
@@ -237,33 +245,41 @@ def _read_gguf(path: Path) -> Survey:
 
 def _read_folder(path: Path) -> Survey:
     folder = open_folder(path)
-    if "quantization_config" in folder.config:
-        method = folder.config["quantization_config"].get("quant_method", "unknown")
-        raise UnsupportedModel(
-            f"{path} holds weights quantised by {method}; take the unquantised folder or a GGUF file"
-        )
+    quantised = {part: matrix for matrix in stored_matrices(folder).values() for part in matrix.parts}
     config = families.from_hf(folder.config)
-    names = {}
+    names: dict[str, str] = {}
+    matrices: dict[str, StoredMatrix] = {}
     for name in folder.names():
-        ours = families.hf_name(name)
+        matrix = quantised.get(name)
+        ours = families.hf_name(name if matrix is None else f"{matrix.stem}.weight")
         if (
             ours is not None
             and not ours.endswith("rotary_emb.inv_freq")
             and not (config.tied and ours == "lm_head.weight")
         ):
             names[ours] = name
+            if matrix is not None:
+                matrices[ours] = matrix
 
     def tensor(name: str, dtype: torch.dtype) -> Tensor:
-        values = folder.tensor(names[name])
+        values = matrices[name].dense() if name in matrices else folder.tensor(names[name])
         offset = families.norm_offset(name, config)
         return (values.float() + offset if offset else values).to(dtype)
 
+    def shape(name: str) -> tuple[int, ...]:
+        return matrices[name].shape if name in matrices else tuple(folder.shape(names[name]))
+
+    def parts(name: str) -> tuple[str, ...]:
+        return matrices[name].parts if name in matrices else (names[name],)
+
     return Survey(
-        _module(config, {ours: tuple(folder.shape(theirs)) for ours, theirs in names.items()}, path),
+        _module(config, {ours: shape(ours) for ours in names}, path),
         tuple(names),
         tensor,
         tokenizer=lambda: Tokenizer.from_folder(path),
-        release=lambda done: folder.release(names[name] for name in done),
+        release=lambda done: folder.release(part for name in done for part in parts(name)),
+        kinds={name: matrix.kind for name, matrix in matrices.items() if matrix.kind},
+        codes=lambda name: matrices[name].read(),
     )
 
 
@@ -300,6 +316,10 @@ def _fill(seen: Survey, packing: Packing, pack: bool) -> None:
 def _packed(seen: Survey, packing: Packing, name: str, form: int) -> NativeWeight | TritonWeight:
     """One matrix in a format of the kernels."""
     kind = seen.kinds.get(name, "")
+    if packing.bits is None and seen.codes is not None and stored_kind(kind) is not None and packing.keep:
+        stored = seen.codes(name)
+        assert isinstance(stored, Codes)
+        return stored.pack()
     if form in native.GROUP_FORMATS.values():
         bits = next(bits for bits, number in native.GROUP_FORMATS.items() if number == form)
         weight = seen.tensor(name, torch.float32).to(packing.device)
@@ -325,13 +345,26 @@ def _module(config: DecoderConfig, shapes: dict[str, tuple[int, ...]], path: Pat
     wanted = {name: tuple(parameter.shape) for name, parameter in module.state_dict().items()}
     if config.tied:
         del wanted["lm_head.weight"]
-    if missing := sorted(wanted.keys() - shapes.keys()):
-        raise CorruptedFile(f"{path} lacks {len(missing)} tensors of its configuration, first {missing[0]!r}")
-    if extra := sorted(shapes.keys() - wanted.keys()):
+    wrong = [f"{name!r} is missing" for name in sorted(wanted.keys() - shapes.keys())]
+    wrong += [f"{name!r} has no place{_why(name, config)}" for name in sorted(shapes.keys() - wanted.keys())]
+    wrong += [
+        f"{name!r} has shape {shapes[name]} instead of {shape}"
+        for name, shape in wanted.items()
+        if shapes.get(name, shape) != shape
+    ]
+    if wrong:
+        more = [f"and {len(wrong) - LISTED} more"] if len(wrong) > LISTED else []
         raise CorruptedFile(
-            f"{path} holds {len(extra)} tensors that its configuration has no place for, first {extra[0]!r}"
+            f"{path} does not fit its configuration in {len(wrong)} tensors: {'; '.join(wrong[:LISTED] + more)}"
         )
-    for name, shape in wanted.items():
-        if shapes[name] != shape:
-            raise CorruptedFile(f"{path}: tensor {name!r} has shape {shapes[name]}, its configuration says {shape}")
     return module
+
+
+def _why(name: str, config: DecoderConfig) -> str:
+    """What is to be said of a tensor left over: whether its layer was to read another layer's keys and values."""
+    parts = name.split(".")
+    if parts[0] != "layers" or not parts[1].isdigit() or int(parts[1]) >= len(config.layers):
+        return ""
+    source = config.layers[int(parts[1])].attention.source
+    own = source is not None and parts[-2] in ("k_proj", "v_proj", "k_norm")
+    return f", as layer {parts[1]} reads the keys and values of layer {source}" if own else ""

@@ -2,7 +2,7 @@
 
 Notable here:
 - decided from names, shapes and types alone, so that the bytes are known before a weight is touched
-- a weight that a GGUF file holds in a format that the native kernels read stays as it is stored, unless a precision was
+- a weight that a file holds in a format that the native kernels read stays as it is stored, unless a precision was
   asked for
 """
 
@@ -37,7 +37,7 @@ class Packing:
         precision: of ordinary tensors, and so of activations.
         native: whether matrices are packed for the native kernels.
         dense: the format of matrices that have no other, "F32" or "BF16".
-        keep: whether what a GGUF file stores in a format of the kernels stays as it is.
+        keep: whether what a file stores in a format of the kernels (ggml's or ours) stays as it is.
         bits: the width of our own formats, where matrices are quantised to them (for the native kernels, or for those
             of the GPU); else None.
         fused: whether matrices are packed by other means (oneDNN).
@@ -64,7 +64,7 @@ class Packing:
         Args:
             owner: the module that it belongs to.
             name: by us.
-            kind: ggml's name of the type that it is stored in; None in other files.
+            kind: the type that it is stored in: ggml's name, or ours ("INT2/64"); None in other files.
         """
         if not (self.native or self.bits) or not isinstance(owner, Linear | Embedding) or not name.endswith(".weight"):
             return None
@@ -75,6 +75,8 @@ class Packing:
             return native.GROUP_FORMATS[max(self.bits, _EMBEDDING_BITS) if outer else self.bits]
         if self.keep and kind in native.GGML_FORMATS:
             return native.GGML_FORMATS[kind]
+        if self.keep and (stored := stored_kind(kind)) is not None:
+            return native.GROUP_FORMATS[stored[0]]
         return native.GGML_FORMATS[self.dense]
 
     def nbytes(self, module: Decoder, kinds: Mapping[str, str]) -> int:
@@ -91,7 +93,8 @@ class Packing:
                 total += parameter.numel() * self.precision.itemsize
             else:
                 rows, columns = parameter.shape
-                group = group_of(name, columns) if self.bits else 0
+                group = group_of(name, columns) if self.bits else (stored_kind(kinds.get(name)) or (0, 0))[1]
+                group = group if form in native.GROUP_FORMATS.values() else 0
                 size = packed_size if self.native else _triton_size
                 total += size(form, rows, columns, group)
         return total + self._second_copy(module)
@@ -140,6 +143,18 @@ def _check_bits(bits: int, dtype: str, device: torch.device, pack: bool) -> None
         raise InvalidArgument(f"bits={bits} cannot be computed on {device}: {missing}")
     if device.type not in ("cpu", "cuda"):
         raise InvalidArgument(f"bits={bits} has kernels for the CPU and for CUDA, not for {device}")
+
+
+def stored_kind(kind: str | None) -> tuple[int, int] | None:
+    """Bits and group of a matrix that a file holds in one of our own formats; None for all else.
+
+    >>> stored_kind("INT2/64"), stored_kind("Q4_0")
+    ((2, 64), None)
+    """
+    if not kind or not kind.startswith("INT"):
+        return None
+    bits, _, group = kind.removeprefix("INT").partition("/")
+    return int(bits), int(group)
 
 
 def group_of(name: str, columns: int) -> int:

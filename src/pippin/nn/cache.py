@@ -5,16 +5,19 @@ Notable here:
 - `length` moves once per forward pass, at its end, so that a pass that is interrupted leaves no trace
 - sequences of different length need no padding: their new tokens lie end to end in one row, and each has its own keys
 - layers after the last one with keys of its own leave no trace, so they may compute the wanted tokens only
+- whole documents packed into one row for training are the same case: end to end, told apart, nothing kept
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from pippin.core.errors import InvalidArgument
 from pippin.nn.lora import Shares
 
 # Keys or values of the new tokens.
@@ -114,6 +117,56 @@ class NoCache:
 
     def advance(self, new: int) -> None:
         """Nothing is kept."""
+
+
+class Documents:
+    """Whole documents end to end in one row of the batch: nothing is kept, and none sees another.
+
+    Positions begin at 0 in each document, so logits and gradients are those of each document alone.
+
+    Args:
+        counts: tokens of each document, in order; they add up to the tokens of the pass.
+
+    Raises:
+        InvalidArgument: no documents, or one without tokens; later, a pass over another number of tokens or rows.
+
+    >>> Documents([2, 3]).positions.tolist()
+    [0, 1, 0, 1, 2]
+    """
+
+    def __init__(self, counts: Sequence[int]) -> None:
+        self.counts = list(counts)
+        if not self.counts or min(self.counts) < 1:
+            raise InvalidArgument(f"documents need at least one token each, got {self.counts}")
+        self.positions = torch.cat([torch.arange(count) for count in self.counts])
+        self.masks: dict[tuple[int, int], Tensor | None] = {}
+
+    @property
+    def length(self) -> int:
+        """Always 0."""
+        return 0
+
+    def append(self, layer: int, k: New, v: New, window: int | None) -> EndToEnd:
+        """Cut what came in at the ends of the documents."""
+        if k.shape[0] != 1 or k.shape[2] != sum(self.counts):
+            raise InvalidArgument(
+                f"documents of {sum(self.counts)} tokens were given {k.shape[0]} rows of {k.shape[2]}; "
+                "lay the rows end to end: ids.view(1, -1)"
+            )
+        parts = zip(self.counts, k.split(self.counts, dim=2), v.split(self.counts, dim=2), strict=True)
+        return EndToEnd(
+            self.counts, [(keys, values, self._mask(n, window, k.device)) for n, keys, values in parts]
+        )
+
+    def advance(self, new: int) -> None:
+        """Nothing is kept."""
+
+    def _mask(self, count: int, window: int | None, device: torch.device) -> Tensor | None:
+        if window is None or count <= window:
+            return None
+        if (count, window) not in self.masks:
+            self.masks[count, window] = causal_mask(0, count, window, None, device)
+        return self.masks[count, window]
 
 
 def causal_mask(

@@ -6,20 +6,23 @@ Notable here:
   than doubles the speed of a matrix-vector product, because the plain BLAS routine leaves most of the bandwidth unused
 - where torch does the work, several layers that read the same input become one (`Linear.fused`), so that a decode step
   makes fewer, larger calls; the native kernels need no such thing
+- a packed weight is frozen, but gradients pass through it to its input (and its bias), so that what lies before it or
+  beside it can be trained: an adapter over a quantised model needs no dense copy of that model
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from pippin.nn.lora import Shares, adapt
 from pippin.nn.packed import NativeWeight
+from pippin.nn.product import product
 
 
 @runtime_checkable
@@ -31,10 +34,30 @@ class PackedWeight(Protocol):
         """Bytes that a product with one vector reads."""
 
     def matmul(self, x: Float[Tensor, "*batch inputs"], bias: Tensor | None) -> Float[Tensor, "*batch outputs"]:
-        """Return ``x @ weight.T + bias``."""
+        """Return ``x @ weight.T + bias``; without gradients."""
+
+    def matmul_transposed(self, y: Float[Tensor, "*batch outputs"]) -> Float[Tensor, "*batch inputs"]:
+        """Return ``y @ weight``: what the gradient of the outputs is for the inputs."""
 
     def dense(self) -> Float[Tensor, "outputs inputs"]:
         """Return the weight as an ordinary matrix."""
+
+
+class _Product(torch.autograd.Function):
+    """``x @ weight.T + bias`` for a packed weight, with gradients for ``x`` and ``bias``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, weight: PackedWeight) -> Tensor:
+        ctx.weight = weight
+        return weight.matmul(x, bias)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, change: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        weight: PackedWeight = ctx.weight
+        of_x = weight.matmul_transposed(change) if ctx.needs_input_grad[0] else None
+        of_bias = change.sum(0) if ctx.needs_input_grad[1] else None
+        return of_x, of_bias, None
 
 
 class Linear(nn.Module):
@@ -72,7 +95,12 @@ class Linear(nn.Module):
     ) -> Float[Tensor, "*batch outputs"]:
         """Apply the layer to the last dimension, and the adapters to their tokens."""
         packed, bias = self.packed, self.bias
-        y = F.linear(x, self.weight, bias) if packed is None else packed.matmul(x, bias)  # type: ignore[arg-type]
+        if packed is None:
+            y = product(x, self.weight, bias)  # type: ignore[arg-type]
+        elif x.requires_grad or (bias is not None and bias.requires_grad):
+            y = _Product.apply(x.reshape(-1, self.inputs), bias, packed).view(*x.shape[:-1], self.outputs)
+        else:
+            y = packed.matmul(x, bias)
         return y if adapters is None else adapt(self, x, y, adapters)
 
     def dense_weight(self) -> Tensor:
@@ -88,7 +116,7 @@ class Linear(nn.Module):
         return self.packed is None and not NativeWeight.supports(self.weight)
 
     def pack(self) -> Linear:
-        """Replace the weight by its packed form, if this device and precision have one. Not for training."""
+        """Replace the weight by its packed form, if this device and precision have one. It can no longer be trained."""
         if self.packed is None and self.weight is not None:
             if NativeWeight.supports(self.weight):
                 self.packed = NativeWeight.from_dense(self.weight)
@@ -118,9 +146,13 @@ class OneDNNWeight:
         return weight.dtype == torch.float32
 
     def matmul(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Return ``x @ weight.T + bias``."""
+        """Return ``x @ weight.T + bias``; without gradients."""
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.blocks, bias, "none", [], "")
         return y
+
+    def matmul_transposed(self, y: Tensor) -> Tensor:
+        """Return ``y @ weight``; oneDNN has no rows to give, so the weight is unpacked as a whole for the moment."""
+        return y @ self.dense().to(y.dtype)
 
     def dense(self) -> Tensor:
         """Return the weight as an ordinary matrix."""

@@ -4,15 +4,23 @@ Notable here:
 - an adapter is an object beside the model, not a change of it: layers are looked up in it, so that packed and fused
   weights need no special case, several adapters work in one batch, and removing one is dropping the object
 - a layer without adapters pays for one comparison with None
+- adapters add up: a task's over one that makes good what quantisation lost is one adapter of both ranks (`combine`)
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
+
+from pippin.core.errors import InvalidArgument
+
+_ALL = slice(None)
 
 
 @dataclass(frozen=True)
@@ -23,6 +31,7 @@ class LowRank:
         down: $A$.
         up: $B$, times the adapter's scale.
         start: the first output that it changes, in a layer that several were fused into.
+        dropout: share of the inputs of $A$ that are left out, while it is trained.
 
     Source: Hu et al. 2021, arXiv:2106.09685, section 4.1.
     """
@@ -30,10 +39,15 @@ class LowRank:
     down: Float[Tensor, "rank inputs"]
     up: Float[Tensor, "outputs rank"]
     start: int = 0
+    dropout: float = 0.0
+
+    def inner(self, x: Float[Tensor, "tokens inputs"]) -> Float[Tensor, "tokens rank"]:
+        """$A x$."""
+        return (F.dropout(x, self.dropout) if self.dropout else x) @ self.down.T
 
     def add(self, x: Float[Tensor, "tokens inputs"], y: Float[Tensor, "tokens all_outputs"]) -> None:
         """Add the change's share to the outputs ``y`` that the layer gave for ``x``, in place."""
-        y[:, self.start : self.start + self.up.shape[0]].add_((x @ self.down.T) @ self.up.T)
+        y[:, self.start : self.start + self.up.shape[0]].add_(self.inner(x) @ self.up.T)
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,9 +70,10 @@ Shares = Sequence[tuple[Adapter, slice]]
 
 
 def adapt(layer: nn.Module, x: Tensor, y: Tensor, shares: Shares) -> Tensor:
-    """Add to a layer's output what the adapters of its tokens say, in place; return it.
+    """Add to a layer's output what the adapters of its tokens say; return it.
 
-    >>> import torch
+    In place, unless gradients are wanted of a change of all outputs for all tokens, for which that would cost copies.
+
     >>> layer, x = nn.Linear(2, 2, bias=False), torch.ones(1, 3, 2)
     >>> double = Adapter("double", {layer: (LowRank(torch.eye(2), torch.eye(2)),)})
     >>> adapt(layer, x, torch.zeros(1, 3, 2), [(double, slice(1, 3))])[0, :, 0]
@@ -67,5 +82,69 @@ def adapt(layer: nn.Module, x: Tensor, y: Tensor, shares: Shares) -> Tensor:
     flat_x, flat_y = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
     for adapter, tokens in shares:
         for change in adapter.changes.get(layer, ()):
-            change.add(flat_x[tokens], flat_y[tokens])
-    return y
+            whole = tokens == _ALL and change.up.shape[0] == flat_y.shape[1]
+            if whole and torch.is_grad_enabled() and (flat_y.requires_grad or change.up.requires_grad):
+                flat_y = torch.addmm(flat_y, change.inner(flat_x), change.up.T)
+            else:
+                change.add(flat_x[tokens], flat_y[tokens])
+    return flat_y.view_as(y)
+
+
+def combine(name: str, parts: Sequence[tuple[Adapter, float]], *, rank: int | None = None) -> Adapter:
+    r"""One adapter whose change is the weighted sum of several: $\Delta W = \sum_i w_i B_i A_i$.
+
+    Args:
+        name: what requests call it.
+        parts: adapters of one model, with their weights.
+        rank: of each change. None keeps the sum as it is, of the sum of the ranks; a smaller number takes the nearest
+            matrix of that rank (in the sum of squares), from a singular value decomposition of the factors.
+
+    Raises:
+        InvalidArgument: no parts, a weight that is not finite, or a rank below 1.
+
+    Source: Eckart and Young 1936, for the nearest matrix.
+
+    >>> layer = nn.Linear(2, 2)
+    >>> one, two = (Adapter(n, {layer: (LowRank(torch.eye(2)[:1], torch.eye(2)[:, i : i + 1]),)}) for i, n in enumerate("ab"))
+    >>> (change,) = combine("both", [(one, 1.0), (two, 0.5)]).changes[layer]
+    >>> change.up @ change.down
+    tensor([[1.0000, 0.0000],
+            [0.5000, 0.0000]])
+    """
+    if not parts or not all(math.isfinite(weight) for _, weight in parts):
+        weights = ", ".join(f"{weight}" for _, weight in parts)
+        raise InvalidArgument(f"adapters are combined with finite weights, at least one; got {weights or 'none'}")
+    if rank is not None and rank < 1:
+        raise InvalidArgument(f"the rank of an adapter must be at least 1, got {rank}")
+    found: dict[nn.Module, dict[int, list[tuple[Tensor, Tensor]]]] = {}
+    for adapter, weight in parts:
+        for layer, changes in adapter.changes.items():
+            for change in changes:
+                found.setdefault(layer, {}).setdefault(change.start, []).append((change.down, change.up * weight))
+    changes_of: dict[nn.Module, tuple[LowRank, ...]] = {}
+    nbytes = 0
+    for layer, starts in found.items():
+        sums = []
+        for start, pairs in starts.items():
+            down, up = torch.cat([down for down, _ in pairs]), torch.cat([up for _, up in pairs], 1)
+            if rank is not None and rank < len(down):
+                down, up = truncate(down, up, rank)
+            sums.append(LowRank(down, up, start))
+            nbytes += down.nbytes + up.nbytes
+        changes_of[layer] = tuple(sums)
+    return Adapter(name, changes_of, nbytes)
+
+
+def truncate(
+    down: Float[Tensor, "rank inputs"], up: Float[Tensor, "outputs rank"], rank: int
+) -> tuple[Float[Tensor, "kept inputs"], Float[Tensor, "outputs kept"]]:
+    """The nearest product of a smaller rank, both factors carrying the roots of its singular values.
+
+    The matrix itself is never formed: the decomposition is that of the product of two small triangular factors.
+    """
+    left, inner_left = torch.linalg.qr(up.double())
+    right, inner_right = torch.linalg.qr(down.double().T)
+    u, sizes, v = torch.linalg.svd(inner_left @ inner_right.T, full_matrices=False)
+    roots = sizes[:rank].sqrt()
+    smaller_down, smaller_up = roots[:, None] * (v[:rank] @ right.T), (left @ u[:, :rank]) * roots
+    return smaller_down.to(down.dtype), smaller_up.to(up.dtype)

@@ -7,6 +7,8 @@ Notable here:
 - the scale of a group minimises its squared error: for fixed codes the error is quadratic in the scale, so codes and
   the scale's Newton step take turns, from several beginnings of which the best end counts
 - packed weights lie in huge pages, one after the other, which is how memory is read fastest
+- the transposed product, which gradients need, unpacks some rows at a time, turns them and gives them to the same
+  kernels: no dense copy of the weight is ever made, and where torch's own product is slow it is the quicker one, too
 
 Source: the balanced levels and the search for the clip are those of arXiv:2507.13575, section on 2-bit quantisation.
 """
@@ -34,6 +36,7 @@ _NORMAL_STEP: Final = {2: 0.996, 3: 0.586, 4: 0.335, 8: 0.031}
 _CLIPS = (1.0, 0.85)  # the other beginnings: shares of the group's largest weight
 _TURNS = 3
 _PIECE = 1 << 18  # weights quantised at a time, so that the work stays in the cache
+_ROWS = 1 << 20  # weights unpacked at a time for a transposed product
 
 
 def zero_point(bits: int) -> float:
@@ -46,7 +49,12 @@ def zero_point(bits: int) -> float:
 
 
 def quantise(
-    weight: Float[Tensor, "rows columns"], bits: int, group: int = 64, *, name: str = "the weight"
+    weight: Float[Tensor, "rows columns"],
+    bits: int,
+    group: int = 64,
+    *,
+    zero: float | None = None,
+    name: str = "the weight",
 ) -> tuple[UInt8[Tensor, "rows columns"], Float16[Tensor, "rows groups"]]:
     """Codes and scales of our own formats, with the least squared error that the search finds.
 
@@ -54,6 +62,7 @@ def quantise(
         weight: finite values.
         bits: 2, 3, 4 or 8.
         group: neighbouring inputs that share a scale; divides the columns.
+        zero: the code that stands for 0; None for the middle, so that the levels are balanced.
         name: what to call the weight in an error.
 
     Raises:
@@ -69,6 +78,7 @@ def quantise(
         raise InvalidArgument(f"bits is {bits!r}; choose one of {', '.join(map(str, BITS))}")
     if group < 1 or columns % group:
         raise InvalidArgument(f"{name} has rows of {columns} weights, which groups of {group} do not divide")
+    zero = zero_point(bits) if zero is None else zero
     codes = torch.empty(rows, columns, dtype=torch.uint8, device=weight.device)
     scales = torch.empty(rows, columns // group, dtype=torch.float16, device=weight.device)
     step = max(1, _PIECE // columns)
@@ -77,10 +87,10 @@ def quantise(
         if not piece.isfinite().all():
             raise InvalidArgument(f"{name} holds values that are not finite, so it cannot be quantised")
         grouped = piece.reshape(-1, group)
-        scale = _best_scales(grouped, bits).half()
+        scale = _best_scales(grouped, bits, zero).half()
         if scale.isinf().any():
             raise InvalidArgument(f"{name} holds {float(piece.abs().max()):.3g}, too large for half-precision scales")
-        codes[start : start + step] = _codes(grouped, scale.float(), bits).view(piece.shape)
+        codes[start : start + step] = _codes(grouped, scale.float(), bits, zero).view(piece.shape)
         scales[start : start + step] = scale.view(len(piece), -1)
     return codes, scales
 
@@ -110,15 +120,15 @@ def dequantise(
     return (grouped * scales.float()[..., None]).view(codes.shape)
 
 
-def _codes(grouped: Tensor, scale: Tensor, bits: int) -> Tensor:
+def _codes(grouped: Tensor, scale: Tensor, bits: int, zero: float) -> Tensor:
     """The nearest code of each weight, as float32; groups whose scale is zero get any."""
     divisor = torch.where(scale == 0, 1.0, scale)
-    return (grouped / divisor).add_(zero_point(bits)).round_().clamp_(0, 2**bits - 1)
+    return (grouped / divisor).add_(zero).round_().clamp_(0, 2**bits - 1)
 
 
-def _best_scales(grouped: Tensor, bits: int) -> Tensor:
+def _best_scales(grouped: Tensor, bits: int, zero: float) -> Tensor:
     """The best scale found for each group, (groups, 1)."""
-    zero = zero_point(bits)
+    top = 2**bits - 1
     largest = grouped.abs().amax(-1, keepdim=True)
     deviation = grouped.square().mean(-1, keepdim=True).sqrt()
     best, most = torch.zeros_like(largest), torch.full_like(largest, -1.0)
@@ -127,7 +137,7 @@ def _best_scales(grouped: Tensor, bits: int) -> Tensor:
         scale = start
         for _ in range(_TURNS):
             inverse = torch.where(scale == 0, 0.0, scale.reciprocal())
-            torch.mul(grouped, inverse, out=levels).add_(zero).round_().clamp_(0, 2 * zero).sub_(zero)
+            torch.mul(grouped, inverse, out=levels).add_(zero).round_().clamp_(0, top).sub_(zero)
             along = torch.mul(grouped, levels, out=products).sum(-1, keepdim=True)
             scale = along / torch.mul(levels, levels, out=products).sum(-1, keepdim=True)
         # |w|^2 less the squared error, at the Newton step
@@ -302,7 +312,32 @@ class NativeWeight:
             self._native.matmul(
                 self.matrix, flat.data_ptr(), flat.stride(0), len(flat), address, y.data_ptr(), self.rows
             )
-        return y.view(*x.shape[:-1], self.rows).to(x.dtype)
+        y = y.to(x.dtype)
+        return y if x.ndim == 2 else y.view(*x.shape[:-1], self.rows)
+
+    def matmul_transposed(self, y: Float[Tensor, "*batch outputs"]) -> Float[Tensor, "*batch inputs"]:
+        """Return ``y @ weight`` in the precision of ``y``; without gradients.
+
+        Added up in float32; of bfloat16 ``y``, the weights are rounded to bfloat16, too, as its own products do.
+        """
+        flat = y.detach().reshape(-1, self.rows)
+        low = flat.dtype == torch.bfloat16
+        form, kept = native.GGML_FORMATS["BF16" if low else "F32"], torch.bfloat16 if low else torch.float32
+        flat = flat.float().contiguous()
+        total = torch.zeros(len(flat), self.columns)
+        step = max(1, _ROWS // self.columns)
+        for start in range(0, self.rows if len(flat) else 0, step):
+            stop = min(start + step, self.rows)
+            turned = self.select(torch.arange(start, stop)).T.to(kept).contiguous()
+            memory = torch.empty(self._native.packed_bytes(form, 0, self.columns, stop - start), dtype=torch.uint8)
+            matrix = native.Matrix(form, 0, self.columns, stop - start, 0.0, 0, memory.data_ptr())
+            self._native.pack_dense(form, turned.data_ptr(), stop - start, self.columns, stop - start, matrix.data)
+            part = total if start == 0 else torch.empty_like(total)
+            address = flat.data_ptr() + start * flat.element_size()
+            self._native.matmul(matrix, address, self.rows, len(flat), None, part.data_ptr(), self.columns)
+            if start:
+                total += part
+        return total.to(y.dtype).view(*y.shape[:-1], self.columns)
 
     def select(self, ids: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch columns"]:
         """The rows of these numbers, float32.

@@ -33,6 +33,8 @@ _STORED: Final = {2: 2, 3: 4, 4: 4, 8: 8}
 """Bits that a code takes in memory: three do not divide a word."""
 _EXPAND_FROM: Final = 32
 """Tokens from which on expanding the weight is cheaper than reading it for a few tokens at a time."""
+_ROWS: Final = 1 << 22
+"""Weights unpacked at a time for a transposed product."""
 
 
 class TritonWeight:
@@ -142,7 +144,17 @@ class TritonWeight:
                 ROWS=rows,
                 WORDS=words,
             )
-        return y.view(*x.shape[:-1], self.rows)
+        return y if x.ndim == 2 else y.view(*x.shape[:-1], self.rows)
+
+    def matmul_transposed(self, y: Float[Tensor, "*batch outputs"]) -> Float[Tensor, "*batch inputs"]:
+        """Return ``y @ weight`` in the precision of ``y``; some rows of the weight are unpacked at a time."""
+        flat = y.detach().reshape(-1, self.rows)
+        total = torch.zeros(len(flat), self.columns, dtype=torch.float32, device=flat.device)
+        step = max(1, _ROWS // self.columns)
+        for start in range(0, self.rows, step):
+            rows = torch.arange(start, min(start + step, self.rows), device=self.device)
+            total += flat[:, start : start + step] @ self.select(rows).to(y.dtype)
+        return total.to(y.dtype).view(*y.shape[:-1], self.columns)
 
     def select(self, ids: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch columns"]:
         """The rows of these numbers."""

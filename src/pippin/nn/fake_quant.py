@@ -1,0 +1,352 @@
+r"""Weights that are rounded in the forward pass and trained as if they were not.
+
+$\tilde W = s\,(\mathrm{clamp}(\mathrm{round}(W / s + z), q_{min}, q_{max}) - z)$ with $s = f \max|W| / q_{max}$ and a
+learnt factor $f > 0$ for each scale.
+
+Notable here:
+- the scale is rounded to half precision in the forward pass, because that is what a file holds: what is trained is to
+  the bit what is exported
+- one function with its own gradients, worked through in pieces that stay in the processor's cache; it keeps nothing but
+  references to the weight and the factors, and can be gone backward through more than once
+- $f$ is kept as its logarithm, so it stays positive, and $\max|W|$ is taken anew each time, without a gradient
+- the first factors come from Newton's method for the clip: at two bits the largest weight is never the right scale
+
+Source: arXiv:2507.13575, section on 2-bit quantisation-aware training; the gradient of the scale is that of LSQ,
+arXiv:1902.08153, eq. 3.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Bool, Float, Float16
+from torch import Tensor, nn
+
+from pippin.core.errors import InvalidArgument
+from pippin.nn.codes import Codes
+from pippin.nn.packed import BITS
+
+Granularity = Literal["tensor", "channel", "group"]
+LARGEST = torch.finfo(torch.float16).max
+_PIECE = 1 << 17  # weights worked on at a time on a CPU
+
+
+@dataclass(frozen=True)
+class Levels:
+    """The set of values that a weight can take, in units of its scale.
+
+    Args:
+        bits: 2, 3, 4 or 8.
+        balanced: half-integers on both sides of 0 ({-1.5, -0.5, 0.5, 1.5} at two bits); otherwise integers with one more
+            below 0 than above it ({-2, -1, 0, 1}).
+
+    Raises:
+        InvalidArgument: other bits.
+
+    >>> Levels(2).values, Levels(2, balanced=False).values
+    ((-1.5, -0.5, 0.5, 1.5), (-2.0, -1.0, 0.0, 1.0))
+    """
+
+    bits: int
+    balanced: bool = True
+
+    def __post_init__(self) -> None:
+        if self.bits not in BITS:
+            raise InvalidArgument(f"bits is {self.bits!r}; choose one of {', '.join(map(str, BITS))}")
+
+    @property
+    def shift(self) -> float:
+        """z: 0.5 in a balanced set, 0 in the other."""
+        return 0.5 if self.balanced else 0.0
+
+    @property
+    def low(self) -> int:
+        """The smallest integer before the shift, q_min."""
+        return -(2 ** (self.bits - 1)) + self.balanced
+
+    @property
+    def high(self) -> int:
+        """The largest, q_max."""
+        return self.low + 2**self.bits - 1
+
+    @property
+    def zero(self) -> float:
+        """The code that stands for 0 in `Codes`."""
+        return self.shift - self.low
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        """All of them, in order."""
+        return tuple(q - self.shift for q in range(self.low, self.high + 1))
+
+
+class FakeQuantiser(nn.Module):
+    """Rounds one matrix to its levels, with a learnt factor for each scale.
+
+    Args:
+        weight: the matrix that it is for; finite.
+        levels: the set of values.
+        granularity: one scale for the "tensor", for each row ("channel"), or for each ``group`` of a row.
+        group: neighbouring inputs that share a scale, where the granularity is "group".
+        init: "newton" searches the scales with the least squared error, "absmax" begins with the largest weight.
+        gain: multiplies the gradients of weight and factors.
+        keep: remember the last result for as long as neither weight nor factors change, for a matrix that is read
+            several times in one pass.
+        name: what to call the weight in an error.
+
+    Raises:
+        InvalidArgument: a group that does not divide the rows, or a weight that is all zeros, not finite, or too large
+            for half-precision scales.
+
+    >>> weight = torch.tensor([[-3.0, -1.0, 1.0, 3.1]])
+    >>> quantise = FakeQuantiser(weight, Levels(2), "tensor")
+    >>> quantise(weight).tolist(), quantise.codes(weight).codes.tolist()
+    ([[-3.0234375, -1.0078125, 1.0078125, 3.0234375]], [[0, 1, 2, 3]])
+    """
+
+    def __init__(
+        self,
+        weight: Float[Tensor, "rows columns"],
+        levels: Levels,
+        granularity: Granularity = "group",
+        group: int = 64,
+        *,
+        init: Literal["newton", "absmax"] = "newton",
+        gain: float = 1.0,
+        keep: bool = False,
+        name: str = "the weight",
+    ) -> None:
+        super().__init__()
+        weight = weight.detach()
+        self.levels, self.gain, self.keep = levels, gain, keep
+        self.shape = scale_shape(weight.shape, granularity, group, name=name)
+        largest = largest_weights(weight, self.shape)
+        if not largest.isfinite().all():
+            raise InvalidArgument(f"{name} holds values that are not finite, so it cannot be quantised")
+        if not largest.any():
+            raise InvalidArgument(f"{name} is all zeros, so it has no scale")
+        if float(largest.max()) / levels.high > LARGEST:
+            raise InvalidArgument(f"{name} holds {float(largest.max()):.3g}, too large for half-precision scales")
+        factors = torch.ones_like(largest)
+        if init == "newton":
+            scales = newton_scales(weight, levels, self.shape)
+            factors = torch.where(scales > 0, scales * levels.high / torch.where(largest > 0, largest, 1.0), 1.0)
+        # one dimension, so that optimisers take it for no matrix, and a rate of its own may be set
+        self.log_factor = nn.Parameter(factors.log().flatten())
+        self._kept: tuple[tuple[int, ...], Tensor] | None = None
+
+    @property
+    def factors(self) -> Float[Tensor, " scales"]:
+        """f of each scale."""
+        return self.log_factor.detach().exp()
+
+    def forward(self, weight: Float[Tensor, "rows columns"]) -> Float[Tensor, "rows columns"]:
+        """The rounded weight; in the precision of autocast, where that is on."""
+        kind = weight.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+        factor = self.log_factor
+        state = (
+            weight.data_ptr(),
+            weight._version,
+            factor.data_ptr(),
+            factor._version,
+            int(torch.is_grad_enabled()),
+            dtype.itemsize,
+        )
+        if self.keep and self._kept is not None and self._kept[0] == state:
+            return self._kept[1]
+        rounded: Tensor = _FakeQuantise.apply(weight, factor, self.levels, self.shape, self.gain, dtype)  # type: ignore[no-untyped-call]
+        self._kept = (state, rounded) if self.keep else None
+        return rounded
+
+    def scales(self, weight: Float[Tensor, "rows columns"]) -> Float16[Tensor, "scale_rows groups"]:
+        """The scales, as they are stored."""
+        return _scales(weight.detach(), self.log_factor.detach(), self.levels, self.shape)[1]
+
+    @torch.no_grad()
+    def codes(self, weight: Float[Tensor, "rows columns"]) -> Codes:
+        """What is exported: ``codes(weight).dense()`` equals ``forward(weight)`` to the bit."""
+        scales = self.scales(weight)
+        codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
+        for rows, scale in _pieces(weight, scales.float()):
+            piece = weight[rows].float().view(len(weight[rows]), self.shape[1], -1)
+            rounded = _round(piece, scale, self.levels).clamp_(self.levels.low, self.levels.high)
+            codes[rows] = rounded.sub_(self.levels.low).view(codes[rows].shape).to(torch.uint8)
+        return Codes(codes, scales, self.levels.bits, self.levels.zero)
+
+    @torch.no_grad()
+    def clipped(self, weight: Float[Tensor, "rows columns"]) -> float:
+        """The share of weights that lie beyond the outermost levels by more than half a step."""
+        scales, beyond = self.scales(weight).float(), 0
+        for rows, scale in _pieces(weight, scales):
+            q = _round(weight[rows].float().view(len(weight[rows]), self.shape[1], -1), scale, self.levels)
+            beyond += int(((q < self.levels.low) | (q > self.levels.high)).sum())
+        return beyond / weight.numel()
+
+
+def scale_shape(
+    shape: torch.Size | tuple[int, int], granularity: Granularity, group: int, *, name: str = "the weight"
+) -> tuple[int, int]:
+    """Rows and groups of scales that a matrix has.
+
+    Raises:
+        InvalidArgument: another granularity, or a group that does not divide the rows.
+
+    >>> scale_shape((8, 128), "group", 64), scale_shape((8, 128), "channel", 64), scale_shape((8, 128), "tensor", 64)
+    ((8, 2), (8, 1), (1, 1))
+    """
+    rows, columns = shape
+    if granularity not in ("tensor", "channel", "group"):
+        raise InvalidArgument(f"granularity is {granularity!r}; choose tensor, channel or group")
+    if granularity == "tensor":
+        return 1, 1
+    if granularity == "channel":
+        return rows, 1
+    if group < 1 or columns % group:
+        raise InvalidArgument(f"{name} has rows of {columns} weights, which groups of {group} do not divide")
+    return rows, columns // group
+
+
+def largest_weights(
+    weight: Float[Tensor, "rows columns"], shape: tuple[int, int]
+) -> Float[Tensor, "scale_rows groups"]:
+    """max|W| of what shares a scale."""
+    grouped = weight.view(len(weight), shape[1], -1)
+    low, high = torch.aminmax(grouped, dim=-1)
+    largest = torch.maximum(high, low.neg_())
+    return largest if shape[0] == len(weight) else largest.amax(0, keepdim=True)
+
+
+@torch.no_grad()
+def newton_scales(
+    weight: Float[Tensor, "rows columns"], levels: Levels, shape: tuple[int, int], *, turns: int = 10
+) -> Float[Tensor, "scale_rows groups"]:
+    r"""Scales with a small squared error: codes and Newton steps take turns, from max|W| / q_max on.
+
+    For fixed levels v the error $\|W - s v\|^2$ is quadratic in s, so that its Newton step is exact:
+    $s = \langle W, v \rangle / \langle v, v \rangle$.
+
+    Args:
+        weight: finite.
+        levels: the set of values.
+        shape: of the scales, as `scale_shape` gives it.
+        turns: of both.
+
+    Source: the search for a clip of arXiv:2507.13575, whose steps are not published; these are the card's.
+
+    >>> weight = torch.randn(1, 400_000, generator=torch.Generator().manual_seed(0))
+    >>> round(float(newton_scales(weight, Levels(2), (1, 1))), 2)
+    1.0
+    """
+    scales = largest_weights(weight, shape).float() / levels.high
+    for _ in range(turns):
+        along, square = torch.zeros_like(scales), torch.zeros_like(scales)
+        for rows, scale in _pieces(weight, scales):
+            piece = weight[rows].float().view(len(weight[rows]), shape[1], -1)
+            v = _round(piece, scale, levels).clamp_(levels.low, levels.high).sub_(levels.shift)
+            for sums, part in ((along, (piece * v).sum(-1)), (square, v.square_().sum(-1))):
+                if shape[0] == len(weight):
+                    sums[rows] = part
+                else:
+                    sums += part.sum(0, keepdim=True)
+        scales = torch.where(square > 0, along / torch.where(square > 0, square, 1.0), scales)
+    return scales
+
+
+def _scales(
+    weight: Tensor, log_factor: Tensor, levels: Levels, shape: tuple[int, int]
+) -> tuple[Float[Tensor, "scale_rows groups"], Float16[Tensor, "scale_rows groups"]]:
+    """Scales as they are learnt, and as they are stored."""
+    exact = log_factor.float().exp().view(shape) * (largest_weights(weight, shape).float() / levels.high)
+    return exact, exact.clamp(max=LARGEST).half()
+
+
+def _pieces(weight: Tensor, scales: Tensor) -> list[tuple[slice, Tensor]]:
+    """Rows to be worked on at a time, and their scales (rows or 1, groups, 1); a scale of 0 becomes 1."""
+    safe = torch.where(scales == 0, 1.0, scales)[:, :, None]
+    step = max(1, _PIECE // weight.shape[1]) if weight.device.type == "cpu" else len(weight)
+    parts = [slice(start, min(start + step, len(weight))) for start in range(0, len(weight), step)]
+    return [(rows, safe[rows] if len(scales) == len(weight) else safe) for rows in parts]
+
+
+def _round(piece: Tensor, scale: Tensor, levels: Levels) -> Tensor:
+    """round(W / s + z), in memory of its own."""
+    return torch.div(piece, scale).add_(levels.shift).round_()
+
+
+class _FakeQuantise(torch.autograd.Function):
+    """Forward: round. Backward: as if inside the clip nothing had been rounded.
+
+    Nothing is saved but references to the leaves, so that a result may be read by several backward passes (as the
+    pieces of an output matrix make); that they did not change in between is checked.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        weight: Tensor,
+        log_factor: Tensor,
+        levels: Levels,
+        shape: tuple[int, int],
+        gain: float,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        _, stored = _scales(weight, log_factor, levels, shape)
+        ctx.leaves = weight, log_factor
+        ctx.versions = weight._version, log_factor._version
+        ctx.levels, ctx.shape, ctx.gain = levels, shape, gain
+        rounded = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+        exact = stored.to(weight.dtype)
+        for (rows, safe), (_, scale) in zip(_pieces(weight, exact), _true_scales(weight, exact), strict=True):
+            piece = weight[rows].view(len(weight[rows]), shape[1], -1)
+            q = _round(piece, safe, levels).clamp_(levels.low, levels.high).sub_(levels.shift)
+            rounded[rows] = q.mul_(scale).view(rounded[rows].shape)
+        return rounded
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
+        weight, log_factor = ctx.leaves
+        if (weight._version, log_factor._version) != ctx.versions:
+            raise RuntimeError("a fake-quantised weight was changed between its forward and its backward pass")
+        levels, shape, grad = ctx.levels, ctx.shape, outer[0]
+        learnt, stored = _scales(weight, log_factor, levels, shape)
+        inner = torch.empty_like(weight)
+        slopes = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
+        for rows, safe in _pieces(weight, stored.to(weight.dtype)):
+            piece = weight[rows].view(len(weight[rows]), shape[1], -1)
+            wanted = grad[rows].to(weight.dtype).reshape(piece.shape)
+            u = torch.div(piece, safe)
+            q = torch.add(u, levels.shift).round_()
+            v = q.clamp(levels.low, levels.high)
+            inside: Bool[Tensor, "rows groups group"] = v == q
+            torch.mul(wanted, inside, out=inner[rows].view(piece.shape))
+            slope = v.sub_(levels.shift).sub_(u.mul_(inside)).mul_(wanted).sum(-1)
+            if shape[0] == len(weight):
+                slopes[rows] = slope
+            else:
+                slopes += slope.sum(0, keepdim=True)
+        # d s / d log f = s; where the scale vanished, nothing depends on it
+        factors = (slopes * learnt.to(weight.dtype) * (stored != 0)).flatten().to(log_factor.dtype)
+        if ctx.gain != 1.0:
+            inner.mul_(ctx.gain)
+            factors.mul_(ctx.gain)
+        return inner, factors, None, None, None, None
+
+
+def _true_scales(weight: Tensor, scales: Tensor) -> list[tuple[slice, Tensor]]:
+    """As `_pieces`, with scales of 0 left as they are."""
+    return [
+        (rows, scales[rows][:, :, None] if len(scales) == len(weight) else scales[:, :, None])
+        for rows, _ in _pieces(weight, scales)
+    ]
+
+
+def gain_of(weight: Float[Tensor, "rows columns"]) -> float:
+    """1 / sqrt(number of neurons): how much the gradients of a fake-quantised matrix are scaled down.
+
+    Source: attributed to arXiv:2507.13575 by the reproduction Anemll/qwen3_apple_style_2bit_qat_lora.
+    """
+    return 1.0 / math.sqrt(len(weight))

@@ -1,0 +1,433 @@
+"""A model outside of its Python code: exported programs, their signatures and weights, in one folder with one hash.
+
+Notable here:
+- the record is `torch.export.ExportedProgram`; every back end starts from it and none from another back end's file
+- a folder is JSON and safetensors; every byte of it is hashed, and compared before it is read
+- a weight that two functions share (prefill and step of a decoder) is stored once
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+
+from pippin.core.errors import CorruptedFile, ExportError, InvalidArgument, ModelNotFound
+from pippin.core.files import atomic_write, require_free_space, sha256_of
+from pippin.shape.export import program_file
+from pippin.shape.export.signature import DTYPES, Port, Range, Signature
+
+if TYPE_CHECKING:
+    from pippin.shape.export.compiled import CompiledModel
+    from pippin.shape.export.compress import Compression
+
+FORMAT = "pippin.model-asset.1"
+
+
+@dataclass(frozen=True)
+class Function:
+    """What to capture: a module, one call of it, and which sizes may differ in other calls.
+
+    Args:
+        module: called with the example's tensors by position, in their order; returns a tensor or a tuple of tensors.
+        example: one call, by name of input. A dynamic size should be neither 0 nor 1 here, nor equal to another size.
+        dynamic: for each input, its dynamic dimensions: ``{"x": {0: Range("batch", 1, 64)}}``.
+        outputs: names of the outputs; without them "output", or "output_0", "output_1"…
+    """
+
+    module: nn.Module
+    example: Mapping[str, Tensor]
+    dynamic: Mapping[str, Mapping[int, Range]] | None = None
+    outputs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Program:
+    """One captured function."""
+
+    exported: ExportedProgram
+    signature: Signature
+    example: dict[str, Tensor]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Parameters, buffers and constants of the program by name."""
+        found = {**self.exported.state_dict, **self.exported.constants}
+        return {name: tensor.detach() for name, tensor in found.items() if isinstance(tensor, Tensor)}
+
+
+class ModelAsset:
+    """Captured functions that share weights; made by `capture` or `load`, changed by nothing.
+
+    >>> double = ModelAsset.capture(nn.Linear(3, 2), {"x": torch.zeros(4, 3)}, {"x": {0: Range("batch", 1, 9)}})
+    >>> print(double.signature())
+    x: float32[batch=1..9, 3] -> output: float32[batch=1..9, 2]
+    >>> double.ops()
+    {'aten.linear.default': 1}
+    """
+
+    def __init__(self, programs: Mapping[str, Program], note: Mapping[str, Any] | None = None) -> None:
+        self.programs = dict(programs)
+        self.note = dict(note or {})
+        self._hash: str | None = None
+
+    @classmethod
+    def capture(
+        cls,
+        module: nn.Module,
+        example: Mapping[str, Tensor],
+        dynamic: Mapping[str, Mapping[int, Range]] | None = None,
+        *,
+        outputs: tuple[str, ...] = (),
+        functions: Mapping[str, Function] | None = None,
+    ) -> ModelAsset:
+        """Capture a module, in evaluation mode, as the function "main".
+
+        Args:
+            module: see `Function`.
+            example: see `Function`.
+            dynamic: see `Function`.
+            outputs: see `Function`.
+            functions: further functions, by name.
+
+        Raises:
+            InvalidArgument: ``dynamic`` names no input or dimension, or a name of a function is no identifier.
+            ExportError: torch cannot capture the module, or the example shows that a size cannot differ.
+        """
+        wanted = {"main": Function(module, example, dynamic, outputs), **(functions or {})}
+        if odd := [name for name in wanted if not name.isidentifier()]:
+            raise InvalidArgument(f"the name of a function must be an identifier, got {odd[0]!r}")
+        return cls({name: _capture(name, function) for name, function in wanted.items()})
+
+    @property
+    def functions(self) -> tuple[str, ...]:
+        """Names of the functions; "main" is the first."""
+        return tuple(self.programs)
+
+    def signature(self, function: str = "main") -> SignatureText:
+        """Inputs and outputs of a function.
+
+        Raises:
+            InvalidArgument: there is no such function.
+        """
+        return SignatureText(**vars(self.program(function).signature))
+
+    def program(self, function: str = "main") -> Program:
+        """One captured function.
+
+        Raises:
+            InvalidArgument: there is no such function.
+        """
+        if function not in self.programs:
+            raise InvalidArgument(f"there is no function {function!r}; functions: {', '.join(self.programs)}")
+        return self.programs[function]
+
+    def example(
+        self, function: str = "main", sizes: Mapping[str, int] | None = None, *, seed: int = 0
+    ) -> dict[str, Tensor]:
+        """Random inputs: standard normal numbers; whole numbers from the range of the example that was captured.
+
+        Args:
+            function: of which function.
+            sizes: of the dynamic dimensions by name; those of the example where none are given.
+            seed: the same seed gives the same inputs.
+        """
+        program = self.program(function)
+        generator = torch.Generator().manual_seed(seed)
+        made = {}
+        for port in program.signature.inputs:
+            known = program.example[port.name]
+            shape = [
+                (sizes or {}).get(size.name, known.shape[index]) if isinstance(size, Range) else size
+                for index, size in enumerate(port.shape)
+            ]
+            if known.is_floating_point():
+                made[port.name] = torch.randn(shape, generator=generator).to(known.dtype)
+            else:
+                low, high = int(known.min()), int(known.max())
+                made[port.name] = torch.randint(low, high + 1, shape, generator=generator).to(known.dtype)
+        return made
+
+    def ops(self, function: str | None = None) -> dict[str, int]:
+        """How often each operator occurs, the most frequent first; over all functions without a name."""
+        chosen = self.functions if function is None else (function,)
+        nodes = (node for name in chosen for node in self.program(name).exported.graph.nodes)
+        return dict(Counter(str(node.target) for node in nodes if node.op == "call_function").most_common())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights, shared ones once."""
+        return sum(tensor.nbytes for tensor in self._weights()[0].values())
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 over programs, signatures and weights: 64 hexadecimal digits, equal for equal models."""
+        if self._hash is None:
+            weights, places = self._weights()
+            digest = hashlib.sha256()
+            for key in sorted(weights):
+                tensor = weights[key].contiguous()
+                digest.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+                digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
+            for name, program in self.programs.items():
+                digest.update(program_file.to_bytes(program.exported))
+                digest.update(json.dumps([name, program.signature.to_json(), places[name]], sort_keys=True).encode())
+            self._hash = digest.hexdigest()
+        return self._hash
+
+    def module(self, function: str = "main") -> nn.Module:
+        """The program as a module in evaluation mode; its floating-point weights can be trained.
+
+        A compressed model trains its scales and palettes this way; `with_weights` takes the result back.
+        """
+        return self.program(function).exported.module(check_guards=False)
+
+    def with_weights(self, weights: Mapping[str, Tensor]) -> ModelAsset:
+        """The same programs with other values of these weights.
+
+        Raises:
+            InvalidArgument: a name or a shape that the programs do not have; all of them are listed.
+        """
+        known = {name: tensor for program in self.programs.values() for name, tensor in program.tensors().items()}
+        wrong = [
+            f"{name} {tuple(tensor.shape)}"
+            for name, tensor in weights.items()
+            if name not in known or known[name].shape != tensor.shape or known[name].dtype != tensor.dtype
+        ]
+        if wrong:
+            raise InvalidArgument(f"no weights of this model: {', '.join(wrong)}")
+        copies = {name: tensor.detach().clone() for name, tensor in weights.items()}
+        programs = {}
+        for name, program in self.programs.items():
+            exported = program.exported
+            fresh = ExportedProgram(
+                root=exported.graph_module,
+                graph=exported.graph,
+                graph_signature=exported.graph_signature,
+                state_dict={key: _like(copies.get(key), old) for key, old in exported.state_dict.items()},
+                range_constraints=exported.range_constraints,
+                module_call_graph=exported.module_call_graph,
+                constants={key: _like(copies.get(key), old) for key, old in exported.constants.items()},
+                verifiers=exported.verifiers,
+            )
+            programs[name] = replace(program, exported=fresh)
+        return ModelAsset(programs, self.note)
+
+    def compress(self, config: Compression, *, skip: tuple[str, ...] = (), least: int = 1024) -> ModelAsset:
+        """The same functions over fewer bytes of weights; see `pippin.shape.export.compress`.
+
+        Args:
+            config: how.
+            skip: weights to leave alone: every name that contains one of these.
+            least: matrices with fewer numbers are left alone.
+
+        Raises:
+            InvalidArgument: nothing is left to compress, or the settings do not fit a weight.
+        """
+        from pippin.shape.export.compress import compress
+
+        return compress(self, config, skip=skip, least=least)
+
+    def to(self, backend: str, **options: Any) -> CompiledModel:
+        """Compile for a back end, ready to run; see `pippin.shape.export.backends`.
+
+        Raises:
+            BackendUnavailable: it is not installed, or does not run on this system.
+            UnsupportedOperator: it has no form of an operator.
+            InvalidArgument: there is no such back end, or it has no such option.
+        """
+        from pippin.shape.export.backends import find
+
+        return find(backend).compile(self, **options)
+
+    def save(self, folder: str | Path) -> str:
+        """Write the model into a folder; give its hash. What stood there under the same names is replaced.
+
+        Raises:
+            DiskFull: an older model in the folder stays as it was.
+        """
+        from safetensors.torch import save_file
+
+        folder = Path(folder)
+        weights, places = self._weights()
+        examples = {f"{name}/{key}": tensor for name, one in self.programs.items() for key, tensor in one.example.items()}
+        require_free_space(folder, self.nbytes + sum(tensor.nbytes for tensor in examples.values()) + (1 << 20))
+        folder.mkdir(parents=True, exist_ok=True)
+        record: dict[str, Any] = {"format": FORMAT, "hash": self.hash, "note": self.note, "functions": {}}
+        files = {"weights.safetensors": weights, "examples.safetensors": examples}
+        sums = {}
+        for file, tensors in files.items():
+            temporary = folder / f".{file}.partial"
+            save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, temporary)
+            temporary.rename(folder / file)
+            sums[file] = sha256_of(folder / file)
+        for name, program in self.programs.items():
+            with atomic_write(folder / f"{name}.json") as stream:
+                stream.write(program_file.to_bytes(program.exported))
+            sums[f"{name}.json"] = sha256_of(folder / f"{name}.json")
+            record["functions"][name] = {"signature": program.signature.to_json(), "weights": places[name]}
+        record["files"] = sums
+        with atomic_write(folder / "asset.json", mode="w") as stream:
+            json.dump(record, stream, indent=1, sort_keys=True)
+        return self.hash
+
+    @classmethod
+    def load(cls, folder: str | Path, *, hash: str | None = None) -> ModelAsset:
+        """Read a model that `save` wrote; nothing in it is run.
+
+        Args:
+            folder: where it is.
+            hash: the hash that it must have, if you know it; a folder that was changed and signed anew is found by it.
+
+        Raises:
+            ModelNotFound: there is no model in the folder.
+            CorruptedFile: a file is missing or was changed, or the hash is another one.
+            UnsafeCheckpoint: the program names something that is no operator of a model.
+            UnsupportedModel: it was written by a torch whose programs this one does not read.
+        """
+        folder = Path(folder)
+        record = _record(folder)
+        for file, wanted in record["files"].items():
+            if not (folder / file).is_file() or "/" in file or sha256_of(folder / file) != wanted:
+                raise CorruptedFile(f"{folder / file} is missing or was changed since it was written")
+        weights = _tensors(folder / "weights.safetensors")
+        examples = _tensors(folder / "examples.safetensors")
+        programs = {}
+        try:
+            for name, function in record["functions"].items():
+                tensors = {key: weights[place] for key, place in function["weights"].items()}
+                exported = program_file.from_bytes((folder / f"{name}.json").read_bytes(), tensors, folder / f"{name}.json")
+                signature = Signature.from_json(function["signature"])
+                example = {port.name: examples[f"{name}/{port.name}"] for port in signature.inputs}
+                programs[name] = Program(exported, signature, example)
+        except KeyError as error:
+            raise CorruptedFile(f"{folder} lacks the tensor {error}") from error
+        asset = cls(programs, record["note"])
+        for wanted in (record["hash"], hash):
+            if wanted is not None and asset.hash != wanted:
+                raise CorruptedFile(f"{folder} has the hash {asset.hash}, not {wanted}")
+        return asset
+
+    def _weights(self) -> tuple[dict[str, Tensor], dict[str, dict[str, str]]]:
+        """All different weights by the first name they have, and for each function where its weights stand."""
+        first: dict[tuple[Any, ...], str] = {}
+        weights: dict[str, Tensor] = {}
+        places: dict[str, dict[str, str]] = {}
+        for name, program in self.programs.items():
+            places[name] = {}
+            for key, tensor in program.tensors().items():
+                same = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+                place = first.setdefault(same, f"{name}/{key}") if tensor.numel() else f"{name}/{key}"
+                weights.setdefault(place, tensor)
+                places[name][key] = place
+        return weights, places
+
+
+class SignatureText(Signature):
+    """A signature that prints as one line."""
+
+    def __str__(self) -> str:
+        return f"{', '.join(map(str, self.inputs))} -> {', '.join(map(str, self.outputs))}"
+
+
+def _like(new: Tensor | None, old: Any) -> Any:
+    """A new value of a weight, a parameter where the old one was."""
+    if new is None:
+        return old
+    return nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
+
+
+def _capture(name: str, function: Function) -> Program:
+    """Export one function and write down its signature."""
+    dynamic = {key: dict(sizes) for key, sizes in (function.dynamic or {}).items()}
+    for key, sizes in dynamic.items():
+        if key not in function.example or any(index >= function.example[key].ndim for index in sizes):
+            raise InvalidArgument(f"{name}: dynamic sizes are given for {key!r} {sorted(sizes)}, which no input has")
+    ranges = {size.name: size for sizes in dynamic.values() for size in sizes.values()}
+    dims = {key: Dim(key, min=size.least, max=size.most) for key, size in ranges.items()}
+    shapes = tuple(
+        {index: dims[size.name] for index, size in dynamic.get(key, {}).items()} or None for key in function.example
+    )
+    module = function.module
+    training = module.training
+    module.eval()
+    try:
+        with torch.no_grad():
+            exported = torch.export.export(module, tuple(function.example.values()), dynamic_shapes=shapes)
+    except Exception as error:  # torch raises many kinds here, most without a common base
+        raise ExportError(f"{name} cannot be captured: {str(error).strip()[:2000]}") from error
+    finally:
+        module.train(training)
+    inputs = tuple(
+        Port(key, _dtype(tensor), tuple(dynamic.get(key, {}).get(i, size) for i, size in enumerate(tensor.shape)))
+        for key, tensor in function.example.items()
+    )
+    _shorten(exported)
+    example = {key: tensor.detach().clone() for key, tensor in function.example.items()}
+    return Program(exported, Signature(inputs, _outputs(exported, inputs, function.outputs)), example)
+
+
+def _dtype(tensor: Any) -> str:
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise InvalidArgument(f"inputs and outputs are {', '.join(DTYPES)}; got {name}")
+    return name
+
+
+def _outputs(exported: ExportedProgram, inputs: tuple[Port, ...], names: tuple[str, ...]) -> tuple[Port, ...]:
+    """The outputs; a dynamic size that is the same expression as an input's has its name, any other is -1."""
+    nodes = {node.name: node for node in exported.graph.nodes}
+    symbols = {}
+    for port, given in zip(inputs, exported.graph_signature.user_inputs, strict=True):
+        for size, symbol in zip(port.shape, nodes[str(given)].meta["val"].shape, strict=True):
+            symbols[str(symbol)] = size
+    values = [nodes[str(name)].meta["val"] for name in exported.graph_signature.user_outputs]
+    many = len(values) > 1
+    names = names or tuple(f"output_{i}" if many else "output" for i in range(len(values)))
+    if len(names) != len(values) or len(set(names)) != len(names) or not all(map(str.isidentifier, names)):
+        raise InvalidArgument(f"there are {len(values)} outputs, which need as many different names, got {names}")
+    return tuple(
+        Port(name, _dtype(value), tuple(symbols.get(str(s), -1) if isinstance(s, torch.SymInt) else s for s in value.shape))
+        for name, value in zip(names, values, strict=True)
+    )
+
+
+def _shorten(exported: ExportedProgram) -> None:
+    """Keep the innermost source line of each operator, without the folders of this machine; forget what was traced."""
+    for node in exported.graph.nodes:
+        if "stack_trace" in node.meta and node.meta["stack_trace"]:
+            node.meta["stack_trace"] = program_file._short(node.meta["stack_trace"])
+
+
+def _record(folder: Path) -> dict[str, Any]:
+    """`asset.json`."""
+    path = folder / "asset.json"
+    if not path.is_file():
+        raise ModelNotFound(f"{folder} holds no exported model: there is no asset.json; `ModelAsset.save` writes one")
+    try:
+        record = json.loads(path.read_bytes())
+        if record["format"] != FORMAT:
+            raise CorruptedFile(f"{path} is of the format {record['format']!r}, not {FORMAT!r}")
+        wanted = {"weights.safetensors", "examples.safetensors", *(f"{name}.json" for name in record["functions"])}
+        if set(record["files"]) != wanted or not all(map(str.isidentifier, record["functions"])):
+            raise CorruptedFile(f"{path} lists other files than its functions need")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptedFile(f"{path} is no list of an exported model: {error}") from error
+    return dict(record)
+
+
+def _tensors(path: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise CorruptedFile(f"{path} cannot be read: {error}") from error

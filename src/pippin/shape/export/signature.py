@@ -1,0 +1,153 @@
+"""What an exported function takes and gives: names, precisions, and shapes whose dynamic sizes have a name and a range.
+
+Notable here:
+- a call is checked here and nowhere else, before any back end sees it: unknown and missing names, precision, rank, a
+  fixed size, a dynamic size outside its range, one name with two sizes in the same call
+- all that is wrong with a call is said at once
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pippin.core.errors import CorruptedFile, InvalidArgument, SignatureMismatch
+
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool)
+}
+"""Precisions that inputs may have, by name."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """A size that may differ from call to call.
+
+    Args:
+        name: what it is called; sizes of one name are equal within a call.
+        least: smallest size, at least 1.
+        most: largest size.
+
+    Raises:
+        InvalidArgument: an empty range, or a name that is no identifier.
+    """
+
+    name: str
+    least: int
+    most: int
+
+    def __post_init__(self) -> None:
+        if not self.name.isidentifier():
+            raise InvalidArgument(f"a dynamic size needs a name that is an identifier, got {self.name!r}")
+        if not 1 <= self.least < self.most:
+            raise InvalidArgument(f"the range of {self.name!r} must hold two sizes from 1 on: {self.least}..{self.most}")
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.least}..{self.most}"
+
+
+@dataclass(frozen=True)
+class Port:
+    """One input or output."""
+
+    name: str
+    dtype: str
+    """Such as "float32"."""
+    shape: tuple[int | Range, ...]
+    """Fixed and dynamic sizes; a dynamic size of an output that is no plain input size has rank only: -1."""
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.dtype}[{', '.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The inputs and outputs of one function, in order.
+
+    >>> batch = Range("batch", 1, 8)
+    >>> signature = Signature((Port("x", "float32", (batch, 3)),), (Port("y", "float32", (batch,)),))
+    >>> signature.check({"x": torch.zeros(9, 3)})
+    Traceback (most recent call last):
+        ...
+    pippin.core.errors.SignatureMismatch: x: size 9 of dimension 0 is outside batch=1..8
+    """
+
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+
+    def check(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+        """The tensors in the order of the inputs.
+
+        Raises:
+            SignatureMismatch: the message lists everything that does not fit.
+        """
+        wrong: list[str] = []
+        known = [port.name for port in self.inputs]
+        wrong += [f"there is no input {name!r}; inputs: {', '.join(known)}" for name in tensors if name not in known]
+        wrong += [f"the input {name!r} is missing" for name in known if name not in tensors]
+        sizes: dict[str, tuple[int, str]] = {}
+        for port in self.inputs:
+            if port.name in tensors:
+                wrong += _problems(port, tensors[port.name], sizes)
+        if wrong:
+            raise SignatureMismatch("; ".join(wrong))
+        return [tensors[name] for name in known]
+
+    @property
+    def ranges(self) -> dict[str, Range]:
+        """The dynamic sizes of the inputs, by name."""
+        return {size.name: size for port in self.inputs for size in port.shape if isinstance(size, Range)}
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values that JSON can hold."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, record: Any) -> Signature:
+        """The inverse of `to_json`.
+
+        Raises:
+            CorruptedFile: the record is not one of a signature.
+        """
+        try:
+            return cls(
+                tuple(_port(port) for port in record["inputs"]), tuple(_port(port) for port in record["outputs"])
+            )
+        except (TypeError, KeyError, ValueError) as error:
+            raise CorruptedFile(f"this is no signature of an exported function: {error}") from error
+
+
+def _port(record: Any) -> Port:
+    if record["dtype"] not in DTYPES or not isinstance(record["name"], str):
+        raise ValueError(f"a port {record!r}")
+    return Port(
+        record["name"],
+        record["dtype"],
+        tuple(Range(**size) if isinstance(size, dict) else int(size) for size in record["shape"]),
+    )
+
+
+def _problems(port: Port, tensor: Any, sizes: dict[str, tuple[int, str]]) -> list[str]:
+    """All that is wrong with one tensor; the dynamic sizes seen so far are kept in ``sizes``."""
+    if not isinstance(tensor, Tensor):
+        return [f"{port.name}: a torch tensor is needed, got {type(tensor).__name__}"]
+    wrong = []
+    if tensor.dtype != DTYPES[port.dtype]:
+        wrong.append(f"{port.name}: precision {str(tensor.dtype).removeprefix('torch.')}, not {port.dtype}")
+    if tensor.ndim != len(port.shape):
+        return [*wrong, f"{port.name}: {tensor.ndim} dimensions, not {len(port.shape)}"]
+    for index, (size, wanted) in enumerate(zip(tensor.shape, port.shape, strict=True)):
+        if isinstance(wanted, int):
+            if size != wanted:
+                wrong.append(f"{port.name}: size {size} of dimension {index} must be {wanted}")
+        elif not wanted.least <= size <= wanted.most:
+            wrong.append(f"{port.name}: size {size} of dimension {index} is outside {wanted}")
+        elif sizes.setdefault(wanted.name, (size, port.name))[0] != size:
+            other, where = sizes[wanted.name]
+            wrong.append(f"{port.name}: {wanted.name} is {size} here and {other} in {where}")
+    return wrong

@@ -1,0 +1,121 @@
+"""Fewer caches: layers of an ordinary checkpoint are made to read the keys and values of an earlier layer.
+
+Notable here:
+- nothing is added: the key and value projections of the sharing layers are dropped, all other weights are kept
+- the last layers reading one layer (as in AFM and Gemma 3n) leave no trace in the cache, so the engine computes them for
+  the last token of a prompt only; neighbours sharing in groups (cross-layer attention) save memory alone
+- a layer reads one of its own kind: where local and global layers alternate, each kind has its source
+- what the cut breaks, a short distillation from the uncut model repairs: see `pippin.language.distillation`
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from pippin.core.errors import InvalidArgument
+from pippin.language.transformer import Decoder, DecoderConfig
+
+_DROPPED = ("k_proj", "v_proj", "k_norm")
+
+Start = Literal["own", "mean"]
+
+
+def sources(config: DecoderConfig, shared: int | None = None, *, group: int | None = None) -> tuple[int | None, ...]:
+    """Which layer each layer reads, None for its own keys and values.
+
+    Args:
+        config: of a decoder whose layers all have keys and values of their own.
+        shared: how many layers at the end read the last layer of their kind (window and rotation) before them.
+        group: or instead: of how many consecutive layers all read the first.
+
+    Raises:
+        InvalidArgument: sharing by ``shared`` layers is not from 1 to one less than there are; a group below 2 or
+            larger than the decoder; both or neither are given; layers that share already; a layer without an earlier
+            one of its kind.
+
+    Source: AFM: arXiv:2507.13575, section 2.1; groups: Brandon et al. 2024, arXiv:2405.12981.
+    """
+    kinds = [(layer.attention.window, layer.attention.rotary) for layer in config.layers]
+    count = len(kinds)
+    if len(config.cached_layers) < count:
+        raise InvalidArgument(f"{count - len(config.cached_layers)} of {count} layers share a cache already")
+    if (shared is None) == (group is None):
+        raise InvalidArgument(f"give either shared or group, got shared={shared} and group={group}")
+    if shared is not None and not 1 <= shared < count:
+        raise InvalidArgument(
+            f"shared must be from 1 to {count - 1}, so that one of {count} layers keeps keys and values, got {shared}"
+        )
+    if group is not None and not 2 <= group <= count:
+        raise InvalidArgument(f"group must be from 2 to {count}, the layers of the model, got {group}")
+    found: list[int | None] = []
+    for index, kind in enumerate(kinds):
+        if shared is not None:
+            within = range(count - shared if index >= count - shared else 0)
+            earlier = [other for other in within if kinds[other] == kind][-1:]
+        else:
+            assert group is not None
+            earlier = [other for other in range(index - index % group, index) if kinds[other] == kind][:1]
+        if shared is not None and within and not earlier:
+            raise InvalidArgument(f"layer {index} has no layer of its kind before layer {count - shared} to read")
+        found.append(earlier[0] if earlier else None)
+    return tuple(found)
+
+
+def share_caches(
+    module: Decoder, shared: int | None = None, *, group: int | None = None, start: Start = "own"
+) -> Decoder:
+    """A copy of a decoder in which layers read the keys and values of others; in need of training.
+
+    Args:
+        module: not packed; it is left as it is.
+        shared: see `sources`.
+        group: see `sources`.
+        start: the key and value projections of a layer that is read: its "own", or the "mean" of those of all layers
+            that read it and its own.
+
+    Raises:
+        InvalidArgument: as `sources` says; a packed decoder.
+    """
+    read = sources(module.config, shared, group=group)
+    weights = {name: tensor.detach() for name, tensor in module.state_dict().items()}
+    if "embed_tokens.weight" not in weights:
+        raise InvalidArgument("a packed decoder cannot be changed; load the model with pack=False")
+    layers = tuple(
+        replace(layer, attention=replace(layer.attention, source=source))
+        for layer, source in zip(module.config.layers, read, strict=True)
+    )
+    with torch.device("meta"):
+        student = Decoder(replace(module.config, layers=layers))
+    kept: dict[str, Tensor] = {}
+    for name in student.state_dict():
+        parts = name.split(".")
+        alike = [weights[name]]
+        if start == "mean" and len(parts) > 3 and parts[3] in _DROPPED:
+            own = int(parts[1])
+            alike += [weights[_of(name, index)] for index, source in enumerate(read) if source == own]
+        kept[name] = torch.stack(alike).mean(0) if len(alike) > 1 else alike[0].clone()
+    student.load_state_dict(kept, assign=True)
+    student.tie()
+    return student.train(module.training)
+
+
+def _of(name: str, layer: int) -> str:
+    """The name of the same tensor in another layer."""
+    first, _, rest = name.split(".", 2)
+    return f"{first}.{layer}.{rest}"
+
+
+def cache_bytes(config: DecoderConfig, width: int = 2) -> int:
+    """Bytes of cache for one token, at so many bytes a value.
+
+    >>> from pippin.language.afm import AFMConfig
+    >>> cache_bytes(AFMConfig.on_device_3b().decoder(), width=1)
+    17920
+    """
+    return len(config.cached_layers) * 2 * config.kv_heads * config.head_dim * width

@@ -1,0 +1,70 @@
+"""An exponential moving average of a model's weights.
+
+Notable here:
+- only the trainable parameters are kept a second time, and only where an average was asked for
+- weights and averages change places one tensor at a time, so the exchange needs no third copy
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from pippin.core.errors import InvalidArgument
+
+
+class EMA:
+    r"""Averages $\bar w_t = d\, \bar w_{t-1} + (1 - d)\, w_t$ of the trainable parameters, beginning with their values.
+
+    Attributes:
+        decay: d, at least 0 and below 1; about $1 / (1 - d)$ steps are remembered.
+        averages: the averages by parameter name, in the parameters' own precision and place.
+
+    >>> model = nn.Linear(1, 1, bias=False)
+    >>> _ = nn.init.zeros_(model.weight)
+    >>> ema = EMA(model, decay=0.75)
+    >>> _ = nn.init.ones_(model.weight)
+    >>> ema.update(model)
+    >>> with ema.applied(model):
+    ...     model.weight.item()
+    0.25
+    >>> model.weight.item()
+    1.0
+    """
+
+    def __init__(self, model: nn.Module, decay: float = 0.999) -> None:
+        if not 0.0 <= decay < 1.0:
+            raise InvalidArgument(f"the decay of an average must be at least 0 and below 1, got {decay}")
+        self.decay = decay
+        self.averages: dict[str, Tensor] = {name: p.detach().clone() for name, p in _trainable(model)}
+
+    @torch.no_grad()
+    def update(self, model: nn.Module) -> None:
+        """Take in the weights as they are now; once after each step."""
+        weights = dict(_trainable(model))
+        torch._foreach_lerp_(
+            list(self.averages.values()), [weights[name].detach() for name in self.averages], 1.0 - self.decay
+        )
+
+    @contextmanager
+    def applied(self, model: nn.Module) -> Iterator[None]:
+        """Give ``model`` the averages while the block runs, and its own weights back after it, whatever happens."""
+        self._exchange(model)
+        try:
+            yield
+        finally:
+            self._exchange(model)
+
+    @torch.no_grad()
+    def _exchange(self, model: nn.Module) -> None:
+        for name, parameter in _trainable(model):
+            weight = parameter.detach().clone()
+            parameter.copy_(self.averages[name])
+            self.averages[name].copy_(weight)
+
+
+def _trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]

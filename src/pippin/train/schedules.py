@@ -1,0 +1,137 @@
+"""The learning rate over a run, as a factor of the optimiser's own.
+
+Notable here:
+- a schedule is a frozen value that is called with the number of updates made and of updates in all: nothing to save
+- warm-up ends with the full rate, and its first update already has a share of it: no update is wasted at rate 0
+- `warmup` and `decay` are a share of the run below 1, and a number of steps from 1 on
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from pippin.core.errors import InvalidArgument
+
+
+class Schedule(Protocol):
+    """Any function of the updates made so far and the updates in all."""
+
+    def __call__(self, step: int, steps: int, /) -> float:
+        """The factor of the learning rate for update ``step``, counted from 0."""
+
+
+@dataclass(frozen=True)
+class Constant:
+    """The full rate after a linear warm-up.
+
+    >>> [Constant(warmup=4)(step, 10) for step in (0, 1, 3, 9)]
+    [0.25, 0.5, 1.0, 1.0]
+    """
+
+    warmup: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check(warmup=self.warmup)
+
+    def __call__(self, step: int, steps: int) -> float:
+        """The factor for update ``step`` of ``steps``."""
+        return _warm(step, _steps(self.warmup, steps))
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Warm-up, then a straight line down to ``final``, which it would reach after the last update.
+
+    >>> [Linear(final=0.0)(step, 4) for step in range(4)]
+    [1.0, 0.75, 0.5, 0.25]
+    """
+
+    warmup: float = 0.0
+    final: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check(warmup=self.warmup, final=self.final)
+
+    def __call__(self, step: int, steps: int) -> float:
+        """The factor for update ``step`` of ``steps``."""
+        done, warm = _progress(step, steps, self.warmup)
+        return warm * (1.0 - (1.0 - self.final) * done)
+
+
+@dataclass(frozen=True)
+class Cosine:
+    r"""Warm-up, then half a cosine down to ``final``: $f + (1 - f) (1 + \cos \pi t) / 2$.
+
+    Source: SGDR, arXiv:1608.03983, eq. 5, without restarts.
+
+    >>> [round(Cosine(warmup=0.0, final=0.1)(step, 2), 6) for step in range(2)]
+    [1.0, 0.55]
+    """
+
+    warmup: float = 0.02
+    final: float = 0.1
+
+    def __post_init__(self) -> None:
+        _check(warmup=self.warmup, final=self.final)
+
+    def __call__(self, step: int, steps: int) -> float:
+        """The factor for update ``step`` of ``steps``."""
+        done, warm = _progress(step, steps, self.warmup)
+        return warm * (self.final + (1.0 - self.final) * (1.0 + math.cos(math.pi * done)) / 2)
+
+
+@dataclass(frozen=True)
+class WSD:
+    """Warm-up, a stable part at the full rate, and a decay at the end: linear, or one minus a square root.
+
+    A run can be made longer from a checkpoint of its stable part, since nothing before the decay depends on ``steps``
+    where ``warmup`` is given in steps.
+
+    Source: MiniCPM, arXiv:2404.06395, section 4; the square root is arXiv:2405.18392, eq. 2.
+
+    >>> [WSD(warmup=0, decay=0.5)(step, 8) for step in range(8)]
+    [1.0, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25]
+    """
+
+    warmup: float = 0.02
+    decay: float = 0.2
+    final: float = 0.0
+    shape: Literal["linear", "sqrt"] = "linear"
+
+    def __post_init__(self) -> None:
+        _check(warmup=self.warmup, decay=self.decay, final=self.final)
+        if self.shape not in ("linear", "sqrt"):
+            raise InvalidArgument(f"shape of a decay: 'linear' or 'sqrt', got {self.shape!r}")
+
+    def __call__(self, step: int, steps: int) -> float:
+        """The factor for update ``step`` of ``steps``."""
+        length = _steps(self.decay, steps)
+        done = min(max(step - (steps - length), 0) / length, 1.0) if length else 0.0
+        fallen = math.sqrt(done) if self.shape == "sqrt" else done
+        return _warm(step, _steps(self.warmup, steps)) * (1.0 - (1.0 - self.final) * fallen)
+
+
+def _progress(step: int, steps: int, warmup: float) -> tuple[float, float]:
+    """How much of the part after the warm-up is done, 0 to 1; and the factor of the warm-up."""
+    length = _steps(warmup, steps)
+    return min(max(step - length, 0) / max(steps - length, 1), 1.0), _warm(step, length)
+
+
+def _warm(step: int, length: int) -> float:
+    return min((step + 1) / length, 1.0) if length else 1.0
+
+
+def _steps(length: float, steps: int) -> int:
+    """A share of the run or a number of steps, as steps."""
+    return min(round(length * steps) if length < 1 else round(length), steps)
+
+
+def _check(**values: float) -> None:
+    for name, value in values.items():
+        upper = 1.0 if name == "final" else math.inf
+        if not (0.0 <= value <= upper and math.isfinite(value)):
+            raise InvalidArgument(
+                f"{name} of a schedule must be {'0 to 1' if name == 'final' else 'finite and not negative'}, got {value}"
+            )
