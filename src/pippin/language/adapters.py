@@ -6,6 +6,7 @@ Notable here:
 - only plain LoRA is read, $W x + \frac{\alpha}{r} B A x$, or with $\frac{\alpha}{\sqrt r}$; a setting that would change
   this formula is refused by its name, and never passed over
 - everything is checked before anything is attached: the hash, each name, each shape
+- an adapter over a quantised model belongs to the quantised file or folder: its hash is that of the codes
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -60,6 +61,18 @@ _HARMLESS = frozenset((
 # Ways to begin that leave the base model's weights as they are.
 _PLAIN_BEGINNINGS = (True, False, None, "gaussian", "orthogonal", "eva")
 
+Pair = tuple[Tensor, Tensor]
+"""$A$ (rank x inputs) and $B$ (outputs x rank)."""
+
+
+class Target(NamedTuple):
+    """Where a layer that adapters may change is computed: packing may have fused it with its neighbours."""
+
+    linear: Linear
+    start: int
+    """The first of its outputs."""
+    outputs: int
+
 
 def load_adapter(model: LanguageModel, name: str, folder: str | Path) -> Adapter:
     """Read an adapter for a model; `LanguageModel.load_adapter` also makes it available to requests.
@@ -79,25 +92,50 @@ def load_adapter(model: LanguageModel, name: str, folder: str | Path) -> Adapter
     """
     if not name:
         raise InvalidArgument("an adapter needs a name that is not empty")
+    return attach(model, name, read_pairs(model, folder))
+
+
+def read_pairs(model: LanguageModel, folder: str | Path) -> dict[str, Pair]:
+    """The factors of an adapter for a model, float32, by the names of the layers that they change.
+
+    $B$ has the adapter's scale in it, so that the change of a weight is $B A$ whatever rank and alpha were. Arguments
+    and errors are those of `load_adapter`.
+    """
     folder = Path(folder)
     config = read_json(_find(folder))
     scale = _scale(config, folder)
     pairs = _pairs(folder, int(config["r"]))
     _compare_base(model, folder)
-    targets = dict(_targets(model.module))
-    changes: dict[torch.nn.Module, list[LowRank]] = {}
-    nbytes = 0
+    places = dict(targets(model.module))
     for layer, (down, up) in pairs.items():
-        linear, start, outputs = _target(targets, layer, model, folder)
+        linear, _, outputs = _target(places, layer, model, folder)
         if (up.shape[0], down.shape[1]) != (outputs, linear.inputs):
             raise AdapterMismatch(
                 f"{folder}: the adapter changes {layer} as a matrix of {up.shape[0]} x {down.shape[1]}, {model.name} "
                 f"has {outputs} x {linear.inputs} there; the adapter was made for another model"
             )
-        down, up = (factor.to(model.device, model.dtype).contiguous() for factor in (down, up.float() * scale))
-        change = LowRank(down, up, start)
-        changes.setdefault(linear, []).append(change)
-        nbytes += change.down.nbytes + change.up.nbytes
+    return {layer: (down.float(), up.float() * scale) for layer, (down, up) in pairs.items()}
+
+
+def attach(model: LanguageModel, name: str, pairs: Mapping[str, Pair]) -> Adapter:
+    """The adapter, as the engine takes it, of factors by the names of their layers.
+
+    Args:
+        model: the base model, packed or not.
+        name: what requests will call it.
+        pairs: $A$ and $B$, the scale already in $B$; copied to the model's device and precision.
+
+    Raises:
+        KeyError: a layer that the model does not have.
+    """
+    places = dict(targets(model.module))
+    changes: dict[torch.nn.Module, list[LowRank]] = {}
+    nbytes = 0
+    for layer, pair in pairs.items():
+        linear, start, _ = places[layer]
+        down, up = (factor.detach().to(model.device, model.dtype, copy=True).contiguous() for factor in pair)
+        changes.setdefault(linear, []).append(LowRank(down, up, start))
+        nbytes += down.nbytes + up.nbytes
     return Adapter(name, {linear: tuple(parts) for linear, parts in changes.items()}, nbytes)
 
 
@@ -108,6 +146,7 @@ def save_adapter(
     model: LanguageModel,
     alpha: float,
     rslora: bool = False,
+    note: Mapping[str, Any] | None = None,
 ) -> None:
     """Write an adapter in PEFT's layout, with the hash of its base model. An adapter already in the folder is replaced.
 
@@ -118,6 +157,7 @@ def save_adapter(
         model: the base model.
         alpha: numerator of the scale.
         rslora: whether the scale is alpha / sqrt(rank) rather than alpha / rank.
+        note: how it was made (data, steps, losses), JSON values only; kept beside the base model's hash.
 
     Raises:
         InvalidArgument: no weights, or ranks that differ.
@@ -128,10 +168,10 @@ def save_adapter(
     ranks = {size for down, up in weights.values() for size in (down.shape[0], up.shape[1])}
     if len(ranks) != 1:
         raise InvalidArgument(f"an adapter needs weights of one rank, got {sorted(ranks) or 'no weights'}")
-    targets = dict(_targets(model.module))
+    places = dict(targets(model.module))
     tensors = {}
     for layer, pair in weights.items():
-        _target(targets, layer, model, folder)
+        _target(places, layer, model, folder)
         for which, tensor in zip("AB", pair, strict=True):
             key = f"base_model.model.{families.to_hf_name(layer)}.lora_{which}.weight"
             tensors[key] = tensor.detach().cpu().contiguous().clone()
@@ -147,7 +187,9 @@ def save_adapter(
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
-    base = {"name": model.name, "sha256": base_sha256(model)}
+    base: dict[str, Any] = {"name": model.name, "sha256": base_sha256(model)}
+    if note:
+        base["made"] = dict(note)
     folder.mkdir(parents=True, exist_ok=True)
     with disk_errors(folder), tempfile.TemporaryDirectory(dir=folder, prefix=".partial-") as temporary:
         fresh = Path(temporary)
@@ -258,11 +300,11 @@ def _compare_base(model: LanguageModel, folder: Path) -> None:
         )
 
 
-Target = tuple[Linear, int, int]
+def targets(module: Decoder) -> Iterator[tuple[str, Target]]:
+    """The layers of a decoder that an adapter may change, by name, and where each is computed.
 
-
-def _targets(module: Decoder) -> Iterator[tuple[str, Target]]:
-    """The layers that an adapter may change: the linear layer that computes each, where in it, and how many outputs."""
+    Layers that share the keys and values of another have no such projections; experts have no adapters.
+    """
     config = module.config
     for index, layer in enumerate(module.layers):
         assert isinstance(layer, DecoderLayer)
@@ -273,21 +315,21 @@ def _targets(module: Decoder) -> Iterator[tuple[str, Target]]:
         for name, outputs in sizes.items():
             linear: Linear | None = attention.qkv_proj or getattr(attention, name, None)
             if linear is not None:
-                yield f"{prefix}.self_attn.{name}", (linear, start, outputs)
+                yield f"{prefix}.self_attn.{name}", Target(linear, start, outputs)
             start += 0 if attention.qkv_proj is None else outputs
-        yield f"{prefix}.self_attn.o_proj", (attention.o_proj, 0, config.width)
+        yield f"{prefix}.self_attn.o_proj", Target(attention.o_proj, 0, config.width)
         if isinstance(layer.mlp, FeedForward):
             size, fused = layer.mlp.spec.size, layer.mlp.gate_up_proj
             for name, start in (("gate_proj", 0), ("up_proj", 0 if fused is None else size)):
                 linear = fused or getattr(layer.mlp, name)
                 if linear is not None:
-                    yield f"{prefix}.mlp.{name}", (linear, start, size)
-            yield f"{prefix}.mlp.down_proj", (layer.mlp.down_proj, 0, config.width)
+                    yield f"{prefix}.mlp.{name}", Target(linear, start, size)
+            yield f"{prefix}.mlp.down_proj", Target(layer.mlp.down_proj, 0, config.width)
 
 
-def _target(targets: dict[str, Target], layer: str, model: LanguageModel, folder: Path) -> Target:
-    if layer in targets:
-        return targets[layer]
+def _target(places: dict[str, Target], layer: str, model: LanguageModel, folder: Path) -> Target:
+    if layer in places:
+        return places[layer]
     if layer.endswith(("embed_tokens", "lm_head")) or ".experts." in layer or layer.endswith("mlp.gate"):
         raise UnsupportedModel(
             f"{folder}: an adapter of {layer!r} is not supported; only attention and dense layers are"

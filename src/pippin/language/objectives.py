@@ -22,6 +22,7 @@ from pippin.core.errors import InvalidArgument
 from pippin.data.batches import IGNORE, TokenBatch
 from pippin.language.readout import LOGITS, hidden_states, read_out
 from pippin.nn.linear import Linear
+from pippin.nn.product import onednn_product, slow_blas, traced
 from pippin.train.objective import Loss
 
 
@@ -79,7 +80,7 @@ def cross_entropy(
     """
     module: Any = model
     head = module.lm_head
-    if len(targets) and type(head) is Linear and head.weight is not None and head.bias is None:
+    if len(targets) and _is_plain(head):
         chunk = chunk or max(64, LOGITS // head.outputs)
         total, right = _Fused.apply(hidden, head.weight, targets, chunk)  # type: ignore[no-untyped-call]
         return total, right
@@ -126,6 +127,24 @@ def held_out(
     return measure
 
 
+def _is_plain(head: nn.Module) -> bool:
+    """Whether a head is a product with its weight and nothing else (the weight may be computed: fake-quantised, say)."""
+    return (
+        isinstance(head, Linear)
+        and type(head).forward is Linear.forward
+        and head.packed is None
+        and head.bias is None
+        and not (head._forward_hooks or head._forward_pre_hooks)
+    )
+
+
+def _times(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b.T``, by the quicker library."""
+    if a.dtype == torch.float32 and a.device.type == "cpu" and slow_blas() and not traced(a, b):
+        return onednn_product(a, b)
+    return a @ b.T
+
+
 class _Fused(torch.autograd.Function):
     """Cross-entropy over ``hidden @ weight.T``, with its gradient taken in the forward pass."""
 
@@ -138,22 +157,21 @@ class _Fused(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
         with torch.autocast(device, enabled=False):
-            matrix = weight.to(precision)
+            matrix = weight.detach().to(precision)
             for start in range(0, len(targets), chunk):
                 part, wanted = hidden[start : start + chunk].to(precision), targets[start : start + chunk, None]
-                probability = F.log_softmax(part @ matrix.T, -1, dtype=torch.float32)
+                probability = F.log_softmax(_times(part, matrix), -1, dtype=torch.float32)
                 chosen = probability.gather(-1, wanted)
                 total -= chosen.sum()
                 right += (chosen[:, 0] >= probability.amax(-1)).sum()
-                # the gradient with respect to the logits, in the place of the logits
-                probability.exp_().scatter_add_(-1, wanted, torch.full_like(chosen, -1.0))
-                slope = probability.to(precision)
+                if grad_hidden is None and grad_weight is None:
+                    continue
+                # the gradient with respect to the logits, in their place
+                slope = probability.exp_().scatter_add_(-1, wanted, torch.full_like(chosen, -1.0)).to(precision)
                 if grad_hidden is not None:
-                    grad_hidden[start : start + chunk] = slope @ matrix
-                if grad_weight is not None and precision == torch.float32:
-                    grad_weight.addmm_(slope.T, part)
-                elif grad_weight is not None:
-                    grad_weight += slope.T @ part
+                    grad_hidden[start : start + chunk] = _times(slope, matrix.t())
+                if grad_weight is not None:
+                    grad_weight += _times(slope.t(), part.t())
         ctx.gradients = (grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype))
         ctx.mark_non_differentiable(right)
         return total, right

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from pippin.nn import trained_attention
 from pippin.nn.cache import Cut, EndToEnd, KVCache, Seen
 from pippin.nn.linear import Linear
 from pippin.nn.lora import Shares
@@ -133,9 +134,12 @@ class Attention(nn.Module):
             groups = q.reshape(batch, self.kv_heads, -1, self.head_dim)
             y = F.scaled_dot_product_attention(groups, keys, values, attn_mask=mask, scale=self.scale)
             return y.reshape(batch, 1, -1)
-        y = F.scaled_dot_product_attention(
-            q, keys, values, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=True
-        )
+        if mask is None and trained_attention.supports(q, keys, values):
+            y = trained_attention.attend(q, keys, values, self.scale)
+        else:
+            y = F.scaled_dot_product_attention(
+                q, keys, values, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=True
+            )
         return y.transpose(1, 2).reshape(batch, new, -1)
 
     def _project(self, x: Tensor, adapters: Shares | None) -> tuple[Tensor, Tensor | None, Tensor | None]:

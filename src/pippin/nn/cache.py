@@ -154,9 +154,7 @@ class Documents:
                 "lay the rows end to end: ids.view(1, -1)"
             )
         parts = zip(self.counts, k.split(self.counts, dim=2), v.split(self.counts, dim=2), strict=True)
-        return EndToEnd(
-            self.counts, [(keys, values, self._mask(n, window, k.device)) for n, keys, values in parts]
-        )
+        return EndToEnd(self.counts, [(keys, values, self._mask(n, window, k.device)) for n, keys, values in parts])
 
     def advance(self, new: int) -> None:
         """Nothing is kept."""

@@ -104,7 +104,7 @@ class FakeQuantiser(nn.Module):
     >>> weight = torch.tensor([[-3.0, -1.0, 1.0, 3.1]])
     >>> quantise = FakeQuantiser(weight, Levels(2), "tensor")
     >>> quantise(weight).tolist(), quantise.codes(weight).codes.tolist()
-    ([[-3.0234375, -1.0078125, 1.0078125, 3.0234375]], [[0, 1, 2, 3]])
+    ([[-3.0439453125, -1.0146484375, 1.0146484375, 3.0439453125]], [[0, 1, 2, 3]])
     """
 
     def __init__(
@@ -137,6 +137,9 @@ class FakeQuantiser(nn.Module):
         # one dimension, so that optimisers take it for no matrix, and a rate of its own may be set
         self.log_factor = nn.Parameter(factors.log().flatten())
         self._kept: tuple[tuple[int, ...], Tensor] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kept": None}  # a copy has another weight
 
     @property
     def factors(self) -> Float[Tensor, " scales"]:

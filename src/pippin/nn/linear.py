@@ -52,7 +52,7 @@ class _Product(torch.autograd.Function):
         return weight.matmul(x, bias)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, change: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         weight: PackedWeight = ctx.weight
         of_x = weight.matmul_transposed(change) if ctx.needs_input_grad[0] else None
@@ -98,7 +98,8 @@ class Linear(nn.Module):
         if packed is None:
             y = product(x, self.weight, bias)  # type: ignore[arg-type]
         elif x.requires_grad or (bias is not None and bias.requires_grad):
-            y = _Product.apply(x.reshape(-1, self.inputs), bias, packed).view(*x.shape[:-1], self.outputs)
+            flat: Tensor = _Product.apply(x.reshape(-1, self.inputs), bias, packed)  # type: ignore[no-untyped-call]
+            y = flat.view(*x.shape[:-1], self.outputs)
         else:
             y = packed.matmul(x, bias)
         return y if adapters is None else adapt(self, x, y, adapters)

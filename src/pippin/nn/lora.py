@@ -105,7 +105,9 @@ def combine(name: str, parts: Sequence[tuple[Adapter, float]], *, rank: int | No
     Source: Eckart and Young 1936, for the nearest matrix.
 
     >>> layer = nn.Linear(2, 2)
-    >>> one, two = (Adapter(n, {layer: (LowRank(torch.eye(2)[:1], torch.eye(2)[:, i : i + 1]),)}) for i, n in enumerate("ab"))
+    >>> first, second = torch.eye(2).split(1)
+    >>> one = Adapter("one", {layer: (LowRank(first, first.T),)})
+    >>> two = Adapter("two", {layer: (LowRank(first, second.T),)})
     >>> (change,) = combine("both", [(one, 1.0), (two, 0.5)]).changes[layer]
     >>> change.up @ change.down
     tensor([[1.0000, 0.0000],

@@ -4,7 +4,7 @@ Notable here:
 - torch asks its BLAS for float32 products. Where that is Intel's and the processor is not, it takes slow kernels: oneDNN,
   which torch carries too, is 2.2 times faster on an AMD Zen 5, forward and for both gradients
 - the choice follows from the processor's name and the sizes, never from a measurement, so that a run repeats bit by bit
-- oneDNN reads a transposed matrix where it lies: no gradient needs a copy
+- oneDNN reads a transposed matrix where it lies, so gradients need no copies
 """
 
 from __future__ import annotations
@@ -54,17 +54,15 @@ def _quicker(x: Tensor, weight: Tensor) -> bool:
         and x.numel() * weight.shape[0] >= SMALLEST
         and slow_blas()
         and not torch.is_autocast_enabled("cpu")
-        and not torch.compiler.is_compiling()
-        and not _traced(x, weight)
+        and not traced(x, weight)
     )
 
 
-def _traced(x: Tensor, weight: Tensor) -> bool:
+def traced(*tensors: Tensor) -> bool:
     """Whether something stands in for ordinary tensors: a transform, a trace, a tensor spread over processes."""
-    plain = (Tensor, torch.nn.Parameter)
     return (
-        type(x) not in plain
-        or type(weight) not in plain
+        any(type(tensor) not in (Tensor, torch.nn.Parameter) for tensor in tensors)
+        or torch.compiler.is_compiling()
         or torch.jit.is_tracing()
         or bool(torch._C._are_functorch_transforms_active())
     )
@@ -76,14 +74,24 @@ def slow_blas() -> bool:
     return torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available() and "AMD" in cpu_name()
 
 
+def onednn_product(a: Float[Tensor, "rows inner"], b: Float[Tensor, "columns inner"]) -> Tensor:
+    """``a @ b.T`` by oneDNN, without gradients."""
+    y: Tensor = torch.ops.mkldnn._linear_pointwise(_dense(a), _dense(b), None, "none", [], "")
+    return y
+
+
+def _dense(matrix: Tensor) -> Tensor:
+    """The matrix without gaps, by rows or by columns: for other layouts oneDNN has only its slowest code."""
+    return matrix if matrix.is_contiguous() or matrix.t().is_contiguous() else matrix.contiguous()
+
+
 class _OneDNN(torch.autograd.Function):
     """``a @ b.T`` of two matrices, whose gradients are products of the same kind."""
 
     @staticmethod
     def forward(ctx: Any, a: Float[Tensor, "rows inner"], b: Float[Tensor, "columns inner"]) -> Tensor:
         ctx.save_for_backward(a, b)
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
-        return y
+        return onednn_product(a, b)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:

@@ -63,13 +63,13 @@ class Checkpoints:
         found = ((_FOLDER.fullmatch(path.name), path) for path in self.folder.iterdir())
         return dict(sorted((int(match[1]), path) for match, path in found if match))
 
-    def newest(self) -> Path | None:
+    def newest_folder(self) -> Path | None:
         """The folder of the newest checkpoint."""
         return next(reversed(self.all().values()), None)
 
-    def best_one(self) -> Path | None:
+    def best_folder(self) -> Path | None:
         """The folder of the checkpoint with the best evaluation; None where nothing was evaluated."""
-        newest = self.newest()
+        newest = self.newest_folder()
         best = read_json(newest / _STATE)["best"] if newest else None
         return self.all().get(best["step"]) if best else None
 
@@ -212,5 +212,7 @@ def _write(tensors: Mapping[str, Tensor], path: Path) -> None:
         save_file(separate, str(path), metadata={"format": "pt"})
     except SafetensorError as error:
         if "os error 28" in str(error) or "os error 122" in str(error):  # ENOSPC, EDQUOT
-            raise DiskFull(f"the disk filled up while writing {path.parent.name}; the checkpoints before it are whole") from error
+            raise DiskFull(
+                f"the disk filled up while writing {path.parent.name}; the checkpoints before it are whole"
+            ) from error
         raise

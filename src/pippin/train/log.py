@@ -28,16 +28,13 @@ class Log:
     """
 
     def __init__(self, folder: Path | None, step: int, training: Training) -> None:
-        self._file = None
+        self._path = None if folder is None else folder / NAME
         self._events: Any = None
-        if folder is None:
+        if folder is None or self._path is None:
             return
-        path = folder / NAME
-        with disk_errors(path):
-            kept = [line for line in _lines(path) if line["step"] <= step]
-            with atomic_write(path, mode="w") as file:
-                file.writelines(json.dumps(line) + "\n" for line in kept)
-            self._file = path.open("a", encoding="utf-8")
+        kept = [line for line in _lines(self._path) if line["step"] <= step]
+        with atomic_write(self._path, mode="w") as file:
+            file.writelines(json.dumps(line) + "\n" for line in kept)
         for line in kept:
             if "evaluation" in line:
                 training.evaluations.append((line["step"], line["evaluation"]))
@@ -68,23 +65,23 @@ class Log:
 
     def sync(self) -> None:
         """Make sure of what was logged, before a checkpoint says that it happened."""
-        if self._file is not None:
-            with disk_errors(Path(self._file.name)):
-                self._file.flush()
-                os.fsync(self._file.fileno())
+        if self._path is not None:
+            with disk_errors(self._path), self._path.open("a") as file:
+                os.fsync(file.fileno())
+        if self._events is not None:
+            self._events.flush()
 
     def close(self) -> None:
-        """Write out everything."""
-        if self._file is not None:
-            self._file.close()
+        """Write out everything; a later step opens TensorBoard's events again by itself."""
+        self.sync()
         if self._events is not None:
             self._events.close()
 
     def _write(self, line: str) -> None:
-        if self._file is not None:
-            with disk_errors(Path(self._file.name)):
-                self._file.write(line + "\n")
-                self._file.flush()
+        """Opened for each line, so that a run that is dropped half-way leaves no open file."""
+        if self._path is not None:
+            with disk_errors(self._path), self._path.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

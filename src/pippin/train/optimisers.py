@@ -100,7 +100,8 @@ class Muon:
             InvalidArgument: no parameter of the model wants a gradient.
         """
         tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-        hidden, rest = [], []
+        hidden: list[Named] = []
+        rest: list[Named] = []
         for name, parameter in _trainable(model):
             outer = id(parameter) in tables or any(word in name for word in self.exclude)
             (hidden if parameter.ndim == 2 and not outer else rest).append((name, parameter))

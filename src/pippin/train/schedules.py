@@ -86,6 +86,8 @@ class Cosine:
 class WSD:
     """Warm-up, a stable part at the full rate, and a decay at the end: linear, or one minus a square root.
 
+    Where the two don't both fit into the run, the decay is the shorter.
+
     A run can be made longer from a checkpoint of its stable part, since nothing before the decay depends on ``steps``
     where ``warmup`` is given in steps.
 
@@ -107,10 +109,11 @@ class WSD:
 
     def __call__(self, step: int, steps: int) -> float:
         """The factor for update ``step`` of ``steps``."""
-        length = _steps(self.decay, steps)
+        warmup = _steps(self.warmup, steps)
+        length = min(_steps(self.decay, steps), steps - warmup)
         done = min(max(step - (steps - length), 0) / length, 1.0) if length else 0.0
         fallen = math.sqrt(done) if self.shape == "sqrt" else done
-        return _warm(step, _steps(self.warmup, steps)) * (1.0 - (1.0 - self.final) * fallen)
+        return _warm(step, warmup) * (1.0 - (1.0 - self.final) * fallen)
 
 
 def _progress(step: int, steps: int, warmup: float) -> tuple[float, float]:
@@ -132,6 +135,5 @@ def _check(**values: float) -> None:
     for name, value in values.items():
         upper = 1.0 if name == "final" else math.inf
         if not (0.0 <= value <= upper and math.isfinite(value)):
-            raise InvalidArgument(
-                f"{name} of a schedule must be {'0 to 1' if name == 'final' else 'finite and not negative'}, got {value}"
-            )
+            wanted = "0 to 1" if name == "final" else "finite and not negative"
+            raise InvalidArgument(f"{name} of a schedule must be {wanted}, got {value}")

@@ -11,6 +11,7 @@ Notable here:
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,13 +23,14 @@ import torch
 from torch import Tensor, nn
 
 from pippin.core import device as devices, progress
-from pippin.core.errors import InvalidArgument, InvalidInput, NonFiniteLoss
+from pippin.core.errors import InvalidArgument, InvalidInput, MissingDependency, ResumeMismatch
+from pippin.train import state
 from pippin.train.batch import to_device
-from pippin.train.checkpoints import Checkpoints, Keeper
+from pippin.train.checkpoints import Checkpoints
 from pippin.train.ema import EMA
 from pippin.train.interruption import Interruption
 from pippin.train.log import Log
-from pippin.train.objective import Loss, Objective, Stateful, Steps
+from pippin.train.objective import Loss, Objective, Steps
 from pippin.train.optimisers import AdamW, Optimiser
 from pippin.train.processes import Alone, Processes
 from pippin.train.schedules import Cosine, Schedule
@@ -65,7 +67,7 @@ class Trainer:
         steps: updates in all.
         optimiser: `AdamW` or `Muon`.
         schedule: factor of the learning rate over the run.
-        accumulate: micro-batches a step, over all processes a multiple of it.
+        accumulate: micro-batches a step, for each process.
         clip: bound of the gradient's 2-norm; None for no bound.
         precision: "bfloat16" computes under autocast; parameters and sums stay as they are.
         ema: decay of a moving average of the weights; None keeps none.
@@ -81,11 +83,13 @@ class Trainer:
         step: updates made so far.
         ema: the moving averages, where they were asked for.
         training: what has happened so far.
+        best: "step" and "value" of the best evaluation; None before the first.
 
     Raises:
         InvalidArgument: an argument is outside its range, or the model has nothing to train.
         InvalidInput: the model's weights are not finite; all of them are named.
 
+    >>> from pippin.train.objective import Loss
     >>> layer = nn.Linear(1, 1)
     >>> def square(model, batch, generator):
     ...     return Loss((model(batch) - 3 * batch).square().sum(), count=len(batch))
@@ -132,12 +136,11 @@ class Trainer:
         self.seed, self.show = seed, show
         self.device = next(self.model.parameters()).device
         self.training = Training(title, getattr(objective, "unit", "units"))
+        self.best: dict[str, float] | None = None
         self._generator = torch.Generator(self.device)
-        self._keeper = Keeper(self)
         self._batches: Iterator[Any] | None = None
         self._log: Log | None = None
-        self._bar = progress.Bar(lambda n: None, lambda text: None)
-        self._stop = False
+        self._saved: int | None = None
 
     def fit(self) -> Training:
         """The whole run, from its newest checkpoint if there is one.
@@ -153,29 +156,27 @@ class Trainer:
             DiskFull: a checkpoint could not be written; the one before it is whole.
         """
         self._begin()
-        with (
-            Interruption(show=self.show) as interruption,
-            progress.bar(
-                self.steps, self.training.title, unit="steps", done=self.step, show=self.show and self._first
-            ) as self._bar,
-            self._running(),
-        ):
-            self.training.stopped = None
-            while self.step < self.steps:
+        self.training.stopped = None
+        show = self.show and self._first
+        drawn = progress.bar(self.steps, self.training.title, unit="steps", done=self.step, show=show)
+        with Interruption(show=show) as interruption, drawn as bar, self._running():
+            while self.step < self.steps and self.training.stopped is None:
                 if not self._update(interruption):
                     self.training.stopped = "exhausted"
-                elif self._stop:
-                    self.training.stopped = "interrupted"
-                if self.training.stopped:
                     break
+                bar.advance(1)
+                bar.say(f"loss {self.training.losses[-1]:.4g}, {self._rate():,.0f} {self.training.unit}/s")
             self._finish()
         return self.training
 
     def advance(self, steps: int) -> list[float]:
-        """Make up to ``steps`` more updates: fewer where the run or its data ends first.
+        """Make up to ``steps`` more updates: fewer where the run or its data ends first. Signals are left alone.
 
         Returns:
             The loss of each.
+
+        Raises:
+            As `fit`.
         """
         self._begin()
         done = len(self.training.steps)
@@ -183,7 +184,22 @@ class Trainer:
             for _ in range(min(steps, self.steps - self.step)):
                 if not self._update(None):
                     break
+        if self.step == self.steps:
+            self._finish()
         return self.training.losses[done:]
+
+    def skip(self, steps: int) -> None:
+        """Read the batches of so many first steps and drop them: how data without a cursor comes back to its place.
+
+        Raises:
+            ResumeMismatch: it ends before.
+        """
+        with self._own_randomness():
+            for step in range(steps):
+                if not self._draw(step):
+                    raise ResumeMismatch(
+                        f"the data ends after {step} steps, and the checkpoint was written after {steps}"
+                    )
 
     @property
     def _first(self) -> bool:
@@ -192,7 +208,7 @@ class Trainer:
     def _begin(self) -> None:
         """Go on from the newest checkpoint and open the log, once."""
         if self._log is None:
-            self._keeper.resume()
+            self._saved = state.resume(self)
             folder = self.checkpoints.folder if self.checkpoints and self._first else None
             self._log = Log(folder, self.step, self.training)
 
@@ -208,15 +224,231 @@ class Trainer:
             for module, mode in modes:
                 module.training = mode
 
+    def _own_randomness(self) -> AbstractContextManager[None]:
+        """Keep the caller's global generators as they are; dropout draws from them."""
+        kind = self.device.type
+        return torch.random.fork_rng(
+            [] if kind == "cpu" else [self.device], device_type="cuda" if kind == "cpu" else kind
+        )
+
+    def _reseed(self, what: str, step: int, part: int) -> None:
+        """Make what is drawn next, for part ``part`` of ``step``, depend on nothing that happened before."""
+        digest = hashlib.blake2b(f"{self.seed}/{what}/{step}/{part}".encode(), digest_size=16).digest()
+        torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        self._generator.manual_seed(int.from_bytes(digest[8:], "little") >> 1)
+
     def _update(self, interruption: Interruption | None) -> bool:
         """One step and what is due after it; False where the data has ended."""
         began = time.perf_counter()
-        batches = self._draw()
+        batches = self._draw(self.step)
         if not batches:
             return False
         self._zero()
-        totals, count, metrics = self._losses(batches)
-        self._stop = interruption is not None and interruption.asked
-        loss, norm = 0.0, 0.0
-        ...
+        sums = self._accumulate(batches)
+        asked = float(interruption is not None and interruption.asked)
+        keys = sorted(sums)
+        added = self.processes.add(_stack([*(sums[key] for key in keys), asked], self.device)).tolist()
+        *values, stop = added
+        figures = dict(zip(keys, values, strict=True))
+        total, count = figures.pop("total"), figures.pop("count")
+        norm, lr = self._apply(total, count, batches)
+        self.step += 1
+        self._after_update()
+        loss = total / count if count else math.nan
+        metrics = {key.removeprefix("metric."): value / count for key, value in figures.items()} if count else {}
+        step = Step(self.step, loss, lr, norm, count, time.perf_counter() - began, metrics)
+        self.training.steps.append(step)
+        assert self._log is not None
+        self._log.step(step)
+        if stop:
+            self.training.stopped = "interrupted"
+        self._evaluate_and_save(last=self.step == self.steps or bool(stop))
         return True
+
+    def _draw(self, step: int) -> list[tuple[int, Any]]:
+        """This process's micro-batches of a step, with their places in it; fewer where the data ends.
+
+        Every process reads all of them, so that all have the same cursor and see the same end.
+        """
+        size = self.processes.size
+        mine, place = [], 0
+        while place < self.accumulate * size:
+            group = []
+            for part in range(place, place + size):
+                self._reseed("data", step, part)
+                if self._batches is None:
+                    self._batches = iter(self.data)
+                try:
+                    group.append(next(self._batches))
+                except StopIteration:
+                    break
+            if len(group) < size:
+                break
+            mine.append((place + self.processes.rank, group[self.processes.rank]))
+            place += size
+        if not mine and step == 0:
+            raise InvalidInput("the data holds no batch; nothing was trained")
+        return mine
+
+    def _accumulate(self, batches: list[tuple[int, Any]]) -> dict[str, Tensor | float]:
+        """Gradients of the micro-batches of a step, summed in place; totals, counts and metrics, summed too."""
+        sums: dict[str, Tensor | float] = {"total": 0.0, "count": 0.0}
+        bfloat16 = torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16")
+        for index, (place, batch) in enumerate(batches):
+            self._reseed("loss", self.step, place)
+            with self.processes.micro_batch(self.model, last=index == len(batches) - 1):
+                with bfloat16:
+                    loss = self.objective(self.model, to_device(batch, self.device), self._generator)
+                _check_loss(loss, self.step + 1)
+                loss.total.backward()
+            metrics = {f"metric.{name}": value for name, value in loss.metrics.items()}
+            parts: dict[str, Tensor | float] = {"total": loss.total, "count": float(loss.count), **metrics}
+            for key, value in parts.items():
+                sums[key] = sums.get(key, 0.0) + (_precise(value) if isinstance(value, Tensor) else value)
+        return sums
+
+    def _apply(self, total: float, count: float, batches: list[tuple[int, Any]]) -> tuple[float, float]:
+        """Divide the gradients, clip them, and update the weights; the norm before clipping, and the rate."""
+        factor = self.schedule(self.step, self.steps)
+        for group in self._groups():
+            group["lr"] = group["base_lr"] * factor
+        lr = self._groups()[0]["lr"]
+        gradients = [p.grad for group in self._groups() for p in group["params"] if p.grad is not None]
+        norm = self.processes.norm(gradients).item() if gradients else 0.0
+        if not (math.isfinite(total) and math.isfinite(norm) and math.isfinite(count)):
+            self._zero()
+            state.refuse_non_finite(self, total, norm, batches)
+        if count == 0:
+            # nothing to learn in this step: no gradient, and no weight decay without one
+            self._zero()
+            return 0.0, lr
+        norm /= count
+        scale = 1.0 / count
+        if self.clip is not None and norm > self.clip:
+            scale *= self.clip / (norm + 1e-6)
+        if scale != 1.0:
+            torch._foreach_mul_(gradients, scale)
+        for optimiser in self.optimisers:
+            optimiser.step()
+        self._zero()
+        return norm, lr
+
+    def _after_update(self) -> None:
+        if self.ema is not None:
+            self.ema.update(self.model)
+        if isinstance(self.objective, Steps):
+            with torch.no_grad():
+                self.objective.after_step(self.model, self.step)
+
+    def _evaluate_and_save(self, *, last: bool) -> None:
+        """What is due after a step."""
+        best = False
+        if self.evaluation is not None and (self.step % self.evaluation.every == 0 or self.step == self.steps):
+            best = self._evaluate(self.evaluation)
+        checkpoints = self.checkpoints
+        if checkpoints and (last or self.step % checkpoints.every == 0 or (best and checkpoints.best)):
+            self._save()
+
+    def _evaluate(self, evaluation: Evaluation) -> bool:
+        """Measure; whether it is the best so far."""
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.model.eval()
+        averages = self.ema.applied(self.model) if self.ema else nullcontext()
+        self._reseed("evaluation", self.step, 0)
+        try:
+            with averages, torch.no_grad():
+                measures = {name: float(value) for name, value in evaluation.measure(self.model).items()}
+        finally:
+            for module, mode in modes:
+                module.training = mode
+        self.training.evaluations.append((self.step, measures))
+        assert self._log is not None
+        self._log.evaluation(self.step, measures)
+        if evaluation.best is None:
+            return False
+        if evaluation.best not in measures:
+            raise InvalidArgument(
+                f"the evaluation measures {sorted(measures)}, and best={evaluation.best!r} is not among them"
+            )
+        value = measures[evaluation.best]
+        if math.isfinite(value) and (self.best is None or value < self.best["value"]):
+            self.best = {"step": self.step, "value": value}
+            return True
+        return False
+
+    def _save(self) -> None:
+        if self.checkpoints and self._saved != self.step:
+            assert self._log is not None
+            self._log.sync()
+            state.save(self, self.checkpoints)
+            self._saved = self.step
+
+    def _finish(self) -> None:
+        """The last checkpoint, the log on disk, and the picture of the losses beside it."""
+        self._save()
+        if self._log is not None:
+            self._log.close()
+        if self.checkpoints and self._first and self.training.steps:
+            try:
+                self.training.plot(self.checkpoints.folder / "loss.png")
+            except MissingDependency:
+                progress.note("no picture of the losses: pip install 'pippin[plot]'", show=self.show)
+
+    def _rate(self) -> float:
+        """Units per second over the last twenty steps."""
+        recent = self.training.steps[-20:]
+        return sum(step.units for step in recent) / max(sum(step.seconds for step in recent), 1e-9)
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimiser in self.optimisers for group in optimiser.param_groups]
+
+    def _zero(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+
+def _precise(value: Tensor) -> Tensor:
+    return value.detach().to(_precision(value.device))
+
+
+def _precision(device: torch.device) -> torch.dtype:
+    """For sums over a step; Apple's GPUs have no 64-bit floats."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def _stack(values: list[Tensor | float], device: torch.device) -> Tensor:
+    precision = _precision(device)
+    return torch.stack([torch.as_tensor(value, dtype=precision, device=device) for value in values])
+
+
+def _check_loss(loss: Loss, step: int) -> None:
+    if loss.total.ndim or not loss.count >= 0:
+        raise InvalidInput(
+            f"step {step}: a loss is a sum (a scalar) over 0 or more units, got shape {tuple(loss.total.shape)} and "
+            f"count {loss.count}"
+        )
+    if not loss.total.requires_grad:
+        raise InvalidInput(
+            f"step {step}: the loss has no gradient; compute it from the model, and not under torch.no_grad() or "
+            "torch.inference_mode()"
+        )
+
+
+def _check(*, steps: int, accumulate: int, clip: float | None, precision: str) -> None:
+    for name, value in (("steps", steps), ("accumulate", accumulate)):
+        if value < 1:
+            raise InvalidArgument(f"{name} must be 1 or more, got {value}")
+    if clip is not None and not 0 < clip < math.inf:
+        raise InvalidArgument(f"clip must be positive and finite, or None for no clipping, got {clip}")
+    if precision not in ("float32", "bfloat16"):
+        raise InvalidArgument(f"precision: 'float32' or 'bfloat16', got {precision!r}")
+
+
+def _check_weights(model: nn.Module) -> None:
+    bad = [
+        f"{name} ({int((~value.isfinite()).sum())} of {value.numel()})"
+        for name, value in model.named_parameters()
+        if value.is_floating_point() and not value.is_meta and not value.isfinite().all()
+    ]
+    if bad:
+        raise InvalidInput(f"the model's weights are not finite before training: {', '.join(bad)}")

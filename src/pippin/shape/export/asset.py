@@ -111,13 +111,13 @@ class ModelAsset:
         """Names of the functions; "main" is the first."""
         return tuple(self.programs)
 
-    def signature(self, function: str = "main") -> SignatureText:
+    def signature(self, function: str = "main") -> Signature:
         """Inputs and outputs of a function.
 
         Raises:
             InvalidArgument: there is no such function.
         """
-        return SignatureText(**vars(self.program(function).signature))
+        return self.program(function).signature
 
     def program(self, function: str = "main") -> Program:
         """One captured function.
@@ -330,13 +330,6 @@ class ModelAsset:
         return weights, places
 
 
-class SignatureText(Signature):
-    """A signature that prints as one line."""
-
-    def __str__(self) -> str:
-        return f"{', '.join(map(str, self.inputs))} -> {', '.join(map(str, self.outputs))}"
-
-
 def _like(new: Tensor | None, old: Any) -> Any:
     """A new value of a weight, a parameter where the old one was."""
     if new is None:
@@ -403,7 +396,7 @@ def _shorten(exported: ExportedProgram) -> None:
     """Keep the innermost source line of each operator, without the folders of this machine; forget what was traced."""
     for node in exported.graph.nodes:
         if "stack_trace" in node.meta and node.meta["stack_trace"]:
-            node.meta["stack_trace"] = program_file._short(node.meta["stack_trace"])
+            node.meta["stack_trace"] = program_file.innermost(node.meta["stack_trace"])
 
 
 def _record(folder: Path) -> dict[str, Any]:

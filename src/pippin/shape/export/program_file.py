@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from pippin.core.errors import CorruptedFile, UnsafeCheckpoint, UnsupportedModel
@@ -23,9 +23,13 @@ from pippin.core.errors import CorruptedFile, UnsafeCheckpoint, UnsupportedModel
 _METADATA = {"nn_module_stack", "stack_trace", "torch_fn"}
 _TARGET = re.compile(r"torch\.ops\.(aten\.\w+(\.\w+)?|higher_order\.\w+)|torch\.sym_\w+|_operator\.(\w+)|math\.\w+")
 _OPERATORS = set("getitem add sub mul floordiv truediv mod neg eq ne lt le gt ge pow and_ or_ not_".split())
-_EXPRESSION = re.compile(r"(?:[suz]\w*\d|\d+|[-+*/%()<>=!&|~, ]|\b(?:%s)\b)*" % "|".join(
-    "Mod PythonMod FloorDiv CleanDiv IntTrueDiv TrunToInt Max Min Eq Ne Lt Le Gt Ge And Or Not True False".split()
-))
+# sizes are written as sympy's constructors, which torch evaluates as Python
+_WORDS = (
+    "Add|Mul|Pow|Integer|Rational|Float|Mod|PythonMod|FloorDiv|CleanDiv|IntTrueDiv|TruncToInt|Max|Min|"
+    "Equality|Unequality|StrictLessThan|LessThan|StrictGreaterThan|GreaterThan|And|Or|Not|true|false|"
+    "positive|nonnegative|integer|precision|evaluate|True|False"
+)
+_EXPRESSION = re.compile(rf"(Symbol\('[suz]\w*\d'|\b({_WORDS})\b|\b\d+\b|[-(),= ])*")
 _TYPES = {"builtins.tuple", "builtins.list", "builtins.dict", None}
 
 
@@ -44,7 +48,7 @@ def to_bytes(program: ExportedProgram) -> bytes:
     record["guards_code"] = []
     record["torch_version"] = ""
     for node in _records(record, "target"):
-        node["metadata"] = {key: _short(text) for key, text in node["metadata"].items() if key in _METADATA}
+        node["metadata"] = {key: innermost(text) for key, text in node["metadata"].items() if key in _METADATA}
     try:
         _check(record, "this program")
     except UnsafeCheckpoint as error:
@@ -72,8 +76,13 @@ def from_bytes(data: bytes, tensors: dict[str, Tensor], where: object) -> Export
         _check(record, where)
         parsed = serialize._dict_to_dataclass(schema.ExportedProgram, record)
         signature = parsed.graph_module.signature
-        constants = {spec.tensor_constant.tensor_constant_name for spec in signature.input_specs
-                     if spec.type == "tensor_constant"}
+        constants = {
+            spec.tensor_constant.tensor_constant_name
+            for spec in signature.input_specs
+            if spec.type == "tensor_constant"
+        }
+        learnt = {spec.parameter.parameter_name for spec in signature.input_specs if spec.type == "parameter"}
+        tensors = {key: nn.Parameter(tensor) if key in learnt else tensor for key, tensor in tensors.items()}
         program = serialize.ExportedProgramDeserializer().deserialize(
             parsed,
             {name: tensor for name, tensor in tensors.items() if name not in constants},
@@ -89,7 +98,7 @@ def from_bytes(data: bytes, tensors: dict[str, Tensor], where: object) -> Export
     return program
 
 
-def _short(text: str) -> str:
+def innermost(text: str) -> str:
     """A stack trace without folders: only the innermost line, which is the model's own."""
     frames = re.findall(r'File "(?:[^"]*[/\\])?([^"/\\]+)", line (\d+), in (\S+)', text)
     return 'File "{}", line {}, in {}'.format(*frames[-1]) if frames else text

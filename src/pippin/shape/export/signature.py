@@ -80,6 +80,9 @@ class Signature:
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
 
+    def __str__(self) -> str:
+        return f"{', '.join(map(str, self.inputs))} -> {', '.join(map(str, self.outputs))}"
+
     def check(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
         """The tensors in the order of the inputs.
 

@@ -84,11 +84,11 @@ def fold(
         layer = module.layers[index]
         assert isinstance(layer, DecoderLayer)
         folds = folds_of(module, index)
-        moments = walk.moments(index, [part.readers[0] for part in folds])
+        moments = walk.moments(index, [part.observed for part in folds])
         for part in folds:
             readers = [layer.get_submodule(name) for name in part.readers]
             widths = [rtn.width(f"layers.{index}.{name}", settings, bits) for name in part.readers]
-            alpha, scale = _search(part, readers, widths, moments[part.readers[0]], settings, grid)
+            alpha, scale = _search(part, readers, widths, moments[part.observed], settings, grid)
             part.apply(layer, scale)
             exponents[f"layers.{index}.{part.readers[0]}"] = alpha
         walk.advance(index)
@@ -110,6 +110,11 @@ class Fold:
     readers: tuple[str, ...]
     also: tuple[str, ...] = ()
     heads: tuple[int, int, int] | None = None
+
+    @property
+    def observed(self) -> str:
+        """The matrix whose inputs are looked at: the router of experts, which every token passes, or the first reader."""
+        return (*self.also, *self.readers)[0]
 
     def shared(self, energy: Float[Tensor, inputs]) -> Float[Tensor, outputs]:
         """Mean energy of each output of the source, over the inputs that repeat it."""
@@ -161,7 +166,6 @@ def folds_of(module: Decoder, index: int) -> list[Fold]:
         return [*folds, Fold("mlp.up_proj", ("mlp.down_proj",))] if gated else folds
     assert isinstance(layer.mlp, MixtureOfExperts)
     experts = [f"mlp.experts.{number}" for number in range(len(layer.mlp.experts))]
-    # the moments of the norm's output are those of the router, which every token passes
     inner = tuple(f"{name}.{part}" for name in experts for part in ("gate_proj", "up_proj"))
     folds.append(Fold(norm, inner, also=("mlp.gate",)))
     return [*folds, *(Fold(f"{name}.up_proj", (f"{name}.down_proj",)) for name in experts)]

@@ -1,0 +1,119 @@
+"""Causal attention that is trained through on a CPU, as a few large matrix products.
+
+Notable here:
+- torch's own kernel walks over tiles in a loop of its own; here a block of queries meets all keys before it in one
+  product of the library that is fastest: oneDNN for float32 (see `product`), the batched bfloat16 one under autocast
+- nothing but queries, keys and values is kept for the backward pass: a block's softmax is taken again
+- heads that share keys lie below each other in one matrix, so that no key is ever copied for them
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from pippin.nn.product import onednn_product, slow_blas, traced
+
+BLOCK = 128
+"""Queries that are worked on together; what lies after the last of them is neither computed nor masked."""
+SHORTEST = 64
+"""Sequences below this are left to torch."""
+
+
+def supports(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether this is quicker than torch's kernel: gradients are wanted on a CPU, and it has the products for it."""
+    if q.device.type != "cpu" or q.shape[2] < SHORTEST or not torch.is_grad_enabled():
+        return False
+    if not (q.requires_grad or k.requires_grad or v.requires_grad) or traced(q, k, v):
+        return False
+    if q.shape[2] != k.shape[2]:
+        return False
+    dtype = precision(q)
+    return (dtype == torch.float32 and slow_blas()) or (
+        dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    )
+
+
+def precision(q: Tensor) -> torch.dtype:
+    """The type that the products are computed in."""
+    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else q.dtype
+
+
+def attend(
+    q: Float[Tensor, "batch heads new head_dim"],
+    k: Float[Tensor, "batch kv_heads new head_dim"],
+    v: Float[Tensor, "batch kv_heads new head_dim"],
+    scale: float | None,
+) -> Float[Tensor, "batch heads new head_dim"]:
+    r"""$\mathrm{softmax}(s\, q k^T) v$, each query over the keys up to its own; differentiable once.
+
+    Args:
+        q: queries; ``heads`` is a multiple of ``kv_heads``.
+        k: keys.
+        v: values.
+        scale: of the scores; None for ``head_dim ** -0.5``.
+
+    Source: Vaswani et al. 2017, arXiv:1706.03762, eq. 1; recomputation as in Dao et al. 2022, arXiv:2205.14135.
+    """
+    dtype = precision(q)
+    y: Tensor = _Causal.apply(q.to(dtype), k.to(dtype), v.to(dtype), q.shape[-1] ** -0.5 if scale is None else scale)
+    return y
+
+
+def _products(a: Float[Tensor, "groups rows inner"], b: Float[Tensor, "groups inner columns"]) -> Tensor:
+    """The product of each pair of matrices."""
+    if a.dtype != torch.float32:
+        return torch.bmm(a, b)
+    return torch.stack([onednn_product(x, y.t()) for x, y in zip(a, b, strict=True)])
+
+
+class _Causal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        ctx.scale = scale
+        batch, heads, new, width = q.shape
+        keys, values = k.reshape(-1, new, width), v.reshape(-1, new, width)
+        y = q.new_empty(batch, new, heads, width).transpose(1, 2)  # the heads side by side, as the next layer reads
+        for start in range(0, new, BLOCK):
+            end = min(start + BLOCK, new)
+            weights = _weights(_block(q, start, end, len(keys)), keys, scale, start, end)
+            y[:, :, start:end] = _products(weights, values[:, :end]).view(batch, heads, end - start, width)
+        return y
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, change: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v = ctx.saved_tensors
+        scale: float = ctx.scale
+        batch, heads, new, width = q.shape
+        keys, values = k.reshape(-1, new, width), v.reshape(-1, new, width)
+        of_q = q.new_empty(batch, new, heads, width).transpose(1, 2)
+        of_k, of_v = (torch.zeros_like(keys, dtype=torch.float32) for _ in range(2))
+        for start in range(0, new, BLOCK):
+            end = min(start + BLOCK, new)
+            queries, above = (_block(x, start, end, len(keys)) for x in (q, change))
+            weights = _weights(queries, keys, scale, start, end)
+            of_v[:, :end] += _products(weights.transpose(1, 2), above)
+            of_weights = _products(above, values[:, :end].transpose(1, 2))
+            of_scores = torch._softmax_backward_data(of_weights, weights, -1, weights.dtype).mul_(scale)
+            of_q[:, :, start:end] = _products(of_scores, keys[:, :end]).view(batch, heads, end - start, width)
+            of_k[:, :end] += _products(of_scores.transpose(1, 2), queries)
+        return of_q, of_k.to(k.dtype).view_as(k), of_v.to(v.dtype).view_as(v), None
+
+
+def _block(x: Tensor, start: int, end: int, groups: int) -> Float[Tensor, "groups rows width"]:
+    """Some tokens of all heads, those that share keys below each other."""
+    return x[:, :, start:end].reshape(groups, -1, x.shape[-1]).contiguous()
+
+
+def _weights(queries: Tensor, keys: Tensor, scale: float, start: int, end: int) -> Float[Tensor, "groups rows end"]:
+    """What a block of queries pays to each of the keys up to its end."""
+    scores = _products(queries * scale, keys[:, :end].transpose(1, 2))
+    later = torch.full((end - start, end - start), -torch.inf, dtype=scores.dtype).triu_(1)
+    scores.view(len(keys), -1, end - start, end)[..., start:] += later
+    return torch.softmax(scores, -1)

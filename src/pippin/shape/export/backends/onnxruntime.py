@@ -1,0 +1,250 @@
+"""ONNX, and its runtime: the usual choice on any processor.
+
+Notable here:
+- the model is converted from the exported program and never quantised by the runtime
+- the runtime says only when asked where each node went, so it is always asked (`session.record_ep_graph_assignment_info`)
+- per-node times come from its profile; the conversion keeps the name of the operator that each node comes from
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from pippin.core.errors import InvalidArgument, UnsupportedOperator
+from pippin.shape.export.compiled import (
+    CompiledModel,
+    NodeTime,
+    operator_at_fault,
+    places,
+    refuse_options,
+    require,
+    require_device,
+)
+from pippin.shape.export.signature import DTYPES, Range
+
+if TYPE_CHECKING:
+    from pippin.shape.export.asset import ModelAsset
+
+_DEVICES = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+_INLINE = 1 << 30  # larger models than this keep their weights in a file beside the graph: protobuf ends at 2 GiB
+
+
+def compile(
+    asset: ModelAsset, *, device: str = "cpu", threads: int | None = None, strict: bool = False, **options: Any
+) -> OnnxModel:
+    """Convert and load.
+
+    Args:
+        asset: the model.
+        device: "cpu" or "cuda".
+        threads: of the CPU; None for as many as torch uses.
+        strict: refuse a model of which any node would run elsewhere.
+        options: none.
+
+    Raises:
+        BackendUnavailable: onnx, onnxscript or onnxruntime is not installed.
+        UnsupportedOperator: ONNX has no form of an operator.
+        SilentFallback: ``strict``, and a node is on another device.
+        InvalidArgument: an unknown device or option.
+    """
+    refuse_options("onnxruntime", options)
+    if device not in _DEVICES:
+        raise InvalidArgument(f"onnxruntime runs on {', '.join(_DEVICES)}, not on {device!r}")
+    model = OnnxModel(asset, device, threads or torch.get_num_threads())
+    if strict:
+        require_device("onnxruntime", device, model.fallbacks(device))
+    return model
+
+
+def write(asset: ModelAsset, path: Path, **options: Any) -> None:
+    """Write "main" as one `.onnx` file, further functions beside it as NAME.FUNCTION.onnx."""
+    refuse_options("onnxruntime", options)
+    for name in asset.functions:
+        convert(asset, name, path if name == "main" else path.with_suffix(f".{name}.onnx"))
+
+
+def convert(asset: ModelAsset, function: str, path: Path) -> None:
+    """Write one function in ONNX.
+
+    Raises:
+        BackendUnavailable: onnx or onnxscript is not installed.
+        UnsupportedOperator: ONNX has no form of an operator.
+    """
+    for wheel in ("onnx", "onnxscript"):
+        require(wheel, backend="onnxruntime", wheel=wheel, extra="export")
+    signature = asset.signature(function)
+    try:
+        with _quiet():
+            program = torch.onnx.export(
+                asset.program(function).exported,
+                dynamo=True,
+                verbose=False,
+                input_names=[port.name for port in signature.inputs],
+                output_names=[port.name for port in signature.outputs],
+            )
+    except torch.onnx.errors.OnnxExporterError as error:
+        cause = str(error.__cause__ or error)
+        raise UnsupportedOperator(f"ONNX has no form of {operator_at_fault(asset, function, cause)}") from error
+    assert program is not None
+    temporary = path.with_name(f".{path.name}.partial")
+    if asset.nbytes > _INLINE:
+        program.save(str(path), external_data=True)
+        return
+    program.save(str(temporary))
+    temporary.replace(path)
+
+
+class OnnxModel(CompiledModel):
+    """Sessions of the runtime, one for each function."""
+
+    backend = "onnxruntime"
+
+    def __init__(self, asset: ModelAsset, device: str, threads: int) -> None:
+        super().__init__(asset)
+        self.runtime = require("onnxruntime", backend="onnxruntime", wheel="onnxruntime", extra="export")
+        self.device, self.threads = device, threads
+        self.folder = tempfile.TemporaryDirectory(prefix="pippin-onnx-")
+        self.files = {}
+        for name in asset.functions:
+            self.files[name] = Path(self.folder.name) / f"{name}.onnx"
+            convert(asset, name, self.files[name])
+        self.nbytes = sum(file.stat().st_size for file in Path(self.folder.name).iterdir())
+        self.sessions = {name: self._session(name) for name in asset.functions}
+
+    def _session(self, function: str, profile: bool = False) -> Any:
+        settings = self.runtime.SessionOptions()
+        settings.intra_op_num_threads = self.threads
+        settings.log_severity_level = 3
+        settings.enable_profiling = profile
+        settings.profile_file_prefix = str(Path(self.folder.name) / "profile")
+        settings.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+        wanted = _DEVICES[self.device]
+        available = self.runtime.get_available_providers()
+        providers = [wanted] if wanted in available else []
+        return self.runtime.InferenceSession(
+            str(self.files[function]), settings, providers=list(dict.fromkeys([*providers, _DEVICES["cpu"]]))
+        )
+
+    def execute(self, function: str, tensors: list[Tensor]) -> list[Tensor]:
+        """See `CompiledModel.execute`."""
+        signature = self.asset.signature(function)
+        given = {port.name: tensor.contiguous().numpy(force=True) for port, tensor in zip(signature.inputs, tensors, strict=True)}
+        return [torch.from_numpy(array) for array in self.sessions[function].run(None, given)]
+
+    def provider_map(self, function: str = "main") -> dict[str, str]:
+        """See `CompiledModel.provider_map`."""
+        names = {provider: device for device, provider in _DEVICES.items()}
+        return {
+            node.name: names.get(part.ep_name, part.ep_name)
+            for part in self.sessions[function].get_provider_graph_assignment_info()
+            for node in part.get_nodes()
+        }
+
+    def times(self, function: str, tensors: Mapping[str, Tensor], runs: int) -> list[NodeTime]:
+        """See `CompiledModel.times`."""
+        session = self._session(function, profile=True)
+        given = {name: tensor.contiguous().numpy(force=True) for name, tensor in tensors.items()}
+        for _ in range(runs + 1):
+            session.run(None, given)
+        events = json.loads(Path(session.end_profiling()).read_text())
+        spent: dict[str, list[float]] = {}
+        kinds: dict[str, str] = {}
+        for event in events:
+            if event.get("cat") == "Node" and event["name"].endswith("_kernel_time"):
+                name = event["name"].removesuffix("_kernel_time")
+                spent.setdefault(name, []).append(event["dur"] / 1e3)
+                kinds[name] = event["args"]["op_name"]
+        known, origin = places(self.asset, function), self._origins(function)
+        devices = self.provider_map(function)
+        found = []
+        for name, times in spent.items():
+            source = origin.get(name) or origin.get(name.removesuffix("_nchwc"), "")
+            module = known[source].module if source in known else None
+            found.append(
+                NodeTime(name, kinds[name], tuple(times[-runs:]), module, devices.get(name, self.device), (source,) if source else ())
+            )
+        return found
+
+    def _origins(self, function: str) -> dict[str, str]:
+        """Names of the nodes of the graph, each with the operator of the exported program that it comes from."""
+        onnx = require("onnx", backend="onnxruntime", wheel="onnx", extra="export")
+        graph = onnx.load(str(self.files[function]), load_external_data=False).graph
+        notes = {node.name: {note.key: note.value for note in node.metadata_props} for node in graph.node}
+        return {
+            name: note["pkg.torch.onnx.fx_node"].removeprefix("%").split(" ")[0]
+            for name, note in notes.items()
+            if "pkg.torch.onnx.fx_node" in note
+        }
+
+    def close(self) -> None:
+        """Give back sessions and files."""
+        self.sessions = {}
+        self.folder.cleanup()
+
+
+class StaticCall:
+    """One function with fixed sizes whose inputs and outputs are memory of ours, written over by every call.
+
+    For real-time work: after it is made, a call allocates no tensor; the runtime reuses the memory of its first runs.
+
+    Args:
+        model: what `compile` gave.
+        sizes: of all dynamic dimensions, by name.
+        function: which one.
+
+    Raises:
+        InvalidArgument: a size is missing, or an output has a size that is no input's.
+    """
+
+    def __init__(self, model: OnnxModel, sizes: Mapping[str, int] | None = None, function: str = "main") -> None:
+        signature = model.asset.signature(function)
+        self.session = model.sessions[function]
+        self.binding = self.session.io_binding()
+        self.inputs, self.outputs = (
+            {
+                port.name: torch.zeros([_size(size, sizes or {}, port.name) for size in port.shape], dtype=DTYPES[port.dtype])
+                for port in ports
+            }
+            for ports in (signature.inputs, signature.outputs)
+        )
+        for bind, tensors in ((self.binding.bind_input, self.inputs), (self.binding.bind_output, self.outputs)):
+            for name, tensor in tensors.items():
+                bind(name, "cpu", 0, tensor.numpy().dtype, list(tensor.shape), tensor.data_ptr())
+
+    def __call__(self) -> None:
+        """Compute ``outputs`` from what stands in ``inputs``."""
+        self.session.run_with_iobinding(self.binding)
+
+
+def _size(size: int | Range, sizes: Mapping[str, int], port: str) -> int:
+    if isinstance(size, Range):
+        if size.name not in sizes or not size.least <= sizes[size.name] <= size.most:
+            raise InvalidArgument(f"{port} needs one size within {size}, got {sizes.get(size.name)}")
+        return sizes[size.name]
+    if size < 0:
+        raise InvalidArgument(f"{port} has a size that follows from no single input size, so it cannot be fixed")
+    return size
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Conversion without its remarks about libraries that are not here."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
