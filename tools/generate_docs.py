@@ -7,8 +7,10 @@ python tools/generate_docs.py --check   write nothing; say which are out of date
 from __future__ import annotations
 
 import argparse
+import html
 import importlib
 import json
+import math
 import re
 import subprocess
 import sys
@@ -213,6 +215,63 @@ def _missed(row: dict[str, Any]) -> str:
     return f"- {row['what']}, beside {row['peer']}: {row['ratio']:.3g} of {row['goal']:.3g}, {short:.0f} % short"
 
 
+def two_bits_page() -> str:
+    """`docs/two_bits.md` with the figures and answers between its markers brought up to date."""
+    kept = json.loads((ROOT / "results" / "two_bits.json").read_text(encoding="utf-8"))
+    page = DOCS / "two_bits.md"
+    return _between(page, "figures", _two_bits_figures(kept)).replace(
+        _marked(page, "answers"), f"<!-- answers -->\n{_two_bits_answers(kept)}\n<!-- /answers -->"
+    )
+
+
+def _marked(path: Path, name: str) -> str:
+    """What stands between a page's markers of this name, with the markers."""
+    found = re.search(f"<!-- {name} -->.*?<!-- /{name} -->", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    if found is None:
+        raise SystemExit(f"{path.name} needs <!-- {name} --> and <!-- /{name} -->")
+    return found[0]
+
+
+def _two_bits_figures(kept: dict[str, Any]) -> str:
+    """What training took, and a row for each model."""
+    machine, stages = kept["machine"], kept["stages"]
+    commit = "no commit" if kept["commit"] is None else kept["commit"][:10]
+    lines = [f"{machine['cpu']}, {machine['threads']} threads; {commit}.", ""]
+    for name, title in (("lora", "LoRA"), ("qat", "2-bit training")):
+        stage = stages[name]
+        seconds, learnt = sum(stage["seconds"]), sum(stage["tokens"])
+        lines.append(
+            f"- {title}: {len(stage['loss'])} steps, {learnt:,.0f} learnt tokens, {seconds / 60:.0f} minutes; "
+            f"loss on new problems from {stage['held_out'][0][1]:.2f} (step {stage['held_out'][0][0]}) "
+            f"to {stage['held_out'][-1][1]:.2f} nats a token"
+        )
+    lines += [
+        "",
+        "| model | weights, MB | answer, tokens/s | perplexity, new problems | perplexity, encyclopaedia | solved |",
+        "|---|--:|--:|--:|--:|--:|",
+    ]
+    for name, one in kept["models"].items():
+        new, old = (math.exp(one[key]) for key in ("problems_nats", "encyclopaedia_nats"))
+        lines.append(
+            f"| {name} | {one['megabytes']:.1f} | {one['tokens_per_second']:.0f} | {new:.3g} | {old:.3g} "
+            f"| {one['solved']:.1%} |"
+        )
+    return "\n".join(lines)
+
+
+def _two_bits_answers(kept: dict[str, Any]) -> str:
+    """Every question with what the file's model and the trained one said."""
+    lines = []
+    shown = ("original, 4 bits", "tutor, 8 bits", "tutor, 2 bits, rounded", "tutor, 2 bits, trained")
+    for index, question in enumerate(kept["questions"]):
+        lines += [f"**{question}**", ""]
+        for name in shown:
+            said = " ".join(kept["models"][name]["answers"][index].split())
+            lines += [f"- *{name}*: {html.escape(said[:400])}{' …' if len(said) > 400 else ''}"]
+        lines.append("")
+    return "\n".join(lines).rstrip()
+
+
 def cli_page() -> str:
     """`docs/cli.md`, by typer's own generator."""
     words = [sys.executable, "-m", "typer", "pippin.cli.app", "utils", "docs", "--name", "pippin"]
@@ -256,6 +315,7 @@ PAGES: dict[Path, Callable[[], str]] = {
     DOCS / "claims.md": claims_page,
     DOCS / "benchmarks.md": benchmarks_page,
     DOCS / "performance.md": performance_page,
+    DOCS / "two_bits.md": two_bits_page,
     DOCS / "cli.md": cli_page,
     DOCS / "index.md": index_page,
     DOCS / "json-schema.md": json_schema_page,
@@ -264,7 +324,7 @@ PAGES: dict[Path, Callable[[], str]] = {
 
 
 # These say in their own words that they are generated.
-SAY_SO_THEMSELVES = {DOCS / "json-schema.md", DOCS / "performance.md", ROOT / "README.md"}
+SAY_SO_THEMSELVES = {DOCS / "json-schema.md", DOCS / "performance.md", DOCS / "two_bits.md", ROOT / "README.md"}
 
 
 def text_of(page: Path) -> str:

@@ -1,4 +1,4 @@
-"""A run with everything that must survive a kill; `python _run.py FOLDER STEPS EVERY` makes it in a process of its own."""
+"""A run with all that must survive a kill; `python _run.py FOLDER STEPS EVERY` makes it in a process of its own."""
 
 import random
 import sys

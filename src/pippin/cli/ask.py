@@ -46,6 +46,7 @@ def ask(
         bool, typer.Option("--json", help="Print one JSON object: content, usage, timing.", rich_help_panel=_FORM)
     ] = False,
     model: options.Model = DEFAULT_MODEL,
+    adapter: options.Adapter = None,
     url: options.Url = None,
     device: options.Device = None,
     dtype: options.DType = "auto",
@@ -80,10 +81,10 @@ def ask(
     )
     import pippin
 
-    machine = options.Machine(device, dtype, bits, cache_type, threads, speculate, prompt_cache)
+    machine = options.Machine(device, dtype, bits, cache_type, threads, speculate, prompt_cache, tuple(adapter or ()))
     is_text = target is None or bool(choice or regex)
     with options.provider(model, url, machine) as provider:
-        session = pippin.Session(provider, instructions=instructions)
+        session = pippin.Session(provider, instructions=instructions, adapter=machine.adapter_name)
         if as_json or not (is_text or terminal.watched(sys.stdout)):
             response = session.respond(text, generating=target, options=given)
             value = _record(response, provider.name) if as_json else response.content

@@ -135,7 +135,7 @@ class Chat:
     def _begin(self, **given: Any) -> None:
         import pippin
 
-        self.session = pippin.Session(self.session.provider, **given)
+        self.session = pippin.Session(self.session.provider, adapter=self.session.adapter, **given)
 
     def _save(self, path: Path) -> None:
         from pippin.core.files import atomic_write
@@ -154,6 +154,7 @@ class Chat:
 def chat(
     instructions: options.Instructions = None,
     model: options.Model = DEFAULT_MODEL,
+    adapter: options.Adapter = None,
     url: options.Url = None,
     device: options.Device = None,
     dtype: options.DType = "auto",
@@ -185,9 +186,9 @@ def chat(
     )
     import pippin
 
-    machine = options.Machine(device, dtype, bits, cache_type, threads, speculate, prompt_cache)
+    machine = options.Machine(device, dtype, bits, cache_type, threads, speculate, prompt_cache, tuple(adapter or ()))
     with options.provider(model, url, machine) as provider:
-        session = pippin.Session(provider, instructions=instructions)
+        session = pippin.Session(provider, instructions=instructions, adapter=machine.adapter_name)
         conversation = Chat(session, given, at_keyboard=terminal.watched(sys.stdin) and terminal.watched(sys.stdout))
         if conversation.at_keyboard:
             terminal.note(f"{provider.name}; /help for help, Ctrl-D to leave")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from pippin.core.errors import InvalidArgument, PippinError
 
 if TYPE_CHECKING:
     from pippin.language.load import LanguageModel
+    from pippin.nn.lora import Adapter as LoadedAdapter
     from pippin.session.options import GenerationOptions
     from pippin.session.provider import Provider
 
@@ -83,6 +84,14 @@ PromptCache = Annotated[
         rich_help_panel=_SPEED,
     ),
 ]
+Adapter = Annotated[
+    list[Path] | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="Answer with this LoRA adapter; several are added up.",
+        rich_help_panel=_MACHINE,
+    ),
+]
 Instructions = Annotated[str | None, typer.Option("--instructions", "-i", help="Who the model is, how it answers.")]
 Temperature = Annotated[
     float | None, typer.Option(help="0 takes the likeliest token; higher is more varied.", rich_help_panel=_SAMPLING)
@@ -118,6 +127,12 @@ class Machine:
     threads: int | None = None
     speculate: str | None = None
     prompt_cache: Path | None = None
+    adapter: tuple[Path, ...] = ()
+
+    @property
+    def adapter_name(self) -> str | None:
+        """What sessions call the sum of the adapters; None without any."""
+        return "given" if self.adapter else None
 
 
 def load(
@@ -170,6 +185,8 @@ def _local(model: str, machine: Machine) -> Iterator[Provider]:
     if machine.prompt_cache is not None:
         prompt_cache.check_place(machine.prompt_cache)
     loaded = load(model, machine.device, machine.dtype, machine.bits, machine.threads)
+    if machine.adapter_name is not None:
+        add_adapters(loaded, machine.adapter_name, machine.adapter)
     guess = None
     if machine.speculate is not None:
         guess = speculation(
@@ -183,6 +200,28 @@ def _local(model: str, machine: Machine) -> Iterator[Provider]:
             engine.close()
         raise
     engine.close()
+
+
+def add_adapters(
+    model: LanguageModel, name: str, folders: Sequence[Path], weights: Sequence[float] | None = None
+) -> LoadedAdapter:
+    """Load adapters as one, their weighted sum; requests to the model find it under this name.
+
+    Raises:
+        InvalidArgument: not one weight for each folder.
+        ModelNotFound, CheckpointError: a folder holds no adapter of this model.
+    """
+    from pippin.language.adapters import load_adapter
+    from pippin.nn.lora import combine
+
+    weights = weights or [1.0] * len(folders)
+    if len(weights) != len(folders):
+        raise InvalidArgument(f"{len(weights)} weights were given for {len(folders)} adapters; give one for each")
+    parts = [
+        (load_adapter(model, str(folder), folder), weight) for folder, weight in zip(folders, weights, strict=True)
+    ]
+    model.adapters[name] = combine(name, parts)
+    return model.adapters[name]
 
 
 def generation_options(**given: Any) -> GenerationOptions:

@@ -4,4 +4,10 @@ from __future__ import annotations
 
 import typer
 
+from pippin.cli.shape_merge import merge
+from pippin.cli.shape_share import share
+
 app = typer.Typer(no_args_is_help=True, help="Make a model smaller or faster, and take it elsewhere.")
+
+app.command()(merge)
+app.command()(share)

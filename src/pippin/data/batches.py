@@ -30,7 +30,7 @@ class TokenBatch:
             They add up to ``rows * length``, and none crosses the end of a row. None: each row is one document.
 
     Raises:
-        InvalidArgument: counts that do not add up, or shapes that differ.
+        InvalidArgument: counts that do not add up.
 
     >>> import torch
     >>> ids = torch.tensor([[5, 6, 7, 5]])
@@ -43,12 +43,11 @@ class TokenBatch:
     documents: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.ids.shape != self.targets.shape:
-            raise InvalidArgument(f"ids are {tuple(self.ids.shape)} and targets {tuple(self.targets.shape)}")
-        if self.documents is not None and (sum(self.documents) != self.ids.numel() or min(self.documents) < 1):
+        counts = self.documents
+        if counts is not None and (sum(counts) != self.ids.numel() or min(counts, default=0) < 1):
             raise InvalidArgument(
-                f"documents of {sum(self.documents)} tokens (the shortest has {min(self.documents)}) do not lie end to "
-                f"end in {self.ids.numel()} tokens"
+                f"documents of {sum(counts)} tokens (the shortest has {min(counts, default=0)}) do not fill rows of "
+                f"{self.ids.numel()} tokens in all"
             )
 
     @property

@@ -1,15 +1,20 @@
-"""A GGUF file's tokenizer, rebuilt for the `tokenizers` library.
+"""A GGUF file's tokenizer, rebuilt for the `tokenizers` library, and the way back.
 
 Notable here:
 - a GGUF names its pre-tokenizer (`tokenizer.ggml.pre`) instead of describing it; the splitting rule behind each name
   is written down here, and a name that is not here is refused, since a wrong rule degrades a model silently
 - a SentencePiece vocabulary comes with scores but without merges: they follow from the vocabulary
 - control tokens are registered as special, so that text can be encoded with or without them
+- on the way back, a splitting rule gets the name of the rule that cuts a text full of traps in the same places, however
+  differently it is written down
 
 Source: llama.cpp's llama-vocab.cpp for the names; the splitting rules are those of the models' own tokenizer.json.
 """
 
 from __future__ import annotations
+
+import json
+from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer as Backend, decoders, models, normalizers, pre_tokenizers
 
@@ -17,8 +22,8 @@ from pippin.core.errors import CorruptedFile, PippinError, UnsupportedModel
 from pippin.core.gguf import GGUFFile
 
 # Token types of GGUF.
-_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
-_NOT_TEXT = frozenset({_UNKNOWN, _CONTROL, _UNUSED})
+_NORMAL, _UNKNOWN, CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
+_NOT_TEXT = frozenset({_UNKNOWN, CONTROL, _UNUSED})
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -60,6 +65,13 @@ _SPLITS: dict[str, tuple[str, ...]] = {
     "tekken": (_TEKKEN,),
     "deepseek-v3": (r"\p{N}{1,3}", r"[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK3),
 }
+# Where splitting rules differ: contractions in both cases, digits, punctuation, runs of spaces and line ends, letters of
+# other scripts, marks.
+_PROBE = (
+    "I'm HE'LL they'Ve camelCase XMLHttp 1 22 333 4444 55555 3.14 $5 a+b=c!! ... (x)[y]{z} `q` #tag @me \t\ttab  two   "
+    "three \n line\r\n\n\n  end_of_line/path//x 100% naïve Ünï čšž ЖЁ абв 東京都 ひらがな カタカナ 한국어 १२३ e\u0301 "
+    "🙂🙃 …— «quoted» \u00a0nbsp don't DON'T l'été <tag> ^~| \\ \"s\"  "
+)
 # Here a word that is in the vocabulary is one token, whatever the merges say, and a prompt begins with the begin token.
 _WHOLE_WORDS = frozenset({"llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2", "tekken"})
 _COMPOSED = frozenset({"qwen2", "deepseek-r1-qwen"})
@@ -97,6 +109,69 @@ def build_backend(file: GGUFFile) -> Backend:
     return backend
 
 
+def describe_backend(backend: Backend, rows: int) -> dict[str, Any]:
+    """The metadata from which `build_backend` and llama.cpp make this tokenizer: ``tokenizer.ggml.*``, by key.
+
+    Args:
+        backend: byte-level or SentencePiece, as BPE.
+        rows: of the embedding; ids beyond the vocabulary become unused tokens.
+
+    Raises:
+        UnsupportedModel: another kind of tokenizer, or a splitting rule that GGUF has no name for.
+    """
+    state = json.loads(backend.to_str())
+    if state["model"]["type"] != "BPE":
+        raise UnsupportedModel(f"a tokenizer of type {state['model']['type']} has no form in GGUF; BPE has")
+    added = backend.get_added_tokens_decoder()
+    names = {index: token for token, index in backend.get_vocab(with_added_tokens=True).items()}
+    rows = max(rows, 1 + max(names))
+    tokens = [names.get(index, f"[PAD{index}]") for index in range(rows)]
+    types = [_NORMAL if index in names else _UNUSED for index in range(rows)]
+    for index, token in added.items():
+        types[index] = CONTROL if token.special else _USER_DEFINED
+    fields: dict[str, Any] = {"model": "gpt2", "tokens": tokens, "token_type": types}
+    if state["model"].get("byte_fallback"):
+        fields |= _describe_sentencepiece(state, tokens, types)
+    else:
+        merges = (pair if isinstance(pair, str) else " ".join(pair) for pair in state["model"]["merges"])
+        fields |= {"pre": _rule_name(backend, state), "merges": list(merges)}
+    return {f"tokenizer.ggml.{name}": value for name, value in fields.items()}
+
+
+def _describe_sentencepiece(state: dict[str, Any], tokens: list[str], types: list[int]) -> dict[str, Any]:
+    """The fields of a SentencePiece vocabulary, whose merges follow the order of its tokens; ``types`` are completed."""
+    for index, token in enumerate(tokens):
+        if len(token) == 6 and token.startswith("<0x") and types[index] == _NORMAL:
+            types[index] = _BYTE
+    unknown = tokens.index(state["model"]["unk_token"]) if state["model"].get("unk_token") else 0
+    types[unknown] = _UNKNOWN
+    spelled = [token.replace("▁", " ") if types[i] == _USER_DEFINED else token for i, token in enumerate(tokens)]
+    rules = state["normalizer"] or {}
+    prefix = any(rule["type"] == "Prepend" for rule in rules.get("normalizers", [rules]) if rule)
+    before = state["pre_tokenizer"] or {}
+    prefix = prefix or (before.get("type") == "Metaspace" and before.get("prepend_scheme") != "never")
+    scores = [float(-index) for index in range(len(tokens))]
+    return {
+        "model": "llama",
+        "pre": "default",
+        "tokens": spelled,
+        "scores": scores,
+        "unknown_token_id": unknown,
+        "add_space_prefix": prefix,
+    }
+
+
+def _rule_name(backend: Backend, state: dict[str, Any]) -> str:
+    """GGUF's name of a byte-level tokenizer's splitting rule: the first that cuts the probe in the same places."""
+    whole, composed = bool(state["model"].get("ignore_merges")), (state["normalizer"] or {}).get("type") == "NFC"
+    ours = backend.pre_tokenizer.pre_tokenize_str(_PROBE) if backend.pre_tokenizer else None
+    for name in _SPLITS:
+        same = (name in _WHOLE_WORDS) == whole and (name in _COMPOSED) == composed
+        if same and _splitter(name).pre_tokenize_str(_PROBE) == ours:
+            return name
+    raise UnsupportedModel(f"this tokenizer's splitting rule has no name in GGUF; there are: {', '.join(_SPLITS)}")
+
+
 def adds_bos(file: GGUFFile) -> bool:
     """Whether a prompt begins with the begin token; llama.cpp's default where the file does not say."""
     sentencepiece = file.get("tokenizer.ggml.model", str) == "llama"
@@ -126,14 +201,15 @@ def _byte_level(file: GGUFFile, tokens: list[str]) -> Backend:
     backend = Backend(models.BPE(vocabulary, merges, ignore_merges=name in _WHOLE_WORDS))
     if name in _COMPOSED:
         backend.normalizer = normalizers.NFC()
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            *(pre_tokenizers.Split(Regex(rule), "isolated") for rule in _SPLITS[name]),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    backend.pre_tokenizer = _splitter(name)
     backend.decoder = decoders.ByteLevel()
     return backend
+
+
+def _splitter(name: str) -> pre_tokenizers.PreTokenizer:
+    """The splitting rule of this name, followed by the spelling of bytes."""
+    rules = (pre_tokenizers.Split(Regex(rule), "isolated") for rule in _SPLITS[name])
+    return pre_tokenizers.Sequence([*rules, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
 def _pair(file: GGUFFile, line: str) -> tuple[str, str]:

@@ -14,12 +14,14 @@ import gzip
 import json
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Final, cast
+from typing import Any, Final
 
 from pippin.core.checkpoint import read_json
 from pippin.core.errors import InvalidArgument, InvalidRecord, MissingDependency
+from pippin.core.files import Readable
 
 TEXT: Final = (".txt", ".md", ".rst", ".tex", ".html", ".py", ".c", ".h", ".cpp", ".rs", ".js", ".raw")
 _LINES: Final = (".jsonl", ".ndjson")
@@ -147,8 +149,8 @@ def _read(path: Path, names: Mapping[str, str]) -> Iterator[Record]:
 # --- text -------------------------------------------------------------------------------------------------------------
 
 
-def _open(path: Path) -> IO[bytes]:
-    return cast("IO[bytes]", gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb"))
+def _open(path: Path) -> AbstractContextManager[Readable]:
+    return gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb")
 
 
 def _decoded(path: Path) -> Iterator[tuple[int, str]]:
@@ -219,7 +221,8 @@ def _read_lines(path: Path, names: Mapping[str, str]) -> Iterator[Record]:
 
 def _pyarrow() -> Any:
     try:
-        import pyarrow
+        import pyarrow.ipc
+        import pyarrow.parquet
     except ImportError as error:
         raise MissingDependency("Parquet and Arrow files need pyarrow: pip install 'pippin[train]'") from error
     return pyarrow
@@ -242,10 +245,7 @@ def _read_table(path: Path, names: Mapping[str, str]) -> Iterator[Record]:
 
 def _batches(path: Path) -> Iterator[Any]:
     """Some hundred rows at a time."""
-    import pyarrow
-    import pyarrow.ipc
-    import pyarrow.parquet
-
+    pyarrow = _pyarrow()
     if path.suffix.lower() == ".parquet":
         with pyarrow.parquet.ParquetFile(path) as file:
             yield from file.iter_batches(batch_size=256)

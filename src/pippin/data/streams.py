@@ -10,7 +10,6 @@ Notable here:
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -62,6 +61,7 @@ class Shuffled(Generic[T, S]):
     Raises:
         InvalidArgument: no items, or numbers out of range.
 
+    >>> import itertools
     >>> stream = Shuffled(range(5), 2, seed=0, epochs=1)
     >>> first = next(iter(stream))
     >>> rest = Shuffled(range(5), 2, seed=0, epochs=1)
@@ -220,6 +220,7 @@ class Mixture(Generic[T]):
     Raises:
         InvalidArgument: no streams, or a weight that is not above 0.
 
+    >>> import itertools
     >>> streams = {"a": (Shuffled(["a"], 1), 3.0), "b": (Shuffled(["b"], 1), 1.0)}
     >>> drawn = [item for [item] in itertools.islice(Mixture(streams, seed=0), 400)]
     >>> 280 < drawn.count("a") < 320
@@ -458,29 +459,57 @@ def token_batches(
         InvalidInput: nothing in the data is learnt.
         MissingDependency: a table, without pyarrow.
     """
+    if buffer is None:
+        corpus = tokenised(data, tokenizer, template=template, length=length, learn=learn, fields=fields, show=show)
+        return packed(corpus, tokenizer, length=length, rows=rows, seed=seed, epochs=epochs)
+    _check_length(length)
+    rules = Tokenisation(tokenizer, template, learn)
+
+    def pieces_of(record: Record) -> Iterator[Piece]:
+        # the blocks of a text come in any order, so each is a document of its own
+        return cut([replace(rules(record), ends=True)], length)
+
+    source = Buffered(_opener(data, fields), buffer, seed=seed, epochs=epochs)
+    return Packed(Mapped(source, pieces_of), length, rows, seed=seed, padding=_padding(tokenizer))
+
+
+def tokenised(
+    data: str | Path | Iterable[str | Path] | Sequence[Record],
+    tokenizer: Tokenizer,
+    *,
+    template: ChatTemplate | None = None,
+    length: int,
+    learn: Learn = "assistant",
+    fields: Mapping[str, str] | None = None,
+    show: bool = True,
+) -> Corpus:
+    """All of the data in pieces of at most ``length`` tokens; arguments and errors as in `token_batches`."""
+    _check_length(length)
+    documents = tokenise(_opener(data, fields)(), tokenizer, template, learn=learn)
+    return Corpus(cut(documents, length), tokenizer.vocab_size, show=show)
+
+
+def packed(
+    pieces: Sequence[Piece], tokenizer: Tokenizer, *, length: int, rows: int, seed: int = 0, epochs: int | None = None
+) -> Packed:
+    """Batches of tokens from pieces, all of them shuffled anew each epoch; arguments as in `token_batches`."""
+    order: Shuffled[Piece, list[Piece]] = Shuffled(pieces, 1, seed=seed, epochs=epochs)
+    stream: Mapped[list[Piece], Piece] = Mapped(order, iter)
+    return Packed(stream, length, rows, seed=seed, padding=_padding(tokenizer))
+
+
+def _padding(tokenizer: Tokenizer) -> int:
+    return tokenizer.eos_ids[0] if tokenizer.eos_ids else 0
+
+
+def _check_length(length: int) -> None:
     if length < 1:
         raise InvalidArgument(f"length is {length}; rows need at least 1 token")
-    records = _opener(data, fields)
-    pieces: Stream[Piece]
-    if buffer is None:
-        documents = tokenise(records(), tokenizer, template, learn=learn)
-        corpus = Corpus(cut(documents, length), tokenizer.vocab_size, show=show)
-        pieces = Mapped(Shuffled(corpus, 1, seed=seed, epochs=epochs), lambda batch: batch)
-    else:
-        rules = Tokenisation(tokenizer, template, learn)
-
-        def pieces_of(record: Record) -> Iterator[Piece]:
-            # the blocks of a text come in any order, so each is a document of its own
-            return cut([replace(rules(record), ends=True)], length)
-
-        pieces = Mapped(Buffered(records, buffer, seed=seed, epochs=epochs), pieces_of)
-    padding = tokenizer.eos_ids[0] if tokenizer.eos_ids else 0
-    return Packed(pieces, length, rows, seed=seed, padding=padding)
 
 
 def _opener(data: Any, fields: Mapping[str, str] | None) -> Callable[[], Iterable[Record]]:
     """What reads the records, from the beginning each time it is called."""
-    given = [data] if isinstance(data, str | Path) else list(data)
+    given: list[Any] = [data] if isinstance(data, str | Path) else list(data)
     if given and isinstance(given[0], Record):
         return lambda: given
     data_files(given)

@@ -30,7 +30,7 @@ from pippin.core.errors import (
 )
 from pippin.core.files import atomic_write
 from pippin.core.gguf import GGUFFile
-from pippin.data.gguf_tokenizer import adds_bos, build_backend
+from pippin.data.gguf_tokenizer import CONTROL, adds_bos, build_backend, describe_backend
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -108,6 +108,24 @@ class Tokenizer:
             add_bos=adds_bos(file),
             chat_template=file.get("tokenizer.chat_template", str, "") or None,
         )
+
+    def to_gguf(self, rows: int) -> dict[str, Any]:
+        """The metadata of a GGUF file from which `from_gguf` and llama.cpp make this tokenizer.
+
+        Args:
+            rows: of the embedding, for which the file must have as many tokens.
+
+        Raises:
+            UnsupportedModel: a tokenizer, or a splitting rule, that GGUF has no form for.
+        """
+        fields = describe_backend(self._backend, rows)
+        for index in self.control_ids - {fields.get("tokenizer.ggml.unknown_token_id")}:
+            fields["tokenizer.ggml.token_type"][index] = CONTROL
+        ids = zip(("eos", "eot", "eom"), self.eos_ids, strict=False)
+        for name, index in (*ids, *([] if self.bos_id is None else [("bos", self.bos_id)])):
+            fields[f"tokenizer.ggml.{name}_token_id"] = index
+        fields["tokenizer.ggml.add_bos_token"] = self.add_bos
+        return fields if self.chat_template is None else fields | {"tokenizer.chat_template": self.chat_template}
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:

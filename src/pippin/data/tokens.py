@@ -242,3 +242,57 @@ class Corpus(Sequence[Piece]):
         start, stop = (int(self._starts[index % len(self) + i]) for i in (0, 1))
         ids, targets = self._stored[2 * start : 2 * stop].reshape(2, -1).astype(np.int64)
         return Piece(ids, np.where(targets == self._ignore, IGNORE, targets))
+
+
+class Subset(Sequence[Piece]):
+    """Some of the pieces of a corpus.
+
+    Args:
+        corpus: all of them.
+        chosen: which.
+    """
+
+    def __init__(self, corpus: Sequence[Piece], chosen: Sequence[int]) -> None:
+        self.corpus, self.chosen = corpus, chosen
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of these pieces together."""
+        return sum(map(len, self))
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    @overload
+    def __getitem__(self, index: int) -> Piece: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Piece]: ...
+    def __getitem__(self, index: int | slice) -> Piece | list[Piece]:
+        """One piece, or several."""
+        if isinstance(index, slice):
+            return [self.corpus[i] for i in self.chosen[index]]
+        return self.corpus[self.chosen[index]]
+
+
+def hold_out(corpus: Sequence[Piece], share: float, *, seed: int = 0) -> tuple[Subset, Subset]:
+    """Divide a corpus at random: what to learn from, and what to measure on.
+
+    Args:
+        corpus: at least two pieces.
+        share: of the pieces, that are held out; at least one is, and at least one is not.
+        seed: of the choice.
+
+    Raises:
+        InvalidArgument: a share that is not between 0 and 1, or a corpus of one piece.
+
+    >>> learnt, measured = hold_out([Piece(np.zeros(1, int), np.zeros(1, int))] * 10, 0.2)
+    >>> len(learnt), len(measured)
+    (8, 2)
+    """
+    if not 0 < share < 1:
+        raise InvalidArgument(f"the share that is held out is {share}; it must be between 0 and 1")
+    if len(corpus) < 2:
+        raise InvalidArgument("nothing can be held out of a single piece of text; give more data, or shorter rows")
+    order = np.random.default_rng(seed).permutation(len(corpus)).tolist()
+    count = min(max(1, round(share * len(corpus))), len(corpus) - 1)
+    return Subset(corpus, sorted(order[count:])), Subset(corpus, sorted(order[:count]))

@@ -1,7 +1,7 @@
 r"""How likely a text is to a model: the held-out figure by which two models, or two forms of one, are compared.
 
 Notable here:
-- nats per token, nats per byte (which models of different vocabularies share) and perplexity, $e^{\text{nats per token}}$
+- nats per token, nats per byte (the same scale for every vocabulary) and perplexity, $e^{\text{nats per token}}$
 - a long text is read in windows; every token but the first is counted exactly once, and with a stride below the
   window's length each has at least ``length - stride`` tokens before it
 - windows of any lengths lie end to end in one pass, so short texts cost no padding; packed models compute it with their

@@ -128,7 +128,7 @@ def held_out(
 
 
 def _is_plain(head: nn.Module) -> bool:
-    """Whether a head is a product with its weight and nothing else (the weight may be computed: fake-quantised, say)."""
+    """Whether a head is a product with its weight and no more; the weight may be computed (fake-quantised, say)."""
     return (
         isinstance(head, Linear)
         and type(head).forward is Linear.forward
@@ -177,7 +177,7 @@ class _Fused(torch.autograd.Function):
         return total, right
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, slope: Tensor, _: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         grad_hidden, grad_weight = (None if g is None else g.mul_(slope) for g in ctx.gradients)
         ctx.gradients = ()

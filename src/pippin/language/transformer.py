@@ -282,6 +282,8 @@ class Decoder(nn.Module):
     ) -> dict[Rotary | None, tuple[Tensor, Tensor]]:
         """Cosine and sine of the new positions, for each way of rotating that occurs."""
         start, positions = cache.length, cache.positions
+        if positions is not None and positions.ndim == 1 and len(positions) != new:
+            raise InvalidArgument(f"the cache has {len(positions)} positions for {new} tokens")
         if positions is None and padding is not None:
             positions = (torch.arange(start, start + new, device=device) - padding[:, None]).clamp(min=0)
         turns: dict[Rotary | None, tuple[Tensor, Tensor]] = {}

@@ -24,6 +24,7 @@ from typing import Any, Literal
 import torch
 from jaxtyping import Bool, Float, Float16
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from pippin.core.errors import InvalidArgument
 from pippin.nn.codes import Codes
@@ -32,6 +33,14 @@ from pippin.nn.packed import BITS
 Granularity = Literal["tensor", "channel", "group"]
 LARGEST = torch.finfo(torch.float16).max
 _PIECE = 1 << 17  # weights worked on at a time on a CPU
+_steps = [0]  # of all optimisers: torch's fused ones change a parameter without counting up its version
+
+
+def _stepped(*_: object) -> None:
+    _steps[0] += 1
+
+
+register_optimizer_step_post_hook(_stepped)
 
 
 @dataclass(frozen=True)
@@ -158,6 +167,7 @@ class FakeQuantiser(nn.Module):
             factor._version,
             int(torch.is_grad_enabled()),
             dtype.itemsize,
+            _steps[0],
         )
         if self.keep and self._kept is not None and self._kept[0] == state:
             return self._kept[1]

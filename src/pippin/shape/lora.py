@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -30,7 +31,7 @@ from pippin.language.load import LanguageModel
 from pippin.language.transformer import Decoder, DecoderConfig
 from pippin.nn.cache import KVCache
 from pippin.nn.linear import Linear
-from pippin.nn.lora import Adapter, LowRank
+from pippin.nn.lora import Adapter, LowRank, combine
 
 ALL: Final = "all"
 """Every matrix of attention and dense feed-forward layers."""
@@ -290,6 +291,32 @@ def unmerge(
     for linear, before in kept.items():
         assert linear.weight is not None
         linear.weight.data.copy_(before)
+
+
+def save_sum(folder: str | Path, model: LanguageModel, adapter: Adapter, rank: int) -> None:
+    """Write an adapter that is loaded (a sum of several, say) as one of a rank: the nearest one.
+
+    Args:
+        folder: an adapter already in it is replaced.
+        model: whose adapter it is.
+        adapter: see `pippin.nn.lora.combine`.
+        rank: where the adapter's is smaller, it is filled up with zeros.
+
+    Raises:
+        InvalidArgument: a rank below 1.
+        AdapterMismatch: the adapter changes layers that are not of this model.
+        DiskFull: there is not enough space; nothing was changed.
+    """
+    names = {(place.linear, place.start): layer for layer, place in targets_of(model.module)}
+    pairs = {}
+    for linear, changes in combine(adapter.name, [(adapter, 1.0)], rank=rank).changes.items():
+        for change in changes:
+            layer = names.get((linear, change.start))  # type: ignore[arg-type]
+            if layer is None:
+                raise AdapterMismatch(f"the adapter {adapter.name!r} changes a layer that is not of {model.name}")
+            short = rank - len(change.down)
+            pairs[layer] = F.pad(change.down.float(), (0, 0, 0, short)), F.pad(change.up.float(), (0, short))
+    save_adapter(folder, pairs, model=model, alpha=rank)
 
 
 def _check_merge(model: LanguageModel, adapter: Adapter, weight: float) -> None:

@@ -10,8 +10,6 @@ Notable here:
 
 from __future__ import annotations
 
-import statistics
-import time
 from dataclasses import replace
 from typing import Literal
 
@@ -68,7 +66,7 @@ def sources(config: DecoderConfig, shared: int | None = None, *, group: int | No
 
 
 def share_caches(
-    module: Decoder, shared: int | None = None, *, group: int | None = None, start: Start = "own"
+    module: Decoder, shared: int | None = None, *, group: int | None = None, start: Start = "mean"
 ) -> Decoder:
     """A copy of a decoder in which layers read the keys and values of others; in need of training.
 
@@ -76,8 +74,8 @@ def share_caches(
         module: not packed; it is left as it is.
         shared: see `sources`.
         group: see `sources`.
-        start: the key and value projections of a layer that is read: its "own", or the "mean" of those of all layers
-            that read it and its own.
+        start: the key and value projections of a layer that is read: its "own", or the "mean" of its own and those of
+            all layers that read it, from which less is left to repair.
 
     Raises:
         InvalidArgument: as `sources` says; a packed decoder.
@@ -109,13 +107,3 @@ def _of(name: str, layer: int) -> str:
     """The name of the same tensor in another layer."""
     first, _, rest = name.split(".", 2)
     return f"{first}.{layer}.{rest}"
-
-
-def cache_bytes(config: DecoderConfig, width: int = 2) -> int:
-    """Bytes of cache for one token, at so many bytes a value.
-
-    >>> from pippin.language.afm import AFMConfig
-    >>> cache_bytes(AFMConfig.on_device_3b().decoder(), width=1)
-    17920
-    """
-    return len(config.cached_layers) * 2 * config.kv_heads * config.head_dim * width

@@ -141,7 +141,6 @@ def _named(trainer: Trainer) -> list[tuple[torch.optim.Optimizer, dict[Tensor, s
 def _settings(trainer: Trainer) -> dict[str, Any]:
     """What must be the same for the run to be the same; `steps` is not among it, so a run may be made longer."""
     return {
-        "model": type(trainer.model).__name__,
         "objective": _name(trainer.objective),
         "data": _name(trainer.data),
         "optimiser": _name(trainer.optimiser),

@@ -313,8 +313,9 @@ class Trainer:
         for group in self._groups():
             group["lr"] = group["base_lr"] * factor
         lr = self._groups()[0]["lr"]
-        gradients = [p.grad for group in self._groups() for p in group["params"] if p.grad is not None]
-        norm = self.processes.norm(gradients).item() if gradients else 0.0
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        summed = self.processes.norm(gradients) if gradients else torch.zeros(())
+        norm = summed.item()
         if not (math.isfinite(total) and math.isfinite(norm) and math.isfinite(count)):
             self._zero()
             state.refuse_non_finite(self, total, norm, batches)
@@ -322,10 +323,10 @@ class Trainer:
             # nothing to learn in this step: no gradient, and no weight decay without one
             self._zero()
             return 0.0, lr
-        norm /= count
-        scale = 1.0 / count
-        if self.clip is not None and norm > self.clip:
-            scale *= self.clip / (norm + 1e-6)
+        # as torch's clip_grad_norm_ has it, to the bit, but with both divisions in one pass over the gradients
+        bound = math.inf if self.clip is None else self.clip
+        norm, clipped = torch.stack([summed / count, bound / (summed / count + 1e-6)]).tolist()
+        scale = min(clipped, 1.0) / count
         if scale != 1.0:
             torch._foreach_mul_(gradients, scale)
         for optimiser in self.optimisers:

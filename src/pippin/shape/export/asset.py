@@ -182,12 +182,20 @@ class ModelAsset:
             self._hash = digest.hexdigest()
         return self._hash
 
+    def require(self, hash: str) -> None:
+        """Raise `CorruptedFile` unless the model has this hash."""
+        if self.hash != hash:
+            raise CorruptedFile(f"the model has the hash {self.hash}, not {hash}")
+
     def module(self, function: str = "main") -> nn.Module:
         """The program as a module in evaluation mode; its floating-point weights can be trained.
 
         A compressed model trains its scales and palettes this way; `with_weights` takes the result back.
         """
-        return self.program(function).exported.module(check_guards=False)
+        module = self.program(function).exported.module(check_guards=False)
+        for weight in module.parameters():
+            weight.requires_grad_(weight.is_floating_point())
+        return module
 
     def with_weights(self, weights: Mapping[str, Tensor]) -> ModelAsset:
         """The same programs with other values of these weights.
@@ -311,8 +319,8 @@ class ModelAsset:
             raise CorruptedFile(f"{folder} lacks the tensor {error}") from error
         asset = cls(programs, record["note"])
         for wanted in (record["hash"], hash):
-            if wanted is not None and asset.hash != wanted:
-                raise CorruptedFile(f"{folder} has the hash {asset.hash}, not {wanted}")
+            if wanted is not None:
+                asset.require(wanted)
         return asset
 
     def _weights(self) -> tuple[dict[str, Tensor], dict[str, dict[str, str]]]:
@@ -349,8 +357,10 @@ def _capture(name: str, function: Function) -> Program:
         {index: dims[size.name] for index, size in dynamic.get(key, {}).items()} or None for key in function.example
     )
     module = function.module
-    training = module.training
+    training, learnt = module.training, [weight for weight in module.parameters() if weight.requires_grad]
     module.eval()
+    for weight in learnt:  # a model may compute differently where gradients are wanted
+        weight.requires_grad_(False)
     try:
         with torch.no_grad():
             exported = torch.export.export(module, tuple(function.example.values()), dynamic_shapes=shapes)
@@ -358,6 +368,8 @@ def _capture(name: str, function: Function) -> Program:
         raise ExportError(f"{name} cannot be captured: {str(error).strip()[:2000]}") from error
     finally:
         module.train(training)
+        for weight in learnt:
+            weight.requires_grad_(True)
     inputs = tuple(
         Port(key, _dtype(tensor), tuple(dynamic.get(key, {}).get(i, size) for i, size in enumerate(tensor.shape)))
         for key, tensor in function.example.items()

@@ -45,8 +45,8 @@ def quantise(
 ) -> dict[str, Codes]:
     """Codes of every matrix of a model, by name.
 
-    **The model is changed**: its norms and matrices carry the folded scales, which the codes belong to. What it computes
-    is the same, up to rounding in its precision.
+    **The model is changed**: its norms and matrices carry the folded scales, which the codes belong to. What it
+    computes is the same, up to rounding in its precision.
 
     Args:
         model: float weights (`pippin.load` with ``pack=False``).
@@ -103,7 +103,7 @@ class Fold:
         source: what makes the inputs: a norm or a matrix, by its name in the layer.
         readers: the matrices that read them and are quantised.
         also: matrices that read them and are not.
-        heads: kv heads, query heads of each, and width of a head, where the readers' inputs repeat the source's outputs.
+        heads: kv heads, query heads of each and width of a head, where the readers' inputs repeat the source's outputs.
     """
 
     source: str
@@ -113,7 +113,7 @@ class Fold:
 
     @property
     def observed(self) -> str:
-        """The matrix whose inputs are looked at: the router of experts, which every token passes, or the first reader."""
+        """The matrix whose inputs are looked at: the router, which every token passes, or the first reader."""
         return (*self.also, *self.readers)[0]
 
     def shared(self, energy: Float[Tensor, inputs]) -> Float[Tensor, outputs]:
@@ -174,7 +174,7 @@ def folds_of(module: Decoder, index: int) -> list[Fold]:
 def _search(
     part: Fold,
     readers: list[nn.Module],
-    widths: list[int],
+    widths: list[int | None],
     moments: Float[Tensor, "inputs inputs"],
     settings: QuantisationSettings,
     grid: int,
@@ -189,6 +189,8 @@ def _search(
         across = part.spread(scale)
         error = 0.0
         for weight, bits in zip(weights, widths, strict=True):
+            if bits is None:
+                continue  # left exact
             wrong = rtn.round_weight(weight * across, bits, settings).dense() / across - weight
             error += float(((wrong @ moments) * wrong).sum())
         if best is None or error < best[0]:

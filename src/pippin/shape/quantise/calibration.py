@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -68,7 +68,9 @@ def check_calibration(module: Decoder, ids: Tensor) -> None:
     """
     check_dense(module)
     if ids.ndim != 2 or not ids.numel():
-        raise InvalidArgument(f"calibration ids have shape {tuple(ids.shape)}; give (rows, length), see calibration_ids")
+        raise InvalidArgument(
+            f"calibration ids have shape {tuple(ids.shape)}; give (rows, length), see calibration_ids"
+        )
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= module.config.vocab_size:
         wrong = low if low < 0 else high
@@ -171,10 +173,8 @@ class Walk:
         try:
             for x, cache in zip(self.states, self._caches, strict=True):
                 sums.begin()
-                try:
+                with suppress(_Enough):
                     self.module.through(x, cache, layers=range(index, index + 1))
-                except _Enough:
-                    pass
         finally:
             sums.close()
         return sums.means()

@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from pippin.core.errors import InvalidArgument
 from pippin.language.load import LanguageModel
 from pippin.nn.codes import Codes
+from pippin.nn.embedding import Embedding
 from pippin.nn.linear import Linear
-from pippin.shape.quantise.calibration import Walk, check_calibration, matrices, stages
+from pippin.shape.quantise.calibration import Walk, check_calibration, is_outer, matrices, stages
 from pippin.shape.quantise.config import QuantisationSettings
 from pippin.shape.quantise.rtn import find_scales, group_size, round_weight, width, zero_of
 
@@ -66,36 +67,34 @@ def quantise(
         raise InvalidArgument(f"damping is {damping}; it must be above 0, for the inverse to exist")
     module = model.module
     check_calibration(module, calibration)
-    parts, codes = matrices(module), {}
+    parts: dict[str, Linear | Embedding] = matrices(module)
+    codes: dict[str, Codes] = {}
     walk = Walk(module, calibration)
 
-    def solved(name: str, weight: Tensor, moments: Tensor) -> Codes:
+    def solved(name: str, weight: Tensor, moments: Tensor | None) -> Codes | None:
         chosen = width(name, settings, bits)
-        return solve(
-            weight, moments, chosen, settings, damping=damping, act_order=act_order, refit=refit, name=name
-        )
+        on_matrix(name)
+        if chosen is None:
+            return None
+        if moments is None:
+            return round_weight(weight, chosen, settings, name=name)
+        return solve(weight, moments, chosen, settings, damping=damping, act_order=act_order, refit=refit, name=name)
 
     for index in range(len(module.layers)):
         with walk.layer(index) as layer:
             for names in stages(layer):
                 moments = walk.moments(index, names)
                 for short in names:
-                    name = f"layers.{index}.{short}"
-                    if name not in settings.skip:
-                        part = layer.get_submodule(short)
-                        assert isinstance(part, Linear)
-                        codes[name] = solved(name, part.dense_weight(), moments[short])
-                        part.weight = nn.Parameter(codes[name].dense().to(part.dense_weight().dtype))
-                    on_matrix(name)
-    for name in ("embed_tokens", "lm_head"):
-        if name in parts and name not in settings.skip:
-            weight = parts[name].dense_weight()
-            if name == "lm_head":
-                codes[name] = solved(name, weight, walk.outer_moments())
-            else:
-                codes[name] = round_weight(weight, width(name, settings, bits), settings, name=name)
-        if name in parts:
-            on_matrix(name)
+                    part = layer.get_submodule(short)
+                    assert isinstance(part, Linear)
+                    weight, name = part.dense_weight(), f"layers.{index}.{short}"
+                    if (found := solved(name, weight, moments[short])) is not None:
+                        codes[name] = found
+                        part.weight = nn.Parameter(found.dense().to(weight.dtype))
+    for name, outer in parts.items():
+        if is_outer(name):
+            found = solved(name, outer.dense_weight(), walk.outer_moments() if name == "lm_head" else None)
+            codes |= {} if found is None else {name: found}
     return codes
 
 
@@ -112,8 +111,8 @@ def solve(
 ) -> Codes:
     r"""One matrix, with the least error of its outputs that rounding input by input finds.
 
-    With $U$ the upper Cholesky factor of $H^{-1}$, rounding input $j$ leaves $\epsilon = (w_j - \hat w_j) / U_{jj}$, and
-    every later input becomes $w_k - \epsilon\,U_{jk}$.
+    With $U$ the upper Cholesky factor of $H^{-1}$, rounding input $j$ leaves $\epsilon = (w_j - \hat w_j) / U_{jj}$,
+    and every later input becomes $w_k - \epsilon\,U_{jk}$.
 
     Never worse than rounding to nearest by more than the damping accounts for: where it would be, that is returned.
 
@@ -227,4 +226,3 @@ def refitted(weight: Tensor, moments: Float[Tensor, "columns columns"], codes: C
         scales[start : start + step] = torch.linalg.solve(left, right)
     kept = (scales.abs() < 6e4) & scales.isfinite()
     return Codes(codes.codes, torch.where(kept, scales, codes.scales.float()).half(), codes.bits, codes.zero)
-

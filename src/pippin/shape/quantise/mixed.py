@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from pippin.core.errors import InvalidArgument
@@ -55,17 +55,15 @@ def choose_bits(
     return allocate(costs, sizes, average)
 
 
-def sensitivities(
-    model: LanguageModel,
-    settings: QuantisationSettings,
-    calibration: Int[Tensor, "rows length"],
-    *,
-    on_matrix: Callable[[str], None] = lambda name: None,
-) -> dict[str, dict[int, float]]:
-    """For each matrix inside the layers and each width, how much rounding is expected to cost, in nats per token.
+def energies(
+    model: LanguageModel, settings: QuantisationSettings, calibration: Int[Tensor, "rows length"]
+) -> dict[str, Float[Tensor, "rows columns"]]:
+    """For each matrix inside the layers, the squared gradients of the rows' losses (nats, summed over a row's tokens).
+
+    They are added up over the rows, in float32. Matrices that the settings skip are left out.
 
     Raises:
-        InvalidArgument: packed weights, weights that are not finite, ids that are no text of the model.
+        InvalidArgument: packed weights, or ids that are no text of the model.
     """
     check_calibration(model.module, calibration)
     weights = {
@@ -89,12 +87,28 @@ def sensitivities(
     finally:
         for name, parameter in model.module.named_parameters():
             parameter.requires_grad_(before[name])
-    tokens = calibration[:, 1:].numel()
+    return energy
+
+
+def sensitivities(
+    model: LanguageModel,
+    settings: QuantisationSettings,
+    calibration: Int[Tensor, "rows length"],
+    *,
+    on_matrix: Callable[[str], None] = lambda name: None,
+) -> dict[str, dict[int, float]]:
+    """For each matrix inside the layers and each width, how much rounding is expected to cost, in nats per token.
+
+    Raises:
+        InvalidArgument: packed weights, weights that are not finite, ids that are no text of the model.
+    """
+    energy = energies(model, settings, calibration)
+    parts, tokens = matrices(model.module), calibration[:, 1:].numel()
     costs: dict[str, dict[int, float]] = {}
-    for name, weight in weights.items():
-        costs[name] = {}
+    for name in list(energy):
+        weight, costs[name] = parts[name].dense_weight().float(), {}
         for bits in BITS:
-            wrong = rtn.round_weight(weight.detach(), bits, settings, name=name).dense() - weight.detach().float()
+            wrong = rtn.round_weight(weight, bits, settings, name=name).dense() - weight
             costs[name][bits] = float((energy[name] * wrong.square_()).sum()) / (2 * tokens)
         del energy[name]
         on_matrix(name)

@@ -24,9 +24,9 @@ from pippin.core.errors import InvalidArgument
 from pippin.language.load import LanguageModel
 from pippin.nn.packed import BITS
 from pippin.nn.palette import Palette
+from pippin.shape.quantise import mixed
 from pippin.shape.quantise.calibration import check_dense, is_outer, matrices
 from pippin.shape.quantise.config import QuantisationSettings
-from pippin.shape.quantise.mixed import allocate, energies
 
 _PIECE = 1 << 21  # weights at a time
 _LARGEST = torch.finfo(torch.float16).max
@@ -87,7 +87,7 @@ def palettise(
     if settings.average is not None and calibration is None:
         raise InvalidArgument(f"an average of {settings.average} bits needs calibration text to choose widths by")
     shared = QuantisationSettings(skip=settings.skip)
-    felt = {} if calibration is None else energies(model, shared, calibration)
+    felt = {} if calibration is None else mixed.energies(model, shared, calibration)
     parts = {name: part for name, part in matrices(model.module).items() if name not in settings.skip}
     if settings.embedding_bits is None:
         parts = {name: part for name, part in parts.items() if not is_outer(name)}
@@ -165,7 +165,7 @@ def _choose(
             for bits in (2, 4):
                 wrong = palette_of(weight, bits, settings.axis, settings.group, felt[name], name=name).dense() - weight
                 costs[name][bits] = float((felt[name] * wrong.square_()).sum())
-    return allocate(costs, {name: weights[name].numel() for name in costs}, settings.average)
+    return mixed.allocate(costs, {name: weights[name].numel() for name in costs}, settings.average)
 
 
 def _means(

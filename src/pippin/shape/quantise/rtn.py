@@ -54,14 +54,17 @@ def quantise(
     check_dense(model.module)
     codes = {}
     for name, part in matrices(model.module).items():
-        if name not in settings.skip:
-            codes[name] = round_weight(part.dense_weight(), width(name, settings, bits), settings, name=name)
+        chosen = width(name, settings, bits)
+        if chosen is not None:
+            codes[name] = round_weight(part.dense_weight(), chosen, settings, name=name)
         on_matrix(name)
     return codes
 
 
-def width(name: str, settings: QuantisationSettings, bits: Mapping[str, int] | None) -> int:
-    """Bits of one matrix."""
+def width(name: str, settings: QuantisationSettings, bits: Mapping[str, int] | None) -> int | None:
+    """Bits of one matrix; None for one that is left exact."""
+    if name in settings.skip:
+        return None
     chosen = None if bits is None else bits.get(name)
     return chosen or (settings.embedding_bits if is_outer(name) else settings.bits)
 

@@ -8,6 +8,7 @@ Notable here:
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import json
 import logging
@@ -25,7 +26,6 @@ from pippin.shape.export.compiled import (
     CompiledModel,
     NodeTime,
     operator_at_fault,
-    places,
     refuse_options,
     require,
     require_device,
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from pippin.shape.export.asset import ModelAsset
 
 _DEVICES = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+_FOLDED = 256  # bytes
 _INLINE = 1 << 30  # larger models than this keep their weights in a file beside the graph: protobuf ends at 2 GiB
 
 
@@ -88,6 +89,7 @@ def convert(asset: ModelAsset, function: str, path: Path) -> None:
             program = torch.onnx.export(
                 asset.program(function).exported,
                 dynamo=True,
+                optimize=False,
                 verbose=False,
                 input_names=[port.name for port in signature.inputs],
                 output_names=[port.name for port in signature.outputs],
@@ -96,6 +98,10 @@ def convert(asset: ModelAsset, function: str, path: Path) -> None:
         cause = str(error.__cause__ or error)
         raise UnsupportedOperator(f"ONNX has no form of {operator_at_fault(asset, function, cause)}") from error
     assert program is not None
+    # small constants only: folding a compressed weight would store it dense again
+    require("onnxscript.optimizer", backend="onnxruntime", wheel="onnxscript", extra="export").optimize_ir(
+        program.model, input_size_limit=_FOLDED, output_size_limit=_FOLDED
+    )
     temporary = path.with_name(f".{path.name}.partial")
     if asset.nbytes > _INLINE:
         program.save(str(path), external_data=True)
@@ -164,27 +170,27 @@ class OnnxModel(CompiledModel):
                 name = event["name"].removesuffix("_kernel_time")
                 spent.setdefault(name, []).append(event["dur"] / 1e3)
                 kinds[name] = event["args"]["op_name"]
-        known, origin = places(self.asset, function), self._origins(function)
-        devices = self.provider_map(function)
+        origin, devices = self._origins(function), self.provider_map(function)
         found = []
-        for name, times in spent.items():
-            source = origin.get(name) or origin.get(name.removesuffix("_nchwc"), "")
-            module = known[source].module if source in known else None
-            found.append(
-                NodeTime(name, kinds[name], tuple(times[-runs:]), module, devices.get(name, self.device), (source,) if source else ())
-            )
+        for name, each in spent.items():
+            module, source = origin.get(name.removeprefix("fused ").removesuffix("_nchwc"), (None, ""))
+            device = devices.get(name, self.device)
+            sources = (source,) if source else ()
+            found.append(NodeTime(name, kinds[name], tuple(each[-runs:]), module, device, sources))
         return found
 
-    def _origins(self, function: str) -> dict[str, str]:
-        """Names of the nodes of the graph, each with the operator of the exported program that it comes from."""
+    def _origins(self, function: str) -> dict[str, tuple[str, str]]:
+        """Module and operator that each node of the graph comes from, by the name of the node and of its output."""
         onnx = require("onnx", backend="onnxruntime", wheel="onnx", extra="export")
         graph = onnx.load(str(self.files[function]), load_external_data=False).graph
-        notes = {node.name: {note.key: note.value for note in node.metadata_props} for node in graph.node}
-        return {
-            name: note["pkg.torch.onnx.fx_node"].removeprefix("%").split(" ")[0]
-            for name, note in notes.items()
-            if "pkg.torch.onnx.fx_node" in note
-        }
+        found = {}
+        for node in graph.node:
+            notes = {note.key: note.value for note in node.metadata_props}
+            if "pkg.torch.onnx.name_scopes" in notes:
+                *scopes, operator = ast.literal_eval(notes["pkg.torch.onnx.name_scopes"])
+                for name in (node.name, *node.output):
+                    found[name] = (scopes[-1] if scopes else "", operator)
+        return found
 
     def close(self) -> None:
         """Give back sessions and files."""

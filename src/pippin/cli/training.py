@@ -1,0 +1,353 @@
+"""What the verbs of `pippin train` share: their options, the data they read, the run, and what they say at its end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+
+from pippin.cli import terminal
+from pippin.core.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from pippin.data.streams import Packed
+    from pippin.language.load import LanguageModel
+    from pippin.train import Training
+    from pippin.train.optimisers import Optimiser
+    from pippin.train.parallel import Parallel
+
+_DATA = "Data"
+_RUN = "Run"
+
+Data = Annotated[
+    list[Path],
+    typer.Option(
+        metavar="FILE",
+        help="Text, JSON lines, Parquet, a folder of those, or one of Hugging Face datasets; may be repeated.",
+        rich_help_panel=_DATA,
+    ),
+]
+Field = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="OURS=THEIRS",
+        help="What the data calls text, messages, prompt or completion: prompt=question.",
+        rich_help_panel=_DATA,
+    ),
+]
+Learn = Annotated[
+    str,
+    typer.Option(
+        help="assistant learns texts, completions and the assistant's turns; all prompts too.", rich_help_panel=_DATA
+    ),
+]
+HeldOut = Annotated[
+    str,
+    typer.Option(
+        metavar="SHARE|FILE",
+        help="What the loss is measured on: a share of the data that is not learnt, or a file; 0 for nothing.",
+        rich_help_panel=_DATA,
+    ),
+]
+Length = Annotated[int, typer.Option(help="Tokens of a row; documents are packed into rows.", rich_help_panel=_DATA)]
+Out = Annotated[Path, typer.Option(metavar="FOLDER", help="Where the result goes; the run's files in FOLDER/run.")]
+Steps = Annotated[
+    int | None, typer.Option(help="Updates; without it, as many as --epochs takes.", rich_help_panel=_RUN)
+]
+Epochs = Annotated[float, typer.Option(help="How often to go through the data.", rich_help_panel=_RUN)]
+LR = Annotated[float, typer.Option("--lr", help="Highest learning rate.", rich_help_panel=_RUN)]
+Rows = Annotated[int, typer.Option(help="Rows computed together.", rich_help_panel=_RUN)]
+Accumulate = Annotated[int, typer.Option(help="So many times --rows make one update.", rich_help_panel=_RUN)]
+Precision = Annotated[
+    str, typer.Option(help="float32, or bfloat16 (computes in it, keeps float32 weights).", rich_help_panel=_RUN)
+]
+Every = Annotated[
+    int | None,
+    typer.Option(
+        help="Updates between evaluations and checkpoints; a tenth of the run without it.", rich_help_panel=_RUN
+    ),
+]
+Seed = Annotated[int, typer.Option(help="The same seed gives the same run.", rich_help_panel=_RUN)]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in FOLDER/run.", rich_help_panel=_RUN)]
+Ray = Annotated[bool, typer.Option("--ray", help="Train on workers of a Ray cluster.", rich_help_panel=_RUN)]
+Workers = Annotated[
+    int | None, typer.Option(help="With --ray: how many; one for each core without it.", rich_help_panel=_RUN)
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One run, as the options describe it."""
+
+    data: Sequence[Path]
+    out: Path
+    length: int
+    rows: int
+    lr: float
+    steps: int | None = None
+    epochs: float = 1.0
+    accumulate: int = 1
+    precision: str = "float32"
+    every: int | None = None
+    seed: int = 0
+    resume: bool = False
+    held_out: str = "0.05"
+    learn: str = "assistant"
+    fields: Sequence[str] = field(default_factory=tuple)
+
+    def __post_init__(self) -> None:
+        least = {"--length": self.length, "--rows": self.rows, "--accumulate": self.accumulate}
+        least |= {"--steps": self.steps or 1, "--every": self.every or 1}
+        for name, value in least.items():
+            if value < 1:
+                raise InvalidArgument(f"{name} must be at least 1, got {value}")
+        if self.steps is not None and self.steps < 1:
+            raise InvalidArgument(f"--steps must be at least 1, got {self.steps}")
+        for name, number in (("--lr", self.lr), ("--epochs", self.epochs)):
+            if not 0 < number < math.inf:
+                raise InvalidArgument(f"{name} must be above 0, got {number}")
+        if self.precision not in ("float32", "bfloat16"):
+            raise InvalidArgument(f"--precision is {self.precision!r}; choose float32 or bfloat16")
+        if not self.resume and any(self.run_folder.glob("step-*")):
+            raise InvalidArgument(f"{self.run_folder} holds a run; go on with it with --resume, or give another --out")
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as JSON values, for another process."""
+        values = asdict(self)
+        return values | {"data": [str(path) for path in self.data], "out": str(self.out), "fields": list(self.fields)}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Plan:
+        """The plan that `to_json` described."""
+        return cls(**{**values, "data": [Path(path) for path in values["data"]], "out": Path(values["out"])})
+
+    @property
+    def run_folder(self) -> Path:
+        """Checkpoints, logs and the plot."""
+        return self.out / "run"
+
+    @property
+    def names(self) -> dict[str, str]:
+        """What the data calls its fields.
+
+        Raises:
+            InvalidArgument: an option that is not OURS=THEIRS.
+        """
+        for pair in self.fields:
+            if "=" not in pair:
+                raise InvalidArgument(f"--field is {pair!r}; write it as prompt=question")
+        return dict(pair.split("=", 1) for pair in self.fields)
+
+
+@dataclass(frozen=True)
+class Batches:
+    """What a run learns from and is measured on."""
+
+    learnt: Packed
+    steps: int
+    measured: list[Any] | None
+
+
+def read(plan: Plan, model: LanguageModel, *, processes: int = 1, show: bool = True) -> Batches:
+    """Tokenise the data of a plan and divide it; ``processes`` share each step.
+
+    Raises:
+        InvalidRecord, InvalidInput, InvalidArgument, MissingDependency: as `pippin.data.streams.token_batches`.
+    """
+    from pippin.data import streams
+    from pippin.data.tokens import hold_out
+
+    if plan.length > model.context_size:
+        raise InvalidArgument(f"--length is {plan.length}; {model.name} was made for {model.context_size} tokens")
+
+    def tokenised(data: Sequence[Path]) -> Any:
+        how = {"template": model.template, "length": plan.length, "learn": cast(Any, plan.learn), "fields": plan.names}
+        return streams.tokenised(data, model.tokenizer, **how, show=show)
+
+    share = _share(plan.held_out)
+    learnt = tokenised(plan.data)
+    measured = None
+    if share is None:
+        measured = tokenised([Path(plan.held_out)])
+    elif share > 0:
+        learnt, measured = hold_out(learnt, share, seed=plan.seed)
+    one = {"length": plan.length, "rows": plan.rows}
+    tokens = learnt.tokens
+    step = plan.length * plan.rows * plan.accumulate * processes
+    steps = plan.steps or max(1, round(plan.epochs * tokens / step))
+    batches = streams.packed(learnt, model.tokenizer, seed=plan.seed, **one)
+    held = None if measured is None else list(streams.packed(measured, model.tokenizer, epochs=1, **one))
+    return Batches(batches, steps, held)
+
+
+def _share(text: str) -> float | None:
+    """A share between 0 and 1; None for the name of a file."""
+    try:
+        share = float(text)
+    except ValueError:
+        return None
+    if not 0 <= share < 1:
+        raise InvalidArgument(f"--held-out is {text}; give a share from 0 to below 1, or a file")
+    return share
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A run that is over, and the held-out figures around it."""
+
+    training: Training
+    before: dict[str, float] | None
+    after: dict[str, float] | None
+    best: int | None
+    """The step whose weights were taken, where they are not the last."""
+
+
+def run(
+    plan: Plan,
+    module: Any,
+    batches: Batches,
+    *,
+    title: str,
+    optimiser: Optimiser | None = None,
+    objective: Any = None,
+    parallel: Parallel | None = None,
+    show: bool = True,
+) -> Outcome:
+    """Train a module on the batches, and leave it with the weights that were best on what was held out.
+
+    Raises:
+        TrainingError: the loss is not finite, or the run in the folder is another one.
+        DiskFull: a checkpoint could not be written.
+    """
+    from pippin.language.objectives import NextToken, held_out
+    from pippin.train import AdamW, Checkpoints, Cosine, Evaluation, Trainer, load_weights
+
+    objective = NextToken() if objective is None else objective
+    every = plan.every or max(1, batches.steps // 10)
+    evaluation = before = None
+    if batches.measured is not None:
+        measure = held_out(batches.measured)
+        evaluation = Evaluation(measure, every)
+        before = dict(measure(module))
+    checkpoints = Checkpoints(plan.run_folder, every, resume=plan.resume)
+    trainer = Trainer(
+        module,
+        objective,
+        batches.learnt,
+        steps=batches.steps,
+        optimiser=AdamW(lr=plan.lr) if optimiser is None else optimiser,
+        schedule=Cosine(warmup=0.05),
+        accumulate=plan.accumulate,
+        precision=cast(Any, plan.precision),
+        evaluation=evaluation,
+        checkpoints=checkpoints,
+        seed=plan.seed,
+        title=title,
+        parallel=parallel,
+        show=show,
+    )
+    training = trainer.fit()
+    best = None
+    if trainer.best is not None and trainer.best["step"] != trainer.step:
+        folder = checkpoints.best_folder()
+        if folder is not None:
+            load_weights(folder, module)
+            best = int(trainer.best["step"])
+        if parallel is not None:
+            parallel.wait()  # nobody goes on while another still reads
+    after = None
+    if training.evaluations:
+        after = dict(next(figures for step, figures in reversed(training.evaluations) if best in (None, step)))
+    return Outcome(training, before, after, best)
+
+
+def summary(plan: Plan, outcome: Outcome, facts: dict[str, Any]) -> dict[str, Any]:
+    """A run as JSON values, beside further facts."""
+    training = outcome.training
+    return {
+        "out": str(plan.out),
+        **facts,
+        "title": training.title,
+        "steps": len(training.steps),
+        "first_loss": training.losses[0] if training.losses else None,
+        "last_loss": training.losses[-1] if training.losses else None,
+        "held_out_before": outcome.before,
+        "held_out_after": outcome.after,
+        "best_step": outcome.best,
+        "seconds": training.seconds,
+        "tokens_per_second": training.units_per_second,
+        "stopped": training.stopped,
+    }
+
+
+def conclude(plan: Plan, outcome: Outcome, *, as_json: bool, facts: dict[str, Any]) -> None:
+    """Say how a run went: a table, or one JSON object with these further facts."""
+    tell(summary(plan, outcome, facts), as_json=as_json)
+
+
+def tell(made: dict[str, Any], *, as_json: bool) -> None:
+    """Print a `summary`: a table and where things are, or the JSON object itself."""
+    if as_json:
+        terminal.write(terminal.to_json(made) + "\n")
+        return
+    from pippin.core.report import Report, Row
+
+    rows = [Row("steps", made["steps"])]
+    rows += [Row(f"{which} loss", made[f"{which}_loss"], "nats/token") for which in ("first", "last")]
+    for when in ("before", "after"):
+        for name, value in (made[f"held_out_{when}"] or {}).items():
+            rows.append(Row(f"held-out {name} {when}", value, "nats/token" if name == "loss" else ""))
+    rows += [Row("time", made["seconds"], "s"), Row("speed", made["tokens_per_second"], "tokens/s")]
+    Report(made["title"], [row for row in rows if row.value is not None]).print()
+    if made["best_step"] is not None:
+        terminal.note(f"the weights are those of step {made['best_step']}, the best on what was held out")
+    if made["stopped"] == "interrupted":
+        terminal.note("interrupted; the same command with --resume goes on")
+    terminal.note(f"saved in {made['out']}; log, checkpoints and plot in {Path(made['out']) / 'run'}")
+
+
+def launch(
+    function: Callable[[dict[str, Any], Parallel | None], dict[str, Any]],
+    settings: dict[str, Any],
+    *,
+    ray: bool,
+    workers: int | None,
+) -> dict[str, Any] | None:
+    """Call a training function here, in each process that `torchrun` started, or on workers of Ray.
+
+    Args:
+        function: of a module, so that workers can import it; trains, saves on the first process, gives a `summary`.
+        settings: JSON values.
+        ray: whether on Ray.
+        workers: of Ray; None for one on each core.
+
+    Returns:
+        What the function gave on the first process; None on any other, which has nothing to say.
+
+    Raises:
+        InvalidArgument: workers without Ray.
+        MissingDependency: Ray is not installed.
+    """
+    if workers is not None and not ray:
+        raise InvalidArgument("--workers is for --ray; without it, start the command with torchrun")
+    if ray:
+        from pippin.core.device import threads
+        from pippin.train.ray import on_ray
+
+        done: dict[str, Any] = on_ray(function, settings, workers=threads() if workers is None else workers)
+        return done
+    from pippin.train.parallel import Parallel, started_together
+
+    if not started_together():
+        return function(settings, None)
+    parallel = Parallel("copies")
+    try:
+        made = function(settings, parallel)
+        return made if parallel.rank == 0 else None
+    finally:
+        parallel.close()

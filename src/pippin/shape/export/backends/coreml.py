@@ -1,0 +1,129 @@
+"""Core ML: an `.mlpackage`, converted and checked anywhere, run on macOS.
+
+Notable here:
+- coremltools does not take what `torch.export` gives since torch 2.9 (its training dialect); decomposing it by nothing
+  brings it into the dialect that it takes
+- its default precision is float16; here it is float32 unless you ask otherwise
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import platform
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from pippin.core.errors import BackendUnavailable, InvalidArgument, UnsupportedOperator
+from pippin.shape.export.compiled import CompiledModel, operator_at_fault, refuse_options, require
+
+if TYPE_CHECKING:
+    from pippin.shape.export.asset import ModelAsset
+
+_PRECISIONS = ("float32", "float16")
+
+
+def compile(asset: ModelAsset, *, precision: str = "float32", **options: Any) -> CoreMLModel:
+    """Convert and load.
+
+    Args:
+        asset: the model.
+        precision: "float32" or "float16".
+        options: none.
+
+    Raises:
+        BackendUnavailable: this is not macOS, or coremltools is not installed; `write` works on any system.
+        UnsupportedOperator: Core ML has no form of an operator.
+        InvalidArgument: an unknown precision or option.
+    """
+    refuse_options("coreml", options)
+    if platform.system() != "Darwin":
+        raise BackendUnavailable(
+            f"Core ML runs on macOS only and this is {platform.system()}; the artifact can be written here "
+            "(--to coreml), not executed"
+        )
+    return CoreMLModel(asset, precision)
+
+
+def write(asset: ModelAsset, path: Path, *, precision: str = "float32", **options: Any) -> None:
+    """Write "main" as `.mlpackage`; further functions beside it as NAME.FUNCTION.mlpackage.
+
+    Raises:
+        BackendUnavailable: coremltools is not installed.
+        UnsupportedOperator: Core ML has no form of an operator.
+        InvalidArgument: an unknown precision or option.
+    """
+    refuse_options("coreml", options)
+    for name in asset.functions:
+        target = path if name == "main" else path.with_suffix(f".{name}.mlpackage")
+        model = convert(asset, name, precision)
+        if target.exists():
+            shutil.rmtree(target)
+        model.save(str(target))
+
+
+def convert(asset: ModelAsset, function: str = "main", precision: str = "float32") -> Any:
+    """One function as a coremltools model; its specification can be read on every system."""
+    if precision not in _PRECISIONS:
+        raise InvalidArgument(f"Core ML computes in {' or '.join(_PRECISIONS)}, not in {precision!r}")
+    with _quiet():
+        library = require("coremltools", backend="coreml", wheel="coremltools", extra="export-apple")
+        program = asset.program(function).exported.run_decompositions({})
+        try:
+            with contextlib.redirect_stderr(io.StringIO()):  # its progress bars
+                return library.convert(
+                    program,
+                    outputs=[library.TensorType(name=port.name) for port in asset.signature(function).outputs],
+                    minimum_deployment_target=library.target.iOS18,
+                    compute_precision=library.precision[precision.upper()],
+                )
+        except (NotImplementedError, ValueError, RuntimeError, TypeError) as error:
+            fault = operator_at_fault(asset, function, str(error))
+            raise UnsupportedOperator(f"Core ML has no form of {fault}: {str(error)[:200]}") from error
+
+
+class CoreMLModel(CompiledModel):
+    """Loaded packages, one for each function; macOS only."""
+
+    backend = "coreml"
+
+    def __init__(self, asset: ModelAsset, precision: str) -> None:
+        super().__init__(asset)
+        self.precision = precision
+        self.models = {name: convert(asset, name, precision) for name in asset.functions}
+        with tempfile.TemporaryDirectory() as folder:
+            write(asset, Path(folder) / "main.mlpackage", precision=precision)
+            self.nbytes = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
+
+    def execute(self, function: str, tensors: list[Tensor]) -> list[Tensor]:
+        """See `CompiledModel.execute`."""
+        signature = self.asset.signature(function)
+        given = {port.name: tensor.numpy(force=True) for port, tensor in zip(signature.inputs, tensors, strict=True)}
+        found = self.models[function].predict(given)
+        return [torch.as_tensor(found[port.name]) for port in signature.outputs]
+
+    def provider_map(self, function: str = "main") -> dict[str, str]:
+        """See `CompiledModel.provider_map`; Core ML chooses when it runs, and tells in Xcode only."""
+        return {}
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without remarks about versions of torch and scikit-learn that its authors did not test."""
+    logger = logging.getLogger("coremltools")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)

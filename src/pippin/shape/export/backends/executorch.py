@@ -1,0 +1,148 @@
+"""ExecuTorch: a `.pte` file for phones and small devices, run here by the same runtime.
+
+Notable here:
+- operators that XNNPACK has go to it, the rest to the portable kernels; `provider_map` tells which
+- memory is planned for the largest sizes when the file is written, so ranges of dynamic sizes cost memory
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from pippin.core.errors import UnsupportedOperator
+from pippin.core.files import atomic_write
+from pippin.shape.export import program_file
+from pippin.shape.export.compiled import CompiledModel, operator_at_fault, refuse_options, require, require_device
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
+    from pippin.shape.export.asset import ModelAsset, Program
+
+
+def compile(asset: ModelAsset, *, xnnpack: bool = True, strict: bool = False, **options: Any) -> ExecuTorchModel:
+    """Lower and load.
+
+    Args:
+        asset: the model.
+        xnnpack: whether operators go to XNNPACK where it has them.
+        strict: refuse a model of which any operator is left to the portable kernels.
+        options: none.
+
+    Raises:
+        BackendUnavailable: executorch is not installed.
+        UnsupportedOperator: it has no form of an operator.
+        SilentFallback: ``strict``, and an operator is left to the portable kernels.
+        InvalidArgument: an unknown option.
+    """
+    refuse_options("executorch", options)
+    model = ExecuTorchModel(asset, xnnpack)
+    if strict:
+        require_device("executorch", "xnnpack", model.fallbacks("xnnpack"))
+    return model
+
+
+def write(asset: ModelAsset, path: Path, *, xnnpack: bool = True, **options: Any) -> None:
+    """Write all functions into one `.pte` file; "main" is called "forward" there, as its runtime expects.
+
+    Raises:
+        BackendUnavailable: executorch is not installed.
+        UnsupportedOperator: it has no form of an operator.
+    """
+    refuse_options("executorch", options)
+    with atomic_write(path) as file:
+        file.write(lower(asset, xnnpack).buffer)
+
+
+def lower(asset: ModelAsset, xnnpack: bool) -> Any:
+    """The lowered program manager, with all functions."""
+    with _quiet():
+        exir = require("executorch.exir", backend="executorch", wheel="executorch", extra="export-extra")
+        partitioners = []
+        if xnnpack:
+            module = "executorch.backends.xnnpack.partition.xnnpack_partitioner"
+            found = require(module, backend="executorch", wheel="executorch", extra="export-extra")
+            partitioners = [found.XnnpackPartitioner()]
+        # lowering writes into the program's table of sizes, so it gets a copy of its own
+        programs = {_method(name): _copy(asset.program(name)) for name in asset.functions}
+        try:
+            edge = exir.to_edge_transform_and_lower(
+                programs, partitioner={name: partitioners for name in programs} if partitioners else None
+            )
+            for name in programs:
+                _restore_ranges(edge.exported_program(name))
+            return edge.to_executorch()
+        except (RuntimeError, NotImplementedError, ValueError) as error:
+            faults = "; ".join(operator_at_fault(asset, name, str(error)) for name in asset.functions)
+            raise UnsupportedOperator(f"ExecuTorch has no form of {faults}: {str(error)[:200]}") from error
+
+
+class ExecuTorchModel(CompiledModel):
+    """Loaded methods, one for each function."""
+
+    backend = "executorch"
+
+    def __init__(self, asset: ModelAsset, xnnpack: bool) -> None:
+        super().__init__(asset)
+        lowered = lower(asset, xnnpack)
+        self.buffer = bytes(lowered.buffer)
+        self.nbytes = len(self.buffer)
+        self.graphs = {name: lowered.exported_program(_method(name)).graph for name in asset.functions}
+        with _quiet():
+            runtime = require("executorch.runtime", backend="executorch", wheel="executorch", extra="export-extra")
+            self.program = runtime.Runtime.get().load_program(self.buffer)
+            self.methods = {name: self.program.load_method(_method(name)) for name in asset.functions}
+
+    def execute(self, function: str, tensors: list[Tensor]) -> list[Tensor]:
+        """See `CompiledModel.execute`."""
+        return [tensor.clone() for tensor in self.methods[function].execute(tuple(t.contiguous() for t in tensors))]
+
+    def provider_map(self, function: str = "main") -> dict[str, str]:
+        """See `CompiledModel.provider_map`: "xnnpack" or "portable"."""
+        found = {}
+        for node in self.graphs[function].nodes:
+            if node.op == "call_function" and "getitem" not in node.name and "sym_size" not in node.name:
+                found[node.name] = "xnnpack" if "delegate" in node.name else "portable"
+        return found
+
+    def close(self) -> None:
+        """Unload the program."""
+        self.methods, self.program = {}, None
+
+
+def _copy(program: Program) -> ExportedProgram:
+    return program_file.from_bytes(program_file.to_bytes(program.exported), program.tensors(), "the copy of a program")
+
+
+def _restore_ranges(program: Any) -> None:
+    """Give dynamic sizes their range again, which XNNPACK's partitioner narrows to what one of its checks guessed."""
+    for node in program.graph.nodes:
+        for size in getattr(node.meta.get("val"), "shape", ()) if node.op == "placeholder" else ():
+            if hasattr(size, "node"):
+                size.node.shape_env.var_to_range.update(program.range_constraints)
+                return
+
+
+def _method(function: str) -> str:
+    return "forward" if function == "main" else function
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the remarks of torchao about kernels for graphics cards."""
+    logger = logging.getLogger()
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)

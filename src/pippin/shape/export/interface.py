@@ -1,0 +1,117 @@
+"""A typed Python class for an exported model: names for a type checker, shapes and precisions checked when called.
+
+Notable here:
+- the class is tied to the model's hash: it refuses another model, also one whose functions look the same
+- all checks are those of the signature, which stand before every back end
+"""
+
+from __future__ import annotations
+
+import keyword
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pippin.core.errors import InvalidArgument
+from pippin.core.files import atomic_write
+
+if TYPE_CHECKING:
+    from pippin.shape.export.asset import ModelAsset
+    from pippin.shape.export.signature import Signature
+
+_HEAD = '''"""{name}: an exported model with typed functions. Written by Pippin; edits are lost.
+
+{functions}
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from pippin.shape.export import ModelAsset
+
+HASH = "{hash}"
+'''
+
+_CLASS = '''
+
+class {name}:
+    """The model, compiled for one back end."""
+
+    def __init__(self, asset: ModelAsset | str | Path, backend: str = "onnxruntime", **options: Any) -> None:
+        """Open the model; CorruptedFile if it is another one than this interface was written for."""
+        if not isinstance(asset, ModelAsset):
+            asset = ModelAsset.load(asset, hash=HASH)
+        asset.require(HASH)
+        self.compiled = asset.to(backend, **options)
+'''
+
+_RESERVED = {"compiled", "close"}
+
+
+def generate_interface(asset: ModelAsset, path: str | Path, class_name: str = "Model") -> str:
+    """Write a module with one class, a method for each function.
+
+    Args:
+        asset: the model.
+        path: the file to write.
+        class_name: of the class.
+
+    Returns:
+        What was written.
+
+    Raises:
+        InvalidArgument: a name of the class, a function, an input or an output that Python does not allow there.
+    """
+    names = [class_name, *asset.functions]
+    for function in asset.functions:
+        signature = asset.signature(function)
+        names += [port.name for port in (*signature.inputs, *signature.outputs)]
+    wrong = [name for name in names if not name.isidentifier() or keyword.iskeyword(name) or name == "self"]
+    wrong += [name for name in asset.functions if name in _RESERVED or name.startswith("_")]
+    if wrong:
+        raise InvalidArgument(f"these names cannot stand in a Python class: {', '.join(map(repr, wrong))}")
+    lines = [f"- {name}({asset.signature(name)})" for name in asset.functions]
+    text = _HEAD.format(name=class_name, functions="\n".join(lines), hash=asset.hash)
+    for name in asset.functions:
+        text += _outputs(name, asset.signature(name))
+    text += _CLASS.format(name=class_name)
+    for name in asset.functions:
+        text += _method(name, asset.signature(name))
+    text += '\n    def close(self) -> None:\n        """Give back what the back end holds."""\n        self.compiled.close()\n'
+    with atomic_write(Path(path), mode="w") as file:
+        file.write(text)
+    return text
+
+
+def _outputs(function: str, signature: Signature) -> str:
+    """A named tuple, for a function with several outputs."""
+    if len(signature.outputs) == 1:
+        return ""
+    fields = "".join(f'    {port.name}: Tensor\n    """{port}"""\n' for port in signature.outputs)
+    return f'\n\nclass {_tuple(function)}(NamedTuple):\n    """What `{function}` gives."""\n\n{fields}'
+
+
+def _tuple(function: str) -> str:
+    return "".join(part.capitalize() for part in function.split("_")) + "Outputs"
+
+
+def _method(function: str, signature: Signature) -> str:
+    """One function with its names, sizes in its docstring."""
+    arguments = ", ".join(f"{port.name}: Tensor" for port in signature.inputs)
+    given = ", ".join(f"{port.name}={port.name}" for port in signature.inputs)
+    described = "\n".join(f"            {port}" for port in signature.inputs)
+    single = len(signature.outputs) == 1
+    result = "Tensor" if single else _tuple(function)
+    gives = f'outputs["{signature.outputs[0].name}"]' if single else f"{result}(**outputs)"
+    return f'''
+    def {function}(self, *, {arguments}) -> {result}:
+        """Run `{function}`; SignatureMismatch before anything is computed, unless the inputs are:
+
+{described}
+        """
+        outputs = self.compiled.run("{function}", {given})
+        return {gives}
+'''

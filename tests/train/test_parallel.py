@@ -1,0 +1,104 @@
+"""Two processes beside one: the same losses, the same checkpoints, and an end that all of them hear of."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pippin.core.errors import InvalidArgument
+from pippin.train.parallel import Parallel, started_together
+
+from . import _processes
+
+STEPS, BETWEEN = 6, 3
+SCRIPT = Path(_processes.__file__)
+
+
+def start(kind, folder, steps=STEPS, *until):
+    """Two processes, as a user starts them."""
+    words = ["-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *words, kind, str(folder), str(steps), *map(str, until)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """One process, then at once: copies; shards of which one ends after three steps; shards that go on for one."""
+    root = tmp_path_factory.mktemp("runs")
+    alone = _processes.train(None, root / "alone", STEPS).losses
+    between = root / "alone" / f"step-{BETWEEN:08d}"
+    shutil.copytree(between, root / "resumed" / between.name)
+    started = {
+        "copies": start("copies", root / "copies"),
+        "ended": start("shards", root / "ended", STEPS, BETWEEN),
+        "resumed": start("shards", root / "resumed"),
+    }
+    found = {}
+    for name, process in started.items():
+        try:
+            out, said = process.communicate(timeout=120)
+        finally:
+            process.kill()
+        found[name] = (process.returncode, out, said)
+    return root, alone, found
+
+
+def losses(run):
+    code, out, said = run
+    assert code == 0, said
+    return json.loads(out.splitlines()[-1])
+
+
+def same_checkpoint(one, other, step=STEPS):
+    """Weights, optimiser states and averages agree to rounding."""
+    for file in ("model", "optimiser", "ema"):
+        ours, theirs = (load_file(folder / f"step-{step:08d}" / f"{file}.safetensors") for folder in (one, other))
+        assert ours.keys() == theirs.keys()
+        for name, tensor in ours.items():
+            torch.testing.assert_close(tensor, theirs[name], rtol=1e-3, atol=2e-5, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def test_two_copies_have_the_losses_and_the_checkpoint_of_one_process(runs):
+    root, alone, found = runs
+    assert losses(found["copies"]) == pytest.approx(alone, rel=1e-5)
+    same_checkpoint(root / "copies", root / "alone")
+
+
+def test_shards_go_on_from_the_checkpoint_of_one_process(runs):
+    root, alone, found = runs
+    assert losses(found["resumed"])[-BETWEEN:] == pytest.approx(alone[BETWEEN:], rel=1e-5)
+    same_checkpoint(root / "resumed", root / "alone")
+
+
+def test_one_process_goes_on_from_the_checkpoint_of_shards(runs):
+    root, alone, _ = runs
+    assert _processes.train(None, root / "ended", STEPS).losses[BETWEEN:] == pytest.approx(alone[BETWEEN:], rel=1e-5)
+    same_checkpoint(root / "ended", root / "alone")
+
+
+def test_a_process_that_ends_takes_the_others_with_it(runs):
+    code, _, said = runs[2]["ended"]
+    assert code != 0
+    assert "lost the others: one of them has ended" in said
+
+
+def test_only_the_first_process_writes_the_log(runs):
+    root = runs[0]
+    lines = [json.loads(line) for line in (root / "copies" / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, STEPS + 1))
+
+
+def test_a_process_that_was_started_alone_is_told_how(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    assert not started_together()
+    with pytest.raises(InvalidArgument, match="torchrun --nproc-per-node"):
+        Parallel()
+    with pytest.raises(InvalidArgument, match="'copies' or 'shards', got 'pieces'"):
+        Parallel("pieces")
