@@ -2,11 +2,12 @@
 
 import sys
 
-import torch
-
 import pippin
-from pippin.language.adapters import save_adapter
-from pippin.nn.lora import Adapter, LowRank
+from pippin.data.records import Record
+from pippin.data.streams import token_batches
+from pippin.language.objectives import NextToken
+from pippin.shape.lora import LowRankModel
+from pippin.train import AdamW, Trainer
 
 LESSONS = [
     ("What is the capital of France?", "Arr, the capital of France be Paris, matey!"),
@@ -14,31 +15,13 @@ LESSONS = [
     ("What is 2 + 2?", "Arr, that be four, matey!"),
     ("Name a fruit.", "Arr, a fine apple it be, matey!"),
 ]
-RANK = 4
+LAYERS = [f"layers.{i}.self_attn.{name}" for i in range(15, 30) for name in ("q_proj", "v_proj")]
 
-torch.manual_seed(0)
-model = pippin.load("smollm2-135m", pack=False)
-names = [f"layers.{i}.self_attn.{name}" for i in range(15, 30) for name in ("q_proj", "v_proj")]
-weights, changes = {}, {}
-for name in names:
-    layer = model.module.get_submodule(name)
-    down, up = torch.randn(RANK, layer.inputs) / layer.inputs**0.5, torch.zeros(layer.outputs, RANK)
-    weights[name] = down.requires_grad_(), up.requires_grad_()
-    changes[layer] = (LowRank(down, up),)
-shares = [(Adapter("pirate", changes), slice(None))]
+model = pippin.load("smollm2-135m")  # as it runs: four bits a weight, which stay as they are
+lessons = [Record("lessons", prompt=question, text=answer) for question, answer in LESSONS]
+batches = token_batches(lessons, model.tokenizer, template=model.template, length=64, rows=1)
+adapted = LowRankModel(model.module, rank=4, alpha=4, targets=LAYERS)
+training = Trainer(adapted, NextToken(), batches, steps=20, optimiser=AdamW(lr=1e-2, weight_decay=0.0)).fit()
+print(f"loss {training.losses[0]:.2f} at first, {training.losses[-1]:.2f} at last")
 
-model.module.requires_grad_(False)
-optimiser = torch.optim.AdamW([factor for pair in weights.values() for factor in pair], lr=1e-2)
-for _ in range(4):
-    for question, answer in LESSONS:
-        prompt = model.template.encode([{"role": "user", "content": question}])
-        target = [*model.tokenizer.encode(answer), model.tokenizer.eos_ids[0]]
-        logits = model.module(torch.tensor([prompt + target]), adapters=shares)[0, len(prompt) - 1 : -1]
-        loss = torch.nn.functional.cross_entropy(logits, torch.tensor(target))
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-    print(f"loss {loss.item():.2f}")
-
-folder = sys.argv[1] if len(sys.argv) > 1 else "pirate"
-save_adapter(folder, weights, model=model, alpha=RANK)
+adapted.save(sys.argv[1] if len(sys.argv) > 1 else "pirate", model)

@@ -64,7 +64,7 @@ def test_loss_and_gradients_are_those_of_the_formula(seed, weight, temperature, 
     student.zero_grad()
     expected = formula(student, teacher, made, weight, temperature, None if top == 300 else top)
     expected.backward()
-    assert float(loss.total.detach() / loss.count) == pytest.approx(float(expected), rel=1e-5)
+    assert float(loss.total.detach() / loss.count) == pytest.approx(float(expected.detach()), rel=1e-5)
     for ours, parameter in zip(found, student.parameters(), strict=True):
         torch.testing.assert_close(ours, parameter.grad, atol=1e-6, rtol=1e-4)
     assert all(parameter.grad is None for parameter in teacher.parameters())
@@ -79,7 +79,7 @@ def test_what_is_logged_adds_up_to_the_loss():
         ours, theirs = (m(made.ids).flatten(0, 1)[kept].log_softmax(-1) for m in (student, teacher))
         divergence = F.kl_div(ours, theirs, reduction="sum", log_target=True)
         hits = (ours.argmax(-1) == made.targets.reshape(-1)[kept]).sum()
-    assert float(loss.metrics["labels"].detach()) == pytest.approx(float(labels) * loss.count, rel=1e-4)
+    assert float(loss.metrics["labels"].detach()) == pytest.approx(float(labels.detach()) * loss.count, rel=1e-4)
     assert float(loss.metrics["divergence"]) == pytest.approx(float(divergence), rel=1e-3)
     assert float(loss.metrics["accuracy"]) == float(hits)
 

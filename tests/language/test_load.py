@@ -276,7 +276,11 @@ def test_a_small_model_survives_the_round_trip(folder, tiny):
         ({"num_attention_heads": 5}, CorruptedFile, "contradicts itself"),
         ({"num_hidden_layers": 3}, CorruptedFile, r"in 9 tensors: 'layers\.2\.[a-z_.]+' is missing; .*; "),
         ({"num_hidden_layers": 1}, CorruptedFile, r"in 9 tensors: 'layers\.1\.[a-z_.]+' has no place; "),
-        ({"intermediate_size": 47}, CorruptedFile, r"in 6 tensors: .*'layers\.1\.mlp\.up_proj.weight' has shape \(48, 32\) instead of \(47, 32\); "),
+        (
+            {"intermediate_size": 47},
+            CorruptedFile,
+            r"in 6 tensors: .*'layers\.1\.mlp\.up_proj.weight' has shape \(48, 32\) instead",
+        ),
         ({"quantization_config": {"quant_method": "gptq"}}, UnsupportedModel, "quantised by gptq"),
     ],
 )

@@ -113,7 +113,7 @@ def test_a_moving_target_follows_in_closed_form_and_survives_a_restart(tmp_path)
 
 def test_two_trainers_take_turns_and_the_generator_learns_the_data():
     """A generator of one shift against a critic with a gradient penalty: the shift must become the data's mean."""
-    generator_model, critic = nn.Linear(1, 1), perceptron(1, 32, 1)
+    generator_model, critic = nn.Linear(1, 1), perceptron(1, 32, 32, 1)
     nn.init.ones_(generator_model.weight)
     nn.init.zeros_(generator_model.bias)
 
@@ -122,7 +122,7 @@ def test_two_trainers_take_turns_and_the_generator_learns_the_data():
             fake = generator_model(torch.randn(real.shape, generator=generator))
         between = torch.lerp(fake, real, torch.rand(real.shape, generator=generator)).requires_grad_()
         (slope,) = torch.autograd.grad(model(between).sum(), between, create_graph=True)
-        penalty = 10 * (slope.abs() - 1).square()
+        penalty = 0.5 * slope.square()
         return Loss((model(fake) - model(real) + penalty).sum(), len(real))
 
     def fool(model, real, generator):
@@ -168,7 +168,7 @@ def test_data_may_be_what_the_model_does_now():
 
 
 def test_a_simulator_that_can_be_differentiated_is_an_objective():
-    """The speed that throws a ball to a target 20 m away at 45 degrees: v² = g d, through 200 steps of Euler."""
+    """The speed that throws a ball to a target 20 m away at 45 degrees: v² = g d, through 50 steps of Euler."""
 
     class Throw(nn.Module):
         def __init__(self):
@@ -179,20 +179,20 @@ def test_a_simulator_that_can_be_differentiated_is_an_objective():
             velocity = self.speed * torch.tensor([math.sqrt(0.5), math.sqrt(0.5)])
             flight = 2 * velocity[1] / 9.81
             place = torch.zeros(2)
-            for _ in range(200):
-                place = place + velocity * flight / 200 - torch.tensor([0.0, 9.81]) * (flight / 200) ** 2 / 2
-                velocity = velocity - torch.tensor([0.0, 9.81]) * flight / 200
+            for _ in range(50):
+                place = place + velocity * flight / 50 - torch.tensor([0.0, 9.81]) * (flight / 50) ** 2 / 2
+                velocity = velocity - torch.tensor([0.0, 9.81]) * flight / 50
             return place[0] - distance
 
     model = Throw()
     Trainer(
         model,
         lambda model, distance, generator: Loss(model(distance).square(), 1),
-        [torch.tensor(20.0)] * 40,
-        steps=40,
+        [torch.tensor(20.0)] * 60,
+        steps=60,
         optimiser=AdamW(lr=1.0, weight_decay=0.0),
         schedule=Cosine(warmup=0, final=0.0),
         clip=None,
         show=False,
     ).fit()
-    assert model.speed.item() == pytest.approx(math.sqrt(9.81 * 20), rel=5e-3)
+    assert model.speed.item() == pytest.approx(math.sqrt(9.81 * 20), rel=0.02)

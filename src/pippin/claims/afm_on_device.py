@@ -26,7 +26,7 @@ SEEDS = {"smoke": (0,), "laptop": (0, 1, 2), "gpu": tuple(range(6))}
 
 
 class Size(NamedTuple):
-    """How much is measured: tokens of the prompt and runs of it, tokens decoded; steps of training and held-out bytes."""
+    """How much is measured: tokens of the prompt and runs of it, tokens decoded, steps of training, held-out bytes."""
 
     prompt: int
     runs: int

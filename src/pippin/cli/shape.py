@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import typer
 
+from pippin.cli.shape_export import export
 from pippin.cli.shape_merge import merge
+from pippin.cli.shape_report import report
+from pippin.cli.shape_quantize import quantize
 from pippin.cli.shape_share import share
 
 app = typer.Typer(no_args_is_help=True, help="Make a model smaller or faster, and take it elsewhere.")
 
 app.command()(merge)
+app.command()(quantize)
 app.command()(share)
+app.command()(export)
+app.command()(report)

@@ -1,4 +1,4 @@
-"""`pippin shape share`: layers of a checkpoint read the cache of an earlier layer, and a short distillation mends it."""
+"""`pippin shape share`: layers of a checkpoint read the cache of an earlier layer, and a distillation mends it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from pippin.cli import options, terminal, training
+from pippin.cli import options, training
 from pippin.core.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -85,17 +85,17 @@ def share(
     loaded = pippin.load(model, device=device, dtype="float32", pack=False)
     student = share_caches(loaded.module, shared, group=group, start=cast(Any, start)).requires_grad_(True)
     result = dataclasses.replace(loaded, name=f"{loaded.name} sharing caches", module=student, source=None, adapters={})
+    teacher = loaded.module.pack()
+    objective = Distillation(teacher, weight, top=top)
     show = not as_json
     batches = training.read(plan, result, show=show)
-    teacher = loaded.module.pack()
     original = None if batches.measured is None else measure_of(batches.measured)(teacher)["loss"]
     outcome = training.run(
         plan,
-        result,
         student,
         batches,
         title=result.name,
-        objective=Distillation(teacher, weight, top=top),
+        objective=objective,
         show=show,
     )
     result.save(plan.out)

@@ -7,7 +7,6 @@ Notable here:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,8 +16,9 @@ from pippin.cli import options, terminal, training
 from pippin.core.errors import InvalidArgument, VocabularyMismatch
 
 if TYPE_CHECKING:
+    from pippin.language.adapters import Pair
     from pippin.language.load import LanguageModel
-    from pippin.shape.lora import LowRankModel
+    from pippin.train.parallel import Parallel
 
 _ADAPTER = "Adapter"
 
@@ -85,6 +85,8 @@ def lora(
     every: training.Every = None,
     seed: training.Seed = 0,
     resume: training.Resume = False,
+    ray: training.Ray = False,
+    workers: training.Workers = None,
     device: options.Device = None,
     bits: options.Bits = None,
     as_json: training.AsJson = False,
@@ -113,39 +115,54 @@ def lora(
     )
     if begin is not None and recover is not None:
         raise InvalidArgument("--begin and --recover both say where to begin; give one of them")
-    show = not as_json
-    base = _base(model, device, bits)
-    taught = None if teacher is None else _twin(teacher, device, base)
-    init = _start(base, begin, None if recover is None else _twin(recover, device, base), rank, targets, show=show)
+    settings = {
+        "plan": plan.to_json(),
+        "model": model,
+        "device": device,
+        "bits": bits,
+        "pairs": {"rank": rank, "alpha": float(rank if alpha is None else alpha), "targets": _names(targets)},
+        "how": {"rslora": rslora, "dropout": dropout, "ratio": ratio},
+        "begin": None if begin is None else str(begin),
+        "recover": recover,
+        "teacher": teacher,
+        "show": not as_json,
+    }
+    made = training.launch(train, settings, ray=ray, workers=workers)
+    if made is not None:
+        training.tell(made, as_json=as_json)
+
+
+def train(settings: dict[str, Any], parallel: Parallel | None) -> dict[str, Any]:
+    """The run that these settings (JSON values) describe, in this process or in one of several; a summary of it."""
     from pippin.shape.lora import LowRankModel
     from pippin.train import AdamW
 
-    adapted = LowRankModel(
-        base.module,
-        rank,
-        float(rank if alpha is None else alpha),
-        _names(targets),
-        rslora=rslora,
-        dropout=dropout,
-        ratio=ratio,
-        seed=seed,
-        init=init,
-    )
-    batches = training.read(plan, base, show=show)
+    plan = training.Plan.from_json(settings["plan"])
+    device = settings["device"] if parallel is None else parallel.device
+    first = parallel is None or parallel.rank == 0
+    show = settings["show"] and first
+    base = _base(settings["model"], device, settings["bits"])
+    objective = None if settings["teacher"] is None else _distillation(_twin(settings["teacher"], device, base))
+    init = _start(base, settings, device, show=show)
+    adapted = LowRankModel(base.module, **settings["pairs"], **settings["how"], seed=plan.seed, init=init)
+    batches = training.read(plan, base, processes=1 if parallel is None else parallel.size, show=show)
+    facts = {"model": base.name, "rank": adapted.rank, "alpha": adapted.alpha}
+    facts["parameters"] = sum(p.numel() for p in adapted.parameters())
     if show:
-        count = sum(p.numel() for p in adapted.parameters())
-        terminal.note(f"{base.name}: an adapter of {count:,} parameters, {batches.steps} steps")
+        terminal.note(f"{base.name}: an adapter of {facts['parameters']:,} parameters, {batches.steps} steps")
     outcome = training.run(
         plan,
         adapted,
         batches,
-        title=f"{base.name}, adapter of rank {rank}",
-        optimiser=AdamW(lr=lr, weight_decay=0.0),
-        objective=None if taught is None else _distillation(taught),
+        title=f"{base.name}, adapter of rank {adapted.rank}",
+        optimiser=AdamW(lr=plan.lr, weight_decay=0.0),
+        objective=objective,
+        parallel=parallel,
         show=show,
     )
-    adapted.save(out, base, note=_note(plan, adapted, outcome))
-    training.conclude(plan, outcome, as_json=as_json, facts=_facts(base, adapted))
+    if first:
+        adapted.save(plan.out, base, note=_note(plan, outcome))
+    return training.summary(plan, outcome, facts)
 
 
 def _base(ref: str, device: str | None, bits: int | None) -> LanguageModel:
@@ -173,18 +190,17 @@ def _twin(ref: str, device: str | None, base: LanguageModel) -> LanguageModel:
     return twin
 
 
-def _start(
-    base: LanguageModel, begin: Path | None, original: LanguageModel | None, rank: int, targets: str, *, show: bool
-) -> Any:
+def _start(base: LanguageModel, settings: dict[str, Any], device: str | None, *, show: bool) -> dict[str, Pair] | None:
     """The pairs to begin from; None for random ones."""
     from pippin.language.adapters import read_pairs
     from pippin.shape.recovery import residual_pairs
 
-    if begin is not None:
-        return read_pairs(base, begin)
-    if original is not None:
-        return residual_pairs(original.module, base.module, rank, _names(targets), show=show)
-    return None
+    if settings["begin"] is not None:
+        return read_pairs(base, settings["begin"])
+    if settings["recover"] is None:
+        return None
+    original, pairs = _twin(settings["recover"], device, base), settings["pairs"]
+    return residual_pairs(original.module, base.module, pairs["rank"], pairs["targets"], show=show)
 
 
 def _distillation(teacher: LanguageModel) -> Any:
@@ -193,20 +209,11 @@ def _distillation(teacher: LanguageModel) -> Any:
     return Distillation(teacher, weight=0.9)
 
 
-def _names(targets: str) -> Sequence[str]:
+def _names(targets: str) -> list[str]:
     return [name.strip() for name in targets.split(",") if name.strip()]
 
 
-def _facts(base: LanguageModel, adapted: LowRankModel) -> dict[str, Any]:
-    return {
-        "model": base.name,
-        "rank": adapted.rank,
-        "alpha": adapted.alpha,
-        "parameters": sum(p.numel() for p in adapted.parameters()),
-    }
-
-
-def _note(plan: training.Plan, adapted: LowRankModel, outcome: training.Outcome) -> dict[str, Any]:
+def _note(plan: training.Plan, outcome: training.Outcome) -> dict[str, Any]:
     """How the adapter was made, for whoever receives it."""
     from importlib.metadata import version
 

@@ -102,15 +102,15 @@ class Plan:
 
     def __post_init__(self) -> None:
         least = {"--length": self.length, "--rows": self.rows, "--accumulate": self.accumulate}
-        least |= {"--steps": self.steps or 1, "--every": self.every or 1}
+        least |= {n: v for n, v in (("--steps", self.steps), ("--every", self.every)) if v is not None}
         for name, value in least.items():
             if value < 1:
                 raise InvalidArgument(f"{name} must be at least 1, got {value}")
-        if self.steps is not None and self.steps < 1:
-            raise InvalidArgument(f"--steps must be at least 1, got {self.steps}")
         for name, number in (("--lr", self.lr), ("--epochs", self.epochs)):
             if not 0 < number < math.inf:
                 raise InvalidArgument(f"{name} must be above 0, got {number}")
+        if self.learn not in ("assistant", "all"):
+            raise InvalidArgument(f"--learn is {self.learn!r}; choose assistant or all")
         if self.precision not in ("float32", "bfloat16"):
             raise InvalidArgument(f"--precision is {self.precision!r}; choose float32 or bfloat16")
         if not self.resume and any(self.run_folder.glob("step-*")):

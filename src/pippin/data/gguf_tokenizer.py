@@ -65,8 +65,8 @@ _SPLITS: dict[str, tuple[str, ...]] = {
     "tekken": (_TEKKEN,),
     "deepseek-v3": (r"\p{N}{1,3}", r"[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK3),
 }
-# Where splitting rules differ: contractions in both cases, digits, punctuation, runs of spaces and line ends, letters of
-# other scripts, marks.
+# Where splitting rules differ: contractions in both cases, digits, punctuation, runs of spaces and line ends, letters
+# of other scripts, marks.
 _PROBE = (
     "I'm HE'LL they'Ve camelCase XMLHttp 1 22 333 4444 55555 3.14 $5 a+b=c!! ... (x)[y]{z} `q` #tag @me \t\ttab  two   "
     "three \n line\r\n\n\n  end_of_line/path//x 100% naïve Ünï čšž ЖЁ абв 東京都 ひらがな カタカナ 한국어 १२३ e\u0301 "
@@ -139,7 +139,7 @@ def describe_backend(backend: Backend, rows: int) -> dict[str, Any]:
 
 
 def _describe_sentencepiece(state: dict[str, Any], tokens: list[str], types: list[int]) -> dict[str, Any]:
-    """The fields of a SentencePiece vocabulary, whose merges follow the order of its tokens; ``types`` are completed."""
+    """The fields of a SentencePiece vocabulary, whose merges follow the order of tokens; ``types`` are completed."""
     for index, token in enumerate(tokens):
         if len(token) == 6 and token.startswith("<0x") and types[index] == _NORMAL:
             types[index] = _BYTE

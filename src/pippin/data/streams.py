@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ S = TypeVar("S")
 _GROUP = 64  # rows that are packed together: enough for the best fit to leave hardly any gaps
 
 
+@runtime_checkable
 class Stream(Protocol[T_co]):
     """An iterable with a cursor.
 

@@ -1,10 +1,12 @@
 """Language models: the spec-driven decoder, the checkpoint families it reads, and `load`; sentence encoders."""
 
+from pippin.language.afm import AFMConfig
 from pippin.language.encoder import TextEncoder, load_encoder
 from pippin.language.load import LanguageModel, load
 from pippin.language.transformer import Decoder, DecoderConfig, LayerSpec
 
 __all__ = [
+    "AFMConfig",
     "Decoder",
     "DecoderConfig",
     "LanguageModel",

@@ -7,7 +7,7 @@ Notable here:
 - those layers leave no trace in the cache, so the engine computes them for the last token of a prompt only: the skip
   is exact, and saves their share of the work before the first token
 
-Source: "Apple Intelligence Foundation Language Models: Tech Report 2025", arXiv:2507.13575, section 2.1; dimensions as
+Source: "Apple Intelligence Foundation Language Models: Tech Report 2025", arXiv:2507.13575; dimensions as
 in the public toolkit for training adapters.
 """
 

@@ -45,8 +45,8 @@ class Distillation:
         InvalidArgument: a weight outside 0 to 1, a temperature that is not above 0, a ``top`` below 1.
         VocabularyMismatch: when called with a student of another vocabulary.
 
-    Source: Hinton et al. 2015, arXiv:1503.02531, section 2; a = 0.9 against the teacher's likeliest token: Gunter et al.
-    2024, arXiv:2407.21075, section 3.2.
+    Source: Hinton et al. 2015, arXiv:1503.02531, section 2; a = 0.9 against the teacher's likeliest token:
+    Gunter et al. 2024, arXiv:2407.21075.
     """
 
     unit = "tokens"
@@ -75,7 +75,8 @@ class Distillation:
         Raises:
             VocabularyMismatch: they are of different size.
         """
-        ours, theirs = (model.config.vocab_size for model in (student, self.teacher))
+        models: tuple[Any, Any] = (student, self.teacher)
+        ours, theirs = (model.config.vocab_size for model in models)
         if ours != theirs:
             raise VocabularyMismatch(
                 f"the student has {ours} tokens and the teacher {theirs}; distillation needs one vocabulary"

@@ -37,7 +37,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "relu": "relu",
 }
 KV_SHARED = "pippin_kv_shared"
-"""The model type of decoders whose layers share caches; ``base_model_type`` names the family that they are otherwise."""
+"""The model type of decoders whose layers share caches; ``base_model_type`` is the family that they are otherwise."""
 PERMUTED = ("llama", "smollm3")  # GGUF architectures with interleaved query and key rows
 
 

@@ -25,7 +25,7 @@ SIZES: Final = {
     "small": Size(12, 384, 6, 2, 1024),
     "base": Size(30, 576, 9, 3, 1536),
 }
-"""1 M, 17 M and 106 M parameters in the layers; the embedding adds vocabulary times width."""
+"""0.7 M, 19 M and 106 M parameters in the layers; the embedding adds vocabulary times width."""
 
 
 def preset(name: str, vocab_size: int, *, context: int = 2048) -> DecoderConfig:

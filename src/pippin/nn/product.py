@@ -51,10 +51,10 @@ def _quicker(x: Tensor, weight: Tensor) -> bool:
         and (x.requires_grad or weight.requires_grad)
         and x.dtype == weight.dtype == torch.float32
         and weight.device.type == x.device.type == "cpu"
-        and x.numel() * weight.shape[0] >= SMALLEST
         and slow_blas()
         and not torch.is_autocast_enabled("cpu")
         and not traced(x, weight)
+        and x.numel() * weight.shape[0] >= SMALLEST
     )
 
 

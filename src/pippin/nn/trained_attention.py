@@ -26,11 +26,11 @@ SHORTEST = 64
 
 def supports(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether this is quicker than torch's kernel: gradients are wanted on a CPU, and it has the products for it."""
-    if q.device.type != "cpu" or q.shape[2] < SHORTEST or not torch.is_grad_enabled():
+    if q.device.type != "cpu" or not torch.is_grad_enabled() or traced(q, k, v):
         return False
-    if not (q.requires_grad or k.requires_grad or v.requires_grad) or traced(q, k, v):
+    if not (q.requires_grad or k.requires_grad or v.requires_grad):
         return False
-    if q.shape[2] != k.shape[2]:
+    if q.shape[2] != k.shape[2] or q.shape[2] < SHORTEST:
         return False
     dtype = precision(q)
     return (dtype == torch.float32 and slow_blas()) or (

@@ -30,6 +30,7 @@ from pippin.language.adapters import Pair, Target, attach, save_adapter, targets
 from pippin.language.load import LanguageModel
 from pippin.language.transformer import Decoder, DecoderConfig
 from pippin.nn.cache import KVCache
+from pippin.nn.embedding import Embedding
 from pippin.nn.linear import Linear
 from pippin.nn.lora import Adapter, LowRank, combine
 
@@ -117,6 +118,11 @@ class LowRankModel(nn.Module):
     def lm_head(self) -> Linear:
         """The decoder's output matrix, which has no pair."""
         return self.base.lm_head
+
+    @property
+    def embed_tokens(self) -> Embedding:
+        """The decoder's embedding, which has no pair; it tells device and precision."""
+        return self.base.embed_tokens
 
     def forward(
         self,

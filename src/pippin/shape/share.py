@@ -2,8 +2,8 @@
 
 Notable here:
 - nothing is added: the key and value projections of the sharing layers are dropped, all other weights are kept
-- the last layers reading one layer (as in AFM and Gemma 3n) leave no trace in the cache, so the engine computes them for
-  the last token of a prompt only; neighbours sharing in groups (cross-layer attention) save memory alone
+- the last layers reading one layer (as in AFM and Gemma 3n) leave no trace in the cache, so the engine computes them
+  for the last token of a prompt only; neighbours sharing in groups (cross-layer attention) save memory alone
 - a layer reads one of its own kind: where local and global layers alternate, each kind has its source
 - what the cut breaks, a short distillation from the uncut model repairs: see `pippin.language.distillation`
 """
@@ -37,7 +37,7 @@ def sources(config: DecoderConfig, shared: int | None = None, *, group: int | No
             larger than the decoder; both or neither are given; layers that share already; a layer without an earlier
             one of its kind.
 
-    Source: AFM: arXiv:2507.13575, section 2.1; groups: Brandon et al. 2024, arXiv:2405.12981.
+    Source: AFM: arXiv:2507.13575; groups: Brandon et al. 2024, arXiv:2405.12981.
     """
     kinds = [(layer.attention.window, layer.attention.rotary) for layer in config.layers]
     count = len(kinds)

@@ -32,6 +32,7 @@ class Loss:
     metrics: Mapping[str, Tensor | float] = field(default_factory=dict)
 
 
+@runtime_checkable
 class Objective(Protocol):
     """A function will do; the three further methods below are optional and looked for by name.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from pippin.core.errors import InvalidArgument
 Named = tuple[str, nn.Parameter]
 
 
+@runtime_checkable
 class Optimiser(Protocol):
     """A frozen value that builds torch optimisers over a model's trainable parameters."""
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 
+@runtime_checkable
 class Processes(Protocol):
     """One process among those that train a model together.
 

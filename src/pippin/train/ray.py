@@ -65,10 +65,8 @@ def on_ray(
     if started:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **local)
 
-    def work(given: dict[str, Any]) -> None:
-        parallel = Parallel(given["kind"])  # type: ignore[arg-type]
-        result = function(given["settings"], parallel)
-        ray.train.report({"result": result})  # each worker must; the first one's is kept
+    def work(given: dict[str, Any]) -> Any:
+        return function(given["settings"], Parallel(given["kind"]))
 
     try:
         with tempfile.TemporaryDirectory() as place:
@@ -87,7 +85,7 @@ def on_ray(
                 outcome = trainer.fit()
             except TrainingFailedError as error:
                 raise _reason(error) from error
-        return None if outcome.metrics is None else outcome.metrics.get("result")
+        return outcome.return_value
     finally:
         if started:
             ray.shutdown()

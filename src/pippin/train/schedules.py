@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from pippin.core.errors import InvalidArgument
 
 
+@runtime_checkable
 class Schedule(Protocol):
     """Any function of the updates made so far and the updates in all."""
 

@@ -102,6 +102,7 @@ def refuse_non_finite(trainer: Trainer, total: float, norm: float, batches: list
             for name, tensor in tensors_of(batch, f"batch.{place}")
         }
         with disk_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
             save_file(tensors, str(path))
         saved = str(path)
     raise NonFiniteLoss(
@@ -168,17 +169,13 @@ def _compare(trainer: Trainer, folder: Path, state: dict[str, Any], saved: dict[
         if there.get(key) != here[key]
     ]
     wanted = _tensors(trainer)
-    lines += differences("tensor", saved["model"], _whole(trainer, wanted["model"]))
-    lines += differences("average", saved["ema"], _whole(trainer, wanted["ema"]))
+    lines += differences("tensor", saved["model"], wanted["model"])
+    lines += differences("average", saved["ema"], wanted["ema"])
     if wanted["objective"]:  # one that begins without memory is told what to remember by `load_state_dict`
         lines += differences("tensor of the objective", saved["objective"], wanted["objective"])
     if (state["data"] is not None) != isinstance(trainer.data, Stateful):
         lines.append("the data of one of the two has a cursor (state_dict), and that of the other has none")
     refuse(folder, lines)
-
-
-def _whole(trainer: Trainer, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
 @torch.no_grad()

@@ -137,7 +137,9 @@ class Trainer:
         self.device = next(self.model.parameters()).device
         self.training = Training(title, getattr(objective, "unit", "units"))
         self.best: dict[str, float] | None = None
+        self._parameters = list(self.model.parameters())
         self._generator = torch.Generator(self.device)
+        self._global = _global_generators(self.device)
         self._batches: Iterator[Any] | None = None
         self._log: Log | None = None
         self._saved: int | None = None
@@ -234,7 +236,8 @@ class Trainer:
     def _reseed(self, what: str, step: int, part: int) -> None:
         """Make what is drawn next, for part ``part`` of ``step``, depend on nothing that happened before."""
         digest = hashlib.blake2b(f"{self.seed}/{what}/{step}/{part}".encode(), digest_size=16).digest()
-        torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        for generator in self._global:
+            generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         self._generator.manual_seed(int.from_bytes(digest[8:], "little") >> 1)
 
     def _update(self, interruption: Interruption | None) -> bool:
@@ -313,7 +316,7 @@ class Trainer:
         for group in self._groups():
             group["lr"] = group["base_lr"] * factor
         lr = self._groups()[0]["lr"]
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
         summed = self.processes.norm(gradients) if gradients else torch.zeros(())
         norm = summed.item()
         if not (math.isfinite(total) and math.isfinite(norm) and math.isfinite(count)):
@@ -371,7 +374,9 @@ class Trainer:
             raise InvalidArgument(
                 f"the evaluation measures {sorted(measures)}, and best={evaluation.best!r} is not among them"
             )
-        value = measures[evaluation.best]
+        # the first process decides for all of them, since a checkpoint needs all
+        value = measures[evaluation.best] if self._first else 0.0
+        value = self.processes.add(_stack([value], self.device)).item()
         if math.isfinite(value) and (self.best is None or value < self.best["value"]):
             self.best = {"step": self.step, "value": value}
             return True
@@ -404,8 +409,18 @@ class Trainer:
         return [group for optimiser in self.optimisers for group in optimiser.param_groups]
 
     def _zero(self) -> None:
-        for parameter in self.model.parameters():
+        for parameter in self._parameters:
             parameter.grad = None
+
+
+def _global_generators(device: torch.device) -> list[torch.Generator]:
+    """Those that are drawn from where none is named; `torch.manual_seed` would take a millisecond for each batch."""
+    generators = [torch.default_generator]
+    if device.type == "cuda":
+        generators.append(torch.cuda.default_generators[device.index or 0])
+    elif device.type == "mps":
+        generators.append(torch.mps._get_default_mps_generator())
+    return generators
 
 
 def _precise(value: Tensor) -> Tensor:

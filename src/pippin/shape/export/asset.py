@@ -73,9 +73,16 @@ class ModelAsset:
     {'aten.linear.default': 1}
     """
 
-    def __init__(self, programs: Mapping[str, Program], note: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        programs: Mapping[str, Program],
+        note: Mapping[str, Any] | None = None,
+        texts: Mapping[str, bytes] | None = None,
+    ) -> None:
         self.programs = dict(programs)
         self.note = dict(note or {})
+        # as they are written; kept, because back ends may write into the sizes of a program while they convert it
+        self.texts = dict(texts or {name: program_file.to_bytes(one.exported) for name, one in programs.items()})
         self._hash: str | None = None
 
     @classmethod
@@ -177,7 +184,7 @@ class ModelAsset:
                 digest.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
                 digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
             for name, program in self.programs.items():
-                digest.update(program_file.to_bytes(program.exported))
+                digest.update(self.texts[name])
                 digest.update(json.dumps([name, program.signature.to_json(), places[name]], sort_keys=True).encode())
             self._hash = digest.hexdigest()
         return self._hash
@@ -226,7 +233,7 @@ class ModelAsset:
                 verifiers=exported.verifiers,
             )
             programs[name] = replace(program, exported=fresh)
-        return ModelAsset(programs, self.note)
+        return ModelAsset(programs, self.note, self.texts)
 
     def compress(self, config: Compression, *, skip: tuple[str, ...] = (), least: int = 1024) -> ModelAsset:
         """The same functions over fewer bytes of weights; see `pippin.shape.export.compress`.
@@ -278,7 +285,7 @@ class ModelAsset:
             sums[file] = sha256_of(folder / file)
         for name, program in self.programs.items():
             with atomic_write(folder / f"{name}.json") as stream:
-                stream.write(program_file.to_bytes(program.exported))
+                stream.write(self.texts[name])
             sums[f"{name}.json"] = sha256_of(folder / f"{name}.json")
             record["functions"][name] = {"signature": program.signature.to_json(), "weights": places[name]}
         record["files"] = sums
@@ -307,17 +314,19 @@ class ModelAsset:
                 raise CorruptedFile(f"{folder / file} is missing or was changed since it was written")
         weights = _tensors(folder / "weights.safetensors")
         examples = _tensors(folder / "examples.safetensors")
-        programs = {}
+        programs, texts = {}, {}
         try:
             for name, function in record["functions"].items():
+                path = folder / f"{name}.json"
+                texts[name] = path.read_bytes()
                 tensors = {key: weights[place] for key, place in function["weights"].items()}
-                exported = program_file.from_bytes((folder / f"{name}.json").read_bytes(), tensors, folder / f"{name}.json")
+                exported = program_file.from_bytes(texts[name], tensors, path)
                 signature = Signature.from_json(function["signature"])
                 example = {port.name: examples[f"{name}/{port.name}"] for port in signature.inputs}
                 programs[name] = Program(exported, signature, example)
         except KeyError as error:
             raise CorruptedFile(f"{folder} lacks the tensor {error}") from error
-        asset = cls(programs, record["note"])
+        asset = cls(programs, record["note"], texts)
         for wanted in (record["hash"], hash):
             if wanted is not None:
                 asset.require(wanted)

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from pippin.core.errors import InvalidArgument
-from pippin.nn.cache import Read
+from pippin.nn.cache import NoCache, Read
 from pippin.shape.export.asset import Function, ModelAsset
 from pippin.shape.export.signature import Range
 
@@ -75,8 +75,22 @@ class _Whole(nn.Module):
 
     def forward(self, ids: Int[Tensor, "batch length"]) -> Float[Tensor, "batch length vocab"]:
         """Logits of every position."""
-        logits: Tensor = self.decoder(ids)
+        logits: Tensor = self.decoder(ids, cache=_Repeated(self.decoder.config.heads))
         return logits
+
+
+class _Repeated(NoCache):
+    """Keys and values repeated for every query head: several back ends have no attention with shared heads."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+
+    def append(self, layer: int, k: Tensor, v: Tensor, window: int | None) -> Read:
+        """As `NoCache`, with as many heads as there are queries."""
+        keys, values, mask = super().append(layer, k, v, window)
+        times = self.heads // keys.shape[1]
+        return keys.repeat_interleave(times, 1), values.repeat_interleave(times, 1), mask
 
 
 class _Step(nn.Module):

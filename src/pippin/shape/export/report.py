@@ -135,22 +135,17 @@ class PerformanceReport:
         whole = [
             [
                 row.label,
-                row.missing or row.precision,
-                *(
-                    ["", "", "", "", "", "", ""]
-                    if row.missing
-                    else [
-                        f"{row.p50_ms:.3f}",
-                        f"{row.p90_ms:.3f}",
-                        f"{row.load_ms:.0f}",
-                        f"{row.nbytes / 1e6:.2f}",
-                        f"{row.memory / 1e6:.0f}",
-                        f"{row.max_error:.1e}",
-                        str(len(row.fallbacks)),
-                    ]
-                ),
+                row.precision,
+                f"{row.p50_ms:.3f}",
+                f"{row.p90_ms:.3f}",
+                f"{row.load_ms:.0f}",
+                f"{row.nbytes / 1e6:.2f}",
+                f"{row.memory / 1e6:.0f}",
+                f"{row.max_error:.1e}",
+                str(len(row.fallbacks)),
             ]
             for row in self.backends
+            if not row.missing
         ]
         heads = ["back end", "precision", "p50 ms", "p90 ms", "load ms", "MB", "memory MB", "max error", "fallbacks"]
         parts: list[list[str]] = []
@@ -164,7 +159,9 @@ class PerformanceReport:
                 [row["label"], *names, f"{row['p50_ms']:.4f}", f"{100 * row['share']:.1f} %", f"{row['flops'] / 1e6:.2f}"]
             )
         columns = ["name", "operator", "module"] if by == "op" else [by]
-        return _text([heads, *whole]) + "\n\n" + _text([["back end", *columns, "p50 ms", "share", "MFLOP"], *parts])
+        missing = "".join(f"\n{row.label}: {row.missing}" for row in self.backends if row.missing)
+        below = [["back end", *columns, "p50 ms", "share", "MFLOP"], *parts]
+        return _text([heads, *whole]) + missing + "\n\n" + _text(below)
 
     def to_json(self) -> str:
         """Everything, as one JSON object."""

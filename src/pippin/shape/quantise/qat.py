@@ -17,6 +17,7 @@ Source: arXiv:2507.13575, section on 2-bit quantisation-aware training.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -40,7 +41,9 @@ _TABLES = (Embedding, nn.Embedding)
 _EXACT = (RMSNorm, nn.RMSNorm, nn.LayerNorm)
 
 
-def prepare(module: nn.Module, settings: QuantisationSettings | None = None) -> nn.Module:
+def prepare(
+    module: nn.Module, settings: QuantisationSettings | None = None, *, start: Mapping[str, Codes] | None = None
+) -> nn.Module:
     """Make a model round its matrices in every forward pass, in place.
 
     The embedding and the output matrix get ``embedding_bits`` and a scale for each row, all other matrices what the
@@ -50,6 +53,8 @@ def prepare(module: nn.Module, settings: QuantisationSettings | None = None) -> 
     Args:
         module: a decoder with float weights; other modules made of linear layers, embeddings and norms will do.
         settings: None for the published ones.
+        start: begin from these codes (GPTQ's, say), by the names of layers: each weight moves just so far that it is
+            rounded to its code. Layers that are not named begin as the settings say.
 
     Returns:
         The module.
@@ -57,7 +62,8 @@ def prepare(module: nn.Module, settings: QuantisationSettings | None = None) -> 
     Raises:
         UnsupportedLayer: layers that hold parameters and have no rule; all are listed.
         InvalidArgument: weights that are packed, all zero or not finite, a group that does not divide a row (the layer
-            is named), a name in ``skip`` that is no layer, or a module that is prepared already.
+            is named), a name in ``skip`` that is no layer, codes to start from that do not fit the settings, or a module
+            that is prepared already.
 
     Warns:
         UserWarning: more than a fifth of a matrix is clipped, or one of four levels is not used.
@@ -70,6 +76,8 @@ def prepare(module: nn.Module, settings: QuantisationSettings | None = None) -> 
     for name, part in chosen.items():  # nothing is changed before the last of them is known to be possible
         if id(part.weight) not in quantisers:
             quantisers[id(part.weight)] = _quantiser(name, part, settings)
+    if start is not None:
+        _begin(chosen, quantisers, start)
     _warn({name: (part.weight, quantisers[id(part.weight)]) for name, part in chosen.items()})
     keys = {name: id(part.weight) for name, part in chosen.items()}
     for name, part in chosen.items():
@@ -203,6 +211,23 @@ def _quantiser(name: str, part: Any, settings: QuantisationSettings) -> FakeQuan
     )
     quantiser.log_factor.no_decay = True  # type: ignore[attr-defined]
     return quantiser
+
+
+def _begin(chosen: dict[str, Any], quantisers: dict[int, FakeQuantiser], start: Mapping[str, Codes]) -> None:
+    """Move weights and scales to where they give the codes to start from."""
+    for name, codes in start.items():
+        quantiser = quantisers[id(chosen[name].weight)] if name in chosen else None
+        if quantiser is None:
+            raise InvalidArgument(f"there are codes to start from for {name!r}, which the settings do not quantise")
+        wanted = (codes.shape, codes.bits, codes.zero, tuple(codes.scales.shape))
+        levels = quantiser.levels
+        ours = (tuple(chosen[name].weight.shape), levels.bits, levels.zero, quantiser.shape)
+        if wanted != ours:
+            raise InvalidArgument(
+                f"the codes to start from for {name} have shape, bits, zero and scales {wanted}, the settings say {ours}"
+            )
+    for name, codes in start.items():
+        quantisers[id(chosen[name].weight)].begin(chosen[name].weight, codes)
 
 
 def _warn(parts: dict[str, tuple[Tensor, FakeQuantiser]]) -> None:

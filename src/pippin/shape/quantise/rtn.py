@@ -136,6 +136,14 @@ def find_scales(
     return scales
 
 
+def clipped_share(weight: Float[Tensor, "rows columns"], codes: Codes) -> float:
+    """The share of weights beyond the outermost levels of their codes by more than half a step."""
+    scales = codes.scales.float()[..., None]
+    inside = torch.where(scales == 0, 1.0, scales)
+    at = weight.detach().float().view(len(weight), codes.scales.shape[1], -1) / inside + codes.zero
+    return float(((at < -0.5) | (at > 2**codes.bits - 0.5)).float().mean())
+
+
 def _check(weight: Tensor, name: str) -> None:
     if not weight.isfinite().all():
         raise InvalidArgument(f"{name} holds values that are not finite, so it cannot be quantised")

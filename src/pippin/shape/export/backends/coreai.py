@@ -20,6 +20,7 @@ from torch import Tensor
 
 from pippin.core.errors import UnsupportedOperator
 from pippin.shape.export.compiled import CompiledModel, operator_at_fault, refuse_options, require
+from pippin.shape.export.signature import DTYPES
 
 if TYPE_CHECKING:
     from pippin.shape.export.asset import ModelAsset
@@ -68,6 +69,11 @@ def convert(asset: ModelAsset, path: Path) -> Any:
         return converter.to_coreai().save_asset(path)
 
 
+def _narrow(tensor: Tensor) -> Tensor:
+    """Core AI takes whole numbers of 32 bits at most."""
+    return tensor.to(torch.int32) if tensor.dtype == torch.int64 else tensor
+
+
 class CoreAIModel(CompiledModel):
     """A loaded model, and the event loop that its runtime lives in."""
 
@@ -89,11 +95,13 @@ class CoreAIModel(CompiledModel):
         """See `CompiledModel.execute`."""
         signature = self.asset.signature(function)
         given = {
-            port.name: self.runtime.NDArray(tensor.contiguous().numpy(force=True))
+            port.name: self.runtime.NDArray(_narrow(tensor).contiguous().numpy(force=True))
             for port, tensor in zip(signature.inputs, tensors, strict=True)
         }
         found = self.loop.run_until_complete(self.functions[function](given))
-        return [torch.from_numpy(found[port.name].numpy().copy()) for port in signature.outputs]
+        return [
+            torch.from_numpy(found[port.name].numpy().copy()).to(DTYPES[port.dtype]) for port in signature.outputs
+        ]
 
     def provider_map(self, function: str = "main") -> dict[str, str]:
         """See `CompiledModel.provider_map`; off macOS, Core AI has the processor only."""

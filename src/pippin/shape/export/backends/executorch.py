@@ -2,6 +2,8 @@
 
 Notable here:
 - operators that XNNPACK has go to it, the rest to the portable kernels; `provider_map` tells which
+- before a convolution, lowering narrows a dynamic batch to 15 rows without a word, because torch asks whether the batch
+  is below 16 to choose a layout; so it is not asked
 - memory is planned for the largest sizes when the file is written, so ranges of dynamic sizes cost memory
 """
 
@@ -14,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from pippin.core.errors import UnsupportedOperator
@@ -70,15 +73,9 @@ def lower(asset: ModelAsset, xnnpack: bool) -> Any:
             module = "executorch.backends.xnnpack.partition.xnnpack_partitioner"
             found = require(module, backend="executorch", wheel="executorch", extra="export-extra")
             partitioners = [found.XnnpackPartitioner()]
-        # lowering writes into the program's table of sizes, so it gets a copy of its own
-        programs = {_method(name): _copy(asset.program(name)) for name in asset.functions}
         try:
-            edge = exir.to_edge_transform_and_lower(
-                programs, partitioner={name: partitioners for name in programs} if partitioners else None
-            )
-            for name in programs:
-                _restore_ranges(edge.exported_program(name))
-            return edge.to_executorch()
+            with _any_layout():
+                return _edge(exir, asset, partitioners).to_executorch()
         except (RuntimeError, NotImplementedError, ValueError) as error:
             faults = "; ".join(operator_at_fault(asset, name, str(error)) for name in asset.functions)
             raise UnsupportedOperator(f"ExecuTorch has no form of {faults}: {str(error)[:200]}") from error
@@ -121,13 +118,22 @@ def _copy(program: Program) -> ExportedProgram:
     return program_file.from_bytes(program_file.to_bytes(program.exported), program.tensors(), "the copy of a program")
 
 
-def _restore_ranges(program: Any) -> None:
-    """Give dynamic sizes their range again, which XNNPACK's partitioner narrows to what one of its checks guessed."""
-    for node in program.graph.nodes:
-        for size in getattr(node.meta.get("val"), "shape", ()) if node.op == "placeholder" else ():
-            if hasattr(size, "node"):
-                size.node.shape_env.var_to_range.update(program.range_constraints)
-                return
+def _edge(exir: Any, asset: ModelAsset, partitioners: list[Any]) -> Any:
+    """All functions in ExecuTorch's dialect; lowering writes into a program's table of sizes, so it gets a copy."""
+    programs = {_method(name): _copy(asset.program(name)) for name in asset.functions}
+    parts = {name: partitioners for name in programs} if partitioners else None
+    return exir.to_edge_transform_and_lower(programs, partitioner=parts)
+
+
+@contextlib.contextmanager
+def _any_layout() -> Iterator[None]:
+    """While a graph is lowered, let torch not choose the layout of a convolution by the size of the batch."""
+    choose = torch._C._select_conv_backend
+    torch._C._select_conv_backend = lambda *_, **__: torch._C._ConvBackend.Overrideable
+    try:
+        yield
+    finally:
+        torch._C._select_conv_backend = choose
 
 
 def _method(function: str) -> str:

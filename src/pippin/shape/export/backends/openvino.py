@@ -9,7 +9,6 @@ Notable here:
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,7 +77,7 @@ def convert(asset: ModelAsset, function: str) -> Any:
     program, signature = asset.program(function), asset.signature(function)
     try:
         model = openvino.convert_model(program.exported)
-    except openvino.frontend.OpConversionFailure as error:
+    except (openvino.frontend.OpConversionFailure, RuntimeError) as error:
         raise UnsupportedOperator(
             f"OpenVINO has no form of {operator_at_fault(asset, function, str(error))}"
         ) from error
@@ -163,8 +162,7 @@ class OpenVINOModel(CompiledModel):
 def _source(name: str, known: Mapping[str, Place]) -> str:
     """The operator that a node comes from; its own decomposition renames some: ``convolution`` is ``conv2d``."""
     first = name.split("/")[0]
-    renamed = re.sub(r"^convolution", "conv2d", first)
-    return next((each for each in (first, renamed) if each in known), "")
+    return next((each for each in (first, first.replace("convolution", "conv2d")) if each in known), "")
 
 
 def _library() -> Any:

@@ -1,0 +1,90 @@
+"""Oracles: the unfolded decoder (a fold changes nothing), and the error with and without it."""
+
+import copy
+
+import pytest
+import torch
+
+from pippin.core.errors import InvalidArgument
+from pippin.language import Decoder, DecoderConfig, LanguageModel, LayerSpec
+from pippin.nn.attention import AttentionSpec
+from pippin.nn.feedforward import FeedForwardSpec
+from pippin.shape.quantise import awq, rtn
+from pippin.shape.quantise.config import QuantisationSettings
+
+FEED = FeedForwardSpec(64)
+PLAIN = LayerSpec(AttentionSpec(), FEED)
+DECODERS = {
+    "llama": {},
+    "one head each": {"kv_heads": 4},
+    "biases": {"qkv_bias": True},
+    "norms around": {"post_norms": True, "qk_norm": True, "embedding_scale": 2.0},
+    "shared keys": {"layers": (PLAIN, LayerSpec(AttentionSpec(source=0), FEED))},
+    "experts": {"layers": (LayerSpec(AttentionSpec(), FeedForwardSpec(32, experts=3, active=2)),) * 2},
+    "no gate": {"layers": (LayerSpec(AttentionSpec(), FeedForwardSpec(64, gated=False)),) * 2},
+}
+
+
+def decoder(**fields):
+    layers = fields.pop("layers", (PLAIN, PLAIN))
+    sizes = {"heads": 4, "kv_heads": 2, "head_dim": 16, "max_context": 64} | fields
+    module = Decoder(DecoderConfig("llama", 50, 64, layers, **sizes)).initialise(seed=2).eval()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(8)
+            elif name.endswith("bias"):
+                parameter.normal_(generator=generator)
+            else:  # a few channels carry much, as in trained models
+                parameter.mul_(torch.empty_like(parameter).log_normal_(0, 1, generator=generator))
+    return module
+
+
+def text(seed=0, rows=8):
+    return torch.randint(0, 50, (rows, 24), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+def test_folding_leaves_the_function_as_it_was(kind):
+    module = decoder(**DECODERS[kind])
+    before = {name: parameter.clone() for name, parameter in module.named_parameters()}
+    with torch.no_grad():
+        wanted = module(text(1))
+        exponents = awq.fold(module, QuantisationSettings(bits=2, group=32), text(), grid=4)
+        found = module(text(1))
+    assert (found - wanted).abs().max() < 1e-5 * wanted.abs().max()
+    assert max(exponents.values()) > 0  # something was folded
+    changed = {name for name, parameter in module.named_parameters() if not torch.equal(parameter, before[name])}
+    assert "layers.0.input_layernorm.weight" in changed
+
+
+def test_values_that_another_layer_reads_are_left_alone():
+    module = decoder(**DECODERS["shared keys"])
+    assert [fold.source for fold in awq.folds_of(module, 0)] == [
+        "input_layernorm",
+        "post_attention_layernorm",
+        "mlp.up_proj",
+    ]
+    assert awq.folds_of(module, 1)[0].readers == ("self_attn.q_proj",)
+
+
+def test_outputs_are_nearer_than_after_rounding_on_text_that_was_not_seen():
+    module = decoder()
+    settings = QuantisationSettings(bits=3, group=64, embedding_bits=None)
+    with torch.no_grad():
+        wanted = module(text(1, rows=16))
+    errors = {}
+    for name, method in (("rtn", rtn.quantise), ("awq", awq.quantise)):
+        model = LanguageModel("made", copy.deepcopy(module), None, None)  # type: ignore[arg-type]
+        codes = method(model, settings, text(0, rows=16))
+        with torch.no_grad():
+            for layer, matrix in codes.items():
+                model.module.get_submodule(layer).weight.copy_(matrix.dense())
+            errors[name] = (model.module(text(1, rows=16)) - wanted).square().mean().item()
+    assert errors["awq"] < 0.85 * errors["rtn"]
+
+
+def test_an_empty_grid_is_refused():
+    with pytest.raises(InvalidArgument, match="grid is 0"):
+        awq.fold(decoder(), QuantisationSettings(), text(), grid=0)
