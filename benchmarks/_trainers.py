@@ -162,7 +162,7 @@ class Accelerate(Loop):
         )
         model = LlamaForCausalLM(config)
         missing, extra = model.load_state_dict(load_file(weights), strict=False)
-        assert set(missing) <= {"lm_head.weight"} and not extra, (missing, extra)
+        assert {*missing, *extra} <= {"lm_head.weight"}, (missing, extra)
         self.accelerator = Accelerator(mixed_precision="bf16" if precision == "bfloat16" else "no", cpu=True)
         optimiser = torch.optim.AdamW(model.parameters(), lr=RATE, betas=BETAS, weight_decay=0.0, fused=True)
         self.model, self.optimiser = self.accelerator.prepare(model, optimiser)
@@ -219,7 +219,7 @@ class LitGPT(Loop):
         state: dict[str, torch.Tensor] = {}
         copy_weights_hf_llama(config, {}, state, load_file(weights))
         missing, extra = model.load_state_dict(state, strict=False)
-        assert set(missing) <= {"lm_head.weight"} and not extra, (missing, extra)
+        assert {*missing, *extra} <= {"lm_head.weight"}, (missing, extra)
         model.max_seq_length = shape.length
         optimiser = torch.optim.AdamW(model.parameters(), lr=RATE, betas=BETAS, weight_decay=0.0, fused=True)
         self.model, self.optimiser = self.fabric.setup(model, optimiser)

@@ -262,7 +262,7 @@ def _two_bits_figures(kept: dict[str, Any]) -> str:
 def _two_bits_answers(kept: dict[str, Any]) -> str:
     """Every question with what the file's model and the trained one said."""
     lines = []
-    shown = ("original, 4 bits", "tutor, 8 bits", "tutor, 2 bits, rounded", "tutor, 2 bits, trained")
+    shown = ("original, 4 bits", "tutor, 8 bits", "tutor, 2 bits, GPTQ", "tutor, 2 bits, trained")
     for index, question in enumerate(kept["questions"]):
         lines += [f"**{question}**", ""]
         for name in shown:

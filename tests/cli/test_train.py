@@ -1,9 +1,12 @@
-"""`pippin train full`: from files to a folder that opens like any model, again from a checkpoint, and what it refuses."""
+"""`pippin train full`: from files to a folder that opens like any model, once more from there, and what it refuses."""
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,7 @@ import pippin
 from pippin.cli import main, training
 from pippin.core.errors import InvalidArgument
 
-WORDS = "the quick brown fox jumps over the lazy dog and runs away from it ".split()
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog", "and", "runs", "away", "from", "it"]
 SMALL = ["--length", "32", "--rows", "4", "--lr", "0.01"]
 
 
@@ -63,6 +66,29 @@ def test_a_trained_model_opens_and_knows_its_text_better(folder, tmp_path, capsy
     code, out, _ = run(capsys, *full(folder, tmp_path / "new", "--steps", 12, "--resume", "--json", "--every", 6))
     assert code == 0
     assert json.loads(out)["last_loss"] == made["last_loss"]
+
+
+def test_a_run_stopped_with_ctrl_c_goes_on_to_the_same_end(folder, tmp_path, capsys):
+    words = ["--steps", 60, "--held-out", 0, "--json"]
+    whole = json.loads(run(capsys, *full(folder, tmp_path / "whole", *words))[1])
+    log = tmp_path / "cut" / "run" / "log.jsonl"
+
+    def interrupt():
+        while not (log.exists() and log.read_bytes().count(b"\n") >= 3):
+            time.sleep(0.002)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    impatient = threading.Thread(target=interrupt)
+    impatient.start()
+    code, out, err = run(capsys, *full(folder, tmp_path / "cut", *words))
+    impatient.join()
+    stopped = json.loads(out)
+    assert (code, stopped["stopped"]) == (130, "interrupted")
+    assert 3 <= stopped["steps"] < 60
+    assert "--resume goes on" in err
+    code, out, _ = run(capsys, *full(folder, tmp_path / "cut", *words, "--resume"))
+    assert code == 0
+    assert json.loads(out)["last_loss"] == whole["last_loss"]
 
 
 def test_conversations_train_a_fresh_model_of_another_form(folder, tmp_path, capsys):

@@ -155,7 +155,7 @@ def test_files_are_checked_before_the_first_record_is_read(tmp_path):
 
 def test_the_splits_of_a_data_set_are_not_mixed(tmp_path):
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    with pytest.raises(InvalidArgument, match="several splits.*name one of .*train, .*test"):
+    with pytest.raises(InvalidArgument, match=r"several splits.*name one of .*train, .*test"):
         read_records(tmp_path)
 
 

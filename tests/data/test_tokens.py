@@ -1,4 +1,6 @@
-"""Which tokens of a conversation are learnt: transformers' own mask, templates made to be awkward, cuts that lose none."""
+"""Which tokens of a conversation are learnt: transformers' own mask, awkward templates, cuts that lose none."""
+
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -124,10 +126,10 @@ def test_a_cut_loses_no_prediction_and_makes_none_across_documents(documents, le
         tokens.append(Tokens(ids, learnt, ends))
         open_ += list(zip(ids.tolist(), learnt.tolist(), strict=True))
         if ends:
-            expected += [(a, b) for (a, _), (b, wanted) in zip(open_, open_[1:], strict=False) if wanted]
+            expected += [(a, b) for (a, _), (b, wanted) in pairwise(open_) if wanted]
             open_ = []
     tokens.append(Tokens(np.empty(0, dtype=np.int64), np.empty(0, dtype=bool), True))
-    expected += [(a, b) for (a, _), (b, wanted) in zip(open_, open_[1:], strict=False) if wanted]
+    expected += [(a, b) for (a, _), (b, wanted) in pairwise(open_) if wanted]
     pieces = list(cut(tokens, length))
     made = [(int(a), int(b)) for p in pieces for a, b in zip(p.ids, p.targets, strict=True) if b != IGNORE]
     assert made == expected

@@ -71,7 +71,9 @@ def test_weights_that_run_are_those_that_were_saved_to_the_bit(tiny, folder):
 
 @with_kernels
 def test_the_engine_answers_from_it_as_the_dense_model_does(folder):
-    packed, dense = (pippin.load(folder, device="cpu", dtype=d, pack=p) for d, p in (("auto", True), ("float32", False)))
+    packed, dense = (
+        pippin.load(folder, device="cpu", dtype=d, pack=p) for d, p in (("auto", True), ("float32", False))
+    )
     answers = [
         [token.id for token in [*Engine(model).stream(Request(list(b"def f"), SamplingOptions(max_tokens=8)))][:-1]]
         for model in (packed, dense)
@@ -83,7 +85,9 @@ def test_the_engine_answers_from_it_as_the_dense_model_does(folder):
 @with_kernels
 def test_memory_is_known_before_loading(folder):
     loaded = pippin.load(folder, device="cpu")
-    packed = {id(part.packed): part.packed for part in loaded.module.modules() if getattr(part, "packed", None) is not None}
+    packed = {
+        id(part.packed): part.packed for part in loaded.module.modules() if getattr(part, "packed", None) is not None
+    }
     plain = sum(parameter.nbytes for parameter in loaded.module.parameters())
     assert memory_needed(folder, context=0) == sum(weight.nbytes for weight in packed.values()) + plain
     assert availability(folder)
@@ -130,7 +134,7 @@ def test_a_quantised_folder_can_be_saved_as_an_ordinary_one(folder, tmp_path):
 
 def test_codes_of_another_model_are_refused(tiny, tmp_path):
     one = Codes(torch.zeros(4, 4, dtype=torch.uint8), torch.ones(1, 1).half(), 2, 1.5)
-    with pytest.raises(InvalidArgument, match="no matrix 'layers.7.mlp.up_proj'"):
+    with pytest.raises(InvalidArgument, match=r"no matrix 'layers.7.mlp.up_proj'"):
         save_quantised(tmp_path, tiny, {"layers.7.mlp.up_proj": one})
     with pytest.raises(InvalidArgument, match=r"shape \(4, 4\), the layer is \(48, 32\)"):
         save_quantised(tmp_path, tiny, {"layers.0.mlp.up_proj": one})

@@ -67,5 +67,5 @@ def test_a_document_without_tokens_is_refused(counts):
 
 @pytest.mark.parametrize("shape", [(1, 6), (2, 5)])
 def test_other_rows_than_the_documents_are_refused(decoder, shape):
-    with pytest.raises(InvalidArgument, match="documents of 5 tokens|5 positions for 6 tokens"):
+    with pytest.raises(InvalidArgument, match=r"documents of 5 tokens|5 positions for 6 tokens"):
         decoder(torch.zeros(shape, dtype=torch.long), cache=Documents([2, 3]))

@@ -114,9 +114,7 @@ def test_a_kept_result_is_forgotten_when_the_weight_changes():
         after.sum().backward()
 
 
-@given(
-    st.sampled_from(BITS), st.booleans(), st.sampled_from(GRANULARITIES), st.floats(1e-3, 1e3), st.integers(0, 50)
-)
+@given(st.sampled_from(BITS), st.booleans(), st.sampled_from(GRANULARITIES), st.floats(1e-3, 1e3), st.integers(0, 50))
 def test_the_export_is_the_forward_pass_to_the_bit(bits, balanced, granularity, size, seed):
     weight = normal(5, 32, seed=seed) ** 3 * size
     quantiser = FakeQuantiser(weight, Levels(bits, balanced), granularity, 8)
@@ -149,7 +147,10 @@ def test_newtons_errors_fall_as_published():
 def test_newton_beats_the_largest_weight_in_every_group():
     weight = normal(64, 128)
     errors = {
-        init: (FakeQuantiser(weight, Levels(2), "group", 64, init=init)(weight) - weight).square().view(64, 2, 64).sum(-1)
+        init: (FakeQuantiser(weight, Levels(2), "group", 64, init=init)(weight) - weight)
+        .square()
+        .view(64, 2, 64)
+        .sum(-1)
         for init in ("newton", "absmax")
     }
     assert (errors["newton"] <= errors["absmax"] + 1e-3).all()

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.func import functional_call
 
+import pippin
 from pippin.core import native
 from pippin.core.errors import AdapterMismatch, InvalidArgument, InvalidInput
 from pippin.data.batches import IGNORE, TokenBatch
@@ -15,10 +16,12 @@ from pippin.language import Decoder, LanguageModel
 from pippin.language.adapters import attach, read_pairs, targets
 from pippin.language.afm import AFMConfig
 from pippin.language.objectives import NextToken
+from pippin.language.quantised import save_quantised
 from pippin.nn.attention import AttentionSpec
+from pippin.nn.codes import Codes
 from pippin.nn.linear import Linear
 from pippin.nn.lora import Adapter, LowRank, combine
-from pippin.nn.packed import NativeWeight, quantise
+from pippin.nn.packed import NativeWeight, quantise, zero_point
 from pippin.shape.lora import ALL, LowRankModel, choose, merge, unmerge
 from pippin.train import AdamW, Constant, Trainer
 
@@ -446,3 +449,24 @@ def test_settings_out_of_range_are_refused_by_name(base, settings, message):
     with pytest.raises(InvalidArgument, match=message):
         LowRankModel(base.module, **{"rank": 4} | settings)
     assert all(p.requires_grad for p in base.module.parameters())  # and nothing was frozen
+
+
+@with_kernels
+def test_an_adapter_over_a_quantised_folder_belongs_to_its_codes(base, tmp_path):
+    for name, bits in (("two", 2), ("four", 4)):
+        codes = {}
+        for layer, place in targets(base.module):
+            group = 32 if place.linear.inputs % 32 == 0 else 16
+            codes[layer] = Codes(*quantise(place.linear.weight.data, bits, group), bits, zero_point(bits))
+        save_quantised(tmp_path / name, base, codes)
+    two, four = (pippin.load(tmp_path / name, device="cpu") for name in ("two", "four"))
+    adapted = stirred(two.module)
+    adapted.save(tmp_path / "adapter", two)
+    with pytest.raises(AdapterMismatch, match="made for 'two'"):
+        four.load_adapter("a", tmp_path / "adapter")
+    again = pippin.load(tmp_path / "two", device="cpu")
+    adapter = again.load_adapter("a", tmp_path / "adapter")
+    with torch.no_grad():
+        torch.testing.assert_close(
+            again.module(IDS, adapters=[(adapter, slice(None))]), adapted(IDS), atol=1e-5, rtol=0
+        )

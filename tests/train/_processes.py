@@ -1,4 +1,4 @@
-"""A small decoder learns in processes that torchrun started: `_processes.py KIND FOLDER STEPS [STEP AT WHICH RANK 1 ENDS]`.
+"""A small decoder learns in processes that torchrun started: `_processes.py KIND FOLDER STEPS [LAST STEP OF RANK 1]`.
 
 Each step has the same four micro-batches, whoever works on them. The losses are printed as JSON by the first process.
 """
@@ -50,6 +50,7 @@ def train(parallel, folder, steps, until=None):
         clip=0.5,
         ema=0.8,
         checkpoints=Checkpoints(Path(folder), every=3),
+        device=parallel.device if parallel else "cpu",
         show=False,
         parallel=parallel,
     )

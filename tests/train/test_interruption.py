@@ -8,9 +8,10 @@ import threading
 
 import pytest
 import torch
-from tests.train._run import Cursor, trainer
 
 from pippin.train.interruption import Interruption
+
+from ._run import Cursor, trainer
 
 
 class Interrupting(Cursor):

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -62,7 +63,9 @@ def same_checkpoint(one, other, step=STEPS):
         ours, theirs = (load_file(folder / f"step-{step:08d}" / f"{file}.safetensors") for folder in (one, other))
         assert ours.keys() == theirs.keys()
         for name, tensor in ours.items():
-            torch.testing.assert_close(tensor, theirs[name], rtol=1e-3, atol=2e-5, msg=lambda text, n=name: f"{n}: {text}")
+            torch.testing.assert_close(
+                tensor, theirs[name], rtol=1e-3, atol=2e-5, msg=lambda text, n=name: f"{n}: {text}"
+            )
 
 
 def test_two_copies_have_the_losses_and_the_checkpoint_of_one_process(runs):
@@ -102,3 +105,21 @@ def test_a_process_that_was_started_alone_is_told_how(monkeypatch):
         Parallel()
     with pytest.raises(InvalidArgument, match="'copies' or 'shards', got 'pieces'"):
         Parallel("pieces")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", ["copies", "shards"])
+def test_one_device_has_the_losses_of_the_processor(kind, tmp_path, monkeypatch):
+    alone = _processes.train(None, tmp_path / "alone", 3).losses
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, value)
+    parallel = Parallel(kind)
+    try:
+        assert parallel.device == "cuda:0"
+        assert _processes.train(parallel, tmp_path / kind, 3).losses == pytest.approx(alone, rel=1e-3)
+    finally:
+        parallel.close()

@@ -6,11 +6,12 @@ import sys
 
 import pytest
 import torch
-from tests.train._run import trainer
 
 from pippin.core.errors import InvalidArgument, MissingDependency
-from pippin.train import Checkpoints, Training
+from pippin.train import Checkpoints, Evaluation, Training
 from pippin.train.training import Step
+
+from ._run import trainer
 
 
 def made(losses):
@@ -98,6 +99,25 @@ def test_a_log_that_a_kill_cut_short_is_cut_to_the_checkpoint(tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
     assert lines[0].keys() == {"step", "loss", "lr", "grad_norm", "units", "seconds", "metrics"}
+
+
+def test_a_measure_that_is_not_finite_is_null_in_the_log_and_comes_back(tmp_path):
+    measures = iter([math.nan, math.inf, 1.0, 2.0])
+
+    def make(steps):
+        return trainer(tmp_path, steps, evaluation=Evaluation(lambda model: {"loss": next(measures)}, every=1))
+
+    make(2).fit()
+    lines = (tmp_path / "log.jsonl").read_text().splitlines()
+    assert [json.loads(line, parse_constant=pytest.fail) for line in lines][1] == {
+        "step": 1,
+        "evaluation": {"loss": None},
+    }
+    run = make(4)
+    run.fit()
+    assert math.isnan(run.training.evaluations[0][1]["loss"])
+    assert run.training.evaluations[2:] == [(3, {"loss": 1.0}), (4, {"loss": 2.0})]
+    assert run.best == {"step": 3, "value": 1.0}
 
 
 def test_a_bar_says_the_loss_and_the_rate(monkeypatch):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import tempfile
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,8 +65,8 @@ SPIKE = 0.25
     "further than 100 more steps of quantisation-aware training. On every seed: the best levels for 400,000 normal "
     "numbers have the published errors (0.119, 0.150, ternary 0.191, table 0.118) within 0.002; the loaded export "
     "equals the weights of the forward pass in every bit; codes and scales take 2 bits a weight and 16 a scale within "
-    "1 %; rounding to 8 bits moves the loss by less than 0.005; every factor receives a gradient and moves. Loss spikes "
-    "are reported and not judged",
+    "1 %; rounding to 8 bits moves the loss by less than 0.005; every factor receives a gradient and moves. Loss "
+    "spikes are reported and not judged",
 )
 def run(scale: Scale) -> Evidence:
     """Every arm from the same float model."""
@@ -122,13 +122,12 @@ def _seed(evidence: Evidence, seed: int, size: Size) -> None:
     from pippin.claims._byte_text import byte_config, byte_model
     from pippin.language import Decoder
     from pippin.shape.quantise import gptq, qat
-    from pippin.shape.quantise.config import QuantisationSettings
     from pippin.train import Constant
 
     def loss(name: str, module: nn.Module) -> None:
         evidence.add(f"loss, {name}", _loss(module, size), seed=seed, unit="nats per byte")
 
-    settings = QuantisationSettings(granularity="tensor", embedding_bits=None)
+    settings = _settings("balanced", "newton")
     start = Decoder(byte_config(layers=size.layers)).initialise(seed=seed)
     _train(start, size.float_steps, seed, schedule=Constant())
     loss("float at the start", start)
@@ -137,18 +136,19 @@ def _seed(evidence: Evidence, seed: int, size: Size) -> None:
     loss("float continued", further)
     for levels in ("unbalanced", "balanced"):
         for init in ("absmax", "newton"):
-            chosen = replace(settings, levels=levels, init=init)
+            chosen = _settings(levels, init)
             loss(f"rounded, {levels}, {init}", qat.prepare(copy.deepcopy(further), chosen))
             loss(f"rounded at the start, {levels}, {init}", qat.prepare(copy.deepcopy(start), chosen))
     solved = copy.deepcopy(further)
     for name, codes in gptq.quantise(byte_model(further), settings, _calibration(seed)).items():
         if name != "embed_tokens":
-            solved.get_submodule(name).weight.data.copy_(codes.dense())
+            part: Any = solved.get_submodule(name)
+            part.weight.data.copy_(codes.dense())
     loss("GPTQ, balanced", solved)
-    eight = qat.prepare(copy.deepcopy(further), replace(settings, bits=8))
+    eight = qat.prepare(copy.deepcopy(further), _settings("balanced", "newton", bits=8))
     evidence.add("change of loss at 8 bits", _loss(eight, size) - _loss(further, size), seed=seed, unit="nats per byte")
     for levels, init in (("unbalanced", "newton"), ("balanced", "absmax"), ("balanced", "newton")):
-        trained = qat.prepare(copy.deepcopy(start), replace(settings, levels=levels, init=init))
+        trained = qat.prepare(copy.deepcopy(start), _settings(levels, init))
         before = qat.factors(trained)
         run = _train(trained, size.extra_steps, seed + 100)
         loss(f"trained, {levels}, {init}", trained)
@@ -157,7 +157,14 @@ def _seed(evidence: Evidence, seed: int, size: Size) -> None:
     moved = [bool((after[name] != before[name]).all()) for name in before]
     evidence.add("share of factors that moved", sum(moved) / len(moved), seed=seed)
     _export(evidence, trained, seed)
-    _recover(evidence, start, trained, seed, size)
+    _recover(evidence, trained, seed, size)
+
+
+def _settings(levels: Any, init: Any, bits: int = 2) -> QuantisationSettings:
+    """One scale for each matrix of the layers; the embedding stays exact."""
+    from pippin.shape.quantise.config import QuantisationSettings
+
+    return QuantisationSettings(bits, levels, "tensor", init=init, embedding_bits=None)
 
 
 def _train(module: nn.Module, steps: int, seed: int, schedule: Any = None) -> Training:
@@ -186,7 +193,7 @@ def _train(module: nn.Module, steps: int, seed: int, schedule: Any = None) -> Tr
     return training
 
 
-def _loss(module: nn.Module, size: Size) -> float:
+def _loss(module: Any, size: Size) -> float:
     from pippin.claims._byte_text import held_out_nats
 
     training = module.training
@@ -207,7 +214,7 @@ def _spikes(training: Training) -> int:
     return sum(losses[i] - sum(losses[i - 10 : i]) / 10 > SPIKE for i in range(10, len(losses)))
 
 
-def _export(evidence: Evidence, module: nn.Module, seed: int) -> None:
+def _export(evidence: Evidence, module: Decoder, seed: int) -> None:
     """Write, load, and compare with the forward pass of training."""
     import torch
 
@@ -238,7 +245,7 @@ def _export(evidence: Evidence, module: nn.Module, seed: int) -> None:
     evidence.add("bytes of the whole file", total, seed=seed, unit="bytes")
 
 
-def _recover(evidence: Evidence, start: Decoder, trained: nn.Module, seed: int, size: Size) -> None:
+def _recover(evidence: Evidence, trained: Decoder, seed: int, size: Size) -> None:
     """A recovery adapter, and its control: as many more steps of the same training."""
     from pippin.shape.quantise import qat
     from pippin.shape.recovery import recovery_adapter

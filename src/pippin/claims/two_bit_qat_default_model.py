@@ -14,6 +14,7 @@ import statistics
 import tempfile
 import warnings
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,12 +58,13 @@ ARMS = ("rounded, absmax", "rounded, newton", "GPTQ", "trained", "trained, with 
     paper="a model trained for 2-bit weights (4-bit embedding) keeps nearly all of its quality; recovery adapters give "
     "back more of it",
     setting="SmolLM2-135M as its file holds it (4-bit codes), 2 bits in groups of 64 and an embedding of 4 bits with a "
-    "scale a row; trained from GPTQ's codes on the original's own predictions for WikiText-2, 60 steps of 1,024 tokens; "
-    "a rank-32 adapter, 20 steps; perplexity on the test text, bytes of the file, tokens per second of the engine",
-    accept="perplexity falls in the order rounded with searched scales, GPTQ, trained, trained with an adapter; training "
-    "takes away at least a third of the nats per token that GPTQ adds to the original; every loaded weight equals the "
-    "forward pass of training in every bit; the file of 2-bit weights takes at most 60 % of the bytes of the original's; "
-    "the engine answers from it at no fewer tokens per second than from the original",
+    "scale a row; trained from GPTQ's codes on the original's own predictions for WikiText-2, 60 steps of 1,024 "
+    "tokens; a rank-32 adapter, 20 steps; perplexity on the test text, bytes of the file, tokens per second in the "
+    "engine",
+    accept="perplexity falls in the order rounded with searched scales, GPTQ, trained, trained with an adapter; "
+    "training takes away at least a third of the nats per token that GPTQ adds to the original; every loaded weight "
+    "equals the forward pass of training in every bit; the file of 2-bit weights takes at most 60 % of the bytes of "
+    "the original's; the engine answers from it at no fewer tokens per second than from the original",
 )
 def run(scale: Scale) -> Evidence:
     """One model, one seed, five ways down to two bits."""
@@ -74,7 +76,7 @@ def run(scale: Scale) -> Evidence:
     nats = {arm: evidence.mean(f"nats per token, {arm}") for arm in ("original", *ARMS)}
     falling = [nats[arm] for arm in ARMS[1:]]
     return evidence.accept(
-        order=all(before > after for before, after in zip(falling, falling[1:], strict=False)),
+        order=all(before > after for before, after in pairwise(falling)),
         recovers=nats["GPTQ"] - nats["trained"] >= (nats["GPTQ"] - nats["original"]) / 3,
         bit_faithful=all(x == 0 for x in evidence.each("weights that differ after export")),
         smaller=evidence.mean("bytes, trained") <= 0.60 * evidence.mean("bytes, original"),

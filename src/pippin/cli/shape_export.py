@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -106,4 +106,4 @@ def _language_model(ref: str) -> LanguageModel:
     """With ordinary float32 weights, on the CPU."""
     import pippin
 
-    return cast("LanguageModel", pippin.load(ref, device="cpu", dtype="float32", pack=False))
+    return pippin.load(ref, device="cpu", dtype="float32", pack=False)

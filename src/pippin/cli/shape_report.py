@@ -63,7 +63,9 @@ def report(
         terminal.note(f"drawn in {plot}")
     if as_json:
         rows = _layers(found) if by == "layer" else found.rows(by)
-        terminal.write(terminal.to_json(json.loads(found.to_json()) | {"by": by, "rows": rows, "quality": quality}) + "\n")
+        terminal.write(
+            terminal.to_json(json.loads(found.to_json()) | {"by": by, "rows": rows, "quality": quality}) + "\n"
+        )
         return
     terminal.write(f"{model}: {asset.nbytes / 1e6:.1f} MB of weights, sizes {sizes or 'as captured'}\n\n")
     terminal.write((_table(found, limit) if by == "layer" else found.to_table(by, limit=limit)) + "\n")
@@ -94,7 +96,9 @@ def _layers(found: PerformanceReport) -> list[dict[str, Any]]:
     sums: dict[tuple[str, str], dict[str, Any]] = {}
     for row in found.rows("module"):
         layer = _layer(row["module"])
-        entry = sums.setdefault((row["label"], layer), {"label": row["label"], "layer": layer, "p50_ms": 0.0, "share": 0.0, "flops": 0})
+        entry = sums.setdefault(
+            (row["label"], layer), {"label": row["label"], "layer": layer, "p50_ms": 0.0, "share": 0.0, "flops": 0}
+        )
         for figure in ("p50_ms", "share", "flops"):
             entry[figure] += row[figure]
     return sorted(sums.values(), key=lambda row: (row["label"], *_order(row["layer"])))
@@ -121,7 +125,6 @@ def _table(found: PerformanceReport, limit: int) -> str:
     for row in _layers(found):
         seen[row["label"]] = seen.get(row["label"], 0) + 1
         if seen[row["label"]] <= limit:
-            lines.append(
-                f"{row['label']:14}{row['layer']:24}{row['p50_ms']:10.4f}{100 * row['share']:7.1f} %{row['flops'] / 1e6:12.2f}"
-            )
+            figures = f"{row['p50_ms']:10.4f}{100 * row['share']:7.1f} %{row['flops'] / 1e6:12.2f}"
+            lines.append(f"{row['label']:14}{row['layer']:24}{figures}")
     return whole + "\n\n" + "\n".join(lines)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from pippin.cli import terminal
+from pippin.cli import INTERRUPTED, terminal
 from pippin.core.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -291,10 +291,21 @@ def conclude(plan: Plan, outcome: Outcome, *, as_json: bool, facts: dict[str, An
 
 
 def tell(made: dict[str, Any], *, as_json: bool) -> None:
-    """Print a `summary`: a table and where things are, or the JSON object itself."""
+    """Print a `summary`: a table and where things are, or the JSON object itself.
+
+    Raises:
+        typer.Exit: the run was stopped with Ctrl-C; with the exit code that says so.
+    """
     if as_json:
         terminal.write(terminal.to_json(made) + "\n")
-        return
+    else:
+        _show(made)
+    if made["stopped"] == "interrupted":
+        terminal.note("interrupted; the same command with --resume goes on")
+        raise typer.Exit(INTERRUPTED)
+
+
+def _show(made: dict[str, Any]) -> None:
     from pippin.core.report import Report, Row
 
     rows = [Row("steps", made["steps"])]
@@ -306,8 +317,6 @@ def tell(made: dict[str, Any], *, as_json: bool) -> None:
     Report(made["title"], [row for row in rows if row.value is not None]).print()
     if made["best_step"] is not None:
         terminal.note(f"the weights are those of step {made['best_step']}, the best on what was held out")
-    if made["stopped"] == "interrupted":
-        terminal.note("interrupted; the same command with --resume goes on")
     terminal.note(f"saved in {made['out']}; log, checkpoints and plot in {Path(made['out']) / 'run'}")
 
 

@@ -133,8 +133,10 @@ def describe_backend(backend: Backend, rows: int) -> dict[str, Any]:
     if state["model"].get("byte_fallback"):
         fields |= _describe_sentencepiece(state, tokens, types)
     else:
-        merges = (pair if isinstance(pair, str) else " ".join(pair) for pair in state["model"]["merges"])
-        fields |= {"pre": _rule_name(backend, state), "merges": list(merges)}
+        merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in state["model"]["merges"]]
+        if not merges:
+            raise UnsupportedModel("a vocabulary of single bytes, without merges, has no form in GGUF")
+        fields |= {"pre": _rule_name(backend, state), "merges": merges}
     return {f"tokenizer.ggml.{name}": value for name, value in fields.items()}
 
 

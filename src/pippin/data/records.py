@@ -26,7 +26,7 @@ from pippin.core.files import Readable
 TEXT: Final = (".txt", ".md", ".rst", ".tex", ".html", ".py", ".c", ".h", ".cpp", ".rs", ".js", ".raw")
 _LINES: Final = (".jsonl", ".ndjson")
 _TABLES: Final = (".parquet", ".arrow")
-_BLOCK: Final = 1 << 20  # bytes read at once; about as much of a text file becomes one record
+_BLOCK: Final = 1 << 18  # bytes read at once; about as much of a text file becomes one record
 _COLUMNS: Final = ("messages", "text", "prompt", "completion")
 
 

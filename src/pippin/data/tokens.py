@@ -136,8 +136,9 @@ def conversation(template: ChatTemplate, messages: Sequence[Message], record: Re
         if message["role"] != "assistant":
             continue
         before, after = messages[:index], messages[: index + 1]
+        final = len(after) == len(messages)
         prompt = template.render(before, add_generation_prompt=True)
-        whole = template.render(after, add_generation_prompt=False)
+        whole = text if final else template.render(after, add_generation_prompt=False)
         if not (whole.startswith(prompt) and text.startswith(whole)):
             raise record.error(
                 f"the chat template renders turn {index + 1} differently with what follows it (or without the prompt "
@@ -145,7 +146,7 @@ def conversation(template: ChatTemplate, messages: Sequence[Message], record: Re
                 "conversation of its own, or learn all tokens (learn='all')"
             )
         start = _common(ids, template.encode(before, add_generation_prompt=True))
-        stop = _common(ids, template.encode(after, add_generation_prompt=False))
+        stop = len(ids) if final else _common(ids, template.encode(after, add_generation_prompt=False))
         last = next((at for at in range(stop - 1, start - 1, -1) if ids[at] in ends), stop - 1)
         spans.append(slice(start, last + 1))
     return ids, spans

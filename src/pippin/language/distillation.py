@@ -32,7 +32,7 @@ class Distillation:
     $KL(\text{teacher} \| \text{student})$ by the teacher's entropy, which no step can change.
 
     Args:
-        teacher: a decoder or a loaded model, packed or not; it is not trained.
+        teacher: a decoder or a loaded model, packed or not, on the student's device; it is not trained.
         weight: $a$, from 0 (labels only) to 1 (teacher only).
         temperature: $T$ > 0; above 1, unlikely tokens count for more.
         top: keep only so many of the teacher's likeliest tokens, their probabilities scaled to sum to 1; None for all.

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pippin.core import device as devices, memory, native, reference
 from pippin.core.checkpoint import open_folder, save_folder
-from pippin.core.errors import CorruptedFile, InvalidArgument, ModelNotFound, UnsupportedModel
+from pippin.core.errors import CorruptedFile, InvalidArgument, ModelNotFound
 from pippin.core.ggml_quants import dequantize_blocks
 from pippin.core.gguf import open_gguf
 from pippin.core.reference import Resolved
@@ -154,8 +154,8 @@ def load(
         device: "cpu", "cuda", "cuda:1", "mps"; None takes the best there is.
         dtype: precision of weights and activations. On a CPU with the native kernels, activations are always float32;
             "auto" leaves the weights of a GGUF file or a quantised folder as they are stored and takes others as
-            bfloat16; "float32" and "bfloat16" are for all weights. Elsewhere "auto" is bfloat16 where the device computes in it quickly and
-            float32 where it does not; for training (``pack=False``) it is float32.
+            bfloat16; "float32" and "bfloat16" are for all weights. Elsewhere "auto" is bfloat16 where the device
+            computes in it quickly and float32 where it does not; for training (``pack=False``) it is float32.
         bits: 2, 3, 4 or 8: quantise the matrices to so many bits (plus 16 for every 64 weights), the embedding to at
             least 4. This needs no data and takes seconds, and below 4 bits it costs quality. None leaves them alone.
         pack: put weights into the layout that decodes fastest. A packed model can be neither trained nor saved.
@@ -199,7 +199,7 @@ class Survey:
     release: Callable[[Iterable[str]], None]
     """Takes what was read of tensors out of this process's memory."""
     kinds: Mapping[str, str] = field(default_factory=dict)
-    """Of a GGUF file: ggml's name of the type of each tensor. Of a quantised folder: ours, where the kernels have it."""
+    """Of a GGUF file: ggml's name of the type of each tensor; of a quantised folder: ours, where kernels have it."""
     blocks: Callable[[str], Tensor] | None = None
     """Of a GGUF file: reads the rows of one tensor as they are stored, in our order."""
     codes: Callable[[str], Codes | Palette] | None = None

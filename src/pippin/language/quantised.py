@@ -69,7 +69,7 @@ def save_quantised(
 
 
 def matrix_shapes(model: LanguageModel) -> dict[str, tuple[int, int]]:
-    """Rows and columns of every matrix of a model, by the name of its layer; a tied output matrix has none of its own."""
+    """Rows and columns of every matrix of a model, by the name of its layer; a tied output matrix is not listed."""
     shapes = {}
     for name, part in model.module.named_modules():
         if isinstance(part, Linear):

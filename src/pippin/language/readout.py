@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from pippin.data.batches import TokenBatch
 from pippin.nn.cache import Documents
+from pippin.nn.linear import Linear
 
 LOGITS = 1 << 24
 """Numbers in one piece of logits, at most: 64 MiB in float32."""
@@ -59,9 +60,21 @@ def read_out(
 
     if len(parts) == 1 or not torch.is_grad_enabled():
         return torch.stack([once(hidden[part], part) for part in parts]).sum(), sums
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    total: Tensor = _Pieces.apply(once, parts, hidden, *parameters)  # type: ignore[no-untyped-call]
+    total: Tensor = _Pieces.apply(once, parts, hidden, *_reached(model))  # type: ignore[no-untyped-call]
     return total, sums
+
+
+def _reached(model: Any) -> list[Tensor]:
+    """What takes the gradients of the pieces: the output matrix where that is one tensor, else all parameters.
+
+    A matrix that is computed (fake-quantised) and kept between two readings passes its gradient on once, not for each
+    piece.
+    """
+    head = model.lm_head
+    weight = getattr(head, "weight", None)
+    if type(head).forward is Linear.forward and head.bias is None and weight is not None and head.weight is weight:
+        return [weight] if weight.requires_grad else []
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 class _Pieces(torch.autograd.Function):
@@ -69,7 +82,7 @@ class _Pieces(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, once: Callable[[Tensor, slice], Tensor], parts: Sequence[slice], hidden: Tensor, *others: nn.Parameter
+        ctx: Any, once: Callable[[Tensor, slice], Tensor], parts: Sequence[slice], hidden: Tensor, *others: Tensor
     ) -> Tensor:
         total = hidden.new_zeros((), dtype=torch.float32)
         states = torch.zeros_like(hidden)

@@ -1,8 +1,8 @@
 """Quantised matrices in a folder: found by their headers, read one by one.
 
 Notable here:
-- `config.json` says in its "quantization_config" how each matrix is stored; the weights hold `NAME.codes` (32-bit words)
-  and `NAME.scales` of a matrix on a grid, or `NAME.indices` and `NAME.tables` of one that points into tables of values
+- `config.json` says in its "quantization_config" how each matrix is stored; the weights hold `NAME.codes` (32-bit
+  words) and `NAME.scales` of a matrix on a grid, `NAME.indices` and `NAME.tables` of one that points into tables
 - shapes are known from the headers, so that a folder is compared with its configuration before a weight is touched
 
 Written by `pippin.language.quantised.save_quantised`.

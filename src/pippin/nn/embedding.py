@@ -41,7 +41,7 @@ class Embedding(nn.Module):
         return self._held.dtype
 
     @property
-    def _held(self) -> PackedTable | nn.Parameter:
+    def _held(self) -> PackedTable | Tensor:
         held = self.packed or self.weight
         assert held is not None
         return held

@@ -49,8 +49,8 @@ class Levels:
 
     Args:
         bits: 2, 3, 4 or 8.
-        balanced: half-integers on both sides of 0 ({-1.5, -0.5, 0.5, 1.5} at two bits); otherwise integers with one more
-            below 0 than above it ({-2, -1, 0, 1}).
+        balanced: half-integers on both sides of 0 ({-1.5, -0.5, 0.5, 1.5} at two bits); otherwise integers, one more of
+            them below 0 than above it ({-2, -1, 0, 1}).
 
     Raises:
         InvalidArgument: other bits.
@@ -74,12 +74,12 @@ class Levels:
     @property
     def low(self) -> int:
         """The smallest integer before the shift, q_min."""
-        return -(2 ** (self.bits - 1)) + self.balanced
+        return -(1 << self.bits - 1) + self.balanced
 
     @property
     def high(self) -> int:
         """The largest, q_max."""
-        return self.low + 2**self.bits - 1
+        return self.low + (1 << self.bits) - 1
 
     @property
     def zero(self) -> float:

@@ -60,6 +60,15 @@ class _Product(torch.autograd.Function):
         return of_x, of_bias, None
 
 
+def _trained_through(weight: PackedWeight, x: Tensor, bias: Tensor | None) -> Tensor:
+    """The product with gradients; under autocast in its precision, as torch's own products are."""
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        x = x.to(torch.get_autocast_dtype(device))
+    y: Tensor = _Product.apply(x.reshape(-1, x.shape[-1]), bias, weight)  # type: ignore[no-untyped-call]
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
 class Linear(nn.Module):
     """``y = x W^T + b`` with a weight that may be packed for inference.
 
@@ -98,8 +107,7 @@ class Linear(nn.Module):
         if packed is None:
             y = product(x, self.weight, bias)  # type: ignore[arg-type]
         elif x.requires_grad or (bias is not None and bias.requires_grad):
-            flat: Tensor = _Product.apply(x.reshape(-1, self.inputs), bias, packed)  # type: ignore[no-untyped-call]
-            y = flat.view(*x.shape[:-1], self.outputs)
+            y = _trained_through(packed, x, bias)
         else:
             y = packed.matmul(x, bias)
         return y if adapters is None else adapt(self, x, y, adapters)

@@ -30,7 +30,9 @@ class RMSNorm(nn.Module):
         if self._twice is not None and x.numel() == self.weight.numel():
             both = torch.cat([x, -x], -1)
             return torch.layer_norm(both, self._twice.shape, self._twice, None, self.eps)[..., : x.shape[-1]]
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        # under autocast x may be narrower than the weight
+        weight = self.weight if self.weight.dtype == x.dtype else self.weight.to(x.dtype)
+        return F.rms_norm(x, weight.shape, weight, self.eps)
 
     def pack(self) -> None:
         """Prepare for single tokens. Not for training."""

@@ -316,28 +316,31 @@ class NativeWeight:
         return y if x.ndim == 2 else y.view(*x.shape[:-1], self.rows)
 
     def matmul_transposed(self, y: Float[Tensor, "*batch outputs"]) -> Float[Tensor, "*batch inputs"]:
-        """Return ``y @ weight`` in the precision of ``y``; without gradients.
+        """Return ``y @ weight`` in the precision of ``y``, added up in float32; without gradients.
 
-        Added up in float32; of bfloat16 ``y``, the weights are rounded to bfloat16, too, as its own products do.
+        Of bfloat16 ``y``, the weights are rounded to bfloat16 too, and torch multiplies; otherwise the kernels do.
         """
         flat = y.detach().reshape(-1, self.rows)
-        low = flat.dtype == torch.bfloat16
-        form, kept = native.GGML_FORMATS["BF16" if low else "F32"], torch.bfloat16 if low else torch.float32
-        flat = flat.float().contiguous()
-        total = torch.zeros(len(flat), self.columns)
         step = max(1, _ROWS // self.columns)
-        for start in range(0, self.rows if len(flat) else 0, step):
-            stop = min(start + step, self.rows)
-            turned = self.select(torch.arange(start, stop)).T.to(kept).contiguous()
-            memory = torch.empty(self._native.packed_bytes(form, 0, self.columns, stop - start), dtype=torch.uint8)
-            matrix = native.Matrix(form, 0, self.columns, stop - start, 0.0, 0, memory.data_ptr())
-            self._native.pack_dense(form, turned.data_ptr(), stop - start, self.columns, stop - start, matrix.data)
-            part = total if start == 0 else torch.empty_like(total)
-            address = flat.data_ptr() + start * flat.element_size()
-            self._native.matmul(matrix, address, self.rows, len(flat), None, part.data_ptr(), self.columns)
-            if start:
-                total += part
+        total: Tensor | None = None
+        for start in range(0, self.rows, step):
+            part, weight = flat[:, start : start + step], self.select(torch.arange(start, min(start + step, self.rows)))
+            added = (part @ weight.bfloat16()).float() if y.dtype == torch.bfloat16 else self._product(part, weight)
+            total = added if total is None else total.add_(added)
+        assert total is not None
         return total.to(y.dtype).view(*y.shape[:-1], self.columns)
+
+    def _product(self, y: Tensor, weight: Tensor) -> Tensor:
+        """``y @ weight`` of float32 matrices, by the kernels."""
+        form, (rows, columns) = native.GGML_FORMATS["F32"], weight.shape
+        turned, y = weight.T.contiguous(), y.float().contiguous()
+        memory = torch.empty(self._native.packed_bytes(form, 0, columns, rows), dtype=torch.uint8)
+        matrix = native.Matrix(form, 0, columns, rows, 0.0, 0, memory.data_ptr())
+        self._native.pack_dense(form, turned.data_ptr(), rows, columns, rows, matrix.data)
+        result = torch.empty(len(y), columns)
+        if len(y):
+            self._native.matmul(matrix, y.data_ptr(), rows, len(y), None, result.data_ptr(), columns)
+        return result
 
     def select(self, ids: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch columns"]:
         """The rows of these numbers, float32.

@@ -55,8 +55,8 @@ class Palette:
         wanted = (-(-self.indices.shape[self._dim] // self.group), 2**self.bits)
         if self.tables.shape != wanted:
             raise InvalidArgument(
-                f"{tuple(self.tables.shape)} values in tables do not fit {self.indices.shape[self._dim]} {self.axis} in "
-                f"groups of {self.group} with {self.bits} bits: {wanted} are needed"
+                f"{tuple(self.tables.shape)} values in tables do not fit {self.indices.shape[self._dim]} {self.axis} "
+                f"in groups of {self.group} with {self.bits} bits: {wanted} are needed"
             )
         if not self.tables.isfinite().all():
             raise InvalidArgument("a table holds a value that is not finite; half precision holds up to 65504")

@@ -1,8 +1,8 @@
 """Matrix products that are trained through, by the quicker of two libraries.
 
 Notable here:
-- torch asks its BLAS for float32 products. Where that is Intel's and the processor is not, it takes slow kernels: oneDNN,
-  which torch carries too, is 2.2 times faster on an AMD Zen 5, forward and for both gradients
+- torch asks its BLAS for float32 products. Where that is Intel's and the processor is not, it takes slow kernels:
+  oneDNN, which torch carries too, is 2.2 times faster on an AMD Zen 5, forward and for both gradients
 - the choice follows from the processor's name and the sizes, never from a measurement, so that a run repeats bit by bit
 - oneDNN reads a transposed matrix where it lies, so gradients need no copies
 """
@@ -39,9 +39,15 @@ def product(
     """
     if not _quicker(x, weight):
         return F.linear(x, weight, bias)
-    rows: Tensor = _OneDNN.apply(x.reshape(-1, x.shape[-1]), weight)
+    rows: Tensor = _OneDNN.apply(x.reshape(-1, x.shape[-1]), weight)  # type: ignore[no-untyped-call]
     y = rows.view(*x.shape[:-1], -1)
     return y if bias is None else y + bias
+
+
+def cast_once(x: Tensor) -> Tensor:
+    """``x`` in the precision of products under autocast: for what several matrices read, which would cast it each."""
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
 def _quicker(x: Tensor, weight: Tensor) -> bool:
@@ -63,7 +69,7 @@ def traced(*tensors: Tensor) -> bool:
     return (
         any(type(tensor) not in (Tensor, torch.nn.Parameter) for tensor in tensors)
         or torch.compiler.is_compiling()
-        or torch.jit.is_tracing()
+        or torch._C._get_tracing_state() is not None
         or bool(torch._C._are_functorch_transforms_active())
     )
 
@@ -96,6 +102,6 @@ class _OneDNN(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
         (y,), (a, b) = gradients, ctx.saved_tensors
-        of_a = _OneDNN.apply(y, b.t()) if ctx.needs_input_grad[0] else None
-        of_b = _OneDNN.apply(y.t(), a.t()) if ctx.needs_input_grad[1] else None
+        of_a = _OneDNN.apply(y, b.t()) if ctx.needs_input_grad[0] else None  # type: ignore[no-untyped-call]
+        of_b = _OneDNN.apply(y.t(), a.t()) if ctx.needs_input_grad[1] else None  # type: ignore[no-untyped-call]
         return of_a, of_b

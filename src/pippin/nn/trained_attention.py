@@ -22,6 +22,8 @@ BLOCK = 128
 """Queries that are worked on together; what lies after the last of them is neither computed nor masked."""
 SHORTEST = 64
 """Sequences below this are left to torch."""
+SMALLEST = 90_000
+"""In float32, where each group of heads is a product of its own, so are groups with fewer numbers than this."""
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -33,7 +35,8 @@ def supports(q: Tensor, k: Tensor, v: Tensor) -> bool:
     if q.shape[2] != k.shape[2] or q.shape[2] < SHORTEST:
         return False
     dtype = precision(q)
-    return (dtype == torch.float32 and slow_blas()) or (
+    large = q[0].numel() // k.shape[1] >= SMALLEST
+    return (dtype == torch.float32 and large and slow_blas()) or (
         dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     )
 
@@ -60,7 +63,8 @@ def attend(
     Source: Vaswani et al. 2017, arXiv:1706.03762, eq. 1; recomputation as in Dao et al. 2022, arXiv:2205.14135.
     """
     dtype = precision(q)
-    y: Tensor = _Causal.apply(q.to(dtype), k.to(dtype), v.to(dtype), q.shape[-1] ** -0.5 if scale is None else scale)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    y: Tensor = _Causal.apply(q.to(dtype), k.to(dtype), v.to(dtype), scale)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -86,7 +90,7 @@ class _Causal(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, change: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v = ctx.saved_tensors
         scale: float = ctx.scale

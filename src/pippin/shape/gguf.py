@@ -1,9 +1,10 @@
 r"""A model as a GGUF file, which llama.cpp and what is built on it run.
 
 Notable here:
-- codes of up to four bits keep their places: a Q4_1 block is $w = d\,q + m$, which is ours with $d = s$ and $m = -z s$,
-  so nothing is rounded but $m$, to half precision: at most $2^{-11} z s$, a 270th of a step at four bits
-- codes of eight bits become Q8_0, whose levels are whole multiples of its step: half a step at most is lost
+- unbalanced codes are kept exactly: $w = d\,(q - 8)$ is Q4_0, which holds two to four bits, and $w = d\,q$ is Q8_0
+- balanced codes of up to four bits become Q4_1, $w = d\,q + m$, with $d = s$ and $m = -z s$: nothing is rounded but
+  $m$, to half precision, by at most $2^{-11} z s$, a 270th of a step at four bits
+- balanced codes of eight bits are rounded anew to Q8_0, whose levels are whole multiples of its step
 - tokenizer, chat template and special tokens go along, so that the file answers as the folder did
 - written tensor by tensor under another name, and renamed when it is whole
 
@@ -62,7 +63,7 @@ def export_gguf(
             it has fewer than eight bits, the embedding and the output matrix are Q8_0. Matrices whose rows are no
             multiple of 32 are F16. Norms and biases are F32.
         codes: quantised matrices by the names of their layers; None for those of the folder that the model was read
-            from, if it is one of ours. Codes of up to four bits become Q4_1, those of eight bits Q8_0.
+            from, if it is one of ours. Codes of up to four bits become Q4_0 (unbalanced) or Q4_1, of eight bits Q8_0.
         show: whether progress is shown.
 
     Returns:
@@ -135,19 +136,28 @@ def describe(config: DecoderConfig) -> dict[str, Any]:
     return {f"{name}.{key}": value for key, value in fields.items()}
 
 
-def q4_1_blocks(codes: Codes) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Codes of up to four bits as Q4_1 blocks: rows of bytes.
+def blocks(codes: Codes, kind: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Codes as blocks of ggml: rows of bytes.
 
-    A block is the step, what is added (both in half precision), and 16 bytes of two codes: of weights i and i + 16.
+    A block is the step in half precision (in Q4_1 also what is added), and then one signed byte a weight in Q8_0, or 16
+    bytes of two codes each, of weights i and i + 16.
+
+    Args:
+        codes: whose groups 32 divides.
+        kind: "Q4_1" for up to four bits, "Q4_0" for those of an unbalanced set, "Q8_0" for eight bits unbalanced.
     """
     rows, columns = codes.shape
-    blocks = columns // _BLOCK
-    scales = codes.scales.repeat_interleave(codes.group // _BLOCK, dim=1).expand(rows, blocks)
-    least = (scales.float() * -codes.zero).half()
-    pairs = codes.codes.view(rows, blocks, 2, _BLOCK // 2)
-    ends = torch.stack([scales, least], -1).contiguous().view(torch.uint8)
+    count = columns // _BLOCK
+    scales = codes.scales.repeat_interleave(codes.group // _BLOCK, dim=1).expand(rows, count)
+    ends = [scales, (scales.float() * -codes.zero).half()] if kind == "Q4_1" else [scales]
+    values = codes.codes.view(rows, count, _BLOCK)
+    if kind == "Q8_0":
+        values = values - int(codes.zero)  # wraps around, as two's complement does
+    else:
+        values = values if kind == "Q4_1" else values + (8 - int(codes.zero))
+        values = values[:, :, : _BLOCK // 2] | (values[:, :, _BLOCK // 2 :] << 4)
     stored: np.ndarray[Any, np.dtype[np.uint8]]
-    stored = torch.cat([ends, pairs[:, :, 0] | (pairs[:, :, 1] << 4)], -1).view(rows, -1).numpy()
+    stored = torch.cat([torch.stack(ends, -1).contiguous().view(torch.uint8), values], -1).view(rows, -1).numpy()
     return stored
 
 
@@ -171,10 +181,11 @@ class _Entry:
 
     def stored(self, gguf: Any) -> np.ndarray[Any, Any]:
         """The tensor as it lies in the file: rows of bytes, or numbers of F32 and F16."""
-        if self.codes is not None and self.form.name == "Q4_1":
-            codes = self.codes
+        codes = self.codes
+        if codes is not None and codes.group % _BLOCK == 0 and (codes.bits <= 4 or codes.zero == 128):
             scales = codes.scales.expand(len(codes.codes), -1)
-            return q4_1_blocks(Codes(self._order(codes.codes), self._order(scales), codes.bits, codes.zero))
+            ordered = Codes(self._order(codes.codes), self._order(scales), codes.bits, codes.zero)
+            return blocks(ordered, self.form.name)
         values = self._order(self._values()).float().contiguous().numpy()
         if self.form.name in ("F32", "F16"):
             return values.astype(np.float32 if self.form.name == "F32" else np.float16)
@@ -251,7 +262,7 @@ def _kind(name: str, shape: tuple[int, ...], kind: str, codes: Codes | None) -> 
     if len(shape) == 1:
         return "F32"
     if codes is not None and codes.group % _BLOCK == 0:
-        return "Q4_1" if codes.bits <= 4 else "Q8_0"
+        return "Q8_0" if codes.bits > 4 else "Q4_0" if codes.zero == 1 << (codes.bits - 1) else "Q4_1"
     if name in ("embed_tokens", "lm_head") and kind.startswith(("Q4", "Q5")):
         kind = "Q8_0"
     return "F16" if kind.startswith("Q") and shape[1] % _BLOCK else kind

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pippin.core.files import atomic_write, disk_errors
-from pippin.train.training import Step, Training
+from pippin.train.training import Step, Training, finite, numbers
 
 NAME = "log.jsonl"
 
@@ -37,7 +37,7 @@ class Log:
             file.writelines(json.dumps(line) + "\n" for line in kept)
         for line in kept:
             if "evaluation" in line:
-                training.evaluations.append((line["step"], line["evaluation"]))
+                training.evaluations.append((line["step"], numbers(line["evaluation"])))
             else:
                 training.steps.append(Step.from_json(line))
         try:
@@ -58,7 +58,7 @@ class Log:
 
     def evaluation(self, step: int, measures: dict[str, float]) -> None:
         """Log what was measured after ``step``."""
-        self._write(json.dumps({"step": step, "evaluation": measures}))
+        self._write(json.dumps({"step": step, "evaluation": finite(measures)}))
         if self._events is not None:
             for name, value in measures.items():
                 self._events.add_scalar(f"evaluation/{name}", value, step)

@@ -24,7 +24,8 @@ class Loss:
     Attributes:
         total: scalar with its graph: the sum over the units (tokens, pictures, moves) of this micro-batch.
         count: how many units; may be 0, where nothing in the batch is to be learnt.
-        metrics: sums over the same units, without a graph; logged divided by the step's count.
+        metrics: sums over the same units, without a graph, under the same names for every batch; logged divided by the
+            step's count.
     """
 
     total: Tensor

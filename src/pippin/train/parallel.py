@@ -3,7 +3,7 @@
 Notable here:
 - started by `torchrun` (or by Ray Train): a process learns from its environment which one it is
 - gradients are summed, not averaged, so that the loop divides once by the units of all processes; and every process
-  reads the whole stream and keeps its share, so a run on two processes has the losses of one with twice the micro-batches
+  reads the whole stream and keeps its share: two processes have the losses of one with twice the micro-batches
 - shards are FSDP2's: parameters become DTensors, optimisers and averages work on a process's part of them, and
   checkpoints hold whole tensors, so that any number of processes can go on from them
 - a process that ends takes the others with it, with an error that says so, rather than leaving them to wait
@@ -20,6 +20,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -38,7 +39,8 @@ class Parallel:
         kind: "copies": each process holds the whole model, for models that fit; "shards": each holds a part of every
             parameter, its gradient and its optimiser state, and gathers a block at a time when it computes.
         backend: "gloo" between CPUs, "nccl" between CUDA devices; None for the one that fits this machine.
-        methods: with shards, what an objective calls on the model beside ``forward``; names it does not have are ignored.
+        methods: with shards, what an objective calls on the model beside ``forward``; names it does not have are left
+            out.
         seconds: how long a process waits for the others before the run ends.
 
     Attributes:
@@ -92,7 +94,7 @@ class Parallel:
             for tensor in [*model.parameters(), *model.buffers()]:
                 dist.broadcast(tensor.detach(), src=0)
         if self.kind == "shards":
-            mesh = dist.init_device_mesh(self.device.split(":")[0], (self.size,))
+            mesh = init_device_mesh(self.device.split(":")[0], (self.size,))
             for block in _blocks(model):
                 fully_shard(block, mesh=mesh)
             # what belongs to no block stays whole from forward to backward: an objective reads the head's weight itself
@@ -202,8 +204,8 @@ def _together() -> Iterator[None]:
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and not any(word in str(error).lower() for word in _ENDED):
             raise
+        said = str(error).splitlines()[0].split(". ")[0]
         raise TrainingError(
             f"process {dist.get_rank()} of {dist.get_world_size()} lost the others: one of them has ended or does not "
-            f"answer ({str(error).splitlines()[0].split('. ')[0]}); its own message says why. Start the run again: it goes on from its "
-            "newest checkpoint"
+            f"answer ({said}); its own message says why. Start the run again: it goes on from its newest checkpoint"
         ) from error

@@ -85,7 +85,7 @@ def on_ray(
                 outcome = trainer.fit()
             except TrainingFailedError as error:
                 raise _reason(error) from error
-        return outcome.return_value
+        return outcome.return_value  # type: ignore[attr-defined]  # the class of Ray Train's second version has it
     finally:
         if started:
             ray.shutdown()

@@ -167,7 +167,7 @@ class Trainer:
                     self.training.stopped = "exhausted"
                     break
                 bar.advance(1)
-                bar.say(f"loss {self.training.losses[-1]:.4g}, {self._rate():,.0f} {self.training.unit}/s")
+                bar.say(f"loss {self.training.steps[-1].loss:.4g}, {self._rate():,.0f} {self.training.unit}/s")
             self._finish()
         return self.training
 
@@ -188,7 +188,7 @@ class Trainer:
                     break
         if self.step == self.steps:
             self._finish()
-        return self.training.losses[done:]
+        return [step.loss for step in self.training.steps[done:]]
 
     def skip(self, steps: int) -> None:
         """Read the batches of so many first steps and drop them: how data without a cursor comes back to its place.

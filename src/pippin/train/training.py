@@ -38,14 +38,12 @@ class Step:
 
     def to_json(self) -> str:
         """One line of JSON; what is not finite becomes null."""
-        return json.dumps({key: _finite(value) for key, value in asdict(self).items()})
+        return json.dumps({key: finite(value) for key, value in asdict(self).items()})
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Step:
         """The step that a line described."""
-        numbers = {key: math.nan if values[key] is None else values[key] for key in ("loss", "lr", "grad_norm")}
-        metrics = {key: math.nan if value is None else value for key, value in values["metrics"].items()}
-        return cls(values["step"], units=values["units"], seconds=values["seconds"], metrics=metrics, **numbers)
+        return cls(**{**numbers(values), "metrics": numbers(values["metrics"])})
 
 
 @dataclass
@@ -101,7 +99,7 @@ class Training:
                 "unit": self.unit,
                 "stopped": self.stopped,
                 "steps": [json.loads(step.to_json()) for step in self.steps],
-                "evaluations": [[step, _finite(measures)] for step, measures in self.evaluations],
+                "evaluations": [[step, finite(measures)] for step, measures in self.evaluations],
             }
         )
         with atomic_write(Path(path), mode="w") as file:
@@ -140,6 +138,11 @@ class Training:
             figure.savefig(file, format=path.suffix.removeprefix(".") or "png")
 
 
+def numbers(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values that `finite` was given, as far as they can be known: NaN where it wrote null."""
+    return {key: math.nan if value is None else value for key, value in values.items()}
+
+
 def _smooth(losses: list[float]) -> list[float]:
     """A running mean over about a twentieth of the run; what is not finite counts for nothing."""
     keep = 1.0 - 1.0 / max(len(losses) / 20, 1.0)
@@ -151,7 +154,8 @@ def _smooth(losses: list[float]) -> list[float]:
     return smooth
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """The same JSON value with null in place of what JSON cannot say: NaN and infinity."""
     if isinstance(value, dict):
-        return {key: _finite(entry) for key, entry in value.items()}
+        return {key: finite(entry) for key, entry in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,4 +1,4 @@
-"""Oracles: the optimal brain surgeon's own loop, least squares, exhaustive search, and a slow walk through the decoder."""
+"""Oracles: the optimal brain surgeon's own loop, least squares, exhaustive search, a plain pass through the decoder."""
 
 import itertools
 
@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings as limits, strategies as st
 
 from pippin.core.errors import InvalidArgument, InvalidInput
-from pippin.language import Decoder, DecoderConfig, LayerSpec
+from pippin.language import Decoder, DecoderConfig, LanguageModel, LayerSpec
 from pippin.nn.attention import AttentionSpec
 from pippin.nn.codes import Codes
 from pippin.nn.feedforward import FeedForwardSpec
@@ -73,22 +73,22 @@ def test_never_worse_than_rounding(seed, bits, act_order, balanced):
     assert gptq.output_error(weight, found, damped) <= gptq.output_error(weight, plain, damped)
 
 
-def test_near_the_best_of_all_codes_and_far_better_than_rounding():
-    weight, moments = problem(seed=0, rows=1, columns=6, tokens=400)
+def test_between_rounding_and_the_best_of_all_codes():
+    weight, moments = problem(seed=0, rows=40, columns=6, tokens=400)
     settings = QuantisationSettings(bits=2, granularity="channel")
     scales = rtn.find_scales(weight, 2, settings)
     every = torch.tensor(list(itertools.product(range(4), repeat=6)), dtype=torch.uint8)
-    wrong = weight - (every.float() - 1.5) * scales.float()
-    best = ((wrong @ moments) * wrong).sum(-1).min().item()
+    wrong = weight[:, None] - (every.float() - 1.5) * scales.float()[..., None]
+    best = ((wrong @ moments) * wrong).sum(-1).amin(1).sum().item()
     found = gptq.solve(weight, moments, 2, settings, damping=1e-6, act_order=True, refit=False)
     plain = rtn.round_weight(weight, 2, settings)
     ours, rounded = (gptq.output_error(weight, codes, moments) for codes in (found, plain))
     assert best <= ours * (1 + 1e-5)
-    assert ours < 0.7 * rounded
+    assert ours - best < 0.6 * (rounded - best)
 
 
 def test_refitted_scales_are_the_least_squares_of_each_row():
-    weight, moments = problem(seed=5, rows=3, columns=64)
+    weight, moments = problem(seed=5, rows=3, columns=64, tokens=256)
     plain = rtn.round_weight(weight, 2, QuantisationSettings(bits=2, group=32))
     found = gptq.refitted(weight, moments, plain)
     root = torch.linalg.cholesky(moments.double(), upper=True)
@@ -156,12 +156,12 @@ def test_moments_are_those_of_a_plain_pass(shared):
     torch.testing.assert_close(walk.outer_moments(), x.T @ x / len(x), rtol=1e-4, atol=1e-5)
 
 
-def test_later_layers_see_what_the_quantised_ones_before_them_give():
+def test_later_layers_see_what_the_quantised_ones_before_them_give(tiny):
     module = spread(decoder(tied=False))
     ids = torch.randint(0, 50, (4, 32), generator=torch.Generator().manual_seed(0))
     settings = QuantisationSettings(bits=2, group=32, embedding_bits=8)
     before = {name: parameter.clone() for name, parameter in module.named_parameters()}
-    found = gptq.quantise(model_of(module), settings, ids)
+    found = gptq.quantise(model_of(module, tiny), settings, ids)
     assert all(torch.equal(parameter, before[name]) for name, parameter in module.named_parameters())
     assert found.keys() == matrices(module).keys()
     with torch.no_grad():
@@ -175,14 +175,12 @@ def test_later_layers_see_what_the_quantised_ones_before_them_give():
     assert found["lm_head"].bits == found["embed_tokens"].bits == 8
 
 
-def model_of(module):
-    from pippin.language import LanguageModel
-
-    return LanguageModel("made", module, None, None)  # type: ignore[arg-type]
+def model_of(module, tiny):
+    return LanguageModel("made", module, tiny.tokenizer, None)
 
 
 def test_outputs_are_nearer_than_after_rounding_on_text_that_was_not_seen(tiny):
-    model = model_of(spread(decoder()))
+    model = model_of(spread(decoder()), tiny)
     generator = torch.Generator().manual_seed(0)
     ids, other = (torch.randint(0, 50, (16, 32), generator=generator) for _ in range(2))
     settings = QuantisationSettings(bits=3, group=32, embedding_bits=None)
@@ -216,7 +214,11 @@ def test_calibration_text_becomes_rows(tiny):
     [
         (lambda m: calibration_ids(m, [""]), InvalidInput, "holds 0 tokens"),
         (lambda m: calibration_ids(m, ["abc"], length=1), InvalidArgument, "length=1"),
-        (lambda m: Walk(m.module, torch.tensor([[1, 260]])), InvalidArgument, "id 260 is outside the vocabulary of 260"),
+        (
+            lambda m: Walk(m.module, torch.tensor([[1, 260]])),
+            InvalidArgument,
+            "id 260 is outside the vocabulary of 260",
+        ),
         (lambda m: Walk(m.module, torch.zeros(0, 4, dtype=torch.long)), InvalidArgument, r"shape \(0, 4\)"),
         (
             lambda m: gptq.quantise(m, QuantisationSettings(), torch.zeros(1, 4, dtype=torch.long), damping=0.0),

@@ -71,7 +71,7 @@ def test_clipped_share_counts_what_lies_beyond_the_levels():
 
 
 def test_a_model_gets_the_widths_that_were_asked_for(tiny):
-    settings = QuantisationSettings(bits=2, group=32, embedding_bits=8, skip=("layers.0.mlp.up_proj",))
+    settings = QuantisationSettings(bits=2, granularity="channel", embedding_bits=8, skip=("layers.0.mlp.up_proj",))
     codes = rtn.quantise(tiny, settings, bits={"layers.1.self_attn.q_proj": 4})
     assert codes.keys() == matrices(tiny.module).keys() - {"layers.0.mlp.up_proj"}
     wanted = {"embed_tokens": 8, "layers.1.self_attn.q_proj": 4}
@@ -137,7 +137,7 @@ def test_no_other_choice_of_the_same_size_costs_less(seed):
 
 
 def test_sensitive_matrices_get_more_bits(tiny):
-    settings = QuantisationSettings(group=32)
+    settings = QuantisationSettings(granularity="channel")
     ids = torch.randint(0, 256, (4, 16), generator=torch.Generator().manual_seed(0))
     seen = []
     costs = mixed.sensitivities(tiny, settings, ids, on_matrix=seen.append)

@@ -182,10 +182,11 @@ class ModelAsset:
             for key in sorted(weights):
                 tensor = weights[key].contiguous()
                 digest.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-                digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
+                digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
             for name, program in self.programs.items():
                 digest.update(self.texts[name])
                 digest.update(json.dumps([name, program.signature.to_json(), places[name]], sort_keys=True).encode())
+            digest.update(json.dumps(self.note, sort_keys=True).encode())
             self._hash = digest.hexdigest()
         return self._hash
 
@@ -272,7 +273,9 @@ class ModelAsset:
 
         folder = Path(folder)
         weights, places = self._weights()
-        examples = {f"{name}/{key}": tensor for name, one in self.programs.items() for key, tensor in one.example.items()}
+        examples = {
+            f"{name}/{key}": tensor for name, one in self.programs.items() for key, tensor in one.example.items()
+        }
         require_free_space(folder, self.nbytes + sum(tensor.nbytes for tensor in examples.values()) + (1 << 20))
         folder.mkdir(parents=True, exist_ok=True)
         record: dict[str, Any] = {"format": FORMAT, "hash": self.hash, "note": self.note, "functions": {}}
@@ -408,7 +411,11 @@ def _outputs(exported: ExportedProgram, inputs: tuple[Port, ...], names: tuple[s
     if len(names) != len(values) or len(set(names)) != len(names) or not all(map(str.isidentifier, names)):
         raise InvalidArgument(f"there are {len(values)} outputs, which need as many different names, got {names}")
     return tuple(
-        Port(name, _dtype(value), tuple(symbols.get(str(s), -1) if isinstance(s, torch.SymInt) else s for s in value.shape))
+        Port(
+            name,
+            _dtype(value),
+            tuple(symbols.get(str(s), -1) if isinstance(s, torch.SymInt) else s for s in value.shape),
+        )
         for name, value in zip(names, values, strict=True)
     )
 
@@ -416,7 +423,7 @@ def _outputs(exported: ExportedProgram, inputs: tuple[Port, ...], names: tuple[s
 def _shorten(exported: ExportedProgram) -> None:
     """Keep the innermost source line of each operator, without the folders of this machine; forget what was traced."""
     for node in exported.graph.nodes:
-        if "stack_trace" in node.meta and node.meta["stack_trace"]:
+        if node.meta.get("stack_trace"):
             node.meta["stack_trace"] = program_file.innermost(node.meta["stack_trace"])
 
 

@@ -7,10 +7,13 @@ Notable here:
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import logging
 import re
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
@@ -112,8 +115,22 @@ class CompiledModel(ABC):
         """What the model keeps between calls: nothing, as states of an exported function are inputs and outputs."""
         return {}
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most have nothing to give back
         """Give back what the back end holds."""
+
+
+@contextlib.contextmanager
+def quiet(logger: str = "") -> Iterator[None]:
+    """Without the remarks of libraries about versions, other libraries and graphics cards that are not here."""
+    log = logging.getLogger(logger or None)
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(level)
 
 
 def require(module: str, *, backend: str, wheel: str, extra: str) -> Any:
@@ -123,7 +140,8 @@ def require(module: str, *, backend: str, wheel: str, extra: str) -> Any:
         BackendUnavailable: it is not installed; the message names the wheel and the extra.
     """
     try:
-        return importlib.import_module(module)
+        with quiet():
+            return importlib.import_module(module)
     except ImportError as error:
         raise BackendUnavailable(
             f"the back end {backend!r} needs {wheel}: pip install 'pippin[{extra}]' ({error})"
@@ -165,7 +183,7 @@ def places(asset: ModelAsset, function: str) -> dict[str, Place]:
 
 def operator_at_fault(asset: ModelAsset, function: str, message: str) -> str:
     """The operators of a function that an error message of a back end speaks of, each with its place."""
-    found = {}
+    found: dict[str, str] = {}
     for node in asset.program(function).exported.graph.nodes:
         target = str(node.target)
         short = target.split(".")[1] if target.count(".") else target

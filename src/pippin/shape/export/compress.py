@@ -6,8 +6,8 @@ Notable here:
 - codes below 8 bits are unpacked by multiplications and floors, which every back end has; bit shifts are not
 - scales and palettes stay floating-point weights of the program: `ModelAsset.module` trains them
 
-With $s = \max|w| / (2^{b-1} - 1)$ for a row or a group of a row, linear codes are $q = \mathrm{round}(w / s)$; a palette
-is k-means with $2^b$ centres per group of rows; pruning keeps the largest $|w|$ as values and a bit for every weight.
+With $s = \max|w| / (2^{b-1} - 1)$ for a row or a group of a row, linear codes are $q = \mathrm{round}(w / s)$;
+a palette is k-means with $2^b$ centres per group of rows; pruning keeps the largest $|w|$ as values and a bit for every weight.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from pippin.core.errors import InvalidArgument
+from pippin.shape.export.compiled import quiet
 
 if TYPE_CHECKING:
     from pippin.shape.export.asset import ModelAsset
@@ -49,7 +50,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Palettize:
-    """A table of ``2 ** bits`` values for each ``group`` of rows, or one for the whole matrix; ``bits`` of 1, 2 or 4."""
+    """A table of ``2 ** bits`` values for each ``group`` of rows, or for the whole matrix; ``bits`` of 1, 2 or 4."""
 
     bits: int = 4
     group: int | None = None
@@ -78,7 +79,9 @@ class Joint:
 
     def __post_init__(self) -> None:
         if self.code.group is not None:
-            raise InvalidArgument(f"what is left after pruning has no rows to group, so group must be None: {self.code}")
+            raise InvalidArgument(
+                f"what is left after pruning has no rows to group, so group must be None: {self.code}"
+            )
 
 
 Compression = Linear | Palettize | Prune | Joint
@@ -227,7 +230,9 @@ class _Build:
 
     def __init__(self, graph: Graph, stored: dict[str, Node], like: Node) -> None:
         self.graph, self.stored = graph, stored
-        self.notes = {key: like.meta[key] for key in ("nn_module_stack", "stack_trace", "torch_fn") if key in like.meta}
+        self.notes: dict[str, Any] = {
+            key: like.meta[key] for key in ("nn_module_stack", "stack_trace", "torch_fn") if key in like.meta
+        }
 
     def __getitem__(self, name: str) -> Node:
         return self.stored[name]
@@ -263,15 +268,20 @@ def _rewrite(exported: ExportedProgram, coded: dict[str, _Coded]) -> ExportedPro
     """A copy of the program in which these weights are computed from their codes."""
     import copy
 
-    graph_module = copy.deepcopy(exported.graph_module)
+    with quiet():
+        graph_module = copy.deepcopy(exported.graph_module)
+        signature = copy.deepcopy(exported.graph_signature)
     graph = graph_module.graph
-    signature = copy.deepcopy(exported.graph_signature)
+    # a copied graph renames nodes that are called as a builtin is ("input")
+    renamed = {old.name: new.name for old, new in zip(exported.graph.nodes, graph.nodes, strict=True)}
+    for known in (*signature.input_specs, *signature.output_specs):
+        known.arg.name = renamed[known.arg.name]
     state: dict[str, Any] = {key: tensor for key, tensor in exported.state_dict.items() if key not in coded}
     places = {node.name: node for node in graph.nodes if node.op == "placeholder"}
     body = next(node for node in graph.nodes if node.op != "placeholder")
     specs = []
     for spec in signature.input_specs:
-        if spec.target not in coded:
+        if spec.target is None or spec.target not in coded:
             specs.append(spec)
             continue
         stored, dense = coded[spec.target]

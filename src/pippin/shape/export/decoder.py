@@ -55,7 +55,9 @@ def capture_decoder(decoder: Decoder, *, context: int = 1024, batch: int = 8, st
     functions = {}
     if step:
         config = decoder.config
-        store = torch.randn(len(config.cached_layers), 2, config.kv_heads, 5, config.head_dim).to(decoder.embed_tokens.dtype)
+        store = torch.randn(len(config.cached_layers), 2, config.kv_heads, 5, config.head_dim).to(
+            decoder.embed_tokens.dtype
+        )
         functions["step"] = Function(
             _Step(decoder),
             {"ids": ids[:, ::2][:, :1].contiguous(), "keys": store, "values": store.clone()},

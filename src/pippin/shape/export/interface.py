@@ -48,6 +48,12 @@ class {name}:
         self.compiled = asset.to(backend, **options)
 '''
 
+_CLOSE = '''
+    def close(self) -> None:
+        """Give back what the back end holds."""
+        self.compiled.close()
+'''
+
 _RESERVED = {"compiled", "close"}
 
 
@@ -80,7 +86,7 @@ def generate_interface(asset: ModelAsset, path: str | Path, class_name: str = "M
     text += _CLASS.format(name=class_name)
     for name in asset.functions:
         text += _method(name, asset.signature(name))
-    text += '\n    def close(self) -> None:\n        """Give back what the back end holds."""\n        self.compiled.close()\n'
+    text += _CLOSE
     with atomic_write(Path(path), mode="w") as file:
         file.write(text)
     return text

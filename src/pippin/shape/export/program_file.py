@@ -22,7 +22,7 @@ from pippin.core.errors import CorruptedFile, UnsafeCheckpoint, UnsupportedModel
 
 _METADATA = {"nn_module_stack", "stack_trace", "torch_fn"}
 _TARGET = re.compile(r"torch\.ops\.(aten\.\w+(\.\w+)?|higher_order\.\w+)|torch\.sym_\w+|_operator\.(\w+)|math\.\w+")
-_OPERATORS = set("getitem add sub mul floordiv truediv mod neg eq ne lt le gt ge pow and_ or_ not_".split())
+_OPERATORS = re.compile("getitem|add|sub|mul|floordiv|truediv|mod|neg|eq|ne|lt|le|gt|ge|pow|and_|or_|not_")
 # sizes are written as sympy's constructors, which torch evaluates as Python
 _WORDS = (
     "Add|Mul|Pow|Integer|Rational|Float|Mod|PythonMod|FloorDiv|CleanDiv|IntTrueDiv|TruncToInt|Max|Min|"
@@ -126,7 +126,7 @@ def _check(value: Any, where: object) -> None:
     for key, inner in value.items():
         if key == "target" and "metadata" in value:
             found = _TARGET.fullmatch(inner) if isinstance(inner, str) else None
-            if found is None or (found[3] is not None and found[3] not in _OPERATORS):
+            if found is None or (found[3] and not _OPERATORS.fullmatch(found[3])):
                 raise UnsafeCheckpoint(f"{where} calls {inner!r}, which is no operator of a model")
         elif key == "expr_str" and not (isinstance(inner, str) and _EXPRESSION.fullmatch(inner)):
             raise UnsafeCheckpoint(f"{where} holds {inner!r} where the size of a tensor should stand")

@@ -156,7 +156,13 @@ class PerformanceReport:
                 continue
             names = [row["name"], row["kind"], row["module"]] if by == "op" else [row[by] or "(the model itself)"]
             parts.append(
-                [row["label"], *names, f"{row['p50_ms']:.4f}", f"{100 * row['share']:.1f} %", f"{row['flops'] / 1e6:.2f}"]
+                [
+                    row["label"],
+                    *names,
+                    f"{row['p50_ms']:.4f}",
+                    f"{100 * row['share']:.1f} %",
+                    f"{row['flops'] / 1e6:.2f}",
+                ]
             )
         columns = ["name", "operator", "module"] if by == "op" else [by]
         missing = "".join(f"\n{row.label}: {row.missing}" for row in self.backends if row.missing)
@@ -282,7 +288,7 @@ def _measure(
     with model:
         loaded = 1e3 * (time.perf_counter() - start)
         found = model.run(function, **inputs)
-        error = max(float((found[name].double() - expected[name].double()).abs().max()) for name in expected)
+        off = max(float((found[name].double() - expected[name].double()).abs().max()) for name in expected)
         times = _plain(model, function, inputs, warmup, runs)
         whole = BackendRow(
             label,
@@ -294,8 +300,10 @@ def _measure(
             loaded,
             model.nbytes,
             max(0, process.memory_info().rss - before),
-            error,
-            tuple(model.fallbacks("xnnpack" if variant.backend == "executorch" else variant.options.get("device", "cpu"))),
+            off,
+            tuple(
+                model.fallbacks("xnnpack" if variant.backend == "executorch" else variant.options.get("device", "cpu"))
+            ),
         )
         nodes = model.times(function, inputs, runs)
     medians = [statistics.median(node.milliseconds) for node in nodes]
@@ -304,20 +312,15 @@ def _measure(
     for node, median in zip(nodes, medians, strict=True):
         cost = [costs[source] for source in node.sources if source in costs]
         module = UNATTRIBUTED if node.module is None else node.module
-        rows.append(
-            OperatorRow(
-                label, node.name, node.kind, module, node.device, median, _p90(node.milliseconds), median / whole_ms,
-                sum(flops for flops, _ in cost), sum(nbytes for _, nbytes in cost),
-            )  # fmt: skip
-        )
+        flops, nbytes = sum(flops for flops, _ in cost), sum(nbytes for _, nbytes in cost)
+        p90, share = _p90(node.milliseconds), median / whole_ms
+        rows.append(OperatorRow(label, node.name, node.kind, module, node.device, median, p90, share, flops, nbytes))
     rest = max(0.0, whole.p50_ms - sum(medians))
     rows.append(OperatorRow(label, UNATTRIBUTED, "", UNATTRIBUTED, "", rest, rest, rest / whole_ms))
     return whole, rows
 
 
-def _plain(
-    model: CompiledModel, function: str, inputs: dict[str, torch.Tensor], warmup: int, runs: int
-) -> list[float]:
+def _plain(model: CompiledModel, function: str, inputs: dict[str, torch.Tensor], warmup: int, runs: int) -> list[float]:
     """Milliseconds of whole runs."""
     times = []
     for index in range(warmup + runs):
@@ -363,4 +366,6 @@ def _costs(module: GraphModule, tensors: list[torch.Tensor]) -> dict[str, tuple[
 
 def _text(lines: list[list[str]]) -> str:
     widths = [max(len(line[index]) for line in lines) for index in range(len(lines[0]))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )

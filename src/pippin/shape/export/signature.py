@@ -45,7 +45,9 @@ class Range:
         if not self.name.isidentifier():
             raise InvalidArgument(f"a dynamic size needs a name that is an identifier, got {self.name!r}")
         if not 1 <= self.least < self.most:
-            raise InvalidArgument(f"the range of {self.name!r} must hold two sizes from 1 on: {self.least}..{self.most}")
+            raise InvalidArgument(
+                f"the range of {self.name!r} must hold two sizes from 1 on: {self.least}..{self.most}"
+            )
 
     def __str__(self) -> str:
         return f"{self.name}={self.least}..{self.most}"

@@ -58,7 +58,7 @@ class CacheRanges(nn.Module):
         self.register_buffer("largest", torch.zeros(2, layers))
         self.layers: list[int] = []  # those with keys of their own
 
-    def round(self, layer: int, kind: int, x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    def round(self, layer: int, kind: int, x: Float[Tensor, ...]) -> Float[Tensor, ...]:
         """Round keys (kind 0) or values (kind 1) of a layer; in training, the range follows them.
 
         Raises:

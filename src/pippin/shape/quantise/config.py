@@ -21,7 +21,7 @@ class QuantisationSettings:
 
     Args:
         bits: of the matrices inside the layers: 2, 3, 4 or 8.
-        levels: "balanced" (half-integers, {-1.5, -0.5, 0.5, 1.5} at two bits) or "unbalanced" (integers, {-2, -1, 0, 1}).
+        levels: "balanced" (half-integers, {-1.5, -0.5, 0.5, 1.5} at two bits) or "unbalanced" ({-2, -1, 0, 1}).
         granularity: one scale for each "group" of a row's inputs, for each row ("channel"), or for the "tensor".
         group: inputs that share a scale, where the granularity is "group".
         init: "newton" searches scales with a small squared error; "absmax" takes the largest weight.

@@ -128,6 +128,7 @@ def solve(
 
     Source: arXiv:2210.17323, eq. 2 and algorithm 1.
     """
+    weight = weight.detach()
     plain = round_weight(weight, bits, settings, name=name)
     energy = moments.diagonal()
     if not energy.any():
@@ -145,7 +146,7 @@ def solve(
 
 def output_error(weight: Tensor, codes: Codes, moments: Float[Tensor, "columns columns"]) -> float:
     r"""Squared error of the outputs per token, $\sum_r e_r H e_r^\top$ with $e = W - \hat W$."""
-    wrong = weight.to(moments.dtype) - codes.dense().to(moments.dtype)
+    wrong = weight.detach().to(moments.dtype) - codes.dense().to(moments.dtype)
     return float(((wrong @ moments) * wrong).sum())
 
 

@@ -153,9 +153,7 @@ def palette_of(
     return Palette(indices.T.contiguous() if turned else indices, tables, bits, axis, group)
 
 
-def _choose(
-    weights: Mapping[str, Tensor], felt: Mapping[str, Tensor], settings: PaletteSettings
-) -> dict[str, int]:
+def _choose(weights: Mapping[str, Tensor], felt: Mapping[str, Tensor], settings: PaletteSettings) -> dict[str, int]:
     """2 or 4 bits for each matrix inside the layers, by what each would cost."""
     assert settings.average is not None
     costs: dict[str, dict[int, float]] = {}

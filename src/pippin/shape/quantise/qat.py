@@ -8,8 +8,8 @@ Notable here:
 - what is exported is what was trained, to the bit: codes and scales come from the very code of the forward pass
 
 How to train: from a trained model, at a tenth to a fifth of its pre-training rate (1e-4 to 5e-4 for small models), with
-``ema=0.999`` (less for some hundred steps) and a decaying schedule; convert inside ``with training.ema.applied(module)``,
-so that the averaged weights are what is evaluated and exported.
+``ema=0.999`` (less for some hundred steps) and a decaying schedule; convert inside the block
+``with trainer.ema.applied(module)``, so that the averaged weights are what is evaluated and exported.
 
 Source: arXiv:2507.13575, section on 2-bit quantisation-aware training.
 """
@@ -19,7 +19,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -39,11 +39,12 @@ CLIPPED = 0.20
 _MATRICES = (Linear, Embedding, nn.Linear, nn.Embedding)
 _TABLES = (Embedding, nn.Embedding)
 _EXACT = (RMSNorm, nn.RMSNorm, nn.LayerNorm)
+Module = TypeVar("Module", bound=nn.Module)
 
 
 def prepare(
-    module: nn.Module, settings: QuantisationSettings | None = None, *, start: Mapping[str, Codes] | None = None
-) -> nn.Module:
+    module: Module, settings: QuantisationSettings | None = None, *, start: Mapping[str, Codes] | None = None
+) -> Module:
     """Make a model round its matrices in every forward pass, in place.
 
     The embedding and the output matrix get ``embedding_bits`` and a scale for each row, all other matrices what the
@@ -62,8 +63,8 @@ def prepare(
     Raises:
         UnsupportedLayer: layers that hold parameters and have no rule; all are listed.
         InvalidArgument: weights that are packed, all zero or not finite, a group that does not divide a row (the layer
-            is named), a name in ``skip`` that is no layer, codes to start from that do not fit the settings, or a module
-            that is prepared already.
+            is named), a name in ``skip`` that is no layer, codes to start from that do not fit the settings, or a
+            module that is prepared already.
 
     Warns:
         UserWarning: more than a fifth of a matrix is clipped, or one of four levels is not used.
@@ -128,7 +129,7 @@ def note(module: nn.Module) -> dict[str, Any]:
     return described if found is None else described | {"cache": found.to_json()}
 
 
-def bake(module: nn.Module) -> nn.Module:
+def bake(module: Module) -> Module:
     """Turn a prepared model into an ordinary one whose weights are the rounded ones, in place: a base for adapters.
 
     Raises:
@@ -161,7 +162,7 @@ def _prepared(module: nn.Module) -> dict[str, tuple[nn.Parameter, FakeQuantiser]
     for name, part in module.named_modules():
         if not parametrize.is_parametrized(part, "weight"):
             continue
-        held: Any = part.parametrizations["weight"]  # type: ignore[index]
+        held: Any = part.parametrizations["weight"]
         if isinstance(held[0], FakeQuantiser) and id(held.original) not in seen:
             seen.add(id(held.original))
             found[name] = held.original, held[0]
@@ -224,13 +225,13 @@ def _begin(chosen: dict[str, Any], quantisers: dict[int, FakeQuantiser], start: 
         ours = (tuple(chosen[name].weight.shape), levels.bits, levels.zero, quantiser.shape)
         if wanted != ours:
             raise InvalidArgument(
-                f"the codes to start from for {name} have shape, bits, zero and scales {wanted}, the settings say {ours}"
+                f"the codes to start from for {name} have shape, bits, zero and scales {wanted}, the settings {ours}"
             )
     for name, codes in start.items():
         quantisers[id(chosen[name].weight)].begin(chosen[name].weight, codes)
 
 
-def _warn(parts: dict[str, tuple[Tensor, FakeQuantiser]]) -> None:
+def _warn(parts: Mapping[str, tuple[Tensor, FakeQuantiser]]) -> None:
     """Say which matrices the levels fit badly."""
     found: dict[int, str] = {}
     for name, (weight, quantiser) in parts.items():

@@ -77,7 +77,7 @@ def round_weight(
     Raises:
         InvalidArgument: weights that are not finite or all zero, or groups that do not fit.
     """
-    zero = zero_of(bits, settings)
+    weight, zero = weight.detach(), zero_of(bits, settings)
     if settings.init == "newton" and settings.granularity != "tensor":
         _check(weight, name)
         group = group_size(weight.shape[1], settings, name=name)

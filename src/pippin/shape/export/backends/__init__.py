@@ -1,7 +1,7 @@
 """The back ends, one file each: what compiles an asset, and what writes it as a file of theirs.
 
 Notable here:
-- a back end is a module with `compile(asset, **options)` and `write(asset, path, **options)`; nothing else is asked of it
+- a back end is a module with `compile(asset, **options)` and `write(asset, path, **options)`; no more is asked of it
 - its library is imported when it is used; without it, `BackendUnavailable` names the wheel
 """
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pippin.core.errors import UnsupportedOperator
-from pippin.shape.export.compiled import CompiledModel, operator_at_fault, refuse_options, require
+from pippin.shape.export.compiled import CompiledModel, operator_at_fault, quiet, refuse_options, require
 from pippin.shape.export.signature import DTYPES
 
 if TYPE_CHECKING:
@@ -54,9 +54,10 @@ def convert(asset: ModelAsset, path: Path) -> Any:
     converter = library.TorchConverter(mode=library.TorchConverter.Mode.RELEASE)
     for name in asset.functions:
         signature = asset.signature(name)
-        program = asset.program(name).exported.run_decompositions(library.get_decomp_table())
+        with quiet():
+            program = asset.program(name).exported.run_decompositions(library.get_decomp_table())
         try:
-            with contextlib.redirect_stdout(io.StringIO()):
+            with quiet(), contextlib.redirect_stdout(io.StringIO()):
                 converter.add_exported_program(
                     program,
                     input_names=[port.name for port in signature.inputs],
@@ -65,7 +66,7 @@ def convert(asset: ModelAsset, path: Path) -> Any:
                 )
         except (ValueError, NotImplementedError, KeyError) as error:
             raise UnsupportedOperator(f"Core AI has no form of {operator_at_fault(asset, name, str(error))}") from error
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+    with quiet(), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         return converter.to_coreai().save_asset(path)
 
 
@@ -99,13 +100,13 @@ class CoreAIModel(CompiledModel):
             for port, tensor in zip(signature.inputs, tensors, strict=True)
         }
         found = self.loop.run_until_complete(self.functions[function](given))
-        return [
-            torch.from_numpy(found[port.name].numpy().copy()).to(DTYPES[port.dtype]) for port in signature.outputs
-        ]
+        return [torch.from_numpy(found[port.name].numpy().copy()).to(DTYPES[port.dtype]) for port in signature.outputs]
 
     def provider_map(self, function: str = "main") -> dict[str, str]:
         """See `CompiledModel.provider_map`; off macOS, Core AI has the processor only."""
-        return {node.name: "cpu" for node in self.asset.program(function).exported.graph.nodes if node.op == "call_function"}
+        return {
+            node.name: "cpu" for node in self.asset.program(function).exported.graph.nodes if node.op == "call_function"
+        }
 
     def close(self) -> None:
         """Unload the model, end the loop, remove the files."""

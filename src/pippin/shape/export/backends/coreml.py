@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import io
-import logging
 import platform
 import shutil
 import tempfile
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +20,7 @@ import torch
 from torch import Tensor
 
 from pippin.core.errors import BackendUnavailable, InvalidArgument, UnsupportedOperator
-from pippin.shape.export.compiled import CompiledModel, operator_at_fault, refuse_options, require
+from pippin.shape.export.compiled import CompiledModel, operator_at_fault, quiet, refuse_options, require
 
 if TYPE_CHECKING:
     from pippin.shape.export.asset import ModelAsset
@@ -74,7 +71,7 @@ def convert(asset: ModelAsset, function: str = "main", precision: str = "float32
     """One function as a coremltools model; its specification can be read on every system."""
     if precision not in _PRECISIONS:
         raise InvalidArgument(f"Core ML computes in {' or '.join(_PRECISIONS)}, not in {precision!r}")
-    with _quiet():
+    with quiet("coremltools"):
         library = require("coremltools", backend="coreml", wheel="coremltools", extra="export-apple")
         program = asset.program(function).exported.run_decompositions({})
         try:
@@ -113,17 +110,3 @@ class CoreMLModel(CompiledModel):
     def provider_map(self, function: str = "main") -> dict[str, str]:
         """See `CompiledModel.provider_map`; Core ML chooses when it runs, and tells in Xcode only."""
         return {}
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without remarks about versions of torch and scikit-learn that its authors did not test."""
-    logger = logging.getLogger("coremltools")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)

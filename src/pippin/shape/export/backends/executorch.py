@@ -10,8 +10,6 @@ Notable here:
 from __future__ import annotations
 
 import contextlib
-import logging
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +20,14 @@ from torch import Tensor
 from pippin.core.errors import UnsupportedOperator
 from pippin.core.files import atomic_write
 from pippin.shape.export import program_file
-from pippin.shape.export.compiled import CompiledModel, operator_at_fault, refuse_options, require, require_device
+from pippin.shape.export.compiled import (
+    CompiledModel,
+    operator_at_fault,
+    quiet,
+    refuse_options,
+    require,
+    require_device,
+)
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -66,7 +71,7 @@ def write(asset: ModelAsset, path: Path, *, xnnpack: bool = True, **options: Any
 
 def lower(asset: ModelAsset, xnnpack: bool) -> Any:
     """The lowered program manager, with all functions."""
-    with _quiet():
+    with quiet():
         exir = require("executorch.exir", backend="executorch", wheel="executorch", extra="export-extra")
         partitioners = []
         if xnnpack:
@@ -92,7 +97,7 @@ class ExecuTorchModel(CompiledModel):
         self.buffer = bytes(lowered.buffer)
         self.nbytes = len(self.buffer)
         self.graphs = {name: lowered.exported_program(_method(name)).graph for name in asset.functions}
-        with _quiet():
+        with quiet():
             runtime = require("executorch.runtime", backend="executorch", wheel="executorch", extra="export-extra")
             self.program = runtime.Runtime.get().load_program(self.buffer)
             self.methods = {name: self.program.load_method(_method(name)) for name in asset.functions}
@@ -129,7 +134,7 @@ def _edge(exir: Any, asset: ModelAsset, partitioners: list[Any]) -> Any:
 def _any_layout() -> Iterator[None]:
     """While a graph is lowered, let torch not choose the layout of a convolution by the size of the batch."""
     choose = torch._C._select_conv_backend
-    torch._C._select_conv_backend = lambda *_, **__: torch._C._ConvBackend.Overrideable
+    torch._C._select_conv_backend = lambda *_, **__: torch._C._ConvBackend.Overrideable  # type: ignore[attr-defined]
     try:
         yield
     finally:
@@ -138,17 +143,3 @@ def _any_layout() -> Iterator[None]:
 
 def _method(function: str) -> str:
     return "forward" if function == "main" else function
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the remarks of torchao about kernels for graphics cards."""
-    logger = logging.getLogger()
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)

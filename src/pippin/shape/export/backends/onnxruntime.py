@@ -2,19 +2,16 @@
 
 Notable here:
 - the model is converted from the exported program and never quantised by the runtime
-- the runtime says only when asked where each node went, so it is always asked (`session.record_ep_graph_assignment_info`)
+- the runtime says only when asked where each node went, so it is asked (`session.record_ep_graph_assignment_info`)
 - per-node times come from its profile; the conversion keeps the name of the operator that each node comes from
 """
 
 from __future__ import annotations
 
 import ast
-import contextlib
 import json
-import logging
 import tempfile
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +23,7 @@ from pippin.shape.export.compiled import (
     CompiledModel,
     NodeTime,
     operator_at_fault,
+    quiet,
     refuse_options,
     require,
     require_device,
@@ -85,7 +83,7 @@ def convert(asset: ModelAsset, function: str, path: Path) -> None:
         require(wheel, backend="onnxruntime", wheel=wheel, extra="export")
     signature = asset.signature(function)
     try:
-        with _quiet():
+        with quiet("torch.onnx"):
             program = torch.onnx.export(
                 asset.program(function).exported,
                 dynamo=True,
@@ -144,7 +142,10 @@ class OnnxModel(CompiledModel):
     def execute(self, function: str, tensors: list[Tensor]) -> list[Tensor]:
         """See `CompiledModel.execute`."""
         signature = self.asset.signature(function)
-        given = {port.name: tensor.contiguous().numpy(force=True) for port, tensor in zip(signature.inputs, tensors, strict=True)}
+        given = {
+            port.name: tensor.contiguous().numpy(force=True)
+            for port, tensor in zip(signature.inputs, tensors, strict=True)
+        }
         return [torch.from_numpy(array) for array in self.sessions[function].run(None, given)]
 
     def provider_map(self, function: str = "main") -> dict[str, str]:
@@ -218,7 +219,9 @@ class StaticCall:
         self.binding = self.session.io_binding()
         self.inputs, self.outputs = (
             {
-                port.name: torch.zeros([_size(size, sizes or {}, port.name) for size in port.shape], dtype=DTYPES[port.dtype])
+                port.name: torch.zeros(
+                    [_size(size, sizes or {}, port.name) for size in port.shape], dtype=DTYPES[port.dtype]
+                )
                 for port in ports
             }
             for ports in (signature.inputs, signature.outputs)
@@ -240,17 +243,3 @@ def _size(size: int | Range, sizes: Mapping[str, int], port: str) -> int:
     if size < 0:
         raise InvalidArgument(f"{port} has a size that follows from no single input size, so it cannot be fixed")
     return size
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Conversion without its remarks about libraries that are not here."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)

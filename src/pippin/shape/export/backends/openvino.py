@@ -23,6 +23,7 @@ from pippin.shape.export.compiled import (
     Place,
     operator_at_fault,
     places,
+    quiet,
     refuse_options,
     require,
     require_precision,
@@ -58,7 +59,7 @@ def compile(
 
 
 def write(asset: ModelAsset, path: Path, **options: Any) -> None:
-    """Write "main" as `.xml` with its weights in `.bin` beside it, in float32; further functions as NAME.FUNCTION.xml."""
+    """Write "main" as `.xml`, its float32 weights in `.bin` beside it; further functions as NAME.FUNCTION.xml."""
     refuse_options("openvino", options)
     openvino = _library()
     for name in asset.functions:
@@ -76,7 +77,8 @@ def convert(asset: ModelAsset, function: str) -> Any:
     openvino = _library()
     program, signature = asset.program(function), asset.signature(function)
     try:
-        model = openvino.convert_model(program.exported)
+        with quiet():
+            model = openvino.convert_model(program.exported)
     except (openvino.frontend.OpConversionFailure, RuntimeError) as error:
         raise UnsupportedOperator(
             f"OpenVINO has no form of {operator_at_fault(asset, function, str(error))}"
@@ -130,7 +132,9 @@ class OpenVINOModel(CompiledModel):
 
     def provider_map(self, function: str = "main") -> dict[str, str]:
         """See `CompiledModel.provider_map`; this back end compiles for the processor only."""
-        return {node.get_friendly_name(): "cpu" for node in self.compiled[function].get_runtime_model().get_ordered_ops()}
+        return {
+            node.get_friendly_name(): "cpu" for node in self.compiled[function].get_runtime_model().get_ordered_ops()
+        }
 
     def times(self, function: str, tensors: Mapping[str, Tensor], runs: int) -> list[NodeTime]:
         """See `CompiledModel.times`."""
