@@ -7,8 +7,8 @@ values, inner width 960, a tied vocabulary of 32,000) learns from batches of 8 r
 bfloat16 autocast, with one thread and with every core. All sides start from the same weights and read the same batches;
 their losses must agree step by step, or nothing is printed. Tokens per second are those of whole steps, with clipping
 and optimiser. Peak memory is the most that the process ever held, libraries included. litgpt asks for older versions of
-other libraries, and works without them: `pip install --no-deps litgpt lightning lightning-utilities torchmetrics
-jsonargparse`.
+other libraries, and works without them: `pip install --no-deps litgpt lightning pytorch-lightning
+lightning-utilities torchmetrics jsonargparse`.
 """
 
 from __future__ import annotations

@@ -32,9 +32,7 @@ def test_a_model_of_tables_opens_and_is_as_small_as_it_says(tiny, tmp_path, caps
         assert len(table) <= 16
     pairs = zip(loaded.module.state_dict().values(), tiny.module.state_dict().values(), strict=True)
     parts = [((ours - exact).square().sum(), exact.square().sum()) for ours, exact in pairs if exact.ndim == 2]
-    wrong, square = (
-        float(sum(one)) for one in zip(*parts[1:], strict=True)
-    )
+    wrong, square = (float(sum(one)) for one in zip(*parts[1:], strict=True))
     assert found["squared_error"] == pytest.approx(wrong / square, rel=0.2)
 
 

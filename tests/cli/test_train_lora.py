@@ -169,6 +169,8 @@ def test_what_cannot_be_trained_is_refused_before_the_first_step(trained, folder
     assert "made for" in refused(capsys, "train", "lora", other, *run[3:], "--data", tune, "--begin", out, code=4)
     assert "made for" in refused(capsys, "ask", "x", "--model", other, "--adapter", out, code=4)
     assert "made for" in refused(capsys, "shape", "merge", other, "--adapter", out, "--out", tmp_path / "none", code=4)
+    away = ["ask", "x", "--url", "http://localhost:9/v1", "--adapter", out]
+    assert "--adapter: for a model of this machine" in refused(capsys, *away, code=2)
     merge = ["shape", "merge", folder, "--adapter", out, "--out", tmp_path / "none"]
     assert "2 weights were given for 1 adapters" in refused(capsys, *merge, "--weight", "1", "--weight", "2", code=2)
     assert "--rank must be at least 1, got 0" in refused(capsys, *merge, "--rank", "0", code=2)

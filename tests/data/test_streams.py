@@ -11,8 +11,9 @@ from hypothesis import given, settings, strategies as st
 
 from pippin.core.errors import InvalidArgument
 from pippin.data.batches import IGNORE
+from pippin.data.ordering import Buffered, Mapped, Mixture, Shuffled
 from pippin.data.records import Record
-from pippin.data.streams import Buffered, Mapped, Mixture, Packed, Shuffled, best_fit, token_batches
+from pippin.data.streams import Packed, best_fit, token_batches
 from pippin.data.tokens import Piece
 
 

@@ -94,7 +94,7 @@ def attention(q, k, v, scale=None):
 @pytest.mark.parametrize("scale", [None, 0.5])
 def test_attention_and_its_gradients_are_those_of_torch(heads, kv_heads, new, scale):
     q, k, v = (random(2, n, new, 16, seed=i) for i, n in enumerate((heads, kv_heads, kv_heads)))
-    assert trained_attention.supports(q, k, v)
+    assert trained_attention.supports(q, k, v) == (heads > kv_heads)
     ours = gradients(lambda *x: trained_attention.attend(*x, scale), q, k, v)
     for one, other in zip(ours, gradients(lambda *x: attention(*x, scale), q, k, v), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
@@ -112,7 +112,7 @@ def test_attention_in_bfloat16_is_as_exact_as_torchs():
 
 @pytest.mark.usefixtures("quick")
 def test_attention_steps_aside_where_it_is_not_meant():
-    q, k, v = (random(1, 2, 128, 16, seed=i) for i in range(3))
+    q, k, v = (random(1, n, 128, 16, seed=i) for i, n in enumerate((4, 2, 2)))
     assert trained_attention.supports(q, k, v)
     assert not trained_attention.supports(q[:, :, :8], k, v)
     short = trained_attention.SHORTEST - 1

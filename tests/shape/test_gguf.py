@@ -14,6 +14,7 @@ import pippin
 from pippin.core import files
 from pippin.core.errors import DiskFull, InvalidArgument, MissingDependency, UnsupportedModel
 from pippin.core.gguf import open_gguf
+from pippin.data import gguf_tokenizer
 from pippin.data.chat import ChatTemplate
 from pippin.data.tokenizer import Tokenizer
 from pippin.language import Decoder, DecoderConfig, LanguageModel, LayerSpec
@@ -231,6 +232,16 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused(fields, message, merg
     with pytest.raises(UnsupportedModel, match=message):
         export_gguf(made("llama", merging, **fields), tmp_path / "model.gguf")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", gguf_tokenizer._SPLITS)
+def test_a_splitting_rule_is_named_by_where_it_cuts(name):
+    whole = name in gguf_tokenizer._WHOLE_WORDS
+    backend = Backend(models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")], ignore_merges=whole))
+    backend.normalizer = normalizers.NFC() if name in gguf_tokenizer._COMPOSED else None
+    backend.pre_tokenizer = gguf_tokenizer._splitter(name)
+    found = gguf_tokenizer.describe_backend(backend, 3)["tokenizer.ggml.pre"]
+    assert gguf_tokenizer._SPLITS[found] == gguf_tokenizer._SPLITS[name]
 
 
 def test_tokenizers_without_a_form_are_refused(tiny, merging, tmp_path):

@@ -112,6 +112,16 @@ def byte_config(
     ).decoder()
 
 
+def byte_decoder(config: DecoderConfig, *, seed: int) -> Decoder:
+    """Random weights for a narrow model: four times `Decoder.initialise`, whose scale is made for widths near 1,000."""
+    module = Decoder(config).initialise(seed=seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(4.0)
+    return module
+
+
 def train_bytes(
     module: Decoder,
     *,

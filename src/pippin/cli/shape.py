@@ -6,9 +6,9 @@ import typer
 
 from pippin.cli.shape_export import export
 from pippin.cli.shape_merge import merge
-from pippin.cli.shape_report import report
 from pippin.cli.shape_palettize import palettize
 from pippin.cli.shape_quantize import quantize
+from pippin.cli.shape_report import report
 from pippin.cli.shape_share import share
 
 app = typer.Typer(no_args_is_help=True, help="Make a model smaller or faster, and take it elsewhere.")

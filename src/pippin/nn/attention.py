@@ -21,7 +21,6 @@ from pippin.nn.cache import Cut, EndToEnd, KVCache, Seen
 from pippin.nn.linear import Linear
 from pippin.nn.lora import Shares
 from pippin.nn.norm import RMSNorm
-from pippin.nn.product import cast_once
 from pippin.nn.rotary import Rotary, rotate
 
 
@@ -150,7 +149,6 @@ class Attention(nn.Module):
             heads = self.qkv_proj(x, adapters).view(batch, new, -1, self.head_dim).transpose(1, 2)
             q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
             return q, k, v
-        x = cast_once(x)
         q, *kv = (
             projection(x, adapters).view(batch, new, -1, self.head_dim).transpose(1, 2)
             for projection in (

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from pippin.nn.linear import Linear
 from pippin.nn.lora import Shares
-from pippin.nn.product import cast_once
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
@@ -70,7 +69,6 @@ class FeedForward(nn.Module):
             gate, up = self.gate_up_proj(x, adapters).chunk(2, -1)
         else:
             assert self.up_proj is not None
-            x = cast_once(x)
             up = self.up_proj(x, adapters)
             gate = None if self.gate_proj is None else self.gate_proj(x, adapters)
         inner = activate(up, self.spec.activation) if gate is None else activate(gate, self.spec.activation) * up

@@ -44,12 +44,6 @@ def product(
     return y if bias is None else y + bias
 
 
-def cast_once(x: Tensor) -> Tensor:
-    """``x`` in the precision of products under autocast: for what several matrices read, which would cast it each."""
-    device = x.device.type
-    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
-
-
 def _quicker(x: Tensor, weight: Tensor) -> bool:
     """Whether oneDNN is to be asked: gradients are wanted, of large plain float32 matrices, where the BLAS is slow."""
     return (

@@ -23,7 +23,7 @@ BLOCK = 128
 SHORTEST = 64
 """Sequences below this are left to torch."""
 SMALLEST = 90_000
-"""In float32, where each group of heads is a product of its own, so are groups with fewer numbers than this."""
+"""In float32, where each group of heads is a product of its own, so are groups of one head, or of fewer numbers."""
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -35,7 +35,7 @@ def supports(q: Tensor, k: Tensor, v: Tensor) -> bool:
     if q.shape[2] != k.shape[2] or q.shape[2] < SHORTEST:
         return False
     dtype = precision(q)
-    large = q[0].numel() // k.shape[1] >= SMALLEST
+    large = q.shape[1] > k.shape[1] and q[0].numel() // k.shape[1] >= SMALLEST
     return (dtype == torch.float32 and large and slow_blas()) or (
         dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     )

@@ -16,6 +16,7 @@ from pippin.core.errors import (
     UnsafeCheckpoint,
 )
 from pippin.shape.export import Function, Joint, Linear, ModelAsset, Palettize, Prune, Range
+from pippin.shape.export.asset import _digest
 from pippin.shape.export.compress import _packed, palette_of
 
 
@@ -54,7 +55,7 @@ def test_a_saved_program_is_the_same_to_the_bit_and_to_the_byte(asset, network, 
     assert "/conftest.py" not in text
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(where=st.floats(0, 1, exclude_max=True), which=st.integers(0, 3), bit=st.integers(0, 6))
 def test_every_changed_byte_is_found(asset, tmp_path_factory, where, which, bit):
     folder = tmp_path_factory.mktemp("changed")
@@ -97,6 +98,10 @@ def test_a_program_that_would_run_something_is_refused_though_its_hashes_fit(ass
     assert put(program)
     (tmp_path / "main.json").write_text(json.dumps(program))
     record["files"]["main.json"] = sha256_of(tmp_path / "main.json")
+    texts = {"main": (tmp_path / "main.json").read_bytes()}
+    weights, places = asset._weights()
+    signatures = {"main": record["functions"]["main"]["signature"]}
+    record["hash"] = _digest(weights, places, texts, signatures, record["note"])
     (tmp_path / "asset.json").write_text(json.dumps(record))
     with pytest.raises(UnsafeCheckpoint):
         ModelAsset.load(tmp_path)
@@ -136,7 +141,7 @@ def test_palettes_are_no_worse_than_another_librarys_k_means(matrix, bits, group
     for part in layer.weight.detach().split(group or 24):
         assert len(found[: len(part)].unique().tolist()) >= 2**bits
         theirs += KMeans(2**bits, n_init=1, random_state=0).fit(part.reshape(-1, 1).double().numpy()).inertia_
-    ours = float((found - layer.weight).square().sum())
+    ours = float((found - layer.weight.detach()).square().sum())
     assert ours <= 1.02 * theirs
 
 
@@ -155,17 +160,18 @@ def test_pruning_keeps_the_largest_weights_and_joint_codes_them(matrix):
 def test_a_palette_is_trained_through_the_program(matrix):
     layer, asset = matrix
     small = asset.compress(Palettize(2))
-    module, x = small.module(), torch.randn(64, 512)
-    optimiser = torch.optim.Adam(module.parameters(), lr=1e-3)
+    small = small.with_weights({"weight_palette": 1.5 * small.program().tensors()["weight_palette"]})
+    module, x = small.module(), torch.randn(64, 512) * torch.linspace(0, 3, 512)
+    optimiser = torch.optim.Adam(module.parameters(), lr=3e-3)
     losses = []
-    for _ in range(30):
+    for _ in range(60):
         loss = (module(x) - layer(x).detach()).square().mean()
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
         losses.append(loss.item())
     tuned = small.with_weights(dict(module.named_parameters()))
-    assert losses[-1] < 0.95 * losses[0]
+    assert losses[-1] < 0.9 * losses[0]
     assert tuned.nbytes == small.nbytes
     with torch.no_grad():
         torch.testing.assert_close(tuned.module()(x), module(x))
@@ -185,7 +191,9 @@ def test_a_call_that_does_not_fit_is_told_completely(asset):
     assert str(signature) == "picture: float32[batch=1..64, 1, 8, 8] -> logits: float32[batch=1..64, 10]"
     with pytest.raises(SignatureMismatch, match=r"no input 'image'.*'picture' is missing"):
         signature.check({"image": torch.zeros(1, 1, 8, 8)})
-    with pytest.raises(SignatureMismatch, match=r"float64, not float32; .*size 65 of dimension 0 is outside batch=1..64"):
+    with pytest.raises(
+        SignatureMismatch, match=r"float64, not float32; .*size 65 of dimension 0 is outside batch=1..64"
+    ):
         signature.check({"picture": torch.zeros(65, 1, 8, 8).double()})
     with pytest.raises(SignatureMismatch, match="3 dimensions, not 4"):
         signature.check({"picture": torch.zeros(1, 8, 8)})

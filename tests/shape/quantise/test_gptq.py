@@ -194,6 +194,19 @@ def test_outputs_are_nearer_than_after_rounding_on_text_that_was_not_seen(tiny):
     assert errors[gptq] < 0.8 * errors[rtn]
 
 
+def test_experts_that_no_token_chose_are_rounded(tiny):
+    feed = FeedForwardSpec(32, experts=8, active=1)
+    model = model_of(spread(decoder(layers=(LayerSpec(AttentionSpec(), feed),))), tiny)
+    settings, told = QuantisationSettings(bits=4, group=32), []
+    codes = gptq.quantise(model, settings, torch.tensor([[7, 7]]), on_matrix=told.append)
+    assert sorted(told) == sorted(codes) == sorted(matrices(model.module))
+    assert "layers.0.mlp.gate" not in codes
+    plain = rtn.quantise(model, settings)
+    same = {name for name in codes if torch.equal(codes[name].codes, plain[name].codes)}
+    idle = [number for number in range(8) if f"layers.0.mlp.experts.{number}.up_proj" in same]
+    assert len(idle) >= 6
+
+
 def outputs(module: Decoder, codes: dict[str, Codes], ids):
     import copy
 

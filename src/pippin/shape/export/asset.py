@@ -177,17 +177,8 @@ class ModelAsset:
     def hash(self) -> str:
         """SHA-256 over programs, signatures and weights: 64 hexadecimal digits, equal for equal models."""
         if self._hash is None:
-            weights, places = self._weights()
-            digest = hashlib.sha256()
-            for key in sorted(weights):
-                tensor = weights[key].contiguous()
-                digest.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-                digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-            for name, program in self.programs.items():
-                digest.update(self.texts[name])
-                digest.update(json.dumps([name, program.signature.to_json(), places[name]], sort_keys=True).encode())
-            digest.update(json.dumps(self.note, sort_keys=True).encode())
-            self._hash = digest.hexdigest()
+            signatures = {name: program.signature.to_json() for name, program in self.programs.items()}
+            self._hash = _digest(*self._weights(), self.texts, signatures, self.note)
         return self._hash
 
     def require(self, hash: str) -> None:
@@ -200,9 +191,12 @@ class ModelAsset:
 
         A compressed model trains its scales and palettes this way; `with_weights` takes the result back.
         """
-        module = self.program(function).exported.module(check_guards=False)
+        own = self.with_weights(self.program(function).tensors())  # so that training it leaves the asset as it is
+        module = own.program(function).exported.module(check_guards=False)
         for weight in module.parameters():
             weight.requires_grad_(weight.is_floating_point())
+        # torch refuses these two for captured programs, which know one mode only; a loop of training calls them
+        module.train = module.eval = lambda *_: module  # type: ignore[method-assign, assignment]
         return module
 
     def with_weights(self, weights: Mapping[str, Tensor]) -> ModelAsset:
@@ -317,22 +311,26 @@ class ModelAsset:
                 raise CorruptedFile(f"{folder / file} is missing or was changed since it was written")
         weights = _tensors(folder / "weights.safetensors")
         examples = _tensors(folder / "examples.safetensors")
-        programs, texts = {}, {}
+        functions = record["functions"]
+        texts = {name: (folder / f"{name}.json").read_bytes() for name in functions}
+        places = {name: function["weights"] for name, function in functions.items()}
+        signatures = {name: function["signature"] for name, function in functions.items()}
+        found = _digest(weights, places, texts, signatures, record["note"])
+        for wanted in (record["hash"], hash or found):
+            if found != wanted:
+                raise CorruptedFile(f"{folder} has the hash {found}, not {wanted}")
+        programs = {}
         try:
-            for name, function in record["functions"].items():
-                path = folder / f"{name}.json"
-                texts[name] = path.read_bytes()
-                tensors = {key: weights[place] for key, place in function["weights"].items()}
-                exported = program_file.from_bytes(texts[name], tensors, path)
-                signature = Signature.from_json(function["signature"])
+            for name in functions:
+                tensors = {key: weights[place] for key, place in places[name].items()}
+                exported = program_file.from_bytes(texts[name], tensors, folder / f"{name}.json")
+                signature = Signature.from_json(signatures[name])
                 example = {port.name: examples[f"{name}/{port.name}"] for port in signature.inputs}
                 programs[name] = Program(exported, signature, example)
         except KeyError as error:
             raise CorruptedFile(f"{folder} lacks the tensor {error}") from error
         asset = cls(programs, record["note"], texts)
-        for wanted in (record["hash"], hash):
-            if wanted is not None:
-                asset.require(wanted)
+        asset._hash = found
         return asset
 
     def _weights(self) -> tuple[dict[str, Tensor], dict[str, dict[str, str]]]:
@@ -348,6 +346,25 @@ class ModelAsset:
                 weights.setdefault(place, tensor)
                 places[name][key] = place
         return weights, places
+
+
+def _digest(
+    weights: Mapping[str, Tensor],
+    places: Mapping[str, Any],
+    texts: Mapping[str, bytes],
+    signatures: Mapping[str, Any],
+    note: Mapping[str, Any],
+) -> str:
+    """SHA-256 over all that makes a model."""
+    digest = hashlib.sha256()
+    for key in sorted(weights):
+        tensor = weights[key].contiguous()
+        digest.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    for name in sorted(texts):
+        digest.update(texts[name])
+    digest.update(json.dumps([places, signatures, note], sort_keys=True).encode())
+    return digest.hexdigest()
 
 
 def _like(new: Tensor | None, old: Any) -> Any:
@@ -437,7 +454,13 @@ def _record(folder: Path) -> dict[str, Any]:
         if record["format"] != FORMAT:
             raise CorruptedFile(f"{path} is of the format {record['format']!r}, not {FORMAT!r}")
         wanted = {"weights.safetensors", "examples.safetensors", *(f"{name}.json" for name in record["functions"])}
-        if set(record["files"]) != wanted or not all(map(str.isidentifier, record["functions"])):
+        whole = all(isinstance(one["weights"], dict) and one["signature"] for one in record["functions"].values())
+        if (
+            set(record["files"]) != wanted
+            or not whole
+            or not {"hash", "note"} <= set(record)
+            or not all(map(str.isidentifier, record["functions"]))
+        ):
             raise CorruptedFile(f"{path} lists other files than its functions need")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptedFile(f"{path} is no list of an exported model: {error}") from error

@@ -183,10 +183,13 @@ def places(asset: ModelAsset, function: str) -> dict[str, Place]:
 
 def operator_at_fault(asset: ModelAsset, function: str, message: str) -> str:
     """The operators of a function that an error message of a back end speaks of, each with its place."""
+    # a back end may have decomposed an operator: "prims.bessel_j0" comes from "aten.special_bessel_j0"
+    named = re.findall(r"(?:torch\.ops\.|op='|aten[.:]+|prims[.:]+)(?:\w+[.:]+)?(\w{4,})", message)
     found: dict[str, str] = {}
     for node in asset.program(function).exported.graph.nodes:
         target = str(node.target)
         short = target.split(".")[1] if target.count(".") else target
-        if node.op == "call_function" and (target in message or re.search(rf"\b{re.escape(short)}\b", message)):
+        fits = re.search(rf"\b{re.escape(short)}\b", message) or any(name in short for name in named)
+        if node.op == "call_function" and (target in message or fits):
             found.setdefault(target, f"{target} in {place(node)}")
     return "; ".join(found.values()) or f"an operator of {function!r}"

@@ -7,7 +7,8 @@ Notable here:
 - scales and palettes stay floating-point weights of the program: `ModelAsset.module` trains them
 
 With $s = \max|w| / (2^{b-1} - 1)$ for a row or a group of a row, linear codes are $q = \mathrm{round}(w / s)$;
-a palette is k-means with $2^b$ centres per group of rows; pruning keeps the largest $|w|$ as values and a bit for every weight.
+a palette is k-means with $2^b$ centres per group of rows; pruning keeps the largest $|w|$ as values and a bit for every
+weight.
 """
 
 from __future__ import annotations

@@ -60,8 +60,15 @@ def quantise(
         InvalidArgument: packed weights, weights that are not finite or all zero, groups that do not fit, ids that are
             no text of the model, an empty grid.
     """
-    fold(model.module, settings, calibration, bits=bits, grid=grid)
-    return rtn.quantise(model, settings, bits=bits, on_matrix=on_matrix)
+    told: set[str] = set()
+
+    def once(name: str) -> None:
+        if name not in told:
+            told.add(name)
+            on_matrix(name)
+
+    fold(model.module, settings, calibration, bits=bits, grid=grid, on_matrix=once)
+    return rtn.quantise(model, settings, bits=bits, on_matrix=once)
 
 
 def fold(
@@ -71,6 +78,7 @@ def fold(
     *,
     bits: Mapping[str, int] | None = None,
     grid: int = 10,
+    on_matrix: Callable[[str], None] = lambda name: None,
 ) -> dict[str, float]:
     """Rescale a decoder in place, so that rounding it to nearest hurts less; the exponent of each fold, by its readers.
 
@@ -91,6 +99,8 @@ def fold(
             alpha, scale = _search(part, readers, widths, moments[part.observed], settings, grid)
             part.apply(layer, scale)
             exponents[f"layers.{index}.{part.readers[0]}"] = alpha
+            for name in part.readers:
+                on_matrix(f"layers.{index}.{name}")
         walk.advance(index)
     return exponents
 

@@ -16,6 +16,7 @@ Source: Frantar et al. 2022, arXiv:2210.17323, algorithm 1; the scales at the en
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from jaxtyping import Float, Float16, Int
@@ -72,13 +73,14 @@ def quantise(
     walk = Walk(module, calibration)
 
     def solved(name: str, weight: Tensor, moments: Tensor | None) -> Codes | None:
-        chosen = width(name, settings, bits)
+        chosen, found = width(name, settings, bits), None
+        if chosen is not None and moments is None:
+            found = round_weight(weight, chosen, settings, name=name)
+        elif chosen is not None and moments is not None:
+            how: dict[str, Any] = {"damping": damping, "act_order": act_order, "refit": refit, "name": name}
+            found = solve(weight, moments, chosen, settings, **how)
         on_matrix(name)
-        if chosen is None:
-            return None
-        if moments is None:
-            return round_weight(weight, chosen, settings, name=name)
-        return solve(weight, moments, chosen, settings, damping=damping, act_order=act_order, refit=refit, name=name)
+        return found
 
     for index in range(len(module.layers)):
         with walk.layer(index) as layer:

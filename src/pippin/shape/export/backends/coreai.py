@@ -84,7 +84,11 @@ class CoreAIModel(CompiledModel):
         super().__init__(asset)
         self.folder = tempfile.TemporaryDirectory(prefix="pippin-coreai-")
         path = Path(self.folder.name) / "model.aimodel"
-        written = convert(asset, path)
+        try:
+            written = convert(asset, path)
+        except BaseException:
+            self.folder.cleanup()
+            raise
         self.nbytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         self.runtime = require("coreai.runtime", backend="coreai", wheel="coreai-core", extra="export-apple")
         self.loop = asyncio.new_event_loop()

@@ -60,8 +60,10 @@ def compile(
     if device not in _DEVICES:
         raise InvalidArgument(f"onnxruntime runs on {', '.join(_DEVICES)}, not on {device!r}")
     model = OnnxModel(asset, device, threads or torch.get_num_threads())
-    if strict:
-        require_device("onnxruntime", device, model.fallbacks(device))
+    elsewhere = model.fallbacks(device) if strict else []
+    if elsewhere:
+        model.close()
+    require_device("onnxruntime", device, elsewhere)
     return model
 
 
@@ -118,12 +120,15 @@ class OnnxModel(CompiledModel):
         self.runtime = require("onnxruntime", backend="onnxruntime", wheel="onnxruntime", extra="export")
         self.device, self.threads = device, threads
         self.folder = tempfile.TemporaryDirectory(prefix="pippin-onnx-")
-        self.files = {}
-        for name in asset.functions:
-            self.files[name] = Path(self.folder.name) / f"{name}.onnx"
-            convert(asset, name, self.files[name])
-        self.nbytes = sum(file.stat().st_size for file in Path(self.folder.name).iterdir())
-        self.sessions = {name: self._session(name) for name in asset.functions}
+        self.files = {name: Path(self.folder.name) / f"{name}.onnx" for name in asset.functions}
+        try:
+            for name, file in self.files.items():
+                convert(asset, name, file)
+            self.nbytes = sum(file.stat().st_size for file in Path(self.folder.name).iterdir())
+            self.sessions = {name: self._session(name) for name in asset.functions}
+        except BaseException:
+            self.folder.cleanup()
+            raise
 
     def _session(self, function: str, profile: bool = False) -> Any:
         settings = self.runtime.SessionOptions()
