@@ -94,13 +94,12 @@ def _installed(names: tuple[str, ...]) -> list[str]:
 def _digits(seed: int, steps: int) -> tuple[ModelAsset, tuple[Tensor, Tensor]]:
     """A CNN trained on half of the digits, captured, and the other half."""
     import torch
-    from sklearn.datasets import load_digits  # type: ignore[import-untyped]
     from torch.nn import functional as F
 
     from pippin.shape.export import ModelAsset, Range
     from pippin.train import AdamW, Loss, Trainer
 
-    digits = load_digits()
+    digits = _pictures()
     order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(seed))
     pictures = torch.tensor(digits.images, dtype=torch.float32)[order, None] / 16
     labels = torch.tensor(digits.target)[order]
@@ -116,6 +115,18 @@ def _digits(seed: int, steps: int) -> tuple[ModelAsset, tuple[Tensor, Tensor]]:
         model.eval(), {"picture": pictures[:2]}, {"picture": {0: Range("batch", 1, 1024)}}, outputs=("logits",)
     )
     return asset, (pictures[half:], labels[half:])
+
+
+def _pictures() -> Any:
+    """The 1,797 digits of 8 by 8 pixels inside the wheel of scikit-learn."""
+    from importlib import import_module
+
+    from pippin.core.errors import MissingDependency
+
+    try:
+        return import_module("sklearn.datasets").load_digits()
+    except ImportError as error:
+        raise MissingDependency("this claim needs scikit-learn: pip install 'pippin[test]'") from error
 
 
 def _network(seed: int) -> nn.Module:
@@ -193,13 +204,12 @@ def _bytes(evidence: Evidence, seed: int, cnn: ModelAsset, held_out: tuple[Tenso
 def _tuned(cnn: ModelAsset, asset: ModelAsset, seed: int, steps: int) -> ModelAsset:
     """Palettes trained towards the answers of the uncompressed model, on pictures of noise and digits alike."""
     import torch
-    from sklearn.datasets import load_digits
     from torch.nn import functional as F
 
     from pippin.train import AdamW, Loss, Trainer
 
     order = torch.randperm(1797, generator=torch.Generator().manual_seed(seed))[:898]
-    pictures = torch.tensor(load_digits().images, dtype=torch.float32)[order, None] / 16
+    pictures = torch.tensor(_pictures().images, dtype=torch.float32)[order, None] / 16
     with torch.no_grad():
         wanted = cnn.module()(pictures).softmax(-1)
     module = asset.module()
