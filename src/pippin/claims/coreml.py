@@ -130,7 +130,7 @@ def _pictures() -> Any:
 
 
 def _network(seed: int) -> nn.Module:
-    """Two convolutions, two linear layers; 138,586 weights."""
+    """Two convolutions, two linear layers; 138,698 weights."""
     import torch
     from torch import nn
 
@@ -202,7 +202,7 @@ def _bytes(evidence: Evidence, seed: int, cnn: ModelAsset, held_out: tuple[Tenso
 
 
 def _tuned(cnn: ModelAsset, asset: ModelAsset, seed: int, steps: int) -> ModelAsset:
-    """Palettes trained towards the answers of the uncompressed model, on pictures of noise and digits alike."""
+    """Palettes trained towards the answers of the uncompressed model, on the digits that it was trained on."""
     import torch
     from torch.nn import functional as F
 

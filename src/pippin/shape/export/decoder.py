@@ -27,8 +27,8 @@ def capture_decoder(decoder: Decoder, *, context: int = 1024, batch: int = 8, st
 
     "main" takes ``ids`` (batch, length) and gives ``logits`` (batch, length, vocabulary). "step" takes one new token of
     each row, ``ids`` (batch, 1), with the ``keys`` and ``values`` of the tokens before, each (layers, batch, heads,
-    past, head width), and gives logits and the keys and values with the new token; begin with those of "main"'s tokens,
-    one by one from an empty past of which the first position does not count: see the tutorial.
+    past, head width), and gives logits and the keys and values with the new token. The first past, of at least one
+    token, has to come from elsewhere: "main" gives logits only.
 
     Args:
         decoder: with ordinary weights, on the CPU.
