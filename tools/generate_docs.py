@@ -217,8 +217,10 @@ def _missed(row: dict[str, Any]) -> str:
 
 def two_bits_page() -> str:
     """`docs/two_bits.md` with the figures and answers between its markers brought up to date."""
-    kept = json.loads((ROOT / "results" / "two_bits.json").read_text(encoding="utf-8"))
-    page = DOCS / "two_bits.md"
+    page, file = DOCS / "two_bits.md", ROOT / "results" / "two_bits.json"
+    if not file.is_file():
+        return _between(page, "figures", "Nothing has been recorded yet.")
+    kept = json.loads(file.read_text(encoding="utf-8"))
     return _between(page, "figures", _two_bits_figures(kept)).replace(
         _marked(page, "answers"), f"<!-- answers -->\n{_two_bits_answers(kept)}\n<!-- /answers -->"
     )

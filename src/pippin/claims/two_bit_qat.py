@@ -41,10 +41,10 @@ class Size:
 
 SIZES = {
     "smoke": Size((0,), 2, 12, 12, 6, 2048),
-    "laptop": Size((0, 1, 2), 8, 400, 200, 100, 65_536),
-    "gpu": Size((0, 1, 2, 3, 4), 8, 1200, 600, 300, 262_144),
+    "laptop": Size((0, 1, 2), 8, 800, 200, 100, 65_536),
+    "gpu": Size((0, 1, 2, 3, 4), 8, 2400, 600, 300, 262_144),
 }
-RATE = 2e-3
+RATE = 4e-3
 AVERAGE = 0.97
 SPIKE = 0.25
 
@@ -55,7 +55,7 @@ SPIKE = 0.25
     paper="2-bit weights by quantisation-aware training with a balanced set of levels, a learnt scale and a searched "
     "start cost little quality (MGSM about -4.6 %, MMLU about +1.5 % against full precision); recovery adapters give "
     "back more; the balanced set trains more smoothly than {-2, -1, 0, 1}",
-    setting="a byte model (8 layers, width 64) on Python's standard library: 400 float steps at a constant rate, then "
+    setting="a byte model (8 layers, width 64) on Python's standard library: 800 float steps at a constant rate, then "
     "200 that decay, float or quantised (2 bits in all matrices of the layers, one scale a matrix, embedding exact); "
     "loss in nats per byte on held-out files",
     accept="means over 3 seeds: rounding after training with searched scales costs more with the unbalanced set than "
@@ -119,8 +119,7 @@ def _gaussian(evidence: Evidence, seed: int) -> None:
 
 def _seed(evidence: Evidence, seed: int, size: Size) -> None:
     """One float model and everything that is made of it."""
-    from pippin.claims._byte_text import byte_config, byte_model
-    from pippin.language import Decoder
+    from pippin.claims._byte_text import byte_config, byte_decoder, byte_model
     from pippin.shape.quantise import gptq, qat
     from pippin.train import Constant
 
@@ -128,7 +127,7 @@ def _seed(evidence: Evidence, seed: int, size: Size) -> None:
         evidence.add(f"loss, {name}", _loss(module, size), seed=seed, unit="nats per byte")
 
     settings = _settings("balanced", "newton")
-    start = Decoder(byte_config(layers=size.layers)).initialise(seed=seed)
+    start = byte_decoder(byte_config(layers=size.layers), seed=seed)
     _train(start, size.float_steps, seed, schedule=Constant())
     loss("float at the start", start)
     further = copy.deepcopy(start)

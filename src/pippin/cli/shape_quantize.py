@@ -171,7 +171,8 @@ def _run(
     clipped: dict[str, float] = {}
     if method == "qat":
         assert batches is not None
-        codes, note, trained = _train(model, settings, plan, batches, show=show)
+        teacher = pippin.load(ref, device=device)  # as it would answer, which is quicker than the one to be trained
+        codes, note, trained = _train(model, teacher, settings, plan, batches, tokens, show=show)
         facts |= trained
         before = trained["held_out_before"]
     else:
@@ -216,16 +217,34 @@ def _quantise(
 
 
 def _train(
-    model: LanguageModel, settings: QuantisationSettings, plan: training.Plan, batches: training.Batches, *, show: bool
+    model: LanguageModel,
+    teacher: LanguageModel,
+    settings: QuantisationSettings,
+    plan: training.Plan,
+    batches: training.Batches,
+    tokens: int,
+    *,
+    show: bool,
 ) -> tuple[dict[str, Codes], dict[str, Any], dict[str, Any]]:
-    """Codes after quantisation-aware training, what to note of it, and a summary of the run."""
+    """Codes after quantisation-aware training, what to note of it, and a summary of the run.
+
+    It begins where GPTQ ends, and learns from the model before it was quantised as well as from the text.
+    """
+    from pippin.core import progress
+    from pippin.language.distillation import Distillation
     from pippin.language.objectives import held_out
-    from pippin.shape.quantise import qat
+    from pippin.shape.quantise import gptq, qat
 
     exact = None if not batches.measured else dict(held_out(batches.measured)(model.module))
+    start = None
+    if not plan.resume:  # a resumed run has its weights in the checkpoint
+        with progress.bar(len(_matrices(model)), "gptq", unit="matrices", show=show) as bar:
+            solved = gptq.quantise(model, settings, _calibration(batches, tokens), on_matrix=_counter(bar))
+        start = {name: codes for name, codes in solved.items() if name.startswith("layers.")}
     model.module.requires_grad_(True)
-    qat.prepare(model.module, settings)
-    outcome = training.run(plan, model.module, batches, title=f"{model.name}, {settings.bits} bits", show=show)
+    qat.prepare(model.module, settings, start=start)
+    title = f"{model.name}, {settings.bits} bits"
+    outcome = training.run(plan, model.module, batches, title=title, objective=Distillation(teacher), show=show)
     codes, note = qat.convert(model.module), qat.note(model.module)
     summary = training.summary(plan, outcome, {})
     return codes, note, summary | {"held_out_before": exact, "held_out_rounded": summary["held_out_before"]}

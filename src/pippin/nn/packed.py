@@ -169,6 +169,9 @@ class PackedTable(Protocol):
     def matmul(self, x: Float[Tensor, "*batch inputs"], bias: Tensor | None) -> Float[Tensor, "*batch outputs"]:
         """Return ``x @ weight.T + bias``."""
 
+    def matmul_transposed(self, y: Float[Tensor, "*batch outputs"]) -> Float[Tensor, "*batch inputs"]:
+        """Return ``y @ weight``."""
+
     def dense(self) -> Float[Tensor, "rows columns"]:
         """Return the weight as an ordinary matrix."""
 
