@@ -43,7 +43,7 @@ from pippin.language.distillation import Distillation
 from pippin.language.likelihood import likelihood
 from pippin.language.load import LanguageModel
 from pippin.language.objectives import NextToken, held_out
-from pippin.language.quantised import save_quantised
+from pippin.language.quantised import read_quantised, save_quantised
 from pippin.shape.lora import LowRankModel, merge
 from pippin.shape.quantise import gptq
 from pippin.shape.quantise.calibration import calibration_ids
@@ -54,7 +54,7 @@ from pippin.train import AdamW, Checkpoints, Cosine, Evaluation, Trainer
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = "smollm2-135m"
-RATE = 5e-4
+RATE = 3e-4
 """Learning rate of 2-bit training."""
 FIELDS = {"prompt": "question", "completion": "answer"}
 LENGTH, ROWS = 512, 4
@@ -81,7 +81,7 @@ class Size:
     speeds: int
 
 
-FULL, QUICK = Size(80, 300, 12, 8192, 200, 7), Size(2, 2, 1, 256, 4, 1)
+FULL, QUICK = Size(80, 200, 12, 8192, 200, 7), Size(2, 2, 1, 256, 4, 1)
 
 
 def batches(model: LanguageModel, file: str, *, epochs: int | None = None) -> Packed:
@@ -123,17 +123,23 @@ def teach(out: Path, size: Size) -> LanguageModel:
     return model
 
 
+def calibration(model: LanguageModel) -> torch.Tensor:
+    """Problems and answers of the training file, as ids."""
+    with (store.pull("gsm8k") / "train.jsonl").open(encoding="utf-8") as lines:
+        texts = (f"{row['question']}\n{row['answer']}" for row in map(json.loads, lines))
+        return calibration_ids(model, texts, length=LENGTH)
+
+
 def squeeze(out: Path, tutor: LanguageModel, size: Size) -> None:
     """Stage 2: the tutor at 2 bits, rounded to nearest, and trained; saved as folders that `pippin.load` opens."""
     settings = QuantisationSettings(bits=2)
     tutor.save(out / "tutor")
-    say("rounding to nearest, then GPTQ")
-    save_quantised(out / "rounded", tutor, round_to_nearest(tutor, settings))
-    problems = (json.loads(line) for line in (store.pull("gsm8k") / "train.jsonl").open(encoding="utf-8"))
-    texts = (f"{problem['question']}\n{problem['answer']}" for problem in problems)
-    solved = gptq.quantise(tutor, settings, calibration_ids(tutor, texts, length=LENGTH))
-    save_quantised(out / "gptq", tutor, solved)
+    if not (out / "gptq" / "config.json").is_file():
+        say("rounding to nearest, then GPTQ")
+        save_quantised(out / "rounded", tutor, round_to_nearest(tutor, settings))
+        save_quantised(out / "gptq", tutor, gptq.quantise(tutor, settings, calibration(tutor)))
     teacher = pippin.load(str(out / "tutor"), bits=8)
+    solved = read_quantised(out / "gptq")
     inner = {name: codes for name, codes in solved.items() if name.startswith("layers.")}
     prepare(tutor.module.requires_grad_(True), settings, start=inner)
     optimiser = AdamW(lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)

@@ -14,11 +14,11 @@ from typing import Any
 
 from torch import Tensor
 
-from pippin.core.checkpoint import save_folder
-from pippin.core.errors import InvalidArgument
+from pippin.core.checkpoint import open_folder, save_folder
+from pippin.core.errors import InvalidArgument, UnsupportedModel
 from pippin.language import families
 from pippin.language.load import LanguageModel
-from pippin.language.stored import METHOD, PARTS
+from pippin.language.stored import METHOD, PARTS, stored_matrices
 from pippin.nn.codes import Codes
 from pippin.nn.embedding import Embedding
 from pippin.nn.linear import Linear
@@ -66,6 +66,20 @@ def save_quantised(
     config = families.to_hf(model.config) | generation | {"dtype": str(model.dtype).removeprefix("torch.")}
     config["quantization_config"] = {"quant_method": METHOD, "weights": entries, "note": dict(note or {})}
     save_folder(Path(folder), config=config, tensors=stored, tokenizer=model.tokenizer, generation_config=generation)
+
+
+def read_quantised(folder: str | Path) -> dict[str, Codes | Palette]:
+    """The quantised matrices of a folder by the names of their layers, as `save_quantised` was given them.
+
+    Raises:
+        ModelNotFound: there is no such folder.
+        CorruptedFile: the folder is incomplete or contradicts itself.
+        UnsupportedModel: its weights are not quantised, or by another method.
+    """
+    found = {stem: matrix.read() for stem, matrix in stored_matrices(open_folder(folder)).items()}
+    if not found:
+        raise UnsupportedModel(f"{folder} holds no quantised matrices; `pippin shape quantize` makes such folders")
+    return {families.hf_name(stem) or stem: matrix for stem, matrix in found.items()}
 
 
 def matrix_shapes(model: LanguageModel) -> dict[str, tuple[int, int]]:

@@ -31,6 +31,8 @@ from pippin.nn.codes import Codes
 from pippin.nn.packed import BITS
 
 Granularity = Literal["tensor", "channel", "group"]
+SETTLED = 0.3
+"""Steps from its level at which a weight that begins at given codes lies at most; half a step is the edge."""
 LARGEST = torch.finfo(torch.float16).max
 _PIECE = 1 << 17  # weights worked on at a time on a CPU
 _steps = [0]  # of all optimisers: torch's fused ones change a parameter without counting up its version
@@ -192,7 +194,11 @@ class FakeQuantiser(nn.Module):
 
     @torch.no_grad()
     def begin(self, weight: Float[Tensor, "rows columns"], codes: Codes) -> None:
-        """Change weight and factors so that they give these codes and scales; a weight moves no further than it must.
+        """Change weight and factors so that they give these codes and scales.
+
+        A weight moves to where it lies `SETTLED` steps from its level, no further, and not at all if it is nearer than
+        that: weights that another method rounded against the nearest level would lie at the edge between two, and the
+        first step of training would tip all of them at once.
 
         A scale of a group whose weights are all 0 cannot be reached; it stays 0.
 
@@ -205,9 +211,9 @@ class FakeQuantiser(nn.Module):
         for rows, scale in _pieces(weight, scales):
             code = codes.codes[rows].to(weight.device).float().view(len(weight[rows]), self.shape[1], -1)
             v = code - codes.zero
-            # a little inside the range that is rounded to the code; the outermost codes have no outer end
-            low = torch.where(code == 0, -torch.inf, (v - 0.499) * scale)
-            high = torch.where(code == top, torch.inf, (v + 0.499) * scale)
+            # the outermost codes have no outer end
+            low = torch.where(code == 0, -torch.inf, (v - SETTLED) * scale)
+            high = torch.where(code == top, torch.inf, (v + SETTLED) * scale)
             piece = weight[rows].view(code.shape)
             piece.copy_(torch.minimum(torch.maximum(piece, low.to(piece.dtype)), high.to(piece.dtype)))
         largest = largest_weights(weight, self.shape).float()

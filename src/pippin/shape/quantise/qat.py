@@ -54,8 +54,8 @@ def prepare(
     Args:
         module: a decoder with float weights; other modules made of linear layers, embeddings and norms will do.
         settings: None for the published ones.
-        start: begin from these codes (GPTQ's, say), by the names of layers: each weight moves just so far that it is
-            rounded to its code. Layers that are not named begin as the settings say.
+        start: begin from these codes (GPTQ's, say), by the names of layers: each weight moves just so far that it
+            is rounded to its code, and stays so for a few steps. Layers that are not named begin as the settings say.
 
     Returns:
         The module.

@@ -1,8 +1,8 @@
 """Core ML: an `.mlpackage`, converted and checked anywhere, run on macOS.
 
 Notable here:
-- coremltools does not take what `torch.export` gives since torch 2.9 (its training dialect); decomposing it by nothing
-  brings it into the dialect that it takes
+- coremltools does not take what `torch.export` gives since torch 2.9 (its training dialect); decomposing it, be
+  it by nothing, brings it into the dialect that it takes
 - its default precision is float16; here it is float32 unless you ask otherwise
 """
 
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._decomp import get_decompositions
 
 from pippin.core.errors import BackendUnavailable, InvalidArgument, UnsupportedOperator
 from pippin.shape.export.compiled import CompiledModel, operator_at_fault, quiet, refuse_options, require
@@ -73,18 +74,26 @@ def convert(asset: ModelAsset, function: str = "main", precision: str = "float32
         raise InvalidArgument(f"Core ML computes in {' or '.join(_PRECISIONS)}, not in {precision!r}")
     with quiet("coremltools"):
         library = require("coremltools", backend="coreml", wheel="coremltools", extra="export-apple")
-        program = asset.program(function).exported.run_decompositions({})
+        # addcmul has no form there; torch knows what it is made of
+        program = asset.program(function).exported.run_decompositions(get_decompositions([torch.ops.aten.addcmul]))
         try:
             with contextlib.redirect_stderr(io.StringIO()):  # its progress bars
                 return library.convert(
                     program,
-                    outputs=[library.TensorType(name=port.name) for port in asset.signature(function).outputs],
+                    outputs=[library.TensorType(name=name) for name in output_names(asset, function)],
                     minimum_deployment_target=library.target.iOS18,
                     compute_precision=library.precision[precision.upper()],
                 )
         except (NotImplementedError, ValueError, RuntimeError, TypeError) as error:
             fault = operator_at_fault(asset, function, str(error))
             raise UnsupportedOperator(f"Core ML has no form of {fault}: {str(error)[:200]}") from error
+
+
+def output_names(asset: ModelAsset, function: str) -> list[str]:
+    """What Core ML calls the outputs: an output may not have an input's name there, so it is NAME_out."""
+    signature = asset.signature(function)
+    taken = {port.name for port in signature.inputs}
+    return [f"{port.name}_out" if port.name in taken else port.name for port in signature.outputs]
 
 
 class CoreMLModel(CompiledModel):
@@ -105,7 +114,7 @@ class CoreMLModel(CompiledModel):
         signature = self.asset.signature(function)
         given = {port.name: tensor.numpy(force=True) for port, tensor in zip(signature.inputs, tensors, strict=True)}
         found = self.models[function].predict(given)
-        return [torch.as_tensor(found[port.name]) for port in signature.outputs]
+        return [torch.as_tensor(found[name]) for name in output_names(self.asset, function)]
 
     def provider_map(self, function: str = "main") -> dict[str, str]:
         """See `CompiledModel.provider_map`; Core ML chooses when it runs, and tells in Xcode only."""
