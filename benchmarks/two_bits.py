@@ -81,7 +81,7 @@ class Size:
     speeds: int
 
 
-FULL, QUICK = Size(80, 200, 12, 8192, 200, 7), Size(2, 2, 1, 256, 4, 1)
+FULL, QUICK = Size(80, 120, 12, 8192, 200, 7), Size(2, 2, 1, 256, 4, 1)
 
 
 def batches(model: LanguageModel, file: str, *, epochs: int | None = None) -> Packed:

@@ -12,7 +12,7 @@ from pippin.core.errors import CorruptedFile, InvalidArgument, UnsupportedModel
 from pippin.engine import Engine, Request, SamplingOptions
 from pippin.language.adapters import base_sha256
 from pippin.language.availability import availability, memory_needed
-from pippin.language.quantised import matrix_shapes, save_quantised
+from pippin.language.quantised import matrix_shapes, read_quantised, save_quantised
 from pippin.nn.codes import Codes
 from pippin.nn.packed import NativeWeight, quantise, zero_point
 from pippin.nn.palette import Palette
@@ -49,6 +49,19 @@ def edited(folder, tmp_path, change):
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     return tmp_path
+
+
+def test_codes_come_back_as_they_were(tiny, folder, tmp_path):
+    saved = codes_of(tiny, skip=("layers.0.mlp.up_proj",))
+    read = read_quantised(folder)
+    assert read.keys() == saved.keys()
+    for name, codes in saved.items():
+        assert torch.equal(read[name].codes, codes.codes)
+        assert torch.equal(read[name].scales, codes.scales)
+        assert (read[name].bits, read[name].zero) == (codes.bits, codes.zero)
+    tiny.save(tmp_path)
+    with pytest.raises(UnsupportedModel, match="holds no quantised matrices"):
+        read_quantised(tmp_path)
 
 
 @with_kernels

@@ -17,8 +17,8 @@ from pippin.language.quantised import save_quantised
 from pippin.nn.attention import AttentionSpec
 from pippin.nn.cache import Documents
 from pippin.nn.codes import Codes
-from pippin.nn.feedforward import FeedForwardSpec
 from pippin.nn.fake_quant import SETTLED
+from pippin.nn.feedforward import FeedForwardSpec
 from pippin.nn.packed import quantise, zero_point
 from pippin.shape.quantise import cache, qat
 from pippin.shape.quantise.config import QuantisationSettings
