@@ -30,6 +30,8 @@ def provoke(kind: type[Exception]) -> Exception:
         errors.UnsupportedLanguage: {"language": "xx"},
         errors.GuardrailViolation: {"verdict": None},
         errors.Refusal: {"explanation": "no"},
+        errors.InvalidRecord: {"path": "notes.jsonl"},
+        errors.NonFiniteLoss: {"step": 3},
     }
     return kind("what was\nwrong", **needs.get(kind, {}))
 
@@ -46,6 +48,9 @@ EXPECTED = {
     errors.ToolError: 5,
     errors.MissingDependency: 6,
     errors.ProviderError: 7,
+    errors.BackendUnavailable: 6,
+    errors.TrainingError: 8,
+    errors.ExportError: 8,
 }
 
 

@@ -14,6 +14,14 @@ from pippin.train.interruption import Interruption
 from ._run import Cursor, trainer
 
 
+@pytest.fixture(autouse=True)
+def ctrl_c():
+    """Python's own handler, also where the tests were started in the background, which ignores Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 class Interrupting(Cursor):
     """Sends this process a signal while it makes batch number ``at``."""
 

@@ -89,7 +89,8 @@ def test_one_process_goes_on_from_the_checkpoint_of_shards(runs):
 def test_a_process_that_ends_takes_the_others_with_it(runs):
     code, _, said = runs[2]["ended"]
     assert code != 0
-    assert "lost the others: one of them has ended" in said
+    # who survives says so, unless torchrun ends it before it has met the gap
+    assert "lost the others: one of them has ended" in said or "Sending process" in said
 
 
 def test_only_the_first_process_writes_the_log(runs):

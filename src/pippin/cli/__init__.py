@@ -7,7 +7,8 @@ Notable here:
 
 Exit codes: 0 done; 1 any other error; 2 something given cannot be used (an option, a file, a schema, an empty prompt);
 3 a model or file could not be found, fetched or stored; 4 a model file cannot be loaded; 5 the answer could not be
-completed; 6 an optional library is missing; 7 a model behind a network could not be asked; 130 stopped with Ctrl-C;
+completed; 6 an optional library is missing; 7 a model behind a network could not be asked; 8 a training run or an
+export could not go on; 130 stopped with Ctrl-C;
 141 the reader of the output went away.
 """
 
@@ -32,6 +33,9 @@ _EXIT_CODES: tuple[tuple[type[errors.PippinError], int], ...] = (
     (errors.ToolError, 5),
     (errors.MissingDependency, 6),
     (errors.ProviderError, 7),
+    (errors.BackendUnavailable, 6),
+    (errors.TrainingError, 8),
+    (errors.ExportError, 8),
 )
 
 
