@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 By = Literal["op", "module", "layer", "device"]
 
 
+WINDOW = 1024
+"""Tokens that a prediction of the quality figures may look back on, where the model's context holds as many."""
+
+
 def report(
     model: Model,
     backends: Annotated[
@@ -82,7 +86,8 @@ def _quality(ref: str, data: Path) -> dict[str, float]:
     if (Path(ref) / "asset.json").is_file():
         raise InvalidArgument("--data measures language models; an exported program has no tokenizer")
     text = inputs.read_file(data)
-    found = likelihood(pippin.load(ref, device="cpu"), text)
+    model = pippin.load(ref, device="cpu")
+    found = likelihood(model, text, length=min(WINDOW, model.context_size))
     return {
         "nats per token": found.per_token,
         "nats per byte": found.per_byte,

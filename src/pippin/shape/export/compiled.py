@@ -171,6 +171,8 @@ def place(node: Node) -> Place:
     """Module path and source line of an operator of an exported program."""
     stack = node.meta.get("nn_module_stack") or {}
     path = list(stack.values())[-1][0] if stack else ""
+    if path.startswith("_empty_nn_module_stack"):  # what torch calls an operator that belongs to no module
+        path = ""
     source = re.sub(r'File "([^"]*)", line (\d+).*', r"\1:\2", (node.meta.get("stack_trace") or "").strip(), flags=re.S)
     return Place(re.sub(r"^L\['self'\]\.?|^self\.?", "", path), source)
 
