@@ -289,7 +289,7 @@ def draw_comparison(found: dict[str, dict[str, Any]], path: Path) -> None:
         bars = panel.barh(names, values)
         panel.bar_label(bars, fmt="%.3g", padding=2, fontsize=8)
         panel.set_title(title)
-        panel.margins(x=0.15)
+        panel.margins(x=0.3)
         panel.invert_yaxis()
         if title.startswith("perplexity"):
             panel.set_xscale("log")
