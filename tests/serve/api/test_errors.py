@@ -16,6 +16,8 @@ EXTRA = {
     core.GuardrailViolation: {"verdict": None},
     core.Refusal: {"explanation": ""},
     core.ToolCallError: {"tool": "t"},
+    core.InvalidRecord: {"path": "notes.jsonl"},
+    core.NonFiniteLoss: {"step": 3},
 }
 
 
