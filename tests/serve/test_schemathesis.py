@@ -79,6 +79,8 @@ CASES = [(*one, GenerationMode.POSITIVE) for one in OPERATIONS] + [
 ]  # any text is a name of something that may or may not be there, so the others have no wrong requests
 
 
+# the server's threads, in this process, may draw random numbers while a request is made up
+@pytest.mark.filterwarnings("ignore:Do not use the .random. module inside strategies")
 @pytest.mark.parametrize(("method", "path", "mode"), CASES)
 def test_the_server_does_what_its_document_says(document, method, path, mode):
     @given(document[path][method].as_strategy(generation_mode=mode))
