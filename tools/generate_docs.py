@@ -151,18 +151,19 @@ def _benchmark_row(row: dict[str, Any]) -> str:
 
 def performance_page() -> str:
     """`docs/performance.md` with the figures between its markers brought up to date."""
-    return _between(DOCS / "performance.md", "figures", figures())
+    return _between(DOCS / "performance.md", figures=figures())
 
 
-def _between(path: Path, name: str, block: str) -> str:
-    """A page with what stands between its markers of this name replaced."""
+def _between(path: Path, **blocks: str) -> str:
+    """A page with what stands between its markers of these names replaced."""
     text = path.read_text(encoding="utf-8")
-    opening, closing = f"<!-- {name} -->", f"<!-- /{name} -->"
-    marked = f"{opening}\n{block}\n{closing}"
-    new, found = re.subn(f"{opening}.*?{closing}", lambda _: marked, text, flags=re.DOTALL)
-    if found != 1:
-        raise SystemExit(f"{path.name} needs one pair of {opening} and {closing}")
-    return new
+    for name, block in blocks.items():
+        opening, closing = f"<!-- {name} -->", f"<!-- /{name} -->"
+        found = re.findall(f"{opening}.*?{closing}", text, flags=re.DOTALL)
+        if len(found) != 1:
+            raise SystemExit(f"{path.name} needs one pair of {opening} and {closing}")
+        text = text.replace(found[0], f"{opening}\n{block}\n{closing}")
+    return text
 
 
 # Benchmarks of the engine, in the order of the page: file in results/benchmarks/, heading.
@@ -219,19 +220,9 @@ def two_bits_page() -> str:
     """`docs/two_bits.md` with the figures and answers between its markers brought up to date."""
     page, file = DOCS / "two_bits.md", ROOT / "results" / "two_bits.json"
     if not file.is_file():
-        return _between(page, "figures", "Nothing has been recorded yet.")
+        return _between(page, figures="Nothing has been recorded yet.")
     kept = json.loads(file.read_text(encoding="utf-8"))
-    return _between(page, "figures", _two_bits_figures(kept)).replace(
-        _marked(page, "answers"), f"<!-- answers -->\n{_two_bits_answers(kept)}\n<!-- /answers -->"
-    )
-
-
-def _marked(path: Path, name: str) -> str:
-    """What stands between a page's markers of this name, with the markers."""
-    found = re.search(f"<!-- {name} -->.*?<!-- /{name} -->", path.read_text(encoding="utf-8"), flags=re.DOTALL)
-    if found is None:
-        raise SystemExit(f"{path.name} needs <!-- {name} --> and <!-- /{name} -->")
-    return found[0]
+    return _between(page, figures=_two_bits_figures(kept), answers=_two_bits_answers(kept))
 
 
 def _two_bits_figures(kept: dict[str, Any]) -> str:
@@ -285,7 +276,7 @@ def cli_page() -> str:
 
 def readme() -> str:
     """README.md with the count of systems between its markers brought up to date."""
-    return _between(ROOT / "README.md", "systems", count(systems(), _verdicts()))
+    return _between(ROOT / "README.md", systems=count(systems(), _verdicts()))
 
 
 def index_page() -> str:

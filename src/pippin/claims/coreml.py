@@ -27,6 +27,8 @@ STEPS = {"smoke": 60, "laptop": 400, "gpu": 1000}
 TUNING = {"smoke": 20, "laptop": 300, "gpu": 600}
 INPUTS = {"smoke": 3, "laptop": 100, "gpu": 100}
 RUNS = {"smoke": 20, "laptop": 200, "gpu": 500}
+BOUND = 1e-4
+"""Largest difference from torch that a back end may have to be chosen."""
 # a smoke run only shows that the claim runs, and conversions are what takes its time
 OTHERS = {
     "smoke": ("onnxruntime",),
@@ -262,30 +264,24 @@ def _times(evidence: Evidence, seed: int, decoder: ModelAsset, runs: int) -> Non
 
 def _choice(evidence: Evidence, seed: int, cnn: ModelAsset, runtimes: list[str], runs: int) -> None:
     """The choice of one measurement, judged by another; and a back end that is not exact enough."""
-    from pippin.core.errors import ExportError, PrecisionMismatch
-    from pippin.shape.export import Linear, Variant, dispatch, profile
+    from pippin.core.errors import PrecisionMismatch
+    from pippin.shape.export import Variant, dispatch, profile
 
     names: list[str | Variant] = ["torch", *runtimes]
     first, second = (profile(cnn, names, sizes={"batch": 64}, runs=runs, seed=seed) for _ in range(2))
-    chosen = dispatch(first, max_error=1e-4)
-    fastest = min(row.p50_ms for row in second.backends if row.max_error <= 1e-4)
+    chosen = dispatch(first, max_error=BOUND)
+    fastest = min(row.p50_ms for row in second.backends if row.max_error <= BOUND)
     evidence.add("chosen / fastest", second.backend(chosen.label).p50_ms / fastest, seed=seed)
     for row in second.backends:
         evidence.add(f"p50 of {row.label}", row.p50_ms, seed=seed, unit="ms")
-    inexact = None
+    inexact, refused = None, False  # without OpenVINO nothing is refused, and the condition does not hold
     if "openvino" in names:
+        wanted: list[str | Variant] = ["torch", Variant("openvino", {"precision": "bfloat16"}, "bfloat16")]
         try:
-            wanted: list[str | Variant] = ["torch", Variant("openvino", {"precision": "bfloat16"}, "bfloat16")]
-            inexact = profile(cnn, wanted, sizes={"batch": 64}, runs=5).backend("bfloat16").max_error
-            refused = "bfloat16" in dispatch(profile(cnn, wanted, runs=5), max_error=1e-5).refused
+            found = profile(cnn, wanted, sizes={"batch": 64}, runs=5, seed=seed)
+            inexact = found.backend("bfloat16").max_error
+            refused = "bfloat16" in dispatch(found, max_error=BOUND).refused
         except PrecisionMismatch:  # a processor without bfloat16, where the back end says so
-            refused = True
-    else:  # without OpenVINO: a bound that nothing but an exact copy keeps
-        try:
-            report = profile(cnn.compress(Linear(2)), ["onnxruntime"], runs=3)
-            dispatch(report, max_error=-1.0)
-            refused = False
-        except ExportError:
             refused = True
     if inexact is not None:
         evidence.add("error of OpenVINO in bfloat16", inexact, seed=seed)
