@@ -4,11 +4,13 @@
 #
 # PYTHON=python3.12   the interpreter for .venv (default: the first python3 that is new enough)
 # CUDA=1              take the CUDA build of torch instead of the CPU one
+# PYTEST="-k words"   what pytest is given (default: two processes, each with whole files)
 # CXX=clang++         the C++ compiler for the native kernels (default: c++, g++ or clang++)
 
 VENV := .venv
 BIN := $(VENV)/bin
 export PYTHON CUDA
+PYTEST ?= -n 2 --dist loadfile
 
 .DEFAULT_GOAL := demo
 .NOTPARALLEL:

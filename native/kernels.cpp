@@ -16,13 +16,10 @@
 #define PIPPIN_EXPORT kernels_generic
 #endif
 
-namespace PIPPIN_NS {
-static const pippin::KernelTable table = {
-    PIPPIN_ISA_NAME,
-    prepare,
-    matmul_panels,
-    step_kernels(),
-};
-}  // namespace PIPPIN_NS
-
-const pippin::KernelTable *pippin::PIPPIN_EXPORT() { return &PIPPIN_NS::table; }
+/* Filled when it is first asked for, and not when the library is loaded: the compiler fills it with the instructions of
+   this variant, which the machine may not have. */
+const pippin::KernelTable *pippin::PIPPIN_EXPORT() {
+    using namespace PIPPIN_NS;
+    static const KernelTable table = {PIPPIN_ISA_NAME, prepare, matmul_panels, step_kernels()};
+    return &table;
+}

@@ -10,6 +10,8 @@ from jaxtyping import install_import_hook
 
 # Threads that wait by spinning slow each other down where several processes share the cores, as in these tests.
 os.environ.setdefault("GOMP_SPINCOUNT", "5000")
+if "PYTEST_XDIST_WORKER" in os.environ:  # one of several processes: a core for each
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # jaxtyping imports its type checker by name; this one lets an int stand for a float, as PEP 484 does
 checker = ModuleType("pippin_type_checker")

@@ -158,7 +158,8 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_written(
 
 
 def test_a_plan_survives_its_way_to_another_process(tmp_path):
-    plan = training.Plan([Path("a"), Path("b")], tmp_path, 32, 4, 1e-3, fields=["prompt=question"], held_out="0")
+    old = {"inject": 0.1, "pretrain": [Path("c")]}
+    plan = training.Plan([Path("a"), Path("b")], tmp_path, 32, 4, 1e-3, fields=["prompt=question"], held_out="0", **old)
     again = training.Plan.from_json(json.loads(json.dumps(plan.to_json())))
     assert again == plan
     assert again.names == {"prompt": "question"}

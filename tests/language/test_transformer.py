@@ -151,6 +151,12 @@ BASE = DecoderConfig(
 )
 
 
+@pytest.mark.parametrize("other", [spec(gated=False), replace(spec(), feedforward=FeedForwardSpec(size=32))])
+def test_what_no_family_has_is_not_written_down_as_if_it_had(other):
+    with pytest.raises(UnsupportedModel, match="not gated, or of different sizes"):
+        families.to_hf(replace(BASE, layers=(spec(), other)))
+
+
 @torch.no_grad()
 def test_layers_that_share_keys_equal_layers_that_hold_copies_of_them():
     decoder = Decoder(BASE).initialise(seed=0).eval()

@@ -150,3 +150,22 @@ def test_the_sources_travel_with_a_source_distribution_and_nothing_that_was_buil
     held = {name.partition("/")[2] for name in zipfile.ZipFile(archive).namelist()}
     assert {"setup.py", "native/library.cpp", "native/kernels.cpp", "native/answer.h"} <= held
     assert "src/pippin/_native.so" not in held
+
+
+def loaded_at_once(path: Path) -> list[str]:
+    """Functions that run when the library is loaded and come from the sources compiled for several processors."""
+    listed = subprocess.run(["nm", path], capture_output=True, text=True, check=True).stdout
+    return [line.split()[-1] for line in listed.splitlines() if "_GLOBAL__sub_I" in line and "kernels" in line]
+
+
+@with_compiler
+@pytest.mark.skipif(shutil.which("nm") is None, reason="no nm")
+def test_nothing_of_a_variant_runs_when_the_library_is_loaded(project):
+    """An initialiser of a variant would run on every machine, those without its instructions included."""
+    real = ROOT / "src" / "pippin" / "_native.so"
+    if real.exists():
+        assert loaded_at_once(real) == []
+    source = project / "native" / "kernels.cpp"
+    source.write_text("#include <cstdlib>\n" + source.read_text() + "static const volatile int at = std::rand();\n")
+    in_place(project)
+    assert loaded_at_once(library(project))  # such an initialiser would be seen

@@ -5,8 +5,10 @@ from dataclasses import replace
 
 import pytest
 
+from pippin.claims._byte_text import byte_config, byte_model
 from pippin.core.errors import NotEnoughMemory
 from pippin.engine.runner import BLOCK
+from pippin.language import Decoder
 from pippin.language.availability import memory_needed as needed_by
 from pippin.serve import loading
 from pippin.serve.service import Service
@@ -34,6 +36,24 @@ def test_the_settings_reach_model_and_engine(folder):
         turn = Turn(Transcript(entries=(Prompt("Hello"),)), options=GenerationOptions(max_tokens=2))
         assert list(local.stream(turn))
     assert local.engine.stats().cache_tokens_used == 0, "closed"
+
+
+def test_the_models_of_a_server_keep_as_many_caches_as_it_says_and_what_guesses_for_them_all(tmp_path):
+    routed = byte_model(Decoder(replace(byte_config(layers=4, width=32), kv_routing=0.5)).initialise(seed=0))
+    routed.save(tmp_path / "routed")
+    settings = Settings(
+        models=(str(tmp_path / "routed"),), device="cpu", retention=0.25, speculate=str(tmp_path / "routed")
+    )
+    with loading.alone(settings) as local:
+        assert local.model.config.cached_layers == (0,)
+        assert local.speculation.draft.config.cached_layers == (0, 1, 2, 3)
+    whole = replace(settings, retention=None, speculate=None)
+    more, less = (
+        loading.memory_needed(each)(str(tmp_path / "routed"), 2**40) for each in (whole, replace(whole, retention=0.25))
+    )
+    followers = 3 * 2 * routed.config.kv_heads * routed.config.head_dim
+    cache, weights = settings.slots * routed.context_size * followers, followers * routed.config.width
+    assert less < more - 2 * (cache + weights)
 
 
 def test_a_small_share_of_memory_is_a_small_cache_but_never_less_than_a_block_for_each_slot(tiny):

@@ -5,15 +5,23 @@ from dataclasses import replace
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from tokenizers import Tokenizer as Backend, decoders, models, pre_tokenizers
 
-from pippin.claims._byte_text import ByteBatches, ByteText, byte_config, byte_model
-from pippin.core.errors import InvalidArgument
+import pippin
+from pippin.claims._byte_text import END, ByteBatches, ByteText, byte_config, byte_model
+from pippin.core import native
+from pippin.core.errors import InvalidArgument, UntrainedSharing
+from pippin.data.tokenizer import Tokenizer
+from pippin.engine import Engine, Request, SamplingOptions, Token
+from pippin.engine.native_runner import NativeRunner
 from pippin.engine.runner import Work
 from pippin.engine.torch_runner import TorchRunner
-from pippin.language import Decoder
+from pippin.language import Decoder, LanguageModel
 from pippin.language.distillation import Distillation
+from pippin.language.kv_routing import RoutedModel, nearest
 from pippin.nn.rotary import Rotary
-from pippin.shape.share import share_caches, sources
+from pippin.shape.gguf import export_gguf
+from pippin.shape.share import share, share_caches, sources
 from pippin.train import AdamW, Trainer
 
 CONFIG = byte_config(layers=6, width=32)
@@ -109,6 +117,49 @@ def test_the_engine_holds_the_smaller_cache_and_gives_the_same_logits():
         torch.testing.assert_close(last, student(torch.tensor([ids]), last=1)[0], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("leaders", [[0], [0, 1, 4], [0, 1, 2, 3, 4, 5]])
+def test_cached_answers_of_every_retention_are_those_of_the_routed_whole_and_the_cache_shrinks(leaders, packed):
+    if packed and native.library() is None:
+        pytest.skip("no native kernels here")
+    module = model(config=replace(CONFIG, kv_routing=0.5))
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(4 if parameter.ndim == 2 else 1)  # far from uniform, so that no answer hangs on rounding
+    whole, ids, count = RoutedModel(module, nearest(CONFIG, leaders)), list(b"import this, and that"), 14
+    wanted = list(ids)
+    with torch.inference_mode():
+        for _ in range(count):
+            wanted.append(int(whole(torch.tensor([wanted]))[0, -1, :END].argmax()))
+    student = byte_model(share(module, leaders=leaders))
+    if packed:
+        student.module.pack()
+    options = SamplingOptions(temperature=0.0, max_tokens=count, logit_bias={END: -100.0})
+    with Engine(student, slots=1, cache_tokens=256, cache_type="float32") as engine:
+        assert isinstance(engine._runner, NativeRunner) == packed
+        answer = [event.id for event in engine.stream(Request(ids, options)) if isinstance(event, Token)]
+        stats = engine.stats()
+    assert answer == wanted[len(ids) :]
+    values = 2 * len(leaders) * CONFIG.kv_heads * CONFIG.head_dim
+    assert stats.cache_bytes_used == stats.cache_tokens_used * values * 4 > 0
+
+
+def test_followers_of_a_gguf_file_are_not_read(tmp_path):
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Backend(models.BPE({token: index for index, token in enumerate([*letters, "is"])}, [("i", "s")]))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.add_special_tokens(["<|end|>"])
+    module = model(config=replace(byte_config(layers=6, width=64), vocab_size=258))
+    exported = LanguageModel("routed", module, Tokenizer(backend, eos_ids=[257]), None)
+    path = export_gguf(exported, tmp_path / "routed.gguf", "F32")
+    with pytest.warns(UntrainedSharing):
+        loaded = pippin.load(path, device="cpu", dtype="float32", pack=False, retention=0.5)
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        expected = RoutedModel(module, nearest(module.config, [0, 2, 4]))(ids)
+        torch.testing.assert_close(loaded.module(ids), expected, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -131,3 +182,5 @@ def test_what_shares_already_or_is_packed_is_refused():
         share_caches(share_caches(model(), 2), 1)
     with pytest.raises(InvalidArgument, match="pack=False"):
         share_caches(model().pack(), 2)
+    with pytest.raises(InvalidArgument, match="pack=False"):
+        share(model(config=replace(CONFIG, kv_routing=0.5)).pack(), 0.5)

@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from pippin.core import errors
 
@@ -80,13 +82,28 @@ def _run(words: list[str]) -> int:
     from pippin.cli.app import app
 
     try:
-        done = app(words, prog_name="pippin", standalone_mode=False)
+        with warnings.catch_warnings():
+            warnings.showwarning = _note(warnings.showwarning)
+            done = app(words, prog_name="pippin", standalone_mode=False)
     except SystemExit as leaving:
         # Typer turns a broken pipe into exit(1).
         if isinstance(leaving.__context__, BrokenPipeError):
             return BROKEN_PIPE
         return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     return done if isinstance(done, int) else 0
+
+
+def _note(otherwise: Callable[..., None]) -> Callable[..., None]:
+    """How warnings are shown: one of Pippin's own as a line, without the place in the source that gave it."""
+
+    def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+        if not issubclass(category, errors.PippinWarning):
+            return otherwise(message, category, *place, **more)
+        from pippin.cli import terminal
+
+        terminal.note(str(message))
+
+    return show
 
 
 def _report(error: Exception, debug: bool) -> int:

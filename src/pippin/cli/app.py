@@ -15,10 +15,13 @@ from pippin.cli.classify import classify
 from pippin.cli.doctor import doctor
 from pippin.cli.evaluate import app as evaluate
 from pippin.cli.extract import extract
+from pippin.cli.infill import infill
+from pippin.cli.laws import app as laws
 from pippin.cli.models import models
 from pippin.cli.privacy import privacy
 from pippin.cli.proofread import proofread
 from pippin.cli.pull import pull
+from pippin.cli.reason import reason
 from pippin.cli.remove import remove
 from pippin.cli.serve import serve
 from pippin.cli.shape import app as shape
@@ -56,8 +59,11 @@ def pippin(
 
 for verb in (ask, chat, summarize, extract, classify, proofread, serve, models, pull, remove, doctor, bench, privacy):
     app.command()(verb)
+app.command()(reason)
+app.command()(infill)
 app.add_typer(attest, name="attest")
 app.add_typer(claims, name="claims")
 app.add_typer(evaluate, name="evaluate")
+app.add_typer(laws, name="laws")
 app.add_typer(train, name="train")
 app.add_typer(shape, name="shape")

@@ -52,6 +52,7 @@ def ask(
     dtype: options.DType = "auto",
     bits: options.Bits = None,
     cache_type: options.CacheType = "auto",
+    retention: options.Retention = None,
     threads: options.Threads = None,
     speculate: options.Speculate = None,
     prompt_cache: options.PromptCache = None,
@@ -81,7 +82,9 @@ def ask(
     )
     import pippin
 
-    machine = options.Machine(device, dtype, bits, cache_type, threads, speculate, prompt_cache, tuple(adapter or ()))
+    machine = options.Machine(
+        device, dtype, bits, cache_type, threads, speculate, prompt_cache, tuple(adapter or ()), retention
+    )
     is_text = target is None or bool(choice or regex)
     with options.provider(model, url, machine) as provider:
         session = pippin.Session(provider, instructions=instructions, adapter=machine.adapter_name)

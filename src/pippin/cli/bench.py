@@ -47,6 +47,7 @@ def bench(
     repeats: Annotated[int, typer.Option(metavar="N", help="How often each figure is taken.")] = 5,
     bits: options.Bits = None,
     cache_type: options.CacheType = "auto",
+    retention: options.Retention = None,
     device: options.Device = None,
     dtype: options.DType = "auto",
     profile: Annotated[bool, typer.Option("--profile", help="Say where the time of an answer goes.")] = False,
@@ -58,7 +59,7 @@ def bench(
     pippin bench smollm2-135m --threads 1,2
     """
     counts = _counts(prompt, answer, threads, repeats)
-    language_model = options.load(model, device, dtype, bits)
+    language_model = options.load(model, device, dtype, bits, retention=retention)
     report = run(
         language_model,
         counts,

@@ -160,6 +160,7 @@ def chat(
     dtype: options.DType = "auto",
     bits: options.Bits = None,
     cache_type: options.CacheType = "auto",
+    retention: options.Retention = None,
     threads: options.Threads = None,
     speculate: options.Speculate = None,
     prompt_cache: options.PromptCache = None,
@@ -186,7 +187,9 @@ def chat(
     )
     import pippin
 
-    machine = options.Machine(device, dtype, bits, cache_type, threads, speculate, prompt_cache, tuple(adapter or ()))
+    machine = options.Machine(
+        device, dtype, bits, cache_type, threads, speculate, prompt_cache, tuple(adapter or ()), retention
+    )
     with options.provider(model, url, machine) as provider:
         session = pippin.Session(provider, instructions=instructions, adapter=machine.adapter_name)
         conversation = Chat(session, given, at_keyboard=terminal.watched(sys.stdin) and terminal.watched(sys.stdout))

@@ -66,6 +66,15 @@ CacheType = Annotated[
         help="Precision of what is kept of the text: auto, float32, bfloat16 or int8.", rich_help_panel=_SPEED
     ),
 ]
+Retention = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SHARE",
+        help="Let so large a share of the layers keep what they computed of the text, 0.25 say, and the others read "
+        "theirs: a smaller cache, for models trained with --route-caches.",
+        rich_help_panel=_SPEED,
+    ),
+]
 Threads = Annotated[int | None, typer.Option(help="Threads; without it one for each core.", rich_help_panel=_SPEED)]
 Speculate = Annotated[
     str | None,
@@ -128,6 +137,7 @@ class Machine:
     speculate: str | None = None
     prompt_cache: Path | None = None
     adapter: tuple[Path, ...] = ()
+    retention: float | None = None
 
     @property
     def adapter_name(self) -> str | None:
@@ -136,7 +146,12 @@ class Machine:
 
 
 def load(
-    model: str, device: str | None, dtype: str, bits: int | None = None, threads: int | None = None
+    model: str,
+    device: str | None,
+    dtype: str,
+    bits: int | None = None,
+    threads: int | None = None,
+    retention: float | None = None,
 ) -> LanguageModel:
     """Load a model, for as many threads as are asked for, or as are worth starting here.
 
@@ -147,7 +162,8 @@ def load(
     from pippin.core.device import use_threads
 
     use_threads(threads)
-    return pippin.load(model, device=device, dtype=cast(Any, dtype), bits=bits)  # it names the precisions itself
+    # it names the precisions itself
+    return pippin.load(model, device=device, dtype=cast(Any, dtype), bits=bits, retention=retention)
 
 
 @contextmanager
@@ -180,11 +196,15 @@ def _local(model: str, machine: Machine) -> Iterator[Provider]:
     """A model of this machine under an engine of its own."""
     from pippin.engine import prompt_cache
     from pippin.engine.engine import Engine
+    from pippin.language.diffusion import is_diffusion
     from pippin.session.local import LocalModel, speculation
 
+    if is_diffusion(model):
+        yield _filling(model, machine)
+        return
     if machine.prompt_cache is not None:
         prompt_cache.check_place(machine.prompt_cache)
-    loaded = load(model, machine.device, machine.dtype, machine.bits, machine.threads)
+    loaded = load(model, machine.device, machine.dtype, machine.bits, machine.threads, machine.retention)
     if machine.adapter_name is not None:
         add_adapters(loaded, machine.adapter_name, machine.adapter)
     guess = None
@@ -200,6 +220,20 @@ def _local(model: str, machine: Machine) -> Iterator[Provider]:
             engine.close()
         raise
     engine.close()
+
+
+def _filling(model: str, machine: Machine) -> Provider:
+    """A masked diffusion model of this machine, which has no engine."""
+    from pippin.core.device import use_threads
+    from pippin.language import load_diffusion
+    from pippin.session.diffusion_provider import DiffusionModel
+
+    kept = Machine(device=machine.device, dtype=machine.dtype, threads=machine.threads)
+    if machine != kept:
+        named = [f"--{name.replace('_', '-')}" for name, value in vars(machine).items() if value != vars(kept)[name]]
+        raise InvalidArgument(f"{', '.join(named)}: not for {model}, which fills masked tokens; leave that out")
+    use_threads(machine.threads)
+    return DiffusionModel(load_diffusion(model, device=machine.device, dtype=machine.dtype))
 
 
 def add_adapters(

@@ -136,6 +136,7 @@ def serve(
     dtype: options.DType = "auto",
     bits: options.Bits = None,
     cache_type: options.CacheType = "auto",
+    retention: options.Retention = None,
     threads: options.Threads = None,
     speculate: options.Speculate = None,
     prompt_cache: PromptCache = None,

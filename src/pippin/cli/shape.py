@@ -10,6 +10,7 @@ from pippin.cli.shape_palettize import palettize
 from pippin.cli.shape_quantize import quantize
 from pippin.cli.shape_report import report
 from pippin.cli.shape_share import share
+from pippin.cli.shape_specialize import specialize
 
 app = typer.Typer(no_args_is_help=True, help="Make a model smaller or faster, and take it elsewhere.")
 
@@ -17,5 +18,6 @@ app.command()(merge)
 app.command()(quantize)
 app.command()(palettize)
 app.command()(share)
+app.command()(specialize)
 app.command()(export)
 app.command()(report)

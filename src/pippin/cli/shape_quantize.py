@@ -12,7 +12,7 @@ from pippin.cli import options, terminal, training
 from pippin.core.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from pippin.core.progress import Bar
     from pippin.language.load import LanguageModel
@@ -26,6 +26,7 @@ SENSITIVE_BITS = 8
 """Width of the embedding where the layers have four bits or more: at four it alone costs as much as all of them."""
 
 
+@training.planned(data=None, lr=2e-4, rows=4)
 def quantize(
     model: Annotated[
         str,
@@ -33,7 +34,7 @@ def quantize(
             help="Catalogue name, hub repository, folder or .gguf file.", autocompletion=options.complete_model
         ),
     ],
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the quantised model goes.")],
+    plan: training.Plan,
     bits: Annotated[int | None, typer.Option(help="2, 3, 4 or 8.")] = None,
     average_bits: Annotated[
         float | None,
@@ -43,14 +44,6 @@ def quantize(
         str | None,
         typer.Option(help="rtn, gptq, awq or qat; without it rtn, with --data gptq, with --data and 2 bits qat."),
     ] = None,
-    data: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="FILE",
-            help="Text for calibration, training and the held-out figures; may be repeated.",
-            rich_help_panel="Data",
-        ),
-    ] = None,
     group: Annotated[int, typer.Option(help="Neighbouring weights that share a scale: 32, 64 or 128.")] = 64,
     levels: Annotated[str, typer.Option(help="balanced (no level is 0) or unbalanced (one is).")] = "balanced",
     embedding_bits: Annotated[
@@ -58,19 +51,6 @@ def quantize(
         typer.Option(help="2, 3, 4, 8, or 16 for exact; without it 4, or 8 where the layers have 4 bits or more."),
     ] = None,
     tokens: Annotated[int, typer.Option(help="Of calibration.", rich_help_panel="Data")] = 16_384,
-    field: training.Field = None,
-    learn: training.Learn = "assistant",
-    held_out: training.HeldOut = "0.05",
-    length: training.Length = 512,
-    steps: training.Steps = None,
-    epochs: training.Epochs = 1.0,
-    lr: training.LR = 2e-4,
-    rows: training.Rows = 4,
-    accumulate: training.Accumulate = 1,
-    precision: training.Precision = "float32",
-    every: training.Every = None,
-    seed: training.Seed = 0,
-    resume: training.Resume = False,
     device: options.Device = None,
     as_json: training.AsJson = False,
 ) -> None:
@@ -78,34 +58,17 @@ def quantize(
 
     pippin shape quantize smollm2-135m --bits 4 --data notes.txt --out small
     """
-    chosen = _method(method, bits, average_bits, data)
-    if chosen != "qat" and (steps is not None or resume):
+    chosen = _method(method, bits, average_bits, plan.data)
+    if chosen != "qat" and (plan.steps is not None or plan.resume):
         raise InvalidArgument(f"--steps and --resume are for --method qat, not for {chosen}")
     if tokens < 2:
         raise InvalidArgument(f"--tokens must be at least 2, got {tokens}")
     settings = _settings(bits, average_bits, group, levels, embedding_bits)
-    plan = training.Plan(
-        data=data or (),
-        out=out,
-        length=length,
-        rows=rows,
-        lr=lr,
-        steps=steps,
-        epochs=epochs,
-        accumulate=accumulate,
-        precision=precision,
-        every=every,
-        seed=seed,
-        resume=resume,
-        held_out=held_out,
-        learn=learn,
-        fields=field or (),
-    )
-    _check_out(out, model)
+    _check_out(plan.out, model)
     _tell(_run(model, chosen, settings, average_bits, plan, tokens, device, show=not as_json), as_json=as_json)
 
 
-def _method(method: str | None, bits: int | None, average: float | None, data: list[Path] | None) -> str:
+def _method(method: str | None, bits: int | None, average: float | None, data: Sequence[Path]) -> str:
     """The method, once the options are known to go together."""
     if (bits is None) == (average is None):
         raise InvalidArgument("give either --bits or --average-bits")

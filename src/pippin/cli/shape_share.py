@@ -1,18 +1,23 @@
-"""`pippin shape share`: layers of a checkpoint read the cache of an earlier layer, and a distillation mends it."""
+"""`pippin shape share`: layers of a checkpoint read the cache of an earlier layer, and a distillation mends it.
+
+Notable here:
+- a model that was trained with routed caches needs no mending: without data, it is cut and saved as it is
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import statistics
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from pippin.cli import options, training
+from pippin.cli import options, terminal, training
 from pippin.core.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from pippin.core.report import Report
@@ -21,70 +26,60 @@ PROMPT, RUNS = 512, 3
 """Tokens of the prompt whose time is compared, and how often."""
 
 
+@training.planned(data=None)
 def share(
     model: Annotated[
         str, typer.Argument(help="Catalogue name, hub repository or folder.", autocompletion=options.complete_model)
     ],
-    data: training.Data,
-    out: training.Out,
+    plan: training.Plan,
     shared: Annotated[
         int | None, typer.Option(metavar="N", help="The last N layers read the last layer before them.")
     ] = None,
     group: Annotated[
         int | None, typer.Option(metavar="N", help="Or: of every N neighbours, all read the first.")
     ] = None,
+    retention: options.Retention = None,
+    leaders: Annotated[
+        str | None,
+        typer.Option(metavar="N,N", help="Or: which layers keep a cache, from 0; each other reads the last before it."),
+    ] = None,
     start: Annotated[
         str, typer.Option(help="Projections of a layer that is read: mean of all that read it, or its own.")
     ] = "mean",
     weight: Annotated[float, typer.Option(help="Of the teacher, from 0 to 1; the rest is the data's.")] = 0.9,
     top: Annotated[int | None, typer.Option(help="Learn only the teacher's likeliest so many tokens.")] = None,
-    field: training.Field = None,
-    learn: training.Learn = "assistant",
-    held_out: training.HeldOut = "0.05",
-    length: training.Length = 512,
-    steps: training.Steps = None,
-    epochs: training.Epochs = 1.0,
-    lr: training.LR = 3e-4,
-    rows: training.Rows = 8,
-    accumulate: training.Accumulate = 1,
-    precision: training.Precision = "float32",
-    every: training.Every = None,
-    seed: training.Seed = 0,
-    resume: training.Resume = False,
     device: options.Device = None,
     as_json: training.AsJson = False,
 ) -> None:
     """Let layers share caches, learn from the original what that broke, and save a model that opens like any other.
 
     pippin shape share smollm2-135m --shared 11 --data notes.txt --steps 200 --out shared
+    pippin shape share routed --retention 0.25 --out quarter
     """
-    plan = training.Plan(
-        data=data,
-        out=out,
-        length=length,
-        rows=rows,
-        lr=lr,
-        steps=steps,
-        epochs=epochs,
-        accumulate=accumulate,
-        precision=precision,
-        every=every,
-        seed=seed,
-        resume=resume,
-        held_out=held_out,
-        learn=learn,
-        fields=field or (),
-    )
     if start not in ("mean", "own"):
         raise InvalidArgument(f"--start is {start!r}; choose mean or own")
+    led = retention is not None or leaders is not None
+    if led and (shared is not None or group is not None):
+        raise InvalidArgument("--retention and --leaders say which layers share; leave --shared and --group out")
+    if not (led or plan.data):
+        raise InvalidArgument("sharing that a model was not trained for must be learnt: give --data")
+    chosen = _layers(leaders)
     import pippin
     from pippin.language.distillation import Distillation
     from pippin.language.objectives import held_out as measure_of
-    from pippin.shape.share import share_caches
+    from pippin.shape import share as sharing
 
     loaded = pippin.load(model, device=device, dtype="float32", pack=False)
-    student = share_caches(loaded.module, shared, group=group, start=cast(Any, start)).requires_grad_(True)
+    if led:
+        student = sharing.share(loaded.module, retention, leaders=chosen)
+    else:
+        student = sharing.share_caches(loaded.module, shared, group=group, start=cast(Any, start))
+    student.requires_grad_(True)
     result = dataclasses.replace(loaded, name=f"{loaded.name} sharing caches", module=student, source=None, adapters={})
+    if not plan.data:
+        result.save(plan.out)
+        _tell(loaded.name, plan.out, _report(model, plan.out, device), as_json=as_json)
+        return
     teacher = loaded.module.pack()
     objective = Distillation(teacher, weight, top=top)
     show = not as_json
@@ -99,14 +94,37 @@ def share(
         show=show,
     )
     result.save(plan.out)
-    made = _report(model, plan.out, device, original, outcome)
+    losses = {}
+    if original is not None and outcome.before is not None and outcome.after is not None:
+        losses = {"of the original": original, "untrained": outcome.before["loss"], "trained": outcome.after["loss"]}
+    made = _report(model, plan.out, device, losses)
     if show:
         made.print()
     facts = {row.name: row.value for row in made.rows}
     training.conclude(plan, outcome, as_json=as_json, facts={"model": loaded.name, **facts})
 
 
-def _report(model: str, out: Path, device: str | None, original: float | None, outcome: training.Outcome) -> Report:
+def _layers(text: str | None) -> list[int] | None:
+    """The layers that an option names."""
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and part.isascii() for part in parts):
+        raise InvalidArgument(f"--leaders must be numbers of layers with commas between them, got {text!r}")
+    return [int(part) for part in parts]
+
+
+def _tell(name: str, out: Path, made: Report, *, as_json: bool) -> None:
+    """Say what was cut without training: a table, or one JSON object."""
+    if as_json:
+        facts = {"out": str(out), "model": name, **{row.name: row.value for row in made.rows}}
+        terminal.write(terminal.to_json(facts) + "\n")
+    else:
+        made.print()
+        terminal.note(f"saved in {out}")
+
+
+def _report(model: str, out: Path, device: str | None, losses: Mapping[str, float] = MappingProxyType({})) -> Report:
     """What sharing saves and costs; times are those of the engine, original and result in turn."""
     import pippin
     from pippin.core.report import Report, Row
@@ -127,13 +145,8 @@ def _report(model: str, out: Path, device: str | None, original: float | None, o
         Row(f"first token after {count} before", first, "s"),
         Row(f"first token after {count} after", second, "s"),
         Row("time to first token, after / before", second / first, "x"),
+        *(Row(f"held-out loss {which}", loss, "nats/token") for which, loss in losses.items()),
     ]
-    if original is not None and outcome.before is not None and outcome.after is not None:
-        rows += [
-            Row("held-out loss of the original", original, "nats/token"),
-            Row("held-out loss untrained", outcome.before["loss"], "nats/token"),
-            Row("held-out loss trained", outcome.after["loss"], "nats/token"),
-        ]
     return Report("sharing caches", rows)
 
 

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import typer
 
+from pippin.cli.train_diffusion import diffusion
 from pippin.cli.train_full import full
 from pippin.cli.train_lora import lora
+from pippin.cli.train_prune import prune
+from pippin.cli.train_reasoner import reasoner
+from pippin.cli.train_soup import soup
 
 app = typer.Typer(no_args_is_help=True, help="Train a model on text or conversations of yours.")
 
 app.command()(full)
+app.command()(diffusion)
 app.command()(lora)
+app.command()(prune)
+app.command()(reasoner)
+app.command()(soup)

@@ -9,11 +9,16 @@ import typer
 
 from pippin.cli import options, terminal, training
 
+RETENTIONS = (1.0, 0.5, 0.25)
+"""Sizes of the cache that a model with routed caches is measured at when it is trained."""
+
 if TYPE_CHECKING:
+    from pippin.language.kv_routing import KVRouting
     from pippin.language.load import LanguageModel
     from pippin.train.parallel import Parallel
 
 
+@training.planned(injects=True)
 def full(
     model: Annotated[
         str,
@@ -21,28 +26,25 @@ def full(
             help="Catalogue name, hub repository, folder or .gguf file.", autocompletion=options.complete_model
         ),
     ],
-    data: training.Data,
-    out: training.Out,
+    plan: training.Plan,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Begin with random weights; only tokenizer and form are the model's.")
     ] = False,
     preset: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Begin with random weights of another form: nano, small or base."),
+        typer.Option(
+            metavar="NAME",
+            help="Begin with random weights of another form: nano, small or base; nano-gru or nano-lstm is recurrent.",
+        ),
     ] = None,
-    field: training.Field = None,
-    learn: training.Learn = "assistant",
-    held_out: training.HeldOut = "0.05",
-    length: training.Length = 512,
-    steps: training.Steps = None,
-    epochs: training.Epochs = 1.0,
-    lr: training.LR = 3e-4,
-    rows: training.Rows = 8,
-    accumulate: training.Accumulate = 1,
-    precision: training.Precision = "float32",
-    every: training.Every = None,
-    seed: training.Seed = 0,
-    resume: training.Resume = False,
+    route_caches: Annotated[
+        float | None,
+        typer.Option(
+            metavar="P",
+            help="Let each layer read an earlier one's keys and values with this probability, 0.5 say: the model can "
+            "then be opened with a smaller cache (--retention).",
+        ),
+    ] = None,
     ray: training.Ray = False,
     workers: training.Workers = None,
     device: options.Device = None,
@@ -52,25 +54,9 @@ def full(
 
     pippin train full smollm2-135m --data notes.txt --out mine --steps 100
     """
-    plan = training.Plan(
-        data=data,
-        out=out,
-        length=length,
-        rows=rows,
-        lr=lr,
-        steps=steps,
-        epochs=epochs,
-        accumulate=accumulate,
-        precision=precision,
-        every=every,
-        seed=seed,
-        resume=resume,
-        held_out=held_out,
-        learn=learn,
-        fields=field or (),
-    )
-    settings = {"plan": plan.to_json(), "model": model, "device": device, "fresh": fresh, "preset": preset}
-    made = training.launch(train, settings | {"show": not as_json}, ray=ray, workers=workers)
+    settings: dict[str, Any] = {"plan": plan.to_json(), "model": model, "device": device, "show": not as_json}
+    settings |= {"fresh": fresh, "preset": preset, "route": route_caches}
+    made = training.launch(train, settings, ray=ray, workers=workers)
     if made is not None:
         training.tell(made, as_json=as_json)
 
@@ -80,7 +66,10 @@ def train(settings: dict[str, Any], parallel: Parallel | None) -> dict[str, Any]
     plan = training.Plan.from_json(settings["plan"])
     fresh, preset = settings["fresh"], settings["preset"]
     device = settings["device"] if parallel is None else parallel.device
-    model = _model(settings["model"], device, fresh=fresh, preset=preset, seed=plan.seed)
+    routing = _routing(settings["route"])
+    model = model_of(settings["model"], device, fresh=fresh, preset=preset, seed=plan.seed)
+    if routing is not None:
+        routing.record(model.module)
     first = parallel is None or parallel.rank == 0
     show = settings["show"] and first
     batches = training.read(plan, model, processes=1 if parallel is None else parallel.size, show=show)
@@ -88,14 +77,41 @@ def train(settings: dict[str, Any], parallel: Parallel | None) -> dict[str, Any]
     if show:
         terminal.note(f"{model.name}: {parameters / 1e6:.1f} million parameters, {batches.steps} steps")
     title = f"{model.name}, all weights"
-    outcome = training.run(plan, model.module, batches, title=title, parallel=parallel, show=show)
+    outcome = training.run(plan, model.module, batches, title=title, objective=routing, parallel=parallel, show=show)
     if first:
         model.save(plan.out)
-    facts = {"model": model.name, "parameters": parameters, "fresh": fresh or preset is not None}
+    facts: dict[str, Any] = {"model": model.name, "parameters": parameters, "fresh": fresh or preset is not None}
+    if routing is not None and batches.measured is not None:
+        facts["held_out_by_retention"] = _by_retention(model, batches.measured, show=show)
     return training.summary(plan, outcome, facts)
 
 
-def _model(ref: str, device: str | None, *, fresh: bool, preset: str | None, seed: int) -> LanguageModel:
+def _routing(p_cross: float | None) -> KVRouting | None:
+    """The next token, learnt with caches that are routed at random; None where that was not asked for.
+
+    Raises:
+        InvalidArgument: no probability.
+    """
+    from pippin.language.kv_routing import KVRouting
+
+    return None if p_cross is None else KVRouting(p_cross)
+
+
+def _by_retention(model: LanguageModel, measured: list[Any], *, show: bool) -> dict[str, float]:
+    """What the model loses with half and a quarter of its caches, in nats a token."""
+    from pippin.language.kv_routing import RoutedModel, nearest, spread
+    from pippin.language.objectives import held_out
+
+    measure, found = held_out(measured), {}
+    for retention in RETENTIONS:
+        routed = RoutedModel(model.module, nearest(model.config, spread(model.config, retention)))
+        found[str(retention)] = measure(routed)["loss"]
+        if show:
+            terminal.note(f"held-out loss with {retention:.0%} of the caches: {found[str(retention)]:.4f} nats/token")
+    return found
+
+
+def model_of(ref: str, device: str | None, *, fresh: bool, preset: str | None, seed: int) -> LanguageModel:
     """The model to be trained, in float32."""
     import pippin
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _ADAPTER = "Adapter"
 
 
+@training.planned(injects=True, lr=1e-3, rows=4)
 def lora(
     model: Annotated[
         str,
@@ -30,8 +31,7 @@ def lora(
             help="Catalogue name, hub repository, folder or .gguf file.", autocompletion=options.complete_model
         ),
     ],
-    data: training.Data,
-    out: training.Out,
+    plan: training.Plan,
     rank: Annotated[int, typer.Option(help="Of each pair of matrices.", rich_help_panel=_ADAPTER)] = 16,
     alpha: Annotated[
         float | None,
@@ -72,19 +72,6 @@ def lora(
             metavar="MODEL", help="Learn this model's predictions, nine parts to one.", rich_help_panel=_ADAPTER
         ),
     ] = None,
-    field: training.Field = None,
-    learn: training.Learn = "assistant",
-    held_out: training.HeldOut = "0.05",
-    length: training.Length = 512,
-    steps: training.Steps = None,
-    epochs: training.Epochs = 1.0,
-    lr: training.LR = 1e-3,
-    rows: training.Rows = 4,
-    accumulate: training.Accumulate = 1,
-    precision: training.Precision = "float32",
-    every: training.Every = None,
-    seed: training.Seed = 0,
-    resume: training.Resume = False,
     ray: training.Ray = False,
     workers: training.Workers = None,
     device: options.Device = None,
@@ -96,23 +83,6 @@ def lora(
     pippin train lora smollm2-135m --data chats.jsonl --out mine --steps 200
     pippin ask --adapter mine "What is new?"
     """
-    plan = training.Plan(
-        data=data,
-        out=out,
-        length=length,
-        rows=rows,
-        lr=lr,
-        steps=steps,
-        epochs=epochs,
-        accumulate=accumulate,
-        precision=precision,
-        every=every,
-        seed=seed,
-        resume=resume,
-        held_out=held_out,
-        learn=learn,
-        fields=field or (),
-    )
     if begin is not None and recover is not None:
         raise InvalidArgument("--begin and --recover both say where to begin; give one of them")
     settings = {

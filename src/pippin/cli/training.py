@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -10,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from pippin.cli import INTERRUPTED, terminal
+from pippin.cli import INTERRUPTED, injection, terminal
 from pippin.core.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -99,6 +101,8 @@ class Plan:
     held_out: str = "0.05"
     learn: str = "assistant"
     fields: Sequence[str] = field(default_factory=tuple)
+    inject: float = 0.0
+    pretrain: Sequence[Path] = field(default_factory=tuple)
 
     def __post_init__(self) -> None:
         least = {"--length": self.length, "--rows": self.rows, "--accumulate": self.accumulate}
@@ -109,6 +113,12 @@ class Plan:
         for name, number in (("--lr", self.lr), ("--epochs", self.epochs)):
             if not 0 < number < math.inf:
                 raise InvalidArgument(f"{name} must be above 0, got {number}")
+        if not 0 <= self.inject < 1:
+            raise InvalidArgument(f"--inject is {self.inject}; give a share from 0 to below 1")
+        if self.inject and not self.pretrain:
+            raise InvalidArgument("--inject needs the text to inject: give --pretrain-data FILE")
+        if self.pretrain and not self.inject and share_of(self.held_out) == 0:
+            raise InvalidArgument("--pretrain-data is neither learnt (--inject) nor measured on (--held-out is 0)")
         if self.learn not in ("assistant", "all"):
             raise InvalidArgument(f"--learn is {self.learn!r}; choose assistant or all")
         if self.precision not in ("float32", "bfloat16"):
@@ -119,12 +129,14 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON values, for another process."""
         values = asdict(self)
-        return values | {"data": [str(path) for path in self.data], "out": str(self.out), "fields": list(self.fields)}
+        paths = {name: [str(path) for path in getattr(self, name)] for name in ("data", "pretrain")}
+        return values | paths | {"out": str(self.out), "fields": list(self.fields)}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Plan:
         """The plan that `to_json` described."""
-        return cls(**{**values, "data": [Path(path) for path in values["data"]], "out": Path(values["out"])})
+        paths = {name: [Path(path) for path in values[name]] for name in ("data", "pretrain")}
+        return cls(**{**values, **paths, "out": Path(values["out"])})
 
     @property
     def run_folder(self) -> Path:
@@ -144,6 +156,64 @@ class Plan:
         return dict(pair.split("=", 1) for pair in self.fields)
 
 
+_OPTIONS: dict[str, tuple[Any, Any]] = {
+    "data": (Data, inspect.Parameter.empty),
+    "out": (Out, inspect.Parameter.empty),
+    "field": (Field, None),
+    "learn": (Learn, "assistant"),
+    "held_out": (HeldOut, "0.05"),
+    "length": (Length, 512),
+    "steps": (Steps, None),
+    "epochs": (Epochs, 1.0),
+    "lr": (LR, 3e-4),
+    "rows": (Rows, 8),
+    "accumulate": (Accumulate, 1),
+    "precision": (Precision, "float32"),
+    "every": (Every, None),
+    "seed": (Seed, 0),
+    "resume": (Resume, False),
+}
+"""The options that make a `Plan`, each with its default."""
+
+
+def planned(*, injects: bool = False, **defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a verb all options of a `Plan`, which it receives as its argument ``plan``.
+
+    Args:
+        injects: whether old data may be mixed in, and forgetting measured.
+        defaults: of options that are not those of other verbs; a default for ``data`` makes it optional.
+    """
+
+    chosen = _OPTIONS | (injection.OPTIONS if injects else {})
+
+    def decorate(verb: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(verb)
+        def command(**given: Any) -> None:
+            values = {name: given.pop(name) for name in _OPTIONS}
+            values["data"], values["fields"] = values["data"] or (), values.pop("field") or ()
+            if injects:
+                values["inject"], values["pretrain"] = given.pop("inject"), given.pop("pretrain_data") or ()
+            verb(plan=Plan(**values), **given)
+
+        parameters: list[inspect.Parameter] = []
+        for parameter in inspect.signature(verb, eval_str=True).parameters.values():
+            own = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)]
+            parameters += _plan_parameters(chosen, defaults) if parameter.name == "plan" else own
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return command
+
+    return decorate
+
+
+def _plan_parameters(chosen: Mapping[str, tuple[Any, Any]], defaults: Mapping[str, Any]) -> list[inspect.Parameter]:
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return [
+        inspect.Parameter(name, kind, annotation=annotation, default=defaults.get(name, default))
+        for name, (annotation, default) in chosen.items()
+    ]
+
+
 @dataclass(frozen=True)
 class Batches:
     """What a run learns from and is measured on."""
@@ -151,6 +221,8 @@ class Batches:
     learnt: Packed
     steps: int
     measured: list[Any] | None
+    remembered: list[Any] | None = None
+    """What the model should not forget; None where no old data was given, or nothing is measured."""
 
 
 def read(plan: Plan, model: LanguageModel, *, processes: int = 1, show: bool = True) -> Batches:
@@ -169,7 +241,7 @@ def read(plan: Plan, model: LanguageModel, *, processes: int = 1, show: bool = T
         how = {"template": model.template, "length": plan.length, "learn": cast(Any, plan.learn), "fields": plan.names}
         return streams.tokenised(data, model.tokenizer, **how, show=show)
 
-    share = _share(plan.held_out)
+    share = share_of(plan.held_out)
     learnt = tokenised(plan.data)
     measured = None
     if share is None:
@@ -177,15 +249,28 @@ def read(plan: Plan, model: LanguageModel, *, processes: int = 1, show: bool = T
     elif share > 0:
         learnt, measured = hold_out(learnt, share, seed=plan.seed)
     one = {"length": plan.length, "rows": plan.rows}
-    tokens = learnt.tokens
+    remembered = None
+    old: Any = None
+    if plan.pretrain:
+        old = tokenised(plan.pretrain)
+        if measured is not None:
+            old, remembered = hold_out(old, share or 0.05, seed=plan.seed)
+            remembered = injection.at_most(remembered, max(measured.tokens, 16 * plan.length))
+    tokens = learnt.tokens / (1 - plan.inject)
     step = plan.length * plan.rows * plan.accumulate * processes
     steps = plan.steps or max(1, round(plan.epochs * tokens / step))
-    batches = streams.packed(learnt, model.tokenizer, seed=plan.seed, **one)
-    held = None if measured is None else list(streams.packed(measured, model.tokenizer, epochs=1, **one))
-    return Batches(batches, steps, held)
+    if plan.inject:
+        batches = injection.injected(learnt, old, model.tokenizer, plan.inject, seed=plan.seed, **one)
+    else:
+        batches = streams.packed(learnt, model.tokenizer, seed=plan.seed, **one)
+    held, kept = (
+        None if pieces is None else list(streams.packed(pieces, model.tokenizer, epochs=1, **one))
+        for pieces in (measured, remembered)
+    )
+    return Batches(batches, steps, held, kept)
 
 
-def _share(text: str) -> float | None:
+def share_of(text: str) -> float | None:
     """A share between 0 and 1; None for the name of a file."""
     try:
         share = float(text)
@@ -206,6 +291,14 @@ class Outcome:
     best: int | None
     """The step whose weights were taken, where they are not the last."""
 
+    @property
+    def forgetting(self) -> float | None:
+        """By how many nats a token the loss on old data rose; None where it was not measured."""
+        name = "pretraining loss"
+        if self.before is None or self.after is None or name not in self.before:
+            return None
+        return self.after[name] - self.before[name]
+
 
 def run(
     plan: Plan,
@@ -215,10 +308,15 @@ def run(
     title: str,
     optimiser: Optimiser | None = None,
     objective: Any = None,
+    measured: Any = None,
+    measure: Any = None,
     parallel: Parallel | None = None,
     show: bool = True,
 ) -> Outcome:
     """Train a module on the batches, and leave it with the weights that were best on what was held out.
+
+    ``measured`` is the objective of the held-out batches; None for the likelihood of the next token. ``measure`` takes
+    the place of both: a function from the module to figures, "loss" among them.
 
     Raises:
         TrainingError: the loss is not finite, or the run in the folder is another one.
@@ -226,14 +324,17 @@ def run(
     """
     from pippin.language.objectives import NextToken, held_out
     from pippin.train import AdamW, Checkpoints, Cosine, Evaluation, Trainer, load_weights
+    from pippin.train.forgetting import watch
 
     objective = NextToken() if objective is None else objective
     every = plan.every or max(1, batches.steps // 10)
     evaluation = before = None
-    if batches.measured is not None:
-        measure = held_out(batches.measured)
+    if measure is not None or batches.measured is not None:
+        measure = measure or held_out(batches.measured or (), measured)
         evaluation = Evaluation(measure, every)
-        before = dict(measure(module))
+        if batches.remembered is not None:
+            evaluation = watch(measure, held_out(batches.remembered, measured), every)
+        before = dict(evaluation.measure(module))
     checkpoints = Checkpoints(plan.run_folder, every, resume=plan.resume)
     trainer = Trainer(
         module,
@@ -278,6 +379,7 @@ def summary(plan: Plan, outcome: Outcome, facts: dict[str, Any]) -> dict[str, An
         "last_loss": training.losses[-1] if training.losses else None,
         "held_out_before": outcome.before,
         "held_out_after": outcome.after,
+        "forgetting": outcome.forgetting,
         "best_step": outcome.best,
         "seconds": training.seconds,
         "tokens_per_second": training.units_per_second,
@@ -312,7 +414,9 @@ def _show(made: dict[str, Any]) -> None:
     rows += [Row(f"{which} loss", made[f"{which}_loss"], "nats/token") for which in ("first", "last")]
     for when in ("before", "after"):
         for name, value in (made[f"held_out_{when}"] or {}).items():
-            rows.append(Row(f"held-out {name} {when}", value, "nats/token" if name == "loss" else ""))
+            rows.append(Row(f"held-out {name} {when}", value, "nats/token" if name.endswith("loss") else ""))
+    if made["forgetting"] is not None:
+        rows.append(Row("forgetting", made["forgetting"], "nats/token"))
     rows += [Row("time", made["seconds"], "s"), Row("speed", made["tokens_per_second"], "tokens/s")]
     Report(made["title"], [row for row in rows if row.value is not None]).print()
     if made["best_step"] is not None:

@@ -225,6 +225,18 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def model_type(folder: str | Path) -> str | None:
+    """The kind of model that the `config.json` of a folder names; None where none can be read there.
+
+    A damaged file is told about by what opens it, not by whoever only wants to know what to open it with.
+    """
+    try:
+        found = read_json(Path(folder).expanduser() / "config.json").get("model_type")
+    except (OSError, CorruptedFile):
+        return None
+    return found if isinstance(found, str) else None
+
+
 def _dump(value: Mapping[str, Any]) -> str:
     try:
         return json.dumps(dict(value), ensure_ascii=False, indent=2) + "\n"

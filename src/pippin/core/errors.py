@@ -115,6 +115,14 @@ class ResumeMismatch(TrainingError):
     """A training checkpoint was written by another model, optimiser or data than the run that would go on from it."""
 
 
+class NewtonDivergence(TrainingError, ArithmeticError):
+    """Newton's method did not solve a recurrence; ``iterations`` were made and ``residual`` is left."""
+
+    def __init__(self, message: str, *, iterations: int, residual: float) -> None:
+        super().__init__(message)
+        self.iterations, self.residual = iterations, residual
+
+
 class UnsupportedLayer(PippinError, TypeError):
     """A model holds layers that a method has no rule for; the message lists all of them."""
 
@@ -386,3 +394,23 @@ class ResponseNotFound(PippinError, LookupError):
 
 class ClaimError(PippinError):
     """A claim is malformed, unknown, or its evidence file does not fit it."""
+
+
+class PippinWarning(UserWarning):
+    """What is said by `warnings.warn` of a result that stands, but not as it was asked for."""
+
+
+class NewtonFallback(PippinWarning):
+    """Newton's method did not converge, and the recurrence was computed step by step; the message has the residual."""
+
+
+class UntrainedSharing(PippinWarning):
+    """Layers share caches in a model that was not trained for it."""
+
+
+class Extrapolation(PippinWarning):
+    """A law is asked about a run far outside those it was fitted on, or its fit is uncertain."""
+
+
+class Truncation(PippinWarning):
+    """Something was longer than what reads it, and its end was left out."""

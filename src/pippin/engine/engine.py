@@ -6,6 +6,8 @@ Notable here:
 - whatever has been computed is found again by later requests of the same owner and adapter, whoever asked
 - an error of one request reaches its caller only; an error of a pass reaches the callers of that pass, and the engine
   goes on with an empty cache
+- recurrent layers keep a state in place of keys and values: it lies with its request and goes with it, and nothing is
+  found again by others, since a state is of use only to the very text that it was computed from, at its very end
 - where the runner is invariant, a request's answer is the same to the bit whatever the company, the cuts of its prompt,
   the preemptions and the cache; with torch it is the same except where two tokens are closer than rounding
 - nothing polls: callers wait for events, and can be interrupted; the thread waits for work, and ends when there is none
@@ -60,6 +62,7 @@ class EngineStats:
             are only kept for later requests, and are given up when there is no other.
         cache_tokens_used: tokens of the blocks that hold something. cache_tokens_capacity: of all.
         cache_bytes_used: memory of the blocks that hold something.
+        state_bytes_used: memory of the states of recurrent layers, which is the same for each sequence, however long.
     """
 
     slots: int
@@ -84,6 +87,7 @@ class EngineStats:
     cache_tokens_used: int
     cache_tokens_capacity: int
     cache_bytes_used: int
+    state_bytes_used: int = 0
 
 
 class Engine:
@@ -101,16 +105,17 @@ class Engine:
             that what is not needed takes no memory. None for the full context in every slot, or what a quarter of the
             free memory holds if that is less. No request may be longer.
         cache_type: precision of keys and values; "auto" for what suits the model.
-        reuse: whether what was computed is kept for later requests; False forgets it with the request.
+        reuse: whether what was computed is kept for later requests; False forgets it with the request, as always where
+            layers are recurrent.
         prompt_cache: a file to begin with what an earlier engine had computed, if it is there, and to leave it in when
-            this one is closed; None for neither.
+            this one is closed; None for neither. Not for a model with recurrent layers.
 
     Attributes:
         context_size: tokens that prompt and answer may take together.
         cache_type: precision of keys and values.
 
     Raises:
-        InvalidArgument: a number outside its range, or an unknown precision.
+        InvalidArgument: a number outside its range, an unknown precision, or a prompt cache of a recurrent model.
         NotEnoughMemory: there is no memory for the cache.
         InvalidInput, CorruptedFile, PromptCacheMismatch: the prompt cache cannot be used.
     """
@@ -138,6 +143,8 @@ class Engine:
                 f"cache_tokens must be at least {slots * BLOCK}, one block of {BLOCK} for each of {slots} slots, got "
                 f"{cache_tokens}"
             )
+        if prompt_cache is not None:
+            _check_reusable(model)
         blocks = affordable(model, slots, cache_type) if cache_tokens is None else cache_tokens // BLOCK
         self.model, self.queue = model, queue
         self.chunk = chunk or (256 if model.device.type == "cpu" else 1024)
@@ -146,6 +153,7 @@ class Engine:
             files.check_place(self.prompt_cache)
         self._runner = make_runner(model, blocks, cache_type)
         self.cache_type: CacheType = self._runner.cache_type
+        reuse = reuse and not model.config.recurrent_layers
         self._scheduler = Scheduler(slots, self.chunk, blocks, self._runner.copy, reuse=reuse)
         self.context_size = min(model.context_size, blocks * BLOCK)
         # weights that training may change, which makes what was computed with them worthless
@@ -294,6 +302,7 @@ class Engine:
             cache_tokens_used=used * BLOCK,
             cache_tokens_capacity=pool.count * BLOCK,
             cache_bytes_used=used * self._runner.block_bytes,
+            state_bytes_used=self._state_bytes(),
             **loop.counts,
         )
 
@@ -308,7 +317,7 @@ class Engine:
         Returns the bytes of the file.
 
         Raises:
-            InvalidArgument: no path here, and none given to the engine.
+            InvalidArgument: no path here, and none given to the engine; or the model has recurrent layers.
             DiskFull: the disk has no room for it. InvalidInput: nothing may be written there.
             Overloaded: the engine is closed.
         """
@@ -324,7 +333,7 @@ class Engine:
             path: the file; None for the engine's own ``prompt_cache``.
 
         Raises:
-            InvalidArgument: no path here, and none given to the engine.
+            InvalidArgument: no path here, and none given to the engine; or the model has recurrent layers.
             InvalidInput, CorruptedFile: the file cannot be read, or is damaged; nothing has changed then.
             PromptCacheMismatch: another model wrote it, or with another precision of the cache.
             Overloaded: the engine is closed.
@@ -360,12 +369,20 @@ class Engine:
 
     # --- for callers ----------------------------------------------------------------------------------------------
 
+    def _state_bytes(self) -> int:
+        """Memory of the states of all that is being computed."""
+        if not self.model.config.recurrent_layers:
+            return 0
+        lines = [line for job in self._scheduler.active.copy() for line in (job, *job.branches.copy())]
+        return sum(bool(line.states) for line in lines) * self.model.config.state_bytes
+
     @property
     def _fork_size(self) -> int:
         """Tokens of a prompt and a continuation: the block in which they part is there twice."""
         return min(self.context_size, (self._scheduler.pool.count - 1) * BLOCK)
 
     def _cache_path(self, path: str | Path | None) -> Path:
+        _check_reusable(self.model)
         chosen = self.prompt_cache if path is None else Path(path)
         if chosen is None:
             raise InvalidArgument("the engine has no prompt cache of its own; name a file")
@@ -421,7 +438,21 @@ def affordable(model: LanguageModel, slots: int, cache_type: CacheType | Literal
         free = devices.memory().available
     # one more, because a fork needs the block twice in which it parts from its parent
     whole = slots * blocks_for(model.context_size) + 1
-    return max(slots, min(whole, free // 4 // runner_class(model).block_bytes_of(model, cache_type)))
+    block = runner_class(model).block_bytes_of(model, cache_type)
+    return max(slots, min(whole, free // 4 // block)) if block else whole  # without keys a block is a mere number
+
+
+def _check_reusable(model: LanguageModel) -> None:
+    """Raise where what was computed of a prompt cannot be kept.
+
+    Raises:
+        InvalidArgument: the model has recurrent layers.
+    """
+    if model.config.recurrent_layers:
+        raise InvalidArgument(
+            f"{model.name} has recurrent layers, whose states cannot be found again for a part of a prompt; leave the "
+            "prompt cache out"
+        )
 
 
 class _Kept:

@@ -297,6 +297,8 @@ class _Described:
         found = native.library()
         if found is None:
             raise InvalidArgument(f"the native kernels are not here: {native.why_not()}")
+        if module.config.recurrent_layers:
+            raise InvalidArgument(f"layer {module.config.recurrent_layers[0]} is recurrent, which the kernels are not")
         self.native = found
         self._alive: list[Any] = [module]
         self._head_dim = module.config.head_dim

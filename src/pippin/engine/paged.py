@@ -5,6 +5,8 @@ Notable here:
 - each layer's tokens are written before any is read, so that attention sees what later passes will see, in the same
   precision: a warm cache and a cold one differ by nothing but the order of sums
 - 8-bit codes have a scale for each token and head, so that writing a token never touches another
+- states of recurrent layers lie beside the blocks, with their sequences: a pass takes them from there and puts the new
+  ones in their place
 - once `narrow`ed, a pass shows what the wanted tokens may look at: one query at the end of a prompt needs no mask
 """
 
@@ -23,6 +25,7 @@ from pippin.core.errors import InvalidArgument, NotEnoughMemory
 from pippin.engine.runner import BLOCK, CacheType, Work
 from pippin.language.transformer import DecoderConfig
 from pippin.nn.cache import EndToEnd, New, Read
+from pippin.nn.recurrent import States
 
 DTYPES: dict[CacheType, torch.dtype] = {
     "float32": torch.float32,
@@ -179,6 +182,8 @@ class _Sequence:
 class PagedPass:
     """What the sequences of one pass see: a `pippin.nn.cache.Resumable` over the blocks of their tables.
 
+    It is a `pippin.nn.recurrent.Stateful` too, over the states that the sequences brought along.
+
     Args:
         store: the blocks.
         works: the sequences; their new tokens lie end to end in the single row of a batch.
@@ -187,6 +192,7 @@ class PagedPass:
 
     def __init__(self, store: PagedStore, works: Sequence[Work], dtype: torch.dtype) -> None:
         self.store, self.dtype = store, dtype
+        self._states = [work.states for work in works]
         self._sequences = [_Sequence(w.held, w.table, len(w.ids), w.outputs) for w in works]
         self.length = max(work.held for work in works)
         spans = [range(work.held, work.held + len(work.ids)) for work in works]
@@ -220,6 +226,24 @@ class PagedPass:
             reads.append((*self.store.read(layer, place, self.dtype), mask))
             counts.append(len(asking))
         return reads[0] if len(reads) == 1 else EndToEnd(counts, reads)
+
+    @property
+    def counts(self) -> list[int]:
+        """New tokens of each sequence."""
+        return [sequence.count for sequence in self._sequences]
+
+    def recall(self, layer: int) -> States | None:
+        """The state of each sequence before its new tokens; None where all of them begin."""
+        found = [states.get(layer) for states in self._states]
+        known = next((state for state in found if state is not None), None)
+        if known is None:
+            return None
+        return torch.stack([torch.zeros_like(known) if state is None else state for state in found])
+
+    def remember(self, layer: int, states: States) -> None:
+        """Leave each sequence its state after the new tokens, in memory of its own."""
+        for mine, state in zip(self._states, states.unbind(), strict=True):
+            mine[layer] = state.clone()
 
     def narrow(self) -> None:
         """From now on only the wanted tokens ask."""

@@ -3,12 +3,13 @@
 Notable here:
 - a runner owns the memory of the cache (blocks of 16 tokens) and knows nothing of requests; who holds which block, and
   what is in it, is the scheduler's matter
+- states of recurrent layers are no part of the pool: they lie with the sequence, which brings them along
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from jaxtyping import Float, UInt8
@@ -42,6 +43,8 @@ class Work:
         residual: (len(ids), width): with ``depth``, filled with what left the last layer computed; without, what
             enters layer ``resume``, where a pass that stopped there goes on.
         resume: the first layer to compute; 0 to begin with the embeddings.
+        states: of the recurrent layers, by layer, after the ``held`` tokens: empty at the beginning. A pass puts others
+            in their place and changes none, so a copy of the mapping is a copy of the states.
     """
 
     ids: Sequence[int]
@@ -52,6 +55,7 @@ class Work:
     depth: int | None = None
     residual: Float[Tensor, "tokens width"] | None = None
     resume: int = 0
+    states: dict[int, Float[Tensor, size]] = field(default_factory=dict)
 
 
 @runtime_checkable

@@ -204,7 +204,7 @@ class Scheduler:
             for block in job.table[:whole]:
                 self.pool.hold(block)
             branch.table = job.table[:whole] + self._fresh(missing)
-            branch.held = len(job.ids)
+            branch.held, branch.states = len(job.ids), job.states.copy()
             job.branches.append(branch)
             rows += branch.pending
             if len(job.ids) % BLOCK:
@@ -351,6 +351,6 @@ class Scheduler:
         self._forget(job)
 
     def _forget(self, job: Job) -> None:
-        job.table, job.held, job.shared, job.node = [], 0, 0, None
+        job.table, job.held, job.shared, job.node, job.states = [], 0, 0, None, {}
         job.branches = []
         job.first = job.writing = False

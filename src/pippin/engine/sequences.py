@@ -3,7 +3,7 @@
 Notable here:
 - caller and engine know each other through a queue of events and one flag, so that a caller who stops listening, or is
   collected, ends the request and never waits for it, and a slow one holds up nobody
-- a branch is a sequence of its own that begins with its parent's blocks; it lives only while it is computed
+- a branch is a sequence of its own that begins with its parent's blocks and states; it lives only while it is computed
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Final
+
+from torch import Tensor
 
 from pippin.engine.radix import Key, Node
 from pippin.engine.runner import BLOCK, Work
@@ -44,6 +46,7 @@ class Line:
     Attributes:
         held: tokens that are computed.
         table: the blocks, with room for ``held`` tokens at least.
+        states: those of recurrent layers after the ``held`` tokens; see `Work`.
         rank: who comes first; the smaller, the sooner, and the later to make room.
     """
 
@@ -51,6 +54,7 @@ class Line:
         self.ids, self.adapter, self.rank = ids, adapter, rank
         self.held = 0
         self.table: list[int] = []
+        self.states: dict[int, Tensor] = {}
 
     @property
     def pending(self) -> int:
@@ -136,6 +140,7 @@ class Part:
         """The same for a runner."""
         line = self.line
         work = Work(line.ids[line.held : line.held + self.count], line.held, line.table, (), line.adapter)
+        work.states = line.states
         if isinstance(line, Branch):
             work.outputs = range(self.count)
         elif self.count == line.pending and isinstance(line, Job) and line.wants_logits:

@@ -5,6 +5,8 @@ Notable here:
 - layers after the last one with keys of its own are computed for the wanted tokens only, which is exact: a decoder
   whose upper layers share keys reads a prompt in little more than the time of its lower ones
 - a pass may stop after some layer and another go on there: a model drafts with its lower layers and checks with all
+- recurrent layers have no blocks: their states come with a sequence and stay with it, and tokens that were read cannot
+  be taken back, so such a model neither drafts with its lower layers nor resumes
 - on CUDA, passes in which every sequence has one new token replay a graph (`pippin.engine.graphs`)
 """
 
@@ -47,7 +49,7 @@ class TorchRunner:
         self.cache_type = self.precision(model, cache_type)
         self.model, self.blocks = model, blocks
         self.block_bytes = block_bytes(model.config, self.cache_type)
-        recorded = model.device.type == "cuda" and DecodeSteps.supports(model)
+        recorded = model.device.type == "cuda" and DecodeSteps.supports(model) and not model.config.recurrent_layers
         # recorded steps read what is not written yet, and mask it; and they need a block that belongs to nobody
         extra = 1 if recorded else 0
         store = PagedStore(model.config, blocks + extra, self.cache_type, model.device, zeros=recorded)
@@ -155,6 +157,14 @@ class TorchRunner:
         if work.residual is not None and work.residual.shape != (count, self.model.config.width):
             shape = tuple(work.residual.shape)
             raise InvalidArgument(f"{count} tokens need a residual of width {self.model.config.width}, got {shape}")
+        recurrent = self.model.config.recurrent_layers
+        if recurrent and (first, stop) != (0, len(self.model.config.layers)):
+            raise InvalidArgument(f"layers {first} to {stop} cannot be computed alone: {self.model.name} has states")
+        if set(work.states) != (set(recurrent) if work.held else set()):
+            raise InvalidArgument(
+                f"a sequence of {work.held} tokens brought the states of layers {sorted(work.states)}, the model keeps "
+                f"those of layers {list(recurrent)}"
+            )
 
     def _pass(self, works: Sequence[Work], layers: range, keep: bool) -> list[Tensor]:
         """Compute some layers for sequences that all take the same ones; ``keep``: fill their residuals."""
@@ -165,9 +175,9 @@ class TorchRunner:
         adapters = _shares(works, [len(work.ids) for work in works])
         cut = None
         if not keep and len(rows) < starts[-1]:
-            own = [layer for layer in model.config.cached_layers if layer in layers]
+            own = [*model.config.cached_layers, *model.config.recurrent_layers]
             asked = _shares(works, [len(work.outputs) for work in works])
-            cut = Cut(own[-1] if own else layers[0], wanted, asked)
+            cut = Cut(max((layer for layer in own if layer in layers), default=layers[0]), wanted, asked)
         cache = PagedPass(store, works, model.dtype)
         x = decoder.through(self._entry(works, layers[0]), cache, layers=layers, adapters=adapters, cut=cut)
         if keep:

@@ -39,7 +39,8 @@ from pippin.core.errors import (
 from pippin.core.files import disk_errors, sha256_of, sync_folder
 from pippin.language import families
 from pippin.language.load import LanguageModel
-from pippin.language.transformer import Decoder, DecoderLayer
+from pippin.language.transformer import Decoder, DecoderConfig, DecoderLayer
+from pippin.nn.attention import Attention
 from pippin.nn.embedding import Embedding
 from pippin.nn.feedforward import FeedForward
 from pippin.nn.linear import Linear
@@ -303,28 +304,37 @@ def _compare_base(model: LanguageModel, folder: Path) -> None:
 def targets(module: Decoder) -> Iterator[tuple[str, Target]]:
     """The layers of a decoder that an adapter may change, by name, and where each is computed.
 
-    Layers that share the keys and values of another have no such projections; experts have no adapters.
+    Layers that share the keys and values of another have no such projections; experts have no adapters, and of a
+    recurrent layer neither have the convolution and the cell.
     """
     config = module.config
     for index, layer in enumerate(module.layers):
         assert isinstance(layer, DecoderLayer)
-        prefix, attention = f"layers.{index}", layer.self_attn
-        sizes = {"q_proj": config.heads, "k_proj": config.kv_heads, "v_proj": config.kv_heads}
-        sizes = {name: heads * config.head_dim for name, heads in sizes.items()}
-        start = 0
-        for name, outputs in sizes.items():
-            linear: Linear | None = attention.qkv_proj or getattr(attention, name, None)
-            if linear is not None:
-                yield f"{prefix}.self_attn.{name}", Target(linear, start, outputs)
-            start += 0 if attention.qkv_proj is None else outputs
-        yield f"{prefix}.self_attn.o_proj", Target(attention.o_proj, 0, config.width)
+        prefix = f"layers.{index}"
+        if layer.recurrent is not None:
+            for name, linear in (("in_proj", layer.recurrent.in_proj), ("out_proj", layer.recurrent.out_proj)):
+                yield f"{prefix}.recurrent.{name}", Target(linear, 0, linear.outputs)
+        else:
+            yield from _of_attention(f"{prefix}.self_attn", layer.self_attn, config)
         if isinstance(layer.mlp, FeedForward):
             size, fused = layer.mlp.spec.size, layer.mlp.gate_up_proj
             for name, start in (("gate_proj", 0), ("up_proj", 0 if fused is None else size)):
-                linear = fused or getattr(layer.mlp, name)
-                if linear is not None:
-                    yield f"{prefix}.mlp.{name}", Target(linear, start, size)
+                matrix = fused or getattr(layer.mlp, name)
+                if matrix is not None:
+                    yield f"{prefix}.mlp.{name}", Target(matrix, start, size)
             yield f"{prefix}.mlp.down_proj", Target(layer.mlp.down_proj, 0, config.width)
+
+
+def _of_attention(prefix: str, attention: Attention, config: DecoderConfig) -> Iterator[tuple[str, Target]]:
+    """The projections of an attention layer."""
+    sizes = {"q_proj": config.heads, "k_proj": config.kv_heads, "v_proj": config.kv_heads}
+    start = 0
+    for name, heads in sizes.items():
+        linear: Linear | None = attention.qkv_proj or getattr(attention, name, None)
+        if linear is not None:
+            yield f"{prefix}.{name}", Target(linear, start, heads * config.head_dim)
+        start += 0 if attention.qkv_proj is None else heads * config.head_dim
+    yield f"{prefix}.o_proj", Target(attention.o_proj, 0, config.width)
 
 
 def _target(places: dict[str, Target], layer: str, model: LanguageModel, folder: Path) -> Target:

@@ -28,7 +28,7 @@ from pippin.core.errors import (
 )
 from pippin.core.files import format_bytes
 from pippin.core.reference import Resolved
-from pippin.language.load import survey
+from pippin.language.load import led_by, survey
 from pippin.language.packing import choose_packing
 
 Reason = Literal[
@@ -125,6 +125,7 @@ def memory_needed(
     device: str | None = None,
     context: int | None = None,
     bits: int | None = None,
+    retention: float | None = None,
 ) -> int:
     """Bytes that an installed model takes once it is loaded and its cache is full, beyond what Python and torch take.
 
@@ -137,9 +138,11 @@ def memory_needed(
         device: where it would run; None takes the best there is.
         context: tokens in the cache; None for as many as the model was trained for, 0 for the weights alone.
         bits: width that its matrices would be quantised to; None leaves them as they are.
+        retention: share of the layers that would keep keys and values, as `pippin.load` takes it; None for all.
 
     Raises:
-        InvalidArgument: an unknown device, precision or number of bits, or a negative context.
+        InvalidArgument: an unknown device, precision or number of bits, a negative context, a retention that the model
+            cannot have.
         ModelNotFound: nothing answers to the reference, or it is not installed.
         CorruptedFile, UnsupportedModel, UnsafeCheckpoint: as `pippin.load`.
     """
@@ -147,7 +150,7 @@ def memory_needed(
         raise InvalidArgument(f"context is {context}; give 0 tokens or more, or None")
     where = devices.choose(device)
     choose_packing(dtype, where, bits=bits)
-    weights, cache, most = _sizes(reference.resolve(ref, download=False), dtype, where, bits)
+    weights, cache, most = _sizes(reference.resolve(ref, download=False), dtype, where, bits, retention)
     return weights + cache * (most if context is None else context)
 
 
@@ -192,7 +195,9 @@ def _unusable(error: Exception) -> Availability:
     return Availability("unsupported" if unsupported else "corrupted", str(error))
 
 
-def _sizes(found: Resolved, dtype: str, where: torch.device, bits: int | None) -> tuple[int, int, int]:
+def _sizes(
+    found: Resolved, dtype: str, where: torch.device, bits: int | None, retention: float | None = None
+) -> tuple[int, int, int]:
     """Bytes of the weights once loaded, bytes of cache for one token, and the longest context in tokens."""
     packing = choose_packing(dtype, where, bits=bits)
     if found.kind == "folder":
@@ -201,7 +206,7 @@ def _sizes(found: Resolved, dtype: str, where: torch.device, bits: int | None) -
             folder = open_folder(found.path)
             elements = sum(prod(folder.shape(name)) for name in folder.names())
             return elements * torch.float32.itemsize, 0, config.get("max_position_embeddings", _CONVERSATION)
-    seen = survey(found)
+    seen = led_by(survey(found), retention, None)
     config_ = seen.module.config
     numbers = 2 * len(config_.cached_layers) * config_.kv_heads * config_.head_dim
     return (

@@ -3,8 +3,9 @@
 Notable here:
 - our parameter names are Hugging Face's without the "model." in front, so most maps are the identity
 - a GGUF file of the llama architecture stores query and key rows in another order, which is undone here
-- layers that read another layer's keys and values are written down beside the family that is otherwise meant, under a
-  model type of our own: a reader that knows only the family must not fill in keys and values by chance
+- layers that read another layer's keys and values, or have a recurrence in attention's place, are written down beside
+  the family that is otherwise meant, under a model type of our own: a reader that knows only the family must not fill
+  in what is missing by chance
 - Gemma's norms are stored minus one (Hugging Face) or as they are (GGUF); in memory a norm multiplies by its weight
 """
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -23,6 +24,7 @@ from pippin.core.gguf import GGUFFile
 from pippin.language.transformer import DecoderConfig, LayerSpec
 from pippin.nn.attention import AttentionSpec
 from pippin.nn.feedforward import Activation, FeedForwardSpec
+from pippin.nn.recurrent import RecurrentSpec
 from pippin.nn.rotary import Rotary
 
 T = TypeVar("T")
@@ -38,6 +40,17 @@ ACTIVATIONS: dict[str, Activation] = {
 }
 KV_SHARED = "pippin_kv_shared"
 """The model type of decoders whose layers share caches; ``base_model_type`` is the family that they are otherwise."""
+RECURRENT = "pippin_recurrent"
+"""The model type of decoders with recurrent layers; ``base_model_type`` is the family that they are otherwise."""
+DIFFUSION = "pippin_diffusion"
+OTHERS = {
+    DIFFUSION: "a masked diffusion model; open it with pippin.language.load_diffusion, or use `pippin infill`",
+    "pippin_instruction_pruning": "a model that its prompt prunes; make a small one of it with "
+    "`pippin shape specialize FOLDER --prompt TEXT --out SMALL`",
+    "pippin_soup": "a soup of experts; make a model of it: `pippin shape specialize FOLDER --documents FILE --out G`",
+    "pippin_reasoner": "a reasoner with latent thoughts; ask it with `pippin reason FOLDER QUESTION`",
+}
+"""Model types of ours that are more than a decoder, and what opens them."""
 PERMUTED = ("llama", "smollm3")  # GGUF architectures with interleaved query and key rows
 
 
@@ -49,17 +62,21 @@ def from_hf(config: Mapping[str, Any]) -> DecoderConfig:
         CorruptedFile: a field that every decoder needs is missing, or two contradict each other.
     """
     family = config.get("model_type")
-    shared = family == KV_SHARED
-    if shared:
+    recurrent = family == RECURRENT
+    shared = family == KV_SHARED or (recurrent and "kv_sources" in config)
+    if shared or recurrent:
         family = config.get("base_model_type")
     if family == "gemma3":  # the multimodal wrapper; its text part is the decoder
         config = {**config["text_config"], "model_type": "gemma3_text"}
         family = "gemma3_text"
+    if family in OTHERS:
+        raise UnsupportedModel(f"this is {OTHERS[family]}")
     if family not in FAMILIES:
         raise UnsupportedModel(f"model_type {family!r} is not supported; supported are {', '.join(FAMILIES)}")
     with _contradictions("config.json"):
         base = _from_hf(family, config)
-        return _with_sources(base, config["kv_sources"]) if shared else base
+        base = base.reading(config["kv_sources"]) if shared else base
+        return _with_recurrence(base, config["recurrent"]) if recurrent else base
 
 
 def _from_hf(family: str, config: Mapping[str, Any]) -> DecoderConfig:
@@ -92,14 +109,15 @@ def _from_hf(family: str, config: Mapping[str, Any]) -> DecoderConfig:
         embedding_scale=math.sqrt(width) if gemma else 1.0,
         attention_scale=None if scale is None or scale == head_dim else scale**-0.5,
         tied=tied,
+        kv_routing=config.get("kv_routing"),
     )
 
 
-def _with_sources(config: DecoderConfig, sources: Sequence[int | None]) -> DecoderConfig:
-    """The same decoder, with the layer that each layer reads (None: its own keys and values)."""
+def _with_recurrence(config: DecoderConfig, specs: Sequence[Mapping[str, Any] | None]) -> DecoderConfig:
+    """The same decoder, with the recurrence that each layer has in attention's place (None: it attends)."""
     layers = tuple(
-        replace(layer, attention=replace(layer.attention, source=source))
-        for layer, source in zip(config.layers, sources, strict=True)
+        layer if spec is None else LayerSpec.recurring(RecurrentSpec(**spec), layer.feedforward)
+        for layer, spec in zip(config.layers, specs, strict=True)
     )
     return replace(config, layers=layers)
 
@@ -324,15 +342,26 @@ def norm_offset(name: str, config: DecoderConfig) -> float:
 def to_hf(config: DecoderConfig) -> dict[str, Any]:
     """The `config.json` that describes this decoder to Hugging Face's transformers.
 
-    Where layers share caches, which transformers does not have for these families, its model type is `KV_SHARED`.
+    Where layers share caches or are recurrent, which transformers does not have for these families, its model type is
+    `KV_SHARED` or `RECURRENT`.
 
     Raises:
-        UnsupportedModel: rotary frequencies that no family of transformers has.
+        UnsupportedModel: feed-forward layers or rotary frequencies that no family of transformers has.
     """
     first = config.layers[0]
+    dense = [layer.feedforward for layer in config.layers if not layer.feedforward.experts]
+    if not all(spec.gated for spec in dense) or len({spec.size for spec in dense}) > 1:
+        raise UnsupportedModel(
+            "feed-forward layers that are not gated, or of different sizes, have no Hugging Face configuration"
+        )
+    if config.recurrent_layers:
+        specs = [None if layer.recurrent is None else asdict(layer.recurrent) for layer in config.layers]
+        base = to_hf(replace(config, layers=tuple(replace(layer, recurrent=None) for layer in config.layers)))
+        own: dict[str, Any] = {"model_type": RECURRENT, "architectures": [], "base_model_type": config.family}
+        return base | own | {"recurrent": specs}
     sources = [layer.attention.source for layer in config.layers]
     if any(source is not None for source in sources):
-        base = to_hf(_with_sources(config, [None] * len(sources)))
+        base = to_hf(config.reading([None] * len(sources)))
         own = {"model_type": KV_SHARED, "architectures": [], "base_model_type": config.family, "kv_sources": sources}
         return base | own
     activation = next(name for name, ours in ACTIVATIONS.items() if ours == first.feedforward.activation)
@@ -366,6 +395,8 @@ def to_hf(config: DecoderConfig) -> dict[str, Any]:
         spec = first.feedforward
         result |= {"num_experts": spec.experts, "num_experts_per_tok": spec.active, "norm_topk_prob": spec.renormalise}
         result["moe_intermediate_size"] = spec.size
+    if config.kv_routing is not None:
+        result["kv_routing"] = config.kv_routing
     return result
 
 

@@ -10,9 +10,10 @@ Notable here:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from pippin.core.reference import Resolved
 from pippin.data.chat import ChatTemplate
 from pippin.data.tokenizer import Tokenizer
 from pippin.language import families
+from pippin.language.kv_routing import led, unread, warn_untrained
 from pippin.language.packing import Packing, choose_packing, group_of, stored_kind
 from pippin.language.stored import StoredMatrix, stored_matrices
 from pippin.language.transformer import Decoder, DecoderConfig, DecoderLayer
@@ -115,8 +117,12 @@ class LanguageModel:
         self.adapter(name)
         self.adapters.pop(name, None)
 
-    def save(self, folder: str | Path) -> None:
+    def save(self, folder: str | Path, *, note: Mapping[str, Any] | None = None) -> None:
         """Write the model in Hugging Face layout; transformers and `load` read it back.
+
+        Args:
+            folder: created where it does not exist.
+            note: further fields of `config.json`, or others in place of those that it would have.
 
         Raises:
             InvalidArgument: the weights were packed for inference; load with ``pack=False``.
@@ -134,7 +140,7 @@ class LanguageModel:
         eos = list(self.tokenizer.eos_ids)
         generation = {"eos_token_id": eos, "bos_token_id": self.tokenizer.bos_id}
         dtype = {"dtype": str(self.dtype).removeprefix("torch.")}
-        config = families.to_hf(self.config) | generation | dtype
+        config = families.to_hf(self.config) | generation | dtype | dict(note or {})
         save_folder(Path(folder), config=config, tensors=stored, tokenizer=self.tokenizer, generation_config=generation)
 
 
@@ -145,6 +151,8 @@ def load(
     dtype: str = "auto",
     bits: int | None = None,
     pack: bool = True,
+    retention: float | None = None,
+    leaders: Sequence[int] | None = None,
 ) -> LanguageModel:
     """Load a language model.
 
@@ -159,6 +167,10 @@ def load(
         bits: 2, 3, 4 or 8: quantise the matrices to so many bits (plus 16 for every 64 weights), the embedding to at
             least 4. This needs no data and takes seconds, and below 4 bits it costs quality. None leaves them alone.
         pack: put weights into the layout that decodes fastest. A packed model can be neither trained nor saved.
+        retention: share of the layers that keep keys and values, above 0, at most 1, spread evenly; the others read the
+            nearest one before. For models that were trained for it (`pippin.language.kv_routing`); projections that
+            would make no keys or values are not read from the file.
+        leaders: or instead: which layers keep theirs, in ascending order.
 
     Raises:
         ModelNotFound: nothing answers to ``ref``.
@@ -167,21 +179,32 @@ def load(
         UnsupportedModel: an architecture or a number format that Pippin does not have.
         UnsafeCheckpoint: the weights are a pickle.
         InvalidArgument: an unknown device, precision or number of bits; bits where nothing computes with them, or that
-            do not fit the model; weights to be quantised that are not finite.
+            do not fit the model; weights to be quantised that are not finite; a retention or leaders that the model
+            cannot have, or both.
+
+    Warns:
+        UntrainedSharing: fewer caches than layers in a model that was not trained for it.
     """
     where = devices.choose(device)
     packing = choose_packing(dtype, where, bits=bits, pack=pack)
     found = reference.resolve(ref)
-    seen = survey(found)
+    seen = led_by(survey(found), retention, leaders)
+    if retention is not None or leaders is not None:
+        warn_untrained(seen.module.config)
+    model = assemble(found, seen, packing, pack=pack)
+    del seen
+    memory.trim()  # the mapping of the file is gone, too
+    return model
+
+
+def assemble(found: Resolved, seen: Survey, packing: Packing, *, pack: bool) -> LanguageModel:
+    """The model that a survey found, with its weights in place; errors as of `load`."""
     if packing.bits is not None:
         packing.nbytes(seen.module, seen.kinds)  # which refuses matrices that cannot be quantised
     tokenizer = seen.tokenizer()
     _fill(seen, packing, pack)
     template = ChatTemplate(tokenizer.chat_template, tokenizer) if tokenizer.chat_template else None
-    model = LanguageModel(found.name, seen.module, tokenizer, template, found.path)
-    del seen  # and the mapping of the file with it
-    memory.trim()
-    return model
+    return LanguageModel(found.name, seen.module, tokenizer, template, found.path)
 
 
 @dataclass(frozen=True)
@@ -206,16 +229,32 @@ class Survey:
     """Of a quantised folder: reads one matrix as it is stored."""
 
 
-def survey(found: Resolved) -> Survey:
+def survey(found: Resolved, config: Mapping[str, Any] | None = None) -> Survey:
     """Read the headers of a model on disk and compare them with its configuration; no weight is touched.
+
+    Args:
+        found: where it is.
+        config: of a folder, read in place of its `config.json`; for models that hold a decoder and more.
 
     Raises:
         CorruptedFile: a damaged file, or one whose tensors do not fit its configuration.
         UnsupportedModel: an architecture or a number format that Pippin does not have.
         UnsafeCheckpoint: the weights are a pickle.
     """
-    read = _read_gguf if found.kind == "gguf" else _read_folder
-    return read(found.path)
+    return _read_gguf(found.path) if found.kind == "gguf" else _read_folder(found.path, config)
+
+
+def led_by(seen: Survey, retention: float | None, leaders: Sequence[int] | None) -> Survey:
+    """The same model with fewer caches, if either is given; see `pippin.language.kv_routing.led`.
+
+    The projections of layers that read another one are left in the file.
+    """
+    if retention is None and leaders is None:
+        return seen
+    config = led(seen.module.config, retention, leaders)
+    with torch.device("meta"):
+        module = Decoder(config)
+    return replace(seen, module=module, names=tuple(name for name in seen.names if not unread(name, config)))
 
 
 def _read_gguf(path: Path) -> Survey:
@@ -243,10 +282,10 @@ def _read_gguf(path: Path) -> Survey:
     )
 
 
-def _read_folder(path: Path) -> Survey:
+def _read_folder(path: Path, given: Mapping[str, Any] | None = None) -> Survey:
     folder = open_folder(path)
     quantised = {part: matrix for matrix in stored_matrices(folder).values() for part in matrix.parts}
-    config = families.from_hf(folder.config)
+    config = families.from_hf(folder.config if given is None else given)
     names: dict[str, str] = {}
     matrices: dict[str, StoredMatrix] = {}
     for name in folder.names():

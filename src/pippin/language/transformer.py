@@ -9,7 +9,8 @@ Notable here:
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +25,7 @@ from pippin.nn.feedforward import FeedForward, FeedForwardSpec, MixtureOfExperts
 from pippin.nn.linear import Linear
 from pippin.nn.lora import Shares
 from pippin.nn.norm import RMSNorm
+from pippin.nn.recurrent import Recurrent, RecurrentSpec
 
 if TYPE_CHECKING:
     from pippin.nn.rotary import Rotary
@@ -31,10 +33,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One decoder layer: what it attends to and how it feeds forward."""
+    """One decoder layer: what it attends to, or the recurrence in attention's place, and how it feeds forward.
+
+    Raises:
+        InvalidArgument: a recurrent layer that is to attend to something; see `recurring`.
+    """
 
     attention: AttentionSpec
     feedforward: FeedForwardSpec
+    recurrent: RecurrentSpec | None = None
+
+    def __post_init__(self) -> None:
+        if self.recurrent is not None and self.attention != AttentionSpec(rotary=None):
+            raise InvalidArgument(f"a recurrent layer attends to nothing, so it cannot have {self.attention}")
+
+    @classmethod
+    def recurring(cls, recurrent: RecurrentSpec, feedforward: FeedForwardSpec) -> LayerSpec:
+        """A layer with a recurrence in attention's place."""
+        return cls(AttentionSpec(rotary=None), feedforward, recurrent)
 
 
 @dataclass(frozen=True)
@@ -57,6 +73,8 @@ class DecoderConfig:
         embedding_scale: multiplier on embeddings.
         attention_scale: multiplier on attention scores; None for ``head_dim ** -0.5``.
         tied: whether the output matrix is the embedding.
+        kv_routing: how often a layer read an earlier layer's keys and values while this decoder was trained (see
+            `pippin.language.kv_routing`), from 0 to 1; None if it was not trained so.
 
     Raises:
         InvalidArgument: sizes that do not fit together.
@@ -77,17 +95,20 @@ class DecoderConfig:
     embedding_scale: float = 1.0
     attention_scale: float | None = None
     tied: bool = True
+    kv_routing: float | None = None
 
     def __post_init__(self) -> None:
         if not self.layers:
             raise InvalidArgument("a decoder needs at least one layer")
+        if self.kv_routing is not None and not 0.0 <= self.kv_routing <= 1.0:
+            raise InvalidArgument(f"kv_routing is a share of layers from 0 to 1, got {self.kv_routing}")
         if self.kv_heads < 1 or self.heads % self.kv_heads:
             raise InvalidArgument(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
         if self.head_dim % 2:
             raise InvalidArgument(f"head_dim must be even to be rotated, got {self.head_dim}")
         for index, layer in enumerate(self.layers):
             source = layer.attention.source
-            if source is not None and not (0 <= source < index and self.layers[source].attention.source is None):
+            if source is not None and not (0 <= source < index and source in self.cached_layers):
                 raise InvalidArgument(
                     f"layer {index} reads layer {source}, which is not an earlier layer with its own keys"
                 )
@@ -95,25 +116,51 @@ class DecoderConfig:
     @property
     def cached_layers(self) -> tuple[int, ...]:
         """Layers that have keys and values of their own."""
-        return tuple(i for i, layer in enumerate(self.layers) if layer.attention.source is None)
+        return tuple(i for i, layer in enumerate(self.layers) if layer.attention.source is None and not layer.recurrent)
+
+    def reading(self, sources: Sequence[int | None]) -> DecoderConfig:
+        """The same decoder, each layer reading the keys and values of the one given for it (None: its own).
+
+        Raises:
+            InvalidArgument: a layer that is not an earlier one with keys of its own.
+        """
+        layers = tuple(
+            replace(layer, attention=replace(layer.attention, source=source))
+            for layer, source in zip(self.layers, sources, strict=True)
+        )
+        return replace(self, layers=layers)
+
+    @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        """Layers that keep a state of constant size in place of keys and values."""
+        return tuple(i for i, layer in enumerate(self.layers) if layer.recurrent)
+
+    @property
+    def state_bytes(self) -> int:
+        """Memory of the states that all recurrent layers keep of one sequence, however long it is."""
+        return 4 * sum(layer.recurrent.state_size(self.width) for layer in self.layers if layer.recurrent)
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward, each behind a norm and around a residual."""
+    """Attention (or a recurrence) and feed-forward, each behind a norm and around a residual."""
 
     def __init__(self, config: DecoderConfig, spec: LayerSpec) -> None:
         super().__init__()
-        self.self_attn = Attention(
-            spec.attention,
-            width=config.width,
-            heads=config.heads,
-            kv_heads=config.kv_heads,
-            head_dim=config.head_dim,
-            bias=config.qkv_bias,
-            qk_norm=config.qk_norm,
-            scale=config.attention_scale,
-            eps=config.eps,
-        )
+        self.recurrent: Recurrent | None = None
+        if spec.recurrent is not None:
+            self.recurrent = Recurrent(spec.recurrent, config.width, eps=config.eps)
+        else:
+            self.self_attn = Attention(
+                spec.attention,
+                width=config.width,
+                heads=config.heads,
+                kv_heads=config.kv_heads,
+                head_dim=config.head_dim,
+                bias=config.qkv_bias,
+                qk_norm=config.qk_norm,
+                scale=config.attention_scale,
+                eps=config.eps,
+            )
         mlp = MixtureOfExperts if spec.feedforward.experts else FeedForward
         self.mlp = mlp(spec.feedforward, config.width)
         self.input_layernorm = RMSNorm(config.width, eps=config.eps)
@@ -133,9 +180,13 @@ class DecoderLayer(nn.Module):
         shared: Seen | None,
         adapters: Shares | None = None,
         cut: Cut | None = None,
-    ) -> tuple[Tensor, Seen]:
+    ) -> tuple[Tensor, Seen | None]:
         """Return the new hidden states (of ``cut.rows``, if given), and the keys, values and mask that were read."""
-        y, read = self.self_attn(self.input_layernorm(x), turn, cache, index, shared, adapters, cut)
+        read: Seen | None = None
+        if self.recurrent is not None:
+            y = self.recurrent(self.input_layernorm(x), cache, index, adapters, cut)
+        else:
+            y, read = self.self_attn(self.input_layernorm(x), turn, cache, index, shared, adapters, cut)
         if cut is not None:
             x, adapters = x.index_select(1, cut.rows), cut.adapters
             if x.shape[1] == 0:
@@ -149,7 +200,7 @@ class DecoderLayer(nn.Module):
 
     def pack(self) -> None:
         """Pack all weights of this layer for inference."""
-        self.self_attn.pack()
+        (self.self_attn if self.recurrent is None else self.recurrent).pack()
         self.mlp.pack()
         for norm in self.children():
             if isinstance(norm, RMSNorm):
@@ -247,7 +298,7 @@ class Decoder(nn.Module):
             padding: as for `forward`.
             adapters: low-rank changes, each with the tokens that it works on.
             cut: from the queries of which layer on only which tokens are computed, in a batch of one row. Exact if no
-                later layer has keys of its own.
+                later layer has keys of its own or a state.
         """
         turns = self._rotations(cache, x.shape[1], padding, x.dtype, x.device)
         read: dict[int, Seen] = {}
@@ -327,6 +378,8 @@ class Decoder(nn.Module):
     def initialise(self, *, seed: int) -> Decoder:
         """Random weights: normal with standard deviation 0.02, output projections scaled down by depth; norms at one.
 
+        What leads to the cell of a recurrent layer, and the cell itself, have schemes of their own.
+
         Source: GPT-2's scheme, Radford et al. 2019, section 2.3.
         """
         generator = torch.Generator().manual_seed(seed)
@@ -334,10 +387,13 @@ class Decoder(nn.Module):
             if parameter.ndim == 1:
                 nn.init.constant_(parameter, 0.0 if name.endswith("bias") else 1.0)
                 continue
-            deep = name.endswith(("o_proj.weight", "down_proj.weight"))
+            deep = name.endswith(("o_proj.weight", "down_proj.weight", "out_proj.weight"))
             std = 0.02 / math.sqrt(2 * len(self.layers)) if deep else 0.02
             with torch.no_grad():
                 parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
+        for part in self.modules():
+            if isinstance(part, Recurrent):
+                part.initialise(generator)
         return self
 
     def pack(self) -> Decoder:

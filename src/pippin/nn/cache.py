@@ -6,6 +6,7 @@ Notable here:
 - sequences of different length need no padding: their new tokens lie end to end in one row, and each has its own keys
 - layers after the last one with keys of its own leave no trace, so they may compute the wanted tokens only
 - whole documents packed into one row for training are the same case: end to end, told apart, nothing kept
+- what is not read from left to right (denoising, infilling) brings a mask of its own
 """
 
 from __future__ import annotations
@@ -165,6 +166,79 @@ class Documents:
         if (count, window) not in self.masks:
             self.masks[count, window] = causal_mask(0, count, window, None, device)
         return self.masks[count, window]
+
+
+class Visible:
+    """New tokens that see what a mask says, behind tokens whose keys and values were kept, if there are any.
+
+    For passes that are not causal: blocks whose tokens see each other, masked text, trees. Windows are the mask's
+    matter.
+
+    Args:
+        mask: true where a new token (third dimension) may look at a token, kept ones first, then the new ones; batch
+            and heads may be 1.
+        past: keys and values that stand before the new tokens; None for none.
+        positions: of each new token of each row, for padding on the left or several tokens at one place; None where
+            they follow each other.
+        keep: whether the new ones join ``past`` at the end of the pass; False leaves it as it is.
+
+    Raises:
+        InvalidArgument: a mask over another number of tokens than there are, a token that sees nothing, ``keep``
+            without ``past``.
+
+    >>> Visible(torch.ones(1, 1, 2, 2, dtype=torch.bool)).length
+    0
+    """
+
+    def __init__(
+        self,
+        mask: Bool[Tensor, "#batch #heads new seen"],
+        past: Past | None = None,
+        *,
+        positions: Int[Tensor, "batch new"] | None = None,
+        keep: bool = False,
+    ) -> None:
+        if keep and past is None:
+            raise InvalidArgument("keep=True needs a past that the new keys and values can join")
+        self.past, self.mask, self.keep = Past() if past is None else past, mask, keep
+        if mask.shape[-1] != mask.shape[-2] + self.past.length:
+            raise InvalidArgument(
+                f"a mask of {mask.shape[-2]} new tokens behind {self.past.length} must have "
+                f"{mask.shape[-2] + self.past.length} columns, got {mask.shape[-1]}"
+            )
+        if not bool(mask.any(-1).all()):
+            raise InvalidArgument("the mask leaves a token that sees nothing, not even itself")
+        self.positions = positions
+        self._new: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def length(self) -> int:
+        """Tokens kept before this pass."""
+        return self.past.length
+
+    def append(self, layer: int, k: New, v: New, window: int | None) -> Read:
+        """Put the new keys and values behind those that were kept."""
+        if k.shape[2] != self.mask.shape[-2]:
+            raise InvalidArgument(f"the mask is of {self.mask.shape[-2]} tokens, the pass of {k.shape[2]}")
+        if layer in self.past.layers:
+            keys, values = self.past.layers[layer]
+            k, v = torch.cat([keys, k], 2), torch.cat([values, v], 2)
+        if self.keep:
+            self._new[layer] = (k, v)
+        return k, v, self.mask
+
+    def advance(self, new: int) -> None:
+        """Keep the new keys and values, where that was asked for."""
+        if self.keep:
+            self.past.layers, self.past.length = self._new, self.past.length + new
+
+
+class Past:
+    """Keys and values of each layer with its own, (batch, kv_heads, length, head_dim), for passes behind `Visible`."""
+
+    def __init__(self) -> None:
+        self.length = 0
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
 
 
 def causal_mask(

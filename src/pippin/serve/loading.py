@@ -39,11 +39,11 @@ def language_loader(
         cache_bytes: the most that its cache may take.
     """
 
-    def from_disk(ref: str) -> Any:
+    def from_disk(ref: str, retention: float | None = None) -> Any:
         from pippin.language.load import load
 
-        found = reference.resolve(ref, download=False)
-        return load(found.path, device=settings.device, dtype=settings.dtype, bits=settings.bits)
+        path, device = reference.resolve(ref, download=False).path, settings.device
+        return load(path, device=device, dtype=settings.dtype, bits=settings.bits, retention=retention)
 
     draft = _Draft(settings.speculate, load or from_disk)
 
@@ -51,7 +51,7 @@ def language_loader(
         from pippin.language.load import LanguageModel
         from pippin.session.local import LocalModel
 
-        model = (load or from_disk)(ref)
+        model = from_disk(ref, settings.retention) if load is None else load(ref)
         if not isinstance(model, LanguageModel):
             return model
         return LocalModel(model, engine=_engine(settings, model, cache_bytes()), speculation=draft.of(model))
@@ -74,11 +74,11 @@ def alone(settings: Settings) -> Iterator[LocalModel]:
 
 
 def _engine(settings: Settings, model: LanguageModel, cache_bytes: int) -> Engine:
-    """The engine of a model, with the prompts that were kept of it."""
+    """The engine of a model, with the prompts that were kept of it (of one with recurrent layers none can be)."""
     from pippin.engine.engine import Engine
     from pippin.engine.runner import BLOCK
 
-    room = cache_bytes // token_bytes(model, settings.cache_type)
+    room = cache_bytes // max(1, token_bytes(model, settings.cache_type))  # recurrent layers take none for a token
     engine = Engine(
         model,
         slots=settings.slots,
@@ -87,7 +87,7 @@ def _engine(settings: Settings, model: LanguageModel, cache_bytes: int) -> Engin
         cache_type=settings.cache_type,
         reuse=not settings.stateless,
     )
-    if settings.prompt_cache is not None:
+    if settings.prompt_cache is not None and not model.config.recurrent_layers:
         file = prompt_file(settings.prompt_cache, model.name)
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -152,11 +152,11 @@ def memory_needed(settings: Settings) -> Callable[[str, int], int]:
     def give(ref: str, cache_bytes: int) -> int:
         from pippin.language.availability import memory_needed
 
-        def bytes_of(ref: str, *, bits: int | None = settings.bits, context: int | None = 0) -> int:
-            return memory_needed(ref, settings.dtype, device=settings.device, bits=bits, context=context)
+        def bytes_of(ref: str, *, bits: int | None = settings.bits, **more: Any) -> int:
+            return memory_needed(ref, settings.dtype, device=settings.device, bits=bits, **{"context": 0} | more)
 
-        weights = bytes_of(ref)
-        context = bytes_of(ref, context=None) - weights
+        weights = bytes_of(ref, retention=settings.retention)
+        context = bytes_of(ref, retention=settings.retention, context=None) - weights
         guesser = 0 if settings.speculate in (None, "ngram", "self") else bytes_of(settings.speculate, bits=None)
         return weights + guesser + min(cache_bytes, settings.slots * context)
 

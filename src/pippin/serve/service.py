@@ -48,6 +48,7 @@ _OF_ENGINES = (
     ("pippin_cache_blocks", "Blocks of the cache of a model", "blocks_total"),
     ("pippin_cache_blocks_free", "Blocks that hold nothing", "blocks_free"),
     ("pippin_cache_blocks_kept", "Blocks kept for prompts that begin alike, used by nobody now", "blocks_cached"),
+    ("pippin_state_bytes", "Memory of the states of recurrent layers", "state_bytes_used"),
     ("pippin_passes_total", "Passes over the model", "steps"),
     ("pippin_prefix_hits_total", "Requests that found the beginning of their prompt computed", "prefix_hits"),
     ("pippin_preemptions_total", "Requests put back because memory ran out", "preempted"),

@@ -55,6 +55,7 @@ class Settings:
         dtype: their precision, as `pippin.load` takes it.
         bits: pack their weights to 2, 3, 4 or 8 bits; None leaves them as they are.
         cache_type: precision of keys and values: "auto", "float32", "bfloat16" or "int8".
+        retention: share of the layers of each model that keep keys and values, as `pippin.load` takes it; None for all.
         threads: of every computation; None for one on each core.
         speculate: how to guess several tokens ahead: "ngram", "self", or a model whose guesses are checked, for the
             models that have its vocabulary; None for one token at a time.
@@ -107,6 +108,7 @@ class Settings:
     dtype: str = "auto"
     bits: int | None = None
     cache_type: CacheChoice = "auto"
+    retention: float | None = None
     threads: int | None = None
     speculate: str | None = None
     prompt_cache: Path | None = None
@@ -165,6 +167,9 @@ class Settings:
             raise InvalidArgument(
                 f"cache_type must be one of {', '.join(get_args(CacheChoice))}, got {self.cache_type!r}"
             )
+        share = self.retention
+        if share is not None and (isinstance(share, bool | str) or not 0.0 < share <= 1.0):
+            raise InvalidArgument(f"retention must be a number above 0 and at most 1, got {share!r}")
         if self.threads is not None and self.threads > (cores := device.threads()):
             raise InvalidArgument(f"threads is {self.threads}, and this process may use {cores}, one on each core")
         if self.speculate is not None and not self.speculate:

@@ -295,6 +295,8 @@ def _check_layers(config: DecoderConfig) -> None:
     first = config.layers[0].feedforward
     for index, layer in enumerate(config.layers):
         attention, local = layer.attention, gemma and (index + 1) % 6 != 0
+        if layer.recurrent is not None:
+            raise UnsupportedModel(f"layer {index} is recurrent, in a way that GGUF cannot say")
         if attention.source is not None:
             raise UnsupportedModel(f"layer {index} reads the keys of layer {attention.source}, which GGUF cannot say")
         if layer.feedforward.experts or not layer.feedforward.gated:

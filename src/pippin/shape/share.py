@@ -6,20 +6,20 @@ Notable here:
   for the last token of a prompt only; neighbours sharing in groups (cross-layer attention) save memory alone
 - a layer reads one of its own kind: where local and global layers alternate, each kind has its source
 - what the cut breaks, a short distillation from the uncut model repairs: see `pippin.language.distillation`
+- a model that was trained with stochastic routing (`pippin.language.kv_routing`) takes any leaders, and nothing breaks
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from pippin.core.errors import InvalidArgument
+from pippin.language.kv_routing import DROPPED, led, warn_untrained
 from pippin.language.transformer import Decoder, DecoderConfig
-
-_DROPPED = ("k_proj", "v_proj", "k_norm")
 
 Start = Literal["own", "mean"]
 
@@ -80,21 +80,47 @@ def share_caches(
     Raises:
         InvalidArgument: as `sources` says; a packed decoder.
     """
-    read = sources(module.config, shared, group=group)
+    return _reading(module, module.config.reading(sources(module.config, shared, group=group)), start)
+
+
+def share(module: Decoder, retention: float | None = None, *, leaders: Sequence[int] | None = None) -> Decoder:
+    """A copy of a decoder in which followers read the nearest leader before them; their own projections are dropped.
+
+    The copy computes what the decoder computed in training when those sources were drawn. Saved, it is a model for one
+    size of the cache alone; the decoder itself keeps all others open.
+
+    Args:
+        module: trained with `pippin.language.kv_routing.KVRouting`; not packed; it is left as it is.
+        retention: share of the layers that keep a cache, above 0, at most 1, spread evenly.
+        leaders: or instead: which do, in ascending order; `pippin.language.kv_routing.select_leaders` finds some.
+
+    Raises:
+        InvalidArgument: both or neither are given, out of range, or the first layer of a kind does not lead; layers
+            that share already; a packed decoder.
+
+    Warns:
+        UntrainedSharing: the decoder was not trained for it.
+
+    Source: arXiv:2604.22782.
+    """
+    config = led(module.config, retention, leaders)
+    warn_untrained(config)
+    return _reading(module, config, "own")
+
+
+def _reading(module: Decoder, config: DecoderConfig, start: Start) -> Decoder:
+    """A copy with another configuration, whose layers read what it says."""
+    read = [layer.attention.source for layer in config.layers]
     weights = {name: tensor.detach() for name, tensor in module.state_dict().items()}
     if "embed_tokens.weight" not in weights:
         raise InvalidArgument("a packed decoder cannot be changed; load the model with pack=False")
-    layers = tuple(
-        replace(layer, attention=replace(layer.attention, source=source))
-        for layer, source in zip(module.config.layers, read, strict=True)
-    )
     with torch.device("meta"):
-        student = Decoder(replace(module.config, layers=layers))
+        student = Decoder(config)
     kept: dict[str, Tensor] = {}
     for name in student.state_dict():
         parts = name.split(".")
         alike = [weights[name]]
-        if start == "mean" and len(parts) > 3 and parts[3] in _DROPPED:
+        if start == "mean" and len(parts) > 3 and parts[3] in DROPPED:
             own = int(parts[1])
             alike += [weights[_of(name, index)] for index, source in enumerate(read) if source == own]
         kept[name] = torch.stack(alike).mean(0) if len(alike) > 1 else alike[0].clone()

@@ -18,6 +18,7 @@ EXTRA = {
     core.ToolCallError: {"tool": "t"},
     core.InvalidRecord: {"path": "notes.jsonl"},
     core.NonFiniteLoss: {"step": 3},
+    core.NewtonDivergence: {"iterations": 3, "residual": 0.5},
 }
 
 

@@ -59,9 +59,16 @@ class Speculation:
         """Raise what this model cannot do.
 
         Raises:
-            InvalidArgument: "self" and a model without shared keys, or token groups of another vocabulary.
+            InvalidArgument: "self" and a model without shared keys, token groups of another vocabulary, or recurrent
+                layers in either model.
             VocabularyMismatch: the draft model does not have the vocabulary of the model.
         """
+        for one in (model, self.draft):
+            if isinstance(one, LanguageModel) and one.config.recurrent_layers:
+                raise InvalidArgument(
+                    f"{one.name} has recurrent layers, whose state cannot be taken back when a guess was wrong; "
+                    "leave speculation out"
+                )
         self.acceptance.check(model.config.vocab_size)
         if isinstance(self.draft, LanguageModel):
             check_vocabulary(model, self.draft)

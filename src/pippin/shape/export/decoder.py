@@ -37,10 +37,15 @@ def capture_decoder(decoder: Decoder, *, context: int = 1024, batch: int = 8, st
         step: whether "step" is captured too.
 
     Raises:
-        InvalidArgument: packed weights, or a context or batch out of range.
+        InvalidArgument: packed weights, recurrent layers, or a context or batch out of range.
     """
     if any(getattr(module, "packed", None) is not None for module in decoder.modules()):
         raise InvalidArgument("the decoder is packed for inference; load it with pack=False to export it")
+    if decoder.config.recurrent_layers:
+        raise InvalidArgument(
+            f"layer {decoder.config.recurrent_layers[0]} is recurrent and is solved by iterations that end when they "
+            "have converged, which no exported program can say"
+        )
     if not 4 <= context <= decoder.config.max_context or batch < 2:
         raise InvalidArgument(
             f"context must lie within 4..{decoder.config.max_context} and batch be 2 or more, got {context} and {batch}"

@@ -64,9 +64,15 @@ def check_calibration(module: Decoder, ids: Tensor) -> None:
     """Raise where ids (rows, length) are no text of this decoder.
 
     Raises:
-        InvalidArgument: no rows, an id outside the vocabulary, or a decoder without ordinary weights.
+        InvalidArgument: no rows, an id outside the vocabulary, or a decoder without ordinary weights or with recurrent
+            layers.
     """
     check_dense(module)
+    if module.config.recurrent_layers:
+        raise InvalidArgument(
+            f"layer {module.config.recurrent_layers[0]} is recurrent, and calibration goes through layers that attend; "
+            "round such a model to nearest, which needs no text"
+        )
     if ids.ndim != 2 or not ids.numel():
         raise InvalidArgument(
             f"calibration ids have shape {tuple(ids.shape)}; give (rows, length), see calibration_ids"

@@ -1,0 +1,109 @@
+"""`pippin reason`: ask a model that thinks in vectors, and watch its thought take shape.
+
+Notable here:
+- `--steps` is how long it thinks, `--samples` and `--diversity` how many different ways it tries
+- on a terminal, `--show-thoughts` reads the vectors out after every step: what is written there can still change
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pippin.cli import inputs, options, terminal
+from pippin.core.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from pippin.language.ladir import LatentReasoner
+    from pippin.language.thought_blocks import Answer, Thinking
+
+
+def reason(
+    folder: Annotated[Path, typer.Argument(help="What `pippin train reasoner` saved.")],
+    question: Annotated[str | None, typer.Argument(help="The question. Without it, what is piped in.")] = None,
+    steps: Annotated[int, typer.Option(help="Steps of each block of thought; more think more carefully.")] = 30,
+    samples: Annotated[int, typer.Option(help="Answers.")] = 1,
+    diversity: Annotated[
+        float, typer.Option(help="How hard samples push each other apart, 0.3 to 0.5; three samples or more feel it.")
+    ] = 0.0,
+    init_std: Annotated[float, typer.Option(help="Of the noise that a thought begins as; about 2 varies more.")] = 1.0,
+    guidance: Annotated[float, typer.Option(help="1 for none; more follows the question more closely.")] = 1.0,
+    max_blocks: Annotated[
+        int | None, typer.Option(help="Blocks of a thought; the model's own bound without it.")
+    ] = None,
+    show_thoughts: Annotated[bool, typer.Option("--show-thoughts", help="Read the thoughts out.")] = False,
+    seed: options.Seed = None,
+    device: options.Device = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Ask a model that thinks in vectors.
+
+    pippin reason thinker "3,8,5=6" --samples 16 --diversity 0.4
+    """
+    asked = inputs.read_stdin() if question is None else question
+    if asked is None or not asked.strip():
+        raise InvalidInput('there is no question; write it as in: pippin reason FOLDER "3,8,5=6", or pipe it in')
+    from pippin.language.ladir import LatentReasoner
+    from pippin.language.thought_blocks import check_sampling
+
+    check_sampling(steps, samples, guidance, init_std, diversity, 1 if max_blocks is None else max_blocks, samples)
+    reasoner = LatentReasoner.load(folder, device=device)
+    how: dict[str, Any] = {"steps": steps, "samples": samples, "diversity": diversity, "init_std": init_std}
+    how |= {"guidance": guidance, "max_blocks": max_blocks, "seed": seed}
+    live = show_thoughts and samples == 1 and not as_json and terminal.watched(sys.stdout)
+    think = _watched if live else _think
+    answers = think(reasoner, asked.strip(), how | {"return_thoughts": show_thoughts})
+    if as_json:
+        terminal.write(terminal.to_json({"question": asked.strip(), "answers": list(map(_record, answers))}) + "\n")
+    else:
+        _show(answers, thoughts=show_thoughts and not live)
+    if not all(answer.complete for answer in answers):
+        terminal.note("a thought was ended by --max-blocks before the model chose to answer")
+
+
+def _think(reasoner: LatentReasoner, question: str, how: dict[str, Any]) -> list[Answer]:
+    return reasoner.generate([question], **how)
+
+
+def _watched(reasoner: LatentReasoner, question: str, how: dict[str, Any]) -> list[Answer]:
+    """The same, with the thought on the screen while it changes."""
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    lines: list[str] = []
+    with Live(console=Console(), refresh_per_second=12) as live:
+
+        def on_step(now: Thinking) -> None:
+            del lines[now.block :]
+            lines.append(terminal.plain(reasoner.vae.decode(now.estimate[:1])[0]))
+            live.update(Text("\n".join([*lines, f"step {now.step} of {now.steps}"]), style="dim"))
+
+        answers = reasoner.generate([question], **how, on_step=on_step)
+        live.update(Text("\n".join(map(terminal.plain, answers[0].thoughts)), style="dim"))
+    return answers
+
+
+def _show(answers: list[Answer], *, thoughts: bool) -> None:
+    """Each answer once, with how many samples gave it where there are several; before it, the thoughts of the first."""
+    first: dict[str, Answer] = {}
+    for answer in answers:
+        first.setdefault(answer.text, answer)
+    for text, count in Counter(answer.text for answer in answers).most_common():
+        if thoughts:
+            terminal.write("".join(f"  {line}\n" for line in first[text].thoughts))
+        terminal.write(f"{text}\n" if len(answers) == 1 else f"{count}/{len(answers)}  {text}\n")
+
+
+def _record(answer: Answer) -> dict[str, Any]:
+    return {
+        "text": answer.text,
+        "sample": answer.sample,
+        "blocks": answer.blocks,
+        "complete": answer.complete,
+        "thoughts": list(answer.thoughts),
+    }
