@@ -33,6 +33,12 @@ def provoke(kind: type[Exception]) -> Exception:
         errors.InvalidRecord: {"path": "notes.jsonl"},
         errors.NonFiniteLoss: {"step": 3},
         errors.NewtonDivergence: {"iterations": 3, "residual": 0.5},
+        errors.NonFiniteSample: {"step": 3},
+        errors.CreationUnavailable: {"reason": "weights missing"},
+        errors.ConceptsBlocked: {"category": "violence"},
+        errors.OverMemoryBudget: {"estimate": 2, "budget": 1},
+        errors.CreationFailed: {"step": 3},
+        errors.InvalidImage: {"path": "cat.png"},
     }
     return kind("what was\nwrong", **needs.get(kind, {}))
 

@@ -98,6 +98,14 @@ class InvalidRecord(InvalidInput):
         self.line = line
 
 
+class InvalidImage(InvalidInput):
+    """A file is no picture that can be read, or not of the size and channels that are wanted; ``path`` names it."""
+
+    def __init__(self, message: str, *, path: str) -> None:
+        super().__init__(message)
+        self.path = path
+
+
 class TrainingError(PippinError):
     """A training run could not go on."""
 
@@ -288,6 +296,61 @@ class Overloaded(RateLimited):
     """Every slot is taken and the queue is full, or the service is about to stop; nothing was computed."""
 
 
+class NonFiniteSample(GenerationError, ArithmeticError):
+    """A sampling ended in infinite values or NaN: after ``step`` steps; in a flow, in this ``block`` at this ``token``.
+
+    The message says what to change (less guidance, another seed, float32).
+    """
+
+    def __init__(self, message: str, *, step: int, block: int | None = None, token: int | None = None) -> None:
+        super().__init__(message)
+        self.step, self.block, self.token = step, block, token
+
+
+class ImageCreationError(GenerationError):
+    """A picture could not be made or changed as asked for."""
+
+
+class CreationNotSupported(ImageCreationError, UnsupportedCapability):
+    """The model behind an image creator cannot do this: edit, animate, draw at that size; the message says what can."""
+
+
+class CreationUnavailable(ImageCreationError):
+    """There is nothing to draw with; ``reason`` says what is missing, and the message how to get it."""
+
+    def __init__(self, message: str, *, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class UnsupportedInputImage(ImageCreationError, ValueError):
+    """A picture that was given cannot be used: no picture, damaged, or of a form that the model cannot take."""
+
+
+class ConceptsBlocked(ImageCreationError):
+    """A guard blocked what was asked for, or a picture that was made; ``category`` says why."""
+
+    def __init__(self, message: str, *, category: str) -> None:
+        super().__init__(message)
+        self.category = category
+
+
+class OverMemoryBudget(ImageCreationError, MemoryError):
+    """A picture would need more memory than it may have: ``estimate`` bytes of a ``budget``; nothing was computed."""
+
+    def __init__(self, message: str, *, estimate: int, budget: int) -> None:
+        super().__init__(message)
+        self.estimate, self.budget = estimate, budget
+
+
+class CreationFailed(ImageCreationError):
+    """Drawing began and could not be completed; ``step`` is the step it came to."""
+
+    def __init__(self, message: str, *, step: int) -> None:
+        super().__init__(message)
+        self.step = step
+
+
 # --- providers --------------------------------------------------------------------------------------------------------
 
 
@@ -414,3 +477,15 @@ class Extrapolation(PippinWarning):
 
 class Truncation(PippinWarning):
     """Something was longer than what reads it, and its end was left out."""
+
+
+class JacobiUnconverged(PippinWarning):
+    """A parallel inversion of a flow stopped before it was exact; the message has the residual."""
+
+
+class CompositionAtRisk(PippinWarning):
+    """Scores were added whose models change the same things: the result may be no composition of them."""
+
+
+class LabelDrift(PippinWarning):
+    """A refiner of images changes what their labels say."""

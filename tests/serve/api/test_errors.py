@@ -19,6 +19,12 @@ EXTRA = {
     core.InvalidRecord: {"path": "notes.jsonl"},
     core.NonFiniteLoss: {"step": 3},
     core.NewtonDivergence: {"iterations": 3, "residual": 0.5},
+    core.NonFiniteSample: {"step": 3},
+    core.CreationUnavailable: {"reason": "weights missing"},
+    core.ConceptsBlocked: {"category": "violence"},
+    core.OverMemoryBudget: {"estimate": 2, "budget": 1},
+    core.CreationFailed: {"step": 3},
+    core.InvalidImage: {"path": "cat.png"},
 }
 
 

@@ -1,0 +1,403 @@
+"""Made pictures of simple objects with everything known about them, and a detector that reads it back.
+
+Notable here:
+- objects are discs, squares and diamonds with soft edges; the parts of a scene are independent, so a model of them can
+  be judged beyond what it was trained on
+- a scene follows from the seed and its number alone: the supply has no end, and nothing has to be stored
+- the detector looks at pictures only: connected bright parts, then the template that fits each best
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int, UInt8
+from torch import Tensor
+
+from pippin.core.errors import InvalidArgument
+
+KINDS: Final = ("disc", "square", "diamond")
+COLOURS: Final[Mapping[str, tuple[int, int, int]]] = {
+    "white": (235, 235, 235),
+    "grey": (150, 150, 150),
+    "red": (220, 60, 50),
+    "green": (60, 190, 80),
+    "blue": (70, 100, 230),
+    "yellow": (230, 210, 60),
+}
+"""What objects may be; with one channel white and grey are told apart only."""
+_NUMBERS: Final = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+
+
+@dataclass(frozen=True)
+class Thing:
+    """One object: its kind, its centre and half its size in pixels, and the name of its colour."""
+
+    kind: str
+    row: float
+    column: float
+    radius: float
+    colour: str = "white"
+
+
+@dataclass(frozen=True)
+class SceneSpec:
+    """What scenes are like.
+
+    Attributes:
+        size: height and width in pixels.
+        objects: fewest and most objects.
+        cells: rows and columns of a grid whose cells hold at most one object each, in their middle; 0 puts objects
+            anywhere, apart from each other.
+        kinds: of objects.
+        colours: names of colours; with more than white and grey, pictures have three channels.
+        radius: smallest and largest.
+        background: level of the ground, 0 to 255.
+        brightness: smallest and largest factor on an object's colour.
+        noise: standard deviation of each pixel, in levels.
+
+    Raises:
+        InvalidArgument: numbers out of range.
+    """
+
+    size: int = 16
+    objects: tuple[int, int] = (1, 3)
+    cells: int = 0
+    kinds: tuple[str, ...] = KINDS
+    colours: tuple[str, ...] = ("white",)
+    radius: tuple[float, float] = (1.8, 2.8)
+    background: int = 30
+    brightness: tuple[float, float] = (1.0, 1.0)
+    noise: float = 2.0
+
+    def __post_init__(self) -> None:
+        low, high = self.objects
+        if not 0 <= low <= high or (self.cells and high > self.cells**2):
+            raise InvalidArgument(f"objects={self.objects} do not fit" + (f" {self.cells**2} cells" * bool(self.cells)))
+        if not 0 < self.radius[0] <= self.radius[1] <= self.size / 2:
+            raise InvalidArgument(f"radius={self.radius} must be above 0 and at most half of the size {self.size}")
+        if unknown := [k for k in self.kinds if k not in KINDS] + [c for c in self.colours if c not in COLOURS]:
+            raise InvalidArgument(f"{unknown[0]!r} is none of {KINDS} and {tuple(COLOURS)}")
+        if self.size < 4 or self.cells < 0 or not 0 <= self.background <= 255 or self.noise < 0:
+            raise InvalidArgument(f"a scene of size {self.size}, ground {self.background}, noise {self.noise}")
+
+    @property
+    def channels(self) -> int:
+        """1, or 3 where a colour is neither white nor grey."""
+        return 1 if set(self.colours) <= {"white", "grey"} else 3
+
+
+@dataclass(frozen=True)
+class Scenes:
+    """A batch of scenes.
+
+    Attributes:
+        images: 8-bit pictures.
+        masks: where objects are (covered by at least a half).
+        things: the objects of each.
+        spec: what they were drawn by.
+    """
+
+    images: UInt8[Tensor, "n channels size size"]
+    masks: Bool[Tensor, "n size size"]
+    things: tuple[tuple[Thing, ...], ...]
+    spec: SceneSpec
+
+    def __len__(self) -> int:
+        return len(self.things)
+
+    @property
+    def x(self) -> Float[Tensor, "n channels size size"]:
+        """The pictures from -1 to 1."""
+        return self.images.float() / 127.5 - 1
+
+    @property
+    def counts(self) -> Int[Tensor, n]:
+        """Objects of each."""
+        return torch.tensor([len(things) for things in self.things])
+
+    @property
+    def captions(self) -> list[str]:
+        """What each shows: "two white squares and one grey disc"."""
+        return [caption(things) for things in self.things]
+
+    @property
+    def presence(self) -> Bool[Tensor, "n cells cells"]:
+        """Which cells hold an object; of scenes with cells only."""
+        found = torch.zeros(len(self), self.spec.cells, self.spec.cells, dtype=torch.bool)
+        for index, things in enumerate(self.things):
+            for thing in things:
+                row, column = (int(at * self.spec.cells / self.spec.size) for at in (thing.row, thing.column))
+                found[index, row, column] = True
+        return found
+
+
+def scenes(spec: SceneSpec, n: int, *, seed: int = 0, first: int = 0) -> Scenes:
+    """Draw scenes number ``first`` to ``first + n`` of a seed.
+
+    Raises:
+        InvalidArgument: fewer than one, or objects that find no place.
+
+    >>> batch = scenes(SceneSpec(), 2)
+    >>> batch.images.shape, batch.counts.min() >= 1
+    (torch.Size([2, 1, 16, 16]), tensor(True))
+    """
+    if n < 1:
+        raise InvalidArgument(f"n is {n}; give at least 1")
+    things = tuple(_things(spec, np.random.default_rng((seed, 77, first + i))) for i in range(n))
+    images, masks = render(spec, things, noise=[np.random.default_rng((seed, 78, first + i)) for i in range(n)])
+    return Scenes(images, masks, things, spec)
+
+
+def render(
+    spec: SceneSpec, things: Sequence[Sequence[Thing]], *, noise: Sequence[np.random.Generator] | None = None
+) -> tuple[UInt8[Tensor, "n channels size size"], Bool[Tensor, "n size size"]]:
+    """Pictures of given objects, and where they are; without ``noise`` exact levels."""
+    size, n = spec.size, len(things)
+    ground = np.full((n, spec.channels, size, size), float(spec.background))
+    covered = np.zeros((n, size, size), bool)
+    for index, parts in enumerate(things):
+        for thing in parts:
+            cover = coverage(thing, size)
+            factor = 1.0
+            if noise is not None and spec.brightness != (1.0, 1.0):
+                factor = float(noise[index].uniform(*spec.brightness))
+            colour = np.array(COLOURS[thing.colour][: spec.channels], float)[:, None, None] * factor
+            ground[index] = (1 - cover) * ground[index] + cover * colour
+            covered[index] |= cover >= 0.5
+        if noise is not None and spec.noise:
+            ground[index] += spec.noise * noise[index].standard_normal(ground[index].shape)
+    levels = np.clip(np.rint(ground), 0, 255).astype(np.uint8)
+    return torch.from_numpy(levels), torch.from_numpy(covered)
+
+
+def coverage(thing: Thing, size: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """How much of each pixel an object covers, 0 to 1, with edges one pixel soft; discs, squares and diamonds of one
+    radius have about the same area."""
+    rows, columns = np.mgrid[0:size, 0:size] + 0.5
+    down, right = np.abs(rows - thing.row), np.abs(columns - thing.column)
+    if thing.kind == "disc":
+        inside = thing.radius - np.hypot(down, right)
+    elif thing.kind == "square":
+        inside = 0.89 * thing.radius - np.maximum(down, right)
+    else:
+        inside = (1.25 * thing.radius - (down + right)) / 2**0.5
+    return np.asarray(np.clip(inside + 0.5, 0, 1))
+
+
+def caption(things: Sequence[Thing]) -> str:
+    """A scene in words: kinds and colours with their numbers, the most frequent first.
+
+    >>> caption([Thing("disc", 3, 3, 2), Thing("square", 9, 3, 2, "grey"), Thing("disc", 9, 9, 2)])
+    'two white discs and one grey square'
+    """
+    counts: dict[tuple[str, str], int] = {}
+    for thing in things:
+        counts[thing.colour, thing.kind] = counts.get((thing.colour, thing.kind), 0) + 1
+    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    words = [f"{_NUMBERS[count]} {colour} {kind}{'s' * (count > 1)}" for (colour, kind), count in ordered]
+    if not words:
+        return "nothing"
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def cell_map(presence: Bool[Tensor, "n cells cells"], size: int, *, width: float = 0.35) -> Float[Tensor, "n 1 h w"]:
+    """Drawn conditions: a bump in the middle of each cell that is to hold an object.
+
+    Args:
+        presence: of which cells.
+        size: height and width of the map.
+        width: standard deviation of a bump in cells.
+    """
+    cells = presence.shape[-1]
+    at = (torch.arange(size) + 0.5) * cells / size
+    bump = torch.exp(-((at[None] - (torch.arange(cells) + 0.5)[:, None]) ** 2) / (2 * width**2))
+    drawn = torch.einsum("nij,ih,jw->nhw", presence.float(), bump, bump)
+    return drawn[:, None]
+
+
+class SceneStream:
+    """Batches of scenes without end, as a stream with a cursor.
+
+    Args:
+        spec: what they are like.
+        batch: scenes of each.
+        seed: of all of them.
+    """
+
+    def __init__(self, spec: SceneSpec, batch: int, *, seed: int = 0) -> None:
+        if batch < 1:
+            raise InvalidArgument(f"batch is {batch}; give at least 1")
+        self.spec, self.batch, self.seed, self._given = spec, batch, seed, 0
+
+    def __iter__(self) -> Iterator[Scenes]:
+        """The batches from the cursor on."""
+        given = self._given
+        while True:
+            drawn = scenes(self.spec, self.batch, seed=self.seed, first=given * self.batch)
+            given += 1
+            self._given = given
+            yield drawn
+
+    def state_dict(self) -> dict[str, Any]:
+        """Batches given."""
+        return {"given": self._given}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Move the cursor."""
+        self._given = int(state["given"])
+
+
+# --- the detector -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Found:
+    """One connected part of a picture, and what it looks like.
+
+    Attributes:
+        thing: kind, centre, radius and colour that fit best.
+        area: covered pixels.
+        error: root mean square difference from the template, 0 to 1 of its contrast.
+    """
+
+    thing: Thing
+    area: float
+    error: float
+
+
+def cover_of(x: Float[Tensor, "n channels h w"], spec: SceneSpec) -> Float[Tensor, "n h w"]:
+    """How far each pixel of pictures from -1 to 1 stands out from the ground: 0 to 1 (white, or its own colour)."""
+    ground = spec.background / 127.5 - 1
+    if spec.channels == 1:
+        return ((x[:, 0] - ground) / (235 / 127.5 - 1 - ground)).clamp(0, 1)
+    # the distance from the ground, over that of the colour it is nearest to in direction
+    palette = torch.tensor([COLOURS[name] for name in spec.colours], dtype=torch.float32, device=x.device) / 127.5 - 1
+    away = x - ground
+    directions = palette - ground
+    along = torch.einsum("nchw,kc->nkhw", away, directions) / directions.square().sum(-1)[None, :, None, None]
+    return along.amax(1).clamp(0, 1)
+
+
+def components(cover: Bool[Tensor, "n h w"]) -> Int[Tensor, "n h w"]:
+    """Numbers of the connected parts (with diagonals), 1 up in each picture; 0 where there is nothing.
+
+    >>> components(torch.tensor([[[1, 0, 0], [1, 0, 1]]]).bool())
+    tensor([[[1, 0, 0],
+             [1, 0, 2]]])
+    """
+    n, h, w = cover.shape
+    mark = torch.arange(1, h * w + 1, device=cover.device, dtype=torch.float32).view(1, 1, h, w) * cover[:, None]
+    while True:
+        spread = F.max_pool2d(mark, 3, 1, 1) * cover[:, None]
+        if torch.equal(spread, mark):
+            break
+        mark = spread
+    marks = mark[:, 0].long()
+    out = torch.zeros_like(marks)
+    for index in range(n):
+        for number, value in enumerate(marks[index].unique()[1 if not bool(cover[index].all()) else 0 :], 1):
+            out[index][marks[index] == value] = number
+    return out
+
+
+def count(x: Float[Tensor, "n channels h w"], spec: SceneSpec, *, smallest: int = 3) -> Int[Tensor, n]:
+    """Objects in each picture: connected parts of at least ``smallest`` pixels that stand out by half."""
+    return torch.tensor([len(found) for found in detect(x, spec, smallest=smallest)])
+
+
+def cells(x: Float[Tensor, "n channels h w"], spec: SceneSpec, *, share: float = 0.15) -> Bool[Tensor, "n cells cells"]:
+    """Which cells hold an object: at least this share of their pixels stands out by a quarter or more."""
+    if not spec.cells:
+        raise InvalidArgument("scenes without a grid have no cells; give SceneSpec(cells=...)")
+    bright = (cover_of(x, spec) > 0.25).float()[:, None]
+    return F.adaptive_avg_pool2d(bright, spec.cells)[:, 0] >= share
+
+
+def detect(x: Float[Tensor, "n channels h w"], spec: SceneSpec, *, smallest: int = 3) -> list[list[Found]]:
+    """The objects of each picture, from left to right.
+
+    Args:
+        x: pictures from -1 to 1.
+        spec: kinds and colours that are looked for, and the ground.
+        smallest: pixels of a part that counts as one.
+    """
+    cover = cover_of(x, spec)
+    labels = components(cover > 0.4)
+    found = []
+    for index in range(len(x)):
+        here = []
+        for number in range(1, int(labels[index].max()) + 1):
+            part = labels[index] == number
+            if int(part.sum()) >= smallest:
+                here.append(_fit(x[index], cover[index], part, spec))
+        found.append(sorted(here, key=lambda one: one.thing.column))
+    return found
+
+
+def _fit(x: Tensor, cover: Tensor, part: Tensor, spec: SceneSpec) -> Found:
+    """The template that fits one part best."""
+    near = F.max_pool2d(part[None].float(), 3, 1, 1)[0].bool()
+    colour, strength = _colour(x[:, part].mean(1), spec)
+    if spec.brightness != (1.0, 1.0):
+        strength = float(cover[part].max())
+    own = (cover / max(strength, 1e-3)).clamp(0, 1) * near
+    area = float(own.sum())
+    rows, columns = torch.meshgrid(*(torch.arange(s) + 0.5 for s in own.shape), indexing="ij")
+    row, column = (float((own * at.to(own.device)).sum() / own.sum()) for at in (rows, columns))
+    best: tuple[float, Thing] | None = None
+    for kind in spec.kinds:
+        thing = Thing(kind, row, column, (area / np.pi) ** 0.5, colour)
+        template = torch.from_numpy(coverage(thing, own.shape[-1])).to(own)
+        error = float(((template - own)[near] ** 2).mean() ** 0.5)
+        if best is None or error < best[0]:
+            best = (error, thing)
+    assert best is not None
+    return Found(best[1], area, best[0])
+
+
+def _colour(mean: Tensor, spec: SceneSpec) -> tuple[str, float]:
+    """The colour nearest to the mean of a part, and how far a full pixel of it stands out."""
+    ground = torch.full_like(mean, spec.background / 127.5 - 1)
+    named = {name: torch.tensor(COLOURS[name][: spec.channels]).to(mean) / 127.5 - 1 for name in spec.colours}
+    name = min(named, key=lambda key: float((named[key] - mean).square().sum()))
+    if spec.channels == 1:
+        white = COLOURS["white"][0] / 127.5 - 1
+        return name, float((named[name] - ground)[0] / (white - ground[0]))
+    return name, 1.0
+
+
+def _things(spec: SceneSpec, rng: np.random.Generator) -> tuple[Thing, ...]:
+    """The objects of one scene."""
+    number = int(rng.integers(spec.objects[0], spec.objects[1] + 1))
+
+    def one(row: float, column: float, radius: float) -> Thing:
+        return Thing(str(rng.choice(spec.kinds)), row, column, radius, str(rng.choice(spec.colours)))
+
+    if spec.cells:
+        pitch = spec.size / spec.cells
+        chosen = rng.permutation(spec.cells**2)[:number]
+        return tuple(
+            one((cell // spec.cells + 0.5) * pitch, (cell % spec.cells + 0.5) * pitch, float(rng.uniform(*spec.radius)))
+            for cell in chosen.tolist()
+        )
+    for _ in range(200):
+        placed: list[tuple[float, float, float]] = []
+        for _ in range(60 * number):
+            if len(placed) == number:
+                break
+            radius = float(rng.uniform(*spec.radius))
+            edge = 1.2 * radius + 0.3
+            row, column = rng.uniform(edge, spec.size - edge, size=2)
+            if all(np.hypot(row - r, column - c) > 1.1 * (radius + other) + 1.7 for r, c, other in placed):
+                placed.append((float(row), float(column), radius))
+        if len(placed) == number:
+            return tuple(one(*place) for place in placed)
+    raise InvalidArgument(
+        f"{number} objects of radius {spec.radius} find no place in {spec.size} by {spec.size} pixels"
+    )

@@ -1,0 +1,52 @@
+"""Random numbers of which each sample of a batch has its own.
+
+Notable here:
+- sample i draws from the seed ``seed + i``, on the CPU: more samples, another batch size or another device change no
+  sample's numbers
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from pippin.core.errors import InvalidArgument
+
+
+class Noise:
+    """A source of random numbers for each of ``n`` samples.
+
+    Args:
+        n: samples.
+        seed: of the first sample; the next ones count on.
+        device: where the numbers go.
+
+    Raises:
+        InvalidArgument: no samples, or a negative seed.
+
+    >>> two, three = Noise(2, seed=7), Noise(3, seed=7)
+    >>> torch.equal(two.normal((4,)), three.normal((4,))[:2])
+    True
+    """
+
+    def __init__(self, n: int, *, seed: int = 0, device: torch.device | str = "cpu") -> None:
+        if n < 1 or seed < 0:
+            raise InvalidArgument(f"{n} samples with seed {seed}: give at least 1 sample and a seed of 0 or more")
+        self.device = torch.device(device)
+        self._generators = [torch.Generator().manual_seed(seed + i) for i in range(n)]
+
+    def __len__(self) -> int:
+        return len(self._generators)
+
+    def normal(self, shape: Sequence[int]) -> Float[Tensor, "n ..."]:
+        """Standard normal numbers of this shape for each sample."""
+        drawn = [torch.randn(tuple(shape), generator=generator) for generator in self._generators]
+        return torch.stack(drawn).to(self.device)
+
+    def uniform(self, shape: Sequence[int]) -> Float[Tensor, "n ..."]:
+        """Numbers from 0 to below 1 of this shape for each sample."""
+        drawn = [torch.rand(tuple(shape), generator=generator) for generator in self._generators]
+        return torch.stack(drawn).to(self.device)
