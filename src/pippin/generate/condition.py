@@ -2,7 +2,7 @@
 
 Notable here:
 - each part has a form that says nothing: a model learns with and without it, and guidance can compare the two
-- the vector of no class is the mean of all classes and what is learnt on top, so it is there even where none was dropped
+- the vector of no class is the mean of all classes and what is learnt on top: it is there even where none was dropped
 """
 
 from __future__ import annotations
@@ -107,8 +107,10 @@ class Condition:
         if (self.text is None) != (self.text_mask is None):
             raise InvalidArgument("a condition's text comes with its text_mask (true where a token is)")
         counts = {len(part) for part in self._tensors()}
+        if not counts:
+            raise InvalidArgument("a condition without any part: give labels, text, map or vector, or None in its place")
         if len(counts) != 1:
-            raise InvalidArgument(f"the parts of a condition are of {sorted(counts) or 'no'} samples; they must agree")
+            raise InvalidArgument(f"the parts of a condition are of {sorted(counts)} samples; they must agree")
 
     def __len__(self) -> int:
         return len(self._tensors()[0])

@@ -221,13 +221,46 @@ class TextEncoder:
             vectors[batch] = self._pool([encoded[index] for index in batch])
         return F.normalize(vectors, dim=-1) if normalise else vectors
 
-    def _pool(self, batch: list[list[int]]) -> Float[Tensor, "texts width"]:
-        """One vector for each text of a batch."""
+    @torch.no_grad()
+    def hidden(
+        self, texts: Sequence[str], *, most: int | None = None
+    ) -> tuple[Float[Tensor, "texts tokens width"], Bool[Tensor, "texts tokens"]]:
+        """The last hidden state of every token, for models that read more of a text than one vector.
+
+        Args:
+            texts: an empty one has the two tokens that frame it.
+            most: tokens of a text that are read, with the two that frame it; None for ``max_tokens``. What is beyond
+                is cut, and the token that ends a text stays.
+
+        Returns:
+            Hidden states, float32 on the CPU, and which of them are of the text; the rest fills up to the longest.
+
+        Raises:
+            InvalidArgument: one text instead of a list of them, no text, or ``most`` out of range.
+            InvalidInput: something that is no text, or holds half of a surrogate pair.
+        """
+        limit = self.max_tokens if most is None else most
+        if not 2 <= limit <= self.max_tokens:
+            raise InvalidArgument(f"most is {most}; {self.name} reads 2 to {self.max_tokens} tokens")
+        encoded = self._encode(texts)
+        if not encoded:
+            raise InvalidArgument("there is no text to read; give at least one")
+        states, real = self._states([ids if len(ids) <= limit else [*ids[: limit - 1], ids[-1]] for ids in encoded])
+        return states.cpu(), real.cpu()
+
+    def _states(
+        self, batch: list[list[int]]
+    ) -> tuple[Float[Tensor, "texts tokens width"], Bool[Tensor, "texts tokens"]]:
+        """Hidden states of a batch, and which are no padding."""
         ids = nn.utils.rnn.pad_sequence([torch.tensor(ids) for ids in batch], batch_first=True)
         real = torch.arange(ids.shape[1]) < torch.tensor([[len(ids)] for ids in batch])
         device = self.module.norm.weight.device
         ids, real = ids.to(device), real.to(device)
-        hidden = self.module(ids, real)
+        return self.module(ids, real), real
+
+    def _pool(self, batch: list[list[int]]) -> Float[Tensor, "texts width"]:
+        """One vector for each text of a batch."""
+        hidden, real = self._states(batch)
         if self.pooling == "first":
             pooled: Tensor = hidden[:, 0]
         else:

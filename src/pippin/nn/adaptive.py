@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from pippin.core.errors import InvalidArgument
 from pippin.nn.attention import Attention, AttentionSpec
 from pippin.nn.cache import KVCache
-from pippin.nn.feedforward import FeedForward, FeedForwardSpec
+from pippin.nn.feedforward import Activation, FeedForward, FeedForwardSpec
 from pippin.nn.linear import Linear
 
 
@@ -75,10 +75,11 @@ class AdaptiveBlock(nn.Module):
         vector: width of the adapting vector; 0 for none.
         context: width of the text's tokens; 0 for no text.
         qk_norm: norms of queries and keys.
-        feed_forward: a layer to take in place of the dense one, from (n, tokens, width) to the same.
+        feed_forward: a layer to take in place of the dense one, from (n, tokens, width) to the same; one that
+            says it ``looks_ahead`` is applied without order only.
 
     Raises:
-        InvalidArgument: heads that do not divide the width.
+        InvalidArgument: heads that do not divide the width; in a pass, a layer that looks ahead in causal order.
 
     Source: Peebles and Xie 2023, arXiv:2212.09748, section 3.2.
     """
@@ -95,6 +96,8 @@ class AdaptiveBlock(nn.Module):
         vector: int = 0,
         context: int = 0,
         qk_norm: bool = False,
+        bias: bool = False,
+        activation: Activation = "gelu_tanh",
         feed_forward: nn.Module | None = None,
     ) -> None:
         super().__init__()
@@ -102,10 +105,18 @@ class AdaptiveBlock(nn.Module):
             raise InvalidArgument(f"{heads} heads do not divide a width of {width} into even parts")
         self.width = width
         self.attention = Attention(
-            spec, width=width, heads=heads, kv_heads=kv_heads or heads, head_dim=width // heads, qk_norm=qk_norm
+            spec,
+            width=width,
+            heads=heads,
+            kv_heads=kv_heads or heads,
+            head_dim=width // heads,
+            bias=bias,
+            output_bias=bias,
+            qk_norm=qk_norm,
         )
-        inner = FeedForwardSpec(hidden or 4 * width, "silu" if gated else "gelu_tanh", gated=gated)
+        inner = FeedForwardSpec(hidden or 4 * width, "silu" if gated else activation, gated=gated)
         self.feed_forward = feed_forward or FeedForward(inner, width, bias=not gated)
+        self.looks_ahead = bool(getattr(self.feed_forward, "looks_ahead", False))
         self.adapt = Linear(vector, 6 * width, bias=True) if vector else None
         self.attention_norm = nn.LayerNorm(width, elementwise_affine=not vector)
         self.feed_norm = nn.LayerNorm(width, elementwise_affine=not vector)
@@ -134,6 +145,11 @@ class AdaptiveBlock(nn.Module):
             context: the text's tokens.
             context_mask: which of them are there.
         """
+        if self.looks_ahead and not isinstance(cache, Everything):
+            raise InvalidArgument(
+                f"{type(self.feed_forward).__name__} chooses among all tokens, so earlier ones would depend on later "
+                "ones; a causal model takes a dense layer, or one where tokens choose"
+            )
         shift, scale, gate, shift2, scale2, gate2 = self._adapted(vector)
         y, _ = self.attention(_moved(self.attention_norm(x), shift, scale), turn, cache, layer)
         x = x + (y if gate is None else gate * y)

@@ -1,0 +1,181 @@
+r"""A strictly local score network: each output pixel sees one small window of the noisy picture and drawn condition.
+
+Notable here:
+- a score that depends, at each pixel, on few pixels and few conditions composes by itself: a longer scene is made of
+  pieces that were all seen in training; this network cannot learn any other kind
+- nothing in it mixes places but 3 by 3 convolutions: no attention, no down-sampling, and layer norms over the channels
+  of each pixel, as a norm over space would let every pixel see the whole picture
+- the radius of the window is known exactly, and is chosen apart from depth: convolutions beyond it are 1 by 1
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from pippin.core.errors import InvalidArgument
+from pippin.generate.condition import Condition, ConditionEmbedding, ConditionSpec
+from pippin.nn.linear import Linear
+from pippin.nn.time_embedding import TimeEmbedding
+
+
+@dataclass(frozen=True)
+class LocalNetConfig:
+    """A strictly local convolutional network.
+
+    Attributes:
+        width: channels.
+        blocks: residual blocks of two convolutions each.
+        radius: pixels that an output sees in each direction: 1 to ``1 + 2 * blocks``; None for the largest. It should
+            hold an object, and be below half of the distance at which objects are to be independent.
+        padding: what lies outside of a picture: "zeros" shows the network where the border is, "reflect" does not.
+        kind: of the network, for files.
+
+    Raises:
+        InvalidArgument: a value outside its range.
+
+    >>> LocalNetConfig(blocks=3).reach, LocalNetConfig(blocks=3, radius=4).reach
+    (7, 4)
+    """
+
+    width: int = 48
+    blocks: int = 2
+    radius: int | None = None
+    padding: Literal["zeros", "reflect"] = "zeros"
+    kind: Literal["local"] = "local"
+
+    def __post_init__(self) -> None:
+        if self.width < 1 or self.blocks < 1:
+            raise InvalidArgument(f"width={self.width} and blocks={self.blocks} must be at least 1")
+        largest = 1 + 2 * self.blocks
+        if self.radius is not None and not 1 <= self.radius <= largest:
+            raise InvalidArgument(
+                f"radius={self.radius} must be 1 to {largest}, what {self.blocks} blocks reach; add blocks for more"
+            )
+        if self.padding not in ("zeros", "reflect"):
+            raise InvalidArgument(f"padding={self.padding!r} must be 'zeros' or 'reflect'")
+
+    @property
+    def reach(self) -> int:
+        """The radius of the window that an output pixel sees."""
+        return 1 + 2 * self.blocks if self.radius is None else self.radius
+
+    def build(self, shape: tuple[int, ...], condition: ConditionSpec) -> LocalNet:
+        """The network for pictures of this shape (channels, height, width)."""
+        return LocalNet(self, shape, condition)
+
+
+class LocalNet(nn.Module):
+    r"""The network of a `LocalNetConfig`.
+
+    A map is concatenated to the picture, so that conditions are as local as pixels. Class, text and vector reach all
+    pixels at once, as the time does (FiLM): with them the network is local in pixels, not in conditions.
+
+    Args:
+        config: its sizes.
+        shape: channels, height and width of a picture.
+        condition: what it reads.
+
+    Raises:
+        InvalidArgument: a shape that is no picture, or a window that is wider than the picture.
+
+    Source: Bradley 2025, arXiv:2509.16447 (local conditional scores); the architecture is our own.
+    """
+
+    def __init__(self, config: LocalNetConfig, shape: tuple[int, ...], condition: ConditionSpec) -> None:
+        super().__init__()
+        if len(shape) != 3:
+            raise InvalidArgument(f"a local network draws pictures (channels, height, width), not {shape}")
+        if config.reach >= max(shape[1:]):
+            raise InvalidArgument(
+                f"a radius of {config.reach} pixels sees all of a picture of {shape[1]} by {shape[2]}"
+            )
+        self.config, self.shape, self.spec = config, tuple(shape), condition
+        width = config.width
+        self.time = TimeEmbedding(width)
+        self.embedding = ConditionEmbedding(condition, width)
+        left = config.reach
+        self.stem = _conv(shape[0] + condition.map, width, config.padding)
+        left -= 1
+        blocks = []
+        for _ in range(config.blocks):
+            kernels = (3 if left >= 1 else 1, 3 if left >= 2 else 1)
+            left -= sum(kernel == 3 for kernel in kernels)
+            blocks.append(_Block(width, kernels, config.padding))
+        self.blocks = nn.ModuleList(blocks)
+        self.out = _conv(width, shape[0], config.padding, 1)
+
+    def forward(
+        self, x: Float[Tensor, "n channels height width"], t: Float[Tensor, n], condition: Condition | None = None
+    ) -> Float[Tensor, "n channels height width"]:
+        """What the network predicts for noisy pictures at times 0 to 1; float32."""
+        if condition is None and not self.spec.empty:
+            condition = self.spec.nothing(len(x), (x.shape[-2], x.shape[-1]), x.device)
+        embedded = self.embedding(condition, len(x))
+        vector = F.silu(self.time(t) + embedded.vector)
+        h = self.stem(x if embedded.map is None else torch.cat([x, embedded.map.to(x.dtype)], 1))
+        for block in self.blocks:
+            h = block(h, vector)
+        out: Tensor = self.out(F.silu(_norm(h)))
+        return out.float()
+
+    @torch.no_grad()
+    def initialise(self, generator: torch.Generator) -> LocalNet:
+        """Random weights that keep the size of what passes; the output is zero at first."""
+        self.time.initialise(generator)
+        self.embedding.initialise(generator)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                fan = module.in_channels * module.kernel_size[0] * module.kernel_size[1]
+                module.weight.normal_(0.0, fan**-0.5, generator=generator)
+                if module.bias is not None:
+                    module.bias.zero_()
+        for block in self.blocks:
+            assert isinstance(block, _Block)
+            block.initialise(generator)
+        self.out.weight.zero_()
+        return self
+
+
+def _conv(inputs: int, outputs: int, padding: str, kernel: int = 3) -> nn.Conv2d:
+    """A convolution that keeps the size, without weights: none are drawn from a global generator."""
+    made = nn.utils.skip_init(nn.Conv2d, inputs, outputs, kernel, padding=kernel // 2, padding_mode=padding)
+    assert isinstance(made, nn.Conv2d)
+    return made
+
+
+class _Block(nn.Module):
+    """Two convolutions beside the identity, the first after a shift and scale by the time."""
+
+    def __init__(self, width: int, kernels: tuple[int, int], padding: Literal["zeros", "reflect"]) -> None:
+        super().__init__()
+        self.adapt = Linear(width, 2 * width, bias=True)
+        self.first = _conv(width, width, padding, kernels[0])
+        self.second = _conv(width, width, padding, kernels[1])
+
+    def forward(self, h: Tensor, vector: Tensor) -> Tensor:
+        shift, scale = self.adapt(vector)[:, :, None, None].chunk(2, 1)
+        y = self.first(F.silu(_norm(h) * (1 + scale) + shift))
+        y = self.second(F.silu(_norm(y)))
+        return h + y  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def initialise(self, generator: torch.Generator) -> None:
+        """Time has a small say at first, and the block adds nothing."""
+        assert self.adapt.weight is not None
+        assert self.adapt.bias is not None
+        self.adapt.weight.normal_(0.0, 0.1 * self.adapt.inputs**-0.5, generator=generator)
+        self.adapt.bias.zero_()
+        self.second.weight.zero_()
+
+
+def _norm(h: Tensor) -> Tensor:
+    """Layer norm over the channels of each pixel, and over nothing else."""
+    h = h - h.mean(1, keepdim=True)
+    normed: Tensor = h * (h.square().mean(1, keepdim=True) + 1e-5).rsqrt()
+    return normed

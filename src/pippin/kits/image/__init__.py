@@ -1,0 +1,1 @@
+"""Pictures from descriptions: one creator over every generator of this library."""
