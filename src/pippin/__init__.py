@@ -16,6 +16,7 @@ from pippin import errors
 
 if TYPE_CHECKING:
     from pippin.engine.engine import Engine
+    from pippin.kits.image.creator import ImageCreator
     from pippin.language.availability import availability
     from pippin.language.encoder import load_encoder
     from pippin.language.load import LanguageModel, load
@@ -79,6 +80,7 @@ _HOMES = {
     "availability": "pippin.language.availability",
     "load_encoder": "pippin.language.encoder",
     "Engine": "pippin.engine.engine",
+    "ImageCreator": "pippin.kits.image.creator",
     "tool": "pippin.session",
 }
 
@@ -92,6 +94,7 @@ __all__ = [
     "GenerationOptions",
     "Guardrails",
     "Hooks",
+    "ImageCreator",
     "LanguageModel",
     "Lark",
     "LocalModel",

@@ -17,7 +17,7 @@ SPECS = {
     "cells": SceneSpec(cells=4, objects=(0, 3), radius=(1.2, 1.6), kinds=("square",)),
     "two greys": SceneSpec(size=32, colours=("white", "grey"), radius=(3, 4.5)),
     "colours": SceneSpec(size=32, colours=("red", "green", "blue", "white"), radius=(3, 4.5)),
-    "dim": SceneSpec(size=24, cells=6, objects=(0, 8), radius=(1.2, 1.6), brightness=(0.6, 1.0), kinds=("disc",)),
+    "dim": SceneSpec(size=24, cells=6, objects=(0, 8), radius=(1.0, 1.3), brightness=(0.6, 1.0), kinds=("disc",)),
 }
 
 

@@ -7,8 +7,10 @@ from pippin.core.errors import InvalidArgument
 from pippin.generate.condition import Condition, ConditionSpec
 from pippin.generate.local_net import LocalNet, LocalNetConfig
 
+NONE = ConditionSpec()
 
-def random_network(config: LocalNetConfig, spec: ConditionSpec = ConditionSpec(), size: int = 15) -> LocalNet:
+
+def random_network(config: LocalNetConfig, spec: ConditionSpec = NONE, size: int = 15) -> LocalNet:
     network = config.build((2, size, size), spec)
     network.initialise(torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(1)

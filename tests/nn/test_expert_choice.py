@@ -194,9 +194,9 @@ def test_the_balance_loss_is_1_when_even_and_as_many_as_experts_when_all_go_to_o
     with torch.no_grad():
         layer.router.copy_(100 * torch.eye(4))
     layer(torch.eye(4)[None].repeat(2, 1, 1))
-    assert float(layer.balance) == pytest.approx(1.0, abs=1e-5)
+    assert layer.balance.item() == pytest.approx(1.0, abs=1e-5)
     layer(torch.eye(4)[:1].expand(2, 5, 4))
-    assert float(layer.balance) == pytest.approx(4.0, abs=1e-5)
+    assert layer.balance.item() == pytest.approx(4.0, abs=1e-5)
 
 
 def test_descending_the_balance_loss_evens_out_the_loads():

@@ -63,7 +63,7 @@ def camera(x: Tensor, generator: torch.Generator) -> Tensor:
     corners = 1 - 0.35 * (at[:, None].square() + at.square()) / 2
     fixed = 0.05 * torch.randn(1, 1, SIZE, SIZE, generator=torch.Generator().manual_seed(77))
     x = 0.75 * x**1.6 * corners + 0.08 + fixed
-    shot = (x.clamp_min(0) / 60).sqrt() * torch.randn(x.shape, generator=generator)
+    shot = (x.clamp_min(0) / 400).sqrt() * torch.randn(x.shape, generator=generator)
     return ((x + shot) * 2 - 1).clamp(-1, 1)
 
 

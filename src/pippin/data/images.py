@@ -162,8 +162,11 @@ def load(
     name = str(source)
     if split not in ("train", "test"):
         raise InvalidArgument(f"split is {split!r}; choose train or test")
-    if limit is not None and limit < 1:
-        raise InvalidArgument(f"limit is {limit}; give 1 or more")
+    for what, value in (("limit", limit), ("size", size)):
+        if value is not None and value < 1:
+            raise InvalidArgument(f"{what} is {value}; give 1 or more")
+    if channels not in (None, 1, 3):
+        raise InvalidArgument(f"channels is {channels}; give 1 (grey) or 3 (colour)")
     folder = _place(name)
     if (folder / "train-images-idx3-ubyte.gz").is_file():
         found = _fashion(folder, split)

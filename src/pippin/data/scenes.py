@@ -394,7 +394,7 @@ def _things(spec: SceneSpec, rng: np.random.Generator) -> tuple[Thing, ...]:
             radius = float(rng.uniform(*spec.radius))
             edge = 1.2 * radius + 0.3
             row, column = rng.uniform(edge, spec.size - edge, size=2)
-            if all(np.hypot(row - r, column - c) > 1.27 * (radius + other) + 1.0 for r, c, other in placed):
+            if all(np.hypot(row - r, column - c) > 1.3 * (radius + other) + 1.4 for r, c, other in placed):
                 placed.append((float(row), float(column), radius))
         if len(placed) == number:
             return tuple(one(*place) for place in placed)

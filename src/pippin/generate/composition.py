@@ -200,7 +200,8 @@ class Composed:
             if index in found:
                 continue
             same = [i for i in range(index, len(everyone)) if everyone[i].model is part.model is not None]
-            if len(same) < 2 or part.model is None or part.condition is None:
+            apart = part.model is None or getattr(part.model.network, "mixes_samples", False)
+            if len(same) < 2 or apart or part.model is None or part.condition is None:
                 found[index] = part.denoiser(x, t)
                 continue
             conditions = [_for(everyone[i].condition, len(x)) for i in same]
@@ -250,7 +251,7 @@ class Composed:
             NonFiniteSample: the sampling ended in infinite values or NaN.
 
         Warns:
-            CompositionAtRisk: parts changed the same things along the way (a cosine above 0.3), and nothing corrected.
+            CompositionAtRisk: parts changed the same things along the way (a clash above 0.3), and nothing corrected.
         """
         _, n = prepare(self.condition, condition, self.rows if n is None else n, guidance, self.parts[0].device)
         if self.rows is not None and n != self.rows:
@@ -275,14 +276,17 @@ class Composability:
     Attributes:
         cosine: of the differences that each pair of parts makes to the background, over samples, times and coordinates;
             0 for parts that change different things.
+        clash: the mean size of these cosines, sample by sample: what the verdict goes by, as directions that agree in
+            one sample and disagree in another are not orthogonal in either.
         overlap: of the sizes of these differences, place by place, 0 to 1: 1 for parts that change the same places,
             which is harmless only where they do it in orthogonal directions (colours, say).
-        by_time: the largest absolute cosine of a pair, at each time.
+        by_time: the largest clash of a pair, at each time.
         verdict: "sound", "doubtful" or "at risk".
         advice: what to do, in sentences.
     """
 
     cosine: Float[Tensor, "parts parts"]
+    clash: Float[Tensor, "parts parts"]
     overlap: Float[Tensor, "parts parts"]
     by_time: tuple[tuple[float, float], ...]
     verdict: Literal["sound", "doubtful", "at risk"]
@@ -290,13 +294,14 @@ class Composability:
 
     @property
     def largest(self) -> float:
-        """The largest absolute cosine of two different parts; 0 for one part."""
-        return float(_pairs(self.cosine).abs().max()) if len(self.cosine) > 1 else 0.0
+        """The largest clash of two different parts; 0 for one part."""
+        return float(_pairs(self.clash).max()) if len(self.clash) > 1 else 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as JSON values."""
         return {
             "cosine": self.cosine.tolist(),
+            "clash": self.clash.tolist(),
             "overlap": self.overlap.tolist(),
             "by_time": [list(row) for row in self.by_time],
             "largest": self.largest,
@@ -308,7 +313,7 @@ class Composability:
         def table(values: Tensor) -> list[str]:
             return ["  " + " ".join(f"{value:6.2f}" for value in row) for row in values.tolist()]
 
-        lines = [f"composition: {self.verdict} (largest cosine {self.largest:.2f})"]
+        lines = [f"composition: {self.verdict} (largest clash {self.largest:.2f})"]
         lines += ["cosine of what the parts change", *table(self.cosine), "overlap of where", *table(self.overlap)]
         return "\n".join([*lines, *(f"- {sentence}" for sentence in self.advice)])
 
@@ -366,76 +371,68 @@ class _Watch:
 
     def __init__(self, composed: Composed) -> None:
         self.composed = composed
-        self.inner: dict[float, Tensor] = {}
-        self.sizes: dict[float, Tensor] = {}
+        self.sums: dict[float, Tensor] = {}
 
     def __call__(self, x: Tensor, t: float) -> Estimate:
         estimates = self.composed.estimates(x, t)
         if len(estimates) > 2:
             away = torch.stack([part.eps - estimates[-1].eps for part in estimates[:-1]]).double()
             # of a picture, channels are one place
-            size = away.norm(dim=2) if away.ndim == 5 else away.abs()
-            for kept, values in ((self.inner, away.flatten(1)), (self.sizes, size.flatten(1))):
-                kept[t] = kept.get(t, 0) + values @ values.T
+            size = (away.norm(dim=2) if away.ndim == 5 else away.abs()).flatten(2)
+            inner = torch.einsum("ind,jnd->nij", away.flatten(2), away.flatten(2))
+            length = inner.diagonal(dim1=1, dim2=2).sqrt()
+            lengths = length[:, :, None] * length[:, None]
+            here = torch.stack([inner, inner.abs(), lengths, torch.einsum("ind,jnd->nij", size, size)]).sum(1)
+            self.sums[t] = self.sums[t] + here if t in self.sums else here
         return self.composed.combined(estimates)
 
     def report(self) -> Composability:
         """What was measured."""
         k = len(self.composed.parts)
-        if not self.inner:
+        if not self.sums:
             one = torch.ones(k, k)
-            return Composability(one, one, (), "sound", ("A single part composes with the background.",))
-        cosine = _cosine(torch.stack(list(self.inner.values())).sum(0))
-        overlap = _cosine(torch.stack(list(self.sizes.values())).sum(0))
-        by_time = tuple((t, float(_pairs(_cosine(gram)).abs().max())) for t, gram in sorted(self.inner.items()))
-        largest = float(_pairs(cosine).abs().max())
+            return Composability(one, one, one, (), "sound", ("A single part composes with the background.",))
+        inner, sizes, lengths, places = torch.stack(list(self.sums.values())).sum(0)
+        clash = (sizes / lengths.clamp_min(1e-30)).float()
+        each = ((t, _pairs(sums[1] / sums[2].clamp_min(1e-30))) for t, sums in sorted(self.sums.items()))
+        by_time = tuple((t, float(values.max())) for t, values in each)
+        largest = float(_pairs(clash).max())
         verdict: Literal["sound", "doubtful", "at risk"] = (
             "sound" if largest <= DOUBTFUL else "doubtful" if largest <= AT_RISK else "at risk"
         )
-        return Composability(cosine, overlap, by_time, verdict, _advice(cosine, overlap, verdict))
+        overlap = _cosine(places)
+        return Composability(_cosine(inner), clash, overlap, by_time, verdict, _advice(clash, overlap, verdict))
 
     def warn(self) -> None:
         """Say it where the parts changed the same things."""
-        if not self.inner:
+        if not self.sums:
             return
         report = self.report()
         if report.verdict == "at risk":
             warnings.warn(CompositionAtRisk(" ".join(report.advice)), stacklevel=3)
 
 
-def _advice(cosine: Tensor, overlap: Tensor, verdict: str) -> tuple[str, ...]:
+def _advice(clash: Tensor, overlap: Tensor, verdict: str) -> tuple[str, ...]:
     """What the figures mean, in sentences."""
-    off = _off(cosine).abs()
-    first, second = divmod(int(off.argmax()), len(cosine))
-    first, second = sorted((first, second))
-    value, same = float(cosine[first, second]), float(overlap[first, second])
+    off = clash - torch.diag(clash.diagonal())
+    first, second = sorted(divmod(int(off.argmax()), len(clash)))
+    value, same = float(clash[first, second]), float(overlap[first, second])
     if verdict == "sound":
         said = f"The parts change different things (largest cosine {value:.2f}): adding their scores is right."
         return (said, "They share places, in orthogonal directions.") if same > 0.5 else (said,)
-    way = "pull the same way" if value > 0 else "pull against each other"
-    sentences = [f"Parts {first} and {second} {way} (cosine {value:.2f}): each changes what the other is about."]
-    if value < 0:
-        sentences.append(
-            "That is typical of a background that shows the parts' features itself, such as 'any one object': choose "
-            "the empty scene."
-        )
-    else:
-        sentences.append("Choose parts that differ in other features, or put them further apart.")
-    sentences.append(
-        "If they are independent in features that are mixed in the samples, a corrector repairs the result: "
-        "corrector=Langevin(steps=..., step_size=..., t=...) with a small t."
+    return (
+        f"Parts {first} and {second} change the same things (cosine {value:.2f}, {same:.0%} of it in the same places).",
+        "If the background shows what the parts are about, as 'any one object' does, choose one without: the empty "
+        "scene.",
+        "If the parts themselves meet, choose others, or put them further apart.",
+        "If they are independent in features that are mixed in the samples, Langevin steps at a small time repair the "
+        "result: corrector=Langevin(steps=..., step_size=..., t=...).",
     )
-    return tuple(sentences)
 
 
 def _cosine(gram: Tensor) -> Tensor:
     size = gram.diagonal().sqrt()
     return (gram / (size[:, None] * size[None]).clamp_min(1e-30)).float()
-
-
-def _off(values: Tensor) -> Tensor:
-    """A square matrix without its diagonal."""
-    return values - torch.diag(values.diagonal())
 
 
 def _pairs(values: Tensor) -> Tensor:

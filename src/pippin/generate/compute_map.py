@@ -97,10 +97,10 @@ def draw_compute(
     axes = figure.subplots(len(maps), layers + 1, squeeze=False)
     shown = None
     for row, (picture, layered) in enumerate(zip(pictures, maps, strict=True)):
-        image = ((picture.detach().float().cpu() + 1) / 2).clamp(0, 1).permute(1, 2, 0)
+        image = ((picture.detach().float().cpu() + 1) / 2).clamp(0, 1).permute(1, 2, 0).numpy()
         axes[row, 0].imshow(image if image.shape[-1] == 3 else image[..., 0], cmap="gray", vmin=0, vmax=1)
         for layer in range(layers):
-            counts = layered[layer].cpu()
+            counts = layered[layer].cpu().numpy()
             shown = axes[row, layer + 1].imshow(counts, cmap="magma", vmin=0, vmax=int(maps.max()))
             if row == 0:
                 axes[row, layer + 1].set_title(f"layer with experts {layer + 1}", fontsize=7)

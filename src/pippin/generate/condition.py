@@ -108,7 +108,7 @@ class Condition:
             raise InvalidArgument("a condition's text comes with its text_mask (true where a token is)")
         counts = {len(part) for part in self._tensors()}
         if not counts:
-            raise InvalidArgument("a condition without any part: give labels, text, map or vector, or None in its place")
+            raise InvalidArgument("a condition without any part: give labels, text, map or vector; or no condition")
         if len(counts) != 1:
             raise InvalidArgument(f"the parts of a condition are of {sorted(counts)} samples; they must agree")
 

@@ -40,7 +40,8 @@ class DiTConfig:
         patch: height and width of a token in pixels.
         hidden: inner width of the feed-forward layers (of each expert), for all layers or for each; None for four
             times the width.
-        positions: rows and columns turn the heads ("rotary"), or each token has a learnt vector ("learned").
+        positions: each token has a vector of its own that is learnt ("learned"); rows and columns turn the heads
+            ("rotary"), which tells how tokens lie to each other but not where in the picture; or both.
         qk_norm: norms of queries and keys.
         feed_forward: "dense"; or what the sparse layers have: experts that choose ("expert_choice") or tokens that
             choose ("token_choice").
@@ -64,7 +65,7 @@ class DiTConfig:
     kv_heads: int | None = None
     patch: int = 2
     hidden: int | tuple[int, ...] | None = None
-    positions: Literal["rotary", "learned"] = "rotary"
+    positions: Literal["both", "learned", "rotary"] = "both"
     qk_norm: bool = True
     feed_forward: Literal["dense", "expert_choice", "token_choice"] = "dense"
     sparse_every: int = 2
@@ -135,8 +136,8 @@ class DiT(nn.Module):
         context = width if condition.text else 0
         self.blocks = nn.ModuleList(_block(config, layer, context) for layer in range(config.layers))
         self.head = TimedHead(width, shape[0] * area)
-        learned = config.positions == "learned"
-        self.places = nn.Parameter(torch.zeros(self.rows * self.columns, width)) if learned else None
+        placed = config.positions != "rotary"
+        self.places = nn.Parameter(torch.zeros(self.rows * self.columns, width)) if placed else None
         cosines, sines = axial_tables(grid(self.rows, self.columns), width // config.heads)
         self.register_buffer("cosines", cosines, persistent=False)
         self.register_buffer("sines", sines, persistent=False)
@@ -155,11 +156,9 @@ class DiT(nn.Module):
         vector = self.time(t) + embedded.vector
         seen = x if embedded.map is None else torch.cat([x, embedded.map], 1)
         tokens = self.into(patchify(seen, self.config.patch))
-        turn = None
-        if self.places is None:
-            turn = (self.cosines, self.sines)
-        else:
+        if self.places is not None:
             tokens = tokens + self.places
+        turn = None if self.config.positions == "learned" else (self.cosines, self.sines)
         for layer, block in enumerate(self.blocks):
             text = {"context": embedded.tokens, "context_mask": embedded.mask}
             tokens = block(tokens, turn, Everything(), layer, vector=vector[:, None], **text)
@@ -204,7 +203,8 @@ class DiT(nn.Module):
     def initialise(self, generator: torch.Generator) -> DiT:
         """Random weights; the network says 0 everywhere until it is trained."""
         self.into.weight.normal_(0.0, self.into.inputs**-0.5, generator=generator)  # type: ignore[union-attr]
-        self.into.bias.zero_()  # type: ignore[union-attr]
+        # norms see directions only: without something to compare with, a bright patch would look like a dim one
+        self.into.bias.normal_(0.0, 1.0, generator=generator)  # type: ignore[union-attr]
         self.time.initialise(generator)
         self.condition.initialise(generator)
         for block in self.blocks:
@@ -214,7 +214,7 @@ class DiT(nn.Module):
                 block.feed_forward.initialise(generator)
         self.head.initialise()
         if self.places is not None:
-            self.places.normal_(0.0, 0.02, generator=generator)
+            self.places.normal_(0.0, 0.5, generator=generator)
         return self
 
 

@@ -1,7 +1,7 @@
 r"""Inverting an autoregressive flow for many tokens at a time: fixed-point rounds in place of one pass for each token.
 
-A token of the sample is $x_i = \mu_i(x_{<i}) + \sigma_i(x_{<i})\, z_i$. A round computes all tokens of a window from the
-guesses of the round before; token i of a window is exact after i rounds at the latest, mostly long before.
+A token of the sample is $x_i = \mu_i(x_{<i}) + \sigma_i(x_{<i})\, z_i$. A round computes all tokens of a window from
+the guesses of the round before; token i of a window is exact after i rounds at the latest, mostly long before.
 
 Notable here:
 - a window stops by the largest change of any number of a sample: a mean hides a single wrong token
@@ -141,9 +141,7 @@ def jacobi_invert(
     return x, SolveInfo(tuple(rounds), residual, converged)
 
 
-def _window(
-    reading: Causal, z: Tensor, x: Tensor, start: int, stop: int, solve: Jacobi
-) -> tuple[int, Tensor, Tensor]:
+def _window(reading: Causal, z: Tensor, x: Tensor, start: int, stop: int, solve: Jacobi) -> tuple[int, Tensor, Tensor]:
     """Solve one window in place; rounds, the last change of each sample, and whether it is settled."""
     exact = stop - start
     most = exact if solve.most is None else min(solve.most, exact)

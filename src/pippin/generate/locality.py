@@ -208,7 +208,7 @@ def _sensitivity(model: Scored, s: float, x: Tensor, t: float, present: Tensor, 
     if not torch.equal(base, again):
         raise InvalidArgument("the model answers differently when it is asked twice; a probe needs a fixed model")
     k = present.shape[1]
-    masks = regions[:k].flatten(1).to(x)
+    masks = regions[:k].flatten(1).to(base)
     columns = []
     for j in range(k):
         toggled = present.clone()

@@ -8,8 +8,10 @@ Notable here:
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, get_args
+from collections.abc import Iterator
+from typing import Any, Literal, get_args
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -19,16 +21,64 @@ from pippin.generate.schedules import NoiseSchedule
 Kind = Literal["x0", "eps", "v", "flow"]
 
 
-class Estimate(NamedTuple):
-    """What a noised sample is taken to consist of.
+class Estimate:
+    r"""What a noised sample is taken to consist of.
 
-    Attributes:
+    Held as two tensors of which data and noise are linear combinations, so that a sampler's step, linear itself, is one
+    combination of the two tensors that a network read and said, however it was trained.
+
+    Args:
         x0: the data.
         eps: the noise, of unit variance.
+
+    >>> found = Estimate(torch.tensor([2.0]), torch.tensor([-1.0]))
+    >>> found.mix(0.5, 3.0), found.score(0.5)
+    (tensor([-2.]), tensor([2.]))
     """
 
-    x0: Tensor
-    eps: Tensor
+    __slots__ = ("_data", "_first", "_noise", "_second")
+
+    def __init__(self, x0: Tensor, eps: Tensor) -> None:
+        self._first, self._second = x0, eps
+        self._data: tuple[Any, Any] = (1.0, 0.0)
+        self._noise: tuple[Any, Any] = (0.0, 1.0)
+
+    @classmethod
+    def of(cls, first: Tensor, second: Tensor, data: tuple[Any, Any], noise: tuple[Any, Any]) -> Estimate:
+        """By two tensors, and the factors on both that make the data, and the noise."""
+        made = cls(first, second)
+        made._data, made._noise = data, noise
+        return made
+
+    @property
+    def x0(self) -> Tensor:
+        """The data."""
+        return self.mix(1.0, 0.0)
+
+    @property
+    def eps(self) -> Tensor:
+        """The noise, of unit variance."""
+        return self.mix(0.0, 1.0)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of both."""
+        return torch.promote_types(self._first.dtype, self._second.dtype)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Data, then noise."""
+        return iter((self.x0, self.eps))
+
+    def mix(self, x0: float, eps: float) -> Tensor:
+        """``x0`` times the data and ``eps`` times the noise; not to be written to."""
+        one, other = (x0 * self._data[k] + eps * self._noise[k] for k in (0, 1))
+        if isinstance(one, Tensor) or isinstance(other, Tensor):
+            both: Tensor = one * self._first + other * self._second
+            return both
+        if not one or not other:
+            factor, part = (other, self._second) if not one else (one, self._first)
+            return part if abs(factor - 1) < 1e-12 else factor * part
+        return torch.add(self._first if one == 1 else one * self._first, self._second, alpha=other)
 
     def score(self, s: float | Tensor) -> Tensor:
         """The gradient of the log-density of the noised samples, -eps / s."""
@@ -75,22 +125,23 @@ def estimate(
     check_kind(kind, schedule)
     if output.shape != x.shape:
         raise InvalidArgument(f"the network says {tuple(output.shape)} of samples of shape {tuple(x.shape)}")
-    a, s, da, ds = _factors(t, x, schedule)
+    a, s = _factors(t, x, schedule)
     output = output.to(x.dtype)
     if kind == "v":
-        return Estimate(a * x - s * output, s * x + a * output)
+        return Estimate.of(x, output, (a, -s), (s, a))
     if kind == "flow":
         if schedule.kind == "flow":
-            return Estimate(x - s * output, x + a * output)
+            return Estimate.of(x, output, (1.0, -s), (1.0, a))
+        da, ds = _slopes(t, x, schedule)
         det = a * ds - da * s
-        return Estimate((ds * x - s * output) / det, (a * output - da * x) / det)
+        return Estimate.of(x, output, (ds / det, -s / det), (-da / det, a / det))
     if kind == "eps":
         _refuse_zero(
             a, f"prediction 'eps' at time {t}, where no signal is left; begin earlier, or choose 'v' or 'flow'"
         )
-        return Estimate((x - s * output) / a, output)
+        return Estimate.of(x, output, (1 / a, -s / a), (0.0, 1.0))
     _refuse_zero(s, f"prediction 'x0' at time {t}, where there is no noise; end the grid's last step there instead")
-    return Estimate(output, (x - a * output) / s)
+    return Estimate.of(x, output, (0.0, 1.0), (1 / s, -a / s))
 
 
 def target(
@@ -108,8 +159,12 @@ def target(
     check_kind(kind, schedule)
     if kind in ("x0", "eps"):
         return x0 if kind == "x0" else eps
-    a, s, da, ds = _factors(t, x0, schedule)
-    made: Tensor = a * eps - s * x0 if kind == "v" else da * x0 + ds * eps
+    a, s = _factors(t, x0, schedule)
+    if kind == "v":
+        made: Tensor = a * eps - s * x0
+        return made
+    da, ds = _slopes(t, x0, schedule)
+    made = da * x0 + ds * eps
     return made
 
 
@@ -117,21 +172,29 @@ def noised(
     x0: Float[Tensor, "n ..."], eps: Float[Tensor, "n ..."], t: float | Float[Tensor, n], schedule: NoiseSchedule
 ) -> Float[Tensor, "n ..."]:
     """The sample at time t, ``a x0 + s eps``."""
-    a, s, _, _ = _factors(t, x0, schedule)
+    a, s = _factors(t, x0, schedule)
     made: Tensor = a * x0 + s * eps
     return made
 
 
-def _factors(t: float | Tensor, like: Tensor, schedule: NoiseSchedule) -> tuple[Any, Any, Any, Any]:
-    """a, s and their slopes, numbers or tensors that multiply samples."""
-    if not isinstance(t, Tensor):
-        return schedule.a(t), schedule.s(t), schedule.da(t), schedule.ds(t) if t > 0 else 0.0
+def _factors(t: float | Tensor, like: Tensor, schedule: NoiseSchedule) -> tuple[Any, Any]:
+    """a and s: numbers, or tensors that multiply samples."""
+    at: Any = _column(t, like) if isinstance(t, Tensor) else t
+    return schedule.a(at), schedule.s(at)
+
+
+def _slopes(t: float | Tensor, like: Tensor, schedule: NoiseSchedule) -> tuple[Any, Any]:
+    """The slopes of both."""
+    at: Any = _column(t, like) if isinstance(t, Tensor) else t
+    return schedule.da(at), schedule.ds(at)
+
+
+def _column(t: Tensor, like: Tensor) -> Tensor:
     if t.shape != like.shape[:1]:
         raise InvalidArgument(
             f"times of shape {tuple(t.shape)} for {len(like)} samples; give one for each, or a number"
         )
-    t = t.to(like.dtype).view(-1, *[1] * (like.ndim - 1))
-    return schedule.a(t), schedule.s(t), schedule.da(t), schedule.ds(t)
+    return t.to(like.dtype).view(-1, *[1] * (like.ndim - 1))
 
 
 def _refuse_zero(factor: Any, message: str) -> None:

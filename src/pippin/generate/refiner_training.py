@@ -60,6 +60,7 @@ class Refining:
         history: pictures in the history; 0 for none.
         lr: rate of both, falling to a tenth.
         every: rounds between two checks.
+        probe: steps of the training of the probe, where labels are given.
 
     Raises:
         InvalidArgument: numbers out of range.
@@ -74,11 +75,12 @@ class Refining:
     history: int = 2048
     lr: float = 1e-3
     every: int = 50
+    probe: int = 300
 
     def __post_init__(self) -> None:
         if not 0 <= self.weight < math.inf:
             raise InvalidArgument(f"weight (lambda) is {self.weight}; give a finite number of 0 or more")
-        for name in ("batch", "refiner_steps", "judge_steps", "every"):
+        for name in ("batch", "refiner_steps", "judge_steps", "every", "probe"):
             if getattr(self, name) < 1:
                 raise InvalidArgument(f"{name} is {getattr(self, name)}; give 1 or more")
         if self.warm < 0 or self.history < 0:
@@ -193,7 +195,7 @@ def fit(
     refining = Trainer(
         refiner, objective, drawn, steps=rounds * how.refiner_steps, optimiser=adam, seed=seed, **settings
     )
-    probe = None if labels is None else LabelProbe.learn(synthetic, labels, seed=seed)
+    probe = None if labels is None else LabelProbe.learn(synthetic, labels, steps=how.probe, seed=seed)
     result = Refinement(judge, refining.training, judging.training)
     watch = synthetic[-_WATCHED:]
     judging.advance(how.warm)

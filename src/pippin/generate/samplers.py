@@ -141,22 +141,22 @@ def integrate(
     times = _checked(schedule, x, grid, method, eta, noise, corrector)
     step = _step(method, 1.0 if method == "ddpm" else eta)
     finite: list[Tensor] = []
-    before: tuple[float, Tensor] | None = None
+    before: tuple[float, Estimate] | None = None
     if corrector is not None and noise is not None and times[0] == corrector.t:
         x = corrector.run(denoiser, schedule, x, noise)
     for done, (t, r) in enumerate(pairwise(times), 1):
         found = denoiser(x, t)
-        if found.x0.dtype != x.dtype or found.eps.dtype != x.dtype:
+        if found.dtype != x.dtype:
             found = Estimate(found.x0.to(x.dtype), found.eps.to(x.dtype))
         x = step(_Ask(denoiser, schedule, x, found, t, r, before, noise))
-        before = (t, found.x0)
+        before = (t, found)
         if corrector is not None and noise is not None and r == corrector.t:
             x, before = corrector.run(denoiser, schedule, x, noise), None  # the last step leads elsewhere now
         if project is not None:
             x = project(x, r)
         finite.append(x.sum().isfinite())
         if on_step is not None:
-            on_step(Step(done, len(times) - 1, lambda shown=found.x0: shown))  # type: ignore[misc]
+            on_step(Step(done, len(times) - 1, lambda shown=found: shown.x0))  # type: ignore[misc]
     good = torch.stack(finite)  # looked at once: asking after each step would make a GPU wait
     if not bool(good.all()):
         bad = int((~good).nonzero()[0]) + 1
@@ -178,7 +178,7 @@ class _Ask:
     found: Estimate
     t: float
     r: float
-    before: tuple[float, Tensor] | None
+    before: tuple[float, Estimate] | None
     noise: Noise | None
 
 
@@ -193,17 +193,16 @@ def _step(method: Method, eta: float) -> Callable[[_Ask], Tensor]:
 def _ddim(ask: _Ask, eta: float) -> Tensor:
     a, s = ask.schedule.a(ask.r), ask.schedule.s(ask.r)
     if eta == 0 or s == 0:
-        return a * ask.found.x0 + s * ask.found.eps if s else a * ask.found.x0
+        return ask.found.mix(a, s)
     a_t, s_t = ask.schedule.a(ask.t), ask.schedule.s(ask.t)
     drawn = eta * math.sqrt(max(0.0, s_t**2 - (a_t / a) ** 2 * s**2)) * s / s_t
     kept = math.sqrt(max(0.0, s**2 - drawn**2))
     assert ask.noise is not None
-    return a * ask.found.x0 + kept * ask.found.eps + drawn * ask.noise.normal(ask.x.shape[1:]).to(ask.x)
+    return torch.add(ask.found.mix(a, kept), ask.noise.normal(ask.x.shape[1:]).to(ask.x), alpha=drawn)
 
 
 def _velocity(found: Estimate, schedule: NoiseSchedule, t: float) -> Tensor:
-    da, ds = schedule.da(t), schedule.ds(t)
-    return ds * found.eps if da == 0 else torch.add(ds * found.eps, found.x0, alpha=da)
+    return found.mix(schedule.da(t), schedule.ds(t))
 
 
 def _euler(ask: _Ask) -> Tensor:
@@ -222,14 +221,14 @@ def _heun(ask: _Ask) -> Tensor:
 def _multistep(ask: _Ask) -> Tensor:
     schedule, t, r = ask.schedule, ask.t, ask.r
     a, s, a_t, s_t = schedule.a(r), schedule.s(r), schedule.a(t), schedule.s(t)
-    x0 = ask.found.x0
     if s == 0:  # the last step is of first order: there is no logarithm of a noise of 0
-        return a * x0
-    if ask.before is not None:
-        middle = schedule.log_ratio(t)
-        now, then = schedule.log_ratio(r) - middle, middle - schedule.log_ratio(ask.before[0])
-        x0 = torch.add(x0, x0 - ask.before[1], alpha=now / (2 * then))
-    return torch.add((s / s_t) * ask.x, x0, alpha=a - a_t * s / s_t)
+        return ask.found.mix(a, 0.0)
+    if ask.before is None:
+        return ask.found.mix(a, s)
+    middle = schedule.log_ratio(t)
+    now, then = schedule.log_ratio(r) - middle, middle - schedule.log_ratio(ask.before[0])
+    ahead = (a - a_t * s / s_t) * now / (2 * then)  # the factor on how the data changed since the step before
+    return torch.sub(ask.found.mix(a + ahead, s), ask.before[1].x0, alpha=ahead)
 
 
 def _checked(

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -25,20 +25,17 @@ from torch import Tensor, nn
 
 from pippin.core.errors import InvalidArgument, InvalidInput
 from pippin.generate.condition import Condition, ConditionEmbedding, ConditionSpec, Embedded
-from pippin.generate.contract import OnStep, prepare
+from pippin.generate.contract import OnStep
 from pippin.generate.flow_block import FlowBlock, FlowBlockSpec, Turn
 from pippin.generate.flow_score import ScoreConfig, ScoreNetwork
-from pippin.generate.folder import device_of
 from pippin.generate.haar import haar, unhaar
 from pippin.generate.jacobi import Jacobi, SolveInfo
-from pippin.generate.noise import Noise
+from pippin.generate.starflow_streaming import Rollout, begin
 from pippin.nn.axial import axial_tables, grid
 from pippin.nn.patches import patchify, unpatchify
 
-if TYPE_CHECKING:
-    from pippin.generate.starflow_streaming import Rollout
-
-SOLVER = Jacobi(window=32, tolerance=1e-3)
+SOLVER = Jacobi(window=64, tolerance=1e-3)
+"""How windows are solved where nothing else is said; none reaches beyond its frame."""
 
 
 @dataclass(frozen=True)
@@ -397,8 +394,6 @@ class StarFlow(nn.Module):
         Warns:
             JacobiUnconverged: fewer rounds than needed were allowed.
         """
-        from pippin.generate.starflow_streaming import Rollout
-
         rollout = Rollout(self, condition, len(z), guidance, solver, warm=warm, context=context)
         return rollout.all(z, known, on_step)
 
@@ -440,8 +435,8 @@ class StarFlow(nn.Module):
                 needs one, a condition that it does not read, or guidance that it was not trained for.
             NonFiniteSample: see `invert`.
         """
-        start = self._start(condition, n, guidance, seed, frames, given, steps, solver, warm, context)
-        rollout, noise, condition, known, total = start
+        begun = begin(self, condition, n, guidance, seed, frames, given, solver, warm, context, steps)
+        rollout, noise, condition, known, total = begun
         made = total - (0 if known is None else known.shape[1])
         z = torch.stack([noise.normal((self.config.places, self.config.inner)) for _ in range(made)], 1)
 
@@ -479,61 +474,7 @@ class StarFlow(nn.Module):
             raise InvalidArgument(f"a stream is of clips; the model's samples are of shape {self.shape}")
         endless = frames is None and not self.config.source
         length = self.config.frames if frames is None else frames
-        start = self._start(condition, n, guidance, seed, length, given, None, solver, warm, context)
-        rollout, noise, condition, known, total = start
+        begun = begin(self, condition, n, guidance, seed, length, given, solver, warm, context)
+        rollout, noise, condition, known, total = begun
         noisy = not denoise or self.score_network is None
         return rollout.stream(noise, known, None if endless else total, condition, noisy=noisy)
-
-    def _start(
-        self,
-        condition: Condition | None,
-        n: int | None,
-        guidance: float,
-        seed: int,
-        frames: int | None,
-        given: Tensor | None,
-        steps: int | None,
-        solver: Jacobi | None,
-        warm: bool,
-        context: int | None,
-    ) -> tuple[Rollout, Noise, Condition | None, Tensor | None, int]:
-        """Check what was asked for; the rollout, its noise, what is known at its start, and the frames in all."""
-        from pippin.generate.starflow_streaming import Rollout
-
-        config, device = self.config, device_of(self)
-        if n is None and condition is None and given is not None:
-            n = len(given)
-        condition, n = prepare(self.condition, condition, n, guidance, device)
-        total = config.frames if frames is None else frames
-        if total < 1 or (config.frames == 1 and total != 1):
-            raise InvalidArgument(f"frames is {frames}; give at least 1, and no number to a model of one frame")
-        if steps is not None:
-            if steps < 1 or solver is None:
-                raise InvalidArgument(f"steps={steps} bounds the rounds of a solver; give 1 or more, and a solver")
-            solver = Jacobi(solver.window, solver.tolerance, steps)
-        rollout = Rollout(self, condition, n, guidance, solver, warm=warm, context=context)
-        noise = Noise(n, seed=seed, device=device)
-        if given is None and config.source:
-            raise InvalidArgument(f"the model makes clips from a source of {config.source} frames; give them")
-        if given is None:
-            return rollout, noise, condition, None, total
-        self._check_given(given, n, total)
-        latents = self.to_latents(given.to(device))
-        latents = latents + config.noise * noise.normal(latents.shape[1:])
-        with torch.no_grad():
-            known, _ = self.shallow_pass(self.to_tokens(latents))
-        return rollout, noise, condition, known, total
-
-    def _check_given(self, given: Tensor, n: int, total: int) -> None:
-        source = self.config.source
-        if len(self.shape) != 4 or tuple(given.shape[2:]) != self.shape[1:] or len(given) != n:
-            raise InvalidArgument(
-                f"given frames of shape {tuple(given.shape)} for {n} samples of shape {self.shape}; give (n, frames, "
-                "channels, height, width)"
-            )
-        if source and given.shape[1] != source:
-            raise InvalidArgument(f"a source of {given.shape[1]} frames; the model was trained with {source}")
-        if source and total > self.config.frames:
-            raise InvalidArgument(f"{total} frames would lose the source; the model makes {self.config.frames} with it")
-        if not 1 <= given.shape[1] < total:
-            raise InvalidArgument(f"{given.shape[1]} given frames of {total}; leave at least one to be made")

@@ -1,8 +1,8 @@
 """From noise to clips, frame after frame: what `StarFlow` samples with, all at once or as a stream.
 
 Notable here:
-- the deep block goes through the tokens of a frame in windows, each solved by fixed-point rounds that begin from the
-  same place one frame before: a video-aware guess
+- the deep block goes through the tokens of a frame in windows, each solved by fixed-point rounds that begin from what
+  the same places had one frame before: their means and scales, with the new noise, for every frame has noise of its own
 - given frames are read in one pass, as are the last frames that are kept when a clip outgrows the model
 - shallow blocks invert every frame on its own, so all frames of a clip go at once; in a stream one after another
 - a stream takes the noise off a frame when the next one is there, from as many frames as its score depends on: the same
@@ -12,7 +12,7 @@ Notable here:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -20,15 +20,42 @@ from torch import Tensor
 
 from pippin.core.errors import InvalidArgument, NonFiniteSample
 from pippin.generate.condition import Condition
-from pippin.generate.contract import OnStep, Step
+from pippin.generate.contract import OnStep, Step, prepare
 from pippin.generate.flow_block import FlowBlock, Guide, Reading, sequential_invert
+from pippin.generate.folder import device_of
 from pippin.generate.jacobi import Jacobi, SolveInfo, jacobi_invert
+from pippin.generate.noise import Noise
 
 if TYPE_CHECKING:
-    from pippin.generate.noise import Noise
     from pippin.generate.starflow import StarFlow
 
 OnTokens = Callable[[int, Tensor], None]
+
+
+class _Remembered:
+    """A reading that remembers the mean and the scale that each place of a frame had last.
+
+    Args:
+        reading: of a block.
+        like: tokens of one frame.
+    """
+
+    def __init__(self, reading: Reading, like: Float[Tensor, "n places inner"]) -> None:
+        self.reading, self.places = reading, like.shape[1]
+        self.mean, self.log_scale = torch.zeros_like(like), torch.zeros_like(like)
+
+    def stats(self, x: Tensor, first: int, stop: int) -> tuple[Tensor, Tensor]:
+        """As `Reading.stats`; windows lie within a frame, and what is longer ends with one."""
+        mean, log_scale = self.reading.stats(x, first, stop)
+        kept = min(stop - first, self.places)
+        at = (stop - kept) % self.places
+        self.mean[:, at : at + kept], self.log_scale[:, at : at + kept] = mean[:, -kept:], log_scale[:, -kept:]
+        return mean, log_scale
+
+    def guess(self, noise: Tensor, first: int, stop: int) -> Tensor:
+        """The noise of some tokens of a frame, moved and scaled as at the same places one frame before."""
+        at = slice(first % self.places, (stop - 1) % self.places + 1)
+        return torch.addcmul(self.mean[:, at], noise[:, first:stop], self.log_scale[:, at].exp())
 
 
 class Rollout:
@@ -90,9 +117,10 @@ class Rollout:
         self._held = 0  # frames that the deep block has read
         self._reading = self._begin()
 
-    def _begin(self) -> Reading:
+    def _begin(self) -> _Remembered:
         tokens = self.model.config.frames * self.model.config.places
-        return self._deep.reading(self._embedded, turn=self._turn, tokens=tokens, guide=self._guide)
+        reading = self._deep.reading(self._embedded, turn=self._turn, tokens=tokens, guide=self._guide)
+        return _Remembered(reading, self._z[:, : self.model.config.places])
 
     def give(self, u: Float[Tensor, "n frames places inner"]) -> None:
         """Begin with frames that are known; the last ones of more than the deep block holds, in one pass."""
@@ -119,16 +147,16 @@ class Rollout:
         self._z[:, start:stop] = z
         x, noise = self._x[:, :stop], self._z[:, :stop]
 
-        def before(x: Tensor, first: int, last: int) -> Tensor:
-            return x[:, first - places : last - places] if first >= places else noise[:, first:last]
-
         if self.solver is None:
-            _, info = sequential_invert(self._reading, noise, x=x, first=start, on_tokens=on_tokens)
+            _, info = sequential_invert(self._reading.reading, noise, x=x, first=start, on_tokens=on_tokens)
         else:
-            guess = before if self.warm else None
-            _, info = jacobi_invert(
-                self._reading, noise, self.solver, x=x, first=start, guess=guess, on_tokens=on_tokens
-            )
+            told = self._reading
+
+            def guess(x: Tensor, first: int, last: int) -> Tensor:
+                return told.guess(noise, first, last)
+
+            warm = guess if self.warm and start else None
+            _, info = jacobi_invert(told, noise, self.solver, x=x, first=start, guess=warm, on_tokens=on_tokens)
         self._held += 1
         return self._x[:, start:stop].clone(), info
 
@@ -241,3 +269,73 @@ class Rollout:
                 block=block,
                 token=token,
             )
+
+
+class Begun(NamedTuple):
+    """What a drawing begins with."""
+
+    rollout: Rollout
+    noise: Noise
+    condition: Condition | None
+    known: Float[Tensor, "n given places inner"] | None
+    total: int
+    """Frames, those known among them."""
+
+
+def begin(
+    model: StarFlow,
+    condition: Condition | None,
+    n: int | None,
+    guidance: float,
+    seed: int,
+    frames: int | None,
+    given: Tensor | None,
+    solver: Jacobi | None,
+    warm: bool,
+    context: int | None,
+    steps: int | None = None,
+) -> Begun:
+    """Check what was asked for, as `StarFlow.sample` tells it, and pass the given frames forward, with noise.
+
+    Raises:
+        InvalidArgument: see there.
+    """
+    config, device = model.config, device_of(model)
+    if n is None and condition is None and given is not None:
+        n = len(given)
+    condition, n = prepare(model.condition, condition, n, guidance, device)
+    total = config.frames if frames is None else frames
+    if total < 1 or (config.frames == 1 and total != 1):
+        raise InvalidArgument(f"frames is {frames}; give at least 1, and no number to a model of one frame")
+    if steps is not None:
+        if steps < 1 or solver is None:
+            raise InvalidArgument(f"steps={steps} bounds the rounds of a solver; give 1 or more, and a solver")
+        solver = Jacobi(solver.window, solver.tolerance, steps)
+    if given is None and config.source:
+        raise InvalidArgument(f"the model makes clips from a source of {config.source} frames; give them")
+    if given is not None:
+        _check_given(model, given, n, total)
+    rollout = Rollout(model, condition, n, guidance, solver, warm=warm, context=context)
+    noise = Noise(n, seed=seed, device=device)
+    if given is None:
+        return Begun(rollout, noise, condition, None, total)
+    latents = model.to_latents(given.to(device))
+    latents = latents + config.noise * noise.normal(latents.shape[1:])
+    with torch.no_grad():
+        known, _ = model.shallow_pass(model.to_tokens(latents))
+    return Begun(rollout, noise, condition, known, total)
+
+
+def _check_given(model: StarFlow, given: Tensor, n: int, total: int) -> None:
+    source, shape = model.config.source, model.shape
+    if len(shape) != 4 or tuple(given.shape[2:]) != shape[1:] or len(given) != n:
+        raise InvalidArgument(
+            f"given frames of shape {tuple(given.shape)} for {n} samples of shape {shape}; give (n, frames, channels, "
+            "height, width)"
+        )
+    if source and given.shape[1] != source:
+        raise InvalidArgument(f"a source of {given.shape[1]} frames; the model was trained with {source}")
+    if source and total > model.config.frames:
+        raise InvalidArgument(f"{total} frames would lose the source; the model makes {model.config.frames} with it")
+    if not 1 <= given.shape[1] < total:
+        raise InvalidArgument(f"{given.shape[1]} given frames of {total}; leave at least one to be made")

@@ -31,7 +31,8 @@ def upcycle(
     Args:
         model: a dense `DiT`, or a diffusion model around one; it stays as it is.
         experts: of each sparse layer.
-        capacity: experts per token on average. Exact where ``tokens * capacity`` is a multiple of ``experts``.
+        capacity: experts per token on average. Exact where it is a whole number and ``tokens * capacity`` a multiple
+            of ``experts``; else some tokens begin with one expert more than others.
         every: every how many layers one becomes sparse.
         noise: standard deviation of what is added to each expert's weights, in those of the dense layer; 0 for none.
         seed: of the noise.

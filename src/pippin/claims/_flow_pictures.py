@@ -1,0 +1,154 @@
+"""Pictures of levels for the claims on flows, made scenes and digits with a held-out part; and the training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from pippin.data.scenes import SceneSpec
+    from pippin.generate.condition import Samples
+    from pippin.generate.tarflow import TarFlow, TarFlowConfig
+
+RATE = 2e-3
+
+
+@dataclass(frozen=True)
+class Net:
+    """The form of a flow of small pictures: patch 2, layers of each block, width, heads."""
+
+    layers: tuple[int, ...]
+    width: int
+    heads: int
+
+    def config(self, size: int, levels: int = 256, *, classes: int = 0, **changes: object) -> TarFlowConfig:
+        """The configuration for grey pictures of this size."""
+        from pippin.generate.condition import ConditionSpec
+        from pippin.generate.tarflow import TarFlowConfig
+
+        form = TarFlowConfig((1, size, size), layers=self.layers, width=self.width, heads=self.heads, levels=levels)
+        return _replaced(form, condition=ConditionSpec(classes=classes, null=bool(classes)), **changes)
+
+
+SMALL = Net((2, 2, 2, 2), 48, 1)
+LARGE = Net((4, 4, 4, 4), 512, 8)
+
+
+class SceneBatches:
+    """Scenes as samples, without end; with the number of objects, or their kind where there is one, as the label."""
+
+    def __init__(self, spec: SceneSpec, batch: int, seed: int, *, labelled: bool = False) -> None:
+        self.spec, self.batch, self.seed, self.labelled = spec, batch, seed, labelled
+
+    def __iter__(self) -> Iterator[Samples]:
+        """The batches from the first one on."""
+        from pippin.data.scenes import SceneStream
+        from pippin.generate.condition import Condition, Samples
+
+        for drawn in SceneStream(self.spec, self.batch, seed=self.seed):
+            yield Samples(drawn.x, Condition(labels=kinds(drawn.things)) if self.labelled else None)
+
+
+def kinds(things: object) -> Tensor:
+    """The kind of the first object of each scene, as a number."""
+    import torch
+
+    from pippin.data.scenes import KINDS
+
+    return torch.tensor([KINDS.index(parts[0].kind) for parts in things])  # type: ignore[attr-defined]
+
+
+class SetBatches:
+    """Random batches of a set of pictures of levels, with labels or without."""
+
+    def __init__(self, images: Tensor, labels: Tensor | None, levels: int, batch: int, seed: int) -> None:
+        self.images, self.labels, self.levels, self.batch, self.seed = images, labels, levels, batch, seed
+
+    def __iter__(self) -> Iterator[Samples]:
+        """The batches from the first one on."""
+        import torch
+
+        from pippin.generate.condition import Condition, Samples
+
+        generator = torch.Generator().manual_seed(self.seed)
+        while True:
+            rows = torch.randint(len(self.images), (self.batch,), generator=generator)
+            x = self.images[rows] * (2 / (self.levels - 1)) - 1
+            yield Samples(x, None if self.labels is None else Condition(labels=self.labels[rows]))
+
+
+def digits(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """scikit-learn's 1,797 digits of 8 by 8 pixels in 17 levels: pictures and labels to learn, then 360 held out."""
+    import numpy as np
+    import torch
+    from sklearn.datasets import load_digits  # type: ignore[import-untyped]
+
+    found = load_digits()
+    order = np.random.default_rng(900 + seed).permutation(len(found.images))
+    images = torch.from_numpy(found.images[order].astype(np.int64))[:, None]
+    labels = torch.from_numpy(found.target[order].astype(np.int64))
+    return images[360:], labels[360:], images[:360], labels[:360]
+
+
+def trained(config: TarFlowConfig, data: object, steps: int, seed: int, device: str = "cpu") -> TarFlow:
+    """A flow trained on these batches, in evaluation mode."""
+    from pippin.generate.tarflow import Likelihood, TarFlow
+    from pippin.train import AdamW, Cosine, Trainer
+
+    flow = TarFlow(config).initialise(seed).to(device)
+    Trainer(
+        flow,
+        Likelihood(),
+        data,  # type: ignore[arg-type]
+        steps=steps,
+        optimiser=AdamW(lr=RATE if config.width < 256 else RATE / 4, betas=(0.9, 0.95), weight_decay=1e-4),
+        schedule=Cosine(warmup=0.05),
+        seed=seed,
+        show=False,
+    ).fit()
+    return flow.requires_grad_(False).eval()
+
+
+def bits(flow: TarFlow, images: Tensor, seed: int, rows: int = 256) -> float:
+    """Mean bits for each number of pictures of levels."""
+    import torch
+
+    place = next(flow.parameters()).device
+    parts = images.split(rows)
+    told = [flow.bits_per_dim(part.long().to(place), seed=seed + rows * i) for i, part in enumerate(parts)]
+    return float(torch.cat(told).mean())
+
+
+def gaussian_bits(known: Tensor, images: Tensor, levels: int, seed: int) -> float:
+    """Mean bits for each number under the Gaussian with the mean and covariance of ``known``, dequantised alike."""
+    import math
+
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+
+    def spread(levels_of: Tensor) -> Tensor:
+        noise = torch.rand(levels_of.shape, generator=generator, dtype=torch.float64)
+        return ((levels_of + noise) * (2 / levels) - 1).flatten(1)
+
+    fitted = spread(known)
+    law = torch.distributions.MultivariateNormal(fitted.mean(0), torch.cov(fitted.T))
+    nats = -law.log_prob(spread(images)).mean() / fitted.shape[1]
+    return float(nats) / math.log(2) + math.log2(levels / 2)
+
+
+def device(scale: str) -> str:
+    """Where it runs."""
+    import torch
+
+    return "cuda" if scale == "gpu" and torch.cuda.is_available() else "cpu"
+
+
+def _replaced(config: TarFlowConfig, **changes: object) -> TarFlowConfig:
+    import dataclasses
+
+    return dataclasses.replace(config, **changes)  # type: ignore[arg-type]

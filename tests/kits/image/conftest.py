@@ -1,0 +1,81 @@
+"""An encoder of eight words, and a small model of each family with random weights that are not nothing."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pippin.generate.condition import ConditionSpec
+from pippin.generate.dart import DART, DartConfig
+from pippin.generate.diffusion import Diffusion, DiffusionConfig
+from pippin.generate.starflow import StarFlow, StarFlowConfig
+from pippin.generate.tarflow import TarFlow, TarFlowConfig
+from pippin.generate.unet import UNetConfig
+from pippin.kits.image import ImageCreator
+
+WORDS = ("one", "two", "white", "grey", "disc", "discs", "square", "squares")
+TEXT = ConditionSpec(text=8, null=True)
+
+
+class Words:
+    """Each known word is a unit vector."""
+
+    name, sha256, width, tokens, encoder = "words", "0" * 64, 8, 8, SimpleNamespace(module=None)
+
+    def encode(self, texts):
+        """Tokens and mask."""
+        longest = max(1, *(len(text.split()) for text in texts))
+        states, mask = torch.zeros(len(texts), longest, 8), torch.zeros(len(texts), longest, dtype=torch.bool)
+        for row, text in enumerate(texts):
+            for column, word in enumerate(text.split()):
+                if word in WORDS:
+                    states[row, column, WORDS.index(word)] = 8**0.5
+                mask[row, column] = True
+        return states, mask
+
+
+def stirred(model):
+    """Random weights everywhere: what begins at zero would ignore its condition."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return model.eval()
+
+
+def make(family, condition=TEXT, **settings):
+    """A small model of a family."""
+    shape = (1, 8, 8)
+    if family in ("diffusion", "composed diffusion"):
+        network = UNetConfig(width=8, patch=2, levels=1, attention=False)
+        return stirred(Diffusion(DiffusionConfig(shape, network, condition, steps=4, **settings)).initialise(0))
+    if family == "flow":
+        config = TarFlowConfig(shape, patch=4, layers=(1, 1), width=16, heads=2, condition=condition, noise=0.1)
+        return stirred(TarFlow(config).initialise(0))
+    if family == "deep-shallow flow":
+        config = StarFlowConfig(shape, width=16, heads=2, layers=(1, 1), condition=condition, score=None)
+        return stirred(StarFlow(config).initialise(0))
+    config = DartConfig(shape, patch=4, layers=1, width=24, heads=2, condition=condition)
+    return stirred(DART(config).initialise(0))
+
+
+def creator(family, condition=TEXT, **settings):
+    """A creator over such a model."""
+    compose = "null" if family == "composed diffusion" else None
+    return ImageCreator(make(family, condition), encoder=Words(), compose=compose, **settings)
+
+
+FAMILIES = ("diffusion", "composed diffusion", "flow", "deep-shallow flow", "autoregressive diffusion")
+
+
+@pytest.fixture(scope="session", params=FAMILIES)
+def family_creator(request):
+    """A creator over each family."""
+    return creator(request.param)
+
+
+@pytest.fixture(scope="session")
+def diffusion_creator():
+    """A creator over a diffusion model."""
+    return creator("diffusion")
