@@ -1,6 +1,6 @@
 # make demo    a real answer from a real model: makes .venv and downloads the model (93 MB) on the first run
 # make test    everything CI runs: lint, types, floors, tests, smoke claims, docs
-# make lint | docs | bench | claims
+# make lint | docs | bench | claims | gallery
 #
 # PYTHON=python3.12   the interpreter for .venv (default: the first python3 that is new enough)
 # CUDA=1              take the CUDA build of torch instead of the CPU one
@@ -14,7 +14,7 @@ PYTEST ?= -n 2 --dist loadfile
 
 .DEFAULT_GOAL := demo
 .NOTPARALLEL:
-.PHONY: demo test lint tests smoke docs bench claims clean
+.PHONY: demo test lint tests smoke docs bench claims gallery clean
 
 demo: $(VENV)/.run
 	@$(BIN)/python examples/demo.py
@@ -44,6 +44,10 @@ bench: $(VENV)/.dev
 claims: $(VENV)/.dev
 	$(BIN)/pippin claims run --all --scale laptop
 	$(BIN)/pippin claims report
+
+# Trains what is missing of its models: about an hour. Needs the sets that the script names (pippin pull).
+gallery: $(VENV)/.dev
+	$(BIN)/python tools/make_gallery.py $(GALLERY)
 
 clean:
 	rm -rf build site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -1,4 +1,4 @@
-"""Oracles for the denoiser over views: who depends on whom, passes with and without a cache, problems with known ends."""
+"""Oracles for the denoiser over views: who depends on whom, passes with and without cache, problems with known ends."""
 
 import math
 from dataclasses import replace
@@ -10,7 +10,7 @@ from pippin.core.errors import InvalidArgument, InvalidInput, NonFiniteSample
 from pippin.generate import folder
 from pippin.generate.condition import Condition, ConditionSpec, Samples
 from pippin.generate.contract import Generator
-from pippin.generate.dart import DART, DartConfig, _Drawing
+from pippin.generate.dart import DART, DartConfig
 from pippin.generate.dart_heads import BlockCache
 from pippin.generate.dart_training import NoisyViews
 from pippin.generate.noise import Noise
@@ -93,7 +93,7 @@ def test_reading_on_with_a_cache_equals_one_pass(sees, strides):
     model = made(replace(TINY, sees=sees, condition=TEXT))
     x, noise, condition = normal(3, 1, 4, 4), normal(3, STEPS, 1, 4, 4, seed=1), text_of(3)
     whole, _ = model(x, noise, condition)
-    drawing = _Drawing(model, condition, Noise(3), 1.0, 1)
+    drawing = model.reading(condition, 3)
     views, at = model.config.schedule.views(x, noise), 0
     for stride in strides:
         at += stride
@@ -184,7 +184,7 @@ def test_from_a_given_sample():
     model._read, read = lambda views: seen.append(views.clone()) or read(views), model._read
     for strength in (0.0, 0.34, 0.67):
         model.sample(x_init=x, strength=strength, on_step=lambda step: total.append(step.total))
-    firsts = [views for views in seen if views is not None][:1] + [seen[1], seen[3]]
+    firsts = [seen[0], seen[1], seen[3]]
     assert total == [1, 2, 2, 3, 3, 3]
     assert [views.shape[1] for views in firsts] == [3, 2, 1]
     for views in firsts:  # views of the sample, with noise of the schedule's size
@@ -233,7 +233,10 @@ def test_a_step_that_raises_ends_it_and_numbers_that_are_not_finite_are_told():
         (lambda: made().sample(head_steps=3), "head='fm'"),
         (lambda: made(CLASSES).sample(guidance=2.0), "no condition was given"),
         (lambda: made(CLASSES).sample(Condition(labels=torch.tensor([3]))), "label 3 is outside"),
-        (lambda: made(replace(TINY, condition=ConditionSpec(text=5))).sample(Condition(labels=torch.tensor([1]))), "text"),
+        (
+            lambda: made(replace(TINY, condition=ConditionSpec(text=5))).sample(Condition(labels=torch.tensor([1]))),
+            "text",
+        ),
         (lambda: made().errors(torch.zeros(1, 3, 4, 4)), r"\(3, 4, 4\)"),
     ],
 )
@@ -316,8 +319,8 @@ def test_the_objective_gives_each_view_noise_of_its_own_and_drops_conditions():
     seen = {}
     model = DART(CLASSES).initialise(0)
     forward = model.forward
-    model.forward = lambda x, noise, condition: seen.update(noise=noise, labels=condition.labels) or forward(
-        x, noise, condition
+    model.forward = lambda x, noise, condition: (
+        seen.update(noise=noise, labels=condition.labels) or forward(x, noise, condition)
     )
     batch = Samples(torch.zeros(2000, 1, 4, 4), Condition(labels=torch.ones(2000, dtype=torch.long)))
     loss = NoisyViews(drop=0.25)(model, batch, torch.Generator().manual_seed(0))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from pippin.claims import Evidence, Scale, claim
 
@@ -161,24 +161,22 @@ def _pictures(size: Size, n: int, seed: int) -> tuple[Samples, Tensor]:
     return Samples(drawn.x, Condition(labels=drawn.counts - 1)), drawn.masks
 
 
-def _trained(
-    evidence: Evidence, name: str, arm: str, size: Size, seed: int, learnt: Samples, held: Samples
-) -> Diffusion:
-    """One network after training, on the CPU; its loss, its cost and its pace are noted."""
-    import time
-
+def _device(size: Size) -> str:
     import torch
 
-    from pippin.generate.diffusion import Denoising, held_out_loss
+    return "cuda" if size.side > 16 and torch.cuda.is_available() else "cpu"
+
+
+def _trained(evidence: Evidence, name: str, model: Diffusion, size: Size, seed: int, data: Batches) -> None:
+    """Train one network; its pace and its cost are noted."""
+    from pippin.generate.diffusion import Denoising
     from pippin.train import AdamW, Cosine, Trainer
 
-    device = "cuda" if size.side > 16 and torch.cuda.is_available() else "cpu"
-    model = _model(arm, size, seed)
-    began = time.perf_counter()
-    Trainer(
+    device = _device(size)
+    training = Trainer(
         model,
         Denoising(drop=0.0, times="logit_normal"),
-        Batches(learnt, size.batch, seed),
+        data,
         steps=size.steps,
         optimiser=AdamW(lr=RATE * (64 / size.width) ** 0.5, weight_decay=0.01),
         schedule=Cosine(warmup=0.05),
@@ -187,28 +185,35 @@ def _trained(
         seed=seed,
         show=False,
     ).fit()
-    evidence.add(f"time of a step, {name}", (time.perf_counter() - began) / size.steps, seed=seed, unit="s")
-    model.cpu().eval()
-    evidence.add(f"held-out loss, {name}", held_out_loss(model, held, 7), seed=seed)
+    model.eval()
     network: Any = model.network
+    pace = statistics.median(step.seconds for step in training.steps)
+    evidence.add(f"time of a step, {name}", pace, seed=seed, unit="s")
     evidence.add(f"multiply-adds of a picture, {name}", network.multiply_adds(), seed=seed)
-    return model
 
 
 def _one_seed(evidence: Evidence, seed: int, size: Size) -> bool:
     """All arms of one seed; whether upcycling and batches are exact."""
+    from pippin.generate.diffusion import held_out_loss
+
     learnt, _ = _pictures(size, size.pictures, 100 + seed)
     held, masks = _pictures(size, size.held_out, 900 + seed)
-    models = {arm: _trained(evidence, arm, arm, size, seed, learnt, held) for arm in ARMS}
     few, where = _rows(held, slice(0, 256)), masks[:256]
+    arms = [(arm, arm, size) for arm in ARMS]
+    if seed == 0:
+        arms.append(("expert choice of 4", "expert choice", replace(size, experts=4)))
+    models = {}
+    for name, arm, form in arms:
+        model = models[name] = _model(arm, form, seed)
+        _trained(evidence, name, model, form, seed, Batches(learnt, size.batch, seed))
+        evidence.add(f"held-out loss, {name}", held_out_loss(model, held, 7), seed=seed)
     _adaptivity(evidence, "", models["expert choice"], few, where, seed)
     if seed == 0:
-        fewer = replace(size, experts=4)
-        model = _trained(evidence, "expert choice of 4", "expert choice", fewer, seed, learnt, held)
-        _adaptivity(evidence, ", 4 experts", model, few, where, seed)
-    fresh = [_ratio(_model("expert choice", size, 1000 + draw), few, where, seed)[0] for draw in range(DRAWS)]
-    evidence.add(f"{WORK}, network before training", statistics.mean(fresh), seed=seed)
-    return _exact(evidence, models, few, seed)
+        _adaptivity(evidence, ", 4 experts", models["expert choice of 4"], few, where, seed)
+    fresh = [_model("expert choice", size, 1000 + draw).to(_device(size)).eval() for draw in range(DRAWS)]
+    beginning = statistics.mean(_ratio(model, few, where, seed)[0] for model in fresh)
+    evidence.add(f"{WORK}, network before training", beginning, seed=seed)
+    return _exact(evidence, models["dense"].cpu(), models["expert choice"].cpu(), few, seed)
 
 
 # --- where the work goes ----------------------------------------------------------------------------------------------
@@ -229,7 +234,8 @@ def _adaptivity(evidence: Evidence, name: str, model: Diffusion, held: Samples, 
         other, generator = copy.deepcopy(model), torch.Generator().manual_seed(draw)
         for layer in other.modules():
             if isinstance(layer, ExpertChoiceFFN):
-                layer.router.data.normal_(0.0, layer.router.shape[1] ** -0.5, generator=generator)
+                weights = torch.randn(layer.router.shape, generator=generator) / layer.router.shape[1] ** 0.5
+                layer.router.data.copy_(weights)
         redrawn.append(_ratio(other, held, masks, seed)[0])
     evidence.add(f"{WORK}{name}", ratio, seed=seed)
     evidence.add(f"{WORK}, other pictures' objects{name}", shuffled, seed=seed)
@@ -244,19 +250,22 @@ def _ratio(model: Diffusion, held: Samples, masks: Tensor, seed: int) -> tuple[f
     import torch.nn.functional as F
 
     from pippin.generate.compute_map import compute_map
+    from pippin.generate.folder import device_of
 
     generator = torch.Generator().manual_seed(seed)
     covered = masks.float()[:, None]
     objects = F.max_pool2d(covered, 2)[:, 0] > 0
     ground = F.max_pool2d(F.max_pool2d(covered, 5, 1, 2), 2)[:, 0] == 0  # two pixels and more from every object
-    network: Any = model.network
+    network, device = cast(Any, model.network), device_of(model)
+    condition = None if held.condition is None else held.condition.to(device)
+    x, objects, ground = held.x.to(device), objects.to(device), ground.to(device)
     ratios, correlations, most = [], [], []
     for t in TIMES:
-        eps = torch.randn(held.x.shape, generator=generator)
-        noisy = (1 - t) * held.x + t * eps
-        experts = compute_map(model, noisy, t, held.condition).float()
+        eps = torch.randn(x.shape, generator=generator).to(device)
+        noisy = (1 - t) * x + t * eps
+        experts = compute_map(model, noisy, t, condition).float()
         with torch.no_grad():
-            error = F.avg_pool2d((model(noisy, t, held.condition) - (eps - held.x)).square(), 2)[:, 0]
+            error = F.avg_pool2d((model(noisy, t, condition) - (eps - x)).square(), 2)[:, 0]
         taken = experts.mean(1)
         ratios.append(float(taken[objects].mean() / taken[ground].mean()))
         correlations.append(float(torch.corrcoef(torch.stack([taken.flatten(), error.flatten()]))[0, 1]))
@@ -264,13 +273,12 @@ def _ratio(model: Diffusion, held: Samples, masks: Tensor, seed: int) -> tuple[f
     return statistics.mean(ratios), statistics.mean(correlations), max(most)
 
 
-def _exact(evidence: Evidence, models: dict[str, Diffusion], held: Samples, seed: int) -> bool:
+def _exact(evidence: Evidence, dense: Diffusion, sparse: Diffusion, held: Samples, seed: int) -> bool:
     """Whether an upcycled network says what the dense one says, and a picture what it says in a batch."""
     import torch
 
     from pippin.generate.upcycling import upcycle
 
-    dense, sparse = models["dense"], models["expert choice"]
     few = _rows(held, slice(0, 16))
     with torch.no_grad():
         upcycled = float((upcycle(dense, 4)(few.x, 0.3, few.condition) - dense(few.x, 0.3, few.condition)).abs().max())

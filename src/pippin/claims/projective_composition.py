@@ -78,16 +78,17 @@ LAYOUTS: dict[str, tuple[str, tuple[tuple[int, int], ...]]] = {
     "features are mixed the composition is right at time 0 and diffusion sampling does not reach it; over an empty "
     "background one-object models compose to many objects, over an unconditional one they fail from two on",
     setting="2-D Gaussians with exact scores (cosine schedule, DDIM, 20,000 samples); a U-Net of 0.14M without "
-    "attention on 16 by 16 scenes with one object or none (map of its cell, small or large; 'any one object' is a flag), 1,500 "
-    "steps of 32; compositions of 1, 2, 3, 5, 8 cells, 200 scenes each, DDIM with 20 steps; 7 layouts of small and "
-    "large objects over two backgrounds for the diagnostic",
-    accept="separate coordinates: means 1.000 ± 0.005, deviations 0.097 (200 steps) and 0.100 (2,000) ± 0.002; matched "
-    "unconditional background: mean below 0.8; shear 0.5: feature mean 1.05 ± 0.01, correlation below -0.1, both "
-    "unchanged at 2,000 steps (0.005, 0.04); shears 0.9 and 1.5: 1.08 and 1.10 ± 0.01; each shear after 400 Langevin steps: mean "
-    "of both features 1.00 ± 0.005, correlation below 0.02. Scenes, means over 3 seeds: one object exact in 0.95, else "
-    "nothing is said; empty background: 0.95 of cells right and count error below 0.5 up to 5 objects; unconditional "
-    "background worse by 0.5 objects at 3 and more; mean cosine of distinct small cells below 0.1 and higher for "
-    "large objects side by side; rank correlation of the clash of scores and the error of the pictures above 0.5",
+    "attention on 16 by 16 scenes with one object or none (map of its cell, small or large; 'any one object' "
+    "is a flag), 1,500 steps of 32; compositions of 1, 2, 3, 5, 8 cells, 200 scenes each, DDIM with 20 steps; "
+    "7 layouts of small and large objects over two backgrounds for the diagnostic",
+    accept="separate coordinates: means 1.000 ± 0.005, deviations 0.097 (200 steps) and 0.100 (2,000) ± 0.002; "
+    "matched unconditional background: mean below 0.8; shear 0.5: feature mean 1.05 ± 0.01, correlation below "
+    "-0.1, both unchanged at 2,000 steps (0.005, 0.04); shears 0.9 and 1.5: 1.08 and 1.10 ± 0.01; each shear "
+    "after 400 Langevin steps: mean of both features 1.00 ± 0.005, correlation below 0.02. Scenes, means over "
+    "3 seeds: one object exact in 0.95, else nothing is said; empty background: 0.95 of cells right and count "
+    "error below 0.5 up to 5 objects; unconditional background worse by 0.5 objects at 3 and more; mean cosine "
+    "of distinct small cells below 0.1 and higher for large objects side by side; rank correlation of the "
+    "clash of scores and the error of the pictures above 0.5",
 )
 def run(scale: Scale) -> Evidence:
     """The closed forms of each seed, then the scenes."""

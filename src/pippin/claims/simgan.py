@@ -65,8 +65,8 @@ WEIGHT = 2.0
     "regularisation 2 per mean absolute change; regressor of 30k parameters, 400 steps; 1,000 labelled real pictures "
     "for tests",
     accept="error on real tests of a regressor trained on refined pictures is below that of one trained on raw ones on "
-    "every seed, and on average at most raw - 0.3 (raw - oracle trained on labelled real pictures); pupils found by the "
-    "simulator's geometry lie within 0.7 pixels of their labels in refined pictures, and without regularisation at "
+    "every seed, and on average at most raw - 0.3 (raw - oracle trained on labelled real pictures); pupils found by "
+    "the simulator's geometry lie within 0.7 pixels of their labels in refined pictures, and without regularisation at "
     "least twice as far; the variance over time of the judge's loss on early refined pictures is lower with the "
     "history on at least 2 of 3 seeds; a fresh classifier tells raw from real pictures in more than 95 % and refined "
     "ones in at least 10 points less. Reported beside it: matched histograms with noise",
@@ -208,7 +208,8 @@ def _trained(x: Tensor, wanted: Tensor, seed: int, steps: int) -> nn.Module:
     network = _network(wanted.shape[1], 5000 + seed)
     how: dict[str, Any] = {"optimiser": AdamW(lr=3e-3, weight_decay=0.01), "schedule": Cosine(warmup=0.05)}
     Trainer(network, _squares, _Batches(x, wanted, seed), steps=steps, seed=seed, show=False, **how).fit()
-    return network.eval().requires_grad_(False)
+    network.eval().requires_grad_(False)
+    return network
 
 
 def _error(x: Tensor, gaze: Tensor, test: Eyes, seed: int, steps: int) -> float:

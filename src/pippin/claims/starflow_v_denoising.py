@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 SIZES = {
     "smoke": Size((0,), 8, 4, 16, 2, (1, 2), 4, 2, 3e-3, 2),
-    "laptop": Size((0, 1, 2), 16, 8, 48, 4, (1, 1, 1, 3), 900, 12, 4e-3, 32),
+    "laptop": Size((0, 1, 2), 16, 8, 48, 4, (1, 1, 1, 3), 700, 12, 4e-3, 32),
     "gpu": Size((0, 1, 2), 32, 16, 512, 8, (2, 2, 12), 1500, 32, 5e-4, 64),
 }
 LONGER = 3
@@ -35,7 +35,7 @@ LONGER = 3
     "(decoder tuned on noise) and 32.22 (clean latents); a model of 5 s streams 30 s; the same flow goes on from a "
     "given frame",
     setting="clips of one moving shape, 8 frames of 16x16 in one level of Haar, 16 tokens a frame; noise 0.3; blocks "
-    "of 1, 1, 1 and 3 layers and a score network of 2, width 48, trained together for 900 steps of 12 clips; 32 clips "
+    "of 1, 1, 1 and 3 layers and a score network of 2, width 48, trained together for 700 steps of 12 clips; 32 clips "
     "that were not learnt from; streams of 24 frames, 7 kept as context",
     accept="every seed: frames denoised by the score network have a PSNR at least 2 dB above the noisy ones, and no "
     "more than 0.3 dB below Tweedie with the same flow; over 24 frames the tracked object's size and speed drift at "

@@ -143,7 +143,7 @@ def _drawn(flow: TarFlow, condition: Any, **how: Any) -> Tensor:
     """Samples on the CPU, in windows of tokens where that is quicker."""
     from pippin.generate.jacobi import Jacobi
 
-    solver = Jacobi(64, tolerance=1e-5) if next(flow.parameters()).is_cuda else "sequential"
+    solver: Any = Jacobi(64, tolerance=1e-5) if next(flow.parameters()).is_cuda else "sequential"
     return flow.sample(condition, solver=solver, **how).cpu()
 
 

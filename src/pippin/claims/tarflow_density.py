@@ -54,7 +54,7 @@ SIZES = {
 }
 DIGIT_BATCH = 64
 LEVELS = 17
-GRID = 201
+GRID = 121
 """Points on each axis of the grid on which the density of two numbers is summed."""
 
 

@@ -15,6 +15,7 @@ from pippin.cli.classify import classify
 from pippin.cli.doctor import doctor
 from pippin.cli.evaluate import app as evaluate
 from pippin.cli.extract import extract
+from pippin.cli.imagine import imagine
 from pippin.cli.infill import infill
 from pippin.cli.laws import app as laws
 from pippin.cli.models import models
@@ -61,6 +62,7 @@ for verb in (ask, chat, summarize, extract, classify, proofread, serve, models, 
     app.command()(verb)
 app.command()(reason)
 app.command()(infill)
+app.command()(imagine)
 app.add_typer(attest, name="attest")
 app.add_typer(claims, name="claims")
 app.add_typer(evaluate, name="evaluate")

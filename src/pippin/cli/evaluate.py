@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pippin.cli import documents, options, terminal
+from pippin.cli.evaluate_composition import composition
 from pippin.core.catalogue import DEFAULT_MODEL
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from pippin.session.guardrails import Guardrails
 
 app = typer.Typer(no_args_is_help=True, help="Evaluate models and guardrails.")
+app.command()(composition)
 
 _PROMPTS = "Prompts"
 _JUDGES = "Judges"

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
@@ -122,7 +123,7 @@ class DartConfig:
 
 
 @dataclass
-class _Reading:
+class _Sequence:
     """A sequence that is being read: its cache, and what is known of each sample."""
 
     cache: BlockCache
@@ -154,6 +155,8 @@ class DART(nn.Module):
         # token by token, the sample itself is one more level: the clearest
         levels = c.steps + (c.order == "ar")
         self.read = Linear(c.inner, c.width, bias=True)
+        # a token says what the next patch is, so it is shown what the view before knows of that one
+        self.renew = Linear(c.inner, c.width) if c.order == "ar" else None
         self.levels = nn.Parameter(torch.zeros(levels, c.width))
         self.places = nn.Parameter(torch.zeros(c.tokens, c.width))
         self.embedding = ConditionEmbedding(c.condition, c.width)
@@ -185,10 +188,11 @@ class DART(nn.Module):
     def initialise(self, seed: int = 0) -> DART:
         """Random weights; the first guess is each view itself, scaled."""
         generator = torch.Generator().manual_seed(seed)
-        assert self.read.weight is not None
-        assert self.read.bias is not None
-        self.read.weight.normal_(0.0, self.read.inputs**-0.5, generator=generator)
-        self.read.bias.zero_()
+        for layer in (self.read, self.renew):
+            if layer is not None and layer.weight is not None:
+                layer.weight.normal_(0.0, layer.inputs**-0.5, generator=generator)
+            if layer is not None and layer.bias is not None:
+                layer.bias.zero_()
         for table in (self.levels, self.places):
             table.normal_(0.0, 0.5, generator=generator)
         self.embedding.initialise(generator)
@@ -224,7 +228,7 @@ class DART(nn.Module):
         tokens = read.flatten(1, 2)
         if c.order == "ar":
             tokens = torch.cat([tokens, patchify(x, c.patch)], 1)[:, :-1]
-        hidden = self._hidden(tokens, self._reading(condition, len(x), tokens.shape[1]))
+        hidden = self._hidden(tokens, self._sequence(condition, len(x), tokens.shape[1]), self._before(tokens))
         states = hidden[:, tokens.shape[1] - c.steps * c.tokens :].unflatten(1, (c.steps, c.tokens))
         vector = self.embedding(condition, len(x)).vector
         return self._guess(states, read, torch.arange(c.steps, device=x.device), vector), states
@@ -235,7 +239,7 @@ class DART(nn.Module):
             views = self.config.schedule.statistic(views)
         return patchify(views, self.config.patch)
 
-    def _reading(self, condition: Condition | None, n: int, tokens: int) -> _Reading:
+    def _sequence(self, condition: Condition | None, n: int, tokens: int) -> _Sequence:
         """The beginning of sequences with room for so many tokens of views behind their texts."""
         c = self.config
         embedded = self.embedding(condition, n)
@@ -244,24 +248,35 @@ class DART(nn.Module):
         size = c.tokens if c.order == "parallel" else 1
         blocks = torch.cat([torch.zeros(words, dtype=torch.long), 1 + torch.arange(tokens) // size]).to(device)
         cache = BlockCache(c.layers, blocks, alone=c.sees != "all", there=embedded.mask)
-        return _Reading(cache, embedded.vector, embedded.tokens)
+        return _Sequence(cache, embedded.vector, embedded.tokens)
 
-    def _hidden(self, tokens: Float[Tensor, "n new inner"], reading: _Reading) -> Float[Tensor, "n new width"]:
-        """Read on: the states of new tokens."""
-        words = 0 if reading.prefix is None else reading.prefix.shape[1]
-        begins = reading.cache.length == 0
-        start = 0 if begins else reading.cache.length - words
+    def _before(self, tokens: Float[Tensor, "n tokens inner"]) -> Float[Tensor, "n tokens inner"]:
+        """For each token of whole sequences, the patch that comes after it, as the view before shows it; zero at first."""
+        return F.pad(tokens, (0, 0, self.config.tokens - 1, 0))[:, : tokens.shape[1]]
+
+    def _hidden(
+        self,
+        tokens: Float[Tensor, "n new inner"],
+        sequence: _Sequence,
+        before: Float[Tensor, "n new inner"] | None = None,
+    ) -> Float[Tensor, "n new width"]:
+        """Read on: the states of new tokens; token by token, ``before`` is what `_before` tells of them."""
+        words = 0 if sequence.prefix is None else sequence.prefix.shape[1]
+        begins = sequence.cache.length == 0
+        start = 0 if begins else sequence.cache.length - words
         at = torch.arange(start, start + tokens.shape[1], device=tokens.device)
         x = self.read(tokens) + self.levels[at // self.config.tokens] + self.places[at % self.config.tokens]
+        if self.renew is not None and before is not None:
+            x = x + self.renew(before)
         cos, sin = self.get_buffer("cos")[at], self.get_buffer("sin")[at]
-        if reading.prefix is not None and begins:
-            x = torch.cat([reading.prefix, x], 1)
+        if sequence.prefix is not None and begins:
+            x = torch.cat([sequence.prefix, x], 1)
             cos = torch.cat([torch.ones_like(cos[:1]).expand(words, -1), cos])
             sin = torch.cat([torch.zeros_like(sin[:1]).expand(words, -1), sin])
-        vector = None if self.config.condition.empty else reading.vector[:, None]
+        vector = None if self.config.condition.empty else sequence.vector[:, None]
         for layer, block in enumerate(self.blocks):
-            x = block(x, (cos, sin), reading.cache, layer, vector=vector)
-        reading.cache.advance(x.shape[1])
+            x = block(x, (cos, sin), sequence.cache, layer, vector=vector)
+        sequence.cache.advance(x.shape[1])
         states: Tensor = x[:, -tokens.shape[1] :]
         return states
 
@@ -273,6 +288,16 @@ class DART(nn.Module):
         velocity = self.head(states, self.levels[levels] + vector[:, None])
         out: Tensor = share.sqrt() * read - (1 - share).sqrt() * velocity
         return out
+
+    def reading(self, condition: Condition | None, n: int, *, guidance: float = 1.0, seed: int = 0) -> Drawing:
+        """Sequences to read views into, one after the other; ``reading(...).guess(views)`` goes on with new ones.
+
+        Raises:
+            InvalidArgument: as `prepare`.
+        """
+        device = device_of(self)
+        condition, n = prepare(self.condition, condition, n, guidance, device)
+        return Drawing(self, condition, Noise(n, seed=seed, device=device), guidance, self.config.head_steps)
 
     @torch.no_grad()
     def errors(self, x: Float[Tensor, "n ..."], condition: Condition | None = None, *, seed: int = 0) -> list[float]:
@@ -350,7 +375,7 @@ class DART(nn.Module):
             raise InvalidArgument(
                 f"token by token, a step is a view: steps={steps} must be {drawn + (begun is not None)}"
             )
-        drawing = _Drawing(self, condition, noise, guidance, head_steps or c.head_steps)
+        drawing = Drawing(self, condition, noise, guidance, head_steps or c.head_steps)
         if c.order == "ar":
             return drawing.by_token(begun, settle, on_step)
         return draw_views(
@@ -371,8 +396,16 @@ class DART(nn.Module):
         return drawn
 
 
-class _Drawing:
-    """One sampling: the sequences with and without their condition, and what was read so far."""
+class Drawing:
+    """One sampling: the sequences with and without their condition, and what was read so far.
+
+    Args:
+        model: the network.
+        condition: what each sample shows, where the model is.
+        noise: of the samples.
+        guidance: 1 for none.
+        head_steps: of the flow.
+    """
 
     def __init__(
         self, model: DART, condition: Condition | None, noise: Noise, guidance: float, head_steps: int
@@ -385,12 +418,12 @@ class _Drawing:
         self.copies = 1 if both is condition else 2
         # token by token, the last token is never read
         tokens = c.steps * c.tokens + (c.tokens - 1 if c.order == "ar" else 0)
-        self.reading = model._reading(both, self.copies * len(noise), tokens)
+        self.sequence = model._sequence(both, self.copies * len(noise), tokens)
         self.views: Tensor | None = None
         self.level = -1
 
     def guess(self, new: Float[Tensor, "n new channels height width"]) -> Float[Tensor, "n channels height width"]:
-        """Read new views and guess the samples."""
+        """Read new views, the noisiest first, and guess the samples from all so far."""
         c = self.model.config
         self.views = new if self.views is None else torch.cat([self.views, new], 1)
         read = self.model._read(self.views)[:, -new.shape[1] :]
@@ -406,7 +439,8 @@ class _Drawing:
             start = noise.normal(c.shape)
             begun = (start if settle is None else c.schedule.view(settle(0 * start), start, c.steps))[:, None]
         read = patchify(begun, c.patch)
-        state = self._states(read.flatten(1, 2))[:, -1:]
+        tokens = read.flatten(1, 2)
+        state = self._states(tokens, self.model._before(tokens))[:, -1:]
         level = read[:, -1]
         total = c.steps - begun.shape[1] + 1
         for done in range(1, total + 1):
@@ -420,15 +454,17 @@ class _Drawing:
                     best = patchify(settle(unpatchify(best, c.patch, size)), c.patch)
                 following[:, k] = c.schedule.view(best[:, k], fresh[:, k], t)
                 if t or k < c.tokens - 1:
-                    state = self._states(following[:, k : k + 1])
+                    after = level[:, k + 1 : k + 2] if k < c.tokens - 1 else following[:, :1]
+                    state = self._states(following[:, k : k + 1], after)
             level = following
             if on_step is not None:
                 on_step(Step(done, total, lambda best=best: unpatchify(best, c.patch, size)))  # type: ignore[misc]
         return unpatchify(level, c.patch, size)
 
-    def _states(self, tokens: Tensor) -> Tensor:
+    def _states(self, tokens: Tensor, before: Tensor | None = None) -> Tensor:
         """What the network makes of new tokens, once for each copy."""
-        return self.model._hidden(tokens.repeat(self.copies, 1, 1), self.reading)
+        before = None if before is None else before.repeat(self.copies, 1, 1)
+        return self.model._hidden(tokens.repeat(self.copies, 1, 1), self.sequence, before)
 
     def _patches(self, states: Float[Tensor, "copies_n tokens width"], read: Float[Tensor, "n tokens inner"]) -> Tensor:
         """The patches that follow from states: their mean, or drawn by the flow; guided."""
@@ -436,7 +472,7 @@ class _Drawing:
         if model.flow is None:
             levels = torch.tensor([self.level], device=states.device)
             read = read.repeat(self.copies, 1, 1)
-            found = self._guided(model._guess(states[:, None], read[:, None], levels, self.reading.vector)[:, 0])
+            found = self._guided(model._guess(states[:, None], read[:, None], levels, self.sequence.vector)[:, 0])
         else:
             found = self.noise.normal((read.shape[1], c.inner))
             for i in range(self.head_steps):

@@ -102,7 +102,8 @@ class Rollout:
         self.solver = (
             None if solver is None else Jacobi(min(solver.window, config.places), solver.tolerance, solver.most)
         )
-        self.device = next(model.parameters()).device
+        self.device = device_of(model)
+        condition = None if condition is None else condition.to(self.device)
         self._guide: Guide | None = None
         with torch.no_grad():
             self._embedded = model.embedding(condition, n)

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from pippin.core.errors import InvalidArgument, UnsupportedModel
-from pippin.generate.composition import Composed, compose
+from pippin.generate.composition import Composed, Part, compose
 from pippin.generate.condition import Condition
 from pippin.generate.contract import Generator, OnStep
 from pippin.generate.diffusion import Diffusion
@@ -194,16 +194,21 @@ class ComposedBackend:
     tasks: frozenset[Task] = frozenset({"draw", "restyle", "fill"})
 
     def run(self, job: Job, on_step: OnStep) -> Float[Tensor, "n ..."]:
-        """Do a job; guidance is the weight of every part."""
+        """Do a job; guidance is that of each part by itself, and all weigh 1."""
         if not job.conditions:
             return DiffusionBackend(self.model).run(job, on_step)
-        composed = compose(
-            list(job.conditions),
-            self.background,
-            of=self.model,
-            weights=[job.guidance] * len(job.conditions),
-        )
+        model = self.model
+        parts = [self._part(one.rows(torch.zeros(job.n, dtype=torch.long)), job.guidance) for one in job.conditions]
+        composed = compose(parts, self.background, of=model)
         return _compose(composed, job, on_step, self.steps("normal") if job.steps is None else job.steps)
+
+    def _part(self, condition: Condition, guidance: float) -> Part:
+        """What the model says under one concept; unguided ones share a pass."""
+        model, device = self.model, device_of(self.model)
+        if guidance == 1:
+            return Part.of(model, condition)
+        guided = model.denoiser(condition.to(device), guidance)
+        return Part(guided, model.config.schedule, tuple(model.shape), device)
 
     def steps(self, quality: Quality) -> int:
         """As `DiffusionBackend.steps`."""
@@ -230,7 +235,8 @@ class FixedCompositionBackend:
 @torch.no_grad()
 def _compose(composed: Composed, job: Job, on_step: OnStep, steps: int) -> Tensor:
     first = composed.parts[0]
-    method: Method = "heun" if first.model is None else first.model.config.method
+    models = [part.model for part in composed.parts if part.model is not None]
+    method: Method = models[0].config.method if models else "heun"
     return _diffuse(
         composed, composed.schedule, composed.shape, job, on_step, steps=steps, method=method, device=first.device
     )

@@ -159,8 +159,6 @@ class Planner:
         conditions = self._conditions(parts, prompts, given, notes)
         base = style.guidance or float(self.model.facts.get("guidance", GUIDANCE))
         guidance = request.guided(base) if self._guides(conditions) else 1.0
-        if guidance != 1.0 and request.guidance is None and self.backend.family.startswith("composed"):
-            guidance = 1.0  # weights of a composition other than 1 change what is drawn
         if request.guidance not in (None, 1.0) and not self._guides(conditions):
             raise CreationNotSupported(
                 f"guidance={request.guidance}, but {self.name} was not trained without its condition, or there is no "

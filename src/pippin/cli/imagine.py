@@ -1,0 +1,193 @@
+"""`pippin imagine`: pictures from words, a class or another picture."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pippin.cli import options, terminal
+from pippin.core.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from pippin.kits.image import ImageCreator, Picture, Progress
+
+_BEGIN = "Beginning from a picture"
+_MEASURE = "What it can do, and costs"
+
+
+def imagine(
+    descriptions: Annotated[
+        list[str] | None, typer.Argument(help="What the picture is to show; several are joined, or composed.")
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option("--model", "-m", help="A folder that `pippin train images` made.", show_default=False)
+    ] = None,
+    style: Annotated[str, typer.Option(help="Name of a style; --styles lists them.")] = "plain",
+    limit: Annotated[int, typer.Option("-n", help="Pictures.")] = 1,
+    seed: Annotated[int, typer.Option(help="Picture i depends on this plus i alone.")] = 0,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the pictures.")] = Path("pictures"),
+    label: Annotated[str | None, typer.Option("--class", help="A class of the model, by name or number.")] = None,
+    size: Annotated[str | None, typer.Option(help="HEIGHTxWIDTH, a whole multiple of the model's.")] = None,
+    quality: Annotated[str, typer.Option(help="draft, normal or best.")] = "normal",
+    steps: Annotated[int | None, typer.Option(help="Steps, instead of a quality.")] = None,
+    guidance: Annotated[float | None, typer.Option(help="How closely to follow the description; 1 for none.")] = None,
+    variety: Annotated[float, typer.Option(help="0 to 1: from close to the description to free.")] = 0.5,
+    compose: Annotated[
+        str | None,
+        typer.Option(help="Compose the descriptions over this background (nothing, or null) instead of joining them."),
+    ] = None,
+    edit: Annotated[Path | None, typer.Option(help="Begin from this picture.", rich_help_panel=_BEGIN)] = None,
+    mask: Annotated[
+        Path | None, typer.Option(help="With --edit: draw anew where this is white.", rich_help_panel=_BEGIN)
+    ] = None,
+    strength: Annotated[
+        float | None, typer.Option(help="With --edit: 0 keeps the picture, 1 nothing of it.", rich_help_panel=_BEGIN)
+    ] = None,
+    animate: Annotated[
+        Path | None, typer.Option(help="Make a clip that begins with this picture.", rich_help_panel=_BEGIN)
+    ] = None,
+    kind: Annotated[str, typer.Option("--format", help="png, webp or jpg; of clips gif, webp or mp4.")] = "",
+    preview: Annotated[Path | None, typer.Option(help="Write what it looks like by now to this file.")] = None,
+    together: Annotated[int, typer.Option(help="Pictures drawn at once.", rich_help_panel=_MEASURE)] = 1,
+    memory: Annotated[
+        float | None, typer.Option(help="Megabytes that may be taken; more is refused.", rich_help_panel=_MEASURE)
+    ] = None,
+    estimate: Annotated[
+        bool, typer.Option("--estimate", help="Say what it would take, and draw nothing.", rich_help_panel=_MEASURE)
+    ] = False,
+    styles: Annotated[
+        bool, typer.Option("--styles", help="List styles and abilities, and draw nothing.", rich_help_panel=_MEASURE)
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    device: options.Device = None,
+) -> None:
+    """Draw pictures.
+
+    pippin imagine "two white squares" --model painter -n 4 --seed 7 --out pictures
+    """
+    if model is None:
+        raise InvalidArgument("give the model's folder: --model FOLDER; `pippin train images` makes one")
+    if mask is not None and edit is None:
+        raise InvalidArgument("--mask marks a part of a picture; give the picture with --edit")
+    if edit is not None and animate is not None:
+        raise InvalidArgument("--edit and --animate begin from a picture in different ways; give one of them")
+    suffix = _suffix(kind, clip=animate is not None)
+    settings: dict[str, Any] = {
+        "style": style,
+        "limit": limit,
+        "seed": seed,
+        "size": _size(size),
+        "quality": quality,
+        "steps": steps,
+        "guidance": guidance,
+        "variety": variety,
+        "strength": strength,
+        "together": together,
+    }
+    from pippin.kits.image import ImageCreator, ImageRef, Label, Mask
+
+    budget = None if memory is None else round(memory * 1e6)
+    creator = ImageCreator.load(model, device=device, memory_budget=budget, compose=compose)
+    if styles:
+        _tell(creator, as_json)
+        return
+    concepts: list[Any] = list(descriptions or [])
+    if label is not None:
+        concepts.append(Label(int(label) if label.isdecimal() else label))
+    marked = None if mask is None else Mask(mask)
+    if estimate:
+        given = [*concepts, ImageRef(edit)] if edit is not None else concepts
+        _cost(creator.estimate(given, mask=marked, **settings), as_json)
+        return
+
+    def drawing(tell: Callable[[Progress], None]) -> Iterator[Picture]:
+        if animate is not None:
+            return creator.animate(animate, concepts, on_progress=tell, **settings)
+        if edit is not None:
+            return creator.edit(edit, marked, concepts, on_progress=tell, **settings)
+        return creator.images(concepts, on_progress=tell, **settings)
+
+    _draw(drawing, out, suffix, preview, as_json)
+
+
+def _draw(
+    drawing: Callable[[Callable[[Progress], None]], Iterator[Picture]],
+    out: Path,
+    suffix: str,
+    preview: Path | None,
+    as_json: bool,
+) -> None:
+    """Write each picture as soon as it is finished, under a bar."""
+    from pippin.core import progress
+    from pippin.data import image_files
+
+    begun, shown, done = time.perf_counter(), 0.0, 0
+    made: list[dict[str, Any]] = []
+    with progress.bar(None, "drawing", unit="steps") as bar:
+
+        def tell(step: Progress) -> None:
+            nonlocal shown, done
+            bar.advance(step.done - done)
+            bar.say(f"of {step.total}")
+            done = step.done
+            if preview is not None and time.perf_counter() - shown > 0.3:
+                shown = time.perf_counter()
+                x = step.preview()
+                image_files.write(preview, image_files.sheet(x if x.ndim == 4 else x[:, -1]))
+
+        pictures = drawing(tell)  # all checks are made here, before the folder is
+        out.mkdir(parents=True, exist_ok=True)
+        for picture in pictures:
+            path = picture.save(out / f"{picture.seed:04d}{suffix}")
+            made.append({"path": str(path), **picture.details})
+            if not as_json:
+                terminal.write(f"{path}\n")
+    seconds = time.perf_counter() - begun
+    if as_json:
+        terminal.write(terminal.to_json({"seconds": round(seconds, 3), "pictures": made}) + "\n")
+    else:
+        terminal.note(f"{len(made)} in {seconds:.1f} s")
+        for said in dict.fromkeys(note for one in made for note in one["notes"]):
+            terminal.note(said)
+
+
+def _tell(creator: ImageCreator, as_json: bool) -> None:
+    from dataclasses import asdict
+
+    can = asdict(creator.capabilities)
+    if as_json:
+        terminal.write(terminal.to_json({"styles": creator.available_styles, **can}) + "\n")
+        return
+    terminal.write(f"styles: {', '.join(creator.available_styles)}\n")
+    for name, value in can.items():
+        shown = ", ".join(map(str, value)) if isinstance(value, tuple) else value
+        if shown not in ("", 0):
+            terminal.write(f"{name}: {shown}\n")
+
+
+def _cost(cost: Any, as_json: bool) -> None:
+    from dataclasses import asdict
+
+    terminal.write((terminal.to_json(asdict(cost)) if as_json else str(cost)) + "\n")
+
+
+def _suffix(kind: str, *, clip: bool) -> str:
+    known = ("gif", "webp", "png", "mp4") if clip else ("png", "webp", "jpg")
+    chosen = kind.lower().lstrip(".") or known[0]
+    if chosen not in known:
+        raise InvalidArgument(f"--format {kind!r}; {'clips' if clip else 'pictures'} are written as {', '.join(known)}")
+    return f".{chosen}"
+
+
+def _size(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    parts = text.lower().split("x")
+    if len(parts) != 2 or not all(part.isdecimal() for part in parts):
+        raise InvalidArgument(f"--size {text!r}; write HEIGHTxWIDTH, such as 64x64")
+    return int(parts[0]), int(parts[1])
