@@ -48,7 +48,7 @@ class Data:
 
     def __iter__(self) -> Iterator[Samples]:
         """Batches without end."""
-        for drawn in SceneStream(SCENES, 32, seed=99):
+        for drawn in SceneStream(SCENES, 16, seed=99):
             labels = torch.tensor([KINDS.index(things[0].kind) for things in drawn.things])
             yield Samples(drawn.x, Condition(labels=labels))
 

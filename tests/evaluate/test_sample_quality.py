@@ -44,6 +44,13 @@ def test_frechet_distance_of_diagonal_gaussians_is_the_sum_over_axes():
     assert found == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.parametrize(("n", "m"), [(50, 70), (4, 5), (4, 60)])
+def test_distance_of_rows_is_that_of_their_means_and_covariances(n, m):
+    a, b = normal(n, 8, seed=1).double(), 2 * normal(m, 8, seed=2).double() + 0.3
+    expected = gaussian_frechet(a.mean(0), torch.cov(a.T), b.mean(0), torch.cov(b.T))
+    assert frechet_distance(a, b) == pytest.approx(expected, rel=1e-6)
+
+
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 10_000), st.integers(1, 6), st.floats(-3, 3))
 def test_laws_of_the_frechet_distance(seed, dim, shift):

@@ -121,6 +121,7 @@ def test_the_report_tells_the_cases_apart():
     sound, sheared = composability(pair()), composability(pair(1.5))
     assert sound.verdict == "sound"
     assert sound.largest == pytest.approx(0.0, abs=1e-6)
+    assert sound.advice == ("The parts change different things (largest cosine 0.00): adding their scores is right.",)
     assert sheared.verdict == "at risk"
     against = composability(pair(background=gaussian([0.5, 0.5], [0.275, 0.275])))
     assert against.verdict == "at risk"

@@ -4,13 +4,16 @@ import dataclasses
 
 import pytest
 import torch
+from pydantic import TypeAdapter
 from torch import nn
 
 from pippin.core.errors import InvalidArgument, InvalidInput
 from pippin.generate.condition import Condition, ConditionSpec, Samples
 from pippin.generate.contract import Generator
 from pippin.generate.diffusion import Denoising, Diffusion, DiffusionConfig, held_out_loss
+from pippin.generate.dit import DiTConfig
 from pippin.generate.folder import load, save
+from pippin.generate.local_net import LocalNetConfig
 from pippin.generate.mixtures import GaussianMixture
 from pippin.generate.noise import Noise
 from pippin.generate.prediction import noised, target
@@ -131,8 +134,8 @@ def two_points(n: int, seed: int) -> Samples:
 def test_a_trained_model_draws_what_each_class_is(schedule):
     kind = "v" if schedule.preserves_variance else "x0"
     model = made(schedule=schedule, prediction=kind).train()
-    batches = [two_points(32, seed) for seed in range(150)]
-    Trainer(model, Denoising(), batches, steps=150, optimiser=AdamW(lr=5e-3), seed=0, show=False).fit()
+    batches = [two_points(32, seed) for seed in range(120)]
+    Trainer(model, Denoising(), batches, steps=120, optimiser=AdamW(lr=5e-3), seed=0, show=False).fit()
     model.eval()
     labels = torch.tensor([0, 1] * 8)
     x = model.sample(Condition(labels=labels), steps=8).mean((1, 2, 3))
@@ -141,7 +144,7 @@ def test_a_trained_model_draws_what_each_class_is(schedule):
     assert torch.equal(guided > 0, labels == 1)
     free = model.sample(n=24, steps=8).mean((1, 2, 3))
     assert 4 <= int((free > 0).sum()) <= 20  # without a class, both
-    assert float(free.abs().mean()) == pytest.approx(0.6, abs=0.15)
+    assert float(free.abs().mean()) == pytest.approx(0.6, abs=0.2)
 
 
 def test_the_same_seed_gives_the_same_samples_bit_for_bit_and_samples_do_not_know_their_batch():
@@ -214,6 +217,22 @@ def test_a_saved_model_draws_the_same_pictures(tmp_path):
         assert found.facts == model.facts
         condition = Condition(labels=torch.tensor([0, 1]))
         assert torch.equal(found.sample(condition, guidance=2.0), model.sample(condition, guidance=2.0))
+
+
+@pytest.mark.parametrize("network", [UNetConfig(patch=2), DiTConfig(layers=2), LocalNetConfig(blocks=1)])
+def test_every_network_is_told_from_its_file(network):
+    config = DiffusionConfig((1, 8, 8), network, schedule=NoiseSchedule.flow(), prediction="flow")
+    adapter = TypeAdapter(DiffusionConfig)
+    assert adapter.validate_json(adapter.dump_json(config)) == config
+    model = Diffusion(config).initialise(0)
+    assert bool((model.sample(n=2, steps=1, seed=0)).isfinite().all())
+
+
+def test_one_condition_serves_all_pictures_that_are_changed():
+    model, x = stirred(), data(3, 0.4).x
+    one, three = Condition(labels=torch.tensor([1])), Condition(labels=torch.tensor([1, 1, 1]))
+    changed = [model.sample(c, x_init=x, t_init=0.5, steps=2) for c in (one, three)]
+    assert torch.equal(changed[0], changed[1])
 
 
 def test_conditions_are_left_out_of_learning_only_where_the_model_has_a_form_for_none():

@@ -61,6 +61,11 @@ def test_independent_parts_are_perfectly_local_and_additive():
     assert report.to_dict()["R_cond"] is None
 
 
+def test_a_model_that_ignores_its_condition_is_not_local():
+    report = locality_report(Linear(torch.zeros(4, 4)), COSINE, X0, PRESENT, draw, REGIONS)
+    assert report.R_cond == pytest.approx(1.0)
+
+
 def test_the_gap_of_a_product_is_the_one_by_hand():
     """The squared number of conditioners: both together change 4p where each alone changes p, beside their own."""
     p = 0.3

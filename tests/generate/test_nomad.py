@@ -10,7 +10,7 @@ from pippin.core.errors import InvalidArgument
 from pippin.generate.noise import Noise
 from pippin.generate.nomad import NomadSchedule, draw_views, split
 
-MODES, WEIGHT, WIDTH = (1.0, -1.0), 0.65, 0.25
+MODES, WEIGHT, WIDTH = (1.0, -1.0), 0.5, 0.25
 
 
 def mixture_mean(y, snr):
@@ -72,7 +72,6 @@ def test_the_statistic_tells_all_that_the_views_tell():
 
 
 def test_all_views_tell_more_than_the_last_one():
-    # figures of a mixture like the one in the docstring of the claim: 0.215 against 0.346 in the middle
     schedule, x = NomadSchedule.cosine(8), mixture(100_000)
     generator = torch.Generator().manual_seed(1)
     noise = torch.randn(len(x), 8, generator=generator, dtype=torch.float64)
@@ -82,7 +81,7 @@ def test_all_views_tell_more_than_the_last_one():
     def error(t, of, snr, scale):
         return float((mixture_mean(of[:, 8 - t] / scale**0.5, snr) - x).square().mean())
 
-    for t, together, alone in ((4, 0.215, 0.346), (1, 0.0051, 0.0057), (7, 0.912, 0.913)):
+    for t, together, alone in ((4, 0.226, 0.365), (1, 0.0051, 0.0057), (7, 0.996, 0.998)):
         all_of_them = error(t, z, schedule.total_snr[t - 1], schedule.alphas_bar[t - 1])
         the_last = error(t, views, schedule.snr[t - 1], schedule.gammas[t - 1])
         assert all_of_them == pytest.approx(together, rel=0.03)

@@ -25,8 +25,8 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 
 def one_expert(experts: Experts, index: int, x: Tensor) -> Tensor:
     """A feed-forward layer written out for one vector."""
-    inner = F.gelu(x @ experts.up[index] + experts.up_bias[index], approximate="tanh")
-    return inner @ experts.down[index] + experts.down_bias[index]
+    inner = F.gelu(x @ experts.up[index] + experts.up_bias[index, 0], approximate="tanh")
+    return inner @ experts.down[index] + experts.down_bias[index, 0]
 
 
 def with_biases(layer, seed: int = 9):

@@ -39,27 +39,18 @@ LARGE = Net((4, 4, 4, 4), 512, 8)
 
 
 class SceneBatches:
-    """Scenes as samples, without end; with the number of objects, or their kind where there is one, as the label."""
+    """Scenes as samples, without end."""
 
-    def __init__(self, spec: SceneSpec, batch: int, seed: int, *, labelled: bool = False) -> None:
-        self.spec, self.batch, self.seed, self.labelled = spec, batch, seed, labelled
+    def __init__(self, spec: SceneSpec, batch: int, seed: int) -> None:
+        self.spec, self.batch, self.seed = spec, batch, seed
 
     def __iter__(self) -> Iterator[Samples]:
         """The batches from the first one on."""
         from pippin.data.scenes import SceneStream
-        from pippin.generate.condition import Condition, Samples
+        from pippin.generate.condition import Samples
 
         for drawn in SceneStream(self.spec, self.batch, seed=self.seed):
-            yield Samples(drawn.x, Condition(labels=kinds(drawn.things)) if self.labelled else None)
-
-
-def kinds(things: object) -> Tensor:
-    """The kind of the first object of each scene, as a number."""
-    import torch
-
-    from pippin.data.scenes import KINDS
-
-    return torch.tensor([KINDS.index(parts[0].kind) for parts in things])  # type: ignore[attr-defined]
+            yield Samples(drawn.x)
 
 
 class SetBatches:

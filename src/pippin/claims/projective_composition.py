@@ -49,7 +49,7 @@ class Size:
 
 SIZES = {
     "smoke": Size((0,), 200, (20, 40), 4, 16, 4, 2, 8, 32, 4, (1, 3), 2, 2),
-    "laptop": Size((0, 1, 2), 20_000, (200, 2000), 400, 16, 4, 1500, 16, 6000, 32, (1, 2, 3, 5, 8), 200, 24),
+    "laptop": Size((0, 1, 2), 10_000, (200, 2000), 400, 16, 4, 1500, 16, 6000, 32, (1, 2, 3, 5, 8), 80, 16),
     "gpu": Size((0, 1, 2), 200_000, (200, 2000), 400, 64, 4, 6000, 48, 40_000, 128, (1, 2, 3, 5, 8, 12), 400, 64),
 }
 SHEARS = (0.5, 0.9, 1.5)
@@ -77,9 +77,9 @@ LAYOUTS: dict[str, tuple[str, tuple[tuple[int, int], ...]]] = {
     paper="adding score differences is a projective composition where each model changes coordinates of its own; where "
     "features are mixed the composition is right at time 0 and diffusion sampling does not reach it; over an empty "
     "background one-object models compose to many objects, over an unconditional one they fail from two on",
-    setting="2-D Gaussians with exact scores (cosine schedule, DDIM, 20,000 samples); a U-Net of 0.14M without "
+    setting="2-D Gaussians with exact scores (cosine schedule, DDIM, 10,000 samples); a U-Net of 0.14M without "
     "attention on 16 by 16 scenes with one object or none (map of its cell, small or large; 'any one object' "
-    "is a flag), 1,500 steps of 32; compositions of 1, 2, 3, 5, 8 cells, 200 scenes each, DDIM with 20 steps; "
+    "is a flag), 1,500 steps of 32; compositions of 1, 2, 3, 5, 8 cells, 240 scenes each, DDIM with 20 steps; "
     "7 layouts of small and large objects over two backgrounds for the diagnostic",
     accept="separate coordinates: means 1.000 ± 0.005, deviations 0.097 (200 steps) and 0.100 (2,000) ± 0.002; "
     "matched unconditional background: mean below 0.8; shear 0.5: feature mean 1.05 ± 0.01, correlation below "

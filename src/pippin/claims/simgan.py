@@ -208,8 +208,7 @@ def _trained(x: Tensor, wanted: Tensor, seed: int, steps: int) -> nn.Module:
     network = _network(wanted.shape[1], 5000 + seed)
     how: dict[str, Any] = {"optimiser": AdamW(lr=3e-3, weight_decay=0.01), "schedule": Cosine(warmup=0.05)}
     Trainer(network, _squares, _Batches(x, wanted, seed), steps=steps, seed=seed, show=False, **how).fit()
-    network.eval().requires_grad_(False)
-    return network
+    return network.eval().requires_grad_(False)
 
 
 def _error(x: Tensor, gaze: Tensor, test: Eyes, seed: int, steps: int) -> float:
@@ -249,4 +248,4 @@ def _matched(x: Tensor, real: Tensor, seed: int) -> Tensor:
 
     sigma = max(fine(real) - fine(matched), 0.0) ** 0.5
     noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(6000 + seed))
-    return (matched + sigma * noise).clamp(-1, 1)
+    return torch.as_tensor((matched + sigma * noise).clamp(-1, 1))

@@ -12,6 +12,7 @@ import typer
 
 from pippin.cli import documents, options, terminal
 from pippin.cli.evaluate_composition import composition
+from pippin.cli.evaluate_images import images
 from pippin.core.catalogue import DEFAULT_MODEL
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Evaluate models and guardrails.")
 app.command()(composition)
+app.command()(images)
 
 _PROMPTS = "Prompts"
 _JUDGES = "Judges"

@@ -10,6 +10,7 @@ from pippin.cli.train_images import images
 from pippin.cli.train_lora import lora
 from pippin.cli.train_prune import prune
 from pippin.cli.train_reasoner import reasoner
+from pippin.cli.train_refiner import refiner
 from pippin.cli.train_soup import soup
 
 app = typer.Typer(no_args_is_help=True, help="Train a model on text, conversations or pictures of yours.")
@@ -20,4 +21,5 @@ app.command()(images)
 app.command()(lora)
 app.command()(prune)
 app.command()(reasoner)
+app.command()(refiner)
 app.command()(soup)

@@ -414,8 +414,8 @@ class _Watch:
 
 def _advice(clash: Tensor, overlap: Tensor, verdict: str) -> tuple[str, ...]:
     """What the figures mean, in sentences."""
-    off = clash - torch.diag(clash.diagonal())
-    first, second = sorted(divmod(int(off.argmax()), len(clash)))
+    pairs = torch.triu_indices(len(clash), len(clash), 1)
+    first, second = pairs[:, int(_pairs(clash).argmax())].tolist()
     value, same = float(clash[first, second]), float(overlap[first, second])
     if verdict == "sound":
         said = f"The parts change different things (largest cosine {value:.2f}): adding their scores is right."

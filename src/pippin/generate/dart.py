@@ -33,8 +33,6 @@ from pippin.nn.linear import Linear
 from pippin.nn.patches import patchify, unpatchify
 from pippin.nn.time_embedding import TimedHead
 
-SIZES: Final = {"S": (12, 384, 6), "B": (12, 768, 12), "L": (24, 1024, 16), "XL": (28, 1152, 18)}
-"""Layers, width and heads of the published sizes."""
 EIGHT: Final = NomadSchedule.cosine(8)
 NOTHING: Final = ConditionSpec()
 
@@ -93,18 +91,6 @@ class DartConfig:
             raise InvalidArgument("this model reads classes, text and vectors, no map; leave condition.map at 0")
         if self.order == "ar" and self.sees != "all":
             raise InvalidArgument(f"order='ar' reads all that stands before a token; sees={self.sees!r} cannot")
-
-    @classmethod
-    def of_size(cls, size: str, shape: tuple[int, int, int], **others: Any) -> DartConfig:
-        """One of the published sizes: "S", "B", "L" or "XL".
-
-        Raises:
-            InvalidArgument: another name, or as the class.
-        """
-        if size not in SIZES:
-            raise InvalidArgument(f"size {size!r} is none of {list(SIZES)}")
-        layers, width, heads = SIZES[size]
-        return cls(shape, layers=layers, width=width, heads=heads, **others)
 
     @property
     def steps(self) -> int:
@@ -251,7 +237,7 @@ class DART(nn.Module):
         return _Sequence(cache, embedded.vector, embedded.tokens)
 
     def _before(self, tokens: Float[Tensor, "n tokens inner"]) -> Float[Tensor, "n tokens inner"]:
-        """For each token of whole sequences, the patch that comes after it, as the view before shows it; zero at first."""
+        """The patch that comes after each token of whole sequences, as the view before shows it; zero at first."""
         return F.pad(tokens, (0, 0, self.config.tokens - 1, 0))[:, : tokens.shape[1]]
 
     def _hidden(
@@ -355,22 +341,14 @@ class DART(nn.Module):
         device = device_of(self)
         condition, n = prepare(self.condition, condition, n, guidance, device)
         drawn = self._drawn(steps, x_init, strength, head_steps)
-        for name, given in (("x_init", x_init), ("known", None if known is None else known[0])):
-            if given is not None:
-                check_samples(given, self.shape)
-                if len(given) not in (1, n):
-                    raise InvalidArgument(
-                        f"{name} holds {len(given)} samples for n={n}; give one for each, or one for all"
-                    )
+        _check_given(self.shape, n, x_init=x_init, known=None if known is None else known[0])
         noise = Noise(n, seed=seed, device=device)
         settle = None if known is None else _settled(*known, device)
         begun = None
         if x_init is not None and drawn < c.steps:
-            x_init = x_init.to(device) if settle is None else settle(x_init.to(device))
-            beginning = noise.normal((c.steps - drawn, *self.shape))
-            begun = torch.stack(
-                [c.schedule.view(x_init, beginning[:, i], c.steps - i) for i in range(c.steps - drawn)], 1
-            )
+            x = x_init.to(device) if settle is None else settle(x_init.to(device))
+            fresh = noise.normal((c.steps - drawn, *self.shape))
+            begun = torch.stack([c.schedule.view(x, fresh[:, i], c.steps - i) for i in range(c.steps - drawn)], 1)
         if c.order == "ar" and steps is not None and steps != drawn + (begun is not None):
             raise InvalidArgument(
                 f"token by token, a step is a view: steps={steps} must be {drawn + (begun is not None)}"
@@ -492,6 +470,14 @@ class Drawing:
             return both
         with_it, without = both.chunk(2)
         return torch.lerp(without, with_it, self.guidance)
+
+
+def _check_given(shape: tuple[int, ...], n: int, **given: Tensor | None) -> None:
+    for name, x in given.items():
+        if x is not None:
+            check_samples(x, shape)
+            if len(x) not in (1, n):
+                raise InvalidArgument(f"{name} holds {len(x)} samples for n={n}; give one for each, or one for all")
 
 
 def _settled(image: Tensor, mask: Tensor, device: torch.device) -> Any:

@@ -183,7 +183,7 @@ class Diffusion(nn.Module):
 
         Args:
             condition: what each is to show; None for nothing.
-            n: samples; None for as many as the condition or ``x_init`` has, or 1.
+            n: samples; None for as many as ``x_init`` or else the condition has, or 1.
             steps: of the sampler; Heun asks the network twice for each.
             guidance: 1 for none (papers that count from 0 call ours ``w = guidance - 1``).
             seed: sample i depends on ``seed + i`` alone.
@@ -202,7 +202,7 @@ class Diffusion(nn.Module):
         device, schedule = device_of(self), self.config.schedule
         if (x_init is None) != (t_init is None):
             raise InvalidArgument("x_init (what to begin from) and t_init (how much noise to add) come together")
-        if n is None and condition is None and x_init is not None:
+        if n is None and x_init is not None:
             n = len(x_init)
         condition, n = prepare(self.condition, condition, n, guidance, device)
         noise = Noise(n, seed=seed, device=device)

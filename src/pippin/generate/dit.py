@@ -138,6 +138,8 @@ class DiT(nn.Module):
         self.head = TimedHead(width, shape[0] * area)
         placed = config.positions != "rotary"
         self.places = nn.Parameter(torch.zeros(self.rows * self.columns, width)) if placed else None
+        if self.places is not None:
+            self.places.no_decay = True  # type: ignore[attr-defined]  # which `pippin.train` looks for
         cosines, sines = axial_tables(grid(self.rows, self.columns), width // config.heads)
         self.register_buffer("cosines", cosines, persistent=False)
         self.register_buffer("sines", sines, persistent=False)

@@ -48,7 +48,8 @@ class AtTime:
     Attributes:
         t: the time.
         sensitivity: what each conditioner (column) changes in the score in each region (row); rows add up to 1.
-        ratio: mean of its diagonal over the mean of the rest; infinite where conditioners change nothing elsewhere.
+        ratio: mean of its diagonal over the mean of the rest; infinite where conditioners change nothing elsewhere, and
+            1 where they change nothing at all.
         influence: the share of the influence on a pixel that comes from pixels at each distance (0 first), in pixels
             along the longer of the two axes.
         r90: the distance within which 90 % of that influence lies.
@@ -223,6 +224,8 @@ def _ratio(q: Tensor) -> float:
     k = len(q)
     own = float(q.diagonal().mean())
     other = float((q.sum() - q.diagonal().sum()).clamp_min(0) / (k * (k - 1))) if k > 1 else 0.0
+    if own == 0 and other == 0:
+        return 1.0
     return own / other if other > 1e-12 else math.inf
 
 

@@ -175,7 +175,9 @@ class Rollout:
             solver = Jacobi(model.config.places, solver.tolerance, solver.most)
         solves = []
         for block in reversed(self._shallow):
-            x, info = block.inverse(x, nothing, turn=turn, solver=solver)
+            reading, z = block.reading(nothing, turn=turn), block.ordered(x).float()
+            made, info = sequential_invert(reading, z) if solver is None else jacobi_invert(reading, z, solver)
+            x = block.ordered(made)
             solves.append(info)
             if after is not None:
                 after()

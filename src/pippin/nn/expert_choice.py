@@ -57,14 +57,16 @@ class Experts(nn.Module):
         super().__init__()
         self.count, self.width, self.hidden, self.activation = count, width, hidden, activation
         self.up = nn.Parameter(torch.empty(count, width, hidden))
-        self.up_bias = nn.Parameter(torch.zeros(count, hidden))
+        self.up_bias = nn.Parameter(torch.zeros(count, 1, hidden))
         self.down = nn.Parameter(torch.empty(count, hidden, width))
-        self.down_bias = nn.Parameter(torch.zeros(count, width))
+        self.down_bias = nn.Parameter(torch.zeros(count, 1, width))
+        for bias in (self.up_bias, self.down_bias):
+            bias.no_decay = True  # type: ignore[attr-defined]  # which `pippin.train` looks for
 
     def forward(self, x: Float[Tensor, "experts rows width"]) -> Float[Tensor, "experts rows width"]:
         """Every expert on rows of its own, all in one batched product."""
-        inner = activate(torch.baddbmm(self.up_bias[:, None], x, self.up), self.activation)
-        return torch.baddbmm(self.down_bias[:, None], inner, self.down)
+        inner = activate(torch.baddbmm(self.up_bias, x, self.up), self.activation)
+        return torch.baddbmm(self.down_bias, inner, self.down)
 
     def ragged(self, x: Float[Tensor, "rows width"], counts: list[int]) -> Float[Tensor, "rows width"]:
         """The first ``counts[0]`` rows through the first expert, the next ``counts[1]`` through the second, and on."""
