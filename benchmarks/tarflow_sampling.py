@@ -5,7 +5,7 @@
 FOLDER is a copy of that repository. A flow of grey pictures of 16 by 16 pixels (patches of 2 by 2, 64 tokens, 4 blocks
 of 2 layers, 128 wide, 3 classes) is trained here for a minute, since an untrained flow is the identity and settles at
 once, and its weights are copied to the other side. Both draw from the same noise; token by token the pictures must
-agree within 1e-3 and in windows (32 tokens, tolerance 1e-3) within 2e-2, or nothing is printed. The other side has the
+agree within 1e-3 and in windows (64 tokens, tolerance 1e-3) within 2e-2, or nothing is printed. The other side has the
 token-by-token inverse alone, with its own cache of keys; with guidance it makes two passes for each token. One thread
 on both sides.
 """
@@ -35,7 +35,7 @@ SCENES = SceneSpec(objects=(1, 1), radius=(2.2, 4.5))
 CONFIG = TarFlowConfig(
     (1, 16, 16), layers=(2,) * 4, width=128, condition=ConditionSpec(classes=3, null=True), noise=0.1
 )
-SOLVER = Jacobi(32, tolerance=1e-3)
+SOLVER = Jacobi(64, tolerance=1e-3)
 WEIGHT = 1.0
 """w of the guidance, which grows over the tokens."""
 CASES = ((1, True), (4, True), (16, True), (1, False), (4, False), (16, False))
@@ -153,7 +153,7 @@ def measure(peer_folder: Path, quick: bool, device: str) -> list[Row]:
     """All cases."""
     torch.set_num_threads(1)
     native.set_threads(1)
-    flow = trained(20 if quick else 300)
+    flow = trained(60 if quick else 400)
     peer = peer_of(flow, peer_folder).to(device)
     flow = flow.to(device)
     rows = []

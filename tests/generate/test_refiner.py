@@ -122,7 +122,7 @@ def test_a_refiner_learns_the_brightness_of_real_pictures_and_moves_nothing():
     synthetic, place = blobs(200, 0)
     real, _ = blobs(200, 1, level=0.1)
     refiner = SimRefiner(SMALL)
-    how = Refining(weight=0.3, batch=8, warm=10, history=32, lr=5e-3, every=20, probe=80)
+    how = Refining(weight=0.3, batch=16, warm=10, history=64, lr=3e-3, every=20, probe=250)
     before = torch.random.get_rng_state()
     result = refiner.fit(synthetic, real, 40, labels=place, how=how, show=False)
     assert torch.equal(before, torch.random.get_rng_state())

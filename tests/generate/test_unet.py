@@ -61,6 +61,7 @@ def test_time_and_every_part_of_a_condition_matter_and_other_samples_do_not(conf
     torch.testing.assert_close(net(x, T), net(x, T, said.null()))
 
 
+@torch.no_grad()
 def test_a_change_of_the_map_is_felt_most_where_it_is():
     net = stirred(UNetConfig(width=8, levels=1, attention=False))
     said = condition(1)
@@ -71,6 +72,7 @@ def test_a_change_of_the_map_is_felt_most_where_it_is():
     assert float(change[:4, :4].mean()) > 3 * float(change[4:, 4:].mean())
 
 
+@torch.no_grad()
 def test_attention_is_the_sum_over_all_places():
     layer, channels = _Attention(64), 64
     with torch.no_grad():
@@ -89,6 +91,7 @@ def test_attention_is_the_sum_over_all_places():
     torch.testing.assert_close(layer(x), wanted, rtol=1e-4, atol=1e-4)
 
 
+@torch.no_grad()
 def test_other_sizes_go_through_and_the_seed_decides_the_weights():
     net = stirred(UNetConfig(width=8), ConditionSpec())
     assert net(normal(2, 1, 12, 20), T).shape == (2, 1, 12, 20)

@@ -11,6 +11,7 @@ Notable here:
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -31,7 +32,10 @@ from pippin.generate.schedules import NoiseSchedule
 
 _CPU = torch.device("cpu")
 DOUBTFUL, AT_RISK = 0.1, 0.3
-"""Cosines between parts: below the first a composition is sound, above the second at risk."""
+"""Clashes of parts: up to the first a composition is sound, above the second at risk."""
+DECIDED = (0.5, 0.9)
+"""Shares of the way to full noise between which clashes are measured: what a picture shows is decided there, and nearer
+to the data a background is asked about objects that it never saw, of which it has nothing to say."""
 
 
 @dataclass(frozen=True)
@@ -337,7 +341,8 @@ def composability(
         composed: at least one part; one by itself is always sound.
         x: samples that are like what is to be drawn, or like the parts'; None takes the states of a sampling of
             ``n`` samples in 20 steps.
-        times: at which it is measured, above 0; None for 0.2, 0.5 and 0.8 of the way to full noise. Not used without x.
+        times: at which it is measured, above 0; None for 0.5, 0.65 and 0.8 of the way to full noise. Not used without
+            x: a sampling is measured between `DECIDED`.
         n: samples, without x.
         seed: of the noise.
 
@@ -346,21 +351,22 @@ def composability(
 
     Source: Bradley et al. 2025, arXiv:2502.04549, on orthogonality of score differences.
     """
-    watch = _Watch(composed)
     schedule = composed.schedule
     if x is None:
+        watch = _Watch(composed)
         rows = n if composed.rows is None else composed.rows
         noise = Noise(rows, seed=seed, device=composed.parts[0].device)
         grid = schedule.grid(20)
         start = schedule.s(grid[0]) * noise.normal(composed.shape)
         integrate(watch, schedule, start, grid, method="ddim", noise=noise)
         return watch.report()
-    times = [schedule.time(share) for share in (0.2, 0.5, 0.8)] if times is None else list(times)
+    times = [schedule.time(share) for share in (0.5, 0.65, 0.8)] if times is None else list(times)
     if not times or any(not 0 < t <= schedule.start for t in times):
         raise InvalidArgument(f"times {times} must be above 0 and at most {schedule.start}, where sampling begins")
     if tuple(x.shape[1:]) != composed.shape:
         raise InvalidArgument(f"samples of shape {tuple(x.shape[1:])}; the parts' are {composed.shape}")
     noise = Noise(len(x), seed=seed, device=x.device)
+    watch = _Watch(composed, everywhere=True)
     for t in times:
         watch(schedule.a(t) * x + schedule.s(t) * noise.normal(composed.shape), t)
     return watch.report()
@@ -369,13 +375,14 @@ def composability(
 class _Watch:
     """A denoiser that measures, on the way, how far the parts change the same things."""
 
-    def __init__(self, composed: Composed) -> None:
+    def __init__(self, composed: Composed, *, everywhere: bool = False) -> None:
         self.composed = composed
+        self.between = (0.0, math.inf) if everywhere else tuple(composed.schedule.time(share) for share in DECIDED)
         self.sums: dict[float, Tensor] = {}
 
     def __call__(self, x: Tensor, t: float) -> Estimate:
         estimates = self.composed.estimates(x, t)
-        if len(estimates) > 2:
+        if len(estimates) > 2 and self.between[0] <= t <= self.between[1]:
             away = torch.stack([part.eps - estimates[-1].eps for part in estimates[:-1]]).double()
             # of a picture, channels are one place
             size = (away.norm(dim=2) if away.ndim == 5 else away.abs()).flatten(2)
@@ -391,7 +398,7 @@ class _Watch:
         k = len(self.composed.parts)
         if not self.sums:
             one = torch.ones(k, k)
-            return Composability(one, one, one, (), "sound", ("A single part composes with the background.",))
+            return Composability(one, one, one, (), "sound", ("A single part composes with any background.",))
         inner, sizes, lengths, places = torch.stack(list(self.sums.values())).sum(0)
         clash = (sizes / lengths.clamp_min(1e-30)).float()
         each = ((t, _pairs(sums[1] / sums[2].clamp_min(1e-30))) for t, sums in sorted(self.sums.items()))

@@ -73,7 +73,7 @@ def dit_of(model: nn.Module) -> DiT:
 
 
 def draw_compute(
-    maps: Int[Tensor, "n layers rows columns"], pictures: Float[Tensor, "n channels height width"], path: Path
+    maps: Int[Tensor, "n layers rows columns"], pictures: Float[Tensor, "pictures channels height width"], path: Path
 ) -> None:
     """Draw each picture beside the maps of its layers.
 

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from pippin.core import native
 from pippin.core.errors import InvalidArgument
 from pippin.generate.condition import Embedded
 from pippin.generate.jacobi import SolveInfo
@@ -37,13 +38,16 @@ Rule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Mean and log scale of guided tokens from: mean and log scale with the condition, those without, and the weight w of
 each token (tokens, 1)."""
 
+_SMALL = 1 << 24
+"""Numbers that are laid ready at most."""
+
 
 def linear_guidance(mean: Tensor, log: Tensor, null_mean: Tensor, null_log: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     """Away from what is told without the condition, by w times the difference.
 
     Source: Zhai et al. 2024, arXiv:2412.06329, section 3.5.
     """
-    return mean + w * (mean - null_mean), log + w * (log - null_log)
+    return torch.lerp(null_mean, mean, 1 + w), torch.lerp(null_log, log, 1 + w)
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,12 @@ class Reading:
                 temperature[n:] = 1 / guide.temperature
         with torch.no_grad():
             self._vector = block.vector(embedded, t)
+            places = block.places
+            if places is not None and len(self._vector) * places.numel() <= _SMALL:
+                self._added: Tensor | None = places + self._vector
+            else:
+                self._added = None
+        self._weights: Tensor | None = None
         prefix = embedded.tokens if block.spec.text else None
         self._prefix = 0 if prefix is None else prefix.shape[1]
         there = embedded.mask if prefix is not None else None
@@ -129,7 +139,7 @@ class Reading:
         if stop <= behind:
             zero = x.new_zeros(len(x), stop - first, block.inner)
             return zero, zero
-        hidden = block.embed(x[:, max(first - 1, 0) : stop - 1], first, stop, self._vector)
+        hidden = self._embed(x[:, max(first - 1, 0) : stop - 1], first, stop)
         turn = None if self._turn is None else block.turn_of(self._turn, first, stop, 0)
         mean, log_scale = block.told(self._pass(hidden, turn))
         if self.guide is not None:
@@ -137,6 +147,15 @@ class Reading:
         if first < behind:
             mean, log_scale = F.pad(mean, (0, 0, 1, 0)), F.pad(log_scale, (0, 0, 1, 0))
         return mean, log_scale
+
+    def _embed(self, x: Tensor, first: int, stop: int) -> Tensor:
+        """As `FlowBlock.embed`; what is added lies ready where it is small."""
+        block = self.block
+        if self._added is None or block.start is not None:
+            return block.embed(x, first, stop, self._vector)
+        hidden = F.linear(x, block.proj_in.dense_weight(), block.proj_in.bias)
+        added = self._added[:, max(first - 1, 0) : stop - 1]
+        return hidden + added if self.guide is None else torch.cat([hidden, hidden]) + added
 
     def _pass(self, hidden: Tensor, turn: Turn | None) -> Tensor:
         """Through all layers; what was read is kept."""
@@ -151,9 +170,11 @@ class Reading:
     def _guided(self, mean: Tensor, log_scale: Tensor, first: int, stop: int) -> tuple[Tensor, Tensor]:
         assert self.guide is not None
         (mean, null_mean), (log_scale, null_log) = mean.chunk(2), log_scale.chunk(2)
-        w = mean.new_full((stop - first, 1), self.guide.weight)
-        if self.guide.anneal:
-            w = w * torch.arange(first, stop, device=w.device)[:, None] / max(self.tokens - 1, 1)
+        if self._weights is None:
+            self._weights = mean.new_full((self.tokens, 1), self.guide.weight)
+            if self.guide.anneal:
+                self._weights *= torch.arange(self.tokens, device=mean.device)[:, None] / max(self.tokens - 1, 1)
+        w = self._weights[first:stop]
         mean, log_scale = self.guide.rule(mean, log_scale, null_mean, null_log, w)
         clip = self.block.spec.soft_clip
         return mean, log_scale if clip is None else log_scale.clamp(-clip, clip)
@@ -208,9 +229,9 @@ class _Keys:
         return keys.narrow(2, 0, stop), values.narrow(2, 0, stop)
 
     def mask(self, new: int) -> Tensor | None:
-        """Who sees whom among new tokens and those kept; None where each sees all."""
+        """Who sees whom among new tokens and those kept; None where causal order, or everything before, says it."""
         start = self.length
-        if new == 1 and self._there is None:
+        if (new == 1 or not start) and self._there is None:
             return None
         if self._mask[:2] != (start, new):
             there = torch.ones(1, 0, dtype=torch.bool) if self._there is None else self._there
@@ -249,7 +270,8 @@ class Quick:
             kv = torch.stack([rotate(qkv[1], *turn), qkv[2]])
         if keys.temperature is not None:
             q = q * keys.temperature
-        y = F.scaled_dot_product_attention(q, *keys.put(number, kv), attn_mask=mask)
+        causal = mask is None and new > 1
+        y = F.scaled_dot_product_attention(q, *keys.put(number, kv), attn_mask=mask, is_causal=causal)
         flat = self.write(y.transpose(1, 2).reshape(-1, width)).add_(flat)
         norm = self.norm2
         inner = F.gelu(self.up(torch.layer_norm(flat, (width,), norm.weight, norm.bias, norm.eps)))
@@ -276,13 +298,28 @@ def _product(linear: Linear, form: str) -> Callable[[Tensor], Tensor]:
     """``x @ weight.T + bias`` of plain matrices, without gradients."""
     weight = linear.dense_weight()
     bias = None if linear.bias is None else linear.bias.detach()
-    if form == "native" and NativeWeight.supports(weight):
-        native = NativeWeight.from_dense(weight)
-        return lambda x: native.matmul(x, bias)
+    if form == "native" and weight.dtype == torch.float32 and NativeWeight.supports(weight):
+        return _native_product(NativeWeight.from_dense(weight), bias)
     if form != "dense" and OneDNNWeight.supports(weight):
         onednn = OneDNNWeight(weight)
         return lambda x: onednn.matmul(x, bias)
     return lambda x: F.linear(x, weight, bias)
+
+
+def _native_product(weight: NativeWeight, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """As `NativeWeight.matmul`, for float32 matrices without gaps alone: a decode step is mostly such calls."""
+    library = native.library()
+    assert library is not None
+    bias = None if bias is None else bias.float().contiguous()
+    address = None if bias is None else bias.data_ptr()
+    matmul, matrix, outputs, inputs = library.matmul, weight.matrix, weight.rows, weight.columns
+
+    def product(x: Tensor, kept: tuple[NativeWeight, Tensor | None] = (weight, bias)) -> Tensor:
+        y = x.new_empty(len(x), outputs)
+        matmul(matrix, x.data_ptr(), inputs, len(x), address, y.data_ptr(), outputs)
+        return y
+
+    return product
 
 
 def visible(there: Bool[Tensor, "n text"], start: int, stop: int) -> Bool[Tensor, "n 1 new seen"]:

@@ -168,7 +168,7 @@ class TarFlow(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         for block, embedding in zip(self.blocks, self.embeddings, strict=True):
             cast(FlowBlock, block).initialise(generator)
-            cast(ConditionEmbedding, embedding).initialise(generator, size=0.01)
+            cast(ConditionEmbedding, embedding).initialise(generator, size=0.2)
         return self
 
     def forward(

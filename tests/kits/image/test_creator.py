@@ -229,6 +229,15 @@ def test_a_guard_blocks_descriptions_and_a_judge_pictures():
         asyncio.run(collect())
 
 
+def test_a_guard_lets_ordinary_things_pass():
+    made = creator("diffusion", guard=Guardrails.default())
+    for words in ("disc", "one grey disc", "automobile", "ship", "T-shirt/top", "a red kite over hills"):
+        assert made.plan(words).details["prompts"] == [words]
+    for words in ("porn", "naked children"):
+        with pytest.raises(ConceptsBlocked):
+            made.plan(words)
+
+
 def test_what_a_model_cannot_do_is_said():
     made = creator("diffusion", ConditionSpec())
     assert len(drawn(made, [])) == 1

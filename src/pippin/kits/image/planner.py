@@ -33,8 +33,9 @@ from pippin.kits.image.plan import Cost
 from pippin.kits.image.request import Request
 from pippin.kits.image.text import TextEncoder
 from pippin.kits.text.facts import language_of
-from pippin.session.guardrails import Guardrails
+from pippin.session.guardrails import Decision, Guardrails
 
+SENTENCE: Final = "I would like a picture that shows {}."
 GUIDANCE: Final = 2.0
 """Of models that can be guided, where neither the request nor the style nor the model's facts say."""
 
@@ -215,11 +216,8 @@ class Planner:
                 f"the description {text!r:.60} seems to be in {language!r}; {self.name} reads {', '.join(known)}",
                 language=language,
             )
-        if self.guard is not None:
-            verdict = self.guard.check(text, role="input")
-            if not verdict.allowed:
-                blocking = next(d for d in verdict.decisions if d.action == "block")
-                raise ConceptsBlocked(f"the description was blocked: {blocking}", category=blocking.category)
+        if self.guard is not None and (blocking := _blocking(self.guard, text)) is not None:
+            raise ConceptsBlocked(f"the description {text!r:.60} was blocked: {blocking}", category=blocking.category)
 
     def _task(self, given: Sequence[Concept], mask: Mask | None, animate: bool) -> Task:
         """What is asked for, refused where the family cannot do it."""
@@ -362,6 +360,20 @@ class Planner:
             "strength": job.strength if task in ("restyle", "fill") else None,
             "notes": list(notes),
         }
+
+
+def _blocking(guard: Guardrails, text: str) -> Decision | None:
+    """What blocks a description.
+
+    The packaged classifier has learnt from sentences, and takes "ship" alone for something illegal: it reads the
+    description within a sentence, and by itself only for what no picture may show.
+    """
+
+    def blocks(read: str) -> list[Decision]:
+        return [decision for decision in guard.check(read, role="input").decisions if decision.action == "block"]
+
+    alone = [d for d in blocks(text) if d.rule != "classifier" or d.category.split("/")[0] in ("sexual", "minors")]
+    return next(iter([*alone, *blocks(SENTENCE.format(text))]), None)
 
 
 def listed(concepts: Any) -> list[Any]:
