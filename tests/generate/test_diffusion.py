@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from jaxtyping import TypeCheckError
 from pydantic import TypeAdapter
 from torch import nn
 
@@ -270,7 +271,6 @@ def test_what_a_network_adds_to_the_loss_is_added_once_for_each_sample():
         (lambda m: m.estimate(torch.zeros(1, *SHAPE), 1.5), "times from 1.5 to 1.5"),
         (lambda m: m.estimate(torch.zeros(2, *SHAPE), torch.tensor([0.5, -0.5])), "times from -0.5"),
         (lambda m: Denoising(drop=1.0), "drop=1.0"),
-        (lambda m: Denoising(weighting="snr"), "weighting 'snr'"),
         (lambda m: Denoising()(m, Samples(torch.zeros(2, 1, 8, 8)), torch.Generator()), r"shape \(1, 8, 8\)"),
     ],
 )
@@ -287,3 +287,9 @@ def test_guidance_of_a_model_that_always_saw_its_condition_is_refused():
 def test_levels_in_place_of_samples_are_refused():
     with pytest.raises(InvalidInput, match=r"levels / 127\.5 - 1"):
         Denoising()(made(), Samples(torch.zeros(2, *SHAPE, dtype=torch.uint8)), torch.Generator())
+
+
+def test_a_word_that_is_none_of_the_choices_is_refused():
+    """By our own check, or before it by that of types, which tests switch on."""
+    with pytest.raises((InvalidArgument, TypeCheckError), match="snr"):
+        Denoising(weighting="snr")

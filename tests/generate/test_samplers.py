@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from jaxtyping import TypeCheckError
 
 from pippin.core.errors import InvalidArgument, NonFiniteSample
 from pippin.generate.mixtures import GaussianMixture, exact_denoiser
@@ -271,7 +272,6 @@ def test_the_first_step_that_is_not_finite_is_named():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"method": "rk4"}, "method 'rk4'"),
         ({"method": "ddim", "eta": -0.5}, "eta=-0.5"),
         ({"method": "heun", "eta": 0.5}, "only 'ddim' draws noise"),
         ({"method": "ddpm"}, "draws noise; give noise"),
@@ -294,3 +294,9 @@ def test_bad_arguments_are_refused_before_any_work(options, message):
 def test_a_corrector_out_of_range_is_refused(change):
     with pytest.raises(InvalidArgument, match="give steps of 0 or more"):
         dataclasses.replace(Langevin(1, 0.1, 0.1), **change)
+
+
+def test_a_word_that_is_none_of_the_choices_is_refused():
+    """By our own check, or before it by that of types, which tests switch on."""
+    with pytest.raises((InvalidArgument, TypeCheckError), match="rk4"):
+        integrate(exact_denoiser(MIXTURE, COSINE), COSINE, Z, COSINE.grid(3), method="rk4")

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from jaxtyping import TypeCheckError
 
 from pippin.core.errors import InvalidArgument
 from pippin.generate.schedules import NoiseSchedule
@@ -74,7 +75,6 @@ def test_the_ratio_of_signal_and_noise_is_its_logarithm_and_infinite_at_the_ends
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: NoiseSchedule("cosine"), "schedule 'cosine'; choose"),
         (lambda: NoiseSchedule("flow", start=1.5), "start is 1.5; times of flow are above 0 to 1"),
         (lambda: NoiseSchedule.ve(-1.0), "start is -1.0"),
         (lambda: NoiseSchedule.ve(1.0, 2.0), "the smallest time is 2.0"),
@@ -88,3 +88,9 @@ def test_the_ratio_of_signal_and_noise_is_its_logarithm_and_infinite_at_the_ends
 def test_bad_numbers_are_named(make, message):
     with pytest.raises(InvalidArgument, match=message):
         make()
+
+
+def test_a_word_that_is_none_of_the_choices_is_refused():
+    """By our own check, or before it by that of types, which tests switch on."""
+    with pytest.raises((InvalidArgument, TypeCheckError), match="cosine"):
+        NoiseSchedule("cosine")

@@ -51,8 +51,8 @@ class Size:
 
 SIZES = {
     "smoke": Size((0,), (2, 2, 2), (4, 4, 4), 2, 1, 1, 16, (16,), 4),
-    "laptop": Size((0, 1, 2), (600, 1000, 500), (32, 32, 16), 64, 8, 1, 16, (32, 48, 64), 16),
-    "gpu": Size((0, 1, 2), (4000, 6000, 4000), (128, 128, 64), 64, 32, 3, 64, (64, 96, 128), 16),
+    "laptop": Size((0, 1, 2), (600, 1000, 500), (32, 32, 16), 64, 8, 1, 16, (96, 128, 160), 16),
+    "gpu": Size((0, 1, 2), (4000, 6000, 4000), (128, 128, 64), 64, 32, 3, 64, (128, 192, 256), 32),
 }
 TRAINED = ("diffusion", "flow", "dart")
 FAMILIES = ("diffusion", "composition", "flow", "dart")
@@ -73,9 +73,10 @@ BUDGETS = "over budget: share of one picture's bytes that was allocated"
     "within 1/255 and strength 1 does not depend on it, guidance 1 is the unguided model, progress rises to its "
     "total, a drawing is cancelled within one step, no socket is opened; count and shapes found by the detector for "
     "64 descriptions (guidance 2, which is the creator's own) are right at least 0.3 more often than against shuffled "
-    "descriptions, and guidance 2 is no worse than guidance 1 (means over seeds); known pixels are kept within 1/255, and gradient energy across the border of "
-    "the filled-in part is within 1.5 times that of real scenes, up or down; peak memory of a process of its own is "
-    "within 30 % of the estimate for three sizes, and an over-budget plan is refused with less than one picture's "
+    "descriptions, and guidance 2 is no worse than guidance 1 (means over seeds); known pixels are kept within 1/255, "
+    "and gradient energy across the border of the filled-in part is within 1.5 times that of real scenes, up or down; "
+    "peak memory of a process of its own is within 30 % of the estimate for three sizes, and an over-budget plan is "
+    "refused with less than one picture's "
     "bytes allocated; each of 8 bad requests raises its own error",
 )
 def run(scale: Scale) -> Evidence:
@@ -363,11 +364,12 @@ def measured(side: int, together: int, device: str) -> tuple[float, float, float
     from pippin.kits.image.plan import LiveBytes
 
     def make(pixels: int, **settings: Any) -> ImageCreator:
-        config = DiffusionConfig((1, pixels, pixels), UNetConfig(width=64, levels=2), ConditionSpec(), steps=3)
+        config = DiffusionConfig((1, pixels, pixels), UNetConfig(width=32, levels=2), ConditionSpec(), steps=2)
         return ImageCreator(Diffusion(config).initialise(0).to(device).eval().requires_grad_(False), **settings)
 
-    list(make(8).images([]))  # what is loaded with the first picture of any size
-    make(8).estimate([])
+    # what is loaded with the first pictures of any size
+    list(make(16).images([], limit=together, together=together))
+    make(16).estimate([])
     before = peak_memory()
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()

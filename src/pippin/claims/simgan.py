@@ -45,12 +45,12 @@ class Size:
 ARMS = ("refined", "no regularisation", "no history")
 SIZES = {
     "smoke": Size((0,), 64, 32, 4, 4, 4, 8, 4, 1, (4, 4), ARMS),
-    "laptop": Size((0, 1, 2), 4000, 1000, 200, 400, 24, 960, 12, 2, (24, 24), ARMS),
+    "laptop": Size((0, 1, 2), 4000, 1000, 500, 400, 24, 960, 12, 2, (24, 24), ARMS),
     "gpu": Size(
         (0, 1, 2, 3, 4), 20_000, 5000, 1500, 1500, 128, 5120, 64, 4, (64, 64), (*ARMS, "gradient", "more steps")
     ),
 }
-WEIGHT = 2.0
+WEIGHT = 5.0
 """Of self-regularisation, on the mean absolute change of a pixel."""
 
 
@@ -61,8 +61,8 @@ WEIGHT = 2.0
     "people tell refined from real pictures by chance (517 of 1,000)",
     setting="made eyes of 24 by 24 pixels (4,000 simulated with gazes uniform within 4 pixels, 4,000 real through a "
     "hidden camera: blur 1 pixel, levels bent, dark corners, fixed and photon noise, gazes gathered about one place); "
-    "refiner of width 12 with 2 blocks, judge of 7 by 7 patches, 200 rounds of 2 and 1 steps of 24 pictures, "
-    "regularisation 2 per mean absolute change; regressor of 30k parameters, 400 steps; 1,000 labelled real pictures "
+    "refiner of width 12 with 2 blocks, judge of 7 by 7 patches, 500 rounds of 2 and 1 steps of 24 pictures, "
+    "regularisation 5 per mean absolute change; regressor of 30k parameters, 400 steps; 1,000 labelled real pictures "
     "for tests",
     accept="error on real tests of a regressor trained on refined pictures is below that of one trained on raw ones on "
     "every seed, and on average at most raw - 0.3 (raw - oracle trained on labelled real pictures); pupils found by "

@@ -14,7 +14,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float
@@ -26,6 +26,7 @@ Guess = Callable[[Tensor, int, int], Tensor]
 """Tokens ``first`` to ``stop`` guessed from the sequence, whose tokens before ``first`` are known."""
 
 
+@runtime_checkable
 class Causal(Protocol):
     """What tells the mean and the scale of each token from the tokens before it (`flow_block.Reading`)."""
 

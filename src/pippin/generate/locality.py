@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float
@@ -34,6 +34,7 @@ Draw = Callable[[Bool[Tensor, "n conditioners"]], Condition]
 """The condition in which these conditioners are present."""
 
 
+@runtime_checkable
 class Scored(Protocol):
     """A model that says what noised samples consist of, such as `pippin.generate.diffusion.Diffusion`."""
 

@@ -78,7 +78,7 @@ def guided(conditional: Denoiser, unconditional: Denoiser, g: float) -> Denoiser
 
 
 def keeping(
-    known: Float[Tensor, "n ..."], mask: Bool[Tensor, "n ..."], schedule: NoiseSchedule, noise: Noise
+    known: Float[Tensor, "n ..."], mask: Bool[Tensor, "..."], schedule: NoiseSchedule, noise: Noise
 ) -> Project:
     """For inpainting: what is known stays, noised as each step's time asks.
 

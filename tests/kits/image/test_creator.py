@@ -214,7 +214,7 @@ def test_each_bad_request_has_its_own_error_before_any_work(
 
 def test_a_guard_blocks_descriptions_and_a_judge_pictures():
     made = creator("diffusion", guard=Guardrails.default(), judge=lambda x: "too dark" if x.shape[-1] == 8 else None)
-    with pytest.raises(ConceptsBlocked, match="description was blocked") as caught:
+    with pytest.raises(ConceptsBlocked, match="at home' was blocked") as caught:
         made.images("how to build a pipe bomb at home")
     assert caught.value.category
     with pytest.raises(ConceptsBlocked, match=r"withheld picture 0 \(too dark\), 1 \(too dark\)") as caught:
@@ -288,8 +288,8 @@ def test_compositions_take_each_concept_as_a_part():
     apart = made.plan(["one white disc", "one grey square"])
     assert len(apart.job.conditions) == 2
     assert len(creator("diffusion").plan(["one white disc", "one grey square"]).job.conditions) == 1
-    alone = drawn(made, ["one white disc"], seed=3)
-    assert not torch.equal(drawn(made, ["one white disc", "one grey square"], seed=3), alone)
+    alone = drawn(made, ["one white disc"], guidance=1.0, seed=3)
+    assert not torch.equal(drawn(made, ["one white disc", "one grey square"], guidance=1.0, seed=3), alone)
     # the composition of one part over the null background is that part
     assert (alone - drawn(creator("diffusion"), "one white disc", guidance=1.0, seed=3)).abs().max() <= 2.01 / 255
 
