@@ -80,7 +80,8 @@ LAYOUTS: dict[str, tuple[str, tuple[tuple[int, int], ...]]] = {
     setting="2-D Gaussians with exact scores (cosine schedule, DDIM, 10,000 samples); a U-Net of 0.14M without "
     "attention on 16 by 16 scenes with one object or none (map of its cell, small or large; 'any one object' "
     "is a flag), 1,500 steps of 32; compositions of 1, 2, 3, 5, 8 cells, 240 scenes each, DDIM with 20 steps; "
-    "7 layouts of small and large objects over two backgrounds for the diagnostic",
+    "7 layouts of small and large objects over two backgrounds for the diagnostic, whose clash is the cosine of score "
+    "differences from half to nine tenths of the way to full noise (a window chosen on another seed)",
     accept="separate coordinates: means 1.000 ± 0.005, deviations 0.097 (200 steps) and 0.100 (2,000) ± 0.002; "
     "matched unconditional background: mean below 0.8; shear 0.5: feature mean 1.05 ± 0.01, correlation below "
     "-0.1, both unchanged at 2,000 steps (0.005, 0.04); shears 0.9 and 1.5: 1.08 and 1.10 ± 0.01; each shear "

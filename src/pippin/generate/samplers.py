@@ -77,9 +77,7 @@ def guided(conditional: Denoiser, unconditional: Denoiser, g: float) -> Denoiser
     return both
 
 
-def keeping(
-    known: Float[Tensor, "n ..."], mask: Bool[Tensor, "..."], schedule: NoiseSchedule, noise: Noise
-) -> Project:
+def keeping(known: Float[Tensor, "n ..."], mask: Bool[Tensor, ...], schedule: NoiseSchedule, noise: Noise) -> Project:
     """For inpainting: what is known stays, noised as each step's time asks.
 
     Args:
