@@ -166,9 +166,9 @@ def _clips(path: Path, steps: int | None) -> None:
 
 MODELS = {
     "clothes": Trained(("fashion-mnist", "--method", "unet", "--steps", "1500", "--batch", "32")),
-    "things": Trained(("cifar-10", "--method", "unet", "--width", "40", "--steps", "2000", "--batch", "32", "--flip")),
+    "things": Trained(("cifar-10", "--method", "unet", "--width", "32", "--steps", "1500", "--batch", "32", "--flip")),
     "clothes-flow": Trained(("fashion-mnist", "--method", "tarflow", "--steps", "1000", "--batch", "32")),
-    "clothes-dart": Trained(("fashion-mnist", "--method", "dart", "--steps", "400", "--batch", "16")),
+    "clothes-dart": Trained(("fashion-mnist", "--method", "dart", "--steps", "300", "--batch", "16")),
     "words": Trained(("scenes", "--method", "ec-dit", "--steps", "1500", "--batch", "32", "--limit", "20000")),
     "one-object": Trained(make=_one_object),
     "clips": Trained(make=_clips),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pippin.core.errors import MissingDependency
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -76,8 +78,11 @@ def digits(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """scikit-learn's 1,797 digits of 8 by 8 pixels in 17 levels: pictures and labels to learn, then 360 held out."""
     import numpy as np
     import torch
-    from sklearn.datasets import load_digits  # type: ignore[import-untyped]
 
+    try:
+        from sklearn.datasets import load_digits  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise MissingDependency("this claim's digits come with scikit-learn: pip install 'pippin[claims]'") from error
     found = load_digits()
     order = np.random.default_rng(900 + seed).permutation(len(found.images))
     images = torch.from_numpy(found.images[order].astype(np.int64))[:, None]
