@@ -2,6 +2,7 @@
 #include "kernels.h"
 
 #include "attention.h"
+#include "flow.h"
 #include "matmul.inc"
 
 #if defined(PIPPIN_ISA_AVX512BF16)
@@ -20,6 +21,6 @@
    this variant, which the machine may not have. */
 const pippin::KernelTable *pippin::PIPPIN_EXPORT() {
     using namespace PIPPIN_NS;
-    static const KernelTable table = {PIPPIN_ISA_NAME, prepare, matmul_panels, step_kernels()};
+    static const KernelTable table = {PIPPIN_ISA_NAME, prepare, matmul_panels, step_kernels(), flow_kernels()};
     return &table;
 }

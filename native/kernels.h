@@ -20,6 +20,8 @@ struct KernelTable {
                           float *y, int64_t y_stride, const float *bias);
     /* All else that a decoder does to vectors. */
     StepKernels step;
+    /* What flow blocks need besides. */
+    FlowKernels flow;
 };
 
 /* Those that were compiled in; the dispatcher asks the processor which it may use. */

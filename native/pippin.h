@@ -19,7 +19,7 @@ extern "C" {
 #pragma GCC visibility push(default) /* everything else in the library is hidden */
 #endif
 
-#define PIPPIN_ABI 1
+#define PIPPIN_ABI 2
 #define PIPPIN_BLOCK 16 /* tokens of one block of the cache */
 #define PIPPIN_PANEL 16 /* outputs that are computed together */
 
@@ -174,6 +174,40 @@ typedef struct pippin_batch {
  * only for the tokens in `rows` (they leave no trace in the cache), the last one with keys likewise after its keys.
  * With to < layers, logits and hidden are those of an early exit: final norm and head after layer to - 1. */
 int pippin_forward(const pippin_model *model, void *pool, int64_t blocks, int cache, const pippin_batch *batch);
+
+/* --- a flow block ------------------------------------------------------------------------------------------------ */
+/* One layer: x + write(attend(norm x)), then x + down(gelu(up(norm x))), with biases. Matrices are PIPPIN_F32. */
+typedef struct pippin_flow_layer {
+    pippin_matrix read, write, up, down; /* read: queries, keys and values, (3 width, width) */
+    const float *read_bias, *write_bias, *up_bias, *down_bias;
+    const float *norm, *norm_bias, *feed_norm, *feed_norm_bias;
+} pippin_flow_layer;
+
+typedef struct pippin_flow {
+    int64_t layers, width, heads, inner, hidden; /* width / heads is a multiple of 16 */
+    float eps;
+    int32_t reserved;
+    pippin_matrix in, out; /* (width, inner); (2 inner, width): log scales, then means, of the next token */
+    const float *in_bias, *out_bias;
+    const pippin_flow_layer *layer;
+} pippin_flow;
+
+/* A batch that a block reads: row b * samples + s is sample s in branch b. */
+typedef struct pippin_flow_batch {
+    int64_t samples, branches, tokens, capacity; /* capacity: a multiple of 16, and tokens - 1 or more */
+    const float *added; /* (branches * samples, tokens - 1, width): what is added to each input */
+    const float *heat;  /* (branches * samples): factors of the attention scores; NULL for none */
+    float *cache;       /* (layers, branches * samples, 2 * width, capacity), finite at first */
+} pippin_flow_batch;
+
+/* Read tokens [first, first + count) of x, (samples, tokens, inner), behind `first` that were read before, and tell
+ * what follows each: told is (branches * samples, count, 2 inner). */
+int pippin_flow_read(const pippin_flow *flow, const pippin_flow_batch *batch, const float *x, int64_t first,
+                     int64_t count, float *told);
+/* Tokens [first, stop) of x from those before and z, both (samples, tokens, inner): x = mean + z exp(log scale); first
+ * is at least 1. With two branches, both are the second's plus (1 + weights[token]) times the difference. */
+int pippin_flow_invert(const pippin_flow *flow, const pippin_flow_batch *batch, float *x, const float *z,
+                       const float *weights, int64_t first, int64_t stop);
 
 #ifdef __cplusplus
 }

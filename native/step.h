@@ -81,6 +81,29 @@ struct StepKernels {
     float (*read)(const float *data, int64_t count);
 };
 
+constexpr int FLOW_TILE = 4; // queries of a flow block that attend together
+
+/* Consecutive new tokens of one sequence and one head of a flow block. */
+struct FlowQueries {
+    const float *q; // queries of the head; its keys lie `width` further on, its values `width` further still
+    float *keys;    // (size, capacity)
+    float *values;  // (capacity, size)
+    float *out;     // (count, size)
+    int64_t stride, out_stride; // of q and of out between tokens, in elements
+    int64_t width, size, capacity, held, count; // capacity and size are multiples of 16
+    float scale;
+};
+
+/* Floats of working memory that `attend` needs. */
+static inline int64_t flow_scratch(int64_t size, int64_t capacity) { return FLOW_TILE * (size + capacity); }
+
+struct FlowKernels {
+    /* y = weight * (x - mean) / sqrt(variance + eps) + bias; y must not be x. */
+    void (*norm)(const float *x, const float *weight, const float *bias, float eps, int64_t n, float *y);
+    /* Keep the new keys and values behind those that are held, and attend in causal order. */
+    void (*attend)(const FlowQueries &queries, float *scratch);
+};
+
 } // namespace pippin
 
 #endif

@@ -289,6 +289,60 @@ void check_callers() {
     changer.join();
 }
 
+/* A block read in one pass, in windows that go back, and token by token, on one thread and on three. */
+void check_flow() {
+    constexpr int64_t width = 48, inner = 3, hidden = 100, samples = 3, tokens = 22, capacity = 32;
+    std::vector<Weight> weights;
+    std::vector<std::vector<float>> vectors;
+    const auto matrix = [&](int64_t rows, int64_t columns) {
+        weights.push_back(weight_of(PIPPIN_F32, rows, columns));
+        return weights.back().matrix;
+    };
+    const auto vector = [&](int64_t size, float around = 0.f) {
+        vectors.push_back(vector_of(size, around));
+        return vectors.back().data();
+    };
+    std::vector<pippin_flow_layer> layers;
+    for (int i = 0; i < 2; ++i)
+        layers.push_back({matrix(3 * width, width), matrix(width, width), matrix(hidden, width), matrix(width, hidden),
+                          vector(3 * width), vector(width), vector(hidden), vector(width), vector(width, 1.f),
+                          vector(width), vector(width, 1.f), vector(width)});
+    const pippin_flow flow = {2, width, 3, inner, hidden, 1e-5f, 0, matrix(width, inner), matrix(2 * inner, width),
+                              vector(width), vector(2 * inner), layers.data()};
+    // small, so that nothing overflows: packed float32 weights are plain numbers
+    float *out = reinterpret_cast<float *>(weights.back().data.get());
+    for (int64_t i = 0; i < pippin_packed_bytes(PIPPIN_F32, 0, 2 * inner, width) / 4; ++i) out[i] *= 0.03f;
+    for (int64_t branches : {1, 2}) {
+        const int64_t rows = branches * samples;
+        std::vector<float> cache(size_t(2 * rows * 2 * width * capacity), 0.f);
+        const pippin_flow_batch batch = {samples, branches, tokens, capacity, vector(rows * (tokens - 1) * width),
+                                         branches == 2 ? vector(rows, 1.f) : nullptr, cache.data()};
+        const std::vector<float> z = vector_of(samples * tokens * inner), by = vector_of(tokens);
+        std::vector<float> right;
+        for (int threads : {1, 3}) {
+            require(pippin_set_threads(threads, 0) == 0, "threads");
+            std::vector<float> x(z);
+            require(pippin_flow_invert(&flow, &batch, x.data(), z.data(), by.data(), 1, tokens) == 0, "invert");
+            require(right.empty() || x == right, "the same on three threads");
+            right = x;
+            std::vector<float> whole(size_t(rows * (tokens - 1) * 2 * inner));
+            require(pippin_flow_read(&flow, &batch, x.data(), 0, tokens - 1, whole.data()) == 0, "read");
+            for (int64_t first : {20, 13, 0, 5}) {
+                const int64_t count = first == 20 ? 1 : 7;
+                std::vector<float> told(size_t(rows * count * 2 * inner));
+                require(pippin_flow_read(&flow, &batch, x.data(), first, count, told.data()) == 0, "read again");
+                for (int64_t row = 0; row < rows; ++row)
+                    for (int64_t i = 0; i < count * 2 * inner; ++i)
+                        require(std::fabs(told[size_t(row * count * 2 * inner + i)] -
+                                          whole[size_t((row * (tokens - 1) + first) * 2 * inner + i)]) < 1e-3f,
+                                "a window tells what the whole does");
+            }
+        }
+        require(pippin_flow_read(&flow, &batch, z.data(), 20, 2, right.data()) == PIPPIN_BAD_ARGUMENT, "too many");
+        require(pippin_flow_invert(&flow, &batch, right.data(), z.data(), by.data(), 0, 3) == PIPPIN_BAD_ARGUMENT, "0");
+    }
+}
+
 } // namespace
 
 int main(int count, char **names) {
@@ -304,6 +358,7 @@ int main(int count, char **names) {
         for (int format : {PIPPIN_F32, PIPPIN_BF16}) check_product(format, 33, 45, 0);
         check_decoder();
         check_callers();
+        check_flow();
         std::printf("%s: ok\n", name.c_str());
         at = end + 1;
     }

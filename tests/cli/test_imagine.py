@@ -46,6 +46,7 @@ def test_pictures_are_files_named_by_their_seeds(painter, tmp_path):
     )
     (picture,) = again["pictures"]
     assert torch.equal(read(picture["path"]), read(lines[0]))
+    assert picture["classes"] == ["square"]
 
 
 def test_a_picture_is_changed_inside_a_mask(painter, tmp_path):
@@ -80,6 +81,9 @@ def test_styles_and_costs_are_told(painter, tmp_path):
         (["--model", "nowhere"], CreationUnavailable, "is not there"),
         (["--model", "nowhere", "--mask", "m.png"], InvalidArgument, "give the picture with --edit"),
         (["--model", "nowhere", "--edit", "a", "--animate", "b"], InvalidArgument, "give one of them"),
+        (["--model", "nowhere", "--strength", "0.5"], InvalidArgument, "give the picture with --edit"),
+        (["--model", "nowhere", "--memory", "nan"], InvalidArgument, "megabytes above 0"),
+        (["--model", "nowhere", "--preview", "now.txt"], InvalidArgument, "--preview writes"),
         (["--model", "nowhere", "--size", "64"], InvalidArgument, "write HEIGHTxWIDTH"),
         (["--model", "nowhere", "--format", "bmp"], InvalidArgument, "png, webp, jpg"),
         (["--model", "nowhere", "--format", "jpg", "--animate", "a.png"], InvalidArgument, "gif, webp, png, mp4"),

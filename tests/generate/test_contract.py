@@ -103,6 +103,17 @@ class Made(nn.Module):
         self.config, self.facts = config, {}
         self.layer = nn.Linear(config.size, config.size)
 
+    @property
+    def shape(self):
+        return (1, self.config.size, self.config.size)
+
+    @property
+    def condition(self):
+        return self.config.condition
+
+    def sample(self, condition=None, n=None, *, steps=None, guidance=1.0, seed=0, on_step=None):
+        return torch.zeros(n or 1, *self.shape)
+
 
 @pytest.fixture
 def kinds(monkeypatch):

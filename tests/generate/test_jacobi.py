@@ -91,6 +91,25 @@ def test_overflow_on_the_way_does_no_harm_but_an_infinite_result_stays():
     assert not x[0, 3].isfinite().any()
 
 
+def test_tokens_leave_a_window_when_they_and_those_before_are_settled(z):
+    class Watched(Mild):
+        def __init__(self):
+            self.asked = []
+
+        def stats(self, x, first, stop):
+            self.asked.append((first, stop))
+            return super().stats(x, first, stop)
+
+    exact, quiet = Watched(), Watched()
+    jacobi_invert(exact, z, Jacobi(12, tolerance=0))
+    assert exact.asked[:3] == [(0, 12), (1, 12), (2, 12)]  # one with each round
+    z[:, :6] = 0  # they are guessed right, and so is the one that reads them
+    x, info = jacobi_invert(quiet, z, Jacobi(12, tolerance=1e-3))
+    assert quiet.asked[:2] == [(0, 12), (7, 12)]
+    assert info.converged.all()
+    torch.testing.assert_close(x, one_by_one(z, Mild()), rtol=0, atol=2e-3)
+
+
 def test_windows_are_told_in_order(z):
     told = []
     jacobi_invert(Recurrence(), z, Jacobi(5), on_tokens=lambda done, x: told.append(done))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from jaxtyping import TypeCheckError
 
 from pippin.core.errors import InvalidArgument
 from pippin.generate.condition import Condition, ConditionSpec
@@ -91,12 +92,17 @@ def test_no_condition_is_a_map_of_zeros_and_the_start_is_zero():
         ({"blocks": 0}, "blocks=0"),
         ({"blocks": 2, "radius": 6}, "radius=6 must be 1 to 5"),
         ({"radius": 0}, "radius=0"),
-        ({"padding": "circular"}, "padding='circular'"),
     ],
 )
 def test_a_bad_configuration_names_the_value(arguments, message):
     with pytest.raises(InvalidArgument, match=message):
         LocalNetConfig(**arguments)
+
+
+def test_a_word_that_is_none_of_the_choices_is_refused():
+    """By our own check, or before it by that of types, which tests switch on."""
+    with pytest.raises((InvalidArgument, TypeCheckError), match="circular"):
+        LocalNetConfig(padding="circular")
 
 
 def test_a_window_as_wide_as_the_picture_and_a_clip_are_refused():

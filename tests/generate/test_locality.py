@@ -132,10 +132,17 @@ class Restless:
         return Estimate(x, x * self.calls)
 
 
+class Learning(torch.nn.Identity):
+    """A network in training mode."""
+
+    def estimate(self, x, t, condition=None):
+        return Estimate(x, x)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": torch.nn.Identity()}, "training mode"),
+        ({"model": Learning()}, "training mode"),
         ({"model": Restless()}, "asked twice"),
         ({"regions": REGIONS[:3]}, r"regions of shape \(3, 8, 8\) for 4 conditioners"),
         ({"regions": REGIONS | REGIONS[0]}, "16 pixels lie in several"),

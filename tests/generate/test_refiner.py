@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
+from jaxtyping import TypeCheckError
 
 from pippin.core.errors import CorruptedFile, InvalidArgument, InvalidInput, LabelDrift, UnsupportedModel
 from pippin.generate import refiner_training
@@ -237,7 +238,7 @@ X = torch.zeros(4, 1, 12, 12)
         (lambda r: RefinerConfig((1, 12, 12), judge_strides=(2, 2, 0)), InvalidArgument, "1 or more"),
         (lambda r: HistoryBuffer(1), InvalidArgument, "history of 1"),
         (lambda r: HistoryBuffer(4).mix(torch.zeros(3, 1)), InvalidArgument, "3 pictures"),
-        (lambda r: kept(X, "pixels"), InvalidArgument, "'pixels'"),
+        (lambda r: kept(X, "pixels"), (InvalidArgument, TypeCheckError), "'pixels'"),
         (lambda r: Refining(weight=-1.0), InvalidArgument, "lambda.* is -1.0"),
         (lambda r: Refining(batch=5), InvalidArgument, "batch=5"),
         (lambda r: Refining(history=16), InvalidArgument, "history of 16"),

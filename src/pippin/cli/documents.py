@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +32,17 @@ def read(file: Path | None) -> tuple[str, str]:
     if not text.strip():
         raise InvalidInput(f"{name} is empty")
     return name, text
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a folder that could not be made or written in, before anything is computed; nothing is made.
+
+    Raises:
+        InvalidInput: it, or what it would lie in, is a file or closed to writing.
+    """
+    nearest = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        raise InvalidInput(f"{str(folder)!r} cannot be written: {str(nearest)!r} is no folder that can be written in")
 
 
 @contextmanager

@@ -104,8 +104,9 @@ def _conditions(model: Diffusion, words: Sequence[str]) -> list[Condition]:
 def _label(word: str, names: Sequence[str]) -> int:
     from pippin.core.errors import InvalidArgument
 
-    if word in names:
-        return list(names).index(word)
+    known = [name.lower() for name in names]
+    if word.lower() in known:
+        return known.index(word.lower())
     if word.isdigit() and int(word) < len(names):
         return int(word)
     raise InvalidArgument(f"{word!r} is no class of the model; it has {', '.join(names)}, and 'nothing'")

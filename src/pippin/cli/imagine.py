@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pippin.cli import options, terminal
-from pippin.core.errors import InvalidArgument
+from pippin.cli import documents, options, terminal
+from pippin.core.errors import InvalidArgument, InvalidInput
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -76,6 +77,12 @@ def imagine(
         raise InvalidArgument("--mask marks a part of a picture; give the picture with --edit")
     if edit is not None and animate is not None:
         raise InvalidArgument("--edit and --animate begin from a picture in different ways; give one of them")
+    if strength is not None and edit is None:
+        raise InvalidArgument("--strength says how far to go from a picture; give the picture with --edit")
+    if memory is not None and not 0 < memory < math.inf:
+        raise InvalidArgument(f"--memory is {memory}; give megabytes above 0")
+    documents.check_folder(out)
+    _check_preview(preview)
     suffix = _suffix(kind, clip=animate is not None)
     settings: dict[str, Any] = {
         "style": style,
@@ -101,8 +108,10 @@ def imagine(
         concepts.append(Label(int(label) if label.isdecimal() else label))
     marked = None if mask is None else Mask(mask)
     if estimate:
-        given = [*concepts, ImageRef(edit)] if edit is not None else concepts
-        _cost(creator.estimate(given, mask=marked, **settings), as_json)
+        begun = animate if edit is None else edit
+        given = [*concepts, ImageRef(begun)] if begun is not None else concepts
+        plan = creator.plan(given, mask=marked, animate=animate is not None, measure=True, **settings)
+        _cost(plan.cost, as_json)
         return
 
     def drawing(tell: Callable[[Progress], None]) -> Iterator[Picture]:
@@ -138,12 +147,16 @@ def _draw(
             if preview is not None and time.perf_counter() - shown > 0.3:
                 shown = time.perf_counter()
                 x = step.preview()
-                image_files.write(preview, image_files.sheet(x if x.ndim == 4 else x[:, -1]))
+                with documents.writing(preview):
+                    image_files.write(preview, image_files.sheet(x if x.ndim == 4 else x[:, -1]))
 
         pictures = drawing(tell)  # all checks are made here, before the folder is
-        out.mkdir(parents=True, exist_ok=True)
+        with documents.writing(out):
+            out.mkdir(parents=True, exist_ok=True)
         for picture in pictures:
-            path = picture.save(out / f"{picture.seed:04d}{suffix}")
+            path = out / f"{picture.seed:04d}{suffix}"
+            with documents.writing(path):
+                picture.save(path)
             made.append({"path": str(path), **picture.details})
             if not as_json:
                 terminal.write(f"{path}\n")
@@ -174,6 +187,18 @@ def _cost(cost: Any, as_json: bool) -> None:
     from dataclasses import asdict
 
     terminal.write((terminal.to_json(asdict(cost)) if as_json else str(cost)) + "\n")
+
+
+def _check_preview(path: Path | None) -> None:
+    """Refuse a preview that could not be written, before anything is drawn."""
+    if path is None:
+        return
+    from pippin.data.image_files import PICTURES
+
+    if path.suffix.lower() not in PICTURES:
+        raise InvalidArgument(f"--preview writes {', '.join(PICTURES)}, got {str(path)!r}")
+    if not path.resolve().parent.is_dir():
+        raise InvalidInput(f"{str(path)!r} cannot be written: there is no folder {str(path.parent)!r}")
 
 
 def _suffix(kind: str, *, clip: bool) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from pippin.cli import INTERRUPTED, options, terminal, training
+from pippin.cli import INTERRUPTED, documents, options, terminal, training
 from pippin.core.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -86,7 +86,9 @@ def images(
     from pippin.generate.recipes import recipe
     from pippin.train import AdamW, Checkpoints, Cosine, Evaluation, Trainer
 
-    _check(reads, held_out, batch, lr, steps, epochs, every, out, resume)
+    _check(reads, held_out, batch, lr, steps, epochs, every, seed)
+    _check_data(size, channels, limit)
+    _check_out(out, resume)
     show = not as_json
     found = _pictures(source, size, channels, limit, skip_bad, show)
     if found.skipped and show:
@@ -108,6 +110,8 @@ def images(
             f"{method} from {kind}, {parameters:,} parameters, {len(learnt):,} pictures of {found.shape}, {count} steps"
         )
     due = every or max(1, count // 10)
+    with documents.writing(out):
+        (out / "run").mkdir(parents=True, exist_ok=True)
     trainer = Trainer(
         made.model,
         made.objective,
@@ -141,8 +145,7 @@ def _check(
     steps: int | None,
     epochs: float,
     every: int | None,
-    out: Path,
-    resume: bool,
+    seed: int,
 ) -> None:
     if reads is not None and reads not in _READS:
         raise InvalidArgument(f"--from is {reads!r}; choose {', '.join(_READS)}")
@@ -154,8 +157,23 @@ def _check(
     for name, number in (("--epochs", epochs), ("--lr", lr)):
         if number is not None and not 0 < number < math.inf:
             raise InvalidArgument(f"{name} must be above 0, got {number}")
+    if seed < 0:
+        raise InvalidArgument(f"--seed must be at least 0, got {seed}")
+
+
+def _check_data(size: int | None, channels: int | None, limit: int | None) -> None:
+    for name, value in (("--size", size), ("--limit", limit)):
+        if value is not None and value < 1:
+            raise InvalidArgument(f"{name} must be at least 1, got {value}")
+    if channels not in (None, 1, 3):
+        raise InvalidArgument(f"--channels is {channels}; give 1 (grey) or 3 (colour)")
+
+
+def _check_out(out: Path, resume: bool) -> None:
+    """Refuse a folder that holds another run, or that cannot be written."""
     if not resume and any((out / "run").glob("step-*")):
         raise InvalidArgument(f"{out / 'run'} holds a run; go on with it with --resume, or give another --out")
+    documents.check_folder(out / "run")
 
 
 def _pictures(

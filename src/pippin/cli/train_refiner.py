@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pippin.cli import options, terminal, training
+from pippin.cli import documents, options, terminal, training
 from pippin.core.errors import InvalidArgument, InvalidInput
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pippin.data.images import ImageSet
 
 _DATA, _MODEL, _RUN = "Data", "Model", "Run"
+_PROBED = 20
 
 
 class Keep(StrEnum):
@@ -85,8 +86,7 @@ def refiner(
     how = Refining(weight, keep.value, batch, refiner_steps, history=history, lr=lr, every=every)
     if rounds < 1:
         raise InvalidArgument(f"--rounds is {rounds}; give 1 or more")
-    if out.exists() and not out.is_dir():
-        raise InvalidInput(f"{out} is a file; give a folder")
+    documents.check_folder(out)
     show = not as_json
     made, wanted = _sets(synthetic, real, size, limit, skip_bad, show)
     model = SimRefiner(RefinerConfig(made.shape, width, blocks), seed=seed).to(devices.choose(device))
@@ -102,6 +102,8 @@ def refiner(
     refined = model.refine(made.x)
     _write(out, made, refined, result.checks)
     figures = dict(result.checks[-1][1])
+    if made.labels is not None and len(made) >= _PROBED and "kept" not in figures:
+        terminal.note("labels cannot be read off simulated pictures either: only how far edges moved is measured")
     if as_json:
         terminal.write(json.dumps({"folder": str(out), "pictures": len(made), "rounds": rounds, **figures}) + "\n")
         return
@@ -129,7 +131,7 @@ def _sets(
 
 def _labels(made: ImageSet, show: bool) -> Tensor | None:
     """The labels, where a probe can learn from them."""
-    if made.labels is None or len(made) < 20:
+    if made.labels is None or len(made) < _PROBED:
         if show:
             terminal.note("no labels to watch: only how far edges move is measured")
         return None

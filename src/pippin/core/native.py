@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 from pippin.core import device
 from pippin.core.errors import InvalidArgument, NotEnoughMemory, PippinError
 
-ABI: Final = 1
+ABI: Final = 2
 BLOCK: Final = 16
 """Tokens of one block of the cache."""
 
@@ -128,6 +128,40 @@ class Batch(ctypes.Structure):
     )
 
 
+class FlowLayer(ctypes.Structure):
+    """`pippin_flow_layer`: one layer of a flow block."""
+
+    _fields_ = (
+        *((name, Matrix) for name in ("read", "write", "up", "down")),
+        *((name, c_void_p) for name in ("read_bias", "write_bias", "up_bias", "down_bias")),
+        *((name, c_void_p) for name in ("norm", "norm_bias", "feed_norm", "feed_norm_bias")),
+    )
+
+
+class Flow(ctypes.Structure):
+    """`pippin_flow`: a flow block."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("layers", "width", "heads", "inner", "hidden")),
+        ("eps", c_float),
+        ("reserved", c_int32),
+        ("inputs", Matrix),  # `in` and `out`
+        ("outputs", Matrix),
+        ("in_bias", c_void_p),
+        ("out_bias", c_void_p),
+        ("layer", POINTER(FlowLayer)),
+    )
+
+
+class FlowBatch(ctypes.Structure):
+    """`pippin_flow_batch`: a batch that a flow block reads."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("samples", "branches", "tokens", "capacity")),
+        *((name, c_void_p) for name in ("added", "heat", "cache")),
+    )
+
+
 # What each function takes and gives.
 _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
     "abi": (c_int,),
@@ -150,6 +184,8 @@ _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
     "model_rope": (c_int, c_void_p, c_int, c_void_p, c_void_p, c_int64),
     "block_bytes": (c_int64, c_void_p, c_int),
     "forward": (c_int, c_void_p, c_void_p, c_int64, c_int, POINTER(Batch)),
+    "flow_read": (c_int, POINTER(Flow), POINTER(FlowBatch), c_void_p, c_int64, c_int64, c_void_p),
+    "flow_invert": (c_int, POINTER(Flow), POINTER(FlowBatch), *(c_void_p,) * 3, c_int64, c_int64),
 }
 
 
@@ -237,6 +273,16 @@ class Native:
     def block_bytes(self, handle: int, cache: int) -> int:
         """Bytes of one block of the cache."""
         return self.check(self._c["block_bytes"](handle, cache))
+
+    def flow_read(self, flow: Flow, batch: FlowBatch, x: int, first: int, count: int, told: int) -> None:
+        """Read tokens and tell what follows each."""
+        self.check(self._c["flow_read"](flow, batch, x, first, count, told))
+
+    def flow_invert(
+        self, flow: Flow, batch: FlowBatch, x: int, z: int, weights: int | None, first: int, stop: int
+    ) -> None:
+        """Compute tokens one after another."""
+        self.check(self._c["flow_invert"](flow, batch, x, z, weights, first, stop))
 
     def call(self, name: str, *arguments: Any) -> Any:
         """Call one of the functions that this module offers by a name of its own."""

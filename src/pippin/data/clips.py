@@ -8,7 +8,6 @@ Notable here:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -18,6 +17,7 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from pippin.core.errors import InvalidArgument
+from pippin.data.ordering import Numbered
 from pippin.data.scenes import SceneSpec, Thing, caption, cover_of, render
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
@@ -144,39 +144,17 @@ def clips(spec: ClipSpec, n: int, *, seed: int = 0, first: int = 0) -> Clips:
     return Clips(images, centres, velocities, tuple(first_things), spec)
 
 
-class ClipStream:
+class ClipStream(Numbered[Clips]):
     """Batches of clips without end, as a stream with a cursor.
 
     Args:
         spec: what they are like.
         batch: clips of each.
         seed: of all of them.
-
-    Raises:
-        InvalidArgument: a batch of none.
     """
 
     def __init__(self, spec: ClipSpec, batch: int, *, seed: int = 0) -> None:
-        if batch < 1:
-            raise InvalidArgument(f"batch is {batch}; give at least 1")
-        self.spec, self.batch, self.seed, self._given = spec, batch, seed, 0
-
-    def __iter__(self) -> Iterator[Clips]:
-        """The batches from the cursor on."""
-        given = self._given
-        while True:
-            drawn = clips(self.spec, self.batch, seed=self.seed, first=given * self.batch)
-            given += 1
-            self._given = given
-            yield drawn
-
-    def state_dict(self) -> dict[str, Any]:
-        """Batches given."""
-        return {"given": self._given}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Move the cursor."""
-        self._given = int(state["given"])
+        super().__init__(lambda n, first: clips(spec, n, seed=seed, first=first), batch)
 
 
 # --- the tracker ------------------------------------------------------------------------------------------------------

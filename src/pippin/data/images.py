@@ -236,17 +236,25 @@ def _arrays(path: Path) -> ImageSet:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
     except (OSError, ValueError, EOFError) as error:
-        raise InvalidInput(f"{path}: not a .npz file of plain arrays: {error}") from error
+        # NumPy's own words are left out: they advise to unpickle the file
+        raise InvalidInput(f"{path}: not a .npz file of plain arrays (damaged, or with Python objects)") from error
     images = arrays.get("images")
-    if images is None or images.dtype != np.uint8 or images.ndim not in (3, 4) or not len(images):
+    flat = images is not None and (images.ndim == 3 or (images.ndim == 4 and images.shape[3] in (1, 3)))
+    if images is None or images.dtype != np.uint8 or not flat or not len(images):
         raise InvalidInput(
-            f"{path}: wanted 'images', 8-bit, (n, height, width) or (n, height, width, channels); it holds "
+            f"{path}: wanted 'images', 8-bit, (n, height, width) or (n, height, width, 1 or 3 channels); it holds "
             f"{ {name: (str(array.dtype), array.shape) for name, array in arrays.items()} }"
         )
     levels = torch.from_numpy(images)[:, None] if images.ndim == 3 else torch.from_numpy(images).permute(0, 3, 1, 2)
     labels = arrays.get("labels")
     classes = tuple(map(str, arrays["classes"])) if "classes" in arrays else ()
     if labels is not None:
+        if labels.dtype.kind not in "iu" or labels.shape != (len(images),) or int(labels.min()) < 0:
+            raise InvalidInput(
+                f"{path}: labels are whole numbers from 0, one for each of {len(images)} pictures; it holds "
+                f"{labels.dtype} of shape {labels.shape}"
+                + (f" from {labels.min()}" if labels.dtype.kind in "iu" and labels.size else "")
+            )
         labels = torch.from_numpy(labels.astype(np.int64))
         classes = classes or tuple(str(i) for i in range(int(labels.max()) + 1))
     return ImageSet(levels.contiguous(), labels, classes, name=path.stem)
@@ -318,6 +326,8 @@ def read(path: str | Path, *, size: int | None = None, channels: int = 3) -> UIn
     path = Path(path)
     try:
         picture = ImageOps.exif_transpose(open_picture(path)).convert("RGBA")
+    except InvalidImage:
+        raise
     except (OSError, ValueError, SyntaxError) as error:
         raise InvalidImage(f"{path}: damaged: {error}", path=str(path)) from error
     levels = np.asarray(picture).astype(np.float32)
@@ -363,7 +373,9 @@ def open_picture(path: Path, *, most: int | None = MOST_PIXELS) -> Picture:
             return picture
     except InvalidImage:
         raise
-    except (OSError, ValueError, SyntaxError, UnidentifiedImageError) as error:
+    except UnidentifiedImageError as error:
+        raise InvalidImage(f"{path}: no picture that can be read: of no known format", path=str(path)) from error
+    except (OSError, ValueError, SyntaxError) as error:
         raise InvalidImage(f"{path}: no picture that can be read: {error}", path=str(path)) from error
     finally:
         Image.MAX_IMAGE_PIXELS = before

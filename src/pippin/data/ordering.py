@@ -158,6 +158,44 @@ class Buffered(Generic[T]):
         self._epoch, self._done = int(state["epoch"]), int(state["done"])
 
 
+class Numbered(Generic[T]):
+    """Batches of items that a number is enough to make, without end.
+
+    Args:
+        draw: makes items number ``first`` to ``first + n``, called as ``draw(n, first)``.
+        batch: items of a batch.
+
+    Raises:
+        InvalidArgument: a batch of fewer than one.
+
+    >>> import itertools
+    >>> list(itertools.islice(Numbered(lambda n, first: list(range(first, first + n)), 2), 2))
+    [[0, 1], [2, 3]]
+    """
+
+    def __init__(self, draw: Callable[[int, int], T], batch: int) -> None:
+        if batch < 1:
+            raise InvalidArgument(f"batch is {batch}; give at least 1")
+        self.draw, self.batch, self._given = draw, batch, 0
+
+    def __iter__(self) -> Iterator[T]:
+        """The batches from the cursor on."""
+        given = self._given
+        while True:
+            drawn = self.draw(self.batch, given * self.batch)
+            given += 1
+            self._given = given
+            yield drawn
+
+    def state_dict(self) -> dict[str, Any]:
+        """Batches given."""
+        return {"given": self._given}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Move the cursor."""
+        self._given = int(state["given"])
+
+
 class Mapped(Generic[T, S]):
     """A stream of what a function makes of each item of another: any number of results, none, or one.
 

@@ -9,7 +9,7 @@ Notable here:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -20,6 +20,7 @@ from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
 from pippin.core.errors import InvalidArgument
+from pippin.data.ordering import Numbered
 
 KINDS: Final = ("disc", "square", "diamond")
 COLOURS: Final[Mapping[str, tuple[int, int, int]]] = {
@@ -221,7 +222,7 @@ def cell_map(presence: Bool[Tensor, "n cells cells"], size: int, *, width: float
     return drawn[:, None]
 
 
-class SceneStream:
+class SceneStream(Numbered[Scenes]):
     """Batches of scenes without end, as a stream with a cursor.
 
     Args:
@@ -231,26 +232,7 @@ class SceneStream:
     """
 
     def __init__(self, spec: SceneSpec, batch: int, *, seed: int = 0) -> None:
-        if batch < 1:
-            raise InvalidArgument(f"batch is {batch}; give at least 1")
-        self.spec, self.batch, self.seed, self._given = spec, batch, seed, 0
-
-    def __iter__(self) -> Iterator[Scenes]:
-        """The batches from the cursor on."""
-        given = self._given
-        while True:
-            drawn = scenes(self.spec, self.batch, seed=self.seed, first=given * self.batch)
-            given += 1
-            self._given = given
-            yield drawn
-
-    def state_dict(self) -> dict[str, Any]:
-        """Batches given."""
-        return {"given": self._given}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Move the cursor."""
-        self._given = int(state["given"])
+        super().__init__(lambda n, first: scenes(spec, n, seed=seed, first=first), batch)
 
 
 # --- the detector -----------------------------------------------------------------------------------------------------

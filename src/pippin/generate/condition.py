@@ -100,8 +100,8 @@ class Condition:
     labels: Int[Tensor, n] | None = None
     text: Float[Tensor, "n tokens width"] | None = None
     text_mask: Bool[Tensor, "n tokens"] | None = None
-    map: Float[Tensor, "n channels height width"] | None = None
-    vector: Float[Tensor, "n width"] | None = None
+    map: Float[Tensor, "n channels rows columns"] | None = None
+    vector: Float[Tensor, "n numbers"] | None = None
 
     def __post_init__(self) -> None:
         if (self.text is None) != (self.text_mask is None):
@@ -206,7 +206,7 @@ class Embedded:
     vector: Float[Tensor, "n width"]
     tokens: Float[Tensor, "n tokens width"] | None = None
     mask: Bool[Tensor, "n tokens"] | None = None
-    map: Float[Tensor, "n channels height width"] | None = None
+    map: Float[Tensor, "n channels rows columns"] | None = None
 
 
 class ConditionEmbedding(nn.Module):

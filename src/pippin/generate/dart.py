@@ -197,7 +197,7 @@ class DART(nn.Module):
         x: Float[Tensor, "n channels height width"],
         noise: Float[Tensor, "n steps ..."],
         condition: Condition | None,
-    ) -> tuple[Float[Tensor, "n steps tokens inner"], Float[Tensor, "n steps tokens width"]]:
+    ) -> tuple[Float[Tensor, "n steps tokens inner"], Float[Tensor, "n steps tokens hidden"]]:
         """Guesses of samples from all levels of their views, the noisiest first.
 
         Args:
@@ -312,8 +312,7 @@ class DART(nn.Module):
         on_step: OnStep | None = None,
         x_init: Float[Tensor, "#n channels height width"] | None = None,
         strength: float = 1.0,
-        known: tuple[Float[Tensor, "#n channels height width"], Bool[Tensor, "#n #channels #height #width"]]
-        | None = None,
+        known: tuple[Float[Tensor, "#n channels height width"], Bool[Tensor, ...]] | None = None,
         head_steps: int | None = None,
     ) -> Float[Tensor, "n channels height width"]:
         """Draw samples of about -1 to 1.

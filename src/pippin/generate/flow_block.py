@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from pippin.core.errors import InvalidArgument
 from pippin.generate.condition import Embedded
+from pippin.generate.flow_native import NativeBlock
 from pippin.generate.flow_reading import (
     Guide as Guide,
     Quick,
@@ -96,7 +97,7 @@ class FlowBlock(nn.Module):
     def __init__(self, inner: int, tokens: int, spec: FlowBlockSpec) -> None:
         super().__init__()
         self.inner, self.tokens, self.spec = inner, tokens, spec
-        self.kept: dict[str, list[Quick]] | None = None  # packed layers, in copies for inference
+        self.kept: dict[str, list[Quick] | NativeBlock] | None = None  # packed layers, in copies for inference
         self.behind = int(spec.start == "zero")  # tokens that no input predicts
         self.proj_in = Linear(inner, spec.width, bias=True)
         self.layers = nn.ModuleList(
@@ -205,7 +206,7 @@ class FlowBlock(nn.Module):
         """
         reading = self.packed().reading(embedded, t, turn=turn, tokens=z.shape[1], guide=guide)
         z = self.ordered(z).float()
-        if solver is None:
+        if solver is None or (solver.window == 1 and guess is None):
             x, info = sequential_invert(reading, z, on_tokens=on_tokens)
         else:
             x, info = jacobi_invert(reading, z, solver, guess=guess, on_tokens=on_tokens)
@@ -260,7 +261,10 @@ class FlowBlock(nn.Module):
 
     def told(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and log scale, float32."""
-        out: Tensor = self.proj_out(hidden).float()
+        return self.bounded(self.proj_out(hidden).float())
+
+    def bounded(self, out: Float[Tensor, "*batch both"]) -> tuple[Tensor, Tensor]:
+        """Mean and log scale from the numbers that the transformer tells."""
         clip = self.spec.soft_clip
         if clip is not None:
             out = clip * torch.tanh(out / clip)

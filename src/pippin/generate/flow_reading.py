@@ -5,6 +5,8 @@ Notable here:
   tokens may be repeated
 - a pass makes few and large calls: one product for queries, keys and values, weights packed for the number of rows
 - guidance reads the second branch as more rows of the same batch
+- where the native kernels can (`pippin.generate.flow_native`), a pass is one call, and so is a whole inverse token by
+  token
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from torch import Tensor
 from pippin.core import native
 from pippin.core.errors import InvalidArgument
 from pippin.generate.condition import Embedded
+from pippin.generate.flow_native import NativeBlock, NativeReading, supports
 from pippin.generate.jacobi import SolveInfo
 from pippin.nn.adaptive import AdaptiveBlock
 from pippin.nn.feedforward import FeedForward
@@ -116,6 +119,14 @@ class Reading:
         self._keys = _Keys(block, self._prefix + tokens - block.behind, there, temperature)
         self._layers: list[Quick] = []
         self._form = ""
+        self._native: NativeReading | None = None
+        if self._added is not None and n and supports(block):
+            kept = {} if block.kept is None else block.kept
+            if "block" not in kept:
+                kept["block"] = NativeBlock(block)
+            weights = kept["block"]
+            assert isinstance(weights, NativeBlock)
+            self._native = NativeReading(weights, self._added, n, temperature)
         if prefix is not None:
             self._pass(prefix, block.turn_of(turn, 0, 0, self._prefix))
 
@@ -139,14 +150,34 @@ class Reading:
         if stop <= behind:
             zero = x.new_zeros(len(x), stop - first, block.inner)
             return zero, zero
-        hidden = self._embed(x[:, max(first - 1, 0) : stop - 1], first, stop)
-        turn = None if self._turn is None else block.turn_of(self._turn, first, stop, 0)
-        mean, log_scale = block.told(self._pass(hidden, turn))
+        if self._native is not None and self._native.fits(x):
+            mean, log_scale = block.bounded(self._native.read(x, at, stop - 1))
+            self._keys.length = stop - 1
+        else:
+            hidden = self._embed(x[:, max(first - 1, 0) : stop - 1], first, stop)
+            turn = None if self._turn is None else block.turn_of(self._turn, first, stop, 0)
+            mean, log_scale = block.told(self._pass(hidden, turn))
         if self.guide is not None:
             mean, log_scale = self._guided(mean, log_scale, max(first, behind), stop)
         if first < behind:
             mean, log_scale = F.pad(mean, (0, 0, 1, 0)), F.pad(log_scale, (0, 0, 1, 0))
         return mean, log_scale
+
+    def invert(self, x: Float[Tensor, "n tokens inner"], z: Float[Tensor, "n tokens inner"], first: int) -> bool:
+        """Compute tokens of ``x`` from ``first`` on one after another, in place, in one call; False where none can."""
+        spec, rule = self.block.spec, None if self.guide is None else self.guide.rule
+        if self._native is None or spec.scale != "exp" or spec.soft_clip is not None:
+            return False
+        whole = x.shape == z.shape and x.shape[1] == self.tokens and self._native.fits(x) and self._native.fits(z)
+        if not whole or rule not in (None, linear_guidance) or self._keys.length < first - 1:
+            return False
+        if first == 0:
+            x[:, 0] = z[:, 0]
+        begin = max(first, 1)
+        if begin < self.tokens:
+            self._native.invert(x, z, None if self.guide is None else self._weight(), begin)
+            self._keys.length = self.tokens - 1
+        return True
 
     def _embed(self, x: Tensor, first: int, stop: int) -> Tensor:
         """As `FlowBlock.embed`; what is added lies ready where it is small."""
@@ -170,14 +201,19 @@ class Reading:
     def _guided(self, mean: Tensor, log_scale: Tensor, first: int, stop: int) -> tuple[Tensor, Tensor]:
         assert self.guide is not None
         (mean, null_mean), (log_scale, null_log) = mean.chunk(2), log_scale.chunk(2)
-        if self._weights is None:
-            self._weights = mean.new_full((self.tokens, 1), self.guide.weight)
-            if self.guide.anneal:
-                self._weights *= torch.arange(self.tokens, device=mean.device)[:, None] / max(self.tokens - 1, 1)
-        w = self._weights[first:stop]
-        mean, log_scale = self.guide.rule(mean, log_scale, null_mean, null_log, w)
+        mean, log_scale = self.guide.rule(mean, log_scale, null_mean, null_log, self._weight()[first:stop])
         clip = self.block.spec.soft_clip
         return mean, log_scale if clip is None else log_scale.clamp(-clip, clip)
+
+    def _weight(self) -> Float[Tensor, "tokens 1"]:
+        """w of each token."""
+        assert self.guide is not None
+        if self._weights is None:
+            self._weights = torch.full((self.tokens, 1), self.guide.weight, device=self._vector.device)
+            if self.guide.anneal:
+                steps = torch.arange(self.tokens, device=self._vector.device)
+                self._weights *= steps[:, None] / max(self.tokens - 1, 1)
+        return self._weights
 
 
 @torch.no_grad()
@@ -192,7 +228,8 @@ def sequential_invert(
     """As `pippin.generate.jacobi.jacobi_invert`, one token after another: exact, with as many passes as tokens."""
     x = torch.zeros_like(z) if x is None else x
     tokens = z.shape[1]
-    for place in range(first, tokens):
+    done = on_tokens is None and reading.invert(x, z, first)
+    for place in range(first, first if done else tokens):
         mean, log_scale = reading.stats(x, place, place + 1)
         x[:, place : place + 1] = torch.addcmul(mean, z[:, place : place + 1], log_scale.exp())
         if on_tokens is not None:
@@ -291,7 +328,9 @@ def _quick(block: FlowBlock, form: str) -> list[Quick]:
     kept = {} if block.kept is None else block.kept
     if form not in kept:
         kept[form] = [Quick(layer, form) for layer in block.layers if isinstance(layer, AdaptiveBlock)]
-    return kept[form]
+    layers = kept[form]
+    assert isinstance(layers, list)
+    return layers
 
 
 def _product(linear: Linear, form: str) -> Callable[[Tensor], Tensor]:

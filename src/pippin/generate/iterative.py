@@ -13,7 +13,7 @@ Notable here:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -29,6 +29,26 @@ from pippin.generate.schedules import NoiseSchedule
 from pippin.generate.tarflow import TarFlow
 
 _METHODS: Final[dict[str, Method]] = {"ode": "euler", "heun": "heun", "sde": "ddpm"}
+
+
+@runtime_checkable
+class Scored(Protocol):
+    """What is denoised with: a density that was learnt at every noise of a range, as a `TarFlow` with one is.
+
+    Attributes:
+        config: with ``noise_range``.
+    """
+
+    @property
+    def config(self) -> Any:
+        """Its configuration."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Channels, height, width."""
+
+    def score(self, x: Tensor, condition: Condition | None = None, t: Any = None) -> Tensor:
+        """The gradient of the log density at noise ``t``."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +79,7 @@ class IterativeDenoise:
 
     def __call__(
         self,
-        model: TarFlow,
+        model: Scored,
         x: Float[Tensor, "n ..."],
         condition: Condition | None = None,
         *,
@@ -184,9 +204,7 @@ class IterativeTarFlow:
         return how(self.model, x, condition, seed=seed + 2**32, on_step=denoised if on_step else None)
 
 
-def flow_denoiser(
-    model: TarFlow, condition: Condition | None = None, *, clip: bool = False, rows: int = 64
-) -> Denoiser:
+def flow_denoiser(model: Scored, condition: Condition | None = None, *, clip: bool = False, rows: int = 64) -> Denoiser:
     """What samples at a noise level consist of, by the score of a flow with a range of noise.
 
     Args:
@@ -210,13 +228,13 @@ def flow_denoiser(
     return denoiser
 
 
-def noise_range(model: TarFlow) -> tuple[float, float]:
+def noise_range(model: Scored) -> tuple[float, float]:
     """The least and the most noise that a flow was trained with.
 
     Raises:
         InvalidArgument: it was trained at one level.
     """
-    limits = model.config.noise_range
+    limits: tuple[float, float] | None = model.config.noise_range
     if limits is None:
         raise InvalidArgument(
             "the flow was trained at one noise level, and denoising in steps needs a range; train one with noise_range"

@@ -5,7 +5,7 @@ the guesses of the round before; token i of a window is exact after i rounds at 
 
 Notable here:
 - a window stops by the largest change of any number of a sample: a mean hides a single wrong token
-- keys and values of finished windows are kept, and a round computes the tokens of its window only
+- keys and values of finished windows are kept, and a round computes the tokens of its window that are not settled
 - guesses that overflow on the way do no harm, since what they touch is computed again; a result that is not finite does
 """
 
@@ -24,6 +24,11 @@ from pippin.core.errors import InvalidArgument, JacobiUnconverged
 
 Guess = Callable[[Tensor, int, int], Tensor]
 """Tokens ``first`` to ``stop`` guessed from the sequence, whose tokens before ``first`` are known."""
+
+_SHARED = 16
+"""Tokens whose pass takes hardly longer than that of one, on a CPU."""
+_QUIET = 0.1
+"""Of the tolerance: a token that changed by less leaves its window, if all before it did."""
 
 
 @runtime_checkable
@@ -83,6 +88,21 @@ class Jacobi:
             raise InvalidArgument(f"tolerance is {self.tolerance}; give 0 or more, 0 for exact")
         if self.most is not None and self.most < 1:
             raise InvalidArgument(f"most is {self.most}; give at least 1 round, or None")
+
+    @classmethod
+    def fitting(
+        cls, samples: int, device: torch.device | str, *, tolerance: float = 1e-3, most: int | None = None
+    ) -> Jacobi:
+        """Windows that pay for so many samples.
+
+        On a CPU a pass waits for the weights until about 16 tokens share them and then for the arithmetic, of which
+        windows are many times as much as single tokens: the more samples, the smaller the windows, down to a token at a
+        time.
+
+        >>> [Jacobi.fitting(n, "cpu").window for n in (1, 4, 16)]
+        [16, 4, 1]
+        """
+        return cls(max(_SHARED // max(samples, 1), 1) if torch.device(device).type == "cpu" else 64, tolerance, most)
 
 
 @torch.no_grad()
@@ -146,14 +166,20 @@ def _window(reading: Causal, z: Tensor, x: Tensor, start: int, stop: int, solve:
     """Solve one window in place; rounds, the last change of each sample, and whether it is settled."""
     exact = stop - start
     most = exact if solve.most is None else min(solve.most, exact)
-    change = z.new_zeros(len(z))
+    change, low = z.new_zeros(len(z)), start
     for made in range(1, most + 1):
-        mean, log_scale = reading.stats(x, start, stop)
-        new = torch.addcmul(mean, z[:, start:stop], log_scale.exp())
+        mean, log_scale = reading.stats(x, low, stop)
+        new = torch.addcmul(mean, z[:, low:stop], log_scale.exp())
         finite = bool(new.isfinite().all())
-        change = (new - x[:, start:stop]).abs().amax((1, 2))
-        # what is not finite would spread to every token through a product with a hidden key: it waits as a zero
-        x[:, start:stop] = new if finite or made == exact else new.nan_to_num(0.0, 0.0, 0.0)
+        changes = (new - x[:, low:stop]).abs().amax(2)
+        change = changes.amax(1)
+        if not finite:
+            # it would spread to every token through a product with a hidden key: unless it is final, it waits as a zero
+            new[:, start + made - low :].nan_to_num_(0.0, 0.0, 0.0)
+        x[:, low:stop] = new
         if made == exact or (finite and bool((change <= solve.tolerance).all())):
             return made, change, torch.ones_like(change, dtype=torch.bool)
+        # tokens behind settled ones are settled for good, and so is one more with each round, whatever it changed by
+        quiet = (changes <= _QUIET * solve.tolerance).all(0)
+        low = max(start + made, low + int(quiet.cumprod(0).sum()))
     return most, change, change <= solve.tolerance

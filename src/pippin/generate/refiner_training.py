@@ -101,7 +101,8 @@ class Refinement:
         refining: steps of the refiner.
         judging: steps of the judge, with its accuracy.
         checks: round, and what was measured after it: "moved" in pixels, "kept" (the probe's score on refined pictures
-            over that on simulated ones, with labels), "accuracy" of the judge, and whatever was asked for.
+            over that on simulated ones, with labels that it can read off those), "accuracy" of the judge, and whatever
+            was asked for.
     """
 
     judge: PatchDiscriminator
@@ -414,8 +415,8 @@ def _check(refiner: SimRefiner, x: Tensor, labels: Tensor | None, probe: LabelPr
     found = {"change": float((refined - x).abs().mean())}
     most = min(3, min(x.shape[2:]) // 4)
     found["moved"] = float(displacement(x, refined, most=most).mean()) if most else 0.0
-    if probe is not None and labels is not None:
-        found["kept"] = probe.score(refined, labels) / max(probe.base, 1e-6)
+    if probe is not None and labels is not None and probe.base > 0:
+        found["kept"] = probe.score(refined, labels) / probe.base
     return found
 
 

@@ -185,7 +185,7 @@ class Rollout:
 
     def all(
         self,
-        z: Float[Tensor, "n frames places inner"],
+        z: Float[Tensor, "n made places inner"],
         known: Float[Tensor, "n given places inner"] | None,
         on_step: OnStep | None,
         finished: Callable[[Tensor], Tensor] | None = None,

@@ -342,7 +342,7 @@ class TarFlow(nn.Module):
             guidance: 1 for none; w of the papers is this less 1.
             seed: picture i depends on ``seed + i`` alone.
             on_step: called after each token or window.
-            solver: "sequential", "jacobi", or how its windows are solved.
+            solver: "sequential", "jacobi" (in windows that pay for so many pictures), or how its windows are solved.
             anneal: whether guidance grows over the tokens of each block.
             temperature: by which the second branch of guidance divides its attention scores; with another value than 1
                 guidance works without a condition, too.
@@ -359,7 +359,7 @@ class TarFlow(nn.Module):
         condition, n = prepare(self.condition, condition, n, 1.0 if alone else guidance, device)
         if alone and not 0 <= guidance < math.inf:
             raise InvalidArgument(f"guidance is {guidance}; give a number of 0 or more, 1 for none")
-        solve = _solver(solver, steps)
+        solve = _solver(solver, steps, n, device)
         config = self.config
         if config.noise_range and t is None:
             t = config.noise_range[1]
@@ -462,13 +462,13 @@ def noisy(x: Tensor, config: TarFlowConfig, generator: torch.Generator) -> tuple
     return (levels + draw(x.shape)) * (2 / config.levels) - 1, None
 
 
-def _solver(solver: Jacobi | str, steps: int | None) -> Jacobi | None:
+def _solver(solver: Jacobi | str, steps: int | None, n: int, device: torch.device) -> Jacobi | None:
     if solver == "sequential":
         if steps is not None:
             raise InvalidArgument(f"steps is {steps}, but a flow inverted token by token has no budget; leave it None")
         return None
     if solver == "jacobi":
-        return Jacobi(most=steps)
+        return Jacobi.fitting(n, device, most=steps)
     if not isinstance(solver, Jacobi):
         raise InvalidArgument(f"solver is {solver!r}; choose sequential, jacobi or Jacobi(...)")
     return solver if steps is None else replace(solver, most=steps)

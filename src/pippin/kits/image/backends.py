@@ -90,6 +90,17 @@ class Backend(Protocol):
         """Steps of a quality; None for the model's own."""
 
 
+@runtime_checkable
+class Closing(Protocol):
+    """A backend that does more after the last sample is drawn, which costs another amount."""
+
+    def close(self, job: Job, on_step: OnStep) -> None:
+        """Do it for as many samples of nothing; it is measured and thrown away."""
+
+    def closings(self, job: Job) -> int:
+        """How often a job does it."""
+
+
 def backend_of(model: Generator, *, background: Condition | Literal["null"] | None = None) -> Backend:
     """The backend of a model.
 

@@ -23,6 +23,7 @@ from pippin.generate.contract import OnStep, Step
 from pippin.generate.dart import DART
 from pippin.generate.flow_block import Guide
 from pippin.generate.folder import device_of
+from pippin.generate.iterative import IterativeDenoise
 from pippin.generate.jacobi import Jacobi
 from pippin.generate.noise import Noise
 from pippin.generate.starflow import StarFlow
@@ -135,7 +136,7 @@ class StarFlowBackend:
 
 @dataclass(frozen=True)
 class TarFlowBackend:
-    """A flow of blocks, exact token by token."""
+    """A flow of blocks, exact token by token; of a range of noise, it draws at the most and denoises in steps."""
 
     model: TarFlow
     family: str = "flow"
@@ -143,23 +144,29 @@ class TarFlowBackend:
 
     @torch.no_grad()
     def run(self, job: Job, on_step: OnStep) -> Float[Tensor, "n ..."]:
-        """Do a job; steps are the most rounds of Jacobi's iteration, None goes token by token."""
+        """Do a job.
+
+        Steps are those of the denoising of a model with a range of noise; of others the most rounds of Jacobi's
+        iteration, None goes token by token.
+        """
         model, config = self.model, self.model.config
         noise = Noise(job.n, seed=job.seed, device=device_of(model))
         condition = None if job.condition is None else job.condition.to(noise.device)
-        solver = None if job.steps is None else Jacobi(most=job.steps)
         level = config.noise_range[1] if config.noise_range else None
+        solver = None if job.steps is None or level is not None else Jacobi(most=job.steps)
         sigma = config.noise if level is None else level
 
         def draw(told: OnStep) -> Tensor:
-            return model.sample(
+            x = model.sample(
                 condition,
                 job.n,
                 guidance=job.guidance,
                 seed=job.seed,
-                on_step=told,
+                on_step=self._drawing(job, told),
                 solver=solver or "sequential",
+                denoise=False,
             )
+            return self._denoised(x, condition, job, told)
 
         def change(x: Tensor, share: float, told: OnStep) -> Tensor:
             noisy = x + (sigma or 1 / config.levels) * noise.normal(config.shape)
@@ -169,14 +176,47 @@ class TarFlowBackend:
             if job.guidance != 1 and condition is not None:
                 null = condition.null()
                 guides = tuple(Guide(embedding(null, job.n), job.guidance - 1) for embedding in model.embeddings)
-            made, _ = model.inverse(z, condition, level, solver=solver, guides=guides, on_step=told)
-            return model.denoise(made, sigma, condition) if sigma else made
+            drawing = self._drawing(job, told)
+            made, _ = model.inverse(z, condition, level, solver=solver, guides=guides, on_step=drawing)
+            return self._denoised(made, condition, job, told)
 
         return flow(job, config.shape, noise, draw, change, on_step)
 
-    def steps(self, quality: Quality) -> None:
-        """Every quality is exact."""
-        return None
+    def closings(self, job: Job) -> int:
+        """How often the noise is taken away: once for each round."""
+        return 1 if job.redraw is None else 1 + len(SETTLING)
+
+    def close(self, job: Job, on_step: OnStep) -> None:
+        """Take the noise from samples of nothing, as follows the last token."""
+        device = device_of(self.model)
+        condition = None if job.condition is None else job.condition.to(device)
+        self._denoised(torch.zeros(job.n, *self.model.shape, device=device), condition, job, on_step)
+
+    def steps(self, quality: Quality) -> int | None:
+        """Of denoising in steps: a third, as many as usual, or twice; without a range every quality is exact."""
+        usual = IterativeDenoise().steps
+        each = {"draft": usual // 3, "normal": usual, "best": 2 * usual}
+        return each[quality] if self.model.config.noise_range else None
+
+    def _denoised(self, x: Tensor, condition: Condition | None, job: Job, told: OnStep) -> Tensor:
+        """Without the noise that the model was trained with; told of the steps after those of the drawing."""
+        config = self.model.config
+        if not config.noise_range:
+            return self.model.denoise(x, config.noise, condition) if config.noise else x
+        steps = job.steps or IterativeDenoise().steps
+        tokens = len(self.model.blocks) * config.tokens
+
+        def on_step(step: Step) -> None:
+            told(Step(tokens + step.done, tokens + step.total, step.estimate))
+
+        return IterativeDenoise(steps)(self.model, x, condition, on_step=on_step)
+
+    def _drawing(self, job: Job, told: OnStep) -> OnStep:
+        """Steps of a drawing that is followed by those of the denoising."""
+        if not self.model.config.noise_range:
+            return told
+        after = job.steps or IterativeDenoise().steps
+        return lambda step: told(Step(step.done, step.total + after, step.estimate))
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,10 @@ Notable here:
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -23,11 +25,14 @@ from torch.utils._pytree import tree_leaves
 from pippin.core.errors import OverMemoryBudget
 from pippin.core.files import format_bytes
 from pippin.generate.contract import OnStep, Step
-from pippin.kits.image.backends import Backend, Job
+from pippin.kits.image.backends import Backend, Closing, Job
 
 OVERHEAD: Final = 1.5
 """What is taken beyond the tensors, as a factor: copies in the layout of convolutions, and memory kept by the
 allocator. Measured on a CPU with a U-Net; on a GPU it is less."""
+STARTED: Final = 56_000_000
+"""Bytes that the first drawing of a process takes whatever it draws: work spaces of libraries, code that is loaded
+when it is first run. Measured on a CPU with three small models, which took 33 to 61 MB more than their tensors."""
 WATCHED: Final = 2
 """Steps that are watched for memory."""
 TIMED: Final = 3
@@ -149,19 +154,30 @@ def refuse_weights(name: str, weights: int, budget: int | None) -> None:
 def bytes_of_one(backend: Backend, job: Job, limit: int | None) -> int:
     """Bytes beyond the weights that one picture of a job needs, by its first steps."""
     one = replace(job, n=1)
-    watch = LiveBytes(limit)
-    try:
-        with watch:
-            backend.run(one, _until(WATCHED))
-    except (_Stop, _Beyond):
-        pass
-    return round(watch.peak * OVERHEAD)
+    parts = [backend.run, backend.close] if isinstance(backend, Closing) else [backend.run]
+    peak = 0
+    for part in parts:
+        watch = LiveBytes(limit)
+        with contextlib.suppress(_Stop, _Beyond), watch:
+            part(one, _until(WATCHED))
+        peak = max(peak, watch.peak)
+    return round(peak * OVERHEAD)
 
 
 def seconds_of(backend: Backend, job: Job) -> float:
     """Seconds of a job, by its first steps."""
+    before, each, total = _timed(backend.run, job)
+    if not each or not isinstance(backend, Closing):
+        return before + each * total
+    after, of_one, steps = _timed(backend.close, job)
+    closings = backend.closings(job)
+    return before + each * max(0, total - closings * steps) + closings * (after + of_one * steps)
+
+
+def _timed(part: Callable[[Job, OnStep], Any], job: Job) -> tuple[float, float, int]:
+    """Seconds before the steps, of each, and how many there are; a part that is over has its seconds before them."""
     begun, marks = time.perf_counter(), list[float]()
-    total = 1
+    total = 0
 
     def mark(step: Step) -> None:
         nonlocal total
@@ -173,11 +189,11 @@ def seconds_of(backend: Backend, job: Job) -> float:
             raise _Stop
 
     try:
-        backend.run(job, mark)
-        return time.perf_counter() - begun
+        part(job, mark)
+        return time.perf_counter() - begun, 0.0, total
     except _Stop:
         each = (marks[-1] - marks[0]) / (len(marks) - 1)
-        return each * total + max(0.0, marks[0] - begun - each)
+        return max(0.0, marks[0] - begun - each), each, total
 
 
 def _until(steps: int) -> OnStep:
@@ -203,14 +219,14 @@ def fit(backend: Backend, job: Job, limit: int, together: int, *, weights: int, 
         OverMemoryBudget: not even one picture fits; nothing beyond the budget was allocated.
     """
     refuse_weights("the model", weights, budget)
-    room = None if budget is None else budget - weights
+    room = None if budget is None else max(0, budget - weights - STARTED)
     each = bytes_of_one(backend, job, room)
     if room is not None and each > room:
         assert budget is not None
         raise OverMemoryBudget(
-            f"one picture needs at least {format_bytes(weights + each)} ({format_bytes(weights)} of weights), the "
-            f"budget is {format_bytes(budget)}; take a smaller model, no guidance, or a larger memory_budget",
-            estimate=weights + each,
+            f"one picture needs at least {format_bytes(weights + STARTED + each)}, {format_bytes(weights)} of them "
+            f"weights; the budget is {format_bytes(budget)}. Take a smaller model, no guidance, or more memory_budget",
+            estimate=weights + STARTED + each,
             budget=budget,
         )
     most = together if room is None else max(1, min(together, room // max(1, each)))
@@ -229,4 +245,4 @@ def cost_of(
     """What all pictures of a request take, drawn in batches."""
     batch = seconds_of(backend, replace(job, n=together))
     batches = -(-limit // together)
-    return Cost(weights + together * each, batch * batches, batch, weights, each, together)
+    return Cost(weights + STARTED + together * each, batch * batches, batch, weights, each, together)

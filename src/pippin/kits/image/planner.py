@@ -24,6 +24,7 @@ from pippin.core.errors import (
     ModelNotFound,
     UnsupportedLanguage,
 )
+from pippin.core.reference import resolve
 from pippin.generate.condition import Condition
 from pippin.generate.contract import Generator
 from pippin.kits.image import concepts as wanted, plan as planning, styles
@@ -96,6 +97,7 @@ class Planner:
             facts = self.model.facts.get("text_encoder") or {}
             name = facts.get("name", "all-minilm-l6-v2")
             try:
+                self._refuse_encoder(name)
                 self._encoder = TextEncoder.load(name, tokens=facts.get("tokens", 48), download=False)
             except ModelNotFound as error:
                 raise CreationUnavailable(
@@ -109,6 +111,13 @@ class Planner:
                     reason="text encoder differs",
                 )
         return self._encoder
+
+    def _refuse_encoder(self, name: str) -> None:
+        """Refuse an encoder that does not fit beside the model, before it is read."""
+        if self.memory_budget is not None:
+            stored = planning.stored_weights(resolve(name, download=False).path)
+            together = planning.weights_of(self.model) + stored
+            planning.refuse_weights(f"{self.name} with its text encoder", together, self.memory_budget)
 
     @property
     def model_hash(self) -> str:
@@ -158,7 +167,7 @@ class Planner:
         notes: list[str] = []
         task = self._task(given, mask, animate)
         conditions = self._conditions(parts, prompts, given, notes)
-        base = style.guidance or float(self.model.facts.get("guidance", GUIDANCE))
+        base = float(self.model.facts.get("guidance", GUIDANCE)) if style.guidance is None else style.guidance
         guidance = request.guided(base) if self._guides(conditions) else 1.0
         if request.guidance not in (None, 1.0) and not self._guides(conditions):
             raise CreationNotSupported(
@@ -175,7 +184,7 @@ class Planner:
         )
         if given and not (isinstance(given[0], Drawing) and self.model.condition.map):
             job = self._beginning(job, given[0], mask, request, task, notes)
-        details = self._details(request, prompts, job, task, notes)
+        details = self._details(request, prompts, self._classes(parts), job, task, notes)
         return self._costed(request, style, job, details, enlarged, measure)
 
     def _costed(
@@ -343,8 +352,20 @@ class Planner:
             return replace(job, strength=1.0)  # nothing of the picture would stay
         return replace(job, start=start, strength=strength)
 
+    def _classes(self, parts: Sequence[Concept]) -> list[str]:
+        """The names of the classes that were asked for, numbers where they have none."""
+        names = self.model.facts.get("classes", ())
+        chosen = [self._class(part.name) for part in parts if isinstance(part, Label)]
+        return [str(names[number]) if number < len(names) else str(number) for number in chosen]
+
     def _details(
-        self, request: Request, prompts: Sequence[str], job: Job, task: Task, notes: Sequence[str]
+        self,
+        request: Request,
+        prompts: Sequence[str],
+        classes: Sequence[str],
+        job: Job,
+        task: Task,
+        notes: Sequence[str],
     ) -> dict[str, Any]:
         return {
             "synthetic": True,
@@ -354,6 +375,7 @@ class Planner:
             "family": self.backend.family,
             "task": task,
             "prompts": list(prompts),
+            "classes": list(classes),
             "style": request.style,
             "steps": job.steps,
             "guidance": job.guidance,
