@@ -281,8 +281,11 @@ def _sheet(made: Recipe, found: ImageSet, encoder: TextEncoder | None, path: Pat
     from pippin.data import image_files
     from pippin.generate.condition import Condition
     from pippin.generate.contract import shown
+    from pippin.generate.iterative import IterativeTarFlow
 
     model: Any = made.model
+    if getattr(model.config, "noise_range", None):
+        model = IterativeTarFlow(model)
     condition, n = None, 16
     if encoder is not None and found.captions is not None:
         condition = encoder.condition([found.captions[i % len(found)] for i in range(n)])

@@ -77,7 +77,7 @@ def require_free_space(folder: Path, nbytes: int) -> None:
     if free < nbytes:
         raise DiskFull(
             f"{folder} has {format_bytes(free)} free, and {format_bytes(nbytes)} are needed; "
-            f"free {format_bytes(nbytes - free)}, or point PIPPIN_HOME at a larger disk"
+            f"free {format_bytes(nbytes - free)}, or use a larger disk (for downloads: PIPPIN_HOME)"
         )
 
 
@@ -90,7 +90,7 @@ def disk_errors(path: Path) -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise DiskFull(
                 f"the disk filled up while writing {path} ({error.strerror}); "
-                "free some space, or point PIPPIN_HOME at a larger disk, and try again"
+                "free some space, or use a larger disk (for downloads: PIPPIN_HOME), and try again"
             ) from error
         raise
 
