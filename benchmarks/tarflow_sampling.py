@@ -17,6 +17,7 @@ on a CPU its own time is taken, which does not count what else the machine does.
 from __future__ import annotations
 
 import importlib.util
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -229,7 +230,10 @@ def measure(peer_folder: Path, quick: bool, device: str) -> list[Row]:
 
 if __name__ == "__main__":
     words = parser(__doc__)
-    words.add_argument("--peer", type=Path, required=True, help="a copy of apple/ml-tarflow")
+    peer = os.environ.get("TARFLOW_PEER")
+    words.add_argument(
+        "--peer", type=Path, default=peer, required=peer is None, help="a copy of apple/ml-tarflow, or TARFLOW_PEER"
+    )
     words.add_argument("--device", default="cpu", help="cpu or cuda")
     options = words.parse_args()
     show(measure(options.peer, options.quick, options.device), as_json=options.json)

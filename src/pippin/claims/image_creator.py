@@ -163,7 +163,9 @@ def _untrained(name: str, pixels: int, factor: int = 1) -> tuple[Any, Any]:
         from pippin.generate.tarflow import Likelihood, TarFlow, TarFlowConfig
 
         patch, layers = pixels // 4, (2, 2, 2, 2)
-        flow = TarFlowConfig(shape, patch=patch, layers=layers, width=64 * factor, condition=spec, noise=0.1)
+        flow = TarFlowConfig(
+            shape, patch=patch, layers=layers, width=64 * factor, condition=spec, noise=0.1, soft_clip=4.0
+        )
         return TarFlow(flow), Likelihood(drop=DROP)
     from pippin.generate.dart import DART, DartConfig
     from pippin.generate.dart_training import NoisyViews

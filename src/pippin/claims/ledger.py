@@ -9,6 +9,7 @@ Notable here:
 from __future__ import annotations
 
 import re
+import math
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -140,7 +141,8 @@ class Evidence:
         for name in dict.fromkeys(figure.name for figure in self.figures):
             values = self.each(name)
             unit = next(figure.unit for figure in self.figures if figure.name == name)
-            spread = statistics.stdev(values) if len(values) > 1 else None
+            finite = all(map(math.isfinite, values))  # of others there is neither a mean nor a spread
+            spread = (statistics.stdev(values) if finite else math.nan) if len(values) > 1 else None
             rows.append(Row(name, statistics.fmean(values), unit, spread))
         return Report(title, rows)
 

@@ -373,7 +373,16 @@ class TarFlow(nn.Module):
         z = Noise(n, seed=seed, device=device).normal((config.tokens, config.inner))
         x, _ = self.inverse(z, condition, t, solver=solve, guides=guides, on_step=on_step)
         sigma = t if config.noise_range else config.noise
-        return self.denoise(x, sigma, condition) if denoise and sigma else x
+        if not (denoise and sigma):
+            return x
+        x = self.denoise(x, sigma, condition)
+        if not bool(x.isfinite().all()):
+            raise NonFiniteSample(
+                "taking the noise off ended in values that are not finite: the samples lie far outside what the model "
+                "learnt; lower guidance, give soft_clip to its configuration, or take another seed",
+                step=config.tokens * len(self.blocks),
+            )
+        return x
 
     def _picture(self, tokens: Tensor) -> Tensor:
         return unpatchify(tokens, self.config.patch, self.config.shape[1:])
