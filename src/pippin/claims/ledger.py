@@ -8,8 +8,8 @@ Notable here:
 
 from __future__ import annotations
 
-import re
 import math
+import re
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
