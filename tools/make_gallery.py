@@ -357,8 +357,8 @@ DRAWINGS = {
     ),
     "dart": Drawing(
         "DART",
-        "Denoising as one sequence that remembers all its steps: the picture as it is foreseen after each of them. After "
-        "300 updates shapes are there, and patches do not agree at their edges yet.",
+        "Denoising as one sequence that remembers all its steps: the picture as it is foreseen after each of them. "
+        "After 300 updates shapes are there, and patches do not agree at their edges yet.",
         ("clothes-dart",),
         draw_dart,
     ),
