@@ -51,6 +51,8 @@ EXPECTED = {
     errors.SchemaError: 2,
     errors.AssetError: 3,
     errors.CheckpointError: 4,
+    errors.CreationUnavailable: 3,
+    errors.UnsupportedInputImage: 2,
     errors.GenerationError: 5,
     errors.ToolError: 5,
     errors.MissingDependency: 6,

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
 from pippin.core.errors import InvalidArgument, InvalidInput, NonFiniteSample
@@ -204,7 +204,7 @@ class TarFlow(nn.Module):
 
     @torch.no_grad()
     def bits_per_dim(
-        self, images: Int[Tensor, "n channels height width"], condition: Condition | None = None, *, seed: int = 0
+        self, images: Integer[Tensor, "n channels height width"], condition: Condition | None = None, *, seed: int = 0
     ) -> Float[Tensor, n]:
         r"""A bound of $-\log_2 P$ of pictures of levels for each of their numbers, by one draw of uniform noise.
 
