@@ -24,6 +24,7 @@ from pippin.core.errors import InvalidArgument, InvalidInput, NonFiniteSample
 from pippin.generate.condition import Condition, ConditionEmbedding, ConditionSpec, Samples
 from pippin.generate.contract import OnStep, Step, check_samples, prepare
 from pippin.generate.flow_block import FlowBlock, FlowBlockSpec, Guide, Turn
+from pippin.generate.folder import device_of
 from pippin.generate.jacobi import Jacobi, SolveInfo
 from pippin.generate.noise import Noise
 from pippin.nn.axial import axial_tables, grid
@@ -354,7 +355,7 @@ class TarFlow(nn.Module):
                 anything to compare with.
             NonFiniteSample: a token that is not finite; block and token are named.
         """
-        device = next(self.parameters()).device
+        device = device_of(self)
         alone = condition is None and temperature != 1
         condition, n = prepare(self.condition, condition, n, 1.0 if alone else guidance, device)
         if alone and not 0 <= guidance < math.inf:
@@ -398,7 +399,7 @@ class TarFlow(nn.Module):
             )
         if t is None or limits is None:
             return None
-        level = torch.as_tensor(t, dtype=torch.float32, device=next(self.parameters()).device)
+        level = torch.as_tensor(t, dtype=torch.float32, device=device_of(self))
         if level.ndim > 1 or (level.ndim == 1 and len(level) != n):
             raise InvalidArgument(f"t of shape {tuple(level.shape)} for {n} samples; give one number, or one for each")
         if not bool(((level >= limits[0] * (1 - 1e-5)) & (level <= limits[1] * (1 + 1e-5))).all()):
@@ -410,7 +411,7 @@ class TarFlow(nn.Module):
         config = self.config
         if config.positions == "learned":
             return None
-        device = next(self.parameters()).device
+        device = device_of(self)
         if self._turns is None or self._turns[0].device != device:
             places = grid(config.shape[1] // config.patch, config.shape[2] // config.patch).to(device)
             self._turns = axial_tables(places, config.width // config.attention_heads)
