@@ -60,5 +60,5 @@ $(VENV)/.run: $(BUILT_FROM)
 	@touch $@
 
 $(VENV)/.dev: $(BUILT_FROM)
-	@tools/venv.sh $(VENV) plot,image,train,serve,mcp,ray,export,export-apple,claims,test,bench,docs,dev
+	@tools/venv.sh $(VENV) plot,image,bayes,train,serve,mcp,ray,export,export-apple,claims,test,bench,docs,dev
 	@touch $@ $(VENV)/.run

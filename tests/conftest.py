@@ -18,7 +18,7 @@ checker = ModuleType("pippin_type_checker")
 checker.check = beartype(conf=BeartypeConf(is_pep484_tower=True))  # type: ignore[attr-defined]
 sys.modules[checker.__name__] = checker
 # the floors where tensors live; above them, types are pydantic's matter
-FLOORS = ("core", "nn", "data", "language", "generate", "engine")
+FLOORS = ("core", "nn", "data", "language", "generate", "bayes", "engine")
 install_import_hook([f"pippin.{floor}" for floor in FLOORS], "pippin_type_checker.check")
 
 import pytest  # noqa: E402

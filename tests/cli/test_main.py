@@ -39,6 +39,8 @@ def provoke(kind: type[Exception]) -> Exception:
         errors.OverMemoryBudget: {"estimate": 2, "budget": 1},
         errors.CreationFailed: {"step": 3},
         errors.InvalidImage: {"path": "cat.png"},
+        errors.ChainDiverged: {"step": 3},
+        errors.NotConverged: {"iterations": 3, "residual": 0.5},
     }
     return kind("what was\nwrong", **needs.get(kind, {}))
 
@@ -59,6 +61,7 @@ EXPECTED = {
     errors.ProviderError: 7,
     errors.BackendUnavailable: 6,
     errors.TrainingError: 8,
+    errors.InferenceError: 8,
     errors.ExportError: 8,
 }
 

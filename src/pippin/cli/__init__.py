@@ -39,6 +39,7 @@ _EXIT_CODES: tuple[tuple[type[errors.PippinError], int], ...] = (
     (errors.ProviderError, 7),
     (errors.BackendUnavailable, 6),
     (errors.TrainingError, 8),
+    (errors.InferenceError, 8),
     (errors.ExportError, 8),
 )
 

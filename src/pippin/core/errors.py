@@ -163,6 +163,41 @@ class SilentFallback(ExportError):
     """A back end put part of a model on another device than it was asked for."""
 
 
+# --- uncertainty and inference ----------------------------------------------------------------------------------------
+
+
+class InferenceError(PippinError):
+    """A posterior, a chain or a transport plan could not be computed."""
+
+
+class NotFitted(InferenceError, RuntimeError):
+    """Something was asked of an estimator before it was fitted; the message names the call that fits it."""
+
+
+class SingularPosterior(InferenceError, ArithmeticError):
+    """Curvature and prior together are not positive definite, so there is no Gaussian with that precision."""
+
+
+class NonFiniteEvidence(InferenceError, ArithmeticError):
+    """A marginal likelihood is infinite or NaN; the message names the term that is."""
+
+
+class ChainDiverged(InferenceError, ArithmeticError):
+    """A Markov chain left the region where its target is finite, at step ``step``."""
+
+    def __init__(self, message: str, *, step: int) -> None:
+        super().__init__(message)
+        self.step = step
+
+
+class NotConverged(InferenceError, ArithmeticError):
+    """An iteration ended above its tolerance; ``iterations`` were made and ``residual`` is left."""
+
+    def __init__(self, message: str, *, iterations: int, residual: float) -> None:
+        super().__init__(message)
+        self.iterations, self.residual = iterations, residual
+
+
 # --- schemas ----------------------------------------------------------------------------------------------------------
 
 
@@ -489,3 +524,15 @@ class CompositionAtRisk(PippinWarning):
 
 class LabelDrift(PippinWarning):
     """A refiner of images changes what their labels say."""
+
+
+class Misspecified(PippinWarning):
+    """Observations lie outside what a simulator or a model produces; the message says how far."""
+
+
+class InertWeights(PippinWarning):
+    """Weights chosen for a posterior have no curvature, so that they cannot change any prediction."""
+
+
+class InferenceAtRisk(PippinWarning):
+    """A posterior, a chain or a plan was computed, but a diagnostic says to distrust it; the message has the figures."""

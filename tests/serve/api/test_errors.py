@@ -25,6 +25,8 @@ EXTRA = {
     core.OverMemoryBudget: {"estimate": 2, "budget": 1},
     core.CreationFailed: {"step": 3},
     core.InvalidImage: {"path": "cat.png"},
+    core.ChainDiverged: {"step": 3},
+    core.NotConverged: {"iterations": 3, "residual": 0.5},
 }
 
 
