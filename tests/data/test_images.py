@@ -234,3 +234,11 @@ def test_a_sheet_has_every_picture_in_its_place():
     assert sheet[0, ::3, ::3].flatten().tolist() == pytest.approx([0, 0.1, 0.2, 0.3, 0.4, 0.5])
     assert sheet[0, 2].tolist() == [1.0] * 8
     assert image_files.sheet(samples, columns=3, zoom=2).shape == (1, 10, 16)
+
+
+def test_mnist_as_published():
+    pulled("mnist")
+    train, test = images.load("mnist"), images.load("mnist", split="test")
+    assert (len(train), len(test), train.shape) == (60_000, 10_000, (1, 28, 28))
+    assert train.labels[:10].tolist() == [5, 0, 4, 1, 9, 2, 1, 3, 1, 4]
+    assert torch.bincount(test.labels).tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]

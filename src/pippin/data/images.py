@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 FASHION: Final = (
     "t-shirt", "trousers", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot",
 )  # fmt: skip
+DIGITS: Final = tuple("0123456789")
 CIFAR: Final = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 SUFFIXES: Final = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
 """Of files that are taken for pictures."""
@@ -142,10 +143,10 @@ def load(
     """Pictures of a catalogue name, a folder, or an `.npz` file.
 
     Args:
-        source: "fashion-mnist" or "cifar-10" (pulled before; nothing is fetched here), a folder of either, a folder of
-            pictures (each folder in it one class, or all without labels; `NAME.txt` beside `NAME.png` is its caption),
-            or a `.npz` with "images" (n, height, width) or (n, height, width, channels) and, if they have any,
-            "labels" and "classes".
+        source: "fashion-mnist", "mnist" or "cifar-10" (pulled before; nothing is fetched here), a folder of one of
+            them, a folder of pictures (each folder in it one class, or all without labels; `NAME.txt` beside `NAME.png`
+            is its caption), or a `.npz` with "images" (n, height, width) or (n, height, width, channels) and, if they
+            have any, "labels" and "classes".
         split: "train" or "test", of the sets of the catalogue.
         size: pictures are cut to squares in their middle and resized; None leaves them, and wants all of one size.
         channels: 1 or 3; None leaves them as they are (pictures of a folder: 3).
@@ -169,7 +170,9 @@ def load(
         raise InvalidArgument(f"channels is {channels}; give 1 (grey) or 3 (colour)")
     folder = _place(name)
     if (folder / "train-images-idx3-ubyte.gz").is_file():
-        found = _fashion(folder, split)
+        found = _mnist(folder, split, ".gz", FASHION)
+    elif (folder / "train-images-idx3-ubyte").is_file():
+        found = _mnist(folder, split, "", DIGITS)
     elif (folder / "test_batch.png").is_file():
         found = _cifar(folder, split)
     elif folder.suffix == ".npz":
@@ -202,17 +205,18 @@ def _place(name: str) -> Path:
     return path
 
 
-def _fashion(folder: Path, split: str) -> ImageSet:
+def _mnist(folder: Path, split: str, suffix: str, classes: tuple[str, ...]) -> ImageSet:
     prefix = "train" if split == "train" else "t10k"
-    images = _idx(folder / f"{prefix}-images-idx3-ubyte.gz", 3)
-    labels = _idx(folder / f"{prefix}-labels-idx1-ubyte.gz", 1)
-    return ImageSet(images[:, None], labels.long(), FASHION, name="fashion-mnist")
+    images = _idx(folder / f"{prefix}-images-idx3-ubyte{suffix}", 3)
+    labels = _idx(folder / f"{prefix}-labels-idx1-ubyte{suffix}", 1)
+    return ImageSet(images[:, None], labels.long(), classes, name="fashion-mnist" if suffix else "mnist")
 
 
 def _idx(path: Path, axes: int) -> UInt8[Tensor, "*shape"]:
-    """An array in the format of MNIST."""
+    """An array in the format of MNIST, packed or not."""
     try:
-        raw = gzip.decompress(path.read_bytes())
+        raw = path.read_bytes()
+        raw = gzip.decompress(raw) if path.suffix == ".gz" else raw
         shape = struct.unpack(f">{axes}I", raw[4 : 4 + 4 * axes])
         values = np.frombuffer(raw, np.uint8, offset=4 + 4 * axes).reshape(shape)
     except (OSError, EOFError, struct.error, ValueError) as error:

@@ -1,0 +1,136 @@
+"""How a batch of data reaches a model and what comes back: the one convention of all posteriors over weights.
+
+Notable here:
+- inputs are a tensor, a tuple (several arguments) or a mapping (keyword arguments, as Hugging Face models take them)
+- outputs are a tensor, or anything with ``logits``; one number per example becomes a column
+- data may be any iterable of batches that can be iterated again; an iterator that can be read only once is refused
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pippin.core.errors import InvalidArgument, InvalidInput
+
+LABELS = ("labels", "label", "targets", "y")
+
+
+def split(batch: Any) -> tuple[Any, Tensor]:
+    """The inputs and the targets of a batch.
+
+    Args:
+        batch: a pair (inputs, targets), or a mapping that holds the targets as "labels", "label", "targets" or "y".
+
+    Raises:
+        InvalidInput: it is neither, or the targets are no tensor.
+
+    >>> split({"input_ids": torch.zeros(2, 3), "labels": torch.ones(2)})[1]
+    tensor([1., 1.])
+    """
+    if isinstance(batch, Mapping):
+        name = next((name for name in LABELS if name in batch), None)
+        if name is None:
+            raise InvalidInput(f"a batch has no targets: one of {', '.join(LABELS)} must be among {sorted(batch)}")
+        inputs: Any = {key: value for key, value in batch.items() if key != name}
+        targets = batch[name]
+    elif isinstance(batch, (tuple, list)) and len(batch) == 2:
+        inputs, targets = batch
+    else:
+        raise InvalidInput(f"a batch must be a pair (inputs, targets) or a mapping, got {type(batch).__name__}")
+    if not isinstance(targets, Tensor):
+        raise InvalidInput(f"the targets of a batch must be a tensor, got {type(targets).__name__}")
+    return inputs, targets
+
+
+def call(model: nn.Module, inputs: Any) -> Tensor:
+    """The model's outputs for a batch of inputs, (batch, outputs).
+
+    Raises:
+        InvalidInput: the outputs have another form than (batch,) or (batch, outputs).
+    """
+    if isinstance(inputs, Mapping):
+        outputs = model(**inputs)
+    elif isinstance(inputs, (tuple, list)):
+        outputs = model(*inputs)
+    else:
+        outputs = model(inputs)
+    if isinstance(outputs, Mapping):
+        outputs = outputs["logits"]
+    outputs = getattr(outputs, "logits", outputs)
+    if not isinstance(outputs, Tensor):
+        raise InvalidInput(f"the model must return a tensor or something with logits, got {type(outputs).__name__}")
+    if outputs.ndim == 1:
+        outputs = outputs[:, None]
+    if outputs.ndim != 2:
+        raise InvalidInput(
+            f"the model must return (batch, outputs), got {tuple(outputs.shape)}; wrap it in a module that chooses the "
+            "positions you want"
+        )
+    return outputs
+
+
+def to_model(batch: Any, model: nn.Module) -> Any:
+    """The same batch with its tensors on the model's device."""
+    device = next(model.parameters()).device
+    if isinstance(batch, Tensor):
+        return batch.to(device)
+    if isinstance(batch, Mapping):
+        return {key: to_model(value, model) for key, value in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        return tuple(to_model(value, model) for value in batch)
+    return batch
+
+
+def read(data: Iterable[Any], model: nn.Module) -> Iterator[tuple[Any, Tensor]]:
+    """Inputs and targets of every batch, on the model's device and checked.
+
+    Raises:
+        InvalidInput: there is no batch, a batch is empty, or inputs or targets are infinite or NaN.
+    """
+    number = -1
+    for number, batch in enumerate(data):
+        inputs, targets = split(to_model(batch, model))
+        if not targets.numel():
+            raise InvalidInput(f"batch {number} is empty; leave empty batches out")
+        _check_finite(inputs, f"the inputs of batch {number}")
+        _check_finite(targets, f"the targets of batch {number}")
+        yield inputs, targets
+    if number < 0:
+        raise InvalidInput("the data holds no batch; give at least one batch of inputs and targets")
+
+
+def check_data(data: Any) -> None:
+    """See that data can be iterated, and more than once.
+
+    Raises:
+        InvalidArgument: it is no iterable, or an iterator.
+    """
+    if isinstance(data, Iterator):
+        raise InvalidArgument("the data is an iterator, which can be read once only; give a list or a loader of batches")
+    if not isinstance(data, Iterable) or isinstance(data, (Tensor, str)):
+        raise InvalidArgument(f"the data must be an iterable of batches, got {type(data).__name__}")
+
+
+def size(inputs: Any) -> int:
+    """How many examples inputs hold: the length of the first tensor in them."""
+    if isinstance(inputs, Tensor):
+        return len(inputs)
+    values = inputs.values() if isinstance(inputs, Mapping) else inputs
+    return next((size(value) for value in values if isinstance(value, (Tensor, Mapping, tuple, list))), 0)
+
+
+def _check_finite(value: Any, what: str) -> None:
+    if isinstance(value, Tensor):
+        if value.is_floating_point() and not value.isfinite().all():
+            place = (~value.isfinite()).nonzero()[0].tolist()
+            raise InvalidInput(f"{what} hold {value[tuple(place)].item()} at {place}; remove or impute such rows first")
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            _check_finite(part, f"{what} ({key})")
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            _check_finite(part, what)

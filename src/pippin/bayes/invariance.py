@@ -1,0 +1,238 @@
+"""Which weights of a network can be rescaled without changing what it computes: those that a norm layer follows.
+
+Notable here:
+- found by test, not by name: the parameters of each module are halved and doubled, and outputs are compared
+- a batch norm in evaluation mode holds statistics of what it normalises, which are rescaled along; which norm belongs
+  to which layer is found by the same test, in the order in which norms are called
+- the small constant in a norm's denominator breaks the invariance a little, so it is made tiny during the test
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pippin.bayes.batches import call, size, to_model
+from pippin.core.errors import InvalidArgument, InvalidInput
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+@dataclass(frozen=True)
+class ParamGroup:
+    """Parameters that share one prior precision.
+
+    Attributes:
+        name: of the module they belong to, or "other".
+        parameters: names, as in ``model.named_parameters()``.
+        invariant: whether all of them can be rescaled together without changing the outputs.
+        statistics: the batch norm whose statistics must be rescaled along, "" where there is none.
+    """
+
+    name: str
+    parameters: tuple[str, ...]
+    invariant: bool = False
+    statistics: str = ""
+
+
+def find_scale_invariant_groups(model: nn.Module, x: Any, tol: float = 1e-5) -> list[ParamGroup]:
+    """The parameters of each module that can be rescaled without changing any output.
+
+    Weight and bias of a module are rescaled together, by a half and by two. Parameters that change nothing even when
+    they are set to zero are no invariant group: they are unused.
+
+    Args:
+        model: in evaluation mode if it holds batch norms.
+        x: some inputs, as many as take a moment; the answer is of these inputs.
+        tol: the largest change of an output, relative to the largest output.
+
+    Returns:
+        One group for each module that has the property, in the order of ``model.named_parameters()``.
+
+    Raises:
+        InvalidArgument: batch norm in training mode, or a tolerance outside (0, 1).
+        InvalidInput: no inputs, or outputs that are not finite.
+
+    Source: Antoran et al., arXiv:2206.08900, recommendation 2: f(k w', w'') = f(w', w'') for k > 0.
+
+    >>> layer = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+    >>> [group.parameters for group in find_scale_invariant_groups(layer, torch.eye(3))]
+    [('0.weight', '0.bias')]
+    """
+    if not 0 < tol < 1:
+        raise InvalidArgument(f"a tolerance of {tol}; give a number between 0 and 1, 1e-5 say")
+    check_evaluation(model)
+    if size(x) == 0:
+        raise InvalidInput("the inputs to test with are empty; give at least one example")
+    x = to_model(x, model)
+    found = []
+    with torch.no_grad(), _tiny_constants(model):
+        outputs = call(model, x)
+        if not outputs.isfinite().all():
+            raise InvalidInput("the outputs on the inputs to test with are not finite; check inputs and weights")
+        bound = tol * float(outputs.abs().max())
+        norms = _norms_in_order(model, x)
+        for name, parameters in candidates(model).items():
+            statistics = _invariant(model, x, outputs, parameters, norms, bound)
+            if statistics is not None:
+                found.append(ParamGroup(name, tuple(parameters), True, statistics))
+    return found
+
+
+def partition(model: nn.Module, groups: str | Sequence[ParamGroup], x: Any) -> list[ParamGroup]:
+    """Groups that cover every parameter once.
+
+    Args:
+        model: whose parameters.
+        groups: "scalar" for one group; "layer" for one for each module; "auto" for one for each scale-invariant module
+            and one, "other", for all else; or the groups themselves.
+        x: inputs to find the invariances with; these are marked whatever the choice is.
+
+    Raises:
+        InvalidArgument: an unknown word, or groups that leave a parameter out, name one twice or one that is unknown.
+    """
+    found = {group.parameters: group for group in find_scale_invariant_groups(model, x)}
+    if not isinstance(groups, str):
+        given = list(groups)
+        _check_partition(model, given)
+        return given
+    layers = [found.get(tuple(own), ParamGroup(name, tuple(own))) for name, own in candidates(model).items()]
+    if groups == "layer":
+        return layers
+    if groups not in ("auto", "scalar"):
+        raise InvalidArgument(f"groups={groups!r}; choose 'auto', 'layer', 'scalar', or give a list of ParamGroup")
+    everything = tuple(name for name, _ in model.named_parameters())
+    if groups == "scalar":
+        return [ParamGroup("all", everything)]
+    own = [group for group in layers if group.invariant]
+    held = {name for group in own for name in group.parameters}
+    others = tuple(name for name in everything if name not in held)
+    return own + ([ParamGroup("other", others)] if others else [])
+
+
+def candidates(model: nn.Module) -> dict[str, list[str]]:
+    """The parameters that each module owns, by its name; a tied parameter belongs to its first owner."""
+    owners: dict[str, list[str]] = {}
+    for name, _ in model.named_parameters():
+        owners.setdefault(name.rpartition(".")[0] or name, []).append(name)
+    return owners
+
+
+def check_evaluation(model: nn.Module) -> None:
+    """See that no batch norm is in training mode.
+
+    Raises:
+        InvalidArgument: one is; the message names it.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, BATCH_NORMS) and module.training:
+            raise InvalidArgument(
+                f"the batch norm {name!r} is in training mode, where an output depends on the other examples of its "
+                "batch; call model.eval() first"
+            )
+
+
+def _check_partition(model: nn.Module, groups: Sequence[ParamGroup]) -> None:
+    own, seen = [name for name, _ in model.named_parameters()], set[str]()
+    names = [group.name for group in groups]
+    if len(set(names)) < len(names):
+        raise InvalidArgument(f"two groups have the same name: {sorted({n for n in names if names.count(n) > 1})}")
+    for group in groups:
+        for name in group.parameters:
+            if name not in own:
+                raise InvalidArgument(f"group {group.name!r} names {name!r}, which the model does not have")
+            if name in seen:
+                raise InvalidArgument(f"the groups name {name!r} twice; each parameter belongs to one group")
+            seen.add(name)
+        if not group.parameters:
+            raise InvalidArgument(f"group {group.name!r} is empty; leave it out")
+    if left := [name for name in own if name not in seen]:
+        raise InvalidArgument(f"the groups leave out {left}; every parameter belongs to one group")
+
+
+def _invariant(
+    model: nn.Module, x: Any, outputs: Tensor, parameters: list[str], norms: dict[str, nn.Module], bound: float
+) -> str | None:
+    """The batch norm that must go along ("" for none) if these parameters can be rescaled, else None."""
+    own = dict(model.named_parameters())
+    tensors = [own[name] for name in parameters]
+    if _apart(model, x, outputs, tensors, None, 0.0) <= bound:
+        return None
+    # of a convolution or a linear layer, the first dimension counts its channels; of a transposed one, the second
+    channels = tensors[0].shape[:2]
+    matching = [name for name, norm in norms.items() if getattr(norm, "num_features", None) in channels]
+    for name in ["", *matching]:
+        norm = norms[name] if name else None
+        if all(_apart(model, x, outputs, tensors, norm, factor) <= bound for factor in (0.5, 2.0)):
+            return name
+    return None
+
+
+def _apart(
+    model: nn.Module, x: Any, outputs: Tensor, tensors: list[nn.Parameter], norm: nn.Module | None, factor: float
+) -> float:
+    """The largest change of an output when tensors and the norm's statistics are rescaled."""
+    with rescaled(tensors, norm, factor):
+        changed = (call(model, x) - outputs).abs().max()
+    return float(changed) if changed.isfinite() else float("inf")
+
+
+@contextmanager
+def rescaled(tensors: Sequence[Tensor], norm: nn.Module | None, factor: float) -> Iterator[None]:
+    """Tensors multiplied by a factor, a batch norm's mean too, and its variance by the factor squared, until the exit.
+
+    >>> layer = nn.Linear(2, 1)
+    >>> before = layer.weight.detach().clone()
+    >>> with rescaled([layer.weight], None, 2.0):
+    ...     torch.equal(layer.weight, 2 * before)
+    True
+    """
+    scaled = [(tensor, factor) for tensor in tensors]
+    if norm is not None:
+        mean, variance = norm.running_mean, norm.running_var
+        if isinstance(mean, Tensor) and isinstance(variance, Tensor):
+            scaled += [(mean, factor), (variance, factor**2)]
+    kept = [tensor.detach().clone() for tensor, _ in scaled]
+    with torch.no_grad():
+        for tensor, by in scaled:
+            tensor.mul_(by)
+        try:
+            yield
+        finally:
+            for (tensor, _), old in zip(scaled, kept, strict=True):
+                tensor.copy_(old)
+
+
+@contextmanager
+def _tiny_constants(model: nn.Module) -> Iterator[None]:
+    """The constant in the denominator of every norm a million times smaller, until the exit."""
+    held = [(part, part.eps) for part in model.modules() if isinstance(getattr(part, "eps", None), float)]
+    try:
+        for part, eps in held:
+            part.eps = 1e-6 * eps
+        yield
+    finally:
+        for part, eps in held:
+            part.eps = eps
+
+
+def _norms_in_order(model: nn.Module, x: Any) -> dict[str, nn.Module]:
+    """Batch norms by name, in the order in which the model calls them."""
+    order: dict[str, nn.Module] = {}
+    names = {module: name for name, module in model.named_modules() if isinstance(module, BATCH_NORMS)}
+
+    def note(module: nn.Module, inputs: Any, outputs: Any) -> None:
+        order.setdefault(names[module], module)
+
+    hooks = [module.register_forward_hook(note) for module in names]
+    try:
+        call(model, x)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return order

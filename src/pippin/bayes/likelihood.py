@@ -1,0 +1,279 @@
+r"""Likelihoods: how outputs explain targets, and how the loss of an example bends in its outputs.
+
+Notable here:
+- one interface carries every curvature: the Hessian of the loss in the outputs has a square root $S S^\top = A$ in
+  closed form, the residual is its gradient, and sampled residuals are draws whose mean outer product is A
+- losses are sums over examples; the noise of a regression stays outside, as a scale of the whole
+- targets are checked before anything is computed, with the value that is wrong in the message
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor
+from torch.nn import functional
+
+from pippin.core.errors import InvalidArgument, InvalidInput
+
+
+@runtime_checkable
+class Likelihood(Protocol):
+    """What a posterior needs to know of how outputs f explain targets y; ``name`` is its word."""
+
+    name: str
+    sigma_noise: float
+
+    def check(self, f: Float[Tensor, "n c"], y: Shaped[Tensor, "n ..."]) -> Shaped[Tensor, "n ..."]:
+        """The targets in the form that the other methods take.
+
+        Raises:
+            InvalidInput: they do not fit the outputs: another length, type or range.
+        """
+
+    def loss(self, f: Float[Tensor, "n c"], y: Shaped[Tensor, "n ..."]) -> Float[Tensor, ""]:
+        """The sum over examples of the negative log-likelihood at noise 1, without constants."""
+
+    def residual(self, f: Float[Tensor, "n c"], y: Shaped[Tensor, "n ..."]) -> Float[Tensor, "n c"]:
+        """The gradient of the loss in the outputs."""
+
+    def root(self, f: Float[Tensor, "n c"]) -> Float[Tensor, "n c r"]:
+        """S with S S^T the Hessian of the loss in the outputs."""
+
+    def sampled(self, f: Float[Tensor, "n c"], k: int, generator: torch.Generator | None) -> Float[Tensor, "n c k"]:
+        """Residuals of k targets that are drawn from the model itself, at noise 1."""
+
+    def normaliser(self, examples: int, outputs: int, sigma_noise: Float[Tensor, ""]) -> Float[Tensor, ""]:
+        """What the log-likelihood of so many examples has besides -loss / sigma^2."""
+
+
+class _Fixed:
+    """What likelihoods without a noise of their own share."""
+
+    sigma_noise = 1.0
+
+    def normaliser(self, examples: int, outputs: int, sigma_noise: Float[Tensor, ""]) -> Float[Tensor, ""]:
+        """Zero: the loss is the whole negative log-likelihood."""
+        return torch.zeros_like(sigma_noise)
+
+
+@dataclass(frozen=True)
+class Classification(_Fixed):
+    """Softmax over the outputs; targets are class numbers [n], integers from 0.
+
+    The loss is the cross-entropy, its Hessian diag(p) - p p^T.
+    """
+
+    name = "classification"
+
+    def check(self, f: Float[Tensor, "n c"], y: Shaped[Tensor, "n ..."]) -> Shaped[Tensor, "n ..."]:
+        """Class numbers as int64.
+
+        Raises:
+            InvalidInput: a single output, targets that are no integers, of another shape, or no class.
+        """
+        classes = f.shape[1]
+        if classes < 2:
+            raise InvalidInput(
+                f"classification needs two outputs or more, the model has {classes}; a single logit is MultiLabel()"
+            )
+        _check_length(f, y)
+        if y.ndim == 2 and y.shape[1] == 1:
+            y = y[:, 0]
+        if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
+            raise InvalidInput(f"classes must be integers (torch.long), got {y.dtype}; for real targets use regression")
+        if y.ndim != 1:
+            raise InvalidInput(f"classes must have one number per example, got shape {tuple(y.shape)}")
+        y = y.long()
+        wrong = y[(y < 0) | (y >= classes)]
+        if len(wrong):
+            raise InvalidInput(f"class {int(wrong[0])} is not among the model's {classes} outputs, 0 to {classes - 1}")
+        return y
+
+    def loss(self, f: Float[Tensor, "n c"], y: Shaped[Tensor, "n ..."]) -> Float[Tensor, ""]:
+        """Summed cross-entropy in nats."""
+        return functional.cross_entropy(f, y, reduction="sum")
+
+    def residual(self, f: Float[Tensor, "n c"], y: Shaped[Tensor, "n ..."]) -> Float[Tensor, "n c"]:
+        """p - e_y."""
+        return f.softmax(-1) - functional.one_hot(y, f.shape[1]).to(f.dtype)
+
+    def root(self, f: Float[Tensor, "n c"]) -> Float[Tensor, "n c r"]:
+        r"""diag(q) - p q^T with $q = \sqrt p$: since |q| = 1 and diag(q) q = p, its square is diag(p) - p p^T."""
+        p = f.softmax(-1)
+        q = p.sqrt()
+        if f.shape[1] == 2:  # one column is enough: p0 p1 (1, -1)^T (1, -1)
+            side = q[:, 0] * q[:, 1]
+            return torch.stack([side, -side], -1)[..., None]
+        return torch.diag_embed(q) - p[:, :, None] * q[:, None, :]
+
+    def sampled(self, f: Float[Tensor, "n c"], k: int, generator: torch.Generator | None) -> Float[Tensor, "n c k"]:
+        """p - e_y for classes drawn from p."""
+        p = f.softmax(-1)
+        drawn = torch.multinomial(p, k, replacement=True, generator=generator)
+        return p[:, :, None] - functional.one_hot(drawn, f.shape[1]).transpose(1, 2).to(f.dtype)
+
+
+@dataclass(frozen=True)
+class Regression:
+    """Gaussian noise around the outputs; targets are real, [n, c], or [n] for a single output.
+
+    The loss is half the squared distance, without the noise, and its Hessian the identity. Several outputs share one
+    noise: standardise targets of different units first.
+
+    Args:
+        sigma_noise: standard deviation of the noise, in units of the targets; > 0.
+
+    Raises:
+        InvalidArgument: a noise that is not positive and finite.
+    """
+
+    sigma_noise: float = 1.0
+    name = "regression"
+
+    def __post_init__(self) -> None:
+        check_sigma(self.sigma_noise)
+
+    def check(self, f: Float[Tensor, "n c"], y: Shaped[Tensor, "n ..."]) -> Shaped[Tensor, "n ..."]:
+        """Targets [n, c] in the precision of the outputs.
+
+        Raises:
+            InvalidInput: integers (class numbers?), or another shape than the outputs.
+        """
+        _check_length(f, y)
+        if not y.is_floating_point():
+            raise InvalidInput(f"targets of a regression must be real numbers, got {y.dtype}; convert with y.float()")
+        if y.ndim == 1:
+            y = y[:, None]
+        if y.shape != f.shape:
+            raise InvalidInput(f"targets of shape {tuple(y.shape)} do not fit outputs of shape {tuple(f.shape)}")
+        return y.to(f.dtype)
+
+    def loss(self, f: Float[Tensor, "n c"], y: Shaped[Tensor, "n ..."]) -> Float[Tensor, ""]:
+        """Half the summed squared distance, in squared units of the targets."""
+        return 0.5 * (f - y).square().sum()
+
+    def residual(self, f: Float[Tensor, "n c"], y: Shaped[Tensor, "n ..."]) -> Float[Tensor, "n c"]:
+        """f - y."""
+        return f - y
+
+    def root(self, f: Float[Tensor, "n c"]) -> Float[Tensor, "n c r"]:
+        """The identity."""
+        return torch.eye(f.shape[1], dtype=f.dtype, device=f.device).expand(len(f), -1, -1)
+
+    def sampled(self, f: Float[Tensor, "n c"], k: int, generator: torch.Generator | None) -> Float[Tensor, "n c k"]:
+        """Standard normal numbers."""
+        return torch.randn((*f.shape, k), generator=generator, dtype=f.dtype, device=f.device)
+
+    def normaliser(self, examples: int, outputs: int, sigma_noise: Float[Tensor, ""]) -> Float[Tensor, ""]:
+        r"""$-N C \log(\sigma \sqrt{2 \pi})$."""
+        return -examples * outputs * (sigma_noise.log() + 0.5 * math.log(2 * math.pi))
+
+
+@dataclass(frozen=True)
+class MultiLabel(_Fixed):
+    """Independent yes-or-no labels: a Bernoulli for each output; targets are 0 or 1, [n, c], or [n] for one output."""
+
+    name = "multi_label"
+
+    def check(self, f: Float[Tensor, "n c"], y: Shaped[Tensor, "n ..."]) -> Shaped[Tensor, "n ..."]:
+        """Labels [n, c] in the precision of the outputs.
+
+        Raises:
+            InvalidInput: another shape than the outputs, or a value besides 0 and 1.
+        """
+        _check_length(f, y)
+        if y.ndim == 1:
+            y = y[:, None]
+        if y.shape != f.shape:
+            raise InvalidInput(f"labels of shape {tuple(y.shape)} do not fit outputs of shape {tuple(f.shape)}")
+        y = y.to(f.dtype)
+        wrong = y[(y != 0) & (y != 1)]
+        if len(wrong):
+            raise InvalidInput(f"labels must be 0 or 1, got {wrong[0].item():g}")
+        return y
+
+    def loss(self, f: Float[Tensor, "n c"], y: Shaped[Tensor, "n ..."]) -> Float[Tensor, ""]:
+        """Summed binary cross-entropy in nats."""
+        return functional.binary_cross_entropy_with_logits(f, y, reduction="sum")
+
+    def residual(self, f: Float[Tensor, "n c"], y: Shaped[Tensor, "n ..."]) -> Float[Tensor, "n c"]:
+        """p - y."""
+        return f.sigmoid() - y
+
+    def root(self, f: Float[Tensor, "n c"]) -> Float[Tensor, "n c r"]:
+        """Diagonal, with the square roots of p (1 - p)."""
+        return torch.diag_embed((f.sigmoid() * (-f).sigmoid()).sqrt())
+
+    def sampled(self, f: Float[Tensor, "n c"], k: int, generator: torch.Generator | None) -> Float[Tensor, "n c k"]:
+        """p - y for labels drawn from p."""
+        p = f.sigmoid()[..., None].expand(*f.shape, k)
+        return p - torch.bernoulli(p, generator=generator)
+
+
+@dataclass(frozen=True)
+class RewardModel(Classification):
+    """Pairs of which one was preferred (Bradley-Terry): the preference follows the sigmoid of the difference in reward.
+
+    A batch is ((a, b), y) with y = 0 where a was preferred and 1 where b was; the model gives one reward per example,
+    [n] or [n, 1]. Called with a pair, the posterior answers with the probabilities of both; called with a single input,
+    with its reward and the variance of that.
+    """
+
+    name = "reward_model"
+
+    def check(self, f: Float[Tensor, "n c"], y: Shaped[Tensor, "n ..."]) -> Shaped[Tensor, "n ..."]:
+        """Which of the two was preferred, as int64.
+
+        Raises:
+            InvalidInput: inputs that are no pairs, or a preference besides 0 and 1.
+        """
+        if f.shape[1] != 2:
+            raise InvalidInput("a reward model is fitted on pairs: a batch must be ((a, b), preferred)")
+        return super().check(f, y)
+
+
+WORDS = {
+    "classification": Classification,
+    "regression": Regression,
+    "reward_model": RewardModel,
+    "multi_label": MultiLabel,
+}
+
+
+def likelihood(choice: str | Likelihood) -> Likelihood:
+    """The likelihood that a word or an object stands for.
+
+    Raises:
+        InvalidArgument: an unknown word, or something that is no likelihood.
+
+    >>> likelihood("regression")
+    Regression(sigma_noise=1.0)
+    """
+    if isinstance(choice, str):
+        if choice not in WORDS:
+            raise InvalidArgument(f"likelihood is {choice!r}; choose one of {', '.join(WORDS)}")
+        made: Likelihood = WORDS[choice]()
+        return made
+    if not isinstance(choice, Likelihood):
+        raise InvalidArgument(f"likelihood must be a word or a likelihood, got {type(choice).__name__}")
+    return choice
+
+
+def check_sigma(sigma_noise: float) -> None:
+    """See that a noise is positive and finite.
+
+    Raises:
+        InvalidArgument: it is not.
+    """
+    if not 0 < sigma_noise < math.inf:
+        raise InvalidArgument(f"sigma_noise is {sigma_noise}; give a standard deviation above 0")
+
+
+def _check_length(f: Tensor, y: Tensor) -> None:
+    if y.ndim == 0 or len(y) != len(f):
+        raise InvalidInput(f"there are {len(f)} outputs and targets of shape {tuple(y.shape)}: one for each example")

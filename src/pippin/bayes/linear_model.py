@@ -1,0 +1,290 @@
+r"""The linearised network $h(v, x) = f(w, x) + J(x) (v - w)$ as a model of its own, and its most probable weights.
+
+Notable here:
+- the weights of a trained network are no mode of anything a Gaussian could be put on; those of the linear model are the
+  optimum of a convex problem, for any prior, and need no training
+- small problems keep the Jacobian and solve in weights or in outputs, whichever is smaller, in float64
+- large ones never form it: one forward and one reverse product a step, conjugate gradients inside Newton's method, and
+  the diagonal of the curvature as the preconditioner
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.func import functional_call, jvp, vjp
+
+from pippin.bayes.batches import call, check_data, read
+from pippin.bayes.likelihood import Likelihood, Regression
+from pippin.bayes.rows import Rows
+from pippin.bayes.subset import Selection
+from pippin.core.errors import InvalidArgument, NotConverged
+
+DENSE_BYTES = 2**29
+"""Jacobians up to this size, in float64, are kept."""
+
+Step = tuple[Tensor, Tensor, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
+"""Of one batch: linearised outputs, targets, the products J d and J^T u."""
+
+
+class LinearModel:
+    """A network made linear in some of its weights, at the weights that it has.
+
+    Args:
+        model: the network; its weights are the point of linearisation and stay as they are.
+        likelihood: what the outputs mean.
+        selection: the weights that the model is linear in, P in all.
+        loader: batches (inputs, targets) that can be iterated again.
+        scale: the factor 1 / (noise variance x temperature) on the loss.
+        dense: whether the Jacobian is kept; None keeps it up to half a gigabyte.
+
+    Attributes:
+        weights: [P], the point of linearisation.
+        dense: whether the Jacobian is kept.
+
+    Source: Antoran et al., arXiv:2206.08900, recommendation 1: the linear model's own optimum.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood,
+        selection: Selection,
+        loader: Iterable[Any],
+        *,
+        scale: float = 1.0,
+        dense: bool | None = None,
+    ) -> None:
+        if not 0 < scale < math.inf:
+            raise InvalidArgument(f"a scale of {scale} on the loss; noise and temperature must be positive")
+        check_data(loader)
+        self.model, self.likelihood, self.selection, self.loader = model, likelihood, selection, loader
+        self.scale, self.weights = scale, selection.vector(model).detach().clone()
+        self.dense = _fits(model, selection, loader) if dense is None else dense
+        self._steps = list(self._kept()) if self.dense else None
+
+    def loss(self, v: Float[Tensor, " weights"], prior: Float[Tensor, " weights"]) -> Tensor:
+        r"""$L_h(v) = s \sum_i \ell(h(v, x_i), y_i) + \tfrac12 v^T \Lambda v$, the scatter term of the evidence.
+
+        Args:
+            v: weights of the linear model.
+            prior: the diagonal of $\Lambda$.
+        """
+        data = sum((self.likelihood.loss(h, y) for h, y, _, _ in self._at(v)), torch.zeros(()))
+        v = v.to(self._dtype)
+        return self.scale * data + 0.5 * (prior.to(v) * v.square()).sum()
+
+    def outputs(self, v: Float[Tensor, " weights"]) -> Float[Tensor, "n outputs"]:
+        """The linear model's outputs on the loader, in its order."""
+        return torch.cat([h for h, _, _, _ in self._at(v)])
+
+    def mode(
+        self, prior: Float[Tensor, " weights"], start: Float[Tensor, " weights"] | None = None, *, steps: int = 50
+    ) -> Float[Tensor, " weights"]:
+        """The minimiser of `loss`: one linear solve for squared errors, Newton's method with a line search otherwise.
+
+        Args:
+            prior: positive, the diagonal of the prior precision.
+            start: where to begin; None is the point of linearisation. It does not change the result.
+            steps: of Newton's method.
+
+        Returns:
+            Weights in float64 where the Jacobian is kept, else in the network's precision.
+
+        Raises:
+            NotConverged: after ``steps`` steps the loss would still fall; the residual is half the Newton decrement.
+        """
+        v = (self.weights if start is None else start).to(self._dtype).clone()
+        prior = prior.to(v)
+        tolerance = torch.finfo(v.dtype).eps ** 0.75
+        exact = self.dense and isinstance(self.likelihood, Regression)
+        decrement = math.inf
+        for _ in range(steps):
+            value, gradient = self._value_and_gradient(v, prior)
+            direction = self._solve(v, prior, -gradient)
+            decrement = -0.5 * float(gradient @ direction)
+            if exact:
+                return v + direction
+            if decrement <= tolerance * (1.0 + abs(value)):
+                return v + direction
+            v = self._line(v, direction, prior, value, decrement)
+        raise NotConverged(
+            f"the linear model's weights still move after {steps} Newton steps; take a larger prior precision, or more "
+            "steps",
+            iterations=steps,
+            residual=decrement,
+        )
+
+    # --- products with the curvature ---
+
+    def _value_and_gradient(self, v: Tensor, prior: Tensor) -> tuple[float, Tensor]:
+        gradient, value = prior * v, 0.5 * float((prior * v.square()).sum())
+        for h, y, _, back in self._at(v):
+            h = h.detach().requires_grad_()
+            with torch.enable_grad():
+                data = self.likelihood.loss(h, y)
+                (residual,) = torch.autograd.grad(data, h)
+            gradient = gradient + self.scale * back(residual)
+            value += self.scale * float(data.detach())
+        return value, gradient
+
+    def _solve(self, v: Tensor, prior: Tensor, right: Tensor) -> Tensor:
+        """(s J^T A J + Lambda)^-1 ``right``, with A at the outputs of ``v``."""
+        if self.dense:
+            return solve(self._root_rows(v), prior, right)
+        roots = [self.likelihood.root(h).to(v) for h, _, _, _ in self._at(v)]
+
+        def product(d: Tensor) -> Tensor:
+            total = prior * d
+            for root, (_, _, forward, back) in zip(roots, self._at(v), strict=True):
+                weighted = torch.einsum("ncr,ndr,nd->nc", root, root, forward(d))
+                total = total + self.scale * back(weighted)
+            return total
+
+        return _conjugate_gradients(product, right, prior + self.scale * self._diagonal())
+
+    def _root_rows(self, v: Tensor) -> Tensor:
+        """Rows R [m, P] with R^T R = s J^T A J."""
+        parts = []
+        for jacobian, (h, _, _, _) in zip(self._jacobians, self._at(v), strict=True):
+            root = self.likelihood.root(h).to(jacobian)
+            parts.append(torch.einsum("ncr,ncp->nrp", root, jacobian).flatten(0, 1))
+        return math.sqrt(self.scale) * torch.cat(parts)
+
+    def _diagonal(self) -> Tensor:
+        """The curvature's diagonal at the point of linearisation; computed once."""
+        if not hasattr(self, "_preconditioner"):
+            rows, total = Rows(self.model, self.selection), torch.zeros_like(self.weights)
+            for inputs, _ in read(self.loader, self.model):
+                with rows.forward(inputs) as p:
+                    total += p.diagonal(self.likelihood.root(p.outputs))
+            self._preconditioner = total
+        return self._preconditioner
+
+    def _line(self, v: Tensor, direction: Tensor, prior: Tensor, value: float, decrement: float) -> Tensor:
+        """Halve the step until the loss falls by a ten-thousandth of what its slope promises."""
+        size = 1.0
+        for _ in range(30):
+            if float(self.loss(v + size * direction, prior)) <= value - 2e-4 * size * decrement:
+                break
+            size /= 2
+        return v + size * direction
+
+    # --- batches ---
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return torch.float64 if self.dense else self.weights.dtype
+
+    def _kept(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Outputs less J w, targets and Jacobian of every batch, in float64."""
+        rows = Rows(self.model, self.selection)
+        for inputs, y in read(self.loader, self.model):
+            with rows.forward(inputs) as p:
+                outputs, jacobian = p.outputs.detach().double(), p.jacobian().double()
+            y = self.likelihood.check(outputs, y)
+            yield outputs - jacobian @ self.weights.double(), y, jacobian
+
+    @property
+    def _jacobians(self) -> list[Tensor]:
+        assert self._steps is not None
+        return [jacobian for _, _, jacobian in self._steps]
+
+    def _at(self, v: Tensor) -> Iterator[Step]:
+        if self._steps is not None:
+            for offset, y, jacobian in self._steps:
+                yield (
+                    offset + jacobian @ v.double(),
+                    y,
+                    lambda d, j=jacobian: j @ d,  # type: ignore[misc]
+                    lambda u, j=jacobian: torch.einsum("ncp,nc->p", j, u),  # type: ignore[misc]
+                )
+            return
+        moved = v - self.weights
+        for inputs, y in read(self.loader, self.model):
+            function = self._function(inputs)
+            outputs, change = jvp(function, (self.weights,), (moved,))
+            y = self.likelihood.check(outputs, y)
+            yield (
+                outputs + change,
+                y,
+                lambda d, f=function: jvp(f, (self.weights,), (d,))[1],  # type: ignore[misc]
+                lambda u, f=function: vjp(f, self.weights)[1](u)[0],  # type: ignore[misc]
+            )
+
+    def _function(self, inputs: Any) -> Callable[[Tensor], Tensor]:
+        """The outputs of these inputs as a function of the selected weights."""
+
+        def outputs(vector: Tensor) -> Tensor:
+            parts = self.selection.tensors(self.model, vector)
+            return call(_Called(self.model, parts), inputs)
+
+        return outputs
+
+
+class _Called(nn.Module):
+    """A network with some parameters replaced."""
+
+    def __init__(self, model: nn.Module, parts: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.called = lambda *args, **kwargs: functional_call(model, parts, args, kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the network."""
+        return self.called(*args, **kwargs)
+
+
+def solve(
+    rows: Float[Tensor, "m weights"], prior: Float[Tensor, " weights"], right: Float[Tensor, " weights"]
+) -> Float[Tensor, " weights"]:
+    """(R^T R + diag(prior))^-1 right, by whichever of the two sizes is smaller.
+
+    >>> rows, right = torch.tensor([[1.0, 1.0]]), torch.tensor([3.0, 0.0])
+    >>> solve(rows, torch.ones(2), right)  # [[2, 1], [1, 2]]^-1 [3, 0]
+    tensor([ 2., -1.])
+    """
+    m, size = rows.shape
+    if m < size:
+        scaled = rows / prior
+        inner = torch.eye(m, dtype=rows.dtype, device=rows.device) + scaled @ rows.mT
+        base = right / prior
+        return base - scaled.mT @ torch.cholesky_solve((rows @ base)[:, None], torch.linalg.cholesky(inner))[:, 0]
+    precision = rows.mT @ rows + torch.diag(prior)
+    return torch.cholesky_solve(right[:, None], torch.linalg.cholesky(precision))[:, 0]
+
+
+def _conjugate_gradients(product: Callable[[Tensor], Tensor], right: Tensor, diagonal: Tensor) -> Tensor:
+    """The solution of product(x) = right to the square root of the precision, or as near as 1,000 steps come."""
+    x, residual = torch.zeros_like(right), right.clone()
+    scaled = residual / diagonal
+    direction, energy = scaled.clone(), residual @ scaled
+    goal = torch.finfo(right.dtype).eps * energy
+    for _ in range(1000):
+        if energy <= goal:
+            break
+        curved = product(direction)
+        size = energy / (direction @ curved)
+        x = x + size * direction
+        residual = residual - size * curved
+        scaled = residual / diagonal
+        last, energy = energy, residual @ scaled
+        direction = scaled + (energy / last) * direction
+    return x
+
+
+def _fits(model: nn.Module, selection: Selection, loader: Iterable[Any]) -> bool:
+    """Whether the Jacobian of all examples stays within `DENSE_BYTES`."""
+    numbers, width = 0, 0
+    for inputs, y in read(loader, model):
+        if not width:
+            with torch.no_grad():
+                width = call(model, inputs).shape[1]
+        numbers += len(y) * width * selection.size
+        if 8 * numbers > DENSE_BYTES:
+            return False
+    return True

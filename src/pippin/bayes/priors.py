@@ -1,0 +1,209 @@
+r"""Priors of a simulator's parameters, and the map between their support and all of space.
+
+Notable here:
+- a prior is anything with bounds, `sample` and `log_prob`; bounds may be infinite, for each parameter by itself
+- `Support` sends a bounded parameter through a logit, a half-bounded one through a logarithm, and standardises; the
+  density of a flow that lives out there never leaks over a bound, and its log-determinant is exact
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from pippin.core.errors import InvalidArgument, InvalidInput
+
+EDGE = 1e-6
+"""Share of its range that a bounded parameter is kept away from its bounds, where the logit would be infinite."""
+
+
+@runtime_checkable
+class Prior(Protocol):
+    """A distribution of k parameters.
+
+    Attributes:
+        low: lower bounds [k]; minus infinity where there is none.
+        high: upper bounds [k]; infinity where there is none.
+    """
+
+    low: Tensor
+    high: Tensor
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """``n`` draws [n, k], float32."""
+
+    def log_prob(self, theta: Tensor) -> Tensor:
+        """Log density [n] of ``theta`` [n, k]; minus infinity outside of the bounds."""
+
+
+class Box:
+    """Independent parameters, each uniform between two bounds.
+
+    Args:
+        low: lower bounds, one for each parameter.
+        high: upper bounds.
+
+    Raises:
+        InvalidArgument: bounds of different lengths, none at all, not finite, or a lower one not below its upper one.
+
+    >>> Box([0.0, -1.0], [2.0, 1.0]).log_prob(torch.tensor([[1.0, 0.0], [3.0, 0.0]])).tolist()
+    [-1.3862943649291992, -inf]
+    """
+
+    def __init__(self, low: Sequence[float] | Tensor, high: Sequence[float] | Tensor) -> None:
+        self.low, self.high = _vector(low, "low"), _vector(high, "high")
+        if len(self.low) != len(self.high):
+            raise InvalidArgument(f"{len(self.low)} lower bounds and {len(self.high)} upper bounds")
+        for index, (low_, high_) in enumerate(zip(self.low.tolist(), self.high.tolist(), strict=True)):
+            if not low_ < high_:
+                raise InvalidArgument(f"parameter {index} lies between {low_} and {high_}; low must be below high")
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Float[Tensor, "n k"]:
+        """``n`` independent draws."""
+        return self.low + (self.high - self.low) * torch.rand(n, len(self.low), generator=generator)
+
+    def log_prob(self, theta: Float[Tensor, "n k"]) -> Float[Tensor, " n"]:
+        """Minus the log volume inside, minus infinity outside."""
+        low, high = self.low.to(theta), self.high.to(theta)
+        inside = ((theta >= low) & (theta <= high)).all(-1)
+        return torch.where(inside, -(high - low).log().sum(), -torch.inf)
+
+
+class Gaussian:
+    """Independent normal parameters.
+
+    Args:
+        mean: one for each parameter.
+        sd: standard deviations, above 0.
+
+    Raises:
+        InvalidArgument: as `Box`, or a standard deviation that is not above 0.
+
+    >>> round(Gaussian([0.0], [1.0]).log_prob(torch.zeros(1, 1)).item(), 4)
+    -0.9189
+    """
+
+    def __init__(self, mean: Sequence[float] | Tensor, sd: Sequence[float] | Tensor) -> None:
+        self.mean, self.sd = _vector(mean, "mean"), _vector(sd, "sd")
+        if len(self.mean) != len(self.sd):
+            raise InvalidArgument(f"{len(self.mean)} means and {len(self.sd)} standard deviations")
+        if not (self.sd > 0).all():
+            raise InvalidArgument(f"standard deviations must be above 0, got {self.sd.tolist()}")
+        self.low, self.high = torch.full_like(self.mean, -math.inf), torch.full_like(self.mean, math.inf)
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Float[Tensor, "n k"]:
+        """``n`` independent draws."""
+        return self.mean + self.sd * torch.randn(n, len(self.mean), generator=generator)
+
+    def log_prob(self, theta: Float[Tensor, "n k"]) -> Float[Tensor, " n"]:
+        """Sum of the normal log densities."""
+        z = (theta - self.mean.to(theta)) / self.sd.to(theta)
+        return (-0.5 * z.square() - self.sd.to(theta).log() - 0.5 * math.log(2 * math.pi)).sum(-1)
+
+
+class Support(nn.Module):
+    r"""The map from parameters to all of space: logit or logarithm where there are bounds, then standardised.
+
+    $u = (s(\theta) - m) / \sigma$ with s by parameter and m, $\sigma$ measured on draws of the prior, so that a flow
+    of $u$ begins near a standard normal.
+
+    Args:
+        prior: its bounds are kept, and 4,096 draws of it measure m and $\sigma$.
+        seed: of the draws.
+
+    Raises:
+        InvalidArgument: what was given is no prior.
+        InvalidInput: its draws are not [n, k], not finite, or outside of its own bounds.
+    """
+
+    low: Tensor
+    high: Tensor
+    mean: Tensor
+    sd: Tensor
+
+    def __init__(self, prior: Prior, seed: int = 0) -> None:
+        super().__init__()
+        if not isinstance(prior, Prior):
+            raise InvalidArgument(f"a prior has low, high, sample and log_prob; {type(prior).__name__} does not")
+        self.register_buffer("low", prior.low.float().clone())
+        self.register_buffer("high", prior.high.float().clone())
+        count = len(self.low)
+        self.register_buffer("mean", torch.zeros(count))
+        self.register_buffer("sd", torch.ones(count))
+        draws = prior.sample(4096, torch.Generator().manual_seed(seed))
+        self.check(draws)
+        free, _ = self.free(draws)
+        self.mean.copy_(free.mean(0))
+        self.sd.copy_(free.std(0).clamp_min(1e-8))
+
+    def __len__(self) -> int:
+        return len(self.low)
+
+    def inside(self, theta: Float[Tensor, "n k"]) -> Bool[Tensor, " n"]:
+        """Which rows lie within all bounds, the bounds themselves included."""
+        return ((theta >= self.low) & (theta <= self.high)).all(-1)
+
+    def check(self, theta: Tensor) -> None:
+        """Refuse parameters that are of another number, not finite or outside of the bounds.
+
+        Raises:
+            InvalidInput: with the first rows that are wrong.
+        """
+        if theta.ndim != 2 or theta.shape[1] != len(self):
+            raise InvalidInput(
+                f"theta is {list(theta.shape)}; the prior has {len(self)} parameters, so give [n, {len(self)}]"
+            )
+        refuse_rows(~theta.isfinite().all(-1), "theta is not finite")
+        refuse_rows(~self.inside(theta.to(self.low)), "theta lies outside of the prior's bounds", theta)
+
+    def free(self, theta: Float[Tensor, "n k"]) -> tuple[Float[Tensor, "n k"], Float[Tensor, " n"]]:
+        """The point in free space and the log of the determinant of its derivative."""
+        low, high = self.low, self.high
+        below, above = low.isfinite(), high.isfinite()
+        width = torch.where(below & above, high - low, torch.ones_like(low))
+        p = ((theta - torch.where(below, low, 0.0)) / width).clamp(EDGE, 1 - EDGE)
+        left = (theta - torch.where(below, low, 0.0)).clamp_min(EDGE)
+        right = (torch.where(above, high, 0.0) - theta).clamp_min(EDGE)
+        boxed, slope = p.log() - (-p).log1p(), -width.log() - p.log() - (-p).log1p()
+        u = torch.where(below & above, boxed, torch.where(below, left.log(), torch.where(above, -right.log(), theta)))
+        gradient = torch.where(below, -left.log(), torch.where(above, -right.log(), 0.0))
+        gradient = torch.where(below & above, slope, gradient)
+        return (u - self.mean) / self.sd, (gradient - self.sd.log()).sum(-1)
+
+    def bound(self, u: Float[Tensor, "n k"]) -> Float[Tensor, "n k"]:
+        """The parameters of a point in free space: the inverse of `free`."""
+        low, high = self.low, self.high
+        below, above = low.isfinite(), high.isfinite()
+        s = u * self.sd + self.mean
+        lower, upper = torch.where(below, low, 0.0), torch.where(above, high, 0.0)
+        boxed = torch.minimum(lower + (upper - lower) * s.sigmoid(), high)
+        return torch.where(
+            below & above, boxed, torch.where(below, lower + s.exp(), torch.where(above, upper - (-s).exp(), s))
+        )
+
+
+def refuse_rows(wrong: Tensor, what: str, values: Tensor | None = None) -> None:
+    """Name the first rows where ``wrong`` [n] is true.
+
+    Raises:
+        InvalidInput: there is one.
+    """
+    rows = wrong.nonzero()[:, 0].tolist()
+    if rows:
+        example = "" if values is None else f", for instance {values[rows[0]].tolist()}"
+        shown = ", ".join(map(str, rows[:5])) + (", ..." if len(rows) > 5 else "")
+        raise InvalidInput(
+            f"{what} in {len(rows)} of {len(wrong)} rows ({shown}){example}; leave them out or mend them"
+        )
+
+
+def _vector(values: Sequence[float] | Tensor, name: str) -> Tensor:
+    vector = torch.as_tensor(values, dtype=torch.float32)
+    if vector.ndim != 1 or not len(vector) or not vector.isfinite().all():
+        raise InvalidArgument(f"{name} must be a list of finite numbers, one for each parameter, got {values}")
+    return vector
