@@ -53,7 +53,7 @@ clean:
 	rm -rf build site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
 
 # Stamps: a second make starts at once, a changed pyproject.toml or kernel installs again.
-BUILT_FROM := pyproject.toml setup.py $(wildcard native/*)
+BUILT_FROM := pyproject.toml setup.py tools/peers.txt $(wildcard native/*)
 
 $(VENV)/.run: $(BUILT_FROM)
 	@tools/venv.sh $(VENV)

@@ -67,5 +67,10 @@ if ! "$venv/bin/python" -m pip install -qq --disable-pip-version-check $constrai
         "only with CUDA: add PyTorch's CPU index (the 'CPU' line on pytorch.org/get-started) or run: make CUDA=1"
     exit 1
 fi
+case ",${2:-}," in
+*,test,*) # without their dependencies: one of them is a build of torchvision that does not fit the CPU build of torch
+    "$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-deps --requirement tools/peers.txt
+    ;;
+esac
 [ ! -f src/pippin/_native.log ] ||
     say "note: the native kernels could not be compiled (src/pippin/_native.log says why); torch will do their work"

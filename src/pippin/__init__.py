@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 from pippin import errors
 
 if TYPE_CHECKING:
+    from pippin.bayes.laplace import Laplace
+    from pippin.bayes.uncertainty import uncertainty
     from pippin.engine.engine import Engine
     from pippin.kits.image.creator import ImageCreator
     from pippin.language.availability import availability
@@ -52,6 +54,8 @@ if TYPE_CHECKING:
 _HOMES = {
     "LanguageModel": "pippin.language.load",
     "load": "pippin.language.load",
+    "Laplace": "pippin.bayes.laplace",
+    "uncertainty": "pippin.bayes.uncertainty",
     "Allow": "pippin.session",
     "AnyOf": "pippin.session",
     "Choice": "pippin.session",
@@ -96,6 +100,7 @@ __all__ = [
     "Hooks",
     "ImageCreator",
     "LanguageModel",
+    "Laplace",
     "Lark",
     "LocalModel",
     "McpServer",
@@ -118,6 +123,7 @@ __all__ = [
     "load",
     "load_encoder",
     "tool",
+    "uncertainty",
 ]
 
 

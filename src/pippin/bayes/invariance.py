@@ -84,35 +84,38 @@ def find_scale_invariant_groups(model: nn.Module, x: Any, tol: float = 1e-5) -> 
     return found
 
 
-def partition(model: nn.Module, groups: str | Sequence[ParamGroup], x: Any) -> list[ParamGroup]:
+def partition(
+    model: nn.Module, groups: str | Sequence[ParamGroup], x: Any, names: Sequence[str] | None = None
+) -> list[ParamGroup]:
     """Groups that cover every parameter once.
 
     Args:
         model: whose parameters.
         groups: "scalar" for one group; "layer" for one for each module; "auto" for one for each scale-invariant module
             and one, "other", for all else; or the groups themselves.
-        x: inputs to find the invariances with; these are marked whatever the choice is.
+        x: inputs to find the invariances with.
+        names: the parameters to cover; None is all of them.
 
     Raises:
         InvalidArgument: an unknown word, or groups that leave a parameter out, name one twice or one that is unknown.
     """
-    found = {group.parameters: group for group in find_scale_invariant_groups(model, x)}
+    everything = tuple(name for name, _ in model.named_parameters() if names is None or name in names)
     if not isinstance(groups, str):
-        given = list(groups)
-        _check_partition(model, given)
-        return given
-    layers = [found.get(tuple(own), ParamGroup(name, tuple(own))) for name, own in candidates(model).items()]
-    if groups == "layer":
-        return layers
-    if groups not in ("auto", "scalar"):
+        _check_partition(everything, groups)
+        return list(groups)
+    if groups not in ("auto", "layer", "scalar"):
         raise InvalidArgument(f"groups={groups!r}; choose 'auto', 'layer', 'scalar', or give a list of ParamGroup")
-    everything = tuple(name for name, _ in model.named_parameters())
     if groups == "scalar":
         return [ParamGroup("all", everything)]
-    own = [group for group in layers if group.invariant]
-    held = {name for group in own for name in group.parameters}
+    found = {group.parameters: group for group in find_scale_invariant_groups(model, x)}
+    owned = {name: tuple(n for n in own if n in everything) for name, own in candidates(model).items()}
+    layers = [found.get(own, ParamGroup(name, own)) for name, own in owned.items() if own]
+    if groups == "layer":
+        return layers
+    free = [group for group in layers if group.invariant]
+    held = {name for group in free for name in group.parameters}
     others = tuple(name for name in everything if name not in held)
-    return own + ([ParamGroup("other", others)] if others else [])
+    return free + ([ParamGroup("other", others)] if others else [])
 
 
 def candidates(model: nn.Module) -> dict[str, list[str]]:
@@ -137,22 +140,22 @@ def check_evaluation(model: nn.Module) -> None:
             )
 
 
-def _check_partition(model: nn.Module, groups: Sequence[ParamGroup]) -> None:
-    own, seen = [name for name, _ in model.named_parameters()], set[str]()
+def _check_partition(own: Sequence[str], groups: Sequence[ParamGroup]) -> None:
+    seen = set[str]()
     names = [group.name for group in groups]
-    if len(set(names)) < len(names):
-        raise InvalidArgument(f"two groups have the same name: {sorted({n for n in names if names.count(n) > 1})}")
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise InvalidArgument(f"several groups have the name {twice[0]!r}; names tell them apart")
     for group in groups:
+        if not group.parameters:
+            raise InvalidArgument(f"group {group.name!r} is empty; leave it out")
         for name in group.parameters:
             if name not in own:
-                raise InvalidArgument(f"group {group.name!r} names {name!r}, which the model does not have")
+                raise InvalidArgument(f"group {group.name!r} names {name!r}, which is no parameter to be covered")
             if name in seen:
                 raise InvalidArgument(f"the groups name {name!r} twice; each parameter belongs to one group")
             seen.add(name)
-        if not group.parameters:
-            raise InvalidArgument(f"group {group.name!r} is empty; leave it out")
     if left := [name for name in own if name not in seen]:
-        raise InvalidArgument(f"the groups leave out {left}; every parameter belongs to one group")
+        raise InvalidArgument(f"the groups leave out {', '.join(left)}; every parameter belongs to one group")
 
 
 def _invariant(

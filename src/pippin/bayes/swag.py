@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.func import functional_call
 
-from pippin.bayes.likelihood import Classification, Likelihood
+from pippin.bayes.batches import call, check_data, size, split
+from pippin.bayes.likelihood import Classification, Likelihood, MultiLabel, likelihood as chosen
 from pippin.bayes.predictive import Prediction
+from pippin.bayes.subset import All
 from pippin.core.errors import InvalidArgument, InvalidInput, NotFitted
 from pippin.train import Constant, Loss, Trainer
 
@@ -103,7 +104,7 @@ class SWAG:
 
     Args:
         model: trained; its weights are where the descent starts. It is left as it is.
-        likelihood: what the outputs mean: gives the loss, and how samples are averaged.
+        likelihood: what the outputs mean, as an object or a word: gives the loss, and how samples are averaged.
         config: how snapshots are taken.
 
     Attributes:
@@ -112,15 +113,15 @@ class SWAG:
         deviations: [rank, P], the last snapshots less the average at their time.
 
     Raises:
-        InvalidArgument: no parameter wants a gradient, or ``model`` is not a module.
+        InvalidArgument: no parameter wants a gradient, or an unknown likelihood.
 
     Source: Maddox et al., arXiv:1902.02476, algorithm 1 and eq. (1); variances as scores: arXiv:2010.14689, section 4.
     """
 
-    def __init__(self, model: nn.Module, likelihood: Likelihood, config: SWAGConfig = SWAGConfig()) -> None:
+    def __init__(self, model: nn.Module, likelihood: str | Likelihood, config: SWAGConfig = SWAGConfig()) -> None:
         if not any(p.requires_grad for p in model.parameters()):
             raise InvalidArgument("no parameter of the model wants a gradient; there is nothing to move")
-        self.model, self.likelihood, self.config = model, likelihood, config
+        self.model, self.likelihood, self.config = model, chosen(likelihood), config
         self.mean: Tensor | None = None
         self.variance: Tensor | None = None
         self.deviations: Tensor | None = None
@@ -136,9 +137,11 @@ class SWAG:
             This object.
 
         Raises:
-            InvalidInput: the loader is empty, or a one-time iterator that ends too early.
+            InvalidArgument: the loader can be read once only.
+            InvalidInput: the loader is empty, or its targets do not fit the outputs.
             NonFiniteLoss: the descent diverged; take a smaller rate.
         """
+        check_data(loader)
         config = self.config
         every = config.every or _length(loader)
         model = copy.deepcopy(self.model)
@@ -210,19 +213,22 @@ class SWAG:
         """
         if samples < 2:
             raise InvalidArgument(f"{samples} samples have no covariance; give 2 or more")
-        outputs = torch.stack([self._outputs(x, weights) for weights in self.sample(samples, generator)])
+        selection, drawn = All().resolve(self.model), []
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.model.eval()
+        try:
+            for weights in self.sample(samples, generator):
+                with selection.at(self.model, weights) as model:
+                    drawn.append(call(model, x))
+        finally:
+            for module, mode in modes:
+                module.training = mode
+        outputs = torch.stack(drawn)
         mean = outputs.mean(0)
         centred = outputs - mean
         covariance = torch.einsum("snc,snd->ncd", centred, centred) / (samples - 1)
-        probs = outputs.softmax(-1).mean(0) if isinstance(self.likelihood, Classification) else None
-        return Prediction(mean, covariance, probs)
-
-    def _outputs(self, x: Any, weights: Tensor) -> Tensor:
-        parts, at = {}, 0
-        for name, parameter in self.model.named_parameters():
-            parts[name] = weights[at : at + parameter.numel()].view_as(parameter)
-            at += parameter.numel()
-        return functional_call(self.model, parts, (x,))
+        noise = self.likelihood.sigma_noise**2 if self.likelihood.name == "regression" else 0.0
+        return Prediction(mean, covariance, _probabilities(self.likelihood, outputs), noise)
 
     def _fitted(self) -> tuple[Tensor, Tensor, Tensor]:
         if self.mean is None or self.variance is None or self.deviations is None:
@@ -243,8 +249,9 @@ class _Objective:
         for module in model.modules():
             if isinstance(module, NORMS):
                 module.eval()
-        x, y = batch
-        return Loss(self.likelihood.loss(model(x), y), len(y))
+        inputs, y = split(batch)
+        outputs = call(model, inputs)
+        return Loss(self.likelihood.loss(outputs, self.likelihood.check(outputs, y)), size(inputs))
 
 
 class _Again:
@@ -262,6 +269,13 @@ class _Again:
                 return
 
 
+def _probabilities(likelihood: Likelihood, outputs: Tensor) -> Tensor | None:
+    """The average over networks [s, n, C], where the outputs are logits."""
+    if isinstance(likelihood, Classification):
+        return outputs.softmax(-1).mean(0)
+    return outputs.sigmoid().mean(0) if isinstance(likelihood, MultiLabel) else None
+
+
 def _length(loader: Iterable[Any]) -> int:
     length = len(loader) if isinstance(loader, Sized) else sum(1 for _ in loader)
     if length == 0:
@@ -275,9 +289,9 @@ def _vector(model: nn.Module) -> Tensor:
 
 def _normal(generator: torch.Generator | None, like: Tensor) -> Any:
     """A drawer of normal numbers that leaves the global generators alone."""
-    chosen = generator or torch.Generator(like.device).manual_seed(0)
+    source = generator or torch.Generator(like.device).manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=chosen, device=chosen.device, dtype=like.dtype).to(like.device)
+        return torch.randn(*shape, generator=source, device=source.device, dtype=like.dtype).to(like.device)
 
     return draw

@@ -1,0 +1,243 @@
+r"""Prior precisions from the evidence of the linearised network: MacKay's fixed point at the linear model's own optimum.
+
+Notable here:
+- the scatter term takes the most probable weights of the linear model, not those that training stopped at; predictions
+  keep the network's own outputs as their mean
+- the weights in front of a norm layer have a scale that means nothing, and a precision of their own, so that neither
+  predictions nor evidence depend on that scale
+- curvature comes from any structure of `Laplace`; only its log determinant and its marginal variances are needed
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from pippin.bayes.batches import check_data, read
+from pippin.bayes.invariance import ParamGroup, check_evaluation, find_scale_invariant_groups, partition
+from pippin.bayes.laplace import Laplace
+from pippin.bayes.likelihood import Likelihood
+from pippin.bayes.linear_model import LinearModel
+from pippin.bayes.predictive import Prediction
+from pippin.core.errors import InferenceAtRisk, InvalidArgument, NonFiniteEvidence, NotConverged
+
+BOUNDS = (1e-8, 1e8)
+"""Precisions stay between these; one that reaches the upper bound is refused."""
+
+
+@dataclass(frozen=True, eq=False)
+class LinearisedPosterior:
+    """A posterior whose prior was chosen by the evidence of the linear model.
+
+    Attributes:
+        laplace: the posterior, with that prior, for everything that `Laplace` does.
+        groups: of parameters that share a precision.
+        prior_precision: by the name of the group.
+        effective_dim: directions that the data determines, by the name of the group; between 0 and the group's size.
+        log_evidence: of the training data, in nats.
+        weights: [P], the linear model's most probable weights (the network's own for ``mode="network"``).
+        rounds: of the fixed point.
+        change: of the largest log precision in the last round.
+    """
+
+    laplace: Laplace
+    groups: tuple[ParamGroup, ...]
+    prior_precision: dict[str, float]
+    effective_dim: dict[str, float]
+    log_evidence: float
+    weights: Float[Tensor, " weights"]
+    rounds: int
+    change: float
+
+    def __call__(self, x: Any, **options: Any) -> Prediction:
+        """As `Laplace` predicts: the network's outputs, and the covariance J (H + Lambda)^-1 J^T around them."""
+        return self.laplace(x, **options)
+
+
+class LinearisedEvidence:
+    r"""Chooses one prior precision for each group of weights by the evidence of the linearised network.
+
+    $$M(\Lambda) = -L_h(v^*) - \tfrac12 \log\det(\Lambda^{-1} H + I), \quad
+      \gamma_g = d_g - \lambda_g \operatorname{tr}_g (H + \Lambda)^{-1}, \quad
+      \lambda_g \leftarrow \gamma_g / \lVert v^*_g \rVert^2$$
+
+    Args:
+        model: trained in whatever way; in evaluation mode if it holds batch norms.
+        likelihood: an object or a word, as for `Laplace`.
+        subset: of the weights, as for `Laplace`.
+        curvature: the structure of the curvature H: "full", "kron" or "diag".
+        groups: "auto" gives each scale-invariant module a precision and all else one; "layer" gives each module one;
+            "scalar" one for all; or a list of `ParamGroup` that covers every parameter once.
+        mode: where the scatter term is taken: "linear" at the linear model's optimum, "network" at the trained weights,
+            which is the usual Laplace evidence and means little unless training ended in a minimum with that prior.
+
+    Raises:
+        InvalidArgument: an unknown word, batch norm in training mode.
+
+    Source: Antoran et al., arXiv:2206.08900, recommendations 1 and 2; MacKay 1992 for the fixed point.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: str | Likelihood,
+        *,
+        subset: Any = "all",
+        curvature: Literal["full", "kron", "diag"] = "full",
+        groups: Literal["auto", "layer", "scalar"] | Sequence[ParamGroup] = "auto",
+        mode: Literal["linear", "network"] = "linear",
+    ) -> None:
+        if curvature not in ("full", "kron", "diag"):
+            raise InvalidArgument(f"curvature={curvature!r}; choose 'full', 'kron' or 'diag'")
+        if mode not in ("linear", "network"):
+            raise InvalidArgument(f"mode={mode!r}; choose 'linear' or 'network'")
+        check_evaluation(model)
+        self.laplace = Laplace(model, likelihood, subset=subset, structure=curvature)
+        self.model, self.groups, self.mode = model, groups, mode
+
+    def fit(
+        self, loader: Iterable[Any], rounds: int = 40, *, start: float = 1.0, tolerance: float = 1e-3
+    ) -> LinearisedPosterior:
+        """Alternate between the linear model's weights and the precisions.
+
+        Args:
+            loader: batches (inputs, targets) that can be iterated again.
+            rounds: at most so many.
+            start: the first precision of every group; the weight decay of the mean loss, times the number of examples.
+            tolerance: the fixed point is reached when no log precision changes by more.
+
+        Raises:
+            InvalidArgument: ``rounds`` below 1, a ``start`` or a tolerance that is not positive.
+            NotConverged: the precision of a group grows without bound, as where the outputs do not depend on it.
+            NonFiniteEvidence: the evidence is infinite or NaN.
+
+        Warns:
+            InferenceAtRisk: precisions still change after all rounds; or ``mode="network"`` and scale-invariant weights
+                share a precision with others.
+        """
+        _check(rounds, start, tolerance)
+        check_data(loader)
+        groups = self._groups(loader)
+        laplace = self.laplace.fit(loader)
+        selection = laplace.selection
+        slices = [[selection.of(name) for name in group.parameters] for group in groups]
+        linear = LinearModel(self.model, laplace.likelihood, selection, loader, scale=float(laplace.scale))
+        log_precision = torch.full((len(groups),), math.log(start), dtype=torch.float64)
+        weights, change, done = linear.weights, math.inf, 0
+        for done in range(1, rounds + 1):
+            prior = _spread(log_precision.exp(), slices, linear.weights)
+            if self.mode == "linear":
+                weights = linear.mode(prior, weights)
+            effective = _effective(laplace, prior, slices)
+            fresh = _fixed_point(groups, slices, effective, weights, done)
+            change = float((fresh - log_precision).abs().max())
+            log_precision = fresh
+            if change < tolerance:
+                break
+        if change >= tolerance:
+            warnings.warn(
+                f"a log precision still changed by {change:.2g} in round {rounds} of {rounds}; give more rounds",
+                InferenceAtRisk,
+                stacklevel=2,
+            )
+        prior = _spread(log_precision.exp(), slices, linear.weights)
+        if self.mode == "linear":
+            weights = linear.mode(prior, weights)
+        laplace.prior_precision = prior
+        names = [group.name for group in groups]
+        return LinearisedPosterior(
+            laplace,
+            tuple(groups),
+            dict(zip(names, log_precision.exp().tolist(), strict=True)),
+            dict(zip(names, _effective(laplace, prior, slices).tolist(), strict=True)),
+            evidence(laplace, linear, weights, prior),
+            weights,
+            done,
+            change,
+        )
+
+    def _groups(self, loader: Iterable[Any]) -> list[ParamGroup]:
+        """The groups, after the warning that is due."""
+        inputs, _ = next(read(loader, self.model))
+        groups = partition(self.model, self.groups, inputs, self.laplace.selection.names)
+        if self.mode == "network":
+            found = {group.parameters for group in find_scale_invariant_groups(self.model, inputs)}
+            own = {group.parameters for group in groups}
+            if found - own:
+                names = ", ".join(names[0] for names in sorted(found - own))
+                warnings.warn(
+                    f"the scale of {names} means nothing, since a norm follows, but the evidence at the network's own "
+                    "weights takes it for information; use mode='linear' and groups='auto'",
+                    InferenceAtRisk,
+                    stacklevel=3,
+                )
+        return groups
+
+
+def evidence(laplace: Laplace, linear: LinearModel, weights: Tensor, prior: Tensor) -> float:
+    r"""$\log p(D) \approx -L_h(v) - \tfrac12 (\log\det(H + \Lambda) - \log\det \Lambda)$, with the constants.
+
+    Args:
+        laplace: fitted: gives H and the constants.
+        linear: gives $L_h$.
+        weights: v.
+        prior: the diagonal of $\Lambda$.
+
+    Raises:
+        NonFiniteEvidence: the message has the terms.
+    """
+    scatter = float(linear.loss(weights, prior))
+    volume = float(laplace.state.posterior(prior, laplace.scale).log_det) - float(prior.log().sum())
+    value = float(laplace.normaliser()) - scatter - 0.5 * volume
+    if not math.isfinite(value):
+        raise NonFiniteEvidence(f"the evidence is {value}: scatter {scatter}, log determinants {volume}; check the data")
+    return value
+
+
+def _effective(laplace: Laplace, prior: Tensor, slices: list[list[slice]]) -> Tensor:
+    """Effective dimension of each group."""
+    determined = 1 - (prior * laplace.state.posterior(prior, laplace.scale).variances()).double()
+    return torch.stack([sum(determined[part].sum() for part in parts) for parts in slices])  # type: ignore[misc]
+
+
+def _fixed_point(
+    groups: list[ParamGroup], slices: list[list[slice]], effective: Tensor, weights: Tensor, done: int
+) -> Tensor:
+    """The next log precisions."""
+    squares = torch.stack([sum(weights[part].double().square().sum() for part in parts) for parts in slices])  # type: ignore[misc]
+    fresh = effective / squares
+    for group, dimension, value in zip(groups, effective.tolist(), fresh.tolist(), strict=True):
+        if not dimension > 0 or not value < BOUNDS[1]:
+            raise NotConverged(
+                f"the prior precision of group {group.name!r} grows without bound (effective dimension {dimension:.3g}): "
+                "the data says nothing about these weights; leave them out of the subset, or join them with another "
+                "group",
+                iterations=done,
+                residual=value,
+            )
+    return fresh.clamp(min=BOUNDS[0]).log()
+
+
+def _spread(precision: Tensor, slices: list[list[slice]], like: Tensor) -> Tensor:
+    """One precision for each weight."""
+    prior = torch.ones_like(like)
+    for value, parts in zip(precision.tolist(), slices, strict=True):
+        for part in parts:
+            prior[part] = value
+    return prior
+
+
+def _check(rounds: int, start: float, tolerance: float) -> None:
+    if rounds < 1:
+        raise InvalidArgument(f"rounds={rounds}; give 1 or more")
+    if not BOUNDS[0] <= start < BOUNDS[1]:
+        raise InvalidArgument(f"a first precision of {start}; give a number from {BOUNDS[0]:g} to {BOUNDS[1]:g}")
+    if not 0 < tolerance < math.inf:
+        raise InvalidArgument(f"a tolerance of {tolerance}; give a positive number")
