@@ -28,7 +28,8 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 SYSTEMS = ROOT / "src" / "pippin" / "claims" / "systems.json"
 API_FOLDERS = (
-    "session", "kits", "evaluate", "shape", "language", "generate", "bayes", "train", "engine", "data", "nn", "core", "claims",
+    "session", "kits", "evaluate", "shape", "language", "generate", "bayes", "train", "engine", "data", "nn", "core",
+    "claims",
 )  # fmt: skip
 NESTED = ("shape", "kits")  # folders whose subfolders are on the same page
 NOTICE = "<!-- Written by tools/generate_docs.py; edits are lost. -->"

@@ -166,4 +166,6 @@ def plain_likelihood(likelihood: str | Likelihood) -> Plain:
 
 def _check_mode(model: nn.Module) -> None:
     if model.training:
-        raise InvalidArgument("the model is in training mode, where dropout and batch norm change it; call model.eval()")
+        raise InvalidArgument(
+            "the model is in training mode, where dropout and batch norm change it; call model.eval()"
+        )

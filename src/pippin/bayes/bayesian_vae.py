@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from pippin.bayes.sghmc import SGHMC, Chain
-from pippin.bayes.vae import VAE, Elbo, VAEConfig
+from pippin.bayes.vae import VAE, Elbo, VAEConfig, moments
 from pippin.core import checkpoint
 from pippin.core.errors import (
     ChainDiverged,
@@ -46,6 +46,7 @@ _KINDS = ("ess", "entropy", "waic", "variance", "ll", "typicality")
 _ROOM = 1 << 22  # numbers of decoded output that are held at once
 _LOOKED_AT = 256  # training examples on which the samples are checked after a fit
 _HEALTHY = (0.2, 0.98)
+_TYPE = "bayesian-vae"
 
 
 def ood_score(
@@ -97,7 +98,7 @@ def ood_score(
         return mixture if training is None or kind == "ll" else -(mixture - training).abs()
     logs = found.log_softmax(0)
     if kind == "entropy":
-        return -(logs.exp() * logs).sum(0).neg().exp().reciprocal() if False else (-(logs.exp() * logs).sum(0)).exp()
+        return (-(logs.exp() * logs).sum(0)).exp()
     return (-(2 * logs).logsumexp(0)).exp()
 
 
@@ -196,9 +197,7 @@ class BayesianVAE:
         made.samples = {name: torch.stack([state[name].detach() for state in states]) for name in states[0]}
         return made
 
-    def fit(
-        self, x: Float[Tensor, "n ..."], chain: Chain = Chain(), *, seed: int = 0, show: bool = False
-    ) -> Self:
+    def fit(self, x: Float[Tensor, "n ..."], chain: Chain = Chain(), *, seed: int = 0, show: bool = False) -> Self:
         """Train, burn in, and keep samples.
 
         Args:
@@ -288,9 +287,7 @@ class BayesianVAE:
         return len(next(iter(self.samples.values()))) if self.samples else 0
 
     @torch.no_grad()
-    def log_likelihood(
-        self, x: Float[Tensor, "n ..."], *, n_z: int = 64, seed: int = 0
-    ) -> Float[Tensor, "samples n"]:
+    def log_likelihood(self, x: Float[Tensor, "n ..."], *, n_z: int = 64, seed: int = 0) -> Float[Tensor, "samples n"]:
         r"""log p(x | weights) of each posterior sample by importance sampling, in nats.
 
         $\log \frac1S \sum_s p(x \mid z_s) p(z_s) / q(z_s \mid x)$, whose standard normal draws are the same for every
@@ -322,18 +319,17 @@ class BayesianVAE:
         drawn = None if self.bayes_encoder else _draw(self.vae.encode(x), noise)
         for sample in self._states():
             if self.bayes_encoder:
-                mean, log_var = functional_call(self.vae, sample, (x,), {"what": "encode"}) if False else (
-                    self._encode(sample, x)
-                )
-                drawn = _draw((mean, log_var), noise)
+                drawn = _draw(moments(functional_call(self.vae.encoder, _part(sample, "encoder."), (x,))), noise)
             assert drawn is not None
             z, ratio = drawn
-            decoder = {name.removeprefix("decoder."): value for name, value in sample.items() if "decoder." in name}
-            logits = functional_call(self.vae.decoder, decoder, (z.flatten(0, 1),))
-            logits = logits.view(len(noise), *x.shape)
+            logits = self._logits(sample, z.flatten(0, 1)).view(len(noise), *x.shape)
             terms = self.vae.log_likelihood(x[None], logits).double() + ratio
             rows.append(terms.logsumexp(0) - math.log(len(noise)))
         return torch.stack(rows)
+
+    def _logits(self, sample: dict[str, Tensor], z: Tensor) -> Tensor:
+        out: Tensor = functional_call(self.vae.decoder, _part(sample, "decoder."), (z,))
+        return out.view(-1, *self.vae.config.shape)
 
     def _states(self) -> Iterator[dict[str, Tensor]]:
         for index in range(len(self)):
@@ -348,3 +344,127 @@ class BayesianVAE:
             As `log_likelihood` and `ood_score`.
         """
         return ood_score(self.log_likelihood(x, n_z=n_z, seed=seed), kind, training=training)
+
+    @torch.no_grad()
+    def latent_score(
+        self, z: Float[Tensor, "n latent"], kind: Kind, *, n_x: int = 20, n_z: int = 64, seed: int = 0
+    ) -> Float[Tensor, " n"]:
+        """How well the model knows what a latent code stands for: the mean score of outputs drawn from it.
+
+        Each output is drawn from p(x | z) of a posterior sample that is drawn first. Low values lie outside the region
+        that the data told anything about.
+
+        Args:
+            z: codes.
+            kind: a score other than "typicality".
+            n_x: outputs a code.
+            n_z: latent draws for the likelihood of each.
+            seed: of all draws.
+
+        Raises:
+            InvalidArgument: "typicality", or ``n_x`` below 1.
+            InvalidInput: codes of another width, or not finite.
+            NotFitted: before `fit`.
+
+        Source: arXiv:1912.05651, D(z) as the expectation of D(x) under p(x | z).
+        """
+        if not self.samples:
+            raise NotFitted("there are no posterior samples; call fit first")
+        if kind == "typicality" or n_x < 1:
+            raise InvalidArgument(f"kind {kind!r} with n_x={n_x}: give 1 output or more, and a kind but typicality")
+        if z.shape[1:] != (self.vae.config.latent,) or not z.isfinite().all():
+            raise InvalidInput(f"codes are finite rows of {self.vae.config.latent}, got shape {tuple(z.shape)}")
+        device = next(self.vae.parameters()).device
+        generator = torch.Generator().manual_seed(seed)
+        chosen = torch.randint(len(self), (n_x,), generator=generator).tolist()
+        states = list(self._states())
+        logits = torch.cat([self._logits(states[index], z.to(device)) for index in chosen])
+        drawn = self.vae.sample_output(logits, torch.Generator(device).manual_seed(seed))
+        return self.score(drawn, kind, n_z=n_z, seed=seed).view(n_x, len(z)).mean(0)
+
+    def save(self, folder: str | Path) -> None:
+        """Write config, weights and samples.
+
+        Raises:
+            NotFitted: there are no samples.
+            DiskFull: as `pippin.core.checkpoint.save_folder`.
+        """
+        if not self.samples:
+            raise NotFitted("there are no posterior samples to save; call fit first")
+        config = {
+            "model_type": _TYPE,
+            "vae": asdict(self.vae.config),
+            "prior_precision": self.prior_precision,
+            "bayes_encoder": self.bayes_encoder,
+        }
+        tensors = {f"vae.{name}": value for name, value in self.vae.state_dict().items()}
+        checkpoint.save_folder(folder, config, tensors | {f"samples.{k}": v for k, v in self.samples.items()})
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Self:
+        """What `save` wrote.
+
+        Raises:
+            ModelNotFound: no such folder.
+            CorruptedFile: it holds something else, or a part is missing.
+        """
+        opened = checkpoint.open_folder(folder)
+        if opened.config.get("model_type") != _TYPE:
+            raise CorruptedFile(f"{folder} holds {opened.config.get('model_type')!r}, no Bayesian VAE")
+        tensors = {name: opened.tensor(name).clone() for name in opened.names()}
+        try:
+            described = dict(opened.config["vae"])
+            shapes = {name: tuple(described.pop(name)) for name in ("shape", "hidden")}
+            made = cls(
+                VAE(VAEConfig(**described, **shapes)),
+                prior_precision=opened.config["prior_precision"],
+                bayes_encoder=opened.config["bayes_encoder"],
+            )
+            made.vae.load_state_dict(_part(tensors, "vae."))
+        except (KeyError, TypeError, RuntimeError, InvalidArgument) as error:
+            raise CorruptedFile(f"{folder}: config and weights do not describe a Bayesian VAE: {error}") from error
+        made.samples = _part(tensors, "samples.")
+        return made
+
+
+@dataclass(frozen=True)
+class _Burning:
+    """The chain over what is sampled, and AdamW over the rest; an optimiser for the trainer."""
+
+    chain: Chain
+    n_data: int
+    prior_precision: float
+    bayes_encoder: bool
+    seed: int
+
+    def build(self, model: nn.Module) -> list[torch.optim.Optimizer]:
+        named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        sampled = [p for name, p in named if self.bayes_encoder or name.startswith("decoder.")]
+        rest = [(name, p) for name, p in named if not (self.bayes_encoder or name.startswith("decoder."))]
+        chain = SGHMC(
+            sampled,
+            self.chain.lr,
+            n_data=self.n_data,
+            friction=self.chain.friction,
+            prior_precision=self.prior_precision,
+            temperature=self.chain.temperature,
+            seed=self.seed,
+        )
+        trained = AdamW(lr=self.chain.warm_up_lr, weight_decay=0.0)
+        return [chain, trained.over(rest)] if rest else [chain]
+
+
+def _batches(x: Tensor, batch: int, seed: int) -> Shuffled[int, Tensor]:
+    return Shuffled(range(len(x)), batch, seed=seed, collate=lambda rows: x[torch.tensor(rows, device=x.device)])
+
+
+def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+def _draw(q: tuple[Tensor, Tensor], noise: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes [draws, n, latent] of q(z | x), and log p(z) - log q(z | x) [draws, n] in float64."""
+    mean, log_var = q
+    z = mean + (0.5 * log_var).exp() * noise
+    ratio = 0.5 * (noise.double().square() + log_var.double() - z.double().square()).sum(-1)
+    return z, ratio

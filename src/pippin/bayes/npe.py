@@ -72,11 +72,14 @@ class FlowConfig:
         except ImportError as error:
             raise MissingDependency("conditional flows need zuko: pip install 'pippin[bayes]'") from error
         how: dict[str, Any] = {"hidden_features": self.hidden}
+        flow: nn.Module
         if self.kind == "mixture":
-            return zuko.flows.GMM(parameters, features, components=self.components, **how)
-        if self.kind == "affine":
-            return zuko.flows.MAF(parameters, features, transforms=self.transforms, **how)
-        return zuko.flows.NSF(parameters, features, transforms=self.transforms, bins=self.bins, **how)
+            flow = zuko.flows.GMM(parameters, features, components=self.components, **how)
+        elif self.kind == "affine":
+            flow = zuko.flows.MAF(parameters, features, transforms=self.transforms, **how)
+        else:
+            flow = zuko.flows.NSF(parameters, features, transforms=self.transforms, bins=self.bins, **how)
+        return flow
 
 
 class SeriesEncoder(nn.Module):
@@ -215,7 +218,7 @@ class NPE(nn.Module):
 
     def simulate(
         self, n: int, simulator: Simulator, generator: torch.Generator
-    ) -> tuple[Float[Tensor, "n k"], Float[Tensor, "n *shape"]]:
+    ) -> tuple[Float[Tensor, "n k"], Float[Tensor, "n ..."]]:
         """``n`` draws of the prior and an observation of each.
 
         Raises:
@@ -250,7 +253,7 @@ class NPE(nn.Module):
 
     # --- use ------------------------------------------------------------------------------------------------------
 
-    def encode(self, x: Float[Tensor, "n *shape"], encoder: nn.Module | None = None) -> Float[Tensor, "n l"]:
+    def encode(self, x: Float[Tensor, "n ..."], encoder: nn.Module | None = None) -> Float[Tensor, "n l"]:
         """Features of observations.
 
         Args:
@@ -267,7 +270,7 @@ class NPE(nn.Module):
         features: Tensor = (encoder or self.encoder)((x - self.centre) / self.scale)
         return features
 
-    def log_prob(self, theta: Float[Tensor, "n k"], x: Float[Tensor, "n *shape"]) -> Float[Tensor, " n"]:
+    def log_prob(self, theta: Float[Tensor, "n k"], x: Float[Tensor, "n ..."]) -> Float[Tensor, " n"]:
         """Log density of each ``theta`` given its ``x``, in units of theta; minus infinity outside of the prior.
 
         Raises:
@@ -290,8 +293,13 @@ class NPE(nn.Module):
     @torch.no_grad()
     def log_prob_pairs(self, theta: Float[Tensor, "n k"], features: Float[Tensor, "m l"]) -> Float[Tensor, "n m"]:
         """Log density of every theta under the posterior of every row of features, in chunks."""
-        rows = max(1, CHUNK // len(features))
-        parts = []
+        flow, rows, parts = self._fitted(), max(1, CHUNK // len(features)), []
+        if self.config.kind == "mixture":  # its densities do not depend on theta, so one pass makes all of them
+            theta = theta.to(features)
+            u, gradient = self.support.free(theta)
+            mixture = flow(features)
+            found = torch.cat([mixture.log_prob(part[:, None]) for part in u.split(rows)]) + gradient[:, None]
+            return torch.where(self.support.inside(theta)[:, None], found, -torch.inf)
         for part in theta.split(rows):
             left = part.repeat_interleave(len(features), 0)
             right = features.repeat(len(part), 1)
@@ -299,7 +307,7 @@ class NPE(nn.Module):
         return torch.cat(parts)
 
     def sample(
-        self, n: int, x: Float[Tensor, "b *shape"], generator: torch.Generator | None = None
+        self, n: int, x: Float[Tensor, "b ..."], generator: torch.Generator | None = None
     ) -> Float[Tensor, "n b k"]:
         """``n`` draws for each observation, within the prior's bounds.
 
@@ -354,7 +362,7 @@ class NPE(nn.Module):
 
     def facts(self) -> dict[str, Any]:
         """What `restore` needs beside the tensors, as JSON values."""
-        assert self.flow is not None and self.shape is not None
+        assert self.shape is not None
         features = len(self.encode(torch.zeros(1, *self.shape))[0])
         return {"flow": asdict(self.config), "shape": list(self.shape), "features": features, "seed": self.seed}
 
@@ -392,7 +400,7 @@ class NPE(nn.Module):
         return made.eval()
 
 
-def observations(x: Any, n: int, shape: tuple[int, ...] | None, name: str) -> Float[Tensor, "n *shape"]:
+def observations(x: Any, n: int, shape: tuple[int, ...] | None, name: str) -> Tensor:
     """Observations as float32, checked.
 
     Raises:
@@ -400,14 +408,14 @@ def observations(x: Any, n: int, shape: tuple[int, ...] | None, name: str) -> Fl
         InvalidInput: none at all, another number or shape, or values that are not finite (the rows are named).
     """
     if not isinstance(x, Tensor):
-        raise InvalidArgument(f"{name} is a {type(x).__name__}; give a tensor [n, ...]")
+        raise InvalidArgument(f"{name}: got a {type(x).__name__}; give a tensor [n, ...]")
     if x.ndim < 2 or not x.numel() or len(x) != n:
         raise InvalidInput(f"{name} of shape {list(x.shape)} for {n} rows; give [n, ...], a row for each")
     if shape is not None and tuple(x.shape[1:]) != shape:
         raise InvalidInput(f"{name} of shape {list(x.shape)}; one observation must have the shape {list(shape)}")
-    x = x.float()
-    refuse_rows(~x.flatten(1).isfinite().all(-1), f"{name}: not finite")
-    return x
+    found: Tensor = x.float()
+    refuse_rows(~found.flatten(1).isfinite().all(-1), f"{name}: not finite")
+    return found
 
 
 def _posterior_loss(model: nn.Module, batch: tuple[Tensor, Tensor], generator: torch.Generator) -> Loss:

@@ -160,7 +160,9 @@ def log_probs(probs: Float[Tensor, "n classes"]) -> Float[Tensor, "n classes"]:
 
 def _check_classes(probs: Tensor) -> None:
     if not bool(((probs.sum(-1) - 1).abs() < 1e-3).all()):
-        raise InvalidInput("a temperature is for classes, whose probabilities add up to 1; these are independent labels")
+        raise InvalidInput(
+            "a temperature is for classes, whose probabilities add up to 1; these are independent labels"
+        )
 
 
 def check_scores(logits: Tensor, labels: Tensor) -> None:

@@ -49,7 +49,7 @@ def semibalanced_sinkhorn(
     tolerance: float = 1e-6,
     max_iterations: int = 10_000,
 ) -> Transport:
-    r"""The least $\langle P, C \rangle + \gamma \langle P, \log P \rangle + \rho\,\mathrm{KL}(P^T 1 | 1/m)$ of all plans P.
+    r"""The plan of least $\langle P, C \rangle + \gamma \langle P, \log P \rangle + \rho\,\mathrm{KL}(P^T 1 | 1/m)$.
 
     Rows are hard, $P 1 = 1/n$; columns give way with $\rho = \gamma \tau / (1 - \tau)$, which is infinite at tau = 1.
     With log-sum-exp LSE, the updates are

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from pippin.bayes import metrics
 from pippin.bayes.baselines import PlainNetwork
-from pippin.bayes.batches import call, read, split
+from pippin.bayes.batches import call, read, to_model
+from pippin.bayes.examples import cut, inputs_alone
 from pippin.bayes.laplace import Laplace
 from pippin.bayes.likelihood import Classification, Likelihood, MultiLabel, Regression, likelihood as likelihood_of
 from pippin.bayes.predictive import Prediction
@@ -93,22 +93,25 @@ def uncertainty(
     if not 0 < held_out < 1:
         raise InvalidArgument(f"held_out is a share of the data, between 0 and 1, got {held_out}")
     if model.training:
-        raise InvalidArgument("the model is in training mode, where dropout and batch norm change it; call model.eval()")
+        raise InvalidArgument(
+            "the model is in training mode, where dropout and batch norm change it; call model.eval()"
+        )
     if validation is None:
-        fit, tune, test = _cut(data, (1 - held_out, held_out / 2, held_out / 2), seed, batch, model)
+        shares = (1 - held_out, held_out / 2, held_out / 2)
+        fit, tune, test = cut(data, shares, seed=seed, batch=batch, model=model)
     else:
-        [fit] = _cut(data, (1.0,), None, batch, model)
-        tune, test = _cut(validation, (0.5, 0.5), seed, batch, model)
+        [fit] = cut(data, (1.0,), seed=None, batch=batch, model=model)
+        tune, test = cut(validation, (0.5, 0.5), seed=seed, batch=batch, model=model)
     chosen = _likelihood(model, likelihood, fit)
     for part in (fit, tune, test):
         _check(model, chosen, part)
-    foreign = None if ood is None else _inputs(ood, batch, model)
+    foreign = None if ood is None else inputs_alone(ood, batch=batch, model=model)
     if isinstance(chosen, Regression):
         chosen = Regression(_residual(model, tune))
     posterior = Laplace(model, chosen, **laplace).fit(fit).tune()
     made = Uncertainty(model, posterior, seed=seed)
     made._calibrate(tune)
-    made.report = made.measure(test, foreign)
+    made.report = made._scores(test, foreign)
     made._held = test
     return made
 
@@ -133,7 +136,7 @@ class Uncertainty:
         self._scaled = TemperatureScaling(_two_sided(posterior, self.likelihood))
         self._scaled.value = temperature
         self.report: Report | None = None
-        self._held: Sequence[Any] | None = None
+        self._held: Iterable[Any] | None = None
 
     @property
     def temperature(self) -> float:
@@ -148,7 +151,7 @@ class Uncertainty:
             For classes ``probs``, [n, classes], two columns for a single logit. For a regression ``mean`` and
             ``variance``, [n, outputs], noise included.
         """
-        return self._scaled(_on(self.model, x))
+        return self._scaled(to_model(x, self.model))
 
     def ood_score(self, x: Any) -> Float[Tensor, " n"]:
         """How foreign inputs look: the entropy of the probabilities, in nats, or the variance summed over outputs."""
@@ -165,13 +168,16 @@ class Uncertainty:
         Raises:
             InvalidInput: no data, NaN, or targets that do not fit.
         """
-        [batches] = _cut(data, (1.0,), None, batch, self.model)
-        plain, targets = gather(self._plain, batches)
-        ours, _ = gather(self._scaled, batches)
+        [batches] = cut(data, (1.0,), seed=None, batch=batch, model=self.model)
+        return self._scores(batches, None if ood is None else inputs_alone(ood, batch=batch, model=self.model))
+
+    def _scores(self, batches: Iterable[Any], ood: Sequence[Any] | None) -> Report:
+        plain, targets = gather(self._plain, read(batches, self.model))
+        ours, _ = gather(self._scaled, read(batches, self.model))
         rows = [Row("examples measured", len(targets)), Row("temperature", self.temperature)]
         rows += _class_rows(plain, ours, targets) if ours.probs is not None else _real_rows(plain, ours, targets)
         if ood is not None:
-            inputs = _inputs(ood, batch, self.model)
+            inputs = [to_model(x, self.model) for x in ood]
             rows += _ood_rows(plain, ours, predict_all(self._plain, inputs), predict_all(self._scaled, inputs))
         return Report("Uncertainty on held-out data", rows)
 
@@ -186,7 +192,9 @@ class Uncertainty:
         """
         prediction, targets = gather(self._scaled, self._batches(data))
         if prediction.probs is None:
-            raise InvalidArgument("a regression has no probabilities of classes; its report gives coverage, plot draws it")
+            raise InvalidArgument(
+                "a regression has no probabilities of classes; its report gives coverage, plot draws it"
+            )
         return metrics.reliability(prediction.probs, targets)
 
     def plot(self, path: Path, data: Any = None) -> None:
@@ -244,8 +252,8 @@ class Uncertainty:
             raise CorruptedFile(f"{str(folder)!r} holds no saved uncertainty: {error}") from error
         return cls(model, Laplace.load(Path(folder) / "posterior", model), temperature=temperature, seed=seed)
 
-    def _calibrate(self, batches: Sequence[Any]) -> None:
-        self._scaled.fit(batches)
+    def _calibrate(self, batches: Iterable[Any]) -> None:
+        self._scaled.fit(read(batches, self.model))
         if self.likelihood.name != "regression" and not BOUNDS[0] * 1.01 < self.temperature < BOUNDS[1] / 1.01:
             warnings.warn(
                 "every held-out label was predicted right (or none), so no temperature is best and it is left at 1; if "
@@ -257,7 +265,137 @@ class Uncertainty:
 
     def _batches(self, data: Any) -> Sequence[Any]:
         if data is not None:
-            return _cut(data, (1.0,), None, 256, self.model)[0]
+            return list(read(cut(data, (1.0,), seed=None, batch=256, model=self.model)[0], self.model))
         if self._held is None:
             raise InvalidArgument("nothing was held out here; give labelled data")
-        return self._held
+        return list(read(self._held, self.model))
+
+
+# --- before the fit ---------------------------------------------------------------------------------------------------
+
+
+def _likelihood(model: nn.Module, choice: str | Likelihood | None, batches: Iterable[Any]) -> Likelihood:
+    """What was asked for, or what the targets are: real ones a regression, whole ones classes or yes and no."""
+    if choice is not None:
+        found = likelihood_of(choice)
+        if type(found) is Classification or isinstance(found, (Regression, MultiLabel)):
+            return found
+        raise InvalidArgument(f"likelihood must be classification, multi_label or regression here, got {found.name!r}")
+    x, y = next(read(batches, model))
+    if y.is_floating_point():
+        return Regression()
+    with torch.no_grad():
+        return MultiLabel() if call(model, x).shape[1] == 1 else Classification()
+
+
+def _check(model: nn.Module, likelihood: Likelihood, batches: Iterable[Any]) -> None:
+    """See that model and data fit together, before anything is fitted."""
+    classes: set[int] = set()
+    with torch.no_grad():
+        for x, y in read(batches, model):
+            outputs = call(model, x)
+            if not bool(outputs.isfinite().all()):
+                raise InvalidInput(
+                    "the model's outputs are not finite for this data; is it trained, and the data scaled?"
+                )
+            targets = likelihood.check(outputs, y)
+            if likelihood.name == "multi_label" and outputs.shape[1] > 1:
+                raise InvalidInput(
+                    f"the model has {outputs.shape[1]} independent labels; uncertainty is for classes, one label or a "
+                    "regression; use Laplace(model, 'multi_label')"
+                )
+            if likelihood.name != "regression":
+                classes.update(targets.long().flatten().tolist())
+    if len(classes) == 1:
+        raise InvalidInput(
+            f"every target of a part of the data is {classes.pop()}; give examples of two classes or more"
+        )
+
+
+def _residual(model: nn.Module, batches: Iterable[Any]) -> float:
+    """Root mean square of the residuals on examples that the posterior does not see."""
+    prediction, targets = gather(PlainNetwork(model, "regression"), read(batches, model))
+    found = float((targets.view_as(prediction.mean).double() - prediction.mean.double()).square().mean().sqrt())
+    if found == 0:
+        raise InvalidInput("every held-out target is met exactly, so there is no noise to estimate; give new examples")
+    return found
+
+
+def _two_sided(predictor: Predictor, likelihood: Likelihood) -> Predictor:
+    """Probabilities of no and yes where a predictor gives that of yes alone."""
+    if likelihood.name != "multi_label":
+        return predictor
+
+    def both(x: Any) -> Prediction:
+        prediction = predictor(x)
+        assert prediction.probs is not None
+        return replace(prediction, probs=torch.cat([1 - prediction.probs, prediction.probs], 1))
+
+    return both
+
+
+# --- the report -------------------------------------------------------------------------------------------------------
+
+
+def _foreignness(prediction: Prediction) -> Float[Tensor, " n"]:
+    return prediction.variance.sum(-1) if prediction.probs is None else metrics.entropy(prediction.probs)
+
+
+def _class_rows(plain: Prediction, ours: Prediction, targets: Tensor) -> list[Row]:
+    rows: list[Row] = []
+    labels = targets.flatten().long()
+    for name, one in (("", ours), (", network alone", plain)):
+        assert one.probs is not None
+        confidence, answer = one.probs.max(-1)
+        curve = metrics.selective(confidence, answer == labels)
+        rows += [
+            Row(f"accuracy{name}", metrics.accuracy(one.probs, labels)),
+            Row(f"negative log-likelihood{name}", metrics.nll(one.probs, labels), "nats"),
+            Row(f"calibration error{name}", metrics.ece(one.probs, labels)),
+            Row(f"Brier score{name}", metrics.brier(one.probs, labels)),
+            Row(f"risk over all coverages{name}", curve.area),
+            Row(f"error at 80 % coverage{name}", curve.at(0.8)),
+        ]
+    return rows
+
+
+def _real_rows(plain: Prediction, ours: Prediction, targets: Tensor) -> list[Row]:
+    y = targets.view_as(ours.mean).to(ours.mean)
+    rows = [Row("root mean square error", float((y - ours.mean).square().mean().sqrt()))]
+    for name, one in (("", ours), (", one variance for all", plain)):
+        rows += [
+            Row(f"negative log-likelihood{name}", metrics.gaussian_nll(one.mean, one.variance, y), "nats"),
+            Row(f"continuous ranked probability score{name}", metrics.gaussian_crps(one.mean, one.variance, y)),
+            Row(f"inside the 95 % interval{name}", metrics.interval_coverage(one.mean, one.variance, y)),
+            Row(f"width of the 95 % interval{name}", float(2 * 1.96 * one.variance.sqrt().mean())),
+        ]
+    return rows
+
+
+def _ood_rows(plain: Prediction, ours: Prediction, plain_ood: Prediction, ours_ood: Prediction) -> list[Row]:
+    rows = [Row("foreign inputs", len(ours_ood.mean))]
+    for name, near, far in (("", ours, ours_ood), (", network alone", plain, plain_ood)):
+        if near.probs is None and name:
+            continue  # one variance for all tells nothing apart
+        scores = _foreignness(far), _foreignness(near)
+        rows += [
+            Row(f"foreign told from own, AUROC{name}", metrics.auroc(*scores)),
+            Row(f"own taken for foreign at 95 % found{name}", metrics.fpr_at_tpr(*scores)),
+        ]
+        if far.probs is not None:
+            rows.append(Row(f"mean confidence on foreign inputs{name}", float(far.probs.max(-1).values.mean())))
+    return rows
+
+
+def _draw_regression(left: Axes, right: Axes, prediction: Prediction, y: Tensor) -> None:
+    y = y.to(prediction.mean)
+    found = [metrics.interval_coverage(prediction.mean, prediction.variance, y, level) for level in LEVELS]
+    left.plot([0, 1], [0, 1], color="0.4", linewidth=1, linestyle="--")
+    left.plot(LEVELS, found, "o-", color="tab:green", markersize=4)
+    left.set(xlim=(0, 1), ylim=(0, 1), xlabel="probability of the interval", ylabel="share of targets inside")
+    order = prediction.variance.sum(-1).argsort()
+    error = (y - prediction.mean).square().mean(-1)[order].cpu().double()
+    given = torch.arange(1, len(error) + 1, dtype=torch.float64)
+    right.plot((given / len(error)).numpy(), (error.cumsum(0) / given).sqrt().numpy(), color="tab:green")
+    right.set(xlim=(0, 1), xlabel="share of predictions given, surest first", ylabel="root mean square error")
+    right.set_ylim(bottom=0)

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 from pippin.core.errors import InvalidArgument, InvalidInput
 from pippin.train.objective import Loss
 
-_LOG_VARIANCE = 10.0  # the encoder's log variances are kept within this bound, so that none under- or overflows
+_LOG_VARIANCE = 10.0
 
 
 @dataclass(frozen=True)
@@ -127,8 +126,7 @@ class VAE(nn.Module):
         """
         if tuple(x.shape[1:]) != self.config.shape:
             raise InvalidInput(f"examples of shape {tuple(x.shape[1:])}; the model reads {self.config.shape}")
-        mean, log_var = self.encoder(x).chunk(2, -1)
-        return mean, log_var.clamp(-_LOG_VARIANCE, _LOG_VARIANCE)
+        return moments(self.encoder(x))
 
     def logits(self, z: Float[Tensor, "n latent"]) -> Float[Tensor, "n ..."]:
         """What the decoder says before the likelihood: log odds, means, or log weights of the choices."""
@@ -145,8 +143,8 @@ class VAE(nn.Module):
             return logits
         return logits.sigmoid() if self.config.likelihood == "bernoulli" else logits.softmax(-1)
 
-    def log_likelihood(self, x: Float[Tensor, "#n ..."], logits: Float[Tensor, "#n ..."]) -> Float[Tensor, " n"]:
-        """log p(x | z) in nats, where the decoder said ``logits``; the leading axis of either may be 1.
+    def log_likelihood(self, x: Float[Tensor, ...], logits: Float[Tensor, ...]) -> Float[Tensor, ...]:
+        """log p(x | z) in nats, where the decoder said ``logits``; their leading axes are broadcast.
 
         A Bernoulli's x may lie between 0 and 1: it is then the usual cross-entropy and no density.
         """
@@ -157,7 +155,7 @@ class VAE(nn.Module):
             each = x * logits - F.softplus(logits)
         else:
             each = x * logits.log_softmax(-1)
-        return each.flatten(1).sum(1)
+        return each.flatten(-len(self.config.shape)).sum(-1)
 
     def sample_output(
         self, logits: Float[Tensor, "n ..."], generator: torch.Generator | None = None
@@ -255,17 +253,10 @@ class Elbo:
         self.step = int(state["step"])
 
 
-@contextmanager
-def frozen(module: nn.Module) -> Iterator[None]:
-    """No parameter of the module wants a gradient inside the block."""
-    before = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
-    try:
-        for parameter, _ in before:
-            parameter.requires_grad_(False)
-        yield
-    finally:
-        for parameter, wanted in before:
-            parameter.requires_grad_(wanted)
+def moments(encoded: Float[Tensor, "n both"]) -> tuple[Float[Tensor, "n latent"], Float[Tensor, "n latent"]]:
+    """Mean and log variance of what an encoder said; the latter within ±10, so that no variance under- or overflows."""
+    mean, log_var = encoded.chunk(2, -1)
+    return mean, log_var.clamp(-_LOG_VARIANCE, _LOG_VARIANCE)
 
 
 def _mlp(config: VAEConfig) -> tuple[nn.Module, nn.Module]:
