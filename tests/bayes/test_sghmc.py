@@ -125,6 +125,12 @@ def test_the_seed_fixes_the_chain_and_the_global_generator_is_untouched():
     assert torch.equal(before, torch.random.get_rng_state())
 
 
+def test_a_metric_that_saw_nothing_cannot_be_frozen():
+    chain = SGHMC([nn.Parameter(torch.zeros(2))], n_data=10)
+    with pytest.raises(InvalidArgument, match="no gradient yet"):
+        chain.freeze()
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e9])
 def test_a_chain_that_leaves_names_its_step(bad):
     theta = nn.Parameter(torch.zeros(2))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pippin.bayes.batches import call
+from pippin.bayes.laplace import check_mode
 from pippin.bayes.likelihood import Classification, Likelihood, MultiLabel, Regression, likelihood as likelihood_of
 from pippin.bayes.predictive import Prediction
 from pippin.bayes.predictors import check_weights, mix
@@ -38,7 +39,7 @@ class PlainNetwork:
 
     def __init__(self, model: nn.Module, likelihood: str | Likelihood = "classification") -> None:
         self.model, self.likelihood = model, plain_likelihood(likelihood)
-        _check_mode(model)
+        check_mode(model)
 
     def __call__(self, x: Any) -> Prediction:
         """Predict a batch, without gradients."""
@@ -104,7 +105,7 @@ class MCDropout:
         if samples < 1:
             raise InvalidArgument(f"samples is the number of passes, at least 1, got {samples}")
         self.likelihood = plain_likelihood(likelihood)
-        _check_mode(model)
+        check_mode(model)
         self.layers = [layer for layer in model.modules() if isinstance(layer, _DROPOUT) and layer.p > 0]
         if not self.layers:
             raise UnsupportedLayer(
@@ -163,9 +164,3 @@ def plain_likelihood(likelihood: str | Likelihood) -> Plain:
         return found
     raise InvalidArgument(f"likelihood must be classification, multi_label or regression here, got {found.name!r}")
 
-
-def _check_mode(model: nn.Module) -> None:
-    if model.training:
-        raise InvalidArgument(
-            "the model is in training mode, where dropout and batch norm change it; call model.eval()"
-        )

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from pippin.core.errors import InvalidArgument, InvalidInput
@@ -96,8 +95,8 @@ def read(data: Iterable[Any], model: nn.Module) -> Iterator[tuple[Any, Tensor]]:
         inputs, targets = split(to_model(batch, model))
         if not targets.numel():
             raise InvalidInput(f"batch {number} is empty; leave empty batches out")
-        _check_finite(inputs, f"the inputs of batch {number}")
-        _check_finite(targets, f"the targets of batch {number}")
+        check_finite(inputs, f"the inputs of batch {number}")
+        check_finite(targets, f"the targets of batch {number}")
         yield inputs, targets
     if number < 0:
         raise InvalidInput("the data holds no batch; give at least one batch of inputs and targets")
@@ -110,7 +109,9 @@ def check_data(data: Any) -> None:
         InvalidArgument: it is no iterable, or an iterator.
     """
     if isinstance(data, Iterator):
-        raise InvalidArgument("the data is an iterator, which can be read once only; give a list or a loader of batches")
+        raise InvalidArgument(
+            "the data is an iterator, which can be read once only; give a list or a loader of batches"
+        )
     if not isinstance(data, Iterable) or isinstance(data, (Tensor, str)):
         raise InvalidArgument(f"the data must be an iterable of batches, got {type(data).__name__}")
 
@@ -123,14 +124,30 @@ def size(inputs: Any) -> int:
     return next((size(value) for value in values if isinstance(value, (Tensor, Mapping, tuple, list))), 0)
 
 
-def _check_finite(value: Any, what: str) -> None:
+def part(inputs: Any, first: int, last: int) -> Any:
+    """Some examples of a batch of inputs."""
+    if isinstance(inputs, Tensor):
+        return inputs[first:last]
+    if isinstance(inputs, Mapping):
+        return {key: part(value, first, last) for key, value in inputs.items()}
+    if isinstance(inputs, (tuple, list)):
+        return tuple(part(value, first, last) for value in inputs)
+    return inputs
+
+
+def check_finite(value: Any, what: str) -> None:
+    """See that every real tensor in inputs or targets is finite.
+
+    Raises:
+        InvalidInput: one is not; the first value and its place are named.
+    """
     if isinstance(value, Tensor):
         if value.is_floating_point() and not value.isfinite().all():
             place = (~value.isfinite()).nonzero()[0].tolist()
             raise InvalidInput(f"{what} hold {value[tuple(place)].item()} at {place}; remove or impute such rows first")
     elif isinstance(value, Mapping):
         for key, part in value.items():
-            _check_finite(part, f"{what} ({key})")
+            check_finite(part, f"{what} ({key})")
     elif isinstance(value, (tuple, list)):
         for part in value:
-            _check_finite(part, what)
+            check_finite(part, what)

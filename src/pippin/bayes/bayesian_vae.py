@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
@@ -182,7 +182,7 @@ class BayesianVAE:
         self.samples: dict[str, Tensor] = {}
 
     @classmethod
-    def of(cls, models: Sequence[VAE]) -> Self:
+    def of(cls, models: Sequence[VAE]) -> BayesianVAE:
         """A deep ensemble in place of a chain: each model is one sample, with its own encoder.
 
         Raises:
@@ -197,12 +197,14 @@ class BayesianVAE:
         made.samples = {name: torch.stack([state[name].detach() for state in states]) for name in states[0]}
         return made
 
-    def fit(self, x: Float[Tensor, "n ..."], chain: Chain = Chain(), *, seed: int = 0, show: bool = False) -> Self:
+    def fit(
+        self, x: Float[Tensor, "n ..."], chain: Chain | None = None, *, seed: int = 0, show: bool = False
+    ) -> BayesianVAE:
         """Train, burn in, and keep samples.
 
         Args:
             x: training examples, held in memory.
-            chain: how long, how fast.
+            chain: how long, how fast; None for `Chain()`.
             seed: of the batches, the latent draws and the chain.
             show: whether bars are drawn.
 
@@ -216,6 +218,7 @@ class BayesianVAE:
                 scores will hardly tell inputs apart.
         """
         self.vae.check(x)
+        chain = chain or Chain()
         x = x.to(next(self.vae.parameters()).device)
         if chain.warm_up:
             adam = AdamW(lr=chain.warm_up_lr, weight_decay=0.0)
@@ -401,7 +404,7 @@ class BayesianVAE:
         checkpoint.save_folder(folder, config, tensors | {f"samples.{k}": v for k, v in self.samples.items()})
 
     @classmethod
-    def load(cls, folder: str | Path) -> Self:
+    def load(cls, folder: str | Path) -> BayesianVAE:
         """What `save` wrote.
 
         Raises:
@@ -414,9 +417,9 @@ class BayesianVAE:
         tensors = {name: opened.tensor(name).clone() for name in opened.names()}
         try:
             described = dict(opened.config["vae"])
-            shapes = {name: tuple(described.pop(name)) for name in ("shape", "hidden")}
+            described |= {name: tuple(described[name]) for name in ("shape", "hidden")}
             made = cls(
-                VAE(VAEConfig(**described, **shapes)),
+                VAE(VAEConfig(**described)),
                 prior_precision=opened.config["prior_precision"],
                 bayes_encoder=opened.config["bayes_encoder"],
             )

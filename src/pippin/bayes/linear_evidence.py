@@ -1,4 +1,4 @@
-r"""Prior precisions from the evidence of the linearised network: MacKay's fixed point at the linear model's own optimum.
+r"""Prior precisions from the evidence of the linearised network: MacKay's fixed point at the linear model's optimum.
 
 Notable here:
 - the scatter term takes the most probable weights of the linear model, not those that training stopped at; predictions
@@ -21,11 +21,12 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from pippin.bayes.batches import check_data, read
-from pippin.bayes.invariance import ParamGroup, check_evaluation, find_scale_invariant_groups, partition
-from pippin.bayes.laplace import Laplace
+from pippin.bayes.invariance import ParamGroup, find_scale_invariant_groups, partition
+from pippin.bayes.laplace import Laplace, check_mode
 from pippin.bayes.likelihood import Likelihood
 from pippin.bayes.linear_model import LinearModel
 from pippin.bayes.predictive import Prediction
+from pippin.bayes.subset import Subset
 from pippin.core.errors import InferenceAtRisk, InvalidArgument, NonFiniteEvidence, NotConverged
 
 BOUNDS = (1e-8, 1e8)
@@ -79,7 +80,7 @@ class LinearisedEvidence:
             which is the usual Laplace evidence and means little unless training ended in a minimum with that prior.
 
     Raises:
-        InvalidArgument: an unknown word, batch norm in training mode.
+        InvalidArgument: an unknown word, or a noise that is not positive; batch norm or dropout in training mode.
 
     Source: Antoran et al., arXiv:2206.08900, recommendations 1 and 2; MacKay 1992 for the fixed point.
     """
@@ -89,7 +90,7 @@ class LinearisedEvidence:
         model: nn.Module,
         likelihood: str | Likelihood,
         *,
-        subset: Any = "all",
+        subset: str | Subset = "all",
         curvature: Literal["full", "kron", "diag"] = "full",
         groups: Literal["auto", "layer", "scalar"] | Sequence[ParamGroup] = "auto",
         mode: Literal["linear", "network"] = "linear",
@@ -98,9 +99,9 @@ class LinearisedEvidence:
             raise InvalidArgument(f"curvature={curvature!r}; choose 'full', 'kron' or 'diag'")
         if mode not in ("linear", "network"):
             raise InvalidArgument(f"mode={mode!r}; choose 'linear' or 'network'")
-        check_evaluation(model)
         self.laplace = Laplace(model, likelihood, subset=subset, structure=curvature)
-        self.model, self.groups, self.mode = model, groups, mode
+        check_mode(model)
+        self.model, self.groups, self.mode = self.laplace.model, groups, mode
 
     def fit(
         self, loader: Iterable[Any], rounds: int = 40, *, start: float = 1.0, tolerance: float = 1e-3
@@ -128,36 +129,34 @@ class LinearisedEvidence:
         laplace = self.laplace.fit(loader)
         selection = laplace.selection
         slices = [[selection.of(name) for name in group.parameters] for group in groups]
-        linear = LinearModel(self.model, laplace.likelihood, selection, loader, scale=float(laplace.scale))
+        scale = 1 / (laplace.sigma_noise**2 * laplace.temperature)
+        linear = LinearModel(self.model, laplace.likelihood, selection, loader, scale=scale)
         log_precision = torch.full((len(groups),), math.log(start), dtype=torch.float64)
         weights, change, done = linear.weights, math.inf, 0
-        for done in range(1, rounds + 1):
-            prior = _spread(log_precision.exp(), slices, linear.weights)
-            if self.mode == "linear":
-                weights = linear.mode(prior, weights)
-            effective = _effective(laplace, prior, slices)
+        while True:
+            laplace.prior_precision = prior = _spread(log_precision.exp(), slices, linear.weights)
+            weights = linear.mode(prior, weights) if self.mode == "linear" else weights
+            effective = _effective(laplace, slices)
+            # the last precisions are followed by their own weights and evidence, and by nothing more
+            if change < tolerance or done == rounds:
+                break
+            done += 1
             fresh = _fixed_point(groups, slices, effective, weights, done)
             change = float((fresh - log_precision).abs().max())
             log_precision = fresh
-            if change < tolerance:
-                break
         if change >= tolerance:
             warnings.warn(
                 f"a log precision still changed by {change:.2g} in round {rounds} of {rounds}; give more rounds",
                 InferenceAtRisk,
                 stacklevel=2,
             )
-        prior = _spread(log_precision.exp(), slices, linear.weights)
-        if self.mode == "linear":
-            weights = linear.mode(prior, weights)
-        laplace.prior_precision = prior
         names = [group.name for group in groups]
         return LinearisedPosterior(
             laplace,
             tuple(groups),
             dict(zip(names, log_precision.exp().tolist(), strict=True)),
-            dict(zip(names, _effective(laplace, prior, slices).tolist(), strict=True)),
-            evidence(laplace, linear, weights, prior),
+            dict(zip(names, effective.tolist(), strict=True)),
+            evidence(laplace, linear, weights),
             weights,
             done,
             change,
@@ -181,29 +180,38 @@ class LinearisedEvidence:
         return groups
 
 
-def evidence(laplace: Laplace, linear: LinearModel, weights: Tensor, prior: Tensor) -> float:
-    r"""$\log p(D) \approx -L_h(v) - \tfrac12 (\log\det(H + \Lambda) - \log\det \Lambda)$, with the constants.
+def evidence(laplace: Laplace, linear: LinearModel, weights: Float[Tensor, " weights"]) -> float:
+    r"""$-L_h(v) - \tfrac12 (\log\det(s H + \Lambda) - \log\det \Lambda)$ with the constants of the likelihood, in nats.
 
     Args:
-        laplace: fitted: gives H and the constants.
+        laplace: fitted: gives H, the prior and the noise.
         linear: gives $L_h$.
         weights: v.
-        prior: the diagonal of $\Lambda$.
 
     Raises:
         NonFiniteEvidence: the message has the terms.
     """
+    prior = _prior(laplace)
     scatter = float(linear.loss(weights, prior))
-    volume = float(laplace.state.posterior(prior, laplace.scale).log_det) - float(prior.log().sum())
-    value = float(laplace.normaliser()) - scatter - 0.5 * volume
+    volume = float(laplace.posterior.log_det) - float(prior.log().sum())
+    sigma = torch.tensor(laplace.sigma_noise, dtype=torch.float64)
+    constant = float(laplace.likelihood.normaliser(laplace.examples, laplace.outputs, sigma))
+    value = constant - scatter - 0.5 * volume
     if not math.isfinite(value):
-        raise NonFiniteEvidence(f"the evidence is {value}: scatter {scatter}, log determinants {volume}; check the data")
+        raise NonFiniteEvidence(
+            f"the evidence is {value} (scatter {scatter}, log determinants {volume}): check the data"
+        )
     return value
 
 
-def _effective(laplace: Laplace, prior: Tensor, slices: list[list[slice]]) -> Tensor:
+def _prior(laplace: Laplace) -> Tensor:
+    """One precision for each weight."""
+    return laplace.prior_precision.expand(laplace.selection.size)
+
+
+def _effective(laplace: Laplace, slices: list[list[slice]]) -> Tensor:
     """Effective dimension of each group."""
-    determined = 1 - (prior * laplace.state.posterior(prior, laplace.scale).variances()).double()
+    determined = 1 - (_prior(laplace) * laplace.posterior.variances()).double()
     return torch.stack([sum(determined[part].sum() for part in parts) for parts in slices])  # type: ignore[misc]
 
 
@@ -216,9 +224,9 @@ def _fixed_point(
     for group, dimension, value in zip(groups, effective.tolist(), fresh.tolist(), strict=True):
         if not dimension > 0 or not value < BOUNDS[1]:
             raise NotConverged(
-                f"the prior precision of group {group.name!r} grows without bound (effective dimension {dimension:.3g}): "
-                "the data says nothing about these weights; leave them out of the subset, or join them with another "
-                "group",
+                f"the prior precision of group {group.name!r} grows without bound (effective dimension "
+                f"{dimension:.3g}): the data says nothing about these weights; leave them out of the subset, or join "
+                "them with another group",
                 iterations=done,
                 residual=value,
             )
@@ -227,7 +235,7 @@ def _fixed_point(
 
 def _spread(precision: Tensor, slices: list[list[slice]], like: Tensor) -> Tensor:
     """One precision for each weight."""
-    prior = torch.ones_like(like)
+    prior = torch.ones_like(like, dtype=torch.float64)
     for value, parts in zip(precision.tolist(), slices, strict=True):
         for part in parts:
             prior[part] = value

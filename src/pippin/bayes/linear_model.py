@@ -10,7 +10,9 @@ Notable here:
 
 from __future__ import annotations
 
+import importlib
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -67,6 +69,8 @@ class LinearModel:
         self.scale, self.weights = scale, selection.vector(model).detach().clone()
         self.dense = _fits(model, selection, loader) if dense is None else dense
         self._steps = list(self._kept()) if self.dense else None
+        if not self.dense:
+            _load_forward_mode()
 
     def loss(self, v: Float[Tensor, " weights"], prior: Float[Tensor, " weights"]) -> Tensor:
         r"""$L_h(v) = s \sum_i \ell(h(v, x_i), y_i) + \tfrac12 v^T \Lambda v$, the scatter term of the evidence.
@@ -227,6 +231,13 @@ class LinearModel:
         return outputs
 
 
+def _load_forward_mode() -> None:
+    """Import torch's rules for forward derivatives, which use a part of torch that warns of its own age."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        importlib.import_module("torch._decomp.decompositions_for_jvp")
+
+
 class _Called(nn.Module):
     """A network with some parameters replaced."""
 
@@ -246,7 +257,7 @@ def solve(
 
     >>> rows, right = torch.tensor([[1.0, 1.0]]), torch.tensor([3.0, 0.0])
     >>> solve(rows, torch.ones(2), right)  # [[2, 1], [1, 2]]^-1 [3, 0]
-    tensor([ 2., -1.])
+    tensor([ 2.0000, -1.0000])
     """
     m, size = rows.shape
     if m < size:

@@ -56,7 +56,7 @@ class LaplaceMixture:
         for number, one in enumerate(self.components):
             if not isinstance(one, Laplace):
                 raise InvalidArgument(f"component {number} is a {type(one).__name__}; give fitted Laplace objects")
-            if not one.fitted:
+            if one.mean is None:
                 raise NotFitted(f"component {number} is not fitted; call its fit(loader) first")
         kinds = sorted({one.likelihood.name for one in self.components})
         if len(kinds) > 1:
@@ -170,8 +170,7 @@ class LaplaceMixture:
         Args:
             validation: held-out batches.
             what: "prior" gives every component the precision that is best for it on the batches; "weights" are those of
-                the highest likelihood, by expectation maximisation, which finds the best ones here; "temperature" corrects the
-                confidence of the whole.
+                the highest likelihood, by expectation maximisation; "temperature" corrects the confidence of the whole.
 
         Raises:
             InvalidArgument: another word. InvalidInput: no batches.

@@ -34,7 +34,7 @@ class Prediction:
     """
 
     mean: Float[Tensor, "n c"]
-    covariance: Float[Tensor, "..."] | None = None
+    covariance: Float[Tensor, ...] | None = None
     probs: Float[Tensor, "n c"] | None = None
     noise: float = 0.0
 
@@ -109,7 +109,7 @@ def check_link(likelihood: Likelihood, how: str, samples: int) -> None:
 
 def draws(
     mean: Float[Tensor, "n c"],
-    covariance: Float[Tensor, "..."],
+    covariance: Float[Tensor, ...],
     samples: int,
     generator: torch.Generator | None = None,
 ) -> Float[Tensor, "samples n c"]:
@@ -150,7 +150,9 @@ def semidefinite_root(covariance: Float[Tensor, "*n c c"]) -> Float[Tensor, "*n 
     return result
 
 
-def _monte_carlo(mean: Tensor, covariance: Tensor, labels: bool, samples: int, generator: torch.Generator | None) -> Tensor:
+def _monte_carlo(
+    mean: Tensor, covariance: Tensor, labels: bool, samples: int, generator: torch.Generator | None
+) -> Tensor:
     f = draws(mean, covariance, samples, generator)
     return (f.sigmoid() if labels else f.softmax(-1)).mean(0)
 

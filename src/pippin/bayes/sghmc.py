@@ -102,7 +102,13 @@ class SGHMC(torch.optim.Optimizer):
         self._seed = seed
 
     def freeze(self) -> None:
-        """End of burn-in: the metric stands still from here on, so that the chain's law does too."""
+        """End of burn-in: the metric stands still from here on, so that the chain's law does too.
+
+        Raises:
+            InvalidArgument: no step was made, so that there is no metric yet.
+        """
+        if self.preconditioner and not self.steps:
+            raise InvalidArgument("the metric has seen no gradient yet; make some steps of burn-in before freeze")
         self.frozen = True
 
     @torch.no_grad()
@@ -172,7 +178,7 @@ class Chain:
         friction: above 0 and below 1.
         warm_up: updates of AdamW before any noise.
         warm_up_lr: their rate, and that of the weights that are trained beside the chain during burn-in.
-        burn_in: steps with noise that are thrown away; the metric settles in them.
+        burn_in: steps with noise that are thrown away; the metric settles in them, which takes a few hundred.
         samples: states that are kept, at least 2.
         thin: steps between two of them; above the autocorrelation time, or the samples agree too much.
         batch: examples of a step.
@@ -193,8 +199,8 @@ class Chain:
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        _above_zero(lr=self.lr, warm_up_lr=self.warm_up_lr, thin=self.thin, batch=self.batch)
-        _not_negative(warm_up=self.warm_up, burn_in=self.burn_in, temperature=self.temperature)
+        _above_zero(lr=self.lr, warm_up_lr=self.warm_up_lr, thin=self.thin, batch=self.batch, burn_in=self.burn_in)
+        _not_negative(warm_up=self.warm_up, temperature=self.temperature)
         _inside(friction=self.friction)
         if self.samples < 2:
             raise InvalidArgument(f"samples is {self.samples}; scores compare at least 2 samples")

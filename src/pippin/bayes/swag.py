@@ -163,7 +163,9 @@ class SWAG:
         kept: list[Tensor] = []
         for count in range(1, config.snapshots + 1):
             if len(trainer.advance(every)) < every:
-                raise InvalidInput(f"the data ended before snapshot {count} of {config.snapshots}; give a list or a loader")
+                raise InvalidInput(
+                    f"the data ended before snapshot {count} of {config.snapshots}; give a list or a loader"
+                )
             moved = _vector(model) - start
             first += (moved - first) / count
             second += (moved.square() - second) / count

@@ -23,7 +23,7 @@ from pippin.bayes import metrics
 from pippin.bayes.baselines import PlainNetwork
 from pippin.bayes.batches import call, read, to_model
 from pippin.bayes.examples import cut, inputs_alone
-from pippin.bayes.laplace import Laplace
+from pippin.bayes.laplace import Laplace, check_mode
 from pippin.bayes.likelihood import Classification, Likelihood, MultiLabel, Regression, likelihood as likelihood_of
 from pippin.bayes.predictive import Prediction
 from pippin.bayes.predictors import Predictor, gather, predict_all
@@ -108,7 +108,7 @@ def uncertainty(
     foreign = None if ood is None else inputs_alone(ood, batch=batch, model=model)
     if isinstance(chosen, Regression):
         chosen = Regression(_residual(model, tune))
-    posterior = Laplace(model, chosen, **laplace).fit(fit).tune()
+    posterior = Laplace(model, chosen, **laplace).fit(fit).tune(noise=False)
     made = Uncertainty(model, posterior, seed=seed)
     made._calibrate(tune)
     made.report = made._scores(test, foreign)

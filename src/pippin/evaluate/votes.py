@@ -230,7 +230,8 @@ def plain(values: Any) -> NDArray[Any]:
 def missing(values: NDArray[Any]) -> NDArray[np.bool_]:
     """Where there is no label: None or NaN."""
     if values.dtype.kind == "f":
-        return np.isnan(values)
+        gone: NDArray[np.bool_] = np.isnan(values)
+        return gone
     if values.dtype.kind != "O":
         return np.zeros(values.shape, dtype=bool)
     return np.array([_is_nothing(value) for value in values.ravel()], dtype=bool).reshape(values.shape)

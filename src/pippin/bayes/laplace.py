@@ -1,0 +1,503 @@
+r"""Laplace's approximation: a Gaussian over the weights of a trained network, after the fact.
+
+Notable here:
+- likelihood, subset, structure and curvature are four objects that are combined freely; this file knows none of them
+- one pass over the data, sums only: what is kept does not grow with the data, and no Jacobian outlives its batch
+- the marginal likelihood is differentiable in prior and noise, and tuning on it is sums over eigenvalues
+- a call before `fit`, weights that moved since, an evidence that is not finite: each is an error, never a number
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from pippin.bayes import batches, predictive
+from pippin.bayes.curvature import GGN, Curvature, Hessian, curvature as to_curvature
+from pippin.bayes.hessian import products
+from pippin.bayes.likelihood import Likelihood, RewardModel, check_sigma, likelihood as to_likelihood
+from pippin.bayes.predictive import Prediction
+from pippin.bayes.rows import Rows
+from pippin.bayes.structure import Gaussian, State, Structure, structure as to_structure
+from pippin.bayes.subset import All, LastLayer, Subset
+from pippin.bayes.weight_prior import expand, group_ids
+from pippin.core.errors import InvalidArgument, InvalidInput, NonFiniteEvidence, NotFitted
+
+_NUMBERS = 2**25
+"""Numbers that the Jacobian of a chunk of a prediction may have."""
+
+
+class Laplace:
+    r"""A posterior $N(\theta^*, P^{-1})$ with $P = s H + \mathrm{diag}(\lambda)$ around the weights of a trained model.
+
+    H is the curvature of the summed loss, $s = 1 / (\sigma^2 T)$. The model is not copied and not changed; it must be in
+    evaluation mode. Its weights should be a minimum of the loss with a weight decay of $\lambda$ over all data.
+
+    Args:
+        model: from inputs to (batch, outputs); see `pippin.bayes.batches` for what inputs may be.
+        likelihood: "classification", "regression", "multi_label", "reward_model", or an object of
+            `pippin.bayes.likelihood`.
+        subset: "last_layer", "all", or an object of `pippin.bayes.subset`.
+        structure: "kron", "full", "diag", "lowrank", "functional", or an object.
+        curvature: "ggn", "mc" (one sampled target), "ef", "hessian", or an object of `pippin.bayes.curvature`.
+        prior_precision: of the weights, one over the variance; one number, one for each layer (a module's weight and
+            bias together, in the order of `layers`), or one for each weight.
+        temperature: T of the likelihood; below 1 narrows the posterior.
+        prior_mean: of the weights.
+
+    Attributes:
+        mean: the weights of the fit [P]; None before.
+        examples: how many were fitted.
+        loss: their summed loss.
+
+    Raises:
+        InvalidArgument: an unknown word, a number outside its range, a prior of another length, or the Hessian with a
+            structure that cannot hold it.
+
+    Source: Daxberger et al. 2021, arXiv:2106.14806.
+
+    >>> model = nn.Linear(1, 1).double()
+    >>> x = torch.linspace(-1, 1, 20, dtype=torch.float64)[:, None]
+    >>> posterior = Laplace(model, "regression", subset="all", structure="full").fit([(x, 2 * x)])
+    >>> posterior(torch.tensor([[0.0], [10.0]], dtype=torch.float64)).function_variance.round(decimals=3).tolist()
+    [[0.048], [12.02]]
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: str | Likelihood,
+        subset: str | Subset = "last_layer",
+        structure: str | Structure = "kron",
+        curvature: str | Curvature = "ggn",
+        prior_precision: float | Sequence[float] | Tensor = 1.0,
+        temperature: float = 1.0,
+        prior_mean: float | Tensor = 0.0,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise InvalidArgument(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        self.likelihood = to_likelihood(likelihood)
+        self.structure, self.curvature = to_structure(structure), to_curvature(curvature)
+        if isinstance(self.curvature, Hessian) and not self.structure.hessian:
+            raise InvalidArgument(f"the Hessian cannot be kept as {self.structure.name}; use full or lowrank, or ggn")
+        if not 0 < temperature < math.inf:
+            raise InvalidArgument(f"temperature is {temperature}; give a number above 0")
+        self.model: nn.Module = _Pairs(model) if isinstance(self.likelihood, RewardModel) else model
+        self.selection = _subset(subset).resolve(self.model)
+        self.rows = Rows(self.model, self.selection)
+        self.temperature = temperature
+        self.layers, ids = group_ids(self.model, self.selection)
+        self._like = next(iter(self.selection.parameters(self.model).values())).detach().reshape(-1)[:0]
+        self.layer_of_weight = ids.to(self._like.device)
+        self._gaussian: Gaussian | None = None
+        self._state: State | None = None
+        self.mean: Tensor | None = None
+        self.examples, self.outputs, self.loss = 0, 0, 0.0
+        self._sigma = float(self.likelihood.sigma_noise)
+        self.prior_mean = prior_mean
+        self.prior_precision = prior_precision  # type: ignore[assignment]  # the setter takes more than the getter gives
+
+    # --- prior and noise ----------------------------------------------------------------------------------------------
+
+    @property
+    def prior_precision(self) -> Float[Tensor, " groups"]:
+        """Of one group, of each layer, or of each weight; float64."""
+        return self._prior
+
+    @prior_precision.setter
+    def prior_precision(self, value: float | Sequence[float] | Tensor) -> None:
+        prior = torch.as_tensor(value, dtype=torch.float64, device=self._like.device).detach().reshape(-1)
+        self._expand(prior)
+        self._prior, self._gaussian = prior, None
+
+    @property
+    def sigma_noise(self) -> float:
+        """Standard deviation of a regression's noise, in units of the targets; 1 for anything else."""
+        return self._sigma
+
+    @sigma_noise.setter
+    def sigma_noise(self, value: float) -> None:
+        check_sigma(value)
+        if self.likelihood.name != "regression" and value != 1:
+            raise InvalidArgument(f"a likelihood of {self.likelihood.name} has no noise; sigma_noise must stay 1")
+        self._sigma, self._gaussian = float(value), None
+
+    def _expand(self, prior: Tensor) -> Float[Tensor, " p"]:
+        return expand(prior, self.layer_of_weight, len(self.layers))
+
+    def _scale(self, sigma: Tensor) -> Float[Tensor, ""]:
+        return sigma**-self.curvature.noise_power / self.temperature
+
+    # --- fitting ------------------------------------------------------------------------------------------------------
+
+    def fit(self, data: Iterable[Any], accumulate: bool = False) -> Laplace:
+        """Sum the curvature over the data, at the model's weights as they are now.
+
+        Args:
+            data: batches (inputs, targets) or mappings; iterable more than once.
+            accumulate: add to what earlier fits found, as in continual learning; else it is forgotten.
+
+        Raises:
+            InvalidArgument: the model is in training mode where that matters (batch norm, dropout), or the data can be
+                read only once.
+            InvalidInput: no batches, an empty one, NaN, targets that do not fit the likelihood, or a single class.
+            SingularPosterior: the curvature is not finite.
+            NotEnoughMemory: the structure does not fit; the message has the bytes and what to use instead.
+            UnsupportedLayer: the structure has no rule for a layer; it is named.
+        """
+        check_mode(self.model)
+        batches.check_data(data)
+        keep = accumulate and self._state is not None
+        state = self._state if keep and self._state is not None else self.structure.start(self.selection, self._like)
+        loss, examples, outputs = 0.0, 0, self.outputs
+        for number in range(getattr(self.structure, "passes", 1)):
+            if isinstance(self.curvature, GGN):
+                self.curvature.restart()
+            loss, examples, classes = 0.0, 0, torch.zeros(0, dtype=torch.long)
+            for inputs, targets in batches.read(data, self.model):
+                batch_loss, y, outputs = self._add(state, inputs, targets)
+                loss, examples = loss + batch_loss, examples + len(y)
+                if self.likelihood.name == "classification":
+                    classes = torch.cat([classes, y.cpu()]).unique()
+            if number == 0 and len(classes) == 1 and not keep:
+                raise InvalidInput(f"all {examples} targets are class {int(classes[0])}; give examples of two classes")
+            state.finish()
+        self.loss, self.examples = (self.loss * keep + loss), self.examples * keep + examples
+        self.outputs, self._state, self._gaussian = outputs, state, None
+        self.mean = self.selection.vector(self.model)
+        return self
+
+    def _add(self, state: Any, inputs: Any, targets: Tensor) -> tuple[float, Tensor, int]:
+        """Add a batch to a state: its loss, its targets as checked, its number of outputs."""
+        if isinstance(self.curvature, Hessian):
+            with torch.no_grad():
+                f = batches.call(self.model, inputs)
+            y = self._checked(f, targets)
+            state.add_product(products(self.model, self.selection, self.likelihood, inputs, y))
+        else:
+            with self.rows.forward(inputs) as batch:
+                f = batch.outputs.detach()
+                y = self._checked(f, targets)
+                state.add(batch, self.curvature.root(self.likelihood, f, y))
+        return float(self.likelihood.loss(f.double(), y)), y, f.shape[1]
+
+    def _checked(self, f: Tensor, targets: Tensor) -> Tensor:
+        if not f.isfinite().all():
+            raise InvalidInput("the model's outputs are infinite or NaN for finite inputs; look at its weights")
+        return self.likelihood.check(f, targets)
+
+    def _fitted(self) -> State:
+        if self._state is None or self.mean is None:
+            raise NotFitted("the posterior has no data yet; call fit(data) first")
+        if not torch.equal(self.selection.vector(self.model), self.mean):
+            raise NotFitted("the model's weights changed since the fit; call fit(data) again")
+        return self._state
+
+    # --- evidence -----------------------------------------------------------------------------------------------------
+
+    @property
+    def posterior(self) -> Gaussian:
+        """The Gaussian around the mean, at the prior and noise as they are.
+
+        Raises:
+            NotFitted: before `fit`, or the weights moved since.
+            SingularPosterior: its precision is not positive definite.
+        """
+        state = self._fitted()
+        if self._gaussian is None:
+            scale = self._scale(torch.tensor(self._sigma, dtype=torch.float64, device=self._like.device))
+            self._gaussian = state.posterior(self._expand(self._prior), scale)
+        return self._gaussian
+
+    def log_marginal_likelihood(
+        self, prior_precision: Tensor | float | None = None, sigma_noise: Tensor | float | None = None
+    ) -> Float[Tensor, ""]:
+        r"""Laplace's estimate of the log-probability of the data, in nats; differentiable in both arguments.
+
+        $\log p(D | \theta^*) - \frac12 (\log|P| - \log|\Lambda| + (\theta^* - \mu)^\top \Lambda (\theta^* - \mu))$
+
+        Args:
+            prior_precision: as in the constructor; None takes the posterior's own.
+            sigma_noise: of a regression; None takes the posterior's own.
+
+        Raises:
+            NotFitted: before `fit`, or the weights moved since.
+            InvalidArgument: numbers that are not positive, or a prior of another length.
+            SingularPosterior: the precision is not positive definite.
+            NonFiniteEvidence: the result is infinite or NaN; the term is named.
+        """
+        state = self._fitted()
+        assert self.mean is not None
+        like: dict[str, Any] = {"dtype": torch.float64, "device": self._like.device}
+        prior = self._prior if prior_precision is None else torch.as_tensor(prior_precision, **like).reshape(-1)
+        sigma = torch.as_tensor(self._sigma if sigma_noise is None else sigma_noise, **like)
+        check_sigma(float(sigma.detach()))
+        if self.likelihood.name != "regression" and float(sigma.detach()) != 1:
+            raise InvalidArgument(f"a likelihood of {self.likelihood.name} has no noise; leave sigma_noise out")
+        full = self._expand(prior)
+        likelihood = self.likelihood.normaliser(self.examples, self.outputs, sigma)
+        likelihood = likelihood - self.loss / (sigma**2 * self.temperature)
+        log_det = state.posterior(full, self._scale(sigma)).log_det
+        scatter = (full * (self.mean.double() - self.prior_mean).square()).sum()
+        terms = {
+            "the log-likelihood": likelihood,
+            "the log-determinant of the posterior": log_det,
+            "the log-determinant of the prior": full.log().sum(),
+            "the distance of the weights from the prior mean": scatter,
+        }
+        for name, value in terms.items():
+            if not value.isfinite():
+                raise NonFiniteEvidence(f"{name} is {value.item():g}; look at the weights, the targets and the prior")
+        return likelihood - 0.5 * (log_det.to(likelihood) - full.log().sum() + scatter)
+
+    def tune(
+        self,
+        method: Literal["evidence", "cross_validation", "grid"] = "evidence",
+        per: Literal["all", "layer", "weight"] = "all",
+        validation: Iterable[Any] | None = None,
+        *,
+        noise: bool = True,
+        folds: int = 5,
+        grid: Sequence[float] | Tensor | None = None,
+        link: str = "probit",
+    ) -> Laplace:
+        """Choose the prior precision, and with the evidence a regression's noise too; see `pippin.bayes.tuning`.
+
+        Args:
+            method: "evidence" maximises the marginal likelihood and needs no data; "grid" takes the best of ``grid`` by
+                the log-likelihood of ``validation``; "cross_validation" does the same by folds of it, moving the
+                weights of the linear model by a Newton step away from each fold, so that it may be the training data.
+            per: one precision, one for each layer, or one for each weight; the latter two with the evidence only.
+            validation: batches for the other two methods.
+            noise: whether the evidence tunes the noise of a regression, too.
+            folds: of the cross-validation; batch i belongs to fold i modulo folds.
+            grid: precisions to try; None takes 21 from 1e-4 to 1e4.
+            link: how classes are predicted.
+
+        Raises:
+            InvalidArgument: an unknown word, data missing, or a combination that does not exist.
+            As `log_marginal_likelihood` and `fit`.
+        """
+        from pippin.bayes import tuning
+
+        self._fitted()
+        tuning.tune(self, method, per, validation, noise=noise, folds=folds, grid=grid, link=link)
+        return self
+
+    # --- prediction ---------------------------------------------------------------------------------------------------
+
+    def __call__(
+        self,
+        x: Any,
+        predictive: Literal["glm", "mc"] = "glm",
+        link: str = "probit",
+        joint: bool = False,
+        samples: int = 100,
+        generator: torch.Generator | None = None,
+    ) -> Prediction:
+        """Predict a batch of inputs.
+
+        Args:
+            x: inputs, as the model takes them.
+            predictive: "glm" linearises the model in its weights, which is what the curvature assumes; "mc" draws
+                weights and runs the model with each, which is known to underfit with this posterior.
+            link: from outputs to probabilities, with "glm"; see `pippin.bayes.predictive.link`.
+            joint: the covariance over all outputs of the batch together, [n C, n C].
+            samples: of "mc" of either kind.
+            generator: of these; None draws the same ones every time.
+
+        Raises:
+            NotFitted: before `fit`, or the weights moved since.
+            InvalidArgument: an unknown word.
+            InvalidInput: inputs that are infinite or NaN.
+        """
+        self._check_call(x, predictive, link, samples, joint)
+        if predictive == "mc":
+            return self._sampled(x, samples, generator)
+        mean, covariance = self.outputs_at(x, joint)
+        probs = None
+        if self.likelihood.name != "regression" and not (self.likelihood.name == "reward_model" and mean.shape[1] == 1):
+            blocks = covariance if not joint else _blocks(covariance, *mean.shape)
+            how = {"samples": samples, "generator": generator}
+            probs = _link(self.likelihood, mean, blocks, link, **how)  # type: ignore[arg-type]
+        return Prediction(mean, covariance, probs, self._noise())
+
+    def outputs_at(self, x: Any, joint: bool = False) -> tuple[Float[Tensor, "n c"], Float[Tensor, ...]]:
+        """Mean and covariance of the outputs of the linearised model; arguments as in the call."""
+        gaussian = self.posterior
+        check_mode(self.model)
+        x = batches.to_model(x, self.model)
+        means, covariances = [], []
+        for part in [x] if joint else self._chunks(x):
+            with self.rows.forward(part) as batch:
+                means.append(batch.outputs.detach())
+                covariances.append(gaussian.covariance(batch, joint).detach().to(means[-1].dtype))
+        return torch.cat(means), torch.cat(covariances)
+
+    def functional_samples(
+        self, x: Any, n: int, generator: torch.Generator | None = None, joint: bool = False
+    ) -> Float[Tensor, "samples n c"]:
+        """Draws of the outputs of the linearised model; with ``joint`` they are of functions over the whole batch."""
+        self._check_call(x, "glm", "probit", n, joint)
+        mean, covariance = self.outputs_at(x, joint)
+        return predictive.draws(mean, covariance, n, generator)
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Float[Tensor, "n p"]:
+        """Draws of the weights.
+
+        Args:
+            n: how many.
+            generator: on the model's device; None takes one with seed 0.
+
+        Raises:
+            InvalidArgument: fewer than one.
+            NotFitted: before `fit`, or the weights moved since.
+        """
+        if n < 1:
+            raise InvalidArgument(f"n is {n}; draw 1 sample or more")
+        gaussian = self.posterior
+        assert self.mean is not None
+        generator = torch.Generator(self._like.device).manual_seed(0) if generator is None else generator
+        return self.mean + gaussian.sample(n, generator).to(self.mean)
+
+    def log_prob(self, vector: Float[Tensor, "*n p"]) -> Float[Tensor, "*n"]:
+        """Log-density of weights under the posterior, in nats.
+
+        Raises:
+            InvalidArgument: vectors of another length than the subset has weights.
+            NotFitted: before `fit`, or the weights moved since.
+        """
+        gaussian = self.posterior
+        assert self.mean is not None
+        size = self.selection.size
+        if vector.shape[-1] != size:
+            raise InvalidArgument(f"vectors of {vector.shape[-1]} weights for a posterior over {size}")
+        away = gaussian.quadratic((vector - self.mean).reshape(-1, size)).reshape(vector.shape[:-1])
+        return (0.5 * (gaussian.log_det - size * math.log(2 * math.pi) - away)).detach()
+
+    def _check_call(self, x: Any, predictive: str, link: str, samples: int, joint: bool) -> None:
+        self._fitted()
+        if predictive not in ("glm", "mc"):
+            raise InvalidArgument(f"predictive is {predictive!r}; choose glm or mc")
+        if joint and predictive == "mc":
+            raise InvalidArgument("a joint covariance is of the linearised model; use predictive='glm'")
+        if self.likelihood.name == "regression":
+            link = "probit"
+        _check_link(self.likelihood, link, samples)
+        if batches.size(x) == 0:
+            raise InvalidInput("there are no inputs to predict")
+        batches.check_finite(x, "the inputs")
+
+    def _chunks(self, x: Any) -> Iterator[Any]:
+        """Parts of inputs whose Jacobians are of moderate size."""
+        width = self.selection.size if getattr(self.posterior, "dense", False) else 1
+        step = max(1, min(512, _NUMBERS // (width * max(self.outputs, 1))))
+        count = batches.size(x)
+        return (batches.part(x, first, first + step) for first in range(0, count, step))
+
+    def _sampled(self, x: Any, samples: int, generator: torch.Generator | None) -> Prediction:
+        """The network run with drawn weights."""
+        check_mode(self.model)
+        x = batches.to_model(x, self.model)
+        total, second, probs = 0.0, 0.0, 0.0
+        generator = torch.Generator(self._like.device).manual_seed(0) if generator is None else generator
+        with torch.no_grad():
+            for _ in range(samples):
+                with self.selection.at(self.model, self.sample(1, generator)[0]):
+                    f = batches.call(self.model, x)
+                total, second = total + f, second + f[:, :, None] * f[:, None, :]
+                probs = probs + (f.sigmoid() if self.likelihood.name == "multi_label" else f.softmax(-1))
+        mean: Any = total / samples
+        covariance = second / samples - mean[:, :, None] * mean[:, None, :]
+        answers = self.likelihood.name != "regression" and mean.shape[1] + (self.likelihood.name == "multi_label") > 1
+        return Prediction(mean, covariance, probs / samples if answers else None, self._noise())  # type: ignore[arg-type]
+
+    def _noise(self) -> float:
+        return self._sigma**2 if self.likelihood.name == "regression" else 0.0
+
+    # --- files --------------------------------------------------------------------------------------------------------
+
+    def save(self, folder: str | Path) -> None:
+        """Write the posterior, but not the model, as ``laplace.safetensors`` and ``laplace.json``.
+
+        Raises:
+            NotFitted: before `fit`, or the weights moved since.
+            InvalidArgument: a likelihood, structure or curvature that is not Pippin's own.
+        """
+        from pippin.bayes import posterior_files
+
+        self._fitted()
+        posterior_files.save_posterior(self, Path(folder))
+
+    @classmethod
+    def load(cls, folder: str | Path, model: nn.Module) -> Laplace:
+        """The posterior in a folder, around the model that it was fitted to.
+
+        Raises:
+            CheckpointError: no posterior there, or the model's weights are not those of the fit.
+            CorruptedFile: the files are damaged.
+        """
+        from pippin.bayes import posterior_files
+
+        return posterior_files.load_posterior(cls, Path(folder), model)
+
+
+class _Pairs(nn.Module):
+    """A reward model that also takes two inputs, whose rewards it then gives side by side."""
+
+    def __init__(self, reward: nn.Module) -> None:
+        super().__init__()
+        self.reward = reward
+        self.train(reward.training)
+
+    def forward(self, *inputs: Any, **named: Any) -> Tensor:
+        if named:
+            return batches.call(self.reward, named)
+        if len(inputs) > 2:
+            raise InvalidInput(f"a reward model takes an input or a pair of them, got {len(inputs)}")
+        rewards = [batches.call(self.reward, part) for part in inputs]
+        if any(part.shape[1] != 1 for part in rewards):
+            raise InvalidInput(f"a reward model must give one number per example, got {tuple(rewards[0].shape)}")
+        return torch.cat(rewards, 1)
+
+
+def check_mode(model: nn.Module) -> None:
+    """See that no layer behaves as in training.
+
+    Raises:
+        InvalidArgument: batch norm or dropout does.
+    """
+    for name, part in model.named_modules():
+        dropout = isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0
+        norm = isinstance(part, nn.modules.batchnorm._BatchNorm)
+        if part.training and (dropout or norm):
+            raise InvalidArgument(
+                f"{name or 'the model'} ({type(part).__name__}) is in training mode, so that outputs depend on the batch "
+                "or on chance; call model.eval() first"
+            )
+
+
+def _subset(choice: str | Subset) -> Subset:
+    if isinstance(choice, str):
+        made = {"all": All(), "last_layer": LastLayer()}.get(choice)
+        if made is None:
+            raise InvalidArgument(f"subset is {choice!r}; choose all or last_layer, or give a Subnetwork or Named")
+        return made
+    if not isinstance(choice, Subset):
+        raise InvalidArgument(f"subset must be a word or a subset, got {type(choice).__name__}")
+    return choice
+
+
+def _blocks(joint: Tensor, n: int, c: int) -> Float[Tensor, "n c c"]:
+    """The blocks of the single examples in a joint covariance."""
+    return joint.view(n, c, n, c).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+
+
+# the argument `predictive` of the call hides the module of that name there
+_link, _check_link = predictive.link, predictive.check_link

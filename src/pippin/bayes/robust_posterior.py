@@ -1,0 +1,389 @@
+r"""Robust posterior estimation (RoPE): posteriors that stay calibrated though the simulator is wrong.
+
+Notable here:
+- real observations are not trusted to the network that learnt from simulations; they are carried to simulations by an
+  optimal transport plan, and each posterior is the plan's mixture of the posteriors of simulations
+- a few real observations with measured parameters tune a copy of the encoder, so that the carrying knows what matters;
+  without them the plan alone still works
+- the posterior of one new observation reuses the plan of a stored batch: its row is the row update of the solver, so an
+  observation of that batch gets the very posterior that it got there
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from pippin.bayes.npe import NPE, Simulator, observations
+from pippin.bayes.priors import Prior
+from pippin.bayes.transport import Transport, row_weights, semibalanced_sinkhorn
+from pippin.core.checkpoint import open_folder, save_folder
+from pippin.core.errors import CorruptedFile, InferenceAtRisk, InvalidArgument, InvalidInput, NotFitted
+from pippin.data.ordering import Shuffled
+from pippin.train import AdamW, Constant, Loss, Trainer
+from pippin.train.training import Training
+
+_TUNED, _NPE = "tuned.", "npe."
+
+
+@dataclass(frozen=True)
+class MixturePosterior:
+    r"""$p(\theta | x_i) = \sum_j \alpha_{ij}\, p_\phi(\theta | x_j^{sim})$ for n real and m simulated observations.
+
+    Attributes:
+        npe: gives the components.
+        features: of the m simulations [m, l].
+        log_weights: log alpha [n, m]; each row of alpha sums to 1.
+        cost: mean distance between real and simulated observations: what gamma is to be compared with.
+        transport: the solved problem; None for new observations that reuse one.
+    """
+
+    npe: NPE
+    features: Float[Tensor, "m l"]
+    log_weights: Float[Tensor, "n m"]
+    cost: float
+    transport: Transport | None = None
+
+    @property
+    def coupling(self) -> Float[Tensor, "n m"]:
+        """The plan: mass 1/n in each row."""
+        return self.log_weights.exp() / len(self.log_weights)
+
+    @property
+    def effective(self) -> Float[Tensor, " n"]:
+        """Simulations that carry each posterior: the exponential of the entropy of its weights, 1 to m."""
+        return (-(self.log_weights.exp() * self.log_weights.clamp_min(-1e9)).sum(-1)).exp()
+
+    def log_prob(self, theta: Float[Tensor, "n k"]) -> Float[Tensor, " n"]:
+        """Log density of one theta for each observation, in units of theta.
+
+        Raises:
+            InvalidInput: theta of another shape.
+        """
+        self._check(theta)
+        return self.from_pairs(self.npe.log_prob_pairs(theta, self.features))
+
+    def from_pairs(self, pairs: Float[Tensor, "n m"]) -> Float[Tensor, " n"]:
+        """`log_prob` from what the components say (`NPE.log_prob_pairs`), which posteriors of one batch share."""
+        return (self.log_weights + pairs.to(self.log_weights)).logsumexp(-1).float()
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Float[Tensor, "draws n k"]:
+        """``n`` draws of each posterior: a simulation by its weight, then a draw of its component.
+
+        Args:
+            n: draws.
+            generator: on the CPU; None begins at seed 0.
+        """
+        if n < 1:
+            raise InvalidArgument(f"{n} draws; ask for 1 or more")
+        generator = generator or torch.Generator().manual_seed(0)
+        chosen = torch.multinomial(self.log_weights.exp().cpu(), n, replacement=True, generator=generator).mT
+        features = self.features[chosen.flatten().to(self.features.device)]
+        return self.npe.sample_given(1, features, generator)[0].view(n, len(self.log_weights), -1)
+
+    def pool(self, draws: int = 100, generator: torch.Generator | None = None) -> Float[Tensor, "draws m k"]:
+        """Draws of each component, for `ranks`; posteriors of one batch may share them."""
+        return self.npe.sample_given(draws, self.features, generator)
+
+    def ranks(self, theta: Float[Tensor, "n k"], pool: Float[Tensor, "draws m k"]) -> Float[Tensor, "n k"]:
+        """Posterior mass below each parameter, for `pippin.bayes.sbi_metrics.acauc`.
+
+        The weights enter exactly; only the components are represented by draws.
+
+        Raises:
+            InvalidInput: theta of another shape.
+        """
+        self._check(theta)
+        alpha, theta = self.log_weights.exp(), theta.to(pool)
+        columns = []
+        for index in range(theta.shape[1]):
+            draws = pool[..., index].mT.sort(-1).values.contiguous()
+            below = torch.searchsorted(draws, theta[:, index].expand(len(draws), -1).contiguous())
+            columns.append((alpha * (below.mT / draws.shape[1]).to(alpha)).sum(-1))
+        return torch.stack(columns, -1).float()
+
+    def _check(self, theta: Tensor) -> None:
+        wanted = (len(self.log_weights), len(self.npe.support))
+        if tuple(theta.shape) != wanted or not theta.isfinite().all():
+            raise InvalidInput(f"theta of shape {list(theta.shape)}; give finite values of shape {list(wanted)}")
+
+
+class RobustPosteriorEstimation:
+    r"""Neural posterior estimation, a tuned copy of its encoder, and transport between real and simulated observations.
+
+    Args:
+        npe: fitted.
+        gamma: weight of the entropy of the plan, in units of distances between features; 0.1 to 1. Less makes sharper
+            posteriors and in the end over-confident ones, 5 and more gives the prior back.
+        tau: 1 for a balanced plan; 0.9 where the prior of reality may differ from that of the simulations.
+
+    Attributes:
+        tuned: the copy of the encoder, None before `calibrate`: then both sides are read by the same encoder.
+
+    Raises:
+        InvalidArgument: gamma or tau out of range.
+        NotFitted: the posterior was not fitted.
+
+    Source: Wehenkel et al. 2024, arXiv:2405.08719, section 3 and algorithm 1. What the paper assumes is that a real
+    observation tells nothing of theta beyond what its simulation tells.
+    """
+
+    def __init__(self, npe: NPE, gamma: float = 0.5, tau: float = 1.0) -> None:
+        if not 0 < gamma < math.inf:
+            raise InvalidArgument(f"gamma is {gamma}; it must be finite and above 0, 0.5 for a start")
+        if not 0 < tau <= 1:
+            raise InvalidArgument(f"tau is {tau}; it must be above 0 and at most 1, which is balanced")
+        if npe.flow is None:
+            raise NotFitted("the posterior was not fitted; call npe.fit() first")
+        self.npe, self.gamma, self.tau = npe, float(gamma), float(tau)
+        self.tuned: nn.Module | None = None
+        self._reference: tuple[Tensor, Tensor] | None = None
+
+    # --- calibration ----------------------------------------------------------------------------------------------
+
+    def calibrate(
+        self,
+        theta: Float[Tensor, "n k"],
+        x: Float[Tensor, "n ..."],
+        *,
+        simulator: Simulator | None = None,
+        draws: int = 16,
+        validation: float = 0.2,
+        steps: int = 600,
+        batch: int = 100,
+        lr: float = 1e-4,
+        seed: int = 0,
+    ) -> Training:
+        r"""Tune a copy of the encoder on real observations with measured parameters.
+
+        Minimises $\sum_i \| g(x_i) - \mathbb E\, h(S(\theta_i)) \|$; the steps that do best on the held-out part are
+        kept, the start among them.
+
+        Args:
+            theta: measured parameters.
+            x: their real observations.
+            simulator: None takes the one that `NPE.fit` was given, or the stored simulations nearest in theta.
+            draws: simulations of each theta, whose mean is the target.
+            validation: the share that is held out, at least one row.
+            steps: updates at most.
+            batch: rows of one.
+            lr: learning rate of AdamW without decay of the weights.
+            seed: of simulations, of the held-out part and of the order.
+
+        Raises:
+            InvalidArgument: numbers out of range, or there is nothing to simulate with.
+            InvalidInput: fewer than two rows, parameters outside of the prior, observations that are not finite.
+        """
+        if min(draws, steps, batch) < 1 or not 0 < lr < math.inf or not 0 < validation < 1:
+            raise InvalidArgument(
+                f"draws {draws}, steps {steps}, batch {batch}, lr {lr} must be above 0; validation {validation} below 1"
+            )
+        self.npe.support.check(theta)
+        if len(theta) < 2:
+            raise InvalidInput(
+                f"a calibration set of {len(theta)} rows cannot be split; give 10 or more, or leave calibrate() out"
+            )
+        x = observations(x, len(theta), self.npe.shape, "x")
+        target = self._targets(theta.float(), simulator, draws, torch.Generator().manual_seed(seed))
+        order = torch.randperm(len(theta), generator=torch.Generator().manual_seed(seed))
+        cut = max(1, round(validation * len(theta)))
+        return self._tune(x, target, order[:cut], order[cut:].tolist(), steps, batch, lr, seed)
+
+    def _tune(
+        self, x: Tensor, target: Tensor, held: Tensor, rest: list[int], steps: int, batch: int, lr: float, seed: int
+    ) -> Training:
+        tuned = copy.deepcopy(self.npe.encoder).requires_grad_(True)
+
+        def distance(model: nn.Module, rows: Tensor) -> Tensor:
+            apart: Tensor = (self.npe.encode(x[rows], model) - target[rows].to(self.npe.centre)).norm(dim=-1)
+            return apart
+
+        def objective(model: nn.Module, rows: Any, generator: torch.Generator) -> Loss:
+            return Loss(distance(model, rows.cpu()).sum(), len(rows))
+
+        def measure() -> float:
+            with torch.no_grad():
+                return float(distance(tuned.eval(), held).mean())
+
+        best = (measure(), copy.deepcopy(tuned.state_dict()))
+        trainer = Trainer(
+            tuned,
+            objective,
+            Shuffled(rest, min(batch, len(rest)), seed=seed, collate=torch.tensor),
+            steps=steps,
+            optimiser=AdamW(lr=lr, weight_decay=0.0),
+            schedule=Constant(),
+            seed=seed,
+            show=False,
+        )
+        while trainer.step < steps and trainer.advance(max(1, steps // 40)):
+            if (now := measure()) < best[0]:
+                best = (now, copy.deepcopy(tuned.state_dict()))
+        tuned.load_state_dict(best[1])
+        self.tuned, self._reference = tuned.requires_grad_(False).eval(), None
+        return trainer.training
+
+    @torch.no_grad()
+    def _targets(self, theta: Tensor, simulator: Simulator | None, draws: int, generator: torch.Generator) -> Tensor:
+        """Mean features of simulations of each theta."""
+        simulator = simulator or self.npe.simulator
+        if simulator is not None:
+            repeated = theta.repeat_interleave(draws, 0)
+            x = observations(simulator(repeated, generator), len(repeated), self.npe.shape, "the simulator's x")
+            return self.npe.encode(x).view(len(theta), draws, -1).mean(1)
+        if self.npe.stored is None:
+            raise InvalidArgument("there is nothing to simulate with; give a simulator")
+        stored, x = self.npe.stored
+        apart = torch.cdist(self._free(theta), self._free(stored))
+        nearest = apart.topk(min(draws, len(stored)), largest=False).indices
+        return self.npe.encode(x[nearest.flatten().cpu()]).view(*nearest.shape, -1).mean(1)
+
+    def _free(self, theta: Tensor) -> Tensor:
+        return self.npe.support.free(theta.to(self.npe.centre))[0]
+
+    # --- posteriors -----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def encode(self, x: Float[Tensor, "n ..."]) -> Float[Tensor, "n l"]:
+        """Features of real observations: by the tuned encoder, where there is one.
+
+        Raises:
+            InvalidInput: observations of another shape, or that are not finite.
+        """
+        return self.npe.encode(x, self.tuned)
+
+    def posterior(
+        self,
+        x: Float[Tensor, "n ..."],
+        *,
+        mode: Literal["transductive", "inductive"] = "transductive",
+        simulations: int | Float[Tensor, "m ..."] | None = None,
+        simulator: Simulator | None = None,
+        seed: int = 0,
+        tolerance: float = 1e-6,
+    ) -> MixturePosterior:
+        r"""The posterior of each real observation.
+
+        Args:
+            x: real observations. Transductive needs the whole batch at once: its parameters should be draws of the
+                prior. The batch is stored for the other mode.
+            mode: "inductive" carries each x by the plan of the stored batch, so one observation is enough.
+            simulations: how many to carry to, or their observations; None for 2,000. Take well more than
+                $e^{LPP_{sim} - LPP_{prior}}$, or sharp posteriors leave gaps between them.
+            simulator: None as in `calibrate`.
+            seed: of the simulations.
+            tolerance: of the plan's columns, see `semibalanced_sinkhorn`.
+
+        Raises:
+            InvalidArgument: an unknown mode, or one observation in a balanced plan, which would get the prior.
+            InvalidInput: observations that are not finite or of another shape.
+            NotFitted: inductive before any transductive call.
+            NotConverged: the plan did not reach the tolerance.
+
+        Warns:
+            InferenceAtRisk: posteriors rest on fewer than 5 simulations each (the median of them).
+        """
+        if mode not in ("transductive", "inductive"):
+            raise InvalidArgument(f"mode is {mode!r}; choose transductive or inductive")
+        real = self.encode(x).double()
+        if mode == "inductive":
+            if self._reference is None:
+                raise NotFitted("no batch is stored yet; call posterior(batch) in transductive mode first")
+            features, columns = self._reference
+            cost = torch.cdist(real, features.double())
+            return self._mixture(features, row_weights(cost, columns, self.gamma), cost, None)
+        if len(real) == 1 and self.tau == 1:
+            raise InvalidArgument(
+                "a balanced plan of one observation gives the prior back; give a batch, store one and use "
+                "mode='inductive', or set tau below 1"
+            )
+        features = self._simulated(simulations, simulator, torch.Generator().manual_seed(seed))
+        cost = torch.cdist(real, features.double())
+        solved = semibalanced_sinkhorn(cost, self.gamma, self.tau, tolerance=tolerance)
+        self._reference = (features, solved.columns)
+        return self._mixture(features, row_weights(cost, solved.columns, self.gamma), cost, solved)
+
+    def _mixture(
+        self, features: Tensor, log_weights: Tensor, cost: Tensor, solved: Transport | None
+    ) -> MixturePosterior:
+        made = MixturePosterior(self.npe, features, log_weights, float(cost.mean()), solved)
+        carrying = float(made.effective.median())
+        if carrying < min(5, len(features)):
+            warnings.warn(
+                f"a posterior rests on {carrying:.1f} simulations (median): gamma {self.gamma:g} is small for a mean "
+                f"distance of {made.cost:.3g}, and the posteriors may be over-confident; raise gamma or simulate more",
+                InferenceAtRisk,
+                stacklevel=3,
+            )
+        return made
+
+    @torch.no_grad()
+    def _simulated(
+        self, simulations: int | Tensor | None, simulator: Simulator | None, generator: torch.Generator
+    ) -> Tensor:
+        """Features of the simulations to carry to."""
+        if isinstance(simulations, Tensor):
+            return self.npe.encode(simulations)
+        count = 2000 if simulations is None else simulations
+        if count < 2:
+            raise InvalidArgument(f"{count} simulations; carry to 2 or more, best 2,000")
+        simulator = simulator or self.npe.simulator
+        if simulator is not None:
+            return self.npe.encode(self.npe.simulate(count, simulator, generator)[1])
+        if self.npe.stored is None:
+            raise InvalidArgument("there is nothing to simulate with; give a simulator or simulations")
+        stored = self.npe.stored[1]
+        return self.npe.encode(stored[torch.randperm(len(stored), generator=generator)[:count]])
+
+    # --- files ----------------------------------------------------------------------------------------------------
+
+    def save(self, folder: str | Path) -> None:
+        """Write the posterior, the tuned encoder and the stored batch's plan to a folder that `load` reads.
+
+        Raises:
+            DiskFull: nothing was written.
+        """
+        tensors = {_NPE + name: tensor for name, tensor in self.npe.state_dict().items()}
+        if self.tuned is not None:
+            tensors |= {_TUNED + name: tensor for name, tensor in self.tuned.state_dict().items()}
+        if self._reference is not None:
+            tensors |= dict(zip(("reference.features", "reference.columns"), self._reference, strict=True))
+        config = {"model_type": "pippin_robust_posterior", "gamma": self.gamma, "tau": self.tau}
+        config |= {"tuned": self.tuned is not None, "npe": self.npe.facts()}
+        save_folder(Path(folder), config=config, tensors=tensors)
+
+    @classmethod
+    def load(cls, folder: str | Path, prior: Prior, encoder: nn.Module | None = None) -> RobustPosteriorEstimation:
+        """Read what `save` wrote, with a prior and an encoder of the same form as then.
+
+        A simulator is not stored: give it to `posterior` for a new batch. Inductive mode needs none.
+
+        Raises:
+            ModelNotFound: there is no such folder.
+            CorruptedFile: it holds something else, or tensors of other shapes.
+        """
+        checkpoint = open_folder(folder)
+        tensors = {name: checkpoint.tensor(name).clone() for name in checkpoint.names()}
+        config: dict[str, Any] = checkpoint.config
+        own = {name.removeprefix(_NPE): value for name, value in tensors.items() if name.startswith(_NPE)}
+        tuned = {name.removeprefix(_TUNED): value for name, value in tensors.items() if name.startswith(_TUNED)}
+        try:
+            npe = NPE.restore(config["npe"], own, prior, encoder, where=str(folder))
+            made = cls(npe, config["gamma"], config["tau"])
+            if config["tuned"]:
+                made.tuned = copy.deepcopy(npe.encoder)
+                made.tuned.load_state_dict(tuned)
+                made.tuned.requires_grad_(False).eval()
+        except (KeyError, TypeError, RuntimeError) as error:
+            raise CorruptedFile(f"{folder}: no robust posterior of this prior and encoder: {error}") from error
+        if "reference.features" in tensors:
+            made._reference = (tensors["reference.features"], tensors["reference.columns"])
+        return made

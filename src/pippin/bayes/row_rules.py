@@ -1,0 +1,493 @@
+"""What each layer needs for rows of its weights' Jacobian: the input it read, and what came back to its output.
+
+Notable here:
+- a rule belongs to a function that torch calls (`F.linear`, `conv2d`, `F.layer_norm`), not to a class of modules, so
+  that tied weights, repeated calls and weights that are used by hand are seen as what they are
+- a `Recorder` watches one forward pass; a parameter that is used in any way without a rule is named in `unruled`, and
+  its rows are computed by differentiating one example at a time
+- where a call keeps its examples (first dimension, second, or several positions of one example laid end to end) is not
+  assumed: `Call.settle` looks which parts of the output answer to which example
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import TorchFunctionMode
+
+from pippin.core.errors import InvalidArgument
+
+CHUNK = 1 << 22
+"""Numbers that a temporary may hold: 16 MiB in float32, about what a core's cache and the next level take."""
+
+
+@dataclass(eq=False)
+class Call:
+    """One use of parameters by a function that has a rule.
+
+    Args:
+        weight: name of the parameter that multiplies, None if it is not among the chosen.
+        bias: name of the parameter that is added, likewise.
+        x: the input.
+        options: what else the rule needs.
+        shape: of the weight (of the bias, where no weight is chosen).
+    """
+
+    weight: str | None
+    bias: str | None
+    x: Tensor
+    options: dict[str, Any]
+    shape: tuple[int, ...]
+    edge: GradientEdge = field(init=False)
+    output: tuple[int, ...] = field(init=False)
+    version: int = field(init=False)
+    second: bool = False
+    """Whether examples lie along the second dimension."""
+
+    matrix: ClassVar[bool] = False
+    """Whether the weight is a matrix (or one for each group) of inputs and outputs, as Kronecker factors need it."""
+    trailing: ClassVar[bool] = True
+    """Whether the features lie along the last dimensions, not along the second."""
+
+    def record(self, result: Tensor) -> None:
+        """Remember where the result stands in the graph, before anything is done to it in place."""
+        self.edge, self.output, self.version = get_gradient_edge(result), tuple(result.shape), self.x._version
+
+    @property
+    def names(self) -> list[str]:
+        """The chosen parameters of this call."""
+        return [name for name in (self.weight, self.bias) if name is not None]
+
+    def settle(self, probe: Tensor, touched: Tensor) -> bool:
+        """Find where the examples lie, from what comes back when only some were ``touched``; False if nowhere."""
+        n, best = len(touched), -1
+        for second in (False, True):
+            if second and not (self.trailing and len(self.output) > 2):
+                continue
+            moved = probe.transpose(0, 1) if second else probe
+            if len(moved) % n:
+                continue
+            answers = (moved.reshape(n, -1) != 0).any(1)
+            if not (answers & ~touched).any() and int(answers.sum()) > best:
+                best, self.second = int(answers.sum()), second
+        return best >= 0
+
+    def check(self) -> None:
+        """Raise if the input was overwritten since."""
+        if self.x._version != self.version:
+            raise InvalidArgument(
+                f"the input of the layer of {self.names[0]} is overwritten in place after the layer read it; "
+                "take inplace=True (or +=) out of the operation after it"
+            )
+
+    def rows(self, name: str, g: Tensor, n: int) -> Tensor:
+        """Rows of one parameter.
+
+        Args:
+            name: of the parameter.
+            g: what came back to the output, for each column: [columns, *output].
+            n: examples.
+
+        Returns:
+            [columns, n, *shape of the parameter]
+        """
+        self.check()
+        g = g.transpose(1, 2) if self.second else g
+        return self.bias_rows(g, n) if name == self.bias else self.weight_rows(g, n)
+
+    def diagonal(self, name: str, g: Tensor, n: int) -> Tensor:
+        """Sum over examples and columns of the squared rows of one parameter, flat."""
+        rows = self.rows(name, g, n)
+        return torch.linalg.vector_norm(rows.reshape(len(g) * n, -1), dim=0).square()
+
+    def weight_rows(self, g: Tensor, n: int) -> Tensor:
+        """Rows of the weight."""
+        raise NotImplementedError
+
+    def bias_rows(self, g: Tensor, n: int) -> Tensor:
+        """Rows of the bias: what came back, summed over positions."""
+        return self.gathered(g, n)
+
+    def gathered(self, g: Tensor, n: int) -> Tensor:
+        """Sum over all positions of an example: [columns, n, features]."""
+        r = len(g)
+        if self.trailing:
+            return g.reshape(r, n, -1, g.shape[-1]).sum(2)
+        return g.reshape(r, n, -1, g.shape[2], math.prod(g.shape[3:])).sum((2, 4))
+
+    def _input(self) -> Tensor:
+        return self.x.transpose(0, 1) if self.second else self.x
+
+
+class Matrix(Call):
+    """A weight that is a matrix for each group: inputs [n, groups, a, positions], columns [n, groups, r, b, positions].
+
+    The weight, flat, is [groups, b, a].
+    """
+
+    matrix = True
+
+    def inputs(self, n: int) -> Tensor:
+        """What the weight multiplied: [n, groups, a, positions]."""
+        raise NotImplementedError
+
+    def columns(self, g: Tensor, n: int) -> Tensor:
+        """What came back: [n, groups, r, b, positions]."""
+        raise NotImplementedError
+
+    def output_factor(self, g: Tensor, n: int) -> Tensor:
+        """Sum over examples, columns and positions of outer products of what came back: [groups, b, b]."""
+        columns = self.columns(g, n)
+        flat = columns.permute(1, 3, 0, 2, 4).flatten(2)
+        return flat @ flat.mT
+
+    def input_factor(self, n: int) -> tuple[Tensor, int]:
+        """Sum over examples and positions of outer products of the inputs, [groups, a, a]; and how many were added."""
+        x = self.inputs(n)
+        flat = x.permute(1, 2, 0, 3).flatten(2)
+        return flat @ flat.mT, flat.shape[-1]
+
+    def weight_rows(self, g: Tensor, n: int) -> Tensor:
+        """Rows of the weight."""
+        columns, x = self.columns(g, n), self.inputs(n)
+        _, groups, r, b, positions = columns.shape
+        if positions == 1:
+            rows = columns * x[:, :, None, None, :, 0]
+        else:
+            rows = (columns.flatten(2, 3) @ x.mT).view(n, groups, r, b, x.shape[2])
+        return rows.permute(2, 0, 1, 3, 4).reshape(r, n, *self.shape)
+
+    def chosen_rows(self, g: Tensor, n: int, chosen: Tensor) -> Tensor:
+        """Rows of some entries of the weight, numbered flat: [r, n, entries]."""
+        self.check()
+        g = g.transpose(1, 2) if self.second else g
+        columns, x = self.columns(g, n), self.inputs(n)
+        groups, b, a = columns.shape[1], columns.shape[3], x.shape[2]
+        if len(chosen) * x.shape[3] > groups * b * a:
+            return self.weight_rows(g, n).flatten(2)[..., chosen]
+        group, out, into = chosen // (b * a), chosen // a % b, chosen % a
+        left = columns.permute(1, 3, 2, 0, 4)[group, out]
+        right = x.permute(1, 2, 0, 3)[group, into]
+        return (left * right[:, None]).sum(-1).permute(1, 2, 0)
+
+    def diagonal(self, name: str, g: Tensor, n: int) -> Tensor:
+        """Sum over examples and columns of the squared rows, without keeping them."""
+        if name == self.bias:
+            return super().diagonal(name, g, n)
+        self.check()
+        g = g.transpose(1, 2) if self.second else g
+        columns, x = self.columns(g, n), self.inputs(n)
+        _, groups, r, b, positions = columns.shape
+        if positions == 1:
+            strength = columns[..., 0].square().sum(2)
+            return torch.einsum("ngb,nga->gba", strength, x[..., 0].square()).flatten()
+        columns = columns.flatten(2, 3)
+        step = max(1, CHUNK // (groups * r * b * x.shape[2]))
+        total = g.new_zeros(groups, b, x.shape[2])
+        for start in range(0, n, step):
+            part = columns[start : start + step] @ x[start : start + step].mT
+            part = part.view(-1, groups, r, b, x.shape[2])
+            total += torch.linalg.vector_norm(part, dim=(0, 2)).square_()
+        return total.flatten()
+
+
+class LinearCall(Matrix):
+    """`F.linear`."""
+
+    def inputs(self, n: int) -> Tensor:
+        """The input itself."""
+        x = self._input()
+        return x.reshape(n, 1, -1, x.shape[-1]).mT
+
+    def columns(self, g: Tensor, n: int) -> Tensor:
+        """What came back."""
+        return g.reshape(len(g), n, 1, -1, g.shape[-1]).permute(1, 2, 0, 4, 3)
+
+    def output_factor(self, g: Tensor, n: int) -> Tensor:
+        """Without a copy: features are last already."""
+        flat = g.reshape(-1, g.shape[-1])
+        return (flat.mT @ flat)[None]
+
+    def input_factor(self, n: int) -> tuple[Tensor, int]:
+        """Without a copy."""
+        flat = self.x.reshape(-1, self.x.shape[-1])
+        return (flat.mT @ flat)[None], len(flat)
+
+
+class ConvolutionCall(Matrix):
+    """`conv1d`, `conv2d` and `conv3d`, with stride, padding, dilation and groups."""
+
+    trailing = False
+
+    def inputs(self, n: int) -> Tensor:
+        """The patches that each output position read."""
+        patches = self.patches()
+        groups = self.options["groups"]
+        a = math.prod(self.shape[1:])
+        if len(patches) == n:
+            return patches.view(n, groups, a, -1)
+        return patches.view(n, -1, groups, a, patches.shape[-1]).permute(0, 2, 3, 1, 4).flatten(3)
+
+    def patches(self) -> Tensor:
+        """Patches as `F.unfold` gives them, in any number of dimensions: [batch, channels x kernel, places]."""
+        kernel, options = self.shape[2:], self.options
+        x = F.pad(self.x, options["padding"]) if any(options["padding"]) else self.x
+        steps = zip(kernel, options["stride"], options["dilation"], strict=True)
+        for dim, (size, stride, dilation) in enumerate(steps):
+            x = x.unfold(2 + dim, dilation * (size - 1) + 1, stride)[..., ::dilation]
+        dims = len(kernel)
+        places, offsets = range(2, 2 + dims), range(2 + dims, 2 + 2 * dims)
+        x = x.permute(0, 1, *offsets, *places)
+        return x.reshape(len(x), x.shape[1] * math.prod(kernel), -1)
+
+    def columns(self, g: Tensor, n: int) -> Tensor:
+        """What came back."""
+        groups, r = self.options["groups"], len(g)
+        b = self.shape[0] // groups
+        if g.shape[1] == n:
+            return g.reshape(r, n, groups, b, -1).permute(1, 2, 0, 3, 4)
+        return g.reshape(r, n, -1, groups, b, math.prod(g.shape[3:])).permute(1, 3, 0, 4, 2, 5).flatten(4)
+
+
+class EmbeddingCall(Call):
+    """`F.embedding`."""
+
+    def weight_rows(self, g: Tensor, n: int) -> Tensor:
+        """Rows of the table."""
+        where, example, inverse, summed = self.compressed(g, n)
+        del inverse
+        rows = g.new_zeros(len(g), n, *self.shape)
+        rows[:, example, where] = summed
+        return rows
+
+    def compressed(self, g: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What came back to each entry that an example read, once for each pair of both.
+
+        Returns:
+            The entries, the examples, which pair each position belongs to, and what came back [r, pairs, width].
+        """
+        ids = self._input().reshape(n, -1)
+        example = torch.arange(n, device=ids.device)[:, None].expand_as(ids)
+        pairs, inverse = torch.unique(example * self.shape[0] + ids, return_inverse=True)
+        flat = g.reshape(len(g), -1, g.shape[-1])
+        summed = flat.new_zeros(len(g), len(pairs), g.shape[-1]).index_add_(1, inverse.flatten(), flat)
+        where = pairs % self.shape[0]
+        if (padding := self.options["padding"]) is not None:
+            summed[:, where == padding] = 0  # as torch has it: the entry for padding is never changed
+        return where, pairs // self.shape[0], inverse, summed
+
+    def diagonal(self, name: str, g: Tensor, n: int) -> Tensor:
+        """Only the entries that were read."""
+        g = g.transpose(1, 2) if self.second else g
+        where, _, _, summed = self.compressed(g, n)
+        return g.new_zeros(self.shape).index_add_(0, where, summed.square().sum(0)).flatten()
+
+
+class NormCall(Call):
+    """Layer, RMS, batch and group normalisation: the weight multiplies what `options["plain"]` gives for the input."""
+
+    def weight_rows(self, g: Tensor, n: int) -> Tensor:
+        """Rows of the weight."""
+        return self._summed(g * self.options["plain"](self.x).transpose(0, int(self.second)), n)
+
+    def bias_rows(self, g: Tensor, n: int) -> Tensor:
+        """Rows of the bias."""
+        return self._summed(g, n)
+
+    def _summed(self, g: Tensor, n: int) -> Tensor:
+        if not self.trailing:
+            return self.gathered(g, n)
+        return g.reshape(len(g), n, -1, *self.shape).sum(2)
+
+
+class ChannelNormCall(NormCall):
+    """Normalisation with a weight for each channel, along the second dimension."""
+
+    trailing = False
+
+
+class BroadcastCall(Call):
+    """A parameter that is added to a tensor or multiplies it, the same for all examples."""
+
+    trailing = False
+
+    def weight_rows(self, g: Tensor, n: int) -> Tensor:
+        """Rows of a parameter that multiplies."""
+        return self.bias_rows(g * self.x, n)
+
+    def bias_rows(self, g: Tensor, n: int) -> Tensor:
+        """Rows of a parameter that is added."""
+        padded = (1,) * (g.ndim - 1 - len(self.shape)) + self.shape
+        shared = [1 + dim for dim, size in enumerate(padded) if dim and size == 1]
+        g = g.sum(shared, keepdim=True) if shared else g
+        return g.reshape(len(g), n, -1, *self.shape).sum(2)
+
+
+Maker = Callable[[dict[int, str], Sequence[Any], dict[str, Any]], "Call | None"]
+
+
+def _named(names: dict[int, str], value: object) -> str | None:
+    return names.get(id(value))
+
+
+def _given(args: Sequence[Any], kwargs: dict[str, Any], words: str, **defaults: Any) -> list[Any]:
+    """Arguments in the order of ``words``, however they were passed."""
+    values = dict(zip(words.split(), args, strict=False)) | kwargs
+    return [values.get(word, defaults.get(word)) for word in words.split()]
+
+
+def _linear(names: dict[int, str], args: Sequence[Any], kwargs: dict[str, Any]) -> Call | None:
+    x, weight, bias = _given(args, kwargs, "input weight bias")
+    if id(x) in names or weight.ndim != 2 or x.ndim < 2:
+        return None
+    return LinearCall(_named(names, weight), _named(names, bias), x.detach(), {}, tuple(weight.shape))
+
+
+def _convolution(names: dict[int, str], args: Sequence[Any], kwargs: dict[str, Any]) -> Call | None:
+    words = "input weight bias stride padding dilation groups"
+    x, weight, bias, stride, padding, dilation, groups = _given(
+        args, kwargs, words, stride=1, padding=0, dilation=1, groups=1
+    )
+    dims = weight.ndim - 2
+    if id(x) in names or x.ndim != weight.ndim:
+        return None
+    stride, dilation = _tuple(stride, dims), _tuple(dilation, dims)
+    both: list[int] = []
+    for dim in range(dims):
+        if padding == "same":
+            total = dilation[dim] * (weight.shape[2 + dim] - 1)
+            both = [total // 2, total - total // 2, *both]
+        else:
+            size = 0 if padding == "valid" else _tuple(padding, dims)[dim]
+            both = [size, size, *both]
+    options = {"stride": stride, "dilation": dilation, "groups": groups, "padding": both}
+    return ConvolutionCall(_named(names, weight), _named(names, bias), x.detach(), options, tuple(weight.shape))
+
+
+def _tuple(value: Any, dims: int) -> tuple[int, ...]:
+    values = (value,) if isinstance(value, int) else tuple(value)
+    return values * dims if len(values) == 1 else values
+
+
+def _embedding(names: dict[int, str], args: Sequence[Any], kwargs: dict[str, Any]) -> Call | None:
+    words = "input weight padding_idx max_norm norm_type scale_grad_by_freq sparse"
+    ids, weight, padding, max_norm, _, by_frequency, _ = _given(args, kwargs, words)
+    if max_norm is not None or by_frequency:
+        return None
+    return EmbeddingCall(_named(names, weight), None, ids, {"padding": padding}, tuple(weight.shape))
+
+
+def _layer_norm(names: dict[int, str], args: Sequence[Any], kwargs: dict[str, Any]) -> Call | None:
+    x, shape, weight, bias, eps = _given(args, kwargs, "input normalized_shape weight bias eps", eps=1e-5)
+    if id(x) in names:
+        return None
+    plain = {"plain": lambda x: F.layer_norm(x, shape, None, None, eps)}
+    return NormCall(_named(names, weight), _named(names, bias), x.detach(), plain, tuple(shape))
+
+
+def _rms_norm(names: dict[int, str], args: Sequence[Any], kwargs: dict[str, Any]) -> Call | None:
+    x, shape, weight, eps = _given(args, kwargs, "input normalized_shape weight eps")
+    if id(x) in names:
+        return None
+    return NormCall(
+        _named(names, weight), None, x.detach(), {"plain": lambda x: F.rms_norm(x, shape, None, eps)}, tuple(shape)
+    )
+
+
+def _group_norm(names: dict[int, str], args: Sequence[Any], kwargs: dict[str, Any]) -> Call | None:
+    x, groups, weight, bias, eps = _given(args, kwargs, "input num_groups weight bias eps", eps=1e-5)
+    if id(x) in names:
+        return None
+    plain = {"plain": lambda x: F.group_norm(x, groups, None, None, eps)}
+    return ChannelNormCall(_named(names, weight), _named(names, bias), x.detach(), plain, (x.shape[1],))
+
+
+def _batch_norm(names: dict[int, str], args: Sequence[Any], kwargs: dict[str, Any]) -> Call | None:
+    words = "input running_mean running_var weight bias training momentum eps"
+    x, mean, variance, weight, bias, training, _, eps = _given(args, kwargs, words, training=False, eps=1e-5)
+    if id(x) in names or training:
+        return None
+    plain = {"plain": lambda x: F.batch_norm(x, mean, variance, None, None, False, 0.0, eps)}
+    return ChannelNormCall(_named(names, weight), _named(names, bias), x.detach(), plain, (x.shape[1],))
+
+
+def _broadcast(names: dict[int, str], args: Sequence[Any], kwargs: dict[str, Any], multiplies: bool) -> Call | None:
+    """A parameter and another tensor of more dimensions, or of one example for each entry of its first."""
+    if len(args) != 2 or kwargs or not all(isinstance(arg, Tensor) for arg in args):
+        return None
+    first, second = args
+    x, parameter = (second, first) if id(first) in names else (first, second)
+    shape = tuple(parameter.shape)
+    fits = len(shape) < x.ndim or (len(shape) == x.ndim and shape[:1] == (1,))
+    if id(x) in names or not fits or torch.broadcast_shapes(shape, x.shape) != x.shape:
+        return None
+    name = names[id(parameter)]
+    return BroadcastCall(name if multiplies else None, None if multiplies else name, x.detach(), {}, shape)
+
+
+def _multiplied(names: dict[int, str], args: Sequence[Any], kwargs: dict[str, Any]) -> Call | None:
+    return _broadcast(names, args, kwargs, multiplies=True)
+
+
+def _added(names: dict[int, str], args: Sequence[Any], kwargs: dict[str, Any]) -> Call | None:
+    return _broadcast(names, args, kwargs, multiplies=False)
+
+
+RULES: dict[Any, Maker] = {
+    F.linear: _linear,
+    torch.conv1d: _convolution,
+    torch.conv2d: _convolution,
+    torch.conv3d: _convolution,
+    F.embedding: _embedding,
+    F.layer_norm: _layer_norm,
+    F.rms_norm: _rms_norm,
+    F.group_norm: _group_norm,
+    F.batch_norm: _batch_norm,
+    **dict.fromkeys((torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__), _multiplied),
+    **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__), _added),
+}
+
+
+class Recorder(TorchFunctionMode):
+    """Notes each call of a function that takes one of some parameters.
+
+    Args:
+        names: of the parameters, by `id`.
+    """
+
+    def __init__(self, names: dict[int, str]) -> None:
+        super().__init__()
+        self._names = names
+        self.calls: list[Call] = []
+        self.unruled: set[str] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the function, and note it if it takes one of the parameters."""
+        kwargs = kwargs or {}
+        touched = {name for value in _flat((args, kwargs)) if (name := self._names.get(id(value)))}
+        if not touched:
+            return func(*args, **kwargs)
+        call = RULES[func](self._names, args, kwargs) if func in RULES else None
+        result = func(*args, **kwargs)
+        if call is not None and set(call.names) == touched:
+            call.record(result)
+            self.calls.append(call)
+        elif any(isinstance(v, Tensor) and v.requires_grad and id(v) not in self._names for v in _flat(result)):
+            self.unruled |= touched
+        return result
+
+
+def _flat(value: Any) -> list[Any]:
+    """All values in tuples, lists and dictionaries."""
+    if isinstance(value, tuple | list):
+        return [inner for part in value for inner in _flat(part)]
+    if isinstance(value, dict):
+        return [inner for part in value.values() for inner in _flat(part)]
+    return [value]

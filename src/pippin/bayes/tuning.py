@@ -1,0 +1,266 @@
+r"""How strong the prior should be: by the evidence, by held-out data, or by cross-validation without retraining.
+
+Notable here:
+- the evidence is maximised in logarithms by L-BFGS, from the best of a coarse grid, because it may have two maxima
+- held-out likelihood is computed from one curvature for all precisions; the Jacobian of a batch is not computed again
+  for each of them where it fits
+- cross-validation takes a fold out of the curvature and moves the mean by one Newton step of the linear model, which is
+  exact for a linear model with Gaussian noise: the fold is then really held out, at the price of one fit a fold
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.func import jvp
+
+from pippin.bayes import batches
+from pippin.bayes.curvature import GGN, Hessian
+from pippin.bayes.hessian import outputs_as_function
+from pippin.bayes.likelihood import Likelihood
+from pippin.bayes.predictive import check_link, link as to_probs
+from pippin.bayes.structure import Gaussian, State
+from pippin.core.errors import InferenceError, InvalidArgument, InvalidInput, NonFiniteEvidence
+
+if TYPE_CHECKING:
+    from pippin.bayes.laplace import Laplace
+
+LOG_RANGE = math.log(1e8)
+"""Precisions and noises are kept between 1e-8 and 1e8: the prior of weights that nothing needs would go to infinity."""
+
+
+def tune(
+    laplace: Laplace,
+    method: str,
+    per: str,
+    validation: Iterable[Any] | None,
+    *,
+    noise: bool,
+    folds: int,
+    grid: Sequence[float] | Tensor | None,
+    link: str,
+) -> None:
+    """Set the prior precision, and by the evidence the noise; see `Laplace.tune`.
+
+    Raises:
+        InvalidArgument: an unknown word, data missing, or a combination that does not exist.
+        NonFiniteEvidence: no precision gives a finite score.
+    """
+    if method not in ("evidence", "cross_validation", "grid"):
+        raise InvalidArgument(f"method is {method!r}; choose evidence, cross_validation or grid")
+    if per not in ("all", "layer", "weight"):
+        raise InvalidArgument(f"per is {per!r}; choose all, layer or weight")
+    if method == "evidence":
+        if validation is not None:
+            raise InvalidArgument("the evidence needs no validation data; use method='grid' with it")
+        by_evidence(laplace, per, noise=noise)
+        return
+    if per != "all":
+        raise InvalidArgument(f"{method} chooses one precision for all weights; per={per!r} needs method='evidence'")
+    if validation is None:
+        raise InvalidArgument(f"{method} needs validation: batches of inputs and targets")
+    if laplace.likelihood.name != "regression":
+        check_link(laplace.likelihood, link, 1)
+    batches.check_data(validation)
+    tried = torch.logspace(-4, 4, 21, dtype=torch.float64) if grid is None else torch.as_tensor(grid).double()
+    if tried.ndim != 1 or not len(tried) or not ((tried > 0) & tried.isfinite()).all():
+        raise InvalidArgument(f"grid must be a list of precisions above 0, got {grid}")
+    scores = (
+        by_grid(laplace, validation, tried, link)
+        if method == "grid"
+        else by_folds(laplace, validation, tried, folds, link)
+    )
+    if not scores.isfinite().any():
+        raise NonFiniteEvidence("no precision of the grid gives a finite likelihood; try larger ones")
+    laplace.prior_precision = float(tried[scores.nan_to_num(nan=-math.inf).argmax()])
+
+
+def by_evidence(laplace: Laplace, per: str, *, noise: bool) -> None:
+    """Maximise the evidence in the logarithms of precisions and noise."""
+    device = laplace.prior_precision.device
+    groups = {"all": 1, "layer": len(laplace.layers), "weight": laplace.selection.size}[per]
+    noise = noise and laplace.likelihood.name == "regression"
+    start = _best_start(laplace)
+    prior = start.expand(groups).clone().requires_grad_()
+    sigma = torch.tensor(math.log(laplace.sigma_noise), dtype=torch.float64, device=device, requires_grad=noise)
+    free = [prior, sigma] if noise else [prior]
+    optimiser = torch.optim.LBFGS(free, max_iter=100, tolerance_grad=1e-6, line_search_fn="strong_wolfe")
+
+    def closure() -> Tensor:
+        optimiser.zero_grad()
+        value = -_evidence(laplace, prior, sigma)
+        value.backward()  # type: ignore[no-untyped-call]
+        return value
+
+    optimiser.step(closure)  # type: ignore[arg-type]
+    found = prior.detach().clamp(-LOG_RANGE, LOG_RANGE)
+    if not found.isfinite().all():
+        raise NonFiniteEvidence("the evidence led to a precision that is not finite; look at the targets and weights")
+    laplace.prior_precision = found.exp()
+    if noise:
+        laplace.sigma_noise = math.exp(min(max(float(sigma.detach()), -LOG_RANGE), LOG_RANGE))
+
+
+def _best_start(laplace: Laplace) -> Float[Tensor, " 1"]:
+    """The log of the best single precision of a coarse grid, or of the posterior's own where that is better."""
+    prior, best, value = laplace.prior_precision, None, -math.inf
+    own = prior.log().mean().reshape(1)
+    sigma = torch.tensor(math.log(laplace.sigma_noise), dtype=torch.float64, device=prior.device)
+    for candidate in [own, *own.new_tensor([math.log(10.0**k) for k in range(-4, 5)])[:, None]]:
+        try:
+            with torch.no_grad():
+                here = float(_evidence(laplace, candidate, sigma))
+        except InferenceError:  # a precision at which the posterior does not exist, with the Hessian
+            continue
+        if here > value:
+            best, value = candidate, here
+    if best is None:
+        raise NonFiniteEvidence("no precision between 1e-4 and 1e4 gives a posterior; use the curvature ggn")
+    return best
+
+
+def _evidence(laplace: Laplace, log_prior: Tensor, log_sigma: Tensor) -> Tensor:
+    prior = log_prior.clamp(-LOG_RANGE, LOG_RANGE).exp()
+    if laplace.likelihood.name != "regression":
+        return laplace.log_marginal_likelihood(prior)
+    return laplace.log_marginal_likelihood(prior, log_sigma.clamp(-LOG_RANGE, LOG_RANGE).exp())
+
+
+def log_likelihood(
+    likelihood: Likelihood, mean: Tensor, covariance: Tensor, y: Tensor, noise: float, link: str
+) -> Float[Tensor, ""]:
+    """Summed log-probability, or log-density, of targets under a predictive."""
+    if likelihood.name == "regression":
+        eye = torch.eye(mean.shape[1], dtype=torch.float64, device=mean.device)
+        normal = torch.distributions.MultivariateNormal(mean.double(), covariance.double() + noise * eye)
+        return normal.log_prob(y.double()).sum()  # type: ignore[no-untyped-call,no-any-return]
+    probs = to_probs(likelihood, mean, covariance, link).double()
+    if likelihood.name == "multi_label":
+        return (y * probs.clamp_min(1e-30).log() + (1 - y) * (1 - probs).clamp_min(1e-30).log()).sum()
+    return probs.clamp_min(1e-30).log().gather(1, y[:, None]).sum()
+
+
+def by_grid(laplace: Laplace, validation: Iterable[Any], grid: Tensor, link: str) -> Float[Tensor, " precisions"]:
+    """Mean log-likelihood of held-out data at each precision."""
+    gaussians = _gaussians(laplace, laplace._fitted(), grid)
+    scores, count = torch.zeros(len(grid), dtype=torch.float64), 0
+    for inputs, targets in batches.read(validation, laplace.model):
+        with laplace.rows.forward(inputs) as batch:
+            f = batch.outputs.detach()
+            y = laplace.likelihood.check(f, targets)
+            for place, gaussian in enumerate(gaussians):
+                scores[place] += _score(laplace, gaussian, batch, f, y, link)
+        count += len(f)
+    return scores / count
+
+
+def _gaussians(laplace: Laplace, state: State, grid: Tensor) -> list[Gaussian | None]:
+    """A posterior for each precision; None where there is none."""
+    made: list[Gaussian | None] = []
+    for precision in grid.tolist():
+        prior = torch.tensor([precision], dtype=torch.float64, device=laplace._like.device)
+        try:
+            gaussian = state.posterior(laplace._expand(prior), _scale(laplace))
+            gaussian.solve(laplace._like.new_zeros(1, laplace.selection.size))
+        except InferenceError:
+            made.append(None)
+        else:
+            made.append(gaussian)
+    return made
+
+
+def _scale(laplace: Laplace) -> Tensor:
+    return laplace._scale(torch.tensor(laplace.sigma_noise, dtype=torch.float64, device=laplace._like.device))
+
+
+def _score(laplace: Laplace, gaussian: Gaussian | None, batch: Any, f: Tensor, y: Tensor, link: str) -> float:
+    if gaussian is None:
+        return -math.inf
+    covariance = gaussian.covariance(batch).detach().to(f.dtype)
+    return float(log_likelihood(laplace.likelihood, f, covariance, y, laplace.sigma_noise**2, link))
+
+
+def by_folds(
+    laplace: Laplace, data: Iterable[Any], grid: Tensor, folds: int, link: str
+) -> Float[Tensor, " precisions"]:
+    r"""Mean log-likelihood of each fold under the posterior of the others, at each precision.
+
+    With g the gradient of the other folds' loss at $\theta^*$ and P their precision, the mean of their linear model is
+    $\theta^* - P^{-1} (s g + \Lambda (\theta^* - \mu))$, whatever the precision was that the network was trained with.
+
+    Raises:
+        InvalidArgument: fewer than two folds, or a curvature that this is not defined for.
+        InvalidInput: fewer batches than folds.
+    """
+    if folds < 2:
+        raise InvalidArgument(f"folds is {folds}; give 2 or more")
+    if isinstance(laplace.curvature, Hessian):
+        raise InvalidArgument("cross-validation moves the mean by the GGN's linear model; use the curvature ggn or ef")
+    count = sum(1 for _ in batches.read(data, laplace.model))
+    if count < folds:
+        raise InvalidInput(f"{folds} folds need as many batches, the data has {count}; give smaller batches")
+    gradients = [_gradient(laplace, data, fold, folds) for fold in range(folds)]
+    total = torch.stack(gradients).sum(0)
+    scores, examples = torch.zeros(len(grid), dtype=torch.float64), 0
+    for fold in range(folds):
+        state = _without(laplace, data, fold, folds)
+        gaussians = _gaussians(laplace, state, grid)
+        steps = [
+            _step(laplace, gaussian, total - gradients[fold], float(p))
+            for gaussian, p in zip(gaussians, grid, strict=True)
+        ]
+        for inputs, targets in _fold(laplace, data, fold, folds):
+            outputs = outputs_as_function(laplace.model, laplace.selection, inputs)
+            with laplace.rows.forward(inputs) as batch:
+                f = batch.outputs.detach()
+                y = laplace.likelihood.check(f, targets)
+                for place, (gaussian, step) in enumerate(zip(gaussians, steps, strict=True)):
+                    moved = f + jvp(outputs, (laplace.mean,), (step,))[1].detach()
+                    scores[place] += _score(laplace, gaussian, batch, moved, y, link)
+            examples += len(f)
+    return scores / examples
+
+
+def _fold(laplace: Laplace, data: Iterable[Any], fold: int, folds: int, *, others: bool = False) -> Iterable[Any]:
+    """The batches of a fold, or those of all others."""
+    pairs = enumerate(batches.read(data, laplace.model))
+    return (pair for number, pair in pairs if (number % folds == fold) != others)
+
+
+def _gradient(laplace: Laplace, data: Iterable[Any], fold: int, folds: int) -> Float[Tensor, " p"]:
+    """Of the summed loss of a fold."""
+    total = torch.zeros(laplace.selection.size, dtype=torch.float64, device=laplace._like.device)
+    for inputs, targets in _fold(laplace, data, fold, folds):
+        vector = laplace.selection.vector(laplace.model).requires_grad_()
+        with torch.enable_grad():
+            f = outputs_as_function(laplace.model, laplace.selection, inputs)(vector)
+            loss = laplace.likelihood.loss(f, laplace.likelihood.check(f, targets))
+            total += torch.autograd.grad(loss, vector)[0]
+    return total
+
+
+def _without(laplace: Laplace, data: Iterable[Any], fold: int, folds: int) -> State:
+    """The curvature of all other folds."""
+    state = laplace.structure.start(laplace.selection, laplace._like)
+    for _ in range(getattr(laplace.structure, "passes", 1)):
+        if isinstance(laplace.curvature, GGN):
+            laplace.curvature.restart()
+        for inputs, targets in _fold(laplace, data, fold, folds, others=True):
+            laplace._add(state, inputs, targets)
+        state.finish()
+    return state
+
+
+def _step(laplace: Laplace, gaussian: Gaussian | None, gradient: Tensor, precision: float) -> Float[Tensor, " p"]:
+    """From the fit to the mean of the linear model."""
+    assert laplace.mean is not None
+    if gaussian is None:
+        return torch.zeros_like(laplace.mean)
+    pull = laplace.sigma_noise**-2 / laplace.temperature * gradient
+    pull = pull + precision * (laplace.mean.double() - laplace.prior_mean)
+    return -gaussian.solve(pull[None])[0].to(laplace.mean.dtype)

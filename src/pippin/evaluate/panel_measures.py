@@ -1,0 +1,267 @@
+"""The steps behind the report on a panel of judges.
+
+Notable here:
+- items are drawn again through their distinct rows of votes, of which there are few, whatever the number of items
+- a sample of the items changes the judges' confusion matrices, too, and with them the forecast for independent judges
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from itertools import combinations
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pippin.core.errors import InferenceAtRisk
+from pippin.evaluate.aggregate import dawid_skene, majority, weighted
+from pippin.evaluate.correlation import (
+    drawn_phi,
+    effective_votes,
+    kish,
+    mean_phi,
+    phi_from_sums,
+    phi_matrix,
+    shuffled_phi,
+    varied_part,
+    votes_of,
+    votes_without,
+    weighted_sums,
+)
+from pippin.evaluate.independence import Cells, plurality_is_right, unanimous
+from pippin.evaluate.panel_report import LeftOut, PanelReport, Subsets
+from pippin.evaluate.votes import Floats, patterns
+
+if TYPE_CHECKING:
+    from pippin.evaluate.panel import JudgePanel
+
+TIED = 0.02
+_SUBSETS = 2000
+_HALVES = 200
+
+
+class Measurement:
+    """The steps of `JudgePanel.report`, which share the distinct rows of votes."""
+
+    def __init__(self, panel: JudgePanel, n_boot: int, n_perm: int, n_null: int, bins: int, seed: int) -> None:
+        self.panel, self.seed = panel, seed
+        self.n_boot, self.n_perm, self.n_null = n_boot, n_perm, n_null
+        self.classes = len(panel.classes)
+        self.level = panel.levels(bins)
+        chosen, self.tied = majority(panel.codes, self.classes)
+        self.right = chosen == panel.gold
+        others = [np.delete(panel.codes, j, 1) for j in range(panel.codes.shape[1])]
+        # without a judge an item may be left without any vote; the first label stands for it
+        self.without = np.stack([majority(codes, self.classes)[0] == panel.gold for codes in others], 1)
+        self.errors = panel.errors
+        self.varied = ~np.isnan(np.diag(phi_matrix(self.errors)))
+        rows = np.column_stack([panel.codes, panel.gold, self.level, self.right, self.without])
+        self.first, _, counts = patterns(rows)
+        self.counts = counts.astype(np.float64)
+        first = self.first
+        self.cells = Cells.of_rows(panel.codes[first], panel.gold[first], self.level[first], self.classes)
+
+    def report(self) -> PanelReport:
+        """All the figures; the bootstrap and the shuffles take most of the time."""
+        panel = self.panel
+        phi = phi_matrix(self.errors)
+        inner = varied_part(phi, panel.judges)
+        votes, mean = effective_votes(self.errors[:, self.varied]), mean_phi(inner)
+        self._warn_of_ties()
+        accuracy = float(self.right.mean())
+        confusion = self.cells.confusion(self.counts)
+        null = self._null(self.cells, confusion, self.counts)
+        all_right, all_wrong = unanimous(confusion, self.cells.gold)
+        shares = self.cells.shares(self.counts)
+        interval, left_out = self._bootstrap(votes)
+        best, best_accuracy, against = self._best_judge()
+        observed_right, observed_wrong = self._unanimous()
+        return PanelReport(
+            judges=panel.judges,
+            items=len(panel.gold),
+            n_eff=votes,
+            n_eff_ci=interval,
+            n_eff_eig=effective_votes(self.errors[:, self.varied], "eigen"),
+            phi=phi,
+            mean_phi=mean,
+            accuracy=accuracy,
+            judge_accuracy=tuple(float(a) for a in 1 - np.nanmean(self.errors, 0)),
+            best_judge=best,
+            best_judge_accuracy=best_accuracy,
+            best_judge_advantage=against,
+            null_accuracy=null,
+            gap=null - accuracy,
+            gap_ci=self._gap_interval(),
+            p_value=self._p_value(mean),
+            scaling=self._scaling(inner),
+            leave_one_out=left_out,
+            aggregators=self._aggregators(),
+            all_right=(observed_right, float(shares @ all_right)),
+            all_wrong=(observed_wrong, float(shares @ all_wrong)),
+            ties=len(self.tied),
+            filled=panel.filled,
+            levels=int(self.level.max()) + 1,
+            checks=self._checks(accuracy),
+        )
+
+    def _warn_of_ties(self) -> None:
+        share = len(self.tied) / len(self.right)
+        if share > TIED:
+            warnings.warn(
+                f"{len(self.tied)} of {len(self.right)} items are ties, which a hash decides; an odd number of judges "
+                "has fewer",
+                InferenceAtRisk,
+                4,
+            )
+
+    def _unanimous(self) -> tuple[float, float]:
+        voted = ~np.isnan(self.errors)
+        everyone = voted.all(1)
+        right, wrong = ((everyone & (self.errors == value).all(1)).mean() for value in (0, 1))
+        return float(right), float(wrong)
+
+    def _null(self, cells: Cells, confusion: Floats, weights: Floats) -> float:
+        right = plurality_is_right(confusion, cells.gold, self.n_null, self.seed)
+        return float(cells.shares(weights) @ right)
+
+    def _samples(self, samples: int, rng: np.random.Generator) -> Any:
+        """Weights of the distinct rows in samples of the items, some at a time."""
+        items = int(self.counts.sum())
+        step = max(1, 4_000_000 // len(self.counts))
+        for start in range(0, samples, step):
+            yield rng.multinomial(items, self.counts / items, min(step, samples - start)).astype(np.float64)
+
+    def _bootstrap(self, votes: float) -> tuple[tuple[float, float], tuple[LeftOut, ...]]:
+        """Intervals of the effective votes, and of what each judge's leaving changes."""
+        rng = np.random.default_rng((self.seed, 1))
+        errors = self.errors[self.first]
+        right, without = self.right[self.first], self.without[self.first]
+        drawn, fewer, changes = [], [], []
+        for weights in self._samples(self.n_boot, rng):
+            phi = phi_from_sums(weighted_sums(errors, weights))[:, self.varied][:, :, self.varied]
+            drawn.append(votes_of(phi))
+            fewer.append(votes_without(phi))
+            total = weights.sum(1)[:, None]
+            changes.append((weights @ without - (weights @ right)[:, None]) / total)
+        samples = np.concatenate(drawn)
+        inner = phi_matrix(self.errors)[np.ix_(self.varied, self.varied)]
+        alone = votes_without(inner[None])[0]
+        votes_changes = np.concatenate(fewer) - samples[:, None]
+        accuracy_changes = np.concatenate(changes)
+        left_out, at = [], 0
+        for judge, name in enumerate(self.panel.judges):
+            after, of_votes = math.nan, (math.nan, math.nan)
+            if self.varied[judge]:
+                after, of_votes = float(alone[at] - votes), _interval(votes_changes[:, at])
+                at += 1
+            change = float(self.without[:, judge].mean() - self.right.mean())
+            left_out.append(LeftOut(name, after, of_votes, change, _interval(accuracy_changes[:, judge])))
+        return _interval(samples), tuple(left_out)
+
+    def _gap_interval(self) -> tuple[float, float]:
+        rng = np.random.default_rng((self.seed, 2))
+        right, gaps = self.right[self.first], []
+        draws = max(100, self.n_null // 20)
+        for weights in self._samples(max(100, self.n_boot // 10), rng):
+            forecast = plurality_is_right(self.cells.confusion(weights), self.cells.gold, draws, self.seed)
+            null = (self.cells.shares(weights) * forecast).sum(-1)
+            gaps.append(null - weights @ right / weights.sum(1))
+        return _interval(np.concatenate(gaps))
+
+    def _p_value(self, mean: float) -> float:
+        rng = np.random.default_rng((self.seed, 3))
+        errors = self.errors[:, self.varied]
+        small = len(errors) * errors.shape[1] * self.n_perm <= 400_000_000
+        draw = shuffled_phi if small and not np.isnan(errors).any() else drawn_phi
+        null = draw(errors, self.level, self.n_perm, rng)
+        return float((1 + (null >= mean - 1e-12).sum()) / (1 + len(null)))
+
+    def _scaling(self, phi: Floats) -> tuple[Subsets, ...]:
+        """Effective votes of smaller panels; of so many subsets that all are taken, or of some drawn ones."""
+        rng, k, found = np.random.default_rng((self.seed, 4)), len(phi), []
+        for size in range(2, k + 1):
+            some = _subsets(k, size, rng)
+            pairs = np.einsum("si,ij,sj->s", some, phi, some)
+            values = kish(size, (pairs - size) / (size * (size - 1)))
+            finite = values[np.isfinite(values)]
+            if len(finite):
+                found.append(
+                    Subsets(
+                        size,
+                        float(finite.mean()),
+                        float(finite.min()),
+                        float(finite.max()),
+                        float(kish(size, mean_phi(phi))),
+                        len(finite),
+                    )
+                )
+        return tuple(found)
+
+    def _best_judge(self) -> tuple[str, float, float]:
+        """The judge chosen most often on half of the items; its kind's accuracy and lead over the panel on the rest."""
+        rng = np.random.default_rng((self.seed, 5))
+        right, chosen, scores, leads = 1 - self.errors, [], [], []
+        for _ in range(_HALVES):
+            order = rng.permutation(len(right))
+            half, rest = order[: len(order) // 2], order[len(order) // 2 :]
+            judge = int(np.nan_to_num(_mean(right[half])).argmax())
+            chosen.append(judge)
+            scores.append(float(_mean(right[rest][:, [judge]])[0]))
+            leads.append(scores[-1] - float(self.right[rest].mean()))
+        return self.panel.judges[int(np.bincount(chosen).argmax())], float(np.mean(scores)), float(np.mean(leads))
+
+    def _aggregators(self) -> dict[str, float]:
+        codes, gold, classes = self.panel.codes, self.panel.gold, self.classes
+        chosen = {
+            "majority": majority(codes, classes)[0],
+            "Dawid-Skene": dawid_skene(codes, classes).labels,
+            "weighted by accuracy": weighted(codes, gold, classes, seed=self.seed),
+            "decorrelated weights": weighted(codes, gold, classes, "decorrelated", seed=self.seed),
+        }
+        return {name: float((labels == gold).mean()) for name, labels in chosen.items()}
+
+    def _checks(self, accuracy: float) -> dict[str, float]:
+        """The gap without levels, with ten, and with confusion matrices from other items than those forecast."""
+        panel, found = self.panel, {}
+        for name, bins in (("gap without levels", 1), ("gap with 10 levels", 10)):
+            cells = Cells.of_rows(panel.codes, panel.gold, panel.levels(bins), self.classes)
+            ones = np.ones(len(panel.gold))
+            found[name] = self._null(cells, cells.confusion(ones), ones) - accuracy
+        rng = np.random.default_rng((self.seed, 6))
+        cells = Cells.of_rows(panel.codes, panel.gold, self.level, self.classes)
+        gaps = []
+        for _ in range(10):
+            half = (rng.permutation(len(panel.gold)) % 2).astype(np.float64)
+            for learn in (half, 1 - half):
+                forecast = self._null(cells, cells.confusion(learn), 1 - learn)
+                gaps.append(forecast - float(self.right @ (1 - learn) / (1 - learn).sum()))
+        found["gap from split halves"] = float(np.mean(gaps))
+        return found
+
+
+def _interval(values: Floats) -> tuple[float, float]:
+    """The middle 95 %."""
+    if np.isnan(values).any():
+        return math.nan, math.nan
+    low, high = np.quantile(values, [0.025, 0.975], method="nearest")
+    return float(low), float(high)
+
+
+def _subsets(k: int, size: int, rng: np.random.Generator) -> Floats:
+    """Subsets as rows of 0 and 1."""
+    if math.comb(k, size) <= _SUBSETS:
+        chosen = np.array(list(combinations(range(k), size)))
+    else:
+        chosen = rng.random((_SUBSETS, k)).argsort(1)[:, :size]
+    rows = np.zeros((len(chosen), k))
+    np.put_along_axis(rows, chosen, 1.0, 1)
+    return rows
+
+
+def _mean(table: Floats) -> Floats:
+    """Column means of what is not NaN; NaN where there is nothing."""
+    voted = ~np.isnan(table)
+    with np.errstate(invalid="ignore"):
+        found: Floats = np.where(voted, table, 0.0).sum(0) / voted.sum(0)
+    return found
