@@ -83,7 +83,7 @@ def test_the_fixed_point_is_where_gradient_ascent_on_the_exact_evidence_ends():
     posterior = LinearisedEvidence(model, Regression(SIGMA)).fit([(x, y)], rounds=500, tolerance=1e-9)
     sizes = [42, 19]  # the layer before the norm lies in the middle: 12 weights, 42, then 7
     log_precision = torch.zeros(2, dtype=torch.float64, requires_grad=True)
-    optimiser = torch.optim.LBFGS([log_precision], max_iter=1000, lr=0.2, tolerance_grad=1e-10, tolerance_change=1e-15)
+    optimiser = torch.optim.LBFGS([log_precision], max_iter=200, tolerance_grad=1e-10, line_search_fn="strong_wolfe")
 
     def value():
         own, other = log_precision.exp()
@@ -97,8 +97,16 @@ def test_the_fixed_point_is_where_gradient_ascent_on_the_exact_evidence_ends():
 
     optimiser.step(step)
     own, other = log_precision.exp().tolist()
-    assert posterior.prior_precision == pytest.approx({"2": own, "other": other}, rel=1e-5)
-    assert posterior.log_evidence == pytest.approx(float(value().detach()), abs=1e-7)
+    assert posterior.prior_precision == pytest.approx({"2": own, "other": other}, rel=1e-4)
+    with torch.no_grad():
+        log_precision.copy_(
+            torch.tensor(
+                [posterior.prior_precision["2"], posterior.prior_precision["other"]], dtype=torch.float64
+            ).log()
+        )
+    step()
+    assert log_precision.grad.abs().max() < 1e-6
+    assert posterior.log_evidence == pytest.approx(float(value().detach()), abs=1e-9)
     assert all(0 < posterior.effective_dim[name] < size for name, size in zip(("2", "other"), sizes, strict=True))
 
 

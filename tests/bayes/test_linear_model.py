@@ -33,7 +33,7 @@ def batches(x, y, size=5):
 
 
 @pytest.mark.parametrize("dense", [True, False])
-@pytest.mark.parametrize("n", [6, 40])
+@pytest.mark.parametrize("n", [6, 25])
 def test_the_mode_of_a_regression_is_the_ridge_solution(dense, n):
     model, x, y, sigma = network(), normal(n, 2), normal(n, 1, seed=1), 0.3
     selection = All().resolve(model)
@@ -46,13 +46,13 @@ def test_the_mode_of_a_regression_is_the_ridge_solution(dense, n):
 
 
 @pytest.mark.parametrize("dense", [True, False])
-@pytest.mark.parametrize("n", [6, 30])
+@pytest.mark.parametrize("n", [5, 20])
 def test_the_mode_of_a_classifier_has_no_gradient_by_autograd(dense, n):
     model, x = network(outputs=3), normal(n, 2)
     y = torch.arange(n) % 3
     selection = All().resolve(model)
-    prior = torch.full((selection.size,), 0.2, dtype=torch.float64)
-    linear = LinearModel(model, Classification(), selection, batches(x, y), dense=dense)
+    prior = torch.full((selection.size,), 0.5, dtype=torch.float64)
+    linear = LinearModel(model, Classification(), selection, batches(x, y, size=20), dense=dense)
     found = linear.mode(prior, 3 * normal(selection.size, seed=4)).requires_grad_()
     h = model(x).detach() + jacobian(model, x) @ (found - selection.vector(model))
     loss = nn.functional.cross_entropy(h, y, reduction="sum") + 0.5 * (prior * found.square()).sum()

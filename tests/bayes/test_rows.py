@@ -176,7 +176,9 @@ def test_everything_equals_the_jacobian_from_autograd(name, subset):
         torch.testing.assert_close(p.rows(root), rows)
         torch.testing.assert_close(p.diagonal(root), rows.square().sum((0, 1)))
         torch.testing.assert_close(p.gram(root), torch.einsum("nrp,nrq->pq", rows, rows))
-        torch.testing.assert_close(p.quadratic(weights), (expected * weights) @ expected.mT)
+        torch.testing.assert_close(p.weighted_gram(weights), (expected * weights) @ expected.mT)
+        flat = expected.flatten(0, 1)
+        torch.testing.assert_close(p.weighted_gram(weights, joint=True), (flat * weights) @ flat.mT)
 
 
 @pytest.mark.parametrize("name", ["mlp", "conv", "positions first", "tokens", "tied"])

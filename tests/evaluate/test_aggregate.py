@@ -6,10 +6,10 @@ from collections import Counter
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
+from tests.evaluate.anesthesia import VOTES
 
 from pippin.core.errors import InferenceAtRisk, InvalidArgument, InvalidInput
 from pippin.evaluate.aggregate import aggregate, dawid_skene, majority, weighted
-from tests.evaluate.anesthesia import VOTES
 
 votes = st.lists(st.lists(st.integers(-1, 2), min_size=4, max_size=4), min_size=1, max_size=20)
 

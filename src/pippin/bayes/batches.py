@@ -102,6 +102,22 @@ def read(data: Iterable[Any], model: nn.Module) -> Iterator[tuple[Any, Tensor]]:
         raise InvalidInput("the data holds no batch; give at least one batch of inputs and targets")
 
 
+def check_mode(model: nn.Module) -> None:
+    """See that no layer behaves as in training.
+
+    Raises:
+        InvalidArgument: batch norm or dropout does.
+    """
+    for name, part in model.named_modules():
+        dropout = isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0
+        norm = isinstance(part, nn.modules.batchnorm._BatchNorm)
+        if part.training and (dropout or norm):
+            raise InvalidArgument(
+                f"{name or 'the model'} ({type(part).__name__}) is in training mode, so that outputs depend on the "
+                "batch or on chance; call model.eval() first"
+            )
+
+
 def check_data(data: Any) -> None:
     """See that data can be iterated, and more than once.
 

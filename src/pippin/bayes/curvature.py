@@ -9,6 +9,7 @@ Notable here:
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -67,12 +68,13 @@ class GGN:
     ) -> Float[Tensor, "n c r"]:
         """The root of the loss's Hessian, exact or from samples."""
         if self.samples is None:
-            return likelihood.root(f)
+            exact: Tensor = likelihood.root(f)
+            return exact
         key = str(f.device)
         if key not in self._generators:
             self._generators[key] = torch.Generator(f.device).manual_seed(self.seed)
         sampled: Tensor = likelihood.sampled(f, self.samples, self._generators[key])
-        return sampled / self.samples**0.5
+        return sampled / math.sqrt(self.samples)
 
 
 @dataclass(frozen=True)
@@ -127,10 +129,10 @@ def curvature(choice: str | Curvature) -> Curvature:
     1
     """
     if isinstance(choice, str):
-        made = {"ggn": GGN(), "mc": GGN(samples=1), "ef": EF(), "hessian": Hessian()}.get(choice)
-        if made is None:
+        known: dict[str, Curvature] = {"ggn": GGN(), "mc": GGN(samples=1), "ef": EF(), "hessian": Hessian()}
+        if choice not in known:
             raise InvalidArgument(f"curvature is {choice!r}; choose one of ggn, mc, ef, hessian")
-        return made
+        return known[choice]
     if not isinstance(choice, Curvature):
         raise InvalidArgument(f"curvature must be a word or a curvature, got {type(choice).__name__}")
     return choice

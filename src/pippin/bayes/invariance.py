@@ -214,7 +214,8 @@ def rescaled(tensors: Sequence[Tensor], norm: nn.Module | None, factor: float) -
 @contextmanager
 def _tiny_constants(model: nn.Module) -> Iterator[None]:
     """The constant in the denominator of every norm a million times smaller, until the exit."""
-    held = [(part, part.eps) for part in model.modules() if isinstance(getattr(part, "eps", None), float)]
+    parts: list[Any] = [part for part in model.modules() if isinstance(getattr(part, "eps", None), float)]
+    held = [(part, float(part.eps)) for part in parts]
     try:
         for part, eps in held:
             part.eps = 1e-6 * eps
@@ -227,7 +228,8 @@ def _tiny_constants(model: nn.Module) -> Iterator[None]:
 def _norms_in_order(model: nn.Module, x: Any) -> dict[str, nn.Module]:
     """Batch norms by name, in the order in which the model calls them."""
     order: dict[str, nn.Module] = {}
-    names = {module: name for name, module in model.named_modules() if isinstance(module, BATCH_NORMS)}
+    named = model.named_modules()
+    names: dict[nn.Module, str] = {module: name for name, module in named if isinstance(module, BATCH_NORMS)}
 
     def note(module: nn.Module, inputs: Any, outputs: Any) -> None:
         order.setdefault(names[module], module)

@@ -22,6 +22,7 @@ from pippin.bayes import batches, predictive
 from pippin.bayes.curvature import GGN, Curvature, Hessian, curvature as to_curvature
 from pippin.bayes.hessian import products
 from pippin.bayes.likelihood import Likelihood, RewardModel, check_sigma, likelihood as to_likelihood
+from pippin.bayes.pairs import Pairs
 from pippin.bayes.predictive import Prediction
 from pippin.bayes.rows import Rows
 from pippin.bayes.structure import Gaussian, State, Structure, structure as to_structure
@@ -36,8 +37,8 @@ _NUMBERS = 2**25
 class Laplace:
     r"""A posterior $N(\theta^*, P^{-1})$ with $P = s H + \mathrm{diag}(\lambda)$ around the weights of a trained model.
 
-    H is the curvature of the summed loss, $s = 1 / (\sigma^2 T)$. The model is not copied and not changed; it must be in
-    evaluation mode. Its weights should be a minimum of the loss with a weight decay of $\lambda$ over all data.
+    H is the curvature of the summed loss, $s = 1 / (\sigma^2 T)$. The model is not copied and not changed; it must
+    be in evaluation mode. Its weights should be a minimum of the loss with a weight decay of $\lambda$ over all data.
 
     Args:
         model: from inputs to (batch, outputs); see `pippin.bayes.batches` for what inputs may be.
@@ -88,7 +89,7 @@ class Laplace:
             raise InvalidArgument(f"the Hessian cannot be kept as {self.structure.name}; use full or lowrank, or ggn")
         if not 0 < temperature < math.inf:
             raise InvalidArgument(f"temperature is {temperature}; give a number above 0")
-        self.model: nn.Module = _Pairs(model) if isinstance(self.likelihood, RewardModel) else model
+        self.model: nn.Module = Pairs(model) if isinstance(self.likelihood, RewardModel) else model
         self.selection = _subset(subset).resolve(self.model)
         self.rows = Rows(self.model, self.selection)
         self.temperature = temperature
@@ -101,7 +102,7 @@ class Laplace:
         self.examples, self.outputs, self.loss = 0, 0, 0.0
         self._sigma = float(self.likelihood.sigma_noise)
         self.prior_mean = prior_mean
-        self.prior_precision = prior_precision  # type: ignore[assignment]  # the setter takes more than the getter gives
+        self.prior_precision = prior_precision
 
     # --- prior and noise ----------------------------------------------------------------------------------------------
 
@@ -151,7 +152,7 @@ class Laplace:
             NotEnoughMemory: the structure does not fit; the message has the bytes and what to use instead.
             UnsupportedLayer: the structure has no rule for a layer; it is named.
         """
-        check_mode(self.model)
+        batches.check_mode(self.model)
         batches.check_data(data)
         keep = accumulate and self._state is not None
         state = self._state if keep and self._state is not None else self.structure.start(self.selection, self._like)
@@ -322,16 +323,15 @@ class Laplace:
             return self._sampled(x, samples, generator)
         mean, covariance = self.outputs_at(x, joint)
         probs = None
-        if self.likelihood.name != "regression" and not (self.likelihood.name == "reward_model" and mean.shape[1] == 1):
+        if self._chooses(mean):
             blocks = covariance if not joint else _blocks(covariance, *mean.shape)
-            how = {"samples": samples, "generator": generator}
-            probs = _link(self.likelihood, mean, blocks, link, **how)  # type: ignore[arg-type]
+            probs = _link(self.likelihood, mean, blocks, link, samples=samples, generator=generator)
         return Prediction(mean, covariance, probs, self._noise())
 
     def outputs_at(self, x: Any, joint: bool = False) -> tuple[Float[Tensor, "n c"], Float[Tensor, ...]]:
         """Mean and covariance of the outputs of the linearised model; arguments as in the call."""
         gaussian = self.posterior
-        check_mode(self.model)
+        batches.check_mode(self.model)
         x = batches.to_model(x, self.model)
         means, covariances = [], []
         for part in [x] if joint else self._chunks(x):
@@ -403,20 +403,29 @@ class Laplace:
 
     def _sampled(self, x: Any, samples: int, generator: torch.Generator | None) -> Prediction:
         """The network run with drawn weights."""
-        check_mode(self.model)
+        batches.check_mode(self.model)
         x = batches.to_model(x, self.model)
-        total, second, probs = 0.0, 0.0, 0.0
         generator = torch.Generator(self._like.device).manual_seed(0) if generator is None else generator
-        with torch.no_grad():
-            for _ in range(samples):
-                with self.selection.at(self.model, self.sample(1, generator)[0]):
-                    f = batches.call(self.model, x)
-                total, second = total + f, second + f[:, :, None] * f[:, None, :]
-                probs = probs + (f.sigmoid() if self.likelihood.name == "multi_label" else f.softmax(-1))
-        mean: Any = total / samples
-        covariance = second / samples - mean[:, :, None] * mean[:, None, :]
-        answers = self.likelihood.name != "regression" and mean.shape[1] + (self.likelihood.name == "multi_label") > 1
-        return Prediction(mean, covariance, probs / samples if answers else None, self._noise())  # type: ignore[arg-type]
+        outputs: list[Tensor] = []
+        while len(outputs) < samples:
+            for vector in self.sample(min(samples - len(outputs), max(1, _NUMBERS // self.selection.size)), generator):
+                with torch.no_grad(), self.selection.at(self.model, vector):
+                    outputs.append(batches.call(self.model, x))
+        f = torch.stack(outputs)
+        mean, apart = f.mean(0), f - f.mean(0)
+        covariance = torch.einsum("snc,snd->ncd", apart, apart) / samples
+        probs = None
+        if self.likelihood.name == "multi_label":
+            probs = f.sigmoid().mean(0)
+        elif self._chooses(mean):
+            probs = f.softmax(-1).mean(0)
+        return Prediction(mean, covariance, probs, self._noise())
+
+    def _chooses(self, mean: Tensor) -> bool:
+        """Whether the outputs have probabilities: neither a regression nor the reward of a single input."""
+        return self.likelihood.name != "regression" and not (
+            self.likelihood.name == "reward_model" and mean.shape[1] == 1
+        )
 
     def _noise(self) -> float:
         return self._sigma**2 if self.likelihood.name == "regression" else 0.0
@@ -448,44 +457,9 @@ class Laplace:
         return posterior_files.load_posterior(cls, Path(folder), model)
 
 
-class _Pairs(nn.Module):
-    """A reward model that also takes two inputs, whose rewards it then gives side by side."""
-
-    def __init__(self, reward: nn.Module) -> None:
-        super().__init__()
-        self.reward = reward
-        self.train(reward.training)
-
-    def forward(self, *inputs: Any, **named: Any) -> Tensor:
-        if named:
-            return batches.call(self.reward, named)
-        if len(inputs) > 2:
-            raise InvalidInput(f"a reward model takes an input or a pair of them, got {len(inputs)}")
-        rewards = [batches.call(self.reward, part) for part in inputs]
-        if any(part.shape[1] != 1 for part in rewards):
-            raise InvalidInput(f"a reward model must give one number per example, got {tuple(rewards[0].shape)}")
-        return torch.cat(rewards, 1)
-
-
-def check_mode(model: nn.Module) -> None:
-    """See that no layer behaves as in training.
-
-    Raises:
-        InvalidArgument: batch norm or dropout does.
-    """
-    for name, part in model.named_modules():
-        dropout = isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0
-        norm = isinstance(part, nn.modules.batchnorm._BatchNorm)
-        if part.training and (dropout or norm):
-            raise InvalidArgument(
-                f"{name or 'the model'} ({type(part).__name__}) is in training mode, so that outputs depend on the batch "
-                "or on chance; call model.eval() first"
-            )
-
-
 def _subset(choice: str | Subset) -> Subset:
     if isinstance(choice, str):
-        made = {"all": All(), "last_layer": LastLayer()}.get(choice)
+        made: Subset | None = {"all": All(), "last_layer": LastLayer()}.get(choice)  # type: ignore[assignment]
         if made is None:
             raise InvalidArgument(f"subset is {choice!r}; choose all or last_layer, or give a Subnetwork or Named")
         return made

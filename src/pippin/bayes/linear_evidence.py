@@ -20,9 +20,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from pippin.bayes.batches import check_data, read
+from pippin.bayes.batches import check_data, check_mode, read
 from pippin.bayes.invariance import ParamGroup, find_scale_invariant_groups, partition
-from pippin.bayes.laplace import Laplace, check_mode
+from pippin.bayes.laplace import Laplace
 from pippin.bayes.likelihood import Likelihood
 from pippin.bayes.linear_model import LinearModel
 from pippin.bayes.predictive import Prediction

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.func import functional_call, jvp, vjp
+from torch.func import jvp, vjp
 
 from pippin.bayes.batches import call, check_data, read
+from pippin.bayes.hessian import outputs_as_function
 from pippin.bayes.likelihood import Likelihood, Regression
 from pippin.bayes.rows import Rows
 from pippin.bayes.subset import Selection
@@ -30,7 +31,8 @@ from pippin.core.errors import InvalidArgument, NotConverged
 DENSE_BYTES = 2**29
 """Jacobians up to this size, in float64, are kept."""
 
-Step = tuple[Tensor, Tensor, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
+Product = Callable[[Tensor], Tensor]
+Step = tuple[Tensor, Tensor, Product, Product]
 """Of one batch: linearised outputs, targets, the products J d and J^T u."""
 
 
@@ -145,7 +147,7 @@ class LinearModel:
 
         def product(d: Tensor) -> Tensor:
             total = prior * d
-            for root, (_, _, forward, back) in zip(roots, self._at(v), strict=True):
+            for root, (forward, back) in zip(roots, self._products(), strict=True):
                 weighted = torch.einsum("ncr,ndr,nd->nc", root, root, forward(d))
                 total = total + self.scale * back(weighted)
             return total
@@ -210,25 +212,19 @@ class LinearModel:
                 )
             return
         moved = v - self.weights
-        for inputs, y in read(self.loader, self.model):
-            function = self._function(inputs)
-            outputs, change = jvp(function, (self.weights,), (moved,))
-            y = self.likelihood.check(outputs, y)
+        for (inputs, y), (forward, back) in zip(read(self.loader, self.model), self._products(), strict=True):
+            with torch.no_grad():
+                outputs = call(self.model, inputs)
+            yield outputs + forward(moved), self.likelihood.check(outputs, y), forward, back
+
+    def _products(self) -> Iterator[tuple[Product, Product]]:
+        """J d and J^T u for every batch, by one forward or one reverse pass each."""
+        for inputs, _ in read(self.loader, self.model):
+            function = outputs_as_function(self.model, self.selection, inputs)
             yield (
-                outputs + change,
-                y,
                 lambda d, f=function: jvp(f, (self.weights,), (d,))[1],  # type: ignore[misc]
                 lambda u, f=function: vjp(f, self.weights)[1](u)[0],  # type: ignore[misc]
             )
-
-    def _function(self, inputs: Any) -> Callable[[Tensor], Tensor]:
-        """The outputs of these inputs as a function of the selected weights."""
-
-        def outputs(vector: Tensor) -> Tensor:
-            parts = self.selection.tensors(self.model, vector)
-            return call(_Called(self.model, parts), inputs)
-
-        return outputs
 
 
 def _load_forward_mode() -> None:
@@ -236,18 +232,6 @@ def _load_forward_mode() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         importlib.import_module("torch._decomp.decompositions_for_jvp")
-
-
-class _Called(nn.Module):
-    """A network with some parameters replaced."""
-
-    def __init__(self, model: nn.Module, parts: dict[str, Tensor]) -> None:
-        super().__init__()
-        self.called = lambda *args, **kwargs: functional_call(model, parts, args, kwargs)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the network."""
-        return self.called(*args, **kwargs)
 
 
 def solve(
@@ -269,7 +253,7 @@ def solve(
     return torch.cholesky_solve(right[:, None], torch.linalg.cholesky(precision))[:, 0]
 
 
-def _conjugate_gradients(product: Callable[[Tensor], Tensor], right: Tensor, diagonal: Tensor) -> Tensor:
+def _conjugate_gradients(product: Product, right: Tensor, diagonal: Tensor) -> Tensor:
     """The solution of product(x) = right to the square root of the precision, or as near as 1,000 steps come."""
     x, residual = torch.zeros_like(right), right.clone()
     scaled = residual / diagonal

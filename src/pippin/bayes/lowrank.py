@@ -167,9 +167,9 @@ class Woodbury:
     def sample(self, n: int, generator: torch.Generator | None = None) -> Float[Tensor, "n p"]:
         """Independent draws."""
         prior, factor = self._prior.detach(), self._factor.double()
-        kind = {"generator": generator, "dtype": torch.float64, "device": prior.device}
-        w = torch.randn(n, len(prior), **kind) * prior.rsqrt()  # type: ignore[call-overload]
-        noise = torch.randn(n, len(factor), **kind) * self._scale.detach().rsqrt()  # type: ignore[call-overload]
+        wide, narrow = prior.new_empty(n, len(prior)), prior.new_empty(n, len(factor))
+        w = wide.normal_(generator=generator) * prior.rsqrt()
+        noise = narrow.normal_(generator=generator) * self._scale.detach().rsqrt()
         gap = torch.cholesky_solve((w @ factor.T + noise).T, self._root().detach())
         return (w - (gap.T @ factor) / prior).to(self._factor.dtype)
 
@@ -178,14 +178,15 @@ class Woodbury:
         prior = self._prior.detach().to(self._factor.dtype)
         across = batch.jacobian() @ (self._factor / prior).T  # J D^-1 R^T
         count = across.shape[:2]
-        inverse = torch.linalg.solve_triangular(self._root().detach(), across.double().flatten(0, 1).T, upper=False).T
+        flat = across.double().flatten(0, 1).T
+        inverse: Tensor = torch.linalg.solve_triangular(self._root().detach(), flat, upper=False).T
         inverse = inverse.to(across.dtype)
         taken = inverse @ inverse.T if joint else inverse.view(*count, -1) @ inverse.view(*count, -1).mT
         return weighted_gram(batch, prior.reciprocal().contiguous(), joint) - taken
 
     def variances(self) -> Float[Tensor, " p"]:
         """Diagonal of P^-1."""
-        white = torch.linalg.solve_triangular(self._root(), self._factor.double() / self._prior, upper=False)
+        white: Tensor = torch.linalg.solve_triangular(self._root(), self._factor.double() / self._prior, upper=False)
         return self._prior.reciprocal() - white.square().sum(0)
 
     def solve(self, vectors: Float[Tensor, "k p"]) -> Float[Tensor, "k p"]:

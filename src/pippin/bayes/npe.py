@@ -245,8 +245,6 @@ class NPE(nn.Module):
         self.scale = torch.where(scale > 1e-6 * scale.max().clamp_min(1e-12), scale, 1.0).to(device)
         with torch.no_grad():
             features = self.encode(x[:2])
-        if features.ndim != 2 or len(features) != 2:
-            raise InvalidArgument(f"the encoder made {list(features.shape)} of two observations; give [n, features]")
         with torch.random.fork_rng([]):
             torch.manual_seed(self.seed)
             self.flow = self.config.build(len(self.support), features.shape[1]).to(device)
@@ -263,11 +261,16 @@ class NPE(nn.Module):
         Raises:
             NotFitted: before `fit`.
             InvalidInput: observations that are not finite (their rows are named), or of another shape.
+            InvalidArgument: the encoder makes no rows of features.
         """
         if self.shape is None:
             raise NotFitted("this posterior knows no observations yet; call fit() first")
         x = observations(x, len(x), self.shape, "x").to(self.centre)
         features: Tensor = (encoder or self.encoder)((x - self.centre) / self.scale)
+        if features.ndim != 2 or len(features) != len(x):
+            raise InvalidArgument(
+                f"the encoder made {list(features.shape)} of {len(x)} rows; it must make [n, features]"
+            )
         return features
 
     def log_prob(self, theta: Float[Tensor, "n k"], x: Float[Tensor, "n ..."]) -> Float[Tensor, " n"]:

@@ -29,6 +29,8 @@ from pippin.train.optimisers import AdamW
 from pippin.train.schedules import Constant, Schedule
 from pippin.train.trainer import Trainer
 
+_CONSTANT = Constant()
+
 
 @dataclass(frozen=True)
 class EvidenceTraining:
@@ -59,7 +61,7 @@ def train_by_evidence(
     per: str = "layer",
     prior_precision: float = 1.0,
     lr: float = 1e-3,
-    schedule: Schedule = Constant(),
+    schedule: Schedule = _CONSTANT,
     burn_in: int = 0,
     every: int = 1,
     seed: int = 0,
@@ -68,7 +70,8 @@ def train_by_evidence(
     r"""Train a network and its prior together, on the training data alone.
 
     Each epoch minimises $s \sum_n l_n + \frac12 (\theta - \mu)^\top \Lambda (\theta - \mu)$; after the burn-in, every
-    few epochs, the curvature is fitted and $\Lambda$ (and the noise of a regression) set to the maximum of the evidence.
+    few epochs, the curvature is fitted and $\Lambda$ (and the noise of a regression) set to the maximum of the
+    evidence.
 
     Args:
         model: is trained in place; it ends in evaluation mode with the weights of the best evidence.
@@ -100,7 +103,7 @@ def train_by_evidence(
         )
     batches.check_data(data)
     model.eval()
-    laplace = Laplace(model, likelihood, subset, structure, curvature, prior_precision)  # type: ignore[arg-type]
+    laplace = Laplace(model, likelihood, subset, structure, curvature, prior_precision)
     length, examples = _measure(data, laplace.model)
     penalty = _Penalised(laplace, examples)
     trainer = _trainer(laplace.model, penalty, data, length, epochs, lr, schedule, seed, show)
@@ -196,6 +199,7 @@ class ContinualLaplace:
         penalty = _Penalised(laplace, examples, self.strength)
         if self.tasks:
             gaussian, mean = laplace.posterior, laplace.mean
+            assert mean is not None
             penalty.quadratic = lambda vector: gaussian.quadratic((vector - mean)[None])[0]
         seed = self.seed + self.tasks
         _trainer(laplace.model, penalty, data, length, epochs, self.lr, Constant(), seed, show).advance(length * epochs)

@@ -59,7 +59,8 @@ def save_posterior(laplace: Laplace, folder: Path) -> None:
         "loss": laplace.loss,
         "weights": fingerprint(laplace.model),
     }
-    assert laplace._state is not None and laplace.mean is not None
+    assert laplace._state is not None
+    assert laplace.mean is not None
     tensors = {f"state.{name}": value for name, value in laplace._state.tensors().items()}
     tensors |= {"mean": laplace.mean, "prior_precision": laplace.prior_precision}
     tensors["prior_mean"] = torch.as_tensor(laplace.prior_mean, dtype=torch.float64)
@@ -123,7 +124,7 @@ def fingerprint(model: nn.Module) -> str:
     for name, value in sorted(model.state_dict().items()):
         if isinstance(value, Tensor):
             digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
-            digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+            digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -142,11 +142,12 @@ def semidefinite_root(covariance: Float[Tensor, "*n c c"]) -> Float[Tensor, "*n 
         raise SingularPosterior("a predictive covariance is not finite; raise the prior precision")
     root, info = torch.linalg.cholesky_ex(covariance)
     if not info.any():
-        return root
+        result: Tensor = root
+        return result
     values, vectors = torch.linalg.eigh(covariance)
     if (values[..., 0] < -1e-3 * values[..., -1].abs().clamp_min(1e-6)).any():
         raise SingularPosterior(f"a predictive covariance has the eigenvalue {values.min().item():g}")
-    result: Tensor = vectors * values.clamp_min(0).sqrt()[..., None, :]
+    result = vectors * values.clamp_min(0).sqrt()[..., None, :]
     return result
 
 

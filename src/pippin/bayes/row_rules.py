@@ -51,8 +51,6 @@ class Call:
     second: bool = False
     """Whether examples lie along the second dimension."""
 
-    matrix: ClassVar[bool] = False
-    """Whether the weight is a matrix (or one for each group) of inputs and outputs, as Kronecker factors need it."""
     trailing: ClassVar[bool] = True
     """Whether the features lie along the last dimensions, not along the second."""
 
@@ -107,6 +105,11 @@ class Call:
         rows = self.rows(name, g, n)
         return torch.linalg.vector_norm(rows.reshape(len(g) * n, -1), dim=0).square()
 
+    def factors(self, name: str) -> tuple[str, int]:
+        """Which Kronecker factors a parameter has: the kind of its use, and how many numbers they are."""
+        del name
+        return "other", math.prod(self.shape[-1:]) ** 2
+
     def weight_rows(self, g: Tensor, n: int) -> Tensor:
         """Rows of the weight."""
         raise NotImplementedError
@@ -132,7 +135,15 @@ class Matrix(Call):
     The weight, flat, is [groups, b, a].
     """
 
-    matrix = True
+    def matrices(self) -> tuple[int, int, int]:
+        """Groups, outputs of each, and inputs of each."""
+        groups = self.options.get("groups", 1)
+        return groups, self.shape[0] // groups, math.prod(self.shape[1:])
+
+    def factors(self, name: str) -> tuple[str, int]:
+        """Two factors for each group; a bias has its own block."""
+        groups, b, a = self.matrices()
+        return ("matrix", groups * (a * a + b * b)) if name == self.weight else ("other", (groups * b) ** 2)
 
     def inputs(self, n: int) -> Tensor:
         """What the weight multiplied: [n, groups, a, positions]."""
@@ -235,8 +246,12 @@ class ConvolutionCall(Matrix):
             return patches.view(n, groups, a, -1)
         return patches.view(n, -1, groups, a, patches.shape[-1]).permute(0, 2, 3, 1, 4).flatten(3)
 
-    def patches(self) -> Tensor:
-        """Patches as `F.unfold` gives them, in any number of dimensions: [batch, channels x kernel, places]."""
+    def patches(self, examples_first: bool = True) -> Tensor:
+        """Patches as `F.unfold` gives them, in any number of dimensions: [batch, channels x kernel, places].
+
+        Args:
+            examples_first: False lays all places of all examples side by side: [channels x kernel, batch x places].
+        """
         kernel, options = self.shape[2:], self.options
         x = F.pad(self.x, options["padding"]) if any(options["padding"]) else self.x
         steps = zip(kernel, options["stride"], options["dilation"], strict=True)
@@ -244,8 +259,27 @@ class ConvolutionCall(Matrix):
             x = x.unfold(2 + dim, dilation * (size - 1) + 1, stride)[..., ::dilation]
         dims = len(kernel)
         places, offsets = range(2, 2 + dims), range(2 + dims, 2 + 2 * dims)
-        x = x.permute(0, 1, *offsets, *places)
-        return x.reshape(len(x), x.shape[1] * math.prod(kernel), -1)
+        if not examples_first:
+            return x.permute(1, *offsets, 0, *places).reshape(x.shape[1] * math.prod(kernel), -1)
+        return x.permute(0, 1, *offsets, *places).reshape(len(x), x.shape[1] * math.prod(kernel), -1)
+
+    def input_factor(self, n: int) -> tuple[Tensor, int]:
+        """Sum over patches of outer products: from shifted pictures where neighbouring patches share most of theirs."""
+        self.check()
+        count = self.output[0] * math.prod(self.output[2:])
+        if self._keeps_size():
+            return _patch_covariance(self.x, self.shape[2:], self.options["padding"])[None], count
+        if self.options["groups"] > 1:
+            return super().input_factor(n)
+        flat = self.patches(examples_first=False)
+        return (flat @ flat.mT)[None], count
+
+    def _keeps_size(self) -> bool:
+        options, kernel = self.options, self.shape[2:]
+        plain = options["groups"] == 1 and set(options["stride"]) | set(options["dilation"]) == {1}
+        same = [size for k in reversed(kernel) for size in (k // 2, k // 2)] == options["padding"]
+        odd = len(kernel) == 2 and all(k % 2 for k in kernel) and max(kernel) > 1
+        return plain and same and odd and all(size >= k for size, k in zip(self.x.shape[2:], kernel, strict=True))
 
     def columns(self, g: Tensor, n: int) -> Tensor:
         """What came back."""
@@ -256,8 +290,64 @@ class ConvolutionCall(Matrix):
         return g.reshape(r, n, -1, groups, b, math.prod(g.shape[3:])).permute(1, 3, 0, 4, 2, 5).flatten(4)
 
 
+def _patch_covariance(x: Tensor, kernel: Sequence[int], padding: Sequence[int]) -> Tensor:
+    """Sum over all k x k patches of a padded picture of their outer products, without making the patches.
+
+    What two places of a patch contribute depends on their distance only, but for places at the border: with zeros
+    around the picture, laid flat, each distance is one product of the picture with itself shifted, and rows and columns
+    at the border are taken off. That is (2k - 1)^2 / 2 products instead of k^4.
+    """
+    high, wide = kernel
+    up, left = high // 2, wide // 2
+    padded = F.pad(x, list(padding)).transpose(0, 1).contiguous()
+    flat, columns = padded.flatten(1), padded.shape[3]
+    channels, _, rows, _ = padded.shape
+    total = x.new_zeros(channels, high, wide, channels, high, wide)
+
+    def outer(top: slice, across: slice, dy: int, dx: int) -> Tensor:
+        """Sum over some places of what is there times what is (dy, dx) away."""
+        first, last = max(across.start, -dx), min(across.stop, columns - dx)
+        here = padded[:, :, top, first:last].reshape(channels, -1)
+        there = padded[:, :, top.start + dy : top.stop + dy, first + dx : last + dx].reshape(channels, -1)
+        return here @ there.mT
+
+    everywhere = slice(left, columns - left)
+    for dy in range(high):
+        for dx in range(-wide + 1, wide):
+            shift = dy * columns + dx
+            if shift < 0:
+                continue
+            full = flat[:, : flat.shape[1] - shift] @ flat[:, shift:].mT
+            vertical = {ky: _border(ky, up, rows, dy) for ky in range(high - dy)}
+            horizontal = {kx: _border(kx, left, columns, 0) for kx in range(max(0, -dx), wide - max(0, dx))}
+            inside = slice(up, rows - up - max(0, dy - up))
+            off_rows = {ky: outer(s, everywhere, dy, dx) if s else 0 for ky, s in vertical.items()}
+            off_columns = {kx: outer(inside, s, dy, dx) if s else 0 for kx, s in horizontal.items()}
+            for ky, some in vertical.items():
+                for kx, across in horizontal.items():
+                    both = outer(some, across, dy, dx) if some and across else 0
+                    value = full - off_rows[ky] - off_columns[kx] + both
+                    total[:, ky, kx, :, ky + dy, kx + dx] = value
+                    total[:, ky + dy, kx + dx, :, ky, kx] = value.mT
+    return total.view(channels * high * wide, -1)
+
+
+def _border(offset: int, centre: int, size: int, shift: int) -> slice | None:
+    """The places within the picture that no patch reads at this offset, as far as their partner is within, too."""
+    if offset == centre:
+        return None
+    if offset > centre:
+        return slice(centre, min(offset, size - shift))
+    return slice(size - 2 * centre + offset, min(size - centre, size - shift))
+
+
 class EmbeddingCall(Call):
     """`F.embedding`."""
+
+    def factors(self, name: str) -> tuple[str, int]:
+        """One number for each entry, and a factor of what came back."""
+        del name
+        return "table", self.shape[0] + self.shape[1] ** 2
 
     def weight_rows(self, g: Tensor, n: int) -> Tensor:
         """Rows of the table."""
@@ -476,7 +566,7 @@ class Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         call = RULES[func](self._names, args, kwargs) if func in RULES else None
         result = func(*args, **kwargs)
-        if call is not None and set(call.names) == touched:
+        if call is not None and set(call.names) == touched and result.requires_grad:
             call.record(result)
             self.calls.append(call)
         elif any(isinstance(v, Tensor) and v.requires_grad and id(v) not in self._names for v in _flat(result)):

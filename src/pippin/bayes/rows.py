@@ -42,15 +42,20 @@ class Piece:
         call: what the layer read; None for parameters without a rule, of which only the rows are known.
         g: what came back to its output: [columns, *output].
         n: examples.
-        first: whether these are the first columns of this batch, so that what the layer read is new.
+        start: the first of these columns.
     """
 
     names: list[str]
     call: Call | None
     g: Tensor
     n: int
-    first: bool
+    start: int
     made: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def first(self) -> bool:
+        """Whether these are the first columns of this batch, so that what the layer read is new."""
+        return self.start == 0
 
     def rows(self, name: str) -> Float[Tensor, "columns n ..."]:
         """Rows of one of its parameters, in the parameter's shape."""
@@ -96,7 +101,7 @@ class Pass:
         """Diagonal of the sum over examples of J^T S S^T J; J is never made."""
         selection = self._rows.selection
         total = root.new_zeros(selection.size)
-        shared = self._shared()
+        shared = self.shared()
         for _, pieces in self._columns(root):
             sums: dict[str, Tensor] = {}
             for piece in pieces:
@@ -127,17 +132,25 @@ class Pass:
             total.addmm_(rows.mT, rows)
         return total
 
-    def quadratic(self, weights: Float[Tensor, " weights"]) -> Float[Tensor, "n outputs outputs"]:
-        """J diag(weights) J^T for each example; J is made for a few examples of one layer at a time."""
+    def weighted_gram(
+        self, weights: Float[Tensor, " weights"], joint: bool = False
+    ) -> Float[Tensor, "n outputs outputs"] | Float[Tensor, "all all"]:
+        """J diag(weights) J^T for each example; J is made for a few examples of one layer at a time.
+
+        Args:
+            weights: not negative.
+            joint: of all examples together, [n x outputs, n x outputs]; this makes J.
+        """
         selection, eye = self._rows.selection, self._eye()
         n, outputs, _ = eye.shape
-        if self._shared() or selection.indices is not None:
+        if joint or self.shared() or selection.indices is not None:
             rows = self.jacobian()
+            rows = rows.flatten(0, 1) if joint else rows
             return (rows * weights) @ rows.mT
         total = eye.new_zeros(n, outputs, outputs)
-        for piece in self._joined(eye):
+        for piece in self.layers():
             for name in piece.names:
-                total += _quadratic(piece, name, weights[selection.of(name)])
+                total += _weighted_gram(piece, name, weights[selection.of(name)])
         return total
 
     def layers(self, root: Root | None = None) -> Iterator[Piece]:
@@ -154,12 +167,21 @@ class Pass:
         for _, pieces in self._columns(root):
             yield from pieces
 
+    def uses(self) -> Iterator[tuple[str, str, int]]:
+        """Each use of a parameter: its name, its kind ("matrix", "table" or "other"), and numbers in its factors."""
+        for call in self._calls:
+            for name in call.names:
+                if name not in self._unruled:
+                    yield (name, *call.factors(name))
+        for name in self._unruled:
+            yield name, "other", 0
+
     def _eye(self) -> Tensor:
         n, outputs = self.outputs.shape
         eye = torch.eye(outputs, dtype=self.outputs.dtype, device=self.outputs.device)
         return eye.expand(n, outputs, outputs)
 
-    def _shared(self) -> set[str]:
+    def shared(self) -> set[str]:
         """Parameters that several calls use, so that their rows must be added up before they are squared."""
         seen: set[str] = set()
         names = [name for call in self._calls for name in call.names]
@@ -181,7 +203,7 @@ class Pass:
             raise InvalidArgument(f"a root of shape {tuple(root.shape)} for outputs of {tuple(self.outputs.shape)}")
         if self._unruled:
             made = self._by_example(root)
-            yield 0, [Piece([name], None, rows, n, True, {name: rows}) for name, rows in made.items()]
+            yield 0, [Piece([name], None, rows, n, 0, {name: rows}) for name, rows in made.items()]
         if not self._calls:
             return
         edges = [call.edge for call in self._calls]
@@ -203,7 +225,7 @@ class Pass:
             yield (
                 start,
                 [
-                    Piece(own_names, call, g, n, start == 0)
+                    Piece(own_names, call, g, n, start)
                     for own_names, call, g in zip(names, self._calls, found, strict=True)
                     if g is not None
                 ],
@@ -226,7 +248,7 @@ class Pass:
         for parts in joined.values():
             first = parts[0]
             g = torch.cat([part.g for part in parts]) if len(parts) > 1 else first.g
-            yield Piece(first.names, first.call, g, first.n, True)
+            yield Piece(first.names, first.call, g, first.n, 0)
 
     def _only_linear(self) -> LinearCall | None:
         """The one linear layer that holds all chosen weights and reads one vector for each example, if it is so."""
@@ -421,7 +443,7 @@ def _outputs_of(result: Any) -> Tensor:
     return outputs[:, None] if outputs.ndim == 1 else outputs
 
 
-def _quadratic(piece: Piece, name: str, weights: Tensor) -> Tensor:
+def _weighted_gram(piece: Piece, name: str, weights: Tensor) -> Tensor:
     """The share of one parameter in J diag(weights) J^T."""
     call = piece.call
     if isinstance(call, Matrix) and name == call.weight:

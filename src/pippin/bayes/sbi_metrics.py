@@ -221,7 +221,7 @@ def mmd_test(
     apart = squared[~torch.eye(n + m, dtype=torch.bool)]
     kernel = (-squared / (2 * apart.median().clamp_min(1e-12))).exp()
     generator = torch.Generator().manual_seed(seed)
-    weights = torch.cat([torch.full((n,), 1 / n), torch.full((m,), -1 / m)]).double()
+    weights = torch.cat([torch.full((k,), share, dtype=torch.float64) for k, share in ((n, 1 / n), (m, -1 / m))])
     orders = torch.stack([torch.randperm(n + m, generator=generator) for _ in range(permutations)])
     shuffled = weights[torch.cat([torch.arange(n + m)[None], orders])]
     found = (shuffled @ kernel * shuffled).sum(-1).clamp_min(0)

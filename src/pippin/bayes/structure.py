@@ -254,13 +254,15 @@ class FullGaussian:
                     f"the prior precision, {self._prior.min().item():g} at the least"
                 )
             self._factor = factor
-        return self._factor
+        result: Tensor = self._factor
+        return result
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Float[Tensor, "n p"]:
         """Independent draws, L^-T eps with P = L L^T."""
         factor = self._cholesky().detach()
         noise = torch.randn(len(factor), n, generator=generator, dtype=factor.dtype, device=factor.device)
-        return torch.linalg.solve_triangular(factor.mT, noise, upper=True).T.to(self._state.dtype)
+        drawn: Tensor = torch.linalg.solve_triangular(factor.mT, noise, upper=True)
+        return drawn.T.to(self._state.dtype)
 
     def covariance(self, batch: Batch, joint: bool = False) -> Float[Tensor, ...]:
         """J P^-1 J^T, from the inverse factor times J."""

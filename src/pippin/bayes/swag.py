@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -273,9 +273,10 @@ class _Again:
 
 def _probabilities(likelihood: Likelihood, outputs: Tensor) -> Tensor | None:
     """The average over networks [s, n, C], where the outputs are logits."""
-    if isinstance(likelihood, Classification):
-        return outputs.softmax(-1).mean(0)
-    return outputs.sigmoid().mean(0) if isinstance(likelihood, MultiLabel) else None
+    if not isinstance(likelihood, (Classification, MultiLabel)):
+        return None
+    probs: Tensor = outputs.sigmoid() if isinstance(likelihood, MultiLabel) else outputs.softmax(-1)
+    return probs.mean(0)
 
 
 def _length(loader: Iterable[Any]) -> int:
@@ -289,7 +290,7 @@ def _vector(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
-def _normal(generator: torch.Generator | None, like: Tensor) -> Any:
+def _normal(generator: torch.Generator | None, like: Tensor) -> Callable[..., Tensor]:
     """A drawer of normal numbers that leaves the global generators alone."""
     source = generator or torch.Generator(like.device).manual_seed(0)
 

@@ -94,10 +94,10 @@ def by_evidence(laplace: Laplace, per: str, *, noise: bool) -> None:
     def closure() -> Tensor:
         optimiser.zero_grad()
         value = -_evidence(laplace, prior, sigma)
-        value.backward()  # type: ignore[no-untyped-call]
+        value.backward()
         return value
 
-    optimiser.step(closure)  # type: ignore[arg-type]
+    optimiser.step(closure)
     found = prior.detach().clamp(-LOG_RANGE, LOG_RANGE)
     if not found.isfinite().all():
         raise NonFiniteEvidence("the evidence led to a precision that is not finite; look at the targets and weights")
@@ -108,7 +108,8 @@ def by_evidence(laplace: Laplace, per: str, *, noise: bool) -> None:
 
 def _best_start(laplace: Laplace) -> Float[Tensor, " 1"]:
     """The log of the best single precision of a coarse grid, or of the posterior's own where that is better."""
-    prior, best, value = laplace.prior_precision, None, -math.inf
+    prior, value = laplace.prior_precision, -math.inf
+    best: Tensor | None = None
     own = prior.log().mean().reshape(1)
     sigma = torch.tensor(math.log(laplace.sigma_noise), dtype=torch.float64, device=prior.device)
     for candidate in [own, *own.new_tensor([math.log(10.0**k) for k in range(-4, 5)])[:, None]]:
@@ -138,7 +139,8 @@ def log_likelihood(
     if likelihood.name == "regression":
         eye = torch.eye(mean.shape[1], dtype=torch.float64, device=mean.device)
         normal = torch.distributions.MultivariateNormal(mean.double(), covariance.double() + noise * eye)
-        return normal.log_prob(y.double()).sum()  # type: ignore[no-untyped-call,no-any-return]
+        density: Tensor = normal.log_prob(y.double()).sum()
+        return density
     probs = to_probs(likelihood, mean, covariance, link).double()
     if likelihood.name == "multi_label":
         return (y * probs.clamp_min(1e-30).log() + (1 - y) * (1 - probs).clamp_min(1e-30).log()).sum()

@@ -203,7 +203,7 @@ class VAE(nn.Module):
             wrong, why = ((flat < 0) | (flat > 1)).any(1), "has values outside 0 to 1; rescale, or use a Gaussian"
         elif not wrong.any() and self.config.likelihood == "categorical":
             hot = ((x == 0) | (x == 1)).all(-1) & (x.sum(-1) == 1)
-            wrong, why = ~hot.flatten(1).all(1), "is not one-hot along its last axis"
+            wrong, why = ~hot.view(len(x), -1).all(1), "is not one-hot along its last axis"
         if wrong.any():
             raise InvalidInput(f"row {int(wrong.nonzero()[0, 0])} {why}")
 

@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
+
+    from pippin.bayes.predictors import Predictor
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,7 @@ def perceptron(sizes: tuple[int, ...], seed: int, dropout: float = 0.0) -> nn.Mo
 
     def make() -> nn.Module:
         layers: list[nn.Module] = []
-        for i, (a, b) in enumerate(zip(sizes, sizes[1:], strict=False)):
+        for i, (a, b) in enumerate(pairwise(sizes)):
             if dropout and i == len(sizes) - 2:
                 layers.append(nn.Dropout(dropout))
             layers += [nn.Linear(a, b), nn.ReLU()]
@@ -194,3 +197,28 @@ def train(
     Trainer(model, loss, data, steps=steps, optimiser=optimiser, schedule=Cosine(), seed=seed, show=False).fit()
     model.eval()
     return time.process_time() - began
+
+
+def scores(predictor: Predictor, world: World) -> dict[str, float]:
+    """Figures of a classifier on test, turned, foreign and far inputs; foreign ones by the largest probability."""
+    import torch
+
+    from pippin.bayes import metrics
+    from pippin.bayes.predictors import gather
+
+    def probs(x: Tensor) -> Any:
+        return gather(predictor, batches(x, torch.zeros(len(x), dtype=torch.long)))[0].probs
+
+    test, turned_probs = probs(world.test[0]), probs(world.shifted[0])
+    own, foreign = test.max(-1).values, probs(world.foreign).max(-1).values
+    return {
+        "accuracy": metrics.accuracy(test, world.test[1]),
+        "loss": metrics.nll(test, world.test[1]),
+        "Brier score": metrics.brier(test, world.test[1]),
+        "calibration error": metrics.ece(test, world.test[1]),
+        "loss turned": metrics.nll(turned_probs, world.shifted[1]),
+        "calibration error turned": metrics.ece(turned_probs, world.shifted[1]),
+        "confidence on foreign": float(foreign.mean()),
+        "AUROC of foreign": metrics.auroc(own, foreign),
+        "confidence far away": float(probs(world.far).max(-1).values.mean()),
+    }

@@ -5,16 +5,20 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from pippin.cli import inputs
-from pippin.core.errors import DiskFull, InvalidInput
+from pippin.core.errors import DiskFull, InvalidArgument, InvalidInput, MissingDependency
 
 File = Annotated[Path | None, typer.Argument(help="The text; without it, or with -, what is piped in.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+_PICTURES = (".png", ".svg", ".pdf")
 
 
 def read(file: Path | None) -> tuple[str, str]:
@@ -43,6 +47,24 @@ def check_folder(folder: Path) -> None:
     nearest = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
         raise InvalidInput(f"{str(folder)!r} cannot be written: {str(nearest)!r} is no folder that can be written in")
+
+
+def check_plot(path: Path | None) -> None:
+    """Refuse a picture that could not be drawn, before anything is computed; None is no picture.
+
+    Raises:
+        InvalidArgument: another suffix than .png, .svg and .pdf.
+        InvalidInput: the file's folder does not exist.
+        MissingDependency: matplotlib is not installed.
+    """
+    if path is None:
+        return
+    if path.suffix not in _PICTURES:
+        raise InvalidArgument(f"--plot draws {', '.join(_PICTURES)}, got {str(path)!r}")
+    if not path.resolve().parent.is_dir():
+        raise InvalidInput(f"{str(path)!r} cannot be written: there is no folder {str(path.parent)!r}")
+    if find_spec("matplotlib") is None:
+        raise MissingDependency("plots need matplotlib: pip install 'pippin[plot]'")
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pippin.cli import documents, options, terminal
+from pippin.cli.evaluate_calibration import calibration
 from pippin.cli.evaluate_composition import composition
 from pippin.cli.evaluate_images import images
 from pippin.core.catalogue import DEFAULT_MODEL
@@ -22,12 +23,12 @@ if TYPE_CHECKING:
     from pippin.session.guardrails import Guardrails
 
 app = typer.Typer(no_args_is_help=True, help="Evaluate models and guardrails.")
+app.command()(calibration)
 app.command()(composition)
 app.command()(images)
 
 _PROMPTS = "Prompts"
 _JUDGES = "Judges"
-_PICTURES = (".png", ".svg", ".pdf")
 
 
 @app.callback()
@@ -92,7 +93,7 @@ def safety(
 
     locales, variants = locale or ["en"], variant or []
     labels = _labels(human)
-    _check_plot(plot)
+    documents.check_plot(plot)
     guards = _guards(guardrails, locales)
     total = evaluation.needed(locales, n, variants, suite) if n > 0 else None
     answer = _guards_alone(guards) if alone else _asker(options.load(model, device, dtype), guards, max_tokens)
@@ -120,22 +121,6 @@ def safety(
     report.report().print()
     if not all(result.sufficient for result in report.locales) and terminal.watched(sys.stderr):
         terminal.note(f"fewer than {evaluation.ENOUGH} prompts of a kind: the intervals are wide (see --n)")
-
-
-def _check_plot(path: Path | None) -> None:
-    """Refuse a picture that could not be drawn, before all the prompts are asked."""
-    from importlib.util import find_spec
-
-    from pippin.core.errors import InvalidArgument, InvalidInput, MissingDependency
-
-    if path is None:
-        return
-    if path.suffix not in _PICTURES:
-        raise InvalidArgument(f"--plot draws {', '.join(_PICTURES)}, got {str(path)!r}")
-    if not path.resolve().parent.is_dir():
-        raise InvalidInput(f"{str(path)!r} cannot be written: there is no folder {str(path.parent)!r}")
-    if find_spec("matplotlib") is None:
-        raise MissingDependency("plots need matplotlib: pip install 'pippin[plot]'")
 
 
 def _guards(profile: Profile, locales: list[str]) -> dict[str, Guardrails]:

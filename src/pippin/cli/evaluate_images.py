@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pippin.cli import documents, terminal
-from pippin.core.errors import InvalidArgument, InvalidInput, MissingDependency
+from pippin.core.errors import InvalidArgument, InvalidInput
 
 if TYPE_CHECKING:
     from pippin.data.images import ImageSet
     from pippin.evaluate.features import Features
 
-_PICTURES = (".png", ".svg", ".pdf")
 _ENOUGH = 1000
 
 
@@ -59,7 +58,7 @@ def images(
         raise InvalidArgument(
             f"--limit is {limit} and --seed {seed}; give 16 pictures or more, and a seed of 0 or more"
         )
-    _check_plot(plot)
+    documents.check_plot(plot)
     show = not as_json
     wanted = sets.load(real, size=size, limit=limit, skip_bad=skip_bad, show=show)
     # the channels of the real pictures, as files of grey pictures are read in colour otherwise
@@ -105,17 +104,3 @@ def _extractor(which: Extractor, real: ImageSet, seed: int, show: bool) -> Featu
         terminal.note("training the small network on the real pictures")
     told = "classes" if real.labels is not None else "turns"
     return learn_features(real.x, real.labels, name=f"small network, {told} of {real.name}, seed {seed}", seed=seed)
-
-
-def _check_plot(path: Path | None) -> None:
-    """Refuse a picture that could not be drawn, before anything is computed."""
-    from importlib.util import find_spec
-
-    if path is None:
-        return
-    if path.suffix not in _PICTURES:
-        raise InvalidArgument(f"--plot draws {', '.join(_PICTURES)}, got {str(path)!r}")
-    if not path.resolve().parent.is_dir():
-        raise InvalidInput(f"{str(path)!r} cannot be written: there is no folder {str(path.parent)!r}")
-    if find_spec("matplotlib") is None:
-        raise MissingDependency("plots need matplotlib: pip install 'pippin[plot]'")

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Fit scaling laws and laws of forgetting to runs of yours.")
 
-_PICTURES = (".png", ".svg", ".pdf")
 NAMES = {
     "N": ("N", "parameters", "params", "size"),
     "D": ("D", "tokens", "data"),
@@ -84,7 +83,7 @@ def fit(
 
     pippin laws fit runs.csv --out law.json --plot law.png
     """
-    _check_plot(plot)
+    documents.check_plot(plot)
     if offset and form is not Form.forgetting:
         raise InvalidArgument(f"--offset belongs to --form forgetting, not to {form.value}")
     runs = _read(file, form, column or ())
@@ -392,17 +391,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _check_plot(path: Path | None) -> None:
-    """Refuse a picture that could not be drawn, before anything is fitted."""
-    from importlib.util import find_spec
-
-    from pippin.core.errors import MissingDependency
-
-    if path is None:
-        return
-    if path.suffix not in _PICTURES:
-        raise InvalidArgument(f"--plot draws {', '.join(_PICTURES)}, got {str(path)!r}")
-    if find_spec("matplotlib") is None:
-        raise MissingDependency("plots need matplotlib: pip install 'pippin[plot]'")

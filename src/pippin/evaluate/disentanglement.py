@@ -32,21 +32,30 @@ class DCI:
     """What the importances of codes for factors add up to.
 
     Attributes:
-        disentanglement: from 0 to 1; each dimension's share of importance times 1 less the entropy over factors.
-        completeness: from 0 to 1; the mean over factors of 1 less the entropy over dimensions.
-        informativeness: mean share of test rows whose factor is predicted rightly.
         importance: how much the prediction of each factor (column) uses each dimension (row); columns sum to 1, or are
             zero where the trees found nothing to use.
-        accuracy: of each factor, on the test rows.
+        accuracy: share of test rows at which each factor is predicted rightly.
         names: of the factors.
     """
 
-    disentanglement: float
-    completeness: float
-    informativeness: float
     importance: np.ndarray[Any, np.dtype[np.float64]]
     accuracy: tuple[float, ...]
     names: tuple[str, ...]
+
+    @property
+    def disentanglement(self) -> float:
+        """From 0 to 1: see `disentanglement`."""
+        return disentanglement(self.importance)
+
+    @property
+    def completeness(self) -> float:
+        """From 0 to 1: see `completeness`."""
+        return completeness(self.importance)
+
+    @property
+    def informativeness(self) -> float:
+        """The mean accuracy."""
+        return float(np.mean(self.accuracy))
 
     @property
     def report(self) -> Report:
@@ -134,10 +143,7 @@ def dci(
         importance[:, factor] = np.abs(model.feature_importances_)
         accuracy.append(float(model.score(x[judge], y[judge, factor])))
     called = tuple(names) if names is not None else tuple(f"factor {index}" for index in range(y.shape[1]))
-    return DCI(
-        disentanglement(importance), completeness(importance), float(np.mean(accuracy)), importance, tuple(accuracy),
-        called,
-    )  # fmt: skip
+    return DCI(importance, tuple(accuracy), called)
 
 
 def disentanglement(importance: np.ndarray[Any, np.dtype[np.float64]]) -> float:
@@ -202,7 +208,7 @@ def _check(
 
 def _boosting() -> Any:
     try:
-        from sklearn.ensemble import GradientBoostingClassifier
+        from sklearn.ensemble import GradientBoostingClassifier  # type: ignore[import-untyped]
     except ImportError as error:
         raise MissingDependency("DCI needs scikit-learn: pip install 'pippin[bayes]'") from error
     return GradientBoostingClassifier

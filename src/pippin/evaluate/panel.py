@@ -159,6 +159,9 @@ class JudgePanel:
         """The level of difficulty of each item: equal parts of the items, and equal difficulties together."""
         if self.difficulty is None or bins == 1:
             return np.zeros(len(self.gold), dtype=np.int64)
+        values = np.unique(self.difficulty)
+        if len(values) <= bins:
+            return np.searchsorted(values, self.difficulty)
         edges = np.unique(np.quantile(self.difficulty, np.arange(1, bins) / bins))
         return np.searchsorted(edges, self.difficulty, side="right")
 

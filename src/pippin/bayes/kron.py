@@ -1,0 +1,466 @@
+r"""Kronecker-factored curvature: for each weight matrix, a factor of what it read and one of what came back.
+
+Notable here:
+- the curvature of a weight is $B \otimes A$, A the mean outer product of its inputs (of patches, for a convolution) and
+  B the summed outer product of what came back to its outputs; biases, norms and other small parameters keep their
+  blocks exactly
+- the factors are taken apart once, at the end of the data; log-determinant, samples and covariances are then sums in
+  the basis of their eigenvectors, for any prior and scale
+- a predictive covariance turns inputs and columns into that basis and never makes the Jacobian of a matrix with one
+  input vector for each example
+- the factor of an embedding's entries is diagonal, and kept so
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from pippin.bayes import memory
+from pippin.bayes.row_rules import CHUNK, EmbeddingCall, Matrix
+from pippin.bayes.rows import Pass, Piece
+from pippin.bayes.subset import Selection
+from pippin.core.errors import InvalidArgument, SingularPosterior, UnsupportedLayer
+
+EXACT = 4096
+"""How many weights a parameter may have at most that is kept as an exact block."""
+PRECISE = 512
+"""Up to this size factors are taken apart in float64, where that costs little."""
+
+
+@dataclass(frozen=True)
+class Kron:
+    r"""Kronecker factors, block by block.
+
+    A weight that is used several times in an example (a convolution's positions, a sequence, repeated calls) counts
+    each use as if it were another example ("expand").
+
+    Args:
+        damping: add the prior to each factor, $(\sqrt{s}B + \sqrt\lambda I) \otimes (\sqrt{s}A + \sqrt\lambda I)$, as
+            optimisers do, rather than to their product.
+
+    Source: Martens and Grosse 2015, arXiv:1503.05671; Grosse and Martens 2016, arXiv:1602.01407 (convolutions);
+    Ritter, Botev and Barber 2018, "A scalable Laplace approximation" (the posterior); Eschenhagen et al. 2023,
+    arXiv:2311.00636 (weight sharing).
+    """
+
+    damping: bool = False
+
+    name = "kron"
+    hessian = False
+
+    def start(self, selection: Selection, like: Tensor) -> KronState:
+        """An empty state.
+
+        Raises:
+            InvalidArgument: the selection is a subnetwork, whose weights form no matrices.
+        """
+        if selection.indices is not None:
+            raise InvalidArgument(
+                "single weights of a subnetwork have no Kronecker factors; use structure='full' or 'diag' with it"
+            )
+        return KronState(self, selection, like)
+
+
+class Block:
+    """The curvature of one parameter: two factors (for each group), or one exact matrix as the right factor.
+
+    A factor is a matrix for each group [groups, d, d], or its diagonal [groups, d] where it has no other entries. The
+    parameter, flat, is [groups, left, right].
+    """
+
+    def __init__(self, left: Tensor | None, right: Tensor, count: int = 0, read_left: bool = False) -> None:
+        self.left, self.right, self.count, self.read_left = left, right, count, read_left
+        self.eigen: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+        """Eigenvalues and eigenvectors of both; eigenvectors of a diagonal factor are an empty tensor."""
+
+    def decompose(self) -> None:
+        """Take the factors apart, and let go of them; `compose` makes them again."""
+        if self.eigen is not None:
+            return
+        left, right = self.left, self.right
+        mean = 1 / self.count if self.count else 1.0
+        if left is None:
+            sides = right.new_ones(len(right), 1), right.new_zeros(0)
+        else:
+            sides = _eigen(left * mean if self.read_left else left)
+        self.eigen = (*sides, *_eigen(right if left is None or self.read_left else right * mean))
+        self.left, self.right = None, right.new_zeros(0)
+
+    def compose(self) -> None:
+        """The factors again, to add to them."""
+        if self.eigen is None:
+            return
+        left_values, left, right_values, right = self.eigen
+        exact = left_values.shape[1] == 1 and not self.count
+        size = float(self.count or 1)
+        self.left = None if exact else _composed(left_values, left) * (size if self.read_left else 1.0)
+        self.right = _composed(right_values, right) * (1.0 if self.read_left or exact else size)
+        self.eigen = None
+
+    @property
+    def values(self) -> Tensor:
+        """Eigenvalues of the curvature: [groups, left, right]."""
+        left, _, right, _ = self._parts()
+        return left[:, :, None] * right[:, None]
+
+    def precision(self, prior: Tensor, scale: Tensor, damping: bool) -> Tensor:
+        """Eigenvalues of the posterior precision: [groups, left, right]."""
+        left, _, right, _ = self._parts()
+        if damping and self.count:
+            root, add = scale.sqrt(), prior.sqrt()
+            return (root * left + add)[:, :, None] * (root * right + add)[:, None]
+        return scale * (left[:, :, None] * right[:, None]) + prior
+
+    def turn(self, x: Tensor) -> Tensor:
+        """Vectors of the parameter [..., groups, left, right] in the basis of the eigenvectors."""
+        _, left, _, right = self._parts()
+        x = left.mT @ x if left.numel() else x
+        return x @ right if right.numel() else x
+
+    def turn_back(self, x: Tensor) -> Tensor:
+        """The inverse of `turn`."""
+        _, left, _, right = self._parts()
+        x = left @ x if left.numel() else x
+        return x @ right.mT if right.numel() else x
+
+    def spread(self, variances: Tensor) -> Tensor:
+        """Diagonal of the covariance that has these eigenvalues."""
+        _, left, _, right = self._parts()
+        x = left.square() @ variances if left.numel() else variances
+        return x @ right.square().mT if right.numel() else x
+
+    def _parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        assert self.eigen is not None
+        return self.eigen
+
+
+class KronState:
+    """The factors of every chosen parameter."""
+
+    def __init__(self, structure: Kron, selection: Selection, like: Tensor) -> None:
+        self.structure, self.selection = structure, selection
+        self.dtype, self.device = like.dtype, like.device
+        self.blocks: dict[str, Block] = {}
+
+    @torch.no_grad()
+    def add(self, batch: Pass, root: Float[Tensor, "n c r"]) -> None:
+        """Add the factors of a batch.
+
+        Raises:
+            UnsupportedLayer: a parameter that is used by an operation without factors, and too large for an exact
+                block; all are named.
+            NotEnoughMemory: the factors would not fit.
+        """
+        counts: dict[str, int] = {}
+        exact: dict[str, list[Piece]] = {}
+        shared = batch.shared()
+        self._check(batch)
+        for block in self.blocks.values():
+            block.compose()
+        for piece in batch.layers(root):
+            for name in piece.names:
+                call = piece.call
+                if name not in self.blocks:
+                    self.blocks[name] = self._empty(name, piece)
+                block = self.blocks[name]
+                if isinstance(call, Matrix | EmbeddingCall) and name == call.weight:
+                    counts[name] = counts.get(name, 0) + _add(block, piece)
+                elif name in shared:
+                    exact.setdefault(name, []).append(piece)
+                else:
+                    _add_exact(block, piece.rows(name))
+        for name, pieces in exact.items():
+            for rows in _summed(name, pieces):
+                _add_exact(self.blocks[name], rows)
+        for name, count in counts.items():
+            self.blocks[name].count += count
+
+    def finish(self) -> None:
+        """Take all factors apart.
+
+        Raises:
+            SingularPosterior: a factor is not finite; its parameter is named.
+        """
+        for name, shape in zip(self.selection.names, self.selection.shapes, strict=True):
+            if name not in self.blocks:  # the outputs do not depend on it
+                self.blocks[name] = Block(None, torch.zeros(1, math.prod(shape), dtype=self.dtype, device=self.device))
+        self.blocks = {name: self.blocks[name] for name in self.selection.names}
+        for name, block in self.blocks.items():
+            factors = [] if block.eigen is not None else [block.right, *([] if block.left is None else [block.left])]
+            if not all(bool(factor.isfinite().all()) for factor in factors):
+                raise SingularPosterior(
+                    f"the curvature of {name} is not finite; a Jacobian overflows or divides by 0 there: look at the "
+                    "inputs of that layer, or compute in float64"
+                )
+            block.decompose()
+
+    def posterior(self, prior: Float[Tensor, " p"], scale: Float[Tensor, ""]) -> KronGaussian:
+        """The Gaussian with precision scale * H + diag(prior).
+
+        Raises:
+            InvalidArgument: the prior differs within a parameter.
+        """
+        return KronGaussian(self, prior.to(self.dtype), scale.to(self.dtype))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Eigenvalues and eigenvectors by parameter; call it after `finish`."""
+        words = ("left_values", "left", "right_values", "right")
+        saved: dict[str, Tensor] = {}
+        for name, block in self.blocks.items():
+            saved |= {f"{name}.{word}": part for word, part in zip(words, block._parts(), strict=True)}
+            saved[f"{name}.count"] = torch.tensor([block.count, int(block.read_left)])
+        return saved
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Take up what was saved."""
+        words = ("left_values", "left", "right_values", "right")
+        for name in self.selection.names:
+            count, read_left = tensors[f"{name}.count"].tolist()
+            block = Block(None, torch.zeros(0), int(count), bool(read_left))
+            left_values, left, right_values, right = (
+                tensors[f"{name}.{word}"].to(self.device, self.dtype) for word in words
+            )
+            block.eigen = left_values, left, right_values, right
+            self.blocks[name] = block
+
+    def _check(self, batch: Pass) -> None:
+        """Refuse, before any work, what has no factors."""
+        if self.blocks:
+            return
+        sizes = {name: math.prod(s) for name, s in zip(self.selection.names, self.selection.shapes, strict=True)}
+        uses: dict[str, set[str]] = {}
+        need = 0
+        for name, kind, entries in batch.uses():
+            uses.setdefault(name, set()).add(kind)
+            need += entries
+        large = [n for n, kinds in uses.items() if kinds != {"matrix"} and kinds != {"table"} and sizes[n] > EXACT]
+        if large:
+            raise UnsupportedLayer(
+                f"there are no Kronecker factors for {', '.join(large)}: not a linear layer, a convolution or an "
+                "embedding, or tied between such; leave them out with subset=Named([...]), or use structure='diag'"
+            )
+        memory.require(
+            2 * need * torch.finfo(self.dtype).bits // 8,
+            self.device,
+            f"a kron structure over {self.selection.size:,} weights",
+            "use structure='diag', or leave the largest layers out with subset=Named([...])",
+        )
+
+    def _empty(self, name: str, piece: Piece) -> Block:
+        call = piece.call
+        if isinstance(call, Matrix) and name == call.weight:
+            groups, b, a = call.matrices()
+            return Block(self._zeros(groups, b, b), self._zeros(groups, a, a))
+        if isinstance(call, EmbeddingCall):
+            entries, width = call.shape
+            return Block(self._zeros(1, entries), self._zeros(1, width, width), read_left=True)
+        size = math.prod(self.selection.shapes[self.selection.names.index(name)])
+        return Block(None, self._zeros(1, size, size))
+
+    def _zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+
+class KronGaussian:
+    """A Gaussian over weights whose precision is known by blocks, in the eigenvectors of their factors."""
+
+    dense = False
+
+    def __init__(self, state: KronState, prior: Tensor, scale: Tensor) -> None:
+        self._state, self._prior, self._scale = state, prior, scale
+        self._selection = state.selection
+        if len(prior) > 1 and prior.stride(0) != 0:
+            for name in state.blocks:
+                part = prior.detach()[self._selection.of(name)]
+                if bool(part.min() != part.max()):
+                    raise InvalidArgument(
+                        f"the prior precision differs between weights of {name}, and Kronecker factors can take one "
+                        "number for each parameter; use structure='diag', 'full' or 'lowrank', or a prior per layer"
+                    )
+        self._kept: dict[str, Tensor] = {}
+
+    @property
+    def log_det(self) -> Float[Tensor, ""]:
+        """Log-determinant of the precision; differentiable in prior and scale."""
+        total = self._scale.new_zeros((), dtype=torch.float64)
+        for name, block in self._state.blocks.items():
+            values = self._precision(name, block)
+            if not bool(values.detach().min() > 0):
+                raise SingularPosterior(
+                    f"the posterior precision of {name} has the eigenvalue {values.min().item():g}; raise the prior's"
+                )
+            total = total + values.log().sum(dtype=torch.float64)
+        return total
+
+    @torch.no_grad()
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Float[Tensor, "n p"]:
+        """Independent draws."""
+        drawn = torch.randn(
+            n, self._selection.size, generator=generator, dtype=self._state.dtype, device=self._state.device
+        )
+        return self._apply(drawn, lambda x, precision, block: block.turn_back(x * precision.rsqrt()))
+
+    @torch.no_grad()
+    def solve(self, vectors: Float[Tensor, "k p"]) -> Float[Tensor, "k p"]:
+        """P^-1 times each vector."""
+        return self._apply(vectors, lambda x, precision, block: block.turn_back(block.turn(x) / precision))
+
+    def quadratic(self, vectors: Float[Tensor, "k p"]) -> Float[Tensor, " k"]:
+        """v^T P v of each vector."""
+        total = vectors.new_zeros(len(vectors), dtype=torch.float64)
+        for x, name, block in self._parts(vectors):
+            weighted = block.turn(x).square() * self._precision(name, block)
+            total = total + weighted.flatten(1).sum(1, dtype=torch.float64)
+        return total
+
+    @torch.no_grad()
+    def variances(self) -> Float[Tensor, " p"]:
+        """Diagonal of P^-1."""
+        blocks = self._state.blocks.items()
+        return torch.cat([block.spread(self._inverse(name, block)).flatten() for name, block in blocks])
+
+    @torch.no_grad()
+    def covariance(self, batch: Pass, joint: bool = False) -> Float[Tensor, "..."]:
+        """J P^-1 J^T of a batch's outputs: [n, C, C], or for all of them together [n C, n C]."""
+        n, outputs = batch.outputs.shape
+        size = (n * outputs, n * outputs) if joint else (n, outputs, outputs)
+        total = batch.outputs.new_zeros(size)
+        apart: dict[str, list[Piece]] = {}
+        shared = batch.shared()
+        for piece in batch.layers():
+            for name in piece.names:
+                if name in shared:
+                    apart.setdefault(name, []).append(piece)
+                    continue
+                block = self._state.blocks[name]
+                if not joint and (block.count or piece.call is not None):
+                    total += _covariance(block, self._inverse(name, block), piece, name)
+                else:
+                    total += _from_rows(block, self._inverse(name, block), piece.rows(name), joint)
+        for name, pieces in apart.items():
+            block = self._state.blocks[name]
+            rows = sum((piece.rows(name) for piece in pieces[1:]), pieces[0].rows(name))
+            total += _from_rows(block, self._inverse(name, block), rows, joint)
+        return total
+
+    def _precision(self, name: str, block: Block) -> Tensor:
+        prior = self._prior[self._selection.of(name).start]
+        return block.precision(prior, self._scale, self._state.structure.damping)
+
+    def _inverse(self, name: str, block: Block) -> Tensor:
+        if name not in self._kept:
+            self._kept[name] = self._precision(name, block).detach().reciprocal()
+        return self._kept[name]
+
+    def _parts(self, vectors: Tensor) -> Iterator[tuple[Tensor, str, Block]]:
+        for name, block in self._state.blocks.items():
+            left, _, right, _ = block._parts()
+            part = vectors[:, self._selection.of(name)].to(self._state.dtype)
+            yield part.view(len(vectors), len(left), left.shape[1], right.shape[1]), name, block
+
+    def _apply(self, vectors: Tensor, change: Any) -> Tensor:
+        parts = [change(x, self._precision(name, block), block).flatten(1) for x, name, block in self._parts(vectors)]
+        return torch.cat(parts, 1)
+
+
+def _eigen(factor: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues, not negative, and eigenvectors of each group's factor."""
+    if factor.ndim == 2:
+        return factor.clamp(min=0), factor.new_zeros(0)
+    small = factor.shape[-1] <= PRECISE
+    values, vectors = torch.linalg.eigh(factor.double() if small else factor)
+    return values.clamp(min=0).to(factor.dtype), vectors.to(factor.dtype)
+
+
+def _composed(values: Tensor, vectors: Tensor) -> Tensor:
+    return (vectors * values[:, None]) @ vectors.mT if vectors.numel() else values
+
+
+def _add(block: Block, piece: Piece) -> int:
+    """Add a piece's factors to a block; return how many inputs were added."""
+    call, n = piece.call, piece.n
+    if isinstance(call, EmbeddingCall):
+        assert block.left is not None
+        call.check()
+        ids = call.x.flatten()
+        flat = piece.g.reshape(len(piece.g), -1, piece.g.shape[-1])
+        if call.options["padding"] is not None:
+            ids = ids[ids != call.options["padding"]]
+            flat = flat[:, call.x.flatten() != call.options["padding"]]
+        flat = flat.flatten(0, 1)
+        block.right[0].addmm_(flat.mT, flat)
+        if not piece.first:
+            return 0
+        block.left[0] += torch.bincount(ids, minlength=call.shape[0])
+        return call.x.numel()
+    assert isinstance(call, Matrix)
+    assert block.left is not None
+    call.check()
+    g = piece.g.transpose(1, 2) if call.second else piece.g
+    block.left += call.output_factor(g, n)
+    if not piece.first:
+        return 0
+    a, count = call.input_factor(n)
+    block.right += a
+    return count
+
+
+def _add_exact(block: Block, rows: Tensor) -> None:
+    """Add rows [columns, n, *shape] to an exact block."""
+    flat = rows.flatten(0, 1).flatten(1)
+    block.right[0].addmm_(flat.mT, flat)
+
+
+def _summed(name: str, pieces: list[Piece]) -> Iterator[Tensor]:
+    """Rows of a parameter with several uses, for each few columns."""
+    by_start: dict[int, Tensor] = {}
+    for piece in pieces:
+        rows = piece.rows(name)
+        by_start[piece.start] = by_start[piece.start] + rows if piece.start in by_start else rows
+    yield from by_start.values()
+
+
+def _covariance(block: Block, inverse: Tensor, piece: Piece, name: str) -> Tensor:
+    """The share of one use of a parameter in J P^-1 J^T: [n, C, C]."""
+    call, n = piece.call, piece.n
+    if isinstance(call, Matrix) and name == call.weight:
+        call.check()
+        _, left, _, right = block._parts()
+        g = piece.g.transpose(1, 2) if call.second else piece.g
+        columns, x = call.columns(g, n), right.mT @ call.inputs(n)
+        columns = left.mT[:, None] @ columns
+        _, groups, r, b, positions = columns.shape
+        if positions == 1:
+            strength = torch.einsum("nga,gba->ngb", x[..., 0].square(), inverse)
+            columns = columns[..., 0]
+            return ((columns * strength[:, :, None]) @ columns.mT).sum(1)
+        width = groups * b * x.shape[2]
+        step, parts = max(1, CHUNK // (r * width)), []
+        for start in range(0, n, step):
+            rows = columns[start : start + step].flatten(2, 3) @ x[start : start + step].mT
+            rows = rows.view(-1, groups, r, b, x.shape[2]).transpose(1, 2)
+            parts.append((rows * inverse).flatten(2) @ rows.flatten(2).mT)
+        return torch.cat(parts)
+    if isinstance(call, EmbeddingCall) and name == call.weight:
+        g = piece.g.transpose(1, 2) if call.second else piece.g
+        where, example, _, summed = call.compressed(g, n)
+        summed = (summed @ block._parts()[3][0]).transpose(0, 1)
+        products = (summed * inverse[0, where, None]) @ summed.mT
+        return products.new_zeros(n, *products.shape[1:]).index_add_(0, example, products)
+    return _from_rows(block, inverse, piece.rows(name), joint=False)
+
+
+def _from_rows(block: Block, inverse: Tensor, rows: Tensor, joint: bool) -> Tensor:
+    """The share of a parameter's rows [C, n, *shape] in J P^-1 J^T."""
+    turned = block.turn(rows.transpose(0, 1).reshape(*rows.shape[1::-1], *inverse.shape))
+    flat = (turned * inverse.sqrt()).flatten(2)
+    if joint:
+        flat = flat.flatten(0, 1)
+    return flat @ flat.mT
