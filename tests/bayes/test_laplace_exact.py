@@ -254,14 +254,15 @@ def test_a_functional_posterior_on_few_points_is_the_full_one_on_those_points(or
 
 def test_reservoir_gives_every_example_the_same_chance():
     counts = torch.zeros(8)
-    model = nn.Linear(1, 1, bias=False).double()
-    x = torch.arange(8, dtype=torch.float64)[:, None]
-    for seed in range(400):
-        laplace = Laplace(model, "regression", "all", Functional(2, seed=seed))
-        laplace.fit([(x[:3], x[:3]), (x[3:], x[3:])])
-        counts[laplace._state.tensors()["rows"].flatten().long()] += 1
-    assert counts.sum() == 800
-    assert (counts - 100).abs().max() < 40  # four standard deviations
+    selection = All().resolve(nn.Linear(1, 1, bias=False))
+    for seed in range(800):
+        state, kept = Functional(2, seed=seed).start(selection, torch.zeros(0)), {}
+        for first, count in ((0, 3), (3, 5)):
+            places, state._seen = state._draw(count), state._seen + count
+            kept |= {place: first + example for example, place in enumerate(places) if place is not None}
+        counts[list(kept.values())] += 1
+    assert counts.sum() == 1600
+    assert (counts - 200).abs().max() < 50  # four standard deviations
 
 
 def test_sampled_curvature_is_right_on_average(oracles):

@@ -77,11 +77,11 @@ def test_bad_ranks():
 
 @pytest.mark.parametrize("shift", [0.0, 1.0, 6.0])
 def test_c2st_comes_to_the_accuracy_of_bayes_rule(shift):
-    first, second = normal(1000, 2), normal(1500, 2, seed=1)
+    first, second = normal(700, 2), normal(900, 2, seed=1)
     second[:, 0] += shift
     best = 0.5 * (1 + math.erf(shift / 2 / math.sqrt(2)))  # two unit Gaussians, the border half way between
-    assert c2st(first, second) == pytest.approx(best, abs=0.03)
-    assert c2st(first[:200], second[:200]) == c2st(first[:200], second[:200])
+    assert c2st(first, second) == pytest.approx(best, abs=0.035)
+    assert c2st(first[:60], second[:60]) == c2st(first[:60], second[:60])
 
 
 def test_bad_samples_for_c2st():

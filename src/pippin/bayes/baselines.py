@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pippin.bayes.batches import call
-from pippin.bayes.laplace import check_mode
+from pippin.bayes.batches import call, check_mode
 from pippin.bayes.likelihood import Classification, Likelihood, MultiLabel, Regression, likelihood as likelihood_of
 from pippin.bayes.predictive import Prediction
 from pippin.bayes.predictors import check_weights, mix

@@ -80,7 +80,7 @@ def to_model(batch: Any, model: nn.Module) -> Any:
     if isinstance(batch, Mapping):
         return {key: to_model(value, model) for key, value in batch.items()}
     if isinstance(batch, (tuple, list)):
-        return tuple(to_model(value, model) for value in batch)
+        return type(batch)(to_model(value, model) for value in batch)
     return batch
 
 

@@ -128,7 +128,7 @@ class GaussianProcess:
             loss = -self._evidence(_kernel_of(variables), self._points)[0]
             if not bool(loss.isfinite()):
                 return loss.detach() * 0 + 1e10
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             return loss
 
         with torch.enable_grad():
@@ -146,15 +146,14 @@ class GaussianProcess:
         n, y = len(self.x), self.y
         constant = -0.5 * n * math.log(2 * math.pi)
         if points is None:
-            factor = _cholesky(
-                kernel(self.x, self.x) + kernel.noise * torch.eye(n, dtype=y.dtype), float(kernel.variance)
-            )
+            covariance = kernel(self.x, self.x) + kernel.noise * torch.eye(n, dtype=y.dtype)
+            factor = _cholesky(covariance, kernel.variance)
             whitened = torch.linalg.solve_triangular(factor, y[:, None], upper=False)[:, 0]
             value = constant - 0.5 * whitened.square().sum() - factor.diagonal().log().sum()
             return value, (factor, whitened)
-        inner = _cholesky(kernel(points, points), float(kernel.variance))
+        inner = _cholesky(kernel(points, points), kernel.variance)
         cross = torch.linalg.solve_triangular(inner, kernel(points, self.x), upper=False) / kernel.noise.sqrt()
-        outer = _cholesky(torch.eye(len(points), dtype=y.dtype) + cross @ cross.T, 1.0)
+        outer = _cholesky(torch.eye(len(points), dtype=y.dtype) + cross @ cross.T, kernel.variance)
         image = torch.linalg.solve_triangular(outer, (cross @ y)[:, None], upper=False)[:, 0] / kernel.noise.sqrt()
         value = constant - outer.diagonal().log().sum() - 0.5 * n * kernel.noise.log()
         value = value - 0.5 * y.square().sum() / kernel.noise + 0.5 * image.square().sum()
@@ -221,17 +220,20 @@ class GaussianProcess:
 
 
 def expected_improvement(mean: Float[Tensor, " n"], variance: Float[Tensor, " n"], best: float) -> Float[Tensor, " n"]:
-    r"""$E[\max(f - b, 0)]$ for $f \sim N(\mu, \sigma^2)$: $\sigma\,(u \Phi(u) + \phi(u))$ with $u = (\mu - b) / \sigma$.
+    r"""How far $f \sim N(\mu, \sigma^2)$ is expected to exceed b: $\sigma\,(u \Phi(u) + \phi(u))$.
+
+    Here $u = (\mu - b) / \sigma$.
 
     Source: Jones, Schonlau and Welch, "Efficient global optimization of expensive black-box functions", 1998, eq. 15.
 
-    >>> expected_improvement(torch.zeros(1), torch.ones(1), 0.0).round(decimals=4).tolist()
-    [0.3989]
+    >>> round(float(expected_improvement(torch.zeros(1), torch.ones(1), 0.0)), 4)
+    0.3989
     """
     spread = variance.sqrt()
     u = (mean - best) / spread
     density = (-0.5 * u.square()).exp() / math.sqrt(2 * math.pi)
-    return spread * (u * torch.special.ndtr(u) + density)
+    found: Tensor = spread * (u * torch.special.ndtr(u) + density)
+    return found
 
 
 def _kernel_of(variables: list[Tensor]) -> Kernel:
@@ -247,7 +249,7 @@ def _initial(x: Tensor) -> Kernel:
 
 def _centres(x: Tensor, count: int, seed: int) -> Tensor:
     """Inducing points to begin with: all the data, or the centres of k-means."""
-    distinct = x.unique(dim=0)
+    distinct: Tensor = x.unique(dim=0)
     if count >= len(distinct):
         return distinct
     try:
@@ -255,23 +257,27 @@ def _centres(x: Tensor, count: int, seed: int) -> Tensor:
     except ImportError as error:
         raise MissingDependency("inducing points need scikit-learn: pip install 'pippin[bayes]'") from error
     found = KMeans(count, n_init=1, max_iter=30, random_state=seed).fit(distinct.numpy())
-    return torch.from_numpy(found.cluster_centers_).to(x.dtype)
+    return torch.as_tensor(found.cluster_centers_, dtype=x.dtype)
 
 
-def _cholesky(matrix: Tensor, size: float) -> Tensor:
+def _cholesky(matrix: Tensor, size: Tensor) -> Tensor:
     """A factor of the matrix with the least jitter that gives one.
 
     Raises:
         SingularPosterior: none does.
     """
     for jitter in _JITTER:
-        factor, failed = torch.linalg.cholesky_ex(matrix + jitter * size * torch.eye(len(matrix), dtype=matrix.dtype))
+        step = jitter * size.detach() * torch.eye(len(matrix), dtype=matrix.dtype)
+        factor, failed = torch.linalg.cholesky_ex(matrix + step)
         if not int(failed):
-            return factor
-    raise SingularPosterior(
-        f"a covariance of {len(matrix)} points is not positive definite even with a jitter of {_JITTER[-1]:g}; leave "
-        "duplicates out, or begin with more noise"
-    )
+            break
+    else:
+        raise SingularPosterior(
+            f"a covariance of {len(matrix)} points is not positive definite even with a jitter of {_JITTER[-1]:g}; "
+            "leave duplicates out, or begin with more noise"
+        )
+    found: Tensor = factor
+    return found
 
 
 def _check(x: Tensor, y: Tensor) -> None:

@@ -28,7 +28,7 @@ class Likelihood(Protocol):
     name: str
     sigma_noise: float
 
-    def check(self, f: Float[Tensor, "n c"], y: Shaped[Tensor, "n ..."]) -> Shaped[Tensor, "n ..."]:
+    def check(self, f: Float[Tensor, "n c"], y: Shaped[Tensor, ...]) -> Shaped[Tensor, "n ..."]:
         """The targets in the form that the other methods take.
 
         Raises:
@@ -70,7 +70,7 @@ class Classification(_Fixed):
 
     name = "classification"
 
-    def check(self, f: Float[Tensor, "n c"], y: Shaped[Tensor, "n ..."]) -> Shaped[Tensor, "n ..."]:
+    def check(self, f: Float[Tensor, "n c"], y: Shaped[Tensor, ...]) -> Shaped[Tensor, "n ..."]:
         """Class numbers as int64.
 
         Raises:
@@ -138,7 +138,7 @@ class Regression:
     def __post_init__(self) -> None:
         check_sigma(self.sigma_noise)
 
-    def check(self, f: Float[Tensor, "n c"], y: Shaped[Tensor, "n ..."]) -> Shaped[Tensor, "n ..."]:
+    def check(self, f: Float[Tensor, "n c"], y: Shaped[Tensor, ...]) -> Shaped[Tensor, "n ..."]:
         """Targets [n, c] in the precision of the outputs.
 
         Raises:
@@ -180,7 +180,7 @@ class MultiLabel(_Fixed):
 
     name = "multi_label"
 
-    def check(self, f: Float[Tensor, "n c"], y: Shaped[Tensor, "n ..."]) -> Shaped[Tensor, "n ..."]:
+    def check(self, f: Float[Tensor, "n c"], y: Shaped[Tensor, ...]) -> Shaped[Tensor, "n ..."]:
         """Labels [n, c] in the precision of the outputs.
 
         Raises:
@@ -226,7 +226,7 @@ class RewardModel(Classification):
 
     name = "reward_model"
 
-    def check(self, f: Float[Tensor, "n c"], y: Shaped[Tensor, "n ..."]) -> Shaped[Tensor, "n ..."]:
+    def check(self, f: Float[Tensor, "n c"], y: Shaped[Tensor, ...]) -> Shaped[Tensor, "n ..."]:
         """Which of the two was preferred, as int64.
 
         Raises:

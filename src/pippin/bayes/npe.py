@@ -169,12 +169,12 @@ class NPE(nn.Module):
             steps: updates.
             batch: simulations of one.
             lr: peak learning rate of AdamW; it falls to 0 as a cosine.
-            held_out: simulations that choose the best weights; of stored ones at most a tenth.
+            held_out: simulations that choose the best weights; of stored ones at most a fifth.
             seed: of simulations and their order.
             show: whether a bar is drawn.
 
         Raises:
-            InvalidArgument: data of another form, fewer than 20 stored simulations, or counts out of range.
+            InvalidArgument: data of another form, fewer than 10 stored simulations, or counts out of range.
             InvalidInput: parameters outside of the prior, observations that are not finite or of another number.
             NonFiniteLoss: training diverged; lower ``lr``.
         """
@@ -232,8 +232,8 @@ class NPE(nn.Module):
             raise InvalidArgument(f"data is a {type(data).__name__}; give a simulator or a pair of tensors (theta, x)")
         theta, x = data[0].float(), data[1].float()
         self.support.check(theta)
-        if len(theta) < 20:
-            raise InvalidArgument(f"{len(theta)} simulations are too few to learn from; give at least 20")
+        if len(theta) < 10:
+            raise InvalidArgument(f"{len(theta)} simulations are too few to learn from; give at least 10")
         return theta, observations(x, len(theta), None, "x")
 
     def _build(self, x: Tensor) -> None:
@@ -435,7 +435,7 @@ def _seeded(seed: int, number: int) -> torch.Generator:
 def _split(theta: Tensor, x: Tensor, held_out: int, batch: int, seed: int) -> tuple[Tensor, Tensor, Any]:
     """Held-out parameters and observations, and a stream of batches of the others."""
     order = torch.randperm(len(theta), generator=torch.Generator().manual_seed(seed))
-    cut = max(1, min(held_out, len(theta) // 10))
+    cut = max(1, min(held_out, len(theta) // 5))
     rest = order[cut:].tolist()
 
     def collate(rows: list[int]) -> tuple[Tensor, Tensor]:

@@ -206,8 +206,8 @@ class RobustPosteriorEstimation:
             apart: Tensor = (self.npe.encode(x[rows], model) - target[rows].to(self.npe.centre)).norm(dim=-1)
             return apart
 
-        def objective(model: nn.Module, rows: Any, generator: torch.Generator) -> Loss:
-            return Loss(distance(model, rows.cpu()).sum(), len(rows))
+        def objective(model: nn.Module, batch: Any, generator: torch.Generator) -> Loss:
+            return Loss(distance(model, batch.cpu()).sum(), len(batch))
 
         def measure() -> float:
             with torch.no_grad():

@@ -25,7 +25,9 @@ from torch.overrides import TorchFunctionMode
 from pippin.core.errors import InvalidArgument
 
 CHUNK = 1 << 22
-"""Numbers that a temporary may hold: 16 MiB in float32, about what a core's cache and the next level take."""
+"""Numbers that a temporary may hold: 16 MiB in float32."""
+CACHE = 1 << 18
+"""Numbers that a temporary may hold which is read again at once: 1 MiB in float32, about a core's own cache."""
 
 
 @dataclass(eq=False)
@@ -103,7 +105,7 @@ class Call:
     def diagonal(self, name: str, g: Tensor, n: int) -> Tensor:
         """Sum over examples and columns of the squared rows of one parameter, flat."""
         rows = self.rows(name, g, n)
-        return torch.linalg.vector_norm(rows.reshape(len(g) * n, -1), dim=0).square()
+        return rows.reshape(len(g) * n, -1).square().sum(0)
 
     def factors(self, name: str) -> tuple[str, int]:
         """Which Kronecker factors a parameter has: the kind of its use, and how many numbers they are."""
@@ -155,15 +157,11 @@ class Matrix(Call):
 
     def output_factor(self, g: Tensor, n: int) -> Tensor:
         """Sum over examples, columns and positions of outer products of what came back: [groups, b, b]."""
-        columns = self.columns(g, n)
-        flat = columns.permute(1, 3, 0, 2, 4).flatten(2)
-        return flat @ flat.mT
+        raise NotImplementedError
 
     def input_factor(self, n: int) -> tuple[Tensor, int]:
         """Sum over examples and positions of outer products of the inputs, [groups, a, a]; and how many were added."""
-        x = self.inputs(n)
-        flat = x.permute(1, 2, 0, 3).flatten(2)
-        return flat @ flat.mT, flat.shape[-1]
+        raise NotImplementedError
 
     def weight_rows(self, g: Tensor, n: int) -> Tensor:
         """Rows of the weight."""
@@ -200,12 +198,12 @@ class Matrix(Call):
             strength = columns[..., 0].square().sum(2)
             return torch.einsum("ngb,nga->gba", strength, x[..., 0].square()).flatten()
         columns = columns.flatten(2, 3)
-        step = max(1, CHUNK // (groups * r * b * x.shape[2]))
+        step = max(1, CACHE // (groups * r * b * x.shape[2]))
         total = g.new_zeros(groups, b, x.shape[2])
         for start in range(0, n, step):
             part = columns[start : start + step] @ x[start : start + step].mT
             part = part.view(-1, groups, r, b, x.shape[2])
-            total += torch.linalg.vector_norm(part, dim=(0, 2)).square_()
+            total += part.square_().sum((0, 2))
         return total.flatten()
 
 
@@ -270,9 +268,19 @@ class ConvolutionCall(Matrix):
         if self._keeps_size():
             return _patch_covariance(self.x, self.shape[2:], self.options["padding"])[None], count
         if self.options["groups"] > 1:
-            return super().input_factor(n)
+            flat = self.inputs(n).permute(1, 2, 0, 3).flatten(2)
+            return flat @ flat.mT, count
         flat = self.patches(examples_first=False)
         return (flat @ flat.mT)[None], count
+
+    def output_factor(self, g: Tensor, n: int) -> Tensor:
+        """A product for each picture where that is no larger than what came back, which needs no copy."""
+        groups, b, _ = self.matrices()
+        flat = g.reshape(-1, groups, b, math.prod(g.shape[3:]))
+        if b <= flat.shape[3]:
+            return (flat @ flat.mT).sum(0)
+        flat = flat.permute(1, 2, 0, 3).flatten(2)
+        return flat @ flat.mT
 
     def _keeps_size(self) -> bool:
         options, kernel = self.options, self.shape[2:]

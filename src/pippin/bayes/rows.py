@@ -11,6 +11,7 @@ Notable here:
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from torch.func import functional_call, vjp, vmap
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from pippin.bayes.row_rules import CHUNK, Call, LinearCall, Matrix, Recorder
+from pippin.bayes.row_rules import CACHE, CHUNK, Call, LinearCall, Matrix, Recorder
 from pippin.bayes.subset import Selection
 from pippin.core.errors import InvalidArgument, InvalidInput, UnsupportedLayer
 
@@ -232,9 +233,9 @@ class Pass:
             )
 
     def _together(self) -> int:
-        """How many columns go backward at once: many where the calls are small, so that each does enough."""
-        numbers = sum(torch.Size(call.output).numel() for call in self._calls)
-        return max(1, CHUNK // max(1, 4 * numbers))
+        """How many columns go backward at once: several where the calls are small, so that each does enough."""
+        numbers = sum(math.prod(call.output) for call in self._calls)
+        return max(1, CACHE // max(1, 4 * numbers))
 
     def _joined(self, root: Tensor) -> Iterator[Piece]:
         """Pieces with all columns."""
@@ -282,7 +283,7 @@ class Pass:
     def _by_example(self, root: Tensor) -> dict[str, Tensor]:
         """Rows of the parameters without a rule, from one example at a time: [columns, n, *shape]."""
         model, n = self._rows.model, len(root)
-        own = {name: p.detach() for name, p in model.named_parameters() if name in self._unruled}
+        own: dict[str, Tensor] = {n: p.detach() for n, p in model.named_parameters() if n in self._unruled}
         leaves, structure = tree_flatten(self._batch)
         dims = tuple(0 if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == n else None for leaf in leaves)
 
@@ -293,7 +294,7 @@ class Pass:
             def outputs(parameters: dict[str, Tensor]) -> Tensor:
                 return _outputs_of(functional_call(model, parameters, arguments, named))[0]
 
-            value, pull = vjp(outputs, own)
+            value, pull = vjp(outputs, own)[:2]
             return vmap(lambda column: pull(column)[0], 1)(s), value
 
         width = sum(p.numel() for p in own.values())

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -48,11 +48,13 @@ class Batch(Protocol):
 
 @runtime_checkable
 class Gaussian(Protocol):
-    """A Gaussian over weights around 0, with precision P."""
+    """A Gaussian over weights around 0, with precision P, whose log-determinant is the property ``log_det``."""
 
-    @property
-    def log_det(self) -> Float[Tensor, ""]:
-        """Log-determinant of the precision; differentiable in prior and scale."""
+    if TYPE_CHECKING:  # isinstance would compute it
+
+        @property
+        def log_det(self) -> Float[Tensor, ""]:
+            """Log-determinant of the precision; differentiable in prior and scale."""
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Float[Tensor, "n p"]:
         """Independent draws."""

@@ -11,13 +11,12 @@ Notable here:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.func import jvp
 
 from pippin.bayes import batches
 from pippin.bayes.curvature import GGN, Hessian
@@ -67,7 +66,9 @@ def tune(
     if laplace.likelihood.name != "regression":
         check_link(laplace.likelihood, link, 1)
     batches.check_data(validation)
-    tried = torch.logspace(-4, 4, 21, dtype=torch.float64) if grid is None else torch.as_tensor(grid).double()
+    tried = (
+        torch.logspace(-4, 4, 21, dtype=torch.float64) if grid is None else torch.as_tensor(grid, dtype=torch.float64)
+    )
     if tried.ndim != 1 or not len(tried) or not ((tried > 0) & tried.isfinite()).all():
         raise InvalidArgument(f"grid must be a list of precisions above 0, got {grid}")
     scores = (
@@ -217,12 +218,12 @@ def by_folds(
             for gaussian, p in zip(gaussians, grid, strict=True)
         ]
         for inputs, targets in _fold(laplace, data, fold, folds):
-            outputs = outputs_as_function(laplace.model, laplace.selection, inputs)
+            change = _change(laplace, inputs)
             with laplace.rows.forward(inputs) as batch:
                 f = batch.outputs.detach()
                 y = laplace.likelihood.check(f, targets)
                 for place, (gaussian, step) in enumerate(zip(gaussians, steps, strict=True)):
-                    moved = f + jvp(outputs, (laplace.mean,), (step,))[1].detach()
+                    moved = f + change(step)
                     scores[place] += _score(laplace, gaussian, batch, moved, y, link)
             examples += len(f)
     return scores / examples
@@ -244,6 +245,16 @@ def _gradient(laplace: Laplace, data: Iterable[Any], fold: int, folds: int) -> F
             loss = laplace.likelihood.loss(f, laplace.likelihood.check(f, targets))
             total += torch.autograd.grad(loss, vector)[0]
     return total
+
+
+def _change(laplace: Laplace, inputs: Any) -> Callable[[Tensor], Tensor]:
+    """From a step of the weights [P] to J times it [n, C], by the derivative of the transposed product, linear in u."""
+    vector = laplace.selection.vector(laplace.model).requires_grad_()
+    with torch.enable_grad():
+        f = outputs_as_function(laplace.model, laplace.selection, inputs)(vector)
+        u = torch.zeros_like(f, requires_grad=True)
+        (pulled,) = torch.autograd.grad(f, vector, u, create_graph=True)
+    return lambda step: torch.autograd.grad(pulled, u, step, retain_graph=True)[0]
 
 
 def _without(laplace: Laplace, data: Iterable[Any], fold: int, folds: int) -> State:

@@ -2,7 +2,7 @@ r"""Uncertainty for a trained classifier or regressor in one call: a Laplace pos
 
 Notable here:
 - the data is cut by a seed: one part fits the posterior, one sets its temperature, one is only measured
-- the evidence sets the prior, so variance grows away from the data; the temperature makes it honest near them
+- the prior's precision is a dial from well calibrated near the data to cautious away from them: both ends have a name
 - the report puts the plain network beside the result, on the same examples, so that what got worse is seen, too
 """
 
@@ -13,17 +13,18 @@ import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn import functional
 
 from pippin.bayes import metrics
 from pippin.bayes.baselines import PlainNetwork
-from pippin.bayes.batches import call, read, to_model
+from pippin.bayes.batches import call, check_mode, read, to_model
 from pippin.bayes.examples import cut, inputs_alone
-from pippin.bayes.laplace import Laplace, check_mode
+from pippin.bayes.laplace import Laplace
 from pippin.bayes.likelihood import Classification, Likelihood, MultiLabel, Regression, likelihood as likelihood_of
 from pippin.bayes.predictive import Prediction
 from pippin.bayes.predictors import Predictor, gather, predict_all
@@ -47,6 +48,7 @@ def uncertainty(
     validation: Any = None,
     ood: Any = None,
     likelihood: str | Likelihood | None = None,
+    prior: Literal["calibrated", "cautious"] = "calibrated",
     held_out: float = 0.4,
     seed: int = 0,
     batch: int = 256,
@@ -63,6 +65,10 @@ def uncertainty(
         ood: inputs of another kind than the data, for the report: a tensor, an iterable of batches of inputs, or data
             as above, whose targets are ignored. Nothing is fitted to them.
         likelihood: None takes a classification for integer targets and a regression for real ones.
+        prior: how the precision of the prior is chosen. "calibrated" takes that of the highest likelihood on held-out
+            data (for a regression, of the highest evidence), then fits a temperature: what is said holds on data like
+            these. "cautious" takes that of the highest evidence and fits no temperature: a classifier is then
+            much less sure of shifted and foreign inputs, and too unsure of its own.
         held_out: share of ``data`` (of nothing, where there is a ``validation``) that is kept from the posterior; one
             half of what is held out sets the temperature, the other is measured.
         seed: of the cut.
@@ -73,12 +79,13 @@ def uncertainty(
         An `Uncertainty`: call it like the model.
 
     Raises:
-        InvalidArgument: a model in training mode, ``held_out`` outside (0, 1), arguments that `Laplace` refuses.
+        InvalidArgument: a model in training mode or without a linear last layer (name one, or choose another
+            ``subset``), ``held_out`` outside (0, 1), arguments that `Laplace` refuses.
         InvalidInput: data without examples, too few to be cut, NaN, targets that do not fit the outputs, one class.
-        UnsupportedLayer: the model has no linear last layer; choose another ``subset``.
+        UnsupportedLayer: the structure has no rule for a layer.
 
     Warns:
-        InferenceAtRisk: every held-out label was predicted right, so the temperature is left at 1.
+        InferenceAtRisk: every label that the temperature was to be fitted to was predicted right; it is left at 1.
 
     Source: Daxberger et al. 2021, arXiv:2106.14806 (posterior); Guo et al. 2017, arXiv:1706.04599 (temperature).
 
@@ -90,12 +97,11 @@ def uncertainty(
     >>> sure(x[:5]).probs.shape
     torch.Size([5, 2])
     """
+    if prior not in ("calibrated", "cautious"):
+        raise InvalidArgument(f"prior must be calibrated or cautious, got {prior!r}")
     if not 0 < held_out < 1:
         raise InvalidArgument(f"held_out is a share of the data, between 0 and 1, got {held_out}")
-    if model.training:
-        raise InvalidArgument(
-            "the model is in training mode, where dropout and batch norm change it; call model.eval()"
-        )
+    check_mode(model)
     if validation is None:
         shares = (1 - held_out, held_out / 2, held_out / 2)
         fit, tune, test = cut(data, shares, seed=seed, batch=batch, model=model)
@@ -108,9 +114,14 @@ def uncertainty(
     foreign = None if ood is None else inputs_alone(ood, batch=batch, model=model)
     if isinstance(chosen, Regression):
         chosen = Regression(_residual(model, tune))
-    posterior = Laplace(model, chosen, **laplace).fit(fit).tune(noise=False)
+    posterior = Laplace(model, chosen, **laplace).fit(fit)
     made = Uncertainty(model, posterior, seed=seed)
-    made._calibrate(tune)
+    if prior == "cautious" or chosen.name == "regression":
+        posterior.tune(noise=False)
+    else:
+        posterior.tune("grid", validation=tune)
+    if prior == "calibrated":
+        made._calibrate(tune)
     made.report = made._scores(test, foreign)
     made._held = test
     return made
@@ -329,7 +340,13 @@ def _two_sided(predictor: Predictor, likelihood: Likelihood) -> Predictor:
     def both(x: Any) -> Prediction:
         prediction = predictor(x)
         assert prediction.probs is not None
-        return replace(prediction, probs=torch.cat([1 - prediction.probs, prediction.probs], 1))
+        covariance = prediction.covariance
+        return replace(
+            prediction,
+            mean=functional.pad(prediction.mean, (1, 0)),  # the logit of "no" is 0
+            covariance=None if covariance is None else functional.pad(covariance, (1, 0, 1, 0)),
+            probs=torch.cat([1 - prediction.probs, prediction.probs], 1),
+        )
 
     return both
 

@@ -208,7 +208,7 @@ def _check(
 
 def _boosting() -> Any:
     try:
-        from sklearn.ensemble import GradientBoostingClassifier  # type: ignore[import-untyped]
+        from sklearn.ensemble import GradientBoostingClassifier
     except ImportError as error:
         raise MissingDependency("DCI needs scikit-learn: pip install 'pippin[bayes]'") from error
     return GradientBoostingClassifier

@@ -1,0 +1,282 @@
+"""`uncertainty` against the parts it is made of, in every form that data and models have; and what it refuses."""
+
+import json
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from jaxtyping import TypeCheckError
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from pippin.bayes import metrics
+from pippin.bayes.examples import cut
+from pippin.bayes.laplace import Laplace
+from pippin.bayes.temperature import TemperatureScaling
+from pippin.bayes.uncertainty import Uncertainty, uncertainty
+from pippin.core.errors import (
+    CorruptedFile,
+    InferenceAtRisk,
+    InvalidArgument,
+    InvalidInput,
+)
+
+
+def network(outputs, inputs=2, sharper=1.0):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(inputs, 16), nn.Tanh(), nn.Linear(16, outputs)).eval()
+    with torch.no_grad():
+        model[2].weight *= 6 * sharper
+    return model
+
+
+def labelled(model, n, seed, temperature=1.0):
+    """Inputs, and labels drawn from the model's own probabilities at a temperature: what is right is known."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, 2, generator=generator)
+    with torch.no_grad():
+        probs = (model(x) / temperature).softmax(-1)
+    return x, torch.multinomial(probs, 1, generator=generator)[:, 0]
+
+
+def rows(report):
+    return {row.name: row.value for row in report.rows}
+
+
+def test_a_network_that_is_three_times_too_sure_is_corrected():
+    model = network(3)
+    data = labelled(model, 4000, 1, temperature=3.0)
+    sure = uncertainty(model, data, held_out=0.6)
+    found = rows(sure.report)
+    assert found["calibration error"] < 0.05 < found["calibration error, network alone"]
+    assert found["negative log-likelihood"] < found["negative log-likelihood, network alone"] - 0.1
+    assert found["examples measured"] == 1200
+    x, _ = labelled(model, 50, 2)
+    assert torch.equal(sure(x).probs.argmax(-1), model(x).argmax(-1))
+
+
+def test_it_is_the_tuned_laplace_at_the_fitted_temperature_on_the_parts_of_the_seed():
+    model = network(3)
+    data = labelled(model, 300, 1, temperature=2.0)
+    sure = uncertainty(model, data, seed=5, structure="full")
+    fit, tune, test = cut(data, (0.6, 0.2, 0.2), seed=5, batch=256, model=model)
+    by_hand = Laplace(model, "classification", structure="full").fit(fit).tune("grid", validation=tune)
+    scaled = TemperatureScaling(by_hand).fit(tune)
+    x, y = test[0]
+    torch.testing.assert_close(sure(x).probs, scaled(x).probs)
+    found = rows(sure.report)
+    assert found["negative log-likelihood"] == pytest.approx(metrics.nll(scaled(x).probs, y), rel=1e-5)
+    assert found["Brier score, network alone"] == pytest.approx(metrics.brier(model(x).softmax(-1), y), rel=1e-5)
+    seen = torch.cat([x for part in (fit, tune, test) for x, _ in part])
+    assert len(torch.unique(seen, dim=0)) == len(seen) == 300  # every example in one part
+
+
+def test_the_cautious_prior_is_that_of_the_evidence_without_a_temperature():
+    model = network(3)
+    data, other = labelled(model, 200, 1), labelled(model, 100, 2)
+    sure = uncertainty(model, data, validation=other, prior="cautious", structure="full")
+    by_hand = Laplace(model, "classification", structure="full").fit([data]).tune()
+    x = 100 * torch.randn(20, 2, generator=torch.Generator().manual_seed(3))
+    torch.testing.assert_close(sure(x).probs, by_hand(x).probs)
+    assert sure.temperature == 1.0
+    assert sure(x).probs.max(-1).values.mean() < model(x).softmax(-1).max(-1).values.mean()
+
+
+def test_every_form_of_data_gives_the_same():
+    model = network(3)
+    x, y = labelled(model, 200, 1)
+    whole = TensorDataset(x, y)
+    forms = {
+        "tensors": (x, y),
+        "arrays": (x.double().numpy(), y.numpy()),
+        "data set": whole,
+        "shuffling loader": DataLoader(whole, batch_size=32, shuffle=True),
+        "batches": [(x[:150], y[:150]), (x[150:], y[150:])],
+        "loader of batches": DataLoader(whole, batch_size=64),
+    }
+    found = {name: uncertainty(model, data, seed=1)(x[:9]).probs for name, data in forms.items()}
+    for name, probs in found.items():
+        torch.testing.assert_close(probs, found["tensors"], rtol=1e-4, atol=1e-5, msg=name)
+
+
+class Named(nn.Module):
+    """Takes its inputs by name, as Hugging Face's models do."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.inner = model
+
+    def forward(self, features):
+        return {"logits": self.inner(features)}
+
+
+def test_a_model_of_named_inputs():
+    model = network(3)
+    x, y = labelled(model, 200, 1)
+    sure = uncertainty(Named(model).eval(), [{"features": x, "labels": y}], structure="full")
+    torch.testing.assert_close(sure({"features": x}).probs, uncertainty(model, (x, y), structure="full")(x).probs)
+
+
+def test_a_single_logit_is_two_classes():
+    model = network(1)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(2000, 2, generator=generator)
+    with torch.no_grad():
+        y = torch.bernoulli((model(x) / 3).sigmoid(), generator=generator)[:, 0].long()
+    sure = uncertainty(model, (x, y), held_out=0.6)
+    assert sure(x).probs.shape == (2000, 2)
+    torch.testing.assert_close(sure(x).probs.sum(-1), torch.ones(2000))
+    assert rows(sure.report)["calibration error"] < 0.06 < rows(sure.report)["calibration error, network alone"]
+
+
+def test_a_regressions_intervals_hold_what_they_promise():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1500, 2, generator=generator)
+    model = network(2)
+    with torch.no_grad():
+        y = model(x) + 0.3 * torch.randn(1500, 2, generator=generator)
+    sure = uncertainty(model, (x, y), ood=50 * x[:100])
+    found = rows(sure.report)
+    assert found["inside the 95 % interval"] == pytest.approx(0.95, abs=0.03)
+    assert found["root mean square error"] == pytest.approx(0.3, rel=0.1)
+    prediction = sure(x)
+    assert prediction.probs is None
+    assert float(prediction.variance.mean()) == pytest.approx(0.09, rel=0.15)
+    with pytest.raises(InvalidArgument, match="no probabilities"):
+        sure.reliability()
+
+
+def test_foreign_inputs_are_in_the_report_and_change_nothing():
+    model = network(3)
+    data = labelled(model, 400, 1)
+    foreign = 0.05 * torch.randn(80, 2, generator=torch.Generator().manual_seed(4))  # where the model is least sure
+    sure, plain = uncertainty(model, data, ood=foreign), uncertainty(model, data)
+    assert torch.equal(sure(data[0]).probs, plain(data[0]).probs)
+    found = rows(sure.report)
+    assert found["foreign inputs"] == 80
+    test = cut(data, (0.6, 0.2, 0.2), seed=0, batch=256, model=model)[2]
+    own = torch.cat([sure.ood_score(x) for x, _ in test])
+    assert found["foreign told from own, AUROC"] == pytest.approx(metrics.auroc(sure.ood_score(foreign), own))
+    again = sure.measure(data, [foreign[:30], foreign[30:60], foreign[60:]])
+    assert rows(again)["foreign inputs"] == 80
+    assert "foreign inputs" not in rows(plain.report)
+
+
+def test_saved_and_loaded_it_predicts_the_same(tmp_path):
+    model = network(3)
+    data = labelled(model, 200, 1)
+    sure = uncertainty(model, data)
+    sure.save(tmp_path / "kept")
+    again = Uncertainty.load(tmp_path / "kept", model)
+    assert torch.equal(again(data[0]).probs, sure(data[0]).probs)
+    assert rows(again.measure(data)) == rows(sure.measure(data))
+    assert again.report is None
+    with pytest.raises(InvalidArgument, match="give labelled data"):
+        again.reliability()
+    (tmp_path / "kept" / "uncertainty.json").write_text(json.dumps({"temperature": "hot"}))
+    with pytest.raises(CorruptedFile, match="no saved uncertainty"):
+        Uncertainty.load(tmp_path / "kept", model)
+    with pytest.raises(CorruptedFile, match="no saved uncertainty"):
+        Uncertainty.load(tmp_path / "nothing", model)
+
+
+def test_pictures_are_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    model = network(3)
+    data = labelled(model, 200, 1)
+    sure = uncertainty(model, data)
+    sure.plot(tmp_path / "classes.png")
+    sure.plot(tmp_path / "others.svg", data)
+    one = network(1)
+    x = torch.randn(100, 2, generator=torch.Generator().manual_seed(0))
+    uncertainty(one, (x, torch.randn(100, generator=torch.Generator().manual_seed(1)))).plot(tmp_path / "real.png")
+    for name in ("classes.png", "others.svg", "real.png"):
+        assert (tmp_path / name).stat().st_size > 1000
+
+
+def test_reliability_is_of_the_corrected_probabilities():
+    model = network(3)
+    data = labelled(model, 300, 1)
+    sure = uncertainty(model, data)
+    assert sure.reliability(data).error == pytest.approx(metrics.ece(sure(data[0]).probs, data[1]), abs=1e-6)
+    assert sure.reliability().error == pytest.approx(rows(sure.report)["calibration error"], abs=1e-9)
+
+
+def test_labels_that_are_all_right_are_no_ground_for_a_temperature():
+    model = network(3)
+    x, _ = labelled(model, 300, 1)
+    with pytest.warns(InferenceAtRisk, match="predicted right"):
+        sure = uncertainty(model, (x, model(x).argmax(-1)))
+    assert sure.temperature == 1.0
+
+
+def test_nothing_is_random_and_nothing_is_left_changed():
+    model = network(3)
+    data = labelled(model, 200, 1)
+    before, state = torch.get_rng_state(), {name: value.clone() for name, value in model.state_dict().items()}
+    first, second = uncertainty(model, data, seed=3), uncertainty(model, data, seed=3)
+    assert torch.equal(first(data[0]).probs, second(data[0]).probs)
+    assert not torch.equal(uncertainty(model, data, seed=4)(data[0]).probs, first(data[0]).probs)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+MODEL = network(3)
+X, Y = labelled(MODEL, 60, 1)
+BAD = [
+    ((X, Y[:50]), {}, InvalidInput, "60 inputs and 50 targets"),
+    ((X[:0], Y[:0]), {}, InvalidInput, "no examples"),
+    ((X[:4], Y[:4]), {}, InvalidInput, "too few"),
+    ([], {}, InvalidInput, "no batch"),
+    (iter([(X, Y)]), {}, InvalidArgument, "read once"),
+    (5, {}, InvalidArgument, "iterable of batches"),
+    ([X, X, X], {}, InvalidInput, "a pair"),
+    ((X * torch.nan, Y), {}, InvalidInput, "nan"),
+    ((X, Y + 1), {}, InvalidInput, "class 3 is not among"),
+    ((X, torch.zeros(60).long()), {}, InvalidInput, "every target of a part of the data is 0"),
+    ((X, Y.float()), {}, InvalidInput, "do not fit outputs"),
+    ((X, Y.float()), {"likelihood": "classification"}, InvalidInput, "integers"),
+    ((X, Y), {"held_out": 1.0}, InvalidArgument, "held_out"),
+    ((X, Y), {"likelihood": "reward_model"}, InvalidArgument, "reward_model"),
+    ((X, Y), {"likelihood": "multi_label"}, InvalidInput, "do not fit outputs"),
+    ((X, Y), {"prior_precision": -1.0}, InvalidArgument, "prior"),
+    ((X, Y), {"structure": "pyramid"}, InvalidArgument, "pyramid"),
+    ((X, Y), {"ood": X[:0]}, InvalidInput, "no inputs"),
+    ((X, Y), {"validation": (X[:0], Y[:0])}, InvalidInput, "no examples"),
+]
+
+
+@pytest.mark.parametrize(("data", "how", "kind", "message"), BAD)
+def test_bad_input_names_what_is_wrong(data, how, kind, message):
+    with pytest.raises(kind, match=message):
+        uncertainty(MODEL, data, **how)
+
+
+def test_models_that_cannot_be_used():
+    with pytest.raises((InvalidArgument, TypeCheckError), match="brave"):
+        uncertainty(MODEL, (X, Y), prior="brave")
+    with pytest.raises(InvalidArgument, match="no linear last layer"):
+        uncertainty(nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3)).eval(), (X, Y))
+    with pytest.raises(InvalidArgument, match="training mode"):
+        uncertainty(nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)), (X, Y))
+    broken = network(3)
+    with torch.no_grad():
+        broken[0].weight[0, 0] = torch.nan
+    with pytest.raises(InvalidInput, match="not finite"):
+        uncertainty(broken, (X, Y))
+    many = torch.randint(0, 2, (60, 3), generator=torch.Generator().manual_seed(0)).float()
+    with pytest.raises(InvalidInput, match="independent labels"):
+        uncertainty(MODEL, (X, many), likelihood="multi_label")
+    with torch.no_grad():
+        exact = MODEL(X)
+    with pytest.raises(InvalidInput, match="met exactly"):
+        uncertainty(MODEL, (X, exact))
+
+
+def test_batch_norm_in_evaluation_mode_will_do():
+    model = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 3)).eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", InferenceAtRisk)
+        assert np.isfinite(rows(uncertainty(model, (X, Y)).report)["negative log-likelihood"])
