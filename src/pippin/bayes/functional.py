@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pippin.bayes import memory
 from pippin.bayes.lowrank import Woodbury
-from pippin.bayes.structure import Batch, check_finite
+from pippin.bayes.structure import Batch, check_finite, precise
 from pippin.bayes.subset import Selection
 from pippin.core.errors import InvalidArgument
 
@@ -105,7 +105,7 @@ class FunctionalState:
 
     def posterior(self, prior: Float[Tensor, " p"], scale: Float[Tensor, ""]) -> Woodbury:
         """The Gaussian with precision scale * R^T R + diag(prior), R the rows of the points."""
-        return Woodbury(self._rows.flatten(0, 1), prior.double(), scale.double(), self)
+        return Woodbury(self._rows.flatten(0, 1), precise(prior), scale.double(), self)
 
     def tensors(self) -> dict[str, Tensor]:
         """The rows."""

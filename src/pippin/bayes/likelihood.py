@@ -103,13 +103,20 @@ class Classification(_Fixed):
         return f.softmax(-1) - functional.one_hot(y, f.shape[1]).to(f.dtype)
 
     def root(self, f: Float[Tensor, "n c"]) -> Float[Tensor, "n c r"]:
-        r"""diag(q) - p q^T with $q = \sqrt p$: since |q| = 1 and diag(q) q = p, its square is diag(p) - p p^T."""
+        r"""The Cholesky factor of diag(p) - p p^T without its last column, which is 0, in closed form.
+
+        With $q_i = \sum_{j > i} p_j$: $L_{ii} = \sqrt{p_i q_i / q_{i-1}}$ and $L_{ji} = -L_{ii} p_j / q_i$ below.
+
+        Source: Tanabe & Sagae 1992, Journal of the Royal Statistical Society B 54(1).
+        """
         p = f.softmax(-1)
-        q = p.sqrt()
-        if f.shape[1] == 2:  # one column is enough: p0 p1 (1, -1)^T (1, -1)
-            side = q[:, 0] * q[:, 1]
-            return torch.stack([side, -side], -1)[..., None]
-        return torch.diag_embed(q) - p[:, :, None] * q[:, None, :]
+        tail = p.flip(-1).cumsum(-1).flip(-1)  # sums from the small end, so that no difference cancels
+        least = torch.finfo(f.dtype).tiny
+        before, after = tail[:, :-1].clamp_min(least), tail[:, 1:].clamp_min(least)
+        side = (p[:, :-1] * (after / before)).sqrt()
+        lower = -(p[:, :, None] / after[:, None, :]) * side[:, None, :]
+        on_diagonal = functional.pad(torch.diag_embed(side), (0, 0, 0, 1))
+        return on_diagonal + lower.tril(-1)
 
     def sampled(self, f: Float[Tensor, "n c"], k: int, generator: torch.Generator | None) -> Float[Tensor, "n c k"]:
         """p - e_y for classes drawn from p."""

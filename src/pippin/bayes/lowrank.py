@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from pippin.bayes import memory
-from pippin.bayes.structure import Batch, Product, check_finite, check_positive, single, weighted_gram
+from pippin.bayes.structure import Batch, Product, check_finite, check_positive, precise, single, weighted_gram
 from pippin.bayes.subset import Selection
 from pippin.core.errors import InvalidArgument, SingularPosterior
 
@@ -117,7 +117,7 @@ class LowRankState:
 
     def posterior(self, prior: Float[Tensor, " p"], scale: Float[Tensor, ""]) -> Woodbury:
         """The Gaussian with precision scale * R^T R + diag(prior)."""
-        return Woodbury(self.factor, prior.double(), scale.double(), self)
+        return Woodbury(self.factor, precise(prior), scale.double(), self)
 
     def tensors(self) -> dict[str, Tensor]:
         """The factor."""

@@ -52,6 +52,8 @@ class Call:
     version: int = field(init=False)
     second: bool = False
     """Whether examples lie along the second dimension."""
+    kept: Tensor | None = None
+    """The input in the form that rows need, once it was made."""
 
     trailing: ClassVar[bool] = True
     """Whether the features lie along the last dimensions, not along the second."""
@@ -155,6 +157,15 @@ class Matrix(Call):
         """What came back: [n, groups, r, b, positions]."""
         raise NotImplementedError
 
+    def kept_inputs(self, n: int) -> Tensor:
+        """The inputs, kept for the columns to come unless they are very large."""
+        if self.kept is None:
+            x = self.inputs(n)
+            if x.numel() > 8 * CHUNK:
+                return x
+            self.kept = x
+        return self.kept
+
     def output_factor(self, g: Tensor, n: int) -> Tensor:
         """Sum over examples, columns and positions of outer products of what came back: [groups, b, b]."""
         raise NotImplementedError
@@ -165,7 +176,7 @@ class Matrix(Call):
 
     def weight_rows(self, g: Tensor, n: int) -> Tensor:
         """Rows of the weight."""
-        columns, x = self.columns(g, n), self.inputs(n)
+        columns, x = self.columns(g, n), self.kept_inputs(n)
         _, groups, r, b, positions = columns.shape
         if positions == 1:
             rows = columns * x[:, :, None, None, :, 0]
@@ -177,7 +188,7 @@ class Matrix(Call):
         """Rows of some entries of the weight, numbered flat: [r, n, entries]."""
         self.check()
         g = g.transpose(1, 2) if self.second else g
-        columns, x = self.columns(g, n), self.inputs(n)
+        columns, x = self.columns(g, n), self.kept_inputs(n)
         groups, b, a = columns.shape[1], columns.shape[3], x.shape[2]
         if len(chosen) * x.shape[3] > groups * b * a:
             return self.weight_rows(g, n).flatten(2)[..., chosen]
@@ -192,7 +203,7 @@ class Matrix(Call):
             return super().diagonal(name, g, n)
         self.check()
         g = g.transpose(1, 2) if self.second else g
-        columns, x = self.columns(g, n), self.inputs(n)
+        columns, x = self.columns(g, n), self.kept_inputs(n)
         _, groups, r, b, positions = columns.shape
         if positions == 1:
             strength = columns[..., 0].square().sum(2)

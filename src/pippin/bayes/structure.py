@@ -124,6 +124,11 @@ def single(prior: Float[Tensor, " p"]) -> bool:
     return len(prior) == 1 or prior.stride(0) == 0
 
 
+def precise(prior: Float[Tensor, " p"]) -> Float[Tensor, " p"]:
+    """The prior in float64, still known to be one number where it was."""
+    return prior[:1].double().expand(len(prior)) if single(prior) else prior.double()
+
+
 def check_positive(values: Tensor, what: str) -> None:
     """See that all eigenvalues or pivots of a precision are positive.
 
@@ -212,7 +217,7 @@ class FullState:
 
     def posterior(self, prior: Float[Tensor, " p"], scale: Float[Tensor, ""]) -> FullGaussian:
         """The Gaussian with precision scale * H + diag(prior)."""
-        return FullGaussian(self, prior.double(), scale.double())
+        return FullGaussian(self, precise(prior), scale.double())
 
     def tensors(self) -> dict[str, Tensor]:
         """The matrix."""
