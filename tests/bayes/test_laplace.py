@@ -584,7 +584,7 @@ def test_outputs_that_are_not_finite_are_refused():
     model = net()
     with torch.no_grad():
         model[2].bias[0] = math.inf
-    with pytest.raises(InvalidInput, match="outputs .* not finite"):
+    with pytest.raises(InvalidInput, match=r"outputs .* not finite"):
         Laplace(model, "classification", structure="diag").fit(classes())
     with pytest.raises(InvalidInput, match="outputs are infinite or NaN"):
         Laplace(model, "classification", "all", "full", "hessian").fit(classes())

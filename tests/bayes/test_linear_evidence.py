@@ -220,7 +220,17 @@ def test_an_unused_group_is_named():
 
     with pytest.raises(NotConverged, match=r"group 'idle\.0' grows without bound.*leave them out") as caught:
         LinearisedEvidence(Idle().double(), Regression(SIGMA), groups="layer").fit([wave()])
-    assert caught.value.iterations == 1
+    assert caught.value.iterations == 0
+
+
+def test_a_group_that_explains_nothing_is_held_at_the_bound():
+    x = normal(30, 2)
+    y = normal(30, 1, seed=8)  # noise of the sd that is assumed, and nothing else
+    model = nn.Sequential(made(nn.Linear(2, 4)), nn.Tanh(), made(nn.Linear(4, 1)))
+    with pytest.warns(InferenceAtRisk, match=r"wants no part of the groups 0\.0; their precision is held at 1e\+08"):
+        posterior = LinearisedEvidence(model, Regression(1.0), groups="layer").fit([(x, y)], rounds=3000)
+    assert posterior.prior_precision["0.0"] == pytest.approx(1e8)
+    assert posterior.effective_dim["0.0"] < 1e-5
 
 
 def test_an_evidence_that_is_not_finite_is_an_error():

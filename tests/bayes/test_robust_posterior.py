@@ -182,6 +182,20 @@ def test_stored_simulations_stand_in_for_a_simulator(real):
     assert rope.posterior(real[1], simulations=100).log_prob(real[0]).isfinite().all()
 
 
+def test_a_network_without_an_encoder_is_tuned_by_a_linear_map(tmp_path, real):
+    """A scale and a shift are all that is wrong here, so the map can undo them."""
+    plain = NPE(PRIOR, flow=FlowConfig("affine", transforms=1, hidden=(16,)))
+    plain.fit(simulator, steps=50, batch=64, lr=3e-3)
+    rope = RobustPosteriorEstimation(plain)
+    start = rope.encode(real[1])
+    rope.calibrate(*real, steps=400, lr=1e-2)
+    wanted = plain.encode((real[1] - 0.5) / 1.4)
+    assert (rope.encode(real[1]) - wanted).norm(dim=-1).mean() < 0.25 * (start - wanted).norm(dim=-1).mean()
+    rope.save(tmp_path)
+    again = RobustPosteriorEstimation.load(tmp_path, PRIOR)
+    assert torch.equal(again.encode(real[1]), rope.encode(real[1]))
+
+
 @pytest.mark.parametrize("calibrated", [True, False])
 def test_a_saved_one_is_the_same(tmp_path, rope, npe, real, calibrated):
     made = copied(rope, 0.4, 0.9) if calibrated else RobustPosteriorEstimation(npe, 0.4)

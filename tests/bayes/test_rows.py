@@ -73,6 +73,21 @@ class Tied(nn.Module):
         return flat.view(len(x), -1, 4).sum(1)[:, :3]
 
 
+class LowRank(nn.Module):
+    """A frozen matrix with a pair beside it, positions laid end to end, as `pippin.nn.lora` computes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(4, 3)
+        self.down, self.up = nn.Parameter(torch.randn(2, 4)), nn.Parameter(torch.randn(3, 2))
+        self.other = nn.Parameter(torch.randn(3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, 4)
+        y = torch.addmm(self.base(flat), flat @ self.down.T, (self.up * 0.3).T)
+        return (torch.tanh(y) @ self.other + y @ self.other.T * 2).view(len(x), -1, 3).sum(1)
+
+
 class Residual(nn.Module):
     """In-place activations, batch norm, a skip."""
 
@@ -104,12 +119,13 @@ CASES = {
     "conv groups": (lambda: conv(groups=2, bias=False), (2, 5, 5)),
     "conv circular": (lambda: conv(padding=1, padding_mode="circular"), (2, 5, 5)),
     "conv1d": (lambda: Flattened(nn.Conv1d(2, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.Conv1d(4, 1, 4)), (2, 6)),
-    "conv3d": (lambda: Flattened(nn.Conv3d(1, 2, 2), nn.InstanceNorm3d(2, affine=True), nn.Conv3d(2, 3, 2)), (1, 3, 3, 3)),
+    "conv3d": (lambda: Flattened(nn.Conv3d(1, 2, 2), nn.InstanceNorm3d(2, affine=True), nn.Flatten()), (1, 3, 3, 2)),
     "transposed": (lambda: Flattened(nn.ConvTranspose1d(2, 3, 2), nn.Tanh(), nn.Conv1d(3, 1, 2)), (2, 3)),
     "residual": (Residual, (2, 4, 4)),
     "recurrent": (lambda: Flattened(Last(), nn.Linear(4, 3)), (3, 2)),
     "positions first": (PositionsFirst, (N, 3)),
     "tied": (Tied, (3, 4)),
+    "low rank": (LowRank, (3, 4)),
     "weight norm": (lambda: Flattened(nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)), nn.Linear(4, 3)), (3,)),
 }
 
@@ -225,14 +241,17 @@ def test_pieces_are_what_kronecker_factors_are_made_of():
         ("small map", {"padding": 1}, (2, 2)),
         ("one row", {"padding": 1}, (1, 5)),
         ("stride", {"padding": 1, "stride": 2}, (6, 6)),
+        ("five", {"kernel_size": 5, "padding": 2}, (6, 7)),
+        ("three by five", {"kernel_size": (3, 5), "padding": (1, 2)}, (3, 5)),
     ],
 )
 def test_covariance_of_patches_without_patches(name, options, shape):
     del name
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(3, 2, *shape, dtype=torch.float64, generator=generator)
-    model = Flattened(nn.Conv2d(2, 3, 3, **options)).double()
-    patches = F.unfold(x, 3, **options)
+    options = {"kernel_size": 3} | options
+    model = Flattened(nn.Conv2d(2, 3, **options)).double()
+    patches = F.unfold(x, **options)
     with Rows(model, All().resolve(model)).forward(x) as p:
         (piece,) = p.layers()
         a, count = piece.call.input_factor(3)

@@ -1,4 +1,4 @@
-"""Oracles for weighted retraining: ranks by loops, frequencies of draws, a model whose search can be followed by hand."""
+"""Oracles for weighted retraining: ranks by loops, frequencies of draws, a model that can be followed by hand."""
 
 import itertools
 import json
@@ -183,7 +183,7 @@ def test_asking_for_several_spreads_them():
     search = WeightedRetraining(Identity(), x, y)
     asked = search.ask(4)
     assert asked.shape == (4, 2)
-    assert len(asked.unique(dim=0)) > 1
+    assert len(asked.unique(dim=0)) == 4
     search.tell(asked, hill(asked))
     assert search.queries == 4
 
@@ -195,6 +195,22 @@ def test_the_grid_gives_the_best_of_what_it_decodes_without_duplicates():
     wanted = hill(every).sort(descending=True).values[:3]
     torch.testing.assert_close(hill(model.decode(codes)), wanted)
     assert len(Grid(hill, side=4, bound=0.01).propose(model.decode, 10, 0)) == 1  # all decode to the same
+
+
+def test_nothing_is_asked_for_twice_unless_it_may_be():
+    pytest.importorskip("scipy")
+    x, y = start()
+    for repeat, wanted in ((False, 8), (True, 3)):
+        search = WeightedRetraining(Identity(), x, y, repeat=repeat, search=Grid(hill, side=13), retrain_every=3)
+        if repeat:  # a grid that is taken up again gives the same again
+            search.run(hill, 6)
+            assert len(search.x[30:].unique(dim=0)) == wanted
+            continue
+        search.run(hill, 8)
+        assert len(search.x.unique(dim=0)) == 30 + wanted
+    climbing = WeightedRetraining(Identity(), x, y, search=ExpectedImprovement(starts=4), retrain_every=3)
+    climbing.run(hill, 6)
+    assert len(climbing.x.unique(dim=0)) == 36
 
 
 def test_trust_keeps_every_search_inside():
@@ -254,7 +270,7 @@ def test_other_settings_do_not_resume(tmp_path):
     x, y = start()
     search = WeightedRetraining(Identity(), x, y)
     search.save(tmp_path / "search")
-    with pytest.raises(ResumeMismatch, match=r"k was 0\.001 and is 0\.1"):
+    with pytest.raises(ResumeMismatch, match=r"k: 0\.001 there, 0\.1 here"):
         WeightedRetraining(Identity(), x, y, k=0.1).resume(tmp_path / "search")
     with pytest.raises(ModelNotFound):
         search.resume(tmp_path / "nowhere")
@@ -361,7 +377,7 @@ def test_a_vae_and_its_search_come_back_together(tmp_path):
     def made():
         model = LatentVAE(VAE(VAEConfig((6,), 2, (8,))), batch=16)
         area = lambda v: v.flatten(1).sum(-1)  # noqa: E731
-        return WeightedRetraining(model, x, area(x), search=Grid(area, side=10), retrain_every=3), area
+        return WeightedRetraining(model, x, area(x), search=Grid(area, side=10), retrain_every=3, repeat=True), area
 
     search, area = made()
     whole = search.run(area, 9).history

@@ -90,7 +90,7 @@ def test_questions_without_an_answer(call, message):
 
 
 def test_a_budget_on_a_made_world(tmp_path):
-    fit = SoftFit(steps=60)
+    fit = SoftFit(steps=40, lr=1e-2)
     budget = AnnotationBudget(network, fit, sizes=(1, 5, 20, 50), seeds=2, draws=2, smoothing=(0.1,))
     train, test = world(150), world(200, seed=1)
     trained = []
@@ -113,7 +113,8 @@ def test_a_budget_on_a_made_world(tmp_path):
         f for f in report.figures if (f.size, f.seed, f.draw, f.metric) == (5, 1, 1, "kl") and f.target == "votes"
     ]
     assert figure.value == pytest.approx(found["kl"], rel=1e-5)
-    assert budget.run(train, test).to_json() == report.to_json()
+    fewer = AnnotationBudget(network, fit, sizes=(1, 5, 20), seeds=1, smoothing=()).run(train, test)
+    assert set(fewer.figures) < set(report.figures)
     saved = json.loads(report.to_json())
     assert saved["saturation"]["kl"]["shares"]["20"] == [1.0, 1.0]
     report.plot(tmp_path / "b.svg")

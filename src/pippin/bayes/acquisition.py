@@ -23,6 +23,7 @@ from pippin.core.errors import InvalidArgument, MissingDependency, NotFitted
 Decode = Callable[[Tensor], Tensor]
 Trust = Callable[[Tensor], Tensor]
 """Codes [n, latent] to margins [n]; 0 and above is trusted."""
+_DRAWS = 512
 
 
 @runtime_checkable
@@ -101,15 +102,24 @@ class ExpectedImprovement:
         """The maximisers; each after the first believes that the ones before it came out as expected."""
         if self.process is None:
             raise NotFitted("the search has seen no data; call begin first")
-        process, found = self.process, []
+        process, found, taken = self.process, list[Tensor](), list[Tensor]()
+
+        def margins(z: Tensor) -> Tensor:
+            inside = torch.zeros(len(z)) if trust is None else trust(z)
+            decoded = decode(z).flatten(1)
+            for other in taken:
+                inside = torch.where((decoded == other).all(1), -math.inf, inside)
+            return inside
+
         for index in range(count):
-            code = self._maximise(process, seed + index, trust)
+            code = self._maximise(process, seed + index, margins)
             found.append(code)
             if index + 1 < count:
+                taken.append(decode(code[None].float()).flatten(1))
                 process = process.conditioned(code[None], process.predict(code[None])[0])
         return torch.stack(found).float()
 
-    def _maximise(self, process: GaussianProcess, seed: int, trust: Trust | None) -> Tensor:
+    def _maximise(self, process: GaussianProcess, seed: int, margins: Trust) -> Tensor:
         try:
             from scipy.optimize import minimize
         except ImportError as error:
@@ -130,11 +140,16 @@ class ExpectedImprovement:
             ends.append((float(found.fun), torch.as_tensor(found.x)))
         ends.sort(key=lambda end: end[0])
         codes = torch.stack([code for _, code in ends])
-        if trust is None:
-            return codes[0]
-        margins = trust(codes.float())
-        inside = (margins >= 0).nonzero()
-        return codes[int(inside[0, 0])] if len(inside) else codes[int(margins.argmax())]
+        inside = (margins(codes.float()) >= 0).nonzero()
+        if not len(inside):  # no maximum may be taken: the best of many draws that may, or that nearly may
+            generator = torch.Generator().manual_seed(seed + 1)
+            codes = torch.randn(_DRAWS, codes.shape[1], generator=generator, dtype=torch.float64).clamp(-bound, bound)
+            with torch.no_grad():
+                gain = expected_improvement(*process.predict(codes), incumbent)
+            codes = codes[gain.argsort(descending=True)]
+            found_margins = margins(codes.float())
+            inside = (found_margins >= min(0.0, float(found_margins.max()))).nonzero()
+        return codes[int(inside[0, 0])]
 
     def _starts(self, seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
@@ -184,6 +199,8 @@ class Grid:
         codes = torch.cartesian_prod(*[axis] * self.latent).view(-1, self.latent)
         if trust is not None:
             codes = codes[trust(codes) >= 0]
+        if not len(codes):
+            return codes
         decoded = decode(codes)
         _, group = decoded.flatten(1).unique(dim=0, return_inverse=True)
         first = torch.full((int(group.max()) + 1,), len(codes)).scatter_reduce_(

@@ -35,7 +35,7 @@ def cut(data: Any, shares: Sequence[float], *, seed: int | None, batch: int, mod
         InvalidInput: no examples, too few for the parts, inputs and targets of different numbers, or another form.
     """
     if isinstance(data, DataLoader) and not isinstance(data.dataset, IterableDataset):
-        length, collate = len(data.dataset), data.collate_fn
+        length, collate = len(data.dataset), data.collate_fn  # type: ignore[arg-type]  # map-style sets have one
         batch = data.batch_size or batch
         return [_loader(data.dataset, part, batch, collate) for part in _deal(length, shares, seed)]
     if isinstance(data, Dataset) and not isinstance(data, IterableDataset):

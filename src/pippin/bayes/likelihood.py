@@ -26,7 +26,10 @@ class Likelihood(Protocol):
     """What a posterior needs to know of how outputs f explain targets y; ``name`` is its word."""
 
     name: str
-    sigma_noise: float
+
+    @property
+    def sigma_noise(self) -> float:
+        """Standard deviation of the noise of a regression; 1 for anything else."""
 
     def check(self, f: Float[Tensor, "n c"], y: Shaped[Tensor, ...]) -> Shaped[Tensor, "n ..."]:
         """The targets in the form that the other methods take.

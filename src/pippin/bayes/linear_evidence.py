@@ -30,7 +30,7 @@ from pippin.bayes.subset import Subset
 from pippin.core.errors import InferenceAtRisk, InvalidArgument, NonFiniteEvidence, NotConverged
 
 BOUNDS = (1e-8, 1e8)
-"""Precisions stay between these; one that reaches the upper bound is refused."""
+"""Precisions stay between these; one that reaches the upper bound is warned of."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,12 +116,13 @@ class LinearisedEvidence:
 
         Raises:
             InvalidArgument: ``rounds`` below 1, a ``start`` or a tolerance that is not positive.
-            NotConverged: the precision of a group grows without bound, as where the outputs do not depend on it.
+            NotConverged: no output depends on a group, so that its precision grows without bound.
             NonFiniteEvidence: the evidence is infinite or NaN.
 
         Warns:
-            InferenceAtRisk: precisions still change after all rounds; or ``mode="network"`` and scale-invariant weights
-                share a precision with others.
+            InferenceAtRisk: precisions still change after all rounds; the evidence wants no part of a group, whose
+                precision is then held at 1e8; or ``mode="network"`` and scale-invariant weights share a precision with
+                others.
         """
         _check(rounds, start, tolerance)
         check_data(loader)
@@ -140,8 +141,10 @@ class LinearisedEvidence:
             # the last precisions are followed by their own weights and evidence, and by nothing more
             if change < tolerance or done == rounds:
                 break
+            if done == 0:
+                _check_used(groups, slices, effective)
             done += 1
-            fresh = _fixed_point(groups, slices, effective, weights, done)
+            fresh = _fixed_point(slices, effective, weights)
             change = float((fresh - log_precision).abs().max())
             log_precision = fresh
         if change >= tolerance:
@@ -151,6 +154,13 @@ class LinearisedEvidence:
                 stacklevel=2,
             )
         names = [group.name for group in groups]
+        if unwanted := [name for name, at in zip(names, log_precision.exp().tolist(), strict=True) if at >= BOUNDS[1]]:
+            warnings.warn(
+                f"the evidence wants no part of the groups {', '.join(unwanted)}; their precision is held at "
+                f"{BOUNDS[1]:g}, so that they add no uncertainty; join them with others if that is not meant",
+                InferenceAtRisk,
+                stacklevel=2,
+            )
         return LinearisedPosterior(
             laplace,
             tuple(groups),
@@ -215,22 +225,24 @@ def _effective(laplace: Laplace, slices: list[list[slice]]) -> Tensor:
     return torch.stack([sum(determined[part].sum() for part in parts) for parts in slices])  # type: ignore[misc]
 
 
-def _fixed_point(
-    groups: list[ParamGroup], slices: list[list[slice]], effective: Tensor, weights: Tensor, done: int
-) -> Tensor:
-    """The next log precisions."""
-    squares = torch.stack([sum(weights[part].double().square().sum() for part in parts) for parts in slices])  # type: ignore[misc]
-    fresh = effective / squares
-    for group, dimension, value in zip(groups, effective.tolist(), fresh.tolist(), strict=True):
-        if not dimension > 0 or not value < BOUNDS[1]:
+def _check_used(groups: list[ParamGroup], slices: list[list[slice]], effective: Tensor) -> None:
+    """See that the outputs depend on every group, as far as the first effective dimensions tell."""
+    for group, parts, dimension in zip(groups, slices, effective.tolist(), strict=True):
+        if dimension <= 1e-12 * sum(part.stop - part.start for part in parts):
             raise NotConverged(
-                f"the prior precision of group {group.name!r} grows without bound (effective dimension "
-                f"{dimension:.3g}): the data says nothing about these weights; leave them out of the subset, or join "
-                "them with another group",
-                iterations=done,
-                residual=value,
+                f"the prior precision of group {group.name!r} grows without bound: no output depends on these weights "
+                f"(effective dimension {dimension:.3g}); leave them out of the subset",
+                iterations=0,
+                residual=math.inf,
             )
-    return fresh.clamp(min=BOUNDS[0]).log()
+
+
+def _fixed_point(slices: list[list[slice]], effective: Tensor, weights: Tensor) -> Tensor:
+    """The next log precisions; at the upper bound where the evidence wants no part of a group."""
+    squares = torch.stack([sum(weights[part].double().square().sum() for part in parts) for parts in slices])  # type: ignore[misc]
+    fresh = effective.clamp(min=0.0) / squares
+    fresh = torch.where((effective <= 0) | fresh.isnan(), BOUNDS[1], fresh)
+    return fresh.clamp(*BOUNDS).log()
 
 
 def _spread(precision: Tensor, slices: list[list[slice]], like: Tensor) -> Tensor:

@@ -126,6 +126,11 @@ class LinearModel:
             residual=decrement,
         )
 
+    def gradient(self, v: Float[Tensor, " weights"], prior: Float[Tensor, " weights"]) -> Float[Tensor, " weights"]:
+        """The gradient of `loss` in v."""
+        v = v.to(self._dtype)
+        return self._value_and_gradient(v, prior.to(v))[1]
+
     # --- products with the curvature ---
 
     def _value_and_gradient(self, v: Tensor, prior: Tensor) -> tuple[float, Tensor]:

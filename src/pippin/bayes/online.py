@@ -114,7 +114,7 @@ def train_by_evidence(
         result.losses.append(sum(losses) / len(losses))
         if epoch > burn_in and (epoch == epochs or (epoch - burn_in) % every == 0):
             laplace.fit(data)
-            laplace.tune("evidence", per)  # type: ignore[arg-type]
+            laplace.tune("evidence", per)
             penalty.update()
             value = float(laplace.log_marginal_likelihood().detach())
             result.evidence.append(value)

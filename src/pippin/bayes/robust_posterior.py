@@ -165,7 +165,7 @@ class RobustPosteriorEstimation:
         r"""Tune a copy of the encoder on real observations with measured parameters.
 
         Minimises $\sum_i \| g(x_i) - \mathbb E\, h(S(\theta_i)) \|$; the steps that do best on the held-out part are
-        kept, the start among them.
+        kept, the start among them. An encoder without weights is followed by a linear map that begins as the identity.
 
         Args:
             theta: measured parameters.
@@ -200,7 +200,7 @@ class RobustPosteriorEstimation:
     def _tune(
         self, x: Tensor, target: Tensor, held: Tensor, rest: list[int], steps: int, batch: int, lr: float, seed: int
     ) -> Training:
-        tuned = copy.deepcopy(self.npe.encoder).requires_grad_(True)
+        tuned = _copied(self.npe).requires_grad_(True)
 
         def distance(model: nn.Module, rows: Tensor) -> Tensor:
             apart: Tensor = (self.npe.encode(x[rows], model) - target[rows].to(self.npe.centre)).norm(dim=-1)
@@ -379,7 +379,7 @@ class RobustPosteriorEstimation:
             npe = NPE.restore(config["npe"], own, prior, encoder, where=str(folder))
             made = cls(npe, config["gamma"], config["tau"])
             if config["tuned"]:
-                made.tuned = copy.deepcopy(npe.encoder)
+                made.tuned = _copied(npe)
                 made.tuned.load_state_dict(tuned)
                 made.tuned.requires_grad_(False).eval()
         except (KeyError, TypeError, RuntimeError) as error:
@@ -387,3 +387,16 @@ class RobustPosteriorEstimation:
         if "reference.features" in tensors:
             made._reference = (tensors["reference.features"], tensors["reference.columns"])
         return made
+
+
+def _copied(npe: NPE) -> nn.Module:
+    """A copy of the encoder that can be tuned; one without weights gets a linear map behind it, first the identity."""
+    encoder = copy.deepcopy(npe.encoder)
+    if any(True for _ in encoder.parameters()):
+        return encoder
+    features = npe.facts()["features"]
+    change = nn.utils.skip_init(nn.Linear, features, features, device=npe.centre.device)
+    with torch.no_grad():
+        change.weight.copy_(torch.eye(features))
+        change.bias.zero_()
+    return nn.Sequential(encoder, change)

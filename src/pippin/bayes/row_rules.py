@@ -1,10 +1,9 @@
 """What each layer needs for rows of its weights' Jacobian: the input it read, and what came back to its output.
 
 Notable here:
-- a rule belongs to a function that torch calls (`F.linear`, `conv2d`, `F.layer_norm`), not to a class of modules, so
-  that tied weights, repeated calls and weights that are used by hand are seen as what they are
-- a `Recorder` watches one forward pass; a parameter that is used in any way without a rule is named in `unruled`, and
-  its rows are computed by differentiating one example at a time
+- rows of a matrix are outer products, and sums of their squares are sums of products of squares: where an example has
+  one position, no row is ever made
+- the factor of a convolution's patches is made from shifted pictures, without the patches, where it keeps their size
 - where a call keeps its examples (first dimension, second, or several positions of one example laid end to end) is not
   assumed: `Call.settle` looks which parts of the output answer to which example
 """
@@ -12,7 +11,7 @@ Notable here:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -20,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.overrides import TorchFunctionMode
 
 from pippin.core.errors import InvalidArgument
 
@@ -52,6 +50,8 @@ class Call:
     version: int = field(init=False)
     second: bool = False
     """Whether examples lie along the second dimension."""
+    factor: float = 1.0
+    """What the weight was multiplied with before it was used."""
     kept: Tensor | None = None
     """The input in the form that rows need, once it was made."""
 
@@ -437,166 +437,3 @@ class BroadcastCall(Call):
         shared = [1 + dim for dim, size in enumerate(padded) if dim and size == 1]
         g = g.sum(shared, keepdim=True) if shared else g
         return g.reshape(len(g), n, -1, *self.shape).sum(2)
-
-
-Maker = Callable[[dict[int, str], Sequence[Any], dict[str, Any]], "Call | None"]
-
-
-def _named(names: dict[int, str], value: object) -> str | None:
-    return names.get(id(value))
-
-
-def _given(args: Sequence[Any], kwargs: dict[str, Any], words: str, **defaults: Any) -> list[Any]:
-    """Arguments in the order of ``words``, however they were passed."""
-    values = dict(zip(words.split(), args, strict=False)) | kwargs
-    return [values.get(word, defaults.get(word)) for word in words.split()]
-
-
-def _linear(names: dict[int, str], args: Sequence[Any], kwargs: dict[str, Any]) -> Call | None:
-    x, weight, bias = _given(args, kwargs, "input weight bias")
-    if id(x) in names or weight.ndim != 2 or x.ndim < 2:
-        return None
-    return LinearCall(_named(names, weight), _named(names, bias), x.detach(), {}, tuple(weight.shape))
-
-
-def _convolution(names: dict[int, str], args: Sequence[Any], kwargs: dict[str, Any]) -> Call | None:
-    words = "input weight bias stride padding dilation groups"
-    x, weight, bias, stride, padding, dilation, groups = _given(
-        args, kwargs, words, stride=1, padding=0, dilation=1, groups=1
-    )
-    dims = weight.ndim - 2
-    if id(x) in names or x.ndim != weight.ndim:
-        return None
-    stride, dilation = _tuple(stride, dims), _tuple(dilation, dims)
-    both: list[int] = []
-    for dim in range(dims):
-        if padding == "same":
-            total = dilation[dim] * (weight.shape[2 + dim] - 1)
-            both = [total // 2, total - total // 2, *both]
-        else:
-            size = 0 if padding == "valid" else _tuple(padding, dims)[dim]
-            both = [size, size, *both]
-    options = {"stride": stride, "dilation": dilation, "groups": groups, "padding": both}
-    return ConvolutionCall(_named(names, weight), _named(names, bias), x.detach(), options, tuple(weight.shape))
-
-
-def _tuple(value: Any, dims: int) -> tuple[int, ...]:
-    values = (value,) if isinstance(value, int) else tuple(value)
-    return values * dims if len(values) == 1 else values
-
-
-def _embedding(names: dict[int, str], args: Sequence[Any], kwargs: dict[str, Any]) -> Call | None:
-    words = "input weight padding_idx max_norm norm_type scale_grad_by_freq sparse"
-    ids, weight, padding, max_norm, _, by_frequency, _ = _given(args, kwargs, words)
-    if max_norm is not None or by_frequency:
-        return None
-    return EmbeddingCall(_named(names, weight), None, ids, {"padding": padding}, tuple(weight.shape))
-
-
-def _layer_norm(names: dict[int, str], args: Sequence[Any], kwargs: dict[str, Any]) -> Call | None:
-    x, shape, weight, bias, eps = _given(args, kwargs, "input normalized_shape weight bias eps", eps=1e-5)
-    if id(x) in names:
-        return None
-    plain = {"plain": lambda x: F.layer_norm(x, shape, None, None, eps)}
-    return NormCall(_named(names, weight), _named(names, bias), x.detach(), plain, tuple(shape))
-
-
-def _rms_norm(names: dict[int, str], args: Sequence[Any], kwargs: dict[str, Any]) -> Call | None:
-    x, shape, weight, eps = _given(args, kwargs, "input normalized_shape weight eps")
-    if id(x) in names:
-        return None
-    return NormCall(
-        _named(names, weight), None, x.detach(), {"plain": lambda x: F.rms_norm(x, shape, None, eps)}, tuple(shape)
-    )
-
-
-def _group_norm(names: dict[int, str], args: Sequence[Any], kwargs: dict[str, Any]) -> Call | None:
-    x, groups, weight, bias, eps = _given(args, kwargs, "input num_groups weight bias eps", eps=1e-5)
-    if id(x) in names:
-        return None
-    plain = {"plain": lambda x: F.group_norm(x, groups, None, None, eps)}
-    return ChannelNormCall(_named(names, weight), _named(names, bias), x.detach(), plain, (x.shape[1],))
-
-
-def _batch_norm(names: dict[int, str], args: Sequence[Any], kwargs: dict[str, Any]) -> Call | None:
-    words = "input running_mean running_var weight bias training momentum eps"
-    x, mean, variance, weight, bias, training, _, eps = _given(args, kwargs, words, training=False, eps=1e-5)
-    if id(x) in names or training:
-        return None
-    plain = {"plain": lambda x: F.batch_norm(x, mean, variance, None, None, False, 0.0, eps)}
-    return ChannelNormCall(_named(names, weight), _named(names, bias), x.detach(), plain, (x.shape[1],))
-
-
-def _broadcast(names: dict[int, str], args: Sequence[Any], kwargs: dict[str, Any], multiplies: bool) -> Call | None:
-    """A parameter and another tensor of more dimensions, or of one example for each entry of its first."""
-    if len(args) != 2 or kwargs or not all(isinstance(arg, Tensor) for arg in args):
-        return None
-    first, second = args
-    x, parameter = (second, first) if id(first) in names else (first, second)
-    shape = tuple(parameter.shape)
-    fits = len(shape) < x.ndim or (len(shape) == x.ndim and shape[:1] == (1,))
-    if id(x) in names or not fits or torch.broadcast_shapes(shape, x.shape) != x.shape:
-        return None
-    name = names[id(parameter)]
-    return BroadcastCall(name if multiplies else None, None if multiplies else name, x.detach(), {}, shape)
-
-
-def _multiplied(names: dict[int, str], args: Sequence[Any], kwargs: dict[str, Any]) -> Call | None:
-    return _broadcast(names, args, kwargs, multiplies=True)
-
-
-def _added(names: dict[int, str], args: Sequence[Any], kwargs: dict[str, Any]) -> Call | None:
-    return _broadcast(names, args, kwargs, multiplies=False)
-
-
-RULES: dict[Any, Maker] = {
-    F.linear: _linear,
-    torch.conv1d: _convolution,
-    torch.conv2d: _convolution,
-    torch.conv3d: _convolution,
-    F.embedding: _embedding,
-    F.layer_norm: _layer_norm,
-    F.rms_norm: _rms_norm,
-    F.group_norm: _group_norm,
-    F.batch_norm: _batch_norm,
-    **dict.fromkeys((torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__), _multiplied),
-    **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__), _added),
-}
-
-
-class Recorder(TorchFunctionMode):
-    """Notes each call of a function that takes one of some parameters.
-
-    Args:
-        names: of the parameters, by `id`.
-    """
-
-    def __init__(self, names: dict[int, str]) -> None:
-        super().__init__()
-        self._names = names
-        self.calls: list[Call] = []
-        self.unruled: set[str] = set()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the function, and note it if it takes one of the parameters."""
-        kwargs = kwargs or {}
-        touched = {name for value in _flat((args, kwargs)) if (name := self._names.get(id(value)))}
-        if not touched:
-            return func(*args, **kwargs)
-        call = RULES[func](self._names, args, kwargs) if func in RULES else None
-        result = func(*args, **kwargs)
-        if call is not None and set(call.names) == touched and result.requires_grad:
-            call.record(result)
-            self.calls.append(call)
-        elif any(isinstance(v, Tensor) and v.requires_grad and id(v) not in self._names for v in _flat(result)):
-            self.unruled |= touched
-        return result
-
-
-def _flat(value: Any) -> list[Any]:
-    """All values in tuples, lists and dictionaries."""
-    if isinstance(value, tuple | list):
-        return [inner for part in value for inner in _flat(part)]
-    if isinstance(value, dict):
-        return [inner for part in value.values() for inner in _flat(part)]
-    return [value]

@@ -26,7 +26,8 @@ from torch.func import functional_call, vjp, vmap
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from pippin.bayes.row_rules import CACHE, CHUNK, Call, LinearCall, Matrix, Recorder
+from pippin.bayes.recorder import Recorder
+from pippin.bayes.row_rules import CACHE, CHUNK, Call, LinearCall, Matrix
 from pippin.bayes.subset import Selection
 from pippin.core.errors import InvalidArgument, InvalidInput, UnsupportedLayer
 
@@ -226,7 +227,7 @@ class Pass:
             yield (
                 start,
                 [
-                    Piece(own_names, call, g, n, start)
+                    Piece(own_names, call, g if call.factor == 1.0 else g * call.factor, n, start)
                     for own_names, call, g in zip(names, self._calls, found, strict=True)
                     if g is not None
                 ],

@@ -235,7 +235,7 @@ class Subnetwork:
     (('weight', 'bias'), 2, [0, 6], slice(1, 2, None))
     """
 
-    indices: Int[Tensor, " weights"] | Sequence[int]
+    indices: Tensor | Sequence[int]
 
     def resolve(self, model: nn.Module) -> Selection:
         """These weights.

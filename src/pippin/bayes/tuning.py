@@ -66,9 +66,7 @@ def tune(
     if laplace.likelihood.name != "regression":
         check_link(laplace.likelihood, link, 1)
     batches.check_data(validation)
-    tried = (
-        torch.logspace(-4, 4, 21, dtype=torch.float64) if grid is None else torch.as_tensor(grid, dtype=torch.float64)
-    )
+    tried = torch.as_tensor(torch.logspace(-4, 4, 21) if grid is None else grid, dtype=torch.float64)
     if tried.ndim != 1 or not len(tried) or not ((tried > 0) & tried.isfinite()).all():
         raise InvalidArgument(f"grid must be a list of precisions above 0, got {grid}")
     scores = (

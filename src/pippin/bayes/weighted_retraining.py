@@ -103,12 +103,14 @@ class LatentVAE:
     @torch.no_grad()
     def encode(self, x: Tensor) -> Tensor:
         """Means of q(z | x)."""
-        return torch.cat([self.vae.encode(part)[0] for part in x.split(4096)])
+        device = next(self.vae.parameters()).device
+        return torch.cat([self.vae.encode(part.to(device))[0].cpu() for part in x.split(4096)])
 
     @torch.no_grad()
     def decode(self, z: Tensor) -> Tensor:
         """The likeliest x, up to rounding."""
-        out = torch.cat([self.vae.decode(part) for part in z.split(4096)])
+        device = next(self.vae.parameters()).device
+        out = torch.cat([self.vae.decode(part.to(device)).cpu() for part in z.split(4096)])
         if self.vae.config.likelihood == "bernoulli":
             return out.round()
         if self.vae.config.likelihood == "categorical":
@@ -159,6 +161,7 @@ class WeightedRetraining:
         invalid_score: what an example counts as whose score is NaN; None takes the worst of ``scores``.
         weighting: weights of mean 1 from scores of which larger is better, in place of `rank_weights`.
         trust: margins of codes, 0 and above being trusted, such as a latent score of a `BayesianVAE` less a bound.
+        repeat: whether an example may be asked for that is known already.
         seed: of everything random.
 
     Attributes:
@@ -186,6 +189,7 @@ class WeightedRetraining:
         invalid_score: float | None = None,
         weighting: Callable[[Tensor], Tensor] | None = None,
         trust: Trust | None = None,
+        repeat: bool = False,
         seed: int = 0,
     ) -> None:
         check_k(k)
@@ -202,7 +206,7 @@ class WeightedRetraining:
         self.k, self.retrain_every, self.maximize = k, retrain_every, maximize
         self.init_epochs, self.retrain_epochs = init_epochs, retrain_epochs
         self.search: Search = search or ExpectedImprovement()
-        self.weighting, self.trust, self.seed = weighting, trust, seed
+        self.weighting, self.trust, self.repeat, self.seed = weighting, trust, repeat, seed
         worst = scores.min() if maximize else scores.max()
         self.invalid_score = float(worst) if invalid_score is None else invalid_score
         self.queries = 0
@@ -223,8 +227,21 @@ class WeightedRetraining:
             raise InvalidArgument(f"count is {count}; ask for 1 or more")
         if self._began is None or self.queries - self._began >= self.retrain_every:
             self._retrain()
-        code = self.search.propose(self.model.decode, count, self._seeded(), self.trust)
+        code = self.search.propose(
+            self.model.decode, count, self._seeded(), self.trust if self.repeat else self._fresh()
+        )
         return self.model.decode(code)
+
+    def _fresh(self) -> Trust:
+        """Margins of trust, and minus infinity where a code decodes to what is known."""
+        known = {row.numpy().tobytes() for row in self.x}
+
+        def margins(z: Tensor) -> Tensor:
+            inside = torch.zeros(len(z)) if self.trust is None else self.trust(z)
+            old = torch.tensor([row.numpy().tobytes() in known for row in self.model.decode(z).to(self.x.dtype)])
+            return torch.where(old, -math.inf, inside)
+
+        return margins
 
     def tell(self, x: Float[Tensor, "n ..."], scores: Float[Tensor, " n"]) -> None:
         """What came out: NaN for an example that is invalid; it still counts as a query.
@@ -324,6 +341,7 @@ class WeightedRetraining:
             "init_epochs": self.init_epochs,
             "retrain_epochs": self.retrain_epochs,
             "maximize": self.maximize,
+            "repeat": self.repeat,
             "seed": self.seed,
         }
 

@@ -65,11 +65,11 @@ def digits(seed: int) -> World:
     known, generator = y < 5, torch.Generator().manual_seed(1_000 + seed)
     own, labels = x[known], y[known]
     order = torch.randperm(len(own), generator=generator)
-    parts = [(own[at], labels[at]) for at in (order[:300], order[300:450], order[450:])]
-    test_x, test_y = parts[2]
+    train, tune, test = ((own[at], labels[at]) for at in (order[:300], order[300:450], order[450:]))
+    test_x, test_y = test
     shifted = turned(test_x.view(-1, 1, 8, 8)).flatten(1)
     far = 100 * torch.randn(500, 64, generator=generator)
-    return World(*parts, (shifted, test_y), x[~known], far, 5)
+    return World(train, tune, test, (shifted, test_y), x[~known], far, 5)
 
 
 def clothes(seed: int, train: int, test: int) -> World:
@@ -177,8 +177,8 @@ def train(
     from pippin.data.ordering import Shuffled
     from pippin.train import AdamW, Cosine, Loss, Trainer
 
-    def loss(model: nn.Module, indices: Any, generator: torch.Generator) -> Loss:
-        at = torch.tensor(indices, device=x.device)
+    def objective(model: nn.Module, batch: Any, generator: torch.Generator) -> Loss:
+        at = torch.tensor(batch, device=x.device)
         outputs, targets = model(x[at]), y[at]
         if targets.is_floating_point():
             total = 0.5 * (outputs - targets.view_as(outputs)).square().sum()
@@ -191,10 +191,10 @@ def train(
 
     steps = epochs * -(-len(x) // batch)
     began = time.process_time()
-    data = Shuffled(range(len(x)), batch, seed=seed)
+    data: Any = Shuffled(range(len(x)), batch, seed=seed)
     optimiser = AdamW(lr=lr, weight_decay=0.0)
     model.train()
-    Trainer(model, loss, data, steps=steps, optimiser=optimiser, schedule=Cosine(), seed=seed, show=False).fit()
+    Trainer(model, objective, data, steps=steps, optimiser=optimiser, schedule=Cosine(), seed=seed, show=False).fit()
     model.eval()
     return time.process_time() - began
 
@@ -204,10 +204,9 @@ def scores(predictor: Predictor, world: World) -> dict[str, float]:
     import torch
 
     from pippin.bayes import metrics
-    from pippin.bayes.predictors import gather
 
-    def probs(x: Tensor) -> Any:
-        return gather(predictor, batches(x, torch.zeros(len(x), dtype=torch.long)))[0].probs
+    def probs(x: Tensor) -> Tensor:
+        return torch.cat([chances(predictor, part) for part in x.split(256)])
 
     test, turned_probs = probs(world.test[0]), probs(world.shifted[0])
     own, foreign = test.max(-1).values, probs(world.foreign).max(-1).values
@@ -222,3 +221,10 @@ def scores(predictor: Predictor, world: World) -> dict[str, float]:
         "AUROC of foreign": metrics.auroc(own, foreign),
         "confidence far away": float(probs(world.far).max(-1).values.mean()),
     }
+
+
+def chances(predictor: Predictor, x: Tensor) -> Tensor:
+    """The probabilities that a classifier gives."""
+    probs = predictor(x).probs
+    assert probs is not None
+    return probs

@@ -283,7 +283,7 @@ def _ranking(evidence: Evidence, seed: int, size: Size) -> None:
             if kind == "widths":
                 fitted.tune()
             evidences.append(float(fitted.log_marginal_likelihood()))
-            losses.append(metrics.nll(PlainNetwork(model)(world.test[0]).probs, world.test[1]))
+            losses.append(metrics.nll(small.chances(PlainNetwork(model), world.test[0]), world.test[1]))
             evidence.add(f"evidence, {kind} {value:g}", evidences[-1], seed=seed, unit="nats")
             evidence.add(f"test loss, {kind} {value:g}", losses[-1], seed=seed, unit="nats")
         evidence.add(f"rank correlation of evidence and test loss, {kind}", _spearman(evidences, losses), seed=seed)

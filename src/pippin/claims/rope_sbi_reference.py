@@ -36,7 +36,7 @@ class Size:
 
 SIZES = {
     "smoke": Size((0,), {200: 10}, (1,), 50),
-    "laptop": Size((0, 1, 2), {1000: 300, 10_000: 1500}, (1, 2, 3, 4), 600),
+    "laptop": Size((0, 1, 2), {1000: 300, 10_000: 1500}, (1, 2, 3), 600),
     "gpu": Size((0, 1, 2), {1000: 600, 10_000: 5000, 100_000: 30_000}, tuple(range(1, 11)), 10_000),
 }
 BATCH, RATE = 128, 1e-3
@@ -50,11 +50,11 @@ BOUNDS = {"gaussian_linear_uniform": 0.65, "two_moons": 0.75, "slcp": 0.90}
     paper="neural posterior estimation comes close to the reference posteriors of the benchmark as simulations grow, "
     "on easy tasks at once, on those with several modes later",
     setting="sbibm's gaussian_linear_uniform (10 parameters), two_moons and slcp; spline flow in logit space on the "
-    "observation itself, 1,000 and 10,000 stored simulations; observations 1 to 4, 600 draws of each side, accuracy of "
+    "observation itself, 1,000 and 10,000 stored simulations; observations 1 to 3, 600 draws of each side, accuracy of "
     "a perceptron in 5 folds (C2ST)",
-    accept="means over observations and 3 seeds: at 10,000 simulations the accuracy is at most 0.65, 0.75 and 0.90 on the "
-    "three tasks in the order above, and on each below that at 1,000; draws of the prior are told from the reference "
-    "with at least 0.80, two halves of the reference with 0.44 to 0.56",
+    accept="means over observations and 3 seeds: at 10,000 simulations the accuracy is at most 0.65, 0.75 and 0.90 on "
+    "the three tasks in the order above, and on each below that at 1,000; draws of the prior are told from the "
+    "reference with at least 0.80, two halves of the reference with 0.44 to 0.56",
 )
 def run(scale: Scale) -> Evidence:
     """Every task, seed and budget."""
@@ -98,12 +98,13 @@ def _task(evidence: Evidence, name: str, folder: Path, size: Size, device: str) 
             scores = [c2st(k[:half], other, seed=seed, most=size.draws) for k, other in zip(known, others, strict=True)]
             evidence.add(f"C2ST, {name}, {what}", statistics.mean(scores), seed=seed)
 
-        told("prior", [draws] * len(known))
-        told("reference", [k[half:] for k in known])
+        if seed == size.seeds[0]:
+            told("prior", [draws] * len(known))
+            told("reference", [k[half:] for k in known])
         theta = prior.sample(max(size.budgets), generator)
         x = SIMULATORS[name](theta, generator)
         for budget, steps in size.budgets.items():
-            npe = NPE(prior, flow=FlowConfig("spline", transforms=5), seed=seed).to(device)
+            npe = NPE(prior, flow=FlowConfig("spline"), seed=seed).to(device)
             npe.fit((theta[:budget], x[:budget]), steps=steps, batch=BATCH, lr=RATE, seed=seed)
             told(f"{budget} simulations", [npe.sample(size.draws, o, generator)[:, 0].cpu() for o in seen])
 
@@ -127,7 +128,8 @@ def _linear(theta: Tensor, generator: torch.Generator) -> Tensor:
     """The parameters and noise of variance 0.1."""
     import torch
 
-    return theta + 0.1**0.5 * torch.randn(theta.shape, generator=generator)
+    noise: Tensor = 0.1**0.5 * torch.randn(theta.shape, generator=generator)
+    return theta + noise
 
 
 def _two_moons(theta: Tensor, generator: torch.Generator) -> Tensor:
