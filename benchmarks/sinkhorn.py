@@ -4,10 +4,11 @@
 
 Distances between two clouds of 2,000 points in 10 dimensions (mean about 3.5, as between the features of a posterior
 network) in float64, one thread. Rows are hard; columns are hard (tau 1) or give way (tau 0.9, which POT knows as
-reg_m = (inf, gamma tau / (1 - tau))). Each side gets the loosest tolerance, out of powers of ten, with which its plan is
-within 1e-6 of a row's mass of the one that both agree on; where a side never gets there, the row says so and has no
-ratio. POT scales the kernel itself where it can; at gamma 0.05 that kernel still holds, but its log-domain solver, the
-one that is safe at any gamma as ours is, stands beside it, too.
+reg_m = (inf, gamma tau / (1 - tau))). Each side gets the loosest tolerance, out of powers of ten, with which its plan
+is within 1e-6 of a row's mass of the one that both agree on; where a side never gets there, the row says so and has no
+ratio. POT's solver for unbalanced problems scales the kernel itself, which overflows where gamma is small; its solver
+in the log domain, safe as ours is, stands beside it where columns are hard and gamma is not small (it takes minutes
+elsewhere).
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def solvers(cost: torch.Tensor, gamma: float, tau: float) -> dict[str, Solver]:
         return np.asarray(ot.unbalanced.sinkhorn_unbalanced(a, b, c, gamma, **how))
 
     found = {"ours": ours, "POT sinkhorn_unbalanced": scaled}
-    if tau == 1:
+    if (gamma, tau) == (0.5, 1.0):  # at smaller gamma it takes minutes
 
         def logarithms(tolerance: float) -> np.ndarray:
             return np.asarray(ot.bregman.sinkhorn_log(a, b, c, gamma, stopThr=tolerance, numItermax=MOST))
@@ -84,7 +85,7 @@ def measure(quick: bool) -> list[Row]:
     torch.set_num_threads(1)
     n = 300 if quick else 2000
     cost, rows = costs(n), []
-    for gamma, tau in ((0.5, 1.0), (0.5, 0.9), (0.1, 1.0), (0.1, 0.9), (0.05, 0.9)):
+    for gamma, tau in ((0.5, 1.0), (0.5, 0.9), (0.2, 1.0), (0.1, 0.9), (0.05, 0.9)):
         sides = solvers(cost, gamma, tau)
         agreed = sides["ours"](1e-11)
         enough = {name: loosest(solve, agreed) for name, solve in sides.items()}
@@ -94,7 +95,7 @@ def measure(quick: bool) -> list[Row]:
         with Watch() as watch:
             ready = {name: tolerance for name, tolerance in enough.items() if tolerance is not None}
             calls = {name: lambda s=sides[name], t=tolerance: timed(s, t) for name, tolerance in ready.items()}
-            found = in_turn(calls, 2 if quick else 5, f"gamma {gamma:g}, tau {tau:g}")
+            found = in_turn(calls, 2 if quick else 3, f"gamma {gamma:g}, tau {tau:g}")
         for name in sides:
             if name != "ours":
                 what = f"{n} x {n}, gamma {gamma:g}, tau {tau:g}"

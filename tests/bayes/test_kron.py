@@ -211,7 +211,7 @@ def test_damping_adds_the_prior_to_each_factor():
 
 def test_log_det_is_differentiable_in_prior_and_scale():
     model, x = made("conv")
-    state, rows = fitted(model, x)
+    state, _ = fitted(model, x)
     groups = torch.cat([torch.full((p.numel(),), i) for i, p in enumerate(model.parameters())])
 
     def log_det(log_prior: Tensor, scale: Tensor) -> Tensor:
@@ -298,7 +298,7 @@ def test_what_has_no_factors_is_refused_by_name(monkeypatch):
         Kron().start(Named(["0.weight"]).resolve(outer), torch.ones(1)).add(p, root_of(p.outputs))
 
     monkeypatch.setattr(memory, "available", lambda device: 100)
-    with pytest.raises(NotEnoughMemory, match="bytes.*structure='diag'"):
+    with pytest.raises(NotEnoughMemory, match=r"bytes.*structure='diag'"):
         fitted(model, x)
 
 

@@ -640,3 +640,24 @@ def test_a_model_of_another_form_is_refused():
         Laplace(net(2), "reward_model", "all", "full", "hessian").fit(
             [((torch.zeros(2, 2).double(), torch.zeros(2, 2).double()), torch.tensor([0, 1]))]
         )
+
+
+def test_rounding_in_float32_does_not_make_a_curvature_negative():
+    generator = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1, 30), nn.Tanh(), nn.Linear(30, 1))
+    x = 30 * torch.randn(40, 1, generator=generator)
+    laplace = Laplace(model, Regression(1e-3), "all", "full", prior_precision=1e-3).fit([(x, x.sin())])
+    assert torch.linalg.eigvalsh(laplace._state.curvature)[0] < 0  # by rounding
+    exact = Laplace(model.double(), Regression(1e-3), "all", "full", prior_precision=1e-3)
+    exact.fit([(x.double(), x.double().sin())])
+    found = float(laplace.posterior.log_det)
+    assert math.isfinite(found)
+    assert laplace.posterior.variances().min() > 0
+    assert found == pytest.approx(float(exact.posterior.log_det), rel=0.3)
+
+
+def test_tuning_with_the_hessian_turns_back_where_there_is_no_posterior():
+    laplace = Laplace(net(), "classification", "all", "full", "hessian", 100.0).fit(classes())
+    laplace.tune("evidence")
+    assert math.isfinite(float(laplace.log_marginal_likelihood()))

@@ -108,6 +108,15 @@ def test_the_same_seed_gives_the_same_weights_and_global_randomness_is_left_alon
     assert torch.equal(before, torch.random.get_rng_state())
 
 
+def test_it_can_be_fitted_again_to_observations_of_another_shape():
+    npe = NPE(Box([0.0], [1.0]), flow=FlowConfig("affine", **SMALL))
+    npe.fit(noisy, steps=1, batch=8)
+    theta = torch.rand(20, 1, generator=seeded(0))
+    npe.fit((theta, theta.expand(20, 3)), steps=1, batch=8)
+    assert npe.shape == (3,)
+    assert npe.sample(2, torch.zeros(1, 3)).shape == (2, 1, 1)
+
+
 def test_an_encoder_of_series_reads_what_matters():
     """Amplitude of a sine with a random phase: a network of the raw series in place of a sufficient statistic."""
 

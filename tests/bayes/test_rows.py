@@ -84,7 +84,7 @@ class LowRank(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, 4)
-        y = torch.addmm(self.base(flat), flat @ self.down.T, (self.up * 0.3).T)
+        y = torch.addmm(self.base(flat), flat @ self.down.T, (self.up * 0.3).to(x.dtype).T)
         return (torch.tanh(y) @ self.other + y @ self.other.T * 2).view(len(x), -1, 3).sum(1)
 
 
@@ -205,6 +205,38 @@ def test_batches_of_every_size_in_one_object(name):
     for part in (slice(0, 1), slice(0, 4), slice(1, 3), slice(2, 3)):
         with rows.forward(x[part]) as p:
             torch.testing.assert_close(p.jacobian(), expected[part])
+
+
+def test_pairs_of_low_rank_are_matrices():
+    model, x = made("low rank")
+    with Rows(model, Named(["down", "up", "other"]).resolve(model)).forward(x) as p:
+        assert {name: kind for name, kind, _ in p.uses()} == {"down": "matrix", "up": "matrix", "other": "other"}
+
+
+def test_an_operation_with_its_own_backward_pass_goes_column_by_column():
+    class Face(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.w = nn.Linear(2, 3).double(), torch.ones(3, 2, dtype=torch.float64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return Halved.apply(self.first(x)) @ self.w
+
+    model, x = Face(), torch.randn(N, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    selection = All().resolve(model)
+    with Rows(model, selection).forward(x) as p:
+        torch.testing.assert_close(p.jacobian(), brute(model, x, selection))
+
+
+class Halved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x / 2
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g):
+        return g / 2
 
 
 def test_last_layer_needs_no_gradient_of_what_lies_before():

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from pippin.cli import main, options
 
@@ -160,6 +161,48 @@ def test_classify_reads_labels_and_examples_from_files(run, tmp_path):
     assert len({output for _, output, _ in (plain, shown, fitted)}) == 3
 
 
+def test_classify_says_how_far_its_probabilities_hold(run, tmp_path):
+    pytest.importorskip("matplotlib")
+    known = tmp_path / "known.tsv"
+    known.write_text("good\tSun!\nbad\tRain again.\nbad\tFog.\n")
+    words = ["classify", "--labels", "good,bad", "--measure", known]
+    code, shown, _ = run(*words)
+    assert code == 0
+    assert "expected calibration error" in shown
+    report = json.loads(run(*words, "--json", "--plot", tmp_path / "known.png")[1])
+    figures = {row["name"]: row["value"] for row in report["rows"]}
+    assert figures["examples"] == 3
+    assert 0 <= figures["expected calibration error"] <= 1
+    assert (tmp_path / "known.png").stat().st_size > 1000
+
+
+class Letters:
+    """An encoder that counts the letters of a text."""
+
+    name = "letters"
+
+    def embed(self, texts):
+        counts = torch.tensor([[float(text.lower().count(letter)) for letter in "aeiourstn"] for text in texts])
+        return torch.nn.functional.normalize(counts + 0.01, dim=-1)
+
+
+@pytest.mark.filterwarnings("ignore::pippin.core.errors.InferenceAtRisk")  # so few examples are all told apart
+def test_classify_learns_from_labelled_texts(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("pippin.language.encoder.load_encoder", lambda *_, **__: Letters())
+    taught = tmp_path / "taught.tsv"
+    texts = {
+        "sea": ["sea tea", "tea sea eat", "no tea", "eat sea", "a sea"],
+        "out": ["out you", "our", "route out", "you", "a out"],
+    }
+    taught.write_text("".join(f"{label}\t{text}\n" for label, some in texts.items() for text in some))
+    code, shown, _ = run("classify", "--learn", taught, "--lines", stdin=b"sea eat\nour route\n")
+    assert code == 0
+    assert [line.split("\t")[0] for line in shown.splitlines()] == ["sea", "out"]
+    code, shown, _ = run("classify", "--learn", taught, "--measure", taught, "--json")
+    assert code == 0
+    assert json.loads(shown)["rows"][0] == {"name": "examples", "value": 10, "unit": "", "spread": None}
+
+
 # --- summarize and extract --------------------------------------------------------------------------------------------
 
 
@@ -205,6 +248,11 @@ def test_extract_fills_in_a_form(in_process):
         (["classify", "--labels", "a,,b"], "each once, got 'a', '', 'b'"),
         (["classify", "--labels", "a,b", "--calibrate", "twice"], "--calibrate must be content-free or off"),
         (["classify", "--labels", "a,b", "--fit", "nothing.tsv"], "there is no file of examples"),
+        (["classify", "--labels", "a,b", "--measure", "nothing.tsv"], "there is no file of examples"),
+        (["classify", "--labels", "a,b", "--plot", "a.png"], "--plot draws what --measure finds"),
+        (["classify", "--labels", "a,b", "--measure", "a.tsv", "--plot", "a.doc"], "--plot draws"),
+        (["classify", "--learn", "a.tsv", "--labels", "a,b"], "labels and examples come from its file"),
+        (["classify", "--learn", "nothing.tsv"], "there is no file of examples"),
         (["proofread", "--how", "guess"], "--how must be auto, choose or write"),
     ],
 )

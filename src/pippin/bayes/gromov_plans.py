@@ -85,7 +85,7 @@ class Solver:
 
 CAREFUL = Solver()
 """For one comparison of two sets."""
-QUICK = Solver(eps0=0.1, max_iter=3, inner=10)
+QUICK = Solver(eps0=0.1, max_iter=3, inner=10, init="product")
 """For a training step: the plan is about as good after the polish, in a twentieth of the time. Not for other values."""
 
 
@@ -330,6 +330,6 @@ def _rounded(plans: Tensor) -> Tensor:
     n = plans.shape[1]
     plans = plans * (1 / n / plans.sum(2, keepdim=True)).clamp_max(1)
     plans = plans * (1 / n / plans.sum(1, keepdim=True)).clamp_max(1)
-    rows, columns = 1 / n - plans.sum(2), 1 / n - plans.sum(1)
+    rows, columns = (1 / n - plans.sum(2)).clamp_min(0), (1 / n - plans.sum(1)).clamp_min(0)
     left = rows.sum(1)[:, None, None].clamp_min(torch.finfo(plans.dtype).tiny)
     return plans + rows[:, :, None] * columns[:, None, :] / left

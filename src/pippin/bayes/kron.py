@@ -25,7 +25,7 @@ from torch import Tensor
 from pippin.bayes import memory
 from pippin.bayes.row_rules import CHUNK, EmbeddingCall, Matrix
 from pippin.bayes.rows import Pass, Piece
-from pippin.bayes.subset import Selection
+from pippin.bayes.subset import Selection, listed
 from pippin.core.errors import InvalidArgument, SingularPosterior, UnsupportedLayer
 
 EXACT = 4096
@@ -243,7 +243,7 @@ class KronState:
         large = [n for n, kinds in uses.items() if kinds != {"matrix"} and kinds != {"table"} and sizes[n] > EXACT]
         if large:
             raise UnsupportedLayer(
-                f"there are no Kronecker factors for {', '.join(large)}: not a linear layer, a convolution or an "
+                f"there are no Kronecker factors for {listed(large)}: not a linear layer, a convolution or an "
                 "embedding, or tied between such; leave them out with subset=Named([...]), or use structure='diag'"
             )
         memory.require(
@@ -300,7 +300,7 @@ class KronGaussian:
         return total
 
     @torch.no_grad()
-    def sample(self, n: int, generator: torch.Generator | None = None) -> Float[Tensor, "n p"]:
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Float[Tensor, ...]:
         """Independent draws."""
         drawn = torch.randn(
             n, self._selection.size, generator=generator, dtype=self._state.dtype, device=self._state.device
@@ -308,7 +308,7 @@ class KronGaussian:
         return self._apply(drawn, lambda x, precision, block: block.turn_back(x * precision.rsqrt()))
 
     @torch.no_grad()
-    def solve(self, vectors: Float[Tensor, "k p"]) -> Float[Tensor, "k p"]:
+    def solve(self, vectors: Float[Tensor, "k p"]) -> Float[Tensor, ...]:
         """P^-1 times each vector."""
         return self._apply(vectors, lambda x, precision, block: block.turn_back(block.turn(x) / precision))
 
@@ -327,7 +327,7 @@ class KronGaussian:
         return torch.cat([block.spread(self._inverse(name, block)).flatten() for name, block in blocks])
 
     @torch.no_grad()
-    def covariance(self, batch: Pass, joint: bool = False) -> Float[Tensor, "..."]:
+    def covariance(self, batch: Pass, joint: bool = False) -> Float[Tensor, ...]:
         """J P^-1 J^T of a batch's outputs: [n, C, C], or for all of them together [n C, n C]."""
         n, outputs = batch.outputs.shape
         size = (n * outputs, n * outputs) if joint else (n, outputs, outputs)

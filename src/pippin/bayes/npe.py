@@ -180,6 +180,7 @@ class NPE(nn.Module):
         """
         if min(steps, batch, held_out) < 1 or not 0 < lr < math.inf:
             raise InvalidArgument(f"steps {steps}, batch {batch}, held_out {held_out}, lr {lr} must all be above 0")
+        self.shape = None
         if callable(data):
             first = self.simulate(4096, data, torch.Generator().manual_seed(seed + 1_000_003))
             stream: Any = Numbered(lambda n, start: self.simulate(n, data, _seeded(seed, start)), batch)

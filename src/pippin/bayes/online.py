@@ -26,10 +26,11 @@ from pippin.bayes.subset import Selection, Subset
 from pippin.core.errors import InvalidArgument, NotFitted
 from pippin.train.objective import Loss
 from pippin.train.optimisers import AdamW
-from pippin.train.schedules import Constant, Schedule
+from pippin.train.schedules import Constant, Cosine, Schedule
 from pippin.train.trainer import Trainer
 
 _CONSTANT = Constant()
+_DECAY = Cosine(final=0.01)
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ class ContinualLaplace:
         subset: which weights have a posterior; the others stay free, so take "all" or freeze them.
         prior_precision: before the first task.
         strength: factor of the penalty; 1 is Bayes' rule, above 1 forgets less.
-        lr: of AdamW, without its own weight decay.
+        lr: of AdamW, without its own weight decay; it falls by a cosine over each task.
         seed: of the training; task i adds i.
 
     >>> learner = ContinualLaplace(nn.Linear(2, 2), "classification", structure="full")
@@ -202,7 +203,7 @@ class ContinualLaplace:
             assert mean is not None
             penalty.quadratic = lambda vector: gaussian.quadratic((vector - mean)[None])[0]
         seed = self.seed + self.tasks
-        _trainer(laplace.model, penalty, data, length, epochs, self.lr, Constant(), seed, show).advance(length * epochs)
+        _trainer(laplace.model, penalty, data, length, epochs, self.lr, _DECAY, seed, show).advance(length * epochs)
         laplace.fit(data, accumulate=True)
         self.tasks += 1
         return self

@@ -193,7 +193,8 @@ class Recorder(TorchFunctionMode):
         if not touched:
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
-        if not any(isinstance(v, Tensor) and v.requires_grad and id(v) not in self._names for v in _flat(result)):
+        known = self._names.keys() | self._changed.keys()
+        if not any(isinstance(v, Tensor) and v.requires_grad and id(v) not in known for v in _flat(result)):
             return result  # a shape, say, or the parameter itself
         if (renamed := self._rename(func, args, kwargs, result)) is not None:
             self._changed[id(result)] = renamed

@@ -21,14 +21,14 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.func import functional_call, vjp, vmap
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pippin.bayes.recorder import Recorder
 from pippin.bayes.row_rules import CACHE, CHUNK, Call, LinearCall, Matrix
-from pippin.bayes.subset import Selection
+from pippin.bayes.subset import Selection, listed
 from pippin.core.errors import InvalidArgument, InvalidInput, UnsupportedLayer
 
 Root = Float[Tensor, "n outputs columns"]
@@ -212,18 +212,11 @@ class Pass:
         names = [[name for name in call.names if name not in self._unruled] for call in self._calls]
         back = root.permute(2, 0, 1)
         own = get_gradient_edge(self._graph)
-        step = len(back) if all(edge == own for edge in edges) else self._together()
+        outermost = all(edge == own for edge in edges)
+        step = len(back) if outermost else self._together()
         for start in range(0, len(back), step):
             part = back[start : start + step]
-            if all(edge == own for edge in edges):
-                found: Any = [part] * len(edges)
-            elif len(part) == 1:
-                found = torch.autograd.grad(self._graph, edges, part[0], retain_graph=True, allow_unused=True)
-                found = [None if g is None else g[None] for g in found]
-            else:
-                found = torch.autograd.grad(
-                    self._graph, edges, part, retain_graph=True, allow_unused=True, is_grads_batched=True
-                )
+            found = [part] * len(edges) if outermost else self._backward(edges, part)
             yield (
                 start,
                 [
@@ -232,6 +225,27 @@ class Pass:
                     if g is not None
                 ],
             )
+
+    def _backward(self, edges: list[GradientEdge], columns: Tensor) -> list[Tensor | None]:
+        """What comes back to each edge for each column; together if every operation allows it."""
+
+        def once(given: Tensor, batched: bool) -> list[Tensor | None]:
+            return list(
+                torch.autograd.grad(
+                    self._graph, edges, given, retain_graph=True, allow_unused=True, is_grads_batched=batched
+                )
+            )
+
+        if len(columns) > 1:
+            try:
+                return once(columns, True)
+            except RuntimeError:  # an operation with a backward pass of its own, which knows no batches of columns
+                single = [once(column, False) for column in columns]
+                stacks = zip(*single, strict=True)
+                return [
+                    None if parts[0] is None else torch.stack([p for p in parts if p is not None]) for parts in stacks
+                ]
+        return [None if g is None else g[None] for g in once(columns[0], False)]
 
     def _together(self) -> int:
         """How many columns go backward at once: several where the calls are small, so that each does enough."""
@@ -306,7 +320,7 @@ class Pass:
                 rows, value = vmap(one, (0, *dims), chunk_size=step)(root, *leaves)
         except (RuntimeError, ValueError) as error:
             raise UnsupportedLayer(
-                f"there is no rule for how the model uses {', '.join(own)}, and torch cannot differentiate it one "
+                f"there is no rule for how the model uses {listed(list(own))}, and torch cannot differentiate it one "
                 f"example at a time ({str(error).splitlines()[0]}); leave these out: Named([...])"
             ) from error
         if not torch.allclose(value, self.outputs, rtol=1e-2, atol=1e-3 * float(self.outputs.abs().max())):

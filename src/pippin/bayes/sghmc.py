@@ -31,7 +31,7 @@ _STREAM = 0x5347_484D
 class SGHMC(torch.optim.Optimizer):
     r"""One step of the chain for each `step()`, from gradients of the mean potential $g \approx \nabla U / N$.
 
-    With $e = \eta / \sqrt{V + \epsilon}$ for each element,
+    With $e = \eta / \sqrt{V + \epsilon + \rho \bar V}$ for each element, $\bar V$ being the mean of V over its tensor,
 
     $$m \leftarrow (1 - \alpha) m - e g + \mathcal N(0, 2 \alpha e / N - e^2 \hat B), \qquad
       \theta \leftarrow \theta + m .$$
@@ -48,6 +48,7 @@ class SGHMC(torch.optim.Optimizer):
         prior_precision: $\lambda$ of a Gaussian prior; adds $\lambda \theta / N$ to the gradient.
         decay: of the running mean.
         eps: $\epsilon$, in units of squared gradients.
+        floor: $\rho$; a unit that was silent while V was measured would take steps without bound once it wakes.
         gradient_noise: $\hat B$, the variance of g that sampling mini-batches causes.
         temperature: multiplies the noise; 0 gives momentum descent.
         seed: of the noise.
@@ -75,12 +76,15 @@ class SGHMC(torch.optim.Optimizer):
         prior_precision: float = 0.0,
         decay: float = 0.99,
         eps: float = 1e-8,
+        floor: float = 1e-2,
         gradient_noise: float = 0.0,
         temperature: float = 1.0,
         seed: int = 0,
     ) -> None:
         _above_zero(lr=lr, n_data=n_data, eps=eps)
-        _not_negative(prior_precision=prior_precision, gradient_noise=gradient_noise, temperature=temperature)
+        _not_negative(
+            prior_precision=prior_precision, gradient_noise=gradient_noise, temperature=temperature, floor=floor
+        )
         _inside(friction=friction, decay=decay)
         if preconditioner not in ("rmsprop", None):
             raise InvalidArgument(f"preconditioner is {preconditioner!r}; choose 'rmsprop' or None")
@@ -91,6 +95,7 @@ class SGHMC(torch.optim.Optimizer):
             "prior_precision": prior_precision,
             "decay": decay,
             "eps": eps,
+            "floor": floor,
             "gradient_noise": gradient_noise,
             "temperature": temperature,
         }
@@ -151,7 +156,7 @@ class SGHMC(torch.optim.Optimizer):
                 state["square"].lerp_(gradient.square(), 1 - group["decay"])
                 state["seen"] += 1
             unbiased = state["square"] / (1 - group["decay"] ** max(state["seen"], 1))
-            rate = group["lr"] * (unbiased + group["eps"]).rsqrt()
+            rate = group["lr"] * (unbiased + group["eps"] + group["floor"] * unbiased.mean()).rsqrt()
         variance = 2 * group["friction"] * group["temperature"] / self.n_data * rate
         if group["gradient_noise"]:
             variance = variance - group["gradient_noise"] * rate * rate

@@ -188,6 +188,7 @@ class FullState:
         self.dtype = like.dtype
         self.curvature = torch.zeros(size, size, dtype=torch.float64, device=like.device)
         self._values: Tensor | None = None
+        self.semidefinite = True
 
     def add(self, batch: Batch, root: Float[Tensor, "n c r"]) -> None:
         """Add a batch's J^T S S^T J."""
@@ -195,6 +196,7 @@ class FullState:
 
     def add_product(self, product: Product) -> None:
         """Add a curvature that is known by its products with vectors."""
+        self.semidefinite = False
         size, step = len(self.curvature), 64
         for first in range(0, size, step):
             count = min(step, size - first)
@@ -212,21 +214,27 @@ class FullState:
     def values(self) -> Tensor:
         """The eigenvalues of H, computed once."""
         if self._values is None:
-            self._values = torch.linalg.eigvalsh(self.curvature)
+            values = torch.linalg.eigvalsh(self.curvature)
+            self._values = values.clamp_min(0) if self.semidefinite else values  # below 0 by rounding only
         return self._values
+
+    def rounded(self) -> Tensor:
+        """The matrix without the negative eigenvalues that rounding gave it."""
+        values, vectors = torch.linalg.eigh(self.curvature)
+        return (vectors * values.clamp_min(0)) @ vectors.T
 
     def posterior(self, prior: Float[Tensor, " p"], scale: Float[Tensor, ""]) -> FullGaussian:
         """The Gaussian with precision scale * H + diag(prior)."""
         return FullGaussian(self, precise(prior), scale.double())
 
     def tensors(self) -> dict[str, Tensor]:
-        """The matrix."""
-        return {"curvature": self.curvature}
+        """The matrix, and whether it is positive semi-definite."""
+        return {"curvature": self.curvature, "semidefinite": torch.tensor(self.semidefinite)}
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         """The matrix."""
         self.curvature = tensors["curvature"].to(self.curvature)
-        self._values = None
+        self.semidefinite, self._values = bool(tensors["semidefinite"]), None
 
 
 class FullGaussian:
@@ -254,6 +262,9 @@ class FullGaussian:
     def _cholesky(self) -> Tensor:
         if self._factor is None:
             factor, info = torch.linalg.cholesky_ex(self._precision())
+            if info.item() and self._state.semidefinite:
+                mended = self._scale * self._state.rounded() + torch.diag(self._prior)
+                factor, info = torch.linalg.cholesky_ex(mended)
             if info.item():
                 check_positive(torch.linalg.eigvalsh(self._precision().detach()), "eigenvalue")
                 raise SingularPosterior(

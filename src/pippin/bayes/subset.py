@@ -53,7 +53,7 @@ class Selection:
             InvalidArgument: the parameter holds no chosen weight.
         """
         if name not in self.names:
-            raise InvalidArgument(f"{name!r} is not among the chosen parameters: {_listed(self.names)}")
+            raise InvalidArgument(f"{name!r} is not among the chosen parameters: {listed(self.names)}")
         place = self.names.index(name)
         start = self.offsets[place]
         stop = start + math.prod(self.shapes[place])
@@ -183,10 +183,10 @@ class LastLayer:
                 found = f"the last layer is {name} ({type(layers[name]).__name__})" if name else "there are no layers"
                 raise InvalidArgument(
                     f"the model has no linear last layer: {found}; name the layer that computes the outputs, "
-                    f"LastLayer(name=...); linear are: {_listed(linear) or 'none'}"
+                    f"LastLayer(name=...); linear are: {listed(linear) or 'none'}"
                 )
         elif name not in layers:
-            raise InvalidArgument(f"there is no layer {name!r} with parameters; there are: {_listed(list(layers))}")
+            raise InvalidArgument(f"there is no layer {name!r} with parameters; there are: {listed(list(layers))}")
         own = {id(parameter) for parameter in layers[name].parameters(False)}
         return _selection(model, lambda _, parameter: id(parameter) in own, f"the layer {name!r} has no parameters")
 
@@ -219,7 +219,7 @@ class Named:
         names = {wanted} if isinstance(wanted, str) else set(wanted)
         own = dict(model.named_parameters())
         if unknown := sorted(names - own.keys()):
-            raise InvalidArgument(f"the model has no parameters {_listed(unknown)}; there are: {_listed(list(own))}")
+            raise InvalidArgument(f"the model has no parameters {listed(unknown)}; there are: {listed(list(own))}")
         return _selection(model, lambda name, _: name in names, "no names of parameters were given")
 
 
@@ -286,7 +286,7 @@ def _is_linear(part: nn.Module) -> bool:
     return isinstance(part, nn.Linear | Linear)
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
     """The names for a message, not more than twelve."""
     shown = ", ".join(names[:12])
     return shown if len(names) <= 12 else f"{shown}, ... ({len(names)} in all)"

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 LOG_RANGE = math.log(1e8)
 """Precisions and noises are kept between 1e-8 and 1e8: the prior of weights that nothing needs would go to infinity."""
 
+_WALL = 1e12
+
 
 def tune(
     laplace: Laplace,
@@ -92,7 +94,10 @@ def by_evidence(laplace: Laplace, per: str, *, noise: bool) -> None:
 
     def closure() -> Tensor:
         optimiser.zero_grad()
-        value = -_evidence(laplace, prior, sigma)
+        try:
+            value = -_evidence(laplace, prior, sigma)
+        except InferenceError:  # no posterior there: a wall, from which the line search turns back
+            return (prior.sum() + sigma) * 0 + _WALL
         value.backward()
         return value
 

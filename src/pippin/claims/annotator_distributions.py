@@ -24,12 +24,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Size:
-    """Model seeds with few items, with many, and with pictures; numbers of votes; steps; sentences for a large GPU."""
+    """Seeds with few items, with many, with pictures; votes with few and otherwise; steps; sentences for a GPU."""
 
     few: int
     many: int
     pictures: int
     sizes: tuple[int, ...]
+    some: tuple[int, ...]
     steps: int
     sentences: int
     reader_steps: int
@@ -37,9 +38,9 @@ class Size:
 
 VOTES = (1, 2, 3, 5, 10, 20, 50, 100)
 SIZES = {
-    "smoke": Size(1, 1, 1, (1, 10, 100), 10, 0, 0),
-    "laptop": Size(10, 3, 3, VOTES, 250, 0, 0),
-    "gpu": Size(10, 10, 10, VOTES, 250, 20_000, 1500),
+    "smoke": Size(1, 1, 1, (1, 10, 100), (1, 10, 100), 10, 0, 0),
+    "laptop": Size(10, 3, 3, VOTES, (1, 5, 10, 20, 100), 250, 0, 0),
+    "gpu": Size(10, 10, 10, VOTES, VOTES, 250, 20_000, 1500),
 }
 CLASSES, TEST = 3, 400
 DISAGREE, SURE = 0.7, 2.0
@@ -173,7 +174,7 @@ def _made_world(evidence: Evidence, name: str, items: int, features: int, seeds:
     """Another world for each seed: as many reports of one seed, put together."""
     from dataclasses import replace
 
-    from pippin.evaluate.annotation_budget import AnnotationBudget, BudgetReport
+    from pippin.evaluate.annotation_budget import SMOOTHING, AnnotationBudget, BudgetReport
 
     figures: list[Any] = []
     make, fit = _network(features, CLASSES), _fit(size)
@@ -185,7 +186,8 @@ def _made_world(evidence: Evidence, name: str, items: int, features: int, seeds:
             model: nn.Module = make(seed)
             return model
 
-        report = AnnotationBudget(seeded, fit, sizes=size.sizes, seeds=1).run(train, test)
+        sizes, smoothing = (size.sizes, SMOOTHING) if name == "few items" else (size.some, (0.1, 0.2))
+        report = AnnotationBudget(seeded, fit, sizes=sizes, seeds=1, smoothing=smoothing).run(train, test)
         figures += [replace(figure, seed=seed) for figure in report.figures]
         if name == "few items":
             r = _votes_of_another(make(seed), fit, train, test, seed)
@@ -246,7 +248,7 @@ def _pictures(evidence: Evidence, size: Size) -> BudgetReport:
             model: nn.Module = _network(64, 10)(seed)
             return model
 
-        budget = AnnotationBudget(make, _fit(size), sizes=size.sizes, seeds=1)
+        budget = AnnotationBudget(make, _fit(size), sizes=size.some, seeds=1)
         report = budget.run((x[:300], votes[:300]), (x[300:], votes[300:]))
         figures += [replace(figure, seed=seed) for figure in report.figures]
         best = max(report.values("entropy_r", target=target)[0] for target in _smoothing(report))

@@ -202,7 +202,7 @@ def _identities(evidence: Evidence) -> bool:
     from pippin.evaluate.panel import effective_votes
 
     one = (np.random.default_rng(0).random((1000, 1)) < 0.32).astype(float)
-    copies = [effective_votes(np.repeat(one, JUDGES, 1), method) for method in ("kish", "eigen")]  # type: ignore[arg-type]
+    copies = [effective_votes(np.repeat(one, JUDGES, 1), method) for method in ("kish", "eigen")]
     nine, five, endless = (float(kish(k, 0.391)) for k in (9, 5, 1e12))
     for name, value in (("nine copies", copies[0]), ("0.391 of 9", nine), ("0.391 of 5", five), ("0.391", endless)):
         evidence.add(f"effective votes, {name}", value)
@@ -232,7 +232,7 @@ def _digits(evidence: Evidence, seed: int, size: Size) -> dict[str, bool]:
     other = []
     for judge, part in enumerate(np.array_split(np.arange(len(learn)), JUDGES)):
         pixels = rng.permutation(64)[:32]
-        model = MLPClassifier((64,), max_iter=400, random_state=100 * seed + judge, tol=1e-3)
+        model = MLPClassifier((64,), max_iter=500, random_state=100 * seed + judge, tol=1e-3)
         other.append(model.fit(learn[part][:, pixels], y[part]).predict(test[:, pixels]))
     reports = {}
     for name, votes in (("same pictures", same), ("other pictures", other)):
@@ -242,22 +242,23 @@ def _digits(evidence: Evidence, seed: int, size: Size) -> dict[str, bool]:
 
 def _kinds(seed: int) -> list[Any]:
     """Nine classifiers of five families."""
-    from sklearn.ensemble import HistGradientBoostingClassifier, RandomForestClassifier
+    from sklearn.ensemble import AdaBoostClassifier, RandomForestClassifier
     from sklearn.linear_model import LogisticRegression
     from sklearn.neighbors import KNeighborsClassifier
     from sklearn.neural_network import MLPClassifier
     from sklearn.svm import SVC
+    from sklearn.tree import DecisionTreeClassifier
 
     return [
         RandomForestClassifier(100, random_state=seed),
-        HistGradientBoostingClassifier(max_iter=30, random_state=seed),
+        AdaBoostClassifier(DecisionTreeClassifier(max_depth=4), n_estimators=50, random_state=seed),
         SVC(C=10),
         SVC(kernel="linear"),
         KNeighborsClassifier(1),
         KNeighborsClassifier(5),
         LogisticRegression(max_iter=500),
-        MLPClassifier((64,), max_iter=200, random_state=seed, tol=1e-3),
-        MLPClassifier((32, 32), max_iter=200, random_state=seed + 1, tol=1e-3),
+        MLPClassifier((64,), max_iter=500, random_state=seed, tol=1e-3),
+        MLPClassifier((32, 32), max_iter=500, random_state=seed + 1, tol=1e-3),
     ]
 
 

@@ -56,16 +56,16 @@ SCALES = (0.1, 10.0)
     "training stopped, and weights before a norm layer need a precision of their own: without it predictions depend "
     "on a scale that means nothing; both improve test log-likelihood across architectures",
     setting="1-D regression, 80 points with a gap, tanh 1-h-h-1 with a norm (no constant, no gains) after the second "
-    "layer or without, exact Jacobians in float64; rescaling of the layer by 0.1 and 10 at h = 30; training cut at "
-    "30, 100 and 2,000 steps, initial weights x1 and x3, with and without the norm, h = 16; three UCI tables, random "
-    "tenths as test, 20-20 hidden units with a layer norm and without, 10 and 100 epochs; 3 seeds",
+    "layer or without, exact Jacobians in float64; rescaling of the layer by 0.1 and 10 at h = 30 (60 steps, "
+    "the first of ten starts whose evidence keeps a part of the layer); training cut at 30, 100 and 2,000 "
+    "steps, initial weights x1 and x3, with and without the norm, h = 16; three UCI tables, random tenths as test, 20-20 hidden units with a layer norm and without, 10 and 100 epochs; 3 seeds",
     accept="rescaling, every seed and factor: outputs agree within 1e-12; with its own precision standard deviations "
     "change by at most 1e-4 of themselves and the evidence by less than 1e-3 nats, the precision by the factor's "
     "inverse square within 1 %; with a shared one the largest change of a standard deviation is at least 5 %, and the "
     "evidence moves by more than 0.1 nats at 0.1. Optimum, means over seeds: in all 12 settings precisions differ by a "
     "factor of at least 1.5 and the linear model's evidence is better with its own optimum; the gradient at the "
-    "network's weights exceeds that of the prior which they were tuned with; test log-density is better in at least 10 of 12. A linear network "
-    "has the evidence of Bayesian linear regression within 1e-8, and the fixed point is that of gradient ascent "
+    "network's weights exceeds that of the prior which they were tuned with; test log-density is better in at "
+    "least 10 of 12. A linear network has the evidence of Bayesian linear regression within 1e-8, and the fixed point is that of gradient ascent "
     "within 1e-4. Tables: mean test log-density over sets, norms, epochs and seeds is better with the optimum of the "
     "linear model. With 20,000 pictures of clothes (on a GPU): test loss of a residual network with batch norms is "
     "lower with the linear model's optimum and groups than with the network's weights and one precision",
@@ -75,7 +75,7 @@ def run(scale: Scale) -> Evidence:
     evidence, size = Evidence(), SIZES[scale.name]
     invariant, oracle = [], []
     for seed in size.seeds:
-        invariant += [_rescaling(evidence, seed, size, factor) for factor in SCALES]
+        invariant.append(_rescaling(evidence, seed, size))
         for steps in size.steps:
             for width in (1.0, 3.0):
                 for norm in (False, True):
@@ -179,37 +179,47 @@ def _density(prediction: Any, y: Tensor) -> float:
     return -metrics.gaussian_nll(prediction.mean[:, 0], prediction.variance[:, 0], y[:, 0])
 
 
-def _rescaling(evidence: Evidence, seed: int, size: Size, factor: float) -> tuple[bool, bool]:
+def _rescaling(evidence: Evidence, seed: int, size: Size) -> tuple[bool, bool]:
     """Whether a group of its own leaves everything as it was, and whether a shared precision does not."""
     from pippin.bayes.invariance import rescaled
-    from pippin.claims import _small_networks as small
 
     x, y, grid, _ = _problem(seed)
-    model = _network(size.hidden, seed, norm=True)
-    small.train(model, x, y, epochs=500, seed=seed, lr=1e-2, batch=len(x))
-    data, outputs = [(x, y)], model(grid).detach()
-    weights: Any = model.get_submodule("2")
-
-    def measured(groups: str) -> tuple[Any, Any, float, float]:
+    model, data = _undecided(x, y, seed, size.hidden), [(x, y)]
+    layer: Any = model.get_submodule("2")
+    outputs, own, shared = model(grid).detach(), True, True
+    for groups, word in (("auto", "own"), ("scalar", "shared")):
         before = _fitted(model, data, size.rounds, 1e-8, groups=groups)
         sd = before(grid).function_variance.sqrt()
-        with rescaled([weights.weight, weights.bias], None, factor):
-            after = _fitted(model, data, size.rounds, 1e-8, groups=groups)
-            change = float((after(grid).function_variance.sqrt() / sd - 1).abs().max())
-            apart = float((model(grid).detach() - outputs).abs().max())
-        return before, after, change, apart
+        for factor in SCALES:
+            with rescaled([layer.weight, layer.bias], None, factor):
+                after = _fitted(model, data, size.rounds, 1e-8, groups=groups)
+                change = float((after(grid).function_variance.sqrt() / sd - 1).abs().max())
+                apart = float((model(grid).detach() - outputs).abs().max())
+            moved = abs(after.log_evidence - before.log_evidence)
+            evidence.add(f"x{factor:g}, {word} precision, largest change of sd", change, seed=seed)
+            evidence.add(f"x{factor:g}, {word} precision, change of evidence", moved, seed=seed, unit="nats")
+            if groups == "scalar":
+                shared = shared and change >= 0.05 and (moved > 0.1 or factor > 1)
+                continue
+            ratio = before.prior_precision["2"] / after.prior_precision["2"] / factor**2
+            evidence.add(f"x{factor:g}, own precision, ratio over the factor's square", ratio, seed=seed)
+            own = own and apart <= 1e-12 and change <= 1e-4 and moved < 1e-3 and abs(ratio - 1) < 0.01
+    return own, shared
 
-    before, after, change, apart = measured("auto")
-    moved = abs(after.log_evidence - before.log_evidence)
-    ratio = before.prior_precision["2"] / after.prior_precision["2"] / factor**2
-    evidence.add(f"x{factor:g}, own precision, largest change of sd", change, seed=seed)
-    evidence.add(f"x{factor:g}, own precision, change of evidence", moved, seed=seed, unit="nats")
-    own = apart <= 1e-12 and change <= 1e-4 and moved < 1e-3 and abs(ratio - 1) < 0.01
-    before, after, change, _ = measured("scalar")
-    moved = abs(after.log_evidence - before.log_evidence)
-    evidence.add(f"x{factor:g}, shared precision, largest change of sd", change, seed=seed)
-    evidence.add(f"x{factor:g}, shared precision, change of evidence", moved, seed=seed, unit="nats")
-    return own, change >= 0.05 and (moved > 0.1 or factor > 1)
+
+def _undecided(x: Tensor, y: Tensor, seed: int, hidden: int) -> nn.Module:
+    """A network trained for 60 steps: the first of ten starts whose evidence keeps a part of the layer before the norm.
+
+    Where it keeps none, that layer's precision has no end, and there is no ratio to look at.
+    """
+    from pippin.claims import _small_networks as small
+
+    for start in range(10):
+        model = _network(hidden, 10 * seed + start, norm=True)
+        small.train(model, x, y, epochs=60, seed=seed, lr=1e-2, batch=len(x))
+        if _fitted(model, [(x, y)], 60).prior_precision["2"] < 1e4:
+            break
+    return model
 
 
 def _cut_short(evidence: Evidence, seed: int, steps: int, width: float, norm: bool) -> None:

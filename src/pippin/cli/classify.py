@@ -14,7 +14,8 @@ from pippin.core.catalogue import DEFAULT_MODEL
 from pippin.core.errors import InvalidArgument, InvalidInput
 
 if TYPE_CHECKING:
-    from pippin.kits.text import Classification
+    from pippin.evaluate.calibration import ClassPredictions
+    from pippin.kits.text import Classification, Classifier, LearnedClassifier
 
 
 def classify(
@@ -32,6 +33,14 @@ def classify(
     fit: Annotated[
         Path | None, typer.Option(help="Labelled texts, in the same form, to calibrate the probabilities with.")
     ] = None,
+    learn: Annotated[
+        Path | None,
+        typer.Option(help="Labelled texts, in the same form, to learn from: no language model, only an encoder."),
+    ] = None,
+    measure: Annotated[
+        Path | None, typer.Option(help="Labelled texts, in the same form, to say how far the probabilities hold.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="With --measure: draw reliability and selective risk.")] = None,
     calibrate: Annotated[
         str, typer.Option(help="content-free takes the model's bias out; off leaves it.")
     ] = "content-free",
@@ -45,19 +54,55 @@ def classify(
 
     pippin classify mail.txt --labels complaint,question,praise
     """
-    wanted = _labels(labels, labels_file)
+    if learn is not None and (labels, labels_file, examples, fit) != (None, None, None, None):
+        raise InvalidArgument("with --learn, labels and examples come from its file; leave the others out")
+    if plot is not None:
+        if measure is None:
+            raise InvalidArgument("--plot draws what --measure finds; give both")
+        documents.check_plot(plot)
+    wanted = {} if learn is not None else _labels(labels, labels_file)
     if calibrate not in {"content-free", "off"}:
         raise InvalidArgument(f"--calibrate must be content-free or off, got {calibrate!r}")
     shown = _pairs(examples) if examples is not None else []
     fitted = _pairs(fit) if fit is not None else []
-    _, text = documents.read(file)
+    taught = _pairs(learn) if learn is not None else []
+    known = _pairs(measure) if measure is not None else []
+    text = "" if known else documents.read(file)[1]
     texts = [line.strip() for line in text.splitlines() if line.strip()] if lines else [text]
-    from pippin.kits.text import TextTasks
+    if taught:
+        from pippin.kits.text import LearnedClassifier
+        from pippin.language.encoder import load_encoder
 
-    language_model = options.load(model, device, dtype)
-    classifier = TextTasks(language_model).classifier(wanted, about=about, examples=shown, calibrate=calibrate)  # type: ignore[arg-type]
-    if fitted:
-        classifier.fit(fitted)
+        encoder = load_encoder(device=device)
+        classifier: Classifier | LearnedClassifier = LearnedClassifier(taught, encoder)
+        name = encoder.name
+    else:
+        from pippin.kits.text import TextTasks
+
+        loaded = options.load(model, device, dtype)
+        classifier = TextTasks(loaded).classifier(wanted, about=about, examples=shown, calibrate=calibrate)  # type: ignore[arg-type]
+        name = loaded.name
+        if fitted:
+            classifier.fit(fitted)
+    if known:
+        _tell(classifier.measure(known), as_json, plot)
+        return
+    _write(name, texts, classifier, lines, as_json)
+
+
+def _tell(measured: ClassPredictions, as_json: bool, plot: Path | None) -> None:
+    """How far the probabilities hold, and a picture of it."""
+    report = measured.report()
+    if plot is not None:
+        measured.plot(plot)
+    if as_json:
+        terminal.write(report.to_json() + "\n")
+    else:
+        report.print()
+
+
+def _write(name: str, texts: list[str], classifier: Classifier | LearnedClassifier, lines: bool, as_json: bool) -> None:
+    """The labels of the texts, as they are found."""
     found = []
     with progress.bar(len(texts), "classifying", unit="texts", show=len(texts) > 1) as bar:
         for one in texts:
@@ -65,7 +110,7 @@ def classify(
             bar.advance(1)
     if as_json:
         records = [_record(one, result) for one, result in zip(texts, found, strict=True)]
-        terminal.write(terminal.to_json({"model": language_model.name, "results": records}) + "\n")
+        terminal.write(terminal.to_json({"model": name, "results": records}) + "\n")
     elif lines:
         for one, result in zip(texts, found, strict=True):
             terminal.write(f"{result.label}\t{result.probability:.3f}\t{one}\n")

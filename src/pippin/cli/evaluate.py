@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pippin.cli import documents, options, terminal
+from pippin.cli.evaluate_annotators import annotators
 from pippin.cli.evaluate_calibration import calibration
 from pippin.cli.evaluate_composition import composition
 from pippin.cli.evaluate_images import images
+from pippin.cli.evaluate_panel import panel
 from pippin.core.catalogue import DEFAULT_MODEL
 
 if TYPE_CHECKING:
@@ -23,9 +25,11 @@ if TYPE_CHECKING:
     from pippin.session.guardrails import Guardrails
 
 app = typer.Typer(no_args_is_help=True, help="Evaluate models and guardrails.")
+app.command()(annotators)
 app.command()(calibration)
 app.command()(composition)
 app.command()(images)
+app.command()(panel)
 
 _PROMPTS = "Prompts"
 _JUDGES = "Judges"

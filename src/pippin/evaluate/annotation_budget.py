@@ -140,11 +140,13 @@ class BudgetReport:
         """
         if not (0 < share < 1 and 0 <= margin < 1):
             raise InvalidArgument(f"share is {share} and margin {margin}; give a share between 0 and 1")
-        if len(self.sizes) < 3:
-            raise InvalidArgument(f"{len(self.sizes)} numbers of votes were tried; saturation needs 3 or more")
-        low, high = self.values(metric, self.sizes[0]), self.values(metric, self.sizes[-1])
+        # a single vote has no entropy to compare: the gain begins where the metric is defined
+        sizes = [size for size in self.sizes if not any(map(math.isnan, self.values(metric, size)))]
+        if len(sizes) < 3:
+            raise InvalidArgument(f"{metric} is known for {len(sizes)} numbers of votes; saturation needs 3 or more")
+        low, high = self.values(metric, sizes[0]), self.values(metric, sizes[-1])
         gains = [b - a for a, b in zip(low, high, strict=True)]
-        if min(gains) < 0 < max(gains) or not all(gains) or any(map(math.isnan, gains)):
+        if min(gains) < 0 < max(gains) or not all(gains):
             warnings.warn(
                 f"{metric}: the most votes do not gain on every seed ({', '.join(f'{g:.3g}' for g in gains)}), so "
                 "shares of the gain say little",
@@ -156,38 +158,39 @@ class BudgetReport:
                 (value - a) / gain if gain else math.nan
                 for value, a, gain in zip(self.values(metric, size), low, gains, strict=True)
             )
-            for size in self.sizes
+            for size in sizes
         }
         reached = None
-        for size in self.sizes[:-1]:
+        for size in sizes[:-1]:
             if statistics.fmean(shares[size]) >= share and interval(shares[size])[1] >= 1 - margin:
                 reached = size
                 break
         return Saturation(metric, share, reached, shares)
 
     def report(self, metrics: Sequence[str] = ("kl", "entropy_r", "accuracy")) -> Report:
-        """The means over seeds, with their spread."""
+        """The means over seeds, with their spread; what is undefined is left out."""
         rows = []
         for metric in metrics:
-            for size in self.sizes:
-                rows.append(_as_row(f"{metric}, {size} votes", self.values(metric, size)))
+            rows += [_as_row(f"{metric}, {size} votes", self.values(metric, size)) for size in self.sizes]
             rows += [_as_row(f"{metric}, {target}", self.values(metric, target=target)) for target in self.targets]
-        return Report(self.title, rows)
+        return Report(self.title, [row for row in rows if math.isfinite(row.value)])
 
     def to_dict(self) -> dict[str, Any]:
         """All figures, and where each metric saturates; what is undefined is None."""
         found: dict[str, Any] = {"title": self.title, "saturation": {}}
         found["figures"] = [asdict(f) | {"value": f.value if math.isfinite(f.value) else None} for f in self.figures]
-        if len(self.sizes) >= 3:
+        for metric in self.metrics:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", InferenceAtRisk)
-                for metric in self.metrics:
-                    saturation = self.saturation(metric)
-                    shares = {
-                        str(size): [s if math.isfinite(s) else None for s in each]
-                        for size, each in saturation.shares.items()
-                    }
-                    found["saturation"][metric] = {"size": saturation.size, "shares": shares}
+                try:
+                    settled = self.saturation(metric)
+                except InvalidArgument:  # too few numbers of votes
+                    continue
+            shares = {
+                str(size): [share if math.isfinite(share) else None for share in each]
+                for size, each in settled.shares.items()
+            }
+            found["saturation"][metric] = {"size": settled.size, "shares": shares}
         return found
 
     def to_json(self) -> str:
@@ -251,6 +254,8 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _as_row(name: str, values: Sequence[float]) -> Row:
+    if not all(map(math.isfinite, values)):
+        return Row(name, math.nan)
     return Row(name, statistics.fmean(values), "", statistics.stdev(values) if len(values) > 1 else None)
 
 

@@ -200,7 +200,7 @@ def encode(
         name = judges[judge] if judges else str(judge)
         raise InvalidInput(
             f"judge {name!r} gives the unknown label {_shown(table[item, judge])} on {where(int(item))}; known: "
-            f"{listed(known)}. Correct it, or declare all labels"
+            f"{listed(known)}. Correct it, declare all labels, or leave the column out"
         )
     coded = None if right is None else _numbered(right[:, None], known)[:, 0]
     if coded is not None and (coded == -2).any():

@@ -8,6 +8,7 @@ Notable here:
 from pippin.kits.text.calibration import Calibration, expected_calibration_error
 from pippin.kits.text.classify import Classification, Classifier
 from pippin.kits.text.edits import Edit, Revision, apply, compare
+from pippin.kits.text.learned import LearnedClassifier
 from pippin.kits.text.proofread import Margins
 from pippin.kits.text.rewrite import Rewriting
 from pippin.kits.text.spans import Range, protected_ranges, sentences
@@ -23,6 +24,7 @@ __all__ = [
     "Edit",
     "Emotion",
     "Entity",
+    "LearnedClassifier",
     "Margins",
     "Passage",
     "Range",

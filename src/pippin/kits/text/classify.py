@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from jaxtyping import Float
@@ -20,6 +20,9 @@ from pippin.kits.text.calibration import Calibration
 from pippin.kits.text.desk import Desk, Preset
 from pippin.kits.text.spans import check_text
 from pippin.session.transcript import Prompt
+
+if TYPE_CHECKING:
+    from pippin.evaluate.calibration import ClassPredictions
 
 # Texts that say nothing, as the paper has them; their probabilities are averaged.
 CONTENT_FREE = ("N/A", "[MASK]", "")
@@ -139,6 +142,20 @@ class Classifier:
             self.scores([text for text, _ in pairs]), targets, bias=bias, ridge=ridge
         )
         return self.calibration
+
+    def measure(self, examples: Iterable[tuple[str, str]]) -> ClassPredictions:
+        """How far its probabilities can be believed, on labelled texts that it was neither shown nor fitted to.
+
+        Returns:
+            Its probabilities and what was right; `report()` gives calibration error, likelihood and selective risk,
+            `plot(path)` draws them.
+
+        Raises:
+            InvalidArgument: no examples, or one with another label.
+        """
+        from pippin.kits.text.learned import measured
+
+        return measured(self.classify_all, self.labels, examples)
 
     def _scores(self, texts: Sequence[str]) -> Float[np.ndarray, "texts labels"]:
         room = self.desk.room(self.preset, 0)

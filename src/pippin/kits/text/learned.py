@@ -1,9 +1,9 @@
 r"""A classifier of texts learnt from labelled examples: a linear layer over sentence vectors, with its uncertainty.
 
 Notable here:
-- few examples leave many layers possible: their posterior is integrated over, so that few examples mean less certainty
-- the strength of the prior is that of the highest evidence, so no examples are spent on choosing it
-- the temperature comes from examples that the layer did not see, in turn: every one is used to fit and to calibrate
+- few examples leave many layers possible: their posterior is integrated over, and says how foreign a text is
+- prior and temperature are those under which examples are likeliest that the layer did not see; every example is left
+  out once, so that each is used to learn and to calibrate
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from pippin.bayes.laplace import Laplace
-from pippin.bayes.metrics import entropy
+from pippin.bayes.metrics import entropy, nll
 from pippin.bayes.temperature import BOUNDS, fit_temperature, log_probs, tempered
 from pippin.core.errors import CorruptedFile, InferenceAtRisk, InvalidArgument
 from pippin.core.files import atomic_write
@@ -31,11 +31,9 @@ if TYPE_CHECKING:
     from pippin.evaluate.calibration import ClassPredictions
     from pippin.language.encoder import TextEncoder
 
-PRECISIONS: Final = tuple(10.0 ** (power / 2) for power in range(-6, 5))
-"""Prior precisions that are compared, from 0.001 to 100."""
+PRECISIONS: Final = tuple(10.0 ** (power / 2) for power in range(-6, 2))
+"""Prior precisions that are compared, from 0.001 to 3; the vectors have length 1."""
 FOLDS: Final = 5
-FULL: Final = 2_000
-"""Most weights of a layer whose posterior keeps all correlations; a larger one has Kronecker factors."""
 _FILES: Final = ("learned.json", "learned.safetensors")
 
 
@@ -57,8 +55,7 @@ class LearnedClassifier:
     Warns:
         InferenceAtRisk: every example left out was labelled right, so the temperature is left at 1.
 
-    Source: MacKay 1992, "The evidence framework applied to classification networks"; Daxberger et al. 2021,
-    arXiv:2106.14806; Guo et al. 2017, arXiv:1706.04599 (temperature).
+    Source: Daxberger et al. 2021, arXiv:2106.14806 (posterior); Guo et al. 2017, arXiv:1706.04599 (temperature).
     """
 
     def __init__(self, examples: Iterable[tuple[str, str]], encoder: TextEncoder | None = None) -> None:
@@ -75,28 +72,27 @@ class LearnedClassifier:
         self.labels = tuple(sorted(counts))
         x = self.encoder.embed([text for text, _ in pairs]).double()
         y = torch.tensor([self.labels.index(label) for _, label in pairs])
-        fits = [_fit(x, y, len(self.labels), precision) for precision in PRECISIONS]
-        self.posterior = max(fits, key=lambda one: float(one.log_marginal_likelihood()))
-        self.temperature = self._left_out_temperature(x, y, float(self.posterior.prior_precision))
+        tried = [(precision, *self._left_out(x, y, precision)) for precision in PRECISIONS]
+        precision, self.temperature, _ = min(tried, key=lambda one: one[2])
+        if self.temperature == 1.0:
+            warnings.warn(
+                f"all {len(y)} examples, each left out once, were labelled right (or none was), so they say nothing "
+                "about how sure to be; give more examples, hard ones among them",
+                InferenceAtRisk,
+                stacklevel=2,
+            )
+        self.posterior = _fit(x, y, len(self.labels), precision)
 
-    def _left_out_temperature(self, x: Float[Tensor, "n width"], y: Int[Tensor, " n"], precision: float) -> float:
-        left_out, targets = [], []
+    def _left_out(self, x: Float[Tensor, "n width"], y: Int[Tensor, " n"], precision: float) -> tuple[float, float]:
+        """The temperature for examples that are left out in turn, 1 where none is best, and their loss under it."""
+        probs = torch.zeros(len(y), len(self.labels), dtype=x.dtype)
         for part in _folds(y):
             kept = torch.ones(len(y), dtype=torch.bool)
             kept[part] = False
-            fitted = _fit(x[kept], y[kept], len(self.labels), precision)
-            left_out.append(_probs(fitted, x[part]))
-            targets.append(y[part])
-        found = fit_temperature(log_probs(torch.cat(left_out)), torch.cat(targets))
-        if BOUNDS[0] * 1.01 < found < BOUNDS[1] / 1.01:
-            return found
-        warnings.warn(
-            f"all {len(y)} examples, each left out once, were labelled right (or none was), so they say nothing about "
-            "how sure to be; give more examples, hard ones among them",
-            InferenceAtRisk,
-            stacklevel=3,
-        )
-        return 1.0
+            probs[part] = _probs(_fit(x[kept], y[kept], len(self.labels), precision), x[part])
+        found = fit_temperature(log_probs(probs), y)
+        temperature = found if BOUNDS[0] * 1.01 < found < BOUNDS[1] / 1.01 else 1.0
+        return temperature, nll((log_probs(probs) / temperature).softmax(-1), y)
 
     def classify(self, text: str) -> Classification:
         """The probabilities of the labels for a text; ``scores`` are the layer's logits.
@@ -119,11 +115,11 @@ class LearnedClassifier:
         return found
 
     def foreignness(self, texts: Sequence[str]) -> Float[Tensor, " texts"]:
-        """How little the examples say of each text: the entropy of its probabilities before the temperature, in nats."""
+        """How little the examples say of each text: entropy of its probabilities before the temperature, in nats."""
         return entropy(_probs(self.posterior, self._vectors(texts)))
 
     def measure(self, examples: Iterable[tuple[str, str]]) -> ClassPredictions:
-        """Its probabilities for labelled texts that it was not learnt from; `report()` and `plot(path)` say their worth.
+        """Its probabilities for labelled texts that it was not learnt from, with `report()` and `plot(path)`.
 
         Raises:
             InvalidArgument: no examples, or one with another label.
@@ -220,13 +216,12 @@ def _fit(x: Float[Tensor, "n width"], y: Int[Tensor, " n"], labels: int, precisi
         optimiser.zero_grad()
         squares = layer.weight.square().sum() + layer.bias.square().sum()
         total = nn.functional.cross_entropy(layer(x), y, reduction="sum") + 0.5 * precision * squares
-        total.backward()  # type: ignore[no-untyped-call]
+        total.backward()
         return total
 
     with torch.enable_grad():
-        optimiser.step(loss)  # type: ignore[no-untyped-call]
-    structure = "full" if (x.shape[1] + 1) * labels <= FULL else "kron"
-    return Laplace(layer, "classification", "all", structure, prior_precision=precision).fit([(x, y)])
+        optimiser.step(loss)
+    return Laplace(layer, "classification", "all", prior_precision=precision).fit([(x, y)])
 
 
 def _folds(y: Int[Tensor, " n"]) -> list[Int[Tensor, " part"]]:
