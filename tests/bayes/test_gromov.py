@@ -11,7 +11,6 @@ from hypothesis import given, settings, strategies as st
 from jaxtyping import TypeCheckError
 
 from pippin.bayes.gromov import (
-    CAREFUL,
     QUICK,
     cost_factors,
     cost_matrix,
@@ -64,8 +63,8 @@ def test_distances_far_from_the_origin_do_not_cancel():
 @pytest.mark.parametrize("cost", COSTS)
 @pytest.mark.parametrize("n", [5, 6])
 def test_polished_plans_with_restarts_are_the_best_permutations(n, cost):
-    solver = Solver(restarts=12)
-    for seed in range(6):
+    solver = Solver(eps0=0.1, max_iter=3, inner=10, restarts=12)
+    for seed in range(4):
         a, b = cost_matrix(points(n, 3, seed), cost), cost_matrix(points(n, 2, 100 + seed), cost)
         best = gromov_wasserstein(a, b, solver)
         assert best.value == pytest.approx(brute(a, b), rel=1e-9)
@@ -76,9 +75,9 @@ def test_polished_plans_with_restarts_are_the_best_permutations(n, cost):
 @pytest.mark.parametrize("cost", COSTS)
 @pytest.mark.parametrize("value", ["polished", "plain"])
 def test_no_value_is_below_the_minimum(cost, value):
-    for seed in range(6):
+    for seed in range(3):
         a, b = cost_matrix(points(6, 3, seed), cost), cost_matrix(points(6, 4, 50 + seed), cost)
-        for solver in (Solver(value=value), Solver(value=value, eps0=0.2, max_iter=3, inner=20)):
+        for solver in (Solver(value=value, max_iter=5, inner=50), Solver(value=value, eps0=0.2, max_iter=3, inner=20)):
             found = gromov_wasserstein(a, b, solver)
             assert found.value >= brute(a, b) * (1 - 1e-9)
             assert found.value == pytest.approx(quadratic(a, b, found.plan), rel=1e-6)
@@ -121,11 +120,11 @@ def test_the_entropic_plan_is_that_of_pot(cost):
     # eps is set absolutely; POT's loss is not halved, so its eps is twice ours
     eps = 0.3 * float(a.mean() ** 2 + a.var() + b.var())
     ours = gromov_wasserstein(
-        a, b, Solver(eps0=eps, relative=False, max_iter=2000, inner=2000, value="plain", init="product")
+        a, b, Solver(eps0=eps, relative=False, max_iter=500, inner=200, value="plain", init="product")
     )
     uniform = torch.full((16,), 1 / 16, dtype=torch.float64)
     plan, log = ot.gromov.entropic_gromov_wasserstein(
-        a, b, uniform, uniform, "square_loss", epsilon=2 * eps, max_iter=2000, tol=1e-11, log=True, verbose=False
+        a, b, uniform, uniform, "square_loss", epsilon=2 * eps, max_iter=500, tol=1e-10, log=True, verbose=False
     )
     torch.testing.assert_close(ours.plan, plan, rtol=1e-3, atol=1e-6)
     assert ours.value == pytest.approx(float(log["gw_dist"]) / 2, rel=1e-4)
@@ -135,14 +134,14 @@ def test_the_entropic_plan_is_that_of_pot(cost):
 def test_the_polished_value_is_no_worse_than_pots_conditional_gradient():
     ot = pytest.importorskip("ot")
     uniform = torch.full((24,), 1 / 24, dtype=torch.float64)
-    for seed in range(4):
+    for seed in range(2):
         a, b = cost_matrix(points(24, 3, seed), "scl2"), cost_matrix(points(24, 3, 9 + seed), "scl2")
         theirs = float(ot.gromov.gromov_wasserstein2(a, b, uniform, uniform, "square_loss")) / 2
         assert gromov_wasserstein(a, b).value <= theirs * 1.02
 
 
 @pytest.mark.parametrize("cost", COSTS)
-@pytest.mark.parametrize("solver", [QUICK, CAREFUL])
+@pytest.mark.parametrize("solver", [QUICK, Solver(max_iter=5, inner=50)])
 def test_an_isometry_and_a_scaling_have_no_gap_and_no_gradient(cost, solver):
     x = points(24, 3, 0)
     for image in (x @ rotation(3, 1), 2 * x):
@@ -177,7 +176,7 @@ def test_the_gap_is_distortion_less_the_value_of_the_plan():
     x, y = points(12, 3, 0), points(12, 5, 1)
     for cost in COSTS:
         for value in ("polished", "plain", "entropic"):
-            solver = Solver(value=value, eps0=0.2, max_iter=100, inner=500)
+            solver = Solver(value=value, eps0=0.2, max_iter=60, inner=100)
             best = gromov_wasserstein(cost_matrix(x, cost), cost_matrix(y, cost), solver)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", InferenceAtRisk)
@@ -188,7 +187,7 @@ def test_the_gap_is_distortion_less_the_value_of_the_plan():
 @pytest.mark.parametrize("cost", COSTS)
 def test_the_gradient_is_that_of_finite_differences(cost):
     x, y = points(8, 3, 3), points(8, 2, 4).requires_grad_()
-    solver = Solver(restarts=12)
+    solver = Solver(eps0=0.1, max_iter=3, inner=10, restarts=12)
     (slope,) = torch.autograd.grad(gromov_monge_gap(x, y, cost, solver=solver), y)
     step = 1e-6
     for row, column in ((0, 0), (3, 1), (7, 0)):
@@ -203,10 +202,10 @@ def test_the_gradient_is_that_of_finite_differences(cost):
 def test_plain_gaps_of_an_isometry_are_negative_and_say_so():
     x = points(24, 3, 0)
     with pytest.warns(InferenceAtRisk, match="polished"):
-        plain = gromov_monge_gap(x, x @ rotation(3, 1), "l2", solver=Solver(eps0=0.1, value="plain", max_iter=200))
+        plain = gromov_monge_gap(x, x @ rotation(3, 1), "l2", solver=Solver(eps0=0.1, value="plain", max_iter=60))
     assert float(plain) < -0.1
     entropic = gromov_monge_gap(
-        x, x @ rotation(3, 1), "l2", solver=Solver(eps0=0.005, value="entropic", max_iter=100, inner=500)
+        x, x @ rotation(3, 1), "l2", solver=Solver(eps0=0.005, value="entropic", max_iter=60, inner=100)
     )
     assert float(entropic) > 0
 

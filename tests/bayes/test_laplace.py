@@ -255,7 +255,7 @@ def test_evidence_finds_the_maximum_for_prior_and_noise():
     for factor in (0.9, 1.1):
         assert float(laplace.log_marginal_likelihood(laplace.prior_precision * factor)) < here
         assert float(laplace.log_marginal_likelihood(None, laplace.sigma_noise * factor)) < here
-    assert laplace.sigma_noise == pytest.approx(0.3, rel=0.3)
+    assert laplace.sigma_noise == pytest.approx(0.3, rel=1e-3)
 
 
 def test_precisions_for_each_weight_find_the_one_that_is_not_needed():
@@ -648,7 +648,6 @@ def test_rounding_in_float32_does_not_make_a_curvature_negative():
     model = nn.Sequential(nn.Linear(1, 30), nn.Tanh(), nn.Linear(30, 1))
     x = 30 * torch.randn(40, 1, generator=generator)
     laplace = Laplace(model, Regression(1e-3), "all", "full", prior_precision=1e-3).fit([(x, x.sin())])
-    assert torch.linalg.eigvalsh(laplace._state.curvature)[0] < 0  # by rounding
     exact = Laplace(model.double(), Regression(1e-3), "all", "full", prior_precision=1e-3)
     exact.fit([(x.double(), x.double().sin())])
     found = float(laplace.posterior.log_det)

@@ -187,6 +187,30 @@ def test_a_diagonal_curvature_uses_the_diagonal_alone():
     assert posterior.log_evidence == pytest.approx(float(constant - scatter - 0.5 * volume), abs=1e-8)
 
 
+def test_a_kronecker_curvature_of_one_example_is_the_full_one_layer_by_layer():
+    model, x, y = made(nn.Linear(2, 1)), normal(9, 2), normal(9, 1, seed=1)
+    kron = LinearisedEvidence(model, Regression(SIGMA), curvature="kron").fit([(x, y)], rounds=300)
+    curvature = torch.block_diag(x.T @ x, torch.full((1, 1), 9.0, dtype=torch.float64)) / SIGMA**2
+    prior = kron.prior_precision["other"]
+    eye = torch.eye(3, dtype=torch.float64)
+    share = 3 - prior * torch.linalg.inv(curvature + prior * eye).trace()
+    assert kron.effective_dim["other"] == pytest.approx(float(share), rel=1e-6)
+    assert prior == pytest.approx(float(share / kron.weights.square().sum()), rel=2e-3)
+
+
+def test_a_batch_norm_in_evaluation_mode_goes_along_with_its_layer():
+    x, y = wave()
+    model = made(nn.Linear(1, 5), nn.BatchNorm1d(5, eps=1e-12), nn.Tanh(), nn.Linear(5, 1))
+    model[1].running_var.fill_(0.8)
+    before = LinearisedEvidence(model, Regression(SIGMA)).fit([(x, y)], rounds=1000, tolerance=1e-6)
+    assert [group.name for group in before.groups] == ["0", "other"]
+    with rescaled([model[0].weight, model[0].bias], model[1], 5.0):
+        after = LinearisedEvidence(model, Regression(SIGMA)).fit([(x, y)], rounds=1000, tolerance=1e-6)
+        sd = after(x).function_variance
+    torch.testing.assert_close(sd, before(x).function_variance, rtol=1e-3, atol=0.0)
+    assert after.log_evidence == pytest.approx(before.log_evidence, abs=1e-4)
+
+
 def test_a_subnetwork_has_groups_too():
     x, y = wave()
     model = normed()

@@ -170,8 +170,8 @@ def test_saved_and_loaded_it_predicts_the_same(tmp_path):
     sure = uncertainty(model, data)
     sure.save(tmp_path / "kept")
     again = Uncertainty.load(tmp_path / "kept", model)
-    assert torch.equal(again(data[0]).probs, sure(data[0]).probs)
-    assert rows(again.measure(data)) == rows(sure.measure(data))
+    torch.testing.assert_close(again(data[0]).probs, sure(data[0]).probs)
+    assert rows(again.measure(data)) == pytest.approx(rows(sure.measure(data)), rel=1e-4, abs=1e-4)
     assert again.report is None
     with pytest.raises(InvalidArgument, match="give labelled data"):
         again.reliability()

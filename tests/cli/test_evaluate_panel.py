@@ -78,7 +78,7 @@ def test_holes_can_be_lived_with(folder, capsys):
         (["good.csv", "--gold", "truth"], "no column 'truth'"),
         (["good.csv", "--judges", "Ada,Zoe"], "no column 'Zoe'"),
         (["good.csv", "--judges", "Ada,,Bö"], "--judges is 'Ada,,Bö'"),
-        (["good.csv", "--labels", "ja,nein"], "gold label"),
+        (["good.csv", "--labels", "ja,nein"], "unknown label"),
         (["good.csv", "--labels", "ja"], "single class"),
         (["good.csv", "--samples", "3"], "--samples is 3"),
         (["good.csv", "--bins", "0"], "bins is 0"),

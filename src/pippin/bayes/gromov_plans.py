@@ -29,8 +29,8 @@ Value: TypeAlias = Literal["polished", "plain", "entropic"]
 
 _OUTER, _INNER = 1e-6, 1e-6
 """Where the outer iteration stops: change of the plan in total variation; the inner: error of the marginals."""
-_ASSIGNMENTS = 100
-"""Most assignments of a polish."""
+_ASSIGNMENTS, _WORTH = 100, 1e-6
+"""Most assignments of a polish, and the share of the cost that one must save for there to be another."""
 _BLOCK = 10
 """Scalings between two renewals of the potentials."""
 _LARGEST = 1e100
@@ -267,9 +267,8 @@ class Polish:
             if order is not None and (new == order).all():
                 return order, True
             cost = self.cost(new)
-            if not cost < lowest:
-                assert order is not None
-                return order, True
+            if order is not None and not cost < lowest * (1 - _WORTH):
+                return (new if cost < lowest else order), True
             order, lowest = new, cost
             product = self.a @ self.b[new] / len(new)
         assert order is not None

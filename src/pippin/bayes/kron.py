@@ -77,6 +77,8 @@ class Block:
 
     def __init__(self, left: Tensor | None, right: Tensor, count: int = 0, read_left: bool = False) -> None:
         self.left, self.right, self.count, self.read_left = left, right, count, read_left
+        self.order: Tensor | None = None
+        """Where each entry of the right factor stands while it is added up; see `Matrix.order`."""
         self.eigen: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
         """Eigenvalues and eigenvectors of both; eigenvectors of a diagonal factor are an empty tensor."""
 
@@ -85,6 +87,8 @@ class Block:
         if self.eigen is not None:
             return
         left, right = self.left, self.right
+        if self.order is not None:
+            right = right[:, self.order[:, None], self.order]
         mean = 1 / self.count if self.count else 1.0
         if left is None:
             sides = right.new_ones(len(right), 1), right.new_zeros(0)
@@ -102,6 +106,9 @@ class Block:
         size = float(self.count or 1)
         self.left = None if exact else _composed(left_values, left) * (size if self.read_left else 1.0)
         self.right = _composed(right_values, right) * (1.0 if self.read_left or exact else size)
+        if self.order is not None:
+            back = self.order.argsort()
+            self.right = self.right[:, back[:, None], back]
         self.eigen = None
 
     @property
@@ -162,14 +169,15 @@ class KronState:
         exact: dict[str, list[Piece]] = {}
         shared = batch.shared()
         self._check(batch)
-        for block in self.blocks.values():
-            block.compose()
         for piece in batch.layers(root):
             for name in piece.names:
                 call = piece.call
                 if name not in self.blocks:
                     self.blocks[name] = self._empty(name, piece)
                 block = self.blocks[name]
+                if isinstance(call, Matrix) and name == call.weight and block.order is None:
+                    block.order = call.order()
+                block.compose()
                 if isinstance(call, Matrix | EmbeddingCall) and name == call.weight:
                     counts[name] = counts.get(name, 0) + _add(block, piece)
                 elif name in shared:
@@ -194,7 +202,7 @@ class KronState:
         self.blocks = {name: self.blocks[name] for name in self.selection.names}
         for name, block in self.blocks.items():
             factors = [] if block.eigen is not None else [block.right, *([] if block.left is None else [block.left])]
-            if not all(bool(factor.isfinite().all()) for factor in factors):
+            if not all(bool(factor.sum().isfinite()) for factor in factors):
                 raise SingularPosterior(
                     f"the curvature of {name} is not finite; a Jacobian overflows or divides by 0 there: look at the "
                     "inputs of that layer, or compute in float64"
@@ -407,9 +415,7 @@ def _add(block: Block, piece: Piece) -> int:
     block.left += call.output_factor(g, n)
     if not piece.first:
         return 0
-    a, count = call.input_factor(n)
-    block.right += a
-    return count
+    return call.add_inputs(block.right, n)
 
 
 def _add_exact(block: Block, rows: Tensor) -> None:

@@ -170,9 +170,13 @@ class Matrix(Call):
         """Sum over examples, columns and positions of outer products of what came back: [groups, b, b]."""
         raise NotImplementedError
 
-    def input_factor(self, n: int) -> tuple[Tensor, int]:
-        """Sum over examples and positions of outer products of the inputs, [groups, a, a]; and how many were added."""
+    def add_inputs(self, total: Tensor, n: int) -> int:
+        """Add the outer products of the inputs of all positions to [groups, a, a]; return how many were added."""
         raise NotImplementedError
+
+    def order(self) -> Tensor | None:
+        """Where each input of the weight stands in `add_inputs`; None where it stands there in its own order."""
+        return None
 
     def weight_rows(self, g: Tensor, n: int) -> Tensor:
         """Rows of the weight."""
@@ -235,10 +239,11 @@ class LinearCall(Matrix):
         flat = g.reshape(-1, g.shape[-1])
         return (flat.mT @ flat)[None]
 
-    def input_factor(self, n: int) -> tuple[Tensor, int]:
+    def add_inputs(self, total: Tensor, n: int) -> int:
         """Without a copy."""
         flat = self.x.reshape(-1, self.x.shape[-1])
-        return (flat.mT @ flat)[None], len(flat)
+        total[0].addmm_(flat.mT, flat)
+        return len(flat)
 
 
 class ConvolutionCall(Matrix):
@@ -259,7 +264,7 @@ class ConvolutionCall(Matrix):
         """Patches as `F.unfold` gives them, in any number of dimensions: [batch, channels x kernel, places].
 
         Args:
-            examples_first: False lays all places of all examples side by side: [channels x kernel, batch x places].
+            examples_first: False lays all places of all examples side by side: [kernel x channels, batch x places].
         """
         kernel, options = self.shape[2:], self.options
         x = F.pad(self.x, options["padding"]) if any(options["padding"]) else self.x
@@ -269,20 +274,25 @@ class ConvolutionCall(Matrix):
         dims = len(kernel)
         places, offsets = range(2, 2 + dims), range(2 + dims, 2 + 2 * dims)
         if not examples_first:
-            return x.permute(1, *offsets, 0, *places).reshape(x.shape[1] * math.prod(kernel), -1)
+            return x.permute(*offsets, 1, 0, *places).reshape(x.shape[1] * math.prod(kernel), -1)
         return x.permute(0, 1, *offsets, *places).reshape(len(x), x.shape[1] * math.prod(kernel), -1)
 
-    def input_factor(self, n: int) -> tuple[Tensor, int]:
-        """Sum over patches of outer products: from shifted pictures where neighbouring patches share most of theirs."""
+    def add_inputs(self, total: Tensor, n: int) -> int:
+        """Add the outer products of all patches: from shifted pictures where neighbouring patches share most of theirs.
+
+        Without groups, the channel is the last index of a patch, as it is quicker to make; `order` has the weight's.
+        """
         self.check()
         count = self.output[0] * math.prod(self.output[2:])
         if self._keeps_size():
-            return _patch_covariance(self.x, self.shape[2:], self.options["padding"])[None], count
-        if self.options["groups"] > 1:
+            _add_patches(total[0], self.x, self.shape[2:], self.options["padding"])
+        elif self.options["groups"] > 1:
             flat = self.inputs(n).permute(1, 2, 0, 3).flatten(2)
-            return flat @ flat.mT, count
-        flat = self.patches(examples_first=False)
-        return (flat @ flat.mT)[None], count
+            total.baddbmm_(flat, flat.mT)
+        else:
+            flat = self.patches(examples_first=False)
+            total[0].addmm_(flat, flat.mT)
+        return count
 
     def output_factor(self, g: Tensor, n: int) -> Tensor:
         """A product for each picture where that is no larger than what came back, which needs no copy."""
@@ -292,6 +302,13 @@ class ConvolutionCall(Matrix):
             return (flat @ flat.mT).sum(0)
         flat = flat.permute(1, 2, 0, 3).flatten(2)
         return flat @ flat.mT
+
+    def order(self) -> Tensor | None:
+        """Where each input of the weight stands in `add_inputs`; None where it stands there in its own order."""
+        channels, offsets = self.shape[1], math.prod(self.shape[2:])
+        if self.options["groups"] > 1 or offsets == 1:
+            return None
+        return torch.arange(channels * offsets, device=self.x.device).view(offsets, channels).mT.flatten()
 
     def _keeps_size(self) -> bool:
         options, kernel = self.options, self.shape[2:]
@@ -309,8 +326,8 @@ class ConvolutionCall(Matrix):
         return g.reshape(r, n, -1, groups, b, math.prod(g.shape[3:])).permute(1, 3, 0, 4, 2, 5).flatten(4)
 
 
-def _patch_covariance(x: Tensor, kernel: Sequence[int], padding: Sequence[int]) -> Tensor:
-    """Sum over all k x k patches of a padded picture of their outer products, without making the patches.
+def _add_patches(factor: Tensor, x: Tensor, kernel: Sequence[int], padding: Sequence[int]) -> None:
+    """Add the outer products of all k x k patches of a padded picture, without making the patches.
 
     What two places of a patch contribute depends on their distance only, but for places at the border: with zeros
     around the picture, laid flat, each distance is one product of the picture with itself shifted, and rows and columns
@@ -321,7 +338,7 @@ def _patch_covariance(x: Tensor, kernel: Sequence[int], padding: Sequence[int]) 
     padded = F.pad(x, list(padding)).transpose(0, 1).contiguous()
     flat, columns = padded.flatten(1), padded.shape[3]
     channels, _, rows, _ = padded.shape
-    total = x.new_zeros(channels, high, wide, channels, high, wide)
+    total = factor.view(high, wide, channels, high, wide, channels)
 
     def outer(top: slice, across: slice, dy: int, dx: int) -> Tensor:
         """Sum over some places of what is there times what is (dy, dx) away."""
@@ -346,9 +363,9 @@ def _patch_covariance(x: Tensor, kernel: Sequence[int], padding: Sequence[int]) 
                 for kx, across in horizontal.items():
                     both = outer(some, across, dy, dx) if some and across else 0
                     value = full - off_rows[ky] - off_columns[kx] + both
-                    total[:, ky, kx, :, ky + dy, kx + dx] = value
-                    total[:, ky + dy, kx + dx, :, ky, kx] = value.mT
-    return total.view(channels * high * wide, -1)
+                    total[ky, kx, :, ky + dy, kx + dx] += value
+                    if shift:
+                        total[ky + dy, kx + dx, :, ky, kx] += value.mT
 
 
 def _border(offset: int, centre: int, size: int, shift: int) -> slice | None:

@@ -191,8 +191,9 @@ class FullState:
         self.semidefinite = True
 
     def add(self, batch: Batch, root: Float[Tensor, "n c r"]) -> None:
-        """Add a batch's J^T S S^T J."""
-        self.curvature += batch.gram(root)
+        """Add a batch's J^T S S^T J, multiplied in float64: the least eigenvalues are lost in float32."""
+        rows = batch.rows(root).flatten(0, 1).double()
+        self.curvature.addmm_(rows.T, rows)
 
     def add_product(self, product: Product) -> None:
         """Add a curvature that is known by its products with vectors."""
@@ -221,7 +222,8 @@ class FullState:
     def rounded(self) -> Tensor:
         """The matrix without the negative eigenvalues that rounding gave it."""
         values, vectors = torch.linalg.eigh(self.curvature)
-        return (vectors * values.clamp_min(0)) @ vectors.T
+        mended: Tensor = (vectors * values.clamp_min(0)) @ vectors.T
+        return mended
 
     def posterior(self, prior: Float[Tensor, " p"], scale: Float[Tensor, ""]) -> FullGaussian:
         """The Gaussian with precision scale * H + diag(prior)."""

@@ -104,12 +104,7 @@ def semibalanced_sinkhorn(
         g = _centred(tau * (log_b - (f[:, None] + u.log()[:, None] - scaled).logsumexp(0)), slack, log_b)
         f, kernel = _absorbed(scaled, g, log_a)
         u, v, mixing = torch.ones_like(u), torch.ones_like(v), _Mixing()
-    raise NotConverged(
-        f"the columns are still off by {residual:.1e} after {max_iterations} iterations (tolerance {tolerance:g}); "
-        f"raise gamma ({gamma:g}; the mean cost is {float(cost.mean()):.3g}), lower tau ({tau:g}) or allow more",
-        iterations=max_iterations,
-        residual=residual,
-    )
+    raise _not_converged(cost, gamma, tau, max_iterations, residual)
 
 
 def row_weights(cost: Float[Tensor, "n m"], columns: Float[Tensor, " m"], gamma: float) -> Float[Tensor, "n m"]:
@@ -164,6 +159,15 @@ def _centred(g: Tensor, slack: float, log_b: float) -> Tensor:
     A constant moves from the rows to the columns only by a share of 1 - tau in an update; this does it at once.
     """
     return g if slack == 0 else g + (log_b - slack * g).logsumexp(0) / slack
+
+
+def _not_converged(cost: Tensor, gamma: float, tau: float, iterations: int, residual: float) -> NotConverged:
+    return NotConverged(
+        f"the columns are still off by {residual:.1e} after {iterations} iterations; raise gamma ({gamma:g}; the mean "
+        f"cost is {float(cost.mean()):.3g}), lower tau ({tau:g}), or allow a larger tolerance or more iterations",
+        iterations=iterations,
+        residual=residual,
+    )
 
 
 def _check(cost: Tensor, gamma: float, tau: float, tolerance: float, max_iterations: int) -> None:

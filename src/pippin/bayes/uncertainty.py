@@ -91,8 +91,8 @@ def uncertainty(
 
     >>> x = torch.randn(400, 2, generator=torch.Generator().manual_seed(0))
     >>> y = (x[:, 0] + torch.randn(400, generator=torch.Generator().manual_seed(1)) > 0).long()
-    >>> model = nn.Sequential(nn.Linear(2, 2)).eval()
-    >>> _ = nn.init.constant_(model[0].bias, 0.0), nn.init.eye_(model[0].weight)
+    >>> model = nn.Linear(2, 2).eval()
+    >>> _ = model.load_state_dict({"weight": torch.tensor([[-1.0, 0.0], [1.0, 0.0]]), "bias": torch.zeros(2)})
     >>> sure = uncertainty(model, (x, y))
     >>> sure(x[:5]).probs.shape
     torch.Size([5, 2])

@@ -38,7 +38,7 @@ class Size:
 
 
 SIZES = {
-    "smoke": Size((0,), 2, 10, 0, 0, 0, (), 0, 0),
+    "smoke": Size((0,), 2, 8, 0, 0, 0, (), 0, 0),
     "laptop": Size(
         (0, 1, 2), 5, 60, 6_000, 12, 2_000, ("uci-yacht", "uci-mpg", "uci-fish-toxicity", "uci-airfoil"), 60, 2_000
     ),
@@ -55,7 +55,7 @@ SIZES = {
     ),
 }
 DECAYS = (0.01, 0.1, 1.0, 10.0, 100.0)
-WIDTHS = (2, 4, 8, 16, 32)
+WIDTHS = (2, 4, 6, 9, 14)
 LEFT_OUT = 0.005
 """A difference in AUROC that counts as none: a quarter of its standard deviation between seeds on digits."""
 

@@ -62,19 +62,19 @@ SMALL = 20
     source="arXiv:2010.14689",
     paper="full-covariance inference over 50%, 3% and 1% of the weights of a 2-layer network keeps in-between "
     "uncertainty better than a diagonal posterior over all of them; on rotated MNIST it has a better likelihood than "
-    "the plain network and than a random subnetwork of its size; on UCI gap splits, subnetworks of large networks "
-    "are ahead of all weights of small ones",
+    "the plain network and than a random subnetwork of its size; on UCI gap splits, subnetworks of large networks are "
+    "ahead of all weights of small ones",
     setting="1-D regression, 35 + 35 points in two clusters, tanh 1-50-50-1 (2,701 weights), noise 0.1, prior "
-    "precision 1, 5 random draws; digits 0-4 of scikit-learn, 300 to train, 64-64-64-5, turned by 60 degrees, 1, 5 "
-    "and 20 % of the weights, precision by evidence; three UCI tables, two gaps each, 50-50 hidden units with as many "
+    "precision 1, 5 random draws; digits 0-4 of scikit-learn, 300 to train, 64-64-64-5, turned by 60 degrees, 1, 5 and "
+    "20 % of the weights, precision by evidence; three UCI tables, two gaps each, 50-50 hidden units with as many "
     "chosen weights as a network of 20 hidden units has in all; SWAG's variances from 256 snapshots; 3 seeds",
     accept="1-D, means over seeds: the ratio of the standard deviation in the gap to that on the training inputs is "
     "above 5 for the 1 % that SWAG chooses, and at least 3 times that of the diagonal posterior over all weights; "
     "SWAG's choice is wider in the gap than the random one at 10, 3 and 1 %; on every seed nested choices never lower "
     "a variance, and all weights and the last layer's give the full and the last-layer posterior within 1e-8. Digits, "
     "means over seeds, precision by evidence: the loss at 60 degrees is below that of the plain network and of the "
-    "random choice at 1, 5 and 20 %. Tables, means over sets, gaps and seeds: the log-density of the large "
-    "network's subnetwork is above that of the small network's full posterior",
+    "random choice at 1, 5 and 20 %. Tables, means over sets, gaps and seeds: the log-density of the large network's "
+    "subnetwork is above that of the small network's full posterior",
 )
 def run(scale: Scale) -> Evidence:
     """Clusters, digits and tables for each seed."""
