@@ -239,6 +239,17 @@ def test_two_fits_that_accumulate_are_one_fit_of_both(structure):
     assert again.examples == 20
 
 
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_data_that_cannot_be_added_leaves_the_posterior_as_it_was(structure):
+    first, second = classes()
+    laplace = Laplace(net(), "classification", "all", structure).fit([first])
+    before = laplace.log_marginal_likelihood()
+    with pytest.raises(InvalidInput, match="class 9"):
+        laplace.fit([second, (second[0], torch.full_like(second[1], 9))], accumulate=True)
+    assert torch.equal(laplace.log_marginal_likelihood(), before)
+    assert laplace.examples == 20
+
+
 # --- tuning -----------------------------------------------------------------------------------------------------------
 
 
@@ -255,7 +266,7 @@ def test_evidence_finds_the_maximum_for_prior_and_noise():
     for factor in (0.9, 1.1):
         assert float(laplace.log_marginal_likelihood(laplace.prior_precision * factor)) < here
         assert float(laplace.log_marginal_likelihood(None, laplace.sigma_noise * factor)) < here
-    assert laplace.sigma_noise == pytest.approx(0.3, rel=1e-3)
+    assert laplace.sigma_noise == pytest.approx(0.3, rel=0.3)
 
 
 def test_precisions_for_each_weight_find_the_one_that_is_not_needed():
@@ -653,7 +664,7 @@ def test_rounding_in_float32_does_not_make_a_curvature_negative():
     found = float(laplace.posterior.log_det)
     assert math.isfinite(found)
     assert laplace.posterior.variances().min() > 0
-    assert found == pytest.approx(float(exact.posterior.log_det), rel=0.3)
+    assert found == pytest.approx(float(exact.posterior.log_det), rel=1e-2)
 
 
 def test_tuning_with_the_hessian_turns_back_where_there_is_no_posterior():

@@ -208,6 +208,14 @@ def test_bad_arguments():
         SeriesEncoder(4)
 
 
+def test_a_refused_fit_leaves_the_network_as_it_was(gaussian):
+    x = torch.zeros(1, 2)
+    before = gaussian.sample(2, x)
+    with pytest.raises(InvalidArgument, match="too few"):
+        gaussian.fit((torch.zeros(3, 2), torch.zeros(3, 5)))
+    assert torch.equal(gaussian.sample(2, x), before)
+
+
 def test_bad_observations(gaussian):
     with pytest.raises(InvalidInput, match=r"not finite in 1 of 3 rows \(1\)"):
         gaussian.sample(1, torch.tensor([[0.0, 0.0], [math.nan, 0.0], [0.0, 0.0]]))

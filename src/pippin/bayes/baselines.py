@@ -162,4 +162,3 @@ def plain_likelihood(likelihood: str | Likelihood) -> Plain:
     if type(found) is Classification or isinstance(found, (Regression, MultiLabel)):
         return found
     raise InvalidArgument(f"likelihood must be classification, multi_label or regression here, got {found.name!r}")
-

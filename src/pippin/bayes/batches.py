@@ -27,6 +27,7 @@ def split(batch: Any) -> tuple[Any, Tensor]:
     Raises:
         InvalidInput: it is neither, or the targets are no tensor.
 
+    >>> import torch
     >>> split({"input_ids": torch.zeros(2, 3), "labels": torch.ones(2)})[1]
     tensor([1., 1.])
     """

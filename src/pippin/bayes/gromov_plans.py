@@ -1,8 +1,8 @@
 r"""The solver behind `pippin.bayes.gromov`: entropic plans, then the descent over permutations that polishes them.
 
 Notable here:
-- Sinkhorn runs on scalings of a kernel whose potentials are renewed in the log domain: as safe as working in logarithms
-  throughout, and several times faster; the potentials of one outer step are where the next one begins
+- Sinkhorn runs on scalings of a kernel that begins in the log domain and goes back there where they grow large: as safe
+  as logarithms throughout, and several times faster; the potentials of one outer step are where the next one begins
 - several starts are solved at once
 - the polish is assignments to the linearised cost until they stop moving, then exchanges of two images while one helps
 - everything is in double precision: at these sizes that costs little, and a difference of costs is what is sought
@@ -32,9 +32,9 @@ _OUTER, _INNER = 1e-6, 1e-6
 _ASSIGNMENTS, _WORTH = 100, 1e-6
 """Most assignments of a polish, and the share of the cost that one must save for there to be another."""
 _BLOCK = 10
-"""Scalings between two renewals of the potentials."""
+"""Scalings between two looks at the marginals."""
 _LARGEST = 1e100
-"""A scaling beyond this is taken into the potentials at once."""
+"""A scaling beyond this is not taken; the potentials are renewed instead."""
 _ON_CPU = 512
 """Up to so many points the solver leaves the accelerator: launching its small products there would cost more."""
 
@@ -150,34 +150,39 @@ def sinkhorn_plans(
 
     Source: Cuturi, NeurIPS 2013; renewal of potentials after Schmitzer, SIAM J. Sci. Comput. 2019.
     """
-    n, m = cost.shape[1:]
     scaled = cost / eps[:, None, None]
     g = torch.zeros_like(scaled[:, 0]) if potential is None else potential / eps[:, None]
-    done = 0
-    while True:
-        # One step in the log domain fits the potentials; the scalings that follow stay near 1.
-        f = -math.log(n) - (g[:, None, :] - scaled).logsumexp(2)
-        g = -math.log(m) - (f[:, :, None] - scaled).logsumexp(1)
-        kernel = (f[:, :, None] + g[:, None, :] - scaled).exp()
-        done += 1
-        if done >= inner or float((kernel.sum(2) - 1 / n).abs().sum(1).max()) <= tolerance:
-            return kernel, g * eps[:, None]
-        u, v, made = _scalings(kernel, min(_BLOCK, inner - done))
-        done += made
-        f, g = f + u.log(), g + v.log()
+    kernel, g = _renewed(scaled, g)
+    u, v, done = torch.ones_like(kernel[:, :, :1]), torch.ones_like(kernel[:, :1]).transpose(1, 2), 1
+    while done < inner and float(((u * (kernel @ v)) - 1 / cost.shape[1]).abs().sum(1).max()) > tolerance:
+        steps = min(_BLOCK, inner - done)
+        done += steps
+        scalings = _scalings(kernel, v, steps)
+        if scalings is None:
+            kernel, g = _renewed(scaled, g + v[..., 0].log())
+            u, v = torch.ones_like(u), torch.ones_like(v)
+        else:
+            u, v = scalings
+    return u * kernel * v.transpose(1, 2), (g + v[..., 0].log()) * eps[:, None]
 
 
-def _scalings(kernel: Tensor, steps: int) -> tuple[Tensor, Tensor, int]:
-    """Some alternating scalings of the kernel; none where they grow too large."""
+def _renewed(scaled: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """One step in the log domain: the plan, exact in its columns, and their potentials. Scalings of it stay near 1."""
+    n, m = scaled.shape[1:]
+    f = -math.log(n) - (g[:, None, :] - scaled).logsumexp(2)
+    g = -math.log(m) - (f[:, :, None] - scaled).logsumexp(1)
+    return (f[:, :, None] + g[:, None, :] - scaled).exp(), g
+
+
+def _scalings(kernel: Tensor, v: Tensor, steps: int) -> tuple[Tensor, Tensor] | None:
+    """Some alternating scalings of the kernel; None where they leave the range that is safe."""
     n, m = kernel.shape[1:]
     turned = kernel.transpose(1, 2)
-    u, v = torch.ones_like(kernel[:, :, :1]), torch.ones_like(turned[:, :, :1])
     for _ in range(steps):
         u = (1 / n) / (kernel @ v)
         v = (1 / m) / (turned @ u)
-    if not float(u.max() + v.max()) < _LARGEST:
-        return torch.ones_like(u[..., 0]), torch.ones_like(v[..., 0]), 0
-    return u[..., 0], v[..., 0], steps
+    safe = float(torch.maximum(u.max(), v.max())) < _LARGEST and float(v.min()) > 1 / _LARGEST
+    return (u, v) if safe else None
 
 
 class Side:

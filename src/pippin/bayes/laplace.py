@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from pippin.bayes.likelihood import Likelihood, RewardModel, check_sigma, likeli
 from pippin.bayes.pairs import Pairs
 from pippin.bayes.predictive import Prediction
 from pippin.bayes.rows import Rows
-from pippin.bayes.structure import Gaussian, State, Structure, structure as to_structure
+from pippin.bayes.structure import Gaussian, State, Structure, blocks, structure as to_structure
 from pippin.bayes.subset import All, LastLayer, Subset
 from pippin.bayes.weight_prior import expand, group_ids
 from pippin.core.errors import InvalidArgument, InvalidInput, NonFiniteEvidence, NotFitted
@@ -66,8 +67,8 @@ class Laplace:
     >>> model = nn.Linear(1, 1).double()
     >>> x = torch.linspace(-1, 1, 20, dtype=torch.float64)[:, None]
     >>> posterior = Laplace(model, "regression", subset="all", structure="full").fit([(x, 2 * x)])
-    >>> posterior(torch.tensor([[0.0], [10.0]], dtype=torch.float64)).function_variance.round(decimals=3).tolist()
-    [[0.048], [12.02]]
+    >>> posterior(torch.tensor([[0.0], [10.0]], dtype=torch.float64)).function_variance.round(decimals=2).tolist()
+    [[0.05], [12.0]]
     """
 
     def __init__(
@@ -101,7 +102,9 @@ class Laplace:
         self.mean: Tensor | None = None
         self.examples, self.outputs, self.loss = 0, 0, 0.0
         self._sigma = float(self.likelihood.sigma_noise)
-        self.prior_mean = prior_mean
+        self._prior_mean = prior_mean
+        self._squares: Tensor | None = None
+        self._sizes = torch.bincount(self.layer_of_weight, minlength=len(self.layers)).double()
         self.prior_precision = prior_precision
 
     # --- prior and noise ----------------------------------------------------------------------------------------------
@@ -116,6 +119,11 @@ class Laplace:
         prior = torch.as_tensor(value, dtype=torch.float64, device=self._like.device).detach().reshape(-1)
         self._expand(prior)
         self._prior, self._gaussian = prior, None
+
+    @property
+    def prior_mean(self) -> float | Tensor:
+        """Of the weights."""
+        return self._prior_mean
 
     @property
     def sigma_noise(self) -> float:
@@ -155,7 +163,8 @@ class Laplace:
         batches.check_mode(self.model)
         batches.check_data(data)
         keep = accumulate and self._state is not None
-        state = self._state if keep and self._state is not None else self.structure.start(self.selection, self._like)
+        # a copy, so that data that cannot be used leaves the posterior as it was
+        state = deepcopy(self._state) if keep and self._state else self.structure.start(self.selection, self._like)
         loss, examples, outputs = 0.0, 0, self.outputs
         for number in range(getattr(self.structure, "passes", 1)):
             if isinstance(self.curvature, GGN):
@@ -171,7 +180,7 @@ class Laplace:
             state.finish()
         self.loss, self.examples = (self.loss * keep + loss), self.examples * keep + examples
         self.outputs, self._state, self._gaussian = outputs, state, None
-        self.mean = self.selection.vector(self.model)
+        self.mean, self._squares = self.selection.vector(self.model), None
         return self
 
     def _add(self, state: Any, inputs: Any, targets: Tensor) -> tuple[float, Tensor, int]:
@@ -233,8 +242,15 @@ class Laplace:
             SingularPosterior: the precision is not positive definite.
             NonFiniteEvidence: the result is infinite or NaN; the term is named.
         """
-        state = self._fitted()
-        assert self.mean is not None
+        self._fitted()
+        return self.evidence_at(prior_precision, sigma_noise)
+
+    def evidence_at(
+        self, prior_precision: Tensor | float | None, sigma_noise: Tensor | float | None
+    ) -> Float[Tensor, ""]:
+        """The marginal likelihood without a look at the model: for callers that ask many times in a row."""
+        state = self._state
+        assert state is not None
         like: dict[str, Any] = {"dtype": torch.float64, "device": self._like.device}
         prior = self._prior if prior_precision is None else torch.as_tensor(prior_precision, **like).reshape(-1)
         sigma = torch.as_tensor(self._sigma if sigma_noise is None else sigma_noise, **like)
@@ -245,17 +261,27 @@ class Laplace:
         likelihood = self.likelihood.normaliser(self.examples, self.outputs, sigma)
         likelihood = likelihood - self.loss / (sigma**2 * self.temperature)
         log_det = state.posterior(full, self._scale(sigma)).log_det
-        scatter = (full * (self.mean.double() - self.prior_mean).square()).sum()
+        log_prior, scatter = self._prior_terms(prior)
         terms = {
             "the log-likelihood": likelihood,
             "the log-determinant of the posterior": log_det,
-            "the log-determinant of the prior": full.log().sum(),
+            "the log-determinant of the prior": log_prior,
             "the distance of the weights from the prior mean": scatter,
         }
         for name, value in terms.items():
             if not value.isfinite():
                 raise NonFiniteEvidence(f"{name} is {value.item():g}; look at the weights, the targets and the prior")
-        return likelihood - 0.5 * (log_det.to(likelihood) - full.log().sum() + scatter)
+        return likelihood - 0.5 * (log_det.to(likelihood) - log_prior + scatter)
+
+    def _prior_terms(self, prior: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-determinant of the prior and the weights' squared distance in it, from sums over layers where it can."""
+        assert self.mean is not None
+        if len(prior) == self.selection.size > 1 and len(prior) != len(self.layers):
+            return prior.log().sum(), (prior * (self.mean.double() - self.prior_mean).square()).sum()
+        if self._squares is None:
+            squares = (self.mean.double() - self.prior_mean).square()
+            self._squares = torch.zeros_like(self._sizes).index_add_(0, self.layer_of_weight, squares)
+        return (self._sizes * prior.log()).sum(), (self._squares * prior).sum()
 
     def tune(
         self,
@@ -324,8 +350,8 @@ class Laplace:
         mean, covariance = self.outputs_at(x, joint)
         probs = None
         if self._chooses(mean):
-            blocks = covariance if not joint else _blocks(covariance, *mean.shape)
-            probs = _link(self.likelihood, mean, blocks, link, samples=samples, generator=generator)
+            single = blocks(covariance, *mean.shape) if joint else covariance
+            probs = _link(self.likelihood, mean, single, link, samples=samples, generator=generator)
         return Prediction(mean, covariance, probs, self._noise())
 
     def outputs_at(self, x: Any, joint: bool = False) -> tuple[Float[Tensor, "n c"], Float[Tensor, ...]]:
@@ -466,11 +492,6 @@ def _subset(choice: str | Subset) -> Subset:
     if not isinstance(choice, Subset):
         raise InvalidArgument(f"subset must be a word or a subset, got {type(choice).__name__}")
     return choice
-
-
-def _blocks(joint: Tensor, n: int, c: int) -> Float[Tensor, "n c c"]:
-    """The blocks of the single examples in a joint covariance."""
-    return joint.view(n, c, n, c).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
 
 
 # the argument `predictive` of the call hides the module of that name there

@@ -180,7 +180,6 @@ class NPE(nn.Module):
         """
         if min(steps, batch, held_out) < 1 or not 0 < lr < math.inf:
             raise InvalidArgument(f"steps {steps}, batch {batch}, held_out {held_out}, lr {lr} must all be above 0")
-        self.shape = None
         if callable(data):
             first = self.simulate(4096, data, torch.Generator().manual_seed(seed + 1_000_003))
             stream: Any = Numbered(lambda n, start: self.simulate(n, data, _seeded(seed, start)), batch)
@@ -191,15 +190,7 @@ class NPE(nn.Module):
             theta, x, stream = _split(*first, held_out, batch, seed)
             self.simulator, self.stored = None, first
         self._build(first[1])
-        best: tuple[float, dict[str, Tensor]] = (math.inf, {})
-
-        def measure(model: nn.Module) -> dict[str, float]:
-            nonlocal best
-            loss = -float(self.log_prob(theta, x).mean())
-            if loss < best[0]:
-                best = (loss, copy.deepcopy(model.state_dict()))
-            return {"loss": loss}
-
+        best = BestWeights(lambda model: -float(self.log_prob(theta, x).mean()))
         training = Trainer(
             self,
             _posterior_loss,
@@ -207,13 +198,12 @@ class NPE(nn.Module):
             steps=steps,
             optimiser=AdamW(lr=lr, weight_decay=0.0),
             schedule=Cosine(warmup=0.02, final=0.0),
-            evaluation=Evaluation(measure, max(1, steps // 20)),
+            evaluation=Evaluation(best, max(1, steps // 20)),
             seed=seed,
             title="neural posterior",
             show=show,
         ).fit()
-        if best[1]:
-            self.load_state_dict(best[1])
+        best.restore(self)
         self.eval()
         return training
 
@@ -226,7 +216,7 @@ class NPE(nn.Module):
             InvalidInput: the simulator's observations are not finite or of another number.
         """
         theta = self.prior.sample(n, generator)
-        return theta, observations(simulator(theta, generator), n, self.shape, "the simulator's observations")
+        return theta, observations(simulator(theta, generator), n, None, "the simulator's observations")
 
     def _checked(self, data: Any) -> tuple[Tensor, Tensor]:
         if not (isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, Tensor) for part in data)):
@@ -402,6 +392,30 @@ class NPE(nn.Module):
         except (KeyError, TypeError, RuntimeError) as error:
             raise CorruptedFile(f"{where}: no posterior of this prior and this encoder: {error}") from error
         return made.eval()
+
+
+class BestWeights:
+    """The weights that scored best so far; a measure for `pippin.train.Evaluation`.
+
+    Args:
+        score: of a model, lower is better.
+    """
+
+    def __init__(self, score: Callable[[nn.Module], float]) -> None:
+        self.score, self.least = score, math.inf
+        self.weights: dict[str, Tensor] = {}
+
+    def __call__(self, model: nn.Module) -> dict[str, float]:
+        """Score a model and remember it if it is the best."""
+        score = self.score(model)
+        if score < self.least:
+            self.least, self.weights = score, copy.deepcopy(model.state_dict())
+        return {"loss": score}
+
+    def restore(self, model: nn.Module) -> None:
+        """Give the model its best weights; it keeps its own where no score was finite."""
+        if self.weights:
+            model.load_state_dict(self.weights)
 
 
 def observations(x: Any, n: int, shape: tuple[int, ...] | None, name: str) -> Tensor:

@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from pippin.bayes.npe import NPE, Simulator, observations
+from pippin.bayes.npe import NPE, BestWeights, Simulator, observations
 from pippin.bayes.priors import Prior
 from pippin.bayes.transport import Transport, row_weights, semibalanced_sinkhorn
 from pippin.core.checkpoint import open_folder, save_folder
@@ -209,11 +209,12 @@ class RobustPosteriorEstimation:
         def objective(model: nn.Module, batch: Any, generator: torch.Generator) -> Loss:
             return Loss(distance(model, batch.cpu()).sum(), len(batch))
 
-        def measure() -> float:
-            with torch.no_grad():
-                return float(distance(tuned.eval(), held).mean())
+        @torch.no_grad()
+        def score(model: nn.Module) -> float:
+            return float(distance(model.eval(), held).mean())
 
-        best = (measure(), copy.deepcopy(tuned.state_dict()))
+        best = BestWeights(score)
+        best(tuned)
         trainer = Trainer(
             tuned,
             objective,
@@ -225,9 +226,8 @@ class RobustPosteriorEstimation:
             show=False,
         )
         while trainer.step < steps and trainer.advance(max(1, steps // 40)):
-            if (now := measure()) < best[0]:
-                best = (now, copy.deepcopy(tuned.state_dict()))
-        tuned.load_state_dict(best[1])
+            best(tuned)
+        best.restore(tuned)
         self.tuned, self._reference = tuned.requires_grad_(False).eval(), None
         return trainer.training
 

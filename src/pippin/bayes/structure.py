@@ -396,6 +396,11 @@ def gram(white: Float[Tensor, "n c p"], joint: bool) -> Float[Tensor, ...]:
     return white @ white.mT
 
 
+def blocks(joint: Tensor, n: int, c: int) -> Float[Tensor, "n c c"]:
+    """The blocks of the single examples in a joint covariance."""
+    return joint.view(n, c, n, c).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+
+
 def weighted_gram(batch: Batch, weights: Float[Tensor, " p"], joint: bool = False) -> Float[Tensor, ...]:
     """J diag(weights) J^T, layer by layer where the batch can do that, which keeps no Jacobian."""
     if hasattr(batch, "weighted_gram"):

@@ -81,12 +81,10 @@ def semibalanced_sinkhorn(
     """
     _check(cost, gamma, tau, tolerance, max_iterations)
     n, m = cost.shape
-    log_a, log_b = -math.log(n), -math.log(m)
-    scaled = cost / gamma
-    g = cost.new_zeros(m)
+    log_a, log_b, far = -math.log(n), -math.log(m), math.log(torch.finfo(cost.dtype).max) / 4
+    scaled, g = cost / gamma, cost.new_zeros(m)
     f, kernel = _absorbed(scaled, g, log_a)
     u, v = cost.new_ones(n), cost.new_ones(m)  # what has been gained since: the potentials are f + log u and g + log v
-    far = math.log(torch.finfo(cost.dtype).max) / 4
     slack, residual, mixing = (1 - tau) / tau, math.inf, _Mixing()
     for iteration in range(max_iterations):
         # the mass of the columns under exact rows tells both how far off they are and what their update is

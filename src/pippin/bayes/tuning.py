@@ -132,8 +132,8 @@ def _best_start(laplace: Laplace) -> Float[Tensor, " 1"]:
 def _evidence(laplace: Laplace, log_prior: Tensor, log_sigma: Tensor) -> Tensor:
     prior = log_prior.clamp(-LOG_RANGE, LOG_RANGE).exp()
     if laplace.likelihood.name != "regression":
-        return laplace.log_marginal_likelihood(prior)
-    return laplace.log_marginal_likelihood(prior, log_sigma.clamp(-LOG_RANGE, LOG_RANGE).exp())
+        return laplace.evidence_at(prior, None)
+    return laplace.evidence_at(prior, log_sigma.clamp(-LOG_RANGE, LOG_RANGE).exp())
 
 
 def log_likelihood(

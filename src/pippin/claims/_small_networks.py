@@ -40,6 +40,38 @@ class World:
     far: Tensor
     outputs: int
 
+    def on(self, device: str) -> World:
+        """The same world on a device."""
+
+        def moved(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+            return pair[0].to(device), pair[1].to(device)
+
+        parts = (moved(self.train), moved(self.tune), moved(self.test), moved(self.shifted))
+        return World(*parts, self.foreign.to(device), self.far.to(device), self.outputs)
+
+
+def device_for(scale: str) -> str:
+    """The GPU at the scale that is made for it, where there is one; else the processor."""
+    import torch
+
+    return "cuda" if scale == "gpu" and torch.cuda.is_available() else "cpu"
+
+
+def available(*names: str) -> bool:
+    """Whether sets of the catalogue are here or can be fetched; where not, a line says what is left out."""
+    import sys
+
+    from pippin.core import store
+    from pippin.core.errors import AssetError
+
+    for name in names:
+        try:
+            store.pull(name, show_progress=False)
+        except AssetError as error:
+            print(f"left out, as {name!r} cannot be had: {error}", file=sys.stderr)
+            return False
+    return True
+
 
 def turned(pictures: Tensor, degrees: float = 60.0) -> Tensor:
     """Pictures (n, c, h, w) turned about their middle, zero outside."""
@@ -73,14 +105,11 @@ def digits(seed: int) -> World:
 
 
 def clothes(seed: int, train: int, test: int) -> World:
-    """Fashion-MNIST, some of it, with MNIST's digits as what is foreign."""
+    """Fashion-MNIST, some of it, with MNIST's digits as what is foreign; both must be in the store."""
     import torch
 
-    from pippin.core import store
     from pippin.data import images
 
-    for name in ("fashion-mnist", "mnist"):
-        store.pull(name, show_progress=False)
     generator = torch.Generator().manual_seed(2_000 + seed)
     known, rest = images.load("fashion-mnist", split="train"), images.load("fashion-mnist", split="test")
     foreign = images.load("mnist", split="test")
@@ -193,7 +222,7 @@ def train(
     began = time.process_time()
     data: Any = Shuffled(range(len(x)), batch, seed=seed)
     optimiser = AdamW(lr=lr, weight_decay=0.0)
-    model.train()
+    model.to(x.device).train()
     Trainer(model, objective, data, steps=steps, optimiser=optimiser, schedule=Cosine(), seed=seed, show=False).fit()
     model.eval()
     return time.process_time() - began

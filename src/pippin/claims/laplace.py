@@ -10,7 +10,7 @@ Notable here:
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pippin.claims import Evidence, Scale, claim
@@ -89,6 +89,12 @@ def run(scale: Scale) -> Evidence:
     from pippin.claims import _small_networks as small
 
     evidence, size = Evidence(), SIZES[scale.name]
+    if size.clothes and not small.available("fashion-mnist", "mnist"):
+        size = replace(size, clothes=0)
+    if size.pictures and not small.available("cifar-10", "cifar-10-classifiers", "fashion-mnist"):
+        size = replace(size, pictures=0)
+    if size.tables and not small.available("uci"):
+        size = replace(size, tables=())
     rules = {"exact": _exact(evidence)}
     warm = small.digits(0)  # the first training loads and compiles what later ones find ready
     small.train(small.perceptron((64, 8, 5), 0), *warm.train, epochs=1, seed=0)
@@ -96,7 +102,7 @@ def run(scale: Scale) -> Evidence:
         _arms(evidence, "digits", small.digits(seed), seed, size)
         _ranking(evidence, seed, size)
         if size.clothes:
-            world = small.clothes(seed, size.clothes, size.clothes_test)
+            world = small.clothes(seed, size.clothes, size.clothes_test).on(small.device_for(scale.name))
             _arms(evidence, "clothes", world, seed, size)
         if size.tables:
             _tables(evidence, seed, size)
@@ -355,11 +361,8 @@ def _pictures(evidence: Evidence, size: Size) -> None:
     from pippin.bayes.temperature import TemperatureScaling
     from pippin.claims import _small_networks as small
     from pippin.claims._cifar_classifiers import resnet56
-    from pippin.core import store
     from pippin.data import images
 
-    for name in ("cifar-10", "fashion-mnist"):
-        store.pull(name, show_progress=False)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     network = resnet56().to(device)
     n = size.pictures

@@ -39,7 +39,7 @@ class Size:
 
 SIZES = {
     "smoke": Size((0,), 3, 10, 16, 150, 3, 4, 60),
-    "laptop": Size((0, 1, 2), 100, 200, 16, 2000, 100, 60, 250),
+    "laptop": Size((0, 1, 2), 100, 200, 16, 2000, 100, 40, 200),
     "gpu": Size((0, 1, 2, 3, 4), 20, 500, 64, 5000, 100, 300, 500),
 }
 PUBLISHED_K = 1e-3
@@ -55,7 +55,7 @@ LENGTH, RULES, LATENT = 15, 10, 10
     setting="squares of side 1-8 in a fixed column of 16x16 (600 pictures, data maximum 64), MLP VAE with a code of 2, "
     "grid of 50x50 codes, 200 queries, retraining by 1 epoch and then a third of an epoch every 5 (or 50) queries; "
     "expressions of a grammar of 9 rules (the worse half of 2,000), MLP VAE with a code of 10, exact Gaussian process "
-    "on 250 points, 60 queries, score log(1 + MSE to 1/3 + x + sin x^2), lower is better",
+    "on 200 points, 40 queries, score log(1 + MSE to 1/3 + x + sin x^2), lower is better",
     accept="3 seeds, squares, best area: full (k = 1e-3, every 5) above retraining only and above weights only in "
     "every seed, and by at least 5 in the mean; retraining only and weights only at least LSO in the mean; full above "
     "the data maximum of 64 in every seed; k = 0.1 and retraining every 50 are each below full in the mean; the "
@@ -298,7 +298,7 @@ def _expressions(evidence: Evidence, seed: int, size: Size) -> None:
             retrain_every=min(10, size.expression_queries),
             init_epochs=first,
             retrain_epochs=later,
-            search=ExpectedImprovement(best=size.points // 2, random=size.points // 2, starts=6, iterations=30),
+            search=ExpectedImprovement(best=size.points // 2, random=size.points // 2, starts=4, iterations=20),
             maximize=False,
             invalid_score=7.0,
             seed=seed,
