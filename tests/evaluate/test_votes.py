@@ -117,6 +117,7 @@ def test_missing_labels_are_minus_one_whatever_they_are_written_as():
         ([["a", "a"]], ["a"], None, "single class"),
         ([["a", "b"], ["a", "b"]], ["a", "c"], ["a", "b"], "gold label 'c' of item 1"),
         (np.array([[1.5, 1]]), np.array([1]), [1, 2], "unknown label 1.5"),
+        (np.array([[{}, 1]], dtype=object), np.array([1]), [1, 2], "words or numbers"),
     ],
 )
 def test_labels_that_cannot_be_used(labels, gold, classes, message):

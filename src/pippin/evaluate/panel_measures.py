@@ -57,7 +57,7 @@ class Measurement:
         self.errors = panel.errors
         self.varied = ~np.isnan(np.diag(phi_matrix(self.errors)))
         rows = np.column_stack([panel.codes, panel.gold, self.level, self.right, self.without])
-        self.first, _, counts = patterns(rows)
+        self.first, self.inverse, counts = patterns(rows)
         self.counts = counts.astype(np.float64)
         first = self.first
         self.cells = Cells.of_rows(panel.codes[first], panel.gold[first], self.level[first], self.classes)
@@ -201,14 +201,19 @@ class Measurement:
     def _best_judge(self) -> tuple[str, float, float]:
         """The judge chosen most often on half of the items; its kind's accuracy and lead over the panel on the rest."""
         rng = np.random.default_rng((self.seed, 5))
-        right, chosen, scores, leads = 1 - self.errors, [], [], []
+        voted = ~np.isnan(self.errors)
+        right = np.column_stack([np.where(voted, 1 - self.errors, 0.0), self.right])
+        count = np.column_stack([voted, np.ones(len(right))]).astype(np.float64)
+        chosen, scores, leads = [], [], []
         for _ in range(_HALVES):
-            order = rng.permutation(len(right))
-            half, rest = order[: len(order) // 2], order[len(order) // 2 :]
-            judge = int(np.nan_to_num(_mean(right[half])).argmax())
+            half = np.zeros(len(right))
+            half[rng.permutation(len(right))[: len(right) // 2]] = 1.0
+            learnt, known = half @ right, half @ count
+            rest = (right.sum(0) - learnt) / np.maximum(count.sum(0) - known, 1)
+            judge = int((learnt / np.maximum(known, 1))[:-1].argmax())
             chosen.append(judge)
-            scores.append(float(_mean(right[rest][:, [judge]])[0]))
-            leads.append(scores[-1] - float(self.right[rest].mean()))
+            scores.append(float(rest[judge]))
+            leads.append(float(rest[judge] - rest[-1]))
         return self.panel.judges[int(np.bincount(chosen).argmax())], float(np.mean(scores)), float(np.mean(leads))
 
     def _aggregators(self) -> dict[str, float]:
@@ -225,17 +230,17 @@ class Measurement:
         """The gap without levels, with ten, and with confusion matrices from other items than those forecast."""
         panel, found = self.panel, {}
         for name, bins in (("gap without levels", 1), ("gap with 10 levels", 10)):
-            cells = Cells.of_rows(panel.codes, panel.gold, panel.levels(bins), self.classes)
-            ones = np.ones(len(panel.gold))
-            found[name] = self._null(cells, cells.confusion(ones), ones) - accuracy
-        rng = np.random.default_rng((self.seed, 6))
-        cells = Cells.of_rows(panel.codes, panel.gold, self.level, self.classes)
-        gaps = []
+            level = panel.levels(bins)
+            first, _, counts = patterns(np.column_stack([panel.codes, panel.gold, level]))
+            cells = Cells.of_rows(panel.codes[first], panel.gold[first], level[first], self.classes)
+            found[name] = self._null(cells, cells.confusion(counts), counts) - accuracy
+        rng, right, gaps = np.random.default_rng((self.seed, 6)), self.right[self.first], []
         for _ in range(10):
-            half = (rng.permutation(len(panel.gold)) % 2).astype(np.float64)
-            for learn in (half, 1 - half):
-                forecast = self._null(cells, cells.confusion(learn), 1 - learn)
-                gaps.append(forecast - float(self.right @ (1 - learn) / (1 - learn).sum()))
+            half = np.bincount(self.inverse, rng.permutation(len(panel.gold)) % 2, len(self.counts))
+            for learn in (half, self.counts - half):
+                rest = self.counts - learn
+                forecast = self._null(self.cells, self.cells.confusion(learn), rest)
+                gaps.append(forecast - float(rest @ right / rest.sum()))
         found["gap from split halves"] = float(np.mean(gaps))
         return found
 
@@ -257,11 +262,3 @@ def _subsets(k: int, size: int, rng: np.random.Generator) -> Floats:
     rows = np.zeros((len(chosen), k))
     np.put_along_axis(rows, chosen, 1.0, 1)
     return rows
-
-
-def _mean(table: Floats) -> Floats:
-    """Column means of what is not NaN; NaN where there is nothing."""
-    voted = ~np.isnan(table)
-    with np.errstate(invalid="ignore"):
-        found: Floats = np.where(voted, table, 0.0).sum(0) / voted.sum(0)
-    return found

@@ -291,8 +291,18 @@ def _numbered(values: NDArray[Any], classes: tuple[Any, ...]) -> Codes:
         codes = np.array([number.get(_value(value), -2) for value in distinct.tolist()], dtype=np.int64)
         found: Codes = np.where(nothing, -1, codes[inverse.reshape(values.shape)])
         return found
-    flat = (-1 if _is_nothing(value) else number.get(_value(value), -2) for value in values.ravel())
-    return np.fromiter(flat, dtype=np.int64, count=values.size).reshape(values.shape)
+    known: dict[Any, int] = {}
+
+    def look(value: Any) -> int:
+        found = known.get(value)
+        if found is None:
+            found = known[value] = -1 if _is_nothing(value) else number.get(_value(value), -2)
+        return found
+
+    try:
+        return np.fromiter(map(look, values.ravel()), dtype=np.int64, count=values.size).reshape(values.shape)
+    except TypeError as error:
+        raise InvalidInput(f"labels must be words or numbers: {error}") from None
 
 
 def _is_nothing(value: Any) -> bool:
