@@ -1,7 +1,8 @@
 """What a model does not know: posteriors over weights, latent codes and simulators, and the scores that judge them."""
 
+from pippin.bayes.acquisition import ExpectedImprovement, Grid
 from pippin.bayes.baselines import DeepEnsemble, MCDropout, PlainNetwork
-from pippin.bayes.bayesian_vae import BayesianVAE, ood_score
+from pippin.bayes.bayesian_vae import BayesianVAE, ood_score, score_temperature
 from pippin.bayes.curvature import EF, GGN, Hessian
 from pippin.bayes.disentangle import DisentanglingElbo, Geometry
 from pippin.bayes.functional import Functional
@@ -30,7 +31,7 @@ from pippin.bayes.temperature import TemperatureScaling, fit_temperature
 from pippin.bayes.transport import semibalanced_sinkhorn
 from pippin.bayes.uncertainty import Uncertainty, uncertainty
 from pippin.bayes.vae import VAE, Elbo, VAEConfig
-from pippin.bayes.weighted_retraining import WeightedRetraining
+from pippin.bayes.weighted_retraining import LatentVAE, WeightedRetraining
 
 __all__ = [
     "EF",
@@ -50,17 +51,20 @@ __all__ = [
     "DisentanglingElbo",
     "Elbo",
     "EvidenceTraining",
+    "ExpectedImprovement",
     "FlowConfig",
     "Full",
     "Functional",
     "Gaussian",
     "GaussianProcess",
     "Geometry",
+    "Grid",
     "Hessian",
     "Kron",
     "Laplace",
     "LaplaceMixture",
     "LastLayer",
+    "LatentVAE",
     "LinearisedEvidence",
     "LinearisedPosterior",
     "LowRank",
@@ -89,6 +93,7 @@ __all__ = [
     "mix",
     "ood_score",
     "rank_weights",
+    "score_temperature",
     "select_subnetwork",
     "semibalanced_sinkhorn",
     "train_by_evidence",
