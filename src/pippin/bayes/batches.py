@@ -9,11 +9,12 @@ Notable here:
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import OutOfMemoryError, Tensor, nn
 
-from pippin.core.errors import InvalidArgument, InvalidInput
+from pippin.core.errors import InvalidArgument, InvalidInput, PippinError
 
 LABELS = ("labels", "label", "targets", "y")
 
@@ -40,7 +41,10 @@ def split(batch: Any) -> tuple[Any, Tensor]:
     elif isinstance(batch, (tuple, list)) and len(batch) == 2:
         inputs, targets = batch
     else:
-        raise InvalidInput(f"a batch must be a pair (inputs, targets) or a mapping, got {type(batch).__name__}")
+        raise InvalidInput(
+            f"a batch must be a pair (inputs, targets) or a mapping, got {type(batch).__name__}; data is a list or a "
+            "loader of batches, so that a single one is [(inputs, targets)]"
+        )
     if not isinstance(targets, Tensor):
         raise InvalidInput(f"the targets of a batch must be a tensor, got {type(targets).__name__}")
     return inputs, targets
@@ -50,14 +54,16 @@ def call(model: nn.Module, inputs: Any) -> Tensor:
     """The model's outputs for a batch of inputs, (batch, outputs).
 
     Raises:
-        InvalidInput: the outputs have another form than (batch,) or (batch, outputs).
+        InvalidInput: the outputs have another form than (batch,) or (batch, outputs), or the model does not run on
+            these inputs.
     """
-    if isinstance(inputs, Mapping):
-        outputs = model(**inputs)
-    elif isinstance(inputs, (tuple, list)):
-        outputs = model(*inputs)
-    else:
-        outputs = model(inputs)
+    with running(inputs):
+        if isinstance(inputs, Mapping):
+            outputs = model(**inputs)
+        elif isinstance(inputs, (tuple, list)):
+            outputs = model(*inputs)
+        else:
+            outputs = model(inputs)
     if isinstance(outputs, Mapping):
         outputs = outputs["logits"]
     outputs = getattr(outputs, "logits", outputs)
@@ -71,6 +77,32 @@ def call(model: nn.Module, inputs: Any) -> Tensor:
             "positions you want"
         )
     return outputs
+
+
+@contextmanager
+def running(inputs: Any) -> Iterator[None]:
+    """While this lasts, what torch says against a model's inputs is an error of whoever gave them.
+
+    Raises:
+        InvalidInput: the model does not run on them; the message has their shapes and what torch said.
+    """
+    try:
+        yield
+    except (PippinError, OutOfMemoryError):
+        raise
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        raise InvalidInput(
+            f"the model does not run on {_described(inputs)}: {str(error).splitlines()[0] if str(error) else error!r}; "
+            "give what its forward takes, in the precision of its weights"
+        ) from error
+
+
+def _described(inputs: Any) -> str:
+    if isinstance(inputs, Tensor):
+        return f"{str(inputs.dtype).removeprefix('torch.')} inputs of shape {tuple(inputs.shape)}"
+    if isinstance(inputs, Mapping):
+        return f"inputs named {', '.join(map(str, inputs))}"
+    return f"{len(inputs)} inputs" if isinstance(inputs, (tuple, list)) else f"a {type(inputs).__name__}"
 
 
 def to_model(batch: Any, model: nn.Module) -> Any:
@@ -131,6 +163,22 @@ def check_data(data: Any) -> None:
         )
     if not isinstance(data, Iterable) or isinstance(data, (Tensor, str)):
         raise InvalidArgument(f"the data must be an iterable of batches, got {type(data).__name__}")
+
+
+def check_inputs(inputs: Any) -> None:
+    """See that a batch of inputs can be predicted.
+
+    Raises:
+        InvalidInput: it holds no tensors, no examples, or infinite numbers or NaN.
+    """
+    if not isinstance(inputs, (Tensor, Mapping, tuple, list)):
+        raise InvalidInput(
+            f"inputs must be a tensor, or a tuple or mapping of tensors, got {type(inputs).__name__}; make a tensor of "
+            "an array with torch.as_tensor"
+        )
+    if size(inputs) == 0:
+        raise InvalidInput("there are no inputs to predict; give a tensor with at least one row")
+    check_finite(inputs, "the inputs")
 
 
 def size(inputs: Any) -> int:

@@ -24,7 +24,7 @@ def cut(data: Any, shares: Sequence[float], *, seed: int | None, batch: int, mod
     """Parts of labelled examples, as batches (inputs, targets).
 
     Args:
-        data: a pair (inputs, targets) of tensors or arrays, a map-style `Dataset`, a `DataLoader`, or an iterable of
+        data: a pair (inputs, targets) of tensors, arrays or tables of pandas, a map-style `Dataset`, a `DataLoader`, or an iterable of
             batches, which is then held in memory.
         shares: sizes of the parts; add up to 1.
         seed: of the order in which examples are dealt out; None keeps theirs.
@@ -53,15 +53,11 @@ def inputs_alone(data: Any, *, batch: int, model: nn.Module) -> list[Any]:
     Raises:
         InvalidInput: there are none.
     """
-    if isinstance(data, (Tensor, np.ndarray)):
-        found = list(_tensor(data, model).split(batch))
-    elif (
-        isinstance(data, (list, tuple))
-        and len(data)
-        and all(isinstance(one, Tensor) for one in data)
-        and len(data) != 2
-    ):
-        found = list(data)
+    if hasattr(data, "__array__"):
+        found = list(tensor(data, model).split(batch))
+    elif isinstance(data, (list, tuple)) and len(data) and all(isinstance(one, Tensor) for one in data):
+        pair = len(data) == 2 and (data[1].ndim < 2 or data[0].shape[1:] != data[1].shape[1:])
+        found = [data[0]] if pair else list(data)
     else:
         found = [x for part in cut(data, (1.0,), seed=None, batch=batch, model=model) for x, _ in part]
     if not any(size(one) for one in found):
@@ -88,8 +84,8 @@ def _loader(dataset: Any, part: Tensor, batch: int, collate: Any) -> DataLoader[
 
 def _whole(data: Any, model: nn.Module) -> tuple[Any, Tensor]:
     """All examples as one batch."""
-    if isinstance(data, (tuple, list)) and len(data) == 2 and isinstance(data[1], (Tensor, np.ndarray)):
-        return _tensor(data[0], model), _tensor(data[1], model)
+    if isinstance(data, (tuple, list)) and len(data) == 2 and hasattr(data[1], "__array__"):
+        return tensor(data[0], model), tensor(data[1], model)
     if isinstance(data, Mapping):
         return split(data)
     check_data(data)
@@ -99,11 +95,20 @@ def _whole(data: Any, model: nn.Module) -> tuple[Any, Tensor]:
     return _joined([x for x, _ in pairs]), torch.cat([y for _, y in pairs])
 
 
-def _tensor(values: Any, model: nn.Module) -> Any:
-    if not isinstance(values, np.ndarray):
+def tensor(values: Any, model: nn.Module) -> Any:
+    """An array, or a table of pandas, as a tensor; real numbers in the precision of the model's weights.
+
+    Raises:
+        InvalidInput: values that are no numbers.
+    """
+    if not hasattr(values, "__array__"):
         return values
-    found = torch.from_numpy(np.ascontiguousarray(values))
-    return found.to(next(model.parameters()).dtype) if found.is_floating_point() else found
+    if not isinstance(values, Tensor):
+        array = np.ascontiguousarray(values)
+        if array.dtype.kind not in "biuf":
+            raise InvalidInput(f"{type(values).__name__} holds values of type {array.dtype}; turn them into numbers")
+        values = torch.from_numpy(array)
+    return values.to(next(model.parameters()).dtype) if values.is_floating_point() else values
 
 
 def _joined(parts: Sequence[Any]) -> Any:

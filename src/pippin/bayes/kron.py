@@ -4,8 +4,8 @@ Notable here:
 - the curvature of a weight is $B \otimes A$, A the mean outer product of its inputs (of patches, for a convolution) and
   B the summed outer product of what came back to its outputs; biases, norms and other small parameters keep their
   blocks exactly
-- the factors are taken apart once, at the end of the data; log-determinant, samples and covariances are then sums in
-  the basis of their eigenvectors, for any prior and scale
+- log-determinants are sums over products of eigenvalues, for any prior and scale, and eigenvalues alone are a quarter
+  of the work; samples and covariances are sums in the basis of the eigenvectors, found where they are first asked for
 - a predictive covariance turns inputs and columns into that basis and never makes the Jacobian of a matrix with one
   input vector for each example
 - the factor of an embedding's entries is diagonal, and kept so
@@ -81,24 +81,37 @@ class Block:
         """Where each entry of the right factor stands while it is added up; see `Matrix.order`."""
         self.eigen: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
         """Eigenvalues and eigenvectors of both; eigenvectors of a diagonal factor are an empty tensor."""
+        self._alone: tuple[Tensor, Tensor] | None = None
 
-    def decompose(self) -> None:
+    def decompose(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Take the factors apart, and let go of them; `compose` makes them again."""
+        if self.eigen is None:
+            left, right = self._factors()
+            if self.order is not None:
+                right = right[:, self.order[:, None], self.order]
+            self.eigen = (*_eigen(left), *_eigen(right))
+            self.left, self.right, self._alone = None, right.new_zeros(0), None
+        return self.eigen
+
+    def sides(self) -> tuple[Tensor, Tensor]:
+        """Eigenvalues of both factors; without their vectors where these are not known yet."""
         if self.eigen is not None:
-            return
-        left, right = self.left, self.right
-        if self.order is not None:
-            right = right[:, self.order[:, None], self.order]
+            return self.eigen[0], self.eigen[2]
+        if self._alone is None:
+            left, right = self._factors()
+            self._alone = _eigen(left, vectors=False)[0], _eigen(right, vectors=False)[0]
+        return self._alone
+
+    def _factors(self) -> tuple[Tensor, Tensor]:
+        """Both factors, the inputs' as a mean."""
         mean = 1 / self.count if self.count else 1.0
-        if left is None:
-            sides = right.new_ones(len(right), 1), right.new_zeros(0)
-        else:
-            sides = _eigen(left * mean if self.read_left else left)
-        self.eigen = (*sides, *_eigen(right if left is None or self.read_left else right * mean))
-        self.left, self.right = None, right.new_zeros(0)
+        if self.left is None:
+            return self.right.new_ones(len(self.right), 1), self.right
+        return (self.left * mean, self.right) if self.read_left else (self.left, self.right * mean)
 
     def compose(self) -> None:
         """The factors again, to add to them."""
+        self._alone = None
         if self.eigen is None:
             return
         left_values, left, right_values, right = self.eigen
@@ -114,12 +127,12 @@ class Block:
     @property
     def values(self) -> Tensor:
         """Eigenvalues of the curvature: [groups, left, right]."""
-        left, _, right, _ = self._parts()
+        left, right = self.sides()
         return left[:, :, None] * right[:, None]
 
     def precision(self, prior: Tensor, scale: Tensor, damping: bool) -> Tensor:
         """Eigenvalues of the posterior precision: [groups, left, right]."""
-        left, _, right, _ = self._parts()
+        left, right = self.sides()
         if damping and self.count:
             root, add = scale.sqrt(), prior.sqrt()
             return (root * left + add)[:, :, None] * (root * right + add)[:, None]
@@ -127,25 +140,21 @@ class Block:
 
     def turn(self, x: Tensor) -> Tensor:
         """Vectors of the parameter [..., groups, left, right] in the basis of the eigenvectors."""
-        _, left, _, right = self._parts()
+        _, left, _, right = self.decompose()
         x = left.mT @ x if left.numel() else x
         return x @ right if right.numel() else x
 
     def turn_back(self, x: Tensor) -> Tensor:
         """The inverse of `turn`."""
-        _, left, _, right = self._parts()
+        _, left, _, right = self.decompose()
         x = left @ x if left.numel() else x
         return x @ right.mT if right.numel() else x
 
     def spread(self, variances: Tensor) -> Tensor:
         """Diagonal of the covariance that has these eigenvalues."""
-        _, left, _, right = self._parts()
+        _, left, _, right = self.decompose()
         x = left.square() @ variances if left.numel() else variances
         return x @ right.square().mT if right.numel() else x
-
-    def _parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        assert self.eigen is not None
-        return self.eigen
 
 
 class KronState:
@@ -191,7 +200,7 @@ class KronState:
             self.blocks[name].count += count
 
     def finish(self) -> None:
-        """Take all factors apart.
+        """Look whether all factors can be taken apart; that is done where it is first needed.
 
         Raises:
             SingularPosterior: a factor is not finite; its parameter is named.
@@ -207,7 +216,6 @@ class KronState:
                     f"the curvature of {name} is not finite; a Jacobian overflows or divides by 0 there: look at the "
                     "inputs of that layer, or compute in float64"
                 )
-            block.decompose()
 
     def posterior(self, prior: Float[Tensor, " p"], scale: Float[Tensor, ""]) -> KronGaussian:
         """The Gaussian with precision scale * H + diag(prior).
@@ -222,7 +230,7 @@ class KronState:
         words = ("left_values", "left", "right_values", "right")
         saved: dict[str, Tensor] = {}
         for name, block in self.blocks.items():
-            saved |= {f"{name}.{word}": part for word, part in zip(words, block._parts(), strict=True)}
+            saved |= {f"{name}.{word}": part for word, part in zip(words, block.decompose(), strict=True)}
             saved[f"{name}.count"] = torch.tensor([block.count, int(block.read_left)])
         return saved
 
@@ -369,7 +377,7 @@ class KronGaussian:
 
     def _parts(self, vectors: Tensor) -> Iterator[tuple[Tensor, str, Block]]:
         for name, block in self._state.blocks.items():
-            left, _, right, _ = block._parts()
+            left, right = block.sides()
             part = vectors[:, self._selection.of(name)].to(self._state.dtype)
             yield part.view(len(vectors), len(left), left.shape[1], right.shape[1]), name, block
 
@@ -378,13 +386,15 @@ class KronGaussian:
         return torch.cat(parts, 1)
 
 
-def _eigen(factor: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues, not negative, and eigenvectors of each group's factor."""
+def _eigen(factor: Tensor, vectors: bool = True) -> tuple[Tensor, Tensor]:
+    """Eigenvalues, not negative, and eigenvectors of each group's factor, or an empty tensor."""
     if factor.ndim == 2:
         return factor.clamp(min=0), factor.new_zeros(0)
-    small = factor.shape[-1] <= PRECISE
-    values, vectors = torch.linalg.eigh(factor.double() if small else factor)
-    return values.clamp(min=0).to(factor.dtype), vectors.to(factor.dtype)
+    precise = factor.double() if factor.shape[-1] <= PRECISE else factor
+    if not vectors:
+        return torch.linalg.eigvalsh(precise).clamp(min=0).to(factor.dtype), factor.new_zeros(0)
+    values, found = torch.linalg.eigh(precise)
+    return values.clamp(min=0).to(factor.dtype), found.to(factor.dtype)
 
 
 def _composed(values: Tensor, vectors: Tensor) -> Tensor:
@@ -438,7 +448,7 @@ def _covariance(block: Block, inverse: Tensor, piece: Piece, name: str) -> Tenso
     call, n = piece.call, piece.n
     if isinstance(call, Matrix) and name == call.weight:
         call.check()
-        _, left, _, right = block._parts()
+        _, left, _, right = block.decompose()
         g = piece.g.transpose(1, 2) if call.second else piece.g
         columns, x = call.columns(g, n), right.mT @ call.inputs(n)
         columns = left.mT[:, None] @ columns
@@ -457,7 +467,7 @@ def _covariance(block: Block, inverse: Tensor, piece: Piece, name: str) -> Tenso
     if isinstance(call, EmbeddingCall) and name == call.weight:
         g = piece.g.transpose(1, 2) if call.second else piece.g
         where, example, _, summed = call.compressed(g, n)
-        summed = (summed @ block._parts()[3][0]).transpose(0, 1)
+        summed = (summed @ block.decompose()[3][0]).transpose(0, 1)
         products = (summed * inverse[0, where, None]) @ summed.mT
         return products.new_zeros(n, *products.shape[1:]).index_add_(0, example, products)
     return _from_rows(block, inverse, piece.rows(name), joint=False)

@@ -10,7 +10,7 @@ Notable here:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,12 @@ from pippin.bayes.pairs import Pairs
 from pippin.bayes.predictive import Prediction
 from pippin.bayes.rows import Rows
 from pippin.bayes.structure import Gaussian, State, Structure, blocks, structure as to_structure
-from pippin.bayes.subset import All, LastLayer, Subset
+from pippin.bayes.subset import LastLayer, Subset, check_last, subset as to_subset
 from pippin.bayes.weight_prior import expand, group_ids
 from pippin.core.errors import InvalidArgument, InvalidInput, NonFiniteEvidence, NotFitted
 
 _NUMBERS = 2**25
-"""Numbers that the Jacobian of a chunk of a prediction may have."""
+"""Numbers that the Jacobian of a chunk of a prediction may have, or what comes back to its layers."""
 
 
 class Laplace:
@@ -91,7 +91,8 @@ class Laplace:
         if not 0 < temperature < math.inf:
             raise InvalidArgument(f"temperature is {temperature}; give a number above 0")
         self.model: nn.Module = Pairs(model) if isinstance(self.likelihood, RewardModel) else model
-        self.selection = _subset(subset).resolve(self.model)
+        chosen = to_subset(subset)
+        self.selection, self._guessed = chosen.resolve(self.model), chosen == LastLayer()
         self.rows = Rows(self.model, self.selection)
         self.temperature = temperature
         self.layers, ids = group_ids(self.model, self.selection)
@@ -101,11 +102,17 @@ class Laplace:
         self._state: State | None = None
         self.mean: Tensor | None = None
         self.examples, self.outputs, self.loss = 0, 0, 0.0
+        self._step = 8  # examples that are predicted at once; a first few say how many can be
         self._sigma = float(self.likelihood.sigma_noise)
         self._prior_mean = prior_mean
         self._squares: Tensor | None = None
         self._sizes = torch.bincount(self.layer_of_weight, minlength=len(self.layers)).double()
         self.prior_precision = prior_precision
+
+    def __repr__(self) -> str:
+        data = f"fitted to {self.examples} examples" if self.mean is not None else "not fitted"
+        chosen = f"{self.likelihood.name}, {self.structure.name} {self.curvature.name}"
+        return f"<Laplace: {chosen}, {self.selection.size} weights, {data}>"
 
     # --- prior and noise ----------------------------------------------------------------------------------------------
 
@@ -171,6 +178,8 @@ class Laplace:
                 self.curvature.restart()
             loss, examples, classes = 0.0, 0, torch.zeros(0, dtype=torch.long)
             for inputs, targets in batches.read(data, self.model):
+                if self._guessed and not examples:
+                    check_last(self.model, self.selection, inputs)
                 batch_loss, y, outputs = self._add(state, inputs, targets)
                 loss, examples = loss + batch_loss, examples + len(y)
                 if self.likelihood.name == "classification":
@@ -360,10 +369,13 @@ class Laplace:
         batches.check_mode(self.model)
         x = batches.to_model(x, self.model)
         means, covariances = [], []
-        for part in [x] if joint else self._chunks(x):
-            with self.rows.forward(part) as batch:
+        count, first = batches.size(x), 0
+        while first < count:
+            last = count if joint else min(count, first + self._step)
+            with self.rows.forward(batches.part(x, first, last)) as batch:
                 means.append(batch.outputs.detach())
                 covariances.append(gaussian.covariance(batch, joint).detach().to(means[-1].dtype))
+                first, self._step = last, self._affordable(batch.width)
         return torch.cat(means), torch.cat(covariances)
 
     def functional_samples(
@@ -416,16 +428,12 @@ class Laplace:
         if self.likelihood.name == "regression":
             link = "probit"
         _check_link(self.likelihood, link, samples)
-        if batches.size(x) == 0:
-            raise InvalidInput("there are no inputs to predict")
-        batches.check_finite(x, "the inputs")
+        batches.check_inputs(x)
 
-    def _chunks(self, x: Any) -> Iterator[Any]:
-        """Parts of inputs whose Jacobians are of moderate size."""
-        width = self.selection.size if getattr(self.posterior, "dense", False) else 1
-        step = max(1, min(128, _NUMBERS // (width * max(self.outputs, 1))))
-        count = batches.size(x)
-        return (batches.part(x, first, first + step) for first in range(0, count, step))
+    def _affordable(self, width: int) -> int:
+        """How many examples to predict at once, where so many numbers come back to the layers of one for an output."""
+        width = max(width, self.selection.size if getattr(self.posterior, "dense", False) else 1)
+        return max(1, min(128, _NUMBERS // (width * max(self.outputs, 1))))
 
     def _sampled(self, x: Any, samples: int, generator: torch.Generator | None) -> Prediction:
         """The network run with drawn weights."""
@@ -481,17 +489,6 @@ class Laplace:
         from pippin.bayes import posterior_files
 
         return posterior_files.load_posterior(cls, Path(folder), model)
-
-
-def _subset(choice: str | Subset) -> Subset:
-    if isinstance(choice, str):
-        made: Subset | None = {"all": All(), "last_layer": LastLayer()}.get(choice)  # type: ignore[assignment]
-        if made is None:
-            raise InvalidArgument(f"subset is {choice!r}; choose all or last_layer, or give a Subnetwork or Named")
-        return made
-    if not isinstance(choice, Subset):
-        raise InvalidArgument(f"subset must be a word or a subset, got {type(choice).__name__}")
-    return choice
 
 
 # the argument `predictive` of the call hides the module of that name there

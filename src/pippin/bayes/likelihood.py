@@ -88,9 +88,13 @@ class Classification(_Fixed):
         if y.ndim == 2 and y.shape[1] == 1:
             y = y[:, 0]
         if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
-            raise InvalidInput(f"classes must be integers (torch.long), got {y.dtype}; for real targets use regression")
+            raise InvalidInput(
+                f"classes must be integers, got {y.dtype}; convert with y.long(), or use regression for real targets"
+            )
         if y.ndim != 1:
-            raise InvalidInput(f"classes must have one number per example, got shape {tuple(y.shape)}")
+            raise InvalidInput(
+                f"classes must have one number per example, got shape {tuple(y.shape)}; of one-hot rows take argmax(-1)"
+            )
         y = y.long()
         wrong = y[(y < 0) | (y >= classes)]
         if len(wrong):

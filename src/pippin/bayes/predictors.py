@@ -44,7 +44,10 @@ def gather(predictor: Predictor, loader: Iterable[Any]) -> tuple[Prediction, Ten
         if len(prediction.mean) != len(y):
             raise InvalidInput(f"a batch has {len(y)} targets for {len(prediction.mean)} predictions")
         predictions.append(prediction)
-        targets.append(y.detach())
+        y = y.detach()
+        if prediction.probs is not None and not y.is_floating_point() and y.numel() == len(y):
+            y = y.flatten().long()  # classes in a column, or yes and no as booleans
+        targets.append(y)
     if not predictions:
         raise InvalidInput("the loader has no batches; an iterator that was used up must be made anew, or use a list")
     return concatenated(predictions), torch.cat(targets)

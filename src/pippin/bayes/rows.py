@@ -26,6 +26,7 @@ from torch.func import functional_call, vjp, vmap
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from pippin.bayes.batches import running, size
 from pippin.bayes.recorder import Recorder
 from pippin.bayes.row_rules import CACHE, CHUNK, Call, LinearCall, Matrix
 from pippin.bayes.subset import Selection, listed
@@ -82,6 +83,11 @@ class Pass:
         self._calls = [call for call in calls if not set(call.names) <= set(unruled)]
         self._unruled = unruled
         self.outputs: Float[Tensor, "n outputs"] = outputs.detach()
+
+    @property
+    def width(self) -> int:
+        """How many numbers come back to all layers of an example, for a column."""
+        return sum(math.prod(call.output) for call in self._calls) // max(1, len(self.outputs))
 
     def jacobian(self) -> Float[Tensor, "n outputs weights"]:
         """J, all of it: n x outputs x weights numbers."""
@@ -249,8 +255,7 @@ class Pass:
 
     def _together(self) -> int:
         """How many columns go backward at once: several where the calls are small, so that each does enough."""
-        numbers = sum(math.prod(call.output) for call in self._calls)
-        return max(1, CACHE // max(1, 4 * numbers))
+        return max(1, CACHE // max(1, 4 * self.width * len(self.outputs)))
 
     def _joined(self, root: Tensor) -> Iterator[Piece]:
         """Pieces with all columns."""
@@ -364,7 +369,8 @@ class Rows:
         Raises:
             InvalidArgument: the model is in train mode where that matters, its outputs are not one vector for each
                 example, or it computes without gradients.
-            InvalidInput: outputs that are not finite.
+            InvalidInput: outputs that are not finite or not one for each example, or inputs on which the model does not
+                run.
         """
         self._check_mode()
         parameters = self.selection.parameters(self.model)
@@ -375,9 +381,14 @@ class Rows:
         try:
             for parameter, _ in kept:
                 parameter.requires_grad_(id(parameter) in chosen)
-            with torch.enable_grad(), recorder:
+            with torch.enable_grad(), recorder, running(batch):
                 outputs = _outputs_of(self.model(*arguments, **named))
             self._check_outputs(outputs)
+            if (count := size(batch)) not in (0, len(outputs)):
+                raise InvalidInput(
+                    f"the model gives {len(outputs)} outputs for inputs of length {count}; the first dimension of "
+                    "inputs counts examples, so that a single one is x[None]"
+                )
             unruled = self._settle(outputs, recorder)
         finally:
             for parameter, wanted in kept:

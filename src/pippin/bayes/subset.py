@@ -14,12 +14,13 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from pippin.bayes.batches import call, part
 from pippin.core.errors import InvalidArgument
 
 
@@ -160,7 +161,7 @@ class LastLayer:
 
     Args:
         name: of the layer, as in `named_modules`; any layer that has parameters. None takes the last layer that was
-            registered, which must be linear.
+            registered, which must be linear, and the last to run.
 
     >>> LastLayer().resolve(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))).names
     ('2.weight', '2.bias')
@@ -263,6 +264,48 @@ class Subnetwork:
         mask[indices.cpu()] = True
         pieces = [mask[everything.of(name)] for name in inside.names]
         return Selection(inside.names, inside.shapes, inside.offsets, len(indices), torch.cat(pieces).nonzero()[:, 0])
+
+
+def subset(choice: str | Subset) -> Subset:
+    """The subset that a word or an object stands for.
+
+    Raises:
+        InvalidArgument: an unknown word, or something that is no subset.
+
+    >>> subset("last_layer")
+    LastLayer(name=None)
+    """
+    if isinstance(choice, str):
+        made: Subset | None = {"all": All(), "last_layer": LastLayer()}.get(choice)  # type: ignore[assignment]
+        if made is None:
+            raise InvalidArgument(f"subset is {choice!r}; choose all or last_layer, or give a Subnetwork or Named")
+        return made
+    if not isinstance(choice, Subset):
+        raise InvalidArgument(f"subset must be a word or a subset, got {type(choice).__name__}")
+    return choice
+
+
+def check_last(model: nn.Module, selection: Selection, inputs: Any) -> None:
+    """See that the layer that was registered last is the last linear one that runs.
+
+    Raises:
+        InvalidArgument: it is not; the message names the one that is.
+    """
+    ran: list[str] = []
+    linear = {name: layer for name, layer in model.named_modules() if _is_linear(layer)}
+    hooks = [layer.register_forward_hook(lambda *_, name=name: ran.append(name)) for name, layer in linear.items()]
+    try:
+        with torch.no_grad():
+            call(model, part(inputs, 0, 1))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    chosen = {id(parameter) for parameter in selection.parameters(model).values()}
+    if ran and not chosen & {id(parameter) for parameter in linear[ran[-1]].parameters()}:
+        raise InvalidArgument(
+            f"the last layer in the order of registration, which has {listed(selection.names)}, is not the last that "
+            f"runs, which is {ran[-1]!r}; name the layer that computes the outputs: LastLayer({ran[-1]!r})"
+        )
 
 
 def _selection(model: nn.Module, chosen: Callable[[str, nn.Parameter], bool], otherwise: str) -> Selection:

@@ -22,8 +22,8 @@ from torch.nn import functional
 
 from pippin.bayes import metrics
 from pippin.bayes.baselines import PlainNetwork
-from pippin.bayes.batches import call, check_mode, read, to_model
-from pippin.bayes.examples import cut, inputs_alone
+from pippin.bayes.batches import call, check_inputs, check_mode, read, to_model
+from pippin.bayes.examples import cut, inputs_alone, tensor
 from pippin.bayes.laplace import Laplace
 from pippin.bayes.likelihood import Classification, Likelihood, MultiLabel, Regression, likelihood as likelihood_of
 from pippin.bayes.predictive import Prediction
@@ -101,6 +101,10 @@ def uncertainty(
         raise InvalidArgument(f"prior must be calibrated or cautious, got {prior!r}")
     if not 0 < held_out < 1:
         raise InvalidArgument(f"held_out is a share of the data, between 0 and 1, got {held_out}")
+    if batch < 1:
+        raise InvalidArgument(f"batch is {batch}; predict 1 example at once or more")
+    if not isinstance(model, nn.Module):
+        raise InvalidArgument(f"model must be a torch.nn.Module, got {type(model).__name__}")
     check_mode(model)
     if validation is None:
         shares = (1 - held_out, held_out / 2, held_out / 2)
@@ -112,6 +116,11 @@ def uncertainty(
     for part in (fit, tune, test):
         _check(model, chosen, part)
     foreign = None if ood is None else inputs_alone(ood, batch=batch, model=model)
+    for x in foreign or ():
+        check_inputs(x)
+    if foreign:
+        with torch.no_grad():
+            call(model, to_model(foreign[0], model))
     if isinstance(chosen, Regression):
         chosen = Regression(_residual(model, tune))
     posterior = Laplace(model, chosen, **laplace).fit(fit)
@@ -162,7 +171,10 @@ class Uncertainty:
             For classes ``probs``, [n, classes], two columns for a single logit. For a regression ``mean`` and
             ``variance``, [n, outputs], noise included.
         """
-        return self._scaled(to_model(x, self.model))
+        return self._scaled(to_model(tensor(x, self.model), self.model))
+
+    def __repr__(self) -> str:
+        return f"<Uncertainty: {self.likelihood.name}, temperature {self.temperature:.4g}, around {self.posterior!r}>"
 
     def ood_score(self, x: Any) -> Float[Tensor, " n"]:
         """How foreign inputs look: the entropy of the probabilities, in nats, or the variance summed over outputs."""
@@ -293,10 +305,20 @@ def _likelihood(model: nn.Module, choice: str | Likelihood | None, batches: Iter
             return found
         raise InvalidArgument(f"likelihood must be classification, multi_label or regression here, got {found.name!r}")
     x, y = next(read(batches, model))
-    if y.is_floating_point():
-        return Regression()
     with torch.no_grad():
-        return MultiLabel() if call(model, x).shape[1] == 1 else Classification()
+        outputs = call(model, x).shape[1]
+    if not y.is_floating_point():
+        return MultiLabel() if outputs == 1 else Classification()
+    if bool(((y == 0) | (y == 1)).all()):
+        raise InvalidInput(
+            f"every target is 0.0 or 1.0, in {str(y.dtype).removeprefix('torch.')}: give numbers of classes as integers, "
+            "y.long() or, of one-hot rows, y.argmax(-1); say likelihood='regression' if they are measurements"
+        )
+    if outputs > 1 and y.numel() == len(y) and bool((y == y.round()).all()):
+        raise InvalidInput(
+            f"targets like {y.flatten()[0]:g} for a model of {outputs} outputs: give classes as integers, y.long()"
+        )
+    return Regression()
 
 
 def _check(model: nn.Module, likelihood: Likelihood, batches: Iterable[Any]) -> None:

@@ -2,7 +2,9 @@
 
 Notable here:
 - the solver is held against all permutations of a few points, before anything is built on it
-- on a toy map the gap and the distortion have the same weight; only one of them is in the way of the fit
+- on a toy map the gap and the distortion have the same weight; only one of them is in the way of the fit. The source
+  gives no figures for it: scaled distances at weight 1 failed in a pilot on another seed, so squared distances at 0.1,
+  which were tried after that, are not taken alone; both are run, and what is asked of the fit is asked of both
 - the autoencoders differ in the geometric term alone; it has one weight, which was not chosen by their scores
 """
 
@@ -12,6 +14,7 @@ import itertools
 import statistics
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pippin.claims import Evidence, Scale, claim
@@ -29,8 +32,8 @@ if TYPE_CHECKING:
 class Size:
     """How much is looked at.
 
-    Seeds; cases of each cost and number of points for exactness, and those numbers; steps and points of the toy map;
-    then for the autoencoders their steps, betas, kind and widths, the side of the sprites and how many there are, the
+    Seeds; cases of each cost and number of points for exactness, and those numbers; steps of the toy map,
+    its points and fresh ones; then for the autoencoders their steps, betas, kind and widths, the side of the sprites and how many there are, the
     rows and trees of DCI, whether the encoder and distances are tried as well, and steps that are timed.
     """
 
@@ -39,6 +42,7 @@ class Size:
     points: tuple[int, ...]
     toy_steps: int
     toy_points: int
+    toy_fresh: int
     steps: int
     betas: tuple[float, ...]
     kind: Any
@@ -52,15 +56,34 @@ class Size:
 
 
 SIZES = {
-    "smoke": Size((0,), 2, (5,), 4, 24, 4, (2.0,), "mlp", (32, 16), 16, 200, 150, 3, False, 5),
-    "laptop": Size((0, 1, 2), 8, (6, 7, 8), 200, 64, 1500, (2.0, 4.0), "mlp", (128, 64), 32, 6144, 1500, 40, False, 60),
+    "smoke": Size((0,), 1, (5,), 2, 16, 100, 2, (2.0,), "mlp", (32, 16), 16, 128, 100, 2, False, 2),
+    "laptop": Size(
+        (0, 1, 2), 8, (6, 7, 8), 200, 64, 1000, 1500, (2.0, 4.0), "mlp", (128, 64), 32, 6144, 1500, 40, False, 60
+    ),
     "gpu": Size(
-        (0, 1, 2), 40, (6, 7, 8), 1000, 128, 4000, (4.0,), "conv", (32, 32, 64, 64, 256), 64, 20_000, 4000, 50, True, 60
+        (0, 1, 2),
+        40,
+        (6, 7, 8),
+        1000,
+        128,
+        1000,
+        4000,
+        (4.0,),
+        "conv",
+        (32, 32, 64, 64, 256),
+        64,
+        20_000,
+        4000,
+        50,
+        True,
+        60,
     ),
 }
 COSTS = ("l2", "scl2", "cos")
-TOY_WEIGHT, TOY_SIDE = 0.1, 2.0
-"""Weight of the geometric term beside a Sinkhorn divergence, and the side of the square that is mapped to."""
+TOY_WEIGHTS: dict[Any, float] = {"l2": 0.1, "scl2": 1.0}
+"""Of the geometric term beside a Sinkhorn divergence, for each cost; the gap and the distortion alike."""
+TOY_SIDE = 2.0
+"""Of the square that is mapped to."""
 WEIGHT = 100.0
 """Of the geometric term of the autoencoders, the gap and the distortion alike; at 10 the gap is too small to matter."""
 LATENT, BATCH, RATE = 6, 64, 2e-3
@@ -72,16 +95,16 @@ LATENT, BATCH, RATE = 6, 64, 2e-3
     paper="keeping geometry as far as the two distributions allow disentangles better than the base autoencoder and "
     "than keeping it at any cost (distortion); best with angles, on the decoder; and it leaves the fit of a map alone",
     setting="all permutations of 6 to 8 points; a map from four Gaussians to a square with a Sinkhorn divergence (200 "
-    "steps of 64 points, squared distances, weight 0.1 for both terms); 6,144 made sprites (shape 3, scale 4, rotation "
-    "8, x 8, y 8; 32x32), dense autoencoders of 6 dimensions, 1,500 steps of 64, beta 2 and 4, cosines on the "
-    "decoder, weight 100 for both terms",
+    "steps of 64 points; squared distances at weight 0.1 and scaled ones at weight 1, for both terms); 6,144 made "
+    "sprites (shape 3, scale 4, rotation 8, x 8, y 8; 32x32), dense autoencoders of 6 dimensions, 1,500 steps of 64, "
+    "beta 2 and 4, cosines on the decoder, weight 100 for both terms",
     accept="solver: polished within 2% of the optimum in at least 95% of all cases, unpolished at eps0 0.005 in at "
     "least 75% for squared distances; the gap of an isometry and of y = 2x below 1e-6, of a swap of two points between "
-    "clusters above 0; its gradient equals finite differences within 1e-4. Toy map, means over 3 seeds: Wasserstein "
-    "fit with the gap within 10% of that without a term, with the distortion at least twice that of the gap, and fewer "
-    "neighbours lost with the gap than without. Autoencoders: DCI-D with the gap above the base in at least 5 of 6 "
-    "pairs of seed and beta, and its mean at least that with distortion. Cost: the term takes at most twice the time "
-    "of a step without it",
+    "clusters above 0; its gradient equals finite differences within 1e-4. Toy map, with both costs, each by itself, "
+    "means over 3 seeds: Wasserstein fit with the gap within 10% of that without a term, with the distortion at least "
+    "twice that of the gap, and fewer neighbours lost with the gap than without. Autoencoders: DCI-D with the gap "
+    "above the base in at least 5 of 6 pairs of seed and beta, and its mean at least that with distortion. Cost: the "
+    "term takes at most twice the time of a step without it",
 )
 def run(scale: Scale) -> Evidence:
     """Solver, toy map, autoencoders, cost."""
@@ -96,9 +119,13 @@ def run(scale: Scale) -> Evidence:
         polished=statistics.fmean(mean(f"within 2%, polished, {cost}") for cost in COSTS) >= 0.95,
         unpolished=mean("within 2%, eps0 0.005, l2") >= 0.75,
         laws=all(laws),
-        fit=mean("toy fit, gap") <= 1.1 * mean("toy fit, no term")
-        and mean("toy fit, distortion") >= 2 * mean("toy fit, gap"),
-        neighbours=mean("toy neighbours lost, gap") < mean("toy neighbours lost, no term"),
+        fit=all(mean(f"toy fit, gap, {cost}") <= 1.1 * mean("toy fit, no term") for cost in TOY_WEIGHTS),
+        fit_distortion=all(
+            mean(f"toy fit, distortion, {cost}") >= 2 * mean(f"toy fit, gap, {cost}") for cost in TOY_WEIGHTS
+        ),
+        neighbours=all(
+            mean(f"toy neighbours lost, gap, {cost}") < mean("toy neighbours lost, no term") for cost in TOY_WEIGHTS
+        ),
         above_base=wins >= 5 / 6 * pairs,
         above_distortion=mean("DCI-D, gap") >= mean("DCI-D, distortion"),
         cost=ratio <= 2,
@@ -176,20 +203,23 @@ def _toy(evidence: Evidence, seed: int, size: Size) -> None:
 
     from pippin.bayes.gromov import distortion, gromov_monge_gap
 
-    terms: dict[str, Callable[[Tensor, Tensor], Tensor] | None] = {
-        "no term": None,
-        "distortion": lambda x, y: distortion(x, y, "l2"),
-        "gap": lambda x, y: gromov_monge_gap(x, y, "l2"),
-    }
+    terms: dict[str, Callable[[Tensor, Tensor], Tensor] | None] = {"no term": None}
+    for cost, weight in TOY_WEIGHTS.items():
+        for name, measure in (("distortion", distortion), ("gap", gromov_monge_gap)):
+            terms[f"{name}, {cost}"] = partial(_weighted, measure, cost, weight)
     fresh = torch.Generator().manual_seed(1000 + seed)
-    x, target = _four(1000, fresh), _square(1000, fresh)
+    x, target = _four(size.toy_fresh, fresh), _square(size.toy_fresh, fresh)
     for name, term in terms.items():
         net = _toy_map(seed, term, size)
         with torch.no_grad():
             y = net(x)
         evidence.add(f"toy fit, {name}", _wasserstein(y, target), seed=seed)
-        evidence.add(f"toy neighbours lost, {name}", _lost(x, y, 100), seed=seed)
-    evidence.add("toy fit, the square to itself", _wasserstein(_square(1000, fresh), target), seed=seed)
+        evidence.add(f"toy neighbours lost, {name}", _lost(x, y, size.toy_fresh // 10), seed=seed)
+    evidence.add("toy fit, the square to itself", _wasserstein(_square(size.toy_fresh, fresh), target), seed=seed)
+
+
+def _weighted(measure: Callable[..., Tensor], cost: str, weight: float, x: Tensor, y: Tensor) -> Tensor:
+    return weight * measure(x, y, cost)
 
 
 def _four(n: int, generator: torch.Generator) -> Tensor:
@@ -221,7 +251,7 @@ def _toy_map(seed: int, term: Callable[[Tensor, Tensor], Tensor] | None, size: S
         y = model(x)
         loss = _sinkhorn_divergence(y, target)
         if term is not None:
-            loss = loss + TOY_WEIGHT * term(x, y)
+            loss = loss + term(x, y)
         return Loss(loss, 1.0)
 
     def batches() -> Iterator[tuple[Tensor, Tensor]]:

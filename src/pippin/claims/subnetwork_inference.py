@@ -5,6 +5,11 @@ Notable here:
 - every rule chooses the same number of weights from the same network, and random choices are drawn several times
 - on digits each posterior's prior precision is tuned by its own evidence, and figures at precision 1 stand beside
 - in the gaps of real tables, a few weights of a large network compete with all weights of a small one
+
+The source gives no geometry for its two clusters. Five were looked at in a pilot on another seed. The first, [-2, -1]
+and [1, 2] with the gap measured in [-0.7, 0.7], failed one condition there: the contrast of SWAG's 1 % was not above 5.
+As the one taken in its place, [-2, -1.2] and [1.2, 2] with [-0.3, 0.3], was chosen after that, both are run here, and a
+condition holds only if it holds on both.
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ import statistics
 import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import TYPE_CHECKING, Any
 
 from pippin.claims import Evidence, Scale, claim
@@ -45,11 +50,13 @@ class Size:
 
 TABLES = ("uci-yacht", "uci-mpg", "uci-fish-toxicity")
 SIZES = {
-    "smoke": Size((0,), 10, 100, 4, 2, 3, 16, TABLES[:1], 1, 2),
+    "smoke": Size((0,), 8, 20, 3, 1, 2, 16, TABLES[:1], 1, 1),
     "laptop": Size((0, 1, 2), 50, 2000, 256, 5, 60, 64, TABLES, 2, 100),
     "gpu": Size((0, 1, 2, 3, 4), 50, 4000, 256, 10, 60, 64, (*TABLES, "uci-wine-red", "uci-airfoil"), 4, 200),
 }
 NOISE, CLUSTER = 0.1, 35
+GEOMETRIES = {"edge 1": (1.0, 0.7), "edge 1.2": (1.2, 0.3)}
+"""Inner edge of the clusters, which end at 2, and half the width of the gap."""
 SHARES = (0.10, 0.03, 0.01)
 DIGIT_SHARES = (0.01, 0.05, 0.20)
 RULES = ("swag", "random", "diag_laplace", "exact", "pvc")
@@ -64,31 +71,38 @@ SMALL = 20
     "uncertainty better than a diagonal posterior over all of them; on rotated MNIST it has a better likelihood than "
     "the plain network and than a random subnetwork of its size; on UCI gap splits, subnetworks of large networks are "
     "ahead of all weights of small ones",
-    setting="1-D regression, 35 + 35 points in two clusters, tanh 1-50-50-1 (2,701 weights), noise 0.1, prior "
-    "precision 1, 5 random draws; digits 0-4 of scikit-learn, 300 to train, 64-64-64-5, turned by 60 degrees, 1, 5 and "
+    setting="1-D regression, 35 + 35 points in two clusters, between 1 and 2 and their mirror image with the gap in "
+    "+-0.7, and between 1.2 and 2 with the gap in +-0.3; tanh 1-50-50-1 (2,701 weights), noise 0.1, prior precision 1, "
+    "5 random draws; digits 0-4 of scikit-learn, 300 to train, 64-64-64-5, turned by 60 degrees, 1, 5 and "
     "20 % of the weights, precision by evidence; three UCI tables, two gaps each, 50-50 hidden units with as many "
     "chosen weights as a network of 20 hidden units has in all; SWAG's variances from 256 snapshots; 3 seeds",
-    accept="1-D, means over seeds: the ratio of the standard deviation in the gap to that on the training inputs is "
-    "above 5 for the 1 % that SWAG chooses, and at least 3 times that of the diagonal posterior over all weights; "
-    "SWAG's choice is wider in the gap than the random one at 10, 3 and 1 %; on every seed nested choices never lower "
-    "a variance, and all weights and the last layer's give the full and the last-layer posterior within 1e-8. Digits, "
-    "means over seeds, precision by evidence: the loss at 60 degrees is below that of the plain network and of the "
-    "random choice at 1, 5 and 20 %. Tables, means over sets, gaps and seeds: the log-density of the large network's "
-    "subnetwork is above that of the small network's full posterior",
+    accept="1-D, on both geometries, each by itself, means over seeds: the ratio of the standard deviation in the gap "
+    "to that on the training inputs is above 5 for the 1 % that SWAG chooses, and at least 3 times that of the "
+    "diagonal posterior over all weights; SWAG's choice is wider in the gap than the random one at 10, 3 and 1 %; on "
+    "every seed nested choices never lower a variance, and all weights and the last layer's give the full and the "
+    "last-layer posterior within 1e-8. Digits, means over seeds, precision by evidence: the loss at 60 degrees is "
+    "below that of the plain network and of the random choice at 1, 5 and 20 %. Tables, means over sets, gaps and seeds: the "
+    "log-density of the large network's subnetwork is above that of the small network's full posterior",
 )
 def run(scale: Scale) -> Evidence:
     """Clusters, digits and tables for each seed."""
     evidence, size = Evidence(), SIZES[scale.name]
     exact = []
     for seed in size.seeds:
-        exact.append(_clusters(evidence, seed, size))
+        exact += [_clusters(evidence, seed, size, where) for where in GEOMETRIES]
         _digits(evidence, seed, size)
         _tables(evidence, seed, size)
     mean = evidence.mean
-    diagonal = mean("contrast, diagonal over all")
     return evidence.accept(
-        contrast=mean("contrast, swag, 1 %") > 5 and mean("contrast, swag, 1 %") >= 3 * diagonal,
-        wider=all(mean(_name("gap", "swag", s)) > mean(_name("gap", "random", s)) for s in SHARES),
+        contrast=all(mean(f"contrast, swag, 1 %, {where}") > 5 for where in GEOMETRIES),
+        contrast_diagonal=all(
+            mean(f"contrast, swag, 1 %, {where}") >= 3 * mean(f"contrast, diagonal over all, {where}")
+            for where in GEOMETRIES
+        ),
+        wider=all(
+            mean(_name("gap", "swag", s, f", {where}")) > mean(_name("gap", "random", s, f", {where}"))
+            for s, where in product(SHARES, GEOMETRIES)
+        ),
         exact=all(exact),
         turned_plain=all(mean(_name("loss turned", "swag", s)) < mean("loss turned, plain") for s in DIGIT_SHARES),
         turned_random=all(
@@ -122,8 +136,8 @@ def _options(snapshots: int, precision: float) -> Any:
 # --- two clusters -----------------------------------------------------------------------------------------------------
 
 
-def _clusters(evidence: Evidence, seed: int, size: Size) -> bool:
-    """All posteriors of one network; whether the exact properties hold."""
+def _clusters(evidence: Evidence, seed: int, size: Size, where: str) -> bool:
+    """All posteriors of one network on one geometry; whether the exact properties hold."""
     import torch
 
     from pippin.bayes.laplace import Laplace
@@ -131,11 +145,12 @@ def _clusters(evidence: Evidence, seed: int, size: Size) -> bool:
     from pippin.bayes.subset import Subnetwork
     from pippin.claims import _small_networks as small
 
+    edge, half = GEOMETRIES[where]
     generator = torch.Generator().manual_seed(3_000 + seed)
     left, right = (torch.rand(CLUSTER, 1, generator=generator, dtype=torch.float64) for _ in range(2))
-    x = torch.cat([0.8 * left - 2, 0.8 * right + 1.2])
+    x = torch.cat([(2 - edge) * left - 2, (2 - edge) * right + edge])
     y = torch.sin(2 * x) + NOISE * torch.randn(x.shape, generator=generator, dtype=torch.float64)
-    gap = torch.linspace(-0.3, 0.3, 29, dtype=torch.float64)[:, None]
+    gap = torch.linspace(-half, half, 29, dtype=torch.float64)[:, None]
     model = _tanh((1, size.width, size.width, 1), seed)
     small.train(model, x, y, epochs=size.epochs, seed=seed, lr=1e-2, batch=len(x), precision=NOISE**2)
     order = torch.randperm(len(x), generator=generator)
@@ -147,13 +162,16 @@ def _clusters(evidence: Evidence, seed: int, size: Size) -> bool:
     def sd(fitted: Any) -> tuple[Tensor, float]:
         return fitted(gap).function_variance.sqrt()[:, 0], float(fitted(x).function_variance.sqrt().mean())
 
+    def note(what: str, value: float) -> None:
+        evidence.add(f"{what}, {where}", value, seed=seed)
+
     full = posterior("all")
     between, on_data = sd(full)
     wide = float(between.mean())
-    evidence.add("contrast, full", wide / on_data, seed=seed)
+    note("contrast, full", wide / on_data)
     diagonal, on_data = sd(posterior("all", "diag"))
-    evidence.add("gap, diagonal over all", float(diagonal.mean()) / wide, seed=seed)
-    evidence.add("contrast, diagonal over all", float(diagonal.mean()) / on_data, seed=seed)
+    note("gap, diagonal over all", float(diagonal.mean()) / wide)
+    note("contrast, diagonal over all", float(diagonal.mean()) / on_data)
     spreads: dict[float, Tensor] = {}
     for share in SHARES:
         for rule in RULES:
@@ -165,16 +183,16 @@ def _clusters(evidence: Evidence, seed: int, size: Size) -> bool:
             if rule == "swag":
                 spreads[share] = found[0][0]
             gaps = [float(values.mean()) for values, _ in found]
-            evidence.add(_name("gap", rule, share), statistics.mean(gaps) / wide, seed=seed)
+            note(_name("gap", rule, share), statistics.mean(gaps) / wide)
             contrasts = [value / on_data for value, (_, on_data) in zip(gaps, found, strict=True)]
-            evidence.add(_name("contrast", rule, share), statistics.mean(contrasts), seed=seed)
+            note(_name("contrast", rule, share), statistics.mean(contrasts))
     everything = torch.arange(full.selection.size)
     last = everything[-(size.width + 1) :]
     apart = max(
         float((sd(posterior(Subnetwork(everything)))[0] - between).abs().max()),
         float((sd(posterior(Subnetwork(last)))[0] - sd(posterior("last_layer"))[0]).abs().max()),
     )
-    evidence.add("largest difference of equal posteriors", apart, seed=seed)
+    note("largest difference of equal posteriors", apart)
     nested = [spreads[share] for share in sorted(SHARES)] + [between]
     grows = all(bool((a <= b * (1 + 1e-9)).all()) for a, b in pairwise(nested))
     return grows and apart < 1e-8
