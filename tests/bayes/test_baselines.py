@@ -6,7 +6,7 @@ from torch import nn
 
 from pippin.bayes.baselines import DeepEnsemble, MCDropout, PlainNetwork
 from pippin.bayes.likelihood import Regression
-from pippin.core.errors import InvalidArgument, UnsupportedLayer
+from pippin.core.errors import InvalidArgument, InvalidInput, UnsupportedLayer
 
 
 def network(seed, outputs=3, dropout=None):
@@ -76,9 +76,15 @@ def test_dropout_leaves_batch_norm_alone():
 
 def test_dropout_comes_off_after_an_error():
     model = network(0, dropout=0.5)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(InvalidInput, match=r"shape \(2, 7\)"):
         MCDropout(model)(torch.zeros(2, 7))
     assert not any(layer.training for layer in model.modules())
+
+
+def test_half_precision_adds_up_to_one():
+    model = network(0).bfloat16()
+    prediction = PlainNetwork(model, "classification")(torch.randn(50, 4).bfloat16())
+    torch.testing.assert_close(prediction.probs.sum(-1), torch.ones(50))
 
 
 def test_bad_input_names_the_value():

@@ -221,6 +221,32 @@ def test_log_det_is_differentiable_in_prior_and_scale():
     assert torch.autograd.gradcheck(log_det, (log_prior, torch.tensor(0.8, dtype=torch.float64, requires_grad=True)))
 
 
+def test_the_evidence_needs_no_eigenvectors_and_is_the_same_with_them():
+    model, x = made("groups")
+    state, rows = fitted(model, x)
+    one = torch.ones((), dtype=torch.float64)
+    posterior = state.posterior(one.expand(rows.selection.size), one)
+    before = posterior.log_det
+    assert all(block.eigen is None for block in state.blocks.values())
+    posterior.sample(1)
+    assert all(block.eigen is not None for block in state.blocks.values())
+    torch.testing.assert_close(posterior.log_det, before, atol=1e-12, rtol=1e-12)
+
+
+def test_data_added_after_an_evidence_counts():
+    model, x = made("groups")
+    one = torch.ones((), dtype=torch.float64)
+    state, rows = fitted(model, x)
+    prior = one.expand(rows.selection.size)
+    whole = state.posterior(prior, one).log_det
+    state, _ = fitted(model, x[:2])
+    state.posterior(prior, one).log_det  # noqa: B018
+    with rows.forward(x[2:]) as p:
+        state.add(p, root_of(p.outputs))
+    state.finish()
+    torch.testing.assert_close(state.posterior(prior, one).log_det, whole)
+
+
 def test_samples_have_the_posterior_covariance():
     model, x = made("groups")
     state, rows = fitted(model, x)

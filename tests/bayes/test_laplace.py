@@ -1,5 +1,6 @@
 """What a posterior answers: predictives, draws, tuning, files, and every input that it refuses."""
 
+import json
 import math
 import warnings
 from unittest.mock import patch
@@ -414,6 +415,12 @@ def test_a_posterior_is_not_put_on_another_model(tmp_path):
         Laplace.load(tmp_path, net(outputs=4))
     with pytest.raises(CheckpointError, match="holds no posterior"):
         Laplace.load(tmp_path / "nowhere", net())
+    facts = json.loads((tmp_path / "laplace.json").read_text())
+    for wrong in ({"examples": None}, {"examples": -5}, {"outputs": 0}, {"loss": float("nan")}):
+        (tmp_path / "laplace.json").write_text(json.dumps({**facts, **wrong}))
+        with pytest.raises(CorruptedFile, match="cannot be read"):
+            Laplace.load(tmp_path, net())
+    (tmp_path / "laplace.json").write_text(json.dumps(facts))
     (tmp_path / "laplace.safetensors").write_bytes(b"damaged")
     with pytest.raises(CorruptedFile, match="cannot be read"):
         Laplace.load(tmp_path, net())
@@ -671,3 +678,22 @@ def test_tuning_with_the_hessian_turns_back_where_there_is_no_posterior():
     laplace = Laplace(net(), "classification", "all", "full", "hessian", 100.0).fit(classes())
     laplace.tune("evidence")
     assert math.isfinite(float(laplace.log_marginal_likelihood()))
+
+
+@pytest.mark.parametrize("kind", ["full", "diag", "kron"])
+def test_a_prediction_goes_by_parts_that_fit_and_is_that_of_the_whole(kind, monkeypatch):
+    model = net()
+    posterior = Laplace(model, "classification", subset="all", structure=kind).fit(classes())
+    x = torch.randn(40, 2, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    mean, whole = posterior.outputs_at(x, joint=True)
+    width = posterior.selection.size if kind == "full" else 6 + 3  # what comes back to both layers of one example
+    monkeypatch.setattr("pippin.bayes.laplace._NUMBERS", 5 * 3 * width)
+    sizes = []
+    forward = posterior.rows.forward
+    monkeypatch.setattr(posterior.rows, "forward", lambda part: (sizes.append(len(part)), forward(part))[1])
+    found, covariance = posterior.outputs_at(x)
+    torch.testing.assert_close(found, mean)
+    blocks = whole.view(40, 3, 40, 3)[range(40), :, range(40)]
+    torch.testing.assert_close(covariance, blocks)
+    assert max(sizes[1:]) == 5
+    assert sum(sizes) == 40

@@ -157,6 +157,18 @@ def test_with_its_own_precision_the_scale_before_a_norm_means_nothing(factor):
     assert shared > 0.02
 
 
+def test_every_step_to_the_fixed_point_follows_the_scale_not_only_its_end():
+    model, data = normed(), [wave()]
+    runs = []
+    for factor in (1.0, 10.0):
+        with rescaled([model[2].weight, model[2].bias], None, factor), pytest.warns(InferenceAtRisk, match="rounds"):
+            runs.append(LinearisedEvidence(model, Regression(SIGMA)).fit(data, rounds=2))
+    before, after = runs
+    assert after.log_evidence == pytest.approx(before.log_evidence, abs=1e-6)
+    assert before.prior_precision["2"] / after.prior_precision["2"] == pytest.approx(100, rel=1e-6)
+    assert after.prior_precision["other"] == pytest.approx(before.prior_precision["other"], rel=1e-6)
+
+
 def test_at_the_networks_own_weights_the_evidence_is_that_of_laplace():
     x, y = wave()
     model = made(nn.Linear(1, 5), nn.Tanh(), nn.Linear(5, 1))

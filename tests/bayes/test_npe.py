@@ -148,6 +148,12 @@ def test_a_saved_posterior_is_the_same(tmp_path, gaussian, encoder):
     assert torch.equal(npe.sample(3, x, seeded(0)), again.sample(3, x, seeded(0)))
     with pytest.raises(CorruptedFile, match="no posterior of this prior"):
         NPE.load(tmp_path, Box([0.0] * 5, [1.0] * 5), nn.Linear(1, 3))
+    other = Box([0.0], [9.0]) if encoder else Gaussian([50.0], [1.0])
+    with pytest.raises(CorruptedFile, match="it was learnt with the") as caught:
+        NPE.load(tmp_path, other, nn.Linear(1, 3) if encoder else None)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(InvalidArgument, match="n is 0"):
+        npe.sample(0, x)
 
 
 def test_asked_before_it_was_fitted(tmp_path):

@@ -130,6 +130,8 @@ def test_data_that_cannot_be_gathered():
         gather(lambda x: one, [])
     with pytest.raises(InvalidInput, match="2 targets for 3"):
         gather(lambda x: one, [(torch.zeros(3), torch.zeros(2))])
+    with pytest.raises(InvalidArgument, match=r"this one a Tensor.*PlainNetwork"):
+        gather(lambda x: x, [(torch.zeros(3), torch.zeros(3))])
     with pytest.raises(InvalidInput, match="pair"):
         gather(lambda x: one, [torch.zeros(3)])
     with pytest.raises(InvalidInput, match="no inputs"):

@@ -389,3 +389,19 @@ def test_mappings_tuples_and_logits():
             found.append(p.jacobian())
     assert torch.equal(*found)
     torch.testing.assert_close(found[0][:, 0, :3], x + shift)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        (torch.zeros(4, 3, dtype=torch.float64), r"float64 inputs of shape \(4, 3\)"),
+        (torch.zeros(4, 5), r"\(4, 5\).*cannot be multiplied"),
+        ({"x": torch.zeros(4, 3)}, "inputs named x"),
+        ((torch.zeros(4, 3), torch.zeros(4, 3)), "2 inputs"),
+        (torch.zeros(3), r"2 outputs for inputs of length 3.*x\[None\]"),
+    ],
+)
+def test_inputs_that_the_model_does_not_take(inputs, message):
+    model = nn.Linear(3, 2)
+    with pytest.raises(InvalidInput, match=message), Rows(model, All().resolve(model)).forward(inputs):
+        pass

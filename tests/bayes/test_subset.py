@@ -8,7 +8,8 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 from torch.func import functional_call
 
-from pippin.bayes.subset import All, LastLayer, Named, Selection, Subnetwork, Subset
+from pippin.bayes.laplace import Laplace
+from pippin.bayes.subset import All, LastLayer, Named, Selection, Subnetwork, Subset, check_last
 from pippin.core.errors import InvalidArgument
 from pippin.nn.linear import Linear
 
@@ -124,3 +125,23 @@ def test_another_model_or_vector_is_refused():
     with pytest.raises(InvalidArgument, match="'x' is not among"):
         selection.of("x")
     assert isinstance(selection, Selection)
+
+
+def test_the_layer_that_was_registered_last_must_run_last():
+    class Swapped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head, self.body = nn.Linear(4, 2), nn.Linear(3, 4)
+
+        def forward(self, x):
+            return self.head(self.body(x).tanh())
+
+    model, x = Swapped(), torch.ones(5, 3)
+    with pytest.raises(InvalidArgument, match=r"body\.weight.*LastLayer\('head'\)"):
+        check_last(model, LastLayer().resolve(model), x)
+    check_last(model, LastLayer("head").resolve(model), x)
+    assert not any(layer._forward_hooks for layer in model.modules())
+    data = [(x + torch.arange(5)[:, None], torch.tensor([0, 1, 0, 1, 1]))]
+    with pytest.raises(InvalidArgument, match="registration"):
+        Laplace(model, "classification").fit(data)
+    assert Laplace(model, "classification", LastLayer("head")).fit(data).examples == 5

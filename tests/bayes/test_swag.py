@@ -156,6 +156,8 @@ def test_bad_input_is_named():
         swag.fit(iter(BATCHES))
     with pytest.raises(InvalidInput, match="real numbers"):
         swag.fit([(BATCHES[0][0], torch.arange(6)[:, None])])
+    with pytest.raises(InvalidInput, match="hold nan"):
+        swag.fit([(BATCHES[0][0] * torch.nan, BATCHES[0][1])])
     swag.fit(BATCHES)
     with pytest.raises(InvalidArgument, match="0 samples"):
         swag.sample(0)

@@ -178,6 +178,9 @@ def test_saved_and_loaded_it_predicts_the_same(tmp_path):
     (tmp_path / "kept" / "uncertainty.json").write_text(json.dumps({"temperature": "hot"}))
     with pytest.raises(CorruptedFile, match="no saved uncertainty"):
         Uncertainty.load(tmp_path / "kept", model)
+    (tmp_path / "kept" / "uncertainty.json").write_text(json.dumps({"temperature": -1.0, "seed": 0}))
+    with pytest.raises(CorruptedFile, match=r"temperature is -1\.0"):
+        Uncertainty.load(tmp_path / "kept", model)
     with pytest.raises(CorruptedFile, match="no saved uncertainty"):
         Uncertainty.load(tmp_path / "nothing", model)
 
@@ -236,7 +239,7 @@ BAD = [
     ((X * torch.nan, Y), {}, InvalidInput, "nan"),
     ((X, Y + 1), {}, InvalidInput, "class 3 is not among"),
     ((X, torch.zeros(60).long()), {}, InvalidInput, "every target of a part of the data is 0"),
-    ((X, Y.float()), {}, InvalidInput, "do not fit outputs"),
+    ((X, Y.float()), {}, InvalidInput, "give classes as integers"),
     ((X, Y.float()), {"likelihood": "classification"}, InvalidInput, "integers"),
     ((X, Y), {"held_out": 1.0}, InvalidArgument, "held_out"),
     ((X, Y), {"likelihood": "reward_model"}, InvalidArgument, "reward_model"),
@@ -280,3 +283,58 @@ def test_batch_norm_in_evaluation_mode_will_do():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", InferenceAtRisk)
         assert np.isfinite(rows(uncertainty(model, (X, Y)).report)["negative log-likelihood"])
+
+
+def test_tables_columns_booleans_and_other_precisions_are_the_same_data():
+    model = network(2)
+    x, y = labelled(model, 300, 1, temperature=3.0)
+    expected = uncertainty(model, (x, y)).temperature
+    assert uncertainty(model, (x.double(), y[:, None])).temperature == expected
+    pandas = pytest.importorskip("pandas")
+    frozen = pandas.DataFrame(x.numpy())
+    sure = uncertainty(model, (frozen, pandas.Series(y.numpy())))
+    assert sure.temperature == expected
+    assert torch.equal(sure(frozen).probs, sure(x).probs)
+    assert torch.equal(sure(x.double().numpy()).probs, sure(x).probs)
+    single = network(1)
+    with torch.no_grad():
+        y = torch.bernoulli((single(x) / 3).sigmoid(), generator=torch.Generator().manual_seed(2))[:, 0].long()
+    assert uncertainty(single, (x, y == 1)).temperature == uncertainty(single, (x, y)).temperature
+    words = pandas.DataFrame({"a": ["low"] * 300, "b": ["high"] * 300})
+    with pytest.raises(InvalidInput, match="turn them into numbers"):
+        uncertainty(model, (words, y))
+
+
+def test_labels_that_are_written_as_real_numbers_are_no_regression():
+    model = network(3)
+    x, y = labelled(model, 200, 1)
+    one_hot = nn.functional.one_hot(y, 3).float()
+    for targets, way_out in ((one_hot, "argmax"), (y.float(), r"y.long\(\)")):
+        with pytest.raises(InvalidInput, match=way_out):
+            uncertainty(model, (x, targets))
+    with pytest.raises(InvalidInput, match=r"from 0 to 2 for a model of one output.*y\.float\(\)"):
+        uncertainty(network(1), (x, y))
+    assert uncertainty(model, (x, one_hot), likelihood="regression").likelihood.name == "regression"
+
+
+def test_foreign_inputs_are_looked_at_before_the_fit():
+    model = network(2)
+    data = labelled(model, 300, 1)
+    x = data[0]
+    with pytest.raises(InvalidInput, match="the inputs hold nan"):
+        uncertainty(model, data, ood=x * torch.nan)
+    with pytest.raises(InvalidInput, match=r"does not run on float32 inputs of shape \(256, 3\)"):
+        uncertainty(model, data, ood=torch.zeros(300, 3))
+    two = uncertainty(model, data, ood=[x, x + 9])  # two batches of inputs, not inputs and targets
+    assert rows(two.report)["foreign inputs"] == 600
+    with pytest.raises(InvalidArgument, match="batch is 0"):
+        uncertainty(model, data, batch=0)
+    with pytest.raises((InvalidArgument, TypeCheckError)):
+        uncertainty(None, data)
+
+
+def test_it_says_what_it_is():
+    model = network(2)
+    shown = repr(uncertainty(model, labelled(model, 300, 1, temperature=3.0)))
+    assert shown.startswith("<Uncertainty: classification, temperature ")
+    assert "<Laplace: classification, kron ggn, 34 weights, fitted to 180 examples>" in shown

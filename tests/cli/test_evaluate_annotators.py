@@ -74,8 +74,10 @@ def test_a_model_learns_where_there_are_features(folder, capsys):
         (["counts.csv", "--counts", "oui,non", "--people", "a,b"], "not both"),
         (["counts.csv", "--counts", "oui,non", "--sizes", "1,two"], "--sizes is '1,two'"),
         (["counts.csv", "--counts", "oui,non", "--sizes", "0"], "give 1 or more"),
-        (["counts.csv", "--counts", "oui,non", "--share", "1"], "--share 1.0"),
-        (["counts.csv", "--counts", ",".join(WORDS), "--features", "a", "--test", "1"], "share of 1"),
+        (["counts.csv", "--counts", "oui,non", "--share", "1"], "--share is 1.0"),
+        (["counts.csv", "--counts", "oui,non", "--test", "1"], "--test is 1.0; give a share between 0 and 1"),
+        (["counts.csv", "--counts", "oui,non", "--seeds", "0"], "--seeds is 0; give 1 or more"),
+        (["counts.csv", "--counts", "oui,non", "--seed", "-1"], "--seed is -1; give 0 or more"),
         (
             ["counts.csv", "--counts", ",".join(WORDS), "--features", "a", "--sizes", "9"],
             "fewer than the smallest size",

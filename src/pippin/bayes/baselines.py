@@ -142,7 +142,8 @@ class MCDropout:
 
 
 def certain(outputs: Tensor, likelihood: Plain) -> Prediction:
-    """The prediction of a network that is certain of its outputs."""
+    """The prediction of a network that is certain of its outputs; halves become float32, to add up to 1."""
+    outputs = outputs.float() if outputs.dtype in (torch.float16, torch.bfloat16) else outputs
     if isinstance(likelihood, Classification):
         if outputs.shape[1] < 2:
             raise InvalidArgument("a classifier needs an output for each of at least two classes, got 1")

@@ -91,9 +91,10 @@ def running(inputs: Any) -> Iterator[None]:
     except (PippinError, OutOfMemoryError):
         raise
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        said = next(iter(str(error).splitlines()), type(error).__name__)
         raise InvalidInput(
-            f"the model does not run on {_described(inputs)}: {str(error).splitlines()[0] if str(error) else error!r}; "
-            "give what its forward takes, in the precision of its weights"
+            f"the model does not run on {_described(inputs)}: {said}; give what its forward takes, in the precision of "
+            "its weights"
         ) from error
 
 

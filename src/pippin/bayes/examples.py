@@ -24,8 +24,8 @@ def cut(data: Any, shares: Sequence[float], *, seed: int | None, batch: int, mod
     """Parts of labelled examples, as batches (inputs, targets).
 
     Args:
-        data: a pair (inputs, targets) of tensors, arrays or tables of pandas, a map-style `Dataset`, a `DataLoader`, or an iterable of
-            batches, which is then held in memory.
+        data: a pair (inputs, targets) of tensors, arrays or tables of pandas, a map-style `Dataset`, a `DataLoader`, or
+            an iterable of batches, which is then held in memory.
         shares: sizes of the parts; add up to 1.
         seed: of the order in which examples are dealt out; None keeps theirs.
         batch: examples of a batch where the data has no batches of its own.
@@ -107,7 +107,7 @@ def tensor(values: Any, model: nn.Module) -> Any:
         array = np.ascontiguousarray(values)
         if array.dtype.kind not in "biuf":
             raise InvalidInput(f"{type(values).__name__} holds values of type {array.dtype}; turn them into numbers")
-        values = torch.from_numpy(array)
+        values = torch.from_numpy(array if array.flags.writeable else array.copy())
     return values.to(next(model.parameters()).dtype) if values.is_floating_point() else values
 
 

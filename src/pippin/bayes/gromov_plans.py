@@ -150,20 +150,32 @@ def sinkhorn_plans(
 
     Source: Cuturi, NeurIPS 2013; renewal of potentials after Schmitzer, SIAM J. Sci. Comput. 2019.
     """
+    n = cost.shape[1]
     scaled = cost / eps[:, None, None]
     g = torch.zeros_like(scaled[:, 0]) if potential is None else potential / eps[:, None]
     kernel, g = _renewed(scaled, g)
-    u, v, done = torch.ones_like(kernel[:, :, :1]), torch.ones_like(kernel[:, :1]).transpose(1, 2), 1
-    while done < inner and float(((u * (kernel @ v)) - 1 / cost.shape[1]).abs().sum(1).max()) > tolerance:
+    plain, (u, v), done = _plain(kernel), _ones(kernel), 1
+    while done < inner and float(abs(u * (plain @ v) - 1 / n).sum(1).max()) > tolerance:
         steps = min(_BLOCK, inner - done)
         done += steps
-        scalings = _scalings(kernel, v, steps)
+        scalings = _scalings(plain, v, steps)
         if scalings is None:
-            kernel, g = _renewed(scaled, g + v[..., 0].log())
-            u, v = torch.ones_like(u), torch.ones_like(v)
+            kernel, g = _renewed(scaled, g + torch.as_tensor(v)[..., 0].log())
+            plain, (u, v) = _plain(kernel), _ones(kernel)
         else:
             u, v = scalings
-    return u * kernel * v.transpose(1, 2), (g + v[..., 0].log()) * eps[:, None]
+    left, right = torch.as_tensor(u), torch.as_tensor(v)
+    return left * kernel * right.transpose(1, 2), (g + right[..., 0].log()) * eps[:, None]
+
+
+def _plain(kernel: Tensor) -> Any:
+    """The kernel as numpy has it, if it is on the CPU: calls for small products cost a fifth there of torch's."""
+    return kernel.numpy() if kernel.device.type == "cpu" else kernel
+
+
+def _ones(kernel: Tensor) -> tuple[Any, Any]:
+    """Scalings that change nothing."""
+    return _plain(torch.ones_like(kernel[:, :, :1])), _plain(torch.ones_like(kernel[:, :1]).transpose(1, 2))
 
 
 def _renewed(scaled: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
@@ -174,14 +186,14 @@ def _renewed(scaled: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     return (f[:, :, None] + g[:, None, :] - scaled).exp(), g
 
 
-def _scalings(kernel: Tensor, v: Tensor, steps: int) -> tuple[Tensor, Tensor] | None:
+def _scalings(kernel: Any, v: Any, steps: int) -> tuple[Any, Any] | None:
     """Some alternating scalings of the kernel; None where they leave the range that is safe."""
     n, m = kernel.shape[1:]
-    turned = kernel.transpose(1, 2)
+    turned = kernel.swapaxes(1, 2)
     for _ in range(steps):
         u = (1 / n) / (kernel @ v)
         v = (1 / m) / (turned @ u)
-    safe = float(torch.maximum(u.max(), v.max())) < _LARGEST and float(v.min()) > 1 / _LARGEST
+    safe = max(float(u.max()), float(v.max())) < _LARGEST and float(v.min()) > 1 / _LARGEST
     return (u, v) if safe else None
 
 

@@ -372,12 +372,13 @@ class KronGaussian:
 
     def _inverse(self, name: str, block: Block) -> Tensor:
         if name not in self._kept:
+            block.decompose()  # so that its eigenvalues are those that go with the vectors, to the last digit
             self._kept[name] = self._precision(name, block).detach().reciprocal()
         return self._kept[name]
 
     def _parts(self, vectors: Tensor) -> Iterator[tuple[Tensor, str, Block]]:
         for name, block in self._state.blocks.items():
-            left, right = block.sides()
+            left, _, right, _ = block.decompose()
             part = vectors[:, self._selection.of(name)].to(self._state.dtype)
             yield part.view(len(vectors), len(left), left.shape[1], right.shape[1]), name, block
 

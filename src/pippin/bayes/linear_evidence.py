@@ -112,6 +112,7 @@ class LinearisedEvidence:
             loader: batches (inputs, targets) that can be iterated again.
             rounds: at most so many.
             start: the first precision of every group; the weight decay of the mean loss, times the number of examples.
+                For a scale-invariant group it counts in units of its mean square weight.
             tolerance: the fixed point is reached when no log precision changes by more.
 
         Raises:
@@ -132,7 +133,7 @@ class LinearisedEvidence:
         slices = [[selection.of(name) for name in group.parameters] for group in groups]
         scale = 1 / (laplace.sigma_noise**2 * laplace.temperature)
         linear = LinearModel(self.model, laplace.likelihood, selection, loader, scale=scale)
-        log_precision = torch.full((len(groups),), math.log(start), dtype=torch.float64)
+        log_precision = _first(groups, slices, linear.weights, start)
         weights, change, done = linear.weights, math.inf, 0
         while True:
             laplace.prior_precision = prior = _spread(log_precision.exp(), slices, linear.weights)
@@ -235,6 +236,16 @@ def _check_used(groups: list[ParamGroup], slices: list[list[slice]], effective: 
                 iterations=0,
                 residual=math.inf,
             )
+
+
+def _first(groups: list[ParamGroup], slices: list[list[slice]], weights: Tensor, start: float) -> Tensor:
+    """Log precisions to begin with; those of scale-invariant groups follow the group's scale, as the optimum does.
+
+    A fixed point can have several solutions; from one and the same start, scale alone would decide between them.
+    """
+    squares = [torch.cat([weights[part] for part in parts]).double().square().mean() for parts in slices]
+    units = [1 / float(square) if group.invariant else 1.0 for group, square in zip(groups, squares, strict=True)]
+    return (start * torch.tensor(units, dtype=torch.float64)).clamp(*BOUNDS).log()
 
 
 def _fixed_point(slices: list[list[slice]], effective: Tensor, weights: Tensor) -> Tensor:

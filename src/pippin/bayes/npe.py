@@ -311,6 +311,7 @@ class NPE(nn.Module):
             generator: on the CPU; None begins at seed 0.
 
         Raises:
+            InvalidArgument: fewer than one.
             NotFitted, InvalidInput: as `encode`.
         """
         with torch.no_grad():
@@ -321,6 +322,8 @@ class NPE(nn.Module):
         self, n: int, features: Float[Tensor, "b l"], generator: torch.Generator | None = None
     ) -> Float[Tensor, "n b k"]:
         """As `sample`, from features."""
+        if n < 1:
+            raise InvalidArgument(f"n is {n}; draw 1 sample or more")
         flow, generator = self._fitted(), generator or torch.Generator().manual_seed(0)
         drawn = [self._draw(flow, part, generator) for part in features.repeat(n, 1).split(CHUNK)]
         return torch.cat(drawn).view(n, len(features), len(self.support))
@@ -388,9 +391,11 @@ class NPE(nn.Module):
             made.centre, made.scale = tensors["centre"].clone(), tensors["scale"].clone()
             with torch.random.fork_rng([]):
                 made.flow = made.config.build(len(made.support), facts["features"])
+            made.support.check_same(tensors)
             made.load_state_dict(tensors)
-        except (KeyError, TypeError, RuntimeError) as error:
-            raise CorruptedFile(f"{where}: no posterior of this prior and this encoder: {error}") from error
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            said = str(error).splitlines()[0]
+            raise CorruptedFile(f"{where}: no posterior of this prior and this encoder: {said}") from error
         return made.eval()
 
 

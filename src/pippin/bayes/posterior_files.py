@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -108,7 +109,9 @@ def _assemble(kind: type[Laplace], facts: dict[str, Any], tensors: dict[str, Ten
     )
     if facts["sigma_noise"] != 1:
         made.sigma_noise = facts["sigma_noise"]
-    made.examples, made.outputs, made.loss = facts["examples"], facts["outputs"], facts["loss"]
+    made.examples, made.outputs, made.loss = int(facts["examples"]), int(facts["outputs"]), float(facts["loss"])
+    if made.examples < 1 or made.outputs < 1 or not math.isfinite(made.loss):
+        raise ValueError(f"{made.examples} examples, {made.outputs} outputs and a loss of {made.loss}")
     made.mean = tensors["mean"].to(made.selection.vector(made.model))
     state = made.structure.start(selection, made._like)
     device = made._like.device

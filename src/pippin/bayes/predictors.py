@@ -35,12 +35,18 @@ def gather(predictor: Predictor, loader: Iterable[Any]) -> tuple[Prediction, Ten
     """The predictions for all batches of a loader as one, and the targets beside them.
 
     Raises:
+        InvalidArgument: the predictor is none, a plain network say.
         InvalidInput: the loader is empty, a batch is no pair, or targets and predictions differ in number.
     """
     predictions, targets = [], []
     for batch in loader:
         x, y = split(batch)
         prediction = predictor(x)
+        if not isinstance(prediction, Prediction):
+            raise InvalidArgument(
+                f"a predictor returns a Prediction, this one a {type(prediction).__name__}; a network becomes one by "
+                "PlainNetwork(model, likelihood)"
+            )
         if len(prediction.mean) != len(y):
             raise InvalidInput(f"a batch has {len(y)} targets for {len(prediction.mean)} predictions")
         predictions.append(prediction)

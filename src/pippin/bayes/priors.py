@@ -9,7 +9,7 @@ Notable here:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -62,6 +62,9 @@ class Box:
         for index, (low_, high_) in enumerate(zip(self.low.tolist(), self.high.tolist(), strict=True)):
             if not low_ < high_:
                 raise InvalidArgument(f"parameter {index} lies between {low_} and {high_}; low must be below high")
+
+    def __repr__(self) -> str:
+        return f"Box({self.low.tolist()}, {self.high.tolist()})"
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Float[Tensor, "n k"]:
         """``n`` independent draws."""
@@ -143,6 +146,19 @@ class Support(nn.Module):
 
     def __len__(self) -> int:
         return len(self.low)
+
+    def check_same(self, tensors: Mapping[str, Tensor]) -> None:
+        """See that this is the support that tensors of a saved posterior were learnt with.
+
+        Raises:
+            InvalidArgument: other bounds, or draws that lie elsewhere.
+            KeyError: there are none of a support.
+        """
+        for name, own in (("low", self.low), ("high", self.high), ("mean", self.mean), ("sd", self.sd)):
+            saved = tensors[f"support.{name}"]
+            room = 0.1 * self.sd if name in ("mean", "sd") else torch.zeros_like(own)
+            if saved.shape != own.shape or not bool(((saved == own) | ((saved - own).abs() <= room)).all()):
+                raise InvalidArgument(f"it was learnt with the {name} {saved.tolist()}, the prior has {own.tolist()}")
 
     def inside(self, theta: Float[Tensor, "n k"]) -> Bool[Tensor, " n"]:
         """Which rows lie within all bounds, the bounds themselves included."""

@@ -141,6 +141,8 @@ class RobustPosteriorEstimation:
             raise InvalidArgument(f"gamma is {gamma}; it must be finite and above 0, 0.5 for a start")
         if not 0 < tau <= 1:
             raise InvalidArgument(f"tau is {tau}; it must be above 0 and at most 1, which is balanced")
+        if not isinstance(npe, NPE):
+            raise InvalidArgument(f"npe must be a fitted NPE, got {type(npe).__name__}")
         if npe.flow is None:
             raise NotFitted("the posterior was not fitted; call npe.fit() first")
         self.npe, self.gamma, self.tau = npe, float(gamma), float(tau)

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from pippin.bayes.batches import call, check_data, size, split
+from pippin.bayes.batches import call, check_data, read, size, split
 from pippin.bayes.likelihood import Classification, Likelihood, MultiLabel, likelihood as chosen
 from pippin.bayes.predictive import Prediction
 from pippin.bayes.subset import All
@@ -138,10 +138,12 @@ class SWAG:
 
         Raises:
             InvalidArgument: the loader can be read once only.
-            InvalidInput: the loader is empty, or its targets do not fit the outputs.
+            InvalidInput: the loader is empty, it holds NaN, or its targets do not fit the outputs.
             NonFiniteLoss: the descent diverged; take a smaller rate.
         """
         check_data(loader)
+        for _ in read(loader, self.model):
+            pass  # checked as a whole before the first step
         config = self.config
         every = config.every or _length(loader)
         model = copy.deepcopy(self.model)

@@ -9,6 +9,7 @@ Notable here:
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -271,6 +272,8 @@ class Uncertainty:
         try:
             fields = json.loads((Path(folder) / _FILE).read_text("utf-8"))
             temperature, seed = float(fields["temperature"]), int(fields["seed"])
+            if not 0 < temperature < math.inf:
+                raise ValueError(f"its temperature is {temperature}")
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise CorruptedFile(f"{str(folder)!r} holds no saved uncertainty: {error}") from error
         return cls(model, Laplace.load(Path(folder) / "posterior", model), temperature=temperature, seed=seed)
@@ -308,11 +311,16 @@ def _likelihood(model: nn.Module, choice: str | Likelihood | None, batches: Iter
     with torch.no_grad():
         outputs = call(model, x).shape[1]
     if not y.is_floating_point():
+        if outputs == 1 and bool((y.long() != y.bool()).any()):
+            raise InvalidInput(
+                f"whole-number targets from {y.min():d} to {y.max():d} for a model of one output: labels of a single "
+                "logit are 0 and 1; for a regression give y.float()"
+            )
         return MultiLabel() if outputs == 1 else Classification()
     if bool(((y == 0) | (y == 1)).all()):
         raise InvalidInput(
-            f"every target is 0.0 or 1.0, in {str(y.dtype).removeprefix('torch.')}: give numbers of classes as integers, "
-            "y.long() or, of one-hot rows, y.argmax(-1); say likelihood='regression' if they are measurements"
+            f"every target is 0.0 or 1.0, in {str(y.dtype).removeprefix('torch.')}: give classes as integers, y.long() "
+            "or, of one-hot rows, y.argmax(-1); say likelihood='regression' if they are measurements"
         )
     if outputs > 1 and y.numel() == len(y) and bool((y == y.round()).all()):
         raise InvalidInput(

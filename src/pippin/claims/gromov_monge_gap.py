@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 class Size:
     """How much is looked at.
 
-    Seeds; cases of each cost and number of points for exactness, and those numbers; steps of the toy map,
-    its points and fresh ones; then for the autoencoders their steps, betas, kind and widths, the side of the sprites and how many there are, the
-    rows and trees of DCI, whether the encoder and distances are tried as well, and steps that are timed.
+    Seeds; cases of each cost and number of points for exactness, and those numbers; steps of the toy map, its points
+    and fresh ones; then for the autoencoders their steps, betas, kind and widths, the side of the sprites and how many
+    there are, the rows and trees of DCI, whether the encoder and distances are tried as well, and steps that are timed.
     """
 
     seeds: tuple[int, ...]

@@ -81,8 +81,8 @@ SMALL = 20
     "diagonal posterior over all weights; SWAG's choice is wider in the gap than the random one at 10, 3 and 1 %; on "
     "every seed nested choices never lower a variance, and all weights and the last layer's give the full and the "
     "last-layer posterior within 1e-8. Digits, means over seeds, precision by evidence: the loss at 60 degrees is "
-    "below that of the plain network and of the random choice at 1, 5 and 20 %. Tables, means over sets, gaps and seeds: the "
-    "log-density of the large network's subnetwork is above that of the small network's full posterior",
+    "below that of the plain network and of the random choice at 1, 5 and 20 %. Tables, means over sets, gaps and "
+    "seeds: the log-density of the large network's subnetwork is above that of the small network's full posterior",
 )
 def run(scale: Scale) -> Evidence:
     """Clusters, digits and tables for each seed."""

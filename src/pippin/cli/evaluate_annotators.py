@@ -58,8 +58,12 @@ def annotators(
 
     documents.check_plot(plot)
     tried = _sizes(sizes)
-    if seeds < 1 or steps < 1 or seed < 0 or not 0 < share < 1:
-        raise InvalidArgument(f"--seeds {seeds}, --steps {steps}, --seed {seed}, --share {share} are out of range")
+    for name, value, least in (("--seeds", seeds, 1), ("--steps", steps, 1), ("--seed", seed, 0)):
+        if value < least:
+            raise InvalidArgument(f"{name} is {value}; give {least} or more")
+    for name, part in (("--share", share), ("--test", test)):
+        if not 0 < part < 1:
+            raise InvalidArgument(f"{name} is {part}; give a share between 0 and 1")
     sheet = read_csv(labels)
     columns = words(features, "--features")
     with warnings.catch_warnings(record=True) as said:
@@ -191,6 +195,8 @@ def _settled(report: BudgetReport, share: float) -> list[str]:
         if settled.size is None:
             last = list(gained)[-2]
             found.append(f"{metric}: {100 * gained[last]:.0f} % of the gain at {last} votes; more still help")
+        elif gained[settled.size] > 1:
+            found.append(f"{metric}: all of the gain at {settled.size} votes; more did not help")
         else:
             found.append(f"{metric}: {100 * gained[settled.size]:.0f} % of the gain at {settled.size} votes")
     return found

@@ -20,7 +20,7 @@ from pippin.bayes import metrics
 from pippin.core.errors import InvalidInput, MissingDependency
 from pippin.core.files import atomic_write
 from pippin.core.report import Report, Row
-from pippin.evaluate.votes import read_csv
+from pippin.evaluate.votes import listed, read_csv
 
 if TYPE_CHECKING:
     from pippin.evaluate.votes import Sheet
@@ -165,7 +165,8 @@ def _labels(sheet: Sheet, label: str, names: list[str], path: str | Path) -> Int
     for row, text in enumerate(found):
         if text not in places:
             raise InvalidInput(
-                f"{path}, line {sheet.lines[row]}: the label {text!r} has no column of probabilities; there are {names}"
+                f"{path}, line {sheet.lines[row]}: the label {text!r} has no column of probabilities; there are "
+                f"{listed(names)}. Call each column as its label is written"
             )
     return torch.tensor([places[text] for text in found])
 
