@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from jaxtyping import TypeCheckError
 from torch import distributions as D, nn
 
 from pippin.bayes.bayesian_vae import BayesianVAE, mutated, ood_score, score_temperature
@@ -269,6 +270,8 @@ def test_bad_input_is_named(fitted):
 def test_scores_refuse_what_they_cannot_compare():
     with pytest.raises(InvalidInput, match="at least 2"):
         ood_score(torch.zeros(1, 3), "ess")
+    with pytest.raises((InvalidArgument, TypeCheckError)):
+        ood_score(torch.zeros(2, 3), "typicality", training=torch.zeros(2, 3))
     with pytest.raises(InvalidInput, match="input 1 under sample 0 is nan"):
         ood_score(torch.tensor([[0.0, math.nan], [0.0, 0.0]]), "ess")
     with pytest.raises(InvalidArgument, match="training="):

@@ -238,6 +238,7 @@ BAD = [
     (torch.zeros(1, 2), torch.zeros(1, 2), "cos", InvalidInput, "at least 2 points"),
     (torch.zeros(0, 2), torch.zeros(0, 2), "cos", InvalidInput, "at least 2 points"),
     (torch.zeros(3, 0), torch.zeros(3, 2), "cos", InvalidInput, "no features"),
+    (torch.zeros(3), torch.zeros(3, 2), "cos", InvalidInput, r"shape \(3,\); give rows"),
     (torch.eye(3), torch.tensor([[0.0], [torch.nan], [1.0]]), "cos", InvalidInput, "row 1"),
 ]
 

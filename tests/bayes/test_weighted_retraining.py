@@ -306,6 +306,13 @@ def test_bad_input_is_named(monkeypatch):
         search.tell(x[:2], torch.tensor([0.0, math.inf]))
     with pytest.raises(InvalidInput, match="known are"):
         search.tell(torch.zeros(2, 3), torch.zeros(2))
+    for objective, message in (
+        (lambda x: None, r"gave a NoneType for \d examples"),
+        (lambda x: x, "give one number for each"),
+        (lambda x: 3.0, r"scores of shape \(\)"),
+    ):
+        with pytest.raises((InvalidInput, TypeCheckError), match=f"{message}|type"):
+            WeightedRetraining(Identity(), x, y, search=Prior(2)).run(objective, 10)
     with pytest.warns(InferenceAtRisk, match="no found example"):
         search.run(hill, 3)
     for search_, message in (

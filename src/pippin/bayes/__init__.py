@@ -8,7 +8,7 @@ from pippin.bayes.disentangle import DisentanglingElbo, Geometry
 from pippin.bayes.functional import Functional
 from pippin.bayes.gaussian_process import GaussianProcess
 from pippin.bayes.gromov import distortion, gromov_monge_gap, gromov_wasserstein
-from pippin.bayes.invariance import find_scale_invariant_groups
+from pippin.bayes.invariance import ParamGroup, find_scale_invariant_groups
 from pippin.bayes.kron import Kron
 from pippin.bayes.laplace import Laplace
 from pippin.bayes.likelihood import Classification, MultiLabel, Regression, RewardModel
@@ -22,7 +22,7 @@ from pippin.bayes.predictors import Predictor, gather, mix
 from pippin.bayes.priors import Box, Gaussian
 from pippin.bayes.rank_weights import rank_weights
 from pippin.bayes.robust_posterior import MixturePosterior, RobustPosteriorEstimation
-from pippin.bayes.selection import select_subnetwork
+from pippin.bayes.selection import ScoreOptions, select_subnetwork
 from pippin.bayes.sghmc import SGHMC, Chain
 from pippin.bayes.structure import Diag, Full
 from pippin.bayes.subset import All, LastLayer, Named, Subnetwork
@@ -72,6 +72,7 @@ __all__ = [
     "MixturePosterior",
     "MultiLabel",
     "Named",
+    "ParamGroup",
     "PlainNetwork",
     "Prediction",
     "Predictor",
@@ -79,6 +80,7 @@ __all__ = [
     "RewardModel",
     "RobustPosteriorEstimation",
     "SWAGConfig",
+    "ScoreOptions",
     "Subnetwork",
     "TemperatureScaling",
     "Uncertainty",

@@ -50,7 +50,7 @@ _TYPE = "bayesian-vae"
 
 
 def ood_score(
-    log_likelihood: Float[Tensor, "samples n"], kind: Kind, *, training: float | None = None
+    log_likelihood: Float[Tensor, "samples n"], kind: Kind, *, training: float | Float[Tensor, ""] | None = None
 ) -> Float[Tensor, " n"]:
     r"""How much each input looks like the training data, from its log-likelihood under every posterior sample.
 
@@ -72,7 +72,7 @@ def ood_score(
         Scores, higher meaning more like the training data for every kind; float64.
 
     Raises:
-        InvalidArgument: an unknown kind, or "typicality" without ``training``.
+        InvalidArgument: an unknown kind, "typicality" without ``training``, or a ``training`` that is not one number.
         InvalidInput: fewer than 2 samples, or values that are not finite.
 
     Source: arXiv:1912.05651 (ess); Watanabe 2010 and arXiv:1810.01392 (waic); arXiv:1906.02994 (typicality).
@@ -84,6 +84,11 @@ def ood_score(
         raise InvalidArgument(f"kind is {kind!r}; choose one of {', '.join(_KINDS)}")
     if kind == "typicality" and training is None:
         raise InvalidArgument("typicality needs training=, the mean 'll' of training data")
+    if isinstance(training, Tensor) and training.ndim:
+        raise InvalidArgument(
+            f"training has the shape {tuple(training.shape)}; give one number, the mean of ood_score(..., 'll') on "
+            "training data"
+        )
     if len(log_likelihood) < 2:
         raise InvalidInput(f"{len(log_likelihood)} posterior sample; scores compare at least 2")
     found = log_likelihood.double()

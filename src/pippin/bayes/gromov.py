@@ -248,6 +248,10 @@ def _check_points(x: Tensor, y: Tensor) -> None:
     if len(x) < 2:
         raise InvalidInput(f"geometry needs at least 2 points, got {len(x)}")
     for name, points in (("the points", x), ("the images", y)):
+        if points.ndim < 2:
+            raise InvalidInput(
+                f"{name} have the shape {tuple(points.shape)}; give rows, [n, features]: points[:, None]"
+            )
         if not points[0].numel():
             raise InvalidInput(f"{name} have no features: their shape is {tuple(points.shape)}")
         if not bool(points.detach().isfinite().all()):

@@ -190,9 +190,14 @@ class VAE(nn.Module):
         """Refuse examples that the model cannot have made.
 
         Raises:
-            InvalidInput: no example, another shape, values that are not finite, outside 0 to 1 for a Bernoulli, or not
-                one-hot for a categorical; the first such row is named.
+            InvalidInput: no tensor, another precision than that of the weights, no example, another shape, values that
+                are not finite, outside 0 to 1 for a Bernoulli, or not one-hot for a categorical; the first such row is
+                named.
         """
+        dtype = next(self.parameters()).dtype
+        if not isinstance(x, Tensor) or x.dtype != dtype:
+            found = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise InvalidInput(f"examples are {found}, the weights {dtype}; give torch.as_tensor(x, dtype={dtype})")
         if not len(x):
             raise InvalidInput("there are no examples")
         if tuple(x.shape[1:]) != self.config.shape:

@@ -249,6 +249,8 @@ class WeightedRetraining:
         Raises:
             InvalidInput: lengths that differ, examples of another shape, or infinite scores.
         """
+        if scores.ndim != 1:
+            raise InvalidInput(f"scores of shape {tuple(scores.shape)} for {len(x)} examples; give one number for each")
         if len(x) != len(scores) or x.shape[1:] != self.x.shape[1:]:
             raise InvalidInput(f"{tuple(x.shape)} examples with {len(scores)} scores; known are {tuple(self.x.shape)}")
         if scores.isinf().any():
@@ -271,7 +273,7 @@ class WeightedRetraining:
 
         Raises:
             InvalidArgument: a budget below 1.
-            InvalidInput: every example of a round was invalid, or the search has nothing left to propose.
+            InvalidInput: scores that are no list of numbers, every example of a round was invalid, or the search has nothing left to propose.
 
         Warns:
             InferenceAtRisk: the budget ends before the first retraining that new examples take part in.
@@ -290,7 +292,14 @@ class WeightedRetraining:
             x = self.ask(min(room, self.search.batch or room))
             if not len(x):
                 raise InvalidInput("the search has no example left to propose; widen it, or relax the trust")
-            self.tell(x, torch.as_tensor(objective(x)).double())
+            found = objective(x)
+            try:
+                scores = torch.as_tensor(found).double()
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise InvalidInput(
+                    f"the objective gave a {type(found).__name__} for {len(x)} examples; return one number for each"
+                ) from error
+            self.tell(x, scores)
         return self.result
 
     @property
