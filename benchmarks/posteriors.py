@@ -174,7 +174,7 @@ class Size:
 
 SIZES = {
     ("lenet", "last layer, kron"): Size(256, 64, 5, POINTS, POINTS),
-    ("lenet", "all, diag"): Size(256, 64, 1, 2048, 64),
+    ("lenet", "all, diag"): Size(128, 64, 3, 2048, 64),
     ("lenet", "all, kron"): Size(256, 64, 5, 2048, 64),
     ("resnet", "last layer, kron"): Size(64, 16, 3, 256, 256),
     ("resnet", "all, diag"): Size(2, 2, 1, 8, 2),
@@ -182,7 +182,7 @@ SIZES = {
 }
 QUICK = {
     ("lenet", "last layer, kron"): Size(64, 32, 2, 512, 512),
-    ("lenet", "all, diag"): Size(64, 32, 1, 64, 16),
+    ("lenet", "all, diag"): Size(32, 32, 2, 64, 16),
     ("lenet", "all, kron"): Size(64, 32, 2, 64, 16),
     ("resnet", "last layer, kron"): Size(16, 16, 1, 32, 32),
 }

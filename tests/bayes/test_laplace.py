@@ -685,15 +685,15 @@ def test_a_prediction_goes_by_parts_that_fit_and_is_that_of_the_whole(kind, monk
     model = net()
     posterior = Laplace(model, "classification", subset="all", structure=kind).fit(classes())
     x = torch.randn(40, 2, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    mean, whole = posterior.outputs_at(x, joint=True)
     width = posterior.selection.size if kind == "full" else 6 + 3  # what comes back to both layers of one example
     monkeypatch.setattr("pippin.bayes.laplace._NUMBERS", 5 * 3 * width)
     sizes = []
     forward = posterior.rows.forward
     monkeypatch.setattr(posterior.rows, "forward", lambda part: (sizes.append(len(part)), forward(part))[1])
     found, covariance = posterior.outputs_at(x)
+    assert max(sizes[1:]) == 5
+    assert sum(sizes) == 40
+    mean, whole = posterior.outputs_at(x, joint=True)
     torch.testing.assert_close(found, mean)
     blocks = whole.view(40, 3, 40, 3)[range(40), :, range(40)]
     torch.testing.assert_close(covariance, blocks)
-    assert max(sizes[1:]) == 5
-    assert sum(sizes) == 40

@@ -131,7 +131,11 @@ def test_empirical_fisher_agrees_for_classes_and_is_twice_too_large_there_for_a_
         found = factor * (b.posterior.solve(eye).inverse() - 1.7 * eye)
         curvature = a.H.to_matrix() if structure == "kron" else a.H
         torch.testing.assert_close(found.diagonal() if structure == "diag" else found, curvature, **CLOSE)
+    a = theirs(peer, model, "regression", "all", "full", x, y, "ef")
     full = ours(model, "regression", "all", "full", x, y, "ef")
+    torch.testing.assert_close(a.posterior_precision, a.H / SIGMA**2 + 1.7 * eye, **CLOSE)
+    precision = full._state.curvature / SIGMA**4 + 1.7 * eye
+    torch.testing.assert_close(full.posterior.log_det, torch.logdet(precision), **CLOSE)
     gradient = []  # of half the squared distance, by autograd
     for one, target in zip(x, y, strict=True):
         loss = 0.5 * (model(one[None])[0] - target).square().sum()

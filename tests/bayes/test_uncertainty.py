@@ -158,10 +158,32 @@ def test_foreign_inputs_are_in_the_report_and_change_nothing():
     assert found["foreign inputs"] == 80
     test = cut(data, (0.6, 0.2, 0.2), seed=0, batch=256, model=model)[2]
     own = torch.cat([sure.ood_score(x) for x, _ in test])
-    assert found["foreign told from own, AUROC"] == pytest.approx(metrics.auroc(sure.ood_score(foreign), own))
+    assert found["foreign told from own, AUROC, by ood_score"] == pytest.approx(
+        metrics.auroc(sure.ood_score(foreign), own)
+    )
+    near, far = (metrics.entropy(p) for p in (torch.cat([sure(x).probs for x, _ in test]), sure(foreign).probs))
+    assert found["foreign told from own, AUROC"] == pytest.approx(metrics.auroc(far, near))
     again = sure.measure(data, [foreign[:30], foreign[30:60], foreign[60:]])
     assert rows(again)["foreign inputs"] == 80
     assert "foreign inputs" not in rows(plain.report)
+
+
+def test_foreign_inputs_are_scored_by_the_posterior_of_the_evidence():
+    model = network(3)
+    data = labelled(model, 400, 1)
+    sure, careful = uncertainty(model, data), uncertainty(model, data, prior="cautious")
+    assert careful.wary is None
+    assert sure.wary.posterior is not sure.posterior.posterior  # two priors...
+    assert sure.wary._state is sure.posterior._state  # ... and one curvature
+    alone = Laplace(model, "classification").fit(cut(data, (0.6, 0.2, 0.2), seed=0, batch=256, model=model)[0]).tune()
+    expected = metrics.entropy(alone(data[0]).probs)
+    torch.testing.assert_close(sure.ood_score(data[0]), expected)
+    torch.testing.assert_close(careful.ood_score(data[0]), expected)
+    assert not torch.allclose(metrics.entropy(sure(data[0]).probs), expected, atol=1e-3)
+    x, y = data[0], data[0][:, 0] + 0.1 * torch.randn(400, generator=torch.Generator().manual_seed(0))
+    line = uncertainty(network(1), (x, y))
+    assert line.wary is None
+    assert torch.equal(line.ood_score(x), line(x).variance.sum(-1))
 
 
 def test_saved_and_loaded_it_predicts_the_same(tmp_path):
@@ -171,12 +193,17 @@ def test_saved_and_loaded_it_predicts_the_same(tmp_path):
     sure.save(tmp_path / "kept")
     again = Uncertainty.load(tmp_path / "kept", model)
     torch.testing.assert_close(again(data[0]).probs, sure(data[0]).probs)
+    torch.testing.assert_close(again.ood_score(data[0]), sure.ood_score(data[0]))
     assert rows(again.measure(data)) == pytest.approx(rows(sure.measure(data)), rel=1e-4, abs=1e-4)
     assert again.report is None
     with pytest.raises(InvalidArgument, match="give labelled data"):
         again.reliability()
     (tmp_path / "kept" / "uncertainty.json").write_text(json.dumps({"temperature": "hot"}))
     with pytest.raises(CorruptedFile, match="no saved uncertainty"):
+        Uncertainty.load(tmp_path / "kept", model)
+    bad = {"temperature": 1.0, "seed": 0, "wary_precision": [-2.0]}
+    (tmp_path / "kept" / "uncertainty.json").write_text(json.dumps(bad))
+    with pytest.raises(CorruptedFile, match="precision of"):
         Uncertainty.load(tmp_path / "kept", model)
     (tmp_path / "kept" / "uncertainty.json").write_text(json.dumps({"temperature": -1.0, "seed": 0}))
     with pytest.raises(CorruptedFile, match=r"temperature is -1\.0"):

@@ -176,10 +176,10 @@ def test_data_of_another_shape_or_none():
     for call, x in itertools.product((vae.check, vae.encode), (torch.zeros(2, 4),)):
         with pytest.raises(InvalidInput, match=r"shape \(4,\); the model reads \(3,\)"):
             call(x)
-    for other in (torch.zeros(2, 3, dtype=torch.float64), torch.zeros(2, 3, dtype=torch.long)):
-        with pytest.raises(InvalidInput, match=rf"examples are {other.dtype}, the weights torch\.float32"):
+    with pytest.raises(InvalidInput, match=r"examples are torch\.float64, the weights torch\.float32"):
+        vae.check(torch.zeros(2, 3, dtype=torch.float64))
+    for other in (torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, 3).numpy()):
+        with pytest.raises((InvalidInput, TypeCheckError)):
             vae.check(other)
-    with pytest.raises((InvalidInput, TypeCheckError)):
-        vae.check(torch.zeros(2, 3).numpy())
     with pytest.raises(InvalidInput, match="no examples"):
         vae.check(torch.zeros(0, 3))

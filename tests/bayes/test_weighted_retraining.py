@@ -312,7 +312,7 @@ def test_bad_input_is_named(monkeypatch):
         (lambda x: 3.0, r"scores of shape \(\)"),
     ):
         with pytest.raises((InvalidInput, TypeCheckError), match=f"{message}|type"):
-            WeightedRetraining(Identity(), x, y, search=Prior(2)).run(objective, 10)
+            WeightedRetraining(Identity(), x, y, search=Prior(2), retrain_every=5).run(objective, 10)
     with pytest.warns(InferenceAtRisk, match="no found example"):
         search.run(hill, 3)
     for search_, message in (

@@ -2,12 +2,14 @@ r"""Uncertainty for a trained classifier or regressor in one call: a Laplace pos
 
 Notable here:
 - the data is cut by a seed: one part fits the posterior, one sets its temperature, one is only measured
-- the prior's precision is a dial from well calibrated near the data to cautious away from them: both ends have a name
+- the prior's precision is a dial from well calibrated near the data to cautious away from them: both ends have a name,
+  and one curvature serves both, so that probabilities can be calibrated while foreign inputs are scored cautiously
 - the report puts the plain network beside the result, on the same examples, so that what got worse is seen, too
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import warnings
@@ -68,8 +70,9 @@ def uncertainty(
         likelihood: None takes a classification for integer targets and a regression for real ones.
         prior: how the precision of the prior is chosen. "calibrated" takes that of the highest likelihood on held-out
             data (for a regression, of the highest evidence), then fits a temperature: what is said holds on data like
-            these. "cautious" takes that of the highest evidence and fits no temperature: a classifier is then
-            much less sure of shifted and foreign inputs, and too unsure of its own.
+            these, and `Uncertainty.ood_score` alone is that of a cautious posterior. "cautious" takes that of the
+            highest evidence and fits no temperature: a classifier is then much less sure of shifted and foreign inputs,
+            and too unsure of its own.
         held_out: share of ``data`` (of nothing, where there is a ``validation``) that is kept from the posterior; one
             half of what is held out sets the temperature, the other is measured.
         seed: of the cut.
@@ -124,12 +127,11 @@ def uncertainty(
             call(model, to_model(foreign[0], model))
     if isinstance(chosen, Regression):
         chosen = Regression(_residual(model, tune))
-    posterior = Laplace(model, chosen, **laplace).fit(fit)
-    made = Uncertainty(model, posterior, seed=seed)
-    if prior == "cautious" or chosen.name == "regression":
-        posterior.tune(noise=False)
-    else:
-        posterior.tune("grid", validation=tune)
+    posterior, wary = Laplace(model, chosen, **laplace).fit(fit).tune(noise=False), None
+    if prior == "calibrated" and chosen.name != "regression":
+        wary = posterior
+        posterior = _with_prior(wary, wary.prior_precision).tune("grid", validation=tune)
+    made = Uncertainty(model, posterior, wary=wary, seed=seed)
     if prior == "calibrated":
         made._calibrate(tune)
     made.report = made._scores(test, foreign)
@@ -144,18 +146,28 @@ class Uncertainty:
         model: the network.
         posterior: fitted around it.
         temperature: divides log-probabilities, or multiplies variances.
+        wary: another one, which scores how foreign inputs are; None takes ``posterior`` and the temperature.
         seed: of the cut of the data, for the record.
 
     Attributes:
         report: the figures on the part of the data that was only measured; None for one that was loaded.
     """
 
-    def __init__(self, model: nn.Module, posterior: Laplace, *, temperature: float = 1.0, seed: int = 0) -> None:
-        self.model, self.posterior, self.seed = model, posterior, seed
+    def __init__(
+        self,
+        model: nn.Module,
+        posterior: Laplace,
+        *,
+        temperature: float = 1.0,
+        wary: Laplace | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.model, self.posterior, self.wary, self.seed = model, posterior, wary, seed
         self.likelihood = posterior.likelihood
         self._plain: Predictor = _two_sided(PlainNetwork(model, self.likelihood), self.likelihood)
         self._scaled = TemperatureScaling(_two_sided(posterior, self.likelihood))
         self._scaled.value = temperature
+        self._scoring: Predictor = self._scaled if wary is None else _two_sided(wary, self.likelihood)
         self.report: Report | None = None
         self._held: Iterable[Any] | None = None
 
@@ -178,8 +190,12 @@ class Uncertainty:
         return f"<Uncertainty: {self.likelihood.name}, temperature {self.temperature:.4g}, around {self.posterior!r}>"
 
     def ood_score(self, x: Any) -> Float[Tensor, " n"]:
-        """How foreign inputs look: the entropy of the probabilities, in nats, or the variance summed over outputs."""
-        return _foreignness(self(x))
+        """How foreign inputs look: the entropy of the probabilities, in nats, or the variance summed over outputs.
+
+        Of a calibrated classifier it is the entropy under the posterior of the highest evidence, without a temperature:
+        the calibrated probabilities are nearly the network's own, which far from the data is as sure as near them.
+        """
+        return _foreignness(self._scoring(to_model(tensor(x, self.model), self.model)))
 
     def measure(self, data: Any, ood: Any = None, *, batch: int = 256) -> Report:
         """The scores on labelled data that nothing was fitted to, the plain network's beside them.
@@ -203,6 +219,10 @@ class Uncertainty:
         if ood is not None:
             inputs = [to_model(x, self.model) for x in ood]
             rows += _ood_rows(plain, ours, predict_all(self._plain, inputs), predict_all(self._scaled, inputs))
+            if self.wary is not None:
+                near, _ = gather(self._scoring, read(batches, self.model))
+                scores = _foreignness(predict_all(self._scoring, inputs)), _foreignness(near)
+                rows += _told_apart(*scores, ", by ood_score")
         return Report("Uncertainty on held-out data", rows)
 
     def reliability(self, data: Any = None) -> metrics.Reliability:
@@ -260,7 +280,8 @@ class Uncertainty:
         folder.mkdir(parents=True, exist_ok=True)
         self.posterior.save(folder / "posterior")
         with atomic_write(folder / _FILE, mode="w") as file:
-            json.dump({"temperature": self.temperature, "seed": self.seed}, file)
+            precision = None if self.wary is None else self.wary.prior_precision.tolist()
+            json.dump({"temperature": self.temperature, "seed": self.seed, "wary_precision": precision}, file)
 
     @classmethod
     def load(cls, folder: Path, model: nn.Module) -> Uncertainty:
@@ -274,9 +295,14 @@ class Uncertainty:
             temperature, seed = float(fields["temperature"]), int(fields["seed"])
             if not 0 < temperature < math.inf:
                 raise ValueError(f"its temperature is {temperature}")
+            precision = fields["wary_precision"]
+            if precision is not None and not all(0 < float(value) < math.inf for value in precision):
+                raise ValueError(f"the prior of its scores has a precision of {precision}")
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise CorruptedFile(f"{str(folder)!r} holds no saved uncertainty: {error}") from error
-        return cls(model, Laplace.load(Path(folder) / "posterior", model), temperature=temperature, seed=seed)
+        posterior = Laplace.load(Path(folder) / "posterior", model)
+        wary = None if precision is None else _with_prior(posterior, torch.tensor(precision, dtype=torch.float64))
+        return cls(model, posterior, temperature=temperature, wary=wary, seed=seed)
 
     def _calibrate(self, batches: Iterable[Any]) -> None:
         self._scaled.fit(read(batches, self.model))
@@ -362,6 +388,13 @@ def _residual(model: nn.Module, batches: Iterable[Any]) -> float:
     return found
 
 
+def _with_prior(posterior: Laplace, precision: Tensor) -> Laplace:
+    """The same curvature, which both hold, under a prior of its own."""
+    other = copy.copy(posterior)
+    other.prior_precision = precision
+    return other
+
+
 def _two_sided(predictor: Predictor, likelihood: Likelihood) -> Predictor:
     """Probabilities of no and yes where a predictor gives that of yes alone."""
     if likelihood.name != "multi_label":
@@ -424,14 +457,17 @@ def _ood_rows(plain: Prediction, ours: Prediction, plain_ood: Prediction, ours_o
     for name, near, far in (("", ours, ours_ood), (", network alone", plain, plain_ood)):
         if near.probs is None and name:
             continue  # one variance for all tells nothing apart
-        scores = _foreignness(far), _foreignness(near)
-        rows += [
-            Row(f"foreign told from own, AUROC{name}", metrics.auroc(*scores)),
-            Row(f"own taken for foreign at 95 % found{name}", metrics.fpr_at_tpr(*scores)),
-        ]
+        rows += _told_apart(_foreignness(far), _foreignness(near), name)
         if far.probs is not None:
             rows.append(Row(f"mean confidence on foreign inputs{name}", float(far.probs.max(-1).values.mean())))
     return rows
+
+
+def _told_apart(far: Tensor, near: Tensor, name: str) -> list[Row]:
+    return [
+        Row(f"foreign told from own, AUROC{name}", metrics.auroc(far, near)),
+        Row(f"own taken for foreign at 95 % found{name}", metrics.fpr_at_tpr(far, near)),
+    ]
 
 
 def _draw_regression(left: Axes, right: Axes, prediction: Prediction, y: Tensor) -> None:

@@ -273,7 +273,8 @@ class WeightedRetraining:
 
         Raises:
             InvalidArgument: a budget below 1.
-            InvalidInput: scores that are no list of numbers, every example of a round was invalid, or the search has nothing left to propose.
+            InvalidInput: scores that are no list of numbers, every example of a round was invalid, or the search has
+                nothing left to propose.
 
         Warns:
             InferenceAtRisk: the budget ends before the first retraining that new examples take part in.
