@@ -30,7 +30,7 @@ def test_table_json_and_plot(file, tmp_path, capsys):
     [
         (["--bins", "0"], "--bins is 0"),
         (["--label", "sky"], "no column 'sky'"),
-        (["--plot", "r.txt"], "--plot draws"),
+        (["--plot", "r.txt"], "it must end in"),
         (["--plot", "missing/r.png"], "no folder"),
     ],
 )

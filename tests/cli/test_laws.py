@@ -96,7 +96,7 @@ def test_what_cannot_be_fitted_is_refused(tables, tmp_path, capsys):
     for words, message in (
         ([tables / "runs.csv"], "no column for loss"),
         ([tables / "runs.csv", "--column", "nothing"], "write it as loss=val_loss"),
-        ([tables / "runs.csv", "--column", "loss=val", "--plot", "law.txt"], "--plot draws"),
+        ([tables / "runs.csv", "--column", "loss=val", "--plot", "law.txt"], "it must end in"),
         ([tables / "runs.csv", "--column", "loss=val", "--offset"], "--offset belongs to"),
         ([tables / "runs.csv", "--column", "loss=val", "--delta", "0"], "delta is 0"),
         ([tmp_path / "few.csv"], "at least 8 runs, got 1"),

@@ -250,7 +250,7 @@ def test_extract_fills_in_a_form(in_process):
         (["classify", "--labels", "a,b", "--fit", "nothing.tsv"], "there is no file of examples"),
         (["classify", "--labels", "a,b", "--measure", "nothing.tsv"], "there is no file of examples"),
         (["classify", "--labels", "a,b", "--plot", "a.png"], "--plot draws what --measure finds"),
-        (["classify", "--labels", "a,b", "--measure", "a.tsv", "--plot", "a.doc"], "--plot draws"),
+        (["classify", "--labels", "a,b", "--measure", "a.tsv", "--plot", "a.doc"], "it must end in"),
         (["classify", "--learn", "a.tsv", "--labels", "a,b"], "labels and examples come from its file"),
         (["classify", "--learn", "nothing.tsv"], "there is no file of examples"),
         (["proofread", "--how", "guess"], "--how must be auto, choose or write"),

@@ -17,8 +17,8 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from pippin.core.errors import InvalidArgument, InvalidInput, MissingDependency
-from pippin.core.files import atomic_write
+from pippin.core import figures
+from pippin.core.errors import InvalidArgument, InvalidInput
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -322,11 +322,6 @@ def _moments(mean: Tensor, variance: Tensor, y: Tensor) -> tuple[Tensor, Tensor,
 
 
 def _plot(draw: Any, path: Path) -> None:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingDependency("plots need matplotlib: pip install 'pippin[plot]'") from error
-    figure = Figure(figsize=(4.5, 4.5), layout="constrained")
+    figure = figures.new(4.5, 4.5)
     draw(figure.subplots())
-    with atomic_write(Path(path)) as file:
-        figure.savefig(file, format=Path(path).suffix.removeprefix(".") or "png")
+    figures.save(figure, path)

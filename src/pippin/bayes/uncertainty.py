@@ -32,7 +32,8 @@ from pippin.bayes.likelihood import Classification, Likelihood, MultiLabel, Regr
 from pippin.bayes.predictive import Prediction
 from pippin.bayes.predictors import Predictor, gather, predict_all
 from pippin.bayes.temperature import BOUNDS, TemperatureScaling
-from pippin.core.errors import CorruptedFile, InferenceAtRisk, InvalidArgument, InvalidInput, MissingDependency
+from pippin.core import figures
+from pippin.core.errors import CorruptedFile, InferenceAtRisk, InvalidArgument, InvalidInput
 from pippin.core.files import atomic_write
 from pippin.core.report import Report, Row
 
@@ -254,11 +255,7 @@ class Uncertainty:
             InvalidArgument: no data where none was held out. MissingDependency: matplotlib is not installed.
         """
         batches = self._batches(data)
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise MissingDependency("plots need matplotlib: pip install 'pippin[plot]'") from error
-        figure = Figure(figsize=(9, 4.5), layout="constrained")
+        figure = figures.new(9, 4.5)
         left, right = figure.subplots(1, 2)
         prediction, targets = gather(self._scaled, batches)
         if prediction.probs is not None:
@@ -267,8 +264,7 @@ class Uncertainty:
             metrics.selective(confidence, answer == targets).draw(right)
         else:
             _draw_regression(left, right, prediction, targets.view_as(prediction.mean))
-        with atomic_write(Path(path)) as file:
-            figure.savefig(file, format=Path(path).suffix.removeprefix(".") or "png")
+        figures.save(figure, path)
 
     def save(self, folder: Path) -> None:
         """Write posterior and temperature into a folder, which is made; the network's weights are the caller's to keep.

@@ -80,7 +80,7 @@ def digits(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     import torch
 
     try:
-        from sklearn.datasets import load_digits  # type: ignore[import-untyped]
+        from sklearn.datasets import load_digits
     except ImportError as error:
         raise MissingDependency("this claim's digits come with scikit-learn: pip install 'pippin[claims]'") from error
     found = load_digits()

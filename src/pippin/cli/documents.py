@@ -12,13 +12,11 @@ from typing import Annotated
 import typer
 
 from pippin.cli import inputs
-from pippin.core.errors import DiskFull, InvalidArgument, InvalidInput, MissingDependency
+from pippin.core import figures
+from pippin.core.errors import DiskFull, InvalidInput, MissingDependency
 
 File = Annotated[Path | None, typer.Argument(help="The text; without it, or with -, what is piped in.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-
-
-_PICTURES = (".png", ".svg", ".pdf")
 
 
 def read(file: Path | None) -> tuple[str, str]:
@@ -59,10 +57,7 @@ def check_plot(path: Path | None) -> None:
     """
     if path is None:
         return
-    if path.suffix not in _PICTURES:
-        raise InvalidArgument(f"--plot draws {', '.join(_PICTURES)}, got {str(path)!r}")
-    if not path.resolve().parent.is_dir():
-        raise InvalidInput(f"{str(path)!r} cannot be written: there is no folder {str(path.parent)!r}")
+    figures.check_path(path)
     if find_spec("matplotlib") is None:
         raise MissingDependency("plots need matplotlib: pip install 'pippin[plot]'")
 

@@ -13,7 +13,8 @@ import math
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from pippin.core.errors import InvalidArgument, MissingDependency
+from pippin.core import figures
+from pippin.core.errors import InvalidArgument
 from pippin.core.files import atomic_write
 
 if TYPE_CHECKING:
@@ -117,12 +118,8 @@ class Report:
         """
         if not self.rows:
             raise InvalidArgument(f"report {self.title!r} has no rows to plot")
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise MissingDependency("plots need matplotlib: pip install 'pippin[plot]'") from error
         units = list(dict.fromkeys(row.unit for row in self.rows))
-        figure = Figure(figsize=(7, 1 + 0.4 * len(self.rows) + 0.5 * len(units)), layout="constrained")
+        figure = figures.new(7, 1 + 0.4 * len(self.rows) + 0.5 * len(units))
         figure.suptitle(self.title)
         counts = [sum(row.unit == unit for row in self.rows) for unit in units]
         panels = figure.subplots(len(units), squeeze=False, height_ratios=counts)[:, 0]
@@ -133,8 +130,7 @@ class Report:
             panel.set_yticks(places, [row.name for row in rows])
             panel.invert_yaxis()
             panel.set_xlabel(unit)
-        with atomic_write(path) as file:
-            figure.savefig(file, format=path.suffix.removeprefix(".") or "png")
+        figures.save(figure, path)
 
 
 def _cells(row: Row) -> tuple[str, str, str, str]:

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from pippin.bayes.metrics import entropy
 from pippin.bayes.temperature import fit_temperature
-from pippin.core.errors import InferenceAtRisk, InvalidArgument, InvalidInput, MissingDependency
-from pippin.core.files import atomic_write
+from pippin.core import figures
+from pippin.core.errors import InferenceAtRisk, InvalidArgument, InvalidInput
 from pippin.core.report import Report, Row
 from pippin.evaluate.annotators import (
     METRICS,
@@ -203,11 +203,7 @@ class BudgetReport:
         Raises:
             MissingDependency: matplotlib is not installed.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise MissingDependency("plots need matplotlib: pip install 'pippin[plot]'") from error
-        figure = Figure(figsize=(4.4 * len(metrics), 4.2), layout="constrained")
+        figure = figures.new(4.4 * len(metrics), 4.2)
         panels = figure.subplots(1, len(metrics), squeeze=False)[0]
         for panel, metric in zip(panels, metrics, strict=True):
             each = [self.values(metric, size) for size in self.sizes]
@@ -223,8 +219,7 @@ class BudgetReport:
         if self.targets:
             panels[0].legend(fontsize=8)
         figure.suptitle(self.title)
-        with atomic_write(path) as file:
-            figure.savefig(file, format=path.suffix.removeprefix(".") or "png")
+        figures.save(figure, path)
 
     def _levels(self, panel: Any, metric: str) -> None:
         """Hard labels, and the band of all intensities of smoothing."""

@@ -10,6 +10,7 @@ Source: G. Kohli, Metric-Dependent Annotation Saturation for Learning from Label
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -270,14 +271,15 @@ def _pearson(a: Tensor, b: Tensor) -> float:
     if spread <= 1e-24 * len(a) ** 2:
         warnings.warn("all items have the same entropy, so entropies have no correlation", InferenceAtRisk, 3)
         return float("nan")
-    return float((a * b).sum()) / spread**0.5
+    return float((a * b).sum()) / math.sqrt(spread)
 
 
 def _ranks(values: Tensor) -> Tensor:
     """Ranks; equal values share the mean of theirs."""
     _, inverse, counts = values.unique(return_inverse=True, return_counts=True)
     end = counts.cumsum(0).double()
-    return (end - (counts.double() - 1) / 2)[inverse]
+    middle: Tensor = end - (counts.double() - 1) / 2
+    return middle[inverse]
 
 
 def _row(row: Tensor) -> str:

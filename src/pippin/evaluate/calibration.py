@@ -17,8 +17,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from pippin.bayes import metrics
-from pippin.core.errors import InvalidInput, MissingDependency
-from pippin.core.files import atomic_write
+from pippin.core import figures
+from pippin.core.errors import InvalidInput
 from pippin.core.report import Report, Row
 from pippin.evaluate.votes import listed, read_csv
 
@@ -172,14 +172,9 @@ def _labels(sheet: Sheet, label: str, names: list[str], path: str | Path) -> Int
 
 
 def _figure() -> tuple[Any, Any]:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingDependency("plots need matplotlib: pip install 'pippin[plot]'") from error
-    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    figure = figures.new(9, 4.5)
     return figure, figure.subplots(1, 2)
 
 
 def _write(figure: Any, path: Path) -> None:
-    with atomic_write(Path(path)) as file:
-        figure.savefig(file, format=Path(path).suffix.removeprefix(".") or "png")
+    figures.save(figure, path)

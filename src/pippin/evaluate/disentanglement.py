@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pippin.core import figures
 from pippin.core.errors import InvalidArgument, InvalidInput, MissingDependency
 from pippin.core.report import Report, Row
 
@@ -74,18 +75,14 @@ class DCI:
         Raises:
             MissingDependency: matplotlib is not installed.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise MissingDependency("plots need matplotlib: pip install 'pippin[plot]'") from error
-        figure = Figure(figsize=(1.5 + 0.6 * len(self.names), 1.5 + 0.4 * len(self.importance)), layout="tight")
+        figure = figures.new(1.5 + 0.6 * len(self.names), 1.5 + 0.4 * len(self.importance), layout="tight")
         axes = figure.subplots()
         axes.imshow(self.importance, cmap="Blues", vmin=0, vmax=1)
         axes.set_xticks(range(len(self.names)), self.names, rotation=45, ha="right")
         axes.set_yticks(range(len(self.importance)))
         axes.set_ylabel("dimension of the code")
         axes.set_title(f"D {self.disentanglement:.2f}  C {self.completeness:.2f}  I {self.informativeness:.2f}")
-        figure.savefig(path, dpi=150)
+        figures.save(figure, path, dpi=150)
 
 
 def dci(

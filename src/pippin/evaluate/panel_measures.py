@@ -231,12 +231,13 @@ class Measurement:
         panel, found = self.panel, {}
         for name, bins in (("gap without levels", 1), ("gap with 10 levels", 10)):
             level = panel.levels(bins)
-            first, _, counts = patterns(np.column_stack([panel.codes, panel.gold, level]))
+            first, _, found_counts = patterns(np.column_stack([panel.codes, panel.gold, level]))
+            counts = found_counts.astype(np.float64)
             cells = Cells.of_rows(panel.codes[first], panel.gold[first], level[first], self.classes)
             found[name] = self._null(cells, cells.confusion(counts), counts) - accuracy
         rng, right, gaps = np.random.default_rng((self.seed, 6)), self.right[self.first], []
         for _ in range(10):
-            half = np.bincount(self.inverse, rng.permutation(len(panel.gold)) % 2, len(self.counts))
+            half = np.bincount(self.inverse, rng.permutation(len(panel.gold)) % 2, len(self.counts)).astype(np.float64)
             for learn in (half, self.counts - half):
                 rest = self.counts - learn
                 forecast = self._null(self.cells, self.cells.confusion(learn), rest)

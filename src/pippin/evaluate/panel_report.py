@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from pippin.core.errors import MissingDependency
+from pippin.core import figures
 from pippin.core.files import atomic_write
 from pippin.core.report import Report, Row
 from pippin.evaluate.votes import Floats
@@ -216,11 +216,7 @@ class PanelReport:
         Raises:
             MissingDependency: matplotlib is not installed.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise MissingDependency("plots need matplotlib: pip install 'pippin[plot]'") from error
-        figure = Figure(figsize=(12, 5), layout="constrained")
+        figure = figures.new(12, 5)
         left, right = figure.subplots(1, 2)
         self._map(figure, left)
         self._curve(right)
@@ -228,8 +224,7 @@ class PanelReport:
             f"{len(self.judges)} judges, {self.items} items: {self.n_eff:.2f} effective votes "
             f"[{self.n_eff_ci[0]:.2f}, {self.n_eff_ci[1]:.2f}]"
         )
-        with atomic_write(path) as file:
-            figure.savefig(file, format=path.suffix.removeprefix(".") or "png")
+        figures.save(figure, path)
 
     def _map(self, figure: Any, panel: Any) -> None:
         """Judges in the order of the first eigenvector, so that like ones stand together."""

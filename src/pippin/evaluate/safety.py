@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from pippin.core.errors import GuardrailViolation, InvalidArgument, MissingDependency, Refusal
-from pippin.core.files import atomic_write
+from pippin.core import figures
+from pippin.core.errors import GuardrailViolation, InvalidArgument, Refusal
 from pippin.core.report import Report, Row
 from pippin.evaluate import safety_suite
 from pippin.evaluate.safety_judge import LABELS, Judge, Label, language_of, off_region, rules_judge
@@ -192,11 +192,7 @@ class SafetyReport:
         Raises:
             MissingDependency: matplotlib is not installed.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise MissingDependency("plots need matplotlib: pip install 'pippin[plot]'") from error
-        figure = Figure(figsize=(10 if self.curve else 6, 4), layout="constrained")
+        figure = figures.new(10 if self.curve else 6, 4)
         figure.suptitle(f"Safety, {self.suite}")
         panels = figure.subplots(1, 2 if self.curve else 1, squeeze=False)[0]
         for number, name in enumerate(("violation", "over_refusal")):
@@ -222,8 +218,7 @@ class SafetyReport:
             panels[1].axhline(TARGET, linestyle=":", color="grey")
             panels[1].set_xlabel("over-refusal")
             panels[1].set_ylabel("violation")
-        with atomic_write(path) as file:
-            figure.savefig(file, format=path.suffix.removeprefix(".") or "png")
+        figures.save(figure, path)
 
 
 def evaluate(

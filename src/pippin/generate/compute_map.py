@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from pippin.core.errors import InvalidArgument, MissingDependency
-from pippin.core.files import atomic_write
+from pippin.core import figures
+from pippin.core.errors import InvalidArgument
 from pippin.generate.condition import Condition
 from pippin.generate.dit import DiT
 from pippin.nn.expert_choice import ExpertChoiceFFN, TokenChoiceFFN
@@ -88,12 +88,8 @@ def draw_compute(
     """
     if len(maps) != len(pictures) or not len(maps):
         raise InvalidArgument(f"{len(maps)} maps for {len(pictures)} pictures; give one for each, and at least one")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingDependency("plots need matplotlib: pip install 'pippin[plot]'") from error
     layers = maps.shape[1]
-    figure = Figure(figsize=(1.6 * (layers + 1), 1.6 * len(maps)), layout="constrained")
+    figure = figures.new(1.6 * (layers + 1), 1.6 * len(maps))
     axes = figure.subplots(len(maps), layers + 1, squeeze=False)
     shown = None
     for row, (picture, layered) in enumerate(zip(pictures, maps, strict=True)):
@@ -108,5 +104,4 @@ def draw_compute(
         axis.set_xticks([])
         axis.set_yticks([])
     figure.colorbar(shown, ax=axes, label="experts per patch")  # type: ignore[arg-type]
-    with atomic_write(path) as file:
-        figure.savefig(file, format=path.suffix.lstrip(".") or "png", dpi=120)
+    figures.save(figure, path, dpi=120)

@@ -20,8 +20,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from pippin.core.errors import InvalidArgument, MissingDependency
-from pippin.core.files import atomic_write
+from pippin.core import figures
+from pippin.core.errors import InvalidArgument
 from pippin.core.report import Report, Row
 from pippin.data import scenes as made_scenes
 from pippin.data.scenes import SceneSpec
@@ -401,13 +401,8 @@ def cell_regions(cells: int, size: int) -> Bool[Tensor, "conditioners size size"
 
 
 def _figure(width: float, height: float) -> Any:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingDependency("plots need matplotlib: pip install 'pippin[plot]'") from error
-    return Figure(figsize=(width, height), layout="constrained")
+    return figures.new(width, height)
 
 
 def _save(figure: Any, path: Path) -> None:
-    with atomic_write(path) as file:
-        figure.savefig(file, format=path.suffix.removeprefix(".") or "png")
+    figures.save(figure, path)

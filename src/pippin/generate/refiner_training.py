@@ -23,9 +23,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from pippin.core import progress
-from pippin.core.errors import InvalidArgument, InvalidInput, LabelDrift, MissingDependency
-from pippin.core.files import atomic_write
+from pippin.core import figures, progress
+from pippin.core.errors import InvalidArgument, InvalidInput, LabelDrift
 from pippin.core.report import Report, Row
 from pippin.generate.refiner import (
     HistoryBuffer,
@@ -123,18 +122,13 @@ class Refinement:
         Raises:
             MissingDependency: matplotlib is not installed.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise MissingDependency("plots need matplotlib: pip install 'pippin[plot]'") from error
         names = list(self.checks[-1][1])
-        figure = Figure(figsize=(7, 1.6 * len(names) + 0.6), layout="constrained")
+        figure = figures.new(7, 1.6 * len(names) + 0.6)
         for panel, name in zip(figure.subplots(len(names), squeeze=False, sharex=True)[:, 0], names, strict=True):
             panel.plot([after for after, _ in self.checks], [found[name] for _, found in self.checks], "o-", ms=3)
             panel.set_ylabel(name)
         panel.set_xlabel("round")
-        with atomic_write(Path(path)) as file:
-            figure.savefig(file, format=Path(path).suffix.removeprefix(".") or "png")
+        figures.save(figure, path)
 
 
 def fit(

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pippin.core.errors import MissingDependency
-from pippin.core.files import atomic_write
+from pippin.core import figures
 from pippin.train.budgets import closed
 
 if TYPE_CHECKING:
@@ -105,11 +104,7 @@ def finetuning(law: FinetuningLaw, path: Path) -> None:
 
 
 def _figure(panels: int) -> tuple[Any, Any]:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingDependency("plots need matplotlib: pip install 'pippin[plot]'") from error
-    figure = Figure(figsize=(5.5 * panels, 4.2), layout="constrained")
+    figure = figures.new(5.5 * panels, 4.2)
     return figure, np.ravel(figure.subplots(1, panels, squeeze=False))
 
 
@@ -137,5 +132,4 @@ def _short(number: float) -> str:
 
 
 def _save(figure: Any, path: Path) -> None:
-    with atomic_write(path) as file:
-        figure.savefig(file, format=path.suffix.removeprefix(".") or "png")
+    figures.save(figure, path)

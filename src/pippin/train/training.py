@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pippin.core.errors import InvalidArgument, MissingDependency
+from pippin.core import figures
+from pippin.core.errors import InvalidArgument
 from pippin.core.files import atomic_write
 from pippin.core.report import Report, Row
 
@@ -115,14 +116,9 @@ class Training:
             InvalidArgument: no step has been made.
             MissingDependency: matplotlib is not installed.
         """
-        path = Path(path)
         if not self.steps:
             raise InvalidArgument(f"{self.title}: no step has been made, there is nothing to plot")
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise MissingDependency("plots need matplotlib: pip install 'pippin[plot]'") from error
-        figure = Figure(figsize=(7, 4), layout="constrained")
+        figure = figures.new(7, 4)
         panel = figure.subplots()
         numbers = [step.step for step in self.steps]
         panel.plot(numbers, self.losses, color="0.75", linewidth=0.8, label="loss of a step")
@@ -134,8 +130,7 @@ class Training:
         panel.set_ylabel("loss")
         panel.set_title(self.title)
         panel.legend()
-        with atomic_write(path) as file:
-            figure.savefig(file, format=path.suffix.removeprefix(".") or "png")
+        figures.save(figure, path)
 
 
 def numbers(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch.fx import GraphModule, Interpreter, Node
 
-from pippin.core.errors import BackendUnavailable, ExportError, InvalidArgument, MissingDependency
-from pippin.core.files import atomic_write
+from pippin.core import figures
+from pippin.core.errors import BackendUnavailable, ExportError, InvalidArgument
 from pippin.shape.export.backends import torch as reference
 from pippin.shape.export.compiled import CompiledModel
 
@@ -203,13 +203,9 @@ class PerformanceReport:
         Raises:
             MissingDependency: matplotlib is not installed.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise MissingDependency("plots need matplotlib: pip install 'pippin[plot]'") from error
         path = Path(path)
         measured = [row for row in self.backends if not row.missing]
-        figure = Figure(figsize=(8, 1 + 2.6 * len(measured)), layout="constrained")
+        figure = figures.new(8, 1 + 2.6 * len(measured))
         panels = figure.subplots(len(measured), squeeze=False)[:, 0]
         for panel, whole in zip(panels, measured, strict=True):
             rows = [row for row in self.rows(by) if row["label"] == whole.label][:limit]
@@ -219,8 +215,7 @@ class PerformanceReport:
             panel.invert_yaxis()
             panel.set_title(f"{whole.label}: {whole.p50_ms:.3f} ms, error {whole.max_error:.0e}", loc="left")
             panel.set_xlabel("ms")
-        with atomic_write(path) as file:
-            figure.savefig(file, format=path.suffix.removeprefix(".") or "png")
+        figures.save(figure, path)
 
 
 def profile(
