@@ -185,7 +185,7 @@ def _rescaling(evidence: Evidence, seed: int, size: Size) -> tuple[bool, bool]:
     from pippin.bayes.invariance import rescaled
 
     x, y, grid, _ = _problem(seed)
-    model, data = _undecided(x, y, seed, size.hidden), [(x, y)]
+    model, data = _undecided(x, y, seed, size), [(x, y)]
     layer: Any = model.get_submodule("2")
     outputs, own, shared = model(grid).detach(), True, True
     for groups, word in (("auto", "own"), ("scalar", "shared")):
@@ -208,7 +208,7 @@ def _rescaling(evidence: Evidence, seed: int, size: Size) -> tuple[bool, bool]:
     return own, shared
 
 
-def _undecided(x: Tensor, y: Tensor, seed: int, hidden: int) -> nn.Module:
+def _undecided(x: Tensor, y: Tensor, seed: int, size: Size) -> nn.Module:
     """A network trained for 60 steps: the first of ten starts whose evidence keeps a part of the layer before the norm.
 
     Where it keeps none, that layer's precision has no end, and there is no ratio to look at.
@@ -216,9 +216,9 @@ def _undecided(x: Tensor, y: Tensor, seed: int, hidden: int) -> nn.Module:
     from pippin.claims import _small_networks as small
 
     for start in range(10):
-        model = _network(hidden, 10 * seed + start, norm=True)
+        model = _network(size.hidden, 10 * seed + start, norm=True)
         small.train(model, x, y, epochs=60, seed=seed, lr=1e-2, batch=len(x))
-        if _fitted(model, [(x, y)], 60).prior_precision["2"] < 1e4:
+        if _fitted(model, [(x, y)], size.rounds, 1e-8, groups="auto").prior_precision["2"] < 1e4:
             break
     return model
 
