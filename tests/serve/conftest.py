@@ -70,7 +70,7 @@ class Running:
 
     def stop(self) -> None:
         self.uvicorn.should_exit = True
-        self.thread.join(30)
+        self.thread.join(120)
         assert not self.thread.is_alive(), "the server did not stop"
 
 
