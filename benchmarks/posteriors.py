@@ -14,11 +14,12 @@ weights with a diagonal and with Kronecker factors:
 - the peak of a process's memory above what it held before the fit
 
 Log-determinants of the posterior precision and covariances of a few pictures (for a diagonal, the variances of all
-weights) must agree to 1e-4 of their size, or nothing is printed. Over 11 million weights the other side adds products in
-float32, which puts the log-determinant of its diagonal 1.4 % and its covariances 0.2 to 0.3 % from those in float64; ours
-are within 1e-4. The covariances under Kronecker factors are therefore compared on a narrow copy in float64. Convolutions have no bias: there the other side approximates what is exact here. The
-adapter has rank 8, on queries and values; its answers are restricted to two words, and it is fitted on 64 sentences.
-One thread on both sides; the process's own time is taken, which does not count what else the machine does.
+weights) must agree to 1e-4 of their size, or nothing is printed. Over 11 million weights the other side adds products
+in float32, which puts the log-determinant of its diagonal 1.4 % and its covariances 0.2 to 0.3 % from those in float64;
+ours are within 1e-4. The covariances under Kronecker factors are therefore compared on a narrow copy in float64.
+Convolutions have no bias: there the other side approximates what is exact here. The adapter has rank 8, on queries and
+values; its answers are restricted to two words, and it is fitted on 64 sentences. One thread on both sides; the
+process's own time is taken, which does not count what else the machine does.
 """
 
 from __future__ import annotations
@@ -225,7 +226,8 @@ def _compared(name: str, case: str, size: Size) -> list[Row]:
     mine, other = kept["ours"], kept["theirs"]
     few = data(name, 8 if name == "lenet" else 2, 8)[0][0]
     first = seconds(lambda: mine.outputs_at(few[:1]))  # finds the eigenvectors
-    note = f"{size.fitted} pictures in batches of {size.batch}; apart by {apart(name, case, mine, other, few):.1g}; {watch}"
+    difference = apart(name, case, mine, other, few)
+    note = f"{size.fitted} pictures in batches of {size.batch}; apart by {difference:.1g}; {watch}"
     goal = 20.0 if case == "all, diag" else 2.0
     what = f"{name}, {case}: fit with evidence"
     rows = [compared(what, "s", found["ours"], PEER, found["theirs"], goal, higher_is_better=False, note=note)]
