@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from pippin.core import files
-from pippin.core.errors import DiskFull
+from pippin.core.errors import DiskFull, InvalidInput
 
 FULL_DEVICE = Path("/dev/full")
 needs_full_device = pytest.mark.skipif(not FULL_DEVICE.exists(), reason="the system has no /dev/full")
@@ -112,3 +112,13 @@ def test_hashes_are_hashlibs_whatever_the_blocks(tmp_path_factory, content, bloc
 )
 def test_sizes_for_people(nbytes, text):
     assert files.format_bytes(nbytes) == text
+
+
+def test_a_place_that_cannot_be_a_folder_is_refused_in_words(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    for place in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(InvalidInput, match="cannot be a folder"):
+            files.make_folder(place)
+    assert (tmp_path / "file").read_text() == "mine"
+    assert files.make_folder(tmp_path / "a" / "b").is_dir()
+    assert files.make_folder(tmp_path / "a").is_dir()

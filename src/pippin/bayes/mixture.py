@@ -26,7 +26,7 @@ from pippin.bayes.predictive import Prediction
 from pippin.bayes.predictors import check_alike, check_weights, concatenated, log_likelihood, mix
 from pippin.bayes.temperature import fitted, tempered
 from pippin.core.errors import CorruptedFile, InvalidArgument, InvalidInput, NotFitted
-from pippin.core.files import atomic_write
+from pippin.core.files import atomic_write, make_folder
 
 _FILE = "mixture.json"
 _STEPS = 200  # of the weights' fit; each multiplies weights by responsibilities, and stops when they stand still
@@ -196,10 +196,9 @@ class LaplaceMixture:
         """Write every component and the mixture's own numbers into a folder, which is made.
 
         Raises:
-            DiskFull: the disk filled up.
+            DiskFull: the disk filled up. InvalidInput: the place is a file, or closed to writing.
         """
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = make_folder(folder)
         for number, one in enumerate(self.components):
             one.save(folder / f"component-{number}")
         numbers = {"weights": self.weights.tolist(), "temperature": self.temperature}

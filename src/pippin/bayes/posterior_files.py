@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from pippin.bayes import curvature as curvatures, likelihood as likelihoods, structure as structures
 from pippin.bayes.subset import Selection
 from pippin.core.errors import CheckpointError, CorruptedFile, InvalidArgument, PippinError
-from pippin.core.files import atomic_write
+from pippin.core.files import atomic_write, make_folder
 
 if TYPE_CHECKING:
     from pippin.bayes.laplace import Laplace
@@ -67,7 +67,7 @@ def save_posterior(laplace: Laplace, folder: Path) -> None:
     tensors["prior_mean"] = torch.as_tensor(laplace.prior_mean, dtype=torch.float64)
     if laplace.selection.indices is not None:
         tensors["indices"] = laplace.selection.indices
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     data = save({name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()})
     with atomic_write(folder / TENSORS) as file:
         file.write(data)

@@ -34,7 +34,7 @@ from pippin.bayes.predictors import Predictor, gather, predict_all
 from pippin.bayes.temperature import BOUNDS, TemperatureScaling
 from pippin.core import figures
 from pippin.core.errors import CorruptedFile, InferenceAtRisk, InvalidArgument, InvalidInput
-from pippin.core.files import atomic_write
+from pippin.core.files import atomic_write, make_folder
 from pippin.core.report import Report, Row
 
 if TYPE_CHECKING:
@@ -270,10 +270,9 @@ class Uncertainty:
         """Write posterior and temperature into a folder, which is made; the network's weights are the caller's to keep.
 
         Raises:
-            DiskFull: the disk filled up.
+            DiskFull: the disk filled up. InvalidInput: the place is a file, or closed to writing.
         """
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = make_folder(folder)
         self.posterior.save(folder / "posterior")
         with atomic_write(folder / _FILE, mode="w") as file:
             precision = None if self.wary is None else self.wary.prior_precision.tolist()

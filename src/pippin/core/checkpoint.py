@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pippin.core import memory
 from pippin.core.errors import CheckpointError, CorruptedFile, InvalidArgument, ModelNotFound, UnsafeCheckpoint
-from pippin.core.files import disk_errors, require_free_space, sync_folder
+from pippin.core.files import disk_errors, make_folder, require_free_space, sync_folder
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -150,7 +150,7 @@ def save_folder(
     generation = {**_ends(tokenizer), **(generation_config or {})}
     texts = {_GENERATION: _dump(generation), _CONFIG: _dump(config)}
     require_free_space(folder, sum(tensor.nbytes for tensor in weights.values()))
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     with disk_errors(folder), tempfile.TemporaryDirectory(dir=folder, prefix=".partial-") as temporary:
         fresh = Path(temporary)
         _save_weights(weights, fresh / _WEIGHTS)

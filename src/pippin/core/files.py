@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, Literal, Protocol, runtime_checkable
 
-from pippin.core.errors import CorruptedFile, DiskFull
+from pippin.core.errors import CorruptedFile, DiskFull, InvalidInput
 
 BLOCK = 1 << 20  # bytes read at once: large enough that Python's overhead vanishes, small enough for a smooth bar
 _ENCODING = {"wb": None, "w": "utf-8"}
@@ -60,6 +60,20 @@ def atomic_write(path: Path, *, mode: Literal["wb", "w"] = "wb") -> Iterator[IO[
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def make_folder(folder: str | Path) -> Path:
+    """The folder, made with those above it where it is not there yet.
+
+    Raises:
+        InvalidInput: it, or one above it, is a file or closed to writing.
+    """
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError, PermissionError) as error:
+        raise InvalidInput(f"{str(folder)!r} cannot be a folder: {error.strerror}; name another place") from None
+    return folder
 
 
 def require_free_space(folder: Path, nbytes: int) -> None:

@@ -23,7 +23,7 @@ from pippin.bayes.laplace import Laplace
 from pippin.bayes.metrics import entropy, nll
 from pippin.bayes.temperature import BOUNDS, fit_temperature, log_probs, tempered
 from pippin.core.errors import CorruptedFile, InferenceAtRisk, InvalidArgument
-from pippin.core.files import atomic_write
+from pippin.core.files import atomic_write, make_folder
 from pippin.kits.text.classify import Classification
 from pippin.kits.text.spans import check_text
 
@@ -130,10 +130,9 @@ class LearnedClassifier:
         """Write layer and posterior into a folder, which is made; the encoder is not written.
 
         Raises:
-            DiskFull: the disk filled up.
+            DiskFull: the disk filled up. InvalidInput: the place is a file, or closed to writing.
         """
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = make_folder(folder)
         self.posterior.save(folder / "posterior")
         save_file(
             {name: value.contiguous() for name, value in self.posterior.model.state_dict().items()}, folder / _FILES[1]
