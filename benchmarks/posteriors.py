@@ -158,7 +158,8 @@ def _narrow(case: str) -> tuple[Laplace, Any, Tensor]:
     """
     model = network("narrow resnet").double()
     batches = [(x.double(), y) for x, y in data("resnet", 16, 16)]
-    return ours(model, case, batches), theirs(model, case, batches), batches[0][0][:2]
+    with torch.enable_grad():
+        return ours(model, case, batches), theirs(model, case, batches), batches[0][0][:2]
 
 
 def seconds(work: Callable[[], object]) -> float:
