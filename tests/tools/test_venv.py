@@ -64,7 +64,7 @@ def test_a_missing_venv_module_is_named_with_its_package(tmp_path, bin):
 
 def fake_venv(tmp_path: Path, pip: str) -> Path:
     """An environment whose pip only writes down its arguments."""
-    forward = f'test "$1" = -c && exec {sys.executable} "$@"; echo "$@" > {tmp_path}/pip-arguments; {pip}'
+    forward = f'test "$1" = -c && exec {sys.executable} "$@"; echo "$@" >> {tmp_path}/pip-arguments; {pip}'
     command(tmp_path / "venv" / "bin" / "python", forward)
     return tmp_path / "venv"
 
@@ -72,10 +72,20 @@ def fake_venv(tmp_path: Path, pip: str) -> Path:
 @pytest.mark.parametrize(("variables", "constrained"), [({}, True), ({"CUDA": ""}, True), ({"CUDA": "1"}, False)])
 def test_cuda_is_ruled_out_unless_asked_for(tmp_path, bin, variables, constrained):
     done = setup(fake_venv(tmp_path, "exit 0"), bin, "test,docs", **variables)
-    asked = (tmp_path / "pip-arguments").read_text()
+    asked, peers = (tmp_path / "pip-arguments").read_text().splitlines()
     assert done.returncode == 0
     assert ("--constraint tools/cpu-only.txt" in asked) == constrained
-    assert asked.endswith("--editable .[test,docs]\n")
+    assert asked.endswith("--editable .[test,docs]")
+    assert peers.endswith("--no-deps --requirement tools/peers.txt")
+
+
+def test_peers_come_with_the_tests_alone_and_may_be_missing(tmp_path, bin):
+    done = setup(fake_venv(tmp_path, "exit 0"), bin, "docs")
+    assert done.returncode == 0
+    assert "peers" not in (tmp_path / "pip-arguments").read_text()
+    done = setup(fake_venv(tmp_path, 'case "$*" in *peers*) exit 1 ;; esac'), bin, "docs,test")
+    assert done.returncode == 0
+    assert "laplace-torch could not be installed" in done.stderr
 
 
 def test_a_failed_installation_fails_and_says_what_an_nvidia_name_means(tmp_path, bin):
