@@ -25,7 +25,6 @@ process's own time is taken, which does not count what else the machine does.
 from __future__ import annotations
 
 import json
-import resource
 import subprocess
 import sys
 import time
@@ -41,6 +40,7 @@ from torch import Tensor, nn
 
 from pippin.bayes.laplace import Laplace
 from pippin.bayes.subset import LastLayer, Named
+from pippin.core.device import peak_memory
 
 POINTS = 10_000
 PEER = "laplace-torch"
@@ -193,7 +193,7 @@ SIZES = {
     ("lenet", "all, diag"): Size(128, 64, 3, 2048, 64),
     ("lenet", "all, kron"): Size(256, 64, 5, 2048, 64),
     ("resnet", "last layer, kron"): Size(64, 16, 3, 256, 256),
-    ("resnet", "all, diag"): Size(2, 2, 1, 8, 2),
+    ("resnet", "all, diag"): Size(8, 8, 1, 8, 2),
     ("resnet", "all, kron"): Size(32, 16, 1, 8, 2),
 }
 QUICK = {
@@ -248,9 +248,9 @@ def child(side: str, name: str, case: str) -> None:
     batches = data(name, 64, 64) if name == "lenet" else data(name, 2, 2) if "diag" in case else data(name, 16, 16)
     work = ours if side == "ours" else theirs
     work(lenet().eval(), case, data("lenet", 2, 2))  # what is imported and set up once does not count
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak_memory()
     work(model, case, batches)
-    print(json.dumps((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / 1e6))
+    print(json.dumps((peak_memory() - before) / 1e6))
 
 
 def memory(name: str, quick: bool) -> list[Row]:
