@@ -77,7 +77,7 @@ class ClassPredictions:
         metrics.reliability(self.probs, self.labels, bins).draw(left)
         confidence, answer = self.probs.max(-1)
         metrics.selective(confidence, answer == self.labels).draw(right)
-        _write(figure, path)
+        figures.save(figure, path)
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class NumberPredictions:
         ends = [float(self.sd.min()), float(self.sd.max())]
         right.plot(ends, ends, color="0.4", linewidth=1, linestyle="--")
         right.set(xlabel="predicted standard deviation", ylabel="absolute error")
-        _write(figure, path)
+        figures.save(figure, path)
 
 
 def read_predictions(path: str | Path, *, label: str = "label") -> ClassPredictions | NumberPredictions:
@@ -174,7 +174,3 @@ def _labels(sheet: Sheet, label: str, names: list[str], path: str | Path) -> Int
 def _figure() -> tuple[Any, Any]:
     figure = figures.new(9, 4.5)
     return figure, figure.subplots(1, 2)
-
-
-def _write(figure: Any, path: Path) -> None:
-    figures.save(figure, path)

@@ -128,7 +128,7 @@ class LocalityReport:
         Raises:
             MissingDependency: matplotlib is not installed.
         """
-        figure = _figure(2.2 * (1 + len(self.at)), 2.6)
+        figure = figures.new(2.2 * (1 + len(self.at)), 2.6)
         panels = figure.subplots(1, 1 + len(self.at))
         for one in self.at:
             panels[0].plot(range(len(one.influence)), one.influence, marker="o", label=f"t={one.t:.2f}")
@@ -137,7 +137,7 @@ class LocalityReport:
         for panel, one in zip(panels[1:], self.at, strict=True):
             panel.imshow(one.sensitivity.numpy(), vmin=0, vmax=1, cmap="magma")
             panel.set(title=f"t={one.t:.2f}", xlabel="conditioner", ylabel="region")
-        _save(figure, path)
+        figures.save(figure, path)
 
 
 def locality_report(
@@ -333,7 +333,7 @@ class LengthCurve:
         Raises:
             MissingDependency: matplotlib is not installed.
         """
-        figure = _figure(6, 2.6)
+        figure = figures.new(6, 2.6)
         left, right = figure.subplots(1, 2)
         left.plot(self.counts, self.accuracy, marker="o", label="cells")
         left.plot(self.counts, self.exact, marker="o", label="scenes")
@@ -341,7 +341,7 @@ class LengthCurve:
         left.legend()
         right.plot(self.counts, self.error, marker="o")
         right.set(xlabel="objects asked for", ylabel="drawn - asked for")
-        _save(figure, path)
+        figures.save(figure, path)
 
 
 def length_curve(
@@ -398,11 +398,3 @@ def cell_regions(cells: int, size: int) -> Bool[Tensor, "conditioners size size"
     of = torch.arange(size) * cells // size
     index = of[:, None] * cells + of[None]
     return index[None] == torch.arange(cells**2)[:, None, None]
-
-
-def _figure(width: float, height: float) -> Any:
-    return figures.new(width, height)
-
-
-def _save(figure: Any, path: Path) -> None:
-    figures.save(figure, path)

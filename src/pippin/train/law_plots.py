@@ -47,7 +47,7 @@ def scaling(law: ScalingLaw, path: Path) -> None:
     low, high = runs["loss"].min(), runs["loss"].max()
     right.set_ylim(low - 0.1 * (high - low), high + 0.1 * (high - low))
     figure.suptitle(f"{law.form} law: R² {law.r2:.4f}, mean absolute error {100 * law.mae:.2f} %")
-    _save(figure, path)
+    figures.save(figure, path)
 
 
 def forgetting(law: ForgettingLaw, path: Path) -> None:
@@ -81,7 +81,7 @@ def forgetting(law: ForgettingLaw, path: Path) -> None:
     left.legend(fontsize=7)
     right.legend(fontsize=8)
     figure.suptitle(f"forgetting law: R² of the forgetting {law.r2_forgetting:.4f}, B = {law.coefficients['B']:.3g}")
-    _save(figure, path)
+    figures.save(figure, path)
 
 
 def finetuning(law: FinetuningLaw, path: Path) -> None:
@@ -100,7 +100,7 @@ def finetuning(law: FinetuningLaw, path: Path) -> None:
     panel.set_ylabel("target loss")
     panel.legend(fontsize=8)
     figure.suptitle(f"fine-tuning law (curves without old data): R² {law.r2:.4f}")
-    _save(figure, path)
+    figures.save(figure, path)
 
 
 def _figure(panels: int) -> tuple[Any, Any]:
@@ -129,7 +129,3 @@ def _short(number: float) -> str:
         if number >= size:
             return f"{number / size:.3g}{letter}"
     return f"{number:.3g}"
-
-
-def _save(figure: Any, path: Path) -> None:
-    figures.save(figure, path)
