@@ -157,17 +157,17 @@ class Ours:
 
     def threads(self, count: int) -> None:
         """Use so many."""
-        from pippin.core.device import use_threads
+        from pippin.core.threads import use_threads
 
         use_threads(count)
 
     def answer(self, prompt: list[int], count: int) -> Timed:
         """A request that shares nothing with those before."""
-        from pippin.engine import measure
+        from pippin.engine import measure_speed as measure
 
         self.owner += 1
-        speed = measure.speed(self.engine, prompt, count, stops=self.stops, owner=str(self.owner))
-        return Timed(len(prompt) / speed.prompt, speed.seconds, list(speed.ids))
+        speed = measure.measure_speed(self.engine, prompt, count, stops=self.stops, owner=str(self.owner))
+        return Timed(len(prompt) / speed.prompt_tokens_per_second, speed.answer_seconds, list(speed.token_ids))
 
     def together(self, prompts: list[list[int]], count: int) -> float:
         """Seconds for an answer of so many tokens to each prompt, all at once."""
@@ -190,11 +190,11 @@ class Ours:
 
     def limit(self, threads: int, prompt: int, answer: int) -> float:
         """Tokens per second that the memory allows, its bandwidth measured now."""
-        from pippin.engine import measure
+        from pippin.engine import measure_speed as measure
 
         weights = measure.weight_bytes(self.model.module)
-        cache = measure.mean_cache_bytes(self.model.config, self.engine.cache_type, prompt, answer)
-        return measure.Limit(weights, cache, measure.read_bandwidth(threads)).tokens_per_second
+        cache = measure.mean_cache_bytes(self.model.config, self.engine.kv_cache_dtype, prompt, answer)
+        return measure.BandwidthLimit(weights, cache, measure.read_bandwidth(threads)).tokens_per_second
 
     def kernels(self) -> str:
         """What computes, for a note."""
@@ -204,13 +204,15 @@ class Ours:
 
     def profile(self, prompt: list[int], count: int) -> str:
         """Where the time of an answer goes, for a note."""
-        from pippin.engine import measure
+        from pippin.engine import measure_speed as measure
 
         self.owner += 1
-        speed = measure.speed(self.engine, prompt, count, stops=self.stops, owner=str(self.owner))
+        speed = measure.measure_speed(self.engine, prompt, count, stops=self.stops, owner=str(self.owner))
         names = ("linear layers", "attention", "other kernels", "waiting for threads", "outside the kernels")
-        parts = (*speed.profile, speed.seconds - sum(speed.profile))
-        return ", ".join(f"{name} {100 * part / speed.seconds:.0f} %" for name, part in zip(names, parts, strict=True))
+        parts = (*speed.profile, speed.answer_seconds - sum(speed.profile))
+        return ", ".join(
+            f"{name} {100 * part / speed.answer_seconds:.0f} %" for name, part in zip(names, parts, strict=True)
+        )
 
     def ids(self, messages: list[dict[str, str]]) -> list[int]:
         """The token ids of a conversation."""
@@ -364,7 +366,7 @@ def check(ours: Side, others: dict[str, Side]) -> None:
 
 
 def hugging_face_folder(path: Path, target: Path) -> Path:
-    """The model of a GGUF file, dequantised, in the layout that transformers reads fastest; written once."""
+    """The model of a GGUF file, dequantized, in the layout that transformers reads fastest; written once."""
     import pippin
 
     if not (target / "config.json").exists():

@@ -2,7 +2,7 @@
 
 Notable here:
 - every side starts from the same file of weights, reads the same batches and has the same AdamW, clipping and precision
-- the peers are written as their own documentation writes them, with the fused optimiser, which is their fastest
+- the peers are written as their own documentation writes them, with the fused optimizer, which is their fastest
 - each keeps its losses, so that a side that does less work than the others is found out
 """
 
@@ -81,7 +81,7 @@ class Loop:
 
 def our_decoder(shape: Shape) -> Any:
     """The decoder as Pippin has it, of random weights."""
-    from pippin.language.transformer import Decoder, DecoderConfig, LayerSpec
+    from pippin.language.decoder import Decoder, DecoderConfig, LayerSpec
     from pippin.nn.attention import AttentionSpec
     from pippin.nn.feedforward import FeedForwardSpec
 
@@ -91,12 +91,12 @@ def our_decoder(shape: Shape) -> Any:
         shape.vocabulary,
         shape.width,
         (layer,) * shape.layers,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
         head_dim=shape.width // shape.heads,
-        max_context=shape.length,
+        max_position_embeddings=shape.length,
     )
-    return Decoder(config).initialise(seed=0)
+    return Decoder(config).initialize(seed=0)
 
 
 def write_weights(shape: Shape, path: str) -> int:
@@ -114,10 +114,10 @@ class Ours(Loop):
     def __init__(self, shape: Shape, weights: str, precision: str) -> None:
         from safetensors.torch import load_file
 
-        from pippin.data.batches import TokenBatch
+        from pippin.data.token_batches import TokenBatch
         from pippin.language.objectives import NextToken
-        from pippin.train.optimisers import AdamW
-        from pippin.train.schedules import Constant
+        from pippin.train.optimizers import AdamW
+        from pippin.train.schedules import ConstantSchedule
         from pippin.train.trainer import Trainer
 
         model = our_decoder(shape)
@@ -127,12 +127,12 @@ class Ours(Loop):
             NextToken(),
             (TokenBatch(ids[:, :-1], ids[:, 1:]) for ids in shape.batches()),
             steps=1_000_000,
-            optimiser=AdamW(lr=RATE, betas=BETAS, weight_decay=0.0),
-            schedule=Constant(),
-            clip=CLIP,
+            optimizer=AdamW(lr=RATE, betas=BETAS, weight_decay=0.0),
+            schedule=ConstantSchedule(),
+            max_grad_norm=CLIP,
             precision=precision,
             device="cpu",
-            show=False,
+            show_progress=False,
         )
 
     def _advance(self, steps: int) -> list[float]:
@@ -164,8 +164,8 @@ class Accelerate(Loop):
         missing, extra = model.load_state_dict(load_file(weights), strict=False)
         assert {*missing, *extra} <= {"lm_head.weight"}, (missing, extra)
         self.accelerator = Accelerator(mixed_precision="bf16" if precision == "bfloat16" else "no", cpu=True)
-        optimiser = torch.optim.AdamW(model.parameters(), lr=RATE, betas=BETAS, weight_decay=0.0, fused=True)
-        self.model, self.optimiser = self.accelerator.prepare(model, optimiser)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=BETAS, weight_decay=0.0, fused=True)
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.model.train()
         self.batches = shape.batches()
 
@@ -177,8 +177,8 @@ class Accelerate(Loop):
             loss = self.model(input_ids=drawn[:, :-1], shift_labels=drawn[:, 1:].contiguous(), labels=drawn).loss
             self.accelerator.backward(loss)
             self.accelerator.clip_grad_norm_(self.model.parameters(), CLIP)
-            self.optimiser.step()
-            self.optimiser.zero_grad()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
             losses.append(loss.item())
         return losses
 
@@ -221,8 +221,8 @@ class LitGPT(Loop):
         missing, extra = model.load_state_dict(state, strict=False)
         assert {*missing, *extra} <= {"lm_head.weight"}, (missing, extra)
         model.max_seq_length = shape.length
-        optimiser = torch.optim.AdamW(model.parameters(), lr=RATE, betas=BETAS, weight_decay=0.0, fused=True)
-        self.model, self.optimiser = self.fabric.setup(model, optimiser)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=BETAS, weight_decay=0.0, fused=True)
+        self.model, self.optimizer = self.fabric.setup(model, optimizer)
         self.batches = shape.batches()
 
     def _advance(self, steps: int) -> list[float]:
@@ -233,8 +233,8 @@ class LitGPT(Loop):
             drawn = next(self.batches)
             loss = chunked_cross_entropy(self.model(drawn[:, :-1].contiguous()), drawn[:, 1:].contiguous())
             self.fabric.backward(loss)
-            self.fabric.clip_gradients(self.model, self.optimiser, max_norm=CLIP)
-            self.optimiser.step()
-            self.optimiser.zero_grad()
+            self.fabric.clip_gradients(self.model, self.optimizer, max_norm=CLIP)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
             losses.append(loss.item())
         return losses

@@ -18,7 +18,7 @@ from typing import Any
 from _rows import Row, Watch, compared, in_turn, main, thread_counts
 from _sides import LlamaCpp, Ours, Side, check, has_llama_cpp, llama_cpp_name
 
-from pippin.core import store
+from pippin.core.store import store
 
 HISTORY = 1000
 ANSWER = 48

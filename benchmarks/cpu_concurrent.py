@@ -17,7 +17,7 @@ from pathlib import Path
 from _rows import Row, Watch, compared, in_turn, main, thread_counts
 from _sides import LlamaCpp, Ours, Side, check, has_llama_cpp, llama_cpp_name
 
-from pippin.core import store
+from pippin.core.store import store
 
 REQUESTS = 16
 THINGS = ("an apple", "a kettle", "a river", "the winter", "a lantern", "a violin", "a harbour", "a meadow")
@@ -27,7 +27,7 @@ def questions() -> list[list[dict[str, str]]]:
     """Sixteen conversations that differ from the first word of the user on."""
     manners = ("Write a long story about", "Explain to a child what happens to")
     return [
-        [{"role": "user", "content": f"{thing.title()} number {i}. {manner} {thing}, and begin with its colour."}]
+        [{"role": "user", "content": f"{thing.title()} number {i}. {manner} {thing}, and begin with its color."}]
         for i, (manner, thing) in enumerate((manner, thing) for manner in manners for thing in THINGS)
     ]
 
@@ -38,7 +38,7 @@ def measure(quick: bool) -> list[Row]:
     repeats, count = (1, 8) if quick else (4, 96)
     rows: list[Row] = []
     with ExitStack() as stack:
-        ours = stack.enter_context(Side(Ours, path=str(path), engine={"slots": REQUESTS}))
+        ours = stack.enter_context(Side(Ours, path=str(path), engine={"max_num_seqs": REQUESTS}))
         llama = None
         if has_llama_cpp():
             settings = {"path": str(path), "context": 8192, "sequences": REQUESTS}

@@ -4,7 +4,7 @@
 
 One greedy answer after a short prompt, tokens per second after the first one, with one thread and with every core. The
 135M model is its Q4_1 file for llama.cpp and for us (and once our 2 bits, packed from that file); transformers gets the
-dequantised weights. The 1B model is random, in the shape of TinyLlama, Q4_1 for both. The memory's limit is counted in
+dequantized weights. The 1B model is random, in the shape of TinyLlama, Q4_1 for both. The memory's limit is counted in
 bytes per token (weights and cache) over the bandwidth measured in the same round. Every side has a process of its own
 and they are asked in turn.
 """
@@ -29,7 +29,7 @@ from _sides import (
     peer_version,
 )
 
-from pippin.core import store
+from pippin.core.store import store
 
 STORY = [{"role": "user", "content": "Write a long story about an apple tree."}]
 LIMIT = "the memory's limit"

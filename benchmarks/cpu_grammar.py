@@ -19,11 +19,11 @@ from typing import Any
 from _rows import Row, Watch, compared, main, say, thread_counts
 
 import pippin
-from pippin.core import store
-from pippin.core.device import use_threads
 from pippin.core.errors import SchemaError
-from pippin.engine import Engine, Request, SamplingOptions, measure as measuring
-from pippin.engine.constraint import Constraint, Grammar
+from pippin.core.store import store
+from pippin.core.threads import use_threads
+from pippin.engine import Engine, Request, SamplingOptions, measure_speed as measuring
+from pippin.engine.grammar.constraint import Constraint, Grammar
 
 KINDS = {"dict": "object", "float": "number", "tuple": "array"}
 COUNT = 96
@@ -95,7 +95,12 @@ def measure(quick: bool) -> list[Row]:
         with Watch() as watch, Engine(model) as engine:
             shares, masks, steps = [], [], []
             for turn, (question, schema) in enumerate(chosen):
-                step = 1 / measuring.speed(engine, measuring.prompt_ids(model, 64), 32, owner=str(turn)).answer
+                step = (
+                    1
+                    / measuring.measure_speed(
+                        engine, measuring.prompt_ids(model, 64), 32, owner=str(turn)
+                    ).answer_tokens_per_second
+                )
                 mask = _mask_seconds(engine, model, question, schema)
                 shares.append(100 * mask / step)
                 masks.append(mask)

@@ -19,7 +19,7 @@ from pathlib import Path
 from _rows import Row, Watch, compared, main, say
 from _sides import has_llama_cpp, hugging_face_folder, llama_cpp_name, peer_version
 
-from pippin.core import store
+from pippin.core.store import store
 
 HERE = Path(__file__).resolve().parent
 LIMIT = 150.0
@@ -29,7 +29,7 @@ OURS = """
 import json, resource, sys, time
 sys.path.insert(0, {here!r})
 import pippin
-from pippin.core.device import use_threads
+from pippin.core.threads import use_threads
 from pippin.engine import Engine, Request, SamplingOptions
 from _sides import rss
 import psutil

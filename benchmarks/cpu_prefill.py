@@ -4,7 +4,7 @@
 
 A prompt of 1,024 tokens of prose that no side has seen before, tokens per second up to the first token of the answer;
 then 32 tokens of answer, which read the whole cache. The 135M model: its Q4_1 file for llama.cpp and for us, the
-dequantised weights for transformers. Every side has a process of its own and they are asked in turn.
+dequantized weights for transformers. Every side has a process of its own and they are asked in turn.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from _sides import (
     peer_version,
 )
 
-from pippin.core import store
+from pippin.core.store import store
 
 LENGTH = 1024
 PROSE = "The old orchard lies behind the mill. In April its trees stand white, and in September the ladders lean. "

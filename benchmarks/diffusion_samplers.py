@@ -23,11 +23,11 @@ import torch
 from _rows import Row, Watch, compared, in_turn, main, say
 from torch import Tensor
 
-from pippin.generate.condition import ConditionSpec
-from pippin.generate.prediction import Estimate, estimate
-from pippin.generate.samplers import Method, integrate
-from pippin.generate.schedules import NoiseSchedule
-from pippin.generate.unet import UNetConfig
+from pippin.generate.conditions import ConditioningSpec
+from pippin.generate.diffusion.prediction import Estimate, estimate
+from pippin.generate.diffusion.samplers import Method, integrate
+from pippin.generate.diffusion.schedules import NoiseSchedule
+from pippin.generate.diffusion.unet import UNetConfig
 
 TOLERANCE = 1e-4
 TRAINED = 1000
@@ -101,7 +101,7 @@ _schedulers: dict[str, Any] = {}
 def _network() -> Network:
     """A U-Net of random weights, none of them zero, that says numbers of about the size of noise."""
     generator = torch.Generator().manual_seed(0)
-    net = UNetConfig(width=32, levels=3).build(SMALL[1:], ConditionSpec()).initialise(generator)
+    net = UNetConfig(base_channels=32, num_levels=3).build(SMALL[1:], ConditioningSpec()).initialize(generator)
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))

@@ -3,7 +3,7 @@
     python benchmarks/gromov.py [--quick] [--json]
 
 Squared distances of 64 to 256 points in 6 dimensions against their images in 8, in float64, one thread. "Entropic" rows
-solve the same problem (absolute regularisation, product start, as many outer steps) with each side at the loosest
+solve the same problem (absolute regularization, product start, as many outer steps) with each side at the loosest
 tolerance of Sinkhorn with which its plan is within 1e-4 of a row's mass of the plan that both agree on. "Permutation"
 rows compare the polished plan with POT's conditional gradient; the note gives the cost of both plans, lower is better.
 """
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from _rows import Row, Watch, compared, in_turn, main, say
 
-from pippin.bayes.gromov import QUICK, Solver, cost_factors, gromov_wasserstein
+from pippin.bayes.transport.gromov import QUICK, GromovSolver, cost_factors, gromov_wasserstein
 
 EQUAL = 1e-4
 """Largest difference from the agreed plan, in units of a row's mass."""
@@ -52,13 +52,15 @@ def entropic(n: int, repeats: int) -> Row:
     eps = 0.05
 
     def ours(scalings: int) -> np.ndarray:
-        solver = Solver(
-            eps0=eps, relative=False, max_iter=STEPS, inner=scalings, init="product", value="plain"
+        solver = GromovSolver(
+            eps0=eps,
+            relative=False,
+            max_iterations=STEPS, max_sinkhorn_iterations=scalings, init="product", value="plain"
         )  # fmt: skip
         return gromov_wasserstein(a, b, solver).plan.numpy()
 
     def theirs(tolerance: float) -> np.ndarray:
-        # POT's loss is not halved, so its regularisation is twice ours
+        # POT's loss is not halved, so its regularization is twice ours
         how = {"max_iter": STEPS, "tol": 0.0, "numItermax": 20_000, "stopThr": tolerance, "warn": False}
         return np.asarray(
             ot.gromov.entropic_gromov_wasserstein(one, other, uniform, uniform, epsilon=2 * eps, **how)

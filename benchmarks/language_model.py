@@ -3,7 +3,7 @@
     python benchmarks/language_model.py [--quick] [--json]
 
 Loading is timed in fresh processes (libraries imported before the clock starts, the file in the page cache). For speed
-transformers gets the dequantised weights as safetensors, which it runs fastest; decoding is greedy, one request, after
+transformers gets the dequantized weights as safetensors, which it runs fastest; decoding is greedy, one request, after
 a short prompt; prompt speed is that of 1,024 tokens. Both sides use every core.
 """
 
@@ -22,7 +22,7 @@ from _rows import Row, interleaved, main
 from transformers import AutoModelForCausalLM
 
 import pippin
-from pippin.core import store
+from pippin.core.store import store
 from pippin.engine import Engine, Finished, Request, SamplingOptions
 
 PEER = f"transformers {transformers.__version__}"
@@ -71,7 +71,7 @@ def measure(quick: bool) -> list[Row]:
 def run(path: Path, dtype: str, peer: Any, quick: bool) -> list[Row]:
     """Decode and prompt speed in one precision."""
     model = pippin.load(path, device="cpu", dtype=dtype)
-    engine = Engine(model, reuse=False)  # every prompt is computed, however often it comes
+    engine = Engine(model, enable_prefix_caching=False)  # every prompt is computed, however often it comes
     prompt = model.template.encode([{"role": "user", "content": "Write a long story about an apple tree."}])
     count = 32 if quick else 128
     long = (prompt * 40)[:1024]

@@ -3,7 +3,7 @@
     python benchmarks/posteriors.py [--quick] [--json] [--only WORD]
 
 Two networks with random weights, in evaluation mode: one of the size of LeNet (35,000 weights, pictures of 28 by 28
-pixels, batches of 64) and one of that of ResNet-18 (11 million, 32 by 32, batches of 16; normalisation layers frozen,
+pixels, batches of 64) and one of that of ResNet-18 (11 million, 32 by 32, batches of 16; normalization layers frozen,
 since the other side's Kronecker factors have no rule for them). For the last layer with Kronecker factors, for all
 weights with a diagonal and with Kronecker factors:
 
@@ -38,8 +38,8 @@ import torch.nn.functional as F
 from _rows import Row, Watch, compared, in_turn, parser, say, show
 from torch import Tensor, nn
 
-from pippin.bayes.laplace import Laplace
-from pippin.bayes.subset import LastLayer, Named
+from pippin.bayes.laplace.laplace import Laplace
+from pippin.bayes.weight_subset import LastLayer, Named
 from pippin.core.device import peak_memory
 
 POINTS = 10_000
@@ -91,7 +91,7 @@ def resnet(width: int = 64) -> nn.Module:
 
 
 def network(name: str) -> nn.Module:
-    """A network with random weights, its normalisation frozen."""
+    """A network with random weights, its normalization frozen."""
     torch.manual_seed(99)
     model = {"lenet": lenet, "resnet": resnet, "narrow resnet": lambda: resnet(8)}[name]().eval()
     for part in model.modules():
@@ -113,7 +113,7 @@ def ours(model: nn.Module, case: str, batches: Batches) -> Laplace:
     """Our posterior."""
     subset, structure = CASES[case]
     chosen = LastLayer() if subset == "last_layer" else Named()
-    return Laplace(model, "classification", subset=chosen, structure=structure).fit(batches)
+    return Laplace(model, "classification", subset_of_weights=chosen, hessian_structure=structure).fit(batches)
 
 
 def theirs(model: nn.Module, case: str, batches: Batches) -> Any:
@@ -315,16 +315,18 @@ def adapter(quick: bool) -> list[Row]:
     adapted = LowRankModel(model.module, rank=8, targets=["q_proj", "v_proj"], seed=99)
     answers = Answers(adapted, choices).eval()
     batches = sentences(model.tokenizer, 16 if quick else 64)
-    optimiser = torch.optim.Adam(adapted.parameters(), lr=2e-3)
+    optimizer = torch.optim.Adam(adapted.parameters(), lr=2e-3)
     say(f"adapter of {sum(p.numel() for p in adapted.parameters()):,} weights: a few steps of training")
     for ids, labels in batches[: 2 if quick else 6]:
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         F.cross_entropy(answers(ids), labels).backward()
-        optimiser.step()
+        optimizer.step()
     rows = []
     for structure in ("diag", "kron"):
         say(f"adapter, {structure}")
-        posterior = Laplace(answers, "classification", subset=Named(), structure=structure, prior_precision=10.0)
+        posterior = Laplace(
+            answers, "classification", subset_of_weights=Named(), hessian_structure=structure, prior_precision=10.0
+        )
         began = time.perf_counter()
         posterior.fit(batches)
         spent = time.perf_counter() - began

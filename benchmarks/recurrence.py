@@ -23,8 +23,8 @@ import torch
 from _rows import Row, Watch, compared, in_turn, parser, say, show
 from torch import Tensor, nn
 
-from pippin.core.device import use_threads
-from pippin.nn.recurrent_cells import ParaGRU, ParaLSTM
+from pippin.core.threads import use_threads
+from pippin.nn.recurrent.cells import ParaGRU, ParaLSTM
 
 BATCH, WIDTH = 4, 128
 LONGEST_LOOP = 1 << 13

@@ -30,7 +30,7 @@ import transformers
 from _rows import Row, main
 
 import pippin
-from pippin.core import store
+from pippin.core.store import store
 
 PEER = f"transformers serve {transformers.__version__}"
 BIN = Path(sys.executable).parent
@@ -104,7 +104,7 @@ def ours(reference: str, *options: str) -> contextmanager[Server]:
         str(port),
         "--dtype",
         "float32",
-        "--queue",
+        "--max-queued-requests",
         "1000",
     ]
     return running([*words, *options], port, "model", "/ready")
@@ -228,15 +228,24 @@ def random_model(folder: Path, tokenizer_of: Path) -> None:
     given = pippin.load(tokenizer_of, device="cpu", dtype="float32")
     layer = LayerSpec(AttentionSpec(), FeedForwardSpec(48))
     vocabulary = given.config.vocab_size
-    config = DecoderConfig("llama", vocabulary, 32, (layer, layer), heads=4, kv_heads=2, head_dim=8, max_context=2048)
-    LanguageModel("tiny", Decoder(config).initialise(seed=0), given.tokenizer, given.template).save(folder)
+    config = DecoderConfig(
+        "llama",
+        vocabulary,
+        32,
+        (layer, layer),
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=2048,
+    )
+    LanguageModel("tiny", Decoder(config).initialize(seed=0), given.tokenizer, given.template).save(folder)
 
 
 def loads(path: Path, folder: Path, count: int, few: int) -> list[Row]:
     """The default model under load, and beside the peer."""
     # no prompt twice, since what was read once is not computed again
     alone, at_once, firsts = (list(range(at, at + n)) for at, n in ((200, few // 4), (0, few), (100, few // 4)))
-    with ours(str(path), "--slots", "16") as server:
+    with ours(str(path), "--max-num-seqs", "16") as server:
         asyncio.run(load(server, [300, 301], 2))  # warm up
         single, batched, first = rate(server, alone, 1), rate(server, at_once, 16), first_token(server, firsts)
         answers, _ = asyncio.run(load(server, [number % 100 for number in range(count)], 64))
@@ -255,7 +264,7 @@ def loads(path: Path, folder: Path, count: int, few: int) -> list[Row]:
 
 def leaks(tiny: Path, count: int) -> Row:
     """Memory before and after many requests whose clients went away."""
-    with ours(str(tiny), "--slots", "8") as server:
+    with ours(str(tiny), "--max-num-seqs", "8") as server:
         asyncio.run(cancel(server, count // 10))
         before = settled(server)
         asyncio.run(cancel(server, count))

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from _rows import Row, Watch, compared, in_turn, main, say
 
-from pippin.bayes.transport import semibalanced_sinkhorn
+from pippin.bayes.transport.sinkhorn import semibalanced_sinkhorn
 
 EQUAL = 1e-6
 """Largest difference from the agreed plan, in units of a row's mass."""

@@ -28,13 +28,14 @@ from _rows import Row, Watch, compared, parser, say, show
 from _sides import rss
 
 import pippin
-from pippin.core import native, store
+from pippin.core import native
 from pippin.core.errors import ContextOverflow, InvalidArgument, ModelNotFound, Overloaded, PippinError
+from pippin.core.store import store
 from pippin.engine import Engine, Request, SamplingOptions
-from pippin.engine.constraint import Grammar
+from pippin.engine.grammar.constraint import Grammar
 from pippin.engine.request import Finished
 from pippin.engine.speculation import Speculation
-from pippin.language.adapters import save_adapter
+from pippin.language.adapter_files import save_adapter
 
 CLIENTS = 12
 PATIENCE = 300.0
@@ -76,8 +77,8 @@ def questions(model: pippin.language.LanguageModel) -> list[Request]:
     for seed, thing in enumerate(things):
         drawn = SamplingOptions(temperature=0.8, top_p=0.95, seed=seed, max_tokens=40)
         found.append(Request(prompt(f"What is a {thing} good for?"), drawn))
-        penalised = replace(drawn, repetition_penalty=1.1, frequency_penalty=0.2)
-        found.append(Request(prompt(f"Praise the {thing}."), penalised))
+        penalized = replace(drawn, repetition_penalty=1.1, frequency_penalty=0.2)
+        found.append(Request(prompt(f"Praise the {thing}."), penalized))
         found.append(Request(prompt(f"Describe an old {thing} as JSON."), replace(greedy, max_tokens=64), grammar))
         found.append(Request(prompt(f"Say something of the {thing}."), greedy, adapter=("first", "second")[seed % 2]))
         text = "".join(PROSE.format(n=10 * seed + n) for n in range(4 + 12 * seed))
@@ -88,8 +89,8 @@ def questions(model: pippin.language.LanguageModel) -> list[Request]:
 
 def adapters(model: pippin.language.LanguageModel, folder: Path) -> None:
     """Two random adapters, strong enough to change answers."""
-    width = model.config.width
-    heads = model.config.heads * model.config.head_dim
+    width = model.config.hidden_size
+    heads = model.config.num_attention_heads * model.config.head_dim
     for seed, name in enumerate(("first", "second")):
         generator = torch.Generator().manual_seed(seed)
         weights = {
@@ -190,7 +191,7 @@ def soak(seconds: float) -> list[Row]:
     with tempfile.TemporaryDirectory() as place:
         model = pippin.load(Path(store.pull("smollm2-135m")), device="cpu")
         adapters(model, Path(place))
-        with Engine(model, slots=8, queue=64, cache_tokens=4096) as engine:
+        with Engine(model, max_num_seqs=8, max_waiting=64, cache_tokens=4096) as engine:
             known = [
                 (request, answer(engine, replace(request, owner=f"quiet {i}")))
                 for i, request in enumerate(questions(model))

@@ -44,10 +44,10 @@ class Ours:
 
     def __init__(self, shape: Shape, rank: int | None) -> None:
         from pippin.language import Decoder
-        from pippin.language.soup import SoupOfExperts
+        from pippin.language.methods.soup_of_experts.model import SoupOfExperts
 
         torch.set_num_threads(1)
-        module = Decoder(_config(shape)).initialise(seed=0)
+        module = Decoder(_config(shape)).initialize(seed=0)
         self.soup = SoupOfExperts(module, EXPERTS, DOMAINS, rank=rank, seed=0).eval()
 
     def one(self, weights: torch.Tensor) -> Any:
@@ -109,13 +109,20 @@ class _Peak:
 
 
 def _config(shape: Shape) -> Any:
-    from pippin.language.transformer import DecoderConfig, LayerSpec
+    from pippin.language.decoder import DecoderConfig, LayerSpec
     from pippin.nn.attention import AttentionSpec
     from pippin.nn.feedforward import FeedForwardSpec
 
     layer = LayerSpec(AttentionSpec(), FeedForwardSpec(960))
     return DecoderConfig(
-        "llama", 32_000, 384, (layer,) * shape.layers, heads=6, kv_heads=2, head_dim=64, max_context=512
+        "llama",
+        32_000,
+        384,
+        (layer,) * shape.layers,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=512,
     )
 
 

@@ -20,9 +20,9 @@ from pathlib import Path
 from _rows import Row, Watch, compared, in_turn, main, say, thread_counts
 
 import pippin
-from pippin.core import store
-from pippin.core.device import use_threads
 from pippin.core.errors import AssetError
+from pippin.core.store import store
+from pippin.core.threads import use_threads
 from pippin.engine import Engine, Request, SamplingOptions
 from pippin.engine.request import Finished
 from pippin.engine.speculation import CoarseAcceptance, Speculation, TokenGroups
@@ -104,7 +104,7 @@ def pair(
 def lookups(engine: Engine, texts: Sequence[tuple[str, str, float]], tokens: int, repeats: int) -> list[Row]:
     """Look-up in the prompt."""
     greedy = SamplingOptions(temperature=0.0, max_tokens=tokens)
-    guess = Speculation("ngram", tokens=8)
+    guess = Speculation("ngram", num_speculative_tokens=8)
     name = engine.model.name
     return [
         pair(Asked(engine, text, greedy), f"look-up, {name}, {what}", goal, repeats, guess, None, same=True)
@@ -120,8 +120,8 @@ def drafts(path: Path, tokens: int, repeats: int) -> list[Row]:
     assert embeddings is not None
     groups = TokenGroups.from_embeddings(embeddings.detach(), THETA)
     del embeddings
-    exact = Speculation(far, tokens=4)
-    coarse = Speculation(far, tokens=4, acceptance=CoarseAcceptance(groups))
+    exact = Speculation(far, num_speculative_tokens=4)
+    coarse = Speculation(far, num_speculative_tokens=4, acceptance=CoarseAcceptance(groups))
     with Engine(target) as engine:
         greedy = Asked(engine, STORY, SamplingOptions(temperature=0.0, max_tokens=tokens))
         drawn = Asked(engine, STORY, SamplingOptions(temperature=1.0, seed=0, max_tokens=tokens))

@@ -2,7 +2,7 @@
 
     python benchmarks/tarflow_sampling.py --peer FOLDER [--quick] [--json] [--device cuda]
 
-FOLDER is a copy of that repository. Two flows of grey pictures with 3 classes are trained here for a minute, since an
+FOLDER is a copy of that repository. Two flows of gray pictures with 3 classes are trained here for a minute, since an
 untrained flow is the identity and settles at once: a small one (16 by 16 pixels in patches of 2 by 2, 64 tokens, 4
 blocks of 2 layers, 128 wide) and one of the size of the published demo on digits (28 by 28 pixels in patches of 4 by 4,
 49 tokens, 4 blocks of 4 layers, 128 wide). Their weights are copied to the other side.
@@ -28,13 +28,13 @@ from _rows import Row, Watch, compared, in_turn, parser, say, show
 from torch import Tensor
 
 from pippin.core import native
-from pippin.data.scenes import KINDS, SceneSpec, SceneStream
-from pippin.generate.condition import Condition, ConditionSpec, Samples
-from pippin.generate.flow_block import Guide
-from pippin.generate.jacobi import Jacobi
+from pippin.data.synthetic.scenes import KINDS, SceneSpec, SceneStream
+from pippin.generate.conditions import Conditioning, ConditioningSpec, Samples
+from pippin.generate.flows.block import LinearGuidance
+from pippin.generate.flows.jacobi import Jacobi
+from pippin.generate.flows.tarflow import FlowLikelihood, TarFlow, TarFlowConfig
 from pippin.generate.noise import Noise
-from pippin.generate.tarflow import Likelihood, TarFlow, TarFlowConfig
-from pippin.train import AdamW, Cosine, Trainer
+from pippin.train import AdamW, CosineSchedule, Trainer
 
 SIZES = {"small": (16, 2, 2), "digits": (28, 4, 4)}
 """Of the flows: pixels of a side, pixels of a patch, layers of a block."""
@@ -58,26 +58,26 @@ class Data:
         """Batches without end."""
         for drawn in SceneStream(self._spec, 16, seed=99):
             labels = torch.tensor([KINDS.index(things[0].kind) for things in drawn.things])
-            yield Samples(drawn.x, Condition(labels=labels))
+            yield Samples(drawn.x, Conditioning(labels=labels))
 
 
 def trained(name: str, steps: int) -> TarFlow:
     """A flow. No label is left out, so that the null class is the mean of all, as it is on the other side."""
     say(f"training {name} for {steps} steps")
     size, patch, layers = SIZES[name]
-    condition = ConditionSpec(classes=3, null=True)
-    config = TarFlowConfig((1, size, size), patch, (layers,) * 4, 128, condition=condition, noise=0.1)
-    flow = TarFlow(config).initialise(99)
-    schedule = Cosine(warmup=0.05)
+    condition = ConditioningSpec(num_classes=3, null=True)
+    config = TarFlowConfig((1, size, size), patch, (layers,) * 4, 128, condition=condition, noise_std=0.1)
+    flow = TarFlow(config).initialize(99)
+    schedule = CosineSchedule(warmup=0.05)
     Trainer(
         flow,
-        Likelihood(drop=0.0),
+        FlowLikelihood(condition_dropout=0.0),
         Data(size),
         steps=steps,
-        optimiser=AdamW(lr=2e-3, weight_decay=1e-4),
+        optimizer=AdamW(lr=2e-3, weight_decay=1e-4),
         schedule=schedule,
         seed=99,
-        show=False,
+        show_progress=False,
     ).fit()
     return flow.requires_grad_(False).eval()
 
@@ -93,11 +93,11 @@ def peer_of(flow: TarFlow, folder: Path) -> Any:
     model = module.Model(
         in_channels=config.shape[0],
         img_size=config.shape[1],
-        patch_size=config.patch,
-        channels=config.width,
-        num_blocks=len(config.layers),
-        layers_per_block=config.layers[0],
-        num_classes=config.condition.classes,
+        patch_size=config.patch_size,
+        channels=config.hidden_size,
+        num_blocks=len(config.layers_per_block),
+        layers_per_block=config.layers_per_block[0],
+        num_classes=config.condition.num_classes,
     ).eval()
     for theirs, block, embedding in zip(model.blocks, flow.blocks, flow.embeddings, strict=True):
         classes: Any = embedding.classes
@@ -107,9 +107,9 @@ def peer_of(flow: TarFlow, folder: Path) -> Any:
 
 @torch.no_grad()
 def _copy(theirs: Any, block: Any, classes: Tensor) -> None:
-    """The weights of one block; their places lie in natural order, and the last in the block's order is not read."""
-    places = torch.cat([block.places, torch.zeros_like(block.places[:1])])
-    theirs.pos_embed.copy_(places.flip(0) if block.spec.reverse else places)
+    """The weights of one block; its positions lie in natural order, and the last in the block's order is not read."""
+    positions = torch.cat([block.position_embedding, torch.zeros_like(block.position_embedding[:1])])
+    theirs.pos_embed.copy_(positions.flip(0) if block.spec.reverse else positions)
     theirs.class_embed.copy_(classes[:, None])
     pairs: list[tuple[Any, Any]] = [(theirs.proj_in, block.proj_in), (theirs.proj_out, block.proj_out)]
     for other, layer in zip(theirs.attn_blocks, block.layers, strict=True):
@@ -135,12 +135,14 @@ Sides = dict[str, Callable[[], Tensor]]
 def drawing(flow: TarFlow, peer: Any, n: int, guided: bool, device: str) -> tuple[Sides, int]:
     """Ours token by token and in windows, and theirs; each draws the same pictures. And how wide the windows are."""
     labels = (torch.arange(n) % 3).to(device)
-    condition = Condition(labels=labels)
-    z = Noise(n, seed=7, device=device).normal((flow.config.tokens, flow.config.inner))
+    condition = Conditioning(labels=labels)
+    z = Noise(n, seed=7, device=device).normal((flow.config.num_tokens, flow.config.token_dim))
     solver = Jacobi.fitting(n, device)
     guides = None
     if guided:
-        guides = tuple(Guide(embedding(condition.null(), n), WEIGHT, anneal=True) for embedding in flow.embeddings)
+        guides = tuple(
+            LinearGuidance(embedding(condition.null(), n), WEIGHT, anneal=True) for embedding in flow.embeddings
+        )
 
     def ours(solver: Jacobi | None) -> Tensor:
         return flow.inverse(z, condition, solver=solver, guides=guides)[0]
@@ -155,7 +157,7 @@ def drawing(flow: TarFlow, peer: Any, n: int, guided: bool, device: str) -> tupl
 def reading(flow: TarFlow, peer: Any, n: int, device: str) -> Sides:
     """Both sides' noise of the same pictures."""
     labels = (torch.arange(n) % 3).to(device)
-    condition = Condition(labels=labels)
+    condition = Conditioning(labels=labels)
     x = (2 * Noise(n, seed=7, device=device).uniform(flow.config.shape) - 1).to(device)
 
     def theirs() -> Tensor:

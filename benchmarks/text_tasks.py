@@ -16,11 +16,12 @@ from pathlib import Path
 import numpy as np
 from _rows import Row, main
 
-from pippin.kits.text import Calibration, Edit, TextTasks, apply, compare, expected_calibration_error
-from pippin.kits.text.classify import Classifier
+from pippin.kits.text import Edit, LabelCalibration, TextTasks, apply_edits, compare
+from pippin.kits.text.classify import TextClassifier
 from pippin.kits.text.lexicon import Lexicon
-from pippin.kits.text.spans import protected_ranges, sentences
-from pippin.kits.text.tags import clusters, told_vectors, word_vectors
+from pippin.kits.text.spans import protected_spans, sentences
+from pippin.kits.text.tags import clusters, likelihood_gain_vectors, word_vectors
+from pippin.metrics import ReliabilityDiagram
 
 HERE = Path(__file__).resolve().parent
 LABELS = ("business", "sport", "science", "politics")
@@ -44,7 +45,7 @@ def corpus() -> list[str]:
     text = "\n\n".join((HERE.parent / "examples" / name).read_text() for name in ("article.txt", "letter.txt"))
     short = [one for label in LABELS for one in json.loads((HERE / "data" / "short_texts.json").read_text())[label]]
     found = [" ".join(one.of(text).split()) for one in sentences(text)] + short
-    return [one for one in found if len(one.split()) > 5 and re.search(r"[.!?]$", one) and not protected_ranges(one)]
+    return [one for one in found if len(one.split()) > 5 and re.search(r"[.!?]$", one) and not protected_spans(one)]
 
 
 def corrupt(sentence: str, dice: random.Random) -> str:
@@ -84,8 +85,8 @@ def f_half(pairs: list[tuple[str, str]], correct: Callable[[str], list[Edit]]) -
     """Precision, recall and F0.5 of edits, by the words they put in place."""
     hits = made = wanted = 0
     for wrong, right in pairs:
-        needed = {(edit.range.start, edit.replacement) for edit in compare(wrong, right)}
-        found = {(edit.range.start, edit.replacement) for edit in compare(wrong, apply(wrong, correct(wrong)))}
+        needed = {(edit.span.start, edit.replacement) for edit in compare(wrong, right)}
+        found = {(edit.span.start, edit.replacement) for edit in compare(wrong, apply_edits(wrong, correct(wrong)))}
         hits, made, wanted = hits + len(needed & found), made + len(found), wanted + len(needed)
     precision, recall = hits / max(made, 1), hits / max(wanted, 1)
     return precision, recall, 1.25 * precision * recall / max(0.25 * precision + recall, 1e-9)
@@ -96,7 +97,9 @@ def by_dictionary(lexicon: Lexicon) -> Callable[[str], list[Edit]]:
 
     def correct(text: str) -> list[Edit]:
         def fixed(match: re.Match[str]) -> str:
-            near = lexicon.near(match[0]) if lexicon.familiarity(match[0]) == "unknown" and match[0].islower() else []
+            near = (
+                lexicon.nearest(match[0]) if lexicon.familiarity(match[0]) == "unknown" and match[0].islower() else []
+            )
             return near[0] if near else match[0]
 
         return compare(text, re.sub(r"[A-Za-z']{3,}", fixed, text))
@@ -111,11 +114,11 @@ def proofreading(tasks: TextTasks, count: int) -> list[Row]:
     pairs = [(corrupt(one, dice), one) for one in (dice.choice(clean) for _ in range(count))]
     pairs = [(wrong, right) for wrong, right in pairs if wrong != right]
     chosen = f_half(pairs, lambda text: list(tasks.proofread(text).edits))
-    written = f_half(pairs, lambda text: list(tasks.proofread(text, how="write").edits))
-    listed = f_half(pairs, by_dictionary(tasks.desk.lexicon))
+    written = f_half(pairs, lambda text: list(tasks.proofread(text, method="write").edits))
+    listed = f_half(pairs, by_dictionary(tasks.sessions.lexicon))
     sample = clean[:: max(1, len(clean) // count)]
     needless = [
-        100 * sum(bool(tasks.proofread(text, how=how).edits) for text in sample) / len(sample)
+        100 * sum(bool(tasks.proofread(text, method=how).edits) for text in sample) / len(sample)
         for how in ("choose", "write")
     ]  # type: ignore[arg-type]
     return [
@@ -144,9 +147,9 @@ def calibration(tasks: TextTasks, count: int) -> list[Row]:
     classifier = tasks.classifier(LABELS, about="what a news item is about", examples=shown)
     answers = np.array([LABELS.index(label) for _, label in held])
     scores = classifier.scores([text for text, _ in held])
-    plain = measure(Calibration(LABELS), scores, answers)
+    plain = measure(LabelCalibration(LABELS), scores, answers)
     free = measure(classifier.calibration, scores, answers)
-    fitted = measure(Classifier.fit(classifier, fit), scores, answers)
+    fitted = measure(TextClassifier.fit(classifier, fit), scores, answers)
     return [
         Row(
             "calibration error, content-free",
@@ -163,11 +166,12 @@ def calibration(tasks: TextTasks, count: int) -> list[Row]:
     ]
 
 
-def measure(calibration: Calibration, scores: np.ndarray, answers: np.ndarray) -> tuple[float, float]:
+def measure(calibration: LabelCalibration, scores: np.ndarray, answers: np.ndarray) -> tuple[float, float]:
     """Calibration error and accuracy."""
     chances = calibration.probabilities(scores)
     right = chances.argmax(1) == answers
-    return expected_calibration_error(chances.max(1), right), float(right.mean())
+    diagram = ReliabilityDiagram.from_confidence(chances.max(1), right, 10)
+    return diagram.expected_calibration_error, float(right.mean())
 
 
 def grouping(tasks: TextTasks, count: int) -> list[Row]:
@@ -179,7 +183,7 @@ def grouping(tasks: TextTasks, count: int) -> list[Row]:
     def purity(vectors: np.ndarray) -> float:
         return sum(np.bincount(topics[members]).max() for members in clusters(vectors, len(LABELS), 0)) / len(texts)
 
-    ours, words = purity(told_vectors(tasks.desk, texts)), purity(word_vectors(texts))
+    ours, words = purity(likelihood_gain_vectors(tasks.sessions, texts)), purity(word_vectors(texts))
     return [Row("topics, purity of four groups", "share", ours, "shared words", words, 1.2)]
 
 

@@ -6,7 +6,7 @@ A decoder of 30.3 million weights (the Llama family: 12 layers of width 384, 6 h
 values, inner width 960, a tied vocabulary of 32,000) learns from batches of 8 rows of 512 tokens, in float32 and under
 bfloat16 autocast, with one thread and with every core. All sides start from the same weights and read the same batches;
 their losses must agree step by step, or nothing is printed. Tokens per second are those of whole steps, with clipping
-and optimiser. Peak memory is the most that the process ever held, libraries included. litgpt asks for older versions of
+and optimizer. Peak memory is the most that the process ever held, libraries included. litgpt asks for older versions of
 other libraries, and works without them: `pip install --no-deps litgpt lightning pytorch-lightning
 lightning-utilities torchmetrics jsonargparse`.
 """

@@ -1,8 +1,9 @@
-"""A tutor for word problems in 2 bits: from the default model's file to a comparison, within an hour on two cores.
+"""A teacher for word problems in 2 bits: from the default model's file to a comparison, within an hour on two cores.
 
 1. LoRA: the model learns to work through the problems of GSM8K; the adapter is merged into its weights.
 2. QAT: the merged model is trained at 2 bits (its embedding at 4) to say what it said before.
-3. The comparison, in the engine: the original as its file has it (4 bits), the tutor at 8 and at 4 bits, and at 2 bits
+3. The comparison, in the engine: the original as its file has it (4 bits), the teacher at 8 and at 4 bits, and at 2
+bits
    rounded, by GPTQ, and with training, which begins where GPTQ ends. Size, speed, held-out loss on new problems and on
    an encyclopaedia that no stage saw, problems solved, and five answers.
 
@@ -34,23 +35,24 @@ from _rows import Row, Watch, parser, say, show
 
 import pippin
 from pippin.claims import runner
-from pippin.core import device, store
 from pippin.core.files import atomic_write
-from pippin.data.streams import Packed, token_batches
-from pippin.engine import shared
-from pippin.engine.measure import prompt_ids, speed, weight_bytes
-from pippin.language.distillation import Distillation
-from pippin.language.likelihood import likelihood
-from pippin.language.load import LanguageModel
+from pippin.core.store import store
+from pippin.core.threads import use_threads
+from pippin.data.packing import Packed, token_batches
+from pippin.engine import shared_engine
+from pippin.engine.measure_speed import measure_speed, prompt_ids, weight_bytes
+from pippin.language.language_model import LanguageModel
+from pippin.language.likelihood import text_likelihood
+from pippin.language.methods.distillation import Distillation
 from pippin.language.objectives import NextToken, held_out
-from pippin.language.quantised import read_quantised, save_quantised
+from pippin.language.quantized_checkpoint import read_quantized, save_quantized
 from pippin.shape.lora import LowRankModel, merge
-from pippin.shape.quantise import gptq
-from pippin.shape.quantise.calibration import calibration_ids
-from pippin.shape.quantise.config import QuantisationSettings
-from pippin.shape.quantise.qat import convert, note, prepare
-from pippin.shape.quantise.rtn import quantise as round_to_nearest
-from pippin.train import AdamW, Checkpoints, Cosine, Evaluation, Trainer
+from pippin.shape.quantize import gptq
+from pippin.shape.quantize.calibration import calibration_ids
+from pippin.shape.quantize.config import QuantizationConfig
+from pippin.shape.quantize.qat import convert, metadata, prepare
+from pippin.shape.quantize.rtn import quantize as round_to_nearest
+from pippin.train import AdamW, Checkpoints, CosineSchedule, Evaluation, Trainer
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = "smollm2-135m"
@@ -85,14 +87,16 @@ FULL, QUICK = Size(80, 120, 12, 8192, 200, 7), Size(2, 2, 1, 256, 4, 1)
 
 
 def batches(model: LanguageModel, file: str, *, epochs: int | None = None) -> Packed:
-    """Problems and worked answers as conversations, packed into rows; what the tutor says is learnt."""
+    """Problems and worked answers as conversations, packed into rows; what the teacher says is learned."""
     path = store.pull("gsm8k") / file
     words, template = model.tokenizer, model.template
-    return token_batches(path, words, template=template, length=LENGTH, rows=ROWS, epochs=epochs, fields=FIELDS)
+    return token_batches(
+        path, words, template=template, max_length=LENGTH, batch_size=ROWS, epochs=epochs, fields=FIELDS
+    )
 
 
 def train(
-    model: LanguageModel, learner: torch.nn.Module, objective: Any, folder: Path, steps: int, optimiser: AdamW
+    model: LanguageModel, learner: torch.nn.Module, objective: Any, folder: Path, steps: int, optimizer: AdamW
 ) -> None:
     """One stage of training, resumed where it was; its losses and held-out losses are in ``folder``."""
     measured = list(batches(model, "test.jsonl", epochs=1))[FULL.test_batches :][: 2 if steps >= 10 else 1]
@@ -102,11 +106,11 @@ def train(
         objective,
         batches(model, "train.jsonl"),
         steps=steps,
-        optimiser=optimiser,
-        schedule=Cosine(warmup=0.05, final=0.05),
+        optimizer=optimizer,
+        schedule=CosineSchedule(warmup=0.05, final=0.05),
         precision="bfloat16",
-        evaluation=Evaluation(held_out(measured), every=every),
-        checkpoints=Checkpoints(folder, every=every, keep=1, best=False),
+        evaluation=Evaluation(held_out(measured), eval_every=every),
+        checkpoints=Checkpoints(folder, save_every=every, keep=1, best=False),
         title=folder.name,
     ).fit()
     if training.stopped == "interrupted":
@@ -119,7 +123,7 @@ def teach(out: Path, size: Size) -> LanguageModel:
     model = pippin.load(MODEL, dtype="float32", pack=False)
     adapted = LowRankModel(model.module, rank=16, alpha=32, seed=0)
     train(model, adapted, NextToken(), out / "lora", size.lora_steps, AdamW(lr=5e-4, weight_decay=0.0))
-    merge(model, adapted.to_adapter("tutor", model))
+    merge(model, adapted.to_adapter("teacher", model))
     return model
 
 
@@ -130,32 +134,32 @@ def calibration(model: LanguageModel) -> torch.Tensor:
         return calibration_ids(model, texts, length=LENGTH)
 
 
-def squeeze(out: Path, tutor: LanguageModel, size: Size) -> None:
-    """Stage 2: the tutor at 2 bits, rounded to nearest, and trained; saved as folders that `pippin.load` opens."""
-    settings = QuantisationSettings(bits=2)
-    tutor.save(out / "tutor")
+def squeeze(out: Path, teacher: LanguageModel, size: Size) -> None:
+    """Stage 2: the teacher at 2 bits, rounded to nearest, and trained; saved as folders that `pippin.load` opens."""
+    settings = QuantizationConfig(bits=2)
+    teacher.save(out / "teacher")
     if not (out / "gptq" / "config.json").is_file():
         say("rounding to nearest, then GPTQ")
-        save_quantised(out / "rounded", tutor, round_to_nearest(tutor, settings))
-        save_quantised(out / "gptq", tutor, gptq.quantise(tutor, settings, calibration(tutor)))
-    teacher = pippin.load(str(out / "tutor"), bits=8)
-    solved = read_quantised(out / "gptq")
+        save_quantized(out / "rounded", teacher, round_to_nearest(teacher, settings))
+        save_quantized(out / "gptq", teacher, gptq.quantize(teacher, settings, calibration(teacher)))
+    teacher = pippin.load(str(out / "teacher"), bits=8)
+    solved = read_quantized(out / "gptq")
     inner = {name: codes for name, codes in solved.items() if name.startswith("layers.")}
-    prepare(tutor.module.requires_grad_(True), settings, start=inner)
-    optimiser = AdamW(lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
-    train(tutor, tutor.module, Distillation(teacher, weight=1.0), out / "qat", size.qat_steps, optimiser)
-    save_quantised(out / "trained", tutor, convert(tutor.module), note=note(tutor.module))
+    prepare(teacher.module.requires_grad_(True), settings, start=inner)
+    optimizer = AdamW(lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
+    train(teacher, teacher.module, Distillation(teacher, weight=1.0), out / "qat", size.qat_steps, optimizer)
+    save_quantized(out / "trained", teacher, convert(teacher.module), metadata=metadata(teacher.module))
 
 
 def variants(out: Path) -> dict[str, tuple[str, dict[str, Any]]]:
     """What is compared: the reference and the arguments of `pippin.load`."""
     return {
         "original, 4 bits": (MODEL, {}),
-        "tutor, 8 bits": (str(out / "tutor"), {"bits": 8}),
-        "tutor, 4 bits, rounded": (str(out / "tutor"), {"bits": 4}),
-        "tutor, 2 bits, rounded": (str(out / "rounded"), {}),
-        "tutor, 2 bits, GPTQ": (str(out / "gptq"), {}),
-        "tutor, 2 bits, trained": (str(out / "trained"), {}),
+        "teacher, 8 bits": (str(out / "teacher"), {"bits": 8}),
+        "teacher, 4 bits, rounded": (str(out / "teacher"), {"bits": 4}),
+        "teacher, 2 bits, rounded": (str(out / "rounded"), {}),
+        "teacher, 2 bits, GPTQ": (str(out / "gptq"), {}),
+        "teacher, 2 bits, trained": (str(out / "trained"), {}),
     }
 
 
@@ -172,7 +176,9 @@ def compare(out: Path, size: Size) -> dict[str, dict[str, Any]]:
         found[name] = {
             "megabytes": weight_bytes(model.module) / 1e6,
             "problems_nats": held_out(test)(model.module)["loss"],
-            "encyclopaedia_nats": likelihood(model, encyclopaedia, length=LENGTH, limit=size.encyclopaedia).per_token,
+            "encyclopaedia_nats": text_likelihood(
+                model, encyclopaedia, max_length=LENGTH, max_tokens=size.encyclopaedia
+            ).per_token,
             "solved": solved(model, size.problems),
             "answers": [answer(model, question, 120) for question in QUESTIONS],
             "speeds": [],
@@ -180,7 +186,9 @@ def compare(out: Path, size: Size) -> dict[str, dict[str, Any]]:
     for turn in range(size.speeds):
         for name, model in models.items():
             prompt, stops = prompt_ids(model, 64), model.tokenizer.eos_ids
-            found[name]["speeds"].append(speed(shared(model), prompt, 128, stops=stops, owner=f"{turn}").answer)
+            found[name]["speeds"].append(
+                measure_speed(shared_engine(model), prompt, 128, stops=stops, owner=f"{turn}").answer_tokens_per_second
+            )
     for figures in found.values():
         figures["tokens_per_second"] = statistics.median(figures["speeds"])
     return found
@@ -222,8 +230,8 @@ def curve(folder: Path) -> dict[str, list[Any]]:
 
 def rows_of(found: dict[str, dict[str, Any]], note: str) -> list[Row]:
     """The trained 2-bit model beside the file it came from, and beside the best without training."""
-    ours, original = found["tutor, 2 bits, trained"], found["original, 4 bits"]
-    solved = found["tutor, 2 bits, GPTQ"]
+    ours, original = found["teacher, 2 bits, trained"], found["original, 4 bits"]
+    solved = found["teacher, 2 bits, GPTQ"]
 
     def less(what: str, key: str, unit: str, peer: str, theirs: dict[str, Any], goal: float) -> Row:
         return Row(what, unit, ours[key], peer, theirs[key], goal, higher_is_better=False, note=note)
@@ -306,7 +314,7 @@ def main() -> None:
     size = QUICK if options.quick else FULL
     out: Path = options.out / "quick" if options.quick else options.out
     out.mkdir(parents=True, exist_ok=True)
-    device.use_threads()
+    use_threads()
     began = time.monotonic()
     with Watch() as watch:
         if not (out / "trained" / "config.json").is_file():

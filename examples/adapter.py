@@ -3,8 +3,8 @@
 import sys
 
 import pippin
-from pippin.data.records import Record
-from pippin.data.streams import token_batches
+from pippin.data.packing import token_batches
+from pippin.data.records import TrainingRecord
 from pippin.language.objectives import NextToken
 from pippin.shape.lora import LowRankModel
 from pippin.train import AdamW, Trainer
@@ -18,10 +18,10 @@ LESSONS = [
 LAYERS = [f"layers.{i}.self_attn.{name}" for i in range(15, 30) for name in ("q_proj", "v_proj")]
 
 model = pippin.load("smollm2-135m")  # as it runs: four bits a weight, which stay as they are
-lessons = [Record("lessons", prompt=question, text=answer) for question, answer in LESSONS]
-batches = token_batches(lessons, model.tokenizer, template=model.template, length=64, rows=1)
+lessons = [TrainingRecord("lessons", prompt=question, text=answer) for question, answer in LESSONS]
+batches = token_batches(lessons, model.tokenizer, template=model.template, max_length=64, batch_size=1)
 adapted = LowRankModel(model.module, rank=4, alpha=4, targets=LAYERS)
-training = Trainer(adapted, NextToken(), batches, steps=20, optimiser=AdamW(lr=1e-2, weight_decay=0.0)).fit()
+training = Trainer(adapted, NextToken(), batches, steps=20, optimizer=AdamW(lr=1e-2, weight_decay=0.0)).fit()
 print(f"loss {training.losses[0]:.2f} at first, {training.losses[-1]:.2f} at last")
 
 adapted.save(sys.argv[1] if len(sys.argv) > 1 else "pirate", model)

@@ -19,7 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 import pippin
-from pippin.core import catalogue, device, files, store
+from pippin.core import device, files
+from pippin.core.store import catalog, store
 
 os.environ.setdefault("GOMP_SPINCOUNT", "5000")  # torch's waiting threads soon sleep: other programs keep their share
 FOLDER = Path(__file__).parent
@@ -34,7 +35,7 @@ def weekday(day: date) -> str:
 
 def main() -> None:
     """Fetch and load the model, let it work three times, and tell the figures."""
-    entry = catalogue.entries()[catalogue.DEFAULT_MODEL]
+    entry = catalog.entries()[catalog.DEFAULT_MODEL]
     store.pull(entry.name)
     start = time.perf_counter()
     model = pippin.load(entry.name, device="cpu")

@@ -29,5 +29,5 @@ mail = "The heating has been cold for three days and nobody calls me back!"
 result = tasks.classify(mail, ["complaint", "question", "praise"], about="the purpose of a message")
 print(result.label, {label: round(chance, 2) for label, chance in result.probabilities.items()})
 
-print(tasks.summarize((HERE / "article.txt").read_text(), length=2, how="select"))
+print(tasks.summarize((HERE / "article.txt").read_text(), length=2, method="select"))
 print(tasks.extract((HERE / "letter.txt").read_text(), Payment))

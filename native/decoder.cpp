@@ -167,7 +167,7 @@ void Pass::attention(int32_t index, int64_t from, int64_t to, bool own) {
     add_back(layer.post_attention_norm, from, to);
 }
 
-/* x += y of the group, normalised first where there is such a norm. */
+/* x += y of the group, normalized first where there is such a norm. */
 void Pass::add_back(const float *post_norm, int64_t from, int64_t to) {
     parallel(to - from, 32, [&](int64_t a, int64_t b, int) {
         for (int64_t i = a; i < b; ++i) {
@@ -230,7 +230,7 @@ void Pass::experts(int32_t index, int64_t count) {
             sum += routes[best];
         }
         for (int64_t e = 0; e < experts; ++e)
-            routes[e] = !keep[size_t(e)] ? -1.f : layer.renormalise ? routes[e] / sum : routes[e];
+            routes[e] = !keep[size_t(e)] ? -1.f : layer.renormalize ? routes[e] / sum : routes[e];
     }
     memset(y_, 0, size_t(count * c_.width) * sizeof(float));
     for (int64_t e = 0; e < experts; ++e) {

@@ -21,8 +21,8 @@ static void layer_norm(const float *x, const float *weight, const float *bias, f
     const float mean = reduce_add(sums) / static_cast<float>(n);
     by_16(n, [&](int64_t at, int lanes) {
         put(get(x + at, lanes) - f32x16::set1(mean), y + at, lanes);
-        const f32x16 centred = get(y + at, lanes);
-        squares = fma(centred, centred, squares);
+        const f32x16 centered = get(y + at, lanes);
+        squares = fma(centered, centered, squares);
     });
     const f32x16 scale = f32x16::set1(1.f / __builtin_sqrtf(reduce_add(squares) / static_cast<float>(n) + eps));
     by_16(n, [&](int64_t at, int lanes) {

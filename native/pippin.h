@@ -110,7 +110,7 @@ typedef struct pippin_layer {
     int32_t window; /* tokens seen, itself included; 0: all. With a source, that layer's window holds instead */
     int32_t rope;                                             /* rotary table; -1: none */
     int32_t activation;
-    int32_t experts, active, renormalise; /* a mixture if experts > 0; then gate, up, down are unused */
+    int32_t experts, active, renormalize; /* a mixture if experts > 0; then gate, up, down are unused */
     int32_t reserved;
     const float *router; /* (experts, width) */
     const pippin_expert *expert;
@@ -161,7 +161,7 @@ typedef struct pippin_batch {
     int64_t outputs;
     const int32_t *rows;      /* (outputs), ascending: tokens whose results are wanted */
     float *logits;            /* (outputs, vocab), or NULL */
-    float *hidden;            /* (outputs, width): normalised, as the head reads them, or NULL */
+    float *hidden;            /* (outputs, width): normalized, as the head reads them, or NULL */
     /* Layers [from, to) only. from > 0: `residual` (tokens, width) holds what enters them instead of embeddings, and
      * what leaves them is written there too if to < layers. The defaults are 0 and `layers`. */
     int32_t from, to;

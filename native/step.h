@@ -55,7 +55,7 @@ static inline int64_t attend_scratch(int64_t head_dim, int64_t group) {
 struct StepKernels {
     /* y = weight * x / sqrt(mean(x^2) + eps); y may be x. */
     void (*norm)(const float *x, const float *weight, float eps, int64_t n, float *y);
-    /* Normalise (weight may be NULL) and rotate (cos may be NULL) each of `count` heads, in place. */
+    /* Normalize (weight may be NULL) and rotate (cos may be NULL) each of `count` heads, in place. */
     void (*heads)(float *x, int64_t count, int64_t head_dim, const float *weight, float eps, const float *cos,
                   const float *sin);
     /* Write keys and values (kv_heads, head_dim) of one token into its slot of a block. */

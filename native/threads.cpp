@@ -129,7 +129,7 @@ class Pool {
     uint64_t number_ = 0;
 
     alignas(64) std::atomic<int64_t> helped_{0}; // chunks that helpers did
-    int64_t regions_ = 0, chunks_ = 0;           // since the last judgement
+    int64_t regions_ = 0, chunks_ = 0;           // since the last judgment
     int64_t alone_until_ = 0, alone_ns_ = ALONE_NS, woken_at_ = 0;
 
     alignas(64) std::atomic<bool> taken_{false};

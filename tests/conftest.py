@@ -22,14 +22,22 @@ FLOORS = ("core", "nn", "data", "language", "generate", "bayes", "engine")
 install_import_hook([f"pippin.{floor}" for floor in FLOORS], "pippin_type_checker.check")
 
 import pytest  # noqa: E402
+from hypothesis import Phase, settings  # noqa: E402
+
+settings.register_profile("default", settings.get_profile("default"), deadline=None)  # machines differ in speed
+settings.load_profile("default")
+# `make nightly` chooses these: many more examples; and for the mutation tester none that is looked for twice, since a
+# failure is all that it asks for
+settings.register_profile("nightly", max_examples=2000, deadline=None)
+settings.register_profile("mutation", phases=(Phase.explicit, Phase.generate), database=None, deadline=None)
 
 
 @pytest.fixture(scope="session")
 def default_model_path() -> Path:
     """The default model's file; fetched once into the user's cache."""
-    from pippin.core import store
-    from pippin.core.catalogue import DEFAULT_MODEL
     from pippin.core.errors import OfflineError
+    from pippin.core.store import store
+    from pippin.core.store.catalog import DEFAULT_MODEL
 
     try:
         return store.pull(DEFAULT_MODEL, show_progress=False)
@@ -48,25 +56,6 @@ def model(default_model_path):
 @pytest.fixture(scope="session")
 def tiny():
     """A random two-layer model over bytes: every token is one byte, id 256 ends an answer."""
-    from tokenizers import Tokenizer as Backend, decoders, models, pre_tokenizers
+    import tiny_model
 
-    from pippin.data.chat import ChatTemplate
-    from pippin.data.tokenizer import Tokenizer
-    from pippin.language import Decoder, DecoderConfig, LanguageModel, LayerSpec
-    from pippin.nn.attention import AttentionSpec
-    from pippin.nn.feedforward import FeedForwardSpec
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Backend(models.BPE({char: index for index, char in enumerate(alphabet)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<|im_end|>", "<|im_start|>"])
-    tokenizer = Tokenizer(backend, eos_ids=[256])
-    layer = LayerSpec(AttentionSpec(), FeedForwardSpec(48))
-    config = DecoderConfig("llama", 260, 32, (layer, layer), heads=4, kv_heads=2, head_dim=8, max_context=2048)
-    template = ChatTemplate(
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
-        tokenizer,
-    )
-    return LanguageModel("tiny", Decoder(config).initialise(seed=0).eval(), tokenizer, template)
+    return tiny_model.build()

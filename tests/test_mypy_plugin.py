@@ -12,9 +12,9 @@ from typing import Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel
 
-from pippin.session.identity import GenerationID
-from pippin.session.response import Snapshot, Stream
-from pippin.session.schema import Schema
+from pippin.session.generation_id import GenerationID
+from pippin.session.response import ResponseStream, Snapshot
+from pippin.session.types.schema import Schema
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ class Trip(BaseModel):
 class Box(BaseModel, Generic[T]):
     inside: T
 
-def typed(trip: Snapshot[Trip], stream: Stream[Trip], box: Snapshot[Box[Point]]) -> None:
+def typed(trip: Snapshot[Trip], stream: ResponseStream[Trip], box: Snapshot[Box[Point]]) -> None:
     content = trip.content
     if content is None:
         return

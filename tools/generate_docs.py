@@ -20,18 +20,18 @@ from pathlib import Path
 from typing import Any
 
 import json_schema_table
+import mutation
 
-from pippin.claims import report, runner
-from pippin.core import store
+from pippin.claims import catalog, report
+from pippin.core.store import store
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 SYSTEMS = ROOT / "src" / "pippin" / "claims" / "systems.json"
 API_FOLDERS = (
-    "session", "kits", "evaluate", "shape", "language", "generate", "bayes", "train", "engine", "data", "nn", "core",
-    "claims",
+    "session", "kits", "evaluate", "shape", "language", "generate", "bayes", "train", "engine", "data", "nn", "metrics",
+    "core", "claims",
 )  # fmt: skip
-NESTED = ("shape", "kits")  # folders whose subfolders are on the same page
 NOTICE = "<!-- Written by tools/generate_docs.py; edits are lost. -->"
 
 
@@ -68,9 +68,12 @@ def count(rows: list[dict[str, Any]], verdicts: dict[str, str]) -> str:
     built = sum(row["module"] is not None for row in rows)
     partly = sum(row["module"] is not None and row["so_far"] != "" for row in rows)
     found = [verdicts[claim] for row in rows for claim in row["claims"]]
+    reproduced = [verdict for verdict in found if verdict.startswith("reproduced")]
+    stale = sum(verdict.endswith("stale") for verdict in reproduced)
     return (
         f"**{built} of {len(rows)}** systems have a module ({partly} of them in part); "
-        f"**{found.count('reproduced')} of {len(found)}** claims about them reproduce so far."
+        f"**{len(reproduced)} of {len(found)}** claims about them reproduce so far, "
+        f"{stale} of these in a run that is stale."
     )
 
 
@@ -101,11 +104,12 @@ def systems_page() -> str:
 def claims_page() -> str:
     """`docs/claims.md`."""
     head = (
-        "# Claims\n\nWhat was published, what it was measured as here, and what came out. The rule for accepting a\n"
-        "claim is written before its first run; the verdict is computed from the recorded figures. See\n"
+        "# Claims\n\nWhat was published, what it was measured as here, and what came out. The rule of a claim\n"
+        "is asked of the method and of controls that must fail it; the verdict is computed from what was recorded.\n"
+        "*Stale* means that the rule or the code changed since the run. See\n"
         "[how to run a claim](tutorials/claims.md).\n\n"
     )
-    return head + report.page(runner.find().values(), results=ROOT / "results")
+    return head + report.page(catalog.find().values(), results=ROOT / "results")
 
 
 def benchmarks_page() -> str:
@@ -235,9 +239,9 @@ def _two_bits_figures(kept: dict[str, Any]) -> str:
     lines = [f"{machine['cpu']}, {machine['threads']} threads; {commit}.", ""]
     for name, title in (("lora", "LoRA"), ("qat", "2-bit training")):
         stage = stages[name]
-        seconds, learnt = sum(stage["seconds"]), sum(stage["tokens"])
+        seconds, learned = sum(stage["seconds"]), sum(stage["tokens"])
         lines.append(
-            f"- {title}: {len(stage['loss'])} steps, {learnt:,.0f} learnt tokens, {seconds / 60:.0f} minutes; "
+            f"- {title}: {len(stage['loss'])} steps, {learned:,.0f} learned tokens, {seconds / 60:.0f} minutes; "
             f"loss on new problems from {stage['held_out'][0][1]:.2f} (step {stage['held_out'][0][0]}) "
             f"to {stage['held_out'][-1][1]:.2f} nats a token"
         )
@@ -258,7 +262,7 @@ def _two_bits_figures(kept: dict[str, Any]) -> str:
 def _two_bits_answers(kept: dict[str, Any]) -> str:
     """Every question with what the file's model and the trained one said."""
     lines = []
-    shown = ("original, 4 bits", "tutor, 8 bits", "tutor, 2 bits, GPTQ", "tutor, 2 bits, trained")
+    shown = ("original, 4 bits", "teacher, 8 bits", "teacher, 2 bits, GPTQ", "teacher, 2 bits, trained")
     for index, question in enumerate(kept["questions"]):
         lines += [f"**{question}**", ""]
         for name in shown:
@@ -295,15 +299,15 @@ def json_schema_page() -> str:
 def api_page(folder: str) -> str:
     """`docs/api/FOLDER.md`: every module of that folder that is not private, for mkdocstrings to fill."""
     top = ROOT / "src" / "pippin" / folder
-    inner = [] if folder not in NESTED else sorted(path.parent for path in top.glob("*/__init__.py"))
+    inner = sorted(path.parent for path in top.rglob("*/__init__.py"))
     modules = sorted(path for part in (top, *inner) for path in part.glob("*.py") if path.stem[0] != "_")
     names = (".".join(path.relative_to(top.parents[1]).with_suffix("").parts) for path in modules)
     return "\n\n".join([f"# pippin.{folder}", *(f"::: {name}" for name in names)]) + "\n"
 
 
 def _verdicts() -> dict[str, str]:
-    rows = report.summaries(runner.find().values(), results=ROOT / "results")
-    return {row["id"]: row["verdict"] for row in rows}
+    rows = report.summaries(catalog.find().values(), results=ROOT / "results")
+    return {row["id"]: report.label(row) for row in rows}
 
 
 PAGES: dict[Path, Callable[[], str]] = {
@@ -315,6 +319,7 @@ PAGES: dict[Path, Callable[[], str]] = {
     DOCS / "cli.md": cli_page,
     DOCS / "index.md": index_page,
     DOCS / "json-schema.md": json_schema_page,
+    DOCS / "mutation.md": mutation.page,
     ROOT / "README.md": readme,
 } | {DOCS / "api" / f"{folder}.md": partial(api_page, folder) for folder in API_FOLDERS}
 

@@ -23,12 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import pippin
 from pippin.core.files import atomic_write
 from pippin.data import image_files, images
-from pippin.data.scenes import SceneSpec, SceneStream, cell_map
-from pippin.generate import folder
-from pippin.generate.condition import Condition, ConditionSpec, Samples
-from pippin.generate.contract import Step, shown
+from pippin.data.synthetic.scenes import SceneSpec, SceneStream, cell_map
+from pippin.generate.conditions import Conditioning, ConditioningSpec, Samples
+from pippin.generate.contract import SamplingStep, sampling_progress
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "gallery.md"
@@ -71,18 +71,18 @@ class Workshop:
     def model(self, name: str) -> Any:
         """A model, trained if it is not there."""
         path = self.models / name
-        if not folder.is_generator(path):
+        if not (path / "config.json").is_file():
             trained = MODELS[name]
             if trained.make is not None:
                 trained.make(path, 20 if self.quick else None)
             else:
                 self._train(path, list(trained.words))
-        return folder.load(path, device="cpu")
+        return pippin.load(path, device="cpu")
 
     def _train(self, path: Path, words: list[str]) -> None:
         if self.quick:
             words[words.index("--steps") + 1] = "20"
-            words += ["--limit", "200", "--batch", "8"]
+            words += ["--limit", "200", "--batch-size", "8"]
         path.mkdir(parents=True, exist_ok=True)
         command = [
             str(Path(sys.executable).with_name("pippin")),
@@ -115,61 +115,75 @@ SHOP = Workshop(quick="--quick" in sys.argv)
 
 
 def _run(model: Any, objective: Any, data: Any, steps: int, path: Path, title: str, lr: float = 1e-3) -> None:
-    from pippin.train import AdamW, Cosine, Trainer
+    from pippin.train import AdamW, CosineSchedule, Trainer
 
     trainer = Trainer(
         model,
         objective,
         data,
         steps=steps,
-        optimiser=AdamW(lr=lr, weight_decay=0.01),
-        schedule=Cosine(warmup=0.05),
+        optimizer=AdamW(lr=lr, weight_decay=0.01),
+        schedule=CosineSchedule(warmup=0.05),
         ema=1 - 10 / max(steps, 20),
         title=title,
     )
     trainer.fit()
     assert trainer.ema is not None
     with trainer.ema.applied(model):
-        folder.save(model.eval(), path)
+        model.eval().save(path)
 
 
 def _one_object(path: Path, steps: int | None) -> None:
     """Scenes of one object or none, told by a map where it is."""
-    from pippin.generate.diffusion import Denoising, Diffusion, DiffusionConfig
-    from pippin.generate.unet import UNetConfig
+    from pippin.generate.diffusion.diffusion import Denoising, Diffusion, DiffusionConfig
+    from pippin.generate.diffusion.unet import UNetConfig
 
     class Batches:
         def __iter__(self) -> Any:
             for batch in SceneStream(CELLS, 32):
-                yield Samples(batch.x, Condition(map=cell_map(batch.presence, CELLS.size)))
+                yield Samples(batch.x, Conditioning(map=cell_map(batch.presence, CELLS.size)))
 
     config = DiffusionConfig(
-        (1, 16, 16), UNetConfig(width=24, attention=False, pool=False, patch=2), ConditionSpec(map=1), prediction="v"
+        (1, 16, 16),
+        UNetConfig(base_channels=24, attention=False, pool=False, patch_size=2),
+        ConditioningSpec(map_channels=1),
+        prediction="v",
     )
-    _run(Diffusion(config).initialise(0), Denoising(drop=0.0), Batches(), steps or 2500, path, "one object", 2e-3)
+    _run(
+        Diffusion(config).initialize(0),
+        Denoising(condition_dropout=0.0),
+        Batches(),
+        steps or 2500,
+        path,
+        "one object",
+        2e-3,
+    )
 
 
 def _clips(path: Path, steps: int | None) -> None:
     """Moving shapes."""
-    from pippin.data.clips import ClipSpec, ClipStream
-    from pippin.generate.flow_score import LikelihoodAndScore
-    from pippin.generate.starflow import StarFlow, StarFlowConfig
+    from pippin.data.synthetic.video_clips import VideoClipSpec, VideoClipStream
+    from pippin.generate.flows.starflow.config import StarFlowConfig
+    from pippin.generate.flows.starflow.loss import LikelihoodAndScore
+    from pippin.generate.flows.starflow.model import StarFlow
 
     class Batches:
         def __iter__(self) -> Any:
-            for batch in ClipStream(ClipSpec(), 8):
+            for batch in VideoClipStream(VideoClipSpec(), 8):
                 yield Samples(batch.x)
 
-    config = StarFlowConfig(shape=(8, 1, 16, 16), noise=0.1, width=64, layers=(1, 1, 3))
-    _run(StarFlow(config).initialise(0), LikelihoodAndScore(), Batches(), steps or 900, path, "moving shapes", 2e-3)
+    config = StarFlowConfig(shape=(8, 1, 16, 16), noise_std=0.1, hidden_size=64, layers_per_block=(1, 1, 3))
+    _run(StarFlow(config).initialize(0), LikelihoodAndScore(), Batches(), steps or 900, path, "moving shapes", 2e-3)
 
 
 MODELS = {
-    "clothes": Trained(("fashion-mnist", "--method", "unet", "--steps", "1500", "--batch", "32")),
-    "things": Trained(("cifar-10", "--method", "unet", "--width", "32", "--steps", "1500", "--batch", "32", "--flip")),
-    "clothes-flow": Trained(("fashion-mnist", "--method", "tarflow", "--steps", "1000", "--batch", "32")),
-    "clothes-dart": Trained(("fashion-mnist", "--method", "dart", "--steps", "300", "--batch", "16")),
-    "words": Trained(("scenes", "--method", "ec-dit", "--steps", "1500", "--batch", "32", "--limit", "20000")),
+    "clothes": Trained(("fashion-mnist", "--method", "unet", "--steps", "1500", "--batch-size", "32")),
+    "things": Trained(
+        ("cifar-10", "--method", "unet", "--hidden-size", "32", "--steps", "1500", "--batch-size", "32", "--flip")
+    ),
+    "clothes-flow": Trained(("fashion-mnist", "--method", "tarflow", "--steps", "1000", "--batch-size", "32")),
+    "clothes-dart": Trained(("fashion-mnist", "--method", "dart", "--steps", "300", "--batch-size", "16")),
+    "words": Trained(("scenes", "--method", "ec-dit", "--steps", "1500", "--batch-size", "32", "--limit", "20000")),
     "one-object": Trained(make=_one_object),
     "clips": Trained(make=_clips),
 }
@@ -179,16 +193,16 @@ MODELS = {
 
 
 def _save(path: Path, samples: Tensor, columns: int, zoom: int) -> None:
-    image_files.write(path, image_files.sheet(samples, columns=columns, gap=2, zoom=zoom))
+    image_files.write_image(path, image_files.image_grid(samples, columns=columns, gap=2, zoom=zoom))
 
 
-def _classes(model: Any, each: int) -> Condition:
+def _classes(model: Any, each: int) -> Conditioning:
     """Every class so many times, one class a column."""
-    return Condition(labels=torch.arange(len(model.facts["classes"])).repeat(each))
+    return Conditioning(labels=torch.arange(len(model.metadata["classes"])).repeat(each))
 
 
 def _drawn(model: Any, *arguments: Any, **how: Any) -> Tensor:
-    with shown("drawing") as on_step:
+    with sampling_progress("drawing") as on_step:
         made: Tensor = model.sample(*arguments, on_step=on_step, **how)
     return made
 
@@ -216,18 +230,18 @@ def draw_denoising(path: Path) -> None:
     """What is left of the noise after each step, for eight samples."""
     model, seen = SHOP.model("clothes"), list[Tensor]()
 
-    def watch(step: Step) -> None:
+    def watch(step: SamplingStep) -> None:
         seen.append(step.estimate())
 
     labels = torch.tensor([0, 1, 2, 3, 5, 7, 8, 9])
-    model.sample(Condition(labels=labels), steps=12, guidance=1.5, seed=5, on_step=watch, method="ddim")
+    model.sample(Conditioning(labels=labels), steps=12, guidance=1.5, seed=5, on_step=watch, method="ddim")
     _save(path, torch.stack(seen, 1).flatten(0, 1), len(seen), 2)
 
 
 def draw_interpolation(path: Path) -> None:
     """Along an arc between two noises, and between two classes."""
+    from pippin.generate.diffusion.samplers import integrate
     from pippin.generate.noise import Noise
-    from pippin.generate.samplers import integrate
 
     model = SHOP.model("clothes")
     first, last = Noise(2, seed=11).normal(model.shape)
@@ -236,7 +250,7 @@ def draw_interpolation(path: Path) -> None:
     schedule = model.config.schedule
     rows = []
     for label in (7, 8, 2):
-        condition = Condition(labels=torch.full((10,), label))
+        condition = Conditioning(labels=torch.full((10,), label))
         x = schedule.s(schedule.start) * start
         rows.append(integrate(model.denoiser(condition, 1.5), schedule, x, schedule.grid(20), method="heun"))
     _save(path, torch.cat(rows), 10, 2)
@@ -254,47 +268,47 @@ def draw_dart(path: Path) -> None:
     """What DART sees of the end after each of its steps."""
     model, seen = SHOP.model("clothes-dart"), list[Tensor]()
     labels = torch.tensor([0, 1, 5, 7, 8, 9])
-    model.sample(Condition(labels=labels), guidance=1.5, seed=4, on_step=lambda step: seen.append(step.estimate()))
+    model.sample(Conditioning(labels=labels), guidance=1.5, seed=4, on_step=lambda step: seen.append(step.estimate()))
     _save(path, torch.stack(seen, 1).flatten(0, 1), len(seen), 2)
 
 
 def draw_words(path: Path) -> None:
     """From descriptions; the same descriptions stand on the page."""
-    from pippin.kits.image.text import TextEncoder
+    from pippin.recipes.prompt_encoder import PromptEncoder
 
-    model, encoder = SHOP.model("words"), TextEncoder.load()
+    model, encoder = SHOP.model("words"), PromptEncoder.load()
     condition = encoder.condition([text for text in DESCRIPTIONS for _ in range(4)])
     _save(path, _drawn(model, condition, guidance=2.5, seed=0), 8, 3)
 
 
 def draw_compute(path: Path) -> None:
     """How many experts each patch is given."""
-    from pippin.data.scenes import scenes
-    from pippin.generate.compute_map import compute_map, draw_compute
-    from pippin.generate.prediction import noised
-    from pippin.kits.image.text import TextEncoder
+    from pippin.data.synthetic.scenes import sample_scenes
+    from pippin.generate.diffusion.prediction import add_noise
+    from pippin.generate.methods.ec_dit.compute_map import compute_map, plot_compute_map
+    from pippin.recipes.prompt_encoder import PromptEncoder
 
-    model, encoder = SHOP.model("words"), TextEncoder.load()
-    spec = SceneSpec(size=16, colours=("red", "green", "blue", "white"), radius=(1.8, 2.8), objects=(1, 3))
-    batch = scenes(spec, 4, seed=9)
+    model, encoder = SHOP.model("words"), PromptEncoder.load()
+    spec = SceneSpec(size=16, colors=("red", "green", "blue", "white"), radius=(1.8, 2.8), objects=(1, 3))
+    batch = sample_scenes(spec, 4, seed=9)
     noise = torch.randn(batch.x.shape, generator=torch.Generator().manual_seed(0))
-    x = noised(batch.x, noise, 0.2, model.config.schedule)
+    x = add_noise(batch.x, noise, 0.2, model.config.schedule)
     with torch.no_grad():
         maps = compute_map(model, x, 0.2, encoder.condition(batch.captions))
-    draw_compute(maps, batch.x, path)
+    plot_compute_map(maps, batch.x, path)
 
 
 def draw_composition(path: Path) -> None:
     """One to eight objects by a model that saw one at most; above, one description of all of them at once."""
-    from pippin.generate.composition import compose
+    from pippin.generate.composition.compose import compose
 
     model = SHOP.model("one-object")
     cells = [5, 10, 3, 12, 0, 15, 6, 9]
 
-    def where(*chosen: int) -> Condition:
+    def where(*chosen: int) -> Conditioning:
         presence = torch.zeros(1, 4, 4, dtype=torch.bool)
         presence.view(-1)[list(chosen)] = True
-        return Condition(map=cell_map(presence, 16))
+        return Conditioning(map=cell_map(presence, 16))
 
     composed, at_once, numbers = [], [], (1, 2, 3, 4, 5, 6, 7, 8)
     for number in numbers:
@@ -305,19 +319,19 @@ def draw_composition(path: Path) -> None:
 
 
 def draw_clip(path: Path) -> None:
-    """A clip three times as long as those it learnt from."""
+    """A clip three times as long as those it learned from."""
     model = SHOP.model("clips")
-    with shown("drawing frames") as on_step:
+    with sampling_progress("drawing frames") as on_step:
         made = model.sample(None, 6, frames=24, seed=1, on_step=on_step)
-    frames = torch.stack([image_files.sheet(frame, columns=6, gap=2) for frame in made.transpose(0, 1)])
-    image_files.write_clip(path, frames, fps=8, zoom=4)
+    frames = torch.stack([image_files.image_grid(frame, columns=6, gap=2) for frame in made.transpose(0, 1)])
+    image_files.write_video(path, frames, fps=8, zoom=4)
 
 
 DESCRIPTIONS = ("two red discs", "one blue square and one white diamond", "three green squares", "one white disc")
 DRAWINGS = {
     "clothes": Drawing(
         "Fashion-MNIST, by flow matching",
-        "A U-Net of half a million parameters that learnt to turn noise into clothes: four samples of each class, a "
+        "A U-Net of half a million parameters that learned to turn noise into clothes: four samples of each class, a "
         "class a column, 20 steps of Heun's method, guidance 1.5.",
         ("clothes",),
         draw_clothes,
@@ -343,13 +357,13 @@ DRAWINGS = {
     "things": Drawing(
         "CIFAR-10",
         "The same method on photographs of 32 by 32 pixels, a class a column, guidance 2. After a few minutes it knows "
-        "the colours and the layout of sky, grass and sea; things take longer.",
+        "the colors and the layout of sky, grass and sea; things take longer.",
         ("things",),
         draw_things,
     ),
     "flow": Drawing(
         "TarFlow, before and after one step along its own score",
-        "A normalising flow trained on noisy pictures draws noisy pictures (two rows above). Its likelihood says where "
+        "A normalizing flow trained on noisy pictures draws noisy pictures (two rows above). Its likelihood says where "
         "the noise is, and takes it away (the same samples below). A flow needs longer than a diffusion model to get "
         "shapes right; this one had ten minutes.",
         ("clothes-flow",),
@@ -364,7 +378,7 @@ DRAWINGS = {
     ),
     "words": Drawing(
         "From words",
-        "Made scenes from descriptions, read by all-MiniLM-L6-v2, four samples of each: "
+        "Synthetic scenes from descriptions, read by all-MiniLM-L6-v2, four samples of each: "
         + "; ".join(f"“{text}”" for text in DESCRIPTIONS)
         + ".",
         ("words",),
@@ -388,7 +402,7 @@ DRAWINGS = {
     ),
     "clip": Drawing(
         "A clip longer than any it saw",
-        "STARFlow-V learnt from clips of 8 frames and draws 24, frame by frame.",
+        "STARFlow-V learned from clips of 8 frames and draws 24, frame by frame.",
         ("clips",),
         draw_clip,
         ".gif",
@@ -402,8 +416,8 @@ DRAWINGS = {
 def measure(name: str, data: str, count: int) -> None:
     """Fréchet and kernel distances of samples to test pictures, in Inception features where they are here."""
     from pippin.core.errors import AssetError
-    from pippin.evaluate.inception import inception
-    from pippin.evaluate.sample_quality import frechet_distance, kernel_distance
+    from pippin.evaluate.images.inception import inception
+    from pippin.evaluate.images.sample_quality import frechet_distance, kernel_distance
 
     try:
         features = inception()
@@ -416,10 +430,10 @@ def measure(name: str, data: str, count: int) -> None:
     def read(x: Tensor) -> Tensor:
         return torch.cat([features(part) for part in x.split(16)])
 
-    labels = torch.arange(count) % len(model.facts["classes"])
+    labels = torch.arange(count) % len(model.metadata["classes"])
     drawn = torch.cat(
         [
-            _drawn(model, Condition(labels=part), guidance=1.5, seed=1000 + 64 * i)
+            _drawn(model, Conditioning(labels=part), guidance=1.5, seed=1000 + 64 * i)
             for i, part in enumerate(labels.split(64))
         ]
     )

@@ -3,7 +3,7 @@
     python tools/record_terminal.py docs/demo.svg -- .venv/bin/python examples/demo.py
 
 Notable here:
-- the command sees a real terminal, so it prints in colour and may redraw its lines
+- the command sees a real terminal, so it prints in color and may redraw its lines
 - what is saved is the screen as it stands at the end, up to 300 lines; pyte plays the terminal
 """
 
@@ -58,7 +58,7 @@ def record(command: list[str], *, width: int) -> bytes:
 
 
 def settle(output: bytes, *, width: int) -> list[Text]:
-    """The lines of the screen at the end, with their colours; trailing empty lines are dropped.
+    """The lines of the screen at the end, with their colors; trailing empty lines are dropped.
 
     >>> [line.plain for line in settle(b"one\\r\\ntwo\\r\\n\\x1b[2A\\x1b[2K1", width=20)]
     ['1', 'two']
@@ -78,9 +78,9 @@ def settle(output: bytes, *, width: int) -> list[Text]:
 
 
 def _style(cell: pyte.screens.Char) -> Style:
-    """A cell's look; pyte calls dark yellow brown and writes other colours as six hexadecimal digits."""
+    """A cell's look; pyte calls dark yellow brown and writes other colors as six hexadecimal digits."""
 
-    def colour(name: str) -> str | None:
+    def color(name: str) -> str | None:
         if name == "default":
             return None
         if re.fullmatch("[0-9a-f]{6}", name):
@@ -89,8 +89,8 @@ def _style(cell: pyte.screens.Char) -> Style:
         return f"bright_{plain}" if name.startswith("bright") else plain
 
     return Style(
-        color=colour(cell.fg),
-        bgcolor=colour(cell.bg),
+        color=color(cell.fg),
+        bgcolor=color(cell.bg),
         bold=cell.bold or None,
         italic=cell.italics or None,
         underline=cell.underscore or None,

@@ -19,38 +19,38 @@ from pathlib import Path
 from typing import Any
 
 from pippin.core.files import atomic_write
-from pippin.evaluate import safety_suite
-from pippin.evaluate.safety_statistics import area_under_curve
-from pippin.session.guardrails import classifier, training
+from pippin.evaluate.safety import suite as safety_suite
+from pippin.metrics import roc_auc
+from pippin.session.guardrails import classifier, training_data
 from pippin.session.guardrails.guardrails import LOCALES
 
 SEED, STEPS, DECAY, HARM_SHARE = 0, 100, 5e-6, 0.25
 FILE = Path(str(files("pippin.session.guardrails").joinpath("model.json")))
 
 
-def fit(sentences: list[training.Sentence], seed: int = SEED) -> classifier.NgramClassifier:
+def fit(sentences: list[training_data.Sentence], seed: int = SEED) -> classifier.NgramClassifier:
     """A classifier of these sentences."""
     return classifier.fit(
         [s.text for s in sentences],
         [s.label for s in sentences],
         seed=seed,
         steps=STEPS,
-        decay=DECAY,
+        weight_decay=DECAY,
         harm_share=HARM_SHARE,
     )
 
 
 def held_out(seeds: range) -> dict[str, dict[str, float]]:
     """Area under the curve, harmful against look-alike, on intents and templates kept out; mean over seeds."""
-    made = [s for locale in LOCALES for s in training.sentences(locale)]
+    made = [s for locale in LOCALES for s in training_data.sentences(locale)]
     areas: dict[str, list[float]] = {locale: [] for locale in LOCALES}
     for seed in seeds:
-        train, test = training.split(made, seed=seed)
+        train, test = training_data.split(made, seed=seed)
         model = fit(train, seed)
         for locale in LOCALES:
-            scored = [(s.kind, model.harm(s.text)) for s in test if s.locale == locale]
+            scored = [(s.kind, model.harm_probability(s.text)) for s in test if s.locale == locale]
             areas[locale].append(
-                area_under_curve([p for k, p in scored if k == "harmful"], [p for k, p in scored if k == "look-alike"])
+                roc_auc([p for k, p in scored if k == "harmful"], [p for k, p in scored if k == "look-alike"])
             )
     return {
         locale: {"area, mean": round(statistics.fmean(a), 3), "area, spread": round(statistics.stdev(a), 3)}
@@ -64,10 +64,10 @@ def on_suite(model: classifier.NgramClassifier) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     for locale in LOCALES:
         scores = {
-            kind: [model.harm(p.text) for p in suite.prompts(locale, kind)]
+            kind: [model.harm_probability(p.text) for p in suite.prompts(locale, kind)]
             for kind in ("harmful", "look-alike", "neutral")
         }
-        row = {"area": round(area_under_curve(scores["harmful"], scores["look-alike"]), 3)}
+        row = {"area": round(roc_auc(scores["harmful"], scores["look-alike"]), 3)}
         for kind, values in scores.items():
             for limit in (0.5, 0.65, 0.8):
                 row[f"{kind} above {limit}"] = round(sum(v >= limit for v in values) / len(values), 3)
@@ -77,12 +77,12 @@ def on_suite(model: classifier.NgramClassifier) -> dict[str, dict[str, float]]:
 
 def build() -> dict[str, Any]:
     """The whole content of `model.json`."""
-    made = [s for locale in LOCALES for s in training.sentences(locale)]
+    made = [s for locale in LOCALES for s in training_data.sentences(locale)]
     model = classifier.NgramClassifier.from_json(fit(made).to_json())
     data = files("pippin.session.guardrails").joinpath("training.json").read_bytes()
     return {
         "training": {
-            "data": training.data()["name"],
+            "data": training_data.data()["name"],
             "data sha256": hashlib.sha256(data).hexdigest(),
             "sentences": len(made),
             "seed": SEED,

@@ -30,15 +30,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from _rows import Row, compared, main, say
 
-from pippin.data.tokenizer import Tokenizer
+from pippin.data.text.tokenizer import Tokenizer
 from pippin.engine import Engine, Request, SamplingOptions, Token
-from pippin.engine.measure import mean_cache_bytes, weight_bytes
+from pippin.engine.measure_speed import mean_cache_bytes, weight_bytes
 from pippin.language import Decoder, DecoderConfig, LanguageModel, LayerSpec
 from pippin.nn.attention import AttentionSpec
 from pippin.nn.feedforward import FeedForwardSpec
 from pippin.nn.linear import Linear
-from pippin.nn.packed import quantise
-from pippin.nn.triton_matvec import TritonWeight
+from pippin.nn.packed_layers import PackedLinear, replace_submodule
+from pippin.nn.quantization.packed import quantize
+from pippin.nn.triton.triton_matvec import TritonWeight
 
 PEER = "static loop (torch.compile, CUDA graph)"
 ROOM = 256
@@ -99,11 +100,13 @@ def random_model(setting: Setting) -> LanguageModel:
 
     layer = LayerSpec(AttentionSpec(), FeedForwardSpec(setting.width * 11 // 4))
     heads = {"heads": setting.width // 64, "kv_heads": max(1, setting.width // 512), "head_dim": 64}
-    config = DecoderConfig("llama", 32_000, setting.width, (layer,) * setting.layers, max_context=4096, **heads)
+    config = DecoderConfig(
+        "llama", 32_000, setting.width, (layer,) * setting.layers, max_position_embeddings=4096, **heads
+    )
     with torch.device("meta"):
         decoder = Decoder(config)
     dtype = torch.bfloat16 if setting.device == "cuda" else torch.float32
-    decoder.to(dtype).to_empty(device=setting.device).tie()
+    decoder.to(dtype).to_empty(device=setting.device).tie_weights()
     torch.manual_seed(0)
     for parameter in decoder.parameters():
         torch.nn.init.normal_(parameter, 0.0, 0.02) if parameter.ndim == 2 else torch.nn.init.ones_(parameter)
@@ -152,7 +155,7 @@ class Answers:
 def engine_for(model: LanguageModel, batch: int, setting: Setting) -> Engine:
     """An engine with a slot for each request, which reuses nothing."""
     tokens = batch * (setting.prompt + setting.answer + ROOM)
-    return Engine(model, slots=batch, queue=batch, cache_tokens=tokens, reuse=False)
+    return Engine(model, max_num_seqs=batch, max_waiting=batch, cache_tokens=tokens, enable_prefix_caching=False)
 
 
 def answer(engine: Engine, batch: int, setting: Setting) -> Answers:
@@ -205,18 +208,18 @@ def bare_prefill(model: LanguageModel, setting: Setting) -> float:
     """Seconds of one pass over a prompt, with nothing around it; the best of 5."""
     ids = torch.randint(0, model.config.vocab_size, (1, setting.prompt), device=setting.device)
     with torch.inference_mode():
-        return min(timed(lambda: model.module(ids, last=1)) for _ in range(6))
+        return min(timed(lambda: model.module(ids, logits_to_keep=1)) for _ in range(6))
 
 
 # --- the static loop --------------------------------------------------------------------------------------------------
 
 
 class StaticCache:
-    """A contiguous cache of fixed shape for sequences of equal length; a `pippin.nn.cache.KVCache`."""
+    """A contiguous cache of fixed shape for sequences of equal length; a `pippin.nn.kv_cache.KVCache`."""
 
     def __init__(self, model: LanguageModel, batch: int, tokens: int) -> None:
         config = model.config
-        shape = (len(config.layers), 2, batch, config.kv_heads, tokens, config.head_dim)
+        shape = (len(config.layers), 2, batch, config.num_key_value_heads, tokens, config.head_dim)
         self.store = torch.zeros(shape, dtype=model.dtype, device=model.device)
         self.length = tokens - 1
         self.key = torch.arange(tokens, device=model.device)
@@ -277,13 +280,13 @@ def packed_rows(model: LanguageModel, dense: float, setting: Setting, note: str)
         say(f"no packed weights: {missing}")
         return []
     found = []
-    kept = {layer: layer.weight for layer in model.module.modules() if isinstance(layer, Linear)}
+    kept = {name: layer for name, layer in model.module.named_modules() if isinstance(layer, Linear)}
     for bits, goal in ((4, 2.0), (2, 2.5)):
-        for layer, weight in kept.items():
-            assert weight is not None
-            stored = max(bits, 4) if layer is model.module.lm_head else bits
-            codes, scales = quantise(weight.data, stored)
-            layer.packed, layer.weight = TritonWeight.from_codes(codes, scales, stored, 64, dtype=model.dtype), None
+        for name, layer in kept.items():
+            stored = max(bits, 4) if name == "lm_head" else bits
+            codes, scales = quantize(layer.weight.data, stored)
+            weight = TritonWeight.from_codes(codes, scales, stored, 64, dtype=model.dtype)
+            replace_submodule(model.module, name, PackedLinear(weight, layer.inputs, layer.outputs, layer.bias))
         with engine_for(model, 1, setting) as engine:
             answer(engine, 1, setting)
             speeds = [answer(engine, 1, setting).rate for _ in range(setting.repeats)]

@@ -3,7 +3,7 @@
  *
  * Notable here:
  * - all memory that the library is given is exactly as large as the interface says
- * - results are compared between threads and ways of cutting, so that the work cannot be optimised away
+ * - results are compared between threads and ways of cutting, so that the work cannot be optimized away
  */
 #include <cmath>
 #include <cstdio>
@@ -176,7 +176,7 @@ void describe(Decoder &decoder) {
         layer.rope = l == 3 ? -1 : 0;
         layer.activation = l;
         if (l == 3) {
-            layer.experts = 3, layer.active = 2, layer.renormalise = 1;
+            layer.experts = 3, layer.active = 2, layer.renormalize = 1;
             layer.router = decoder.vector(3 * WIDTH, 0.f);
             for (int e = 0; e < 3; ++e)
                 decoder.experts.push_back({decoder.matrix(PIPPIN_INT8, SIZE, WIDTH), decoder.matrix(PIPPIN_Q8_0, SIZE, WIDTH),

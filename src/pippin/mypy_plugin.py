@@ -3,7 +3,7 @@
 Notable here:
 - Python cannot say "this type with every field optional"; without the plugin a field of a snapshot is Any, with it the
   field's type in the whole, or None
-- nothing is made up: the type of a field is looked up where the answer's type declares it; a misspelt name is an error
+- nothing is made up: the type of a field is looked up where the answer's type declares it; a misspelled name an error
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mypy.types import Instance, Type
 
 PARTIAL: Final = "pippin.session.response.PartialOf"
-_ID: Final = "pippin.session.identity.GenerationID"
+_ID: Final = "pippin.session.generation_id.GenerationID"
 _MODEL: Final = "pydantic.main.BaseModel"
 _ROOT: Final = "pydantic.root_model.RootModel"
 # Containers of an unfinished answer are lists; those of the whole are what they are declared to be.

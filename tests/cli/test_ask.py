@@ -89,7 +89,7 @@ def test_a_prompt_cache_that_cannot_be_used_is_refused_and_left_alone(in_process
     words = ["What is 1 + 1?", "--max-tokens", 1, "--prompt-cache", path]
     ask(*words)
     whole = path.read_bytes()
-    code, answer, message = in_process("ask", *words, "--cache-type", "int8")
+    code, answer, message = in_process("ask", *words, "--kv-cache-dtype", "int8")
     assert (code, answer) == (4, "")
     assert message.startswith("error: the prompt cache")
     assert "was computed with keys and values in float32, not int8" in message
@@ -157,7 +157,7 @@ def test_instructions_reach_the_model(ask):
 def test_a_prompt_far_beyond_the_context_is_refused_soon_with_both_numbers(refused, default_model_path, tmp_path):
     path = tmp_path / "long.txt"
     path.write_text("the lamp of the harbour " * 420_000)  # 10 MB
-    line = refused("ask", "Summarise.", "--file", path, "--model", default_model_path, code=5)
+    line = refused("ask", "Summarize.", "--file", path, "--model", default_model_path, code=5)
     assert "10,080,011 characters is at least" in line  # told from its length alone, not cut into tokens first
     assert "holds 8,192" in line
 

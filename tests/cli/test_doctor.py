@@ -78,11 +78,11 @@ def test_libraries_and_extras_come_from_the_metadata(monkeypatch):
 def test_it_says_what_computes(monkeypatch):
     kernels = doctor.diagnose().kernels
     assert kernels["instruction_set"] == (native.instruction_set() or None)
-    assert (kernels["threads"], kernels["why_not"]) == (native.threads(), native.why_not() or None)
+    assert (kernels["threads"], kernels["why_not"]) == (native.threads(), native.unavailable_reason() or None)
     known = {"instruction_set": "avx2", "available": ["avx2", "generic"], "threads": 1, "why_not": None}
     assert doctor._kernels_line(known) == "native, for avx2 (also here: generic), 1 thread"
     plain = {"instruction_set": "generic", "available": ["generic"], "threads": 2, "why_not": None}
     assert doctor._kernels_line(plain) == "native, for generic, 2 threads"
     monkeypatch.setattr(native, "library", lambda: None)
-    monkeypatch.setattr(native, "why_not", lambda: "the reason")
+    monkeypatch.setattr(native, "unavailable_reason", lambda: "the reason")
     assert ("kernels", "none, torch does their work: the reason") in doctor._lines(doctor.diagnose())

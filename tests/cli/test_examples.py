@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pippin.cli import inputs
+from pippin.cli.common import inputs
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 

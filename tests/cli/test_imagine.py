@@ -9,23 +9,22 @@ from typer.testing import CliRunner
 from pippin.cli.app import app
 from pippin.core.errors import CreationUnavailable, InvalidArgument
 from pippin.data import image_files
-from pippin.data.images import read
-from pippin.generate import folder
-from pippin.generate.condition import ConditionSpec
-from pippin.generate.diffusion import Diffusion, DiffusionConfig
-from pippin.generate.unet import UNetConfig
-from pippin.kits.image import details_of
+from pippin.data.images import read_image
+from pippin.generate.conditions import ConditioningSpec
+from pippin.generate.diffusion.diffusion import Diffusion, DiffusionConfig
+from pippin.generate.diffusion.unet import UNetConfig
+from pippin.kits.image import read_details
 
 
 @pytest.fixture(scope="module")
 def painter(tmp_path_factory):
     """A model of two classes."""
-    network = UNetConfig(width=8, patch=2, levels=1, attention=False)
-    spec = ConditionSpec(classes=2, null=True)
-    model = Diffusion(DiffusionConfig((1, 8, 8), network, spec, steps=3)).initialise(0)
-    model.facts = {"classes": ["disc", "square"], "styles": {"bold": {"guidance": 4.0}}}
+    network = UNetConfig(base_channels=8, patch_size=2, num_levels=1, attention=False)
+    spec = ConditioningSpec(num_classes=2, null=True)
+    model = Diffusion(DiffusionConfig((1, 8, 8), network, spec, steps=3)).initialize(0)
+    model.metadata = {"classes": ["disc", "square"], "styles": {"bold": {"guidance": 4.0}}}
     place = tmp_path_factory.mktemp("models") / "painter"
-    folder.save(model, place)
+    model.save(place)
     return str(place)
 
 
@@ -40,12 +39,12 @@ def test_pictures_are_files_named_by_their_seeds(painter, tmp_path):
     out = tmp_path / "new" / "folder"
     lines = said("a square", "-m", painter, "-n", 2, "--seed", 7, "--out", out, "--size", "16x16").split()
     assert lines == [str(out / "0007.png"), str(out / "0008.png")]
-    assert details_of(lines[0])["seed"] == 7
+    assert read_details(lines[0])["seed"] == 7
     again = json.loads(
         said("--class", "square", "-m", painter, "--seed", 7, "-o", tmp_path, "--json", "--size", "16x16")
     )
     (picture,) = again["pictures"]
-    assert torch.equal(read(picture["path"]), read(lines[0]))
+    assert torch.equal(read_image(picture["path"]), read_image(lines[0]))
     assert picture["classes"] == ["square"]
 
 
@@ -53,23 +52,23 @@ def test_a_picture_is_changed_inside_a_mask(painter, tmp_path):
     given = torch.rand(1, 8, 8, generator=torch.Generator().manual_seed(0)) * 2 - 1
     marked = torch.full((1, 8, 8), -1.0)
     marked[..., 4:] = 1
-    image_files.write(tmp_path / "a.png", given)
-    image_files.write(tmp_path / "m.png", marked)
+    image_files.write_image(tmp_path / "a.png", given)
+    image_files.write_image(tmp_path / "m.png", marked)
     words = ["-m", painter, "--edit", tmp_path / "a.png", "--mask", tmp_path / "m.png", "-o", tmp_path / "out"]
     (path,) = said("disc", *words, "--preview", tmp_path / "p.png").split()
-    before, after = read(tmp_path / "a.png", channels=1), read(path, channels=1)
+    before, after = read_image(tmp_path / "a.png", channels=1), read_image(path, channels=1)
     assert torch.equal(before[..., :4], after[..., :4])
     assert not torch.equal(before[..., 4:], after[..., 4:])
     assert (tmp_path / "p.png").is_file()
 
 
 def test_styles_and_costs_are_told(painter, tmp_path):
-    assert "styles: plain, grey, poster, sketch, sepia, bold" in said("-m", painter, "--styles")
+    assert "styles: plain, gray, poster, sketch, sepia, bold" in said("-m", painter, "--styles")
     told = json.loads(said("-m", painter, "--styles", "--json"))
     assert told["classes"] == ["disc", "square"]
     assert told["tasks"] == ["draw", "fill", "restyle"]
     cost = json.loads(said("disc", "-m", painter, "--estimate", "--json"))
-    assert cost["bytes"] > cost["weights"] > 0
+    assert cost["bytes"] > cost["weight_bytes"] > 0
     assert "of weights" in said("disc", "-m", painter, "--estimate")
     assert not (tmp_path / "pictures").exists()
 
@@ -82,7 +81,7 @@ def test_styles_and_costs_are_told(painter, tmp_path):
         (["--model", "nowhere", "--mask", "m.png"], InvalidArgument, "give the picture with --edit"),
         (["--model", "nowhere", "--edit", "a", "--animate", "b"], InvalidArgument, "give one of them"),
         (["--model", "nowhere", "--strength", "0.5"], InvalidArgument, "give the picture with --edit"),
-        (["--model", "nowhere", "--memory", "nan"], InvalidArgument, "megabytes above 0"),
+        (["--model", "nowhere", "--memory-budget", "nan"], InvalidArgument, "--memory-budget: 'nan' is no size"),
         (["--model", "nowhere", "--preview", "now.txt"], InvalidArgument, "--preview writes"),
         (["--model", "nowhere", "--size", "64"], InvalidArgument, "write HEIGHTxWIDTH"),
         (["--model", "nowhere", "--format", "bmp"], InvalidArgument, "png, webp, jpg"),

@@ -1,4 +1,4 @@
-"""`pippin laws`: from a table of runs to a law, from the law to a loss, a budget and a dose; and what it refuses."""
+"""`pippin laws`: from a table of runs to a law, from the law to a loss, a budget and a share; and what it refuses."""
 
 import json
 import math
@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from pippin.cli import main
-from pippin.cli.laws import number
 from pippin.core.errors import InvalidArgument
+from pippin.recipes.laws import number
 
 
 def run(capsys, *words):
@@ -36,9 +36,9 @@ def tables(tmp_path_factory):
     return folder
 
 
-def test_a_table_of_runs_becomes_a_law_a_picture_and_a_budget(tables, tmp_path, capsys):
+def test_a_table_of_runs_becomes_a_law_a_plot_and_a_budget(tables, tmp_path, capsys):
     words = ["--column", "loss=val", "--out", tmp_path / "law.json", "--plot", tmp_path / "law.png", "--hold-out"]
-    code, out, err = run(capsys, "laws", "fit", tables / "runs.csv", *words, "--bootstrap", 20, "--json")
+    code, out, err = run(capsys, "laws", "fit", tables / "runs.csv", *words, "--num-resamples", 20, "--json")
     assert code == 0, err
     made = json.loads(out)
     assert made["coefficients"]["alpha"] == pytest.approx(0.3, rel=1e-4)
@@ -61,14 +61,16 @@ def test_a_table_of_runs_becomes_a_law_a_picture_and_a_budget(tables, tmp_path, 
     assert "warning: the best N" in err
 
 
-def test_a_law_of_forgetting_gives_a_dose(tables, tmp_path, capsys):
+def test_a_law_of_forgetting_gives_the_required_share(tables, tmp_path, capsys):
     law = tmp_path / "law.json"
-    words = ["--form", "forgetting", "--out", law, "--bootstrap", 10]
+    words = ["--form", "forgetting", "--out", law, "--num-resamples", 10]
     code, out, err = run(capsys, "laws", "fit", tables / "forgetting.jsonl", *words)
     assert code == 0, err
     assert "R2 of the forgetting alone 1.0000" in out
     assert "saved in" in err
-    code, out, _ = run(capsys, "laws", "dose", law, "-N", "4M", "-D", "1M", "--forget", 0.05, "--json")
+    code, out, _ = run(
+        capsys, "laws", "required-share", law, "-N", "4M", "-D", "1M", "--max-forgetting", 0.05, "--json"
+    )
     assert json.loads(out)["share"] == pytest.approx(0.0153, abs=1e-4)
     code, out, _ = run(capsys, "laws", "predict", law, "-N", "4M", "-D", "1M", "--share", 0.01, "--before", 2, "--json")
     found = json.loads(out)
@@ -77,7 +79,7 @@ def test_a_law_of_forgetting_gives_a_dose(tables, tmp_path, capsys):
 
 
 def test_the_law_of_the_target_loss_needs_no_share(tables, tmp_path, capsys):
-    words = ["--form", "finetuning", "--out", tmp_path / "law.json", "--bootstrap", 0]
+    words = ["--form", "finetuning", "--out", tmp_path / "law.json", "--num-resamples", 0]
     code, out, err = run(capsys, "laws", "fit", tables / "target.csv", *words)
     assert code == 0, err
     assert "alpha" in out
@@ -95,10 +97,10 @@ def test_what_cannot_be_fitted_is_refused(tables, tmp_path, capsys):
     (tmp_path / "runs.txt").write_text("N,D,loss\n")
     for words, message in (
         ([tables / "runs.csv"], "no column for loss"),
-        ([tables / "runs.csv", "--column", "nothing"], "write it as loss=val_loss"),
+        ([tables / "runs.csv", "--column", "nothing"], "write it as OURS=THEIRS"),
         ([tables / "runs.csv", "--column", "loss=val", "--plot", "law.txt"], "it must end in"),
-        ([tables / "runs.csv", "--column", "loss=val", "--offset"], "--offset belongs to"),
-        ([tables / "runs.csv", "--column", "loss=val", "--delta", "0"], "delta is 0"),
+        ([tables / "runs.csv", "--column", "loss=val", "--offset"], "(--offset) belongs to"),
+        ([tables / "runs.csv", "--column", "loss=val", "--delta", "0"], "delta must be above 0"),
         ([tmp_path / "few.csv"], "at least 8 runs, got 1"),
         ([tmp_path / "word.csv"], "line 2: loss is 'many'"),
         ([tmp_path / "none.csv"], "holds no runs"),
@@ -114,12 +116,12 @@ def test_what_cannot_be_fitted_is_refused(tables, tmp_path, capsys):
 
 def test_a_law_answers_only_what_it_is_a_law_of(tables, tmp_path, capsys):
     law = tmp_path / "law.json"
-    run(capsys, "laws", "fit", tables / "runs.csv", "--column", "loss=val", "--out", law, "--bootstrap", 0)
+    run(capsys, "laws", "fit", tables / "runs.csv", "--column", "loss=val", "--out", law, "--num-resamples", 0)
     for words, message in (
-        (["dose", law, "-N", "1M", "-D", "1M", "--forget", "0.1"], "a dose is that of a forgetting law"),
+        (["required-share", law, "-N", "1M", "-D", "1M", "--max-forgetting", "0.1"], "the required share is that of"),
         (["predict", law, "-N", "many", "-D", "1M"], "is no number above 0"),
         (["optimal", law, "-C", "-1"], "is no number above 0"),
-        (["optimal", law, "-C", "1e20", "--encoder", "1M", "--pictures", "2"], "--pictures is 2"),
+        (["optimal", law, "-C", "1e20", "--encoder", "1M", "--encoder-share", "2"], "--encoder-share"),
     ):
         code, _, err = run(capsys, "laws", *words)
         assert code == 2, words

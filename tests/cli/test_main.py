@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from pippin import cli
 from pippin.cli import app, exit_code, main
+from pippin.cli.common import exit_codes
 from pippin.core import errors
 
 
@@ -182,7 +183,7 @@ def test_completion_offers_the_models(command):
 
 def test_the_module_s_own_words_name_every_code():
     codes = {exit_code(provoke(kind)) for kind in every_error()} | {cli.INTERRUPTED, cli.BROKEN_PIPE}
-    assert all(f"{code} " in cli.__doc__ for code in codes)
+    assert all(f"{code} " in exit_codes.__doc__ for code in codes)
 
 
 def test_a_warning_of_pippin_is_one_line_and_others_are_as_they_were(monkeypatch, capsys):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from pippin.core import catalogue
+from pippin.core.store import catalog
 
 
 def listed(pippin, home) -> dict[str, dict]:
@@ -13,19 +13,19 @@ def listed(pippin, home) -> dict[str, dict]:
     return {row["name"]: row for row in json.loads(done.stdout)}
 
 
-def test_the_list_is_the_catalogue(pippin, tmp_path):
+def test_the_list_is_the_catalog(pippin, tmp_path):
     rows = listed(pippin, tmp_path)
-    assert rows.keys() == catalogue.entries().keys()
+    assert rows.keys() == catalog.entries().keys()
     assert [name for name, row in rows.items() if row["default"]] == ["smollm2-135m"]
     assert not any(row["installed"] for row in rows.values())
-    for entry in catalogue.entries().values():
-        assert (rows[entry.name]["size"], rows[entry.name]["licence"]) == (entry.size, entry.licence)
+    for entry in catalog.entries().values():
+        assert (rows[entry.name]["size"], rows[entry.name]["license"]) == (entry.size, entry.license)
 
 
 def test_the_table_has_a_line_for_each(pippin, tmp_path):
     shown = pippin("models", env={"PIPPIN_HOME": str(tmp_path), "COLUMNS": "120"}).stdout.decode()
     lines = shown.splitlines()
-    assert len(lines) == len(catalogue.entries()) + 2
+    assert len(lines) == len(catalog.entries()) + 2
     assert lines[1].split() == ["smollm2-135m", "*", "chat", "98.4", "MB", "Apache-2.0", "no"]
 
 
@@ -44,7 +44,7 @@ def test_a_wrong_file_is_refused(refused, tmp_path):
     path = tmp_path / "model.gguf"
     path.write_bytes(b"GGUF but not the one")
     line = refused("pull", "smollm2-135m", "--from", path, code=3, env={"PIPPIN_HOME": str(tmp_path / "home")})
-    assert catalogue.entries()["smollm2-135m"].files[0].sha256 in line
+    assert catalog.entries()["smollm2-135m"].files[0].sha256 in line
     assert refused("pull", "smollm2-135m", "--from", tmp_path / "none", code=2)
 
 

@@ -8,10 +8,10 @@ from typer.testing import CliRunner
 
 from pippin.cli.attest import app as attest
 from pippin.cli.privacy import privacy
-from pippin.core import attestation
-from pippin.core.attestation import Log, SoftwareRoot
 from pippin.core.errors import CorruptedFile, InvalidInput, NotInLog
-from pippin.core.privacy import privacy_report
+from pippin.core.trust import attestation
+from pippin.core.trust.attestation import SoftwareRoot, TransparencyLog
+from pippin.core.trust.privacy import privacy_report
 
 RUN = CliRunner()
 REPORT = typer.Typer()
@@ -29,10 +29,10 @@ def test_the_report_has_every_promise_and_its_reason():
     shown = " ".join(run(REPORT).split())
     for line in privacy_report().lines:
         assert line.promise in shown
-        assert line.kept in shown
+        assert line.status in shown
     found = json.loads(run(REPORT, "--json"))
     assert [line["promise"] for line in found["lines"]] == [line.promise for line in privacy_report().lines]
-    assert found["facts"]["system"] == privacy_report().facts.system
+    assert found["findings"]["system"] == privacy_report().findings.system
 
 
 def test_from_a_key_to_a_pinned_log(tmp_path):
@@ -40,12 +40,12 @@ def test_from_a_key_to_a_pinned_log(tmp_path):
     assert run(attest, "key", key).strip() == SoftwareRoot.load(key).public
     assert run(attest, "measure").strip() == attestation.measure()
     assert run(attest, "measure", key).strip() == attestation.model_hash(key)
-    Log().add("aa" * 32).write(log)
+    TransparencyLog().add("aa" * 32).write(log)
     first = run(attest, "log", log).split()[1]
     size, root = run(attest, "log", log, "--add", "--extends", first).split()
-    assert (size, root) == ("2", Log.read(log).root)
+    assert (size, root) == ("2", TransparencyLog.read(log).root)
     assert run(attest, "log", log, "--add").split() == ["2", root]  # it is in already
-    assert Log.read(log).prove(attestation.measure(), root)["index"] == 1
+    assert TransparencyLog.read(log).prove(attestation.measure(), root)["index"] == 1
 
 
 def test_what_is_wrong_is_refused(tmp_path):

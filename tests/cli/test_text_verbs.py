@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pippin.cli import main, options
+from pippin.cli import main
+from pippin.cli.common import options
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 needs_pty = pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
@@ -49,7 +50,7 @@ def test_proofread_shows_what_it_would_change_and_changes_nothing(run, note):
     assert code == 0
     assert "- i should ,only." in shown
     assert "+ I should, only." in shown
-    assert f"{note}:1:1: capitalisation: the pronoun “I” is a capital letter" in shown
+    assert f"{note}:1:1: capitalization: the pronoun “I” is a capital letter" in shown
     assert "24 + 24" not in shown
     assert note.read_bytes() == before
 
@@ -66,7 +67,7 @@ def test_proofread_json_lists_the_edits(run, note):
     record = json.loads(run("proofread", note, "--json")[1])
     text = note.read_bytes().decode()
     for edit in record["edits"]:
-        assert text[edit["range"]["start"] : edit["range"]["end"]] == edit["original"]
+        assert text[edit["span"]["start"] : edit["span"]["end"]] == edit["original"]
     assert [edit["replacement"] for edit in record["edits"]] == ["I", ", "]
 
 
@@ -118,7 +119,7 @@ def test_proofread_does_not_write_where_it_may_not(run, note, monkeypatch):
 
 
 @needs_pty
-def test_a_terminal_sees_corrections_in_colour(terminal, default_model_path, tmp_path):
+def test_a_terminal_sees_corrections_in_color(terminal, default_model_path, tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("I recieved it yesterday.")
     screen = terminal("proofread", path, "--model", default_model_path)
@@ -187,7 +188,7 @@ class Letters:
 
 
 @pytest.mark.filterwarnings("ignore::pippin.core.errors.InferenceAtRisk")  # so few examples are all told apart
-def test_classify_learns_from_labelled_texts(run, tmp_path, monkeypatch):
+def test_classify_learns_from_labeled_texts(run, tmp_path, monkeypatch):
     monkeypatch.setattr("pippin.language.encoder.load_encoder", lambda *_, **__: Letters())
     taught = tmp_path / "taught.tsv"
     texts = {
@@ -208,7 +209,7 @@ def test_classify_learns_from_labelled_texts(run, tmp_path, monkeypatch):
 
 def test_summarize_selects_sentences(run):
     text = b"The first one is here. The second one is there. The third one is gone."
-    code, shown, message = run("summarize", "--how", "select", "--length", "2", stdin=text)
+    code, shown, message = run("summarize", "--method", "select", "--length", "2", stdin=text)
     assert (code, message) == (0, "")
     assert all(part.encode() in text for part in shown.strip().split(". "))
 
@@ -237,23 +238,21 @@ def test_extract_fills_in_a_form(in_process):
     [
         (["summarize", "nothing.txt"], "there is no file 'nothing.txt'"),
         (["summarize"], "there is no text; name a file or pipe one in"),
-        (["summarize", "--length", "huge"], "length must be one of short, medium, long"),
-        (["summarize", "--length", "²"], "length must be one of short, medium, long"),
-        (["summarize", "--how", "guess"], "--how must be write or select"),
+        (["summarize", "--length", "huge"], "length must be 'short', 'medium' or 'long'"),
+        (["summarize", "--length", "²"], "length must be 'short', 'medium' or 'long'"),
+        (["summarize", "--method", "guess"], "'guess' is not one of 'write', 'select'"),
         (["extract"], "give the form that is to be filled in"),
         (["extract", "--schema", "a.json", "--type", "a.py:B"], "exclude each other"),
         (["classify"], "give the labels"),
         (["classify", "--labels", "a,b", "--labels-file", "c"], "give the labels"),
         (["classify", "--labels", "a"], "at least two labels"),
         (["classify", "--labels", "a,,b"], "each once, got 'a', '', 'b'"),
-        (["classify", "--labels", "a,b", "--calibrate", "twice"], "--calibrate must be content-free or off"),
         (["classify", "--labels", "a,b", "--fit", "nothing.tsv"], "there is no file of examples"),
         (["classify", "--labels", "a,b", "--measure", "nothing.tsv"], "there is no file of examples"),
         (["classify", "--labels", "a,b", "--plot", "a.png"], "--plot draws what --measure finds"),
         (["classify", "--labels", "a,b", "--measure", "a.tsv", "--plot", "a.doc"], "it must end in"),
         (["classify", "--learn", "a.tsv", "--labels", "a,b"], "labels and examples come from its file"),
         (["classify", "--learn", "nothing.tsv"], "there is no file of examples"),
-        (["proofread", "--how", "guess"], "--how must be auto, choose or write"),
     ],
 )
 def test_what_cannot_be_used_is_refused_before_a_model_is_loaded(monkeypatch, capsys, words, message):

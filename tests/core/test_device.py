@@ -11,6 +11,7 @@ import torch
 
 from pippin.core import device
 from pippin.core.errors import InvalidArgument
+from pippin.core.threads import use_threads
 
 SAPPHIRE_RAPIDS = (
     "model name\t: Intel(R) Xeon(R) 8481C\nflags\t\t: fpu fma avx2 f16c avx512f avx512_bf16 amx_bf16 amx_tile\n"
@@ -111,7 +112,7 @@ def test_memory_is_the_smaller_of_machine_and_control_group(tmp_path):
         "sys/fs/cgroup/x/memory.max": "1000000\n",
         "sys/fs/cgroup/x/memory.current": "400000\n",
     }
-    assert device.memory(tree(tmp_path, limited)) == device.Memory(1_000_000, 600_000)
+    assert device.memory(tree(tmp_path, limited)) == device.MemoryInfo(1_000_000, 600_000)
     older = {
         "proc/self/cgroup": "7:memory:/\n",
         "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
@@ -135,7 +136,7 @@ def test_peak_memory_is_this_process_s_own_and_keeps_what_was_freed():
 
 
 def test_facts_agree_with_torch_and_psutil():
-    facts = device.facts()
+    facts = device.machine_info()
     assert facts.logical_cores == os.cpu_count()
     assert 1 <= facts.threads <= facts.logical_cores
     assert facts.memory_total <= psutil.virtual_memory().total
@@ -182,19 +183,19 @@ def test_threads_of_torch_and_of_the_kernels_go_together(monkeypatch):
     monkeypatch.setattr(native, "library", lambda: object())
     monkeypatch.setattr(native, "set_threads", lambda count: asked.append(("kernels", count)))
     monkeypatch.setattr(device, "threads", lambda: 8)
-    device.use_threads(3)
+    use_threads(3)
     assert asked == [("torch", 3), ("kernels", 3)]
     asked.clear()
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    device.use_threads()
+    use_threads()
     assert asked == [("kernels", 2)], "torch has heeded it already"
     asked.clear()
     monkeypatch.delenv("OMP_NUM_THREADS")
-    device.use_threads()
+    use_threads()
     assert asked == [("torch", 8), ("kernels", 8)]
     monkeypatch.setattr(native, "library", lambda: None)
-    device.use_threads(1)
+    use_threads(1)
     assert asked[2:] == [("torch", 1)]
     for count in (0, 9, -1):
         with pytest.raises(InvalidArgument, match=f"{count} threads were asked for, this process may use 1 to 8"):
-            device.use_threads(count)
+            use_threads(count)

@@ -38,16 +38,16 @@ CTYPES = {
     "int32_t": ctypes.c_int32,
     "int64_t": ctypes.c_int64,
     "float": ctypes.c_float,
-    "pippin_matrix": native.Matrix,
+    "pippin_matrix": native.NativeMatrix,
 }
 STRUCTS = {
-    "matrix": native.Matrix,
+    "matrix": native.NativeMatrix,
     "expert": native.Expert,
     "layer": native.Layer,
-    "config": native.Config,
+    "config": native.NativeConfig,
     "change": native.Change,
-    "share": native.Share,
-    "batch": native.Batch,
+    "share": native.SequenceShare,
+    "batch": native.NativeBatch,
 }
 
 
@@ -98,18 +98,19 @@ def test_every_function_of_the_header_is_known():
 
 
 def test_the_library_is_there_or_the_reason_is():
-    assert (native.library() is None) == bool(native.why_not())
+    assert (native.library() is None) == bool(native.unavailable_reason())
     if native.library() is None:
         assert (native.threads(), native.instruction_set(), native.instruction_sets()) == (0, "", ())
 
 
 def test_it_can_be_switched_off_and_nothing_needs_it():
     code = (
-        "from pippin.core import native; print(native.library(), native.why_not(), native.threads(), native.profile());"
-        "import sys; print('torch' in sys.modules)"
+        "from pippin.core import native; print(native.library(), native.unavailable_reason());"
+        "print(native.threads(), native.profile()); import sys; print('torch' in sys.modules)"
     )
-    said, torch = fresh(code, PIPPIN_NATIVE="0").splitlines()
-    assert said == "None switched off by PIPPIN_NATIVE=0 0 Profile(linear=0.0, attention=0.0, other=0.0, waiting=0.0)"
+    said, counted, torch = fresh(code, PIPPIN_NATIVE="0").splitlines()
+    assert said == "None switched off by PIPPIN_NATIVE=0"
+    assert counted == "0 KernelProfile(linear=0.0, attention=0.0, other=0.0, waiting=0.0)"
     assert torch == "False"
 
 
@@ -137,7 +138,7 @@ def test_a_library_of_another_version_is_refused(monkeypatch):
         there = native.ABI
         monkeypatch.setattr(native, "ABI", 99)
         assert native.library() is None
-        assert f"of another version ({there}, not 99)" in native.why_not()
+        assert f"of another version ({there}, not 99)" in native.unavailable_reason()
         for use in (lambda: native.set_threads(1), lambda: native.use_instruction_set("generic")):
             with pytest.raises(PippinError, match="another version"):
                 use()
@@ -217,7 +218,7 @@ def test_what_the_library_refuses_is_an_error_with_its_words():
     with pytest.raises(InvalidArgument, match="native kernels: "):
         library.packed_bytes(12345, 0, 2, 32)
     with pytest.raises(InvalidArgument, match="native kernels: "):
-        library.model_new(native.Config(), (native.Layer * 1)())
+        library.model_new(native.NativeConfig(), (native.Layer * 1)())
 
 
 @with_kernels

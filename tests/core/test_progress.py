@@ -1,4 +1,4 @@
-"""The bar as a terminal would see it, and its silence elsewhere."""
+"""The bar as a terminal would see it, and its lines elsewhere."""
 
 import io
 from contextlib import redirect_stderr
@@ -20,14 +20,34 @@ def _xterm(monkeypatch):
 
 
 def use(show: bool = True) -> None:
-    progress.note("Fetching", show=show)
-    with progress.bar(10, "counting", show=show) as bar:
+    progress.note("Fetching", show_progress=show)
+    with progress.bar(10, "counting", show_progress=show) as bar:
         bar.advance(10)
 
 
-def test_nothing_is_drawn_where_nobody_watches(capfd):
+def test_where_no_terminal_is_what_is_done_soon_leaves_its_note_alone(capsys):
     use()
-    assert capfd.readouterr() == ("", "")
+    assert capsys.readouterr() == ("", "Fetching\n")
+    use(show=False)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_where_no_terminal_is_a_line_comes_every_few_seconds(capsys, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    with progress.bar(200, "training", unit="steps", done=20) as bar:
+        for _ in range(12):
+            now[0] += 1.0
+            bar.say("loss 1.5")
+            bar.advance(2)
+    assert capsys.readouterr().err.splitlines() == [
+        "training: 30 of 200 steps, 2 steps/s, 1:25 left, loss 1.5",
+        "training: 40 of 200 steps, 2 steps/s, 1:20 left, loss 1.5",
+    ]
+    with progress.bar(None, "reading") as bar:
+        now[0] += 10.0
+        bar.advance(5_000_000)
+    assert capsys.readouterr().err == "reading: 5.0 MB, 0.5 MB/s\n"
 
 
 def test_a_terminal_sees_it_only_when_it_is_wanted():

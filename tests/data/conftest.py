@@ -22,8 +22,8 @@ def texts():
 
 @pytest.fixture(scope="session")
 def default_tokenizer(default_model_path):
-    from pippin.core.gguf import open_gguf
-    from pippin.data.tokenizer import Tokenizer
+    from pippin.core.formats.gguf import open_gguf
+    from pippin.data.text.tokenizer import Tokenizer
 
     return Tokenizer.from_gguf(open_gguf(default_model_path))
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from PIL import Image
 
-from pippin.core import store
 from pippin.core.errors import AssetError, CorruptedFile, InvalidArgument, InvalidImage, InvalidInput
+from pippin.core.store import store
 from pippin.data import image_files, images
 from pippin.data.images import ImageSet
 
@@ -22,7 +22,7 @@ def pulled(name):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Two classes of pictures, with captions."""
+    """Two classes of images, with captions."""
     rng = np.random.default_rng(0)
     for kind in ("cats", "dogs"):
         (tmp_path / kind).mkdir()
@@ -35,7 +35,7 @@ def folder(tmp_path):
 
 def test_a_folder_gives_levels_labels_and_captions(folder):
     found = images.load(folder)
-    assert found.classes == ("cats", "dogs")
+    assert found.class_names == ("cats", "dogs")
     assert found.labels.tolist() == [0, 0, 0, 1, 1, 1]
     assert found.captions[4] == "dogs № 1"
     pixels = np.asarray(Image.open(folder / "dogs" / "1.png"))
@@ -46,10 +46,10 @@ def test_a_folder_gives_levels_labels_and_captions(folder):
 def test_a_folder_without_classes_has_no_labels(folder):
     found = images.load(folder / "cats", channels=1)
     assert found.labels is None
-    assert found.classes == ()
+    assert found.class_names == ()
     assert found.shape == (1, 12, 12)
-    grey = np.asarray(Image.open(folder / "cats" / "0.png").convert("L")).astype(int)
-    assert np.abs(found.images[0, 0].numpy().astype(int) - grey).max() <= 1
+    gray = np.asarray(Image.open(folder / "cats" / "0.png").convert("L")).astype(int)
+    assert np.abs(found.images[0, 0].numpy().astype(int) - gray).max() <= 1
 
 
 def test_limits_are_spread_over_the_whole(folder):
@@ -66,10 +66,10 @@ def test_a_damaged_file_is_named_and_skipped_only_if_asked(folder):
     assert len(found) == 5
     assert found.skipped == (str(bad),)
     (folder / "cats" / "2.png").write_bytes(b"")
-    with pytest.raises(InvalidImage, match="no picture that can be read"):
-        images.read(folder / "cats" / "2.png")
+    with pytest.raises(InvalidImage, match="no image that can be read"):
+        images.read_image(folder / "cats" / "2.png")
     with pytest.raises(InvalidImage, match="no such file"):
-        images.read(folder / "none.png")
+        images.read_image(folder / "none.png")
 
 
 def test_other_sizes_are_refused_or_resized(folder):
@@ -85,17 +85,17 @@ def test_a_picture_that_would_fill_the_memory_is_not_decoded(tmp_path, monkeypat
     Image.new("L", (64, 64)).save(tmp_path / "large.png")
     monkeypatch.setattr(images, "MOST_PIXELS", 1000)
     with pytest.raises(InvalidImage, match="64 by 64 pixels"):
-        images.open_picture(tmp_path / "large.png", most=1000)
+        images.open_image(tmp_path / "large.png", max_pixels=1000)
 
 
 def test_transparency_lies_over_white_and_pictures_stand_upright(tmp_path):
     Image.new("RGBA", (4, 4), (255, 0, 0, 0)).save(tmp_path / "clear.png")
-    assert images.read(tmp_path / "clear.png").unique().tolist() == [255]
+    assert images.read_image(tmp_path / "clear.png").unique().tolist() == [255]
     turned = Image.fromarray(np.arange(6, dtype=np.uint8).reshape(2, 3) * 40)
     exif = Image.Exif()
     exif[0x0112] = 6
     turned.save(tmp_path / "turned.png", exif=exif)
-    assert images.read(tmp_path / "turned.png", channels=1).shape == (1, 3, 2)
+    assert images.read_image(tmp_path / "turned.png", channels=1).shape == (1, 3, 2)
 
 
 def test_arrays(tmp_path):
@@ -103,7 +103,7 @@ def test_arrays(tmp_path):
     np.savez(tmp_path / "set.npz", images=levels, labels=[0, 2, 1, 0, 2], classes=["a", "b", "c"])
     found = images.load(tmp_path / "set.npz")
     assert np.array_equal(found.images[:, 0].numpy(), levels)
-    assert found.classes == ("a", "b", "c")
+    assert found.class_names == ("a", "b", "c")
     np.savez(tmp_path / "floats.npz", images=levels / 255)
     with pytest.raises(InvalidInput, match="wanted 'images', 8-bit"):
         images.load(tmp_path / "floats.npz")
@@ -113,14 +113,14 @@ def test_arrays(tmp_path):
 
 
 def test_nothing_to_read(tmp_path, monkeypatch):
-    with pytest.raises(InvalidInput, match="holds no pictures"):
+    with pytest.raises(InvalidInput, match="holds no images"):
         images.load(tmp_path)
-    with pytest.raises(InvalidInput, match="no file, folder or catalogue name"):
+    with pytest.raises(InvalidInput, match="no file, folder or catalog name"):
         images.load(tmp_path / "none")
     monkeypatch.setattr(store, "find", lambda name: None)
     with pytest.raises(AssetError, match="pippin pull cifar-10"):
         images.load("cifar-10")
-    with pytest.raises(InvalidArgument, match="choose train or test"):
+    with pytest.raises(InvalidArgument, match="split must be 'train' or 'test'"):
         images.load(tmp_path, split="validation")
     with pytest.raises(InvalidArgument, match="limit"):
         images.load(tmp_path, limit=0)
@@ -130,11 +130,11 @@ def test_sets_that_contradict_themselves():
     levels = torch.zeros(2, 1, 4, 4, dtype=torch.uint8)
     with pytest.raises(InvalidInput, match="8-bit levels"):
         ImageSet(levels[:0])
-    with pytest.raises(InvalidInput, match="3 labels for 2 pictures"):
+    with pytest.raises(InvalidInput, match="3 labels for 2 images"):
         ImageSet(levels, torch.tensor([0, 1, 1]), ("a", "b"))
     with pytest.raises(InvalidInput, match="labels from 0 to 2 for 2 classes"):
         ImageSet(levels, torch.tensor([0, 2]), ("a", "b"))
-    with pytest.raises(InvalidArgument, match="and 1 or 3 channels"):
+    with pytest.raises(InvalidArgument, match="channels must be 1 or 3, got 2"):
         ImageSet(levels).resized(4, channels=2)
 
 
@@ -150,12 +150,12 @@ def test_cifar_as_published():
     pulled("cifar-10")
     test = images.load("cifar-10", split="test")
     assert test.labels.bincount().tolist() == [1000] * 10
-    assert test.classes[int(test.labels[0])] == "cat"
+    assert test.class_names[int(test.labels[0])] == "cat"
     means = test.images.flatten(2).float().mean((0, 2)) / 255
     assert torch.allclose(means, torch.tensor([0.4942, 0.4851, 0.4504]), atol=1e-4)
 
 
-def test_damaged_sets_of_the_catalogue(tmp_path):
+def test_damaged_sets_of_the_catalog(tmp_path):
     header = struct.pack(">4I", 2051, 2, 4, 4)
     (tmp_path / "train-images-idx3-ubyte.gz").write_bytes(gzip.compress(header + bytes(31)))
     with pytest.raises(CorruptedFile, match="not an idx file"):
@@ -177,11 +177,11 @@ def test_damaged_sets_of_the_catalogue(tmp_path):
 def test_pictures_come_back(tmp_path, suffix):
     ramp = torch.linspace(-1, 1, 16).expand(3, 16, 16)
     path = tmp_path / f"ramp{suffix}"
-    image_files.write(path, ramp, text={"seed": "7", "prompt": "ein Würfel"})
-    back = images.read(path)
+    image_files.write_image(path, ramp, text={"seed": "7", "prompt": "ein Würfel"})
+    back = images.read_image(path)
     assert (back.int() - images.to_levels(ramp).int()).abs().max() <= (0 if suffix != ".jpg" else 12)
     said = {"seed": "7", "prompt": "ein Würfel"}
-    assert image_files.text_of(path) == said
+    assert image_files.read_text(path) == said
     if suffix == ".png":
         with Image.open(path) as file:
             assert file.text == said
@@ -191,14 +191,14 @@ def test_a_picture_of_another_program_says_nothing(tmp_path):
     exif = Image.Exif()
     exif[0x9286] = b"UNICODE\x00\x00x"
     Image.new("L", (4, 4)).save(tmp_path / "a.jpg", exif=exif)
-    assert image_files.text_of(tmp_path / "a.jpg") == {}
+    assert image_files.read_text(tmp_path / "a.jpg") == {}
 
 
 @pytest.mark.parametrize("suffix", [".gif", ".webp", ".png", ".mp4"])
 def test_clips_come_back(tmp_path, suffix):
     frames = torch.stack([torch.full((1, 15, 16), level) for level in (-1.0, 0.0, 1.0)])
     path = tmp_path / f"clip{suffix}"
-    image_files.write_clip(path, frames, fps=5, zoom=2)
+    image_files.write_video(path, frames, fps=5, zoom=2)
     if suffix == ".mp4":
         import av
 
@@ -217,23 +217,25 @@ def test_clips_come_back(tmp_path, suffix):
 
 
 def test_what_cannot_be_written_is_refused(tmp_path):
-    with pytest.raises(InvalidArgument, match="pictures are written as"):
-        image_files.write(tmp_path / "a.bmp", torch.zeros(1, 4, 4))
+    with pytest.raises(InvalidArgument, match="images are written as"):
+        image_files.write_image(tmp_path / "a.bmp", torch.zeros(1, 4, 4))
     with pytest.raises(InvalidArgument, match="1 or 3 channels"):
-        image_files.write(tmp_path / "a.png", torch.zeros(2, 4, 4))
-    for path, frames, fps in (("a.avi", 2, 8), ("a.gif", 0, 8), ("a.gif", 2, 0)):
-        with pytest.raises(InvalidArgument, match="clips are"):
-            image_files.write_clip(tmp_path / path, torch.zeros(frames, 1, 4, 4), fps=fps)
+        image_files.write_image(tmp_path / "a.png", torch.zeros(2, 4, 4))
+    for path, frames in (("a.avi", 2), ("a.gif", 0)):
+        with pytest.raises(InvalidArgument, match="videos are"):
+            image_files.write_video(tmp_path / path, torch.zeros(frames, 1, 4, 4))
+    with pytest.raises(InvalidArgument, match="fps must be above 0 and at most 240, got 0"):
+        image_files.write_video(tmp_path / "a.gif", torch.zeros(2, 1, 4, 4), fps=0)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_sheet_has_every_picture_in_its_place():
     samples = torch.arange(6.0).view(6, 1, 1, 1).expand(6, 1, 2, 2) / 10
-    sheet = image_files.sheet(samples, columns=3, gap=1)
+    sheet = image_files.image_grid(samples, columns=3, gap=1)
     assert sheet.shape == (1, 5, 8)
     assert sheet[0, ::3, ::3].flatten().tolist() == pytest.approx([0, 0.1, 0.2, 0.3, 0.4, 0.5])
     assert sheet[0, 2].tolist() == [1.0] * 8
-    assert image_files.sheet(samples, columns=3, zoom=2).shape == (1, 10, 16)
+    assert image_files.image_grid(samples, columns=3, zoom=2).shape == (1, 10, 16)
 
 
 def test_mnist_as_published():

@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 
 from pippin.core.errors import InvalidArgument, InvalidInput
 from pippin.data.injection import Injected
-from pippin.data.ordering import Mapped, Shuffled
+from pippin.data.streams import Mapped, Shuffled
 
 
 def stream(items, **how):

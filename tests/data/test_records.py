@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from pippin.core.errors import InvalidArgument, InvalidRecord, MissingDependency
-from pippin.data.records import Record, read_records
+from pippin.data.records import TrainingRecord, read_records
 
 ROWS = [{"text": "one"}, {"text": "two\nlines"}, {"text": "drei é"}]
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
@@ -33,7 +33,7 @@ def test_a_text_file_is_one_document_to_the_byte(tmp_path, name):
     packed = gzip.compress(text.encode()) if name.endswith(".gz") else text.encode()
     (tmp_path / name).write_bytes(packed)
     (record,) = read_records(tmp_path / name)
-    assert record == Record(str(tmp_path / name), text=text.removeprefix("\ufeff"))
+    assert record == TrainingRecord(str(tmp_path / name), text=text.removeprefix("\ufeff"))
 
 
 @pytest.mark.parametrize("line", ["é line of some length\n", "no line ends here é "])

@@ -1,10 +1,10 @@
-"""Tables: the catalogue's, files of every shape, splits and their units."""
+"""Tables: the catalog's, files of every shape, splits and their units."""
 
 import pytest
 import torch
 
-from pippin.core import store
 from pippin.core.errors import InvalidArgument, InvalidInput, InvalidRecord
+from pippin.core.store import store
 from pippin.data import tables
 
 
@@ -15,7 +15,7 @@ def yacht():
     return tables.load("uci-yacht")
 
 
-def test_the_sets_of_the_catalogue_have_the_published_sizes(yacht):
+def test_the_sets_of_the_catalog_have_the_published_sizes(yacht):
     assert yacht.x.shape == (308, 6)
     sizes = {name: tuple(tables.load(name).x.shape) for name in tables.names()}
     assert sizes == {
@@ -31,7 +31,7 @@ def test_the_sets_of_the_catalogue_have_the_published_sizes(yacht):
     assert set(tables.load("uci-wine-red").y.tolist()) == {3, 4, 5, 6, 7, 8}
 
 
-def test_a_split_is_standardised_by_its_training_part(yacht):
+def test_a_split_is_standardized_by_its_training_part(yacht):
     parts = tables.split(yacht, 0.8, seed=1)
     assert len(parts.train) == 246
     assert len(parts.train) + len(parts.test) == len(yacht)

@@ -9,9 +9,9 @@ from array import array
 
 import torch
 
+from pippin.engine.model_runner import BLOCK_SIZE
+from pippin.engine.output_processor import OutputProcessor
 from pippin.engine.request import Finished
-from pippin.engine.runner import BLOCK
-from pippin.engine.writer import Writer
 
 VOCAB = 260
 
@@ -32,13 +32,13 @@ ROWS = 3 * torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(0))
 
 def right_answer(model, request, size=2048):
     """Tokens and last event, from the law of the fake runner and no engine."""
-    writer, ids, answer = Writer(model, request, size), list(request.prompt), []
+    output, ids, answer = OutputProcessor(model, request, size), list(request.prompt), []
     adapter = model.adapter(request.adapter)
-    while writer.reason is None:
-        tokens = writer.take(logits_after(ids, adapter)[None].clone())
+    while output.finish_reason is None:
+        tokens = output.process(logits_after(ids, adapter)[None].clone())
         answer += tokens
         ids += [token.id for token in tokens]
-    return answer, writer.finished(writer.reason)
+    return answer, output.finished(output.finish_reason)
 
 
 def right_score(prompt, continuation, adapter=None):
@@ -50,44 +50,49 @@ def right_score(prompt, continuation, adapter=None):
 
 
 class FakeRunner:
-    """See `pippin.engine.runner.Runner`; it remembers the largest pass and can be told to fail."""
+    """See `pippin.engine.model_runner.Runner`; it remembers the largest pass and can be told to fail."""
 
-    block_bytes, cache_type, invariant = BLOCK * 16, "float32", True
+    block_bytes, kv_cache_dtype, invariant = BLOCK_SIZE * 16, "float32", True
 
-    def __init__(self, model, blocks, cache_type="auto"):
-        self.blocks, self.memory = blocks, array("q", [-1]) * (2 * BLOCK * blocks)
+    def __init__(self, model, blocks, kv_cache_dtype="auto"):
+        self.blocks, self.memory = blocks, array("q", [-1]) * (2 * BLOCK_SIZE * blocks)
         self.passes, self.broken, self.may_write, self.copies = [], None, lambda block: True, 0
 
-    def forward(self, works):
+    def forward(self, inputs):
         if self.broken is not None:
             raise self.broken
-        self.passes.append([(len(work.ids), work.held) for work in works])
-        for work in works:
-            assert len(work.ids) > 0
-            assert len(work.table) * BLOCK >= work.held + len(work.ids)
-            for place, id in enumerate(work.ids, work.held):
-                block = work.table[place // BLOCK]
+        self.passes.append([(len(model_input.token_ids), model_input.num_computed_tokens) for model_input in inputs])
+        for model_input in inputs:
+            assert len(model_input.token_ids) > 0
+            assert len(model_input.block_table) * BLOCK_SIZE >= model_input.num_computed_tokens + len(
+                model_input.token_ids
+            )
+            for place, id in enumerate(model_input.token_ids, model_input.num_computed_tokens):
+                block = model_input.block_table[place // BLOCK_SIZE]
                 assert self.may_write(block)
-                at = 2 * (block * BLOCK + place % BLOCK)
-                self.memory[at], self.memory[at + 1] = id, mark_of(work.adapter)
-        return [self.rows(work) for work in works]
+                at = 2 * (block * BLOCK_SIZE + place % BLOCK_SIZE)
+                self.memory[at], self.memory[at + 1] = id, mark_of(model_input.adapter)
+        return [self.rows(model_input) for model_input in inputs]
 
-    def rows(self, work):
+    def rows(self, model_input):
         seen = array("q")
-        for block in work.table:
+        for block in model_input.block_table:
             seen += self.block(block)
-        ids, marks = seen[::2], set(seen[1 : 2 * (work.held + len(work.ids)) : 2])
-        assert marks == {mark_of(work.adapter)}
-        rows = [logits_after(ids[: work.held + output + 1], work.adapter) for output in work.outputs]
+        ids, marks = seen[::2], set(seen[1 : 2 * (model_input.num_computed_tokens + len(model_input.token_ids)) : 2])
+        assert marks == {mark_of(model_input.adapter)}
+        rows = [
+            logits_after(ids[: model_input.num_computed_tokens + output + 1], model_input.adapter)
+            for output in model_input.outputs
+        ]
         return torch.stack(rows) if rows else torch.empty(0, VOCAB)
 
     def block(self, block):
-        return self.memory[2 * BLOCK * block : 2 * BLOCK * (block + 1)]
+        return self.memory[2 * BLOCK_SIZE * block : 2 * BLOCK_SIZE * (block + 1)]
 
     def copy(self, source, target):
         assert source != target
         self.copies += 1
-        self.memory[2 * BLOCK * target : 2 * BLOCK * (target + 1)] = self.block(source)
+        self.memory[2 * BLOCK_SIZE * target : 2 * BLOCK_SIZE * (target + 1)] = self.block(source)
 
     def read(self, blocks):
         return torch.stack([torch.frombuffer(bytearray(self.block(block)), dtype=torch.uint8) for block in blocks])
@@ -95,13 +100,13 @@ class FakeRunner:
     def write(self, blocks, data):
         for block, row in zip(blocks, data, strict=True):
             values = array("q", row.numpy().tobytes())
-            self.memory[2 * BLOCK * block : 2 * BLOCK * (block + 1)] = values
+            self.memory[2 * BLOCK_SIZE * block : 2 * BLOCK_SIZE * (block + 1)] = values
 
     def close(self):
         self.blocks = 0
 
     @staticmethod
-    def block_bytes_of(model, cache_type="auto"):
+    def block_bytes_of(model, kv_cache_dtype="auto"):
         return FakeRunner.block_bytes
 
 
@@ -111,7 +116,7 @@ def drive(engine):
     loop._start = lambda: None
 
     def step():
-        if not loop.jobs:
+        if not loop.requests:
             return False
         loop._has_work()
         try:
@@ -126,8 +131,8 @@ def drive(engine):
 def events_so_far(stream):
     """What a driven engine has sent and the caller has not taken."""
     found = []
-    while not stream._job.events.empty():
-        found.append(stream._job.events.get())
+    while not stream._request.events.empty():
+        found.append(stream._request.events.get())
     return found
 
 

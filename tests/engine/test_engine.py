@@ -27,8 +27,8 @@ from pippin.core.errors import (
     Overloaded,
     SchemaError,
 )
-from pippin.engine import Engine, Finished, Request, SamplingOptions, shared
-from pippin.engine.constraint import Grammar
+from pippin.engine import Engine, Finished, Request, SamplingOptions, shared_engine
+from pippin.engine.grammar.constraint import Grammar
 from pippin.language import Decoder, LanguageModel, LayerSpec
 from pippin.nn.attention import AttentionSpec
 from pippin.nn.feedforward import FeedForwardSpec
@@ -111,7 +111,7 @@ def fake(monkeypatch):
 
 @pytest.fixture
 def engine(tiny):
-    with Engine(tiny, slots=3, chunk=32, cache_tokens=2048) as engine:
+    with Engine(tiny, max_num_seqs=3, max_num_batched_tokens=32, cache_tokens=2048) as engine:
         yield engine
 
 
@@ -120,7 +120,7 @@ def engine(tiny):
 
 @pytest.mark.parametrize("chunk", [1, 7, 64, 4096])
 def test_greedy_equals_the_bare_loop_for_every_chunk_size(tiny, chunk):
-    with Engine(tiny, chunk=chunk) as engine:
+    with Engine(tiny, max_num_batched_tokens=chunk) as engine:
         ids, _, last = ask(engine, prompt(0, 180))
     assert ids == bare_greedy(tiny, prompt(0, 180), 20)
     assert (last.prompt_tokens, last.answer_tokens) == (180, len(ids))
@@ -133,7 +133,7 @@ def test_greedy_answers_in_a_batch_equal_transformers(tiny, tmp_path):
     tiny.save(tmp_path)
     reference = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     requests = [Request(prompt(i, 5 + 37 * i), SamplingOptions(max_tokens=10 + 5 * i)) for i in range(9)]
-    with Engine(tiny, slots=4, chunk=20) as engine:
+    with Engine(tiny, max_num_seqs=4, max_num_batched_tokens=20) as engine:
         answers = together(engine, requests, pause=0.05)
         again = together(engine, requests[:4])  # the second time nearly nothing of a prompt is computed
         stats = engine.stats()
@@ -156,9 +156,11 @@ def test_greedy_answers_in_a_batch_equal_transformers(tiny, tmp_path):
 def test_the_real_model_writes_what_transformers_generates(model, reference, how):
     questions = ["What is the capital of France?", "Name three colours.", "Write a haiku about the sea."]
     prompts = [model.template.encode([{"role": "user", "content": text}]) for text in questions]
-    fields = {"in pieces": {"chunk": 5}, "preempted": {"cache_tokens": 96, "slots": 3}}.get(how, {})
+    fields = {"in pieces": {"max_num_batched_tokens": 5}, "preempted": {"cache_tokens": 96, "max_num_seqs": 3}}.get(
+        how, {}
+    )
     requests = [Request(ids, SamplingOptions(max_tokens=24)) for ids in prompts]
-    with Engine(model, **{"cache_tokens": 1024, "slots": 4} | fields) as engine:
+    with Engine(model, **{"cache_tokens": 1024, "max_num_seqs": 4} | fields) as engine:
         if how == "alone":
             answers = [collect(engine.stream(request)) for request in requests]
         elif how == "warm":
@@ -201,13 +203,13 @@ def test_a_seed_gives_the_same_text_whatever_else_runs(tiny, fake, chunk):
         for i, extra in enumerate(extras)
     ]
     alone = [[token.id for token in right_answer(tiny, request)[0]] for request in requests]
-    with Engine(tiny, slots=4, chunk=chunk, cache_tokens=512) as engine:
+    with Engine(tiny, max_num_seqs=4, max_num_batched_tokens=chunk, cache_tokens=512) as engine:
         assert [ids for ids, _, _ in together(engine, requests)] == alone
         assert [ids for ids, _, _ in together(engine, requests[::-1])] == alone[::-1]
 
 
-@pytest.mark.parametrize("cache_type", ["float32", "bfloat16", "int8"])
-def test_native_answers_are_the_same_to_the_bit_whatever_else_happens(tiny, cache_type):
+@pytest.mark.parametrize("kv_cache_dtype", ["float32", "bfloat16", "int8"])
+def test_native_answers_are_the_same_to_the_bit_whatever_else_happens(tiny, kv_cache_dtype):
     model = replace(tiny, module=copy.deepcopy(tiny.module).pack())
     options = [
         SamplingOptions(max_tokens=40, logprobs=2, temperature=1.0, seed=at, repetition_penalty=1.1, **ENDLESS)
@@ -217,7 +219,7 @@ def test_native_answers_are_the_same_to_the_bit_whatever_else_happens(tiny, cach
     continuations = [prompt(at, 7 * at + 1) for at in range(5)]
 
     def answers(together, **fields):
-        with Engine(model, **{"cache_tokens": 2048, "cache_type": cache_type, **fields}) as engine:
+        with Engine(model, **{"cache_tokens": 2048, "kv_cache_dtype": kv_cache_dtype, **fields}) as engine:
             if not engine._runner.invariant:
                 pytest.skip("no native kernels here")
             if together:
@@ -229,13 +231,17 @@ def test_native_answers_are_the_same_to_the_bit_whatever_else_happens(tiny, cach
             scores = engine.score(requests[0].prompt, continuations)
             return (tokens, scores), engine.stats()
 
-    alone, _ = answers(False, reuse=False)
-    for fields in ({"chunk": 7}, {"chunk": 64, "slots": 5}, {"slots": 2, "reuse": False}):
+    alone, _ = answers(False, enable_prefix_caching=False)
+    for fields in (
+        {"max_num_batched_tokens": 7},
+        {"max_num_batched_tokens": 64, "max_num_seqs": 5},
+        {"max_num_seqs": 2, "enable_prefix_caching": False},
+    ):
         assert answers(True, **fields)[0] == alone
     warm, stats = answers(False)
     assert warm == alone
     assert stats.cached_tokens >= 4 * 40
-    small, stats = answers(True, cache_tokens=160, slots=5, chunk=24)
+    small, stats = answers(True, cache_tokens=160, max_num_seqs=5, max_num_batched_tokens=24)
     assert small == alone
     assert stats.preempted > 0
 
@@ -270,12 +276,12 @@ def test_grammars_in_a_batch_always_parse_beside_free_text(tiny):
         Request(prompt(i, 30 + i), SamplingOptions(max_tokens=300, seed=i, temperature=1.0), grammars[i % 4])
         for i in range(8)
     ]
-    with Engine(tiny, slots=5, chunk=16) as engine:
+    with Engine(tiny, max_num_seqs=5, max_num_batched_tokens=16) as engine:
         answers = together(engine, requests, pause=0.02)
     for index, (_, text, last) in enumerate(answers):
         if index % 4 == 0:
             assert set(json.loads(text)) == {"name", "rows"}
-            assert last.reason == "stop"
+            assert last.finish_reason == "stop"
         elif index % 4 != 1:
             assert requests[index].grammar.allows(text)
 
@@ -283,23 +289,23 @@ def test_grammars_in_a_batch_always_parse_beside_free_text(tiny):
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("kind", ["windows and no positions", "shared keys", "experts", "norms everywhere"])
 def test_every_kind_of_layer_works_in_a_batch(tiny, kind, packed):
-    def layer(window=None, source=None, rotary=Rotary(), **feedforward):
-        return LayerSpec(AttentionSpec(window, rotary, source), FeedForwardSpec(48, **feedforward))
+    def layer(window=None, kv_source=None, rotary=Rotary(), **feedforward):
+        return LayerSpec(AttentionSpec(window, rotary, kv_source), FeedForwardSpec(48, **feedforward))
 
     fields = {
         "windows and no positions": {"layers": (layer(window=16), layer(rotary=None), layer(window=16))},
-        "shared keys": {"layers": (layer(), layer(window=20), layer(source=1), layer(source=0))},
-        "experts": {"layers": (layer(experts=4, active=2), layer())},
+        "shared keys": {"layers": (layer(), layer(window=20), layer(kv_source=1), layer(kv_source=0))},
+        "experts": {"layers": (layer(num_experts=4, num_experts_per_tok=2), layer())},
         "norms everywhere": {"qk_norm": True, "post_norms": True, "qkv_bias": True, "embedding_scale": 5.0},
     }[kind]
-    module = Decoder(replace(tiny.config, **fields)).initialise(seed=1).eval()
+    module = Decoder(replace(tiny.config, **fields)).initialize(seed=1).eval()
     plain = LanguageModel(kind, module, tiny.tokenizer, None)
     requests = [Request(prompt(i, 10 + 40 * i), SamplingOptions(max_tokens=20, **ENDLESS)) for i in range(4)]
     expected = [bare_greedy(replace(plain, tokenizer=tiny.tokenizer), r.prompt, 20) for r in requests]
     continuations = [prompt(9, 3), prompt(8, 25), prompt(7, 1)]
     sums = [bare_score(plain, requests[3].prompt, each) for each in continuations]
     model = replace(plain, module=module.pack()) if packed else plain
-    with Engine(model, slots=3, chunk=24, cache_tokens=1024) as engine:
+    with Engine(model, max_num_seqs=3, max_num_batched_tokens=24, cache_tokens=1024) as engine:
         assert [ids[: len(right)] for (ids, _, _), right in zip(together(engine, requests), expected, strict=True)] == (
             expected
         )
@@ -315,14 +321,14 @@ def bare_score(model, ids, continuation):
 def test_what_a_grammar_forces_is_computed_in_one_step(engine):
     _, text, last = ask(engine, prompt(0, 10), grammar=Grammar.regex("the (yes|no), sir"))
     assert text in ("the yes, sir", "the no, sir")
-    assert last.reason == "stop"
+    assert last.finish_reason == "stop"
     assert engine.stats().steps <= 4
 
 
 def test_stop_strings_and_characters_of_several_bytes_come_whole_in_every_stream(tiny, fake):
     grammar = Grammar.regex("(?:naïve 日本語 🍏 END never){2}")
     requests = [Request(prompt(i, 10), SamplingOptions(stop=["END"]), grammar) for i in range(4)]
-    with Engine(tiny, slots=2) as engine, ThreadPoolExecutor(4) as pool:
+    with Engine(tiny, max_num_seqs=2) as engine, ThreadPoolExecutor(4) as pool:
         parts = list(pool.map(lambda request: [event.text for event in engine.stream(request)], requests))
     for texts in parts:
         assert "".join(texts) == "naïve 日本語 🍏 "
@@ -331,25 +337,25 @@ def test_stop_strings_and_characters_of_several_bytes_come_whole_in_every_stream
 
 def test_the_last_tokens_of_the_context_can_be_used(tiny, fake):
     ids = [65] * (tiny.context_size - 3)
-    with Engine(tiny, slots=1) as engine:
+    with Engine(tiny, max_num_seqs=1) as engine:
         answer, _, last = ask(engine, ids, options=SamplingOptions(temperature=1.0, seed=0, **ENDLESS))
-    assert (len(answer), last.reason) == (3, "length")
+    assert (len(answer), last.finish_reason) == (3, "length")
 
 
 def test_a_decode_step_takes_no_memory_that_grows_with_the_context(tiny):
-    from pippin.engine.runner import Work
-    from pippin.engine.torch_runner import TorchRunner
+    from pippin.engine.model_runner import ModelInput
+    from pippin.engine.runners.torch_runner import TorchRunner
 
     def allocated(context: int) -> int:
         runner = TorchRunner(tiny, 126)
         table = range(126)
-        runner.forward([Work([7] * context, 0, table, ())])
-        runner.forward([Work([7], context, table, (0,))])
+        runner.forward([ModelInput([7] * context, 0, table, ())])
+        runner.forward([ModelInput([7], context, table, (0,))])
         with torch.profiler.profile(profile_memory=True) as profile:
-            runner.forward([Work([7], context + 1, table, (0,))])
+            runner.forward([ModelInput([7], context + 1, table, (0,))])
         return sum(max(0, event.self_cpu_memory_usage) for event in profile.key_averages())
 
-    # attention works in blocks of 512 keys; beyond one block nothing depends on the length
+    # attention inputs in blocks of 512 keys; beyond one block nothing depends on the length
     assert allocated(1800) == allocated(600) > 0
 
 
@@ -381,7 +387,7 @@ def test_the_second_turn_of_a_chat_computes_only_what_is_new(engine, tiny):
 def test_what_conversations_share_is_there_once_and_all_are_kept(tiny, fake):
     system = prompt(0, 96)
     short = SamplingOptions(max_tokens=2)
-    with Engine(tiny, slots=2, cache_tokens=2048) as engine:
+    with Engine(tiny, max_num_seqs=2, cache_tokens=2048) as engine:
         texts = [[*system, i, *prompt(i, 149)] for i in range(1, 6)]
         cached = [ask(engine, each, options=short)[2].cached_tokens for each in [*texts, *texts]]
         assert cached == [0, *4 * [96], *5 * [245]]
@@ -393,7 +399,7 @@ def test_what_conversations_share_is_there_once_and_all_are_kept(tiny, fake):
 def test_requests_that_come_together_with_one_beginning_compute_it_once(tiny, fake):
     system = prompt(0, 320)
     requests = [Request([*system, *prompt(i, 20)], SamplingOptions(max_tokens=3)) for i in range(1, 5)]
-    with Engine(tiny, slots=4, chunk=64, cache_tokens=2048) as engine:
+    with Engine(tiny, max_num_seqs=4, max_num_batched_tokens=64, cache_tokens=2048) as engine:
         answers = at_once(engine, requests)
         computed = sum(count for each in engine._runner.passes for count, _ in each)
     assert [ids for ids, _, _ in answers] == [[t.id for t in right_answer(tiny, r)[0]] for r in requests]
@@ -404,11 +410,11 @@ def test_requests_that_come_together_with_one_beginning_compute_it_once(tiny, fa
 def test_the_least_recently_used_is_given_up_first(tiny, fake):
     short = SamplingOptions(max_tokens=1)
     prompts = [prompt(i, 50) for i in range(4)]
-    with Engine(tiny, slots=1, cache_tokens=14 * 16) as engine:  # room for three of them
+    with Engine(tiny, max_num_seqs=1, cache_tokens=14 * 16) as engine:  # room for three of them
         for each in [*prompts[:3], prompts[0], prompts[3]]:  # the fourth takes the place of the second
             ask(engine, each, options=short)
         found = [engine._scheduler.tree.match(("", None), each, 49) for each in prompts]
-        held = [16 * len(match.blocks) + match.tokens for match in found]
+        held = [16 * len(match.blocks) + match.num_partial_tokens for match in found]
         assert held[0] == held[2] == held[3] == 49
         assert held[1] < 49
 
@@ -422,7 +428,7 @@ def test_prefill_ahead_of_time_is_found_by_the_request(engine):
 
 
 def test_nothing_is_kept_without_reuse(tiny, fake):
-    with Engine(tiny, slots=2, reuse=False) as engine:
+    with Engine(tiny, max_num_seqs=2, enable_prefix_caching=False) as engine:
         for _ in range(2):
             assert ask(engine, prompt(0, 100))[2].cached_tokens == 0
         wait_until(lambda: is_idle(engine))
@@ -431,11 +437,11 @@ def test_nothing_is_kept_without_reuse(tiny, fake):
 
 def test_cancelling_during_the_prompt_keeps_what_was_computed(tiny, fake):
     cancel = threading.Event()
-    with Engine(tiny, chunk=32) as engine:
+    with Engine(tiny, max_num_batched_tokens=32) as engine:
         forward = engine._runner.forward
-        engine._runner.forward = lambda works: (cancel.set(), forward(works))[1]
+        engine._runner.forward = lambda inputs: (cancel.set(), forward(inputs))[1]
         *_, last = engine.stream(Request(prompt(0, 180), cancel=cancel))
-        assert last.reason == "cancelled"
+        assert last.finish_reason == "cancelled"
         assert ask(engine, prompt(0, 180))[2].cached_tokens == 32
 
 
@@ -473,8 +479,10 @@ def test_what_was_computed_before_the_weights_changed_is_not_used(tiny):
 def test_what_other_weights_computed_is_forgotten_before_anybody_else_is_let_in(tiny, fake, monkeypatch):
     model = replace(tiny, module=copy.deepcopy(tiny.module))
     with Engine(model) as engine:
-        between, order = engine._loop.between, []
-        monkeypatch.setattr(engine._loop, "between", lambda call: (order.append(engine._version), between(call)))
+        between, order = engine._loop.call_between_steps, []
+        monkeypatch.setattr(
+            engine._loop, "call_between_steps", lambda call: (order.append(engine._version), between(call))
+        )
         before = engine._version
         with torch.no_grad():
             next(model.module.parameters()).mul_(2.0)
@@ -489,14 +497,14 @@ def test_sessions_over_one_model_share_an_engine_that_goes_with_the_model(tiny, 
     import weakref
 
     model = replace(tiny)
-    engine = shared(model)
-    assert shared(model) is engine
-    assert shared(replace(model)) is not engine
+    engine = shared_engine(model)
+    assert shared_engine(model) is engine
+    assert shared_engine(replace(model)) is not engine
     assert "_engine" in vars(copy.copy(model))
     assert copy.deepcopy(vars(model)["_engine"]).engine is None
     engine.close()
-    assert shared(model) is not engine
-    gone = weakref.ref(shared(model))
+    assert shared_engine(model) is not engine
+    gone = weakref.ref(shared_engine(model))
     del model, engine
     gc.collect()
     assert gone() is None
@@ -506,7 +514,7 @@ def test_sessions_over_one_model_share_an_engine_that_goes_with_the_model(tiny, 
 
 
 def test_a_long_prompt_does_not_hold_up_the_others(tiny, fake):
-    with Engine(tiny, slots=2, chunk=64, cache_tokens=4096) as engine:
+    with Engine(tiny, max_num_seqs=2, max_num_batched_tokens=64, cache_tokens=4096) as engine:
         first = engine.stream(Request(prompt(0, 8), SamplingOptions(max_tokens=500, **ENDLESS)))
         next(first)
         before = engine.stats().tokens_generated
@@ -518,7 +526,7 @@ def test_a_long_prompt_does_not_hold_up_the_others(tiny, fake):
 
 def test_requests_are_taken_in_the_order_in_which_they_come(tiny, fake):
     order = []
-    with Engine(tiny, slots=1) as engine:
+    with Engine(tiny, max_num_seqs=1) as engine:
         slowed(engine)
         streams = [engine.stream(Request(prompt(i, 10), SamplingOptions(max_tokens=3))) for i in range(6)]
         with ThreadPoolExecutor(6) as pool:
@@ -527,10 +535,10 @@ def test_requests_are_taken_in_the_order_in_which_they_come(tiny, fake):
 
 
 def test_a_full_queue_refuses_at_the_call_and_says_when_to_come_back(tiny, fake):
-    with slowed(Engine(tiny, slots=1, queue=1)) as engine:
+    with slowed(Engine(tiny, max_num_seqs=1, max_waiting=1)) as engine:
         request = Request(prompt(0, 10), SamplingOptions(max_tokens=500, temperature=1.0, seed=0))
         streams = [engine.stream(request) for _ in range(2)]
-        with pytest.raises(Overloaded, match="1 requests are being answered and 1 are waiting") as caught:
+        with pytest.raises(Overloaded, match="1 requests are running and 1 are waiting") as caught:
             engine.stream(request)
         assert caught.value.retry_after >= 1
         with pytest.raises(Overloaded):
@@ -561,11 +569,11 @@ def test_leaving_frees_the_place_within_a_step(tiny, fake, how):
         assert stats.cancelled == 1
         assert stats.steps - steps < 1000
         if how == "event":
-            assert list(stream)[-1].reason == "cancelled"
+            assert list(stream)[-1].finish_reason == "cancelled"
 
 
 def test_a_request_that_waits_can_be_cancelled(tiny, fake):
-    with slowed(Engine(tiny, slots=1)) as engine:
+    with slowed(Engine(tiny, max_num_seqs=1)) as engine:
         cancel = threading.Event()
         options = SamplingOptions(max_tokens=500, temperature=1.0, seed=0, **ENDLESS)
         running = engine.stream(Request(prompt(0, 10), options))
@@ -573,12 +581,12 @@ def test_a_request_that_waits_can_be_cancelled(tiny, fake):
         next(running)
         cancel.set()
         ids, text, last = collect(waiting)
-        assert (ids, text, last.reason) == ([], "", "cancelled")
+        assert (ids, text, last.finish_reason) == ([], "", "cancelled")
         assert next(running).text
 
 
 def test_a_slow_reader_holds_up_nobody(tiny, fake):
-    with Engine(tiny, slots=2) as engine:
+    with Engine(tiny, max_num_seqs=2) as engine:
         slow = engine.stream(Request(prompt(0, 10), SamplingOptions(max_tokens=200, **ENDLESS)))
         assert ask(engine, prompt(1, 10))[2].answer_tokens > 0
         wait_until(lambda: is_idle(engine))
@@ -641,16 +649,16 @@ while not engine.stats().steps:
 def test_an_error_of_one_request_reaches_its_caller_only(tiny, fake, monkeypatch):
     from pippin.engine.sampling import Sampler
 
-    choose = Sampler.choose
+    choose = Sampler.sample
 
     def failing(self, logits):
         if self.options.seed == 13:
             raise DecodingFailure("no token is allowed")
         return choose(self, logits)
 
-    monkeypatch.setattr(Sampler, "choose", failing)
+    monkeypatch.setattr(Sampler, "sample", failing)
     good = [Request(prompt(i, 20), SamplingOptions(max_tokens=10, seed=i, temperature=1.0)) for i in range(2)]
-    with Engine(tiny, slots=3) as engine, ThreadPoolExecutor(3) as pool:
+    with Engine(tiny, max_num_seqs=3) as engine, ThreadPoolExecutor(3) as pool:
         bad = pool.submit(lambda: list(engine.stream(Request(prompt(2, 20), SamplingOptions(seed=13)))))
         expected = [[token.id for token in right_answer(tiny, request)[0]] for request in good]
         assert [ids for ids, _, _ in pool.map(lambda r: collect(engine.stream(r)), good)] == expected
@@ -662,7 +670,7 @@ def test_an_error_of_one_request_reaches_its_caller_only(tiny, fake, monkeypatch
 def test_an_error_of_a_pass_reaches_all_of_it_and_the_engine_goes_on(tiny, fake):
     requests = [Request(prompt(i, 40), SamplingOptions(max_tokens=20)) for i in range(3)]
     expected = [[token.id for token in right_answer(tiny, request)[0]] for request in requests]
-    with Engine(tiny, slots=3) as engine:
+    with Engine(tiny, max_num_seqs=3) as engine:
         assert [ids for ids, _, _ in together(engine, requests)] == expected
         engine._runner.broken = RuntimeError("out of memory")
         streams = [engine.stream(request) for request in requests]
@@ -679,17 +687,17 @@ def test_an_error_of_a_pass_reaches_all_of_it_and_the_engine_goes_on(tiny, fake)
 
 def test_an_error_while_a_request_is_taken_in_does_not_stop_the_engine(tiny, fake, monkeypatch):
     with Engine(tiny) as engine:
-        enter = engine._scheduler._enter
+        enter = engine._scheduler._allocate
 
-        def failing(job):
-            if len(job.ids) == 13:
+        def failing(request):
+            if len(request.token_ids) == 13:
                 raise MemoryError("no memory")
-            return enter(job)
+            return enter(request)
 
-        monkeypatch.setattr(engine._scheduler, "_enter", failing)
+        monkeypatch.setattr(engine._scheduler, "_allocate", failing)
         with pytest.raises(GenerationError, match="no memory"):
             list(engine.stream(Request(prompt(0, 13))))
-        assert ask(engine, prompt(0, 12))[2].reason in ("stop", "length")
+        assert ask(engine, prompt(0, 12))[2].finish_reason in ("stop", "length")
 
 
 def test_a_fault_of_the_engine_itself_leaves_nobody_waiting(tiny, fake, monkeypatch):
@@ -697,7 +705,7 @@ def test_a_fault_of_the_engine_itself_leaves_nobody_waiting(tiny, fake, monkeypa
         raise RuntimeError("the last straw")
 
     seen = []
-    monkeypatch.setattr("pippin.engine.loop.Loop._fail", failing)
+    monkeypatch.setattr("pippin.engine.loop.EngineLoop._fail", failing)
     monkeypatch.setattr("threading.excepthook", lambda args: seen.append(str(args.exc_value)))
     engine = Engine(tiny)
     engine._runner.broken = RuntimeError("out of memory")
@@ -723,19 +731,19 @@ def test_a_fault_of_the_books_leaves_nobody_waiting(tiny, fake, monkeypatch):
         monkeypatch.setattr(engine._scheduler, name, failing)
     with engine._loop._wake:
         streams = [engine.stream(Request(prompt(i, 10))) for i in range(2)]
-    for error in (*(stream._job.events.get(timeout=10) for stream in streams), answer.get(timeout=10)[1]):
+    for error in (*(stream._request.events.get(timeout=10) for stream in streams), answer.get(timeout=10)[1]):
         assert isinstance(error, GenerationError)
         assert "the engine failed: AssertionError" in str(error)
     wait_until(lambda: seen)
     with pytest.raises(Overloaded, match="closed"):
-        engine._loop.between(lambda: None)
+        engine._loop.call_between_steps(lambda: None)
 
 
 def test_bounded_memory_makes_the_youngest_wait_and_changes_no_answer(tiny, fake):
     options = SamplingOptions(max_tokens=120, seed=1, temperature=1.0, **ENDLESS)
     requests = [Request(prompt(i, 60 + i), options) for i in range(5)]
     expected = [[token.id for token in right_answer(tiny, request)[0]] for request in requests]
-    with Engine(tiny, slots=5, cache_tokens=640, chunk=32) as engine:
+    with Engine(tiny, max_num_seqs=5, cache_tokens=640, max_num_batched_tokens=32) as engine:
         answers = at_once(engine, requests)
         stats = engine.stats()
     assert [ids for ids, _, _ in answers] == expected
@@ -766,10 +774,10 @@ def test_what_does_not_fit_is_refused_with_both_numbers(tiny, fake, length, maxi
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"slots": 0}, "slots must be"),
-        ({"queue": -1}, "queue must be"),
-        ({"chunk": 0}, "chunk must be"),
-        ({"slots": 2, "cache_tokens": 31}, "cache_tokens must be at least 32"),
+        ({"max_num_seqs": 0}, "max_num_seqs must be"),
+        ({"max_waiting": -1}, "max_waiting must be"),
+        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens must be"),
+        ({"max_num_seqs": 2, "cache_tokens": 31}, "cache_tokens must be at least 32"),
     ],
 )
 def test_impossible_engines_are_refused(tiny, fields, message):
@@ -800,10 +808,10 @@ def test_impossible_requests_are_refused_at_the_call(tiny, fake):
 
 
 def test_draining_answers_what_was_taken_in_and_takes_no_more(tiny, fake):
-    engine = slowed(Engine(tiny, slots=1))
+    engine = slowed(Engine(tiny, max_num_seqs=1))
     streams = [engine.stream(Request(prompt(i, 10), SamplingOptions(max_tokens=5, **ENDLESS))) for i in range(3)]
     engine.close(drain=True)
-    assert [collect(stream)[2].reason for stream in streams] == ["length"] * 3
+    assert [collect(stream)[2].finish_reason for stream in streams] == ["length"] * 3
     for call in (lambda: engine.stream(Request([65])), lambda: engine.prefill([65]), engine.load_prompt_cache):
         with pytest.raises((Overloaded, InvalidArgument), match=r"closed|no prompt cache"):
             call()
@@ -813,7 +821,7 @@ def test_draining_answers_what_was_taken_in_and_takes_no_more(tiny, fake):
 
 @pytest.mark.parametrize("timeout", [None, 0.01])
 def test_closing_cancels_what_runs_and_waits(tiny, fake, timeout):
-    engine = slowed(Engine(tiny, slots=1))
+    engine = slowed(Engine(tiny, max_num_seqs=1))
     options = SamplingOptions(max_tokens=1000, temperature=1.0, seed=0, **ENDLESS)
     streams = [engine.stream(Request(prompt(i, 10), options)) for i in range(3)]
     next(streams[0])
@@ -823,7 +831,7 @@ def test_closing_cancels_what_runs_and_waits(tiny, fake, timeout):
         engine.close(drain=timeout is not None, timeout=timeout)
         with pytest.raises(Overloaded, match="closed"):
             waiting.result()
-    assert [collect(stream)[2].reason for stream in streams] == ["cancelled"] * 3
+    assert [collect(stream)[2].finish_reason for stream in streams] == ["cancelled"] * 3
     assert not any(thread is engine._loop._thread for thread in threading.enumerate())
 
 
@@ -846,7 +854,7 @@ def test_scores_equal_the_log_softmax_of_transformers(tiny, tmp_path, chunk, win
 
     family = "llama" if window is None else "mistral"
     layers = tuple(replace(one, attention=replace(one.attention, window=window)) for one in tiny.config.layers)
-    module = Decoder(replace(tiny.config, family=family, layers=layers)).initialise(seed=3).eval()
+    module = Decoder(replace(tiny.config, family=family, layers=layers)).initialize(seed=3).eval()
     for parameter in module.parameters():  # far enough from uniform for a wrong view to show
         parameter.data *= 3
     model = LanguageModel("windowed", module, tiny.tokenizer, None)
@@ -859,12 +867,12 @@ def test_scores_equal_the_log_softmax_of_transformers(tiny, tmp_path, chunk, win
         with torch.no_grad():
             rows = reference(torch.tensor([[*ids, *continuation]])).logits[0].double().log_softmax(-1)
         expected.append(sum(float(rows[at, id]) for at, id in enumerate(continuation, len(ids) - 1)))
-    with Engine(model, chunk=chunk) as engine:
+    with Engine(model, max_num_batched_tokens=chunk) as engine:
         for _ in range(2):  # the second time from what the first left
             assert engine.score(ids, continuations) == pytest.approx(expected, abs=2e-4)
         assert engine.stats().cached_tokens == 179
         assert ask(engine, ids)[0] == bare_greedy(model, ids, 20)
-        tokens = engine.prompt_logprobs([*ids, *continuations[3]], top=4)
+        tokens = engine.prompt_logprobs([*ids, *continuations[3]], num_logprobs=4)
     assert sum(token.logprob for token in tokens[180:]) == pytest.approx(expected[3], abs=2e-4)
     assert (tokens[0].logprob, tokens[0].top_logprobs) == (None, ())
     assert [token.id for token in tokens] == [*ids, *continuations[3]]
@@ -901,7 +909,7 @@ def test_what_cannot_be_scored_is_refused(tiny, fake):
 
 
 def test_many_scores_do_not_hold_up_the_others(tiny, fake):
-    with Engine(tiny, slots=2, chunk=32, cache_tokens=2048) as engine:
+    with Engine(tiny, max_num_seqs=2, max_num_batched_tokens=32, cache_tokens=2048) as engine:
         stream = engine.stream(Request(prompt(0, 8), SamplingOptions(max_tokens=1000, **ENDLESS)))
         next(stream)
         before = engine.stats().tokens_generated
@@ -914,7 +922,7 @@ def test_an_error_of_a_score_reaches_its_caller_only(tiny, fake, monkeypatch):
     def failing(*_):
         raise GenerationError("this score failed")
 
-    monkeypatch.setattr("pippin.engine.scores.Scores.add", failing)
+    monkeypatch.setattr("pippin.engine.continuation_scores.Scores.add_logits", failing)
     with Engine(tiny) as engine:
         stream = engine.stream(Request(prompt(0, 8), SamplingOptions(max_tokens=30, **ENDLESS)))
         with pytest.raises(GenerationError, match="this score failed"):
@@ -949,7 +957,7 @@ def test_what_was_computed_survives_the_engine(tiny, tmp_path):
         for each, answer in zip(texts, answers, strict=True):
             ids, _, last = ask(engine, each)
             assert (ids, last.cached_tokens) == (answer, len(each) - 1)
-    with Engine(tiny, slots=1, cache_tokens=96) as engine:  # as much as there is room for
+    with Engine(tiny, max_num_seqs=1, cache_tokens=96) as engine:  # as much as there is room for
         assert engine.load_prompt_cache(path) == 3
         assert engine.stats().blocks_free == 0
         assert ask(engine, texts[2][:70])[0] == bare_greedy(tiny, texts[2][:70], 20)

@@ -11,15 +11,16 @@ import torch
 
 from pippin.core.errors import GenerationError, InvalidArgument
 from pippin.engine import Engine, Request, SamplingOptions
-from pippin.engine.native_runner import NativeRunner
-from pippin.engine.runner import BLOCK, Work, make_runner
+from pippin.engine.model_runner import BLOCK_SIZE, ModelInput
+from pippin.engine.runners.native_runner import NativeRunner
+from pippin.engine.runners.select import make_runner
+from pippin.engine.runners.torch_runner import TorchRunner
 from pippin.engine.speculation import Speculation
-from pippin.engine.torch_runner import TorchRunner
 from pippin.language import Decoder, DecoderConfig, LanguageModel, LayerSpec
 from pippin.nn.attention import AttentionSpec
 from pippin.nn.feedforward import FeedForwardSpec
-from pippin.nn.lora import Adapter, LowRank
-from pippin.nn.recurrent import RecurrentSpec
+from pippin.nn.lora import Adapter, LowRankUpdate
+from pippin.nn.recurrent.layer import RecurrentSpec
 
 FEED = FeedForwardSpec(48)
 GRU, LSTM = (LayerSpec.recurring(RecurrentSpec(cell), FEED) for cell in ("gru", "lstm"))
@@ -30,7 +31,7 @@ LAYERS = {
     "gru": (GRU,),
     "lstm": (LSTM, LSTM),
     "mixed": (GRU, WINDOW, LSTM),
-    "shared": (PLAIN, GRU, replace(PLAIN, attention=AttentionSpec(source=0))),
+    "shared": (PLAIN, GRU, replace(PLAIN, attention=AttentionSpec(kv_source=0))),
 }
 
 
@@ -39,9 +40,15 @@ def build(tiny):
     """Makes a random model of given layers; weights large enough for the layers to matter."""
 
     def make(name, **fields):
-        sizes = {"width": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "max_context": 2048} | fields
+        sizes = {
+            "hidden_size": 32,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "max_position_embeddings": 2048,
+        } | fields
         config = DecoderConfig("llama", 260, layers=LAYERS[name], embedding_scale=3.0, **sizes)
-        module = Decoder(config).initialise(seed=1).requires_grad_(False).eval()
+        module = Decoder(config).initialize(seed=1).requires_grad_(False).eval()
         for part, parameter in module.named_parameters():
             if "_proj" in part:
                 parameter *= 8
@@ -92,7 +99,7 @@ def lora(model, seed):
     for name, linear in model.module.named_modules():
         if name.endswith("_proj"):
             down = torch.randn(1, linear.inputs, generator=generator) / 8
-            changes[linear] = (LowRank(down, torch.randn(linear.outputs, 1, generator=generator)),)
+            changes[linear] = (LowRankUpdate(down, torch.randn(linear.outputs, 1, generator=generator)),)
     return Adapter(f"random {seed}", changes)
 
 
@@ -104,28 +111,28 @@ def test_any_schedule_gives_the_logits_of_whole_sequences(model):
     rng.shuffle(free)
     adapters = [None, lora(model, 1)]
     lines = [(tokens(rng.randrange(20, 45), i), rng.choice(adapters), {}) for i in range(3)]
-    held, tables = [0] * 3, [[free.pop() for _ in range(-(-len(ids) // BLOCK))] for ids, _, _ in lines]
+    held, tables = [0] * 3, [[free.pop() for _ in range(-(-len(ids) // BLOCK_SIZE))] for ids, _, _ in lines]
     wanted = [oracle(model, ids, adapter) for ids, adapter, _ in lines]
     for step in range(40):
         going = [i for i, (ids, _, _) in enumerate(lines) if held[i] < len(ids)]
         if not going:
             break
-        works, places = [], rng.sample(going, rng.randrange(1, len(going) + 1))
+        inputs, places = [], rng.sample(going, rng.randrange(1, len(going) + 1))
         for i in places:
             ids, adapter, states = lines[i]
             new = ids[held[i] : held[i] + rng.choice([1, 1, 1, 2, 17, 40])]
             outputs = rng.choice([[], [len(new) - 1], sorted(rng.sample(range(len(new)), rng.randrange(len(new) + 1)))])
-            works.append(Work(new, held[i], tables[i], outputs, adapter, states=states))
-        for i, work, logits in zip(places, works, runner.forward(works), strict=True):
-            expected = wanted[i][[work.held + index for index in work.outputs]]
+            inputs.append(ModelInput(new, held[i], tables[i], outputs, adapter, states=states))
+        for i, model_input, logits in zip(places, inputs, runner.forward(inputs), strict=True):
+            expected = wanted[i][[model_input.num_computed_tokens + index for index in model_input.outputs]]
             torch.testing.assert_close(logits, expected, atol=3e-5, rtol=1e-4)
-            held[i] += len(work.ids)
+            held[i] += len(model_input.token_ids)
         if len(lines) < 5 and step % 3 == 2:
             i = rng.randrange(len(lines))
             ids, adapter, states = lines[i]
             other = ids[: held[i]] + tokens(15, 100 + step)
-            table = [free.pop() for _ in range(-(-len(other) // BLOCK))]
-            for source, target in zip(tables[i][: -(-held[i] // BLOCK)], table, strict=False):
+            table = [free.pop() for _ in range(-(-len(other) // BLOCK_SIZE))]
+            for source, target in zip(tables[i][: -(-held[i] // BLOCK_SIZE)], table, strict=False):
                 runner.copy(source, target)
             lines.append((other, adapter, states.copy()))
             held.append(held[i])
@@ -137,7 +144,7 @@ def test_any_schedule_gives_the_logits_of_whole_sequences(model):
 
 def test_answers_in_company_are_those_alone(model):
     prompts = [tokens(length, seed) for seed, length in enumerate((3, 40, 17, 1))]
-    with Engine(model, slots=3, chunk=24) as engine, ThreadPoolExecutor(4) as pool:
+    with Engine(model, max_num_seqs=3, max_num_batched_tokens=24) as engine, ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(lambda ids: answer(engine, ids, 6), prompts))
         again = answer(engine, prompts[1], 6)
         stats = engine.stats()
@@ -151,7 +158,10 @@ def test_who_is_preempted_goes_on_where_it_was(build):
     """A pool too small for all answers: the states of who makes room are given up and computed again."""
     model = build("shared")
     prompts = [tokens(20, seed) for seed in range(2)]
-    with Engine(model, slots=2, chunk=32, cache_tokens=5 * BLOCK) as engine, ThreadPoolExecutor(2) as pool:
+    with (
+        Engine(model, max_num_seqs=2, max_num_batched_tokens=32, cache_tokens=5 * BLOCK_SIZE) as engine,
+        ThreadPoolExecutor(2) as pool,
+    ):
         answers = list(pool.map(lambda ids: answer(engine, ids, 25), prompts))
         assert engine.stats().preempted > 0
     assert all(is_greedy(model, ids, found, 25) for ids, found in zip(prompts, answers, strict=True))
@@ -164,7 +174,7 @@ def test_scores_fork_the_states(model):
         logprobs = oracle(model, prompt + ids).log_softmax(-1)
         return sum(float(logprobs[len(prompt) - 1 + index, token]) for index, token in enumerate(ids))
 
-    with Engine(model, chunk=16) as engine:
+    with Engine(model, max_num_batched_tokens=16) as engine:
         assert engine.score(prompt, others) == pytest.approx([directly(ids) for ids in others], abs=5e-3)
         found = engine.prompt_logprobs(prompt)
     expected = oracle(model, prompt).log_softmax(-1)
@@ -175,14 +185,17 @@ def test_scores_fork_the_states(model):
 
 def test_states_are_counted_while_they_are_held_and_go_with_the_request(build):
     model = build("lstm")
-    with Engine(model, slots=2) as engine:
+    with Engine(model, max_num_seqs=2) as engine:
         step = engine._loop._step
         engine._loop._step = lambda: (time.sleep(0.002), step())[1]
         streams = [engine.stream(request(tokens(5, seed), 1000)) for seed in range(2)]
         for stream in streams:
             next(stream)
         assert engine.stats().state_bytes_used == 2 * model.config.state_bytes
-        held = [sum(state.untyped_storage().nbytes() for state in job.states.values()) for job in engine._loop.jobs]
+        held = [
+            sum(state.untyped_storage().nbytes() for state in request.states.values())
+            for request in engine._loop.requests
+        ]
         assert held == [model.config.state_bytes] * 2  # two layers of 32: three inputs, two halves of a state
         assert model.config.state_bytes == 2 * 32 * (3 + 2) * 4
         streams[0].close()
@@ -193,12 +206,14 @@ def test_states_are_counted_while_they_are_held_and_go_with_the_request(build):
 
 
 def test_twenty_thousand_tokens_take_the_memory_of_a_hundred(build):
-    model = build("gru", width=8, heads=2, kv_heads=1, head_dim=4, max_context=32_768)
+    model = build(
+        "gru", hidden_size=8, num_attention_heads=2, num_key_value_heads=1, head_dim=4, max_position_embeddings=32_768
+    )
     runner = make_runner(model, 2048)
     assert runner.block_bytes == 0
     sizes, ids, states = {}, tokens(20_000), {}
     for first, end in ((0, 100), (100, 9_000), (9_000, 20_000)):
-        (logits,) = runner.forward([Work(ids[first:end], first, range(1250), [end - first - 1], states=states)])
+        (logits,) = runner.forward([ModelInput(ids[first:end], first, range(1250), [end - first - 1], states=states)])
         sizes[end] = sum(state.untyped_storage().nbytes() for state in states.values())
     assert sizes[100] == sizes[20_000] == model.config.state_bytes == 8 * 4 * 4
     torch.testing.assert_close(logits[0], oracle(model, ids)[-1], atol=3e-5, rtol=1e-4)
@@ -209,7 +224,7 @@ def test_twenty_thousand_tokens_take_the_memory_of_a_hundred(build):
 def test_a_failed_pass_leaves_nobodys_state(build):
     model = build("gru")
     with Engine(model) as engine:
-        whole, engine._runner.forward = engine._runner.forward, lambda works: 1 / 0
+        whole, engine._runner.forward = engine._runner.forward, lambda inputs: 1 / 0
         with pytest.raises(GenerationError, match="division by zero"):
             answer(engine, tokens(20))
         engine._runner.forward = whole
@@ -228,18 +243,18 @@ def test_the_native_kernels_leave_such_models_to_torch(build):
 
 def test_what_states_cannot_do_is_refused(build, tiny, tmp_path):
     model = build("mixed")
-    with pytest.raises(InvalidArgument, match="mixed has recurrent layers, whose states cannot be found again"):
+    with pytest.raises(InvalidArgument, match="mixed has recurrent layers, whose states cannot be reused"):
         Engine(model, prompt_cache=tmp_path / "prompts")
     with Engine(model) as engine:
         for use in (engine.save_prompt_cache, engine.load_prompt_cache):
             with pytest.raises(InvalidArgument, match="leave the prompt cache out"):
                 use(tmp_path / "prompts")
-        with pytest.raises(InvalidArgument, match="mixed has recurrent layers, whose state cannot be taken back"):
+        with pytest.raises(InvalidArgument, match="mixed has recurrent layers, whose state cannot be rolled back"):
             engine.stream(replace(request(tokens(9)), speculation=Speculation()))
     with pytest.raises(InvalidArgument, match="mixed has recurrent layers"):
         Speculation(model).check(tiny)
     runner = TorchRunner(model, 4)
     with pytest.raises(InvalidArgument, match=r"a sequence of 3 tokens brought the states of layers \[\], the model"):
-        runner.forward([Work([1], 3, [0], [0])])
+        runner.forward([ModelInput([1], 3, [0], [0])])
     with pytest.raises(InvalidArgument, match="layers 0 to 2 cannot be computed alone: mixed has states"):
-        runner.forward([Work([1], 0, [0], [0], depth=2)])
+        runner.forward([ModelInput([1], 0, [0], [0], depth=2)])

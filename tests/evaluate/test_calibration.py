@@ -7,7 +7,7 @@ from sklearn.linear_model import BayesianRidge, LogisticRegression
 from sklearn.metrics import brier_score_loss, log_loss
 
 from pippin.core.errors import InvalidInput
-from pippin.evaluate.calibration import ClassPredictions, NumberPredictions, read_predictions
+from pippin.evaluate.calibration import ClassificationPredictions, RegressionPredictions, read_predictions
 
 
 @pytest.fixture
@@ -24,12 +24,12 @@ def digits(tmp_path):
 def test_classes_of_a_real_classifier(digits):
     path, probs, labels = digits
     found = read_predictions(path)
-    assert isinstance(found, ClassPredictions)
+    assert isinstance(found, ClassificationPredictions)
     figures = {row.name: row.value for row in found.report().rows}
     assert figures["negative log-likelihood"] == pytest.approx(log_loss(labels, probs), abs=1e-6)
     assert figures["Brier score"] == pytest.approx(brier_score_loss(labels, probs, scale_by_half=False), abs=1e-6)
     assert figures["accuracy"] == pytest.approx((probs.argmax(1) == labels).mean())
-    assert figures["share wrong, surest 80 %"] <= figures["share wrong, all given"]
+    assert figures["selective error at 80 % coverage"] <= figures["error at full coverage"]
 
 
 def test_a_number_of_a_real_regression(tmp_path):
@@ -38,7 +38,7 @@ def test_a_number_of_a_real_regression(tmp_path):
     rows = "\n".join(f"{m};{s};{t}" for m, s, t in zip(mean, sd, y[300:], strict=True))
     (tmp_path / "number.csv").write_text("mean;sd;progress\n" + rows)
     found = read_predictions(tmp_path / "number.csv", label="progress")
-    assert isinstance(found, NumberPredictions)
+    assert isinstance(found, RegressionPredictions)
     figures = {row.name: row.value for row in found.report().rows}
     assert figures["root mean square error"] == pytest.approx(np.sqrt(np.mean((mean - y[300:]) ** 2)))
     assert figures["share inside the 90% interval"] == pytest.approx(np.mean(np.abs(mean - y[300:]) < 1.6448536 * sd))
@@ -50,11 +50,11 @@ def test_a_number_of_a_real_regression(tmp_path):
         ("a,b,label\n0.5,0.5,c\n", "label 'c' has no column"),
         ("a,b,label\n0.5,0.6,a\n", "line 2: the probabilities add up to 1.1"),
         ("a,b,label\n1.5,-0.5,a\n", "below 0"),
-        ("a,b,label\n0.5,x,a\n", "'x' is no finite number"),
+        ("a,b,label\n0.5,x,a\n", "'x' is not a finite number"),
         ("a,label\n1,a\n", "1 classes"),
         ("a,b\n1,0\n", "no column 'label'"),
         ("mean,sd,label\n1,0,1\n", "standard deviation is not above 0"),
-        ("mean,sd,label\n1,nan,1\n", "no finite number"),
+        ("mean,sd,label\n1,nan,1\n", "not a finite number"),
         ("", "empty"),
     ],
 )

@@ -12,7 +12,7 @@ from hypothesis.extra.numpy import arrays
 from pippin.core.errors import InvalidArgument, InvalidInput, MissingDependency
 from pippin.evaluate.disentanglement import completeness, dci, disentanglement
 
-HOW = {"train": 400, "test": 200, "trees": 10}
+HOW = {"train": 400, "test": 200, "num_trees": 10}
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +49,9 @@ def test_a_factor_spread_over_two_dimensions_is_disentangled_and_not_complete(fa
 
 
 def test_rotated_codes_score_less_than_aligned_ones(factors):
-    centred = factors.float() - factors.float().mean(0)
+    centered = factors.float() - factors.float().mean(0)
     turn = torch.linalg.qr(noise(3, 3))[0]
-    aligned, turned = dci(centred, factors, **HOW), dci(centred @ turn, factors, **HOW)
+    aligned, turned = dci(centered, factors, **HOW), dci(centered @ turn, factors, **HOW)
     assert turned.disentanglement < 0.6 < aligned.disentanglement
     assert turned.completeness < 0.6 < aligned.completeness
 
@@ -88,7 +88,7 @@ def test_figures_lie_in_zero_to_one_and_know_neither_order_nor_scale(matrix, ord
 
 def test_rows_and_trees_follow_the_seed_and_few_rows_shrink_both_parts(factors):
     codes = factors.float() + 0.7 * noise(600, 3)
-    one, same, other = (dci(codes, factors, seed=seed, trees=5) for seed in (0, 0, 1))
+    one, same, other = (dci(codes, factors, seed=seed, num_trees=5) for seed in (0, 0, 1))
     assert (one.importance == same.importance).all()
     assert (one.importance != other.importance).any()
     assert one.accuracy == same.accuracy
@@ -106,15 +106,15 @@ def test_a_report_and_a_plot(factors, tmp_path):
 @pytest.mark.parametrize(
     ("codes", "change", "message"),
     [
-        (torch.zeros(599, 2), {}, "as many rows"),
-        (torch.zeros(600), {}, "two tables"),
+        (torch.zeros(599, 2), {}, "equally many rows"),
+        (torch.zeros(600), {}, "equally many rows"),
         (torch.zeros(600, 0), {}, "a column in each"),
         (torch.full((600, 2), torch.nan), {}, "row 0 holds NaN"),
-        (torch.zeros(600, 2), {"factors": torch.zeros(600, 3)}, "whole numbers"),
+        (torch.zeros(600, 2), {"factors": torch.zeros(600, 3)}, "must be integers"),
         (torch.zeros(600, 2), {"factors": torch.tensor([[0, 1]] * 600)}, "factor 0 has the same value"),
         (torch.zeros(600, 2), {"factors": torch.eye(600, dtype=torch.long)[:, :1], "train": 2}, "hold one value"),
         (torch.zeros(600, 2), {"train": 0}, "at least 1"),
-        (torch.zeros(600, 2), {"trees": 0}, "at least 1"),
+        (torch.zeros(600, 2), {"num_trees": 0}, "at least 1"),
         (torch.zeros(600, 2), {"names": ("a",)}, "1 names for 3 factors"),
     ],
 )
@@ -130,7 +130,7 @@ def test_no_rows_are_refused():
 
 
 def test_missing_libraries_name_their_extra(factors, monkeypatch, tmp_path):
-    found = dci(factors.float(), factors, **{**HOW, "trees": 1})
+    found = dci(factors.float(), factors, **{**HOW, "num_trees": 1})
     monkeypatch.setitem(sys.modules, "sklearn.ensemble", None)
     with pytest.raises(MissingDependency, match=r"pippin\[bayes\]"):
         dci(factors.float(), factors)

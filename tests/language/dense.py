@@ -2,7 +2,7 @@
 
 import torch
 
-from pippin.nn.cache import causal_mask
+from pippin.nn.kv_cache import causal_mask
 
 
 class DenseCache:
@@ -13,7 +13,9 @@ class DenseCache:
     def __init__(self, config, capacity, *, batch=1, dtype=torch.float32, padding=None):
         self.length, self.padding = 0, padding
         self.index = {layer: i for i, layer in enumerate(config.cached_layers)}
-        self.store = torch.empty(len(self.index), 2, batch, config.kv_heads, capacity, config.head_dim, dtype=dtype)
+        self.store = torch.empty(
+            len(self.index), 2, batch, config.num_key_value_heads, capacity, config.head_dim, dtype=dtype
+        )
 
     def append(self, layer, k, v, window):
         keys, values = self.store[self.index[layer]]

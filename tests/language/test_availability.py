@@ -8,20 +8,23 @@ import pytest
 import torch
 
 import pippin
-from pippin.core import device as devices, native, store
+from pippin.core import device as devices, native
 from pippin.core.errors import CorruptedFile, InvalidArgument, ModelNotFound, PippinError
-from pippin.core.reference import resolve
-from pippin.engine.runner import BLOCK, runner_class
+from pippin.core.store import store
+from pippin.core.store.reference import resolve
+from pippin.engine.model_runner import BLOCK_SIZE
+from pippin.engine.runners.select import runner_class
 from pippin.language.availability import Availability, availability, memory_needed
-from pippin.language.load import survey
-from pippin.language.packing import Packing
+from pippin.language.language_model import read_headers
+from pippin.language.weight_packing import Packing
 
 MEASURE = """
 import ctypes, gc, re, sys
 import torch
 from pippin.language import load
-from pippin.engine import native_runner, torch_runner  # what the libraries take for themselves
-from pippin.engine.runner import BLOCK, make_runner
+from pippin.engine.runners import native_runner, torch_runner  # what the libraries take for themselves
+from pippin.engine.model_runner import BLOCK_SIZE
+from pippin.engine.runners.select import make_runner
 
 def held():
     gc.collect()
@@ -34,7 +37,7 @@ torch.set_num_threads(1)
 torch.nn.functional.linear(torch.ones(64, 64), torch.ones(64, 64))
 before = held()
 model = load(path, device="cpu", dtype=dtype)
-runner = make_runner(model, context // BLOCK)
+runner = make_runner(model, context // BLOCK_SIZE)
 for block in range(runner.blocks):
     runner.write([block], torch.ones(1, runner.block_bytes, dtype=torch.uint8))
 print(held() - before)
@@ -91,7 +94,7 @@ def test_the_estimate_is_what_a_loaded_model_holds(folder, dtype, kernels, monke
     loaded = pippin.load(folder, device="cpu", dtype=dtype)
     assert memory_needed(folder, dtype, device="cpu", context=0) == held_by(loaded)
     per_token = memory_needed(folder, dtype, device="cpu", context=1) - held_by(loaded)
-    assert per_token * BLOCK == runner_class(loaded).block_bytes_of(loaded)
+    assert per_token * BLOCK_SIZE == runner_class(loaded).block_bytes_of(loaded)
     whole = memory_needed(folder, dtype, device="cpu")
     assert whole == held_by(loaded) + per_token * loaded.context_size
 
@@ -102,10 +105,10 @@ def test_fewer_bits_need_less_memory(default_model_path):
     assert sizes[:4] == sorted(sizes[:4])
     assert sizes[4] == held_by(pippin.load(default_model_path, device="cpu"))
     assert availability(default_model_path, device="cpu", bits=2)
-    with pytest.raises(InvalidArgument, match="bits is 5"):
+    with pytest.raises(InvalidArgument, match="bits must be 2, 3, 4 or 8, got 5"):
         availability(default_model_path, device="cpu", bits=5)
     # on a GPU, codes of 3 bits take the room of 4
-    seen = survey(resolve(default_model_path))
+    seen = read_headers(resolve(default_model_path))
     gpu = {bits: Packing(torch.device("cuda"), torch.bfloat16, bits=bits) for bits in (2, 3, 4)}
     assert gpu[2].nbytes(seen.module, seen.kinds) < gpu[3].nbytes(seen.module, seen.kinds)
     assert gpu[3].nbytes(seen.module, seen.kinds) == gpu[4].nbytes(seen.module, seen.kinds)
@@ -140,9 +143,9 @@ def test_offline_does_not_matter_to_what_is_here(default_model_path, monkeypatch
     assert availability(default_model_path, device="cpu")
 
 
-def test_a_gated_model_needs_its_licence_accepted_until_someone_is_logged_in(empty_home, monkeypatch):
+def test_a_gated_model_needs_its_license_accepted_until_someone_is_logged_in(empty_home, monkeypatch):
     found = availability("gemma3-270m", device="cpu")
-    assert found.reason == "licence_required"
+    assert found.reason == "license_required"
     assert "google/gemma-3-270m-it" in found.detail
     monkeypatch.setattr("huggingface_hub.get_token", lambda: "a token")
     assert availability("gemma3-270m", device="cpu").reason == "not_installed"
@@ -150,12 +153,12 @@ def test_a_gated_model_needs_its_licence_accepted_until_someone_is_logged_in(emp
 
 def test_too_little_memory_is_told_with_both_figures(default_model_path, monkeypatch):
     weights = memory_needed(default_model_path, "float32", device="cpu", context=0)
-    monkeypatch.setattr(devices, "memory", lambda: devices.Memory(1 << 34, weights))
+    monkeypatch.setattr(devices, "memory", lambda: devices.MemoryInfo(1 << 34, weights))
     found = availability(default_model_path, device="cpu", dtype="float32")
     assert found.reason == "not_enough_memory"
     assert not found
     assert "2,048 tokens" in found.detail
-    monkeypatch.setattr(devices, "memory", lambda: devices.Memory(1 << 34, 2 * weights))
+    monkeypatch.setattr(devices, "memory", lambda: devices.MemoryInfo(1 << 34, 2 * weights))
     assert availability(default_model_path, device="cpu", dtype="float32")
     long = availability(default_model_path, device="cpu", dtype="float32", context=1 << 20)
     assert "8,192 tokens" in long.detail
@@ -221,7 +224,7 @@ def test_a_file_that_may_not_be_read_is_an_answer_and_not_an_exception(default_m
     def refuse(ref, *, download):
         raise PermissionError(13, "Permission denied", str(ref))
 
-    monkeypatch.setattr("pippin.core.reference.resolve", refuse)
+    monkeypatch.setattr("pippin.core.store.reference.resolve", refuse)
     found = availability(default_model_path, device="cpu")
     assert found.reason == "corrupted"
     assert "Permission denied" in found.detail

@@ -1,5 +1,6 @@
 """The sentence encoder against transformers' BertModel: random ones of every shape, and the real one."""
 
+import dataclasses
 import json
 import random
 import shutil
@@ -13,7 +14,6 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from transformers import AutoConfig, BertForMaskedLM, BertModel
 
 import pippin
-from pippin.core import store
 from pippin.core.errors import (
     ContextOverflow,
     CorruptedFile,
@@ -24,7 +24,9 @@ from pippin.core.errors import (
     UnsafeCheckpoint,
     UnsupportedModel,
 )
+from pippin.core.store import store
 from pippin.language import load_encoder
+from pippin.language.language_model import load
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *(f"w{i}" for i in range(40)), "##s", "##ing"]
 SMALL = {
@@ -91,7 +93,7 @@ def test_vectors_equal_transformers_whatever_the_batch(tmp_path, fields, pooling
     texts = [" ".join(generator.choices(WORDS[4:44], k=generator.randint(1, 27))) for _ in range(23)]
     want = expected(reference, encoder, texts, "first" if pooling == "cls" else "mean")
     for size in (1, 7, 32):
-        torch.testing.assert_close(encoder.embed(texts, normalise=False, batch_size=size), want, atol=1e-5, rtol=0)
+        torch.testing.assert_close(encoder.embed(texts, normalize=False, batch_size=size), want, atol=1e-5, rtol=0)
     unit = want / want.norm(dim=-1, keepdim=True)
     torch.testing.assert_close(encoder.embed(texts), unit, atol=1e-5, rtol=0)
 
@@ -112,7 +114,7 @@ def test_checkpoints_of_other_tasks_hold_the_same_encoder(tmp_path):
     reference = make(tmp_path, BertForMaskedLM)
     encoder = load_encoder(tmp_path, device="cpu")
     want = expected(reference.bert, encoder, ["w1 w2", "w3"])
-    torch.testing.assert_close(encoder.embed(["w1 w2", "w3"], normalise=False), want, atol=1e-5, rtol=0)
+    torch.testing.assert_close(encoder.embed(["w1 w2", "w3"], normalize=False), want, atol=1e-5, rtol=0)
 
 
 def test_a_text_that_is_too_long_is_an_error_or_is_cut(small):
@@ -139,7 +141,7 @@ def test_what_is_no_text_is_refused(small):
         encoder.token_count(["\ud83d"])
     with pytest.raises(InvalidArgument, match="batch_size"):
         encoder.embed(["w1"], batch_size=0)
-    assert encoder.embed([]).shape == (0, encoder.width)
+    assert encoder.embed([]).shape == (0, encoder.embedding_size)
 
 
 def test_vectors_can_be_trained_on(small):
@@ -220,8 +222,22 @@ def test_a_tokenizer_larger_than_its_model_is_refused(tmp_path):
 
 def test_a_sentence_encoder_is_no_language_model(tmp_path):
     make(tmp_path)
-    with pytest.raises(UnsupportedModel, match="model_type 'bert' is not supported"):
-        pippin.load(tmp_path)
+    with pytest.raises(UnsupportedModel, match=r"a TextEncoder \(model type 'bert'\); open it with TextEncoder.load"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "first"])
+def test_a_saved_encoder_is_read_by_transformers_and_by_pippin(pooling, tmp_path):
+    make(tmp_path / "one")
+    encoder = dataclasses.replace(load_encoder(tmp_path / "one", device="cpu"), pooling=pooling, max_tokens=9)
+    encoder.save(tmp_path / "two")
+    again = pippin.load(tmp_path / "two", device="cpu")
+    assert (again.pooling, again.max_tokens, again.do_lower_case) == (pooling, 9, False)
+    assert torch.equal(again.embed(["w1 w2", "w3"]), encoder.embed(["w1 w2", "w3"]))
+    theirs = BertModel.from_pretrained(tmp_path / "two", add_pooling_layer=False).eval()
+    torch.testing.assert_close(
+        again.embed(["w1 w2", "w3"], normalize=False), expected(theirs, again, ["w1 w2", "w3"], pooling)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -245,7 +261,7 @@ SENTENCES = [
 def test_the_real_encoder_equals_transformers(real, tmp_path):
     shutil.copytree(store.find("all-minilm-l6-v2"), tmp_path / "m")
     reference = BertModel.from_pretrained(tmp_path / "m").eval()
-    assert (real.name, real.width, real.max_tokens) == ("all-minilm-l6-v2", 384, 256)
+    assert (real.name, real.embedding_size, real.max_tokens) == ("all-minilm-l6-v2", 384, 256)
     want = torch.nn.functional.normalize(expected(reference, real, SENTENCES), dim=-1)
     torch.testing.assert_close(real.embed(SENTENCES), want, atol=1e-5, rtol=0)
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from pippin.core import native
 from pippin.core.errors import InvalidArgument, InvalidInput
-from pippin.language.likelihood import Likelihood, likelihood
+from pippin.language.likelihood import TextLikelihood, text_likelihood
 
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom… née Dickens."
 
@@ -42,7 +42,7 @@ def nats(model, ids):
 
 def test_a_text_in_one_window_is_what_transformers_says(sharp, theirs):
     ids = sharp.tokenizer.encode(TEXT)
-    found = likelihood(sharp, TEXT)
+    found = text_likelihood(sharp, TEXT)
     assert found.nats == pytest.approx(float(nats(theirs, ids).sum()), rel=1e-5)
     assert (found.tokens, found.bytes) == (len(ids) - 1, len(TEXT.encode()) - 1)
     assert found.perplexity == pytest.approx(math.exp(found.nats / found.tokens))
@@ -59,7 +59,7 @@ def test_windows_count_every_token_once_with_the_context_they_promise(sharp, the
         if end > done:
             expected += float(nats(theirs, ids[start:end])[done - end :].sum())
             done = end
-    found = likelihood(sharp, TEXT, length=length, stride=stride)
+    found = text_likelihood(sharp, TEXT, max_length=length, stride=stride)
     assert found.tokens == done - 1 == len(ids) - 1
     assert found.nats == pytest.approx(expected, rel=1e-5)
 
@@ -67,38 +67,37 @@ def test_windows_count_every_token_once_with_the_context_they_promise(sharp, the
 def test_texts_do_not_see_each_other_and_a_limit_counts_over_all(sharp, theirs):
     texts = ["Once upon a time", "x", "", "in a land far away", TEXT]
     each = [nats(theirs, sharp.tokenizer.encode(text)) for text in texts if len(text) > 1]
-    whole = likelihood(sharp, texts)
+    whole = text_likelihood(sharp, texts)
     assert whole.nats == pytest.approx(float(torch.cat(each).sum()), rel=1e-5)
-    part = likelihood(sharp, texts, limit=20)
+    part = text_likelihood(sharp, texts, max_tokens=20)
     assert part.tokens == 20
     assert part.nats == pytest.approx(float(torch.cat(each)[:20].sum()), rel=1e-5)
     assert part.bytes == 20
 
 
 def test_ids_are_as_good_as_their_text(sharp):
-    assert likelihood(sharp, sharp.tokenizer.encode(TEXT)) == likelihood(sharp, TEXT)
+    assert text_likelihood(sharp, sharp.tokenizer.encode(TEXT)) == text_likelihood(sharp, TEXT)
 
 
 @pytest.mark.skipif(native.library() is None, reason="the native kernels are not built")
 def test_packed_weights_give_the_same_figure(sharp):
     packed = dataclasses.replace(sharp, module=copy.deepcopy(sharp.module).pack())
-    ours, dense = (likelihood(one, [TEXT, TEXT[:30]], length=32, stride=8) for one in (packed, sharp))
+    ours, dense = (text_likelihood(one, [TEXT, TEXT[:30]], max_length=32, stride=8) for one in (packed, sharp))
     assert (ours.tokens, ours.bytes) == (dense.tokens, dense.bytes)
     assert ours.nats == pytest.approx(dense.nats, rel=1e-4)
 
 
 def test_perplexity_beyond_a_float_is_infinite():
-    assert Likelihood(1000.0, 1, 0).perplexity == math.inf
-    assert math.isnan(Likelihood(1000.0, 1, 0).per_byte)
+    assert TextLikelihood(1000.0, 1, 0).perplexity == math.inf
+    assert math.isnan(TextLikelihood(1000.0, 1, 0).per_byte)
 
 
 @pytest.mark.parametrize(
     ("text", "options", "error", "message"),
     [
-        (TEXT, {"length": 0}, InvalidArgument, "length is 0"),
-        (TEXT, {"length": 4096}, InvalidArgument, "hold 1 to 2048 tokens"),
-        (TEXT, {"length": 8, "stride": 9}, InvalidArgument, "stride is 9"),
-        (TEXT, {"limit": 0}, InvalidArgument, "limit is 0"),
+        (TEXT, {"max_length": 0}, InvalidArgument, "max_length must be at least 1, got 0"),
+        (TEXT, {"max_length": 4096}, InvalidArgument, "reads at most 2048 tokens"),
+        (TEXT, {"max_length": 8, "stride": 9}, InvalidArgument, "stride is 9, which must be at most max_length"),
         ([5, 900], {}, InvalidArgument, "token id 900"),
         ("x", {}, InvalidInput, "nothing to predict"),
         ([], {}, InvalidInput, "nothing to predict"),
@@ -106,4 +105,4 @@ def test_perplexity_beyond_a_float_is_infinite():
 )
 def test_what_cannot_be_measured_is_refused(sharp, text, options, error, message):
     with pytest.raises(error, match=message):
-        likelihood(sharp, text, **options)
+        text_likelihood(sharp, text, **options)

@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from pippin.core.errors import InvalidArgument
-from pippin.data.batches import IGNORE, TokenBatch
+from pippin.data.token_batches import IGNORE, TokenBatch
+from pippin.language.decoder import Decoder, DecoderConfig, LayerSpec
 from pippin.language.objectives import NextToken, cross_entropy, held_out
-from pippin.language.transformer import Decoder, DecoderConfig, LayerSpec
 from pippin.nn.attention import AttentionSpec
 from pippin.nn.feedforward import FeedForwardSpec
 
@@ -17,8 +17,18 @@ VOCAB = 131
 
 def decoder(*, tied=True, seed=0):
     layer = LayerSpec(AttentionSpec(), FeedForwardSpec(24))
-    config = DecoderConfig("llama", VOCAB, 16, (layer,) * 2, heads=2, kv_heads=1, head_dim=8, max_context=64, tied=tied)
-    return Decoder(config).initialise(seed=seed)
+    config = DecoderConfig(
+        "llama",
+        VOCAB,
+        16,
+        (layer,) * 2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=64,
+        tie_word_embeddings=tied,
+    )
+    return Decoder(config).initialize(seed=seed)
 
 
 def batch(rows=3, length=20, *, documents=None, ignored=0.3, seed=0):
@@ -57,7 +67,7 @@ def test_value_and_gradients_are_those_of_torch(kind, chunk):
     model.lm_head.requires_grad_(kind != "frozen head")
     data = batch()
     loss = NextToken(chunk)(model, data)
-    assert loss.count == data.learnt
+    assert loss.count == data.learned
     ours = gradients(model, loss.total / loss.count)
     logits = model(data.ids).flatten(0, 1)
     targets = data.targets.flatten()
@@ -71,7 +81,7 @@ def test_value_and_gradients_are_those_of_torch(kind, chunk):
         torch.testing.assert_close(ours[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
 
 
-def test_documents_in_a_row_are_learnt_one_by_one():
+def test_documents_in_a_row_are_learned_one_by_one():
     model, data = decoder(), batch(2, 10, documents=(4, 6, 1, 9))
     ours = NextToken(3)(model, data)
     parts = zip(data.ids.view(-1).split((4, 6, 1, 9)), data.targets.view(-1).split((4, 6, 1, 9)), strict=True)
@@ -101,7 +111,7 @@ def test_under_autocast_it_is_torch_under_autocast(kind):
 
 
 def test_a_weight_that_is_computed_gets_its_gradient():
-    """A fake-quantised head: a parametrised `Linear`, whose weight has a graph of its own."""
+    """A fake-quantized head: a parametrized `Linear`, whose weight has a graph of its own."""
 
     class Half(nn.Module):
         def forward(self, weight):
@@ -138,7 +148,7 @@ def test_the_logits_never_lie_in_memory_all_at_once():
             return made
 
     with Watch():
-        total, _ = cross_entropy(model, hidden, targets, chunk=64)
+        total, _ = cross_entropy(model, hidden, targets, chunk_size=64)
         total.backward()
     assert largest <= max(64 * VOCAB, hidden.numel())
 
@@ -159,5 +169,5 @@ def test_the_held_out_loss_is_a_mean_over_tokens_and_leaves_the_model_alone():
 
 
 def test_a_chunk_of_nothing_is_refused():
-    with pytest.raises(InvalidArgument, match="chunk is 0"):
+    with pytest.raises(InvalidArgument, match="chunk_size must be at least 1, got 0"):
         NextToken(0)

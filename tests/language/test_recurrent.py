@@ -8,14 +8,14 @@ import torch
 
 import pippin
 from pippin.core.errors import CorruptedFile, InvalidArgument, UnsupportedModel
-from pippin.data.batches import TokenBatch
+from pippin.data.token_batches import TokenBatch
 from pippin.language import Decoder, DecoderConfig, LanguageModel, LayerSpec, families
-from pippin.language.adapters import targets
+from pippin.language.adapter_files import target_modules
 from pippin.language.objectives import NextToken
 from pippin.language.presets import preset
 from pippin.nn.attention import AttentionSpec
-from pippin.nn.cache import Documents
-from pippin.nn.recurrent import Memory, RecurrentSpec
+from pippin.nn.kv_cache import PackedDocuments
+from pippin.nn.recurrent.layer import RecurrentSpec, RecurrentState
 from pippin.train import AdamW, Trainer
 
 from .recurrents import FEED, GRU, LAYERS, PLAIN, recurrent_decoder
@@ -31,7 +31,7 @@ def some_ids(rows, length, seed=0):
 
 
 def test_cached_decoding_equals_the_whole_pass(module):
-    ids, cache = some_ids(2, 30), Memory()
+    ids, cache = some_ids(2, 30), RecurrentState()
     expected = module(ids)
     parts = [module(part, cache=cache) for part in ids.split([13, 1, 1, 15], 1)]
     torch.testing.assert_close(torch.cat(parts, 1), expected, atol=2e-5, rtol=1e-4)
@@ -42,7 +42,7 @@ def test_cached_decoding_equals_the_whole_pass(module):
 def test_packed_documents_equal_each_alone(module):
     counts = [5, 1, 18, 2, 9]
     ids = some_ids(1, sum(counts))
-    together = module(ids, cache=Documents(counts))
+    together = module(ids, cache=PackedDocuments(counts))
     alone = torch.cat([module(part) for part in ids.split(counts, 1)], 1)
     torch.testing.assert_close(together, alone, atol=2e-5, rtol=1e-4)
 
@@ -78,7 +78,7 @@ def test_a_saved_model_is_the_same_when_it_is_opened(module, tiny, tmp_path):
     ("change", "message"),
     [
         ({"recurrent": [{"cell": "gru"}]}, "contradicts itself"),
-        ({"recurrent": [{"heads": 0}, None]}, "heads of a recurrent layer must be at least 1, got 0"),
+        ({"recurrent": [{"heads": 0}, None]}, "heads must be at least 1, got 0"),
         ({"recurrent": [{"gates": 3}, None]}, "gates"),
         ({"recurrent": None}, "contradicts itself"),
     ],
@@ -95,8 +95,10 @@ def test_a_damaged_description_is_refused(change, message):
 def test_training_on_packed_documents_learns_what_only_a_state_can_hold():
     """The last token of a document repeats its first one: a layer without convolution sees one token and its state."""
     layer = LayerSpec.recurring(RecurrentSpec(conv=1), FEED)
-    config = DecoderConfig("llama", 16, 32, (layer,), heads=4, kv_heads=2, head_dim=8, max_context=64)
-    module = Decoder(config).initialise(seed=0)
+    config = DecoderConfig(
+        "llama", 16, 32, (layer,), num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=64
+    )
+    module = Decoder(config).initialize(seed=0)
 
     def batches():
         generator = torch.Generator().manual_seed(0)
@@ -108,7 +110,7 @@ def test_training_on_packed_documents_learns_what_only_a_state_can_hold():
             wanted[:, :-1] = -100
             yield TokenBatch(rows[:, :-1].reshape(1, -1), wanted.reshape(1, -1), (3,) * 32)
 
-    Trainer(module, NextToken(), batches(), steps=60, optimiser=AdamW(lr=2e-2), seed=0, show=False).fit()
+    Trainer(module, NextToken(), batches(), steps=60, optimizer=AdamW(lr=2e-2), seed=0, show_progress=False).fit()
     batch = next(batches())
     loss = NextToken()(module.eval(), batch)
     assert float(loss.metrics["accuracy"]) / loss.count > 0.95  # chance is 0.25
@@ -123,26 +125,26 @@ def test_presets_of_the_same_name_but_for_the_cell():
     assert config.cached_layers == ()
     # three inputs of the convolution and the two halves of the cell's state, four layers of 128, in float32
     assert config.state_bytes == 4 * 4 * 128 * (3 + 2)
-    with pytest.raises(InvalidArgument, match="no preset 'nano-rnn'; choose nano, small, base, nano-gru"):
+    with pytest.raises(InvalidArgument, match="preset must be 'nano', 'small', 'base', 'nano-gru'"):
         preset("nano-rnn", 300)
 
 
 def test_adapters_reach_the_projections_of_recurrent_layers():
-    found = dict(targets(recurrent_decoder("mixed")))
+    found = dict(target_modules(recurrent_decoder("mixed")))
     assert (found["layers.0.recurrent.in_proj"].outputs, found["layers.0.recurrent.out_proj"].outputs) == (64, 32)
     assert {"layers.1.self_attn.q_proj", "layers.2.recurrent.in_proj", "layers.2.mlp.down_proj"} <= found.keys()
 
 
 def test_what_recurrent_layers_cannot_do_is_refused():
     from pippin.shape.export.decoder import capture_decoder
-    from pippin.shape.gguf import describe
-    from pippin.shape.quantise.calibration import check_calibration
+    from pippin.shape.export.gguf import describe
+    from pippin.shape.quantize.calibration import check_calibration
 
     module = recurrent_decoder("mixed")
     with pytest.raises(InvalidArgument, match="a recurrent layer attends to nothing"):
         LayerSpec(AttentionSpec(window=3), FEED, RecurrentSpec())
     with pytest.raises(InvalidArgument, match="layer 1 reads layer 0, which is not an earlier layer with its own keys"):
-        replace(module.config, layers=(GRU, replace(PLAIN, attention=AttentionSpec(source=0))))
+        replace(module.config, layers=(GRU, replace(PLAIN, attention=AttentionSpec(kv_source=0))))
     with pytest.raises(UnsupportedModel, match="layer 0 is recurrent, in a way that GGUF cannot say"):
         describe(module.config)
     with pytest.raises(InvalidArgument, match="layer 0 is recurrent and is solved by iterations"):

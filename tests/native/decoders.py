@@ -30,7 +30,7 @@ class Layer:
     activation: str = "silu"
     experts: list[dict[str, np.ndarray]] = field(default_factory=list)
     active: int = 0
-    renormalise: bool = True
+    renormalize: bool = True
     router: np.ndarray | None = None
 
 
@@ -211,7 +211,7 @@ class Reference:
             law = np.exp(score - score.max())
             law /= law.sum()
             best = np.argsort(-law, kind="stable")[: layer.active]
-            share = law[best] / law[best].sum() if layer.renormalise else law[best]
+            share = law[best] / law[best].sum() if layer.renormalize else law[best]
             for expert, part in zip(best, share, strict=True):
                 block = layer.experts[expert]
                 up = block["up"].astype(float) @ token
@@ -224,7 +224,7 @@ class Reference:
         return y
 
     def run(self, ids, depth: int | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Logits, normalised hidden states, and what left the last layer, of all tokens."""
+        """Logits, normalized hidden states, and what left the last layer, of all tokens."""
         w = self.w
         x = w.embedding[np.asarray(ids)].astype(float) * w.embedding_scale
         kept: dict = {}
@@ -281,7 +281,7 @@ class Packed:
             self.memory = aligned(library.packed_bytes(number, group, rows, columns))
             addresses = codes.ctypes.data, scales.view(np.uint16).ctypes.data
             library.pack_codes(number, group, *addresses, rows, columns, self.memory.ctypes.data)
-        self.matrix = native.Matrix(number, group, rows, columns, zero, 0, self.memory.ctypes.data)
+        self.matrix = native.NativeMatrix(number, group, rows, columns, zero, 0, self.memory.ctypes.data)
 
 
 @dataclass
@@ -310,7 +310,7 @@ class NativeDecoder:
         self.forms = forms
         self.alive: list = []
         layers = (native.Layer * len(weights.layers))(*(self._layer(layer) for layer in weights.layers))
-        self.config = native.Config(
+        self.config = native.NativeConfig(
             len(weights.embedding), weights.embedding.shape[1], weights.heads, weights.kv_heads, weights.head_dim,
             len(weights.layers), weights.eps, weights.attention_scale, weights.embedding_scale, len(weights.thetas),
             self._pack("embedding", weights.embedding), self._pack("head", weights.head),
@@ -335,9 +335,9 @@ class NativeDecoder:
         self.alive.append(array)
         return array.ctypes.data
 
-    def _pack(self, role: str, values: np.ndarray | None) -> native.Matrix:
+    def _pack(self, role: str, values: np.ndarray | None) -> native.NativeMatrix:
         if values is None:
-            return native.Matrix()
+            return native.NativeMatrix()
         packed = Packed(values, self.forms if isinstance(self.forms, str) else self.forms.get(role, "F32"))
         values[:] = packed.values  # from now on the reference has the same weights
         self.alive.append(packed)
@@ -354,14 +354,14 @@ class NativeDecoder:
             parts = [[self._pack(role, e.get(role)) for role in ("gate", "up", "down")] for e in layer.experts]
             experts = (native.Expert * len(parts))(*(native.Expert(*part) for part in parts))
             self.alive.append(experts)
-            made.experts, made.active, made.renormalise = len(parts), layer.active, layer.renormalise
+            made.experts, made.active, made.renormalize = len(parts), layer.active, layer.renormalize
             made.expert = experts
             made.router = self._address(layer.router)
         return made
 
     def batch(
         self, works: list[Work], *, begin=0, end=None, residual=None
-    ) -> tuple[native.Batch, np.ndarray, np.ndarray]:
+    ) -> tuple[native.NativeBatch, np.ndarray, np.ndarray]:
         """The C struct and the arrays of logits and hidden states that a pass fills."""
 
         def ints(values) -> int | None:
@@ -372,16 +372,16 @@ class NativeDecoder:
         logits = np.full((len(rows), len(self.w.embedding)), np.nan, np.float32)
         hidden = np.full((len(rows), self.w.embedding.shape[1]), np.nan, np.float32)
         shares = [
-            native.Share(self._changes(work.changes), int(start), int(start) + len(work.ids))
+            native.SequenceShare(self._changes(work.changes), int(start), int(start) + len(work.ids))
             for start, work in zip(starts, works, strict=False)
             if work.changes is not None
         ]
-        made = native.Batch(
+        made = native.NativeBatch(
             int(starts[-1]), ints([i for work in works for i in work.ids]), len(works), ints(starts),
             ints([work.held for work in works]), ints([b for work in works for b in work.table]),
             ints(np.cumsum([0] + [len(work.table) for work in works])), len(rows), ints(rows),
             self._address(logits), self._address(hidden), begin, len(self.w.layers) if end is None else end,
-            self._address(residual), len(shares), (native.Share * len(shares))(*shares),
+            self._address(residual), len(shares), (native.SequenceShare * len(shares))(*shares),
         )  # fmt: skip
         return made, logits, hidden
 

@@ -54,7 +54,7 @@ class Packed:
     """A packed matrix; ``values`` are what it stands for, ``parts`` the sum of |scale * code| and |minimum|."""
 
     name: str
-    matrix: native.Matrix
+    matrix: native.NativeMatrix
     data: np.ndarray
     values: np.ndarray
     parts: np.ndarray
@@ -86,7 +86,7 @@ class Packed:
 def library() -> native.Native:
     """The library, which has to be there."""
     found = native.library()
-    assert found is not None, native.why_not()
+    assert found is not None, native.unavailable_reason()
     return found
 
 
@@ -108,7 +108,7 @@ def random_blocks(rng: np.random.Generator, name: str, rows: int, columns: int, 
     return blocks.reshape(rows, -1)
 
 
-def dequantised(name: str, blocks: np.ndarray) -> np.ndarray:
+def dequantized(name: str, blocks: np.ndarray) -> np.ndarray:
     """What blocks stand for, by the `gguf` package."""
     with np.errstate(invalid="ignore"):  # scales that are not finite
         return dequantize(blocks, GGMLQuantizationType[name]).astype(np.float32)
@@ -122,8 +122,8 @@ def parts_of(name: str, blocks: np.ndarray) -> np.ndarray:
         if start is not None:
             cut = blocks.reshape(-1, nbytes).copy()
             cut[:, start : start + 2] = 0
-            total = total + np.abs(dequantised(name, cut.reshape(blocks.shape)).astype(np.float64))
-    return total if minimum is not None else np.abs(dequantised(name, blocks).astype(np.float64))
+            total = total + np.abs(dequantized(name, cut.reshape(blocks.shape)).astype(np.float64))
+    return total if minimum is not None else np.abs(dequantized(name, blocks).astype(np.float64))
 
 
 def pack_ggml(name: str, blocks: np.ndarray, columns: int) -> Packed:
@@ -131,8 +131,8 @@ def pack_ggml(name: str, blocks: np.ndarray, columns: int) -> Packed:
     form, rows = GGML[name][0], len(blocks)
     data = aligned(library().packed_bytes(form, 0, rows, columns))
     library().pack_ggml(form, address(blocks), rows, columns, address(data))
-    matrix = native.Matrix(form, 0, rows, columns, 0.0, 0, address(data))
-    return Packed(name, matrix, data, dequantised(name, blocks), parts_of(name, blocks), (blocks,))
+    matrix = native.NativeMatrix(form, 0, rows, columns, 0.0, 0, address(data))
+    return Packed(name, matrix, data, dequantized(name, blocks), parts_of(name, blocks), (blocks,))
 
 
 def pack_codes(name: str, codes: np.ndarray, scales: np.ndarray, zero: float | None = None) -> Packed:
@@ -145,7 +145,7 @@ def pack_codes(name: str, codes: np.ndarray, scales: np.ndarray, zero: float | N
     wide = np.repeat(scales.astype(np.float32), group, axis=1)
     with np.errstate(invalid="ignore"):  # scales that are not finite
         values = (codes.astype(np.float32) - np.float32(zero)) * wide
-    matrix = native.Matrix(form, group, rows, columns, zero, 0, address(data))
+    matrix = native.NativeMatrix(form, group, rows, columns, zero, 0, address(data))
     return Packed(name, matrix, data, values, np.abs(values.astype(np.float64)), (codes, scales))
 
 
@@ -165,7 +165,7 @@ def pack_dense(name: str, values: np.ndarray) -> Packed:
         source, stride = (np.ascontiguousarray(values).view(np.uint32) >> 16).astype(np.uint16), columns
     data = aligned(library().packed_bytes(form, 0, rows, columns))
     library().pack_dense(form, address(source), stride, rows, columns, address(data))
-    matrix = native.Matrix(form, 0, rows, columns, 0.0, 0, address(data))
+    matrix = native.NativeMatrix(form, 0, rows, columns, 0.0, 0, address(data))
     return Packed(name, matrix, data, values, np.abs(values.astype(np.float64)), (source,))
 
 
@@ -208,7 +208,7 @@ def rounding_bound(packed: Packed, x: np.ndarray) -> np.ndarray:
     return roundings * UNIT_ROUNDOFF * (np.abs(x).astype(np.float64) @ packed.parts.T) + 1e-43
 
 
-def quantisation_bound(packed: Packed, x: np.ndarray) -> np.ndarray:
+def quantization_bound(packed: Packed, x: np.ndarray) -> np.ndarray:
     """How far rounding the activations may move a product (tokens, rows).
 
     Two digits of 8 bits: half a step, of max / 32512, for each input, in blocks of 32 (a whole one where the fine digit

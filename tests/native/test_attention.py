@@ -13,7 +13,7 @@ from pippin.core import native
 
 from .decoders import NativeDecoder, Weights, Work, angles, random_decoder, round_bf16
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason=native.why_not())
+pytestmark = pytest.mark.skipif(native.library() is None, reason=native.unavailable_reason())
 
 CACHES = ["float32", "bfloat16", "int8"]
 

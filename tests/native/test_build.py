@@ -161,11 +161,11 @@ def loaded_at_once(path: Path) -> list[str]:
 @with_compiler
 @pytest.mark.skipif(shutil.which("nm") is None, reason="no nm")
 def test_nothing_of_a_variant_runs_when_the_library_is_loaded(project):
-    """An initialiser of a variant would run on every machine, those without its instructions included."""
+    """An initializer of a variant would run on every machine, those without its instructions included."""
     real = ROOT / "src" / "pippin" / "_native.so"
     if real.exists():
         assert loaded_at_once(real) == []
     source = project / "native" / "kernels.cpp"
     source.write_text("#include <cstdlib>\n" + source.read_text() + "static const volatile int at = std::rand();\n")
     in_place(project)
-    assert loaded_at_once(library(project))  # such an initialiser would be seen
+    assert loaded_at_once(library(project))  # such an initializer would be seen

@@ -17,7 +17,7 @@ from pippin.core.errors import InvalidArgument
 
 from .decoders import NativeDecoder, Reference, Weights, Work, random_changes, random_decoder
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason=native.why_not())
+pytestmark = pytest.mark.skipif(native.library() is None, reason=native.unavailable_reason())
 
 FORMS = ["F32", "BF16", "INT2", "INT4"]
 CACHES = ["float32", "bfloat16", "int8"]
@@ -32,7 +32,7 @@ FEATURES = {
     "shared": [{"rope": 0}, {"rope": 0, "source": 0}, {}, {"rope": 1, "source": 0}, {"rope": 0, "source": 2}],
     "shared window": [{"rope": 0, "window": 7}, {"rope": 0, "source": 0}],
     "ungated": [{"rope": 0, "gated": False, "activation": "relu"}, {"gated": False, "activation": "gelu"}],
-    "mixture": [{"rope": 0, **MIXTURE}, {"rope": 0, **MIXTURE, "active": 1, "renormalise": False}],
+    "mixture": [{"rope": 0, **MIXTURE}, {"rope": 0, **MIXTURE, "active": 1, "renormalize": False}],
     "ungated mixture": [{"rope": 0, **MIXTURE, "gated": False, "activation": "gelu", "active": 4}],
     "everything": [
         {"rope": 0, "biases": True, "qk_norm": True, "post_norms": True, "window": 9, **MIXTURE},
@@ -153,13 +153,13 @@ def test_equals_the_decoder_in_torch():
     rotary = Rotary()
     specs = (
         LayerSpec(AttentionSpec(window=6, rotary=rotary), FeedForwardSpec(64, "gelu_tanh")),
-        LayerSpec(AttentionSpec(window=6, rotary=rotary, source=0), FeedForwardSpec(64, "gelu_tanh")),
-        LayerSpec(AttentionSpec(rotary=None), FeedForwardSpec(64, "gelu_tanh", experts=3, active=2)),
+        LayerSpec(AttentionSpec(window=6, rotary=rotary, kv_source=0), FeedForwardSpec(64, "gelu_tanh")),
+        LayerSpec(AttentionSpec(rotary=None), FeedForwardSpec(64, "gelu_tanh", num_experts=3, num_experts_per_tok=2)),
     )
-    options = {"heads": 4, "kv_heads": 2, "head_dim": 8, "max_context": 512}
+    options = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512}
     norms = {"qk_norm": True, "post_norms": True, "qkv_bias": True, "embedding_scale": 5.0}
-    config = DecoderConfig("gemma3_text", 50, 32, specs, tied=False, **options, **norms)
-    module = Decoder(config).initialise(seed=3).eval()
+    config = DecoderConfig("gemma3_text", 50, 32, specs, tie_word_embeddings=False, **options, **norms)
+    module = Decoder(config).initialize(seed=3).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -365,7 +365,7 @@ BAD_BATCHES = {
 }
 
 
-def pass_of(decoder: NativeDecoder, batch: native.Batch, pool: int = 0, blocks: int = 64, cache: int = 0) -> None:
+def pass_of(decoder: NativeDecoder, batch: native.NativeBatch, pool: int = 0, blocks: int = 64, cache: int = 0) -> None:
     """A pass with a pool that begins so many bytes too late."""
     address = decoder.pool.ctypes.data + pool
     decoder.library.check(decoder.library.forward(decoder.handle, address, blocks, cache, ctypes.byref(batch)))
@@ -426,8 +426,8 @@ def test_a_bad_configuration_is_refused(says, changes):
         ("has no norms", {"attention_norm": None}),
         ("3 of 2 experts", {"experts": 2, "active": 3}),
         ("or no router", {"experts": 2, "active": 1}),
-        ("output has no data", {"output": native.Matrix(0, 0, 32, 32, 0, 0, None)}),
-        ("q is 32 x 16", {"q": native.Matrix(0, 0, 32, 16, 0, 0, 64)}),
+        ("output has no data", {"output": native.NativeMatrix(0, 0, 32, 32, 0, 0, None)}),
+        ("q is 32 x 16", {"q": native.NativeMatrix(0, 0, 32, 16, 0, 0, 64)}),
     ],
 )
 def test_a_bad_layer_is_refused(says, changes):
@@ -460,7 +460,7 @@ def test_a_bad_rotary_table_is_refused():
 
 
 def test_numbers_that_overflow_harm_nobody_else():
-    """A sequence whose adapter overflows gets nonsense; its neighbour gets what it always gets."""
+    """A sequence whose adapter overflows gets nonsense; its neighbor gets what it always gets."""
     weights = random_decoder(16)
     decoder = NativeDecoder(weights, "INT4", cache="int8")
     broken = random_changes(weights, 1, 2)

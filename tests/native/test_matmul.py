@@ -2,7 +2,7 @@
 
 Notable here:
 - bounds are derived, not tuned: exact activations leave rounding errors of float32 sums alone (`rounding_bound`), any
-  others add half a step of their own quantisation (`quantisation_bound`)
+  others add half a step of their own quantization (`quantization_bound`)
 - results are compared to the bit across tiles, threads and companions, on every instruction set of this machine
 """
 
@@ -28,12 +28,12 @@ from .matrices import (
     pack_codes,
     pack_dense,
     pack_ggml,
-    quantisation_bound,
+    quantization_bound,
     random_matrix,
     rounding_bound,
 )
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason=f"native kernels: {native.why_not()}")
+pytestmark = pytest.mark.skipif(native.library() is None, reason=f"native kernels: {native.unavailable_reason()}")
 INTEGER = [name for name in FORMATS if name not in DENSE]
 
 
@@ -75,7 +75,7 @@ def test_any_activations_are_off_by_half_a_step_at_most(kernels, name, blocks, t
     packed = random_matrix(rng, name, 21, blocks * block_of(name))
     heavy = rng.standard_t(2, (tokens, packed.matrix.columns)) * 2.0**power  # a few are much larger than the others
     x = heavy.astype(np.float32)
-    bound = quantisation_bound(packed, x) + rounding_bound(
+    bound = quantization_bound(packed, x) + rounding_bound(
         packed, np.abs(x) + np.abs(x).max(axis=1, keepdims=True) / 127
     )
     assert (np.abs(packed.matmul(x) - exact(packed, x)) <= bound).all()
@@ -186,7 +186,7 @@ def test_the_largest_and_the_smallest_activations(kernels, name):
     for power in (100, -90):
         scaled = (x * 2.0**power).astype(np.float32)
         error = np.abs(packed.matmul(scaled) - exact(packed, scaled))
-        assert (error <= quantisation_bound(packed, scaled) + rounding_bound(packed, scaled)).all()
+        assert (error <= quantization_bound(packed, scaled) + rounding_bound(packed, scaled)).all()
     # below 1e-33 integer formats take a block of 32 as zeros; what is lost is below any float32 sum of use
     for size in (1e-40, 1e-36, 2e-35, 9e-35, 9e-34, 2e-33):
         tiny = np.full((1, 256), size, np.float32)
@@ -285,7 +285,7 @@ def test_arguments_that_make_no_product():
 
 def test_matrices_that_make_no_product():
     buffer, x, y = aligned(1 << 14), np.zeros((1, 64), np.float32), np.zeros((1, 16), np.float32)
-    matrix = native.Matrix
+    matrix = native.NativeMatrix
     for wrong, says in [
         (matrix(8, 0, 16, 64, 0.0, 0, None), "the matrix has no data"),
         (matrix(8, 0, 16, 64, 0.0, 0, address(buffer) + 32), "multiple of 64 bytes"),

@@ -25,7 +25,7 @@ from .matrices import (
     random_matrix,
 )
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason=f"native kernels: {native.why_not()}")
+pytestmark = pytest.mark.skipif(native.library() is None, reason=f"native kernels: {native.unavailable_reason()}")
 
 
 def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
@@ -187,7 +187,7 @@ def test_rows_outside_the_matrix(wrong):
 def test_a_matrix_that_describes_nothing():
     packed = random_matrix(np.random.default_rng(6), "Q8_0", 16, 32)
     ids, out = np.zeros(1, np.int64), np.zeros((1, 32), np.float32)
-    empty = replace(packed, matrix=native.Matrix(8, 0, 16, 32, 0.0, 0, None))
+    empty = replace(packed, matrix=native.NativeMatrix(8, 0, 16, 32, 0.0, 0, None))
     with pytest.raises(InvalidArgument, match="the matrix has no data"):
         empty.rows()
     with pytest.raises(InvalidArgument, match="-1 rows, or ids or target NULL"):

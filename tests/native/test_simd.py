@@ -76,7 +76,7 @@ def emulated(tmp_path_factory):
 
 
 @needs_cross
-@pytest.mark.skipif(native.library() is None, reason=f"native kernels: {native.why_not()}")
+@pytest.mark.skipif(native.library() is None, reason=f"native kernels: {native.unavailable_reason()}")
 @pytest.mark.parametrize("name", ["neon", "generic"])
 def test_kernels_of_aarch64(name, emulated):
     rng = np.random.default_rng(17)

@@ -14,7 +14,7 @@ from pippin.core.errors import InvalidArgument
 
 from .decoders import NativeDecoder, Work, random_decoder
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason=native.why_not())
+pytestmark = pytest.mark.skipif(native.library() is None, reason=native.unavailable_reason())
 
 
 def use(count: int, pin: bool = False) -> None:

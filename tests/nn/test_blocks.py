@@ -7,11 +7,13 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from pippin.nn.attention import Attention, AttentionSpec
-from pippin.nn.cache import NoCache, causal_mask
+from pippin.nn.context import LayerContext
 from pippin.nn.feedforward import FeedForward, FeedForwardSpec, MixtureOfExperts
+from pippin.nn.kv_cache import NoCache, causal_mask
 from pippin.nn.linear import Linear
 from pippin.nn.norm import RMSNorm
-from pippin.nn.rotary import Rotary, rotate
+from pippin.nn.packed_layers import fuse, pack
+from pippin.nn.rotary import Rotary, apply_rotary
 
 
 def filled(module, seed=0):
@@ -49,7 +51,7 @@ def test_scores_depend_only_on_the_distance(angle_seed, first, second):
 
     def score(i: int, j: int) -> float:
         cos, sin = (table.double() for table in rotary.tables(torch.tensor([i, j]), 16))
-        return float(rotate(q, cos[:1], sin[:1])[0] @ rotate(k, cos[1:], sin[1:])[0])
+        return float(apply_rotary(q, cos[:1], sin[:1])[0] @ apply_rotary(k, cos[1:], sin[1:])[0])
 
     assert score(first, second) == pytest.approx(score(first + 500, second + 500), abs=2e-3)
     assert score(first, first) == pytest.approx(float(q[0] @ k[0]), abs=1e-3)
@@ -61,9 +63,9 @@ def test_attention_equals_a_loop_over_heads_and_positions(window, qk_norm):
     layer = filled(
         Attention(
             AttentionSpec(window=window, rotary=None),
-            width=24,
-            heads=4,
-            kv_heads=2,
+            hidden_size=24,
+            num_attention_heads=4,
+            num_key_value_heads=2,
             head_dim=6,
             bias=True,
             qk_norm=qk_norm,
@@ -71,7 +73,7 @@ def test_attention_equals_a_loop_over_heads_and_positions(window, qk_norm):
     )
     x = torch.randn(2, 7, 24, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        y, _ = layer(x, None, NoCache(), 0)
+        y, _ = layer(x, LayerContext(NoCache()))
         q, k, v = (p(x).view(2, 7, -1, 6) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
         if qk_norm:
             q, k = layer.q_norm(q), layer.k_norm(k)
@@ -94,7 +96,7 @@ def test_a_packed_layer_equals_the_plain_one(dtype, rows, bias):
     with torch.no_grad():
         exact = x.double() @ layer.weight.double().T + (layer.bias.double() if bias else 0)
         weight = layer.weight.clone()
-        packed = layer.pack()
+        packed = pack(layer)
         assert torch.equal(packed.dense_weight(), weight)
         bound = 1e-5 if dtype == torch.float32 else float(exact.abs().max()) * 2**-8
         torch.testing.assert_close(packed(x).double(), exact, atol=bound, rtol=0)
@@ -105,8 +107,8 @@ def test_fused_layers_give_the_concatenated_outputs():
     x = torch.randn(3, 16, generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
         expected = torch.cat([layer(x) for layer in layers], -1)
-        torch.testing.assert_close(Linear.fused(layers)(x), expected)
-        torch.testing.assert_close(Linear.fused(layers).pack()(x), expected, atol=1e-6, rtol=0)
+        torch.testing.assert_close(fuse(layers)(x), expected)
+        torch.testing.assert_close(pack(fuse(layers))(x), expected, atol=1e-6, rtol=0)
 
 
 @given(st.floats(1e-3, 1e3))
@@ -118,9 +120,9 @@ def test_rms_norm_ignores_the_scale_of_its_input(scale):
     torch.testing.assert_close((norm(x) / norm.weight).square().mean(-1), torch.ones(4))
 
 
-@pytest.mark.parametrize("renormalise", [False, True])
-def test_mixture_equals_a_loop_over_tokens_even_if_all_choose_one_expert(renormalise):
-    spec = FeedForwardSpec(20, experts=5, active=2, renormalise=renormalise)
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_mixture_equals_a_loop_over_tokens_even_if_all_choose_one_expert(renormalize):
+    spec = FeedForwardSpec(20, num_experts=5, num_experts_per_tok=2, norm_topk_prob=renormalize)
     mixture = filled(MixtureOfExperts(spec, 12))
     x = torch.randn(2, 9, 12, generator=torch.Generator().manual_seed(5))
     for force in (False, True):
@@ -132,7 +134,7 @@ def test_mixture_equals_a_loop_over_tokens_even_if_all_choose_one_expert(renorma
             for b in range(2):
                 for s in range(9):
                     weights, chosen = mixture.gate(x[b, s]).softmax(-1).topk(2)
-                    weights = weights / weights.sum() if renormalise else weights
+                    weights = weights / weights.sum() if renormalize else weights
                     expected[b, s] = sum(
                         w * mixture.experts[e](x[b, s]) for w, e in zip(weights, chosen.tolist(), strict=True)
                     )
@@ -155,7 +157,7 @@ def test_feed_forward_equals_its_formula_packed_or_not(activation, gated):
         inner = act(x @ layer.gate_proj.weight.T) * up if gated else act(up)
         expected = inner @ layer.down_proj.weight.T
         torch.testing.assert_close(layer(x), expected, atol=1e-5, rtol=0)
-        layer.pack()
+        pack(layer)
         torch.testing.assert_close(layer(x), expected, atol=1e-5, rtol=0)
 
 

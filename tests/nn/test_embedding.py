@@ -5,16 +5,17 @@ import torch
 
 from pippin.core import native
 from pippin.core.errors import InvalidArgument
-from pippin.nn.embedding import Embedding
-from pippin.nn.packed import NativeWeight, quantise
+from pippin.nn.embedding import TokenEmbedding
+from pippin.nn.packed_layers import PackedTokenEmbedding, pack
+from pippin.nn.quantization.packed import NativeWeight, quantize
 
 with_kernels = pytest.mark.skipif(native.library() is None, reason="the native kernels are not built")
 IDS = torch.tensor([[4, 0, 4], [9, 1, 2]])
 
 
 @pytest.fixture
-def table() -> Embedding:
-    made = Embedding(10, 64)
+def table() -> TokenEmbedding:
+    made = TokenEmbedding(10, 64)
     made.weight.data = torch.randn(10, 64, generator=torch.Generator().manual_seed(0))
     return made
 
@@ -39,26 +40,24 @@ def test_it_is_trained(table):
 def test_packed_it_gives_the_same_vectors(table, dtype):
     weight = table.weight.data.to(dtype)
     table.weight.data = weight
-    assert table.pack() is table
+    table = pack(table)
     assert table.weight is None
     assert torch.equal(table(IDS), weight[IDS].float())
     assert torch.equal(table.dense_weight(), weight.float())
     assert (table.device, table.dtype) == (torch.device("cpu"), torch.float32)
     assert list(table.parameters()) == []
-    packed = table.packed
-    assert table.pack().packed is packed
+    assert pack(table) is table
     with pytest.raises(InvalidArgument):
         table(torch.tensor([10]))
 
 
 @with_kernels
 def test_it_holds_any_packed_format(table):
-    weight = NativeWeight.from_codes(*quantise(table.weight.data, 4), 4, 64)
-    table.packed, table.weight = weight, None
+    weight = NativeWeight.from_codes(*quantize(table.weight.data, 4), 4, 64)
+    table = PackedTokenEmbedding(weight, table.rows, table.width)
     assert torch.equal(table(IDS), weight.dense()[IDS])
 
 
 def test_what_has_no_kernels_stays_as_it_is(table):
     half = table.to(torch.float16)
-    assert torch.equal(half.pack().weight, half.weight)
-    assert half.packed is None
+    assert pack(half) is half

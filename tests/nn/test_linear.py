@@ -7,11 +7,13 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from pippin.core import native
-from pippin.nn import linear as module, packed as packing
-from pippin.nn.linear import Linear, OneDNNWeight
-from pippin.nn.lora import Adapter, LowRank
-from pippin.nn.packed import NativeWeight, quantise
-from pippin.nn.triton_matvec import TritonWeight
+from pippin.nn import packed_layers as module
+from pippin.nn.linear import Linear
+from pippin.nn.lora import Adapter, LowRankUpdate
+from pippin.nn.packed_layers import OneDNNWeight, PackedLinear
+from pippin.nn.quantization import packed as packing
+from pippin.nn.quantization.packed import NativeWeight, quantize
+from pippin.nn.triton.triton_matvec import TritonWeight
 
 with_kernels = pytest.mark.skipif(native.library() is None, reason="the native kernels are not built")
 KINDS = ["F32", "BF16", "Q4_1", "Q8_0", "INT2", "INT4"]
@@ -23,7 +25,7 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def packed_as(weight: torch.Tensor, kind: str) -> NativeWeight:
     if kind.startswith("INT"):
-        return NativeWeight.from_codes(*quantise(weight, int(kind[3:]), 32), int(kind[3:]), 32)
+        return NativeWeight.from_codes(*quantize(weight, int(kind[3:]), 32), int(kind[3:]), 32)
     if kind in ("F32", "BF16"):
         return NativeWeight.from_dense(weight.to(torch.float32 if kind == "F32" else torch.bfloat16))
     blocks = gguf.quants.quantize(weight.numpy(), gguf.GGMLQuantizationType[kind])
@@ -33,11 +35,7 @@ def packed_as(weight: torch.Tensor, kind: str) -> NativeWeight:
 def over(packed, bias: torch.Tensor | None = None) -> Linear:
     """A layer whose weight is packed."""
     dense = packed.dense()
-    layer = Linear(dense.shape[1], dense.shape[0], bias=bias is not None)
-    layer.packed, layer.weight = packed, None
-    if bias is not None:
-        layer.bias.data = bias
-    return layer
+    return PackedLinear(packed, dense.shape[1], dense.shape[0], None if bias is None else torch.nn.Parameter(bias))
 
 
 def compare(layer: Linear, x: torch.Tensor, change: torch.Tensor, atol: float) -> None:
@@ -87,7 +85,7 @@ def test_bfloat16_gradients_are_within_the_rounding_of_bfloat16():
 def test_gradients_pass_through_the_other_formats_too():
     if OneDNNWeight.supports(normal(1, 1)):
         compare(over(OneDNNWeight(normal(37, 96))), normal(2, 5, 96, seed=2), normal(2, 5, 37, seed=3), atol=1e-4)
-    weight = TritonWeight.from_codes(*quantise(normal(37, 96), 4, 32), 4, 32, dtype=torch.float32)
+    weight = TritonWeight.from_codes(*quantize(normal(37, 96), 4, 32), 4, 32, dtype=torch.float32)
     y = normal(3, 37, seed=1)
     expected = y.double() @ weight.dense().double()
     torch.testing.assert_close(weight.matmul_transposed(y).double(), expected, atol=1e-4, rtol=0)
@@ -103,7 +101,7 @@ def test_an_adapter_over_a_packed_layer_gets_the_gradients_of_one_over_the_dense
     for layer in (packed, dense):
         down, up = normal(3, 64, seed=3).requires_grad_(), normal(40, 3, seed=4).requires_grad_()
         start = x.clone().requires_grad_()
-        layer(start, [(Adapter("a", {layer: (LowRank(down, up),)}), slice(None))]).backward(change)
+        layer(start, [(Adapter("a", {layer: (LowRankUpdate(down, up),)}), slice(None))]).backward(change)
         found.append((start.grad, down.grad, up.grad))
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=0)

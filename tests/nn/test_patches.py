@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 
 from pippin.core.errors import InvalidArgument
-from pippin.nn.axial import axial_tables, grid
+from pippin.nn.axial_rotary import axial_tables, grid_positions
 from pippin.nn.patches import patchify, unpatchify
-from pippin.nn.rotary import rotate
+from pippin.nn.rotary import apply_rotary
 
 
 @settings(max_examples=30, deadline=None)
@@ -37,16 +37,18 @@ def test_attention_sees_differences_of_places_on_every_axis():
 
     def score(a, b):
         cos, sin = axial_tables(torch.tensor([a, b]), 16, theta=50.0)
-        return float(rotate(q[None], cos[:1], sin[:1])[0] @ rotate(k[None], cos[1:], sin[1:])[0])
+        return float(apply_rotary(q[None], cos[:1], sin[:1])[0] @ apply_rotary(k[None], cos[1:], sin[1:])[0])
 
     assert score([1.0, 2.0, 3.0], [2.0, 4.0, 3.5]) == pytest.approx(score([0.0, 0.0, 0.0], [1.0, 2.0, 0.5]), abs=1e-5)
     assert score([0.0, 0.0, 0.0], [1.0, 0.0, 0.0]) != pytest.approx(score([0.0, 0.0, 0.0], [0.0, 1.0, 0.0]), abs=1e-3)
-    cos, _ = axial_tables(grid(2, 3), 8)
-    assert torch.allclose(cos[1, 2], grid(2, 3)[1, 1].cos())  # the second axis has the second half of the pairs
+    cos, _ = axial_tables(grid_positions(2, 3), 8)
+    assert torch.allclose(
+        cos[1, 2], grid_positions(2, 3)[1, 1].cos()
+    )  # the second axis has the second half of the pairs
 
 
 def test_shares_must_add_up():
-    assert axial_tables(grid(2, 2, 2), 16, shares=(4, 2, 2))[0].shape == (8, 16)
+    assert axial_tables(grid_positions(2, 2, 2), 16, shares=(4, 2, 2))[0].shape == (8, 16)
     for dim, shares in ((15, None), (4, None), (16, (4, 4, 4)), (16, (8, 0, 0))):
         with pytest.raises(InvalidArgument, match="cannot share"):
-            axial_tables(grid(2, 2, 2), dim, shares=shares)
+            axial_tables(grid_positions(2, 2, 2), dim, shares=shares)

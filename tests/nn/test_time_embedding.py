@@ -18,7 +18,7 @@ def test_sinusoids_are_those_of_the_formula():
 
 
 def test_near_times_are_near_and_far_ones_are_not():
-    embed = TimeEmbedding(32).initialise(torch.Generator().manual_seed(0))
+    embed = TimeEmbedding(32).initialize(torch.Generator().manual_seed(0))
     here, near, far = embed(torch.tensor([0.5, 0.5001, 0.9])).unbind()
     assert (here - near).norm() < 0.1 * (here - far).norm()
     sizes = embed(torch.linspace(0, 1, 64)).square().mean().sqrt().item()
@@ -26,7 +26,7 @@ def test_near_times_are_near_and_far_ones_are_not():
 
 
 def test_a_head_is_zero_at_first_and_then_a_norm_that_time_moves():
-    head = TimedHead(6, 3).initialise()
+    head = TimedHead(6, 3).initialize()
     hidden, time = torch.randn(2, 4, 6), torch.randn(2, 6)
     assert torch.equal(head(hidden, time), torch.zeros(2, 4, 3))
     with torch.no_grad():
@@ -42,7 +42,7 @@ def test_a_head_is_zero_at_first_and_then_a_norm_that_time_moves():
 
 @pytest.mark.parametrize(
     ("width", "settings", "message"),
-    [(3, {}, "even"), (0, {}, "even"), (4, {"period": 0.0}, "period"), (4, {"scale": math.inf}, "scale")],
+    [(3, {}, "width must be even"), (0, {}, "width must be at least 2"), (4, {"period": 0.0}, "period")],
 )
 def test_numbers_out_of_range_are_refused(width, settings, message):
     with pytest.raises(InvalidArgument, match=message):

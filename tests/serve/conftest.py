@@ -16,9 +16,9 @@ import uvicorn
 
 from pippin.core.errors import ModelNotFound
 from pippin.serve.app import create_app
-from pippin.serve.process import uvicorn_config
 from pippin.serve.service import Service
-from pippin.serve.settings import Settings
+from pippin.serve.settings import ServerSettings
+from pippin.serve.uvicorn_server import uvicorn_config
 
 KEY = "test"
 
@@ -28,9 +28,9 @@ class TinyEncoder:
 
     name, max_tokens, width = "tiny-encoder", 512, 26
 
-    def embed(self, texts: Sequence[str], *, normalise: bool = True) -> torch.Tensor:
+    def embed(self, texts: Sequence[str], *, normalize: bool = True) -> torch.Tensor:
         rows = torch.tensor([[1.0 + text.lower().count(chr(97 + i)) for i in range(26)] for text in texts])
-        return torch.nn.functional.normalize(rows, dim=-1) if normalise else rows
+        return torch.nn.functional.normalize(rows, dim=-1) if normalize else rows
 
     def token_count(self, texts: Sequence[str]) -> list[int]:
         return [len(text.split()) for text in texts]
@@ -111,7 +111,7 @@ def build_app(tiny) -> Callable[..., Any]:
 
     def build(*, load: Callable[[str], Any] = load, **settings: Any) -> Any:
         given = {"models": ("tiny", "tiny-encoder"), "api_keys": {"tester": KEY}, "port": 0} | settings
-        chosen = Settings(**given)
+        chosen = ServerSettings(**given)
         service = Service(chosen, load=load, load_encoder=lambda _: TinyEncoder(), encoders={"tiny-encoder"})
         return create_app(chosen, service=service)
 
@@ -126,7 +126,7 @@ def start_app() -> Callable[..., Running]:
 
 @pytest.fixture
 def make_server(build_app) -> Iterator[Callable[..., Running]]:
-    """Start servers with settings of your own: ``make_server(slots=2, queue=1)``; they stop with the test."""
+    """Start servers with settings of your own, ``make_server(max_num_seqs=2)``; they stop with the test."""
     running: list[Running] = []
 
     def make(**settings: Any) -> Running:

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 from pippin.engine import Token
 from pippin.serve.service import Service
-from pippin.serve.settings import Settings
+from pippin.serve.settings import ServerSettings
 from pippin.session.options import GenerationOptions
-from pippin.session.provider import Capabilities, Done, TextDelta, Turn, TurnEvent
+from pippin.session.providers.provider import Capabilities, Done, ProviderEvent, ProviderRequest, TextDelta
 from pippin.session.response import Usage
 from pippin.session.transcript import Prompt, Transcript
 
@@ -37,13 +37,13 @@ class Stub:
     owners: list[str] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def stream(self, turn: Turn) -> Iterator[TurnEvent]:
+    def stream(self, turn: ProviderRequest) -> Iterator[ProviderEvent]:
         return self._events(turn, turn.options.max_tokens or 5)
 
-    def token_count(self, turn: Turn) -> int:
+    def token_count(self, turn: ProviderRequest) -> int:
         return 3
 
-    def _events(self, turn: Turn, count: int) -> Iterator[TurnEvent]:
+    def _events(self, turn: ProviderRequest, count: int) -> Iterator[ProviderEvent]:
         with self._lock:
             self.running += 1
             self.most = max(self.most, self.running)
@@ -71,10 +71,12 @@ class Stub:
 def make_service(stub: Stub | None = None, **settings) -> tuple[Service, Stub]:
     """A service whose only model is a stub."""
     stub = stub or Stub()
-    service = Service(Settings(**{"models": ("stub",)} | settings), load=lambda _: stub)
+    service = Service(ServerSettings(**{"models": ("stub",)} | settings), load=lambda _: stub)
     return service, stub
 
 
 def turn(tokens: int = 5, text: str = "hello"):
     """What builds a turn of so many tokens."""
-    return lambda provider: Turn(Transcript(entries=(Prompt(text),)), options=GenerationOptions(max_tokens=tokens))
+    return lambda provider: ProviderRequest(
+        Transcript(entries=(Prompt(text),)), options=GenerationOptions(max_tokens=tokens)
+    )

@@ -11,10 +11,10 @@ import torch
 from fastapi import FastAPI
 
 from pippin.language import LanguageModel
-from pippin.language.adapters import save_adapter
+from pippin.language.adapter_files import save_adapter
 from pippin.serve import logs, ray_app
 from pippin.serve.api.errors import failure
-from pippin.serve.settings import Settings
+from pippin.serve.settings import ServerSettings
 
 from .conftest import eventually, start
 
@@ -120,7 +120,7 @@ async def test_pages_of_other_origins_reach_replicas_too():
         def options(self, **options):
             return self
 
-    settings = Settings(api_keys={"a": "secret"}, cors_origins=("https://a.example",))
+    settings = ServerSettings(api_keys={"a": "secret"}, cors_origins=("https://a.example",))
     app, service = ray_app.front(settings, Handle())
     asked = {"origin": "https://a.example", "access-control-request-method": "POST"}
     async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://x") as client:
@@ -222,7 +222,7 @@ def test_a_body_without_a_length_is_counted_as_it_comes(make_server):
 
 
 def test_a_full_server_says_when_to_come_back(make_server):
-    server = make_server(slots=1, queue=0)
+    server = make_server(max_num_seqs=1, max_queued_requests=0)
     endless = body(max_tokens=1900, stream=True, logit_bias={"256": -100})
     with server.client() as client, client.stream("POST", CHAT, json=endless) as stream:
         next(stream.iter_lines())

@@ -5,11 +5,11 @@ import threading
 
 import pytest
 
-from pippin.core import attestation, sealing
-from pippin.core.attestation import SoftwareRoot
 from pippin.core.errors import InvalidArgument, ModelNotFound, SealBroken, StaleQuote
-from pippin.serve.attestation import Node, facts
-from pippin.serve.settings import Settings
+from pippin.core.trust import attestation, sealing
+from pippin.core.trust.attestation import SoftwareRoot
+from pippin.serve.attestation import AttestedNode, attested_settings
+from pippin.serve.settings import ServerSettings
 
 ROOT = SoftwareRoot.create()
 STATE = (ROOT, {"m": "22" * 32}, {"stateless": True})
@@ -30,7 +30,7 @@ def clock():
 
 @pytest.fixture
 def keeper(clock):
-    return Node(*STATE, clock=clock, rotate_after=100, keep_for=30)
+    return AttestedNode(*STATE, clock=clock, rotate_after=100, keep_for=30)
 
 
 def envelope(keeper, payload: bytes = b"hello") -> bytes:
@@ -79,7 +79,7 @@ def test_a_key_is_replaced_in_time_and_opens_a_little_longer(keeper, clock):
 
 
 def test_what_was_opened_is_remembered_within_bounds(clock):
-    keeper = Node(*STATE, clock=clock, max_seen=3)
+    keeper = AttestedNode(*STATE, clock=clock, max_seen=3)
     sealed = [envelope(keeper) for _ in range(4)]
     for each in sealed[:3]:
         keeper.open(each)
@@ -109,21 +109,23 @@ def test_a_nonce_is_64_digits(keeper, nonce):
 @pytest.mark.parametrize("times", [{"keep_for": 0}, {"keep_for": 20, "rotate_after": 10}, {"max_seen": 0}])
 def test_times_must_make_sense(times):
     with pytest.raises(InvalidArgument):
-        Node(*STATE, **times)
+        AttestedNode(*STATE, **times)
 
 
 def test_the_node_of_a_server_measures_models_and_adapters(tmp_path):
     (tmp_path / "mine.gguf").write_bytes(b"GGUF weights")
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_model.safetensors").write_bytes(b"weights")
-    settings = Settings(models=(str(tmp_path / "mine.gguf"),), adapters={"tone": tmp_path / "adapter"}, stateless=True)
-    made = Node.of(settings, ROOT)
+    settings = ServerSettings(
+        models=(str(tmp_path / "mine.gguf"),), adapters={"tone": tmp_path / "adapter"}, stateless=True
+    )
+    made = AttestedNode.of(settings, ROOT)
     assert made.models == {
         "mine": attestation.model_hash(tmp_path / "mine.gguf"),
         "mine:tone": attestation.model_hash(tmp_path / "adapter"),
     }
-    assert made.settings == facts(settings)
+    assert made.settings == attested_settings(settings)
     assert made.settings["stateless"] is True
     (tmp_path / "mine.gguf").unlink()
     with pytest.raises(ModelNotFound):
-        Node.of(settings, ROOT)
+        AttestedNode.of(settings, ROOT)

@@ -9,7 +9,7 @@ import httpx2
 import pytest
 
 from pippin.cli import main
-from pippin.serve import process
+from pippin.serve import uvicorn_server
 
 from .command import KEY, Process, ask, frames
 
@@ -74,7 +74,7 @@ def test_the_first_signal_finishes_what_runs_and_sends_the_rest_away(serve, pati
 
 
 def test_what_takes_longer_than_the_drain_is_told_so(serve, patient):
-    server = serve("--drain", 0.2, model=patient)
+    server = serve("--drain-timeout", 0.2, model=patient)
     with server.client() as client, client.stream("POST", "/v1/chat/completions", json=ask(500_000)) as stream:
         lines = stream.iter_lines()
         next(lines)
@@ -87,7 +87,7 @@ def test_what_takes_longer_than_the_drain_is_told_so(serve, patient):
 
 
 def test_the_second_signal_ends_at_once(serve, patient):
-    server = serve("--drain", 60, model=patient)
+    server = serve("--drain-timeout", 60, model=patient)
     with server.client() as client, client.stream("POST", "/v1/chat/completions", json=ask(500_000)) as stream:
         next(stream.iter_lines())
         server.process.send_signal(signal.SIGTERM)
@@ -102,18 +102,15 @@ def test_the_second_signal_ends_at_once(serve, patient):
     ("words", "code", "message"),
     [
         (["--host", "0.0.0.0"], 2, "can be reached by others and there are no api_keys"),
-        (["--slots", "0"], 2, "slots must be a whole number from 1 to 256, got 0"),
-        (["--memory", "much"], 2, "--memory must be a size such as 500MB or 8GiB, got 'much'"),
+        (["--max-num-seqs", "0"], 2, "max_num_seqs must be from 1 to 256, got 0"),
+        (["--memory-budget", "much"], 2, "--memory-budget: 'much' is no size; write it as in 500MB or 8GiB"),
         (["--replicas", "2"], 2, "add --ray"),
         (["--replicas", "3-1"], 2, "--replicas must be a number"),
-        (["--adapter", "pirate"], 2, "--adapter must be NAME=FOLDER"),
+        (["--adapter", "pirate"], 2, "--adapter is 'pirate'; write it as NAME=FOLDER"),
         (["--adapter", "pirate=/nowhere"], 3, "--adapter pirate: there is no folder /nowhere"),
         (["--api-key-file", "nowhere"], 2, "cannot read the keys in nowhere: No such file"),
         (["--stateless", "--log-prompts"], 2, "choose one of them"),
         (["--stateless", "--prompt-cache", "kept"], 2, "prompt_cache keeps prompts and stateless promises not to"),
-        (["--threads", "4096"], 2, "threads is 4096, and this process may use"),
-        (["--bits", "5"], 2, "bits must be one of 2, 3, 4, 8, got 5"),
-        (["--cache-type", "half"], 2, "cache_type must be one of auto, float32, bfloat16, int8, got 'half'"),
         (["--speculate", "no-such-draft"], 3, "there is no model or data set 'no-such-draft'"),
         (["no-such-model"], 3, "there is no model or data set 'no-such-model'"),
     ],
@@ -134,7 +131,7 @@ def test_whoever_reads_the_address_can_connect_at_once(folder, monkeypatch, caps
             connected.append(capsys.readouterr().out)
         service.close()
 
-    monkeypatch.setattr(process, "run", run)
+    monkeypatch.setattr(uvicorn_server, "run", run)
     assert main(["serve", f"tiny={folder}", "--port", "0"]) == 0
     assert connected[0].startswith("Pippin serves at http://127.0.0.1:")
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings as checks, strategies as st
 
 from pippin.core.errors import InvalidArgument, QuotaExceeded, RateLimited
 from pippin.serve.limits import DAY, Bucket, Caller, Limits
-from pippin.serve.settings import Settings
+from pippin.serve.settings import ServerSettings
 
 ALICE, BOB = Caller("key:alice", "alice"), Caller("key:bob", "bob")
 
@@ -73,7 +73,7 @@ def test_a_bucket_without_room_or_inflow_is_refused(capacity, rate):
 
 def make(**limits):
     clock, date = Clock(), Clock(1000 * DAY + 3600)
-    return Limits(Settings(**limits), clock=clock, date=date), clock, date
+    return Limits(ServerSettings(**limits), clock=clock, date=date), clock, date
 
 
 def test_requests_of_a_minute():

@@ -7,12 +7,12 @@ import logging
 import httpx2
 import pytest
 
-from pippin.claims._wire import serving
+from pippin.claims.worlds.recording_proxy import serving
 from pippin.serve import logs
 from pippin.serve.app import create_app
 from pippin.serve.service import Service
-from pippin.serve.settings import Settings
-from pippin.session.local import LocalModel
+from pippin.serve.settings import ServerSettings
+from pippin.session.providers.local import LocalModel
 
 SECRET = "quince-7c1f-medlar"
 
@@ -39,8 +39,8 @@ def written():
         logger.setLevel(logging.NOTSET)
 
 
-def settings(**changes) -> Settings:
-    return Settings(**{"models": ("tiny",), "page": False, "request_timeout": 60.0} | changes)
+def settings(**changes) -> ServerSettings:
+    return ServerSettings(**{"models": ("tiny",), "page": False, "request_timeout": 60.0} | changes)
 
 
 def use(port: int) -> list[int]:

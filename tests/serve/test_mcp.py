@@ -18,12 +18,12 @@ from pippin.kits.text import TextTasks
 from pippin.serve import mcp
 from pippin.serve.limits import Caller
 from pippin.serve.service import Service
-from pippin.serve.settings import Settings
-from pippin.serve.task_model import Leash, TaskModel
+from pippin.serve.settings import ServerSettings
+from pippin.serve.task_model import TaskCancellation, TaskModel
 from pippin.session import Capabilities, Provider, Session
-from pippin.session.local import LocalModel
 from pippin.session.mcp_client import McpServer
-from pippin.session.provider import Done, TextDelta
+from pippin.session.providers.local import LocalModel
+from pippin.session.providers.provider import Done, TextDelta
 from pippin.session.response import Usage
 
 from .conftest import TinyEncoder, eventually
@@ -209,7 +209,7 @@ async def test_scored_texts_are_their_callers_and_count(tiny, monkeypatch):
         expected = engine.score([1, 2, 3], [[4, 5], [6]])
     owners, score = [], Engine.score
     monkeypatch.setattr(Engine, "score", lambda *a, **k: owners.append(k["owner"]) or score(*a, **k))
-    service = Service(Settings(models=("tiny",), tokens_per_day=1000), load=lambda _: tiny)
+    service = Service(ServerSettings(models=("tiny",), tokens_per_day=1000), load=lambda _: tiny)
     caller = Caller("key:alice", "alice")
 
     def work(provider):
@@ -222,14 +222,14 @@ async def test_scored_texts_are_their_callers_and_count(tiny, monkeypatch):
 
 
 def test_a_task_that_was_given_up_scores_nothing(tiny):
-    leash = Leash()
-    leash.pull()
+    leash = TaskCancellation()
+    leash.cancel()
     with pytest.raises(Cancelled):
         TaskModel(LocalModel(tiny), leash).engine.score([1], [[2]])
 
 
 def test_a_client_that_leaves_frees_its_slot(make_server):
-    server = make_server(mcp=True, slots=1)
+    server = make_server(mcp=True, max_num_seqs=1)
     headers = {"Authorization": f"Bearer {server.key}"}
     with McpServer.http(f"{server.url}/mcp", headers=headers) as remote:
         ask = next(tool for tool in remote.tools if tool.name == "ask")

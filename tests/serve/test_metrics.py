@@ -25,7 +25,7 @@ def read(text):
 
 def test_figures_equal_what_happened(make_server):
     """Requests of every kind, counted beside the server from its answers alone."""
-    server = make_server(slots=2)
+    server = make_server(max_num_seqs=2)
     tokens = {"input": 0, "cached": 0, "output": 0}
     statuses: dict[tuple[str, str], int] = {}
 
@@ -79,7 +79,7 @@ def test_figures_equal_what_happened(make_server):
     fields = {
         "pippin_cache_blocks": "blocks_total",
         "pippin_cache_blocks_free": "blocks_free",
-        "pippin_cache_blocks_kept": "blocks_cached",
+        "pippin_cache_blocks_cached": "blocks_cached",
         "pippin_passes_total": "steps",
         "pippin_prefix_hits_total": "prefix_hits",
         "pippin_preemptions_total": "preempted",
@@ -102,7 +102,7 @@ async def test_active_and_waiting_while_it_happens():
 
     from .stub import Stub
 
-    service, stub = make_service(Stub(gate=threading.Semaphore(0)), slots=2)
+    service, stub = make_service(Stub(gate=threading.Semaphore(0)), max_num_seqs=2)
     running = [asyncio.create_task(answer(service)) for _ in range(5)]
     while stub.running < 2:
         await asyncio.sleep(0.002)

@@ -11,7 +11,7 @@ import pytest
 
 from .command import Process, ask, frames
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 URL = "/v1/chat/completions"
 
 
@@ -20,7 +20,18 @@ def server(tiny, tmp_path_factory):
     """`pippin serve --ray --replicas 2` over a tiny model."""
     folder = tmp_path_factory.mktemp("ray")
     tiny.save(folder / "model")
-    words = ("--ray", "--replicas", 2, "--slots", 4, "--requests-per-minute", 1000, "--no-page", "--drain", 1)
+    words = (
+        "--ray",
+        "--replicas",
+        2,
+        "--max-num-seqs",
+        4,
+        "--requests-per-minute",
+        1000,
+        "--no-page",
+        "--drain-timeout",
+        1,
+    )
     process = Process(folder / "model", folder, *words)
     yield process
     process.process.send_signal(signal.SIGTERM)

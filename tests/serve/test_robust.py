@@ -41,13 +41,13 @@ def request(asked):
 def is_idle(server):
     service = server.service
     engine = service.pool.loaded["tiny"].engine.stats() if "tiny" in service.pool.loaded else None
-    return not (service.active or service.waiting or service._flights) and (
+    return not (service.active or service.waiting or service._active_requests) and (
         engine is None or engine.active == engine.waiting == 0
     )
 
 
 def test_64_clients_lose_nothing_and_mix_nothing_up(make_server):
-    server = make_server(slots=8, queue=64)
+    server = make_server(max_num_seqs=8, max_queued_requests=64)
     with server.client() as client:
         alone = {n: client.post(CHAT, json=body(n, 5 + n)).json()["choices"][0]["message"]["content"] for n in range(6)}
 
@@ -76,7 +76,7 @@ def test_64_clients_lose_nothing_and_mix_nothing_up(make_server):
 
 def test_clients_that_vanish_leave_nothing_behind(make_server):
     """Connections reset at random moments: in the head, in the body, in the queue, between tokens."""
-    server = make_server(slots=4, queue=200)
+    server = make_server(max_num_seqs=4, max_queued_requests=200)
     with server.client() as client:
         client.post(CHAT, json=body(0, 5))
     rng = random.Random(0)
@@ -107,7 +107,7 @@ def test_clients_that_vanish_leave_nothing_behind(make_server):
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_its_slot_within_a_token(make_server, stream):
-    server = make_server(slots=1, queue=0)
+    server = make_server(max_num_seqs=1, max_queued_requests=0)
     with server.connect() as connection:
         connection.sendall(request(body(1, 1900, stream=stream)))
         eventually(lambda: server.service.active == 1)
@@ -122,7 +122,7 @@ def test_a_client_that_leaves_frees_its_slot_within_a_token(make_server, stream)
 
 def test_a_client_that_reads_nothing_is_cut_off(make_server):
     """Many answers asked for on one connection, none of them read: system buffers fill up, then the timer runs."""
-    server = make_server(write_timeout=0.5, slots=2)
+    server = make_server(write_timeout=0.5, max_num_seqs=2)
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.connect(("127.0.0.1", server.port))
@@ -138,7 +138,7 @@ def test_a_client_that_reads_nothing_is_cut_off(make_server):
 
 def test_a_slow_reader_holds_no_slot(make_server):
     """The answer is computed at its own pace and waits for the reader, who is a matter of the connection alone."""
-    server = make_server(slots=1, queue=0, write_timeout=60)
+    server = make_server(max_num_seqs=1, max_queued_requests=0, write_timeout=60)
     with server.connect() as connection:
         connection.sendall(request(body(1, 300, stream=True)))
         eventually(lambda: server.service.active == 1)
@@ -243,7 +243,7 @@ def test_huge_bodies_take_no_memory(make_server):
 
 async def test_an_overload_is_shed_and_not_died_of(make_server):
     """Far more than fits: every request is answered or told to come back, none is forgotten, and the server lives."""
-    server = make_server(slots=2, queue=4)
+    server = make_server(max_num_seqs=2, max_queued_requests=4)
     with server.client() as client:
         client.post(CHAT, json=body(0, 2))
     async with httpx2.AsyncClient(base_url=server.url, headers=server.headers, timeout=60) as client:

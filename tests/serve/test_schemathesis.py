@@ -58,7 +58,7 @@ OPERATIONS = [
 @pytest.fixture(scope="module")
 def document(build_app, start_app, tiny):
     """The document of a server whose model has room for 100 tokens."""
-    small = Decoder(replace(tiny.config, max_context=100)).initialise(seed=0).eval()
+    small = Decoder(replace(tiny.config, max_position_embeddings=100)).initialize(seed=0).eval()
     model = LanguageModel("tiny", small, tiny.tokenizer, tiny.template)
     running = start_app(build_app(load=lambda name: model, page=False))
     found = schemathesis.openapi.from_url(f"{running.url}/openapi.json")
@@ -85,7 +85,7 @@ CASES = [(*one, GenerationMode.POSITIVE) for one in OPERATIONS] + [
 def test_the_server_does_what_its_document_says(document, method, path, mode):
     @given(document[path][method].as_strategy(generation_mode=mode))
     @settings(
-        max_examples=15,
+        max_examples=15 if settings.get_current_profile_name() == "default" else settings.default.max_examples,
         deadline=None,
         derandomize=True,
         database=None,

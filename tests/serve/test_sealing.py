@@ -12,8 +12,7 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from pippin.claims._wire import Recorder, serving
-from pippin.core.attestation import AttestationPolicy, Log, SoftwareRoot, measure
+from pippin.claims.worlds.recording_proxy import RecordingProxy, serving
 from pippin.core.errors import (
     AttestationError,
     BadSignature,
@@ -26,22 +25,23 @@ from pippin.core.errors import (
     UnknownMeasurement,
     UnsupportedCapability,
 )
+from pippin.core.trust.attestation import AttestationPolicy, SoftwareRoot, TransparencyLog, measure
 from pippin.serve import sealing
-from pippin.serve.attestation import Node
-from pippin.session.sealed import SealedTransport
+from pippin.serve.attestation import AttestedNode
+from pippin.session.providers.sealed_transport import SealedTransport
 
 SECRET = "the-quince-is-ripe-6f1b"
 MODEL_HASH = "22" * 32
 ROOT = SoftwareRoot.create()
-LOG = Log().add("aa" * 32).add(measure()).add("bb" * 32)
+LOG = TransparencyLog().add("aa" * 32).add(measure()).add("bb" * 32)
 POLICY = AttestationPolicy([measure()], [ROOT.public], log_root=LOG.root, models={"m": MODEL_HASH})
 
 
-def node() -> Node:
-    return Node(ROOT, {"m": MODEL_HASH}, {"stateless": True, "log_prompts": False}, log=LOG)
+def node() -> AttestedNode:
+    return AttestedNode(ROOT, {"m": MODEL_HASH}, {"stateless": True, "log_prompts": False}, log=LOG)
 
 
-def application(node: Node) -> FastAPI:
+def application(node: AttestedNode) -> FastAPI:
     """Routes that say what they were asked: whole, in pieces, and with an error before or after the beginning."""
     app = FastAPI()
     app.state.calls = []
@@ -95,7 +95,7 @@ def port(app):
 
 @pytest.fixture
 def proxy(port):
-    with Recorder(port) as proxy:
+    with RecordingProxy(port) as proxy:
         yield proxy
 
 
@@ -241,7 +241,7 @@ def quoting(monkeypatch, **changes):
         ({"time": time.time() - 700}, {}, StaleQuote),
         ({"nonce": "99" * 32}, {}, ReplayedQuote),
         ({"inclusion": None}, {}, NotInLog),
-        ({}, {"log_root": Log().add("cc" * 32).root}, NotInLog),
+        ({}, {"log_root": TransparencyLog().add("cc" * 32).root}, NotInLog),
         ({"measurement": "99" * 32}, {}, UnknownMeasurement),
         ({"settings": {"stateless": False}}, {}, SettingsMismatch),
         ({}, {"roots": [SoftwareRoot.create().public]}, BadSignature),
@@ -359,7 +359,7 @@ def test_what_is_no_sealed_request_is_refused(port, body):
 
 def test_a_client_follows_a_node_that_has_new_keys():
     served = node()
-    with serving(application(served)) as port, Recorder(port) as proxy, sealed(proxy) as client:
+    with serving(application(served)) as port, RecordingProxy(port) as proxy, sealed(proxy) as client:
         ask(client)
         served.rotate_after = served.keep_for = 0.0  # every look at the clock makes a new key and forgets the old
         served.quote("00" * 32)
@@ -371,7 +371,7 @@ def test_a_client_follows_a_node_that_has_new_keys():
 
 def test_a_node_whose_state_changed_after_the_quote_opens_nothing():
     served = node()
-    with serving(application(served)) as port, Recorder(port) as proxy, sealed(proxy) as client:
+    with serving(application(served)) as port, RecordingProxy(port) as proxy, sealed(proxy) as client:
         ask(client)
         served.models["m"] = "99" * 32
         with pytest.raises(ModelMismatch):  # the request does not open, and the new quote says why
@@ -381,7 +381,7 @@ def test_a_node_whose_state_changed_after_the_quote_opens_nothing():
 
 
 def test_a_quote_lists_the_log_that_the_client_pinned(proxy):
-    older = Log(LOG.entries[:2])
+    older = TransparencyLog(LOG.entries[:2])
     with sealed(proxy, dataclasses.replace(POLICY, log_root=older.root)) as client:
         assert ask(client).status_code == 200
 

@@ -25,17 +25,17 @@ from pippin.core.errors import (
     TimedOut,
     UnsupportedCapability,
 )
-from pippin.data.tokenizer import Tokenizer
+from pippin.data.text.tokenizer import Tokenizer
 from pippin.engine import Token
-from pippin.serve import guarding, logs
-from pippin.serve.gate import Gate
+from pippin.serve import guardrails, logs
+from pippin.serve.admission import AdmissionQueue
 from pippin.serve.limits import Caller
 from pippin.serve.service import Service
-from pippin.serve.settings import Settings
+from pippin.serve.settings import ServerSettings
 from pippin.session.options import GenerationOptions
-from pippin.session.provider import CallsMade, Done, ReasoningDelta, TextDelta, Turn
-from pippin.session.schema import Schema
+from pippin.session.providers.provider import Done, ProviderRequest, ReasoningDelta, TextDelta, ToolCallsMade
 from pippin.session.transcript import Prompt, ToolCall, Transcript
+from pippin.session.types.schema import Schema
 
 from .conftest import TinyEncoder
 from .stub import Stub, make_service, turn
@@ -63,8 +63,9 @@ async def until(holds, seconds=10.0):
 
 
 def is_idle(service):
-    return not (service.active or service.waiting or service._flights or service._of_caller) and all(
-        not (loaded.users or loaded.gate.inside or loaded.gate.waiting) for loaded in service.pool.loaded.values()
+    return not (service.active or service.waiting or service._active_requests or service._of_caller) and all(
+        not (loaded.users or loaded.admission.inside or loaded.admission.waiting)
+        for loaded in service.pool.loaded.values()
     )
 
 
@@ -88,12 +89,12 @@ async def test_events_come_whole_and_in_order(services):
     *deltas, done = await answer(service, turn(50))
     assert "".join(delta.text for delta in deltas) == "".join(f"{number} " for number in range(50))
     assert isinstance(done, Done)
-    assert done.reason == "stop"
+    assert done.finish_reason == "stop"
     await until(lambda: is_idle(service))
 
 
 async def test_many_at_once_each_get_their_own(services):
-    service, stub = services(slots=4, queue=64)
+    service, stub = services(max_num_seqs=4, max_queued_requests=64)
     found = await asyncio.gather(*(answer(service, turn(number + 1)) for number in range(40)))
     assert [len(events) for events in found] == [number + 2 for number in range(40)]
     assert stub.most <= 4 + 4  # the slots, and as many let in ahead
@@ -117,7 +118,7 @@ async def test_errors_come_with_the_first_step(services):
 
 
 async def test_an_error_in_the_middle_reaches_its_own_request_only(services):
-    service, stub = services(slots=2)
+    service, stub = services(max_num_seqs=2)
     stub.error, stub.error_at = DecodingFailure("no token"), 3
     seen, error = await until_it_breaks(service, turn())
     assert isinstance(error, DecodingFailure)
@@ -128,10 +129,10 @@ async def test_an_error_in_the_middle_reaches_its_own_request_only(services):
 
 
 async def test_a_full_queue_refuses_and_says_when_to_come_back(services):
-    service, stub = services(Stub(gate=threading.Semaphore(0)), slots=1, queue=1)
+    service, stub = services(Stub(gate=threading.Semaphore(0)), max_num_seqs=1, max_queued_requests=1)
     running = [asyncio.create_task(answer(service)) for _ in range(2)]
     await until(lambda: (service.active, service.waiting) == (1, 1))
-    with pytest.raises(Overloaded, match="1 slots of stub are taken and 1 requests are waiting") as caught:
+    with pytest.raises(Overloaded, match="stub answers 1 requests and 1 are waiting") as caught:
         await answer(service)
     assert 1 <= caught.value.retry_after <= 120
     stub.gate.release(100)
@@ -141,7 +142,7 @@ async def test_a_full_queue_refuses_and_says_when_to_come_back(services):
 
 
 async def test_without_a_queue_only_slots_count(services):
-    service, stub = services(Stub(gate=threading.Semaphore(0)), slots=2, queue=0)
+    service, stub = services(Stub(gate=threading.Semaphore(0)), max_num_seqs=2, max_queued_requests=0)
     running = [asyncio.create_task(answer(service)) for _ in range(2)]
     await until(lambda: stub.running == 2)
     with pytest.raises(Overloaded):
@@ -151,7 +152,7 @@ async def test_without_a_queue_only_slots_count(services):
 
 
 async def test_the_estimate_follows_what_was_measured(services):
-    service, _ = services(slots=2)
+    service, _ = services(max_num_seqs=2)
     for _ in range(100):
         service.metrics.in_slot(8.0)
     assert service.metrics.wait_estimate(3, 2) == pytest.approx(16.0, rel=0.01)
@@ -161,7 +162,7 @@ async def test_the_estimate_follows_what_was_measured(services):
 
 
 async def test_one_caller_may_have_so_many_and_no_more(services):
-    service, stub = services(Stub(gate=threading.Semaphore(0)), per_caller=2)
+    service, stub = services(Stub(gate=threading.Semaphore(0)), max_requests_per_caller=2)
     running = [asyncio.create_task(answer(service)) for _ in range(2)]
     await until(lambda: stub.running == 2)
     with pytest.raises(RateLimited, match="2 requests of this caller") as caught:
@@ -174,7 +175,7 @@ async def test_one_caller_may_have_so_many_and_no_more(services):
 
 
 async def test_callers_take_turns():
-    gate, order = Gate(1), []
+    gate, order = AdmissionQueue(1), []
 
     async def one(caller, number):
         await gate.enter(caller)
@@ -195,7 +196,7 @@ async def test_callers_take_turns():
 
 
 async def test_higher_priorities_go_first_and_callers_take_turns_among_equals():
-    gate, order = Gate(1), []
+    gate, order = AdmissionQueue(1), []
 
     async def one(caller, priority):
         await gate.enter(caller, priority)
@@ -216,7 +217,7 @@ async def test_higher_priorities_go_first_and_callers_take_turns_among_equals():
 
 async def test_a_gate_survives_any_order_of_leaving():
     rng = random.Random(1)
-    gate = Gate(3, ahead=2)
+    gate = AdmissionQueue(3, ahead=2)
     most = 0
 
     async def one(number):
@@ -234,11 +235,11 @@ async def test_a_gate_survives_any_order_of_leaving():
         await asyncio.sleep(0)
         rng.choice(tasks).cancel()
     assert (gate.inside, gate.waiting, most) == (0, 0, 5)
-    assert not gate._lanes
+    assert not gate._queues
 
 
 async def test_closing_ends_the_turn_and_frees_the_slot(services):
-    service, stub = services(Stub(seconds=0.001), slots=1)
+    service, stub = services(Stub(seconds=0.001), max_num_seqs=1)
     async with aclosing(service.run("stub", turn(100_000), ALICE)) as events:
         await anext(events)
         assert service.active == 1
@@ -248,7 +249,7 @@ async def test_closing_ends_the_turn_and_frees_the_slot(services):
 
 
 async def test_a_slot_is_free_when_the_work_is_done_not_when_the_client_has_gone(services):
-    service, stub = services(Stub(gate=threading.Semaphore(1), deaf=True), slots=1, queue=0)
+    service, stub = services(Stub(gate=threading.Semaphore(1), deaf=True), max_num_seqs=1, max_queued_requests=0)
     async with aclosing(service.run("stub", turn(2), ALICE)) as events:
         await anext(events)
     assert service.active == 1
@@ -259,7 +260,7 @@ async def test_a_slot_is_free_when_the_work_is_done_not_when_the_client_has_gone
 
 
 async def test_leaving_the_queue_leaves_no_trace(services):
-    service, stub = services(Stub(gate=threading.Semaphore(0)), slots=1, queue=5)
+    service, stub = services(Stub(gate=threading.Semaphore(0)), max_num_seqs=1, max_queued_requests=5)
     first = asyncio.create_task(answer(service))
     await until(lambda: stub.running == 1)
     waiting = [asyncio.create_task(answer(service)) for _ in range(5)]
@@ -273,9 +274,9 @@ async def test_leaving_the_queue_leaves_no_trace(services):
     await until(lambda: is_idle(service))
 
 
-@pytest.mark.parametrize("slots", [1, 2], ids=["in the queue", "while running"])
-async def test_a_request_that_takes_too_long_is_ended(services, slots):
-    service, _ = services(Stub(gate=threading.Semaphore(0)), slots=slots, request_timeout=0.1)
+@pytest.mark.parametrize("max_num_seqs", [1, 2], ids=["in the queue", "while running"])
+async def test_a_request_that_takes_too_long_is_ended(services, max_num_seqs):
+    service, _ = services(Stub(gate=threading.Semaphore(0)), max_num_seqs=max_num_seqs, request_timeout=0.1)
     running = [asyncio.create_task(answer(service)) for _ in range(2)]
     found = await asyncio.gather(*running, return_exceptions=True)
     assert all(isinstance(error, TimedOut) for error in found)
@@ -285,7 +286,9 @@ async def test_a_request_that_takes_too_long_is_ended(services, slots):
 
 async def test_a_load_that_takes_too_long_ends_the_request_but_not_the_load():
     release, stub = threading.Event(), Stub()
-    service = Service(Settings(models=("stub",), request_timeout=0.05), load=lambda _: (release.wait(10), stub)[1])
+    service = Service(
+        ServerSettings(models=("stub",), request_timeout=0.05), load=lambda _: (release.wait(10), stub)[1]
+    )
     with pytest.raises(TimedOut):
         await answer(service)
     assert (service.active, service.waiting) == (0, 0)
@@ -326,7 +329,7 @@ async def test_ready_says_why_not(services):
     assert service.ready() == ""
     service.draining = True
     assert "stop" in service.ready()
-    broken = Service(Settings(models=("stub",)), load=lambda _: (_ for _ in ()).throw(ModelNotFound("gone")))
+    broken = Service(ServerSettings(models=("stub",)), load=lambda _: (_ for _ in ()).throw(ModelNotFound("gone")))
     await broken.prepare()
     assert broken.ready() == "gone"
     broken.close()
@@ -341,7 +344,7 @@ async def test_a_first_load_that_fails_is_told_and_made_good_by_a_later_one(capl
             raise error
         return Stub()
 
-    service = Service(Settings(models=("stub",)), load=load)
+    service = Service(ServerSettings(models=("stub",)), load=load)
     await service.prepare()
     assert service.ready() == "stub could not be loaded; the log says why"
     (record,) = [record for record in caplog.records if record.getMessage() == "model not loaded"]
@@ -356,7 +359,10 @@ async def test_a_first_load_that_fails_is_told_and_made_good_by_a_later_one(capl
 
 async def test_embeddings():
     service = Service(
-        Settings(models=("stub", "enc")), load=lambda _: Stub(), load_encoder=lambda _: TinyEncoder(), encoders={"enc"}
+        ServerSettings(models=("stub", "enc")),
+        load=lambda _: Stub(),
+        load_encoder=lambda _: TinyEncoder(),
+        encoders={"enc"},
     )
     texts = [f"text {number}" for number in range(40)]
     vectors, tokens = await service.embed("enc", texts, ALICE)
@@ -380,7 +386,7 @@ async def cached(service, caller):
 
 
 async def test_what_one_caller_left_is_never_used_for_another(tiny):
-    service = Service(Settings(models=("tiny",)), load=lambda _: tiny)
+    service = Service(ServerSettings(models=("tiny",)), load=lambda _: tiny)
     assert await cached(service, ALICE) == 0
     assert await cached(service, ALICE) > 0
     assert await cached(service, BOB) == 0
@@ -389,7 +395,7 @@ async def test_what_one_caller_left_is_never_used_for_another(tiny):
 
 
 async def test_priorities_reach_the_turn_and_the_gate(tiny):
-    service, stub = make_service(slots=1, queue=4)
+    service, stub = make_service(max_num_seqs=1, max_queued_requests=4)
     seen, stream = [], stub.stream
     stub.stream = lambda turn: seen.append(turn.priority) or stream(turn)
     for priority in (-5, 0, 5):
@@ -401,7 +407,7 @@ async def test_priorities_reach_the_turn_and_the_gate(tiny):
 
 async def test_prompts_are_kept_when_the_server_stops_and_used_when_it_starts_again(tiny, tmp_path, monkeypatch):
     folder = tmp_path / "kept" / "prompts"
-    settings = Settings(models=("tiny",), prompt_cache=folder)
+    settings = ServerSettings(models=("tiny",), prompt_cache=folder)
     service = Service(settings, load=lambda _: tiny)
     assert await cached(service, ALICE) == 0
     service.close()
@@ -417,24 +423,24 @@ async def test_prompts_are_kept_when_the_server_stops_and_used_when_it_starts_ag
     service = Service(settings, load=lambda _: tiny)
     assert await cached(service, ALICE) == 0
     service.close()
-    assert told == [("kept prompts not used", "PromptCacheMismatch")]
+    assert told == [("prompt cache not used", "PromptCacheMismatch")]
     service = Service(settings, load=lambda _: tiny)
     assert await cached(service, ALICE) > 0
     service.close()
 
 
 async def test_prompts_that_cannot_be_kept_do_not_keep_the_server_from_stopping(tiny, tmp_path, monkeypatch):
-    service = Service(Settings(models=("tiny",), prompt_cache=tmp_path / "kept"), load=lambda _: tiny)
+    service = Service(ServerSettings(models=("tiny",), prompt_cache=tmp_path / "kept"), load=lambda _: tiny)
     assert await cached(service, ALICE) == 0
     told = []
     monkeypatch.setattr(logs.log, "error", lambda text, **more: told.append((text, more["extra"]["fields"]["error"])))
     shutil.rmtree(tmp_path / "kept")
     service.close()
-    assert told == [("prompts not kept", "InvalidInput")]
+    assert told == [("prompt cache not written", "InvalidInput")]
 
 
 async def test_guesses_ahead_are_checked_and_counted(tiny):
-    options = Settings(models=("tiny",), speculate="twin", slots=2)
+    options = ServerSettings(models=("tiny",), speculate="twin", max_num_seqs=2)
     service = Service(options, load=lambda name: replace(tiny, name=name))
     *_, done = await answer(service, turn(40, "abc abc abc"), ALICE, "tiny")
     assert done.usage.accepted_tokens > 20
@@ -452,16 +458,16 @@ async def test_a_model_whose_vocabulary_is_another_is_served_without_guesses(tin
     backend.decoder = decoders.ByteLevel()
     other = replace(tiny, name="other", tokenizer=Tokenizer(backend, eos_ids=[0]))
     service = Service(
-        Settings(models=("tiny",), speculate="other"), load=lambda name: other if name == "other" else tiny
+        ServerSettings(models=("tiny",), speculate="other"), load=lambda name: other if name == "other" else tiny
     )
     *_, done = await answer(service, turn(5, "abc"), ALICE, "tiny")
     assert done.usage.drafted_tokens == 0
-    assert told == [("nothing is guessed ahead", "VocabularyMismatch")]
+    assert told == [("no speculative decoding", "VocabularyMismatch")]
     service.close()
 
 
 async def test_stateless_keeps_nothing_for_anybody(tiny):
-    service = Service(Settings(models=("tiny",), stateless=True), load=lambda _: tiny)
+    service = Service(ServerSettings(models=("tiny",), stateless=True), load=lambda _: tiny)
     assert [await cached(service, ALICE) for _ in range(3)] == [0, 0, 0]
     engine = service.pool.loaded["tiny"].engine
     assert engine.stats().cache_tokens_used == 0
@@ -515,7 +521,7 @@ class Guard:
 
 @pytest.fixture
 def guarded(services, monkeypatch):
-    monkeypatch.setattr(guarding, "guardrails", lambda level: Guard())
+    monkeypatch.setattr(guardrails, "guardrails", lambda level: Guard())
     return services(guardrails="strict")
 
 
@@ -538,7 +544,7 @@ async def test_a_blocked_answer_ends_before_what_is_blocked(guarded):
 
 
 async def test_what_a_blocked_answer_has_cost_is_charged(services, monkeypatch):
-    monkeypatch.setattr(guarding, "guardrails", lambda level: Guard())
+    monkeypatch.setattr(guardrails, "guardrails", lambda level: Guard())
     service, _ = services(guardrails="strict", tokens_per_day=1000)
     _, error = await until_it_breaks(service, turn(20))
     assert isinstance(error, GuardrailViolation)
@@ -571,9 +577,9 @@ async def test_a_masked_prompt_is_what_the_model_reads(guarded):
 
 
 def test_thoughts_and_arguments_of_calls_are_checked_too():
-    asked = Turn(Transcript(entries=(Prompt("x"),)))
+    asked = ProviderRequest(Transcript(entries=(Prompt("x"),)))
     events = [ReasoningDelta("let me "), ReasoningDelta("think"), TextDelta("yes"), Done("stop")]
-    assert list(guarding.guarded(Guard(), asked, iter(events))) == [
+    assert list(guardrails.guarded(Guard(), asked, iter(events))) == [
         ReasoningDelta("let m"),
         ReasoningDelta("e thi"),
         TextDelta("y"),
@@ -582,27 +588,27 @@ def test_thoughts_and_arguments_of_calls_are_checked_too():
         Done("stop"),
     ]
     with pytest.raises(GuardrailViolation):
-        list(guarding.guarded(Guard(), asked, iter([ReasoningDelta("7")])))
-    calls = CallsMade((ToolCall(id="1", name="make", arguments={"what": "a bomb"}),))
+        list(guardrails.guarded(Guard(), asked, iter([ReasoningDelta("7")])))
+    calls = ToolCallsMade((ToolCall(id="1", name="make", arguments={"what": "a bomb"}),))
     with pytest.raises(GuardrailViolation):
-        list(guarding.guarded(Guard(), asked, iter([calls, Done("tool_calls")])))
+        list(guardrails.guarded(Guard(), asked, iter([calls, Done("tool_calls")])))
 
 
 def test_an_escape_in_json_hides_nothing():
-    asked = Turn(Transcript(entries=(Prompt("x"),)), schema=Schema(dict[str, str]))
+    asked = ProviderRequest(Transcript(entries=(Prompt("x"),)), schema=Schema(dict[str, str]))
     events = [TextDelta('{"what": "b'), TextDelta("\\u006fmb"), TextDelta('"}'), Done("stop")]
     with pytest.raises(GuardrailViolation, match="bomb"):
-        list(guarding.guarded(Guard(), asked, iter(events)))
+        list(guardrails.guarded(Guard(), asked, iter(events)))
 
 
 @pytest.mark.parametrize("level", ["default", "permissive"])
 def test_the_real_guardrails_fit(level):
-    guard = guarding.guardrails(level)
-    asked = Turn(Transcript(entries=(Prompt("When was the kettle invented?"),)))
-    assert guarding.checked_turn(guard, asked) == asked
+    guard = guardrails.guardrails(level)
+    asked = ProviderRequest(Transcript(entries=(Prompt("When was the kettle invented?"),)))
+    assert guardrails.checked_request(guard, asked) == asked
     words = ["The kettle ", "was invented ", "long ago."]
     events = [TextDelta(word, (Token(number, word),)) for number, word in enumerate(words)]
-    *deltas, done = guarding.guarded(guard, asked, iter([*events, Done("stop")]))
+    *deltas, done = guardrails.guarded(guard, asked, iter([*events, Done("stop")]))
     assert "".join(delta.text for delta in deltas) == "".join(words)
     assert [token.id for delta in deltas for token in delta.tokens] == [0, 1, 2]
     assert done == Done("stop")
@@ -614,11 +620,11 @@ def test_the_real_guardrails_fit(level):
 @pytest.mark.parametrize("seed", range(3))
 async def test_whatever_clients_do_nothing_is_left_behind(tiny, seed):
     """Clients of a real engine that leave at random moments: before, between and after tokens, in queue and slot."""
-    service = Service(Settings(models=("tiny",), slots=4, queue=1000), load=lambda _: tiny)
+    service = Service(ServerSettings(models=("tiny",), max_num_seqs=4, max_queued_requests=1000), load=lambda _: tiny)
     rng = random.Random(seed)
 
     async def client(number):
-        build = lambda provider: Turn(  # noqa: E731
+        build = lambda provider: ProviderRequest(  # noqa: E731
             Transcript(entries=(Prompt("x" * rng.randrange(1, 200)),)),
             options=GenerationOptions(max_tokens=rng.randrange(1, 40), temperature=1.0, seed=number),
         )

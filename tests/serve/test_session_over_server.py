@@ -18,7 +18,7 @@ from pippin.core.errors import (
     UnsupportedCapability,
 )
 from pippin.session import GenerationOptions, Session
-from pippin.session.openai_provider import OpenAIProvider
+from pippin.session.providers.openai import OpenAIProvider
 
 FEW = GenerationOptions(max_tokens=12)
 
@@ -117,7 +117,7 @@ def test_the_command_asks_an_address(server, monkeypatch, capsys, tmp_path):
     assert main(words) == 0
     said = json.loads(capsys.readouterr().out)
     assert Mood.model_validate(said["content"])
-    assert main([*words, "--device", "cpu", "--cache-type", "int8"]) == 2
-    assert "--device, --cache-type: for a model of this machine; leave that out with" in capsys.readouterr().err
+    assert main([*words, "--device", "cpu", "--kv-cache-dtype", "int8"]) == 2
+    assert "--device, --kv-cache-dtype: for a model of this machine; leave that out with" in capsys.readouterr().err
     with pytest.raises(InvalidArgument):
         OpenAIProvider("ftp://example", "tiny")

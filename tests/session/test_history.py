@@ -18,7 +18,7 @@ from pippin.session import (
     Transcript,
     history,
 )
-from pippin.session.provider import CallsMade, Capabilities, Done, Provider, TextDelta
+from pippin.session.providers.provider import Capabilities, Done, Provider, TextDelta, ToolCallsMade
 
 
 class Counting:
@@ -80,8 +80,8 @@ def test_finished_calls_are_dropped_and_running_ones_stay(shape):
     assert well_formed(shorter)
 
 
-def test_a_long_conversation_is_summarised_once_and_calls_keep_their_ids():
-    model, policy = Counting(context_size=200), history.summarize(0.5, keep=1)
+def test_a_long_conversation_is_summarized_once_and_calls_keep_their_ids():
+    model, policy = Counting(context_size=200), history.summarize(0.5, keep_turns=1)
     turns = [turn(i, tools=i % 2) for i in range(6)]
     assert policy(conversation(*turns[:2]), model) == conversation(*turns[:2])
     assert model.asked == []
@@ -101,10 +101,10 @@ def test_a_long_conversation_is_summarised_once_and_calls_keep_their_ids():
     assert [e.text for e in longer if isinstance(e, Prompt)][-1] == "question 13"
 
 
-def test_a_turn_longer_than_the_context_is_summarised_in_part():
+def test_a_turn_longer_than_the_context_is_summarized_in_part():
     model = Counting(context_size=300)
     huge = [Prompt("x" * 5000), Answer("ok")]
-    shorter = history.summarize(0.5, keep=1)(conversation(huge, turn(1)), model)
+    shorter = history.summarize(0.5, keep_turns=1)(conversation(huge, turn(1)), model)
     assert all(len(prompt) < 300 for prompt in model.asked)
     assert model.token_count(shorter) < 150
 
@@ -121,7 +121,7 @@ def test_policies_follow_each_other():
         lambda: history.rolling_window(0),
         lambda: history.summarize(0),
         lambda: history.summarize(1.0),
-        lambda: history.summarize(keep=0),
+        lambda: history.summarize(keep_turns=0),
     ],
 )
 def test_policies_out_of_range(make):
@@ -137,8 +137,8 @@ def test_a_session_remembers_all_and_shows_a_part(tiny):
     assert len(session.transcript) == 7
 
 
-def test_a_session_summarises_with_its_own_model(tiny):
-    session = Session(tiny, history=history.summarize(0.05, keep=1))
+def test_a_session_summarizes_with_its_own_model(tiny):
+    session = Session(tiny, history=history.summarize(0.05, keep_turns=1))
     options = pippin.GenerationOptions(max_tokens=3)
     for _ in range(3):
         response = session.respond("words and words and more of them", options=options)
@@ -147,7 +147,7 @@ def test_a_session_summarises_with_its_own_model(tiny):
 
 
 class Interrupted(Provider):
-    """Calls a tool, and is interrupted while it summarises."""
+    """Calls a tool, and is interrupted while it summarizes."""
 
     name = "interrupted"
     capabilities = Capabilities(tool_calling=True)
@@ -159,7 +159,7 @@ class Interrupted(Provider):
             yield TextDelta("Half of")
             yield Done("cancelled")
         else:
-            yield CallsMade((ToolCall(id="a", name="convert", arguments={"celsius": 1}),))
+            yield ToolCallsMade((ToolCall(id="a", name="convert", arguments={"celsius": 1}),))
             yield Done("tool_calls")
 
     def token_count(self, item):
@@ -167,7 +167,7 @@ class Interrupted(Provider):
 
 
 def test_half_a_summary_is_not_kept():
-    policy = history.summarize(0.5, keep=1)
+    policy = history.summarize(0.5, keep_turns=1)
     earlier = Transcript(entries=(Prompt("1"), Answer("2"), Prompt("3"), Answer("4")))
     session = Session(Interrupted(), tools=[convert], history=policy, transcript=earlier)
     with pytest.raises(TimedOut):
@@ -197,8 +197,8 @@ class Loader(Provider):
         self.tools.append([tool.name for tool in turn.tools])
         self.last = turn.transcript.entries[-1].text
         steps = [
-            CallsMade((ToolCall(id="a", name="load_skill", arguments={"name": "weather"}),)),
-            CallsMade((ToolCall(id="b", name="convert", arguments={"celsius": 100}),)),
+            ToolCallsMade((ToolCall(id="a", name="load_skill", arguments={"name": "weather"}),)),
+            ToolCallsMade((ToolCall(id="b", name="convert", arguments={"celsius": 100}),)),
             TextDelta("212"),
         ]
         yield steps[len(self.tools) - 1]
@@ -228,9 +228,9 @@ def test_a_request_that_fails_loads_no_skill():
         def stream(self, turn):
             self.tools.append(turn.tools)
             yield (
-                CallsMade((ToolCall(id="a", name="load_skill", arguments={"name": "weather"}),))
+                ToolCallsMade((ToolCall(id="a", name="load_skill", arguments={"name": "weather"}),))
                 if len(self.tools) == 1
-                else CallsMade((ToolCall(id="b", name="lose", arguments={}),))
+                else ToolCallsMade((ToolCall(id="b", name="lose", arguments={}),))
             )
             yield Done("stop")
 

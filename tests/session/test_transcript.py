@@ -5,6 +5,7 @@ import json
 
 import pytest
 from hypothesis import given, strategies as st
+from pydantic import ValidationError
 
 from pippin.core.errors import CorruptedFile, InvalidInput
 from pippin.session import (
@@ -13,8 +14,8 @@ from pippin.session import (
     Instructions,
     Prompt,
     Reasoning,
-    Structure,
-    Text,
+    StructuredSegment,
+    TextSegment,
     ToolCall,
     ToolCalls,
     ToolOutput,
@@ -32,8 +33,8 @@ json_values = st.recursive(
 )
 calls = st.builds(ToolCall, id=st.text(), name=st.text(), arguments=st.dictionaries(st.text(), json_values, max_size=3))
 segments = st.one_of(
-    st.builds(Text, text=st.text()),
-    st.builds(Structure, text=json_values.map(json.dumps), schema_name=st.text()),
+    st.builds(TextSegment, text=st.text()),
+    st.builds(StructuredSegment, text=json_values.map(json.dumps), schema_name=st.text()),
     st.builds(Attachment, media_type=st.just("image/png"), data=st.binary().map(base64.b64encode), label=st.text()),
 )
 parts = st.lists(segments, max_size=3).map(tuple)
@@ -74,7 +75,7 @@ def test_what_is_no_transcript_is_refused_with_the_place(text, message):
 def test_text_is_all_that_can_be_read():
     note = Attachment(media_type="text/plain", data=base64.b64encode("Größe 7".encode()), label="note.txt")
     picture = Attachment(media_type="image/png", data=base64.b64encode(b"\x89PNG"))
-    prompt = Prompt.of(["Read this.", note, picture, Structure(text='{"a": 1.0}')])
+    prompt = Prompt.of(["Read this.", note, picture, StructuredSegment(text='{"a": 1.0}')])
     assert prompt.text == 'Read this.\n\nnote.txt:\nGröße 7\n\n{"a": 1.0}'
     assert prompt.attachments == (note, picture)
     assert prompt.segments[3].value == {"a": 1.0}
@@ -86,6 +87,8 @@ def test_a_file_becomes_an_attachment(tmp_path):
     path.write_bytes(b"\x89PNG\r\n")
     made = Attachment.from_file(path)
     assert (made.media_type, made.data, made.label, made.text) == ("image/png", b"\x89PNG\r\n", "dot.png", "")
+    assert Attachment.from_file(path, label="a dot").label == "a dot"
+    assert Attachment.from_file(path, label="").label == ""
     with pytest.raises(InvalidInput, match="cannot read"):
         Attachment.from_file(tmp_path / "no.png")
     with pytest.raises(InvalidInput, match=r"'thing\.qqq' tells no media type"):
@@ -96,3 +99,45 @@ def test_a_file_becomes_an_attachment(tmp_path):
 def test_what_is_no_prompt_is_refused(prompt):
     with pytest.raises(InvalidInput, match=r"a prompt is text|a segment of a prompt"):
         Prompt.of(prompt)
+
+
+def test_text_that_cannot_all_be_decoded_is_read_with_marks_in_its_place():
+    data = Attachment(media_type="application/json", data=base64.b64encode(b'{"a": 1}'))
+    assert (data.is_text, data.text) == (True, '{"a": 1}'), "without a label there is no line for it"
+    broken = Attachment(media_type="text/plain", data=base64.b64encode(b"caf\xe9"), label="menu")
+    assert broken.text == "menu:\ncaf\ufffd"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Transcript(entries=(), title="x"),
+        lambda: TextSegment(text="x", role="user"),
+        lambda: ToolCall(id="a", name="b", arguments={}, result="c"),
+        lambda: Answer("x", mood="good"),
+    ],
+)
+def test_a_field_that_nobody_knows_is_refused(make):
+    with pytest.raises(ValidationError, match="Extra inputs are not permitted"):
+        make()
+    with pytest.raises(CorruptedFile, match="not a transcript: title"):
+        Transcript.from_json('{"title": "x"}')
+
+
+@pytest.mark.parametrize("kind", [Instructions, Prompt, Answer])
+def test_an_entry_of_text_alone_is_one_segment(kind):
+    assert kind("Hi").segments == (TextSegment(text="Hi"),)
+    assert ToolOutput("3", call_id="c", name="add").segments == (TextSegment(text="3"),)
+
+
+def test_a_longer_transcript_is_a_new_one_and_its_entries_come_in_order():
+    first = Transcript(entries=(Instructions("Be brief."),))
+    longer = first.add(Prompt("Hi"), Answer("Hello."))
+    assert [entry.text for entry in longer] == ["Be brief.", "Hi", "Hello."]
+    assert (len(first), len(longer)) == (1, 3)
+    assert [entry.text for entry in longer.history] == ["Hi", "Hello."]
+
+
+def test_a_file_of_a_transcript_is_for_people_too():
+    lines = Transcript(entries=(Prompt("Hi"),)).to_json().splitlines()
+    assert lines[:3] == ["{", '  "version": 2,', '  "entries": [']

@@ -18,7 +18,7 @@ print("caf\u00e9", console.is_terminal, console.width)
 """
 
 
-def test_redrawn_lines_are_shown_once_and_in_colour():
+def test_redrawn_lines_are_shown_once_and_in_color():
     output = record_terminal.record([sys.executable, "-c", LIVE], width=60)
     lines = record_terminal.settle(output, width=60)
     assert [line.plain for line in lines] == ["hello", "line 2", "of two", "café True 60"]

@@ -10,25 +10,34 @@ from pathlib import Path
 
 import torch
 
-from pippin.data.batches import IGNORE, TokenBatch
+from pippin.data.token_batches import IGNORE, TokenBatch
+from pippin.language.decoder import Decoder, DecoderConfig, LayerSpec
 from pippin.language.objectives import NextToken
-from pippin.language.transformer import Decoder, DecoderConfig, LayerSpec
 from pippin.nn.attention import AttentionSpec
 from pippin.nn.feedforward import FeedForwardSpec
-from pippin.train import AdamW, Checkpoints, Constant, Trainer
-from pippin.train.parallel import Parallel
+from pippin.train import AdamW, Checkpoints, ConstantSchedule, Trainer
+from pippin.train.distributed import DistributedProcesses
 
 MICRO_BATCHES = 4
 
 
 def decoder():
-    layer = LayerSpec(AttentionSpec(), FeedForwardSpec(size=24))
-    config = DecoderConfig("llama", 50, 16, (layer, layer), heads=2, kv_heads=1, head_dim=8, max_context=32)
-    return Decoder(config).initialise(seed=0)
+    layer = LayerSpec(AttentionSpec(), FeedForwardSpec(intermediate_size=24))
+    config = DecoderConfig(
+        "llama",
+        50,
+        16,
+        (layer, layer),
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=32,
+    )
+    return Decoder(config).initialize(seed=0)
 
 
 def batches():
-    """Rows of which more or fewer tokens are learnt, so that a mean of means would be another number."""
+    """Rows of which more or fewer tokens are learned, so that a mean of means would be another number."""
     generator = torch.Generator().manual_seed(1)
     for number in range(400):
         ids = torch.randint(0, 50, (2, 9), generator=generator)
@@ -44,15 +53,15 @@ def train(parallel, folder, steps, until=None):
         NextToken(),
         batches(),
         steps=steps,
-        optimiser=AdamW(lr=0.02),
-        schedule=Constant(),
-        accumulate=MICRO_BATCHES // size,
-        clip=0.5,
+        optimizer=AdamW(lr=0.02),
+        schedule=ConstantSchedule(),
+        gradient_accumulation_steps=MICRO_BATCHES // size,
+        max_grad_norm=0.5,
         ema=0.8,
-        checkpoints=Checkpoints(Path(folder), every=3),
+        checkpoints=Checkpoints(Path(folder), save_every=3),
         device=parallel.device if parallel else "cpu",
-        show=False,
-        parallel=parallel,
+        show_progress=False,
+        processes=parallel,
     )
     if until is not None:
         trainer.advance(until)
@@ -66,7 +75,7 @@ if __name__ == "__main__":
     if kind == "alone":
         print(json.dumps(train(None, folder, int(steps)).losses))
         raise SystemExit
-    parallel = Parallel(kind)
+    parallel = DistributedProcesses(kind)
     losses = train(parallel, folder, int(steps), *map(int, until)).losses
     if parallel.rank == 0:
         print(json.dumps(losses))

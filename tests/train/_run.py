@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from pippin.train import WSD, AdamW, Checkpoints, Evaluation, Loss, Muon, Trainer
+from pippin.train import AdamW, Checkpoints, Evaluation, Loss, Muon, Trainer, WSDSchedule
 
 
 class Net(nn.Module):
@@ -89,14 +89,14 @@ def measure(model):
 
 def trainer(folder, steps=40, every=5, **changes):
     settings = dict(
-        optimiser=Muon(lr=0.02, other=AdamW(lr=0.02)),
-        schedule=WSD(warmup=4, decay=10),
-        accumulate=2,
+        optimizer=Muon(lr=0.02, other=AdamW(lr=0.02)),
+        schedule=WSDSchedule(warmup=4, decay=10),
+        gradient_accumulation_steps=2,
         ema=0.9,
-        evaluation=Evaluation(measure, every=7),
-        checkpoints=None if folder is None else Checkpoints(Path(folder), every=every),
+        evaluation=Evaluation(measure, eval_every=7),
+        checkpoints=None if folder is None else Checkpoints(Path(folder), save_every=every),
         seed=3,
-        show=False,
+        show_progress=False,
     )
     settings.update(changes)
     parts = [settings.pop(name, make()) for name, make in (("model", Net), ("objective", Drifting), ("data", Cursor))]

@@ -51,7 +51,7 @@ def test_a_signal_finishes_the_step_saves_and_returns(tmp_path, number):
     assert signal.getsignal(number) is before
     resumed = trainer(tmp_path)
     assert resumed.fit().losses == trainer(None).fit().losses
-    assert resumed.training.stopped is None
+    assert resumed.result.stopped is None
 
 
 def test_a_second_signal_ends_at_once(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from pippin.train import AdamW, Checkpoints, Constant, Cosine, Linear, Loss, Trainer
+from pippin.train import AdamW, Checkpoints, ConstantSchedule, CosineSchedule, LinearSchedule, Loss, Trainer
 
 
 def perceptron(*widths, seed=0):
@@ -40,7 +40,7 @@ def test_flow_matching_finds_the_velocity_of_a_gaussian():
     model = perceptron(2, 48, 48, 1)
     data = Rows(lambda: mean + spread * torch.randn(512, 1))
     trainer = Trainer(
-        model, flow_matching, data, steps=500, optimiser=AdamW(lr=5e-3, weight_decay=0.0), ema=0.98, show=False
+        model, flow_matching, data, steps=500, optimizer=AdamW(lr=5e-3, weight_decay=0.0), ema=0.98, show_progress=False
     )
     trainer.fit()
     x, t = torch.meshgrid(torch.linspace(-0.5, 2, 6), torch.linspace(0.1, 0.9, 5), indexing="ij")
@@ -95,8 +95,10 @@ def test_a_moving_target_follows_in_closed_form_and_survives_a_restart(tmp_path)
         model = Views()
         data = Rows(lambda: (x := torch.randn(16, 4), x + 0.1 * torch.randn(16, 4)))
         objective = JointEmbedding(model, decay=0.8)
-        where = Checkpoints(folder, every=100) if folder else None
-        return Trainer(model, objective, data, steps=steps, schedule=Constant(), checkpoints=where, show=False)
+        where = Checkpoints(folder, save_every=100) if folder else None
+        return Trainer(
+            model, objective, data, steps=steps, schedule=ConstantSchedule(), checkpoints=where, show_progress=False
+        )
 
     trainer = make(12, None)
     history = [trainer.model.encoder[0].weight.detach().clone()]
@@ -107,7 +109,7 @@ def test_a_moving_target_follows_in_closed_form_and_survives_a_restart(tmp_path)
     torch.testing.assert_close(trainer.objective.target["0.weight"], expected)
     make(5, tmp_path).fit()
     resumed = make(12, tmp_path)
-    assert resumed.fit().losses == trainer.training.losses
+    assert resumed.fit().losses == trainer.result.losses
     assert torch.equal(resumed.objective.target["0.weight"], trainer.objective.target["0.weight"])
 
 
@@ -129,10 +131,10 @@ def test_two_trainers_take_turns_and_the_generator_learns_the_data():
         return Loss(-critic(model(torch.randn(real.shape, generator=generator))).sum(), len(real))
 
     data = Rows(lambda: 3 + torch.randn(64, 1))
-    rest = {"schedule": Linear(final=0.0), "clip": None, "show": False}
-    critics = Trainer(critic, judge, data, steps=600, optimiser=AdamW(0.01, (0.5, 0.9), weight_decay=0.0), **rest)
+    rest = {"schedule": LinearSchedule(final=0.0), "max_grad_norm": None, "show_progress": False}
+    critics = Trainer(critic, judge, data, steps=600, optimizer=AdamW(0.01, (0.5, 0.9), weight_decay=0.0), **rest)
     generators = Trainer(
-        generator_model, fool, data, steps=200, optimiser=AdamW(0.05, (0.5, 0.9), weight_decay=0.0), seed=1, **rest
+        generator_model, fool, data, steps=200, optimizer=AdamW(0.05, (0.5, 0.9), weight_decay=0.0), seed=1, **rest
     )
     while generators.step < generators.steps:
         assert len(critics.advance(3)) == 3
@@ -160,7 +162,7 @@ def test_data_may_be_what_the_model_does_now():
     with torch.no_grad():
         first = policy(torch.ones(1)).softmax(-1)[1].item()
     training = Trainer(
-        policy, reinforce, Rows(rollouts), steps=100, optimiser=AdamW(lr=0.1, weight_decay=0.0), show=False
+        policy, reinforce, Rows(rollouts), steps=100, optimizer=AdamW(lr=0.1, weight_decay=0.0), show_progress=False
     ).fit()
     assert first == pytest.approx(0.25)
     assert training.steps[-1].metrics["reward"] == pytest.approx(0.9, abs=0.05)
@@ -190,9 +192,9 @@ def test_a_simulator_that_can_be_differentiated_is_an_objective():
         lambda model, distance, generator: Loss(model(distance).square(), 1),
         [torch.tensor(20.0)] * 60,
         steps=60,
-        optimiser=AdamW(lr=1.0, weight_decay=0.0),
-        schedule=Cosine(warmup=0, final=0.0),
-        clip=None,
-        show=False,
+        optimizer=AdamW(lr=1.0, weight_decay=0.0),
+        schedule=CosineSchedule(warmup=0, final=0.0),
+        max_grad_norm=None,
+        show_progress=False,
     ).fit()
     assert model.speed.item() == pytest.approx(math.sqrt(9.81 * 20), rel=0.02)

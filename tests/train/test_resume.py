@@ -100,8 +100,8 @@ def test_a_run_can_be_made_longer(tmp_path):
 
 def test_the_last_few_and_the_best_are_kept(tmp_path):
     values = iter([3.0, 1.0, 2.0, 4.0, 5.0, 6.0, 7.0, 8.0])
-    evaluation = Evaluation(lambda model: {"loss": next(values)}, every=5)
-    run = trainer(tmp_path, evaluation=evaluation, checkpoints=Checkpoints(tmp_path, every=5, keep=2))
+    evaluation = Evaluation(lambda model: {"loss": next(values)}, eval_every=5)
+    run = trainer(tmp_path, evaluation=evaluation, checkpoints=Checkpoints(tmp_path, save_every=5, keep=2))
     at_best = {}
     run.advance(10)
     at_best.update(weights(run.model))
@@ -109,34 +109,34 @@ def test_the_last_few_and_the_best_are_kept(tmp_path):
     run.fit()
     kept = run.checkpoints
     assert list(kept.all()) == [10, 35, 40]
-    assert kept.best_folder().name == "step-00000010"
+    assert kept.best_path().name == "step-00000010"
     model = Net()
-    load_weights(kept.best_folder(), model)
+    load_weights(kept.best_path(), model)
     same(weights(model), at_best)
-    load_weights(kept.best_folder(), model, averaged=True)
+    load_weights(kept.best_path(), model, averaged=True)
     same({name: p.detach() for name, p in model.named_parameters()}, averages)
 
 
 def test_a_best_one_between_two_checkpoints_is_saved_and_none_without_measures(tmp_path):
-    run = trainer(tmp_path / "a", checkpoints=Checkpoints(tmp_path / "a", every=40, keep=1))
+    run = trainer(tmp_path / "a", checkpoints=Checkpoints(tmp_path / "a", save_every=40, keep=1))
     run.fit()
-    best = min(run.training.evaluations, key=lambda entry: entry[1]["loss"])[0]
+    best = min(run.result.evaluations, key=lambda entry: entry[1]["loss"])[0]
     assert set(run.checkpoints.all()) == {best, 40}
     other = trainer(tmp_path / "b", evaluation=None)
     other.fit()
-    assert other.checkpoints.best_folder() is None
-    assert Checkpoints(tmp_path / "nowhere", every=1).newest_folder() is None
+    assert other.checkpoints.best_path() is None
+    assert Checkpoints(tmp_path / "nowhere", save_every=1).newest_path() is None
 
 
 def test_nothing_in_a_checkpoint_is_a_pickle_and_others_can_read_it(tmp_path):
     run = trainer(tmp_path)
     run.fit()
-    newest = run.checkpoints.newest_folder()
+    newest = run.checkpoints.newest_path()
     assert {path.name for path in newest.iterdir()} == {
-        *("model.safetensors", "optimiser.safetensors", "ema.safetensors", "objective.safetensors", "state.json")
+        *("model.safetensors", "optimizer.safetensors", "ema.safetensors", "objective.safetensors", "state.json")
     }
     same(load_file(newest / "model.safetensors"), weights(run.model))
-    names = load_file(newest / "optimiser.safetensors")
+    names = load_file(newest / "optimizer.safetensors")
     assert "layers.0.weight.momentum_buffer" in names
     assert "layers.0.bias.exp_avg_sq" in names
 
@@ -152,7 +152,7 @@ def test_everything_that_differs_is_listed_and_the_model_untouched(tmp_path):
     trainer(tmp_path, steps=5).fit()
     model = Wider()
     before = weights(model)
-    run = trainer(tmp_path, model=model, optimiser=AdamW(lr=0.5), seed=4, data=Plain(), ema=None)
+    run = trainer(tmp_path, model=model, optimizer=AdamW(lr=0.5), seed=4, data=Plain(), ema=None)
     with pytest.raises(ResumeMismatch) as caught:
         run.fit()
     for line in (
@@ -192,7 +192,7 @@ def test_a_cursor_that_the_data_refuses_and_data_that_is_too_short(tmp_path):
 
 
 def test_without_resume_a_run_is_never_overwritten(tmp_path):
-    fresh = Checkpoints(tmp_path, every=5, resume=False)
+    fresh = Checkpoints(tmp_path, save_every=5, resume=False)
     trainer(tmp_path, steps=5, checkpoints=fresh).fit()
     with pytest.raises(InvalidArgument, match="step-00000005 is there already and resume is off"):
         trainer(tmp_path, steps=5, checkpoints=fresh).fit()
@@ -240,7 +240,7 @@ def test_a_full_disk_is_seen_before_a_byte_is_written(tmp_path, monkeypatch):
 def test_a_damaged_checkpoint_is_named(tmp_path):
     run = trainer(tmp_path, steps=5)
     run.fit()
-    newest = run.checkpoints.newest_folder()
+    newest = run.checkpoints.newest_path()
     os.truncate(newest / "model.safetensors", 100)
     with pytest.raises(CorruptedFile, match=r"model.safetensors: damaged .* resume from an older checkpoint"):
         trainer(tmp_path, steps=6).fit()
@@ -252,7 +252,7 @@ def test_a_damaged_checkpoint_is_named(tmp_path):
 def test_weights_of_another_model_and_averages_that_are_not_there(tmp_path):
     run = trainer(tmp_path, steps=5, ema=None)
     run.fit()
-    newest = run.checkpoints.newest_folder()
+    newest = run.checkpoints.newest_path()
     with pytest.raises(ResumeMismatch, match=r"'extra.weight' is not in the checkpoint"):
         load_weights(newest, Wider())
     with pytest.raises(ModelNotFound, match="no moving averages there"):
@@ -284,8 +284,8 @@ def test_tied_and_shared_tensors_come_back(tmp_path):
         return Loss((model(batch) + model.left * model.right).square().sum(), len(batch))
 
     def run(folder, steps):
-        where = Checkpoints(folder, every=100)
-        return Trainer(make(), objective, [torch.ones(2, 3)] * 8, steps=steps, checkpoints=where, show=False)
+        where = Checkpoints(folder, save_every=100)
+        return Trainer(make(), objective, [torch.ones(2, 3)] * 8, steps=steps, checkpoints=where, show_progress=False)
 
     whole = run(tmp_path / "a", 8).fit().losses
     run(tmp_path / "b", 4).fit()
@@ -295,5 +295,5 @@ def test_tied_and_shared_tensors_come_back(tmp_path):
 
 @pytest.mark.parametrize(("every", "keep"), [(0, 1), (1, 0)])
 def test_checkpoints_outside_their_range_are_refused(tmp_path, every, keep):
-    with pytest.raises(InvalidArgument, match="both must be 1 or more"):
-        Checkpoints(tmp_path, every=every, keep=keep)
+    with pytest.raises(InvalidArgument, match="must be at least 1, got 0"):
+        Checkpoints(tmp_path, save_every=every, keep=keep)

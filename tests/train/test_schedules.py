@@ -8,16 +8,16 @@ from hypothesis import given, strategies as st
 from torch.optim import lr_scheduler
 
 from pippin.core.errors import InvalidArgument
-from pippin.train import WSD, Constant, Cosine, Linear
+from pippin.train import ConstantSchedule, CosineSchedule, LinearSchedule, WSDSchedule
 
 
 def by_torch(make, steps):
-    optimiser = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    scheduler = make(optimiser)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = make(optimizer)
     rates = []
     for _ in range(steps):
-        rates.append(optimiser.param_groups[0]["lr"])
-        optimiser.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
         scheduler.step()
     return rates
 
@@ -25,26 +25,26 @@ def by_torch(make, steps):
 def warm_then(after, warmup):
     """torch's linear warm-up over so many steps, then another scheduler."""
 
-    def make(optimiser):
-        warm = lr_scheduler.LinearLR(optimiser, 1 / warmup, 1.0, warmup - 1)
-        return lr_scheduler.SequentialLR(optimiser, [warm, after(optimiser)], [warmup])
+    def make(optimizer):
+        warm = lr_scheduler.LinearLR(optimizer, 1 / warmup, 1.0, warmup - 1)
+        return lr_scheduler.SequentialLR(optimizer, [warm, after(optimizer)], [warmup])
 
     return make
 
 
 CASES = {
     "cosine": (
-        Cosine(warmup=5, final=0.1),
+        CosineSchedule(warmup=5, final=0.1),
         warm_then(lambda o: lr_scheduler.CosineAnnealingLR(o, 35, eta_min=0.1), 5),
     ),
     "cosine, warm-up as a share": (
-        Cosine(warmup=0.25, final=0.0),
+        CosineSchedule(warmup=0.25, final=0.0),
         warm_then(lambda o: lr_scheduler.CosineAnnealingLR(o, 30), 10),
     ),
-    "linear": (Linear(warmup=5, final=0.2), warm_then(lambda o: lr_scheduler.LinearLR(o, 1.0, 0.2, 35), 5)),
-    "constant": (Constant(warmup=8), warm_then(lambda o: lr_scheduler.ConstantLR(o, 1.0), 8)),
+    "linear": (LinearSchedule(warmup=5, final=0.2), warm_then(lambda o: lr_scheduler.LinearLR(o, 1.0, 0.2, 35), 5)),
+    "constant": (ConstantSchedule(warmup=8), warm_then(lambda o: lr_scheduler.ConstantLR(o, 1.0), 8)),
     "wsd": (
-        WSD(warmup=5, decay=0.25),
+        WSDSchedule(warmup=5, decay=0.25),
         lambda o: lr_scheduler.SequentialLR(
             o,
             [
@@ -73,21 +73,45 @@ def test_warm_up_and_fall_are_those_of_one_cycle():
         ),
         40,
     )
-    ours = [Linear(warmup=10, final=1e-7)(step, 40) for step in range(40)]
+    ours = [LinearSchedule(warmup=10, final=1e-7)(step, 40) for step in range(40)]
     assert ours[:10] == pytest.approx(rates[:10], abs=1e-6)
     assert ours[10:] == pytest.approx(rates[9:-1], abs=1e-6)
 
 
 def test_the_square_root_falls_as_published():
-    falls = [WSD(warmup=0, decay=10, shape="sqrt")(step, 100) for step in range(90, 100)]
+    falls = [WSDSchedule(warmup=0, decay=10, shape="sqrt")(step, 100) for step in range(90, 100)]
     assert falls == pytest.approx([1 - math.sqrt(i / 10) for i in range(10)])
 
 
+@pytest.mark.parametrize(
+    ("length", "steps", "taken"),
+    [(0.25, 10, 2), (0.29, 10, 3), (0.999, 10, 10), (1.0, 10, 1), (1.4, 10, 1), (2.6, 10, 3), (99, 10, 10)],
+)
+def test_a_share_and_a_number_of_steps_are_rounded_to_the_nearest(length, steps, taken):
+    """The warm-up of so many steps ends with the full rate at the last of them."""
+    rates = [ConstantSchedule(warmup=length)(step, steps) for step in range(steps)]
+    assert rates == pytest.approx([min((step + 1) / taken, 1.0) for step in range(steps)])
+    falls = [WSDSchedule(warmup=0, decay=length)(step, steps) for step in range(steps)]
+    assert falls == pytest.approx([min((steps - step) / taken, 1.0) for step in range(steps)])
+
+
+@pytest.mark.parametrize("make", [LinearSchedule, CosineSchedule, WSDSchedule])
+@pytest.mark.parametrize("warmup", [0.0, 9])
+def test_the_last_rate_is_reached_after_the_last_update_and_stays(make, warmup):
+    schedule = make(warmup=warmup, final=0.25)
+    assert [schedule(step, 10) for step in (10, 11, 1000)] == pytest.approx([0.25] * 3)
+
+
+def test_a_decay_that_does_not_fit_behind_the_warm_up_is_the_shorter():
+    rates = [WSDSchedule(warmup=6, decay=6)(step, 10) for step in range(10)]
+    assert rates == pytest.approx([1 / 6, 2 / 6, 3 / 6, 4 / 6, 5 / 6, 1.0, 1.0, 3 / 4, 2 / 4, 1 / 4])
+
+
 schedules = st.one_of(
-    st.builds(Constant, st.floats(0, 50)),
-    st.builds(Linear, st.floats(0, 50), st.floats(0, 1)),
-    st.builds(Cosine, st.floats(0, 50), st.floats(0, 1)),
-    st.builds(WSD, st.floats(0, 50), st.floats(0, 50), st.floats(0, 1), st.sampled_from(["linear", "sqrt"])),
+    st.builds(ConstantSchedule, st.floats(0, 50)),
+    st.builds(LinearSchedule, st.floats(0, 50), st.floats(0, 1)),
+    st.builds(CosineSchedule, st.floats(0, 50), st.floats(0, 1)),
+    st.builds(WSDSchedule, st.floats(0, 50), st.floats(0, 50), st.floats(0, 1), st.sampled_from(["linear", "sqrt"])),
 )
 
 
@@ -109,11 +133,11 @@ def test_a_factor_rises_then_falls(schedule, steps):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Cosine(warmup=-1), "warmup .* got -1"),
-        (lambda: Linear(final=1.5), "final .* 0 to 1, got 1.5"),
-        (lambda: WSD(decay=math.inf), "decay .* got inf"),
-        (lambda: Constant(math.nan), "warmup .* got nan"),
-        (lambda: WSD(shape="cubic"), "'linear' or 'sqrt', got 'cubic'"),
+        (lambda: CosineSchedule(warmup=-1), "warmup .* got -1"),
+        (lambda: LinearSchedule(final=1.5), "final must be from 0 to 1, got 1.5"),
+        (lambda: WSDSchedule(decay=math.inf), "decay .* got inf"),
+        (lambda: ConstantSchedule(math.nan), "warmup .* got nan"),
+        (lambda: WSDSchedule(shape="cubic"), "'linear' or 'sqrt', got 'cubic'"),
     ],
 )
 def test_a_schedule_outside_its_range_is_refused(make, message):

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from pippin.core.errors import InvalidArgument, InvalidInput, NonFiniteLoss
-from pippin.train import AdamW, Checkpoints, Constant, Cosine, Evaluation, Linear, Loss, Trainer
+from pippin.train import AdamW, Checkpoints, ConstantSchedule, CosineSchedule, Evaluation, LinearSchedule, Loss, Trainer
 
 
 def net():
@@ -35,7 +35,7 @@ def regression(model, batch, generator):
 
 
 def run(data, steps, model=None, objective=regression, **changes):
-    settings = {"optimiser": AdamW(lr=0.01), "schedule": Constant(), "show": False, **changes}
+    settings = {"optimizer": AdamW(lr=0.01), "schedule": ConstantSchedule(), "show_progress": False, **changes}
     return Trainer(model or net(), objective, data, steps=steps, **settings)
 
 
@@ -44,22 +44,22 @@ def run(data, steps, model=None, objective=regression, **changes):
 def test_the_losses_are_those_of_a_plain_loop_bit_for_bit(clip, precision):
     """Batches of 16 rows: a division by a power of two is exact, so it may stand anywhere."""
     data = batches([16] * 30)
-    trainer = run(data, 30, clip=clip, precision=precision, schedule=Cosine(warmup=0, final=0.1))
+    trainer = run(data, 30, max_grad_norm=clip, precision=precision, schedule=CosineSchedule(warmup=0, final=0.1))
     losses = trainer.fit().losses
 
     model = net()
     groups = [{"params": [p]} if p.ndim > 1 else {"params": [p], "weight_decay": 0.0} for p in model.parameters()]
-    optimiser = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    scheduler = lr_scheduler.LambdaLR(optimiser, lambda step: 0.1 + 0.9 * (1 + math.cos(math.pi * step / 30)) / 2)
+    optimizer = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    scheduler = lr_scheduler.LambdaLR(optimizer, lambda step: 0.1 + 0.9 * (1 + math.cos(math.pi * step / 30)) / 2)
     plain = []
     for x, y in data:
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16"):
             loss = (model(x) - y).square().sum() / 16
         loss.backward()
         if clip:
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimiser.step()
+        optimizer.step()
         scheduler.step()
         plain.append(loss.item())
     assert losses == plain
@@ -73,7 +73,7 @@ def test_however_a_batch_is_cut_the_step_is_the_same(sizes):
     parts = batches(sizes)
     one = tuple(torch.cat(column) for column in zip(*parts, strict=True))
     cut, whole = (
-        run(parts, 1, model=net().double(), objective=double, accumulate=len(parts)),
+        run(parts, 1, model=net().double(), objective=double, gradient_accumulation_steps=len(parts)),
         run([one], 1, model=net().double(), objective=double),
     )
     a, b = cut.fit().steps[0], whole.fit().steps[0]
@@ -94,13 +94,13 @@ def test_metrics_are_per_unit():
     data = batches([3, 5])
     x, y = (torch.cat(column) for column in zip(*data, strict=True))
     mean = (net()(x) - y).abs().mean().item()
-    step = run(data, 1, accumulate=2).fit().steps[0]
+    step = run(data, 1, gradient_accumulation_steps=2).fit().steps[0]
     assert step.metrics == {"rows": 1.0, "absolute": pytest.approx(mean)}
 
 
 def test_the_norm_is_that_before_clipping_and_the_rate_that_of_the_schedule():
     data = batches([8, 8])
-    trainer = run(data, 2, clip=1e-3, schedule=Linear(final=0.0))
+    trainer = run(data, 2, max_grad_norm=1e-3, schedule=LinearSchedule(final=0.0))
     first, second = trainer.fit().steps
     model = net()
     (regression(model, data[0], None).total / 8).backward()
@@ -123,7 +123,7 @@ def test_a_step_without_units_changes_nothing():
 
 
 def test_data_that_ends_ends_the_run():
-    trainer = run(batches([4] * 5), 100, accumulate=2)
+    trainer = run(batches([4] * 5), 100, gradient_accumulation_steps=2)
     training = trainer.fit()
     assert training.stopped == "exhausted"
     assert [step.units for step in training.steps] == [8, 8, 4]
@@ -158,7 +158,9 @@ def test_what_is_not_finite_stops_before_the_update_and_keeps_the_batch(tmp_path
         return Loss(error, len(batch[0]))
 
     data = batches([4, 4, 4, 3])
-    trainer = run(data, 4, objective=breaks, accumulate=2, checkpoints=Checkpoints(tmp_path, every=10))
+    trainer = run(
+        data, 4, objective=breaks, gradient_accumulation_steps=2, checkpoints=Checkpoints(tmp_path, save_every=10)
+    )
     trainer.advance(1)
     before = [p.detach().clone() for p in trainer.model.parameters()]
     with pytest.raises(NonFiniteLoss, match=r"step 2: the loss is .* lower learning rate") as caught:
@@ -198,9 +200,9 @@ def test_a_loss_that_is_none_is_refused(loss, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"steps": 0}, "steps must be 1 or more, got 0"),
-        ({"accumulate": 0}, "accumulate must be 1 or more, got 0"),
-        ({"clip": 0.0}, "clip must be positive and finite, or None for no clipping, got 0.0"),
+        ({"steps": 0}, "steps must be at least 1, got 0"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps must be at least 1, got 0"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm must be above 0 and finite, got 0.0"),
         ({"precision": "float16"}, "'float32' or 'bfloat16', got 'float16'"),
         ({"device": "tpu"}, "tpu"),
         ({"ema": 1.0}, "got 1.0"),
@@ -212,10 +214,10 @@ def test_an_argument_outside_its_range_is_refused(changes, message):
 
 
 def test_an_evaluation_outside_its_range_or_without_its_best_measure_is_refused():
-    with pytest.raises(InvalidArgument, match="every 0 steps"):
-        Evaluation(lambda model: {}, every=0)
+    with pytest.raises(InvalidArgument, match="eval_every must be at least 1, got 0"):
+        Evaluation(lambda model: {}, eval_every=0)
     with pytest.raises(InvalidArgument, match=r"measures \['accuracy'\], and best='loss'"):
-        run(batches([2]), 1, evaluation=Evaluation(lambda model: {"accuracy": 1.0}, every=1)).fit()
+        run(batches([2]), 1, evaluation=Evaluation(lambda model: {"accuracy": 1.0}, eval_every=1)).fit()
 
 
 def test_an_evaluation_sees_the_averages_in_evaluation_mode_and_gives_the_weights_back():
@@ -227,13 +229,13 @@ def test_an_evaluation_sees_the_averages_in_evaluation_mode_and_gives_the_weight
         seen.append(model[0].weight.detach().clone())
         return {"loss": float(torch.rand(()))}
 
-    trainer = run(batches([4] * 6), 6, ema=0.5, evaluation=Evaluation(measure, every=4))
+    trainer = run(batches([4] * 6), 6, ema=0.5, evaluation=Evaluation(measure, eval_every=4))
     averages, weights = [], []
     for _ in range(6):
         trainer.advance(1)
         averages.append(trainer.ema.averages["0.weight"].clone())
         weights.append(trainer.model[0].weight.detach().clone())
-    assert [step for step, _ in trainer.training.evaluations] == [4, 6]
+    assert [step for step, _ in trainer.result.evaluations] == [4, 6]
     assert torch.equal(seen[0], averages[3])
     assert torch.equal(seen[1], averages[5])
     assert not torch.equal(seen[1], weights[5])
@@ -275,7 +277,7 @@ def test_noise_of_an_objective_and_of_dropout_are_not_the_same_numbers():
         drawn.append((torch.rand(8), torch.rand(8, generator=generator)))
         return regression(model, batch, generator)
 
-    run(batches([4] * 4), 2, objective=objective, accumulate=2).fit()
+    run(batches([4] * 4), 2, objective=objective, gradient_accumulation_steps=2).fit()
     numbers = torch.stack([tensor for pair in drawn for tensor in pair])
     assert len(numbers.unique(dim=0)) == 8
 

@@ -1,8 +1,8 @@
-"""How a batch of data reaches a model and what comes back: the one convention of all posteriors over weights.
+"""The batch convention of all posteriors over weights: how models are called, and checks of inputs and targets.
 
 Notable here:
 - inputs are a tensor, a tuple (several arguments) or a mapping (keyword arguments, as Hugging Face models take them)
-- outputs are a tensor, or anything with ``logits``; one number per example becomes a column
+- outputs are a tensor, or anything with ``logits``; a vector of one output per example becomes a column
 - data may be any iterable of batches that can be iterated again; an iterator that can be read only once is refused
 """
 
@@ -19,17 +19,17 @@ from pippin.core.errors import InvalidArgument, InvalidInput, PippinError
 LABELS = ("labels", "label", "targets", "y")
 
 
-def split(batch: Any) -> tuple[Any, Tensor]:
-    """The inputs and the targets of a batch.
+def inputs_and_targets(batch: Any) -> tuple[Any, Tensor]:
+    """Split a batch into inputs and targets.
 
     Args:
         batch: a pair (inputs, targets), or a mapping that holds the targets as "labels", "label", "targets" or "y".
 
     Raises:
-        InvalidInput: it is neither, or the targets are no tensor.
+        InvalidInput: the batch is neither, or the targets are not a tensor.
 
     >>> import torch
-    >>> split({"input_ids": torch.zeros(2, 3), "labels": torch.ones(2)})[1]
+    >>> inputs_and_targets({"input_ids": torch.zeros(2, 3), "labels": torch.ones(2)})[1]
     tensor([1., 1.])
     """
     if isinstance(batch, Mapping):
@@ -50,14 +50,17 @@ def split(batch: Any) -> tuple[Any, Tensor]:
     return inputs, targets
 
 
-def call(model: nn.Module, inputs: Any) -> Tensor:
-    """The model's outputs for a batch of inputs, (batch, outputs).
+def call_model(model: nn.Module, inputs: Any) -> Tensor:
+    """Call the model on a batch of inputs.
+
+    Returns:
+        Outputs (batch, outputs).
 
     Raises:
-        InvalidInput: the outputs have another form than (batch,) or (batch, outputs), or the model does not run on
-            these inputs.
+        InvalidInput: outputs of another shape than (batch,) or (batch, outputs), or inputs that the model does not
+            accept.
     """
-    with running(inputs):
+    with errors_of_inputs(inputs):
         if isinstance(inputs, Mapping):
             outputs = model(**inputs)
         elif isinstance(inputs, (tuple, list)):
@@ -80,21 +83,21 @@ def call(model: nn.Module, inputs: Any) -> Tensor:
 
 
 @contextmanager
-def running(inputs: Any) -> Iterator[None]:
-    """While this lasts, what torch says against a model's inputs is an error of whoever gave them.
+def errors_of_inputs(inputs: Any) -> Iterator[None]:
+    """A context in which errors that torch raises in the model become errors about its inputs.
 
     Raises:
-        InvalidInput: the model does not run on them; the message has their shapes and what torch said.
+        InvalidInput: the model does not run on the inputs; the message has their shapes and torch's message.
     """
     try:
         yield
     except (PippinError, OutOfMemoryError):
         raise
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        said = next(iter(str(error).splitlines()), type(error).__name__)
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise InvalidInput(
-            f"the model does not run on {_described(inputs)}: {said}; give what its forward takes, in the precision of "
-            "its weights"
+            f"the model does not run on {_described(inputs)}: {reason}; give what its forward takes, in the precision "
+            "of its weights"
         ) from error
 
 
@@ -118,15 +121,15 @@ def to_model(batch: Any, model: nn.Module) -> Any:
     return batch
 
 
-def read(data: Iterable[Any], model: nn.Module) -> Iterator[tuple[Any, Tensor]]:
-    """Inputs and targets of every batch, on the model's device and checked.
+def iterate_batches(data: Iterable[Any], model: nn.Module) -> Iterator[tuple[Any, Tensor]]:
+    """Iterate over checked inputs and targets of all batches, moved to the model's device.
 
     Raises:
         InvalidInput: there is no batch, a batch is empty, or inputs or targets are infinite or NaN.
     """
     number = -1
     for number, batch in enumerate(data):
-        inputs, targets = split(to_model(batch, model))
+        inputs, targets = inputs_and_targets(to_model(batch, model))
         if not targets.numel():
             raise InvalidInput(f"batch {number} is empty; leave empty batches out")
         check_finite(inputs, f"the inputs of batch {number}")
@@ -137,10 +140,10 @@ def read(data: Iterable[Any], model: nn.Module) -> Iterator[tuple[Any, Tensor]]:
 
 
 def check_mode(model: nn.Module) -> None:
-    """See that no layer behaves as in training.
+    """Check that batch norm and dropout layers are in evaluation mode.
 
     Raises:
-        InvalidArgument: batch norm or dropout does.
+        InvalidArgument: one of them is in training mode.
     """
     for name, part in model.named_modules():
         dropout = isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0
@@ -153,10 +156,10 @@ def check_mode(model: nn.Module) -> None:
 
 
 def check_data(data: Any) -> None:
-    """See that data can be iterated, and more than once.
+    """Check that data can be iterated more than once.
 
     Raises:
-        InvalidArgument: it is no iterable, or an iterator.
+        InvalidArgument: it is not an iterable, or it is an iterator.
     """
     if isinstance(data, Iterator):
         raise InvalidArgument(
@@ -167,53 +170,92 @@ def check_data(data: Any) -> None:
 
 
 def check_inputs(inputs: Any) -> None:
-    """See that a batch of inputs can be predicted.
+    """Check a batch of inputs before prediction.
 
     Raises:
-        InvalidInput: it holds no tensors, no examples, or infinite numbers or NaN.
+        InvalidInput: it holds no tensors, no examples, or infinite values or NaN.
     """
     if not isinstance(inputs, (Tensor, Mapping, tuple, list)):
         raise InvalidInput(
             f"inputs must be a tensor, or a tuple or mapping of tensors, got {type(inputs).__name__}; make a tensor of "
             "an array with torch.as_tensor"
         )
-    if size(inputs) == 0:
+    if num_examples(inputs) == 0:
         raise InvalidInput("there are no inputs to predict; give a tensor with at least one row")
     check_finite(inputs, "the inputs")
 
 
-def size(inputs: Any) -> int:
+def num_examples(inputs: Any) -> int:
     """How many examples inputs hold: the length of the first tensor in them."""
     if isinstance(inputs, Tensor):
         return len(inputs)
     values = inputs.values() if isinstance(inputs, Mapping) else inputs
-    return next((size(value) for value in values if isinstance(value, (Tensor, Mapping, tuple, list))), 0)
+    return next((num_examples(value) for value in values if isinstance(value, (Tensor, Mapping, tuple, list))), 0)
 
 
-def part(inputs: Any, first: int, last: int) -> Any:
-    """Some examples of a batch of inputs."""
+def slice_inputs(inputs: Any, first: int, last: int) -> Any:
+    """The examples from ``first`` to before ``last`` of a batch of inputs."""
     if isinstance(inputs, Tensor):
         return inputs[first:last]
     if isinstance(inputs, Mapping):
-        return {key: part(value, first, last) for key, value in inputs.items()}
+        return {key: slice_inputs(value, first, last) for key, value in inputs.items()}
     if isinstance(inputs, (tuple, list)):
-        return tuple(part(value, first, last) for value in inputs)
+        return tuple(slice_inputs(value, first, last) for value in inputs)
     return inputs
 
 
 def check_finite(value: Any, what: str) -> None:
-    """See that every real tensor in inputs or targets is finite.
+    """Check that every floating-point tensor in inputs or targets is finite.
+
+    Args:
+        value: a tensor, or a nested tuple, list or mapping of tensors.
+        what: what to call it in messages.
 
     Raises:
-        InvalidInput: one is not; the first value and its place are named.
+        InvalidInput: a value is infinite or NaN; the message names the first one and its index.
     """
     if isinstance(value, Tensor):
         if value.is_floating_point() and not value.isfinite().all():
-            place = (~value.isfinite()).nonzero()[0].tolist()
-            raise InvalidInput(f"{what} hold {value[tuple(place)].item()} at {place}; remove or impute such rows first")
+            index = (~value.isfinite()).nonzero()[0].tolist()
+            raise InvalidInput(f"{what} hold {value[tuple(index)].item()} at {index}; remove or impute such rows first")
     elif isinstance(value, Mapping):
         for key, part in value.items():
             check_finite(part, f"{what} ({key})")
     elif isinstance(value, (tuple, list)):
         for part in value:
             check_finite(part, what)
+
+
+def refuse_rows(wrong: Tensor, what: str, values: Tensor | None = None) -> None:
+    """Raise an error that names the first rows where ``wrong`` is true.
+
+    Args:
+        wrong: a mask over rows, [n].
+        what: what is wrong, for the message.
+        values: the rows, to show the first wrong one.
+
+    Raises:
+        InvalidInput: a row is wrong.
+    """
+    rows = wrong.nonzero()[:, 0].tolist()
+    if rows:
+        example = "" if values is None else f", for instance {values[rows[0]].tolist()}"
+        shown = ", ".join(map(str, rows[:5])) + (", ..." if len(rows) > 5 else "")
+        raise InvalidInput(
+            f"{what} in {len(rows)} of {len(wrong)} rows ({shown}){example}; leave them out or correct them"
+        )
+
+
+class Repeated:
+    """Iterates over the batches of a data set endlessly; ends at once if there are none."""
+
+    def __init__(self, data: Iterable[Any]) -> None:
+        self.data = data
+
+    def __iter__(self) -> Iterator[Any]:
+        empty = False
+        while not empty:
+            empty = True
+            for batch in self.data:
+                empty = False
+                yield batch

@@ -1,41 +1,43 @@
-r"""Likelihoods: how outputs explain targets, and how the loss of an example bends in its outputs.
+r"""Likelihoods: the loss of outputs and targets, its gradient, and its Hessian in the outputs.
 
 Notable here:
-- one interface carries every curvature: the Hessian of the loss in the outputs has a square root $S S^\top = A$ in
-  closed form, the residual is its gradient, and sampled residuals are draws whose mean outer product is A
-- losses are sums over examples; the noise of a regression stays outside, as a scale of the whole
-- targets are checked before anything is computed, with the value that is wrong in the message
+- one interface serves every curvature: the Hessian A of the loss in the outputs has a square root $S S^\top = A$ in
+  closed form, the residual is the gradient, and sampled residuals have A as their mean outer product
+- losses are sums over examples at noise 1; the noise of a regression scales the whole loss elsewhere
+- targets are checked before anything is computed, and messages show the wrong value
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Shaped
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
+from pippin.bayes.batches import call_model
+from pippin.core.checks import PositiveFloat, checked
 from pippin.core.errors import InvalidArgument, InvalidInput
 
 
 @runtime_checkable
 class Likelihood(Protocol):
-    """What a posterior needs to know of how outputs f explain targets y; ``name`` is its word."""
+    """The likelihood of targets y given outputs f, as posteriors use it."""
 
     name: str
 
     @property
     def sigma_noise(self) -> float:
-        """Standard deviation of the noise of a regression; 1 for anything else."""
+        """Standard deviation of a regression's noise, in units of the targets; 1 for other likelihoods."""
 
     def check(self, f: Float[Tensor, "n c"], y: Shaped[Tensor, ...]) -> Shaped[Tensor, "n ..."]:
-        """The targets in the form that the other methods take.
+        """Check targets, and convert them to the shape and dtype that the other methods take.
 
         Raises:
-            InvalidInput: they do not fit the outputs: another length, type or range.
+            InvalidInput: targets of another length, type or range than the outputs allow.
         """
 
     def loss(self, f: Float[Tensor, "n c"], y: Shaped[Tensor, "n ..."]) -> Float[Tensor, ""]:
@@ -45,28 +47,28 @@ class Likelihood(Protocol):
         """The gradient of the loss in the outputs."""
 
     def root(self, f: Float[Tensor, "n c"]) -> Float[Tensor, "n c r"]:
-        """S with S S^T the Hessian of the loss in the outputs."""
+        """A square root S of the Hessian of the loss in the outputs, S S^T, for each example."""
 
     def sampled(self, f: Float[Tensor, "n c"], k: int, generator: torch.Generator | None) -> Float[Tensor, "n c k"]:
-        """Residuals of k targets that are drawn from the model itself, at noise 1."""
+        """Residuals of k targets sampled from the model's own predictive distribution, at noise 1."""
 
-    def normaliser(self, examples: int, outputs: int, sigma_noise: Float[Tensor, ""]) -> Float[Tensor, ""]:
-        """What the log-likelihood of so many examples has besides -loss / sigma^2."""
+    def normalizer(self, examples: int, outputs: int, sigma_noise: Float[Tensor, ""]) -> Float[Tensor, ""]:
+        """The part of the log-likelihood of so many examples that does not depend on the loss, in nats."""
 
 
-class _Fixed:
-    """What likelihoods without a noise of their own share."""
+class _WithoutNoise:
+    """Base of the likelihoods without a noise parameter."""
 
     sigma_noise = 1.0
 
-    def normaliser(self, examples: int, outputs: int, sigma_noise: Float[Tensor, ""]) -> Float[Tensor, ""]:
+    def normalizer(self, examples: int, outputs: int, sigma_noise: Float[Tensor, ""]) -> Float[Tensor, ""]:
         """Zero: the loss is the whole negative log-likelihood."""
         return torch.zeros_like(sigma_noise)
 
 
 @dataclass(frozen=True)
-class Classification(_Fixed):
-    """Softmax over the outputs; targets are class numbers [n], integers from 0.
+class Classification(_WithoutNoise):
+    """Softmax over the outputs; targets are class indices [n], integers from 0.
 
     The loss is the cross-entropy, its Hessian diag(p) - p p^T.
     """
@@ -74,10 +76,10 @@ class Classification(_Fixed):
     name = "classification"
 
     def check(self, f: Float[Tensor, "n c"], y: Shaped[Tensor, ...]) -> Shaped[Tensor, "n ..."]:
-        """Class numbers as int64.
+        """Class indices as int64.
 
         Raises:
-            InvalidInput: a single output, targets that are no integers, of another shape, or no class.
+            InvalidInput: a single output, or targets that are not integers, have another shape or are out of range.
         """
         classes = f.shape[1]
         if classes < 2:
@@ -110,14 +112,14 @@ class Classification(_Fixed):
         return f.softmax(-1) - functional.one_hot(y, f.shape[1]).to(f.dtype)
 
     def root(self, f: Float[Tensor, "n c"]) -> Float[Tensor, "n c r"]:
-        r"""The Cholesky factor of diag(p) - p p^T without its last column, which is 0, in closed form.
+        r"""The Cholesky factor of diag(p) - p p^T in closed form, without its last column, which is 0.
 
         With $q_i = \sum_{j > i} p_j$: $L_{ii} = \sqrt{p_i q_i / q_{i-1}}$ and $L_{ji} = -L_{ii} p_j / q_i$ below.
 
         Source: Tanabe & Sagae 1992, Journal of the Royal Statistical Society B 54(1).
         """
         p = f.softmax(-1)
-        tail = p.flip(-1).cumsum(-1).flip(-1)  # sums from the small end, so that no difference cancels
+        tail = p.flip(-1).cumsum(-1).flip(-1)  # q from sums, as 1 - cumsum would cancel
         least = torch.finfo(f.dtype).tiny
         before, after = tail[:, :-1].clamp_min(least), tail[:, 1:].clamp_min(least)
         side = (p[:, :-1] * (after / before)).sqrt()
@@ -126,31 +128,26 @@ class Classification(_Fixed):
         return on_diagonal + lower.tril(-1)
 
     def sampled(self, f: Float[Tensor, "n c"], k: int, generator: torch.Generator | None) -> Float[Tensor, "n c k"]:
-        """p - e_y for classes drawn from p."""
+        """p - e_y for classes y sampled from p."""
         p = f.softmax(-1)
-        drawn = torch.multinomial(p, k, replacement=True, generator=generator)
-        return p[:, :, None] - functional.one_hot(drawn, f.shape[1]).transpose(1, 2).to(f.dtype)
+        classes = torch.multinomial(p, k, replacement=True, generator=generator)
+        return p[:, :, None] - functional.one_hot(classes, f.shape[1]).transpose(1, 2).to(f.dtype)
 
 
+@checked
 @dataclass(frozen=True)
 class Regression:
     """Gaussian noise around the outputs; targets are real, [n, c], or [n] for a single output.
 
-    The loss is half the squared distance, without the noise, and its Hessian the identity. Several outputs share one
-    noise: standardise targets of different units first.
+    The loss is half the squared distance, at noise 1, and its Hessian the identity. All outputs share one noise level:
+    standardize targets of different units first.
 
     Args:
         sigma_noise: standard deviation of the noise, in units of the targets; > 0.
-
-    Raises:
-        InvalidArgument: a noise that is not positive and finite.
     """
 
-    sigma_noise: float = 1.0
+    sigma_noise: PositiveFloat = 1.0
     name = "regression"
-
-    def __post_init__(self) -> None:
-        check_sigma(self.sigma_noise)
 
     def check(self, f: Float[Tensor, "n c"], y: Shaped[Tensor, ...]) -> Shaped[Tensor, "n ..."]:
         """Targets [n, c] in the precision of the outputs.
@@ -180,17 +177,17 @@ class Regression:
         return torch.eye(f.shape[1], dtype=f.dtype, device=f.device).expand(len(f), -1, -1)
 
     def sampled(self, f: Float[Tensor, "n c"], k: int, generator: torch.Generator | None) -> Float[Tensor, "n c k"]:
-        """Standard normal numbers."""
+        """Standard normal noise."""
         return torch.randn((*f.shape, k), generator=generator, dtype=f.dtype, device=f.device)
 
-    def normaliser(self, examples: int, outputs: int, sigma_noise: Float[Tensor, ""]) -> Float[Tensor, ""]:
+    def normalizer(self, examples: int, outputs: int, sigma_noise: Float[Tensor, ""]) -> Float[Tensor, ""]:
         r"""$-N C \log(\sigma \sqrt{2 \pi})$."""
         return -examples * outputs * (sigma_noise.log() + 0.5 * math.log(2 * math.pi))
 
 
 @dataclass(frozen=True)
-class MultiLabel(_Fixed):
-    """Independent yes-or-no labels: a Bernoulli for each output; targets are 0 or 1, [n, c], or [n] for one output."""
+class MultiLabel(_WithoutNoise):
+    """Independent binary labels, a Bernoulli for each output; targets are 0 or 1, [n, c], or [n] for one output."""
 
     name = "multi_label"
 
@@ -224,34 +221,55 @@ class MultiLabel(_Fixed):
         return torch.diag_embed((f.sigmoid() * (-f).sigmoid()).sqrt())
 
     def sampled(self, f: Float[Tensor, "n c"], k: int, generator: torch.Generator | None) -> Float[Tensor, "n c k"]:
-        """p - y for labels drawn from p."""
+        """p - y for labels y sampled from p."""
         p = f.sigmoid()[..., None].expand(*f.shape, k)
         return p - torch.bernoulli(p, generator=generator)
 
 
 @dataclass(frozen=True)
 class RewardModel(Classification):
-    """Pairs of which one was preferred (Bradley-Terry): the preference follows the sigmoid of the difference in reward.
+    """Preferences between pairs (Bradley-Terry): the probability is the sigmoid of the difference in reward.
 
     A batch is ((a, b), y) with y = 0 where a was preferred and 1 where b was; the model gives one reward per example,
-    [n] or [n, 1]. Called with a pair, the posterior answers with the probabilities of both; called with a single input,
-    with its reward and the variance of that.
+    [n] or [n, 1]. Called with a pair, the posterior returns the probabilities of both; called with a single input, the
+    reward and its variance.
     """
 
     name = "reward_model"
 
     def check(self, f: Float[Tensor, "n c"], y: Shaped[Tensor, ...]) -> Shaped[Tensor, "n ..."]:
-        """Which of the two was preferred, as int64.
+        """The index of the preferred input of each pair, as int64.
 
         Raises:
-            InvalidInput: inputs that are no pairs, or a preference besides 0 and 1.
+            InvalidInput: inputs that are not pairs, or a preference other than 0 and 1.
         """
         if f.shape[1] != 2:
             raise InvalidInput("a reward model is fitted on pairs: a batch must be ((a, b), preferred)")
         return super().check(f, y)
 
 
-WORDS = {
+class PairwiseReward(nn.Module):
+    """A reward model that also takes a pair of inputs and returns both rewards."""
+
+    def __init__(self, reward: nn.Module) -> None:
+        super().__init__()
+        self.reward = reward
+        self.train(reward.training)
+
+    def forward(self, *inputs: Any, **named: Any) -> Tensor:
+        """Rewards of one input (n, 1), or of a pair of them (n, 2)."""
+        if named:
+            return call_model(self.reward, named)
+        if len(inputs) > 2:
+            raise InvalidInput(f"a reward model takes an input or a pair of them, got {len(inputs)}")
+        rewards = [call_model(self.reward, part) for part in inputs]
+        if any(part.shape[1] != 1 for part in rewards):
+            raise InvalidInput(f"a reward model must give one number per example, got {tuple(rewards[0].shape)}")
+        return torch.cat(rewards, 1)
+
+
+LikelihoodName = Literal["classification", "regression", "reward_model", "multi_label"]
+LIKELIHOODS: dict[str, type[Any]] = {
     "classification": Classification,
     "regression": Regression,
     "reward_model": RewardModel,
@@ -259,27 +277,24 @@ WORDS = {
 }
 
 
-def likelihood(choice: str | Likelihood) -> Likelihood:
-    """The likelihood that a word or an object stands for.
+@checked
+def to_likelihood(likelihood: LikelihoodName | Likelihood) -> Likelihood:
+    """A likelihood by its name; an object is returned unchanged.
 
     Raises:
-        InvalidArgument: an unknown word, or something that is no likelihood.
+        InvalidArgument: an unknown name, or an object that is not a likelihood.
 
-    >>> likelihood("regression")
+    >>> to_likelihood("regression")
     Regression(sigma_noise=1.0)
     """
-    if isinstance(choice, str):
-        if choice not in WORDS:
-            raise InvalidArgument(f"likelihood is {choice!r}; choose one of {', '.join(WORDS)}")
-        made: Likelihood = WORDS[choice]()
-        return made
-    if not isinstance(choice, Likelihood):
-        raise InvalidArgument(f"likelihood must be a word or a likelihood, got {type(choice).__name__}")
-    return choice
+    found = LIKELIHOODS[likelihood]() if isinstance(likelihood, str) else likelihood
+    if not isinstance(found, Likelihood):
+        raise InvalidArgument(f"likelihood must be a name or a Likelihood, got {type(found).__name__}")
+    return found
 
 
 def check_sigma(sigma_noise: float) -> None:
-    """See that a noise is positive and finite.
+    """Check that a noise level is positive and finite.
 
     Raises:
         InvalidArgument: it is not.

@@ -1,10 +1,10 @@
-"""The ledger of published claims: each file beside this one measures one claim, and the verdict is computed.
+"""The ledger of published claims: each file in a folder beside this one measures one claim; the verdict is computed.
 
 A claim's file is named after its id (`two_bit_qat.py` holds `two-bit-qat`, or `two-bit-qat-...` where a system makes
-several claims) and imports the three names below. What two claims share stands in a file whose name begins with an
-underscore.
+several claims) and imports the names below. What several claims share (synthetic data, small networks) stands in
+`worlds/`.
 """
 
-from pippin.claims.ledger import Evidence, Scale, claim
+import lazy_loader
 
-__all__ = ["Evidence", "Scale", "claim"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,138 +1,313 @@
 """The table of all claims: for a terminal, for a program, and for the docs.
 
 Notable here:
-- the same summary feeds all three, and it is computed from the evidence files each time
-- a claim that failed stays in, with its figures; one that ran under another rule says so instead of giving a verdict
+- the same summary feeds all three, and it is computed from the files of claims and evidence each time; no claim is
+  imported
+- a verdict is marked stale where the rule or a module changed since the run, or where that cannot be known
+- a claim that failed stays in, with its figures; so do rules that were superseded, with what was wrong with them
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pippin.claims import runner
-from pippin.claims.ledger import SCALES, VERDICTS, Claim
-from pippin.claims.runner import Run
+from pippin.claims import catalog, records, runner
+from pippin.claims.catalog import Stated, StatedRule
+from pippin.claims.ledger import VERDICTS, turned_away
+from pippin.claims.records import Record, Run
 from pippin.core.report import Row
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 _STYLES = {"reproduced": "green", "partly": "yellow", "not reproduced": "red", "not run": "dim"}
+_COUNTING = ("gpu", "long", "laptop")  # the largest scale decides; a smoke run gives no verdict
 
 
-def summary(claim: Claim, runs: Mapping[str, Run], scale: str | None = None) -> dict[str, Any]:
+def summary(stated: Stated, record: Record, scale: str | None = None) -> dict[str, Any]:
     """One claim as `pippin claims report --json` prints it.
 
     Args:
-        claim: the claim as it reads now.
-        runs: what was recorded, from `runner.read`.
-        scale: show this scale, smoke included; by default the largest above smoke that counts.
+        stated: the claim as its file reads now.
+        record: what was recorded, from `records.read`.
+        scale: show this scale, smoke included; by default the largest above smoke that has a run under this rule.
 
     Returns:
-        id, verdict, scale, paper, accept, metrics (by figure: mean over the seeds, spread, unit, count), seconds,
-        commit, conditions, and a note where there is something to know about the runs.
+        id, verdict, scale, paper, accept, metrics (by figure and arm: mean over the seeds, spread, unit, count),
+        seconds, commit; area, source, version, conditions with their outcome, controls with what turned them away,
+        `reasons` that keep the claim from `reproduced`, `stale` with what changed, and a note on other runs.
     """
-    chosen = runner.decisive(claim, runs)
-    if scale is not None:
-        run = runs.get(scale)
-        chosen = (scale, run) if run is not None and run.accept == claim.accept else None
-    head = {"id": claim.id, "verdict": "not run", "scale": None, "paper": claim.paper, "accept": claim.accept}
-    rest: dict[str, Any] = {"metrics": {}, "seconds": None, "commit": None, "conditions": {}}
-    if chosen is not None:
-        head |= {"verdict": chosen[1].verdict, "scale": chosen[0]}
-        rest = {
-            "metrics": {row.name: _metric(row, chosen[1]) for row in chosen[1].evidence.report(claim.id).rows},
-            "seconds": chosen[1].seconds,
-            "commit": chosen[1].commit,
-            "conditions": chosen[1].conditions,
-        }
-    return head | rest | {"note": _note(claim, runs)}
+    run = _decisive(stated, record, scale)
+    verdict, reasons = ("not run", ()) if run is None else record.judge(run, stated.rule.hash)
+    rows = [] if run is None else run.evidence.report(stated.id).rows
+    return {
+        "id": stated.id,
+        "verdict": verdict,
+        "scale": None if run is None else run.scale,
+        "paper": stated.headline,
+        "accept": accept(stated.rule),
+        "metrics": {row.name: _metric(row, run) for row in rows if run is not None},
+        "seconds": None if run is None else run.seconds,
+        "commit": None if run is None else run.commit,
+        "area": stated.area,
+        "source": stated.source,
+        "version": stated.rule.version,
+        "conditions": _conditions(stated.rule, run),
+        "controls": _controls(stated.rule, run),
+        "reasons": list(reasons),
+        "stale": [] if run is None else stale(stated, run),
+        "note": _note(stated, record),
+    }
 
 
 def summaries(
-    claims: Iterable[Claim], *, results: Path | None = None, scale: str | None = None
+    claims: Iterable[Stated],
+    *,
+    results: Path | None = None,
+    scale: str | None = None,
+    verdict: str | None = None,
+    area: str | None = None,
 ) -> list[dict[str, Any]]:
-    """`summary` of each claim, from the evidence in `results`.
+    """`summary` of each claim, from the evidence in `results`; of one verdict or area only, if given.
 
     Raises:
         ClaimError: an evidence file cannot be read.
     """
-    return [summary(claim, runner.read(claim.id, results=results), scale) for claim in claims]
+    top = results or runner.results_folder()
+    rows = [summary(stated, records.read(stated.id, top), scale) for stated in claims]
+    return [
+        row for row in rows if row["verdict"] == (verdict or row["verdict"]) and row["area"] == (area or row["area"])
+    ]
 
 
-def table(rows: list[dict[str, Any]]) -> Table:
-    """The summaries for a terminal."""
+def accept(rule: StatedRule) -> str:
+    """The rule in words."""
+    return rule.accept or "; ".join(f"{one.name}: {one.text}" for one in rule.conditions)
+
+
+def stale(stated: Stated, run: Run) -> list[str]:
+    """What has changed since a run, or is not known of it; empty if the run still stands for the code as it is."""
+    found = []
+    if run.rule != stated.rule.hash:
+        found.append("the rule was asked of these figures after the run")
+    if run.modules is None:
+        found.append("which code was measured was not recorded")
+        return found
+    now = catalog.modules(stated)
+    changed = sorted(name for name in now.keys() | run.modules.keys() if now.get(name) != run.modules.get(name))
+    if changed:
+        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+        found.append(f"changed since the run: {', '.join(changed[:3])}{more}")
+    return found
+
+
+def label(row: dict[str, Any]) -> str:
+    """The verdict with its mark: "reproduced, stale"."""
+    return f"{row['verdict']}, stale" if row["stale"] else str(row["verdict"])
+
+
+def table(rows: list[dict[str, Any]], width: int = 80) -> Table:
+    """The summaries for a terminal of that many columns; ids and verdicts are never wrapped."""
     from rich.table import Table
     from rich.text import Text
 
-    shown = Table(title=counts(rows), title_justify="left")
-    for name in ("claim", "verdict", "scale", "seconds", "paper", "note"):
-        shown.add_column(name, justify="right" if name == "seconds" else "left", overflow="fold")
-    for row in rows:
-        seconds = "" if row["seconds"] is None else f"{row['seconds']:.1f}"
-        verdict = Text(row["verdict"], style=_STYLES[row["verdict"]])
-        shown.add_row(
-            Text(row["id"]), verdict, row["scale"] or "", seconds, Text(row["paper"]), Text(row["note"] or "")
-        )
+    shown = Table(title=counts(rows), title_justify="left", box=None, padding=(0, 1, 0, 0))
+    names = ("claim", "verdict", "scale")
+    cells = [(row["id"], label(row), row["scale"] or "") for row in rows]
+    for name, column in zip(names, zip(*cells, strict=True) if cells else ((), (), ()), strict=True):
+        shown.add_column(name, no_wrap=True, min_width=max(map(len, (name, *column))))
+    wide = width >= 120
+    if wide:
+        shown.add_column("what keeps it from reproduced", overflow="fold")
+    for row, texts in zip(rows, cells, strict=True):
+        why = [Text("; ".join(row["reasons"]) or row["note"] or "")] if wide else []
+        shown.add_row(Text(texts[0]), Text(texts[1], style=_STYLES[row["verdict"]]), texts[2], *why)
     return shown
 
 
 def counts(rows: list[dict[str, Any]]) -> str:
     """How many claims have each verdict.
 
-    >>> counts([{"verdict": "reproduced"}, {"verdict": "not run"}, {"verdict": "reproduced"}])
-    '3 claims: 2 reproduced, 1 not run'
+    >>> row = {"verdict": "reproduced", "stale": []}
+    >>> counts([row, {"verdict": "not run", "stale": []}, row | {"stale": ["changed"]}])
+    '3 claims: 2 reproduced (1 stale), 1 not run'
     """
     found = Counter(row["verdict"] for row in rows)
-    parts = ", ".join(f"{found[verdict]} {verdict}" for verdict in VERDICTS if found[verdict])
+    marked = Counter(row["verdict"] for row in rows if row["stale"])
+    parts = ", ".join(
+        f"{found[verdict]} {verdict}" + (f" ({marked[verdict]} stale)" if marked[verdict] else "")
+        for verdict in VERDICTS
+        if found[verdict]
+    )
     return f"{len(rows)} claim{'' if len(rows) == 1 else 's'}{': ' if parts else ''}{parts}"
 
 
-def page(claims: Iterable[Claim], *, results: Path | None = None) -> str:
+def page(claims: Iterable[Stated], *, results: Path | None = None) -> str:
     """The table and the evidence of every claim in Markdown, for `docs/claims.md`."""
-    known = {claim.id: (claim, runner.read(claim.id, results=results)) for claim in claims}
-    rows = [summary(claim, runs) for claim, runs in known.values()]
+    top = results or runner.results_folder()
+    known = [(stated, records.read(stated.id, top)) for stated in claims]
+    rows = [summary(stated, record) for stated, record in known]
     lines = [counts(rows) + ".", ""]
     if rows:
         lines += ["| claim | verdict | scale | published |", "|---|---|---|---|"]
         lines += [
-            f"| [{row['id']}](#{row['id']}) | {row['verdict']} | {row['scale'] or ''} | {_cell(row['paper'])} |"
+            f"| [{row['id']}](#{row['id']}) | {label(row)} | {row['scale'] or ''} | {_cell(row['paper'])} |"
             for row in rows
         ]
-    for claim, runs in known.values():
-        lines += ["", *_section(claim, runs)]
+    for stated, record in known:
+        lines += ["", *section(stated, record)]
     return "\n".join(lines) + "\n"
 
 
-def _section(claim: Claim, runs: Mapping[str, Run]) -> list[str]:
+def section(stated: Stated, record: Record) -> list[str]:
+    """One claim in Markdown: what was published, the rule with its outcomes, the figures, and what went before."""
+    row = summary(stated, record)
     lines = [
-        f"## {claim.id}",
+        f"## {stated.id}",
         "",
-        f"- **Published** ({claim.source}): {claim.paper}",
-        f"- **Setting**: {claim.setting}",
-        f"- **Accepted if**: {claim.accept}",
+        f"- **Published** ({stated.source}): {stated.headline}",
+        f"- **Setting**: {stated.setting}",
+        f"- **Verdict**: {label(row)}",
     ]
-    note = _note(claim, runs)
-    if note:
-        lines.append(f"- **Note**: {note}")
-    for scale in reversed(SCALES):
-        run = runs.get(scale)
-        if run is None or run.error is not None or run.accept != claim.accept:
-            continue
-        lines += ["", f"**{scale}: {run.verdict}**, {_circumstances(run)}", ""]
-        if set(run.conditions) != {"accept"}:
-            held = {name: "holds" if holds else "fails" for name, holds in run.conditions.items()}
-            lines += [f"- {name.replace('_', ' ')}: {word}" for name, word in held.items()] + [""]
-        lines += ["| figure | mean | spread | unit | n |", "|---|---:|---:|---|---:|"]
-        for row in run.evidence.report(claim.id).rows:
-            spread = "" if row.spread is None else f"{row.spread:.4g}"
-            count = len(run.evidence.each(row.name))
-            lines.append(f"| {_cell(row.name)} | {row.value:.6g} | {spread} | {_cell(row.unit)} | {count} |")
+    lines += [f"- **What keeps it from reproduced**: {'; '.join(row['reasons'])}"] if row["reasons"] else []
+    lines += [f"- **Stale**: {'; '.join(row['stale'])}"] if row["stale"] else []
+    lines += [f"- **Reported, not judged**: {stated.reported}"] if stated.reported else []
+    lines += [f"- **Note**: {row['note']}"] if row["note"] else []
+    lines += ["", *_rule_lines(stated.rule, _decisive(stated, record))]
+    for run in _latest(stated, record):
+        verdict = record.judge(run, stated.rule.hash)[0]
+        lines += ["", f"**{run.scale}: {verdict}**, {_circumstances(run)}", "", *_figures(run)]
+    lines += _superseded(stated, record)
     return lines
+
+
+def _rule_lines(rule: StatedRule, run: Run | None) -> list[str]:
+    """Every condition with its outcome for the method and for each control."""
+    if rule.accept:
+        lines = [f"**Accepted if** {rule.accept}"]
+        if run is not None:
+            held = run.outcomes[rule.hash].get("", {})
+            lines += ["", *(f"- {name.replace('_', ' ')}: {_word(value)}" for name, value in held.items())]
+        return lines
+    arms = [rule.method, *rule.negative_controls, *([rule.positive_control] if rule.positive_control else [])]
+    heads = [rule.method, *(f"{each} (must fail)" for each in rule.negative_controls)]
+    heads += [f"{rule.positive_control} (must pass)"] if rule.positive_control else []
+    lines = [f"| condition | {' | '.join(map(_cell, heads))} |", f"|---|{'---|' * len(heads)}"]
+    for one in rule.conditions:
+        found = [_word(None if run is None else run.outcomes[rule.hash].get(arm, {}).get(one.name)) for arm in arms]
+        name = f"**{one.name}** (headline)" if one.headline else f"**{one.name}**"
+        lines.append(f"| {name}: {_cell(one.text)} | {' | '.join(found)} |")
+    return lines
+
+
+def _superseded(stated: Stated, record: Record) -> list[str]:
+    """The rules that stood before, with what was wrong and what their runs said."""
+    lines: list[str] = []
+    for key, rule in record.rules.items():
+        runs = [run for run in record.runs if run.rule == key]
+        if key == stated.rule.hash or not runs:
+            continue
+        said = ", ".join(f"{record.judge(run, key)[0]} ({run.scale}, {run.started[:10]})" for run in runs)
+        wrong = stated.superseded.get(rule.version, "its wording was changed")
+        lines += ["", f"**Version {rule.version} of the rule, superseded**: {wrong}.", ""]
+        lines += [f"- It read: {accept(rule)}", f"- Its runs: {said}"]
+    return lines
+
+
+def _decisive(stated: Stated, record: Record, scale: str | None = None) -> Run | None:
+    """The run that the verdict rests on: the latest that ended at the largest scale, under the rule as it reads now."""
+    for wanted in (scale,) if scale else _COUNTING:
+        runs = _asked(stated, record, wanted)
+        if runs:
+            return max(runs, key=lambda run: run.started)
+    return None
+
+
+def _asked(stated: Stated, record: Record, scale: str) -> list[Run]:
+    return [run for run in record.runs if run.scale == scale and run.error is None and stated.rule.hash in run.outcomes]
+
+
+def _latest(stated: Stated, record: Record) -> list[Run]:
+    found = [_decisive(stated, record, scale) for scale in (*_COUNTING, "smoke")]
+    return [run for run in found if run is not None]
+
+
+def _note(stated: Stated, record: Record) -> str | None:
+    notes = []
+    for scale in (*_COUNTING, "smoke"):
+        runs = _asked(stated, record, scale)
+        told = Counter(record.judge(run, stated.rule.hash)[0] for run in runs)
+        if len(told) > 1:
+            notes.append(f"the {len(runs)} {scale} runs differ: " + ", ".join(f"{n} {v}" for v, n in told.items()))
+        elif len(runs) > 1:
+            notes.append(f"{len(runs)} {scale} runs with this verdict")
+        notes += [f"crashed at {scale}: {run.error}" for run in record.runs if run.scale == scale and run.error]
+    if record.runs and not any(_asked(stated, record, scale) for scale in (*_COUNTING, "smoke")):
+        notes.append(f"no run under version {stated.rule.version} of the rule yet")
+    return "; ".join(notes) or None
+
+
+def _conditions(rule: StatedRule, run: Run | None) -> list[dict[str, Any]]:
+    outcomes = {} if run is None else run.outcomes[rule.hash].get(rule.method, {})
+    if rule.accept:
+        return [{"name": name, "text": "", "headline": False, "holds": held} for name, held in outcomes.items()]
+    return [
+        {"name": one.name, "text": one.text, "headline": one.headline, "holds": outcomes.get(one.name)}
+        for one in rule.conditions
+    ]
+
+
+def _controls(rule: StatedRule, run: Run | None) -> list[dict[str, Any]]:
+    outcomes = {} if run is None else run.outcomes[rule.hash]
+    found: list[dict[str, Any]] = [
+        {"name": name, "must": "fail", "fails": turned_away(rule, outcomes, name)} for name in rule.negative_controls
+    ]
+    if rule.positive_control:
+        fails = turned_away(rule, outcomes, rule.positive_control)
+        found.append({"name": rule.positive_control, "must": "pass", "fails": fails})
+    return found
+
+
+def _word(held: bool | None) -> str:
+    return "not measured" if held is None else "holds" if held else "fails"
+
+
+def _figures(run: Run) -> list[str]:
+    """The figures of arms as a table of arms, and the others one to a row."""
+    evidence = run.evidence
+    of_arms = [figure for figure in run.figures if figure.arm is not None]
+    lines: list[str] = []
+    if of_arms:
+        arms = list(dict.fromkeys(figure.arm or "" for figure in of_arms))
+        lines += [f"| figure | unit | {' | '.join(map(_cell, arms))} |", f"|---|---|{'--:|' * len(arms)}"]
+        for name in dict.fromkeys(figure.name for figure in of_arms):
+            unit = next(figure.unit for figure in of_arms if figure.name == name)
+            cells = [_mean([f.value for f in of_arms if f.name == name and f.arm == arm]) for arm in arms]
+            lines.append(f"| {_cell(name)} | {_cell(unit)} | {' | '.join(cells)} |")
+        lines.append("")
+    names = dict.fromkeys(figure.label for figure in run.figures if figure.arm is None)
+    if names:
+        lines += ["| figure | mean | spread | unit | n |", "|---|---:|---:|---|---:|"]
+        for row in evidence.report("").rows:
+            if row.name in names:
+                spread = "" if row.spread is None else f"{row.spread:.4g}"
+                count = len(evidence.each(row.name))
+                lines.append(f"| {_cell(row.name)} | {row.value:.6g} | {spread} | {_cell(row.unit)} | {count} |")
+    return lines
+
+
+def _mean(values: list[float]) -> str:
+    if not values:
+        return ""
+    if len(values) == 1:
+        return f"{values[0]:.4g}"
+    spread = statistics.stdev(values) if all(map(math.isfinite, values)) else math.nan
+    return f"{statistics.fmean(values):.4g} ± {spread:.2g}"
 
 
 def _circumstances(run: Run) -> str:
@@ -148,17 +323,6 @@ def _metric(row: Row, run: Run) -> dict[str, Any]:
     values = {"value": row.value, "spread": row.spread}
     plain = {key: v if v is None or math.isfinite(v) else str(v) for key, v in values.items()}
     return plain | {"unit": row.unit, "n": len(run.evidence.each(row.name))}
-
-
-def _note(claim: Claim, runs: Mapping[str, Run]) -> str | None:
-    notes = []
-    for scale in SCALES:
-        run = runs.get(scale)
-        if run is not None and run.error is not None:
-            notes.append(f"crashed at {scale}: {run.error}")
-        elif run is not None and run.accept != claim.accept:
-            notes.append(f"the {scale} run is void: the acceptance rule was changed after it")
-    return "; ".join(notes) or None
 
 
 def _cell(text: str) -> str:

@@ -5,11 +5,7 @@ Notable here:
 - an unexpected one is a line too; nobody meets a traceback without asking for it with `--debug`
 - nothing heavy is imported until a verb runs, so `pippin --help` comes at once
 
-Exit codes: 0 done; 1 any other error; 2 something given cannot be used (an option, a file, a schema, an empty prompt);
-3 a model or file could not be found, fetched or stored; 4 a model file cannot be loaded; 5 the answer could not be
-completed; 6 an optional library is missing; 7 a model behind a network could not be asked; 8 a training run or an
-export could not go on; 130 stopped with Ctrl-C;
-141 the reader of the output went away.
+`pippin.cli.common.exit_codes` lists the exit codes.
 """
 
 from __future__ import annotations
@@ -20,37 +16,8 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from pippin.cli.common.exit_codes import BROKEN_PIPE, INTERRUPTED, exit_code
 from pippin.core import errors
-
-INTERRUPTED = 130  # 128 + SIGINT, as shells report it
-BROKEN_PIPE = 141  # 128 + SIGPIPE
-
-_EXIT_CODES: tuple[tuple[type[errors.PippinError], int], ...] = (
-    (errors.InvalidArgument, 2),
-    (errors.InvalidInput, 2),
-    (errors.SchemaError, 2),
-    (errors.UnsupportedInputImage, 2),
-    (errors.AssetError, 3),
-    (errors.CreationUnavailable, 3),
-    (errors.CheckpointError, 4),
-    (errors.GenerationError, 5),
-    (errors.ToolError, 5),
-    (errors.MissingDependency, 6),
-    (errors.ProviderError, 7),
-    (errors.BackendUnavailable, 6),
-    (errors.TrainingError, 8),
-    (errors.InferenceError, 8),
-    (errors.ExportError, 8),
-)
-
-
-def exit_code(error: BaseException) -> int:
-    """The exit code of a class of errors, as the module's first lines list them.
-
-    >>> exit_code(errors.ModelNotFound("no such model")), exit_code(RuntimeError())
-    (3, 1)
-    """
-    return next((code for kind, code in _EXIT_CODES if isinstance(error, kind)), 1)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -102,7 +69,7 @@ def _note(otherwise: Callable[..., None]) -> Callable[..., None]:
     def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
         if not issubclass(category, errors.PippinWarning):
             return otherwise(message, category, *place, **more)
-        from pippin.cli import terminal
+        from pippin.cli.common import terminal
 
         terminal.note(str(message))
 
@@ -113,7 +80,7 @@ def _report(error: Exception, debug: bool) -> int:
     """One line on stderr; the traceback above it when asked for."""
     import typer
 
-    from pippin.cli import terminal
+    from pippin.cli.common import terminal
 
     if debug:
         import traceback

@@ -13,7 +13,7 @@ from pippin.cli.chat import chat
 from pippin.cli.claims import app as claims
 from pippin.cli.classify import classify
 from pippin.cli.doctor import doctor
-from pippin.cli.evaluate import app as evaluate
+from pippin.cli.evaluate.app import app as evaluate
 from pippin.cli.extract import extract
 from pippin.cli.imagine import imagine
 from pippin.cli.infill import infill
@@ -25,9 +25,9 @@ from pippin.cli.pull import pull
 from pippin.cli.reason import reason
 from pippin.cli.remove import remove
 from pippin.cli.serve import serve
-from pippin.cli.shape import app as shape
+from pippin.cli.shape.app import app as shape
 from pippin.cli.summarize import summarize
-from pippin.cli.train import app as train
+from pippin.cli.train.app import app as train
 
 app = typer.Typer(
     no_args_is_help=True,

@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pippin.cli import inputs, options, terminal
-from pippin.core.catalogue import DEFAULT_MODEL
+from pippin.cli.common import inputs, options, terminal
+from pippin.cli.common.declared_options import with_options
+from pippin.core.store.catalog import DEFAULT_MODEL
+from pippin.engine.options import ModelOptions
+from pippin.session.options import GenerationOptions
 
 if TYPE_CHECKING:
     from pippin.session.response import Response
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
 _FORM = "Form of the answer"
 
 
+@with_options
 def ask(
     prompt: Annotated[str | None, typer.Argument(help="The question. Without it, what is piped in.")] = None,
     file: Annotated[
@@ -48,52 +52,27 @@ def ask(
     model: options.Model = DEFAULT_MODEL,
     adapter: options.Adapter = None,
     url: options.Url = None,
-    device: options.Device = None,
-    dtype: options.DType = "auto",
-    bits: options.Bits = None,
-    cache_type: options.CacheType = "auto",
-    retention: options.Retention = None,
-    threads: options.Threads = None,
-    speculate: options.Speculate = None,
-    prompt_cache: options.PromptCache = None,
-    temperature: options.Temperature = None,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    min_p: options.MinP = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    seed: options.Seed = None,
-    max_tokens: options.MaxTokens = options.MAX_TOKENS,
+    model_options: ModelOptions = options.HERE,
+    sampling: GenerationOptions = options.ANSWER,
 ) -> None:
     """Ask a model one question.
 
-    Text piped in is what the question is about:  cat letter.txt | pippin ask "Summarise this letter."
+    Text piped in is what the question is about:  cat letter.txt | pippin ask "Summarize this letter."
     A typed answer from a document needs no question:  pippin ask --file letter.txt --schema invoice.json
     """
     target = inputs.target(schema=schema, type_name=type_, choices=choice or (), regex=regex)
     text = inputs.compose_prompt(prompt, file or [], inputs.read_stdin(), typed=target is not None)
-    given = options.generation_options(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        seed=seed,
-        max_tokens=max_tokens,
-    )
     import pippin
 
-    machine = options.Machine(
-        device, dtype, bits, cache_type, threads, speculate, prompt_cache, tuple(adapter or ()), retention
-    )
     is_text = target is None or bool(choice or regex)
-    with options.provider(model, url, machine) as provider:
-        session = pippin.Session(provider, instructions=instructions, adapter=machine.adapter_name)
+    with options.provider(model, url, model_options, adapter) as provider:
+        session = pippin.Session(provider, instructions=instructions, adapter=options.ADAPTER if adapter else None)
         if as_json or not (is_text or terminal.watched(sys.stdout)):
-            response = session.respond(text, generating=target, options=given)
+            response = session.respond(text, generating=target, options=sampling)
             value = _record(response, provider.name) if as_json else response.content
             terminal.write(terminal.to_json(value) + "\n")
         else:
-            with session.stream(text, generating=target, options=given) as stream:
+            with session.stream(text, generating=target, options=sampling) as stream:
                 response = terminal.show_text(stream) if is_text else terminal.show_value(stream)
     if response.finish_reason == "length":
         terminal.note(f"the answer was cut off after {response.usage.output_tokens} tokens (see --max-tokens)")

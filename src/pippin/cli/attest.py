@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from pippin.cli import documents, terminal
+from pippin.cli.common import documents, terminal
 
 app = typer.Typer(no_args_is_help=True, help="Make and publish what a client of a sealed server checks.")
 
@@ -18,7 +18,7 @@ def key(file: Annotated[Path, typer.Argument(help="Where the new key is to be ke
 
     It is a key in a file: it proves nothing against whoever has the file.
     """
-    from pippin.core.attestation import SoftwareRoot
+    from pippin.core.trust.attestation import SoftwareRoot
 
     with documents.writing(file):
         public = SoftwareRoot.create(file).public
@@ -30,7 +30,7 @@ def measure(
     model: Annotated[Path | None, typer.Argument(help="A model's file or folder; none measures Pippin itself.")] = None,
 ) -> None:
     """Print the measurement of this installation, or of a model."""
-    from pippin.core import attestation
+    from pippin.core.trust import attestation
 
     terminal.write((attestation.measure() if model is None else attestation.model_hash(model)) + "\n")
 
@@ -44,10 +44,10 @@ def log(
     """Print the size and the root of a log; clients pin the root."""
     from importlib.metadata import version
 
-    from pippin.core.attestation import Log, measure
     from pippin.core.errors import NotInLog
+    from pippin.core.trust.attestation import TransparencyLog, measure
 
-    known = Log() if add and not file.exists() else Log.read(file)
+    known = TransparencyLog() if add and not file.exists() else TransparencyLog.read(file)
     if add and known.prove(measure()) is None:
         known = known.add(measure(), version=version("pippin"))
         with documents.writing(file):

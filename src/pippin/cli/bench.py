@@ -1,7 +1,7 @@
 """`pippin bench`: how fast a model reads and answers here, beside what this machine's memory allows.
 
 Notable here:
-- the limit is that of `pippin.engine.measure`: bytes that a token reads, over the bandwidth that was measured
+- the limit is that of `pippin.engine.measure_speed`: bytes that a token reads, over the bandwidth that was measured
 - model and memory are measured in turn, several times, so that a busy moment hits both and shows as spread
 """
 
@@ -11,45 +11,43 @@ import statistics
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pippin.cli import options, terminal
+from pippin.cli.common import options, terminal
+from pippin.cli.common.declared_options import with_options
 from pippin.core import progress
-from pippin.core.catalogue import DEFAULT_MODEL
 from pippin.core.errors import InvalidArgument
 from pippin.core.report import Report, Row
+from pippin.core.store.catalog import DEFAULT_MODEL
+from pippin.engine.options import Bits, Device, DType, KVCacheChoice, KVSharingRatio, ModelOptions
+from pippin.recipes import options as recipes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pippin.engine.engine import Engine
-    from pippin.engine.measure import Limit, Speed
-    from pippin.engine.runner import CacheType
-    from pippin.language.load import LanguageModel
+    from pippin.engine.measure_speed import BandwidthLimit, Speed
+    from pippin.language.language_model import LanguageModel
 
 _PARTS = ("linear layers", "attention", "other kernels", "waiting for threads")
 
 
+@with_options
 def bench(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="Catalogue name, hub repository, folder or .gguf file.", autocompletion=options.complete_model
-        ),
-    ] = DEFAULT_MODEL,
-    prompt: Annotated[int, typer.Option(metavar="N", help="Tokens of the prompt.")] = 512,
-    answer: Annotated[int, typer.Option(metavar="N", help="Tokens of the answer, at least 2.")] = 128,
+    model: recipes.Model = DEFAULT_MODEL,
+    prompt: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of the prompt.")] = 512,
+    answer: Annotated[int, typer.Option(min=2, metavar="N", help="Tokens of the answer, at least 2.")] = 128,
     threads: Annotated[
         str | None, typer.Option(metavar="N,N", help="How many threads, one number or several; every core without it.")
     ] = None,
-    repeats: Annotated[int, typer.Option(metavar="N", help="How often each figure is taken.")] = 5,
-    bits: options.Bits = None,
-    cache_type: options.CacheType = "auto",
-    retention: options.Retention = None,
-    device: options.Device = None,
-    dtype: options.DType = "auto",
+    repeats: Annotated[int, typer.Option(min=1, metavar="N", help="How often each figure is taken.")] = 5,
+    bits: Bits = None,
+    kv_cache_dtype: KVCacheChoice = "auto",
+    kv_sharing_ratio: KVSharingRatio = None,
+    device: Device = None,
+    dtype: DType = "auto",
     profile: Annotated[bool, typer.Option("--profile", help="Say where the time of an answer goes.")] = False,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the figures (.png, .svg, .pdf).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -58,15 +56,17 @@ def bench(
 
     pippin bench smollm2-135m --threads 1,2
     """
-    counts = _counts(prompt, answer, threads, repeats)
-    language_model = options.load(model, device, dtype, bits, retention=retention)
+    counts = _counts(threads)
+    language_model = options.load(
+        model, ModelOptions(device=device, dtype=dtype, bits=bits, kv_sharing_ratio=kv_sharing_ratio)
+    )
     report = run(
         language_model,
         counts,
         prompt=prompt,
         answer=answer,
         repeats=repeats,
-        cache_type=cast(Any, cache_type),
+        kv_cache_dtype=kv_cache_dtype,
         profile=profile,
     )
     if plot is not None:
@@ -79,13 +79,10 @@ def bench(
         report.print()
 
 
-def _counts(prompt: int, answer: int, threads: str | None, repeats: int) -> list[int]:
-    """The numbers of threads, once all arguments are known to make sense."""
+def _counts(threads: str | None) -> list[int]:
+    """The numbers of threads."""
     from pippin.core import device
 
-    for name, value, least in (("--prompt", prompt, 1), ("--answer", answer, 2), ("--repeats", repeats, 1)):
-        if value < least:
-            raise InvalidArgument(f"{name} must be at least {least}, got {value}")
     if threads is None:
         return [device.threads()]
     parts = [part.strip() for part in threads.split(",")]
@@ -104,7 +101,7 @@ def run(
     prompt: int,
     answer: int,
     repeats: int,
-    cache_type: CacheType | Literal["auto"] = "auto",
+    kv_cache_dtype: KVCacheChoice = "auto",
     profile: bool = False,
 ) -> Report:
     """Measure a loaded model.
@@ -115,15 +112,15 @@ def run(
         prompt: tokens of the prompt.
         answer: tokens of the answer, at least 2.
         repeats: how often each figure is taken.
-        cache_type: precision of the cache.
+        kv_cache_dtype: precision of the cache.
         profile: whether to tell where the time of an answer goes.
 
     Raises:
         ContextOverflow: prompt and answer do not fit the model's context.
         InvalidArgument: a precision of the cache that there is not.
     """
-    from pippin.core.device import use_threads
-    from pippin.engine import Engine, measure
+    from pippin.core.threads import use_threads
+    from pippin.engine import Engine, measure_speed as measure
 
     ids = measure.prompt_ids(model, prompt)
     rows: list[Row] = []
@@ -131,7 +128,7 @@ def run(
         use_threads(count)  # before the engine starts: torch asks once in each thread
         named = f"{count} thread{'s'[: count > 1]}"
         with (
-            Engine(model, slots=1, cache_type=cache_type, reuse=False) as engine,
+            Engine(model, max_num_seqs=1, kv_cache_dtype=kv_cache_dtype, enable_prefix_caching=False) as engine,
             progress.bar(repeats, f"measuring with {named}", unit="runs") as bar,
         ):
             speeds, limits = _samples(engine, model, ids, answer, count, repeats, lambda: bar.advance(1))
@@ -152,36 +149,36 @@ def _samples(
     threads: int,
     repeats: int,
     advance: Callable[[], None],
-) -> tuple[list[Speed], list[Limit]]:
+) -> tuple[list[Speed], list[BandwidthLimit]]:
     """Speeds and limits, taken in turn after one answer that warms up."""
-    from pippin.engine import measure
+    from pippin.engine import measure_speed as measure
 
     weights = measure.weight_bytes(model.module)
-    cache = measure.mean_cache_bytes(model.config, engine.cache_type, len(ids), answer)
+    cache = measure.mean_cache_bytes(model.config, engine.kv_cache_dtype, len(ids), answer)
     stops = sorted(model.tokenizer.eos_ids)
     speeds, limits = [], []
-    measure.speed(engine, ids, answer, stops=stops)
+    measure.measure_speed(engine, ids, answer, stops=stops)
     for _ in range(repeats):
         bandwidth = measure.read_bandwidth(threads, device=model.device)
-        limits.append(measure.Limit(weights, cache, bandwidth))
-        speeds.append(measure.speed(engine, ids, answer, stops=stops))
+        limits.append(measure.BandwidthLimit(weights, cache, bandwidth))
+        speeds.append(measure.measure_speed(engine, ids, answer, stops=stops))
         advance()
     return speeds, limits
 
 
-def _rows(speeds: list[Speed], limits: list[Limit], label: str) -> list[Row]:
+def _rows(speeds: list[Speed], limits: list[BandwidthLimit], label: str) -> list[Row]:
     """What was measured, with its spread; bytes in the units of a memory's data sheet (10^6, 10^9)."""
     one = limits[0]
     return [
-        _row(f"prompt{label}", [speed.prompt for speed in speeds], "tokens/s"),
-        _row(f"answer{label}", [speed.answer for speed in speeds], "tokens/s"),
+        _row(f"prompt{label}", [speed.prompt_tokens_per_second for speed in speeds], "tokens/s"),
+        _row(f"answer{label}", [speed.answer_tokens_per_second for speed in speeds], "tokens/s"),
         _row(f"limit of the memory{label}", [limit.tokens_per_second for limit in limits], "tokens/s"),
         _row(
             f"share of the limit{label}",
-            [100 * limit.share(speed.answer) for limit, speed in zip(limits, speeds, strict=True)],
+            [100 * limit.share(speed.answer_tokens_per_second) for limit, speed in zip(limits, speeds, strict=True)],
             "%",
         ),
-        _row(f"first token{label}", [1000 * speed.first_token for speed in speeds], "ms"),
+        _row(f"first token{label}", [1000 * speed.first_token_seconds for speed in speeds], "ms"),
         Row(f"weights read per token{label}", one.weight_bytes / 1e6, "MB"),
         Row(f"cache read per token{label}", one.cache_bytes / 1e6, "MB"),
         _row(f"memory reads{label}", [limit.bandwidth / 1e9 for limit in limits], "GB/s"),
@@ -190,9 +187,9 @@ def _rows(speeds: list[Speed], limits: list[Limit], label: str) -> list[Row]:
 
 def _profile_rows(speeds: list[Speed], label: str) -> list[Row]:
     """Milliseconds per token in each part of the kernels, and outside of them."""
-    steps = len(speeds[0].ids) - 1
+    steps = len(speeds[0].token_ids) - 1
     parts = {name: [1000 * s.profile[i] / steps for s in speeds] for i, name in enumerate(_PARTS)}
-    parts["outside the kernels"] = [1000 * (s.seconds - sum(s.profile)) / steps for s in speeds]
+    parts["outside the kernels"] = [1000 * (s.answer_seconds - sum(s.profile)) / steps for s in speeds]
     return [_row(f"{name}{label}", values, "ms per token") for name, values in parts.items()]
 
 
@@ -208,7 +205,7 @@ def circumstances(model: LanguageModel) -> dict[str, Any]:
 
     from pippin.core import device, native
 
-    facts = device.facts()
+    facts = device.machine_info()
     return {
         "cpu": facts.cpu,
         "cores": facts.threads,

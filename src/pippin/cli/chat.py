@@ -17,14 +17,17 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from pippin.cli import documents, inputs, options, terminal
-from pippin.core.catalogue import DEFAULT_MODEL
+from pippin.cli.common import documents, inputs, options, terminal
+from pippin.cli.common.declared_options import with_options
 from pippin.core.errors import Cancelled, InvalidInput, PippinError
+from pippin.core.store.catalog import DEFAULT_MODEL
+from pippin.core.text_files import check_text, read_text
+from pippin.engine.options import ModelOptions
+from pippin.session.options import GenerationOptions
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
 
-    from pippin.session.options import GenerationOptions
     from pippin.session.session import Session
 
 HELP = """\
@@ -99,7 +102,7 @@ class Chat:
         if command.startswith("/"):
             self._command(command, argument.strip())
         else:
-            self._answer(inputs.check_text(message, "the message"))
+            self._answer(check_text(message, "the message"))
         return True
 
     def _answer(self, message: str) -> None:
@@ -147,52 +150,28 @@ class Chat:
     def _load(self, path: Path) -> None:
         import pippin
 
-        self._begin(transcript=pippin.Transcript.from_json(inputs.read_file(path)))
+        self._begin(transcript=pippin.Transcript.from_json(read_text(path)))
         terminal.note(f"loaded {path}")
 
 
+@with_options
 def chat(
     instructions: options.Instructions = None,
     model: options.Model = DEFAULT_MODEL,
     adapter: options.Adapter = None,
     url: options.Url = None,
-    device: options.Device = None,
-    dtype: options.DType = "auto",
-    bits: options.Bits = None,
-    cache_type: options.CacheType = "auto",
-    retention: options.Retention = None,
-    threads: options.Threads = None,
-    speculate: options.Speculate = None,
-    prompt_cache: options.PromptCache = None,
-    temperature: options.Temperature = None,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    min_p: options.MinP = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    seed: options.Seed = None,
-    max_tokens: options.MaxTokens = options.MAX_TOKENS,
+    model_options: ModelOptions = options.HERE,
+    sampling: GenerationOptions = options.ANSWER,
 ) -> None:
     """Talk with a model.
 
     /help, once inside, lists the commands. Without a terminal each line piped in is one turn.
     """
-    given = options.generation_options(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        seed=seed,
-        max_tokens=max_tokens,
-    )
     import pippin
 
-    machine = options.Machine(
-        device, dtype, bits, cache_type, threads, speculate, prompt_cache, tuple(adapter or ()), retention
-    )
-    with options.provider(model, url, machine) as provider:
-        session = pippin.Session(provider, instructions=instructions, adapter=machine.adapter_name)
-        conversation = Chat(session, given, at_keyboard=terminal.watched(sys.stdin) and terminal.watched(sys.stdout))
+    with options.provider(model, url, model_options, adapter) as provider:
+        session = pippin.Session(provider, instructions=instructions, adapter=options.ADAPTER if adapter else None)
+        conversation = Chat(session, sampling, at_keyboard=terminal.watched(sys.stdin) and terminal.watched(sys.stdout))
         if conversation.at_keyboard:
             terminal.note(f"{provider.name}; /help for help, Ctrl-D to leave")
             _at_keyboard(conversation)
@@ -231,7 +210,7 @@ def _prompt_session() -> PromptSession[str]:
     from prompt_toolkit.history import FileHistory, History, InMemoryHistory
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
-    from pippin.core import store
+    from pippin.core.store import store
 
     keys = KeyBindings()
 

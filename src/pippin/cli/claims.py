@@ -1,4 +1,4 @@
-"""`pippin claims`: the ledger of published claims, to list, to run again and to report."""
+"""`pippin claims`: the ledger of published claims, to list, to show, to run again and to report."""
 
 from __future__ import annotations
 
@@ -9,15 +9,25 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(no_args_is_help=True, help="List, run and report published claims.")
+app = typer.Typer(no_args_is_help=True, help="List, show, run and report published claims.")
 
 
-class ScaleChoice(StrEnum):
+class ClaimScale(StrEnum):
     """The scales, as words of the command line."""
 
     smoke = "smoke"
     laptop = "laptop"
+    long = "long"
     gpu = "gpu"
+
+
+class VerdictChoice(StrEnum):
+    """The verdicts, as words of the command line."""
+
+    reproduced = "reproduced"
+    partly = "partly"
+    not_reproduced = "not reproduced"
+    not_run = "not run"
 
 
 Results = Annotated[
@@ -25,54 +35,101 @@ Results = Annotated[
     typer.Option("--results", help="Folder of the evidence. Default: results/ of the clone, or of the current folder."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON list with one object per claim.")]
+Area = Annotated[str | None, typer.Option(help="Only claims of this folder, such as bayes or generate.")]
+Ids = Annotated[
+    list[str] | None,
+    typer.Argument(help="Ids of claims, or paths of files that hold one.", metavar="ID...", show_default=False),
+]
 
 
 @app.command("list")
-def list_claims(as_json: AsJson = False) -> None:
-    """Every claim: what was published, and the rule for accepting it."""
+def list_claims(area: Area = None, as_json: AsJson = False) -> None:
+    """Every claim with what was published; `show` has the rule."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    from pippin.claims import runner
+    from pippin.claims import catalog, report
 
-    claims = runner.find().values()
+    claims = [stated for stated in catalog.find().values() if area in (None, stated.area)]
     if as_json:
-        fields = ("id", "source", "paper", "setting", "accept")
-        typer.echo(_json([{name: getattr(claim, name) for name in fields} for claim in claims]))
+        typer.echo(
+            _json(
+                [
+                    {
+                        "id": stated.id,
+                        "area": stated.area,
+                        "source": stated.source,
+                        "paper": stated.headline,
+                        "setting": stated.setting,
+                        "accept": report.accept(stated.rule),
+                        "method": stated.rule.method,
+                        "negative_controls": list(stated.rule.negative_controls),
+                        "positive_control": stated.rule.positive_control,
+                    }
+                    for stated in claims
+                ]
+            )
+        )
         return
-    table = Table()
-    for name in ("claim", "source", "published", "accepted if"):
-        table.add_column(name, overflow="fold")
-    for claim in claims:
-        table.add_row(*map(Text, (claim.id, claim.source, claim.paper, claim.accept)))
-    Console().print(table if claims else "no claims yet")
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    table.add_column("claim", no_wrap=True, min_width=max((len(stated.id) for stated in claims), default=0))
+    table.add_column("published", overflow="fold")
+    for stated in claims:
+        table.add_row(Text(stated.id), Text(stated.headline))
+    Console().print(table if claims else "no claims")
+
+
+@app.command("show")
+def show_claims(ids: Ids = None, results: Results = None, as_json: AsJson = False) -> None:
+    """The rule of a claim, condition by condition, with what each arm made of it, and the figures."""
+    from rich.console import Console
+    from rich.markdown import Markdown
+
+    from pippin.claims import catalog, records, report, runner
+    from pippin.core.errors import InvalidArgument
+
+    if not ids:
+        raise InvalidArgument("name the claims to show; `pippin claims list` has them")
+    claims = [catalog.get(id) for id in ids]
+    if as_json:
+        typer.echo(_json(report.summaries(claims, results=results)))
+        return
+    for stated in claims:
+        record = records.read(stated.id, results or runner.results_folder())
+        Console().print(Markdown("\n".join(report.section(stated, record))))
 
 
 @app.command("run")
 def run_claims(
-    ids: Annotated[list[str] | None, typer.Argument(help="Which claims.", metavar="ID...", show_default=False)] = None,
+    ids: Ids = None,
     every: Annotated[bool, typer.Option("--all", help="Run every claim.")] = False,
-    scale: Annotated[ScaleChoice, typer.Option(help="How large a run.")] = ScaleChoice.laptop,
+    scale: Annotated[ClaimScale, typer.Option(help="How large a run.")] = ClaimScale.laptop,
     results: Results = None,
 ) -> None:
-    """Measure claims and record the evidence. A claim that does not hold is a result; only a crash fails."""
-    from pippin.claims import ledger, runner
+    """Measure claims and append the evidence. A claim that does not hold is a result; only a crash fails.
+
+    A run that was killed goes on from its checkpoints the next time. Without `--results`, code that differs from its
+    commit is measured at smoke scale only.
+    """
+    from pippin.claims import catalog, ledger, runner
     from pippin.core.errors import InvalidArgument
 
     if bool(ids) == every:
         raise InvalidArgument("name the claims to run, or use --all; `pippin claims list` shows them")
     size = ledger.Scale(scale.value)
-    claims = list(runner.find().values()) if every else [runner.get(id) for id in ids or ()]
+    claims = list(catalog.find().values()) if every else [catalog.get(id) for id in ids or ()]
     crashed = []
-    for claim in claims:
-        typer.echo(f"{claim.id}: running at {size.name} scale", err=True)
-        done = runner.run(claim, size, results=results)
+    for stated in claims:
+        typer.echo(f"{stated.id}: running at {size.name} scale", err=True)
+        done, evidence = runner.run(stated, size, results=results)
         if done.error is not None:
-            crashed.append(claim.id)
-            typer.echo(f"{claim.id}: crashed after {done.seconds:.1f} s: {done.error}", err=True)
+            crashed.append(stated.id)
+            typer.echo(f"{stated.id}: crashed after {done.seconds:.1f} s: {done.error}", err=True)
             continue
-        done.evidence.report(f"{claim.id} ({size.name}): {done.verdict} in {done.seconds:.1f} s").print()
+        evidence.report(f"{stated.id} ({size.name}): {evidence.verdict} in {done.seconds:.1f} s").print()
+        for reason in evidence.reasons:
+            typer.echo(f"  {reason}")
     if crashed:
         typer.echo(f"{len(crashed)} of {len(claims)} crashed: {', '.join(crashed)}", err=True)
         raise typer.Exit(1)
@@ -81,19 +138,28 @@ def run_claims(
 @app.command("report")
 def report_claims(
     as_json: AsJson = False,
-    scale: Annotated[ScaleChoice | None, typer.Option(help="Show the runs of this scale only.")] = None,
+    verdict: Annotated[VerdictChoice | None, typer.Option(help="Only claims with this verdict.")] = None,
+    area: Area = None,
+    scale: Annotated[ClaimScale | None, typer.Option(help="Show the runs of this scale only.")] = None,
     results: Results = None,
 ) -> None:
     """The verdict on every claim, computed from the recorded evidence."""
     from rich.console import Console
 
-    from pippin.claims import report, runner
+    from pippin.claims import catalog, report
 
-    rows = report.summaries(runner.find().values(), results=results, scale=scale.value if scale else None)
+    rows = report.summaries(
+        catalog.find().values(),
+        results=results,
+        scale=scale.value if scale else None,
+        verdict=verdict.value if verdict else None,
+        area=area,
+    )
     if as_json:
         typer.echo(_json(rows))
     else:
-        Console().print(report.table(rows))
+        console = Console()
+        console.print(report.table(rows, console.width))
 
 
 def _json(rows: list[dict[str, object]]) -> str:

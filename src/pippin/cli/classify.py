@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from pippin.cli import documents, inputs, options, terminal
+from pippin.cli.common import documents, options, terminal
+from pippin.cli.common.declared_options import with_options
 from pippin.core import progress
-from pippin.core.catalogue import DEFAULT_MODEL
 from pippin.core.errors import InvalidArgument, InvalidInput
+from pippin.core.store.catalog import DEFAULT_MODEL
+from pippin.core.text_files import read_text
+from pippin.engine.options import Device, DType, ModelOptions
 
 if TYPE_CHECKING:
-    from pippin.evaluate.calibration import ClassPredictions
-    from pippin.kits.text import Classification, Classifier, LearnedClassifier
+    from pippin.evaluate.calibration import ClassificationPredictions
+    from pippin.kits.text import TextClassification, TextClassifier, TrainedClassifier
 
 
+@with_options
 def classify(
     file: documents.File = None,
     labels: Annotated[str | None, typer.Option(help="The labels, with commas between them.")] = None,
@@ -31,24 +35,24 @@ def classify(
         Path | None, typer.Option(help="Examples that the model is shown: LABEL, a tab and a text on each line.")
     ] = None,
     fit: Annotated[
-        Path | None, typer.Option(help="Labelled texts, in the same form, to calibrate the probabilities with.")
+        Path | None, typer.Option(help="Labeled texts, in the same form, to calibrate the probabilities with.")
     ] = None,
     learn: Annotated[
         Path | None,
-        typer.Option(help="Labelled texts, in the same form, to learn from: no language model, only an encoder."),
+        typer.Option(help="Labeled texts, in the same form, to learn from: no language model, only an encoder."),
     ] = None,
     measure: Annotated[
-        Path | None, typer.Option(help="Labelled texts, in the same form, to say how far the probabilities hold.")
+        Path | None, typer.Option(help="Labeled texts, in the same form, to say how far the probabilities hold.")
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="With --measure: draw reliability and selective risk.")] = None,
     calibrate: Annotated[
-        str, typer.Option(help="content-free takes the model's bias out; off leaves it.")
+        Literal["content-free", "off"], typer.Option(help="content-free takes the model's bias out; off leaves it.")
     ] = "content-free",
     lines: Annotated[bool, typer.Option("--lines", help="Classify each line by itself.")] = False,
     as_json: documents.Json = False,
     model: options.Model = DEFAULT_MODEL,
-    device: options.Device = None,
-    dtype: options.DType = "auto",
+    device: Device = None,
+    dtype: DType = "auto",
 ) -> None:
     """Classify a text by labels, with probabilities that add up to 1.
 
@@ -61,36 +65,34 @@ def classify(
             raise InvalidArgument("--plot draws what --measure finds; give both")
         documents.check_plot(plot)
     wanted = {} if learn is not None else _labels(labels, labels_file)
-    if calibrate not in {"content-free", "off"}:
-        raise InvalidArgument(f"--calibrate must be content-free or off, got {calibrate!r}")
     shown = _pairs(examples) if examples is not None else []
     fitted = _pairs(fit) if fit is not None else []
-    taught = _pairs(learn) if learn is not None else []
+    training = _pairs(learn) if learn is not None else []
     known = _pairs(measure) if measure is not None else []
     text = "" if known else documents.read(file)[1]
     texts = [line.strip() for line in text.splitlines() if line.strip()] if lines else [text]
-    if taught:
-        from pippin.kits.text import LearnedClassifier
+    if training:
+        from pippin.kits.text import TrainedClassifier
         from pippin.language.encoder import load_encoder
 
         encoder = load_encoder(device=device)
-        classifier: Classifier | LearnedClassifier = LearnedClassifier(taught, encoder)
+        classifier: TextClassifier | TrainedClassifier = TrainedClassifier(training, encoder)
         name = encoder.name
     else:
         from pippin.kits.text import TextTasks
 
-        loaded = options.load(model, device, dtype)
-        classifier = TextTasks(loaded).classifier(wanted, about=about, examples=shown, calibrate=calibrate)  # type: ignore[arg-type]
+        loaded = options.load(model, ModelOptions(device=device, dtype=dtype))
+        classifier = TextTasks(loaded).classifier(wanted, about=about, examples=shown, calibrate=calibrate)
         name = loaded.name
         if fitted:
             classifier.fit(fitted)
     if known:
-        _tell(classifier.measure(known), as_json, plot)
+        _tell(classifier.evaluate(known), as_json, plot)
         return
     _write(name, texts, classifier, lines, as_json)
 
 
-def _tell(measured: ClassPredictions, as_json: bool, plot: Path | None) -> None:
+def _tell(measured: ClassificationPredictions, as_json: bool, plot: Path | None) -> None:
     """How far the probabilities hold, and a picture of it."""
     report = measured.report()
     if plot is not None:
@@ -101,10 +103,12 @@ def _tell(measured: ClassPredictions, as_json: bool, plot: Path | None) -> None:
         report.print()
 
 
-def _write(name: str, texts: list[str], classifier: Classifier | LearnedClassifier, lines: bool, as_json: bool) -> None:
+def _write(
+    name: str, texts: list[str], classifier: TextClassifier | TrainedClassifier, lines: bool, as_json: bool
+) -> None:
     """The labels of the texts, as they are found."""
     found = []
-    with progress.bar(len(texts), "classifying", unit="texts", show=len(texts) > 1) as bar:
+    with progress.bar(len(texts), "classifying", unit="texts", show_progress=len(texts) > 1) as bar:
         for one in texts:
             found.append(classifier.classify(one))
             bar.advance(1)
@@ -121,7 +125,7 @@ def _write(name: str, texts: list[str], classifier: Classifier | LearnedClassifi
             terminal.write(f"{label:{width}}  {probability:.3f}  {bar_}".rstrip() + "\n")
 
 
-def _record(text: str, result: Classification) -> dict[str, Any]:
+def _record(text: str, result: TextClassification) -> dict[str, Any]:
     return {"text": text, "label": result.label, "probabilities": result.probabilities, "scores": result.scores}
 
 
@@ -132,7 +136,7 @@ def _labels(given: str | None, file: Path | None) -> dict[str, str]:
         pairs = [(label.strip(), "") for label in given.split(",")]
     else:
         assert file is not None
-        rows = (line.partition(":") for line in inputs.read_file(file, "labels file").splitlines() if line.strip())
+        rows = (line.partition(":") for line in read_text(file, "labels file").splitlines() if line.strip())
         pairs = [(label.strip(), description.strip()) for label, _, description in rows]
     names = [label for label, _ in pairs]
     if len(set(names)) < 2 or len(set(names)) < len(names) or not all(names):
@@ -145,7 +149,7 @@ def _labels(given: str | None, file: Path | None) -> dict[str, str]:
 def _pairs(file: Path) -> list[tuple[str, str]]:
     """Texts with their labels out of lines ``LABEL<tab>TEXT``."""
     found = []
-    for number, line in enumerate(inputs.read_file(file, "file of examples").splitlines(), 1):
+    for number, line in enumerate(read_text(file, "file of examples").splitlines(), 1):
         if line.strip():
             label, tab, text = line.partition("\t")
             if not tab or not text.strip():

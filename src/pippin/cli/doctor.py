@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pippin.cli import terminal
+from pippin.cli.common import terminal
 from pippin.core.files import format_bytes
 
 if TYPE_CHECKING:
-    from pippin.core.device import Facts
+    from pippin.core.device import MachineInfo
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Diagnosis:
 
     usable: bool
     problems: list[str]
-    machine: Facts | None  # None where torch cannot be loaded
+    machine: MachineInfo | None  # None where torch cannot be loaded
     versions: dict[str, str]
     kernels: dict[str, Any] = field(default_factory=dict)
     extras: dict[str, list[str]] = field(default_factory=dict)  # extra -> the distributions it lacks here
@@ -61,7 +61,7 @@ def diagnose() -> Diagnosis:
     try:
         from pippin.core import device
 
-        machine = device.facts()
+        machine = device.machine_info()
     except (ImportError, OSError) as error:  # OSError: one of torch's own libraries does not load
         problems.append(f"torch cannot be loaded: {error}")
     cache = _cache()
@@ -122,13 +122,13 @@ def _kernels() -> dict[str, Any]:
         "instruction_set": native.instruction_set() or None,
         "available": list(native.instruction_sets()),
         "threads": native.threads(),
-        "why_not": native.why_not() or None,
+        "why_not": native.unavailable_reason() or None,
     }
 
 
 def _cache() -> dict[str, Any]:
     """The cache folder; where it does not exist yet, the nearest folder above it answers for it."""
-    from pippin.core import store
+    from pippin.core.store import store
 
     folder = store.home()
     nearest = next(path for path in (folder, *folder.parents) if path.exists())
@@ -140,9 +140,9 @@ def _cache() -> dict[str, Any]:
 
 
 def _default_model() -> dict[str, Any]:
-    from pippin.core import catalogue, store
+    from pippin.core.store import catalog, store
 
-    entry = catalogue.entries()[catalogue.DEFAULT_MODEL]
+    entry = catalog.entries()[catalog.DEFAULT_MODEL]
     installed = any(here.name == entry.name for here in store.installed())
     return {"name": entry.name, "size": entry.size, "installed": installed}
 
@@ -183,7 +183,7 @@ def _lines(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     return lines
 
 
-def _machine_lines(machine: Facts) -> list[tuple[str, str]]:
+def _machine_lines(machine: MachineInfo) -> list[tuple[str, str]]:
     gpus = ", ".join(f"{a.device} ({a.name})" for a in machine.accelerators)
     return [
         ("system", machine.system),

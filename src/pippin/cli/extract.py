@@ -7,11 +7,14 @@ from typing import Annotated
 
 import typer
 
-from pippin.cli import documents, inputs, options, terminal
-from pippin.core.catalogue import DEFAULT_MODEL
+from pippin.cli.common import documents, inputs, options, terminal
+from pippin.cli.common.declared_options import with_options
 from pippin.core.errors import InvalidArgument
+from pippin.core.store.catalog import DEFAULT_MODEL
+from pippin.engine.options import Device, DType, ModelOptions
 
 
+@with_options
 def extract(
     file: documents.File = None,
     schema: Annotated[Path | None, typer.Option(help="A JSON Schema file that describes the form.")] = None,
@@ -21,8 +24,8 @@ def extract(
     question: Annotated[str, typer.Option(help="What to look for, if the form does not say it.")] = "",
     as_json: documents.Json = False,
     model: options.Model = DEFAULT_MODEL,
-    device: options.Device = None,
-    dtype: options.DType = "auto",
+    device: Device = None,
+    dtype: DType = "auto",
 ) -> None:
     """Fill in a form from a text, and print it as JSON.
 
@@ -34,7 +37,7 @@ def extract(
     _, text = documents.read(file)
     from pippin.kits.text import TextTasks
 
-    language_model = options.load(model, device, dtype)
+    language_model = options.load(model, ModelOptions(device=device, dtype=dtype))
     value = TextTasks(language_model).extract(text, target, question=question)
     printed = {"model": language_model.name, "content": value} if as_json else value
     terminal.write(terminal.to_json(printed) + "\n")

@@ -1,73 +1,86 @@
-"""`pippin imagine`: pictures from words, a class or another picture."""
+"""`pippin imagine`: generate images from a description, a class or another image."""
 
 from __future__ import annotations
 
-import math
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pippin.cli import documents, options, terminal
+from pippin.cli.common import documents, terminal
+from pippin.cli.common.declared_options import with_options
 from pippin.core.errors import InvalidArgument, InvalidInput
+from pippin.core.files import check_folder
+from pippin.core.options import Option, parse_bytes
+from pippin.engine.options import Device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from pippin.kits.image import ImageCreator, Picture, Progress
+    from pippin.kits.image import CreatedImage, ImageCreator, Progress
 
 _BEGIN = "Beginning from a picture"
 _MEASURE = "What it can do, and costs"
 
 
+@with_options
 def imagine(
     descriptions: Annotated[
-        list[str] | None, typer.Argument(help="What the picture is to show; several are joined, or composed.")
+        list[str] | None, typer.Argument(help="Description of the image; several are joined, or composed.")
     ] = None,
     model: Annotated[
-        Path | None, typer.Option("--model", "-m", help="A folder that `pippin train images` made.", show_default=False)
+        Path | None,
+        typer.Option("--model", "-m", help="What `pippin train images` saved.", show_default=False),
     ] = None,
     style: Annotated[str, typer.Option(help="Name of a style; --styles lists them.")] = "plain",
-    limit: Annotated[int, typer.Option("-n", help="Pictures.")] = 1,
-    seed: Annotated[int, typer.Option(help="Picture i depends on this plus i alone.")] = 0,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the pictures.")] = Path("pictures"),
+    limit: Annotated[int, typer.Option("-n", help="Number of images.")] = 1,
+    seed: Annotated[int, typer.Option(help="Image i depends on seed + i alone.")] = 0,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the images.")] = Path("pictures"),
     label: Annotated[str | None, typer.Option("--class", help="A class of the model, by name or number.")] = None,
     size: Annotated[str | None, typer.Option(help="HEIGHTxWIDTH, a whole multiple of the model's.")] = None,
     quality: Annotated[str, typer.Option(help="draft, normal or best.")] = "normal",
-    steps: Annotated[int | None, typer.Option(help="Steps, instead of a quality.")] = None,
-    guidance: Annotated[float | None, typer.Option(help="How closely to follow the description; 1 for none.")] = None,
-    variety: Annotated[float, typer.Option(help="0 to 1: from close to the description to free.")] = 0.5,
+    steps: Annotated[int | None, typer.Option(help="Sampling steps; they override the quality.")] = None,
+    guidance: Annotated[float | None, typer.Option(help="Guidance scale; 1 for none.")] = None,
+    variety: Annotated[float, typer.Option(help="0 to 1: higher follows the description less closely.")] = 0.5,
     compose: Annotated[
         str | None,
         typer.Option(help="Compose the descriptions over this background (nothing, or null) instead of joining them."),
     ] = None,
-    edit: Annotated[Path | None, typer.Option(help="Begin from this picture.", rich_help_panel=_BEGIN)] = None,
+    edit: Annotated[Path | None, typer.Option(help="Start from this image.", rich_help_panel=_BEGIN)] = None,
     mask: Annotated[
-        Path | None, typer.Option(help="With --edit: draw anew where this is white.", rich_help_panel=_BEGIN)
+        Path | None, typer.Option(help="With --edit: regenerate where this image is white.", rich_help_panel=_BEGIN)
     ] = None,
     strength: Annotated[
-        float | None, typer.Option(help="With --edit: 0 keeps the picture, 1 nothing of it.", rich_help_panel=_BEGIN)
+        float | None,
+        typer.Option(help="With --edit: 0 keeps the image, 1 nothing of it.", rich_help_panel=_BEGIN),
     ] = None,
     animate: Annotated[
-        Path | None, typer.Option(help="Make a clip that begins with this picture.", rich_help_panel=_BEGIN)
+        Path | None, typer.Option(help="Generate a video that begins with this image.", rich_help_panel=_BEGIN)
     ] = None,
-    kind: Annotated[str, typer.Option("--format", help="png, webp or jpg; of clips gif, webp or mp4.")] = "",
-    preview: Annotated[Path | None, typer.Option(help="Write what it looks like by now to this file.")] = None,
-    together: Annotated[int, typer.Option(help="Pictures drawn at once.", rich_help_panel=_MEASURE)] = 1,
-    memory: Annotated[
-        float | None, typer.Option(help="Megabytes that may be taken; more is refused.", rich_help_panel=_MEASURE)
+    kind: Annotated[str, typer.Option("--format", help="png, webp or jpg; for videos gif, webp or mp4.")] = "",
+    preview: Annotated[Path | None, typer.Option(help="Write the intermediate image to this file.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Images sampled in one batch.", rich_help_panel=_MEASURE)] = 1,
+    memory_budget: Annotated[
+        int | None,
+        Option("Memory limit, such as 8GB; a request that needs more is refused.", _MEASURE, "SIZE", parse=parse_bytes),
     ] = None,
     estimate: Annotated[
-        bool, typer.Option("--estimate", help="Say what it would take, and draw nothing.", rich_help_panel=_MEASURE)
+        bool,
+        typer.Option("--estimate", help="Print the estimated memory and time only.", rich_help_panel=_MEASURE),
     ] = False,
     styles: Annotated[
-        bool, typer.Option("--styles", help="List styles and abilities, and draw nothing.", rich_help_panel=_MEASURE)
+        bool,
+        typer.Option(
+            "--styles",
+            help="List styles and capabilities only.",
+            rich_help_panel=_MEASURE,
+        ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    device: options.Device = None,
+    device: Device = None,
 ) -> None:
-    """Draw pictures.
+    """Generate images from a description.
 
     pippin imagine "two white squares" --model painter -n 4 --seed 7 --out pictures
     """
@@ -79,9 +92,7 @@ def imagine(
         raise InvalidArgument("--edit and --animate begin from a picture in different ways; give one of them")
     if strength is not None and edit is None:
         raise InvalidArgument("--strength says how far to go from a picture; give the picture with --edit")
-    if memory is not None and not 0 < memory < math.inf:
-        raise InvalidArgument(f"--memory is {memory}; give megabytes above 0")
-    documents.check_folder(out)
+    check_folder(out)
     _check_preview(preview)
     suffix = _suffix(kind, clip=animate is not None)
     settings: dict[str, Any] = {
@@ -94,12 +105,11 @@ def imagine(
         "guidance": guidance,
         "variety": variety,
         "strength": strength,
-        "together": together,
+        "batch_size": batch_size,
     }
     from pippin.kits.image import ImageCreator, ImageRef, Label, Mask
 
-    budget = None if memory is None else round(memory * 1e6)
-    creator = ImageCreator.load(model, device=device, memory_budget=budget, compose=compose)
+    creator = ImageCreator.load(model, device=device, memory_budget=memory_budget, compose=compose)
     if styles:
         _tell(creator, as_json)
         return
@@ -114,7 +124,7 @@ def imagine(
         _cost(plan.cost, as_json)
         return
 
-    def drawing(tell: Callable[[Progress], None]) -> Iterator[Picture]:
+    def drawing(tell: Callable[[Progress], None]) -> Iterator[CreatedImage]:
         if animate is not None:
             return creator.animate(animate, concepts, on_progress=tell, **settings)
         if edit is not None:
@@ -125,13 +135,13 @@ def imagine(
 
 
 def _draw(
-    drawing: Callable[[Callable[[Progress], None]], Iterator[Picture]],
+    drawing: Callable[[Callable[[Progress], None]], Iterator[CreatedImage]],
     out: Path,
     suffix: str,
     preview: Path | None,
     as_json: bool,
 ) -> None:
-    """Write each picture as soon as it is finished, under a bar."""
+    """Write each image as soon as it is finished, with a progress bar."""
     from pippin.core import progress
     from pippin.data import image_files
 
@@ -148,7 +158,7 @@ def _draw(
                 shown = time.perf_counter()
                 x = step.preview()
                 with documents.writing(preview):
-                    image_files.write(preview, image_files.sheet(x if x.ndim == 4 else x[:, -1]))
+                    image_files.write_image(preview, image_files.image_grid(x if x.ndim == 4 else x[:, -1]))
 
         pictures = drawing(tell)  # all checks are made here, before the folder is
         with documents.writing(out):
@@ -190,7 +200,7 @@ def _cost(cost: Any, as_json: bool) -> None:
 
 
 def _check_preview(path: Path | None) -> None:
-    """Refuse a preview that could not be written, before anything is drawn."""
+    """Refuse a preview that could not be written, before anything is sampled."""
     if path is None:
         return
     from pippin.data.image_files import PICTURES

@@ -5,32 +5,36 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from pippin.cli import inputs, options, terminal
+from pippin.cli.common import inputs, terminal
+from pippin.cli.common.declared_options import with_options
+from pippin.core.text_files import check_text
+from pippin.engine.options import Device, TopP
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from pippin.language.diffusion import MaskedDiffusionLM
-    from pippin.language.diffusion_sampling import Step
+    from pippin.language.methods.masked_diffusion.model import MaskedDiffusionLM
+    from pippin.language.methods.masked_diffusion.sample import UnmaskingStep
 
 _GAP = "░"
 
 
+@with_options
 def infill(
-    folder: Annotated[Path, typer.Argument(help="A model that `pippin train diffusion` made.")],
+    path: Annotated[Path, typer.Argument(help="A folder that `pippin train diffusion` wrote.")],
     text: Annotated[
         str | None, typer.Argument(help="The text; [[12]] is a gap of twelve tokens. Without it, what is piped in.")
     ] = None,
-    steps: Annotated[int, typer.Option(help="Passes at most; more are slower and better.")] = 64,
-    order: Annotated[str, typer.Option(help="confidence (the surest tokens first) or random.")] = "confidence",
+    steps: Annotated[int, typer.Option(help="Most denoising steps; more are slower and better.")] = 64,
+    order: Annotated[str, typer.Option(help="confidence (the most confident tokens first) or random.")] = "confidence",
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
-    top_p: options.TopP = None,
-    seed: Annotated[int, typer.Option(help="The same seed fills in the same.")] = 0,
-    device: options.Device = None,
+    top_p: TopP = None,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
+    device: Device = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object: the text, what fills the gaps, each step.")
     ] = False,
@@ -40,15 +44,15 @@ def infill(
     pippin infill filler "The cat[[4]] on the mat."
     """
     from pippin.core.errors import InvalidInput
-    from pippin.language import Unmasking, load_diffusion
+    from pippin.language import MaskedDiffusionLM, UnmaskingOptions
 
-    how = Unmasking(steps, order, temperature, top_p)
-    given = inputs.read_stdin() if text is None else inputs.check_text(text, "the text")
+    how = UnmaskingOptions(steps, cast(Any, order), temperature, top_p)
+    given = inputs.read_stdin() if text is None else check_text(text, "the text")
     if given is None:
         raise InvalidInput('there is no text; write it as in: pippin infill FOLDER "The cat[[4]] on the mat."')
-    lm = load_diffusion(folder, device=device)
-    ids, masked = lm.gaps(given)
-    start, made = time.perf_counter(), list["Step"]()
+    lm = MaskedDiffusionLM.load(path, device=device)
+    ids, masked = lm.parse_gaps(given)
+    start, made = time.perf_counter(), list["UnmaskingStep"]()
     filling = lm.steps(ids, masked, how, seed=seed)
     if as_json or not terminal.watched(sys.stdout):
         made += filling
@@ -67,7 +71,7 @@ def infill(
             terminal.note(f"{int(masked.sum())} tokens in {len(made)} passes, {seconds:.2f} s")
         return
     gaps = [lm.tokenizer.decode(filled[gap].tolist()) for gap in _runs(masked[0].tolist())]
-    states = [{"step": step.number, "text": _shown(lm, step).plain} for step in made]
+    states = [{"step": step.step, "text": _shown(lm, step).plain} for step in made]
     facts = {"text": whole, "gaps": gaps, "masked": int(masked.sum()), "passes": len(made), "seconds": seconds}
     terminal.write(terminal.to_json(facts | {"steps": states}) + "\n")
 
@@ -78,7 +82,7 @@ def _runs(masked: list[bool]) -> list[slice]:
     return [slice(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True)]
 
 
-def _shown(lm: MaskedDiffusionLM, step: Step) -> Text:
+def _shown(lm: MaskedDiffusionLM, step: UnmaskingStep) -> Text:
     """The text after a step: what was fixed just now stands out, and a masked token is a shade."""
     from rich.text import Text
 

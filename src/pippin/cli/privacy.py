@@ -1,4 +1,4 @@
-"""`pippin privacy`: what is kept of each promise on this machine, and the facts behind it."""
+"""`pippin privacy`: the status of each privacy requirement on this machine, with its evidence."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pippin.cli import terminal
+from pippin.cli.common import terminal
 
 if TYPE_CHECKING:
-    from pippin.core.privacy import PrivacyReport
+    from pippin.core.trust.privacy import PrivacyReport
 
 _STYLES = {"kept": "green", "best effort": "yellow", "not kept": "red"}
 
 
 def privacy(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object: the facts and the lines.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object: findings and lines.")] = False,
 ) -> None:
-    """Say which promises about privacy are kept here, from what is found on this machine.
+    """Show which privacy guarantees hold on this machine, with the evidence for each.
 
-    Nothing is sent anywhere, and no model is loaded. docs/privacy.md says what each promise means.
+    Nothing is sent over the network, and no model is loaded. docs/privacy.md explains each guarantee.
     """
-    from pippin.core.privacy import privacy_report
+    from pippin.core.trust.privacy import privacy_report
 
     report = privacy_report()
     if as_json:
@@ -40,6 +40,6 @@ def _print(report: PrivacyReport) -> None:
     table.add_column()
     for line in report.lines:
         table.add_row(
-            f"[{_STYLES[line.kept]}]{line.kept}[/]", f"[bold]{escape(line.promise)}[/]\n{escape(line.because)}"
+            f"[{_STYLES[line.status]}]{line.status}[/]", f"[bold]{escape(line.promise)}[/]\n{escape(line.because)}"
         )
     Console(highlight=False).print(table)

@@ -10,43 +10,47 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from pippin.cli import documents, inputs, options, terminal
-from pippin.core.catalogue import DEFAULT_MODEL
-from pippin.core.errors import InvalidArgument
+from pippin.cli.common import documents, options, terminal
+from pippin.cli.common.declared_options import with_options
+from pippin.core.store.catalog import DEFAULT_MODEL
+from pippin.core.text_files import check_text
+from pippin.engine.options import Device, DType, ModelOptions
 
 if TYPE_CHECKING:
     from pippin.kits.text import Edit, Revision
 
 
+@with_options
 def proofread(
     file: documents.File = None,
     write: Annotated[
         bool, typer.Option("--write", help="Make the corrections in the file; text piped in is printed.")
     ] = False,
-    how: Annotated[str, typer.Option(help="choose among proposals (English), write with the model, or auto.")] = "auto",
+    method: Annotated[
+        Literal["auto", "choose", "write"],
+        typer.Option(help="choose among proposals (English), write with the model, or auto."),
+    ] = "auto",
     as_json: documents.Json = False,
     model: options.Model = DEFAULT_MODEL,
-    device: options.Device = None,
-    dtype: options.DType = "auto",
+    device: Device = None,
+    dtype: DType = "auto",
 ) -> None:
     """Correct spelling, grammar and punctuation.
 
     Code, quotes, links and e-mail addresses are left alone.
     """
-    if how not in {"auto", "choose", "write"}:
-        raise InvalidArgument(f"--how must be auto, choose or write, got {how!r}")
     name, text = documents.read(file)
     path = file if file is not None and file.is_file() else None  # a pipe can be read once, and not be written
     if path is not None:
-        text = inputs.check_text(path.read_bytes().decode("utf-8"), name)  # with its line ends
+        text = check_text(path.read_bytes().decode("utf-8"), name)  # with its line ends
     from pippin.kits.text import TextTasks
 
-    language_model = options.load(model, device, dtype)
-    revision = TextTasks(language_model).proofread(text, how=how)  # type: ignore[arg-type]
+    language_model = options.load(model, ModelOptions(device=device, dtype=dtype))
+    revision = TextTasks(language_model).proofread(text, method=method)
     if write and path is not None:
         _save(path, revision.text)
     if as_json:
@@ -69,32 +73,32 @@ def _save(path: Path, text: str) -> None:
 
 def _show(name: str, revision: Revision) -> None:
     """Changed lines as they were and as they become, and the edits with their reasons."""
-    colour = terminal.watched(sys.stdout)
+    color = terminal.watched(sys.stdout)
     lines: dict[int, list[Edit]] = {}
     for edit in revision.edits:
-        lines.setdefault(revision.original.count("\n", 0, edit.range.start), []).append(edit)
+        lines.setdefault(revision.original.count("\n", 0, edit.span.start), []).append(edit)
     for number, edits in lines.items():
-        begin = revision.original.rfind("\n", 0, edits[0].range.start) + 1
+        begin = revision.original.rfind("\n", 0, edits[0].span.start) + 1
         begin += revision.original.startswith("\ufeff", begin)  # no editor counts the byte-order mark
-        end = revision.original.find("\n", edits[-1].range.end)
+        end = revision.original.find("\n", edits[-1].span.end)
         end = len(revision.original) if end < 0 else end
-        typer.echo(_line("-", revision.original, begin, end, edits, colour))
-        typer.echo(_line("+", revision.original, begin, end, edits, colour))
+        typer.echo(_line("-", revision.original, begin, end, edits, color))
+        typer.echo(_line("+", revision.original, begin, end, edits, color))
         for edit in edits:
-            place = f"{name}:{number + 1}:{edit.range.start - begin + 1}"
+            place = f"{name}:{number + 1}:{edit.span.start - begin + 1}"
             reason = terminal.one_line(f"{place}: {edit.kind}: {edit.explanation}")
-            typer.echo(f"  {typer.style(reason, dim=True) if colour else reason}")
+            typer.echo(f"  {typer.style(reason, dim=True) if color else reason}")
     if not revision.edits:
         terminal.note("nothing to correct")
 
 
-def _line(sign: str, text: str, begin: int, end: int, edits: list[Edit], colour: bool) -> str:
+def _line(sign: str, text: str, begin: int, end: int, edits: list[Edit], color: bool) -> str:
     """One line with its deletions or insertions."""
     tone = "red" if sign == "-" else "green"
     parts = [sign, " "]
     at = begin
     for edit in edits:
         new = terminal.plain(edit.original if sign == "-" else edit.replacement)
-        parts += [terminal.plain(text[at : edit.range.start]), typer.style(new, fg=tone, bold=True) if colour else new]
-        at = edit.range.end
+        parts += [terminal.plain(text[at : edit.span.start]), typer.style(new, fg=tone, bold=True) if color else new]
+        at = edit.span.end
     return "".join([*parts, terminal.plain(text[at:end])])

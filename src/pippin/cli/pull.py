@@ -7,18 +7,18 @@ from typing import Annotated
 
 import typer
 
-from pippin.cli import terminal
-from pippin.core import catalogue
+from pippin.cli.common import terminal
+from pippin.core.store import catalog
 
 
 def _complete(incomplete: str) -> list[tuple[str, str]]:
-    return [(e.name, e.title) for e in catalogue.entries().values() if e.name.startswith(incomplete)]
+    return [(e.name, e.title) for e in catalog.entries().values() if e.name.startswith(incomplete)]
 
 
 def pull(
     name: Annotated[
-        str, typer.Argument(metavar="[NAME]", help="Catalogue name or hub repository.", autocompletion=_complete)
-    ] = catalogue.DEFAULT_MODEL,
+        str, typer.Argument(metavar="[NAME]", help="Catalog name or hub repository.", autocompletion=_complete)
+    ] = catalog.DEFAULT_MODEL,
     source: Annotated[
         Path | None, typer.Option("--from", metavar="FILE", help="Take it from this file, if its hash is right.")
     ] = None,
@@ -27,6 +27,6 @@ def pull(
 
     Prints where it lies. What is there already is not fetched again.
     """
-    from pippin.core import store
+    from pippin.core.store import store
 
     terminal.write(f"{store.pull(name, from_file=source)}\n")

@@ -1,4 +1,4 @@
-"""`pippin reason`: ask a model that thinks in vectors, and watch its thought take shape.
+"""`pippin reason`: ask a latent reasoner (LaDiR), and watch its thoughts being denoised.
 
 Notable here:
 - `--steps` is how long it thinks, `--samples` and `--diversity` how many different ways it tries
@@ -14,44 +14,45 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pippin.cli import inputs, options, terminal
+from pippin.cli.common import inputs, terminal
+from pippin.cli.common.declared_options import with_options
 from pippin.core.errors import InvalidInput
+from pippin.engine.options import Device, Seed
 
 if TYPE_CHECKING:
-    from pippin.language.ladir import LatentReasoner
-    from pippin.language.thought_blocks import Answer, Thinking
+    from pippin.language.methods.ladir.model import LatentReasoner
+    from pippin.language.methods.ladir.sample import DenoisingStep, ReasonerAnswer
 
 
+@with_options
 def reason(
-    folder: Annotated[Path, typer.Argument(help="What `pippin train reasoner` saved.")],
+    path: Annotated[Path, typer.Argument(help="A folder that `pippin train reasoner` wrote.")],
     question: Annotated[str | None, typer.Argument(help="The question. Without it, what is piped in.")] = None,
-    steps: Annotated[int, typer.Option(help="Steps of each block of thought; more think more carefully.")] = 30,
-    samples: Annotated[int, typer.Option(help="Answers.")] = 1,
+    steps: Annotated[int, typer.Option(help="Denoising steps of each block of thought.")] = 30,
+    samples: Annotated[int, typer.Option(help="Number of answers sampled.")] = 1,
     diversity: Annotated[
-        float, typer.Option(help="How hard samples push each other apart, 0.3 to 0.5; three samples or more feel it.")
+        float, typer.Option(help="Repulsion between samples, such as 0.3 to 0.5; needs three samples or more.")
     ] = 0.0,
-    init_std: Annotated[float, typer.Option(help="Of the noise that a thought begins as; about 2 varies more.")] = 1.0,
-    guidance: Annotated[float, typer.Option(help="1 for none; more follows the question more closely.")] = 1.0,
+    init_std: Annotated[float, typer.Option(help="Standard deviation of the initial noise.")] = 1.0,
+    guidance: Annotated[float, typer.Option(help="Guidance scale; 1 for none.")] = 1.0,
     max_blocks: Annotated[
-        int | None, typer.Option(help="Blocks of a thought; the model's own bound without it.")
+        int | None, typer.Option(help="Most blocks of thought; the model's own limit without it.")
     ] = None,
-    show_thoughts: Annotated[bool, typer.Option("--show-thoughts", help="Read the thoughts out.")] = False,
-    seed: options.Seed = None,
-    device: options.Device = None,
+    show_thoughts: Annotated[bool, typer.Option("--show-thoughts", help="Decode the thoughts and print them.")] = False,
+    seed: Seed = None,
+    device: Device = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Ask a model that thinks in vectors.
+    """Ask a model that reasons in latent vectors.
 
     pippin reason thinker "3,8,5=6" --samples 16 --diversity 0.4
     """
     asked = inputs.read_stdin() if question is None else question
     if asked is None or not asked.strip():
         raise InvalidInput('there is no question; write it as in: pippin reason FOLDER "3,8,5=6", or pipe it in')
-    from pippin.language.ladir import LatentReasoner
-    from pippin.language.thought_blocks import check_sampling
+    from pippin.language.methods.ladir.model import LatentReasoner
 
-    check_sampling(steps, samples, guidance, init_std, diversity, 1 if max_blocks is None else max_blocks, samples)
-    reasoner = LatentReasoner.load(folder, device=device)
+    reasoner = LatentReasoner.load(path, device=device)
     how: dict[str, Any] = {"steps": steps, "samples": samples, "diversity": diversity, "init_std": init_std}
     how |= {"guidance": guidance, "max_blocks": max_blocks, "seed": seed}
     live = show_thoughts and samples == 1 and not as_json and terminal.watched(sys.stdout)
@@ -65,11 +66,11 @@ def reason(
         terminal.note("a thought was ended by --max-blocks before the model chose to answer")
 
 
-def _think(reasoner: LatentReasoner, question: str, how: dict[str, Any]) -> list[Answer]:
+def _think(reasoner: LatentReasoner, question: str, how: dict[str, Any]) -> list[ReasonerAnswer]:
     return reasoner.generate([question], **how)
 
 
-def _watched(reasoner: LatentReasoner, question: str, how: dict[str, Any]) -> list[Answer]:
+def _watched(reasoner: LatentReasoner, question: str, how: dict[str, Any]) -> list[ReasonerAnswer]:
     """The same, with the thought on the screen while it changes."""
     from rich.console import Console
     from rich.live import Live
@@ -78,7 +79,7 @@ def _watched(reasoner: LatentReasoner, question: str, how: dict[str, Any]) -> li
     lines: list[str] = []
     with Live(console=Console(), refresh_per_second=12) as live:
 
-        def on_step(now: Thinking) -> None:
+        def on_step(now: DenoisingStep) -> None:
             del lines[now.block :]
             lines.append(terminal.plain(reasoner.vae.decode(now.estimate[:1])[0]))
             live.update(Text("\n".join([*lines, f"step {now.step} of {now.steps}"]), style="dim"))
@@ -88,9 +89,9 @@ def _watched(reasoner: LatentReasoner, question: str, how: dict[str, Any]) -> li
     return answers
 
 
-def _show(answers: list[Answer], *, thoughts: bool) -> None:
+def _show(answers: list[ReasonerAnswer], *, thoughts: bool) -> None:
     """Each answer once, with how many samples gave it where there are several; before it, the thoughts of the first."""
-    first: dict[str, Answer] = {}
+    first: dict[str, ReasonerAnswer] = {}
     for answer in answers:
         first.setdefault(answer.text, answer)
     for text, count in Counter(answer.text for answer in answers).most_common():
@@ -99,7 +100,7 @@ def _show(answers: list[Answer], *, thoughts: bool) -> None:
         terminal.write(f"{text}\n" if len(answers) == 1 else f"{count}/{len(answers)}  {text}\n")
 
 
-def _record(answer: Answer) -> dict[str, Any]:
+def _record(answer: ReasonerAnswer) -> dict[str, Any]:
     return {
         "text": answer.text,
         "sample": answer.sample,

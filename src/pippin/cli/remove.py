@@ -6,11 +6,11 @@ from typing import Annotated
 
 import typer
 
-from pippin.cli import terminal
+from pippin.cli.common import terminal
 
 
 def _complete(incomplete: str) -> list[str]:
-    from pippin.core import store
+    from pippin.core.store import store
 
     return [entry.name for entry in store.installed() if entry.name.startswith(incomplete)]
 
@@ -22,7 +22,8 @@ def remove(
 
     `pippin pull` brings it back.
     """
-    from pippin.core import files, store
+    from pippin.core import files
+    from pippin.core.store import store
 
     freed = store.remove(name)
     terminal.note(f"removed {name}; {files.format_bytes(freed)} freed")

@@ -7,41 +7,43 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from pippin.cli import documents, options, terminal
+from pippin.cli.common import documents, options, terminal
+from pippin.cli.common.declared_options import with_options
 from pippin.core import progress
-from pippin.core.catalogue import DEFAULT_MODEL
-from pippin.core.errors import InvalidArgument
+from pippin.core.store.catalog import DEFAULT_MODEL
+from pippin.engine.options import Device, DType, ModelOptions
 
 if TYPE_CHECKING:
-    from pippin.kits.text import Draft, Passage, TextTasks
+    from pippin.kits.text import Passage, SummaryDraft, TextTasks
 
 
+@with_options
 def summarize(
     file: documents.File = None,
     length: Annotated[str, typer.Option(help="short, medium, long, or a number of sentences.")] = "medium",
-    how: Annotated[str, typer.Option(help="write the summary, or select sentences of the text.")] = "write",
+    method: Annotated[
+        Literal["write", "select"], typer.Option(help="write the summary, or select sentences of the text.")
+    ] = "write",
     language: Annotated[str | None, typer.Option(help="Tag of the language to write in, such as de.")] = None,
     as_json: documents.Json = False,
     model: options.Model = DEFAULT_MODEL,
-    device: options.Device = None,
-    dtype: options.DType = "auto",
+    device: Device = None,
+    dtype: DType = "auto",
 ) -> None:
-    """Summarise a text of any length.
+    """Summarize a text of any length.
 
     Numbers and names of the summary that the text does not hold are named on standard error.
     """
-    if how not in {"write", "select"}:
-        raise InvalidArgument(f"--how must be write or select, got {how!r}")
     size: Any = int(length) if length.isdecimal() else length
     from pippin.kits.text import TextTasks
-    from pippin.kits.text.presets import sentences_wanted
+    from pippin.kits.text.prompts import sentences_wanted
 
     sentences_wanted(size)
     _, text = documents.read(file)
-    language_model = options.load(model, device, dtype)
+    language_model = options.load(model, ModelOptions(device=device, dtype=dtype))
     tasks = TextTasks(language_model)
-    if how == "select":
-        done = tasks.summarize(text, length=size, how="select")
+    if method == "select":
+        done = tasks.summarize(text, length=size, method="select")
     else:
         done = _written(tasks, text, size, language)
     if as_json:
@@ -58,7 +60,7 @@ def _written(
 ) -> Passage:
     """Write a summary; a terminal sees it grow, part by part."""
     drafts = tasks.summarize_drafts(text, length=length, language=language)
-    last: Draft | None = None
+    last: SummaryDraft | None = None
     if terminal.watched(sys.stdout):
         from rich.console import Console
         from rich.live import Live
@@ -70,7 +72,7 @@ def _written(
                 live.update(Text(part, style="dim") + Text(terminal.plain(last.text), style="none"))
     else:
         last = next(drafts)
-        with progress.bar(last.parts, "summarising", unit="parts", show=last.parts > 1) as bar:
+        with progress.bar(last.parts, "summarizing", unit="parts", show_progress=last.parts > 1) as bar:
             for draft in drafts:
                 bar.advance(draft.part - last.part)
                 last = draft

@@ -39,7 +39,7 @@ _FAST_BF16_SETS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryInfo:
     """Bytes of main memory: all that this process may ever use, and what is free for it now."""
 
     total: int
@@ -56,7 +56,7 @@ class Accelerator:
 
 
 @dataclass(frozen=True)
-class Facts:
+class MachineInfo:
     """What `pippin doctor` and the evidence of claims say about a machine."""
 
     system: str
@@ -96,10 +96,10 @@ def choose(name: str | None = None) -> torch.device:
     return torch.device(wanted)
 
 
-def facts() -> Facts:
+def machine_info() -> MachineInfo:
     """Everything `pippin doctor` reports about the machine. Imports torch, to ask it for accelerators."""
     memory_now = memory()
-    return Facts(
+    return MachineInfo(
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         cpu=cpu_name(),
         logical_cores=os.cpu_count() or 1,
@@ -190,29 +190,6 @@ def threads(root: Path = Path("/")) -> int:
     return max(1, cores if quota is None else min(cores, int(quota)))
 
 
-def use_threads(count: int | None = None) -> None:
-    """How many threads torch and the native kernels use from now on.
-
-    Args:
-        count: from 1 to the cores that this process may use; None for as many as `OMP_NUM_THREADS` says, or one on each
-            core. (Torch by itself counts the machine's cores, not those that a container may use.)
-
-    Raises:
-        InvalidArgument: a count outside its range.
-    """
-    import torch
-
-    from pippin.core import native  # which builds on this module
-
-    cores = threads()
-    if count is not None:
-        check_threads(count)
-    if count is not None or "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(count or cores)
-    if native.library() is not None:
-        native.set_threads(count or native.default_threads())
-
-
 def check_threads(count: int) -> None:
     """Refuse a number of threads that this process has no cores for.
 
@@ -224,7 +201,7 @@ def check_threads(count: int) -> None:
         raise InvalidArgument(f"{count} threads were asked for, this process may use 1 to {cores}, one on each core")
 
 
-def memory(root: Path = Path("/")) -> Memory:
+def memory(root: Path = Path("/")) -> MemoryInfo:
     """Main memory that this process may use: the machine's, or its control group's where that is less.
 
     Args:
@@ -241,7 +218,7 @@ def memory(root: Path = Path("/")) -> Memory:
             if limit is not None and limit.strip().isdigit():
                 total = min(total, int(limit))
                 available = min(available, max(0, int(limit) - int(used or 0)))
-    return Memory(total, available)
+    return MemoryInfo(total, available)
 
 
 def peak_memory() -> int:

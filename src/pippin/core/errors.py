@@ -37,7 +37,7 @@ class AssetError(PippinError):
 
 
 class ModelNotFound(AssetError, LookupError):
-    """No catalogue name, folder, file or hub repository answers to this reference."""
+    """No catalog name, folder, file or hub repository answers to this reference."""
 
 
 class DownloadFailed(AssetError):
@@ -53,7 +53,7 @@ class DiskFull(AssetError, OSError):
 
 
 class HashMismatch(AssetError):
-    """A file is not the one that the catalogue names."""
+    """A file is not the one that the catalog names."""
 
 
 class CheckpointError(PippinError):
@@ -122,7 +122,7 @@ class NonFiniteLoss(TrainingError, ArithmeticError):
 
 
 class ResumeMismatch(TrainingError):
-    """A training checkpoint was written by another model, optimiser or data than the run that would go on from it."""
+    """A training checkpoint was written by another model, optimizer or data than the run that would go on from it."""
 
 
 class NewtonDivergence(TrainingError, ArithmeticError):

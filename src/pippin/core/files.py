@@ -62,35 +62,46 @@ def atomic_write(path: Path, *, mode: Literal["wb", "w"] = "wb") -> Iterator[IO[
     sync_folder(path.parent)
 
 
-def make_folder(folder: str | Path) -> Path:
+def make_folder(path: str | Path) -> Path:
     """The folder, made with those above it where it is not there yet.
 
     Raises:
         InvalidInput: it, or one above it, is a file or closed to writing.
     """
-    folder = Path(folder)
+    path = Path(path)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        path.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError, PermissionError) as error:
-        raise InvalidInput(f"{str(folder)!r} cannot be a folder: {error.strerror}; name another place") from None
-    return folder
+        raise InvalidInput(f"{str(path)!r} cannot be a folder: {error.strerror}; name another place") from None
+    return path
 
 
-def require_free_space(folder: Path, nbytes: int) -> None:
+def check_folder(path: str | Path) -> None:
+    """Refuse a folder that could not be made or written in, before anything is computed; nothing is made.
+
+    Raises:
+        InvalidInput: it, or what it would lie in, is a file or closed to writing.
+    """
+    nearest = next(place for place in (Path(path), *Path(path).absolute().parents) if place.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        raise InvalidInput(f"{str(path)!r} cannot be written: {str(nearest)!r} is no folder that can be written in")
+
+
+def require_free_space(path: Path, nbytes: int) -> None:
     """Refuse a write that cannot fit.
 
     Args:
-        folder: where the bytes shall go; it need not exist yet.
+        path: where the bytes shall go; it need not exist yet.
         nbytes: how many bytes will be written.
 
     Raises:
         DiskFull: fewer than ``nbytes`` are free; the message names both numbers.
     """
-    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
     free = shutil.disk_usage(existing).free
     if free < nbytes:
         raise DiskFull(
-            f"{folder} has {format_bytes(free)} free, and {format_bytes(nbytes)} are needed; "
+            f"{path} has {format_bytes(free)} free, and {format_bytes(nbytes)} are needed; "
             f"free {format_bytes(nbytes - free)}, or use a larger disk (for downloads: PIPPIN_HOME)"
         )
 
@@ -157,10 +168,10 @@ def inner_path(text: str, origin: object) -> str:
     return str(path)
 
 
-def sync_folder(folder: Path) -> None:
-    """Make a rename inside ``folder`` survive a power cut, where the system can."""
+def sync_folder(path: Path) -> None:
+    """Make a rename inside ``path`` survive a power cut, where the system can."""
     if os.name == "posix":
-        handle = os.open(folder, os.O_RDONLY)
+        handle = os.open(path, os.O_RDONLY)
         try:
             os.fsync(handle)
         finally:

@@ -1,7 +1,8 @@
 """The native kernels: their library, loaded with ctypes, and its functions with types and errors of Python's.
 
 Notable here:
-- the library is optional: where it is not, `library` returns None, `why_not` says why, and torch does the work
+- the library is optional: where it is not, `library` returns None, `unavailable_reason` says why, and torch does the
+  work
 - plain addresses go in and out: nothing here knows of tensors, and torch is not imported
 - the C interface is native/pippin.h; a library that was built from another version of it is refused
 """
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from pippin.core import device
+from pippin.core.checks import PositiveInt, checked
 from pippin.core.errors import InvalidArgument, NotEnoughMemory, PippinError
 
 ABI: Final = 2
@@ -39,7 +41,7 @@ _SWITCH = "PIPPIN_NATIVE"
 _MOST_THREADS = 256  # that the library starts
 
 
-class Matrix(ctypes.Structure):
+class NativeMatrix(ctypes.Structure):
     """`pippin_matrix`: a packed weight."""
 
     _fields_ = (
@@ -56,33 +58,33 @@ class Matrix(ctypes.Structure):
 class Expert(ctypes.Structure):
     """`pippin_expert`: one expert of a mixture."""
 
-    _fields_ = (("gate", Matrix), ("up", Matrix), ("down", Matrix))
+    _fields_ = (("gate", NativeMatrix), ("up", NativeMatrix), ("down", NativeMatrix))
 
 
 class Layer(ctypes.Structure):
     """`pippin_layer`: one layer of a decoder."""
 
     _fields_ = (
-        *((name, Matrix) for name in ("q", "k", "v", "output", "gate", "up", "down")),
+        *((name, NativeMatrix) for name in ("q", "k", "v", "output", "gate", "up", "down")),
         *((name, c_void_p) for name in ("q_bias", "k_bias", "v_bias", "output_bias")),
         *((name, c_void_p) for name in ("attention_norm", "feedforward_norm")),
         *((name, c_void_p) for name in ("post_attention_norm", "post_feedforward_norm", "q_norm", "k_norm")),
         *((name, c_int32) for name in ("source", "window", "rope", "activation")),
-        *((name, c_int32) for name in ("experts", "active", "renormalise", "reserved")),
+        *((name, c_int32) for name in ("experts", "active", "renormalize", "reserved")),
         ("router", c_void_p),
         ("expert", POINTER(Expert)),
     )
 
 
-class Config(ctypes.Structure):
+class NativeConfig(ctypes.Structure):
     """`pippin_config`: what is common to the layers of a decoder."""
 
     _fields_ = (
         *((name, c_int64) for name in ("vocab", "width", "heads", "kv_heads", "head_dim", "layers")),
         *((name, c_float) for name in ("eps", "attention_scale", "embedding_scale")),
         ("rope_tables", c_int32),
-        ("embedding", Matrix),
-        ("head", Matrix),
+        ("embedding", NativeMatrix),
+        ("head", NativeMatrix),
         ("final_norm", c_void_p),
     )
 
@@ -99,13 +101,13 @@ class Change(ctypes.Structure):
     )
 
 
-class Share(ctypes.Structure):
+class SequenceShare(ctypes.Structure):
     """`pippin_share`: an adapter and its tokens."""
 
     _fields_ = (("changes", POINTER(Change)), ("begin", c_int32), ("end", c_int32))
 
 
-class Batch(ctypes.Structure):
+class NativeBatch(ctypes.Structure):
     """`pippin_batch`: one pass over the new tokens of several sequences."""
 
     _fields_ = (
@@ -124,7 +126,7 @@ class Batch(ctypes.Structure):
         ("end", c_int32),
         ("residual", c_void_p),
         ("shares", c_int64),
-        ("share", POINTER(Share)),
+        ("share", POINTER(SequenceShare)),
     )
 
 
@@ -132,7 +134,7 @@ class FlowLayer(ctypes.Structure):
     """`pippin_flow_layer`: one layer of a flow block."""
 
     _fields_ = (
-        *((name, Matrix) for name in ("read", "write", "up", "down")),
+        *((name, NativeMatrix) for name in ("read", "write", "up", "down")),
         *((name, c_void_p) for name in ("read_bias", "write_bias", "up_bias", "down_bias")),
         *((name, c_void_p) for name in ("norm", "norm_bias", "feed_norm", "feed_norm_bias")),
     )
@@ -145,8 +147,8 @@ class Flow(ctypes.Structure):
         *((name, c_int64) for name in ("layers", "width", "heads", "inner", "hidden")),
         ("eps", c_float),
         ("reserved", c_int32),
-        ("inputs", Matrix),  # `in` and `out`
-        ("outputs", Matrix),
+        ("inputs", NativeMatrix),  # `in` and `out`
+        ("outputs", NativeMatrix),
         ("in_bias", c_void_p),
         ("out_bias", c_void_p),
         ("layer", POINTER(FlowLayer)),
@@ -177,13 +179,13 @@ _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
     "pack_ggml": (c_int, c_int, c_void_p, c_int64, c_int64, c_void_p),
     "pack_dense": (c_int, c_int, c_void_p, c_int64, c_int64, c_int64, c_void_p),
     "pack_codes": (c_int, c_int, c_int, c_void_p, c_void_p, c_int64, c_int64, c_void_p),
-    "rows": (c_int, POINTER(Matrix), c_void_p, c_int64, c_void_p),
-    "matmul": (c_int, POINTER(Matrix), c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64),
-    "model_new": (c_void_p, POINTER(Config), POINTER(Layer)),
+    "rows": (c_int, POINTER(NativeMatrix), c_void_p, c_int64, c_void_p),
+    "matmul": (c_int, POINTER(NativeMatrix), c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64),
+    "model_new": (c_void_p, POINTER(NativeConfig), POINTER(Layer)),
     "model_free": (None, c_void_p),
     "model_rope": (c_int, c_void_p, c_int, c_void_p, c_void_p, c_int64),
     "block_bytes": (c_int64, c_void_p, c_int),
-    "forward": (c_int, c_void_p, c_void_p, c_int64, c_int, POINTER(Batch)),
+    "forward": (c_int, c_void_p, c_void_p, c_int64, c_int, POINTER(NativeBatch)),
     "flow_read": (c_int, POINTER(Flow), POINTER(FlowBatch), c_void_p, c_int64, c_int64, c_void_p),
     "flow_invert": (c_int, POINTER(Flow), POINTER(FlowBatch), *(c_void_p,) * 3, c_int64, c_int64),
 }
@@ -246,15 +248,17 @@ class Native:
         """Pack codes of one byte each and their half-precision scales."""
         self.check(self._c["pack_codes"](form, group, codes, scales, rows, columns, target))
 
-    def rows(self, weight: Matrix, ids: int, count: int, target: int) -> None:
+    def rows(self, weight: NativeMatrix, ids: int, count: int, target: int) -> None:
         """Write the rows named by int64 ``ids`` as float32."""
         self.check(self._c["rows"](weight, ids, count, target))
 
-    def matmul(self, weight: Matrix, x: int, x_stride: int, tokens: int, bias: int | None, y: int, stride: int) -> None:
+    def matmul(
+        self, weight: NativeMatrix, x: int, x_stride: int, tokens: int, bias: int | None, y: int, stride: int
+    ) -> None:
         """Write x W^T + bias for float32 ``x``."""
         self.check(self._c["matmul"](weight, x, x_stride, tokens, bias, y, stride))
 
-    def model_new(self, config: Config, layers: ctypes.Array[Layer]) -> int:
+    def model_new(self, config: NativeConfig, layers: ctypes.Array[Layer]) -> int:
         """Describe a decoder; the handle is freed by `model_free`."""
         handle: int | None = self._c["model_new"](config, layers)
         if handle is None:
@@ -274,9 +278,9 @@ class Native:
         """Bytes of one block of the cache."""
         return self.check(self._c["block_bytes"](handle, cache))
 
-    def flow_read(self, flow: Flow, batch: FlowBatch, x: int, first: int, count: int, told: int) -> None:
-        """Read tokens and tell what follows each."""
-        self.check(self._c["flow_read"](flow, batch, x, first, count, told))
+    def flow_read(self, flow: Flow, batch: FlowBatch, x: int, first: int, count: int, outputs: int) -> None:
+        """A forward pass over tokens; writes the prediction after each to ``outputs``."""
+        self.check(self._c["flow_read"](flow, batch, x, first, count, outputs))
 
     def flow_invert(
         self, flow: Flow, batch: FlowBatch, x: int, z: int, weights: int | None, first: int, stop: int
@@ -319,7 +323,7 @@ def library() -> Native | None:
     return _find(_FOLDER / "_native.so").native
 
 
-def why_not() -> str:
+def unavailable_reason() -> str:
     """Why `library` gives None, for people; empty where it does not."""
     return _find(_FOLDER / "_native.so").why_not
 
@@ -378,17 +382,16 @@ def use_instruction_set(name: str) -> None:
     native.check(native.call("use_instruction_set", name.encode()))
 
 
-def read_bandwidth(size: int = 256 << 20, threads: int = 1, repeats: int = 5) -> float:
+@checked
+def read_bandwidth(size: PositiveInt = 256 << 20, threads: int = 1, repeats: PositiveInt = 5) -> float:
     """Bytes per second that so many threads read from memory, the best of several passes over ``size`` bytes.
 
     Raises:
-        InvalidArgument: an argument below 1, or more threads than cores.
+        InvalidArgument: more threads than cores.
         NotEnoughMemory: there is no memory of that size.
         PippinError: there is no library, or it failed.
     """
     device.check_threads(threads)
-    if size < 1 or repeats < 1:
-        raise InvalidArgument(f"size ({size}) and repeats ({repeats}) must be at least 1")
     native = _required()
     found = float(native.call("read_bandwidth", size, threads, repeats))
     if found < 0:
@@ -396,7 +399,7 @@ def read_bandwidth(size: int = 256 << 20, threads: int = 1, repeats: int = 5) ->
     return found
 
 
-class Profile(NamedTuple):
+class KernelProfile(NamedTuple):
     """Seconds of this process inside passes of native decoders, by what they were spent on."""
 
     linear: float
@@ -405,17 +408,17 @@ class Profile(NamedTuple):
     waiting: float
 
 
-def profile() -> Profile:
+def profile() -> KernelProfile:
     """Where the time of all passes so far went; zeros without the library."""
     seconds = (c_double * 4)()
     native = library()
     if native is not None:
         native.call("profile", seconds)
-    return Profile(*seconds)
+    return KernelProfile(*seconds)
 
 
 def _required() -> Native:
     native = library()
     if native is None:
-        raise PippinError(f"the native kernels are not here: {why_not()}")
+        raise PippinError(f"the native kernels are not here: {unavailable_reason()}")
     return native

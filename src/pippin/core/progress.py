@@ -1,13 +1,14 @@
-"""One progress bar for everything slow: rate, time left, and silence when nobody watches.
+"""One progress bar for everything slow: rate and time left, in a terminal or in a log.
 
 Notable here:
 - it draws on stderr, so that a command's answer on stdout can be piped
-- it draws nothing when stderr is not a terminal, so logs and tests stay clean
+- where stderr is no terminal, a line every few seconds takes the place of the bar; what is done sooner leaves none
 """
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,9 +18,12 @@ if TYPE_CHECKING:
     from rich.progress import ProgressColumn
 
 
+SECONDS_BETWEEN_LINES = 5.0
+
+
 @dataclass(frozen=True)
 class Bar:
-    """A bar that is drawn, or one that only pretends."""
+    """What the block that is measured calls."""
 
     advance: Callable[[int], None]
     """Add this many units to what is done; a negative number takes some back."""
@@ -28,7 +32,9 @@ class Bar:
 
 
 @contextmanager
-def bar(total: int | None, description: str, *, unit: str = "B", done: int = 0, show: bool = True) -> Iterator[Bar]:
+def bar(
+    total: int | None, description: str, *, unit: str = "B", done: int = 0, show_progress: bool = True
+) -> Iterator[Bar]:
     """Show progress towards ``total`` while the block runs.
 
     Args:
@@ -36,13 +42,17 @@ def bar(total: int | None, description: str, *, unit: str = "B", done: int = 0, 
         description: what is being done, in a few words.
         unit: "B" prints bytes as MB and MB/s; any other word is printed as it is ("tokens", "steps").
         done: units that were done before (a resumed download); they don't count towards the rate.
-        show: False never draws.
+        show_progress: False shows nothing.
 
     >>> with bar(3, "counting", unit="steps") as progress:
     ...     progress.advance(3)
     """
-    if not (show and sys.stderr.isatty()):
+    if not show_progress or sys.stderr is None:
         yield Bar(lambda n: None, lambda text: None)
+        return
+    if not sys.stderr.isatty():
+        lines = _Lines(total, description, unit, done)
+        yield Bar(lines.advance, lines.say)
         return
     from rich.console import Console
     from rich.progress import Progress
@@ -52,10 +62,56 @@ def bar(total: int | None, description: str, *, unit: str = "B", done: int = 0, 
         yield Bar(lambda n: progress.advance(task, n), lambda text: progress.update(task, words=text))
 
 
-def note(text: str, *, show: bool = True) -> None:
-    """Say one line on stderr, under the same rule of silence as the bar."""
-    if show and sys.stderr.isatty():
-        print(text, file=sys.stderr)
+def note(text: str, *, show_progress: bool = True) -> None:
+    """Write one line on stderr."""
+    if show_progress and sys.stderr is not None:
+        print(text, file=sys.stderr, flush=True)
+
+
+class _Lines:
+    """The bar of a log: a line of text every `SECONDS_BETWEEN_LINES`."""
+
+    def __init__(self, total: int | None, description: str, unit: str, done: int) -> None:
+        self.total, self.description, self.unit, self.done = total, description, unit, done
+        self.before = done
+        self.words = ""
+        self.began = self.written = time.monotonic()
+
+    def advance(self, n: int) -> None:
+        """Add to what is done; write a line where one is due."""
+        self.done += n
+        now = time.monotonic()
+        if now - self.written >= SECONDS_BETWEEN_LINES:
+            self.written = now
+            print(self._line(now - self.began), file=sys.stderr, flush=True)
+
+    def say(self, text: str) -> None:
+        """The words of the next line."""
+        self.words = text
+
+    def _line(self, seconds: float) -> str:
+        rate = (self.done - self.before) / seconds
+        if self.unit == "B":
+            parts = [f"{self.done / 1e6:.1f}" + (f" of {self.total / 1e6:.1f} MB" if self.total else " MB")]
+            parts.append(f"{rate / 1e6:.1f} MB/s")
+        else:
+            parts = [f"{self.done:,}" + (f" of {self.total:,} {self.unit}" if self.total else f" {self.unit}")]
+            parts.append(f"{rate:.3g} {self.unit}/s")
+        if self.total and rate > 0:
+            parts.append(f"{_duration((self.total - self.done) / rate)} left")
+        return f"{self.description}: {', '.join([*parts, *filter(None, [self.words])])}"
+
+
+def _duration(seconds: float) -> str:
+    """
+    >>> _duration(7.2), _duration(75.0), _duration(7260.0)
+    ('7 s', '1:15', '2:01:00')
+    """
+    whole = max(0, round(seconds))
+    hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
+    if hours:
+        return f"{hours}:{minutes:02d}:{rest:02d}"
+    return f"{minutes}:{rest:02d}" if minutes else f"{rest} s"
 
 
 def _columns(unit: str) -> list[ProgressColumn]:

@@ -11,15 +11,15 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pippin.core import figures
+from pippin.core import plotting
 from pippin.core.errors import InvalidArgument
 from pippin.core.files import atomic_write
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from pathlib import Path
 
     from rich.table import Table
 
@@ -100,10 +100,10 @@ class Report:
                 )
         return json.dumps({"title": self.title, "rows": [asdict(row) for row in self.rows]}, indent=1)
 
-    def save(self, path: Path) -> None:
+    def save(self, path: str | Path) -> None:
         """Write the JSON to a file, whole or not at all."""
         text = self.to_json()
-        with atomic_write(path) as file:
+        with atomic_write(Path(path)) as file:
             file.write(f"{text}\n".encode())
 
     def plot(self, path: Path) -> None:
@@ -119,7 +119,7 @@ class Report:
         if not self.rows:
             raise InvalidArgument(f"report {self.title!r} has no rows to plot")
         units = list(dict.fromkeys(row.unit for row in self.rows))
-        figure = figures.new(7, 1 + 0.4 * len(self.rows) + 0.5 * len(units))
+        figure = plotting.new(7, 1 + 0.4 * len(self.rows) + 0.5 * len(units))
         figure.suptitle(self.title)
         counts = [sum(row.unit == unit for row in self.rows) for unit in units]
         panels = figure.subplots(len(units), squeeze=False, height_ratios=counts)[:, 0]
@@ -130,7 +130,7 @@ class Report:
             panel.set_yticks(places, [row.name for row in rows])
             panel.invert_yaxis()
             panel.set_xlabel(unit)
-        figures.save(figure, path)
+        plotting.save(figure, path)
 
 
 def _cells(row: Row) -> tuple[str, str, str, str]:

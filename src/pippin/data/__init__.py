@@ -1,6 +1,5 @@
-"""Text for models: tokenisers and chat templates; files, packing and streams of training data."""
+"""Data: tokenizers and chat templates; files, packing and streams of training data; images and synthetic data."""
 
-from pippin.data.chat import ChatTemplate
-from pippin.data.tokenizer import Tokenizer
+import lazy_loader
 
-__all__ = ["ChatTemplate", "Tokenizer"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,7 +1,7 @@
-"""Samples written to files: pictures, sheets of several, and clips.
+"""Writing samples to files: images, image grids, and videos.
 
 Notable here:
-- a picture carries what is known of its making as text in its metadata
+- an image has text about its origin in its metadata
 - files are written whole or not at all
 """
 
@@ -13,29 +13,31 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import numpy as np
+from annotated_types import Gt, Le
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
+from pippin.core.checks import checked
 from pippin.core.errors import InvalidArgument, MissingDependency
 from pippin.core.files import atomic_write
-from pippin.data.images import open_picture, to_levels
+from pippin.data.images import open_image, to_levels
 
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
 
 _LOSSLESS: Final = (".png", ".webp")
 PICTURES: Final = (*_LOSSLESS, ".jpg", ".jpeg")
-"""Suffixes that `write` knows."""
+"""Suffixes that `write_image` supports."""
 _COMMENT: Final = 0x9286
 _UTF16: Final = b"UNICODE\x00"
 CLIPS: Final = (".gif", ".webp", ".png", ".mp4")
-"""Suffixes that `write_clip` knows; .png is animated."""
+"""Suffixes that `write_video` supports; .png is animated."""
 
 
-def picture(levels: UInt8[Tensor, "channels height width"]) -> Picture:
+def to_pil(levels: UInt8[Tensor, "channels height width"]) -> Picture:
     """As a Pillow image.
 
     Raises:
@@ -45,22 +47,22 @@ def picture(levels: UInt8[Tensor, "channels height width"]) -> Picture:
     try:
         from PIL import Image
     except ImportError as error:
-        raise MissingDependency("pictures need Pillow: pip install 'pippin[image]'") from error
+        raise MissingDependency("images need Pillow: pip install 'pippin[image]'") from error
     if levels.ndim != 3 or levels.shape[0] not in (1, 3):
-        raise InvalidArgument(f"a picture has 1 or 3 channels, got a shape of {tuple(levels.shape)}")
+        raise InvalidArgument(f"an image has 1 or 3 channels, got a shape of {tuple(levels.shape)}")
     values = levels.cpu().permute(1, 2, 0).contiguous().numpy()
     return Image.fromarray(values[..., 0] if levels.shape[0] == 1 else values)
 
 
-def write(
+def write_image(
     path: str | Path, sample: Float[Tensor, "channels height width"], *, text: Mapping[str, str] | None = None
 ) -> None:
-    """Write one sample (-1 to 1, clipped) as a picture.
+    """Write one sample (-1 to 1, clipped) as an image.
 
     Args:
         path: .png, .webp or .jpg.
-        sample: the picture.
-        text: what its metadata say; `text_of` reads it.
+        sample: the image.
+        text: text for its metadata; `read_text` reads it.
 
     Raises:
         InvalidArgument: another suffix or shape.
@@ -69,8 +71,8 @@ def write(
     path = Path(path)
     suffix = path.suffix.lower()
     if suffix not in PICTURES:
-        raise InvalidArgument(f"{path.name}: pictures are written as {', '.join(PICTURES)}")
-    image, buffer = picture(to_levels(sample)), io.BytesIO()
+        raise InvalidArgument(f"{path.name}: images are written as {', '.join(PICTURES)}")
+    image, buffer = to_pil(to_levels(sample)), io.BytesIO()
     if suffix == ".png":
         from PIL.PngImagePlugin import PngInfo
 
@@ -88,13 +90,13 @@ def write(
         file.write(buffer.getvalue())
 
 
-def text_of(path: str | Path) -> dict[str, str]:
-    """What the metadata of a picture say, as `write` put it there; empty where there is nothing.
+def read_text(path: str | Path) -> dict[str, str]:
+    """The text in the metadata of an image, as `write_image` wrote it; empty if there is none.
 
     Raises:
-        InvalidImage: no picture that can be read.
+        InvalidImage: not a readable image.
     """
-    image = open_picture(Path(path))
+    image = open_image(Path(path))
     said = dict(getattr(image, "text", {}))
     comment = image.getexif().get(_COMMENT, b"")
     if isinstance(comment, bytes) and comment.startswith(_UTF16):
@@ -103,19 +105,19 @@ def text_of(path: str | Path) -> dict[str, str]:
     return {str(key): str(value) for key, value in said.items()}
 
 
-def sheet(
+def image_grid(
     samples: Float[Tensor, "n channels height width"], *, columns: int | None = None, gap: int = 1, zoom: int = 1
 ) -> Float[Tensor, "channels rows columns"]:
-    """Several samples as one picture, row by row, white between them.
+    """Several samples as one image, row by row, with white gaps.
 
     Args:
-        samples: the pictures.
+        samples: the images.
         columns: None for about a square.
         gap: pixels between them.
-        zoom: each pixel becomes so many squared.
+        zoom: integer upscaling factor.
 
     >>> import torch
-    >>> sheet(torch.zeros(4, 1, 8, 8)).shape
+    >>> image_grid(torch.zeros(4, 1, 8, 8)).shape
     torch.Size([1, 17, 17])
     """
     n, channels, height, width = samples.shape
@@ -128,35 +130,40 @@ def sheet(
     return out.repeat_interleave(zoom, 1).repeat_interleave(zoom, 2)
 
 
-def write_clip(
-    path: str | Path, frames: Float[Tensor, "frames channels height width"], *, fps: float = 8.0, zoom: int = 1
+@checked
+def write_video(
+    path: str | Path,
+    frames: Float[Tensor, "frames channels height width"],
+    *,
+    fps: Annotated[float, Gt(0), Le(240)] = 8.0,
+    zoom: int = 1,
 ) -> None:
-    """Write frames (-1 to 1, clipped) as a clip.
+    """Write frames (-1 to 1, clipped) as a video.
 
     Args:
         path: .gif, .webp or .png (animated), or .mp4.
-        frames: the pictures in order.
-        fps: frames a second.
-        zoom: each pixel becomes so many squared.
+        frames: the images in order.
+        fps: frames per second.
+        zoom: integer upscaling factor.
 
     Raises:
-        InvalidArgument: another suffix, no frames, or a rate that is not above 0.
+        InvalidArgument: another suffix, or no frames.
         MissingDependency: Pillow, or for .mp4 PyAV, is not installed.
         DiskFull: nothing was written.
     """
     path = Path(path)
     suffix = path.suffix.lower()
-    if suffix not in CLIPS or frames.ndim != 4 or not len(frames) or not 0 < fps <= 240:
+    if suffix not in CLIPS or frames.ndim != 4 or not len(frames):
         raise InvalidArgument(
-            f"{path.name}: clips are (frames, channels, height, width) written as {', '.join(CLIPS)}, with fps above "
-            f"0 and up to 240; got a shape of {tuple(frames.shape)} and {fps}"
+            f"{path.name}: videos are (frames, channels, height, width) written as {', '.join(CLIPS)}; got a shape of "
+            f"{tuple(frames.shape)}"
         )
     levels = to_levels(frames.repeat_interleave(zoom, 2).repeat_interleave(zoom, 3))
     buffer = io.BytesIO()
     if suffix == ".mp4":
         _encode(buffer, levels, fps)
     else:
-        first, *rest = [picture(frame).convert("RGB") for frame in levels]
+        first, *rest = [to_pil(frame).convert("RGB") for frame in levels]
         kind = {".gif": "GIF", ".webp": "WEBP", ".png": "PNG"}[suffix]
         how: dict[str, Any] = {"lossless": True} if suffix == ".webp" else {}
         first.save(buffer, kind, save_all=True, append_images=rest, duration=1000 / fps, loop=0, **how)
@@ -165,7 +172,7 @@ def write_clip(
 
 
 def _encode(buffer: io.BytesIO, levels: UInt8[Tensor, "frames channels height width"], fps: float) -> None:
-    """H.264 in MP4; sides are filled up to even numbers, as the codec wants."""
+    """H.264 in MP4; sides are padded to even numbers, as the codec requires."""
     from fractions import Fraction
 
     try:

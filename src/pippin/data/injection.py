@@ -1,10 +1,10 @@
-"""Old data among the new: a stream of fine-tuning data in which a fixed share comes from the pretraining data.
+"""Injection of pretraining data: a stream of fine-tuning data with a fixed share of pretraining data.
 
 Notable here:
-- the share is kept all along and not only on average: the next item is an old one when, without it, the old would fall
-  behind; so small shares come without droughts and floods
+- the share holds at every position and not only on average: the next item is an old one when, without it, the old ones
+  would fall behind; so small shares are evenly spaced
 - a share of tokens, not of items, where items differ in size: `size=len`
-- the target data ends the stream; the old data is fresh as long as it lasts, and begins again after that
+- the target data ends the stream; the pretraining data starts again when it ends
 """
 
 from __future__ import annotations
@@ -14,50 +14,50 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from pippin.core.checks import Fraction, checked
 from pippin.core.errors import InvalidArgument, InvalidInput
-from pippin.data.ordering import Stream
+from pippin.data.streams import DataStream
 
 T = TypeVar("T")
 
 
 class Injected(Generic[T]):
-    """Items of the target data, with a share of items of the pretraining data among them.
+    """Items of the target data, mixed with a share of items of the pretraining data.
 
     To see the same target data takes 1 / (1 - share) times as many items.
 
     Args:
-        target: its end is the end.
-        pretraining: begins again where it ends; not read at all where the share is 0.
-        share: of everything given, that is old: from 0 to below 1. At 0 the stream is the target data.
-        stratified: keep to the share all along; False draws each item by itself, as the published runs do.
-        seed: of the draws; stratified, of the place of the first old item.
-        size: what an item counts for; None counts items. Without stratification items count alike.
+        target: when it ends, the stream ends.
+        pretraining: starts again when it ends; not read at all if the share is 0.
+        share: share of pretraining data in all items, from 0 to below 1. At 0 the stream is the target data.
+        stratified: hold the share at every position; False samples each item independently, as the published runs do.
+        seed: seed of the samples; with stratification, of the position of the first old item.
+        size: size of an item; None counts items. Without stratification all items have size 1.
 
     Raises:
-        InvalidArgument: a share out of range, or sizes without stratification.
+        InvalidArgument: sizes without stratification.
         InvalidInput: pretraining data without an item.
 
-    Source: Bethune et al., arXiv:2502.06042, section 3 (each sequence by itself); the even spread is ours.
+    Source: Bethune et al., arXiv:2502.06042, section 3 (independent sampling); the even spacing is our own.
 
     >>> import itertools
-    >>> from pippin.data.ordering import Shuffled
+    >>> from pippin.data.streams import Shuffled
     >>> stream = Injected(Shuffled(["new"], 1), Shuffled(["old"], 1), 0.25)
     >>> [item for [item] in itertools.islice(stream, 400)].count("old")
     100
     """
 
+    @checked
     def __init__(
         self,
-        target: Stream[T],
-        pretraining: Stream[T],
-        share: float,
+        target: DataStream[T],
+        pretraining: DataStream[T],
+        share: Fraction,
         *,
         stratified: bool = True,
         seed: int = 0,
         size: Callable[[T], float] | None = None,
     ) -> None:
-        if not 0 <= share < 1:
-            raise InvalidArgument(f"the share of old data is {share}; it must be from 0 to below 1")
         if size is not None and not stratified:
             raise InvalidArgument("sizes are kept to by stratification; leave size out, or stratified=True")
         self.target, self.pretraining, self.share = target, pretraining, share
@@ -93,7 +93,7 @@ class Injected(Generic[T]):
         self._drawn, self._total, self._old = 0, 0.0, 0.0
 
     def _is_old(self, drawn: int, total: float, old: float, begin: float) -> bool:
-        """Whether the next item is an old one; ``begin`` is by how much of an item the old ones are ahead at first."""
+        """Whether the next item is an old one; ``begin`` is the initial offset of the old ones, in items."""
         if self.share == 0:
             return False
         if not self.stratified:
@@ -102,7 +102,7 @@ class Injected(Generic[T]):
         return old + (1 - begin) * mean <= self.share * (total + mean)
 
     def state_dict(self) -> dict[str, Any]:
-        """Items given, their sizes, and the cursors of both streams."""
+        """Number and sizes of the items so far, and the cursors of both streams."""
         return {
             "drawn": self._drawn,
             "total": self._total,

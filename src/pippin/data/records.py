@@ -1,10 +1,10 @@
-"""Files of training data, read one record at a time: text, JSON lines, Parquet, and folders of Hugging Face `datasets`.
+"""Reading training data one record at a time: text, JSON lines, Parquet, and folders of Hugging Face `datasets`.
 
 Notable here:
-- files are read as streams, packed with gzip or not, so a file of any size takes a few megabytes of memory
-- a record remembers its file and line, so whatever is wrong with it later is told with its place
-- every file is looked at before the first record is given: one that is missing, empty or of an unknown kind is told at
-  once, not after an hour of training
+- files are read as streams, gzipped or not, so a file of any size takes a few megabytes of memory
+- a record stores its file and line, so later errors name its location
+- every file is checked before the first record is read: a missing, empty or unknown file is reported at once, not after
+  an hour of training
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from pippin.core.checkpoint import read_json
 from pippin.core.errors import InvalidArgument, InvalidRecord, MissingDependency
 from pippin.core.files import Readable
+from pippin.core.formats.checkpoint import read_json
 
 TEXT: Final = (".txt", ".md", ".rst", ".tex", ".html", ".py", ".c", ".h", ".cpp", ".rs", ".js", ".raw")
 _LINES: Final = (".jsonl", ".ndjson")
@@ -31,17 +31,17 @@ _COLUMNS: Final = ("messages", "text", "prompt", "completion")
 
 
 @dataclass(frozen=True)
-class Record:
-    """One text, one conversation, or one prompt with the completion to be learnt.
+class TrainingRecord:
+    """One text, one conversation, or one prompt with its completion.
 
     Args:
-        path: the file that it is from.
+        path: its file.
         line: its line, or the number of its row in a table, from 1; None for a file that is one text.
-        text: a text; the completion where there is a prompt; empty for a conversation.
-        prompt: what comes before, and is not learnt; None for a text by itself.
+        text: a text; the completion if there is a prompt; empty for a conversation.
+        prompt: text before it, which does not count in the loss; None for a text by itself.
         messages: the turns of a conversation.
-        begins: False for what goes on with the record before (a text file is read in blocks).
-        ends: False where the next record goes on with it.
+        begins: False if it continues the record before (a text file is read in blocks).
+        ends: False if the next record continues it.
     """
 
     path: str
@@ -53,27 +53,27 @@ class Record:
     ends: bool = True
 
     def error(self, message: str) -> InvalidRecord:
-        """The error to raise about this record; it names its place."""
+        """An error about this record; it names its location."""
         return _error(message, self.path, self.line)
 
 
 def read_records(
     paths: str | Path | Iterable[str | Path], *, fields: Mapping[str, str] | None = None
-) -> Iterator[Record]:
+) -> Iterator[TrainingRecord]:
     """The records of some files and folders, in order.
 
-    A folder that was saved by Hugging Face's `datasets` gives its rows; any other one all files below it whose kind is
-    known, by name. A text file is one document. A line of JSON, or a row of a table, holds ``text``, or ``messages``
+    A folder that was saved by Hugging Face's `datasets` gives its rows; any other folder all files of a known type
+    below it, by name. A text file is one document. A line of JSON, or a row of a table, holds ``text``, or ``messages``
     (dictionaries with "role" and "content"), or ``prompt`` and ``completion``.
 
     Args:
         paths: files and folders; ``.gz`` may follow the suffix of a text or JSONL file.
-        fields: what a file calls them instead: ``{"prompt": "question", "completion": "answer"}``.
+        fields: other names of these fields: ``{"prompt": "question", "completion": "answer"}``.
 
     Raises:
-        InvalidRecord: a file that is empty or no UTF-8 text, or a record that cannot be read; with file and line.
-        InvalidArgument: a path that does not exist, a kind of file that is not known, no paths, an unknown field.
-        MissingDependency: a table, without pyarrow.
+        InvalidRecord: a file that is empty or not UTF-8 text, or a record that cannot be read; with file and line.
+        InvalidArgument: a path that does not exist, an unknown file type, no paths, an unknown field.
+        MissingDependency: a table, without pyarrow installed.
     """
     given = [paths] if isinstance(paths, str | Path) else list(paths)
     names = dict(fields or {})
@@ -88,7 +88,7 @@ def data_files(paths: Sequence[str | Path]) -> list[Path]:
     """The files that `read_records` reads for these paths, checked for existence, kind and size.
 
     Raises:
-        InvalidRecord, InvalidArgument, MissingDependency: as there.
+        InvalidRecord, InvalidArgument, MissingDependency: as `read_records`.
     """
     if not paths:
         raise InvalidArgument("no data was given; name at least one file or folder")
@@ -128,7 +128,7 @@ def _kinds() -> str:
 
 
 def _kind(path: Path) -> str:
-    """The suffix that says how to read a file; empty where none is known."""
+    """The suffix that determines how to read a file; empty if it is unknown."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] == ".gz":
         suffixes.pop()
@@ -136,7 +136,7 @@ def _kind(path: Path) -> str:
     return suffixes[-1] if suffixes and suffixes[-1] in (*TEXT, *_LINES, *_TABLES) else ""
 
 
-def _read(path: Path, names: Mapping[str, str]) -> Iterator[Record]:
+def _read(path: Path, names: Mapping[str, str]) -> Iterator[TrainingRecord]:
     kind = _kind(path)
     if kind in _LINES:
         yield from _read_lines(path, names)
@@ -154,7 +154,7 @@ def _open(path: Path) -> AbstractContextManager[Readable]:
 
 
 def _decoded(path: Path) -> Iterator[tuple[int, str]]:
-    """The blocks of a file as text, each with the number of the line that it begins in."""
+    """The blocks of a file as text, each with the number of its first line."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     line, raw = 1, b""
     try:
@@ -172,8 +172,8 @@ def _decoded(path: Path) -> Iterator[tuple[int, str]]:
         raise _error(f"the gzip file is damaged: {error}", str(path), line) from error
 
 
-def _read_text(path: Path) -> Iterator[Record]:
-    """One document, in blocks that end with a line where there are lines."""
+def _read_text(path: Path) -> Iterator[TrainingRecord]:
+    """One document, in blocks that end at a line break if there are any."""
     rest, begun, blank = "", False, True
     for line, text in _decoded(path):
         if (nul := text.find("\0")) >= 0:
@@ -182,12 +182,12 @@ def _read_text(path: Path) -> Iterator[Record]:
         blank = blank and not text.strip()
         if rest:
             end = rest.rfind("\n") + 1 or len(rest)
-            yield Record(str(path), text=rest[:end], begins=not begun, ends=False)
+            yield TrainingRecord(str(path), text=rest[:end], begins=not begun, ends=False)
             rest, begun = rest[end:], True
         rest += text
     if blank:
         raise InvalidRecord(f"{path} holds no text", path=str(path))
-    yield Record(str(path), text=rest, begins=not begun)
+    yield TrainingRecord(str(path), text=rest, begins=not begun)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -201,7 +201,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
     yield number + 1, rest
 
 
-def _read_lines(path: Path, names: Mapping[str, str]) -> Iterator[Record]:
+def _read_lines(path: Path, names: Mapping[str, str]) -> Iterator[TrainingRecord]:
     found = False
     for number, line in _lines(path):
         if not line.strip():
@@ -228,7 +228,7 @@ def _pyarrow() -> Any:
     return pyarrow
 
 
-def _read_table(path: Path, names: Mapping[str, str]) -> Iterator[Record]:
+def _read_table(path: Path, names: Mapping[str, str]) -> Iterator[TrainingRecord]:
     pyarrow = _pyarrow()
     row = 0
     try:
@@ -262,8 +262,8 @@ def _batches(path: Path) -> Iterator[Any]:
 # --- records ----------------------------------------------------------------------------------------------------------
 
 
-def _record(value: Any, names: Mapping[str, str], path: str, line: int) -> Record:
-    """The record in a JSON object or a row."""
+def _record(value: Any, names: Mapping[str, str], path: str, line: int) -> TrainingRecord:
+    """The record of a JSON object or a row."""
     if not isinstance(value, dict):
         raise _error(f"{value!r:.60} is no object with fields", path, line)
     messages, text, prompt, completion = (value.get(names.get(name, name)) for name in _COLUMNS)
@@ -272,11 +272,11 @@ def _record(value: Any, names: Mapping[str, str], path: str, line: int) -> Recor
             raise _error(
                 f"messages is {messages!r:.60}; expected a list of objects with 'role' and 'content'", path, line
             )
-        return Record(path, line, messages=tuple(messages))
+        return TrainingRecord(path, line, messages=tuple(messages))
     if isinstance(prompt, str) and isinstance(completion, str):
-        return Record(path, line, text=completion, prompt=prompt)
+        return TrainingRecord(path, line, text=completion, prompt=prompt)
     if isinstance(text, str):
-        return Record(path, line, text=text)
+        return TrainingRecord(path, line, text=text)
     here = ", ".join(map(repr, value)) or "none"
     wanted = [names.get(name, name) for name in _COLUMNS]
     raise _error(

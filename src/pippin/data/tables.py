@@ -1,10 +1,10 @@
-"""Small tables of numbers with a target: the UCI regression sets of the catalogue, and CSV files of one's own.
+"""Tabular regression data: the UCI data sets of the catalog, and CSV files.
 
 Notable here:
-- a split is a function of its seed; a gap split leaves the middle of one column out of training, so that a model can be
-  asked about inputs between those it saw
-- columns are standardised by the training part alone, and what was done is kept, so that figures can be told in the
-  units of the table
+- a split is a function of its seed; a gap split holds out the middle of one column, so that a model can be tested on
+  inputs between those of training
+- columns are standardized by the training part alone, and the statistics are stored, so that figures can be reported in
+  the units of the table
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from pippin.core import store
 from pippin.core.errors import InvalidArgument, InvalidInput, InvalidRecord
+from pippin.core.store import store
 
 _SETS: Final = {
     "uci-airfoil": ("airfoil.txt", -1),
@@ -32,12 +32,12 @@ _SETS: Final = {
     "uci-wine-red": ("wine-red.csv", -1),
     "uci-yacht": ("yacht.txt", -1),
 }
-"""File in the set "uci", and the column that is to be predicted."""
+"""File in the data set "uci", and the target column."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of numbers and one target each, in the units of their source.
+    """Rows of numbers with one target each, in the units of their source.
 
     Attributes:
         x: inputs.
@@ -61,19 +61,20 @@ class Table:
         return len(self.x)
 
     def rows(self, index: Tensor) -> Table:
-        """Some of the rows."""
+        """A subset of the rows."""
         return Table(self.x[index], self.y[index], self.name)
 
 
 @dataclass(frozen=True)
 class Split:
-    """Two parts of a table, standardised by the first.
+    """Two parts of a table, standardized by the first.
 
     Attributes:
         train: mean 0 and standard deviation 1 in every column that is not constant.
-        test: the same map of the other rows.
-        y_mean: of the training targets, in the units of the table.
-        y_sd: likewise; a log density in the units of the table is that of the standardised target minus log(y_sd).
+        test: the other rows, with the same transformation.
+        y_mean: mean of the training targets, in the units of the table.
+        y_sd: their standard deviation; a log density in the units of the table is that of the standardized target minus
+            log(y_sd).
     """
 
     train: Table
@@ -83,22 +84,22 @@ class Split:
 
 
 def names() -> list[str]:
-    """The sets that `load` knows by name."""
+    """The data sets that `load` knows by name."""
     return sorted(_SETS)
 
 
 def load(source: str | Path, *, target: int | str = -1) -> Table:
-    """A table of the catalogue, or a CSV file.
+    """A table of the catalog, or a CSV file.
 
     Args:
-        source: one of `names()` (pulled with "uci"), or a file: values separated by commas, semicolons, tabs or blanks,
-            with or without a line of names.
-        target: of a file: the column to predict, by place or by name. A set of the catalogue has its own.
+        source: one of `names()` (downloaded with "uci"), or a file: values separated by commas, semicolons, tabs or
+            blanks, with or without a header.
+        target: for a file: the column to predict, by index or name. A data set of the catalog has its own.
 
     Raises:
-        AssetError: a set of the catalogue that cannot be fetched.
-        InvalidInput: no such file, no rows, or a column that is not there.
-        InvalidRecord: a line with another number of values, or with a value that is no number.
+        AssetError: a data set of the catalog that cannot be downloaded.
+        InvalidInput: no such file, no rows, or a missing column.
+        InvalidRecord: a line with another number of values, or with a value that is not a number.
     """
     if str(source) in _SETS:
         file, column = _SETS[str(source)]
@@ -110,7 +111,7 @@ def load(source: str | Path, *, target: int | str = -1) -> Table:
 
 
 def split(table: Table, fraction: float = 0.9, *, seed: int) -> Split:
-    """Rows at random into a training part of this share and the rest.
+    """Random split into a training part of this fraction and a test part.
 
     Raises:
         InvalidArgument: a fraction that leaves fewer than two rows in training or none for the test.
@@ -119,11 +120,11 @@ def split(table: Table, fraction: float = 0.9, *, seed: int) -> Split:
     if not 2 <= kept < len(table):
         raise InvalidArgument(f"fraction {fraction} of {len(table)} rows leaves {kept} for training")
     order = torch.randperm(len(table), generator=torch.Generator().manual_seed(seed))
-    return _standardised(table.rows(order[:kept]), table.rows(order[kept:]))
+    return _standardized(table.rows(order[:kept]), table.rows(order[kept:]))
 
 
 def gap_split(table: Table, dimension: int) -> Split:
-    """The middle third of the rows, by one column, becomes the test part: inputs between those that were seen.
+    """Split with the middle third of the rows, by one column, as the test part: inputs between those of training.
 
     Raises:
         InvalidArgument: no such column, or fewer than six rows.
@@ -134,10 +135,10 @@ def gap_split(table: Table, dimension: int) -> Split:
         raise InvalidArgument(f"dimension {dimension} of a table of {len(table)} rows and {table.x.shape[1]} columns")
     order = table.x[:, dimension].argsort(stable=True)
     low, high = math.ceil(len(order) / 3), len(order) - math.ceil(len(order) / 3)
-    return _standardised(table.rows(torch.cat([order[:low], order[high:]])), table.rows(order[low:high]))
+    return _standardized(table.rows(torch.cat([order[:low], order[high:]])), table.rows(order[low:high]))
 
 
-def _standardised(train: Table, test: Table) -> Split:
+def _standardized(train: Table, test: Table) -> Split:
     mean, sd = train.x.mean(0), train.x.std(0, correction=0)
     sd = torch.where(sd > 0, sd, 1.0)
     y_mean, y_sd = float(train.y.mean()), float(train.y.std(correction=0)) or 1.0

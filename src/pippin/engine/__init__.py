@@ -1,7 +1,5 @@
 """The token engine: requests in, token events out."""
 
-from pippin.engine.engine import Engine, EngineStats, shared
-from pippin.engine.request import Finished, Request, Token
-from pippin.engine.sampling import SamplingOptions
+import lazy_loader
 
-__all__ = ["Engine", "EngineStats", "Finished", "Request", "SamplingOptions", "Token", "shared"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

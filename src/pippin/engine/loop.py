@@ -1,10 +1,10 @@
-"""The thread of an engine: takes requests in, lets them be computed step by step, and sends what comes of it.
+"""The thread of an engine: it accepts requests, computes them step by step, and sends their events.
 
 Notable here:
-- a step is one pass over the new tokens of all requests that take part; between two steps requests come and go
+- a step is one pass over the new tokens of all scheduled requests; requests join and leave between two steps
 - an error of one request reaches its caller only; an error of a pass reaches the callers of that pass, and the loop
-  goes on with an empty cache
-- nothing polls: the thread waits for work, and ends when there has been none for a while
+  continues with an empty cache
+- nothing polls: the thread waits for work, and ends after `IDLE_SECONDS` without any
 """
 
 from __future__ import annotations
@@ -23,65 +23,66 @@ from jaxtyping import Float
 from torch import Tensor
 
 from pippin.core.errors import GenerationError, Overloaded
-from pippin.engine.runner import BLOCK, Runner
+from pippin.engine.model_runner import BLOCK_SIZE, Runner
+from pippin.engine.output_processor import OutputProcessor
+from pippin.engine.request_state import END, ContinuationState, RequestState, ScheduledChunk
 from pippin.engine.scheduler import Scheduler
-from pippin.engine.sequences import END, Branch, Job, Part
-from pippin.engine.speculation.drafts import Draft, Place
-from pippin.engine.writer import Writer, common_prefix
+from pippin.engine.speculation.drafts import CachePosition, Draft
+from pippin.engine.token_ids import common_prefix
 
 IDLE_SECONDS: Final = 5.0
-"""The thread ends after so many seconds without work; the next request starts another."""
+"""The thread ends after this many seconds without work; the next request starts another."""
 
 COUNTERS: Final = (
     *("requests", "refused", "finished", "cancelled", "failed"),
     *("tokens_generated", "drafted", "accepted", "steps"),
 )
-"""What is counted; see `EngineStats`."""
+"""Names of the counters; see `EngineStats`."""
 
 T = TypeVar("T")
 
 
-class Loop:
-    """Runs jobs; `submit`, `between`, `refuse_if_full` and `close` may be called from any thread.
+class EngineLoop:
+    """Runs requests; `submit`, `call_between_steps`, `refuse_if_full` and `close` may be called from any thread.
 
     Args:
         runner: computes the passes.
-        scheduler: says what they compute.
-        queue: jobs that may wait for a place.
+        scheduler: plans them.
+        max_waiting: requests that may wait to be admitted.
 
     Attributes:
-        counts: what has happened so far, by the names of `COUNTERS`.
-        jobs: all that have not ended.
-        closing: whether no more are taken.
+        counts: counters of events so far, by the names of `COUNTERS`.
+        requests: requests that have not ended.
+        closing: whether new requests are refused.
     """
 
-    def __init__(self, runner: Runner, scheduler: Scheduler, queue: int) -> None:
-        self._runner, self._scheduler, self._queue = runner, scheduler, queue
-        self.jobs: set[Job] = set()
+    def __init__(self, runner: Runner, scheduler: Scheduler, max_waiting: int) -> None:
+        self._runner, self._scheduler, self._max_waiting = runner, scheduler, max_waiting
+        self.requests: set[RequestState] = set()
         self.counts = dict.fromkeys(COUNTERS, 0)
         self.closing = False
-        self._inbox: list[Job] = []  # jobs that the thread has not seen yet
+        self._inbox: list[RequestState] = []  # requests that the thread has not taken yet
         self._calls: deque[tuple[Callable[[], Any], SimpleQueue[tuple[Any, BaseException | None]]]] = deque()
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._seconds = 1.0  # what a request takes, on average
+        self._mean_seconds = 1.0  # running mean of the time that a request takes
         _loops.add(self)
 
     def refuse_if_full(self) -> None:
-        """Raise what `submit` would.
+        """Raise `Overloaded` if `submit` would.
 
         Raises:
-            Overloaded: too many are there, or the loop is closed.
+            Overloaded: the queue is full, or the loop is closed.
         """
         with self._wake:
             self._refuse_if_closed()
-            slots, busy = self._scheduler.slots, len(self.jobs)
-            if busy >= slots + self._queue:
+            max_num_seqs, busy = self._scheduler.max_num_seqs, len(self.requests)
+            if busy >= max_num_seqs + self._max_waiting:
                 self.counts["refused"] += 1
-                wait = max(1.0, self._seconds * (busy - slots + 1) / slots)
+                wait = max(1.0, self._mean_seconds * (busy - max_num_seqs + 1) / max_num_seqs)
                 raise Overloaded(
-                    f"{slots} requests are being answered and {busy - slots} are waiting, the most that this engine "
-                    f"takes; try again in {wait:.0f} seconds",
+                    f"{max_num_seqs} requests are running and {busy - max_num_seqs} are waiting, the most that this "
+                    f"engine takes; try again in {wait:.0f} seconds",
                     retry_after=wait,
                 )
 
@@ -89,21 +90,21 @@ class Loop:
         if self.closing:
             raise Overloaded("the engine is closed and takes no more requests")
 
-    def submit(self, job: Job) -> None:
-        """Take a job in.
+    def submit(self, request: RequestState) -> None:
+        """Queue a request.
 
         Raises:
-            Overloaded: too many are there, or the loop is closed.
+            Overloaded: the queue is full, or the loop is closed.
         """
         with self._wake:
             self.refuse_if_full()
-            job.number(self.counts["requests"])
+            request.set_arrival(self.counts["requests"])
             self.counts["requests"] += 1
-            self.jobs.add(job)
-            self._inbox.append(job)
+            self.requests.add(request)
+            self._inbox.append(request)
             self._start()
 
-    def between(self, function: Callable[[], T]) -> T:
+    def call_between_steps(self, function: Callable[[], T]) -> T:
         """Call a function in the loop's thread, between two steps; return its result, or raise what it raised.
 
         Raises:
@@ -120,7 +121,7 @@ class Loop:
         return result  # type: ignore[no-any-return]  # of this very function
 
     def close(self, *, drain: bool, timeout: float | None) -> None:
-        """End everything, and the thread; see `Engine.close`."""
+        """End all requests and the thread; see `Engine.close`."""
         with self._wake:
             self.closing = True
             thread = self._thread
@@ -128,51 +129,51 @@ class Loop:
         if thread is not None and drain:
             thread.join(timeout)
         with self._wake:
-            for job in self.jobs:
-                job.closed = True
+            for request in self.requests:
+                request.closed = True
         if thread is not None:
             thread.join()
 
     def _start(self) -> None:
-        """Wake the thread, or start one; after a fork of the process there is none, whatever was before."""
+        """Wake the thread, or start one; a forked process has no thread, even if its parent had one."""
         if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._work, name="pippin-engine", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="pippin-engine", daemon=True)
             self._thread.start()
         self._wake.notify()
 
-    # --- what follows runs in the engine's thread -----------------------------------------------------------------
+    # --- in the engine's thread -----------------------------------------------------------------
 
-    def _work(self) -> None:
-        """Step while there is something to do."""
+    def _run(self) -> None:
+        """Run steps as long as there are requests or calls."""
         try:
             while self._has_work():
                 try:
                     self._step()
                 except Exception as error:
                     self._fail(error)
-        except BaseException as error:  # a fault of the engine itself: nobody shall wait for it for ever
+        except BaseException as error:  # a fault of the engine itself: no caller may wait for it forever
             with self._wake:
                 self.closing, self._thread = True, None
-                jobs, self.jobs = self.jobs, set()
-            for job in jobs:  # past the scheduler, whose books cannot be relied on any more
+                requests, self.requests = self.requests, set()
+            for request in requests:  # not through the scheduler, whose state may be inconsistent now
                 self.counts["failed"] += 1
-                job.events.put(GenerationError(f"the engine failed: {error!r}"))
+                request.events.put(GenerationError(f"the engine failed: {error!r}"))
             while self._calls:
                 self._calls.popleft()[1].put((None, GenerationError(f"the engine failed: {error!r}")))
             self._scheduler.reset()
             raise
 
     def _has_work(self) -> bool:
-        """Wait until there is some; False if the thread is to end."""
+        """Wait for requests or calls; False if the thread is to end."""
         with self._wake:
-            if not (self.jobs or self._calls or self.closing):
+            if not (self.requests or self._calls or self.closing):
                 self._wake.wait(IDLE_SECONDS)
-            if not (self.jobs or self._calls):
+            if not (self.requests or self._calls):
                 self._thread = None
                 return False
             new, self._inbox = self._inbox, []
-        for job in new:
-            self._scheduler.add(job)
+        for request in new:
+            self._scheduler.add(request)
         while self._calls:
             function, answer = self._calls.popleft()
             try:
@@ -183,115 +184,133 @@ class Loop:
 
     @torch.inference_mode()
     def _step(self) -> None:
-        """Let requests leave and join, then compute the next tokens of all in one pass."""
+        """Remove cancelled requests, admit new ones, then compute the next tokens of all in one pass."""
         scheduler = self._scheduler
         self._drop_cancelled()
         scheduler.prepare()
-        parts = scheduler.plan(self._drafts())
-        if not parts:
-            if scheduler.active or scheduler.waiting:
-                raise GenerationError("there are requests, and none of them can go on")
+        chunks = scheduler.plan(self._drafts())
+        if not chunks:
+            if scheduler.running or scheduler.waiting:
+                raise GenerationError("there are requests, and none of them can be scheduled")
             return
-        logits = self._runner.forward([part.work() for part in parts])
+        logits = self._runner.forward([chunk.model_input() for chunk in chunks])
         self.counts["steps"] += 1
-        for part, rows in zip(parts, logits, strict=True):
-            self._advance(part, rows)
+        for chunk, rows in zip(chunks, logits, strict=True):
+            self._process_output(chunk, rows)
 
     def _drop_cancelled(self) -> None:
         scheduler = self._scheduler
-        gone = [job for job in (*scheduler.waiting, *scheduler.active) if job.closed or job.cancelled()]
-        for job in gone:
-            last = Overloaded("the engine was closed") if job.writer is None else job.writer.finished("cancelled")
-            self._end(job, last, "cancelled")
+        cancelled = [
+            request for request in (*scheduler.waiting, *scheduler.running) if request.closed or request.cancelled()
+        ]
+        for request in cancelled:
+            last = (
+                Overloaded("the engine was closed") if request.output is None else request.output.finished("cancelled")
+            )
+            self._end(request, last, "cancelled")
 
-    def _drafts(self) -> dict[Job, Draft]:
-        """What those who write, and speculate, guess."""
-        drafts: dict[Job, Draft] = {}
-        for job in [job for job in self._scheduler.active if job.draft_room and job.writing]:
-            writer = job.writer
-            if writer is None or job.pending > self._scheduler.chunk:
+    def _drafts(self) -> dict[RequestState, Draft]:
+        """The drafts of decoding requests that use speculative decoding."""
+        drafts: dict[RequestState, Draft] = {}
+        for request in [
+            request for request in self._scheduler.running if request.max_draft_tokens and request.decoding
+        ]:
+            output = request.output
+            if output is None or request.num_pending_tokens > self._scheduler.max_num_batched_tokens:
                 continue
             try:
-                room = min(job.draft_room, len(job.table) * BLOCK - len(job.ids))
-                place = Place(self._runner, job.table, job.held, job.adapter) if writer.drafts_here else None
-                draft = writer.propose(job.ids, room, place)
+                max_tokens = min(
+                    request.max_draft_tokens, len(request.block_table) * BLOCK_SIZE - len(request.token_ids)
+                )
+                position = (
+                    CachePosition(self._runner, request.block_table, request.num_computed_tokens, request.adapter)
+                    if output.drafts_with_target
+                    else None
+                )
+                draft = output.propose(request.token_ids, max_tokens, position)
             except Exception as error:
-                self._end(job, error, "failed")
+                self._end(request, error, "failed")
                 continue
             if draft is not None:
-                drafts[job] = draft
+                drafts[request] = draft
         return drafts
 
-    def _advance(self, part: Part, rows: Float[Tensor, "rows vocab"]) -> None:
-        """Take in what was computed of one sequence."""
-        line, start = part.line, part.line.held
-        job = line.parent if isinstance(line, Branch) else line
-        assert isinstance(job, Job)
-        if job not in self._scheduler.active:  # another branch of it has failed
+    def _process_output(self, chunk: ScheduledChunk, rows: Float[Tensor, "rows vocab"]) -> None:
+        """Process the logits of one scheduled chunk."""
+        sequence, start = chunk.sequence, chunk.sequence.num_computed_tokens
+        request = sequence.parent if isinstance(sequence, ContinuationState) else sequence
+        assert isinstance(request, RequestState)
+        if request not in self._scheduler.running:  # another continuation of it has failed
             return
-        self._scheduler.computed(line, part.count)
+        self._scheduler.mark_computed(sequence, chunk.num_tokens)
         try:
-            if job.writer is not None:
-                if not line.pending:
-                    self._write(job, job.writer, rows, part.draft)
-            elif isinstance(line, Branch):
-                assert job.scores is not None
-                job.scores.add(line.index, start - len(job.ids), rows)
-                if not line.pending:
-                    self._scheduler.drop_branch(line)
-            elif job.scores is not None and len(rows):
-                job.scores.begin(rows[0])
-            if job.writer is None and not job.pending and (job.scores is None or not job.scores.missing):
-                self._end(job, len(job.ids), "finished")
+            if request.output is not None:
+                if not sequence.num_pending_tokens:
+                    self._append_tokens(request, request.output, rows, chunk.draft)
+            elif isinstance(sequence, ContinuationState):
+                assert request.scores is not None
+                request.scores.add_logits(sequence.index, start - len(request.token_ids), rows)
+                if not sequence.num_pending_tokens:
+                    self._scheduler.drop_branch(sequence)
+            elif request.scores is not None and len(rows):
+                request.scores.add_prompt_logits(rows[0])
+            if (
+                request.output is None
+                and not request.num_pending_tokens
+                and (request.scores is None or not request.scores.num_incomplete)
+            ):
+                self._end(request, len(request.token_ids), "finished")
         except Exception as error:
-            self._end(job, error, "failed")
+            self._end(request, error, "failed")
 
-    def _write(self, job: Job, writer: Writer, rows: Float[Tensor, "rows vocab"], draft: Draft | None) -> None:
-        """Let a request choose its next tokens; it ends here when it is complete."""
-        job.writing = True
-        if not writer.prompt_seconds:
-            writer.prompt_done()
-        at = len(job.ids)
-        for token in writer.take(rows, draft):
-            job.ids.append(token.id)
-            job.events.put(token)
-        self.counts["tokens_generated"] += len(job.ids) - at
+    def _append_tokens(
+        self, request: RequestState, output: OutputProcessor, rows: Float[Tensor, "rows vocab"], draft: Draft | None
+    ) -> None:
+        """Sample the next tokens of a request; it ends here when it is complete."""
+        request.decoding = True
+        if not output.prompt_seconds:
+            output.prompt_done()
+        at = len(request.token_ids)
+        for token in output.process(rows, draft):
+            request.token_ids.append(token.id)
+            request.events.put(token)
+        self.counts["tokens_generated"] += len(request.token_ids) - at
         if draft is not None:
-            held = common_prefix(draft.tokens, job.ids[at:])
+            accepted = common_prefix(draft.tokens, request.token_ids[at:])
             self.counts["drafted"] += len(draft.tokens)
-            self.counts["accepted"] += held
-            self._scheduler.computed(job, held)
-        if writer.reason is not None:
-            self._end(job, writer.finished(writer.reason), "finished")
+            self.counts["accepted"] += accepted
+            self._scheduler.mark_computed(request, accepted)
+        if output.finish_reason is not None:
+            self._end(request, output.finished(output.finish_reason), "finished")
 
-    def _end(self, job: Job, event: Any, how: str) -> None:
-        """Send the last event and give the place back."""
-        self._scheduler.remove(job, keep=how != "failed")
+    def _end(self, request: RequestState, event: Any, outcome: str) -> None:
+        """Send the last event and release the blocks; ``outcome`` names the counter."""
+        self._scheduler.remove(request, keep=outcome != "failed")
         with self._wake:
-            self.jobs.discard(job)
-        self.counts[how] += 1
-        if how == "finished":
-            self._seconds += 0.1 * (time.perf_counter() - job.began - self._seconds)
-        job.events.put(event)
-        job.events.put(END)
+            self.requests.discard(request)
+        self.counts[outcome] += 1
+        if outcome == "finished":
+            self._mean_seconds += 0.1 * (time.perf_counter() - request.start_time - self._mean_seconds)
+        request.events.put(event)
+        request.events.put(END)
 
     def _fail(self, error: Exception) -> None:
-        """A step went wrong: tell everyone who took part, and begin again with an empty cache."""
+        """Fail all requests that took part in a step, and continue with an empty cache."""
         scheduler = self._scheduler
-        gone = scheduler.reset()
-        if not gone and scheduler.waiting:  # then it was the next in the queue that could not be taken in
-            gone = [scheduler.waiting[0]]
-        for job in gone:
+        failed = scheduler.reset()
+        if not failed and scheduler.waiting:  # then the next in the queue could not be admitted
+            failed = [scheduler.waiting[0]]
+        for request in failed:
             wrapped = GenerationError(f"the step that this request took part in failed: {error!r}")
             wrapped.__cause__ = error
-            self._end(job, wrapped, "failed")
+            self._end(request, wrapped, "failed")
 
 
-_loops: weakref.WeakSet[Loop] = weakref.WeakSet()
+_loops: weakref.WeakSet[EngineLoop] = weakref.WeakSet()
 
 
 @atexit.register
 def _close_all() -> None:
-    """A thread that computes while the interpreter is taken down would end the process badly."""
+    """Stop the threads before the interpreter shuts down, which would crash a thread that computes."""
     for loop in list(_loops):
         loop.close(drain=False, timeout=None)

@@ -1,30 +1,29 @@
-"""What an engine is asked, and what it answers with."""
+"""A request to an engine, and the events that it answers with."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import Event
-from typing import TYPE_CHECKING, Literal
+from typing import Annotated, Literal
 
-from pippin.core.errors import InvalidArgument
-from pippin.engine.sampling import SamplingOptions
+from annotated_types import Ge, Le
 
-if TYPE_CHECKING:
-    from pippin.engine.constraint import Grammar
-    from pippin.engine.speculation import Speculation
+from pippin.core.checks import checked
+from pippin.engine.grammar.constraint import Grammar
+from pippin.engine.options import SamplingOptions
+from pippin.engine.speculation.speculation import Speculation
 
 FinishReason = Literal["stop", "length", "cancelled"]
-PRIORITIES = range(-10, 11)
 
 
 @dataclass(frozen=True)
 class Token:
     """One token of the answer.
 
-    ``text`` is what may be shown since the token before; it lags behind an incomplete character or stop string.
+    ``text`` is the new text; it is withheld while a character or a possible stop string is incomplete.
     ``logprob`` and ``top_logprobs`` (natural logarithms, likeliest first) are those of the model before penalty,
-    constraint and temperature; None unless asked for.
+    constraint and temperature; None unless requested.
     """
 
     id: int
@@ -35,15 +34,16 @@ class Token:
 
 @dataclass(frozen=True)
 class Finished:
-    """The last event: why the answer ended, what it cost, and text that had been held back.
+    """The last event: why the answer ended, counts, times, and the text that was held back until then.
 
-    ``reason`` is "stop" (end token, stop string or complete grammar), "length" (``max_tokens`` or the context's end)
-    or "cancelled". Times are in seconds from the start of the request; ``first_token_seconds`` is 0 without a token.
-    ``drafted`` and ``accepted`` count the tokens that speculation proposed and those that became part of the answer.
-    ``exact`` says what speculation keeps of the model's distribution: that of every token, or of groups of tokens.
+    ``finish_reason`` is "stop" (end token, stop string or complete grammar), "length" (``max_tokens`` or the context's
+    end) or "cancelled". Times are in seconds from the start of the request; ``first_token_seconds`` is 0 without a
+    token. ``drafted`` and ``accepted`` count the tokens that speculation proposed and those that became part of the
+    answer. ``exact`` says which distribution of the model speculation preserves: that of every token, or that of groups
+    of tokens.
     """
 
-    reason: FinishReason
+    finish_reason: FinishReason
     text: str
     prompt_tokens: int
     cached_tokens: int
@@ -56,22 +56,20 @@ class Finished:
     exact: Literal["token", "group"] = "token"
 
 
+@checked
 @dataclass(frozen=True)
 class Request:
-    """What is asked.
+    """One request to an engine.
 
     Args:
         prompt: token ids, at least one.
-        options: how to choose tokens and when to stop.
-        grammar: what the answer must look like; None for free text.
+        options: how tokens are sampled, and when the answer ends.
+        grammar: grammar that the answer must satisfy; None for free text.
         cancel: once set, the request ends before its next token.
-        adapter: name of a loaded adapter to answer with; None for the plain model.
-        owner: whose request it is; what was computed is shared only among requests of one owner.
-        priority: -10 to 10; higher ones get a place, and keep it, before lower ones.
-        speculation: how to guess several tokens ahead; None for one token at a time.
-
-    Raises:
-        InvalidArgument: a priority outside its range.
+        adapter: name of the loaded adapter to answer with; None for the base model.
+        owner: owner of the request; cached blocks are shared only among requests of one owner.
+        priority: -10 to 10; higher ones are admitted first and preempted last.
+        speculation: speculative decoding; None for one token at a time.
     """
 
     prompt: Sequence[int]
@@ -80,9 +78,5 @@ class Request:
     cancel: Event | None = None
     adapter: str | None = None
     owner: str = ""
-    priority: int = 0
+    priority: Annotated[int, Ge(-10), Le(10)] = 0
     speculation: Speculation | None = None
-
-    def __post_init__(self) -> None:
-        if self.priority not in PRIORITIES:
-            raise InvalidArgument(f"priority must be a whole number from -10 to 10, got {self.priority!r}")

@@ -1,14 +1,14 @@
-"""Who is computed next, and where: places, blocks, and the token budget of each pass.
+"""Continuous batching: which requests run, which blocks they hold, and how many tokens each computes in a pass.
 
 Notable here:
-- a pass has a budget of tokens: first one for each answer that is being written (with its draft), then prompts, by
-  priority and the shortest first, but a quarter always for the oldest, so that nobody starves
-- requests get a place by priority, then in the order in which they came; a higher priority displaces a lower one
-- when blocks run out, the lowest priority makes room, then the youngest: its blocks go to the prefix tree, where it
-  finds again what nobody else needed meanwhile
-- every full block goes to the prefix tree as soon as it is computed, so that requests which come together with one
-  beginning compute it once: while one of them reads a block, those who need the same one wait for it
-- nothing here knows about threads, logits or models: plans go out, and what was computed comes back
+- a pass has a token budget: first one token for each decoding request (with its draft), then chunks of prompts, by
+  priority and the shortest first; a quarter is reserved for the oldest prompt, so that none starves
+- requests are admitted by priority, then in the order of arrival; a higher priority preempts a lower one
+- when blocks run out, the request of the lowest priority is preempted, and of equal ones the newest: its blocks go to
+  the prefix tree, from which it reuses those that were not evicted meanwhile
+- every full block goes to the prefix tree as soon as it is computed, so that requests with a common prefix that arrive
+  at the same time compute it once: while one of them computes a block, those that need the same block wait
+- it has no threads, logits or models: its inputs are requests and numbers of computed tokens, its outputs chunks
 """
 
 from __future__ import annotations
@@ -18,339 +18,379 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Final
 
-from pippin.engine.blocks import BlockPool
-from pippin.engine.radix import Key, PrefixTree
-from pippin.engine.runner import BLOCK
-from pippin.engine.scores import ROWS
-from pippin.engine.sequences import Branch, Job, Line, Part, blocks_for
+from pippin.engine.cache.block_pool import BlockPool
+from pippin.engine.cache.prefix_tree import CacheKey, PrefixTree
+from pippin.engine.continuation_scores import MAX_ROWS
+from pippin.engine.model_runner import BLOCK_SIZE
+from pippin.engine.request_state import ContinuationState, RequestState, ScheduledChunk, SequenceState, blocks_for
 from pippin.engine.speculation.drafts import Draft
 
 _rank: Final = attrgetter("rank")
 
 
 class Scheduler:
-    """Requests, waiting and active, and the blocks of those that are active. Used by one thread.
+    """Waiting and running requests, and the blocks of those that run. Used by one thread.
 
     Args:
-        slots: requests that are active at the same time.
-        chunk: tokens of prompts in one pass while nobody is writing; a quarter of it while somebody is.
-        blocks: size of the pool.
-        copy: copies one block over another.
-        reuse: whether what was computed is kept for later requests.
+        max_num_seqs: requests that run at the same time.
+        max_num_batched_tokens: prompt tokens in one pass; a quarter of it while a request is decoding.
+        num_blocks: blocks in the pool.
+        copy_block: copies one block over another.
+        enable_prefix_caching: whether computed blocks are cached for later requests.
 
     Attributes:
-        waiting: requests without a place, the next one first.
-        active: those with one.
-        preempted, prompt_tokens, cached_tokens, prefix_hits: see `EngineStats`.
+        waiting: requests that are not admitted yet, the next one first.
+        running: requests that hold blocks.
+        num_preempted, prompt_tokens, cached_tokens, prefix_hits: see `EngineStats`.
     """
 
     def __init__(
-        self, slots: int, chunk: int, blocks: int, copy: Callable[[int, int], None], *, reuse: bool = True
+        self,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        num_blocks: int,
+        copy_block: Callable[[int, int], None],
+        *,
+        enable_prefix_caching: bool = True,
     ) -> None:
-        self.slots, self.chunk, self.reuse = slots, chunk, reuse
-        self._copy = copy
-        self.waiting: list[Job] = []
-        self.active: list[Job] = []
-        self.preempted = self.prompt_tokens = self.cached_tokens = self.prefix_hits = 0
-        self.pool = BlockPool(blocks)
+        self.max_num_seqs, self.max_num_batched_tokens, self.enable_prefix_caching = (
+            max_num_seqs,
+            max_num_batched_tokens,
+            enable_prefix_caching,
+        )
+        self._copy_block = copy_block
+        self.waiting: list[RequestState] = []
+        self.running: list[RequestState] = []
+        self.num_preempted = self.prompt_tokens = self.cached_tokens = self.prefix_hits = 0
+        self.pool = BlockPool(num_blocks)
         self.tree = PrefixTree(self.pool)
 
-    def add(self, job: Job) -> None:
-        """Take a request in; it fits the pool if it is alone."""
-        insort(self.waiting, job, key=_rank)
+    def add(self, request: RequestState) -> None:
+        """Queue a request, which must not need more blocks than the pool has."""
+        insort(self.waiting, request, key=_rank)
 
-    def remove(self, job: Job, *, keep: bool) -> None:
-        """A request ends; what was computed of it stays for later ones if ``keep``."""
-        if job in self.active:
-            self.active.remove(job)
-            self._release(job, keep=keep)
-        elif job in self.waiting:
-            self.waiting.remove(job)
+    def remove(self, request: RequestState, *, keep: bool) -> None:
+        """End a request; with ``keep``, its blocks stay cached for later ones."""
+        if request in self.running:
+            self.running.remove(request)
+            self._release(request, keep=keep)
+        elif request in self.waiting:
+            self.waiting.remove(request)
 
-    def reset(self) -> list[Job]:
-        """Forget all contents and who was active; return those."""
-        gone, self.active = self.active, []
-        self.pool = BlockPool(self.pool.count)
+    def reset(self) -> list[RequestState]:
+        """Release all blocks and all running requests; return those requests."""
+        stopped, self.running = self.running, []
+        self.pool = BlockPool(self.pool.num_blocks)
         self.tree = PrefixTree(self.pool)
-        for job in gone:
-            self._forget(job)
-        return gone
+        for request in stopped:
+            self._forget(request)
+        return stopped
 
-    def forget(self) -> None:
-        """Give up all that is kept for later requests."""
+    def clear_prefix_cache(self) -> None:
+        """Evict every block that no running request holds."""
         while self.pool.idle:
             self.tree.evict()
 
     # --- before a pass --------------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Give places to those who wait and blocks to those who write; fork what is to be scored."""
+        """Admit waiting requests, give blocks to those that decode, and fork continuations that are to be scored."""
         if self.waiting:
             self._admit()
-        order = sorted(self.active, key=_rank) if len(self.active) > 1 else self.active.copy()
-        for job in order:
-            if job.writing:
-                self._grow(job)
-            elif job.scores is not None and not job.pending:
-                self._fork(job)
-        for job in order:
-            if job.draft_room and job.writing and job.writer is not None:
-                self._grow_for_draft(job, min(job.draft_room, job.writer.limit - job.writer.count - 1))
+        order = sorted(self.running, key=_rank) if len(self.running) > 1 else self.running.copy()
+        for request in order:
+            if request.decoding:
+                self._grow_block_table(request)
+            elif request.scores is not None and not request.num_pending_tokens:
+                self._fork(request)
+        for request in order:
+            if request.max_draft_tokens and request.decoding and request.output is not None:
+                self._grow_for_draft(
+                    request, min(request.max_draft_tokens, request.output.max_tokens - request.output.num_tokens - 1)
+                )
 
-    def plan(self, drafts: Mapping[Job, Draft]) -> list[Part]:
-        """What the next pass computes.
+    def plan(self, drafts: Mapping[RequestState, Draft]) -> list[ScheduledChunk]:
+        """The chunks that the next pass computes.
 
         Args:
-            drafts: what is to be computed behind the last tokens of those who write.
+            drafts: draft tokens of decoding requests, to be verified after their last token.
         """
-        parts = []
-        reading: list[Line] = []
+        chunks = []
+        prefilling: list[SequenceState] = []
         spent = 0
-        for job in self.active:
-            if job.writing:
-                count = min(job.pending, self.chunk)
-                draft = drafts.get(job)
-                parts.append(Part(job, count, draft))
+        for request in self.running:
+            if request.decoding:
+                count = min(request.num_pending_tokens, self.max_num_batched_tokens)
+                draft = drafts.get(request)
+                chunks.append(ScheduledChunk(request, count, draft))
                 spent += count + (0 if draft is None else len(draft.tokens))
             else:
-                reading += job.branches or ([job] if job.pending else ())
-        if reading:
-            budget = self.chunk // 4 if parts else self.chunk
-            parts += self._share_out(reading, max(budget - spent, budget // 4, 1))
-        return parts
+                prefilling += request.branches or ([request] if request.num_pending_tokens else ())
+        if prefilling:
+            budget = self.max_num_batched_tokens // 4 if chunks else self.max_num_batched_tokens
+            chunks += self._schedule_prefill(prefilling, max(budget - spent, budget // 4, 1))
+        return chunks
 
     def _admit(self) -> None:
-        """Places, by rank; nobody overtakes."""
+        """Admit waiting requests by rank; none overtakes another."""
         while self.waiting:
-            job = self.waiting[0]
-            if len(self.active) < self.slots and self._enter(job):
+            request = self.waiting[0]
+            if len(self.running) < self.max_num_seqs and self._allocate(request):
                 del self.waiting[0]
-                self.active.append(job)
-            elif not self._displace(job):
+                self.running.append(request)
+            elif not self._preempt_lower_priority(request):
                 return
 
-    def _enter(self, job: Job) -> bool:
-        """Give a request its blocks: those that the tree holds of it, and new ones for the rest."""
-        match = self.tree.match(job.key, job.ids, len(job.ids) - 1) if self.reuse else None
+    def _allocate(self, request: RequestState) -> bool:
+        """Fill a block table: cached blocks of the prefix, and new ones for the rest; False if there are too few."""
+        match = (
+            self.tree.match(request.key, request.token_ids, len(request.token_ids) - 1)
+            if self.enable_prefix_caching
+            else None
+        )
         found = [] if match is None else match.blocks
-        need = blocks_for(len(job.ids)) - len(found)
-        # each answer on its way may soon need one block more; without this the new one would soon be displaced
-        spare = sum(other.writing for other in self.active)
+        need = blocks_for(len(request.token_ids)) - len(found)
+        # each decoding request may soon need one more block; without a reserve the new one would be preempted at once
+        spare = sum(other.decoding for other in self.running)
         for block in found:
-            self.pool.hold(block)
-        part = match.part if match is not None and match.tokens else None
+            self.pool.retain(block)
+        part = match.partial_block if match is not None and match.num_partial_tokens else None
         if part is not None:
-            self.pool.hold(part)
-            if need + spare > self.pool.available:  # the block to be copied from may be the very one that is missing
-                self.pool.drop(part)
+            self.pool.retain(part)
+            # the block to be copied from may be the one that is missing
+            if need + spare > self.pool.num_available:
+                self.pool.release(part)
                 part = None
-        if need + spare > self.pool.available:
-            self.pool.drop_all(found)
+        if need + spare > self.pool.num_available:
+            self.pool.release_all(found)
             return False
-        job.table = found + self._fresh(need)
-        job.held, job.shared = len(found) * BLOCK, len(found)
-        job.node = match.node if match is not None and found else None
+        request.block_table = found + self._new_blocks(need)
+        request.num_computed_tokens, request.num_shared_blocks = len(found) * BLOCK_SIZE, len(found)
+        request.node = match.node if match is not None and found else None
         if match is not None and part is not None:
-            self._copy(part, job.table[len(found)])
-            self.pool.drop(part)
-            job.held += match.tokens
-        if job.first:
-            self.prompt_tokens += len(job.ids)
-            self.prefix_hits += job.held > 0
-            self._count_cached(job, job.held)
+            self._copy_block(part, request.block_table[len(found)])
+            self.pool.release(part)
+            request.num_computed_tokens += match.num_partial_tokens
+        if request.never_ran:
+            self.prompt_tokens += len(request.token_ids)
+            self.prefix_hits += request.num_computed_tokens > 0
+            self._count_cached(request, request.num_computed_tokens)
         return True
 
-    def _displace(self, job: Job) -> bool:
-        """Let a lower priority make room, if that can help."""
-        lower = [other for other in self.active if other.priority < job.priority]
+    def _preempt_lower_priority(self, request: RequestState) -> bool:
+        """Preempt a request of lower priority, if that can free enough blocks."""
+        lower = [other for other in self.running if other.priority < request.priority]
         if not lower:
             return False
-        room = self.pool.available + sum(len(line.table) for other in lower for line in (other, *other.branches))
-        if room < blocks_for(len(job.ids)):
+        room = self.pool.num_available + sum(
+            len(sequence.block_table) for other in lower for sequence in (other, *other.branches)
+        )
+        if room < blocks_for(len(request.token_ids)):
             return False
         self._preempt(max(lower, key=_rank))
         return True
 
-    def _grow(self, job: Job) -> None:
-        """Blocks for all tokens of an answer so far, or back into the queue."""
-        missing = blocks_for(len(job.ids)) - len(job.table)
-        if missing <= 0 or job not in self.active:
+    def _grow_block_table(self, request: RequestState) -> None:
+        """Allocate blocks for all tokens so far, or preempt the request."""
+        missing = blocks_for(len(request.token_ids)) - len(request.block_table)
+        if missing <= 0:
             return
-        if self._make_room(job, missing):
-            job.table += self._fresh(missing)
+        if self._free_blocks_for(request, missing):
+            request.block_table += self._new_blocks(missing)
         else:
-            self._preempt(job)
+            self._preempt(request)
 
-    def _grow_for_draft(self, job: Job, tokens: int) -> None:
-        """Blocks for so many guesses if there are any left; nobody makes room for a guess."""
-        missing = blocks_for(len(job.ids) + tokens) - len(job.table)
-        if 0 < missing <= self.pool.available:
-            job.table += self._fresh(missing)
+    def _grow_for_draft(self, request: RequestState, tokens: int) -> None:
+        """Allocate blocks for ``tokens`` draft tokens if any are available; no request is preempted for a draft."""
+        missing = blocks_for(len(request.token_ids) + tokens) - len(request.block_table)
+        if 0 < missing <= self.pool.num_available:
+            request.block_table += self._new_blocks(missing)
 
-    def _fork(self, job: Job) -> None:
-        """Begin branches for continuations, as many as one pass takes."""
-        scores = job.scores
-        if scores is None or job not in self.active:
-            return
-        rows, whole = sum(branch.pending for branch in job.branches), len(job.ids) // BLOCK
-        while scores.todo and rows < ROWS:
-            index = scores.todo[0]
-            branch = Branch(job, index, scores.continuations[index])
-            missing = blocks_for(len(branch.ids)) - whole
-            # one branch is enough to go on with: only the first of them takes room from others
-            if self.pool.available < missing and (job.branches or not self._make_room(job, missing)):
+    def _fork(self, request: RequestState) -> None:
+        """Fork continuations, as many as one pass computes."""
+        scores = request.scores
+        assert scores is not None
+        rows, whole = (
+            sum(branch.num_pending_tokens for branch in request.branches),
+            len(request.token_ids) // BLOCK_SIZE,
+        )
+        while scores.waiting and rows < MAX_ROWS:
+            index = scores.waiting[0]
+            branch = ContinuationState(request, index, scores.continuations[index])
+            missing = blocks_for(len(branch.token_ids)) - whole
+            # one continuation is enough to make progress, so only the first may preempt others
+            if self.pool.num_available < missing and (request.branches or not self._free_blocks_for(request, missing)):
                 return
-            scores.todo.popleft()
-            for block in job.table[:whole]:
-                self.pool.hold(block)
-            branch.table = job.table[:whole] + self._fresh(missing)
-            branch.held, branch.states = len(job.ids), job.states.copy()
-            job.branches.append(branch)
-            rows += branch.pending
-            if len(job.ids) % BLOCK:
-                self._copy(job.table[whole], branch.table[whole])
+            scores.waiting.popleft()
+            for block in request.block_table[:whole]:
+                self.pool.retain(block)
+            branch.block_table = request.block_table[:whole] + self._new_blocks(missing)
+            branch.num_computed_tokens, branch.states = len(request.token_ids), request.states.copy()
+            request.branches.append(branch)
+            rows += branch.num_pending_tokens
+            if len(request.token_ids) % BLOCK_SIZE:
+                self._copy_block(request.block_table[whole], branch.block_table[whole])
 
-    def _make_room(self, line: Line, blocks: int) -> bool:
-        """Let those of lower rank make room; False if that is not enough."""
-        while self.pool.available < blocks:
-            last = max((each for job in self.active for each in (job, *job.branches)), key=_rank)
-            if last.rank <= line.rank:
+    def _free_blocks_for(self, sequence: SequenceState, blocks: int) -> bool:
+        """Preempt sequences of lower rank until ``blocks`` are available; False if that is not enough."""
+        while self.pool.num_available < blocks:
+            last = max((each for request in self.running for each in (request, *request.branches)), key=_rank)
+            if last.rank <= sequence.rank:
                 return False
-            if isinstance(last, Branch):
+            if isinstance(last, ContinuationState):
                 self.drop_branch(last)
                 assert last.parent.scores is not None
-                last.parent.scores.todo.appendleft(last.index)
-            elif isinstance(last, Job):
+                last.parent.scores.waiting.appendleft(last.index)
+            elif isinstance(last, RequestState):
                 self._preempt(last)
         return True
 
-    def _fresh(self, count: int) -> list[int]:
-        """So many blocks; they are available."""
-        while self.pool.free < count:
+    def _new_blocks(self, count: int) -> list[int]:
+        """Take ``count`` blocks, which must be available, evicting cached ones where needed."""
+        while self.pool.num_free < count:
             self.tree.evict()
-        return [self.pool.take() for _ in range(count)]
+        return [self.pool.allocate() for _ in range(count)]
 
-    def _preempt(self, job: Job) -> None:
-        """Back into the queue; it will go on where it was, from its prompt and what it wrote."""
-        self.active.remove(job)
-        self._release(job, keep=True)
-        self.preempted += 1
-        insort(self.waiting, job, key=_rank)
+    def _preempt(self, request: RequestState) -> None:
+        """Put a running request back into the queue; it will be recomputed from its prompt and its answer so far."""
+        self.running.remove(request)
+        self._release(request, keep=True)
+        self.num_preempted += 1
+        insort(self.waiting, request, key=_rank)
 
-    def _share_out(self, reading: Sequence[Line], budget: int) -> Iterator[Part]:
-        """Divide a budget of tokens among prompts and branches."""
-        order = sorted(reading, key=lambda line: (line.rank[0], line.pending, line.rank))
-        oldest = min(reading, key=lambda line: line.rank[1:])
-        saved = max(1, budget // 4) if len(order) > 1 else 0  # for the oldest, until its turn
-        rows = ROWS
-        claimed: set[tuple[Key, int, tuple[int, ...]]] = set()
-        for line in order:
-            if line is oldest:
-                saved = 0
+    def _schedule_prefill(self, prefilling: Sequence[SequenceState], budget: int) -> Iterator[ScheduledChunk]:
+        """Divide a budget of tokens among prompts and continuations."""
+        order = sorted(prefilling, key=lambda sequence: (sequence.rank[0], sequence.num_pending_tokens, sequence.rank))
+        oldest = min(prefilling, key=lambda sequence: sequence.rank[1:])
+        reserved = max(1, budget // 4)  # for the oldest, until it is scheduled
+        rows = MAX_ROWS
+        claimed: set[tuple[CacheKey, int, tuple[int, ...]]] = set()
+        for sequence in order:
+            if sequence is oldest:
+                reserved = 0
             claim = None
-            if isinstance(line, Job) and self.reuse:
-                claim = self._claim(line)
+            if isinstance(sequence, RequestState) and self.enable_prefix_caching:
+                claim = self._claim_next_block(sequence)
                 if claim in claimed:
                     continue
-            count = min(line.pending, budget - saved)
-            if isinstance(line, Branch):
+            count = min(sequence.num_pending_tokens, budget - reserved)
+            if isinstance(sequence, ContinuationState):
                 count = min(count, rows)
                 rows -= count
             if count > 0:
                 budget -= count
                 if claim is not None:
                     claimed.add(claim)
-                yield Part(line, count)
+                yield ScheduledChunk(sequence, count)
 
-    def _claim(self, job: Job) -> tuple[Key, int, tuple[int, ...]] | None:
-        """The next block that this prompt needs, after those that others have computed meanwhile."""
-        while job.held == job.shared * BLOCK and job.pending > BLOCK:
-            node = job.node or self.tree.root(job.key)
-            tokens = tuple(job.ids[job.held : job.held + BLOCK])
-            there = self.tree.follow(node, tokens)
-            if there is None:
-                return job.key, node.block, tokens
-            self._use(job, job.shared, there.block)
-            job.node, job.shared, job.held = there, job.shared + 1, job.held + BLOCK
-            if job.first:
-                self._count_cached(job, BLOCK)
+    def _claim_next_block(self, request: RequestState) -> tuple[CacheKey, int, tuple[int, ...]] | None:
+        """The next full block of a prompt that is not cached; blocks that others computed meanwhile are reused."""
+        while (
+            request.num_computed_tokens == request.num_shared_blocks * BLOCK_SIZE
+            and request.num_pending_tokens > BLOCK_SIZE
+        ):
+            node = request.node or self.tree.root(request.key)
+            tokens = tuple(request.token_ids[request.num_computed_tokens : request.num_computed_tokens + BLOCK_SIZE])
+            child = self.tree.find_child(node, tokens)
+            if child is None:
+                return request.key, node.block, tokens
+            self._replace_block(request, request.num_shared_blocks, child.block)
+            request.node, request.num_shared_blocks, request.num_computed_tokens = (
+                child,
+                request.num_shared_blocks + 1,
+                request.num_computed_tokens + BLOCK_SIZE,
+            )
+            if request.never_ran:
+                self._count_cached(request, BLOCK_SIZE)
         return None
 
-    def _count_cached(self, job: Job, tokens: int) -> None:
+    def _count_cached(self, request: RequestState, tokens: int) -> None:
         self.cached_tokens += tokens
-        if job.writer is not None:
-            job.writer.cached += tokens
+        if request.output is not None:
+            request.output.num_cached_tokens += tokens
 
     # --- after a pass ---------------------------------------------------------------------------------------------
 
-    def computed(self, line: Line, tokens: int) -> None:
-        """So many more of a sequence's tokens are in the cache; full blocks are shared from now on."""
-        line.held += tokens
-        if isinstance(line, Job) and self.reuse:
-            self._publish(line)
+    def mark_computed(self, sequence: SequenceState, tokens: int) -> None:
+        """Record that ``tokens`` more of a sequence are in the cache; full blocks go to the prefix tree."""
+        sequence.num_computed_tokens += tokens
+        if isinstance(sequence, RequestState) and self.enable_prefix_caching:
+            self._publish(sequence)
 
-    def drop_branch(self, branch: Branch) -> None:
-        """A branch is complete, or has to begin again later."""
+    def drop_branch(self, branch: ContinuationState) -> None:
+        """Release a continuation that is complete or has to be recomputed later."""
         branch.parent.branches.remove(branch)
-        self.pool.drop_all(branch.table)
+        self.pool.release_all(branch.block_table)
 
-    def restore(self, key: Key, ids: Sequence[int], fill: Callable[[int, int], None]) -> None:
-        """Put a sequence into the prefix tree that was computed earlier, as far as blocks can be had.
+    def restore(self, key: CacheKey, token_ids: Sequence[int], fill: Callable[[int, int], None]) -> None:
+        """Put a sequence that was computed earlier into the prefix tree, as far as there are blocks.
 
         Args:
-            key: whose it is, and what it was computed with.
-            ids: its tokens.
-            fill: called with the number of a block of the sequence, and the block to be filled with it.
+            key: its owner and adapter.
+            token_ids: its tokens.
+            fill: called with the index of a block of the sequence, and the block of the pool to write it to.
         """
         node, path = self.tree.root(key), list[int]()
         try:
-            for index in range(blocks_for(len(ids))):
-                tokens = tuple(ids[index * BLOCK : (index + 1) * BLOCK])
-                there = self.tree.follow(node, tokens)
-                if there is not None:
-                    self.pool.hold(there.block)
-                    path.append(there.block)
-                    node = there
+            for index in range(blocks_for(len(token_ids))):
+                tokens = tuple(token_ids[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE])
+                child = self.tree.find_child(node, tokens)
+                if child is not None:
+                    self.pool.retain(child.block)
+                    path.append(child.block)
+                    node = child
                     continue
-                if not self.pool.available:
+                if not self.pool.num_available:
                     return
-                path += self._fresh(1)
+                path += self._new_blocks(1)
                 fill(index, path[-1])
                 node = self.tree.add(node, tokens, path[-1])
         finally:
-            self.pool.drop_all(path)
+            self.pool.release_all(path)
 
-    def _publish(self, job: Job) -> None:
-        """Give the tree the full blocks that it does not know yet; use its own where it has them already."""
-        while (job.shared + 1) * BLOCK <= job.held:
-            at = job.shared * BLOCK
-            block = job.table[job.shared]
-            node = self.tree.add(job.node or self.tree.root(job.key), tuple(job.ids[at : at + BLOCK]), block)
+    def _publish(self, request: RequestState) -> None:
+        """Add full blocks to the prefix tree; if it has an equal one already, that one replaces the request's."""
+        while (request.num_shared_blocks + 1) * BLOCK_SIZE <= request.num_computed_tokens:
+            at = request.num_shared_blocks * BLOCK_SIZE
+            block = request.block_table[request.num_shared_blocks]
+            node = self.tree.add(
+                request.node or self.tree.root(request.key), tuple(request.token_ids[at : at + BLOCK_SIZE]), block
+            )
             if node.block != block:
-                self._use(job, job.shared, node.block)
-            job.node, job.shared = node, job.shared + 1
+                self._replace_block(request, request.num_shared_blocks, node.block)
+            request.node, request.num_shared_blocks = node, request.num_shared_blocks + 1
 
-    def _use(self, job: Job, index: int, block: int) -> None:
-        """Put another block into a table."""
-        self.pool.hold(block)
-        self.pool.drop(job.table[index])
-        job.table[index] = block
+    def _replace_block(self, request: RequestState, index: int, block: int) -> None:
+        """Replace one block of a block table."""
+        self.pool.retain(block)
+        self.pool.release(request.block_table[index])
+        request.block_table[index] = block
 
-    def _release(self, job: Job, *, keep: bool) -> None:
-        """Give up all blocks of a request."""
-        for branch in job.branches.copy():
+    def _release(self, request: RequestState, *, keep: bool) -> None:
+        """Release all blocks of a request."""
+        for branch in request.branches.copy():
             self.drop_branch(branch)
-            assert job.scores is not None
-            job.scores.todo.appendleft(branch.index)
-        if keep and self.reuse:
-            self._publish(job)
-            at = job.shared * BLOCK
-            if job.held > at:
-                self.tree.add(job.node or self.tree.root(job.key), tuple(job.ids[at : job.held]), job.table[job.shared])
-        self.pool.drop_all(job.table)
-        self._forget(job)
+            assert request.scores is not None
+            request.scores.waiting.appendleft(branch.index)
+        if keep and self.enable_prefix_caching:
+            self._publish(request)
+            at = request.num_shared_blocks * BLOCK_SIZE
+            if request.num_computed_tokens > at:
+                self.tree.add(
+                    request.node or self.tree.root(request.key),
+                    tuple(request.token_ids[at : request.num_computed_tokens]),
+                    request.block_table[request.num_shared_blocks],
+                )
+        self.pool.release_all(request.block_table)
+        self._forget(request)
 
-    def _forget(self, job: Job) -> None:
-        job.table, job.held, job.shared, job.node, job.states = [], 0, 0, None, {}
-        job.branches = []
-        job.first = job.writing = False
+    def _forget(self, request: RequestState) -> None:
+        request.block_table, request.num_computed_tokens, request.num_shared_blocks, request.node, request.states = (
+            [],
+            0,
+            0,
+            None,
+            {},
+        )
+        request.branches = []
+        request.never_ran = request.decoding = False

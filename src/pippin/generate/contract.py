@@ -1,6 +1,7 @@
-"""What every generator of pictures and clips offers, and what all of them check before they begin.
+"""What every generator of images and videos offers, and the checks and options that their samplers share.
 
 Notable here:
+- the options of sampling are declared and checked once; a method's `sample` adds its own
 - guidance means the same everywhere: 1 is none, and above 1 a sample moves away from what it would be unconditionally;
   papers on flows count from 0 (their w is our guidance - 1)
 - a step's callback ends the sampling by raising: nothing is computed after it
@@ -8,29 +9,36 @@ Notable here:
 
 from __future__ import annotations
 
-import math
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, TypedDict, TypeVar, Unpack, runtime_checkable
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from pippin.core import progress
-from pippin.core.errors import InvalidArgument, InvalidInput
-from pippin.generate.condition import Condition, ConditionSpec
+from pippin.core.checks import NonNegativeFloat, NonNegativeInt, PositiveInt, checked
+from pippin.core.errors import InvalidArgument, InvalidInput, UnsupportedModel
+from pippin.core.formats import checkpoint
+from pippin.core.formats.model_types import class_of
+from pippin.generate.conditions import Conditioning, ConditioningSpec
+from pippin.generate.noise import Noise
+
+M = TypeVar("M", bound="GeneratorModule")
 
 
 @dataclass(frozen=True)
-class Step:
-    """One step of a sampling that is over.
+class SamplingStep:
+    """A sampling step that has been computed.
 
     Attributes:
-        done: steps made.
-        total: steps in all.
-        estimate: what the samples look like by now; computed when it is called.
+        done: number of steps computed so far.
+        total: number of steps in all.
+        estimate: computes the present estimate of the samples when it is called.
     """
 
     done: int
@@ -38,96 +46,233 @@ class Step:
     estimate: Callable[[], Tensor]
 
 
-OnStep = Callable[[Step], None]
+OnStep = Callable[[SamplingStep], None]
 """Called after each step; an exception that it raises ends the sampling there."""
+
+
+class GeneratorOptions(TypedDict, total=False):
+    """Keyword arguments that `sample` of every generator takes.
+
+    Attributes:
+        steps: a budget whose meaning each generator documents, at least 1; None for its default.
+        guidance: scale of classifier-free guidance, at least 0; 1 for none.
+        seed: sample i depends on ``seed + i`` alone; 0 by default.
+        on_step: see `OnStep`.
+    """
+
+    steps: int | None
+    guidance: float
+    seed: int
+    on_step: OnStep | None
+
+
+@checked
+@dataclass(frozen=True)
+class SamplingRun:
+    """The checked arguments of one call of `sample`.
+
+    Attributes:
+        condition: what each of the n samples is to show, on the device; None for an unconditional model.
+        n: number of samples.
+        device: where to compute.
+        steps, guidance, seed, on_step: see `GeneratorOptions`.
+    """
+
+    condition: Conditioning | None
+    n: PositiveInt
+    device: torch.device
+    steps: PositiveInt | None = None
+    guidance: NonNegativeFloat = 1.0
+    seed: NonNegativeInt = 0
+    on_step: OnStep | None = None
+
+    def noise(self) -> Noise:
+        """A new source of the samples' random numbers, from its beginning."""
+        return Noise(self.n, seed=self.seed, device=self.device)
 
 
 @runtime_checkable
 class Generator(Protocol):
-    """A model that draws samples.
+    """A model that generates samples.
 
     Attributes:
-        shape: of one sample: (channels, height, width) of a picture, (frames, channels, height, width) of a clip.
-        condition: what it reads.
-        facts: what is to be known of the model beside its configuration, as JSON values: "classes" (names), "data",
-            "text_encoder"; saved with it.
+        metadata: JSON values that are saved beside the configuration: "classes" (names), "data", "text_encoder".
     """
 
-    facts: dict[str, Any]
+    metadata: dict[str, Any]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of one sample."""
+        """Shape of a sample: (channels, height, width) of an image, (frames, channels, height, width) of a video."""
 
     @property
-    def condition(self) -> ConditionSpec:
-        """What it reads."""
+    def condition(self) -> ConditioningSpec:
+        """The conditions that it reads."""
 
     def sample(
-        self,
-        condition: Condition | None = None,
-        n: int | None = None,
-        *,
-        steps: int | None = None,
-        guidance: float = 1.0,
-        seed: int = 0,
-        on_step: OnStep | None = None,
+        self, condition: Conditioning | None = None, n: int | None = None, **options: Unpack[GeneratorOptions]
     ) -> Float[Tensor, "n ..."]:
-        """Draw samples in the documented range (pictures: about -1 to 1, not clipped).
+        """Generate samples in the documented range (images: about -1 to 1, not clipped).
 
         Args:
-            condition: what each is to show; None for nothing.
-            n: samples; None for as many as the condition has, or 1.
-            steps: a budget that means what the model says; None for its default.
-            guidance: 1 for none.
-            seed: sample i depends on ``seed + i`` alone.
-            on_step: see `OnStep`.
+            condition: what each sample is to show; of one sample for all of them; None for no condition.
+            n: number of samples; None for as many as the condition has, or 1.
+            **options: see `GeneratorOptions`.
         """
 
 
 @runtime_checkable
 class HasLikelihood(Protocol):
-    """A generator that tells how likely a sample is."""
+    """A generator with a tractable likelihood."""
 
-    def log_prob(self, x: Float[Tensor, "n ..."], condition: Condition | None = None) -> Float[Tensor, n]:
-        """In nats, of each whole sample."""
+    def log_prob(self, x: Float[Tensor, "n ..."], condition: Conditioning | None = None) -> Float[Tensor, n]:
+        """Log density of each whole sample, in nats."""
 
 
-def prepare(
-    spec: ConditionSpec, condition: Condition | None, n: int | None, guidance: float, device: torch.device | str
-) -> tuple[Condition | None, int]:
-    """Check what a sampling was asked for; the condition on the device, and the number of samples.
+class GeneratorModule(nn.Module):
+    """Base of the generators that are one network: configuration, metadata, and the shared start of `sample`.
+
+    Args:
+        config: a frozen dataclass of the class's ``config_type``, with ``shape`` and ``condition``.
+
+    Attributes:
+        config: the configuration.
+        metadata: see `Generator`; saved with the model.
+    """
+
+    model_type: ClassVar[str]
+    config_type: ClassVar[type[Any]]
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.metadata: dict[str, Any] = {}
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of a sample."""
+        shape: tuple[int, ...] = self.config.shape
+        return shape
+
+    @property
+    def condition(self) -> ConditioningSpec:
+        """The conditions that the model reads."""
+        spec: ConditioningSpec = self.config.condition
+        return spec
+
+    def sample(
+        self, condition: Conditioning | None = None, n: int | None = None, **options: Unpack[GeneratorOptions]
+    ) -> Float[Tensor, "n ..."]:
+        """See `Generator.sample`."""
+        raise NotImplementedError
+
+    def save(self, path: str | Path) -> None:
+        """Write a folder that `load` reads.
+
+        Args:
+            path: created where it does not exist; a model already in it is replaced, whole or not at all.
+
+        Raises:
+            InvalidArgument: metadata that JSON cannot hold.
+            DiskFull: nothing was written.
+        """
+        checkpoint.save(self, path, model_type=self.model_type, config=self.config, metadata=self.metadata)
+
+    @classmethod
+    def load(cls: type[M], path: str | Path, *, device: str | None = None) -> M:
+        """Read what `save` wrote; the model is in evaluation mode, without gradients.
+
+        `GeneratorModule.load` itself opens a generator of any class.
+
+        Args:
+            path: the folder.
+            device: as `pippin.load` takes it; None chooses.
+
+        Raises:
+            ModelNotFound: there is no such folder.
+            UnsupportedModel: it holds another kind of model.
+            CorruptedFile: a file is damaged, or tensors do not fit the configuration.
+        """
+
+        if cls is GeneratorModule:
+            found = class_of(checkpoint.open_folder(path).config.get("model_type"))
+            if not issubclass(found, GeneratorModule):
+                raise UnsupportedModel(f"{path} holds a {found.__name__} and no generator of images")
+            opened: M = found.load(path, device=device)
+            return opened
+
+        def build(saved: checkpoint.SavedModel[Any]) -> M:
+            model = cls(saved.config)
+            model.metadata = saved.metadata
+            return model
+
+        made = checkpoint.load(path, build, model_type=cls.model_type, config_type=cls.config_type, device=device)
+        return made.requires_grad_(False)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the parameters."""
+        return next(self.parameters()).device
+
+    def prepare(
+        self,
+        condition: Conditioning | None,
+        n: int | None,
+        *,
+        unconditional_guidance: bool = False,
+        **options: Unpack[GeneratorOptions],
+    ) -> SamplingRun:
+        """Check the arguments of `sample`; see `prepare_sampling`."""
+        return prepare_sampling(
+            self.condition, self.device, condition, n, unconditional_guidance=unconditional_guidance, **options
+        )
+
+
+def prepare_sampling(
+    spec: ConditioningSpec,
+    device: torch.device,
+    condition: Conditioning | None = None,
+    n: int | None = None,
+    *,
+    unconditional_guidance: bool = False,
+    **options: Unpack[GeneratorOptions],
+) -> SamplingRun:
+    """Check the arguments of `sample` and move the condition to the device.
+
+    Args:
+        spec: the conditions that the model reads.
+        device: of the model.
+        condition: of n samples, or of one for all of them.
+        n: number of samples; None for as many as the condition has, or 1.
+        unconditional_guidance: whether guidance works without a condition, too.
+        **options: see `GeneratorOptions`; guidance other than 1 needs a condition, and a model with a null condition.
 
     Raises:
         InvalidArgument: numbers out of range, a condition that the model does not read or of another length, or
             guidance without a null condition.
     """
-    if not 0 <= guidance < math.inf:
-        raise InvalidArgument(f"guidance is {guidance}; give a number of 0 or more, 1 for none")
     if n is None:
         n = 1 if condition is None else len(condition)
-    if n < 1:
-        raise InvalidArgument(f"n is {n}; give at least 1 sample")
+    run = SamplingRun(condition, n, torch.device(device), **options)
     if condition is not None:
         spec.check(condition)
         if len(condition) not in (1, n):
             raise InvalidArgument(
                 f"a condition of {len(condition)} samples for n={n}; give one for each, or one for all"
             )
-        if len(condition) != n:
-            condition = condition.rows(torch.zeros(n, dtype=torch.long))
-        condition = condition.to(device)
-    if guidance != 1.0 and (condition is None or not spec.null):
+        run = dataclasses.replace(run, condition=condition.expand(n).to(device))
+    needed = condition is not None or not unconditional_guidance
+    if run.guidance != 1.0 and needed and (condition is None or not spec.null):
         raise InvalidArgument(
-            f"guidance={guidance} compares a condition with none, and "
+            f"guidance={run.guidance} compares a condition with none, and "
             + ("no condition was given" if condition is None else "the model was not trained without its condition")
             + "; leave guidance at 1"
         )
-    return condition, n
+    return run
 
 
 def check_samples(x: Tensor, shape: tuple[int, ...]) -> None:
-    """Refuse samples of another shape or kind.
+    """Refuse samples of another shape or data type.
 
     Raises:
         InvalidArgument: another shape; both are named.
@@ -142,16 +287,16 @@ def check_samples(x: Tensor, shape: tuple[int, ...]) -> None:
 
 
 @contextmanager
-def shown(title: str, *, unit: str = "steps", show: bool = True) -> Iterator[OnStep]:
-    """A callback that draws a bar with rate and time left, where there is a terminal.
+def sampling_progress(title: str, *, unit: str = "steps", show_progress: bool = True) -> Iterator[OnStep]:
+    """A callback for ``on_step`` that shows a progress bar with rate and time left, where there is a terminal.
 
-    >>> with shown("drawing", show=False) as on_step:
-    ...     on_step(Step(1, 2, lambda: torch.zeros(1)))
+    >>> with sampling_progress("sampling", show_progress=False) as on_step:
+    ...     on_step(SamplingStep(1, 2, lambda: torch.zeros(1)))
     """
-    with progress.bar(None, title, unit=unit, show=show) as bar:
+    with progress.bar(None, title, unit=unit, show_progress=show_progress) as bar:
         before = 0
 
-        def on_step(step: Step) -> None:
+        def on_step(step: SamplingStep) -> None:
             nonlocal before
             bar.advance(step.done - before)
             bar.say(f"of {step.total}")

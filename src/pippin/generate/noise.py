@@ -1,7 +1,7 @@
-"""Random numbers of which each sample of a batch has its own.
+"""Random numbers with a generator of its own for each sample of a batch.
 
 Notable here:
-- sample i draws from the seed ``seed + i``, on the CPU: more samples, another batch size or another device change no
+- sample i uses the seed ``seed + i``, on the CPU: more samples, another batch size or another device change no
   sample's numbers
 """
 
@@ -13,28 +13,24 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from pippin.core.errors import InvalidArgument
+from pippin.core.checks import NonNegativeInt, PositiveInt, checked
 
 
 class Noise:
     """A source of random numbers for each of ``n`` samples.
 
     Args:
-        n: samples.
-        seed: of the first sample; the next ones count on.
-        device: where the numbers go.
-
-    Raises:
-        InvalidArgument: no samples, or a negative seed.
+        n: number of samples.
+        seed: of the first sample; sample i has ``seed + i``.
+        device: where the numbers are returned.
 
     >>> two, three = Noise(2, seed=7), Noise(3, seed=7)
     >>> torch.equal(two.normal((4,)), three.normal((4,))[:2])
     True
     """
 
-    def __init__(self, n: int, *, seed: int = 0, device: torch.device | str = "cpu") -> None:
-        if n < 1 or seed < 0:
-            raise InvalidArgument(f"{n} samples with seed {seed}: give at least 1 sample and a seed of 0 or more")
+    @checked
+    def __init__(self, n: PositiveInt, *, seed: NonNegativeInt = 0, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
         self._generators = [torch.Generator().manual_seed(seed + i) for i in range(n)]
 

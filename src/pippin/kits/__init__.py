@@ -1,1 +1,5 @@
-"""Task APIs: what an application wants done, in one call each."""
+"""Task APIs for images and text: one call per task."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,19 +1,19 @@
-r"""Sentence encoders: BERT, the mean of its hidden states, and unit length; so that near texts have near vectors.
+r"""Sentence encoders: BERT with pooling over its hidden states, whose vectors of similar texts have a high cosine.
 
 Notable here:
 - the whole method in one file: the encoder (Devlin et al. 2018, arXiv:1810.04805), mean pooling (Sentence-BERT, Reimers
-  and Gurevych 2019, arXiv:1908.10084, section 3) and the reading of a folder in Hugging Face layout
-- a text that is too long is an error that names the limit, and is only cut where the caller says so
-- texts are sorted by length before they are padded, so that short ones do not pay for long ones
+  and Gurevych 2019, arXiv:1908.10084, section 3) and loading and saving of folders in Hugging Face layout
+- a text that is too long is an error that names the limit, unless truncation is requested
+- texts are sorted by length before they are padded, to reduce padding
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -21,8 +21,8 @@ from jaxtyping import Bool, Float, Int
 from tokenizers import Tokenizer as Backend
 from torch import Tensor, nn
 
-from pippin.core import device as devices, reference
-from pippin.core.checkpoint import Checkpoint, open_folder, read_json
+from pippin.core import device as devices
+from pippin.core.checks import PositiveInt, checked
 from pippin.core.errors import (
     ContextOverflow,
     CorruptedFile,
@@ -31,6 +31,9 @@ from pippin.core.errors import (
     ModelNotFound,
     UnsupportedModel,
 )
+from pippin.core.files import atomic_write, make_folder
+from pippin.core.formats.checkpoint import Checkpoint, open_folder, read_json, save_folder
+from pippin.core.store import reference
 from pippin.language.families import ACTIVATIONS
 from pippin.nn.feedforward import Activation, activate
 from pippin.nn.linear import Linear
@@ -41,29 +44,29 @@ _MODULES = ("Transformer", "Pooling", "Normalize")
 
 @dataclass(frozen=True)
 class EncoderConfig:
-    """A BERT encoder, completely described.
+    """The config of a BERT encoder.
 
     Args:
         vocab_size: rows of the embedding.
-        width: model width.
-        layers: number of layers.
-        heads: attention heads; divides ``width``.
-        inner: width of the feed-forward layers.
-        positions: longest sequence that there are position embeddings for.
-        types: kinds of segment; texts are of the first.
-        activation: of the feed-forward layers.
-        eps: of the layer norms.
+        hidden_size: width of the hidden states.
+        num_hidden_layers: number of layers.
+        num_attention_heads: attention heads; divides ``hidden_size``.
+        intermediate_size: width of the feed-forward layers.
+        max_position_embeddings: number of position embeddings, the longest sequence in tokens.
+        type_vocab_size: number of segment types; texts have the first.
+        hidden_act: activation of the feed-forward layers.
+        layer_norm_eps: epsilon of the layer norms.
     """
 
     vocab_size: int
-    width: int
-    layers: int
-    heads: int
-    inner: int
-    positions: int
-    types: int = 2
-    activation: Activation = "gelu"
-    eps: float = 1e-12
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    intermediate_size: int
+    max_position_embeddings: int
+    type_vocab_size: int = 2
+    hidden_act: Activation = "gelu"
+    layer_norm_eps: float = 1e-12
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> EncoderConfig:
@@ -84,17 +87,23 @@ class EncoderConfig:
         try:
             return cls(
                 vocab_size=config["vocab_size"],
-                width=config["hidden_size"],
-                layers=config["num_hidden_layers"],
-                heads=config["num_attention_heads"],
-                inner=config["intermediate_size"],
-                positions=config["max_position_embeddings"],
-                types=config.get("type_vocab_size", 2),
-                activation=ACTIVATIONS[activation],
-                eps=config.get("layer_norm_eps", 1e-12),
+                hidden_size=config["hidden_size"],
+                num_hidden_layers=config["num_hidden_layers"],
+                num_attention_heads=config["num_attention_heads"],
+                intermediate_size=config["intermediate_size"],
+                max_position_embeddings=config["max_position_embeddings"],
+                type_vocab_size=config.get("type_vocab_size", 2),
+                hidden_act=ACTIVATIONS[activation],
+                layer_norm_eps=config.get("layer_norm_eps", 1e-12),
             )
         except KeyError as error:
             raise CorruptedFile(f"config.json has no {error.args[0]!r}, which the model needs") from error
+
+    def to_hf(self) -> dict[str, Any]:
+        """The contents of a `config.json`, which transformers reads."""
+        activation = next(name for name, ours in ACTIVATIONS.items() if ours == self.hidden_act)
+        names = {"model_type": "bert", "architectures": ["BertModel"], "hidden_act": activation}
+        return asdict(self) | names
 
 
 class EncoderLayer(nn.Module):
@@ -102,22 +111,22 @@ class EncoderLayer(nn.Module):
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
-        width = config.width
-        self.heads, self.activation = config.heads, config.activation
+        width = config.hidden_size
+        self.heads, self.activation = config.num_attention_heads, config.hidden_act
         self.query, self.key, self.value = (Linear(width, width, bias=True) for _ in range(3))
         self.attended = Linear(width, width, bias=True)
-        self.attention_norm = nn.LayerNorm(width, eps=config.eps)
-        self.up = Linear(width, config.inner, bias=True)
-        self.down = Linear(config.inner, width, bias=True)
-        self.output_norm = nn.LayerNorm(width, eps=config.eps)
+        self.attention_norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
+        self.up = Linear(width, config.intermediate_size, bias=True)
+        self.down = Linear(config.intermediate_size, width, bias=True)
+        self.output_norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
 
     def forward(
-        self, x: Float[Tensor, "texts tokens width"], real: Bool[Tensor, "texts 1 1 tokens"]
+        self, x: Float[Tensor, "texts tokens width"], attention_mask: Bool[Tensor, "texts 1 1 tokens"]
     ) -> Float[Tensor, "texts tokens width"]:
-        """Apply the layer; ``real`` is false for padding, which nobody looks at."""
+        """Apply the layer; ``attention_mask`` is false for padding."""
         projections = (self.query, self.key, self.value)
         q, k, v = (project(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for project in projections)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=real).transpose(1, 2).flatten(2)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=attention_mask).transpose(1, 2).flatten(2)
         x = self.attention_norm(x + self.attended(y))
         z: Tensor = self.output_norm(x + self.down(activate(self.up(x), self.activation)))
         return z
@@ -129,78 +138,81 @@ class Encoder(nn.Module):
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
         self.config = config
-        # given its memory, Embedding draws no random numbers, which on the meta device would import half of torch
-        self.words, self.places, self.kinds = (
-            nn.Embedding(size, config.width, _weight=torch.empty(size, config.width))
-            for size in (config.vocab_size, config.positions, config.types)
+        # with a given weight, Embedding samples no random numbers, which on the meta device would import much of torch
+        self.word_embeddings, self.position_embeddings, self.token_type_embeddings = (
+            nn.Embedding(size, config.hidden_size, _weight=torch.empty(size, config.hidden_size))
+            for size in (config.vocab_size, config.max_position_embeddings, config.type_vocab_size)
         )
-        self.norm = nn.LayerNorm(config.width, eps=config.eps)
-        self.layers = nn.ModuleList(EncoderLayer(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.layers = nn.ModuleList(EncoderLayer(config) for _ in range(config.num_hidden_layers))
 
     def forward(
-        self, ids: Int[Tensor, "texts tokens"], real: Bool[Tensor, "texts tokens"]
+        self, ids: Int[Tensor, "texts tokens"], attention_mask: Bool[Tensor, "texts tokens"]
     ) -> Float[Tensor, "texts tokens width"]:
         """Hidden states of the last layer.
 
         Args:
-            ids: token ids, at most ``positions`` of each text.
-            real: false for padding.
+            ids: token ids, at most ``max_position_embeddings`` of each text.
+            attention_mask: false for padding.
         """
-        places = torch.arange(ids.shape[1], device=ids.device)
-        x: Tensor = self.norm(self.words(ids) + self.places(places) + self.kinds(torch.zeros_like(places)))
+        positions = torch.arange(ids.shape[1], device=ids.device)
+        types = torch.zeros_like(positions)
+        embedded = self.word_embeddings(ids) + self.position_embeddings(positions) + self.token_type_embeddings(types)
+        x: Tensor = self.norm(embedded)
         for layer in self.layers:
-            x = layer(x, real[:, None, None, :])
+            x = layer(x, attention_mask[:, None, None, :])
         return x
 
 
 @dataclass(frozen=True)
 class TextEncoder:
-    """Turns texts into vectors; may be called from several threads.
+    """A sentence encoder with its tokenizer; thread-safe.
 
-    ``max_tokens`` is the longest text, with the two tokens that frame it; ``pooling`` says whether a text's vector is
-    the mean of its tokens' or the first one's.
+    ``max_tokens`` is the longest text, including its first and last special token; ``pooling`` is "mean" over all
+    tokens, or "first" for the hidden state of the first one.
     """
+
+    model_type: ClassVar = "bert"
 
     name: str
     module: Encoder
     backend: Backend
     max_tokens: int
     pooling: Pooling = "mean"
-    lower: bool = False
+    do_lower_case: bool = False
 
     @property
-    def width(self) -> int:
-        """Numbers in each vector."""
-        return self.module.config.width
+    def embedding_size(self) -> int:
+        """Dimension of the embedding vectors."""
+        return self.module.config.hidden_size
 
     def token_count(self, texts: Sequence[str]) -> list[int]:
-        """Tokens of each text, with the two that frame it.
+        """Number of tokens of each text, including its first and last special token.
 
         Raises:
             InvalidArgument: one text instead of a list of them.
-            InvalidInput: something that is no text, or holds half of a surrogate pair.
+            InvalidInput: an item that is not a text, or holds half of a surrogate pair.
         """
         return [len(ids) for ids in self._encode(texts)]
 
+    @checked
     @torch.no_grad()
     def embed(
-        self, texts: Sequence[str], *, normalise: bool = True, truncate: bool = False, batch_size: int = 32
+        self, texts: Sequence[str], *, normalize: bool = True, truncate: bool = False, batch_size: PositiveInt = 32
     ) -> Float[Tensor, "texts width"]:
         """The vectors of texts, float32 on the CPU.
 
         Args:
-            texts: not empty each.
-            normalise: scale each vector to length 1, so that their products are cosines.
+            texts: texts that are not empty.
+            normalize: scale each vector to length 1, so that their dot products are cosines.
             truncate: use only the beginning of texts that are too long; otherwise they are an error.
             batch_size: texts computed in one pass.
 
         Raises:
-            InvalidArgument: one text instead of a list of them, or a ``batch_size`` below 1.
+            InvalidArgument: one text instead of a list of them.
             InvalidInput: an empty text, something that is no text, or half of a surrogate pair.
             ContextOverflow: a text is longer than ``max_tokens``.
         """
-        if batch_size < 1:
-            raise InvalidArgument(f"batch_size must be at least 1, got {batch_size}")
         encoded = self._encode(texts)
         for index, (ids, text) in enumerate(zip(encoded, texts, strict=True)):
             if not text.strip():
@@ -212,59 +224,78 @@ class TextEncoder:
                     context_size=self.max_tokens,
                     token_count=len(ids),
                 )
-        # what is cut keeps the token that ends it
+        # a truncated text keeps its last special token
         encoded = [ids if len(ids) <= self.max_tokens else [*ids[: self.max_tokens - 1], ids[-1]] for ids in encoded]
         order = sorted(range(len(encoded)), key=lambda index: len(encoded[index]))
-        vectors = torch.empty(len(encoded), self.width)
+        vectors = torch.empty(len(encoded), self.embedding_size)
         for start in range(0, len(order), batch_size):
             batch = order[start : start + batch_size]
             vectors[batch] = self._pool([encoded[index] for index in batch])
-        return F.normalize(vectors, dim=-1) if normalise else vectors
+        return F.normalize(vectors, dim=-1) if normalize else vectors
 
     @torch.no_grad()
     def hidden(
-        self, texts: Sequence[str], *, most: int | None = None
+        self, texts: Sequence[str], *, max_tokens: int | None = None
     ) -> tuple[Float[Tensor, "texts tokens width"], Bool[Tensor, "texts tokens"]]:
-        """The last hidden state of every token, for models that read more of a text than one vector.
+        """The last hidden state of every token, for models that need more than one vector of a text.
 
         Args:
-            texts: an empty one has the two tokens that frame it.
-            most: tokens of a text that are read, with the two that frame it; None for ``max_tokens``. What is beyond
-                is cut, and the token that ends a text stays.
+            texts: texts; an empty one has only its two special tokens.
+            max_tokens: maximum tokens of a text, including its special tokens; None for the encoder's ``max_tokens``.
+                Longer texts are truncated and keep their last special token.
 
         Returns:
-            Hidden states, float32 on the CPU, and which of them are of the text; the rest fills up to the longest.
+            Hidden states, float32 on the CPU, and a mask that is false for padding.
 
         Raises:
-            InvalidArgument: one text instead of a list of them, no text, or ``most`` out of range.
+            InvalidArgument: one text instead of a list of them, no text, or ``max_tokens`` out of range.
             InvalidInput: something that is no text, or holds half of a surrogate pair.
         """
-        limit = self.max_tokens if most is None else most
+        limit = self.max_tokens if max_tokens is None else max_tokens
         if not 2 <= limit <= self.max_tokens:
-            raise InvalidArgument(f"most is {most}; {self.name} reads 2 to {self.max_tokens} tokens")
+            raise InvalidArgument(f"max_tokens is {max_tokens}; {self.name} reads 2 to {self.max_tokens} tokens")
         encoded = self._encode(texts)
         if not encoded:
             raise InvalidArgument("there is no text to read; give at least one")
-        states, real = self._states([ids if len(ids) <= limit else [*ids[: limit - 1], ids[-1]] for ids in encoded])
-        return states.cpu(), real.cpu()
+        states, is_token = self._states([ids if len(ids) <= limit else [*ids[: limit - 1], ids[-1]] for ids in encoded])
+        return states.cpu(), is_token.cpu()
+
+    def save(self, path: str | Path) -> None:
+        """Write a folder in Hugging Face layout, which `load`, transformers and sentence-transformers read.
+
+        Raises:
+            DiskFull: there is less free space than the weights need; nothing was changed.
+        """
+        path = Path(path)
+        tensors = {hf_name(name): tensor for name, tensor in self.module.state_dict().items()}
+        save_folder(path, self.module.config.to_hf(), tensors, _EncoderFiles(self))
+        if self.pooling == "first":
+            make_folder(path / "1_Pooling")
+            with atomic_write(path / "1_Pooling" / "config.json") as file:
+                file.write(json.dumps({"pooling_mode_cls_token": True}).encode())
+
+    @classmethod
+    def load(cls, path: str | Path, *, device: str | None = None) -> TextEncoder:
+        """Open a sentence encoder; arguments and errors as for `load_encoder`."""
+        return load_encoder(path, device=device)
 
     def _states(
         self, batch: list[list[int]]
     ) -> tuple[Float[Tensor, "texts tokens width"], Bool[Tensor, "texts tokens"]]:
-        """Hidden states of a batch, and which are no padding."""
+        """Hidden states of a batch and its attention mask."""
         ids = nn.utils.rnn.pad_sequence([torch.tensor(ids) for ids in batch], batch_first=True)
-        real = torch.arange(ids.shape[1]) < torch.tensor([[len(ids)] for ids in batch])
+        is_token = torch.arange(ids.shape[1]) < torch.tensor([[len(ids)] for ids in batch])
         device = self.module.norm.weight.device
-        ids, real = ids.to(device), real.to(device)
-        return self.module(ids, real), real
+        ids, is_token = ids.to(device), is_token.to(device)
+        return self.module(ids, is_token), is_token
 
     def _pool(self, batch: list[list[int]]) -> Float[Tensor, "texts width"]:
         """One vector for each text of a batch."""
-        hidden, real = self._states(batch)
+        hidden, is_token = self._states(batch)
         if self.pooling == "first":
             pooled: Tensor = hidden[:, 0]
         else:
-            pooled = (hidden * real[..., None]).sum(1) / real.sum(1, keepdim=True)
+            pooled = (hidden * is_token[..., None]).sum(1) / is_token.sum(1, keepdim=True)
         return pooled.cpu()
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
@@ -275,21 +306,38 @@ class TextEncoder:
                 raise InvalidInput(f"text {index} is no text but {type(text).__name__}")
             if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
                 raise InvalidInput(f"text {index} holds half of a surrogate pair, which is no character")
-        plain = [text.lower() for text in texts] if self.lower else list(texts)
+        plain = [text.lower() for text in texts] if self.do_lower_case else list(texts)
         return [encoding.ids for encoding in self.backend.encode_batch(plain)]
+
+
+class _EncoderFiles:
+    """Writes the files of a sentence encoder besides config and weights, for `save_folder`."""
+
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+
+    def __init__(self, encoder: TextEncoder) -> None:
+        self._encoder = encoder
+
+    def save(self, path: Path) -> None:
+        """Write tokenizer, maximum length and case."""
+        encoder = self._encoder
+        encoder.backend.save(str(path / "tokenizer.json"))
+        settings = {"max_seq_length": encoder.max_tokens, "do_lower_case": encoder.do_lower_case}
+        (path / "sentence_bert_config.json").write_text(json.dumps(settings), encoding="utf-8")
 
 
 def load_encoder(ref: str | Path = "all-minilm-l6-v2", *, device: str | None = None) -> TextEncoder:
     """Load a sentence encoder, in float32.
 
     Args:
-        ref: a catalogue name (fetched if it is not in the cache yet), a folder in Hugging Face layout whose model_type
+        ref: a catalog name (downloaded if it is not in the cache yet), a folder in Hugging Face layout whose model_type
             is "bert", or a hub repository.
-        device: "cpu", "cuda", "cuda:1", "mps"; None takes the best there is.
+        device: "cpu", "cuda", "cuda:1", "mps"; None takes the best available.
 
     Raises:
-        ModelNotFound: nothing answers to ``ref``.
-        DownloadFailed: the model had to be fetched, and could not be.
+        ModelNotFound: there is no such model.
+        DownloadFailed: the model could not be downloaded.
         CorruptedFile: a damaged file, or one whose tensors do not fit its configuration.
         UnsupportedModel: another architecture, pooling or kind of file.
         UnsafeCheckpoint: the weights are a pickle.
@@ -311,7 +359,7 @@ def load_encoder(ref: str | Path = "all-minilm-l6-v2", *, device: str | None = N
         module = Encoder(config)
     _fill(module, folder, where)
     extra = _optional(found.path / "sentence_bert_config.json")
-    limit = min(extra.get("max_seq_length") or config.positions, config.positions)
+    limit = min(extra.get("max_seq_length") or config.max_position_embeddings, config.max_position_embeddings)
     backend = _backend(found.path, config.vocab_size)
     return TextEncoder(found.name, module.eval(), backend, limit, pooling, bool(extra.get("do_lower_case")))
 
@@ -321,7 +369,7 @@ def _optional(path: Path) -> dict[str, Any]:
 
 
 def _pooling(folder: Path) -> Pooling:
-    """How hidden states become one vector; the mean where nothing is said."""
+    """Pooling method of a folder; mean pooling by default."""
     if (folder / "modules.json").is_file():
         try:
             kinds = [
@@ -356,9 +404,9 @@ def _backend(folder: Path, vocab_size: int) -> Backend:
 
 
 _NAMES = {
-    "words": "embeddings.word_embeddings",
-    "places": "embeddings.position_embeddings",
-    "kinds": "embeddings.token_type_embeddings",
+    "word_embeddings": "embeddings.word_embeddings",
+    "position_embeddings": "embeddings.position_embeddings",
+    "token_type_embeddings": "embeddings.token_type_embeddings",
     "norm": "embeddings.LayerNorm",
     "query": "attention.self.query",
     "key": "attention.self.key",
@@ -372,18 +420,18 @@ _NAMES = {
 
 
 def hf_name(name: str) -> str:
-    """The name in a Hugging Face checkpoint of one of our parameters.
+    """The name of a parameter in a Hugging Face checkpoint.
 
     >>> hf_name("layers.3.up.bias")
     'encoder.layer.3.intermediate.dense.bias'
     """
-    *place, part, kind = name.split(".")
-    prefix = f"encoder.layer.{place[1]}." if place else ""
+    *layer, part, kind = name.split(".")
+    prefix = f"encoder.layer.{layer[1]}." if layer else ""
     return f"{prefix}{_NAMES[part]}.{kind}"
 
 
 def _fill(module: Encoder, folder: Checkpoint, device: torch.device) -> None:
-    """Put the weights in place; the pooler and the heads of other tasks are left where they are."""
+    """Load the weights; the pooler and the heads of other tasks are not read."""
     theirs = {name.removeprefix("bert."): name for name in folder.names()}
     state = {}
     for name, parameter in module.state_dict().items():

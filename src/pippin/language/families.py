@@ -1,12 +1,12 @@
-"""Checkpoint families: a `config.json` or a GGUF header becomes a `DecoderConfig`, and names of tensors become ours.
+"""Checkpoint families: conversion of `config.json` and GGUF headers to a `DecoderConfig`, and of tensor names.
 
 Notable here:
-- our parameter names are Hugging Face's without the "model." in front, so most maps are the identity
+- Pippin's parameter names are Hugging Face's without the prefix "model.", so most maps are the identity
 - a GGUF file of the llama architecture stores query and key rows in another order, which is undone here
-- layers that read another layer's keys and values, or have a recurrence in attention's place, are written down beside
-  the family that is otherwise meant, under a model type of our own: a reader that knows only the family must not fill
-  in what is missing by chance
-- Gemma's norms are stored minus one (Hugging Face) or as they are (GGUF); in memory a norm multiplies by its weight
+- decoders with KV-sharing or recurrent layers are saved under Pippin's own model types, so that other libraries refuse
+  them instead of initializing the missing weights
+- Gemma's norm weights are stored minus one in Hugging Face's format and unchanged in GGUF; in memory a norm multiplies
+  by its weight
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from pippin.core.errors import CorruptedFile, UnsupportedModel
-from pippin.core.gguf import GGUFFile
-from pippin.language.transformer import DecoderConfig, LayerSpec
+from pippin.core.formats.gguf import GGUFFile
+from pippin.core.formats.model_types import MODEL_TYPES
+from pippin.language.decoder import DecoderConfig, LayerSpec
 from pippin.nn.attention import AttentionSpec
 from pippin.nn.feedforward import Activation, FeedForwardSpec
-from pippin.nn.recurrent import RecurrentSpec
+from pippin.nn.recurrent.layer import RecurrentSpec
 from pippin.nn.rotary import Rotary
 
 T = TypeVar("T")
 
-# Families whose layers are all alike but for what the functions below read from the configuration.
+# Families whose layers differ only in fields that the functions below read.
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "smollm3")
 GGUF_FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text", "smollm3": "smollm3"}
 ACTIVATIONS: dict[str, Activation] = {
@@ -39,18 +40,9 @@ ACTIVATIONS: dict[str, Activation] = {
     "relu": "relu",
 }
 KV_SHARED = "pippin_kv_shared"
-"""The model type of decoders whose layers share caches; ``base_model_type`` is the family that they are otherwise."""
+"""The model type of decoders with KV-sharing layers; ``base_model_type`` is their family."""
 RECURRENT = "pippin_recurrent"
-"""The model type of decoders with recurrent layers; ``base_model_type`` is the family that they are otherwise."""
-DIFFUSION = "pippin_diffusion"
-OTHERS = {
-    DIFFUSION: "a masked diffusion model; open it with pippin.language.load_diffusion, or use `pippin infill`",
-    "pippin_instruction_pruning": "a model that its prompt prunes; make a small one of it with "
-    "`pippin shape specialize FOLDER --prompt TEXT --out SMALL`",
-    "pippin_soup": "a soup of experts; make a model of it: `pippin shape specialize FOLDER --documents FILE --out G`",
-    "pippin_reasoner": "a reasoner with latent thoughts; ask it with `pippin reason FOLDER QUESTION`",
-}
-"""Model types of ours that are more than a decoder, and what opens them."""
+"""The model type of decoders with recurrent layers; ``base_model_type`` is their family."""
 PERMUTED = ("llama", "smollm3")  # GGUF architectures with interleaved query and key rows
 
 
@@ -69,13 +61,14 @@ def from_hf(config: Mapping[str, Any]) -> DecoderConfig:
     if family == "gemma3":  # the multimodal wrapper; its text part is the decoder
         config = {**config["text_config"], "model_type": "gemma3_text"}
         family = "gemma3_text"
-    if family in OTHERS:
-        raise UnsupportedModel(f"this is {OTHERS[family]}")
+    if isinstance(family, str) and family in MODEL_TYPES:
+        name = MODEL_TYPES[family].partition(":")[2]
+        raise UnsupportedModel(f"this is a {name} (model type {family!r}); open it with {name}.load")
     if family not in FAMILIES:
         raise UnsupportedModel(f"model_type {family!r} is not supported; supported are {', '.join(FAMILIES)}")
     with _contradictions("config.json"):
         base = _from_hf(family, config)
-        base = base.reading(config["kv_sources"]) if shared else base
+        base = base.with_kv_sources(config["kv_sources"]) if shared else base
         return _with_recurrence(base, config["recurrent"]) if recurrent else base
 
 
@@ -94,27 +87,27 @@ def _from_hf(family: str, config: Mapping[str, Any]) -> DecoderConfig:
     return DecoderConfig(
         family=family,
         vocab_size=config["vocab_size"],
-        width=width,
+        hidden_size=width,
         layers=tuple(
             _hf_layer(family, config, i, ACTIVATIONS[name], head_dim) for i in range(config["num_hidden_layers"])
         ),
-        heads=heads,
-        kv_heads=config.get("num_key_value_heads") or heads,
+        num_attention_heads=heads,
+        num_key_value_heads=config.get("num_key_value_heads") or heads,
         head_dim=head_dim,
-        max_context=config["max_position_embeddings"],
-        eps=config.get("rms_norm_eps", 1e-6),
+        max_position_embeddings=config["max_position_embeddings"],
+        rms_norm_eps=config.get("rms_norm_eps", 1e-6),
         qkv_bias=family == "qwen2",
         qk_norm=family in ("qwen3", "qwen3_moe", "gemma3_text"),
         post_norms=gemma,
         embedding_scale=math.sqrt(width) if gemma else 1.0,
         attention_scale=None if scale is None or scale == head_dim else scale**-0.5,
-        tied=tied,
-        kv_routing=config.get("kv_routing"),
+        tie_word_embeddings=tied,
+        training_methods=dict(config.get("training_methods", {})),
     )
 
 
 def _with_recurrence(config: DecoderConfig, specs: Sequence[Mapping[str, Any] | None]) -> DecoderConfig:
-    """The same decoder, with the recurrence that each layer has in attention's place (None: it attends)."""
+    """The config with recurrent layers: for each layer the recurrence that replaces attention (None: attention)."""
     layers = tuple(
         layer if spec is None else LayerSpec.recurring(RecurrentSpec(**spec), layer.feedforward)
         for layer, spec in zip(config.layers, specs, strict=True)
@@ -143,15 +136,15 @@ def _hf_layer(family: str, config: Mapping[str, Any], index: int, activation: Ac
         feedforward = FeedForwardSpec(
             config["moe_intermediate_size"],
             activation,
-            experts=config.get("num_experts") or config["num_local_experts"],
-            active=config["num_experts_per_tok"],
-            renormalise=config.get("norm_topk_prob", False),
+            num_experts=config.get("num_experts") or config["num_local_experts"],
+            num_experts_per_tok=config["num_experts_per_tok"],
+            norm_topk_prob=config.get("norm_topk_prob", False),
         )
     return LayerSpec(AttentionSpec(window=window, rotary=rotary), feedforward)
 
 
 def _hf_rotary(family: str, config: Mapping[str, Any], local: bool) -> Rotary:
-    """Positions, from the older fields (rope_theta, rope_scaling) or the newer one (rope_parameters)."""
+    """Rotary spec, from the older fields (rope_theta, rope_scaling) or the newer one (rope_parameters)."""
     rope = dict(config.get("rope_parameters") or {})
     kind = "sliding_attention" if local else "full_attention"
     if kind in rope:
@@ -208,10 +201,10 @@ def _from_gguf(file: GGUFFile, family: str) -> DecoderConfig:
 
     def layer(index: int) -> LayerSpec:
         local = gemma and (index + 1) % 6 != 0
-        turn: Rotary | None = Rotary(10_000.0) if local else rotary
+        rotary_spec: Rotary | None = Rotary(10_000.0) if local else rotary
         if family == "smollm3" and (index + 1) % 4 == 0:
-            turn = None
-        attention = AttentionSpec(window=window if local else None, rotary=turn)
+            rotary_spec = None
+        attention = AttentionSpec(window=window if local else None, rotary=rotary_spec)
         return LayerSpec(attention, FeedForwardSpec(size, "gelu_tanh" if gemma else "silu"))
 
     if not 0 < count <= len(file.tensors):
@@ -219,25 +212,25 @@ def _from_gguf(file: GGUFFile, family: str) -> DecoderConfig:
     return DecoderConfig(
         family=family,
         vocab_size=file.tensors["token_embd.weight"].shape[0],
-        width=width,
+        hidden_size=width,
         layers=tuple(layer(i) for i in range(count)),
-        heads=heads,
-        kv_heads=get("attention.head_count_kv", int, heads),
+        num_attention_heads=heads,
+        num_key_value_heads=get("attention.head_count_kv", int, heads),
         head_dim=head_dim,
-        max_context=get("context_length", int),
-        eps=get("attention.layer_norm_rms_epsilon", float),
+        max_position_embeddings=get("context_length", int),
+        rms_norm_eps=get("attention.layer_norm_rms_epsilon", float),
         qkv_bias="blk.0.attn_q.bias" in file.tensors,
         qk_norm="blk.0.attn_q_norm.weight" in file.tensors,
         post_norms=gemma,
         embedding_scale=math.sqrt(width) if gemma else 1.0,
         # the 27B model is the only one of its family that does not scale by the head width
         attention_scale=(width / heads) ** -0.5 if gemma and count == 62 else None,
-        tied="output.weight" not in file.tensors,
+        tie_word_embeddings="output.weight" not in file.tensors,
     )
 
 
 def _gguf_rotary(file: GGUFFile, gemma: bool) -> Rotary:
-    """Positions of the layers that see everything."""
+    """Rotary embedding of the global-attention layers."""
     prefix = f"{file.architecture}.rope"
     how = file.get(f"{prefix}.scaling.type", str, "none")
     if how not in ("none", "linear", "yarn"):
@@ -250,7 +243,7 @@ def _gguf_rotary(file: GGUFFile, gemma: bool) -> Rotary:
         theta=file.get(f"{prefix}.freq_base", float, 1_000_000.0 if gemma else 10_000.0),
         scaling=how,  # type: ignore[arg-type]
         factor=file.get(f"{prefix}.scaling.factor", float, 1.0),
-        original_context=file.get(
+        original_max_position_embeddings=file.get(
             f"{prefix}.scaling.original_context_length", int, file.get(f"{file.architecture}.context_length", int)
         ),
         low=slow,
@@ -261,7 +254,7 @@ def _gguf_rotary(file: GGUFFile, gemma: bool) -> Rotary:
 
 @contextmanager
 def _contradictions(what: str) -> Iterator[None]:
-    """A field that is missing, of the wrong kind or impossible means that the file is damaged."""
+    """Raise `CorruptedFile` for a field that is missing, of the wrong type or impossible."""
     try:
         yield
     except KeyError as error:
@@ -294,10 +287,10 @@ GEMMA_GGUF_NAMES = GGUF_NAMES | {
 
 
 def gguf_name(name: str, config: DecoderConfig) -> str:
-    """Our name of a GGUF tensor.
+    """Pippin's name of a GGUF tensor.
 
     Raises:
-        UnsupportedModel: a tensor that the decoder has no place for.
+        UnsupportedModel: a tensor that the decoder does not have.
     """
     names = GEMMA_GGUF_NAMES if config.family == "gemma3_text" else GGUF_NAMES
     stem, _, leaf = name.rpartition(".")
@@ -311,8 +304,8 @@ def gguf_name(name: str, config: DecoderConfig) -> str:
 
 
 def gguf_tensor(name: str, tensor: Tensor, config: DecoderConfig, architecture: str) -> Tensor:
-    """Undo what the GGUF converter did to a tensor (named by us): the order of query and key rows."""
-    heads = {"q_proj": config.heads, "k_proj": config.kv_heads}.get(name.split(".")[-2])
+    """Undo the GGUF converter's permutation of query and key rows; ``name`` is Pippin's."""
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
     if architecture not in PERMUTED or heads is None:
         return tensor
     pairs = tensor.reshape(heads, tensor.shape[0] // heads // 2, 2, *tensor.shape[1:])
@@ -320,7 +313,7 @@ def gguf_tensor(name: str, tensor: Tensor, config: DecoderConfig, architecture: 
 
 
 def hf_name(name: str) -> str | None:
-    """Our name of a tensor in a Hugging Face checkpoint; None for what a decoder does not use (a vision tower)."""
+    """Pippin's name of a tensor in a Hugging Face checkpoint; None for tensors that a decoder does not use."""
     for prefix in ("language_model.model.", "model.language_model.", "language_model.", "model."):
         if name.startswith(prefix):
             return name.removeprefix(prefix)
@@ -330,27 +323,27 @@ def hf_name(name: str) -> str | None:
 
 
 def to_hf_name(name: str) -> str:
-    """The name under which one of our tensors is saved."""
+    """The name in a Hugging Face checkpoint of one of Pippin's tensors."""
     return name if name.startswith("lm_head.") else f"model.{name}"
 
 
 def norm_offset(name: str, config: DecoderConfig) -> float:
-    """What a Hugging Face checkpoint leaves out of a weight (named by us): 1 for Gemma's norms, 0 for all else."""
+    """The offset of a weight in a Hugging Face checkpoint: 1 for Gemma's norms, 0 for all others."""
     return 1.0 if config.family == "gemma3_text" and name.endswith("norm.weight") else 0.0
 
 
 def to_hf(config: DecoderConfig) -> dict[str, Any]:
     """The `config.json` that describes this decoder to Hugging Face's transformers.
 
-    Where layers share caches or are recurrent, which transformers does not have for these families, its model type is
+    For KV-sharing or recurrent layers, which transformers does not have in these families, the model type is
     `KV_SHARED` or `RECURRENT`.
 
     Raises:
         UnsupportedModel: feed-forward layers or rotary frequencies that no family of transformers has.
     """
     first = config.layers[0]
-    dense = [layer.feedforward for layer in config.layers if not layer.feedforward.experts]
-    if not all(spec.gated for spec in dense) or len({spec.size for spec in dense}) > 1:
+    dense = [layer.feedforward for layer in config.layers if not layer.feedforward.num_experts]
+    if not all(spec.gated for spec in dense) or len({spec.intermediate_size for spec in dense}) > 1:
         raise UnsupportedModel(
             "feed-forward layers that are not gated, or of different sizes, have no Hugging Face configuration"
         )
@@ -359,9 +352,9 @@ def to_hf(config: DecoderConfig) -> dict[str, Any]:
         base = to_hf(replace(config, layers=tuple(replace(layer, recurrent=None) for layer in config.layers)))
         own: dict[str, Any] = {"model_type": RECURRENT, "architectures": [], "base_model_type": config.family}
         return base | own | {"recurrent": specs}
-    sources = [layer.attention.source for layer in config.layers]
+    sources = [layer.attention.kv_source for layer in config.layers]
     if any(source is not None for source in sources):
-        base = to_hf(config.reading([None] * len(sources)))
+        base = to_hf(config.with_kv_sources([None] * len(sources)))
         own = {"model_type": KV_SHARED, "architectures": [], "base_model_type": config.family, "kv_sources": sources}
         return base | own
     activation = next(name for name, ours in ACTIVATIONS.items() if ours == first.feedforward.activation)
@@ -370,15 +363,15 @@ def to_hf(config: DecoderConfig) -> dict[str, Any]:
         "model_type": config.family,
         "architectures": [ARCHITECTURES[config.family]],
         "vocab_size": config.vocab_size,
-        "hidden_size": config.width,
-        "intermediate_size": first.feedforward.size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": first.feedforward.intermediate_size,
         "num_hidden_layers": len(config.layers),
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
         "head_dim": config.head_dim,
-        "max_position_embeddings": config.max_context,
-        "rms_norm_eps": config.eps,
-        "tie_word_embeddings": config.tied,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.rms_norm_eps,
+        "tie_word_embeddings": config.tie_word_embeddings,
         "hidden_activation" if config.family == "gemma3_text" else "hidden_act": activation,
         "sliding_window": next(iter(windows), None),
         **_hf_rope(config),
@@ -391,12 +384,16 @@ def to_hf(config: DecoderConfig) -> dict[str, Any]:
         result["query_pre_attn_scalar"] = (config.attention_scale or config.head_dim**-0.5) ** -2
     if config.family == "smollm3":
         result["no_rope_layers"] = [int(layer.attention.rotary is not None) for layer in config.layers]
-    if first.feedforward.experts:
+    if first.feedforward.num_experts:
         spec = first.feedforward
-        result |= {"num_experts": spec.experts, "num_experts_per_tok": spec.active, "norm_topk_prob": spec.renormalise}
-        result["moe_intermediate_size"] = spec.size
-    if config.kv_routing is not None:
-        result["kv_routing"] = config.kv_routing
+        result |= {
+            "num_experts": spec.num_experts,
+            "num_experts_per_tok": spec.num_experts_per_tok,
+            "norm_topk_prob": spec.norm_topk_prob,
+        }
+        result["moe_intermediate_size"] = spec.intermediate_size
+    if config.training_methods:
+        result["training_methods"] = dict(config.training_methods)
     return result
 
 
@@ -412,7 +409,7 @@ ARCHITECTURES = {
 
 
 def _hf_rope(config: DecoderConfig) -> dict[str, Any]:
-    """The rope fields of `to_hf`, in the form that old and new readers understand."""
+    """The rope fields of `to_hf`, in a format that old and new versions of transformers read."""
     rotaries = {
         layer.attention.window is None: layer.attention.rotary for layer in config.layers if layer.attention.rotary
     }
@@ -422,7 +419,7 @@ def _hf_rope(config: DecoderConfig) -> dict[str, Any]:
     if whole.divisors is not None:
         raise UnsupportedModel("rotary frequencies given as a table have no Hugging Face configuration")
     if whole.scaling in ("llama3", "yarn"):
-        scaling["original_max_position_embeddings"] = whole.original_context
+        scaling["original_max_position_embeddings"] = whole.original_max_position_embeddings
     if whole.scaling == "llama3":
         scaling |= {"low_freq_factor": whole.low, "high_freq_factor": whole.high}
     if whole.scaling == "yarn":

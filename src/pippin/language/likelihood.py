@@ -1,11 +1,11 @@
-r"""How likely a text is to a model: the held-out figure by which two models, or two forms of one, are compared.
+r"""Log-likelihood of texts under a model, to compare models or versions of one.
 
 Notable here:
-- nats per token, nats per byte (the same scale for every vocabulary) and perplexity, $e^{\text{nats per token}}$
-- a long text is read in windows; every token but the first is counted exactly once, and with a stride below the
-  window's length each has at least ``length - stride`` tokens before it
-- windows of any lengths lie end to end in one pass, so short texts cost no padding; packed models compute it with their
-  own kernels, and the logits of a pass never lie in memory all at once
+- nats per token, nats per byte (comparable across vocabularies) and perplexity, $e^{\text{nats per token}}$
+- a long text is split into windows; every token but the first is predicted exactly once, and with a stride below the
+  window's length each has at least ``length - stride`` tokens of context
+- windows of any lengths are packed end to end in one pass, so short texts need no padding; packed models use their own
+  kernels, and logits are computed in chunks
 """
 
 from __future__ import annotations
@@ -18,24 +18,25 @@ import torch
 import torch.nn.functional as F
 
 from pippin.core import progress
+from pippin.core.checks import PositiveInt, checked
 from pippin.core.errors import InvalidArgument, InvalidInput
-from pippin.language.load import LanguageModel
-from pippin.language.readout import LOGITS
-from pippin.nn.cache import Documents
+from pippin.language.chunked_loss import MAX_LOGITS
+from pippin.language.language_model import LanguageModel
+from pippin.nn.kv_cache import PackedDocuments
 
-_PASS = 4096  # tokens that are computed together
+_PASS = 4096  # tokens of one pass
 
 
 @dataclass(frozen=True)
-class Likelihood:
-    """What a model makes of a text.
+class TextLikelihood:
+    """Log-likelihood of a text under a model.
 
     Args:
-        nats: minus the natural logarithm of its probability, given the first token of each text.
-        tokens: those that were predicted: all but the first of each text.
-        bytes: of these tokens.
+        nats: negative log-likelihood (natural logarithm), given the first token of each text.
+        tokens: number of predicted tokens: all but the first of each text.
+        bytes: bytes of these tokens.
 
-    >>> text = Likelihood(nats=200.0, tokens=100, bytes=400)
+    >>> text = TextLikelihood(nats=200.0, tokens=100, bytes=400)
     >>> text.per_token, text.per_byte, round(text.perplexity, 2)
     (2.0, 0.5, 7.39)
     """
@@ -51,69 +52,69 @@ class Likelihood:
 
     @property
     def per_byte(self) -> float:
-        """Nats per byte of text; NaN where the tokens stand for no bytes."""
+        """Nats per byte of text; NaN if the tokens have no bytes."""
         return self.nats / self.bytes if self.bytes else math.nan
 
     @property
     def perplexity(self) -> float:
-        """The number of equally likely tokens that would be as surprising; infinite beyond what a float holds."""
+        """The perplexity, $e^{\\text{nats per token}}$; infinite if it overflows."""
         return math.exp(self.per_token) if self.per_token < 709 else math.inf
 
 
-def likelihood(
+@checked
+def text_likelihood(
     model: LanguageModel,
     text: str | Sequence[str] | Sequence[int],
     *,
-    length: int = 1024,
-    stride: int | None = None,
-    limit: int | None = None,
-    show: bool = False,
-) -> Likelihood:
+    max_length: PositiveInt = 1024,
+    stride: PositiveInt | None = None,
+    max_tokens: PositiveInt | None = None,
+    show_progress: bool = False,
+) -> TextLikelihood:
     """Measure a text, several texts, or token ids.
 
-    A window reads ``length`` tokens and predicts the one after each; the next window begins ``stride`` tokens later,
-    and of it only the predictions that no window made before count.
+    A window has ``max_length`` tokens and predicts the one after each; the next window begins ``stride`` tokens later,
+    and only its predictions of new tokens count.
 
     Args:
-        model: as loaded, packed or not, on any device.
-        text: one text; several, none of which sees another; or the ids of one. Texts begin with the tokenizer's begin
-            token, where it uses one, and get no end token.
-        length: tokens of a window; at most the model's context.
-        stride: by how much windows move on; None for ``length``, the quickest, where a window's first predictions have
-            little before them.
-        limit: only the first so many predictions, over all texts; None for all.
-        show: draw a progress bar.
+        model: a loaded model, packed or not, on any device.
+        text: one text; several independent texts; or the token ids of one. Texts begin with the tokenizer's begin
+            token, if it uses one, and get no end token.
+        max_length: tokens of a window; at most the model's context.
+        stride: distance between windows in tokens; None for ``max_length``, the fastest, where a window's first
+            predictions have little context.
+        max_tokens: maximum number of predictions, over all texts; None for all.
+        show_progress: whether to show a progress bar.
 
     Raises:
-        InvalidArgument: a length, stride or limit out of range, or an id outside the vocabulary.
+        InvalidArgument: a ``max_length`` above the model's context, a stride above ``max_length``, or an id outside the
+            vocabulary.
         InvalidInput: there is nothing to predict: no text has two tokens.
     """
-    stride = length if stride is None else stride
-    if not 1 <= length <= model.context_size:
-        raise InvalidArgument(f"length is {length}; windows of {model.name} hold 1 to {model.context_size} tokens")
-    if not 1 <= stride <= length:
-        raise InvalidArgument(f"stride is {stride}; give 1 to {length}, the length of a window")
-    if limit is not None and limit < 1:
-        raise InvalidArgument(f"limit is {limit}; give at least 1 token, or None")
+    stride = max_length if stride is None else stride
+    if max_length > model.context_size:
+        raise InvalidArgument(f"max_length is {max_length}; {model.name} reads at most {model.context_size} tokens")
+    if stride > max_length:
+        raise InvalidArgument(f"stride is {stride}, which must be at most max_length ({max_length})")
     texts = _encoded(model, text)
-    windows = list(_limited(_windows(texts, length, stride), limit))
+    windows = list(_limited(_windows(texts, max_length, stride), max_tokens))
     total = sum(window.new for window in windows)
     if total == 0:
         raise InvalidInput("there is nothing to predict: give a text of at least two tokens")
     nats, nbytes = 0.0, 0
-    with torch.inference_mode(), progress.bar(total, "likelihood", unit="tokens", show=show) as bar:
+    with torch.inference_mode(), progress.bar(total, "likelihood", unit="tokens", show_progress=show_progress) as bar:
         for group in _passes(windows):
             nats += _nats(model, group)
             new = sum(window.new for window in group)
             nbytes += sum(len(model.tokenizer.token_bytes(i)) for window in group for i in window.targets)
             bar.advance(new)
-    return Likelihood(nats, total, nbytes)
+    return TextLikelihood(nats, total, nbytes)
 
 
 @dataclass(frozen=True)
 class _Window:
     ids: list[int]
-    targets: list[int]  # what should follow the last ``new`` of the ids
+    targets: list[int]  # the tokens that follow the last ``new`` of the ids
 
     @property
     def new(self) -> int:
@@ -157,7 +158,7 @@ def _limited(windows: Iterator[_Window], limit: int | None) -> Iterator[_Window]
 
 
 def _passes(windows: Sequence[_Window]) -> Iterator[list[_Window]]:
-    """Windows that are computed together."""
+    """Groups of windows of about `_PASS` tokens, each computed in one pass."""
     group: list[_Window] = []
     size = 0
     for window in windows:
@@ -171,15 +172,15 @@ def _passes(windows: Sequence[_Window]) -> Iterator[list[_Window]]:
 
 
 def _nats(model: LanguageModel, group: Sequence[_Window]) -> float:
-    """Of the new predictions of some windows."""
+    """Negative log-likelihood of the new predictions of some windows, in nats."""
     module, device = model.module, model.device
     ids = torch.tensor([index for window in group for index in window.ids], device=device)
     targets = torch.tensor([index for window in group for index in window.targets], device=device)
-    hidden = module.hidden(ids[None], cache=Documents([len(window.ids) for window in group]))[0]
+    hidden = module.hidden(ids[None], cache=PackedDocuments([len(window.ids) for window in group]))[0]
     ends = torch.tensor([len(window.ids) for window in group]).cumsum(0).tolist()
     wanted = [torch.arange(end - window.new, end) for end, window in zip(ends, group, strict=True)]
     hidden = hidden[torch.cat(wanted).to(device)]
-    rows = max(64, LOGITS // model.config.vocab_size)
+    rows = max(64, MAX_LOGITS // model.config.vocab_size)
     total = torch.zeros((), dtype=torch.float64)
     for part, right in zip(hidden.split(rows), targets.split(rows), strict=True):
         losses = F.cross_entropy(module.lm_head(part).float(), right, reduction="none")

@@ -1,58 +1,57 @@
-"""Decoders to be trained from nothing: a few sizes of the usual form, or with recurrent layers, for any vocabulary."""
+"""Configs of decoders for training from scratch, in a few sizes, with attention or recurrent layers."""
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple, cast, get_args
+from typing import Final, Literal, NamedTuple, cast, get_args
 
-from pippin.core.errors import InvalidArgument
-from pippin.language.transformer import DecoderConfig, LayerSpec
+from pippin.core.checks import checked
+from pippin.language.decoder import DecoderConfig, LayerSpec
 from pippin.nn.attention import AttentionSpec
 from pippin.nn.feedforward import FeedForwardSpec
-from pippin.nn.recurrent import CellName, RecurrentSpec
+from pippin.nn.recurrent.layer import CellName, RecurrentSpec
 
 
-class Size(NamedTuple):
-    """What tells one preset from another."""
+class PresetSize(NamedTuple):
+    """Sizes in which presets differ."""
 
     layers: int
-    width: int
-    heads: int
-    kv_heads: int
-    feedforward: int
+    hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    intermediate_size: int
 
 
 SIZES: Final = {
-    "nano": Size(4, 128, 4, 2, 352),
-    "small": Size(12, 384, 6, 2, 1024),
-    "base": Size(30, 576, 9, 3, 1536),
+    "nano": PresetSize(4, 128, 4, 2, 352),
+    "small": PresetSize(12, 384, 6, 2, 1024),
+    "base": PresetSize(30, 576, 9, 3, 1536),
 }
 """0.7 M, 19 M and 106 M parameters in the layers; the embedding adds vocabulary times width."""
 
 RECURRENT: Final = get_args(CellName)
-"""Endings of a preset's name that put recurrent layers in attention's place."""
-NAMES: Final = (*SIZES, *(f"{size}-{cell}" for cell in RECURRENT for size in SIZES))
+"""Suffixes of preset names with recurrent layers instead of attention."""
+PresetName = Literal[
+    "nano", "small", "base", "nano-gru", "small-gru", "base-gru", "nano-lstm", "small-lstm", "base-lstm"
+]
 
 
-def preset(name: str, vocab_size: int, *, context: int = 2048) -> DecoderConfig:
-    """A decoder of Llama's form: gated feed-forward, rotary positions, RMS norms, tied embedding.
+@checked
+def preset(preset: PresetName, vocab_size: int, *, max_position_embeddings: int = 2048) -> DecoderConfig:
+    """The config of a decoder with Llama's architecture: gated feed-forward, rotary positions, RMS norms, tied
+    embedding.
 
     Args:
-        name: "nano" trains in minutes on a laptop, "small" in hours, "base" is SmolLM2 135M's form. With "-gru" or
-            "-lstm" behind it ("nano-gru"), every layer has a recurrence in attention's place.
-        vocab_size: of the tokenizer.
-        context: longest sequence, in tokens.
+        preset: "nano" trains in minutes on a laptop, "small" in hours, "base" has SmolLM2 135M's sizes. With the suffix
+            "-gru" or "-lstm" ("nano-gru"), every layer has a recurrence instead of attention.
+        vocab_size: size of the tokenizer's vocabulary.
+        max_position_embeddings: longest sequence, in tokens.
 
-    Raises:
-        InvalidArgument: another name.
-
-    >>> preset("nano", 300).width, preset("nano-gru", 300).recurrent_layers
+    >>> preset("nano", 300).hidden_size, preset("nano-gru", 300).recurrent_layers
     (128, (0, 1, 2, 3))
     """
-    if name not in NAMES:
-        raise InvalidArgument(f"there is no preset {name!r}; choose {', '.join(NAMES)}")
-    form, _, cell = name.partition("-")
+    form, _, cell = preset.partition("-")
     size = SIZES[form]
-    feedforward = FeedForwardSpec(size.feedforward)
+    feedforward = FeedForwardSpec(size.intermediate_size)
     if cell in RECURRENT:
         layer = LayerSpec.recurring(RecurrentSpec(cast(CellName, cell)), feedforward)
     else:
@@ -60,11 +59,11 @@ def preset(name: str, vocab_size: int, *, context: int = 2048) -> DecoderConfig:
     return DecoderConfig(
         "llama",
         vocab_size,
-        size.width,
+        size.hidden_size,
         (layer,) * size.layers,
-        heads=size.heads,
-        kv_heads=size.kv_heads,
-        head_dim=size.width // size.heads,
-        max_context=context,
-        eps=1e-5,
+        num_attention_heads=size.num_attention_heads,
+        num_key_value_heads=size.num_key_value_heads,
+        head_dim=size.hidden_size // size.num_attention_heads,
+        max_position_embeddings=max_position_embeddings,
+        rms_norm_eps=1e-5,
     )

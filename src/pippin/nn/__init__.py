@@ -1,1 +1,5 @@
-"""Blocks that every model is made of: linear layers, norms, rotary positions, attention, feed-forward, caches."""
+"""Building blocks of models: linear layers, norms, rotary positions, attention, feed-forward layers, caches."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

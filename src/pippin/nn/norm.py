@@ -1,4 +1,4 @@
-"""Root-mean-square layer normalisation.
+"""Root-mean-square layer normalization.
 
 Notable here:
 - for a single token, the norm of x is computed as the first half of the layer norm of (x, -x), whose mean is zero: one
@@ -26,7 +26,7 @@ class RMSNorm(nn.Module):
         self._twice: Tensor | None = None  # the weight two times over, once packed
 
     def forward(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
-        """Normalise the last dimension."""
+        """Normalize the last dimension."""
         if self._twice is not None and x.numel() == self.weight.numel():
             both = torch.cat([x, -x], -1)
             return torch.layer_norm(both, self._twice.shape, self._twice, None, self.eps)[..., : x.shape[-1]]
@@ -35,5 +35,5 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, weight.shape, weight, self.eps)
 
     def pack(self) -> None:
-        """Prepare for single tokens. Not for training."""
+        """Prepare the weight for passes over single tokens; not for training."""
         self._twice = torch.cat([self.weight.data, self.weight.data])

@@ -1,7 +1,7 @@
 """Pictures as rows of tokens, one for each square patch, and back.
 
 Notable here:
-- tokens go row by row; the numbers of a patch are channel by channel, each row by row
+- tokens go row by row; the elements of a patch are channel by channel, each row by row
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Rotary position embedding and the ways to stretch it beyond the trained length.
+"""Rotary position embeddings (RoPE) and methods to extend them beyond the trained context length.
 
 Notable here:
 - tables of cosine and sine are computed once, in float32, and indexed by position
-- the sine table carries the sign of the half turn: a rotation is a multiply, a roll and a fused multiply-add
+- the sine table includes the sign of each half, so that a rotation is a product, a roll and a fused multiply-add
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Rotary:
-    """How positions turn into angles.
+    """The angles of a rotary position embedding.
 
     Args:
         theta: base of the geometric progression of wavelengths.
-        scaling: "none"; "linear" divides positions by ``factor``; "llama3" stretches only long wavelengths;
-            "yarn" blends both by wavelength and warms up the attention.
-        factor: by how much the context is stretched.
-        original_context: trained context length, used by "llama3" and "yarn".
+        scaling: "none"; "linear" divides positions by ``factor``; "llama3" scales long wavelengths only; "yarn"
+            interpolates between both by wavelength and scales the attention logits.
+        factor: factor by which the context is extended.
+        original_max_position_embeddings: trained context length, used by "llama3" and "yarn".
         low: "llama3": low frequency factor; "yarn": beta_slow.
         high: "llama3": high frequency factor; "yarn": beta_fast.
         attention_factor: "yarn": multiplier on cosine and sine; None means ``0.1 ln(factor) + 1``.
-        divisors: one divisor for each frequency, for checkpoints that store their stretching as a table.
+        divisors: one divisor for each frequency, for checkpoints that store the scaling as a table.
 
     Source: Su et al. 2021, arXiv:2104.09864; YaRN arXiv:2309.00071; Llama 3 arXiv:2407.21783.
     """
@@ -37,7 +37,7 @@ class Rotary:
     theta: float = 10_000.0
     scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
     factor: float = 1.0
-    original_context: int = 8192
+    original_max_position_embeddings: int = 8192
     low: float = 1.0
     high: float = 4.0
     attention_factor: float | None = None
@@ -52,8 +52,8 @@ class Rotary:
         if self.scaling == "linear":
             return frequency / self.factor
         if self.scaling == "llama3":
-            # 0 for wavelengths that fit `high` times into the trained context, 1 for those that fit under `low` times
-            turns = self.original_context * frequency / (2 * math.pi)
+            # 0 for wavelengths that fit `high` times into the trained context, 1 for those that fit at most `low` times
+            turns = self.original_max_position_embeddings * frequency / (2 * math.pi)
             stretched = ((self.high - turns) / (self.high - self.low)).clamp(0, 1)
             return frequency * (1 - stretched) + frequency / self.factor * stretched
         if self.scaling == "yarn":
@@ -65,12 +65,16 @@ class Rotary:
         return frequency
 
     def _dimension_with(self, turns: float, head_dim: int) -> float:
-        """The (fractional) pair of dimensions that makes ``turns`` turns over the trained context."""
-        return head_dim * math.log(self.original_context / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+        """The (fractional) pair of dimensions that makes ``turns`` rotations over the trained context."""
+        return (
+            head_dim
+            * math.log(self.original_max_position_embeddings / (turns * 2 * math.pi))
+            / (2 * math.log(self.theta))
+        )
 
     @property
     def magnitude(self) -> float:
-        """What cosine and sine are multiplied by."""
+        """Factor of cosine and sine; other than 1 only for YaRN."""
         if self.scaling != "yarn":
             return 1.0
         if self.attention_factor is not None:
@@ -86,13 +90,13 @@ class Rotary:
         return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 
 
-def rotate(
+def apply_rotary(
     x: Float[Tensor, "*batch seq dim"], cos: Float[Tensor, "*#batch seq dim"], sin: Float[Tensor, "*#batch seq dim"]
 ) -> Float[Tensor, "*batch seq dim"]:
-    """Turn each pair (i, i + dim/2) by its angle; ``cos`` and ``sin`` come from `Rotary.tables`.
+    """Rotate each pair (i, i + dim/2) by its angle; ``cos`` and ``sin`` come from `Rotary.tables`.
 
     >>> cos, sin = Rotary().tables(torch.tensor([0, 3]), 2)
-    >>> rotate(torch.tensor([[1.0, 0.0], [1.0, 0.0]]), cos, sin)
+    >>> apply_rotary(torch.tensor([[1.0, 0.0], [1.0, 0.0]]), cos, sin)
     tensor([[ 1.0000,  0.0000],
             [-0.9900,  0.1411]])
     """

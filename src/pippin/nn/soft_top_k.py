@@ -1,10 +1,10 @@
-r"""A choice of k out of n that gradients pass through: weights in [0, 1] that sum to exactly k.
+r"""Differentiable top-k selection: weights in [0, 1] that sum to exactly k.
 
 Notable here:
-- the weights solve $\max_\lambda\ z \cdot \lambda + \epsilon H(\lambda)$ with $\sum_i \lambda_i = k$ by one sort: no
-  rounds, no tolerance, and exact where the alternating scheme is not (small $\epsilon$)
-- the gradient is that of the solution, not of the steps to it, and costs one sum
-- the hard choice breaks ties by index, so exactly k survive whatever the scores are
+- the weights solve $\max_\lambda\ z \cdot \lambda + \epsilon H(\lambda)$ with $\sum_i \lambda_i = k$ by one sort,
+  without iterations or a tolerance, and accurately where the alternating scheme is not (small $\epsilon$)
+- the gradient is that of the solution (implicit differentiation), and costs one sum
+- the hard selection breaks ties by index, so that exactly k are selected for any scores
 
 Source: CoDA, Lei et al. 2023, arXiv:2304.04947, section 3.2 (the problem and its alternating solution).
 """
@@ -18,6 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from pippin.core.checks import PositiveFloat, PositiveInt, checked
 from pippin.core.errors import InvalidArgument
 
 
@@ -30,12 +31,12 @@ def soft_top_k(scores: Float[Tensor, "*batch n"], k: int, eps: float = 1.0) -> F
     it is 0.
 
     Args:
-        scores: finite.
-        k: the sum, from 1 to n.
-        eps: above 0; small ones make the choice hard, large ones make all weights k / n.
+        scores: finite scores.
+        k: the sum of the weights, from 1 to n.
+        eps: temperature above 0; small values approach a hard selection, large ones give weights k / n.
 
     Returns:
-        Weights in [0, 1] in the precision of the scores; solved in float64 (in float32 on Apple's GPUs).
+        Weights in [0, 1] in the dtype of the scores; solved in float64 (in float32 on Apple's GPUs).
 
     Raises:
         InvalidArgument: k or eps out of range, or scores that are not finite.
@@ -51,7 +52,7 @@ def soft_top_k(scores: Float[Tensor, "*batch n"], k: int, eps: float = 1.0) -> F
 
 
 def top_k_indices(scores: Float[Tensor, "*batch n"], k: int) -> Int[Tensor, "*batch k"]:
-    """The places of the k largest scores, in ascending order; of equal scores those that stand first.
+    """The indices of the k largest scores, in ascending order; of equal scores the first ones.
 
     Raises:
         InvalidArgument: k out of range, or scores that are not finite.
@@ -64,10 +65,10 @@ def top_k_indices(scores: Float[Tensor, "*batch n"], k: int) -> Int[Tensor, "*ba
 
 
 def top_k_mask(scores: Float[Tensor, "*batch n"], k: int, eps: float = 1.0) -> Float[Tensor, "*batch n"]:
-    """The soft weights of the k largest scores, and 0 for all others: exactly k channels are left.
+    """The soft weights of the k largest scores, and 0 for all others.
 
-    The value stays soft, so that gradients reach the score of every channel that was chosen, and by the sum those of
-    the others. Arguments and errors as for `soft_top_k`.
+    As the weights stay soft, gradients reach the scores of all selected elements and, through the constraint on the
+    sum, those of the others. Arguments and errors are those of `soft_top_k`.
 
     Source: arXiv:2501.02086, section 3: m = lambda * 1[lambda among its k largest].
 
@@ -79,35 +80,34 @@ def top_k_mask(scores: Float[Tensor, "*batch n"], k: int, eps: float = 1.0) -> F
     return weights * chosen
 
 
-def check_top_k(scores: Float[Tensor, "*batch n"], k: int, eps: float) -> None:
-    """Refuse what `soft_top_k` cannot solve.
+@checked
+def check_top_k(scores: Float[Tensor, "*batch n"], k: PositiveInt, eps: PositiveFloat) -> None:
+    """Check the arguments of `soft_top_k`.
 
     Raises:
-        InvalidArgument: as there.
+        InvalidArgument: k or eps out of range, or scores that are not finite.
     """
-    if not 1 <= k <= scores.shape[-1]:
-        raise InvalidArgument(f"k must be from 1 to {scores.shape[-1]}, the number of scores, got {k}")
-    if not 0.0 < eps < float("inf"):
-        raise InvalidArgument(f"eps must be above 0 and finite, got {eps}")
+    if k > scores.shape[-1]:
+        raise InvalidArgument(f"k must be at most {scores.shape[-1]}, the number of scores, got {k}")
     if not bool(scores.isfinite().all()):
         bad = int((~scores.isfinite()).sum())
-        raise InvalidArgument(f"{bad} of {scores.numel()} scores are not finite, so none can be chosen by them")
+        raise InvalidArgument(f"{bad} of {scores.numel()} scores are not finite, so nothing can be selected by them")
 
 
 class _SoftTopK(torch.autograd.Function):
-    """The solution, with the gradient of the solution."""
+    """The weights, with implicit differentiation."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, k: int, eps: float) -> Tensor:
         precision = torch.float32 if scores.device.type == "mps" else torch.float64
         z = scores.detach().to(precision) / eps
         ordered = z.sort(dim=-1, descending=True).values
-        # logsumexp over what comes from each place on; only the first k places may begin the weights below 1
+        # logsumexp from each index on; the first weight below 1 has one of the first k indices
         rest = ordered.flip(-1).logcumsumexp(-1).flip(-1)[..., :k]
         left = torch.arange(k, 0, -1, device=z.device, dtype=precision)
         shift = left.log() - rest
         fits = ordered[..., :k] + shift <= 0
-        fits[..., -1] = True  # it does: the last of k is no more than the sum over it and the rest
+        fits[..., -1] = True  # true in exact arithmetic: the k-th term is at most the sum of itself and the rest
         first = fits.to(torch.uint8).argmax(-1, keepdim=True)
         exponent = z + shift.gather(-1, first)
         weights = exponent.clamp(max=0.0).exp()

@@ -1,47 +1,53 @@
-r"""The time of a diffusion or a flow as a vector that a network can read.
+r"""Embeddings of the time of a diffusion or flow, and an output layer that is conditioned on it.
 
 Notable here:
-- sinusoids of geometrically spaced rates, then a small perceptron: near times have near vectors, whatever the scale
-- times are between 0 and 1 and are stretched by 1000 first, the number of steps that the rates were made for
-- the head begins at zero, so what is trained from it begins from the mean of its targets
+- sinusoids with geometrically spaced frequencies, followed by a small MLP
+- times between 0 and 1 are multiplied by 1000 first, the number of steps that the frequencies were designed for
+- the output layer is initialized to zero
 """
 
 from __future__ import annotations
 
 import math
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
+from annotated_types import Ge
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from pippin.core.checks import PositiveFloat, checked
 from pippin.core.errors import InvalidArgument
 from pippin.nn.linear import Linear
 
 
+@checked
 def sinusoidal(
-    t: Float[Tensor, "*batch"], width: int, *, period: float = 10_000.0, scale: float = 1000.0
+    t: Float[Tensor, "*batch"],
+    width: Annotated[int, Ge(2)],
+    *,
+    period: PositiveFloat = 10_000.0,
+    scale: PositiveFloat = 1000.0,
 ) -> Float[Tensor, "*batch {width}"]:
-    r"""Cosines, then sines, of $s\,t\,P^{-2i/w}$ for $i < w/2$; float32.
+    r"""The sinusoidal embedding: cosines, then sines, of $s\,t\,P^{-2i/w}$ for $i < w/2$; float32.
 
     Args:
         t: times, usually from 0 to 1.
-        width: numbers of each vector, even.
-        period: P, of the slowest rate, in stretched time over $2\pi$.
-        scale: s, by which times are stretched.
+        width: size w of each vector, even.
+        period: P, which sets the lowest frequency.
+        scale: factor s of the times.
 
     Raises:
-        InvalidArgument: a width that is odd or below 2, or a period or scale that is not positive.
+        InvalidArgument: an odd width.
 
     Source: Vaswani et al. 2017, arXiv:1706.03762, section 3.5; for times, Ho et al. 2020, arXiv:2006.11239.
 
     >>> sinusoidal(torch.zeros(2), 4).tolist()
     [[1.0, 1.0, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0]]
     """
-    if width < 2 or width % 2:
-        raise InvalidArgument(f"the width of a time embedding must be even and at least 2, got {width}")
-    if not (0 < period < math.inf and 0 < scale < math.inf):
-        raise InvalidArgument(f"period ({period}) and scale ({scale}) must be positive and finite")
+    if width % 2:
+        raise InvalidArgument(f"width must be even, got {width}")
     half = width // 2
     rates = scale * torch.exp(-math.log(period) / half * torch.arange(half, device=t.device, dtype=torch.float32))
     angles = t.float()[..., None] * rates
@@ -49,11 +55,11 @@ def sinusoidal(
 
 
 class TimeEmbedding(nn.Module):
-    """Sinusoids through a perceptron of two layers.
+    """A sinusoidal embedding followed by an MLP of two layers.
 
     Args:
-        width: of the result.
-        frequencies: numbers that are read, half of them cosines.
+        width: size of the result.
+        frequencies: size of the sinusoidal embedding, half of it cosines.
     """
 
     def __init__(self, width: int, *, frequencies: int = 256) -> None:
@@ -63,16 +69,15 @@ class TimeEmbedding(nn.Module):
         self.down = Linear(width, width, bias=True)
 
     def forward(self, t: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch width"]:
-        """The vector of each time."""
+        """The embedding vector of each time."""
         waves = sinusoidal(t, self.frequencies).to(self.up.dense_weight().dtype)
         vector: Tensor = self.down(F.silu(self.up(waves)))
         return vector
 
     @torch.no_grad()
-    def initialise(self, generator: torch.Generator, *, size: float = 1.0) -> TimeEmbedding:
-        """Random weights that keep the size of what passes; results have a root mean square of about ``size``."""
+    def initialize(self, generator: torch.Generator, *, size: float = 1.0) -> TimeEmbedding:
+        """Initialize weights so that results have a root mean square of about ``size``."""
         for layer, gain in ((self.up, 2.0), (self.down, 2.0 * size)):
-            assert layer.weight is not None
             assert layer.bias is not None
             layer.weight.normal_(0.0, gain / math.sqrt(layer.inputs), generator=generator)
             layer.bias.zero_()
@@ -80,11 +85,11 @@ class TimeEmbedding(nn.Module):
 
 
 class TimedHead(nn.Module):
-    """What ends a network that reads the time: a layer norm that the time shifts and scales, and a matrix.
+    """The output layer of a time-conditioned network: an adaptive layer norm and a linear layer.
 
     Args:
-        inner: width of the hidden states and of the time's vector.
-        width: of the result.
+        inner: size of the hidden states and of the time embedding.
+        width: size of the result.
 
     Source: Peebles and Xie 2023, arXiv:2212.09748, section 3.2 (adaLN-Zero).
     """
@@ -97,14 +102,14 @@ class TimedHead(nn.Module):
     def forward(
         self, hidden: Float[Tensor, "*batch tokens inner"], time: Float[Tensor, "*batch inner"]
     ) -> Float[Tensor, "*batch tokens width"]:
-        """The result for each token, float32."""
+        """The output for each token, float32."""
         shift, scale = self.adapt(F.silu(time))[..., None, :].chunk(2, -1)
         y: Tensor = self.out(F.layer_norm(hidden, hidden.shape[-1:]) * (1 + scale) + shift)
         return y.float()
 
     @torch.no_grad()
-    def initialise(self) -> TimedHead:
-        """All zero: results are 0 at first, at every time."""
+    def initialize(self) -> TimedHead:
+        """Set all parameters to zero, so that initial outputs are 0."""
         for parameter in self.parameters():
             parameter.zero_()
         return self

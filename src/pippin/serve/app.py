@@ -1,8 +1,8 @@
-"""All parts of the server in one app: OpenAI's interface, the page, health, figures, and what is switched on.
+"""The server's ASGI app: OpenAI's API, the web page, health, metrics, and optional parts.
 
 Notable here:
-- the app holds nothing of its own: everything is in its `Service`, so a test, Ray or another program can mount it
-- an address that is not listed as open needs a key
+- the app has no state of its own: everything is in its `Service`, so a test, Ray or another program can mount it
+- every path needs a key unless it is listed as open
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from pippin.serve import api, metrics
-from pippin.serve.door import Door
+from pippin.serve.middleware import RequestMiddleware
 from pippin.serve.service import Service
-from pippin.serve.settings import Settings
+from pippin.serve.settings import ServerSettings
 
 OPEN = ("/health", "/ready", "/openapi.json")
 _RATES = tuple(
@@ -30,17 +30,17 @@ _RATES = tuple(
 _EXPOSED = ("x-request-id", "retry-after", "x-should-retry", *_RATES)
 
 
-def create_app(settings: Settings, *, service: Service | None = None, door: bool = True) -> FastAPI:
+def create_app(settings: ServerSettings, *, service: Service | None = None, middleware: bool = True) -> FastAPI:
     """The server as an ASGI app; ``app.state.service`` is its `Service`.
 
     Args:
-        settings: what it serves, to whom, and how much.
-        service: one that is there already, with loaders of its own; None makes one from the settings.
-        door: False leaves keys, limits, logs and other origins to whoever calls the app, who puts a `Caller` into the
+        settings: the server's settings.
+        service: an existing service, with its own loaders; None makes one from the settings.
+        middleware: False leaves keys, limits, logs and CORS to the caller of the app, who puts a `Caller` into the
             state of each request.
 
     Raises:
-        MissingDependency: a part that was switched on needs a library that is not here.
+        MissingDependency: an enabled part needs a library that is not installed.
     """
     service = service or Service(settings)
     app = FastAPI(
@@ -56,21 +56,21 @@ def create_app(settings: Settings, *, service: Service | None = None, door: bool
     api.install(app, service)
     app.include_router(operations(service))
     _install_parts(app, settings, service)
-    if door:
-        app.add_middleware(Door, service=service, open_paths=open_paths(settings))
+    if middleware:
+        app.add_middleware(RequestMiddleware, service=service, open_paths=open_paths(settings))
         if settings.cors_origins:
             app.add_middleware(CORSMiddleware, **_cors(settings))
     return app
 
 
-def behind_door(app: ASGIApp, service: Service) -> ASGIApp:
-    """An app of another kind behind the same door, open to the same web origins."""
-    door = Door(app, service, open_paths(service.settings))
-    return CORSMiddleware(door, **_cors(service.settings)) if service.settings.cors_origins else door
+def with_middleware(app: ASGIApp, service: Service) -> ASGIApp:
+    """Wrap another app in the same middleware, with the same CORS settings."""
+    wrapped = RequestMiddleware(app, service, open_paths(service.settings))
+    return CORSMiddleware(wrapped, **_cors(service.settings)) if service.settings.cors_origins else wrapped
 
 
-def _cors(settings: Settings) -> dict[str, Any]:
-    """What pages of other origins may do; their headers are any, for OpenAI's client adds a dozen of its own."""
+def _cors(settings: ServerSettings) -> dict[str, Any]:
+    """The CORS settings; any header is allowed, since OpenAI's client adds a dozen of its own."""
     return {
         "allow_origins": list(settings.cors_origins),
         "allow_methods": ["GET", "POST", "DELETE"],
@@ -79,8 +79,8 @@ def _cors(settings: Settings) -> dict[str, Any]:
     }
 
 
-def open_paths(settings: Settings) -> set[str]:
-    """The addresses that need no key."""
+def open_paths(settings: ServerSettings) -> set[str]:
+    """The paths that need no key."""
     found = set(OPEN)
     if settings.page:
         from pippin.serve.page import page
@@ -91,8 +91,8 @@ def open_paths(settings: Settings) -> set[str]:
     return found
 
 
-def _install_parts(app: FastAPI, settings: Settings, service: Service) -> None:
-    """Mount what is not always there."""
+def _install_parts(app: FastAPI, settings: ServerSettings, service: Service) -> None:
+    """Mount the optional parts."""
     if settings.page:
         from pippin.serve.page import page
 
@@ -102,17 +102,17 @@ def _install_parts(app: FastAPI, settings: Settings, service: Service) -> None:
 
         mcp.install(app, service)
     if settings.seal_key is not None:
-        from pippin.core.attestation import Log, SoftwareRoot
+        from pippin.core.trust.attestation import SoftwareRoot, TransparencyLog
         from pippin.serve import attestation, sealing
 
-        log = None if settings.seal_log is None else Log.read(settings.seal_log)
-        node = attestation.Node.of(settings, SoftwareRoot.load(settings.seal_key), log)
+        log = None if settings.seal_log is None else TransparencyLog.read(settings.seal_log)
+        node = attestation.AttestedNode.of(settings, SoftwareRoot.load(settings.seal_key), log)
         app.include_router(sealing.router(node))
 
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
-    """Load the default model in the background; give everything back at the end."""
+    """Load the default model in the background; free all resources at the end."""
     service: Service = app.state.service
     loading = asyncio.create_task(service.prepare())
     async with AsyncExitStack() as stack:
@@ -125,7 +125,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 
 def operations(service: Service) -> APIRouter:
-    """Health, readiness and figures."""
+    """Health, readiness and metrics."""
     router = APIRouter(tags=["operations"])
 
     @router.get("/health", summary="Whether the process answers")

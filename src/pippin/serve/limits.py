@@ -1,10 +1,10 @@
-"""How much one caller may use: token buckets per minute, a quota per day, and what is left of them as headers.
+"""Rate limits per caller: token buckets per minute, a daily quota, and the remaining amounts as headers.
 
 Notable here:
-- the clock is an argument, so the laws are tested without waiting
-- tokens are charged when they are known, after the answer: a caller may go into debt by what runs at that moment, and
-  waits until it is paid off
-- callers that have not asked for a while cost nothing: a full bucket is the same as none
+- the clock is an argument, so tests need not wait
+- tokens are charged when they are known, after the answer: the requests that are running can take a caller below zero,
+  and it waits until the balance is positive
+- callers that have not sent a request for a while use no memory: a full bucket is the same as none
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pippin.core.errors import InvalidArgument, QuotaExceeded, RateLimited
-from pippin.serve.settings import Settings
+from pippin.core.checks import PositiveFloat, checked
+from pippin.core.errors import QuotaExceeded, RateLimited
+from pippin.serve.settings import ServerSettings
 
 DAY = 86_400.0
 _MOST_CALLERS = 10_000
@@ -24,11 +25,11 @@ _MOST_CALLERS = 10_000
 
 @dataclass(frozen=True)
 class Caller:
-    """Who asks.
+    """The sender of a request.
 
     Args:
-        id: keeps one caller's things apart from another's: the name of the key, or the address where there are none.
-        key_name: the name of the key; empty where there are none.
+        id: separates the data of callers: the name of the key, or the address if there are no keys.
+        key_name: the name of the key; empty if there are no keys.
     """
 
     id: str
@@ -39,9 +40,9 @@ class Bucket:
     """Holds ``capacity`` tokens, regains ``rate`` a second, and may be charged below zero.
 
     Args:
-        capacity: most that it holds; it begins full.
+        capacity: maximum amount; it starts full.
         rate: tokens regained each second.
-        clock: seconds that only go up.
+        clock: a monotonic clock in seconds.
 
     >>> now = 0.0
     >>> bucket = Bucket(2, 1, clock=lambda: now)
@@ -49,35 +50,36 @@ class Bucket:
     (0.0, 0.0, 1.0)
     """
 
-    def __init__(self, capacity: float, rate: float, *, clock: Callable[[], float] = time.monotonic) -> None:
-        if not capacity > 0 or not rate > 0:
-            raise InvalidArgument(f"a bucket needs a capacity and a rate above 0, got {capacity} and {rate}")
+    @checked
+    def __init__(
+        self, capacity: PositiveFloat, rate: PositiveFloat, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.capacity, self.rate, self._clock = capacity, rate, clock
         self._level, self._then = float(capacity), clock()
 
     @property
     def level(self) -> float:
-        """Tokens in it now; below zero is debt."""
+        """Tokens in it now; a negative number is debt."""
         now = self._clock()
         self._level = min(self.capacity, self._level + max(0.0, now - self._then) * self.rate)
         self._then = max(now, self._then)
         return self._level
 
     def wait(self, tokens: float = 1) -> float:
-        """Seconds until so many are in it; infinite if they never fit."""
+        """Seconds until it contains ``tokens``; infinite if they never fit."""
         if tokens > self.capacity:
             return math.inf
         return max(0.0, (tokens - self.level) / self.rate)
 
     def take(self, tokens: float = 1) -> float:
-        """Take tokens out and return 0, or take none and return the seconds until they are there."""
+        """Take tokens out and return 0, or take none and return the seconds until they are available."""
         seconds = self.wait(tokens)
         if seconds == 0.0:
             self._level -= tokens
         return seconds
 
     def charge(self, tokens: float) -> None:
-        """Take tokens out, whether they are there or not."""
+        """Take tokens out, even below zero."""
         self._level = self.level - tokens
 
     def until_full(self) -> float:
@@ -86,9 +88,9 @@ class Bucket:
 
 
 class _Account:
-    """What one caller has left."""
+    """The remaining amounts of one caller."""
 
-    def __init__(self, settings: Settings, clock: Callable[[], float]) -> None:
+    def __init__(self, settings: ServerSettings, clock: Callable[[], float]) -> None:
         self.requests = self.tokens = None
         if settings.requests_per_minute is not None:
             self.requests = Bucket(settings.requests_per_minute, settings.requests_per_minute / 60, clock=clock)
@@ -102,13 +104,13 @@ class Limits:
 
     Args:
         settings: the limits.
-        clock: seconds that only go up.
-        date: seconds since the epoch, for the quota of a day.
+        clock: a monotonic clock in seconds.
+        date: seconds since the epoch, for the daily quota.
     """
 
     def __init__(
         self,
-        settings: Settings,
+        settings: ServerSettings,
         *,
         clock: Callable[[], float] = time.monotonic,
         date: Callable[[], float] = time.time,
@@ -122,8 +124,8 @@ class Limits:
         """Count one request.
 
         Raises:
-            RateLimited: too many requests or tokens in the last minute; ``retry_after`` says when to come back.
-            QuotaExceeded: the tokens of the day are used up.
+            RateLimited: too many requests or tokens in the last minute; ``retry_after`` is the time to wait.
+            QuotaExceeded: the daily tokens are used up.
         """
         if not self.enabled:
             return
@@ -145,7 +147,7 @@ class Limits:
             )
 
     def charge(self, caller: Caller, tokens: int) -> None:
-        """Count tokens that a request has read and written."""
+        """Count the input and output tokens of a request."""
         if not self.enabled or not tokens:
             return
         account = self._account(caller)
@@ -154,7 +156,7 @@ class Limits:
             account.tokens.charge(tokens)
 
     def headers(self, caller: Caller) -> dict[str, str]:
-        """What a caller has left, under the names that OpenAI uses; empty where nothing is limited."""
+        """The remaining amounts, under OpenAI's header names; empty if nothing is limited."""
         if not self.enabled:
             return {}
         account, found = self._account(caller), {}
@@ -170,7 +172,7 @@ class Limits:
 
     def _account(self, caller: Caller) -> _Account:
         account = self._accounts.pop(caller.id, None) or _Account(self._settings, self._clock)
-        self._accounts[caller.id] = account  # the one that asked last stands last
+        self._accounts[caller.id] = account  # the most recent caller is last
         while len(self._accounts) > _MOST_CALLERS:
             self._accounts.popitem(last=False)
         day = int(self._date() // DAY)

@@ -1,9 +1,9 @@
-"""One line of JSON for each request, and errors that tell where but not what about.
+"""JSON log: one line for each request, and errors with their location but without their data.
 
 Notable here:
-- neither prompts nor answers are logged, unless the server was told to; the message of an unexpected error is left out
-  too, because it may quote them
-- whatever happens for a request, in whichever task or thread it began, finds its record through a context variable
+- prompts and answers are not logged, unless the settings allow it; the message of an unexpected error is left out too,
+  because it may quote them
+- a context variable holds the record of a request, in whichever task or thread it is processed
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
 @dataclass
-class Record:
-    """What is known of one HTTP request."""
+class RequestRecord:
+    """The log record of one HTTP request."""
 
     id: str
     method: str = ""
@@ -42,7 +42,7 @@ class Record:
     texts: dict[str, str] = field(default_factory=dict)
 
     def fields(self) -> dict[str, Any]:
-        """The log line, without what is not known."""
+        """The fields of the log line, without unknown ones."""
         usage, first = self.usage, self.first_token
         found = {
             "id": self.id,
@@ -61,11 +61,11 @@ class Record:
         return {name: value for name, value in found.items() if value not in ("", None)} | self.texts
 
 
-current: ContextVar[Record | None] = ContextVar("current", default=None)
+current: ContextVar[RequestRecord | None] = ContextVar("current", default=None)
 
 
 def request_id(given: str) -> str:
-    """The id that a client gave, if it can be used in a log and a header; else a new one.
+    """The id that a client sent, if it can be used in a log and a header; else a new one.
 
     >>> request_id("abc-1"), len(request_id("two words"))
     ('abc-1', 32)
@@ -74,12 +74,12 @@ def request_id(given: str) -> str:
 
 
 def where(error: BaseException) -> list[str]:
-    """The frames of an error, innermost last, without its message."""
+    """The stack frames of an error, innermost last, without its message."""
     return [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in traceback.extract_tb(error.__traceback__)]
 
 
 class JSONLines(logging.Formatter):
-    """Log records as lines of JSON; of an exception the class and the frames, never the message."""
+    """Formats log records as lines of JSON; of an exception the class and the frames, never the message."""
 
     def format(self, record: logging.LogRecord) -> str:
         """One line."""

@@ -1,13 +1,13 @@
-"""Pippin's own tasks as tools for other programs, over the Model Context Protocol: `pippin serve --mcp`.
+"""MCP server: Pippin's text tasks as tools of the Model Context Protocol, `pippin serve --mcp`.
 
 Notable here:
-- the tools are the text kit's methods and a sentence encoder's vectors; what they return is data with a schema
-- over HTTP a call waits in the same queue, counts against the same limits and ends with the same client as any request;
-  over standard input and output there is one client and the machine is its own
-- an error of Pippin's is told in its own words; of any other the client learns only that there was one
+- the tools are the methods of the text kit and the embeddings of a sentence encoder; they return data with a schema
+- over HTTP a call uses the same queue, limits and cancellation as any request; over standard input and output there is
+  one client
+- a client receives the message of Pippin's own errors; of any other error it learns only that there was one
 """
 
-# Annotations are evaluated here: the protocol's library reads them, and it is imported only when it is needed.
+# Annotations are evaluated here: the MCP library reads them, and it is imported only when it is needed.
 
 import asyncio
 import logging
@@ -20,17 +20,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
 from pydantic import BaseModel, Field
 
 from pippin.core.errors import InvalidArgument, MissingDependency, PippinError
-from pippin.serve import guarding
-from pippin.serve.task_model import Leash, TaskModel, TaskProvider
-from pippin.session.local import LocalModel
+from pippin.serve import guardrails as guarding
+from pippin.serve.task_model import TaskCancellation, TaskModel, TaskProvider
 from pippin.session.options import GenerationOptions
-from pippin.session.provider import Provider
+from pippin.session.providers.local import LocalModel
+from pippin.session.providers.provider import Provider
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
     from mcp.server.mcpserver import MCPServer
 
-    from pippin.language.load import LanguageModel
+    from pippin.language.language_model import LanguageModel
     from pippin.serve.service import Service
     from pippin.session.guardrails import Guardrails
 
@@ -41,54 +41,54 @@ _INSTRUCTIONS = (
     "A small language model on this machine. It is private and costs nothing, but knows little: give it the text that "
     "it is to work on. Prefer classify and extract, whose results are held to what you ask for, to free questions."
 )
-_AT_ONCE = 4
+_MAX_NUM_SEQS = 4
 
 
 class Extracted(BaseModel):
-    """What was found in a text."""
+    """A value extracted from a text."""
 
     value: Any = Field(description="A value that fits the schema.")
 
 
 class Classified(BaseModel):
-    """How probable each label is."""
+    """The probability of each label."""
 
     label: str = Field(description="The likeliest label.")
     probabilities: dict[str, float] = Field(description="By label, the likeliest first; they add up to 1.")
 
 
-class Embedded(BaseModel):
-    """Vectors of texts."""
+class TextVector(BaseModel):
+    """Embeddings of texts."""
 
     model: str = Field(description="The encoder.")
     vectors: list[list[float]] = Field(description="One for each text, of length 1: a dot product is a cosine.")
 
 
 class Summary(BaseModel):
-    """A summary that was compared with its text."""
+    """A summary that was checked against its text."""
 
     text: str
     unverified: list[str] = Field(description="Numbers and names of the summary that the text does not hold.")
 
 
-class Backend(Protocol):
+class TaskBackend(Protocol):
     """Where the tasks run.
 
-    ``write`` runs work with a model in a thread; ``embed`` gives the encoder's name and vectors. ``context`` is the
-    call's, from which a server knows its caller.
+    ``write`` runs work with a model in a thread; ``embed`` returns the encoder's name and embeddings. ``context`` is
+    that of the call, from which a server determines the caller.
     """
 
     guardrails: "Guardrails | None"
 
     async def write(self, work: Callable[[Provider], T], context: Any) -> T:
-        """Run it; when the call is cancelled, it ends before the model's next token."""
+        """Run ``work``; when the call is cancelled, it ends before the model's next token."""
 
     async def embed(self, texts: list[str], context: Any) -> tuple[str, list[list[float]]]:
-        """Vectors of texts."""
+        """Embeddings of texts."""
 
 
 def build(
-    model: "str | Path | LanguageModel | Provider | Backend" = "smollm2-135m",
+    model: "str | Path | LanguageModel | Provider | TaskBackend" = "smollm2-135m",
     *,
     encoder: Any = _ENCODER,
     guardrails: "Guardrails | None" = None,
@@ -96,28 +96,30 @@ def build(
     """A server with the tools ``ask``, ``extract``, ``classify``, ``embed`` and ``summarize``.
 
     Args:
-        model: a model reference, a loaded model, a provider, or where else the tasks are to run.
-        encoder: a reference of a sentence encoder, loaded when it is first asked for, or a loaded one.
-        guardrails: rules for what goes in and comes out.
+        model: a model reference, a loaded model, a provider, or another backend for the tasks.
+        encoder: a reference of a sentence encoder, loaded on first use, or a loaded one.
+        guardrails: rules for input and output.
 
     Raises:
         MissingDependency: the extra ``mcp`` is not installed.
-        ModelNotFound, DownloadFailed, CheckpointError: the model cannot be had.
+        ModelNotFound, DownloadFailed, CheckpointError: the model cannot be loaded.
     """
     try:
         from mcp.server.mcpserver import MCPServer
     except ImportError as error:
         raise MissingDependency("tools over MCP need the mcp package: pip install 'pippin[mcp]'") from error
-    backend: Any = model if hasattr(model, "write") and hasattr(model, "embed") else _Here(model, encoder, guardrails)
-    with _logging_left_alone():
+    backend: Any = (
+        model if hasattr(model, "write") and hasattr(model, "embed") else _LocalBackend(model, encoder, guardrails)
+    )
+    with _unchanged_logging():
         server = MCPServer("pippin", title="Pippin", instructions=_INSTRUCTIONS, version=version("pippin"))
-    _add_writing(server, backend)
-    _add_reading(server, backend)
+    _add_generation_tools(server, backend)
+    _add_scoring_tools(server, backend)
     return server
 
 
-def _add_writing(server: "MCPServer", backend: Backend) -> None:
-    """The tools whose model writes."""
+def _add_generation_tools(server: "MCPServer", backend: TaskBackend) -> None:
+    """Add the tools that generate text."""
     from mcp.server.mcpserver import Context
 
     from pippin.kits.text import TextTasks
@@ -136,7 +138,7 @@ def _add_writing(server: "MCPServer", backend: Backend) -> None:
             session = Session(provider, instructions=instructions, guardrails=backend.guardrails)
             return session.respond(prompt, options=GenerationOptions(max_tokens=max_tokens)).content
 
-        with _told():
+        with _tool_errors():
             return await backend.write(work, context)
 
     @server.tool(title="Extract data from a text")
@@ -152,27 +154,27 @@ def _add_writing(server: "MCPServer", backend: Backend) -> None:
             tasks = TextTasks(provider, guardrails=backend.guardrails)
             return Extracted(value=tasks.extract(text, schema, question=question))
 
-        with _told():
+        with _tool_errors():
             return await backend.write(work, context)
 
-    @server.tool(title="Summarise a text")
+    @server.tool(title="Summarize a text")
     async def summarize(
         context: Context,
         text: Annotated[str, Field(description="The text, of any length.", min_length=1)],
         sentences: Annotated[int, Field(description="How many sentences to write.", ge=1, le=50)] = 3,
     ) -> Summary:
-        """Summarise a text in a few sentences, and list what in them the text does not bear out."""
+        """Summarize a text in a few sentences, and list the statements that the text does not support."""
 
         def work(provider: Provider) -> Summary:
             found = TextTasks(provider, guardrails=backend.guardrails).summarize(text, length=sentences)
             return Summary(text=found.text, unverified=list(found.unverified))
 
-        with _told():
+        with _tool_errors():
             return await backend.write(work, context)
 
 
-def _add_reading(server: "MCPServer", backend: Backend) -> None:
-    """The tools whose model only reads."""
+def _add_scoring_tools(server: "MCPServer", backend: TaskBackend) -> None:
+    """Add the tools that score or embed text and generate none."""
     from mcp.server.mcpserver import Context
 
     from pippin.kits.text import TextTasks
@@ -184,29 +186,29 @@ def _add_reading(server: "MCPServer", backend: Backend) -> None:
         labels: Annotated[list[str], Field(description="The labels to choose from.", min_length=2, max_length=100)],
         about: Annotated[str, Field(description='What the labels say, such as "the mood of the writer".')] = "",
     ) -> Classified:
-        """How probable each of some labels is for a text, computed and not sampled."""
+        """The probability of each label for a text, computed and not sampled."""
 
         def work(provider: Provider) -> Classified:
             found = TextTasks(provider, guardrails=backend.guardrails).classify(text, labels, about=about)
             return Classified(label=found.label, probabilities=found.probabilities)
 
-        with _told():
+        with _tool_errors():
             return await backend.write(work, context)
 
     @server.tool(title="Embed texts")
     async def embed(
         context: Context,
         texts: Annotated[list[str], Field(description="The texts, each read by itself.", min_length=1, max_length=256)],
-    ) -> Embedded:
-        """Vectors of texts, near each other where the texts mean alike."""
-        with _told():
+    ) -> TextVector:
+        """Embeddings of texts; similar meanings have similar embeddings."""
+        with _tool_errors():
             name, vectors = await backend.embed(texts, context)
-            return Embedded(model=name, vectors=vectors)
+            return TextVector(model=name, vectors=vectors)
 
 
 @contextmanager
-def _logging_left_alone() -> Iterator[None]:
-    """Undo what the protocol's library does to the root logger: how a program logs is its own affair."""
+def _unchanged_logging() -> Iterator[None]:
+    """Undo the MCP library's changes to the root logger, which belongs to the program."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     try:
@@ -217,8 +219,8 @@ def _logging_left_alone() -> Iterator[None]:
 
 
 @contextmanager
-def _told() -> Iterator[None]:
-    """Tell a client of Pippin's errors in their own words."""
+def _tool_errors() -> Iterator[None]:
+    """Pass the messages of Pippin's errors to the client."""
     from mcp.server.mcpserver.exceptions import ToolError
 
     try:
@@ -230,8 +232,8 @@ def _told() -> Iterator[None]:
 # --- where the tasks run ----------------------------------------------------------------------------------------------
 
 
-class _Here:
-    """In this process, for one client."""
+class _LocalBackend:
+    """Runs tasks in this process, for one client."""
 
     def __init__(self, model: Any, encoder: Any, guardrails: "Guardrails | None") -> None:
         self.guardrails = guardrails
@@ -239,9 +241,12 @@ class _Here:
         self._encoder = encoder
 
     async def write(self, work: Callable[[Provider], T], context: Any) -> T:
-        leash, inner = Leash(), self._model
-        made = TaskModel(inner, leash) if isinstance(inner, LocalModel) else TaskProvider(inner, leash)
-        return await _in_thread(lambda: work(made), leash.pull)
+        cancellation, inner = TaskCancellation(), self._model
+        if isinstance(inner, LocalModel):
+            provider: Provider = TaskModel(inner, cancellation)
+        else:
+            provider = TaskProvider(inner, cancellation)
+        return await _in_thread(lambda: work(provider), cancellation.cancel)
 
     async def embed(self, texts: list[str], context: Any) -> tuple[str, list[list[float]]]:
         def work() -> tuple[str, list[list[float]]]:
@@ -256,22 +261,22 @@ class _Here:
 
 def _batched(model: "str | Path | LanguageModel") -> LocalModel:
     from pippin.engine.engine import Engine
-    from pippin.language.load import LanguageModel, load
+    from pippin.language.language_model import LanguageModel, load
 
     loaded = model if isinstance(model, LanguageModel) else load(model)
-    return LocalModel(loaded, engine=Engine(loaded, slots=_AT_ONCE))
+    return LocalModel(loaded, engine=Engine(loaded, max_num_seqs=_MAX_NUM_SEQS))
 
 
-async def _in_thread(work: Callable[[], T], give_up: Callable[[], None]) -> T:
-    """Run it in a thread; if the call is cancelled meanwhile, say so to the work and do not wait for it."""
+async def _in_thread(work: Callable[[], T], cancel: Callable[[], None]) -> T:
+    """Run ``work`` in a thread; if the call is cancelled meanwhile, call ``cancel`` and do not wait."""
     try:
         return await asyncio.to_thread(work)
     finally:
-        give_up()  # no harm once the work is done
+        cancel()  # no effect once the work is done
 
 
-class _Served:
-    """In a server's queue, for the caller of the request."""
+class _ServiceBackend:
+    """Runs tasks in a server's queue, for the caller of the request."""
 
     def __init__(self, service: "Service") -> None:
         self._service = service
@@ -288,10 +293,10 @@ class _Served:
 
 
 def _caller(context: Any) -> Any:
-    """Who sent the request, as the door of the server knows."""
+    """The caller of the request, as the server's middleware determined it."""
     caller = getattr(getattr(context.request_context.request, "state", None), "caller", None)
     if caller is None:
-        raise InvalidArgument("this call came past the door of the server, which tells who asks")
+        raise InvalidArgument("this call has no caller: it did not pass the server's middleware")
     return caller
 
 
@@ -304,7 +309,7 @@ def run_stdio(
     encoder: Any = _ENCODER,
     guardrails: "Guardrails | None" = None,
 ) -> None:
-    """Serve over standard input and output until the input ends; for a client that starts this program itself.
+    """Serve over standard input and output until the input ends, for a client that starts this program itself.
 
     Raises:
         As `build`.
@@ -313,24 +318,25 @@ def run_stdio(
 
 
 def install(app: "FastAPI", service: "Service") -> None:
-    """Offer the tools of a server at ``/mcp``, over streamable HTTP, without sessions: any replica answers any call.
+    """Serve the tools at ``/mcp``, over streamable HTTP, without sessions: any replica answers any call.
 
     Args:
-        app: as `create_app` makes it, behind the door that knows callers; its ``state.lifespans`` run what is needed.
+        app: an app of `create_app`, behind the middleware that sets callers; its ``state.lifespans`` run the MCP
+            server.
         service: runs the tasks.
 
     Raises:
         MissingDependency: the extra ``mcp`` is not installed.
     """
-    server = build(_Served(service))
+    server = build(_ServiceBackend(service))
     from mcp.server.transport_security import TransportSecuritySettings
 
-    made = server.streamable_http_app(
+    routes = server.streamable_http_app(
         streamable_http_path="/mcp",
         stateless_http=True,
         max_request_body_size=service.settings.max_body_bytes,
-        # hosts and origins are checked at the door
+        # hosts and origins are checked by the middleware
         transport_security=TransportSecuritySettings(enable_dns_rebinding_protection=False),
     )
-    app.router.routes.extend(made.routes)
+    app.router.routes.extend(routes.routes)
     app.state.lifespans.append(server.session_manager.run)

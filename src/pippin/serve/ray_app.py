@@ -1,9 +1,9 @@
-"""Several copies of the server on Ray Serve, behind one door: `pippin serve --ray --replicas 1-4`.
+"""Replicas of the server on Ray Serve: `pippin serve --ray --replicas 1-4`.
 
 Notable here:
-- each replica runs the very app of `create_app`; keys, limits, body sizes and slow clients are dealt with at the front
-- Ray Serve sends a request again only if it never reached its replica. Here it is sent again as long as nothing of the
-  answer has been passed on, so a replica that dies loses no request but those that had begun to stream
+- each replica runs the app of `create_app`; keys, limits, body sizes and slow clients are handled by the front process
+- Ray Serve retries a request only if it never reached its replica. Here it is retried as long as nothing of the answer
+  has been sent, so a replica that dies loses only requests that had started to stream
 - Ray's own HTTP proxy is not started: the front calls the replicas through a handle, from the process of the command
 """
 
@@ -23,24 +23,24 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pippin.core import device as devices
 from pippin.core.errors import InvalidArgument, MissingDependency, Overloaded
-from pippin.serve import app as whole, logs, process
+from pippin.serve import app as whole, logs, uvicorn_server
 from pippin.serve.api import sse
 from pippin.serve.api.errors import failure
 from pippin.serve.limits import Caller
 from pippin.serve.service import Service
-from pippin.serve.settings import Settings
+from pippin.serve.settings import ServerSettings
 
 NAME = "pippin"
-_TRIES = 8  # so many replicas may die under one request
-_PAUSE = 0.2  # seconds before it is tried again, times the number of tries
+_TRIES = 8  # retries of one request after a replica died
+_PAUSE = 0.2  # seconds before a retry, times the number of tries
 _LOCAL = ("/health", "/ready", "/metrics")
 _HEALTH_SECONDS = 2.0
-_STORE = 200 * 2**20  # bytes of Ray's own store; only requests and answers pass through it
+_STORE = 200 * 2**20  # bytes of Ray's object store; only requests and answers pass through it
 
 
 @dataclass(frozen=True)
 class Forwarded:
-    """One request on its way to a replica: complete, and already let in."""
+    """One complete, admitted request for a replica."""
 
     method: str
     path: str
@@ -51,7 +51,7 @@ class Forwarded:
     id: str
 
     def scope(self) -> Scope:
-        """The request as an app reads it."""
+        """The ASGI scope of the request."""
         return {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -70,15 +70,15 @@ class Forwarded:
 
 
 class Replica:
-    """One copy of the server, of which Ray Serve makes an actor.
+    """One replica of the server, which Ray Serve runs as an actor.
 
     Args:
-        settings: of the server.
+        settings: the server's settings.
     """
 
-    async def __init__(self, settings: Settings) -> None:  # type: ignore[misc]  # Ray awaits it
+    async def __init__(self, settings: ServerSettings) -> None:  # type: ignore[misc]  # Ray awaits it
         logs.configure()
-        self._app = whole.create_app(settings, door=False)
+        self._app = whole.create_app(settings, middleware=False)
         self._service: Service = self._app.state.service
         self._lifespan = self._app.router.lifespan_context(self._app)
         await self._lifespan.__aenter__()
@@ -87,16 +87,16 @@ class Replica:
             raise RuntimeError(reason)
 
     async def answer(self, request: Forwarded) -> AsyncGenerator[Message]:
-        """The messages of the answer, as ASGI has them, and before the last one what it has cost."""
+        """The ASGI messages of the answer, and before the last one its usage."""
         queue: asyncio.Queue[Message | None] = asyncio.Queue()
         inbox: list[Message] = [{"type": "http.request", "body": request.body, "more_body": False}]
-        record = logs.Record(request.id, request.method, request.path, request.caller.key_name)
+        record = logs.RequestRecord(request.id, request.method, request.path, request.caller.key_name)
         logs.current.set(record)
         scope = request.scope()
 
         async def receive() -> Message:
             if not inbox:
-                await asyncio.Event().wait()  # for ever: if the client leaves, all of this is cancelled
+                await asyncio.Event().wait()  # forever: if the client disconnects, all of this is cancelled
             return inbox.pop()
 
         async def run() -> None:
@@ -120,7 +120,7 @@ class Replica:
                 await task
 
     def check_health(self) -> None:
-        """Ray Serve asks this every few seconds and replaces a replica that raises or does not answer."""
+        """Ray Serve calls this every few seconds and replaces a replica that raises or does not answer."""
         if not self._service.draining and (reason := self._service.ready()):
             raise RuntimeError(reason)
 
@@ -129,11 +129,11 @@ class Replica:
             await self._lifespan.__aexit__(None, None, None)
 
 
-class Front:
-    """The app before the replicas: passes requests on, and passes them on again if their replica dies.
+class ForwardingApp:
+    """The app in front of the replicas: forwards requests, and retries them if their replica dies.
 
     Args:
-        handle: of the deployment of `Replica`.
+        handle: the handle of the deployment of `Replica`.
         service: counts and limits; its own models are never loaded.
     """
 
@@ -165,11 +165,11 @@ class Front:
             state["caller"],
             record.id,
         )
-        with self._service.elsewhere(request.caller):
+        with self._service.count_elsewhere(request.caller):
             await self._forward(request, scope, _Passed(send), record)
 
-    async def _forward(self, request: Forwarded, scope: Scope, out: _Passed, record: logs.Record) -> None:
-        """Ask replicas until one answers, or one has died in the middle of its answer."""
+    async def _forward(self, request: Forwarded, scope: Scope, out: _Passed, record: logs.RequestRecord) -> None:
+        """Try replicas until one answers, or one has died during its answer."""
         from ray.exceptions import RayError
         from ray.serve.exceptions import BackPressureError, RayServeException
 
@@ -189,25 +189,25 @@ class Front:
                 await asyncio.sleep(_PAUSE * attempt)
         await failure(error).response()(scope, _nothing, out.send)
 
-    async def _ask(self, request: Forwarded, scope: Scope, out: _Passed, record: logs.Record) -> None:
-        """One try."""
+    async def _ask(self, request: Forwarded, scope: Scope, out: _Passed, record: logs.RequestRecord) -> None:
+        """Ask one replica."""
         answer = self._handle.answer.remote(request)
         cost: Message | None = None
         try:
             async for message in answer:
                 if message["type"] == "cost":
                     cost = message
-                    scope["route"] = SimpleNamespace(path=cost["route"])  # for the door's figures
+                    scope["route"] = SimpleNamespace(path=cost["route"])  # for the middleware's metrics
                     continue
                 await out.send(message)
-                if cost is not None:  # then that was the last
+                if cost is not None:  # then that was the last message
                     self._count(request.caller, cost, record)
                     return
         except asyncio.CancelledError:
             answer.cancel()
             raise
 
-    def _count(self, caller: Caller, cost: Message, record: logs.Record) -> None:
+    def _count(self, caller: Caller, cost: Message, record: logs.RequestRecord) -> None:
         record.model, record.usage, record.first_token = cost["model"], cost["usage"], cost["first"]
         if record.model:
             self._service.metrics.count_usage(record.model, record.usage)
@@ -216,7 +216,7 @@ class Front:
 
 
 class _Passed:
-    """What has gone to the client: nothing, before there is something of the answer's body too."""
+    """Sends messages to the client; the first one waits for the first part of the body, so that a retry is possible."""
 
     def __init__(self, send: Send) -> None:
         self._send, self.began, self._streams = send, False, False
@@ -243,52 +243,56 @@ async def _nothing() -> Message:
     return {"type": "http.disconnect"}
 
 
-def deploy(settings: Settings, low: int, high: int, *, cpus: float | None = None) -> Any:
+def deploy(settings: ServerSettings, min_replicas: int, max_replicas: int, *, cpus: float | None = None) -> Any:
     """Start replicas on the running Ray; return their handle once all of them are ready.
 
     Args:
-        settings: of the server; rates and quotas hold for all replicas together, everything else for each.
-        low: fewest replicas.
-        high: most; more than ``low`` lets Ray Serve add some while the slots of those that run are taken.
-        cpus: cores of one replica; None shares those of this machine among ``high``.
+        settings: the server's settings; rates and quotas apply to all replicas together, everything else to each.
+        min_replicas: replicas at the start, and the minimum.
+        max_replicas: the maximum; more than ``min_replicas`` lets Ray Serve add some while the others are busy.
+        cpus: cores of one replica; None divides those of this machine among ``max_replicas``.
 
     Raises:
-        InvalidArgument: what needs one process was asked for.
+        InvalidArgument: a setting that needs a single process.
     """
     from ray import serve
 
     if settings.seal_key is not None:
         raise InvalidArgument("a sealed request opens at the replica that made the key; run one server without --ray")
-    share = cpus or max(1, devices.threads() // high)
+    share = cpus or max(1, devices.threads() // max_replicas)
     gpus = 1 if (settings.device or "").startswith("cuda") else 0
     one = replace(settings, requests_per_minute=None, tokens_per_minute=None, tokens_per_day=None)
-    scaling: dict[str, Any] = {"num_replicas": low}
-    if high > low:
-        limits = {"min_replicas": low, "max_replicas": high, "target_ongoing_requests": settings.slots}
+    scaling: dict[str, Any] = {"num_replicas": min_replicas}
+    if max_replicas > min_replicas:
+        limits = {
+            "min_replicas": min_replicas,
+            "max_replicas": max_replicas,
+            "target_ongoing_requests": settings.max_num_seqs,
+        }
         scaling = {"autoscaling_config": limits}
     deployment: Any = serve.deployment(Replica)
-    made = deployment.options(
+    replicas = deployment.options(
         name="Replica",
-        max_ongoing_requests=settings.slots + settings.queue,
-        max_queued_requests=max(1, settings.queue),
+        max_ongoing_requests=settings.max_num_seqs + settings.max_queued_requests,
+        max_queued_requests=max(1, settings.max_queued_requests),
         ray_actor_options={"num_cpus": share, "num_gpus": gpus},
         health_check_period_s=_HEALTH_SECONDS,
         graceful_shutdown_timeout_s=settings.drain_timeout,
         **scaling,
     )
     serve.start(http_options={"location": "NoServer"})
-    return serve.run(made.bind(one), name=NAME, route_prefix=None)
+    return serve.run(replicas.bind(one), name=NAME, route_prefix=None)
 
 
-def front(settings: Settings, handle: Any) -> tuple[ASGIApp, Service]:
-    """The app that a client talks to, and the service that counts for it."""
+def front(settings: ServerSettings, handle: Any) -> tuple[ASGIApp, Service]:
+    """The app that clients connect to, and the service that counts for it."""
     service = Service(settings)
     service.prepared = True
-    return whole.behind_door(Front(handle, service), service), service
+    return whole.with_middleware(ForwardingApp(handle, service), service), service
 
 
-def run(settings: Settings, low: int, high: int, *, announce: Callable[[str], None]) -> None:
-    """Serve with replicas until a signal says to stop; joins the cluster of ``RAY_ADDRESS``, or starts one here.
+def run(settings: ServerSettings, min_replicas: int, max_replicas: int, *, announce: Callable[[str], None]) -> None:
+    """Serve with replicas until a signal stops it; joins the cluster of ``RAY_ADDRESS``, or starts one on this machine.
 
     Raises:
         MissingDependency: ray is not installed.
@@ -298,18 +302,22 @@ def run(settings: Settings, low: int, high: int, *, announce: Callable[[str], No
         from ray import serve
     except ImportError as error:
         raise MissingDependency("replicas need ray: pip install 'pippin[ray,serve]'") from error
-    listener = process.listen(settings)
+    listener = uvicorn_server.listen(settings)
     address = os.environ.get("RAY_ADDRESS")
     local: dict[str, Any] = {}
     if address is None:
-        local = {"include_dashboard": False, "num_cpus": max(devices.threads(), high), "object_store_memory": _STORE}
+        local = {
+            "include_dashboard": False,
+            "num_cpus": max(devices.threads(), max_replicas),
+            "object_store_memory": _STORE,
+        }
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **local)
-        handle = deploy(settings, low, high, cpus=None if address is None else 1)
+        handle = deploy(settings, min_replicas, max_replicas, cpus=None if address is None else 1)
         app, service = front(settings, handle)
-        listener.listen(process.BACKLOG)
-        announce(process.url_of(listener))
-        process.run(app, listener, service)
+        listener.listen(uvicorn_server.BACKLOG)
+        announce(uvicorn_server.url_of(listener))
+        uvicorn_server.run(app, listener, service)
     finally:
         listener.close()
         if ray.is_initialized():

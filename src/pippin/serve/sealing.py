@@ -1,10 +1,10 @@
-"""Sealed requests over HTTP: `GET /v1/attestation` says what this node is, `POST /v1/sealed` answers in secret.
+"""Sealed requests over HTTP: `GET /v1/attestation` returns a quote, `POST /v1/sealed` answers a sealed request.
 
 Notable here:
-- the inner request goes through the same routes as an open one, inside this process; only its path is chosen anew
-- every part of the answer, its status too, is sealed on its way out; outside stand 200, a media type, rounded lengths
-- what goes wrong inside is told inside; the log gets the name of the class and no text
-- who asks stays in the open (the API key is in the outer head), since limits and quotas are about it
+- the inner request uses the same routes as an open one, inside this process; only its path is replaced
+- every part of the answer, including its status, is sealed; in the open are 200, a media type and rounded lengths
+- inner errors are sealed too; the log gets the name of the class and no text
+- the API key stays in the open (in the outer headers), since limits and quotas need it
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from fastapi.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from pippin.core.errors import InvalidArgument, SealBroken, StaleQuote
-from pippin.core.sealing import MEDIA_TYPE, Opened, ReplySealer, wipe
-from pippin.serve.attestation import Node
+from pippin.core.trust.sealing import MEDIA_TYPE, OpenedRequest, ReplySealer, wipe
+from pippin.serve.attestation import AttestedNode
 
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 _LOG = logging.getLogger(__name__)
@@ -30,8 +30,8 @@ class _Routes(Protocol):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
 
 
-def router(node: Node) -> APIRouter:
-    """The two routes for one node; the app that takes them in answers the inner requests."""
+def router(node: AttestedNode) -> APIRouter:
+    """The two routes of one node; the app that includes them answers the inner requests."""
     routes = APIRouter(tags=["sealed"])
 
     @routes.get("/v1/attestation", summary="A signed quote of what this node runs")
@@ -56,9 +56,9 @@ def router(node: Node) -> APIRouter:
 
 
 class _Answer(Response):
-    """Runs the inner request when it is sent, and seals what comes out."""
+    """Runs the inner request when it is sent, and seals its messages."""
 
-    def __init__(self, routes: _Routes, opened: Opened) -> None:
+    def __init__(self, routes: _Routes, opened: OpenedRequest) -> None:
         super().__init__(media_type=MEDIA_TYPE, headers={"Cache-Control": "no-store"})
         del self.headers["content-length"]
         self._routes, self._opened = routes, opened
@@ -75,7 +75,7 @@ class _Answer(Response):
                 return
             await self._routes(_inner(scope, path, len(body)), _Body(body, receive), out)
         except Exception as error:
-            # the text of an error may quote the prompt, so its class is all that is told
+            # the text of an error may quote the prompt, so only its class is sent
             _LOG.error("a sealed request failed: %s", type(error).__name__)
             await out.say(500, "the server failed")
         finally:
@@ -83,7 +83,7 @@ class _Answer(Response):
 
 
 class _Body:
-    """Gives the inner request its body, and then word of the client's leaving."""
+    """The body of the inner request, then the client's disconnection."""
 
     def __init__(self, body: bytes, outer: Receive) -> None:
         self._body: bytes | None = body
@@ -97,7 +97,7 @@ class _Body:
 
 
 class _Out:
-    """Seals the messages of the inner answer: its head, then each piece of its body."""
+    """Seals the messages of the inner answer: its headers, then each piece of its body."""
 
     def __init__(self, send: Send, reply: ReplySealer, headers: list[tuple[bytes, bytes]]) -> None:
         self._send, self._reply, self._headers = send, reply, headers
@@ -115,7 +115,7 @@ class _Out:
                 await self._part(body, last=is_last)
 
     async def say(self, status: int, text: str) -> None:
-        """An answer of our own; where one has begun, it stays without its last part, which the client notices."""
+        """Send an error response; a started answer stays without its last part, which the client detects."""
         if self.begun:
             if not self.ended:
                 await self._send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -132,7 +132,7 @@ class _Out:
 
 
 def _inner(scope: Scope, path: str, length: int) -> dict[str, Any]:
-    """The scope of the inner request: the outer one, caller and all, with another path and length."""
+    """The ASGI scope of the inner request: the outer one, with its caller, another path and another length."""
     headers = [pair for pair in scope["headers"] if pair[0].lower() not in _OUTER_ONLY]
     headers += [(b"content-type", b"application/json"), (b"content-length", str(length).encode())]
     root = scope.get("app_root_path", scope.get("root_path", ""))
@@ -142,7 +142,7 @@ def _inner(scope: Scope, path: str, length: int) -> dict[str, Any]:
 
 
 def _path(head: bytes) -> str | None:
-    """The inner path out of the first line; None for what may not be asked."""
+    """The inner path from the first line; None for a path that is not allowed."""
     try:
         path = json.loads(head)["path"]
     except (ValueError, TypeError, KeyError):

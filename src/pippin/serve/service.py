@@ -1,11 +1,11 @@
-"""The server without HTTP: who may run what, where it waits, how it ends.
+"""The server without HTTP: admission, queueing, execution and cancellation of requests.
 
 Notable here:
-- a turn runs in a worker thread; its events cross to the event loop, and a client that leaves ends the turn before its
-  next token
-- the slot is free again when the thread is done with it, not when somebody says so: what is counted is what is true
-- errors that can be told before the first token are raised by the first step of the iterator, so that HTTP can still
-  choose its status
+- a request runs in a worker thread; its events are passed to the event loop, and a client that disconnects cancels it
+  before its next token
+- a slot of the batch is free when its worker thread has ended, so that the counts are always true
+- errors that are known before the first token are raised by the first step of the iterator, so that HTTP can still set
+  its status
 """
 
 from __future__ import annotations
@@ -19,58 +19,58 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pippin.core import device
 from pippin.core.errors import GuardrailViolation, Overloaded, PippinError, RateLimited, UnsupportedCapability
-from pippin.serve import guarding, loading, logs
-from pippin.serve.flight import Flight
+from pippin.core.threads import use_threads
+from pippin.serve import guardrails, logs, model_loading
+from pippin.serve.active_request import ActiveRequest
 from pippin.serve.limits import Caller, Limits
 from pippin.serve.metrics import Metrics, Reading
-from pippin.serve.pool import Loaded, ModelInfo, ModelPool
-from pippin.serve.settings import Settings
+from pippin.serve.model_pool import LoadedModel, ModelInfo, ModelPool
+from pippin.serve.settings import ServerSettings
 from pippin.serve.task_model import TaskModel
-from pippin.session.provider import Done, ReasoningDelta, TextDelta, Turn, TurnEvent
+from pippin.session.providers.provider import Done, ProviderEvent, ProviderRequest, ReasoningDelta, TextDelta
 from pippin.session.response import Usage
 
 if TYPE_CHECKING:
     from pippin.engine.engine import EngineStats
-    from pippin.session.local import LocalModel
+    from pippin.session.providers.local import LocalModel
 
 __all__ = ["Caller", "ModelInfo", "Service"]
 
 T = TypeVar("T")
 
-_THREADS = 512  # more than can ever run: what is let in is bounded by the gates
-_TEXTS_AT_ONCE = 16  # in one pass of an encoder, after which it looks whether anyone still waits
-# name, what it is, field of `EngineStats`
-_OF_ENGINES = (
+_THREADS = 512  # more than can ever run: admission is bounded per model
+_TEXTS_AT_ONCE = 16  # texts in one pass of an encoder, after which cancellation is checked
+# name, description, field of `EngineStats`
+_ENGINE_METRICS = (
     ("pippin_cache_tokens_used", "Tokens in the cache of a model", "cache_tokens_used"),
-    ("pippin_cache_tokens_capacity", "Tokens that fit into it", "cache_tokens_capacity"),
+    ("pippin_cache_tokens_capacity", "Tokens that fit into the cache of a model", "cache_tokens_capacity"),
     ("pippin_cache_blocks", "Blocks of the cache of a model", "blocks_total"),
-    ("pippin_cache_blocks_free", "Blocks that hold nothing", "blocks_free"),
-    ("pippin_cache_blocks_kept", "Blocks kept for prompts that begin alike, used by nobody now", "blocks_cached"),
+    ("pippin_cache_blocks_free", "Free blocks of the cache", "blocks_free"),
+    ("pippin_cache_blocks_cached", "Blocks of the prefix cache that no request uses now", "blocks_cached"),
     ("pippin_state_bytes", "Memory of the states of recurrent layers", "state_bytes_used"),
-    ("pippin_passes_total", "Passes over the model", "steps"),
-    ("pippin_prefix_hits_total", "Requests that found the beginning of their prompt computed", "prefix_hits"),
-    ("pippin_preemptions_total", "Requests put back because memory ran out", "preempted"),
-    ("pippin_drafted_tokens_total", "Tokens guessed ahead", "drafted"),
-    ("pippin_accepted_tokens_total", "Of those, tokens that became part of an answer", "accepted"),
+    ("pippin_passes_total", "Forward passes of the model", "steps"),
+    ("pippin_prefix_hits_total", "Requests whose prompt began with a cached prefix", "prefix_hits"),
+    ("pippin_preemptions_total", "Requests preempted because the cache was full", "preempted"),
+    ("pippin_drafted_tokens_total", "Draft tokens proposed by speculative decoding", "drafted"),
+    ("pippin_accepted_tokens_total", "Draft tokens that became part of an answer", "accepted"),
 )
 
 
 class Service:
-    """All that a server does, for one event loop.
+    """All functions of a server, for one event loop.
 
     Args:
-        settings: how.
-        load: gives a `LocalModel` or a `LanguageModel` for a reference; None loads from disk.
-        load_encoder: gives a `TextEncoder` for a reference; None loads from disk.
-        encoders: names that are encoders, beside those whose files say so.
-        clock: seconds that only go up.
+        settings: the server's settings.
+        load: returns a `LocalModel` or a `LanguageModel` for a reference; None loads from disk.
+        load_encoder: returns a `TextEncoder` for a reference; None loads from disk.
+        encoders: names of encoders, besides those whose files identify them.
+        clock: a monotonic clock in seconds.
     """
 
     def __init__(
         self,
-        settings: Settings,
+        settings: ServerSettings,
         *,
         load: Callable[[str], Any] | None = None,
         load_encoder: Callable[[str], Any] | None = None,
@@ -79,49 +79,49 @@ class Service:
     ) -> None:
         self.settings, self.clock = settings, clock
         if settings.threads is not None:
-            device.use_threads(settings.threads)
+            use_threads(settings.threads)
         self.limits = Limits(settings, clock=clock)
         self.metrics = Metrics(self._readings, clock)
         self.pool = ModelPool(
             settings,
-            load=loading.language_loader(settings, load, lambda: self.pool.cache_bytes),
-            load_encoder=load_encoder or loading.encoder_loader(settings),
+            load=model_loading.language_loader(settings, load, lambda: self.pool.cache_bytes),
+            load_encoder=load_encoder or model_loading.encoder_loader(settings),
             encoders=encoders,
-            memory_needed=loading.memory_needed(settings) if load is None else None,
+            memory_needed=model_loading.memory_needed(settings) if load is None else None,
             clock=clock,
         )
-        self._guardrails = guarding.guardrails(settings.guardrails)
+        self._guardrails = guardrails.guardrails(settings.guardrails)
         self.draining = False
         self.began = time.time()
-        self._flights: set[Flight] = set()
-        self._outstanding: Counter[str] = Counter()  # by model: let in and not over, down to the last thread
+        self._active_requests: set[ActiveRequest] = set()
+        self._outstanding: Counter[str] = Counter()  # by model: admitted and not ended, including worker threads
         self._of_caller: Counter[str] = Counter()
         self.prepared: Exception | bool = False
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="request")
 
-    # --- what is there ------------------------------------------------------------------------------------------------
+    # --- state --------------------------------------------------------------------------------------------------------
 
     def models(self) -> list[ModelInfo]:
-        """All that requests may name."""
+        """All models that requests may name."""
         return self.pool.models()
 
     @property
     def active(self) -> int:
-        """Requests in a slot, or about to be."""
-        return sum(min(count, self.settings.slots) for count in self._outstanding.values())
+        """Requests that are running, or about to."""
+        return sum(min(count, self.settings.max_num_seqs) for count in self._outstanding.values())
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for a slot."""
+        """Requests that wait in the queue."""
         return self._outstanding.total() - self.active
 
     async def prepare(self) -> None:
-        """Load the default model, so that the first request need not wait for it; `ready` tells how that went."""
+        """Load the default model, so that the first request need not wait for it; `ready` reports the result."""
         try:
             name, _ = self.pool.resolve("")
             self.pool.release(await self.pool.acquire(name))
             self.prepared = True
-        except Exception as error:  # of whatever kind: nobody waits for this task, so it must be told here
+        except Exception as error:  # of any kind: nothing awaits this task, so it must be logged here
             self.prepared = error
             known = isinstance(error, PippinError)
             why = {"error": type(error).__name__, "reason": str(error)} if known else {}
@@ -129,7 +129,7 @@ class Service:
             logs.log.error("model not loaded", extra={"fields": fields}, exc_info=None if known else error)
 
     def ready(self) -> str:
-        """Why no request should be sent here now; empty if one may."""
+        """Why no request should be sent to this server now; empty if it is ready."""
         if self.draining:
             return "the server is about to stop"
         if isinstance(self.prepared, PippinError):
@@ -139,14 +139,14 @@ class Service:
         return "" if self.prepared else f"{self.settings.default} is being loaded"
 
     def stats(self) -> dict[str, Any]:
-        """What the web page shows of the server."""
+        """Statistics for the web page."""
         engines = self._engines().values()
         return {
             "tokens_per_second": round(self.metrics.tokens_per_second, 2),
             "active": self.active,
             "waiting": self.waiting,
-            "slots": self.settings.slots,
-            "queue": self.settings.queue,
+            "max_num_seqs": self.settings.max_num_seqs,
+            "max_queued_requests": self.settings.max_queued_requests,
             "draining": self.draining,
             "uptime_seconds": round(time.time() - self.began, 1),
             "cache": {
@@ -169,198 +169,209 @@ class Service:
     # --- running ------------------------------------------------------------------------------------------------------
 
     async def run(
-        self, model: str, build: Callable[[LocalModel], Turn], caller: Caller, *, priority: int = 0
-    ) -> AsyncIterator[TurnEvent]:
-        """Answer one turn; closing or cancelling the iterator ends it and frees its slot.
+        self, model: str, build: Callable[[LocalModel], ProviderRequest], caller: Caller, *, priority: int = 0
+    ) -> AsyncIterator[ProviderEvent]:
+        """Answer one request; closing or cancelling the iterator ends it and frees its slot.
 
         Args:
             model: "NAME" or "NAME:ADAPTER".
-            build: makes the turn, in a worker thread.
-            caller: who asks.
-            priority: -10 to 10; higher ones go before lower ones.
+            build: makes the provider request, in a worker thread.
+            caller: the sender of the request.
+            priority: -10 to 10; higher priorities run first.
 
         Raises:
-            ModelNotFound: no such model here.
-            Overloaded: the queue is full, or the server is about to stop.
-            RateLimited: the caller has as many requests running as it may.
+            ModelNotFound: the server has no such model.
+            Overloaded: the queue is full, or the server is shutting down.
+            RateLimited: the caller has reached its number of concurrent requests.
             TimedOut: the answer was not complete in time.
             GuardrailViolation: a rule blocked the prompt or the answer.
             PippinError: whatever ``build`` and the provider raise.
         """
-        flight = self._flight(model, caller, priority)
-        with self._outcome(flight):
-            loaded = await self._enter(flight)
-            self._launch(flight, loaded, lambda: self._work(flight, loaded.model, build))
+        request = self._new_request(model, caller, priority)
+        with self._outcome(request):
+            loaded = await self._enter(request)
+            self._start(request, loaded, lambda: self._stream_events(request, loaded.model, build))
             try:
-                async for event in flight.events():
-                    self._note(flight, event)
+                async for event in request.events():
+                    self._record_event(request, event)
                     yield event
             finally:
-                flight.cancel()
+                request.cancel()
 
     async def embed(self, model: str, texts: Sequence[str], caller: Caller) -> tuple[list[list[float]], int]:
-        """Vectors of texts, one each, of length 1, and the number of tokens read.
+        """Embeddings of texts, one each, of length 1, and the number of input tokens.
 
         Raises:
-            UnsupportedCapability: the model is no encoder.
+            UnsupportedCapability: the model is not an encoder.
             ModelNotFound, Overloaded, RateLimited, TimedOut: as `run`.
         """
-        flight = self._flight(model, caller)
+        request = self._new_request(model, caller)
         vectors: list[list[float]] = []
 
         def work(encoder: Any) -> None:
             for at in range(0, len(texts), _TEXTS_AT_ONCE):
-                if flight.cancelled:
+                if request.cancelled:
                     return
                 vectors.extend(encoder.embed(texts[at : at + _TEXTS_AT_ONCE]).tolist())
-            flight.post(Done("stop", Usage(input_tokens=sum(encoder.token_count(texts)))))
+            request.post(Done("stop", Usage(input_tokens=sum(encoder.token_count(texts)))))
 
-        await self._do(flight, work, encoder=True)
-        return vectors, flight.usage.input_tokens
+        await self._run_to_end(request, work, encoder=True)
+        return vectors, request.usage.input_tokens
 
     async def task(self, model: str, work: Callable[[TaskModel], T], caller: Caller) -> T:
-        """Do any work with a model in one slot, such as a text task of several turns, in a worker thread.
+        """Run any work with a model as one request, such as a text task of several calls, in a worker thread.
 
         Args:
             model: as for `run`.
-            work: called with the model; when the task is cancelled or late, its turns end before their next token.
-            caller: who asks.
+            work: called with the model; on cancellation or timeout, its calls end before their next token.
+            caller: the sender of the request.
 
         Raises:
             UnsupportedCapability: the model is an encoder.
             ModelNotFound, Overloaded, RateLimited, TimedOut: as `run`. PippinError: whatever ``work`` raises.
         """
-        flight = self._flight(model, caller)
+        request = self._new_request(model, caller)
         found: list[T] = []
 
-        def change(turn: Turn) -> Turn:
-            flight.turn = replace(turn, owner=caller.id, adapter=flight.adapter or turn.adapter)
-            if flight.cancelled:  # before the turn was there to be told
-                turn.cancel.set()
-            return flight.turn
+        def change(provider_request: ProviderRequest) -> ProviderRequest:
+            request.provider_request = replace(
+                provider_request, owner=caller.id, adapter=request.adapter or provider_request.adapter
+            )
+            if request.cancelled:  # before the provider request existed
+                provider_request.cancel.set()
+            return request.provider_request
 
         def run(provider: LocalModel) -> None:
             watched = TaskModel(provider, change)
             try:
                 found.append(work(watched))
             finally:
-                flight.post(Done("stop", watched.usage))
+                request.post(Done("stop", watched.usage))
 
-        await self._do(flight, run)
+        await self._run_to_end(request, run)
         return found[0]
 
-    # --- the way in and out -------------------------------------------------------------------------------------------
+    # --- admission and execution --------------------------------------------------------------------------------------
 
-    def _flight(self, model: str, caller: Caller, priority: int = 0) -> Flight:
+    def _new_request(self, model: str, caller: Caller, priority: int = 0) -> ActiveRequest:
         name, adapter = self.pool.resolve(model)
-        return Flight(name, adapter, caller, self.settings.request_timeout, self.clock, priority=priority)
+        return ActiveRequest(name, adapter, caller, self.settings.request_timeout, self.clock, priority=priority)
 
-    async def _do(self, flight: Flight, work: Callable[[Any], None], *, encoder: bool = False) -> None:
-        """Do work in a slot, of which nothing is passed on before it is done."""
-        with self._outcome(flight):
-            loaded = await self._enter(flight, encoder=encoder)
-            self._launch(flight, loaded, lambda: work(loaded.model))
+    async def _run_to_end(self, request: ActiveRequest, work: Callable[[Any], None], *, encoder: bool = False) -> None:
+        """Run work as a request that returns nothing before it is done."""
+        with self._outcome(request):
+            loaded = await self._enter(request, encoder=encoder)
+            self._start(request, loaded, lambda: work(loaded.model))
             try:
-                async for event in flight.events():
-                    self._note(flight, event)
+                async for event in request.events():
+                    self._record_event(request, event)
             finally:
-                flight.cancel()
+                request.cancel()
 
-    async def _enter(self, flight: Flight, *, encoder: bool = False) -> Loaded:
-        """A model of the kind that is wanted, and a place in it; `_launch` must follow."""
-        self._admit(flight)
+    async def _enter(self, request: ActiveRequest, *, encoder: bool = False) -> LoadedModel:
+        """Wait for a model of the required kind and a slot of its batch; `_start` must follow."""
+        self._admit(request)
         loaded = None
         try:
-            async with asyncio.timeout(flight.seconds_left):
-                loaded = await self.pool.acquire(flight.model, flight.adapter)
-                if flight.model == self.settings.default:
-                    self.prepared = True  # also where the first try had failed
+            async with asyncio.timeout(request.seconds_left):
+                loaded = await self.pool.acquire(request.model, request.adapter)
+                if request.model == self.settings.default:
+                    self.prepared = True  # also if the first try had failed
                 if (loaded.kind == "encoder") != encoder:
                     what = "no encoder and makes no embeddings" if encoder else "an encoder and cannot write"
-                    raise UnsupportedCapability(f"{flight.model} is {what}; name another model")
-                await loaded.gate.enter(flight.caller.id, flight.priority)
+                    raise UnsupportedCapability(f"{request.model} is {what}; name another model")
+                await loaded.admission.enter(request.caller.id, request.priority)
         except BaseException as error:
             if loaded is not None:
                 self.pool.release(loaded)
-            self._drop(flight)
+            self._drop(request)
             if isinstance(error, TimeoutError) and not isinstance(error, PippinError):
-                raise flight.timed_out() from None
+                raise request.timed_out() from None
             raise
-        flight.entered = self.clock()
-        self.metrics.queued.labels(flight.model).observe(flight.entered - flight.began)
+        request.entered = self.clock()
+        self.metrics.queued.labels(request.model).observe(request.entered - request.began)
         return loaded
 
-    def _admit(self, flight: Flight, *, bounded: bool = True) -> None:
-        """Let a request in, or refuse it."""
-        settings, caller = self.settings, flight.caller.id
+    def _admit(self, request: ActiveRequest, *, bounded: bool = True) -> None:
+        """Admit a request, or reject it."""
+        settings, caller = self.settings, request.caller.id
         if self.draining:
             raise Overloaded("the server is about to stop; ask another, or again later", retry_after=5.0)
-        if settings.per_caller is not None and self._of_caller[caller] >= settings.per_caller:
+        if settings.max_requests_per_caller is not None and self._of_caller[caller] >= settings.max_requests_per_caller:
             raise RateLimited(
-                f"{settings.per_caller} requests of this caller are running or waiting already; wait for one of them",
-                retry_after=self.metrics.wait_estimate(0, settings.slots),
+                f"{settings.max_requests_per_caller} requests of this caller are running or waiting already; wait for "
+                "one of them",
+                retry_after=self.metrics.wait_estimate(0, settings.max_num_seqs),
             )
-        if bounded and self._outstanding[flight.model] >= settings.slots and self.waiting >= settings.queue:
+        if (
+            bounded
+            and self._outstanding[request.model] >= settings.max_num_seqs
+            and self.waiting >= settings.max_queued_requests
+        ):
             raise Overloaded(
-                f"all {settings.slots} slots of {flight.model} are taken and {self.waiting} requests are waiting, "
+                f"{request.model} answers {settings.max_num_seqs} requests and {self.waiting} are waiting, "
                 "which is as many as may; try again later",
-                retry_after=self.metrics.wait_estimate(self.waiting, settings.slots),
+                retry_after=self.metrics.wait_estimate(self.waiting, settings.max_num_seqs),
             )
-        self._outstanding[flight.model] += 1
+        self._outstanding[request.model] += 1
         self._of_caller[caller] += 1
 
-    def _launch(self, flight: Flight, loaded: Loaded, work: Callable[[], None]) -> None:
-        """Run in a worker thread; the place is free again when that is done."""
+    def _start(self, request: ActiveRequest, loaded: LoadedModel, work: Callable[[], None]) -> None:
+        """Run in a worker thread; the slot is free again when the thread has ended."""
         loop = asyncio.get_running_loop()
-        self._flights.add(flight)
-        flight.start(loop)
+        self._active_requests.add(request)
+        request.start(loop)
 
         def run() -> None:
             try:
                 work()
             except BaseException as error:
-                flight.post(error)
+                request.post(error)
             else:
-                flight.post(None)
+                request.post(None)
 
         task = loop.run_in_executor(self._threads, run)
-        task.add_done_callback(lambda done: self._landed(flight, loaded))
+        task.add_done_callback(lambda done: self._finished(request, loaded))
 
-    def _landed(self, flight: Flight, loaded: Loaded) -> None:
-        self._flights.discard(flight)
-        self.metrics.in_slot(self.clock() - flight.entered)
-        self._count(flight)
-        loaded.gate.leave()
+    def _finished(self, request: ActiveRequest, loaded: LoadedModel) -> None:
+        self._active_requests.discard(request)
+        self.metrics.in_slot(self.clock() - request.entered)
+        self._count(request)
+        loaded.admission.leave()
         self.pool.release(loaded)
-        self._drop(flight)
+        self._drop(request)
 
-    def _drop(self, flight: Flight) -> None:
-        for counter, key in ((self._outstanding, flight.model), (self._of_caller, flight.caller.id)):
+    def _drop(self, request: ActiveRequest) -> None:
+        for counter, key in ((self._outstanding, request.model), (self._of_caller, request.caller.id)):
             counter[key] -= 1
             if not counter[key]:
                 del counter[key]
 
     # --- in the worker thread -----------------------------------------------------------------------------------------
 
-    def _work(self, flight: Flight, provider: LocalModel, build: Callable[[LocalModel], Turn]) -> None:
-        """Build the turn and hand over its events."""
-        turn = build(provider)
+    def _stream_events(
+        self, request: ActiveRequest, provider: LocalModel, build: Callable[[LocalModel], ProviderRequest]
+    ) -> None:
+        """Build the provider request, in the worker thread, and pass on its events."""
+        provider_request = build(provider)
         if self._guardrails is not None:
-            turn = guarding.checked_turn(self._guardrails, turn)
-        adapter = flight.adapter or turn.adapter
-        turn = flight.turn = replace(turn, owner=flight.caller.id, adapter=adapter, priority=flight.priority)
-        if self.settings.log_prompts and flight.record is not None:
-            flight.record.texts["prompt"] = turn.transcript.to_json()
-        if flight.cancelled:  # before the turn was there to be told
-            turn.cancel.set()
-        events, written = provider.stream(turn), guarding.Written()
+            provider_request = guardrails.checked_request(self._guardrails, provider_request)
+        adapter = request.adapter or provider_request.adapter
+        provider_request = request.provider_request = replace(
+            provider_request, owner=request.caller.id, adapter=adapter, priority=request.priority
+        )
+        if self.settings.log_prompts and request.record is not None:
+            request.record.texts["prompt"] = provider_request.transcript.to_json()
+        if request.cancelled:  # before the provider request existed
+            provider_request.cancel.set()
+        events, written = provider.stream(provider_request), guardrails.TokenCounter()
         if self._guardrails is not None:
-            events = guarding.guarded(self._guardrails, turn, written.counted(events))
+            events = guardrails.guarded(self._guardrails, provider_request, written.counted(events))
         try:
             for event in events:
-                flight.post(event)
-        except GuardrailViolation:  # what it has cost stays to be paid
-            flight.usage = Usage(provider.token_count(turn), 0, written.tokens)
+                request.post(event)
+        except GuardrailViolation:  # its tokens are still charged
+            request.usage = Usage(provider.token_count(provider_request), 0, written.tokens)
             raise
         finally:
             close = getattr(events, "close", None)
@@ -368,51 +379,51 @@ class Service:
                 close()
 
     @contextmanager
-    def elsewhere(self, caller: Caller) -> Iterator[None]:
-        """Count a request of a caller that is answered by another process.
+    def count_elsewhere(self, caller: Caller) -> Iterator[None]:
+        """Count a request of a caller that another process answers.
 
         Raises:
             Overloaded, RateLimited: as `run`.
         """
-        flight = Flight("", None, caller, self.settings.request_timeout, self.clock)
-        self._admit(flight, bounded=False)
+        request = ActiveRequest("", None, caller, self.settings.request_timeout, self.clock)
+        self._admit(request, bounded=False)
         try:
             yield
         finally:
-            self._drop(flight)
+            self._drop(request)
 
-    # --- counting -----------------------------------------------------------------------------------------------------
+    # --- usage and metrics --------------------------------------------------------------------------------------------
 
-    def _note(self, flight: Flight, event: TurnEvent) -> None:
-        """Count what an event tells, before it is passed on."""
+    def _record_event(self, request: ActiveRequest, event: ProviderEvent) -> None:
+        """Count an event before it is passed on."""
         if isinstance(event, TextDelta | ReasoningDelta):
-            if flight.first_token is None:
-                flight.first_token = self.clock()
-                if flight.record is not None and flight.record.first_token is None:
-                    flight.record.first_token = flight.first_token - flight.began
-                self.metrics.first_token.labels(flight.model).observe(flight.first_token - flight.began)
+            if request.first_token is None:
+                request.first_token = self.clock()
+                if request.record is not None and request.record.first_token is None:
+                    request.record.first_token = request.first_token - request.began
+                self.metrics.first_token.labels(request.model).observe(request.first_token - request.began)
             self.metrics.written(len(event.tokens) if isinstance(event, TextDelta) else 1)
-            if self.settings.log_prompts and flight.record is not None and isinstance(event, TextDelta):
-                flight.record.texts["answer"] = flight.record.texts.get("answer", "") + event.text
+            if self.settings.log_prompts and request.record is not None and isinstance(event, TextDelta):
+                request.record.texts["answer"] = request.record.texts.get("answer", "") + event.text
         elif isinstance(event, Done):
-            self._count(flight)
+            self._count(request)
 
-    def _count(self, flight: Flight) -> None:
-        """Count the tokens of a request, once."""
-        if flight.counted:
+    def _count(self, request: ActiveRequest) -> None:
+        """Charge the tokens of a request, once."""
+        if request.counted:
             return
-        flight.counted = True
-        if flight.record is not None:
-            flight.record.usage += flight.usage
-        self.metrics.count_usage(flight.model, flight.usage)
-        self.limits.charge(flight.caller, flight.usage.input_tokens + flight.usage.output_tokens)
-        if flight.first_token is not None and flight.usage.output_tokens > 1:
-            seconds = self.clock() - flight.first_token
-            self.metrics.rate.labels(flight.model).observe(flight.usage.output_tokens / max(seconds, 1e-6))
+        request.counted = True
+        if request.record is not None:
+            request.record.usage += request.usage
+        self.metrics.count_usage(request.model, request.usage)
+        self.limits.charge(request.caller, request.usage.input_tokens + request.usage.output_tokens)
+        if request.first_token is not None and request.usage.output_tokens > 1:
+            seconds = self.clock() - request.first_token
+            self.metrics.rate.labels(request.model).observe(request.usage.output_tokens / max(seconds, 1e-6))
 
     @contextmanager
-    def _outcome(self, flight: Flight) -> Iterator[None]:
-        """Count how a request ended, and how long it took."""
+    def _outcome(self, request: ActiveRequest) -> Iterator[None]:
+        """Count the outcome of a request, and its duration."""
         outcome = "complete"
         try:
             yield
@@ -423,59 +434,64 @@ class Service:
             outcome = type(error).__name__
             raise
         finally:
-            self.metrics.requests.labels(flight.model, outcome).inc()
-            self.metrics.duration.labels(flight.model).observe(self.clock() - flight.began)
+            self.metrics.requests.labels(request.model, outcome).inc()
+            self.metrics.duration.labels(request.model).observe(self.clock() - request.began)
 
     def _engines(self) -> dict[str, EngineStats]:
-        """What the engines have done and are doing, by model."""
+        """Statistics of the engines, by model."""
         engines = {name: loaded.engine for name, loaded in self.pool.loaded.items()}
         return {name: engine.stats() for name, engine in engines.items() if engine is not None}
 
     def _readings(self) -> list[Reading]:
-        """The gauges, and what the engines count."""
+        """The gauges, and the counters of the engines."""
         loaded, engines = self.pool.loaded.values(), self._engines()
 
-        def of_engines(field: str) -> dict[str, float]:
+        def engine_values(field: str) -> dict[str, float]:
             return {name: getattr(now, field) for name, now in engines.items()}
 
         return [
-            ("pippin_requests_active", "Requests in a slot", "", {"": self.active}),
-            ("pippin_requests_waiting", "Requests that wait for a slot", "", {"": self.waiting}),
-            ("pippin_slots", "Requests that one model answers at once", "", {"": self.settings.slots}),
+            ("pippin_requests_active", "Requests that are being answered", "", {"": self.active}),
+            ("pippin_requests_waiting", "Requests in the queue", "", {"": self.waiting}),
+            ("pippin_max_num_seqs", "Requests that one model answers at once", "", {"": self.settings.max_num_seqs}),
             ("pippin_draining", "1 while the server is about to stop", "", {"": float(self.draining)}),
             ("pippin_models_loaded", "Models in memory", "", {"": len(loaded)}),
             ("pippin_model_bytes", "Memory of a model", "model", {one.name: one.nbytes for one in loaded}),
             ("pippin_memory_budget_bytes", "Memory that models may take", "", {"": self.pool.budget}),
             ("pippin_memory_used_bytes", "Memory that models and full caches take", "", {"": self.pool.nbytes}),
             ("pippin_process_memory_bytes", "Resident memory of the process", "", {"": process_memory()}),
-            ("pippin_tokens_per_second_now", "Tokens written lately", "", {"": self.metrics.tokens_per_second}),
-            *((name, text, "model", of_engines(field)) for name, text, field in _OF_ENGINES),
+            (
+                "pippin_tokens_per_second_now",
+                "Tokens generated per second over the last five seconds",
+                "",
+                {"": self.metrics.tokens_per_second},
+            ),
+            *((name, text, "model", engine_values(field)) for name, text, field in _ENGINE_METRICS),
         ]
 
-    # --- the end ------------------------------------------------------------------------------------------------------
+    # --- shutdown -----------------------------------------------------------------------------------------------------
 
     async def drain(self, seconds: float) -> bool:
-        """Take nothing more in, wait for what runs, and end what is not done in time; True if all was done."""
+        """Reject new requests, wait for running ones, and cancel what is not done in time; True if all was done."""
         self.draining = True
         end = self.clock() + seconds
         while self._outstanding and self.clock() < end:
             await asyncio.sleep(0.02)
         done = not self._outstanding
-        for flight in list(self._flights):
-            flight.abort(Overloaded("the server stops; ask another, or again later", retry_after=1.0))
+        for request in list(self._active_requests):
+            request.abort(Overloaded("the server stops; ask another, or again later", retry_after=1.0))
         return done
 
     def close(self) -> None:
-        """Give everything back; what still runs ends before its next token."""
+        """Free all resources; running requests end before their next token."""
         self.draining = True
-        for flight in list(self._flights):
-            flight.cancel()
+        for request in list(self._active_requests):
+            request.cancel()
         self.pool.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 def process_memory() -> int:
-    """Bytes of memory that this process has now."""
+    """Resident memory of this process in bytes."""
     import psutil
 
     return int(psutil.Process().memory_info().rss)

@@ -1,187 +1,240 @@
-"""What a server is told: its models, its address, who may ask, and how much of everything.
+"""Settings of a server: models, address, authentication, limits.
 
 Notable here:
-- every limit has a default, is checked when it is set, and is named in the message if it is out of range
-- without keys a server is open, and then it binds only to this machine unless it is told otherwise
-- which models a request may name is decided here: a client can make the server load what is listed, and nothing else
+- each setting is declared once: type and range in its annotation, default, help text; the command line is generated
+  from it
+- without keys a server is open, and then it binds only to the loopback address unless the settings say otherwise
+- the settings list the models that a request may name: a client can make the server load only these
 """
 
 from __future__ import annotations
 
 import ipaddress
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Annotated, Final, Literal
 
-from pippin.core import device
-from pippin.core.catalogue import DEFAULT_MODEL
+from annotated_types import Ge, Le
+
+from pippin.core.checks import PositiveFloat, PositiveInt, checked
 from pippin.core.errors import InvalidArgument, InvalidInput
+from pippin.core.options import Option, parse_bytes
+from pippin.core.store.catalog import DEFAULT_MODEL
+from pippin.engine.options import MACHINE, ModelOptions
 
 GuardrailLevel = Literal["off", "default", "strict", "permissive"]
-CacheChoice = Literal["auto", "float32", "bfloat16", "int8"]
-BITS = (2, 3, 4, 8)
-MIN_KEY_LENGTH = 16
+MIN_KEY_LENGTH: Final = 16
 
-# field: smallest, largest
-_WHOLE: dict[str, tuple[int, int]] = {
-    "port": (0, 65535),
-    "slots": (1, 256),
-    "queue": (0, 100_000),
-    "per_caller": (1, 100_000),
-    "requests_per_minute": (1, 10**9),
-    "tokens_per_minute": (1, 10**12),
-    "tokens_per_day": (1, 10**15),
-    "memory_budget": (1, 2**60),
-    "max_body_bytes": (1024, 2**34),
-    "max_connections": (1, 100_000),
-    "threads": (1, 4096),
-}
-_SECONDS = ("request_timeout", "header_timeout", "body_timeout", "write_timeout", "drain_timeout")
+_ADDRESS, _ACCESS = "Address", "Who may ask"
+_LIMITS, _CAPACITY, _PRIVACY, _PARTS = "Limits of one caller", "Capacity", "Privacy and safety", "Parts"
 
 
-@dataclass(frozen=True)
-class Settings:
-    """How a server behaves.
+def read_keys(text: str, origin: str) -> dict[str, str]:
+    """API keys from text: one `NAME:SECRET` or `SECRET` per line (or separated by commas); `#` starts a comment.
 
     Args:
-        models: what is served: catalogue names, folders, `.gguf` files, hub repositories; ``NAME=REFERENCE`` gives one
-            a name of its own. The first is the default.
-        any_installed: serve every installed model of the catalogue too.
-        adapters: name to folder. "NAME" belongs to the default model, "MODEL:NAME" to that one; a request asks for
-            "MODEL:NAME".
-        device: where the models run; None takes the best there is.
-        dtype: their precision, as `pippin.load` takes it.
-        bits: pack their weights to 2, 3, 4 or 8 bits; None leaves them as they are.
-        cache_type: precision of keys and values: "auto", "float32", "bfloat16" or "int8".
-        retention: share of the layers of each model that keep keys and values, as `pippin.load` takes it; None for all.
-        threads: of every computation; None for one on each core.
-        speculate: how to guess several tokens ahead: "ngram", "self", or a model whose guesses are checked, for the
-            models that have its vocabulary; None for one token at a time.
-        prompt_cache: folder that keeps what was computed of prompts when a model is unloaded or the server stops, one
-            file for each model; None keeps nothing. Never together with ``stateless``.
-        host: address to listen on.
-        port: 0 to 65535; 0 takes a free one.
-        api_keys: name to secret. The name is what logs and metrics show.
-        open_to_all: listen on an address that others can reach although there are no keys.
-        memory_budget: bytes for weights, caches and encoders together; None for 70 % of what is free at the start.
-        slots: requests that one model answers at once, 1 to 256.
-        queue: requests that may wait, 0 to 100,000; one more is refused.
-        priorities: let requests ask to go before others (``service_tier`` "priority", ``priority`` below 0); without it
-            they may only ask to wait for them.
-        per_caller: requests that one caller may have running and waiting; None for no limit but the queue.
-        requests_per_minute: of one caller; None for no limit.
-        tokens_per_minute: of one caller, read and written together; None for no limit.
-        tokens_per_day: of one caller, counted from midnight UTC; None for no limit.
-        max_body_bytes: largest request.
-        max_connections: open at once; more are answered 503.
-        request_timeout: seconds from the arrival of a request to the end of its answer, waiting included.
-        header_timeout: seconds until the head of a request must be there.
-        body_timeout: seconds until its body must be there.
-        write_timeout: seconds that a client may read nothing of its answer before it is cut off.
-        drain_timeout: seconds that running answers get when the server is told to stop.
-        guardrails: "off", "default", "strict" or "permissive".
-        stateless: keep nothing of a request once it is answered: no computed prompts, no stored responses. Without it
-            computed prompts are kept, and used again for requests of the same caller only.
-        page: serve the web page at `/`.
-        mcp: offer Pippin's tasks as MCP tools at `/mcp`.
-        log_prompts: write prompts and answers into the log. Never together with ``stateless``.
-        seal_key: file with the key that signs what this server says of itself (`pippin attest`); requests may then be
-            sealed to it. None offers no sealing.
-        seal_log: file with the public log that its software stands in.
-        cors_origins: web origins whose pages may call the server; empty for its own only.
+        text: the text.
+        origin: where it came from, for messages and for the names of keys without one.
 
     Raises:
-        InvalidArgument: a value outside its range.
+        InvalidInput: no key in it, a duplicate name, or a secret shorter than 16 characters.
 
-    >>> Settings(slots=0)
+    >>> read_keys("alice:0123456789abcdef\\n# comment\\nfedcba9876543210", "file")
+    {'alice': '0123456789abcdef', 'key-2': 'fedcba9876543210'}
+    """
+    keys: dict[str, str] = {}
+    lines = [line.partition("#")[0].strip() for line in text.replace(",", "\n").splitlines()]
+    for line in filter(None, lines):
+        name, colon, secret = line.rpartition(":")
+        name = name if colon else f"key-{len(keys) + 1}"
+        if name in keys:
+            raise InvalidInput(f"{origin} names the key {name!r} twice")
+        if len(secret) < MIN_KEY_LENGTH:
+            raise InvalidInput(f"{origin}: the secret of {name!r} is shorter than {MIN_KEY_LENGTH} characters")
+        keys[name] = secret
+    if not keys:
+        raise InvalidInput(f"{origin} holds no API key; write one NAME:SECRET a line")
+    return keys
+
+
+def read_key_file(path: str | Path) -> dict[str, str]:
+    """The keys in a file; see `read_keys`.
+
+    Raises:
+        InvalidInput: it cannot be read, and as `read_keys`.
+    """
+    try:
+        return read_keys(Path(path).expanduser().read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
+        raise InvalidInput(f"cannot read the keys in {path}: {reason}") from error
+
+
+@checked
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings(ModelOptions):
+    """Everything that can be set about a server.
+
+    What a field means stands in its annotation; `pippin serve --help` prints the same texts. How models are run is
+    `pippin.engine.ModelOptions`.
+
+    Raises:
+        InvalidArgument: a value outside its range, or settings that contradict each other.
+
+    >>> ServerSettings(max_num_seqs=0)
     Traceback (most recent call last):
         ...
-    pippin.core.errors.InvalidArgument: slots must be a whole number from 1 to 256, got 0
+    pippin.core.errors.InvalidArgument: max_num_seqs must be from 1 to 256, got 0
     """
 
-    models: Sequence[str] = (DEFAULT_MODEL,)
-    any_installed: bool = False
-    adapters: Mapping[str, str | Path] = field(default_factory=dict)
-    device: str | None = None
-    dtype: str = "auto"
-    bits: int | None = None
-    cache_type: CacheChoice = "auto"
-    retention: float | None = None
-    threads: int | None = None
-    speculate: str | None = None
-    prompt_cache: Path | None = None
-    host: str = "127.0.0.1"
-    port: int = 8080
-    api_keys: Mapping[str, str] = field(default_factory=dict, repr=False)
-    open_to_all: bool = False
-    memory_budget: int | None = None
-    slots: int = 8
-    queue: int = 64
-    priorities: bool = False
-    per_caller: int | None = None
-    requests_per_minute: int | None = None
-    tokens_per_minute: int | None = None
-    tokens_per_day: int | None = None
-    max_body_bytes: int = 8 * 2**20
-    max_connections: int = 1024
-    request_timeout: float = 600.0
-    header_timeout: float = 10.0
-    body_timeout: float = 30.0
-    write_timeout: float = 30.0
-    drain_timeout: float = 30.0
-    guardrails: GuardrailLevel = "off"
-    stateless: bool = False
-    page: bool = True
-    mcp: bool = False
-    log_prompts: bool = False
-    seal_key: Path | None = None
-    seal_log: Path | None = None
-    cors_origins: Sequence[str] = ()
+    models: Annotated[
+        Sequence[str],
+        Option(
+            "What to serve, the default first: catalog names, folders, .gguf files, hub repositories, each as it is or "
+            f"as NAME=REFERENCE. Without any, and without --any-installed, {DEFAULT_MODEL}.",
+            metavar="MODEL",
+            positional=True,
+        ),
+    ] = ()
+    any_installed: Annotated[bool, Option("Serve every installed model of the catalog too.", MACHINE)] = False
+    adapters: Annotated[
+        Mapping[str, str | Path],
+        Option(
+            "Adapters by name: NAME belongs to the default model, MODEL:NAME to that one; a request asks for "
+            "MODEL:NAME. May be repeated.",
+            MACHINE,
+            "NAME=FOLDER",
+            "--adapter",
+        ),
+    ] = field(default_factory=dict)
+
+    host: Annotated[str, Option("Address to listen on.", _ADDRESS)] = "127.0.0.1"
+    port: Annotated[int, Ge(0), Le(65535), Option("Port; 0 takes a free one.", _ADDRESS)] = 8080
+    cors_origins: Annotated[
+        Sequence[str],
+        Option(
+            "A web origin whose pages may call the server, only its own without any. May be repeated.",
+            _ADDRESS,
+            "ORIGIN",
+            "--cors-origin",
+        ),
+    ] = ()
+
+    api_keys: Annotated[
+        Mapping[str, str],
+        Option(
+            "Who may ask: a file with one NAME:SECRET a line; the name is what logs and metrics show. Without it the "
+            "variable PIPPIN_API_KEYS, else no key is needed.",
+            _ACCESS,
+            "FILE",
+            "--api-key-file",
+            parse=read_key_file,
+            variable="PIPPIN_API_KEYS",
+            parse_variable=lambda text: read_keys(text, "PIPPIN_API_KEYS"),
+        ),
+    ] = field(default_factory=dict, repr=False)
+    open_to_all: Annotated[bool, Option("Serve others than this machine without keys.", _ACCESS)] = False
+
+    max_requests_per_caller: Annotated[
+        Annotated[int, Ge(1), Le(100_000)] | None,
+        Option("Requests that one caller may have running and waiting at once.", _LIMITS),
+    ] = None
+    requests_per_minute: Annotated[PositiveInt | None, Option("Requests in a minute.", _LIMITS)] = None
+    tokens_per_minute: Annotated[PositiveInt | None, Option("Tokens in a minute, read and written.", _LIMITS)] = None
+    tokens_per_day: Annotated[
+        PositiveInt | None, Option("Tokens in a day, read and written, counted from midnight UTC.", _LIMITS)
+    ] = None
+
+    memory_budget: Annotated[
+        PositiveInt | None,
+        Option(
+            "Most that weights, caches and encoders take together, such as 8GB; 70 % of what is free at the start "
+            "without it.",
+            _CAPACITY,
+            "SIZE",
+            parse=parse_bytes,
+        ),
+    ] = None
+    max_num_seqs: Annotated[int, Ge(1), Le(256), Option("Requests that one model answers at once.", _CAPACITY)] = 8
+    max_queued_requests: Annotated[
+        int, Ge(0), Le(100_000), Option("Requests that may wait; one more is refused.", _CAPACITY)
+    ] = 64
+    priorities: Annotated[
+        bool,
+        Option(
+            'Let requests ask to go before others (service_tier "priority", priority below 0); without it they may '
+            "only ask to wait for them.",
+            _CAPACITY,
+        ),
+    ] = False
+    max_body_bytes: Annotated[
+        int,
+        Ge(1024),
+        Le(2**34),
+        Option("Largest request, in bytes or such as 8MiB.", _CAPACITY, "SIZE", parse=parse_bytes),
+    ] = 8 * 2**20
+    max_connections: Annotated[
+        int, Ge(1), Le(100_000), Option("Connections that may be open at once; more are answered 503.", _CAPACITY)
+    ] = 1024
+    request_timeout: Annotated[
+        PositiveFloat,
+        Option("Seconds from the arrival of a request to the end of its answer, waiting included.", _CAPACITY),
+    ] = 600.0
+    header_timeout: Annotated[
+        PositiveFloat, Option("Seconds until the headers of a request must have arrived.", _CAPACITY)
+    ] = 10.0
+    body_timeout: Annotated[
+        PositiveFloat, Option("Seconds until the body of a request must have arrived.", _CAPACITY)
+    ] = 30.0
+    write_timeout: Annotated[
+        PositiveFloat,
+        Option("Seconds that a client may read nothing of its answer before it is cut off.", _CAPACITY),
+    ] = 30.0
+    drain_timeout: Annotated[
+        PositiveFloat, Option("Seconds that running answers get when the server is told to stop.", _CAPACITY)
+    ] = 30.0
+
+    guardrails: Annotated[GuardrailLevel, Option("How strictly prompts and answers are checked.", _PRIVACY)] = "off"
+    stateless: Annotated[
+        bool,
+        Option(
+            "Keep nothing of a request once it is answered: no computed prompts, no stored responses. Without it "
+            "computed prompts are kept, and used again for requests of the same caller only.",
+            _PRIVACY,
+        ),
+    ] = False
+    log_prompts: Annotated[bool, Option("Write prompts and answers into the log; not with --stateless.", _PRIVACY)] = (
+        False
+    )
+    seal_key: Annotated[
+        Path | None,
+        Option(
+            "File with the key that signs what this server says of itself (`pippin attest`); requests may then be "
+            "sealed to it.",
+            _PRIVACY,
+        ),
+    ] = None
+    seal_log: Annotated[Path | None, Option("File with the public log that its software stands in.", _PRIVACY)] = None
+
+    page: Annotated[bool, Option("Serve the web page at /.", _PARTS)] = True
+    mcp: Annotated[bool, Option("Offer ask, extract, classify and embed as MCP tools at /mcp.", _PARTS)] = False
 
     def __post_init__(self) -> None:
-        for name, (low, high) in _WHOLE.items():
-            value = getattr(self, name)
-            if value is None and type(self).__dataclass_fields__[name].default is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-                raise InvalidArgument(f"{name} must be a whole number from {low:,} to {high:,}, got {value!r}")
-        for name in _SECONDS:
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-                raise InvalidArgument(f"{name} must be a number of seconds above 0, got {value!r}")
-        if self.guardrails not in get_args(GuardrailLevel):
-            names = ", ".join(get_args(GuardrailLevel))
-            raise InvalidArgument(f"guardrails must be one of {names}, got {self.guardrails!r}")
-        if self.log_prompts and self.stateless:
-            raise InvalidArgument("log_prompts keeps texts and stateless promises not to; choose one of them")
-        self._check_engine()
+        super().__post_init__()
+        if not self.models and not self.any_installed:
+            object.__setattr__(self, "models", (DEFAULT_MODEL,))
+        folders = {name: Path(folder).expanduser() for name, folder in self.adapters.items()}
+        object.__setattr__(self, "adapters", folders)
+        if self.stateless and (self.log_prompts or self.prompt_cache is not None):
+            name = "log_prompts" if self.log_prompts else "prompt_cache"
+            raise InvalidArgument(f"{name} keeps prompts and stateless promises not to; choose one of them")
         self._check_models()
         self._check_access()
 
-    def _check_engine(self) -> None:
-        if self.bits is not None and (isinstance(self.bits, bool) or self.bits not in BITS):
-            raise InvalidArgument(f"bits must be one of {', '.join(map(str, BITS))}, got {self.bits!r}")
-        if self.cache_type not in get_args(CacheChoice):
-            raise InvalidArgument(
-                f"cache_type must be one of {', '.join(get_args(CacheChoice))}, got {self.cache_type!r}"
-            )
-        share = self.retention
-        if share is not None and (isinstance(share, bool | str) or not 0.0 < share <= 1.0):
-            raise InvalidArgument(f"retention must be a number above 0 and at most 1, got {share!r}")
-        if self.threads is not None and self.threads > (cores := device.threads()):
-            raise InvalidArgument(f"threads is {self.threads}, and this process may use {cores}, one on each core")
-        if self.speculate is not None and not self.speculate:
-            raise InvalidArgument('speculate must be "ngram", "self" or the name of a model, or None; it is empty')
-        if self.prompt_cache is not None and self.stateless:
-            raise InvalidArgument("prompt_cache keeps prompts and stateless promises not to; choose one of them")
-
     def _check_models(self) -> None:
-        if isinstance(self.models, str) or not all(isinstance(name, str) and name for name in self.models):
+        if isinstance(self.models, str) or not all(self.models):
             raise InvalidArgument(f"models must be a list of names that are not empty, got {self.models!r}")
-        if not self.models and not self.any_installed:
-            raise InvalidArgument("models is empty; name at least one model, or set any_installed")
         references = self.references
         if len(references) != len(self.models):
             raise InvalidArgument(f"models names one twice: {', '.join(map(str, self.models))}; write NAME=REFERENCE")
@@ -209,9 +262,9 @@ class Settings:
 
     @property
     def references(self) -> dict[str, str]:
-        """What each served name refers to, in the order given.
+        """The reference of each served name, in the given order.
 
-        >>> Settings(models=("smollm2-135m", "mine=/models/mine.gguf", "/models/other.gguf")).references
+        >>> ServerSettings(models=("smollm2-135m", "mine=/models/mine.gguf", "/models/other.gguf")).references
         {'smollm2-135m': 'smollm2-135m', 'mine': '/models/mine.gguf', 'other': '/models/other.gguf'}
         """
         found = {}
@@ -227,7 +280,7 @@ class Settings:
 
 
 def model_name(reference: str) -> str:
-    """The name that a reference is served under: a path's last part without its ending, anything else as it is.
+    """The name that a reference is served under: the last part of a path without its suffix, anything else unchanged.
 
     >>> model_name("/models/small.Q8_0.gguf"), model_name("owner/name")
     ('small.Q8_0', 'owner/name')
@@ -239,7 +292,7 @@ def model_name(reference: str) -> str:
 
 
 def is_local(host: str) -> bool:
-    """Whether only this machine can reach an address.
+    """Whether an address can be reached only from this machine.
 
     >>> [is_local(host) for host in ("localhost", "127.0.0.1", "::1", "0.0.0.0", "example.org")]
     [True, True, True, False, False]
@@ -250,31 +303,3 @@ def is_local(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
-
-
-def read_keys(text: str, origin: str) -> dict[str, str]:
-    """Keys from text: one `NAME:SECRET` or `SECRET` a line (or between commas); `#` begins a comment.
-
-    Args:
-        text: the text.
-        origin: where it came from, for messages and to name keys that have no name.
-
-    Raises:
-        InvalidInput: no key in it, a name that comes twice, or a secret shorter than 16 characters.
-
-    >>> read_keys("alice:0123456789abcdef\\n# comment\\nfedcba9876543210", "file")
-    {'alice': '0123456789abcdef', 'key-2': 'fedcba9876543210'}
-    """
-    keys: dict[str, str] = {}
-    lines = [line.partition("#")[0].strip() for line in text.replace(",", "\n").splitlines()]
-    for line in filter(None, lines):
-        name, colon, secret = line.rpartition(":")
-        name = name if colon else f"key-{len(keys) + 1}"
-        if name in keys:
-            raise InvalidInput(f"{origin} names the key {name!r} twice")
-        if len(secret) < MIN_KEY_LENGTH:
-            raise InvalidInput(f"{origin}: the secret of {name!r} is shorter than {MIN_KEY_LENGTH} characters")
-        keys[name] = secret
-    if not keys:
-        raise InvalidInput(f"{origin} holds no API key; write one NAME:SECRET a line")
-    return keys

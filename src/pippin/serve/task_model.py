@@ -1,4 +1,5 @@
-"""A model as one task sees it: several turns, all of which end when the task is given up, their tokens counted."""
+"""A model for one task of the server: several calls, all of which end when the task is cancelled, with their tokens
+counted."""
 
 from __future__ import annotations
 
@@ -7,49 +8,49 @@ from threading import Event
 from typing import Any
 
 from pippin.core.errors import Cancelled
-from pippin.session.local import LocalModel
-from pippin.session.provider import Done, Provider, Turn, TurnEvent
+from pippin.session.providers.local import LocalModel
+from pippin.session.providers.provider import Done, Provider, ProviderEvent, ProviderRequest
 from pippin.session.response import Usage
 from pippin.session.transcript import Transcript
 
-TurnChange = Callable[[Turn], Turn]
+RequestChange = Callable[[ProviderRequest], ProviderRequest]
 
 
 class TaskModel(LocalModel):
     """A local model for one task, on the engine of another.
 
     Args:
-        inner: the model, which goes on serving others.
-        change: called with each turn before it is asked, and with an empty one before texts are scored; its result is
-            asked instead.
+        inner: the model, which continues to serve others.
+        change: called with each request before it is sent, and with an empty one before texts are scored; returns the
+            request to send.
 
-    ``usage`` counts the tokens of all turns so far, and those of scored texts.
+    ``usage`` counts the tokens of all calls so far, and those of scored texts.
     """
 
-    def __init__(self, inner: LocalModel, change: TurnChange) -> None:
+    def __init__(self, inner: LocalModel, change: RequestChange) -> None:
         engine: Any = _Scoring(inner.engine, self)
         super().__init__(inner.model, engine=engine, speculation=inner.speculation)
         self.usage = Usage()
         self._change = change
 
-    def stream(self, turn: Turn) -> Iterator[TurnEvent]:
-        """Answer one turn; see `Provider.stream`."""
-        return self._counted(super().stream(self._change(turn)))
+    def stream(self, request: ProviderRequest) -> Iterator[ProviderEvent]:
+        """Answer one request; see `Provider.stream`."""
+        return self._counted(super().stream(self._change(request)))
 
     def score(self, engine: Any, prompt: Sequence[int], continuations: Sequence[Sequence[int]], **more: Any) -> Any:
-        """Score texts on an engine as a turn of this task: for its owner, with its adapter, and not after its end.
+        """Score texts on an engine as a request of this task: with its owner and its adapter, and not after its end.
 
         Raises:
-            Cancelled: the task was given up.
+            Cancelled: the task was cancelled.
         """
-        turn = self._change(Turn(Transcript()))
-        if turn.cancel.is_set():
-            raise Cancelled("the task was given up before all of its texts were scored")
-        found = engine.score(prompt, continuations, adapter=turn.adapter, owner=turn.owner, **more)
+        request = self._change(ProviderRequest(Transcript()))
+        if request.cancel.is_set():
+            raise Cancelled("the task was cancelled before all of its texts were scored")
+        found = engine.score(prompt, continuations, adapter=request.adapter, owner=request.owner, **more)
         self.usage += Usage(input_tokens=len(prompt) + sum(map(len, continuations)))
         return found
 
-    def _counted(self, events: Iterator[TurnEvent]) -> Iterator[TurnEvent]:
+    def _counted(self, events: Iterator[ProviderEvent]) -> Iterator[ProviderEvent]:
         for event in events:
             if isinstance(event, Done):
                 self.usage += event.usage
@@ -57,7 +58,7 @@ class TaskModel(LocalModel):
 
 
 class _Scoring:
-    """An engine whose scores go through a task."""
+    """An engine that scores as part of a task."""
 
     def __init__(self, inner: Any, task: TaskModel) -> None:
         self._inner, self._task = inner, task
@@ -71,37 +72,37 @@ class _Scoring:
 
 
 class TaskProvider(Provider):
-    """The same for a provider of another kind."""
+    """A provider other than a local model, for one task: each request is changed before it is sent."""
 
-    def __init__(self, inner: Provider, change: TurnChange) -> None:
+    def __init__(self, inner: Provider, change: RequestChange) -> None:
         self.name, self.capabilities, self.context_size = inner.name, inner.capabilities, inner.context_size
         self._inner, self._change = inner, change
 
-    def stream(self, turn: Turn) -> Iterator[TurnEvent]:
-        """Answer one turn; see `Provider.stream`."""
-        return self._inner.stream(self._change(turn))
+    def stream(self, request: ProviderRequest) -> Iterator[ProviderEvent]:
+        """Answer one request; see `Provider.stream`."""
+        return self._inner.stream(self._change(request))
 
-    def token_count(self, item: str | Turn) -> int:
-        """Tokens of a text or of a turn; see `Provider.token_count`."""
+    def token_count(self, item: str | ProviderRequest) -> int:
+        """Tokens of a text or of a request; see `Provider.token_count`."""
         return self._inner.token_count(item)
 
 
-class Leash:
-    """Ends the turns of a task from outside; as a `TurnChange` it changes nothing."""
+class TaskCancellation:
+    """Cancels the requests of a task; as a `RequestChange` it changes nothing."""
 
     def __init__(self) -> None:
         self._cancel: Event | None = None
-        self._pulled = False
+        self._cancelled = False
 
-    def __call__(self, turn: Turn) -> Turn:
-        """Note a turn; it ends at once if the task was given up before."""
-        self._cancel = turn.cancel
-        if self._pulled:
-            turn.cancel.set()
-        return turn
+    def __call__(self, request: ProviderRequest) -> ProviderRequest:
+        """Register a request; it ends at once if the task was cancelled before."""
+        self._cancel = request.cancel
+        if self._cancelled:
+            request.cancel.set()
+        return request
 
-    def pull(self) -> None:
-        """End the turn that runs, and every later one."""
-        self._pulled = True
+    def cancel(self) -> None:
+        """Cancel the running request, and every later one."""
+        self._cancelled = True
         if self._cancel is not None:
             self._cancel.set()

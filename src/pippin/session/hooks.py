@@ -1,4 +1,4 @@
-"""Callbacks of a session: they see what passes, and may let it pass, stop it or put something else in its place."""
+"""Hooks: callbacks of a session that may allow, deny or replace prompts, tool calls, outputs and answers."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Allow:
-    """Go on."""
+    """Continue unchanged."""
 
 
 @dataclass(frozen=True)
 class Deny:
-    """Stop it: a tool call is not run and the model is told the reason; anything else raises `Denied`."""
+    """Deny it: a tool call is not run and the model reads the reason; anything else raises `Denied`."""
 
     reason: str = "The user declined this."
 
 
 @dataclass(frozen=True)
 class Replace:
-    """Go on with something else: arguments of a call (a dict), text of a prompt or an output, content of an answer."""
+    """Continue with a replacement: arguments of a call (a dict), text of a prompt or an output, content of an
+    answer."""
 
     value: Any
 
@@ -38,17 +39,17 @@ Decision = Allow | Deny | Replace
 
 @dataclass(frozen=True)
 class Hooks:
-    """What a session calls on its way; a hook that is None allows everything.
+    """The hooks of a session; a hook that is None allows everything.
 
-    They run in the thread that computes the answer, so a hook may wait for a person.
+    They run in the thread that computes the answer, so a hook may wait for a person to decide.
 
     Args:
         on_prompt: before the prompt is sent. Replace: text or a `Prompt`.
-        on_reasoning: when the model has thought. Replace: the text that is kept.
-        on_tool_call: before a tool runs. Replace: other arguments. Deny: the model reads the reason and goes on.
+        on_reasoning: after the model's reasoning. Replace: the text that is stored.
+        on_tool_call: before a tool runs. Replace: other arguments. Deny: the model reads the reason and continues.
         on_tool_output: before the model reads it. Replace: other text. Deny: the model reads the reason instead.
-        on_response: before the answer is returned and remembered. Replace: other content.
-        on_activate: told when a turn begins under a profile that is not the last turn's; its result is ignored.
+        on_response: before the answer is returned and stored. Replace: other content.
+        on_activate: called when the profile differs from that of the previous request; its result is ignored.
     """
 
     on_prompt: Callable[[Prompt], Decision] | None = None
@@ -59,10 +60,10 @@ class Hooks:
     on_activate: Callable[[Profile], object] | None = None
 
     def decide(self, name: str, subject: Any) -> Decision:
-        """Ask the hook of that name.
+        """Call the hook of that name.
 
         Raises:
-            InvalidArgument: it returned something else than a decision.
+            InvalidArgument: it returned something other than a decision.
         """
         hook = getattr(self, name)
         decision = Allow() if hook is None else hook(subject)

@@ -1,10 +1,10 @@
-"""The tools of any MCP server, as tools of a session.
+"""MCP client: the tools of any MCP server, as tools of a session.
 
 Notable here:
-- the connection lives in a background loop; every wait for the server is bounded, at the start, in a list, in a call
-- a tool's schema is closed (no arguments that it does not name) and held while the model writes; a keyword that only
-  narrows and cannot be enforced is taken out, since the server checks its arguments itself; what was taken out is told
-- what a server says on its error stream is kept, and quoted when it does not start
+- the connection runs in a background loop; every wait for the server has a timeout, at startup, in a list, in a call
+- a tool's schema is closed (no additional properties) and enforced during decoding; a keyword that only restricts
+  values and cannot be enforced is removed and reported, since the server checks its arguments itself
+- the error stream of a server is recorded, and quoted when it does not start
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future, TimeoutError as FutureTimeout
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Final
+from typing import IO, TYPE_CHECKING, Annotated, Any, Final
 
 import httpx2
+from annotated_types import Gt, Lt
 
+from pippin.core.checks import checked
 from pippin.core.errors import (
     InvalidArgument,
     MissingDependency,
@@ -31,7 +33,7 @@ from pippin.core.errors import (
     ToolServerError,
     UnsupportedGuide,
 )
-from pippin.session import background
+from pippin.session import event_loop
 from pippin.session.tools import Tool
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Keywords that only narrow: without them every value that was allowed still is.
+# Keywords that only restrict values: without them every valid value stays valid.
 # fmt: off
 _NARROWING: Final = frozenset({
     "format", "pattern", "uniqueItems", "multipleOf", "minProperties", "maxProperties", "contains", "minContains",
@@ -51,23 +53,22 @@ _MAPS: Final = ("properties", "$defs", "definitions", "patternProperties", "depe
 _VALUES: Final = ("enum", "const", "default", "examples")
 _OPEN: Final = frozenset(["additionalProperties", "patternProperties", "unevaluatedProperties", "allOf", "$ref"])
 _MOST_PAGES: Final = 100
-_SECONDS_TO_END: Final = 10.0  # a server that does not leave is killed after less
+_SECONDS_TO_END: Final = 10.0  # a server that does not exit is killed after less
 
 
 class McpServer:
-    """A server of tools, from ``with`` to the end of its block.
+    """A connection to an MCP server, open inside its ``with`` block.
 
-    Made by `stdio` or `http`. Inside the block ``tools`` are its tools; ``instructions`` is what it says about itself;
-    ``skipped`` tells which tools have a schema that cannot be used, by name, and why; ``loosened`` which keywords were
-    taken out of the schema of a tool, by name.
+    Created by `stdio` or `http`. Inside the block ``tools`` are its tools; ``instructions`` is its own description;
+    ``skipped`` maps the names of tools whose schema cannot be used to the reason; ``loosened`` maps names of tools to
+    the keywords that were removed from their schemas.
 
     >>> with McpServer.stdio("python", ["-m", "a_server"]) as server:                            # doctest: +SKIP
     ...     Session(tools=server.tools).respond("What is in this folder?")
     """
 
-    def __init__(self, name: str, transport: Any, *, timeout: float, prefix: str) -> None:
-        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < 1e9:
-            raise InvalidArgument(f"timeout must be a number of seconds above 0, got {timeout!r}")
+    @checked
+    def __init__(self, name: str, transport: Any, *, timeout: Annotated[float, Gt(0), Lt(1e9)], prefix: str) -> None:
         if not re.fullmatch(r"[\w-]{0,32}", prefix):
             raise InvalidArgument(f"prefix must be at most 32 letters, digits, _ and -, got {prefix!r}")
         self.name, self.timeout, self.prefix = name, timeout, prefix
@@ -93,15 +94,15 @@ class McpServer:
         timeout: float = 30.0,
         prefix: str = "",
     ) -> McpServer:
-        """A server that is a program, started here and spoken to over its standard input and output.
+        """A server that is a program, started here and connected over its standard input and output.
 
         Args:
             command: the program.
             args: its arguments.
-            env: variables for it, beside a few harmless ones (PATH, HOME …); it does not inherit the others.
+            env: variables for it, in addition to a few harmless ones (PATH, HOME …); it does not inherit the others.
             cwd: the folder that it runs in.
             timeout: seconds to start and list its tools, and for each call.
-            prefix: put before the names of its tools, so that those of two servers do not meet.
+            prefix: prefix of its tools' names, to avoid conflicts between two servers.
 
         Raises:
             InvalidArgument: a value outside its range. MissingDependency: (on entering) the extra ``mcp`` is missing.
@@ -126,13 +127,13 @@ class McpServer:
     def http(
         cls, url: str, *, headers: Mapping[str, str] | None = None, timeout: float = 30.0, prefix: str = ""
     ) -> McpServer:
-        """A server that runs elsewhere, spoken to over streamable HTTP.
+        """A remote server, connected over streamable HTTP.
 
         Args:
-            url: its address, used as it is.
-            headers: sent with each request (``Authorization``, say).
+            url: its URL, used as given.
+            headers: sent with each request (``Authorization``, for example).
             timeout: seconds to connect and list its tools, and for each call.
-            prefix: put before the names of its tools.
+            prefix: prefix of its tools' names.
 
         Raises:
             As `stdio`.
@@ -160,7 +161,7 @@ class McpServer:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, {len(self.tools)} tools)"
 
-    # --- life ---------------------------------------------------------------------------------------------------------
+    # --- life cycle ---------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> McpServer:
         try:
@@ -171,7 +172,7 @@ class McpServer:
             raise InvalidArgument(f"{self!r} is in use already")
         ready: Future[None] = Future()
         self._over.clear()
-        self._life = background.start(self._live(ready))
+        self._life = event_loop.run_coroutine(self._live(ready))
         try:
             ready.result(self.timeout)
         except FutureTimeout:
@@ -188,16 +189,17 @@ class McpServer:
         self.close()
 
     def close(self) -> None:
-        """End the connection, and the program if one was started. Its tools raise `ToolServerError` from now on."""
+        """Close the connection, and end the program if one was started. Its tools raise `ToolServerError` from now
+        on."""
         self._end()
 
     def _end(self) -> str:
-        """Close; return what the program last said on its error stream."""
+        """Close; return the end of the program's error stream."""
         life, self._life, self._client = self._life, None, None
         if life is not None:
             stop = self._stop
             if stop is not None:
-                background.loop().call_soon_threadsafe(stop.set)
+                event_loop.event_loop().call_soon_threadsafe(stop.set)
             else:
                 life.cancel()
             if not self._over.wait(_SECONDS_TO_END):
@@ -212,7 +214,7 @@ class McpServer:
         return f"; it said: {said}" if said else ""
 
     async def _live(self, ready: Future[None]) -> None:
-        """Connect, list, and stay until told to stop; entered and left in one task, as the protocol's library asks."""
+        """Connect, list, and wait for the end; entered and left in one task, as the MCP library requires."""
         from mcp.client import Client
 
         try:
@@ -245,13 +247,13 @@ class McpServer:
         raise ToolServerError(f"{self.name} lists its tools in more than {_MOST_PAGES} pages")
 
     def refresh(self) -> list[Tool[..., Any]]:
-        """List the tools anew; a session takes the new list with ``Session(tools=…)`` or through its profile.
+        """List the tools again; a session takes the new list with ``Session(tools=…)`` or through its profile.
 
         Raises:
             ToolServerError: the server does not answer.
         """
         client = self._connected()
-        self._take(self._wait(background.start(self._list(client)), "list its tools"))
+        self._take(self._wait(event_loop.run_coroutine(self._list(client)), "list its tools"))
         return self.tools
 
     def _connected(self) -> Client:
@@ -262,7 +264,7 @@ class McpServer:
     # --- tools --------------------------------------------------------------------------------------------------------
 
     def _take(self, listed: list[Any]) -> None:
-        """Make tools of what the server lists."""
+        """Create tools from the server's list."""
         tools: dict[str, Tool[..., Any]] = {}
         skipped: dict[str, str] = {}
         loosened: dict[str, tuple[str, ...]] = {}
@@ -306,7 +308,7 @@ class McpServer:
 
     def _call(self, name: str, arguments: dict[str, Any]) -> str:
         client = self._connected()
-        result = self._wait(background.start(client.call_tool(name, arguments)), f"answer the call of {name!r}")
+        result = self._wait(event_loop.run_coroutine(client.call_tool(name, arguments)), f"answer the call of {name!r}")
         text = _text(result)
         if result.is_error:
             raise ToolError(text or "the server says that it failed, not why")
@@ -323,7 +325,7 @@ class McpServer:
 
 
 def closed(schema: Any) -> Any:
-    """The same schema, its objects without properties that it does not name.
+    """The schema with ``additionalProperties: false`` on its objects.
 
     >>> closed({"type": "object", "properties": {"a": {"type": "string"}}})
     {'type': 'object', 'properties': {'a': {'type': 'string'}}, 'additionalProperties': False}
@@ -347,7 +349,7 @@ def closed(schema: Any) -> Any:
 
 
 def without(schema: Any, keyword: str) -> Any:
-    """The same schema without a keyword; properties of that name stay, what is negated or a condition is left alone.
+    """The schema without a keyword; properties of that name stay, and negations and conditions do not change.
 
     >>> without({"properties": {"format": {"type": "string", "format": "iri"}}}, "format")
     {'properties': {'format': {'type': 'string'}}}
@@ -366,7 +368,7 @@ def without(schema: Any, keyword: str) -> Any:
 
 
 def _text(result: Any) -> str:
-    """What a tool returned as text; what is not text is named."""
+    """The text of a tool's result; other content is only named."""
     parts = [_block(block) for block in result.content]
     if not any(parts) and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)
@@ -386,7 +388,7 @@ def _block(block: Any) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """The first cause in a group of errors, in words."""
+    """The message of the first cause in a group of errors."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -1,4 +1,4 @@
-"""A profile: which model, tools, instructions and options the next turn has, decided anew for each turn."""
+"""Profiles: model, tools, instructions and options of the next request, chosen for each request."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from typing import TYPE_CHECKING, Any
 from pippin.session.history import HistoryPolicy
 from pippin.session.hooks import Hooks
 from pippin.session.options import ReasoningLevel
-from pippin.session.provider import Provider
+from pippin.session.providers.provider import Provider
 from pippin.session.tools import Tool
 
 if TYPE_CHECKING:
-    from pippin.language.load import LanguageModel
+    from pippin.language.language_model import LanguageModel
     from pippin.session.session import Session
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Settings of a turn; what is None is as the session has it.
+    """Settings of one request; None takes the session's setting.
 
     Args:
-        name: tells profiles apart; `Hooks.on_activate` is called when it changes.
+        name: identifies the profile; `Hooks.on_activate` is called when it changes.
         model: a model reference, a loaded model or a provider.
-        instructions: instead of the session's.
-        tools: instead of the session's.
-        hooks: instead of the session's.
-        history: what of the conversation the model reads.
-        temperature: unless the request says more than the default.
-        reasoning: unless the request says more than the default.
+        instructions: replace the session's.
+        tools: replace the session's.
+        hooks: replace the session's.
+        history: history policy.
+        temperature: used unless the request sets another than the default.
+        reasoning: used unless the request sets another than the default.
     """
 
     name: str = ""

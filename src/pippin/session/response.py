@@ -1,4 +1,4 @@
-"""What a session gives back: a response with its usage and timing, or a stream of snapshots that ends in one."""
+"""Results of a session: a response with usage and timing, or a stream of snapshots that ends with a response."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Scalar = TypeVar("Scalar", int, float, bool)
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens of a request, all of its rounds together: read, of those not computed again, written, of those thought.
+    """Token counts of a request, over all of its rounds: input, cached input, output, and reasoning.
 
-    ``drafted_tokens`` were guessed ahead by speculation, ``accepted_tokens`` of them became part of the answer.
+    ``drafted_tokens`` were drafted by speculation, ``accepted_tokens`` of them became part of the answer.
     """
 
     input_tokens: int = 0
@@ -36,7 +36,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds: for reading the prompt, for writing the answer, and until its first token."""
+    """Seconds for the prompt, for the answer, and until its first token."""
 
     prompt_seconds: float = 0.0
     answer_seconds: float = 0.0
@@ -54,10 +54,10 @@ class Timing:
 class Response(Generic[T]):
     """A complete answer.
 
-    ``content`` is a value of the type that was asked for (text, if none was), ``raw_content`` the text that the model
+    ``content`` is a value of the requested type (text, if there was none), ``raw_content`` the text that the model
     wrote, ``finish_reason`` "stop" or "length", ``transcript_entries`` what the request added to the transcript, and
-    ``tokens`` the answer's tokens, with log-probabilities if they were asked for. ``exact`` is "group" where
-    speculation kept the model's distribution of groups of tokens only, and not of every token.
+    ``tokens`` the answer's tokens, with log-probabilities if they were requested. ``exact`` is "group" if speculation
+    preserved the model's distribution of groups of tokens only, and not of every token.
     """
 
     content: T
@@ -71,10 +71,10 @@ class Response(Generic[T]):
 
 
 class PartialOf(Generic[T]):
-    """What type checkers take an unfinished value for: the fields of ``T``, each of which may be None.
+    """The type of a partial value for type checkers: the fields of ``T``, each of which may be None.
 
-    The value itself is of another class (see `Schema.partial_type`) and has just these fields. Checkers see their types
-    as Any; mypy sees them as they are, with ``plugins = ["pippin.mypy_plugin"]``.
+    The value itself is of another class (see `Schema.partial_type`) with the same fields. Type checkers see their types
+    as Any; mypy sees the real ones, with ``plugins = ["pippin.mypy_plugin"]``.
     """
 
     if TYPE_CHECKING:
@@ -111,16 +111,16 @@ else:
 
 @dataclass_transform()
 def _frozen(cls: type[C]) -> type[C]:
-    """A frozen dataclass, of which checkers know that reading a field may be more than reading it (`Content`)."""
+    """A frozen dataclass whose fields type checkers treat as descriptors (`Content`)."""
     return dataclass(frozen=True)(cls)
 
 
 @_frozen
 class Snapshot(Generic[T]):
-    """An answer so far: a whole value to show, never something to append.
+    """The whole answer so far; it replaces the previous snapshot.
 
-    ``content`` is a partial value (fields not yet begun are None) or the text so far; ``delta`` is the newest text;
-    ``is_complete`` says that nothing more will come.
+    ``content`` is a partial value (fields that have not started are None) or the text so far; ``delta`` is the newest
+    text; ``is_complete`` marks the last snapshot.
     """
 
     content: Content
@@ -130,7 +130,7 @@ class Snapshot(Generic[T]):
 
 
 class _Steps:
-    """The generator of an answer, which one thread at a time advances, and which is closed once nobody wants more."""
+    """The generator of an answer; one thread at a time advances it, and it is closed when no reader is left."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class _Steps:
         self.advancing = threading.Lock()
 
     def advance(self) -> Snapshot[Any] | None:
-        """The next snapshot; None at the end, when `response` is there."""
+        """The next snapshot; None at the end, when `response` is available."""
         if not self.advancing.acquire(blocking=False):
             raise ConcurrentRequests("another thread is reading this answer; read it from one")
         try:
@@ -162,7 +162,7 @@ class _Steps:
                 self.give_up()
 
     def give_up(self) -> None:
-        """Close the generator and free the session; where a thread is advancing it, that thread does so afterwards."""
+        """Close the generator and free the session; if a thread is advancing it, that thread does so afterwards."""
         self.unwanted = True
         self.cancel.set()
         if self.advancing.acquire(blocking=False):
@@ -173,15 +173,15 @@ class _Steps:
                 self.advancing.release()
 
 
-class Stream(Generic[T]):
-    """An answer on its way: iterate for snapshots, with ``for`` or ``async for``; then `response` is the whole."""
+class ResponseStream(Generic[T]):
+    """A streamed answer: iterate over snapshots, with ``for`` or ``async for``; then `response` is the complete one."""
 
     def __init__(
         self, steps: Generator[Snapshot[Any], None, Response[T]], cancel: threading.Event, release: Callable[[], None]
     ) -> None:
         self._steps = _Steps(steps, cancel, release)
 
-    def __iter__(self) -> Stream[T]:
+    def __iter__(self) -> ResponseStream[T]:
         return self
 
     def __next__(self) -> Snapshot[T]:
@@ -190,11 +190,11 @@ class Stream(Generic[T]):
             raise StopIteration
         return snapshot
 
-    def __aiter__(self) -> Stream[T]:
+    def __aiter__(self) -> ResponseStream[T]:
         return self
 
     async def __anext__(self) -> Snapshot[T]:
-        steps = self._steps  # the thread holds these alone, so that a stream that nobody holds is given up at once
+        steps = self._steps  # all that the thread refers to, so that an unreferenced stream ends at once
         try:
             snapshot = await asyncio.to_thread(steps.advance)
         except asyncio.CancelledError:
@@ -209,13 +209,13 @@ class Stream(Generic[T]):
         self._steps.cancel.set()
 
     def close(self) -> None:
-        """Give the answer up and free the session; what the transcript keeps, ``on_error`` says.
+        """Cancel the answer and free the session; ``on_error`` determines what the transcript keeps.
 
         While another thread computes the next snapshot, the session is free once that thread has done so.
         """
         self._steps.give_up()
 
-    def __enter__(self) -> Stream[T]:
+    def __enter__(self) -> ResponseStream[T]:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,9 +1,9 @@
-"""A session: one conversation with one model, in typed answers, streams and tools.
+"""A session: one conversation with a model, with structured output, streaming and tools.
 
 Notable here:
 - one session, one transcript, one request at a time: a second request raises `ConcurrentRequests`, it never waits
-- a request that fails or is cancelled leaves the transcript as it was, or what there is of it, as the session says
-- instructions and earlier prompts stay computed between requests, so that a long beginning is paid for once
+- a request that fails or is cancelled leaves the transcript unchanged, or keeps the partial result (``on_error``)
+- instructions and earlier prompts stay in the prefix cache between requests, so that they are computed once
 - every call has an ``async`` form; the model runs in a thread and the event loop stays free
 """
 
@@ -15,20 +15,20 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
+from pippin.core.checks import PositiveFloat, PositiveInt, checked
 from pippin.core.errors import ConcurrentRequests, InvalidArgument, InvalidInput, TranscriptMutation
-from pippin.language.load import LanguageModel
+from pippin.language.language_model import LanguageModel
 from pippin.session.history import HistoryPolicy
 from pippin.session.hooks import Hooks
-from pippin.session.local import LocalModel
 from pippin.session.options import GenerationOptions
 from pippin.session.profile import Profile, ProfileFunction
-from pippin.session.provider import Provider, Turn
-from pippin.session.response import Response, Stream, Usage
-from pippin.session.running import Running
-from pippin.session.schema import Schema
-from pippin.session.settings import Settings
+from pippin.session.providers.local import LocalModel
+from pippin.session.providers.provider import Provider, ProviderRequest
+from pippin.session.request_loop import RequestLoop
+from pippin.session.response import Response, ResponseStream, Usage
+from pippin.session.settings import RequestSettings
 from pippin.session.skills import Skills
 from pippin.session.tools import Tool, ToolDefinition, as_tools
 from pippin.session.transcript import (
@@ -41,6 +41,7 @@ from pippin.session.transcript import (
     ToolOutput,
     Transcript,
 )
+from pippin.session.types.schema import Schema
 
 if TYPE_CHECKING:
     from pippin.session.guardrails import Guardrails
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 OnError = Literal["revert", "preserve"]
-Said = str | Prompt | Sequence[str | Segment]
+PromptLike = str | Prompt | Sequence[str | Segment]
 
 
 class Session:
@@ -56,22 +57,22 @@ class Session:
 
     Args:
         model: a model reference (see `pippin.load`), a loaded model, or a provider.
-        instructions: what the model is to be and do; outranks every prompt.
+        instructions: instructions for the model; they take precedence over prompts.
         tools: functions that the model may call.
-        hooks: callbacks that see what passes and may allow, deny or replace it.
-        profile: called before each turn with the session; what it returns overrides the settings of that turn.
-        history: what of a long conversation the model reads; None for all of it.
-        guardrails: rules for what goes in and comes out; None for none.
+        hooks: callbacks that may allow, deny or replace prompts, tool calls, outputs and answers.
+        profile: called before each request with the session; the settings that it returns override the session's.
+        history: history policy for long conversations; None for all of it.
+        guardrails: rules for input and output; None for none.
         skills: instructions and tools that the model loads when it needs them.
-        adapter: name of a loaded adapter (`LanguageModel.load_adapter`) to answer with.
-        on_error: "revert" leaves the transcript of a failed or cancelled request as it was before; "preserve" keeps
-            the prompt, the tools' outputs and the part of the answer that there is.
-        max_tool_rounds: how often in a row the model may call tools before it must have answered.
-        tool_timeout: seconds that one call may take; None for no limit.
-        transcript: a conversation to go on with; its instructions are used if none are given.
+        adapter: name of a loaded adapter (`LanguageModel.load_adapter`).
+        on_error: "revert" restores the transcript after a failed or cancelled request; "preserve" keeps the prompt, the
+            tools' outputs and the partial answer.
+        max_tool_rounds: maximum number of consecutive rounds of tool calls.
+        tool_timeout: seconds for one call; None for no limit.
+        transcript: a conversation to continue; its instructions are used if none are given.
 
     Raises:
-        ModelNotFound, DownloadFailed, CheckpointError: the model cannot be had.
+        ModelNotFound, DownloadFailed, CheckpointError: the model cannot be loaded.
         InvalidTool: a function that cannot become a tool.
 
     ``state`` is a dictionary for the application: profiles and tools may read and write it.
@@ -81,6 +82,7 @@ class Session:
     'The capital of Japan is Tokyo.'
     """
 
+    @checked
     def __init__(
         self,
         model: str | Path | LanguageModel | Provider = "smollm2-135m",
@@ -94,16 +96,10 @@ class Session:
         skills: Skills | None = None,
         adapter: str | None = None,
         on_error: OnError = "revert",
-        max_tool_rounds: int = 8,
-        tool_timeout: float | None = 60.0,
+        max_tool_rounds: PositiveInt = 8,
+        tool_timeout: PositiveFloat | None = 60.0,
         transcript: Transcript | None = None,
     ) -> None:
-        if max_tool_rounds < 1:
-            raise InvalidArgument(f"max_tool_rounds must be at least 1, got {max_tool_rounds}")
-        if tool_timeout is not None and not tool_timeout > 0:
-            raise InvalidArgument(f"tool_timeout must be above 0 seconds, or None, got {tool_timeout}")
-        if on_error not in get_args(OnError):
-            raise InvalidArgument(f"on_error must be revert or preserve, got {on_error!r}")
         self.tools = as_tools(tools)
         self.hooks, self.profile, self.history, self.guardrails = hooks, profile, history, guardrails
         self.skills, self.adapter, self.on_error = skills, adapter, on_error
@@ -132,7 +128,7 @@ class Session:
 
     @transcript.setter
     def transcript(self, transcript: Transcript) -> None:
-        with self._alone("replace the transcript", TranscriptMutation):
+        with self._locked("replace the transcript", TranscriptMutation):
             self._transcript = transcript
 
     @property
@@ -142,11 +138,11 @@ class Session:
 
     @property
     def usage(self) -> Usage:
-        """Tokens of all requests of this session, the failed ones too."""
+        """Token counts of all requests of this session, including failed ones."""
         return self._usage
 
     def reset(self) -> None:
-        """Forget the conversation and the loaded skills; the instructions stay.
+        """Clear the conversation and the loaded skills; the instructions stay.
 
         Raises:
             TranscriptMutation: a request is running.
@@ -156,81 +152,84 @@ class Session:
             self.skills.unload()
 
     @overload
-    def respond(self, prompt: Said, *, options: GenerationOptions = ...) -> Response[str]: ...
+    def respond(self, prompt: PromptLike, *, options: GenerationOptions = ...) -> Response[str]: ...
     @overload
     def respond(
-        self, prompt: Said, *, generating: type[T] | Schema[T], options: GenerationOptions = ...
+        self, prompt: PromptLike, *, generating: type[T] | Schema[T], options: GenerationOptions = ...
     ) -> Response[T]: ...
     @overload
-    def respond(self, prompt: Said, *, generating: Any, options: GenerationOptions = ...) -> Response[Any]: ...
+    def respond(self, prompt: PromptLike, *, generating: Any, options: GenerationOptions = ...) -> Response[Any]: ...
     def respond(
-        self, prompt: Said, *, generating: Any = None, options: GenerationOptions = GenerationOptions()
+        self, prompt: PromptLike, *, generating: Any = None, options: GenerationOptions = GenerationOptions()
     ) -> Response[Any]:
         """Answer a prompt.
 
         Args:
-            prompt: what the user says: text, a `Prompt`, or a list of texts and segments.
+            prompt: the user's message: text, a `Prompt`, or a list of texts and segments.
             generating: the type of the answer: anything that `Schema` takes. None for free text.
-            options: how to choose tokens and when to stop.
+            options: options for sampling and stopping.
 
         Raises:
             InvalidInput: an empty prompt.
             SchemaError: ``generating`` cannot be enforced.
-            UnsupportedCapability: the provider cannot do what is asked; raised before anything is sent.
+            UnsupportedCapability: the provider does not support the request; raised before anything is sent.
             ContextOverflow: the conversation does not fit; raised before anything is computed.
             ConcurrentRequests: the session is still answering.
-            AnswerTruncated: a typed answer met ``max_tokens`` before it was complete.
+            AnswerTruncated: a typed answer reached ``max_tokens`` before it was complete.
             ToolCallError: a tool failed. TooManyToolRounds: the model did not stop calling tools.
             GuardrailViolation: a rule blocked the prompt or the answer. Refusal: the model declined.
-            Denied: a hook denied the prompt or the answer. TimedOut: ``options.timeout`` is over.
-            ProviderError: a provider behind a network failed.
+            Denied: a hook denied the prompt or the answer. TimedOut: the request exceeded ``options.timeout``.
+            ProviderError: a remote provider failed.
         """
-        stream: Stream[Any] = self._start(prompt, generating, options, snapshots=False)
+        stream: ResponseStream[Any] = self._start(prompt, generating, options, snapshots=False)
         for _ in stream:
             pass
         return stream.response
 
     async def arespond(
-        self, prompt: Said, *, generating: Any = None, options: GenerationOptions = GenerationOptions()
+        self, prompt: PromptLike, *, generating: Any = None, options: GenerationOptions = GenerationOptions()
     ) -> Response[Any]:
-        """`respond` for asyncio; cancelling the task ends the answer before its next token.
+        """`respond` for asyncio; cancelling the task cancels the request before its next token.
 
-        Hooks, guardrails and the history policy work in a thread too. Those of `stream` work where it is called.
+        Hooks, guardrails and the history policy run in a thread too. Those of `stream` run where it is called.
         """
-        stream: Stream[Any] = await asyncio.to_thread(self._start, prompt, generating, options, snapshots=False)
+        stream: ResponseStream[Any] = await asyncio.to_thread(self._start, prompt, generating, options, snapshots=False)
         async for _ in stream:
             pass
         return stream.response
 
     @overload
-    def stream(self, prompt: Said, *, options: GenerationOptions = ...) -> Stream[str]: ...
+    def stream(self, prompt: PromptLike, *, options: GenerationOptions = ...) -> ResponseStream[str]: ...
     @overload
     def stream(
-        self, prompt: Said, *, generating: type[T] | Schema[T], options: GenerationOptions = ...
-    ) -> Stream[T]: ...
+        self, prompt: PromptLike, *, generating: type[T] | Schema[T], options: GenerationOptions = ...
+    ) -> ResponseStream[T]: ...
     @overload
-    def stream(self, prompt: Said, *, generating: Any, options: GenerationOptions = ...) -> Stream[Any]: ...
     def stream(
-        self, prompt: Said, *, generating: Any = None, options: GenerationOptions = GenerationOptions()
-    ) -> Stream[Any]:
-        """Answer a prompt in snapshots; arguments and errors as for `respond`, those of the prompt at once."""
+        self, prompt: PromptLike, *, generating: Any, options: GenerationOptions = ...
+    ) -> ResponseStream[Any]: ...
+    def stream(
+        self, prompt: PromptLike, *, generating: Any = None, options: GenerationOptions = GenerationOptions()
+    ) -> ResponseStream[Any]:
+        """Answer a prompt in snapshots; arguments and errors as for `respond`, with errors of the prompt raised at
+        once."""
         return self._start(prompt, generating, options, snapshots=True)
 
     def prewarm(self, prompt_prefix: str = "") -> int:
-        """Compute instructions, tools and the given beginning of a prompt now; return how many tokens are ready.
+        """Compute instructions, tools and the given beginning of a prompt in advance; return how many tokens are ready.
 
-        A request that begins like this starts sooner; with the native kernels its logits are the same, bit for bit.
+        A request that starts in this way is faster; with the native kernels its logits are bit-identical.
 
         Raises:
             ConcurrentRequests: a request is running. ContextOverflow: the beginning alone is too long.
         """
-        with self._alone("prewarm"):
+        with self._locked("prewarm"):
             settings = self._settings(GenerationOptions())
             transcript = settings.view(self._transcript).add(Prompt(prompt_prefix))
-            return settings.provider.prewarm(self._turn(settings, transcript))
+            return settings.provider.prewarm(self._provider_request(settings, transcript))
 
     def token_count(self, item: Any) -> int:
-        """How many tokens something costs in a prompt.
+        """Count the tokens of an object in a prompt.
 
         Args:
             item: text, or an entry of a transcript; a `Tool`; a `Transcript`, counted as the model reads it; or a type
@@ -241,7 +240,7 @@ class Session:
         """
         if isinstance(item, Transcript):
             settings = self._settings(GenerationOptions())
-            return settings.provider.token_count(self._turn(settings, item))
+            return settings.provider.token_count(self._provider_request(settings, item))
         if isinstance(item, ToolCalls):
             item = "\n".join([item.text, *(call.model_dump_json(include={"name", "arguments"}) for call in item.calls)])
         elif isinstance(item, Instructions | Prompt | Reasoning | ToolOutput | Answer):
@@ -256,55 +255,57 @@ class Session:
             return model
         key = id(model) if isinstance(model, LanguageModel) else model
         if key not in self._providers:
-            self._providers[key] = LocalModel(model)  # which holds the model, so that no other gets its identity
+            self._providers[key] = LocalModel(model)  # which references the model, so that no other gets its identity
         return self._providers[key]
 
-    def _remembered(self, provider: Provider) -> dict[str, Any]:
-        """What a provider keeps from turn to turn; of those that are gone nothing is kept."""
-        self._memory = {key: kept for key, kept in self._memory.items() if kept[0]() is not None}
+    def _provider_memory(self, provider: Provider) -> dict[str, Any]:
+        """The provider's state for this session; state of providers that are gone is dropped."""
+        self._memory = {key: entry for key, entry in self._memory.items() if entry[0]() is not None}
         return self._memory.setdefault(id(provider), (weakref.ref(provider), {}))[1]
 
-    def _settings(self, options: GenerationOptions) -> Settings:
-        """What holds for the next turn: the session's settings under those of its profile."""
+    def _settings(self, options: GenerationOptions) -> RequestSettings:
+        """The settings of the next request: the session's, overridden by those of its profile."""
         profile = Profile() if self.profile is None else self.profile(self)
         if not isinstance(profile, Profile):
             raise InvalidArgument(f"a profile function must return a Profile, got {profile!r}")
-        return Settings.of(self, profile, options)
+        return RequestSettings.of(self, profile, options)
 
-    def _turn(self, settings: Settings, transcript: Transcript) -> Turn:
-        return Turn(
+    def _provider_request(self, settings: RequestSettings, transcript: Transcript) -> ProviderRequest:
+        return ProviderRequest(
             transcript,
             tuple(settings.tools().values()),
             adapter=self.adapter,
-            memory=self._remembered(settings.provider),
+            memory=self._provider_memory(settings.provider),
         )
 
-    def _alone(self, what: str, error: type[ConcurrentRequests] = ConcurrentRequests) -> _Alone:
-        return _Alone(self._busy, what, error)
+    def _locked(self, what: str, error: type[ConcurrentRequests] = ConcurrentRequests) -> _SessionLock:
+        return _SessionLock(self._busy, what, error)
 
-    def _start(self, prompt: Said, generating: Any, options: GenerationOptions, *, snapshots: bool) -> Stream[Any]:
-        """Check everything, take the session, and return the stream that gives it back."""
-        said = Prompt.of(prompt)
-        if not said.text.strip() and not said.attachments:
+    def _start(
+        self, prompt: PromptLike, generating: Any, options: GenerationOptions, *, snapshots: bool
+    ) -> ResponseStream[Any]:
+        """Validate everything, lock the session, and return the stream that unlocks it."""
+        given = Prompt.of(prompt)
+        if not given.text.strip() and not given.attachments:
             raise InvalidInput(f"the prompt is empty ({prompt!r:.40}); say what the model should do")
         schema = None if generating is None or generating is str else Schema.of(generating)
         if schema is not None and options.stop:
             raise InvalidArgument(
                 f"stop strings {list(options.stop)} would cut a typed answer; leave one of the two out"
             )
-        alone = self._alone("answer another request")
-        alone.__enter__()
+        lock = self._locked("answer another request")
+        lock.__enter__()
         try:
-            running = Running(self, said, schema, self._settings(options), snapshots)
+            running = RequestLoop(self, given, schema, self._settings(options), snapshots)
             events = running.ask(0)
         except BaseException:
-            alone.__exit__()
+            lock.__exit__()
             raise
-        return Stream(running.steps(events), running.cancel, alone.__exit__)
+        return ResponseStream(running.steps(events), running.cancel, lock.__exit__)
 
 
-class _Alone:
-    """Holds a session for one request; entering raises `ConcurrentRequests`, leaving twice is harmless."""
+class _SessionLock:
+    """Lock of a session for one request; entering raises `ConcurrentRequests`, leaving twice is harmless."""
 
     def __init__(self, lock: threading.Lock, what: str, error: type[ConcurrentRequests]) -> None:
         self.lock, self.what, self.error, self.held = lock, what, error, False

@@ -1,4 +1,4 @@
-"""What holds for one turn: the session's settings, those of its profile over them, a request's own over both."""
+"""Settings of one request: the session's, overridden by its profile's, overridden by the request's own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pippin.session.history import HistoryPolicy
 from pippin.session.hooks import Hooks
 from pippin.session.options import GenerationOptions
 from pippin.session.profile import Profile
-from pippin.session.provider import Provider
+from pippin.session.providers.provider import Provider
 from pippin.session.tools import Tool, as_tools
 from pippin.session.transcript import Instructions, Transcript
 
@@ -21,8 +21,8 @@ _DEFAULTS = GenerationOptions()
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What holds for one turn."""
+class RequestSettings:
+    """The settings of one request."""
 
     session: Session
     profile: Profile
@@ -32,8 +32,8 @@ class Settings:
     options: GenerationOptions
 
     @classmethod
-    def of(cls, session: Session, profile: Profile, options: GenerationOptions) -> Settings:
-        """The session's settings with those of the profile over them; a request's own options count most."""
+    def of(cls, session: Session, profile: Profile, options: GenerationOptions) -> RequestSettings:
+        """The session's settings, overridden by the profile's; a request's own options take precedence."""
         changes: dict[str, Any] = {
             name: value
             for name in ("temperature", "reasoning")
@@ -49,10 +49,10 @@ class Settings:
         )
 
     def tools(self) -> dict[str, Tool[..., Any]]:
-        """What the model may call now; loading a skill changes it.
+        """The tools that the model may call now; loading a skill changes them.
 
         Raises:
-            InvalidTool: two tools of one name.
+            InvalidTool: two tools with one name.
             InvalidArgument: a tool call is required, and there are no tools.
         """
         if self.options.tool_calling == "disallowed":
@@ -66,7 +66,7 @@ class Settings:
         return as_tools(tools)
 
     def view(self, transcript: Transcript) -> Transcript:
-        """The transcript under the profile's instructions."""
+        """The transcript with the profile's instructions."""
         if self.profile.instructions is None:
             return transcript
         return Transcript(entries=(Instructions(self.profile.instructions), *transcript.history))

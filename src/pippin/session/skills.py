@@ -1,7 +1,7 @@
-"""Skills: instructions and tools that cost nothing until the model asks for them.
+"""Skills: instructions and tools that use no context until the model loads them.
 
 Notable here:
-- the model sees one line for each skill and a tool to load one; the instructions come as that tool's output
+- the model sees one line for each skill and a tool to load it; the instructions are that tool's output
 - a skill's own tools can be called from the next round on, and for the rest of the conversation
 - a folder with a SKILL.md is a skill; its text is read when it is loaded, not before
 """
@@ -21,13 +21,13 @@ LOADER = "load_skill"
 
 @dataclass(frozen=True)
 class Skill:
-    """Something the model can learn to do when it needs to.
+    """Instructions and tools that the model loads when it needs them.
 
     Args:
-        name: how the model asks for it.
-        description: one line: what it is for and when to load it.
-        instructions: the text that the model reads once it is loaded, or a function that returns it.
-        tools: what it may call from then on.
+        name: the name by which the model loads it.
+        description: one line: its purpose and when to load it.
+        instructions: the text that the model reads after loading it, or a function that returns it.
+        tools: tools that it may call from then on.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Skill:
         """A skill from a folder's ``SKILL.md``: ``name`` and ``description`` between two lines of dashes, then text.
 
         Raises:
-            InvalidInput: there is no such file, or it does not begin like that.
+            InvalidInput: there is no such file, or it has no such header.
         """
         path = Path(folder) / "SKILL.md"
         try:
@@ -57,7 +57,7 @@ class Skills:
     """The skills of a session, and which of them are loaded.
 
     Raises:
-        InvalidArgument: no skill, or two of one name.
+        InvalidArgument: no skill, or two with one name.
     """
 
     def __init__(self, skills: Sequence[Skill]) -> None:
@@ -76,7 +76,7 @@ class Skills:
 
     @property
     def tools(self) -> dict[str, Tool[..., Any]]:
-        """The tool that loads skills while there are some to load, and the tools of those loaded."""
+        """The tool that loads skills while some are not loaded, and the tools of the loaded ones."""
         left = [self._loader] if len(self.loaded) < len(self.skills) else []
         return as_tools([*left, *(tool for name in self.loaded for tool in self.skills[name].tools)])
 
@@ -94,7 +94,7 @@ class Skills:
         return skill.instructions if isinstance(skill.instructions, str) else skill.instructions()
 
     def unload(self) -> None:
-        """Forget which skills are loaded."""
+        """Mark all skills as not loaded."""
         self.loaded.clear()
 
 

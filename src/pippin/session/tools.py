@@ -1,9 +1,9 @@
-"""Functions that the model may call: declared by their signature, called with arguments that fit it.
+"""Tools: functions that the model may call, declared by their signature.
 
 Notable here:
-- the arguments are decoded under the grammar of the signature, so a call always parses and fits
-- a tool that raises, hangs or returns what cannot be sent is a `ToolCallError` that carries the cause
-- a tool of another origin (a server of tools) brings its JSON Schema and is called like one's own
+- the arguments are decoded under the grammar of the signature, so a call is always valid
+- a tool that raises, hangs or returns an unserializable value is a `ToolCallError` that carries the cause
+- a tool from elsewhere (an MCP server) has a JSON Schema and is called in the same way
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create
 from pydantic.fields import FieldInfo
 
 from pippin.core.errors import Cancelled, InvalidInput, InvalidTool, SchemaError, ToolCallError, UnsupportedGuide
-from pippin.session.schema import Schema
+from pippin.session.types.schema import Schema
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_LOOK = 0.02  # seconds between two looks at whether a call was cancelled
+_LOOK = 0.02  # seconds between two checks for cancellation
 _NAME = re.compile(r"[\w-]{1,64}")
 
 
 class ToolDefinition:
-    """What a model must know to call a tool: a name, a description and a schema of the arguments.
+    """What a model needs to call a tool: a name, a description and a schema of the arguments.
 
     Args:
         name: letters, digits, ``_`` and ``-``, at most 64.
         description: what the tool does and when to use it.
-        schema: of the arguments, an object.
+        schema: schema of the arguments, an object.
 
     Raises:
-        InvalidTool: an unusable name.
+        InvalidTool: an invalid name.
     """
 
     def __init__(self, name: str, description: str, schema: Schema[Any]) -> None:
@@ -51,7 +51,7 @@ class ToolDefinition:
         return f"{type(self).__name__}({self.name!r})"
 
     def definition(self) -> dict[str, Any]:
-        """The tool as chat templates and OpenAI's API describe it."""
+        """The tool in the format of chat templates and OpenAI's API."""
         return {
             "type": "function",
             "function": {"name": self.name, "description": self.description, "parameters": self.schema.json_schema},
@@ -62,14 +62,14 @@ class Tool(ToolDefinition, Generic[P, R]):
     """A function with a name, a description and a schema of its arguments; still callable as the function.
 
     Args:
-        function: plain or ``async``; every argument has a type, and a description may stand in
+        function: plain or ``async``; every argument has a type, and may have a description in
             ``Annotated[str, Field(description=…)]``.
         name: by default the function's.
         description: by default the first paragraph of its docstring.
 
     Raises:
-        InvalidTool: an argument without a type, one that cannot be given by name, or an unusable name.
-        UnsupportedGuide: an argument's constraint that the grammar cannot enforce.
+        InvalidTool: an argument without a type, a positional-only argument, or an invalid name.
+        UnsupportedGuide: a constraint of an argument that the grammar cannot enforce.
     """
 
     def __init__(self, function: Callable[P, R], *, name: str | None = None, description: str | None = None) -> None:
@@ -88,10 +88,10 @@ class Tool(ToolDefinition, Generic[P, R]):
     def from_schema(
         cls, name: str, description: str, schema: dict[str, Any], function: Callable[..., R]
     ) -> Tool[..., R]:
-        """A tool whose arguments a JSON Schema describes; ``function`` gets them by name, as JSON gave them.
+        """A tool whose arguments a JSON Schema describes; ``function`` gets them by name, as JSON values.
 
         Raises:
-            InvalidTool, SchemaError: an unusable name or schema.
+            InvalidTool, SchemaError: an invalid name or schema.
         """
         made: Tool[..., R] = cls.__new__(cls)
         made.function, made.arguments = function, None
@@ -108,14 +108,14 @@ class Tool(ToolDefinition, Generic[P, R]):
         """Validate the arguments, run the function, and return its result as text.
 
         Args:
-            arguments: by name, as JSON gives them.
-            timeout: seconds to wait; None waits for ever. A function that overstays goes on in a thread of its own,
-                since Python cannot end it.
-            cancel: once set, nobody waits any more; the function goes on as above.
+            arguments: by name, as JSON values.
+            timeout: seconds to wait; None waits forever. A function that exceeds it continues in its own thread, since
+                Python cannot stop it.
+            cancel: once set, the call does not wait any more; the function continues as above.
 
         Raises:
             Cancelled: ``cancel`` was set.
-            ToolCallError: the arguments do not fit, the function raised, took too long, or its result has no JSON form.
+            ToolCallError: invalid arguments, an exception of the function, a timeout, or a result without JSON form.
         """
         result = self._run(self._values(arguments), timeout, arguments, cancel)
         if isinstance(result, str):
@@ -129,7 +129,7 @@ class Tool(ToolDefinition, Generic[P, R]):
             ) from error
 
     def _values(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """The arguments as the function takes them."""
+        """The arguments as Python values."""
         try:
             if self.arguments is None:
                 self.schema.parse(json.dumps(arguments, ensure_ascii=False))
@@ -198,10 +198,10 @@ def tool(function: Callable[P, R]) -> Tool[P, R]:
 
 
 def as_tools(tools: Sequence[Tool[..., Any] | Callable[..., Any]]) -> dict[str, Tool[..., Any]]:
-    """Tools by name, plain functions made into tools.
+    """Tools by name; plain functions are converted to tools.
 
     Raises:
-        InvalidTool: two tools of one name, or a function that cannot become one.
+        InvalidTool: two tools with one name, or a function that cannot become one.
     """
     named: dict[str, Tool[..., Any]] = {}
     for item in tools:

@@ -1,9 +1,9 @@
-"""What was said: typed entries made of typed segments, which survive a round trip through JSON unchanged.
+"""Transcripts: typed entries made of typed segments, with a lossless JSON form.
 
 Notable here:
-- an entry is instructions, a prompt, the model's reasoning, its tool calls, a tool's output, or the response
-- a segment is text, a structure (JSON as the model wrote it, to the character), or an attachment (bytes)
-- a text segment is all that most programs need: ``Prompt("Hello").text``
+- an entry is instructions, a prompt, the model's reasoning, its tool calls, a tool's output, or the answer
+- a segment is text, a structure (JSON exactly as the model wrote it), or an attachment (bytes)
+- most programs need only text segments: ``Prompt("Hello").text``
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ class _Frozen(BaseModel):
 # --- segments ---------------------------------------------------------------------------------------------------------
 
 
-class Text(_Frozen):
+class TextSegment(_Frozen):
     """Text."""
 
     type: Literal["text"] = "text"
     text: str
 
 
-class Structure(_Frozen):
-    """A value as JSON, kept as it was written; ``schema_name`` says of what type."""
+class StructuredSegment(_Frozen):
+    """A value as JSON, stored as it was written; ``schema_name`` is its type."""
 
     type: Literal["structure"] = "structure"
     text: str
@@ -61,10 +61,10 @@ class Attachment(_Frozen):
 
     @classmethod
     def from_file(cls, path: str | Path, *, label: str | None = None) -> Attachment:
-        """A file with the media type of its ending; labelled with its name.
+        """A file with the media type of its suffix; labeled with its name.
 
         Raises:
-            InvalidInput: the file cannot be read, or its ending tells no media type.
+            InvalidInput: the file cannot be read, or its suffix has no known media type.
         """
         path = Path(path)
         kind = mimetypes.guess_type(path.name)[0]
@@ -78,19 +78,19 @@ class Attachment(_Frozen):
 
     @property
     def is_text(self) -> bool:
-        """Whether any model can read it."""
+        """Whether every model can read it."""
         return self.media_type.startswith("text/") or self.media_type == "application/json"
 
     @property
     def text(self) -> str:
-        """The attached text behind its label; empty for what is not text."""
+        """The attached text after its label; empty for other media."""
         if not self.is_text:
             return ""
         text = self.data.decode("utf-8", "replace")
         return f"{self.label}:\n{text}" if self.label else text
 
 
-Segment = Annotated[Text | Structure | Attachment, Field(discriminator="type")]
+Segment = Annotated[TextSegment | StructuredSegment | Attachment, Field(discriminator="type")]
 
 
 # --- entries ----------------------------------------------------------------------------------------------------------
@@ -101,12 +101,12 @@ class _Segmented(_Frozen):
 
     def __init__(self, text: str | None = None, /, **fields: Any) -> None:
         if text is not None:
-            fields["segments"] = (Text(text=text),)
+            fields["segments"] = (TextSegment(text=text),)
         super().__init__(**fields)
 
     @property
     def text(self) -> str:
-        """All that is text in it, segments apart by an empty line."""
+        """All text in it, with empty lines between segments."""
         return "\n\n".join(text for segment in self.segments if (text := segment.text))
 
     @property
@@ -116,7 +116,7 @@ class _Segmented(_Frozen):
 
 
 class Instructions(_Segmented):
-    """What the developer told the model to be; outranks every prompt."""
+    """Instructions of the developer; they take precedence over prompts."""
 
     kind: Literal["instructions"] = "instructions"
 
@@ -125,7 +125,7 @@ class Instructions(_Segmented):
 
 
 class Prompt(_Segmented):
-    """What the user said.
+    """A message of the user.
 
     >>> Prompt("Hello").text
     'Hello'
@@ -138,25 +138,25 @@ class Prompt(_Segmented):
 
     @classmethod
     def of(cls, prompt: str | Prompt | Sequence[str | Segment]) -> Prompt:
-        """A prompt from text, from segments and texts, or itself.
+        """A prompt from text, from segments and texts, or the prompt itself.
 
         Raises:
             InvalidInput: something else.
         """
         if isinstance(prompt, Prompt):
             return prompt
-        parts = [prompt] if isinstance(prompt, str | Text | Structure | Attachment) else prompt
+        parts = [prompt] if isinstance(prompt, str | TextSegment | StructuredSegment | Attachment) else prompt
         if not isinstance(parts, Sequence):
             raise InvalidInput(f"a prompt is text, a Prompt or a list of segments, got {prompt!r:.80}")
-        segments = [Text(text=part) if isinstance(part, str) else part for part in parts]
+        segments = [TextSegment(text=part) if isinstance(part, str) else part for part in parts]
         for part in segments:
-            if not isinstance(part, Text | Structure | Attachment):
+            if not isinstance(part, TextSegment | StructuredSegment | Attachment):
                 raise InvalidInput(f"a segment of a prompt is text, Structure or Attachment, got {part!r:.80}")
         return cls(segments=tuple(segments))
 
 
 class Reasoning(_Frozen):
-    """What the model thought before it answered; ``signature`` is the provider's seal on it, if it has one."""
+    """The model's reasoning; ``signature`` is the provider's signature of it, if there is one."""
 
     kind: Literal["reasoning"] = "reasoning"
     text: str
@@ -164,7 +164,7 @@ class Reasoning(_Frozen):
 
 
 class ToolCall(_Frozen):
-    """One call that the model asked for; ``arguments`` is what it wrote, before validation."""
+    """One tool call; ``arguments`` is the model's output before validation."""
 
     id: str
     name: str
@@ -172,7 +172,7 @@ class ToolCall(_Frozen):
 
 
 class ToolCalls(_Frozen):
-    """The calls of one turn, with what the model said before them."""
+    """The tool calls of one round, with the model's text before them."""
 
     kind: Literal["tool_calls"] = "tool_calls"
     calls: tuple[ToolCall, ...]
@@ -180,7 +180,7 @@ class ToolCalls(_Frozen):
 
 
 class ToolOutput(_Segmented):
-    """What one call returned, as the model reads it."""
+    """The output of one call, as the model reads it."""
 
     kind: Literal["tool_output"] = "tool_output"
     call_id: str
@@ -191,7 +191,7 @@ class ToolOutput(_Segmented):
 
 
 class Answer(_Segmented):
-    """The model's response: text, or a structure if a type was asked for."""
+    """The model's answer: text, or a structure if a type was requested."""
 
     kind: Literal["response"] = "response"
 
@@ -226,7 +226,7 @@ class Transcript(BaseModel):
 
     @property
     def history(self) -> tuple[Any, ...]:
-        """All entries but the instructions."""
+        """All entries except the instructions."""
         return tuple(entry for entry in self.entries if not isinstance(entry, Instructions))
 
     @property

@@ -1,9 +1,9 @@
-"""Checkpoints of a run: folders that are whole or absent, the last few and the best of which are kept.
+"""Checkpoints of a run: folders written atomically; the last few and the best are kept.
 
 Notable here:
 - a checkpoint is written under a temporary name, synced, and renamed: a kill or a full disk leaves the one before it
 - tensors are in safetensors and everything else in JSON: nothing that runs code when it is opened
-- `step-00000100/` holds `model.safetensors`, `optimiser.safetensors`, `ema.safetensors` and `objective.safetensors`
+- `step-00000100/` holds `model.safetensors`, `optimizer.safetensors`, `ema.safetensors` and `objective.safetensors`
   (the last two where the run has them) and `state.json`, which is written last
 """
 
@@ -24,57 +24,57 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from pippin.core.checkpoint import read_json
-from pippin.core.errors import CorruptedFile, DiskFull, InvalidArgument, ModelNotFound, ResumeMismatch
+from pippin.core.checks import PositiveInt, checked
+from pippin.core.errors import CorruptedFile, DiskFull, ModelNotFound, ResumeMismatch
 from pippin.core.files import disk_errors, require_free_space, sync_folder
+from pippin.core.formats.checkpoint import read_json
 
 _STATE = "state.json"
 _FOLDER = re.compile(r"step-(\d{8,})")
 _PARTIAL = ".partial-"
 
 
+@checked
 @dataclass(frozen=True)
 class Checkpoints:
     """Where and how often a run is saved.
 
     Attributes:
-        folder: of this run alone; created where it does not exist. The log stands beside the checkpoints.
-        every: steps between checkpoints; the last step is always saved.
-        keep: how many of the last ones are kept, at least 1.
-        best: whether the one with the best evaluation is kept too.
+        path: of this run alone; created where it does not exist. The log stands beside the checkpoints.
+        save_every: steps between checkpoints; the last step is always saved.
+        keep: number of last checkpoints to keep.
+        best: whether to keep the checkpoint with the best evaluation too.
         resume: go on from the newest one; False refuses a folder that holds any, so that none is overwritten.
     """
 
-    folder: Path
-    every: int
-    keep: int = 2
+    path: Path
+    save_every: PositiveInt
+    keep: PositiveInt = 2
     best: bool = True
     resume: bool = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "folder", Path(self.folder))
-        if self.every < 1 or self.keep < 1:
-            raise InvalidArgument(f"checkpoints every {self.every} steps, keep {self.keep}; both must be 1 or more")
+        object.__setattr__(self, "path", Path(self.path))
 
     def all(self) -> dict[int, Path]:
         """The checkpoints there are, by step, oldest first."""
-        if not self.folder.is_dir():
+        if not self.path.is_dir():
             return {}
-        found = ((_FOLDER.fullmatch(path.name), path) for path in self.folder.iterdir())
+        found = ((_FOLDER.fullmatch(path.name), path) for path in self.path.iterdir())
         return dict(sorted((int(match[1]), path) for match, path in found if match))
 
-    def newest_folder(self) -> Path | None:
+    def newest_path(self) -> Path | None:
         """The folder of the newest checkpoint."""
         return next(reversed(self.all().values()), None)
 
-    def best_folder(self) -> Path | None:
+    def best_path(self) -> Path | None:
         """The folder of the checkpoint with the best evaluation; None where nothing was evaluated."""
-        newest = self.newest_folder()
+        newest = self.newest_path()
         best = read_json(newest / _STATE)["best"] if newest else None
         return self.all().get(best["step"]) if best else None
 
     def save(self, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
-        """Write a checkpoint, then remove those that are no longer to be kept.
+        """Write a checkpoint, then remove the ones beyond ``keep`` and ``best``.
 
         Args:
             step: updates made so far.
@@ -84,10 +84,10 @@ class Checkpoints:
         Raises:
             DiskFull: nothing was changed; the older checkpoints are whole.
         """
-        target = self.folder / f"step-{step:08d}"
-        self.folder.mkdir(parents=True, exist_ok=True)
-        require_free_space(self.folder, sum(t.nbytes for file in tensors.values() for t in file.values()))
-        with disk_errors(target), tempfile.TemporaryDirectory(dir=self.folder, prefix=_PARTIAL) as temporary:
+        target = self.path / f"step-{step:08d}"
+        self.path.mkdir(parents=True, exist_ok=True)
+        require_free_space(self.path, sum(t.nbytes for file in tensors.values() for t in file.values()))
+        with disk_errors(target), tempfile.TemporaryDirectory(dir=self.path, prefix=_PARTIAL) as temporary:
             fresh = Path(temporary) / target.name
             fresh.mkdir()
             for name, entries in tensors.items():
@@ -98,35 +98,35 @@ class Checkpoints:
                 with path.open("rb") as file:
                     os.fsync(file.fileno())
             os.replace(fresh, target)
-        sync_folder(self.folder)
+        sync_folder(self.path)
         self._prune(state["best"]["step"] if state.get("best") else None)
 
     def clear(self) -> None:
         """Remove what a killed run left half-written."""
-        if self.folder.is_dir():
-            for path in self.folder.glob(f"{_PARTIAL}*"):
+        if self.path.is_dir():
+            for path in self.path.glob(f"{_PARTIAL}*"):
                 shutil.rmtree(path, ignore_errors=True)
 
     def _prune(self, best: int | None) -> None:
         checkpoints = self.all()
-        kept = {*list(checkpoints)[-self.keep :], best if self.best else None}
+        retained = {*list(checkpoints)[-self.keep :], best if self.best else None}
         for step, path in checkpoints.items():
-            if step not in kept:
+            if step not in retained:
                 # renamed first, so that no half-removed folder looks like a checkpoint
-                doomed = self.folder / f"{_PARTIAL}{path.name}"
+                doomed = self.path / f"{_PARTIAL}{path.name}"
                 os.replace(path, doomed)
                 shutil.rmtree(doomed)
 
 
-def read_state(folder: Path) -> dict[str, Any]:
+def read_state(path: Path) -> dict[str, Any]:
     """The JSON part of a checkpoint.
 
     Raises:
         CorruptedFile: it is absent or no JSON object.
     """
-    if not (folder / _STATE).is_file():
-        raise CorruptedFile(f"{folder}: no {_STATE}; this is no checkpoint of a run, or it was damaged")
-    return read_json(folder / _STATE)
+    if not (path / _STATE).is_file():
+        raise CorruptedFile(f"{path}: no {_STATE}; this is no checkpoint of a run, or it was damaged")
+    return read_json(path / _STATE)
 
 
 def read_tensors(folder: Path, name: str) -> dict[str, Tensor]:
@@ -164,11 +164,11 @@ def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def load_weights(folder: Path, model: nn.Module, *, averaged: bool = False) -> None:
+def load_weights(path: Path, model: nn.Module, *, averaged: bool = False) -> None:
     """Give a model the weights of a checkpoint, the best one, say.
 
     Args:
-        folder: of the checkpoint.
+        path: of the checkpoint.
         model: of the same form as the one that was trained, with the same parameters trainable.
         averaged: take the moving averages instead, as far as there are any (buffers have none).
 
@@ -176,24 +176,24 @@ def load_weights(folder: Path, model: nn.Module, *, averaged: bool = False) -> N
         ModelNotFound: there is no such folder, or no averages in it.
         ResumeMismatch: names or shapes differ; all of them are listed.
     """
-    folder = Path(folder)
-    tensors = read_tensors(folder, "model")
-    averages = read_tensors(folder, "ema") if averaged else {}
+    path = Path(path)
+    tensors = read_tensors(path, "model")
+    averages = read_tensors(path, "ema") if averaged else {}
     if not tensors or (averaged and not averages):
-        raise ModelNotFound(f"{folder}: no {'moving averages' if tensors else 'checkpoint'} there")
+        raise ModelNotFound(f"{path}: no {'moving averages' if tensors else 'checkpoint'} there")
     wanted = trained_tensors(model)
-    refuse(folder, differences("tensor", tensors, wanted))
+    raise_mismatch(path, differences("tensor", tensors, wanted))
     for name, tensor in wanted.items():
         tensor.copy_(averages.get(name, tensors[name]))
 
 
-def refuse(folder: Path, lines: list[str]) -> None:
+def raise_mismatch(path: Path, lines: list[str]) -> None:
     """Raise what differs, where anything does."""
     if lines:
         listed = "\n  ".join(lines)
         raise ResumeMismatch(
-            f"{folder} was written by another run:\n  {listed}\n"
-            "give the same model, optimiser and data again, or another folder for a new run"
+            f"{path} was written by another run:\n  {listed}\n"
+            "give the same model, optimizer and data again, or another folder for a new run"
         )
 
 

@@ -1,8 +1,8 @@
 """An exponential moving average of a model's weights.
 
 Notable here:
-- only the trainable parameters are kept a second time, and only where an average was asked for
-- weights and averages change places one tensor at a time, so the exchange needs no third copy
+- only trainable parameters are copied, and only if an average is requested
+- weights and averages are swapped one tensor at a time, without a third copy
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from pippin.core.errors import InvalidArgument
+from pippin.core.checks import Fraction, checked
 
 
 class EMA:
     r"""Averages $\bar w_t = d\, \bar w_{t-1} + (1 - d)\, w_t$ of the trainable parameters, beginning with their values.
 
     Attributes:
-        decay: d, at least 0 and below 1; about $1 / (1 - d)$ steps are remembered.
-        averages: the averages by parameter name, in the parameters' own precision and place.
+        decay: d; about $1 / (1 - d)$ steps are remembered.
+        averages: the averages by parameter name, in the parameters' own dtype and on their device.
 
     >>> model = nn.Linear(1, 1, bias=False)
     >>> _ = nn.init.zeros_(model.weight)
@@ -35,9 +35,8 @@ class EMA:
     1.0
     """
 
-    def __init__(self, model: nn.Module, decay: float = 0.999) -> None:
-        if not 0.0 <= decay < 1.0:
-            raise InvalidArgument(f"the decay of an average must be at least 0 and below 1, got {decay}")
+    @checked
+    def __init__(self, model: nn.Module, decay: Fraction = 0.999) -> None:
         self.decay = decay
         self.averages: dict[str, Tensor] = {name: p.detach().clone() for name, p in _trainable(model)}
 

@@ -21,12 +21,12 @@ class Interruption:
     """While this context is open, a signal sets `asked` instead of ending the process.
 
     Attributes:
-        asked: whether a signal has come.
+        requested: whether a signal has come.
     """
 
-    def __init__(self, *, show: bool = True) -> None:
-        self.asked = False
-        self._show = show
+    def __init__(self, *, show_progress: bool = True) -> None:
+        self.requested = False
+        self._show = show_progress
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Interruption:
@@ -39,12 +39,12 @@ class Interruption:
         self._restore()
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
+        if self.requested:
             self._restore()
             signal.raise_signal(number)
             return
-        self.asked = True
-        progress.note("stopping after this step; once more ends at once", show=self._show)
+        self.requested = True
+        progress.note("finishing this step; Ctrl-C once more ends at once", show_progress=self._show)
 
     def _restore(self) -> None:
         for number, handler in self._before.items():

@@ -22,8 +22,8 @@ class Loss:
     """The loss of one micro-batch, not yet divided.
 
     Attributes:
-        total: scalar with its graph: the sum over the units (tokens, pictures, moves) of this micro-batch.
-        count: how many units; may be 0, where nothing in the batch is to be learnt.
+        total: scalar with its graph: the sum over the units (tokens, images, moves) of this micro-batch.
+        count: how many units; may be 0, where nothing in the batch counts in the loss.
         metrics: sums over the same units, without a graph, under the same names for every batch; logged divided by the
             step's count.
     """
@@ -33,21 +33,31 @@ class Loss:
     metrics: Mapping[str, Tensor | float] = field(default_factory=dict)
 
 
+def as_loss(loss: Loss | Tensor) -> Loss:
+    """What an objective returned, as a `Loss`; a scalar tensor is the mean of a batch, each batch counting as much."""
+    return Loss(loss, 1.0) if isinstance(loss, Tensor) else loss
+
+
 @runtime_checkable
 class Objective(Protocol):
-    """A function will do; the three further methods below are optional and looked for by name.
+    """What computes the loss of a batch; a function will do.
+
+    A scalar tensor is a loss too: the mean of the batch, each batch counting as much. A `Loss` also says how many units
+    the batch has, so that batches of unequal sizes add up exactly, and may carry metrics.
+
+    The three further methods below are optional and looked for by name.
 
     `after_step(model, step)` is called after every update, with the number of updates made so far: a moving target
     follows its model there. `state_dict()` and `load_state_dict(state)` hold what must survive a restart, as tensors by
     name. A `unit: str` names what is counted ("tokens"), for the progress bar and the report.
     """
 
-    def __call__(self, model: nn.Module, batch: Any, generator: torch.Generator) -> Loss:
-        """The loss of a batch; all that is random in it is drawn from ``generator``, on the model's device."""
+    def __call__(self, model: nn.Module, batch: Any, generator: torch.Generator) -> Loss | Tensor:
+        """The loss of a batch; all that is random in it is sampled from ``generator``, on the model's device."""
 
 
 @runtime_checkable
-class Steps(Protocol):
+class AfterStep(Protocol):
     """An objective that does something after every update."""
 
     def after_step(self, model: nn.Module, step: int) -> None:

@@ -34,23 +34,23 @@ class Processes(Protocol):
     def micro_batch(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
         """Around forward and backward of one micro-batch; gradients travel between processes in the ``last`` only."""
 
-    def add(self, values: Tensor) -> Tensor:
+    def all_reduce(self, values: Tensor) -> Tensor:
         """The values summed over all processes, on each of them."""
 
-    def norm(self, gradients: Sequence[Tensor]) -> Tensor:
+    def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """The 2-norm of all gradients together, over all processes' parts of them."""
 
-    def whole(self, tensor: Tensor) -> Tensor:
+    def full_tensor(self, tensor: Tensor) -> Tensor:
         """A tensor of which each process may hold a part, whole, on each of them."""
 
-    def part(self, whole: Tensor, like: Tensor) -> Tensor:
+    def shard(self, whole: Tensor, like: Tensor) -> Tensor:
         """This process's part of a whole tensor, laid out and placed like ``like``."""
 
-    def wait(self) -> None:
+    def barrier(self) -> None:
         """Until all processes are here."""
 
 
-class Alone:
+class SingleProcess:
     """The only process of a run."""
 
     rank = 0
@@ -64,21 +64,21 @@ class Alone:
         """Nothing to arrange."""
         return nullcontext()
 
-    def add(self, values: Tensor) -> Tensor:
+    def all_reduce(self, values: Tensor) -> Tensor:
         """The values themselves."""
         return values
 
-    def norm(self, gradients: Sequence[Tensor]) -> Tensor:
+    def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """The 2-norm of all gradients together."""
         return torch.nn.utils.get_total_norm(gradients)
 
-    def whole(self, tensor: Tensor) -> Tensor:
+    def full_tensor(self, tensor: Tensor) -> Tensor:
         """The tensor itself."""
         return tensor
 
-    def part(self, whole: Tensor, like: Tensor) -> Tensor:
+    def shard(self, whole: Tensor, like: Tensor) -> Tensor:
         """The tensor, on the device and in the precision of ``like``."""
         return whole.to(like)
 
-    def wait(self) -> None:
+    def barrier(self) -> None:
         """Nobody to wait for."""

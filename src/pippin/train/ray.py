@@ -1,4 +1,4 @@
-"""The same run on a Ray cluster, or on several processes of this machine: Ray Train starts them, `Parallel` joins them.
+"""The same run on a Ray cluster or on local processes: Ray Train starts them, `train.distributed` joins them.
 
 Notable here:
 - what is run is an ordinary function that trains with ``Trainer(parallel=...)``; nothing in it knows of Ray
@@ -12,32 +12,34 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
-from pippin.core.errors import InvalidArgument, MissingDependency, PippinError, TrainingError
-from pippin.train.parallel import Parallel
+from pippin.core.checks import NonNegativeFloat, PositiveFloat, PositiveInt, checked
+from pippin.core.errors import MissingDependency, PippinError, TrainingError
+from pippin.train.distributed import DistributedProcesses
 
 _STORE = 200 * 2**20  # bytes of Ray's own store; only settings and results pass through it
 
 
-def on_ray(
-    function: Callable[[dict[str, Any], Parallel], Any],
+@checked
+def run_on_ray(
+    function: Callable[[dict[str, Any], DistributedProcesses], Any],
     settings: Mapping[str, Any],
     *,
-    workers: int,
-    cpus: float = 1.0,
-    gpus: float = 0.0,
-    kind: str = "copies",
+    num_workers: PositiveInt,
+    cpus_per_worker: PositiveFloat = 1.0,
+    gpus_per_worker: NonNegativeFloat = 0.0,
+    strategy: Literal["ddp", "fsdp"] = "ddp",
 ) -> Any:
     """Run a training function on several workers at once.
 
     Args:
-        function: called on every worker with the settings and the worker's `Parallel`; importable there.
+        function: called on every worker with the settings and the worker's `DistributedProcesses`; importable there.
         settings: JSON values; paths in them must mean the same on every machine.
-        workers: how many.
-        cpus: cores that each worker has to itself.
-        gpus: devices that each worker has to itself; with 1 the workers talk over NCCL, with 0 over Gloo.
-        kind: of `Parallel`.
+        num_workers: how many.
+        cpus_per_worker: cores that each worker has to itself.
+        gpus_per_worker: devices that each worker has to itself; with 1 the workers talk over NCCL, with 0 over Gloo.
+        strategy: of `DistributedProcesses`.
 
     Returns:
         What the function returned on the first worker, a JSON value.
@@ -47,8 +49,6 @@ def on_ray(
         MissingDependency: Ray Train is not installed.
         TrainingError: a worker failed.
     """
-    if workers < 1:
-        raise InvalidArgument(f"workers must be 1 or more, got {workers}")
     try:
         import ray
         from ray.train import RunConfig, ScalingConfig, TrainingFailedError
@@ -59,25 +59,28 @@ def on_ray(
     address = os.environ.get("RAY_ADDRESS")
     local: dict[str, Any] = {}
     if address is None:
-        needed = max(1, round(workers * cpus))
+        needed = max(1, round(num_workers * cpus_per_worker))
         local = {"include_dashboard": False, "num_cpus": needed + 1, "object_store_memory": _STORE}
     started = not ray.is_initialized()
     if started:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **local)
 
     def work(given: dict[str, Any]) -> Any:
-        return function(given["settings"], Parallel(given["kind"]))
+        return function(given["settings"], DistributedProcesses(given["kind"]))
 
     try:
         with tempfile.TemporaryDirectory() as place:
             trainer = TorchTrainer(
                 work,
-                train_loop_config={"settings": dict(settings), "kind": kind},
-                torch_config=TorchConfig(backend="nccl" if gpus else "gloo"),
+                train_loop_config={"settings": dict(settings), "kind": strategy},
+                torch_config=TorchConfig(backend="nccl" if gpus_per_worker else "gloo"),
                 scaling_config=ScalingConfig(
-                    num_workers=workers,
-                    use_gpu=gpus > 0,
-                    resources_per_worker={"CPU": cpus, **({"GPU": gpus} if gpus else {})},
+                    num_workers=num_workers,
+                    use_gpu=gpus_per_worker > 0,
+                    resources_per_worker={
+                        "CPU": cpus_per_worker,
+                        **({"GPU": gpus_per_worker} if gpus_per_worker else {}),
+                    },
                 ),
                 run_config=RunConfig(storage_path=place, name="pippin"),
             )

@@ -1,4 +1,4 @@
-"""The learning rate over a run, as a factor of the optimiser's own.
+"""The learning rate over a run, as a factor of the optimizer's own.
 
 Notable here:
 - a schedule is a frozen value that is called with the number of updates made and of updates in all: nothing to save
@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
-from pippin.core.errors import InvalidArgument
+from pippin.core.checks import NonNegativeFloat, Probability, checked
 
 
 @runtime_checkable
@@ -23,37 +23,33 @@ class Schedule(Protocol):
         """The factor of the learning rate for update ``step``, counted from 0."""
 
 
+@checked
 @dataclass(frozen=True)
-class Constant:
+class ConstantSchedule:
     """The full rate after a linear warm-up.
 
-    >>> [Constant(warmup=4)(step, 10) for step in (0, 1, 3, 9)]
+    >>> [ConstantSchedule(warmup=4)(step, 10) for step in (0, 1, 3, 9)]
     [0.25, 0.5, 1.0, 1.0]
     """
 
-    warmup: float = 0.0
-
-    def __post_init__(self) -> None:
-        _check(warmup=self.warmup)
+    warmup: NonNegativeFloat = 0.0
 
     def __call__(self, step: int, steps: int) -> float:
         """The factor for update ``step`` of ``steps``."""
         return _warm(step, _steps(self.warmup, steps))
 
 
+@checked
 @dataclass(frozen=True)
-class Linear:
+class LinearSchedule:
     """Warm-up, then a straight line down to ``final``, which it would reach after the last update.
 
-    >>> [Linear(final=0.0)(step, 4) for step in range(4)]
+    >>> [LinearSchedule(final=0.0)(step, 4) for step in range(4)]
     [1.0, 0.75, 0.5, 0.25]
     """
 
-    warmup: float = 0.0
-    final: float = 0.0
-
-    def __post_init__(self) -> None:
-        _check(warmup=self.warmup, final=self.final)
+    warmup: NonNegativeFloat = 0.0
+    final: Probability = 0.0
 
     def __call__(self, step: int, steps: int) -> float:
         """The factor for update ``step`` of ``steps``."""
@@ -61,21 +57,19 @@ class Linear:
         return warm * (1.0 - (1.0 - self.final) * done)
 
 
+@checked
 @dataclass(frozen=True)
-class Cosine:
+class CosineSchedule:
     r"""Warm-up, then half a cosine down to ``final``: $f + (1 - f) (1 + \cos \pi t) / 2$.
 
     Source: SGDR, arXiv:1608.03983, eq. 5, without restarts.
 
-    >>> [round(Cosine(warmup=0.0, final=0.1)(step, 2), 6) for step in range(2)]
+    >>> [round(CosineSchedule(warmup=0.0, final=0.1)(step, 2), 6) for step in range(2)]
     [1.0, 0.55]
     """
 
-    warmup: float = 0.02
-    final: float = 0.1
-
-    def __post_init__(self) -> None:
-        _check(warmup=self.warmup, final=self.final)
+    warmup: NonNegativeFloat = 0.02
+    final: Probability = 0.1
 
     def __call__(self, step: int, steps: int) -> float:
         """The factor for update ``step`` of ``steps``."""
@@ -83,8 +77,9 @@ class Cosine:
         return warm * (self.final + (1.0 - self.final) * (1.0 + math.cos(math.pi * done)) / 2)
 
 
+@checked
 @dataclass(frozen=True)
-class WSD:
+class WSDSchedule:
     """Warm-up, a stable part at the full rate, and a decay at the end: linear, or one minus a square root.
 
     Where the two don't both fit into the run, the decay is the shorter.
@@ -94,19 +89,14 @@ class WSD:
 
     Source: MiniCPM, arXiv:2404.06395, section 4; the square root is arXiv:2405.18392, eq. 2.
 
-    >>> [WSD(warmup=0, decay=0.5)(step, 8) for step in range(8)]
+    >>> [WSDSchedule(warmup=0, decay=0.5)(step, 8) for step in range(8)]
     [1.0, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25]
     """
 
-    warmup: float = 0.02
-    decay: float = 0.2
-    final: float = 0.0
+    warmup: NonNegativeFloat = 0.02
+    decay: NonNegativeFloat = 0.2
+    final: Probability = 0.0
     shape: Literal["linear", "sqrt"] = "linear"
-
-    def __post_init__(self) -> None:
-        _check(warmup=self.warmup, decay=self.decay, final=self.final)
-        if self.shape not in ("linear", "sqrt"):
-            raise InvalidArgument(f"shape of a decay: 'linear' or 'sqrt', got {self.shape!r}")
 
     def __call__(self, step: int, steps: int) -> float:
         """The factor for update ``step`` of ``steps``."""
@@ -130,11 +120,3 @@ def _warm(step: int, length: int) -> float:
 def _steps(length: float, steps: int) -> int:
     """A share of the run or a number of steps, as steps."""
     return min(round(length * steps) if length < 1 else round(length), steps)
-
-
-def _check(**values: float) -> None:
-    for name, value in values.items():
-        upper = 1.0 if name == "final" else math.inf
-        if not (0.0 <= value <= upper and math.isfinite(value)):
-            wanted = "0 to 1" if name == "final" else "finite and not negative"
-            raise InvalidArgument(f"{name} of a schedule must be {wanted}, got {value}")

@@ -23,37 +23,35 @@ import torch
 from torch import Tensor, nn
 
 from pippin.core import device as devices, progress
+from pippin.core.checks import PositiveFloat, PositiveInt, checked
 from pippin.core.errors import InvalidArgument, InvalidInput, MissingDependency, ResumeMismatch
-from pippin.train import state
+from pippin.train import run_state
 from pippin.train.batch import to_device
 from pippin.train.checkpoints import Checkpoints
 from pippin.train.ema import EMA
 from pippin.train.interruption import Interruption
-from pippin.train.log import Log
-from pippin.train.objective import Loss, Objective, Steps
-from pippin.train.optimisers import AdamW, Optimiser
-from pippin.train.processes import Alone, Processes
-from pippin.train.schedules import Cosine, Schedule
-from pippin.train.training import Step, Training
+from pippin.train.objective import AfterStep, Loss, Objective, as_loss
+from pippin.train.optimizers import AdamW, Optimizer
+from pippin.train.processes import Processes, SingleProcess
+from pippin.train.result import TrainingResult, TrainingStep
+from pippin.train.run_log import RunLog
+from pippin.train.schedules import CosineSchedule, Schedule
 
 
+@checked
 @dataclass(frozen=True)
 class Evaluation:
     """A measurement during the run.
 
     Attributes:
         measure: called with the model (its averages, where there is an EMA) in evaluation mode, without gradients.
-        every: steps between measurements; the last step is always measured.
+        eval_every: steps between measurements; the last step is always measured.
         best: the measure that decides which checkpoint is the best, lower is better; None decides nothing.
     """
 
     measure: Callable[[nn.Module], Mapping[str, float]]
-    every: int
+    eval_every: PositiveInt
     best: str | None = "loss"
-
-    def __post_init__(self) -> None:
-        if self.every < 1:
-            raise InvalidArgument(f"an evaluation every {self.every} steps; give 1 or more")
 
 
 class Trainer:
@@ -61,14 +59,14 @@ class Trainer:
 
     Args:
         model: what is trained; parameters that want no gradient stay as they are and are not saved.
-        objective: the loss of a batch; see `pippin.train.objective`.
+        objective: the loss of a batch: a scalar tensor, which is a mean, or a `Loss`; see `pippin.train.objective`.
         data: batches of any form; tensors in it go to the model's device. With `state_dict` and `load_state_dict` its
-            cursor is saved; without, a resumed run reads it again from the start up to its place.
+            cursor is saved; without, a resumed run reads the data again from the start up to its position.
         steps: updates in all.
-        optimiser: `AdamW` or `Muon`.
+        optimizer: `AdamW` or `Muon`.
         schedule: factor of the learning rate over the run.
-        accumulate: micro-batches a step, for each process.
-        clip: bound of the gradient's 2-norm; None for no bound.
+        gradient_accumulation_steps: micro-batches a step, for each process.
+        max_grad_norm: bound of the gradient's 2-norm; None for no bound.
         precision: "bfloat16" computes under autocast; parameters and sums stay as they are.
         ema: decay of a moving average of the weights; None keeps none.
         evaluation: a measurement during the run.
@@ -76,40 +74,40 @@ class Trainer:
         seed: of everything random.
         device: where to; None leaves the model where it is.
         title: for the bar, the plot and the report.
-        show: whether a bar is drawn, where there is a terminal.
-        parallel: the processes that share the run; None is this one alone.
+        show_progress: whether to show a progress bar, on a terminal.
+        processes: the processes that share the run; None is this one alone.
 
     Attributes:
         step: updates made so far.
         ema: the moving averages, where they were asked for.
-        training: what has happened so far.
+        result: what has happened so far.
         best: "step" and "value" of the best evaluation; None before the first.
 
     Raises:
         InvalidArgument: an argument is outside its range, or the model has nothing to train.
         InvalidInput: the model's weights are not finite; all of them are named.
 
-    >>> from pippin.train.objective import Loss
     >>> layer = nn.Linear(1, 1)
-    >>> def square(model, batch, generator):
-    ...     return Loss((model(batch) - 3 * batch).square().sum(), count=len(batch))
+    >>> def squared_error(model, batch, generator):
+    ...     return (model(batch) - 3 * batch).square().mean()
     >>> batches = [torch.linspace(-1, 1, 8).view(-1, 1)] * 100
-    >>> training = Trainer(layer, square, batches, steps=100, optimiser=AdamW(lr=0.1, weight_decay=0.0)).fit()
+    >>> training = Trainer(layer, squared_error, batches, steps=100, optimizer=AdamW(lr=0.1, weight_decay=0.0)).fit()
     >>> training.losses[-1] < 1e-2
     True
     """
 
+    @checked
     def __init__(
         self,
         model: nn.Module,
         objective: Objective,
         data: Iterable[Any],
         *,
-        steps: int,
-        optimiser: Optimiser = AdamW(),
-        schedule: Schedule = Cosine(),
-        accumulate: int = 1,
-        clip: float | None = 1.0,
+        steps: PositiveInt,
+        optimizer: Optimizer = AdamW(),
+        schedule: Schedule = CosineSchedule(),
+        gradient_accumulation_steps: PositiveInt = 1,
+        max_grad_norm: PositiveFloat | None = 1.0,
         precision: Literal["float32", "bfloat16"] = "float32",
         ema: float | None = None,
         evaluation: Evaluation | None = None,
@@ -117,34 +115,37 @@ class Trainer:
         seed: int = 0,
         device: str | None = None,
         title: str = "training",
-        show: bool = True,
-        parallel: Processes | None = None,
+        show_progress: bool = True,
+        processes: Processes | None = None,
     ) -> None:
-        _check(steps=steps, accumulate=accumulate, clip=clip, precision=precision)
         _check_weights(model)
-        self.processes: Processes = parallel or Alone()
+        self.processes: Processes = processes or SingleProcess()
         if device is not None:
             model.to(devices.choose(device))
         self.model = self.processes.prepare(model)
         self.objective, self.data = objective, data
         self.steps, self.step = steps, 0
-        self.optimiser, self.schedule = optimiser, schedule
-        self.accumulate, self.clip, self.precision = accumulate, clip, precision
-        self.optimisers = optimiser.build(self.model)
+        self.optimizer, self.schedule = optimizer, schedule
+        self.gradient_accumulation_steps, self.max_grad_norm, self.precision = (
+            gradient_accumulation_steps,
+            max_grad_norm,
+            precision,
+        )
+        self.optimizers = optimizer.build(self.model)
         self.ema = None if ema is None else EMA(self.model, ema)
         self.evaluation, self.checkpoints = evaluation, checkpoints
-        self.seed, self.show = seed, show
+        self.seed, self.show_progress = seed, show_progress
         self.device = next(self.model.parameters()).device
-        self.training = Training(title, getattr(objective, "unit", "units"))
+        self.result = TrainingResult(title, getattr(objective, "unit", "units"))
         self.best: dict[str, float] | None = None
         self._parameters = list(self.model.parameters())
         self._generator = torch.Generator(self.device)
         self._global = _global_generators(self.device)
         self._batches: Iterator[Any] | None = None
-        self._log: Log | None = None
+        self._log: RunLog | None = None
         self._saved: int | None = None
 
-    def fit(self) -> Training:
+    def fit(self) -> TrainingResult:
         """The whole run, from its newest checkpoint if there is one.
 
         Returns:
@@ -158,18 +159,18 @@ class Trainer:
             DiskFull: a checkpoint could not be written; the one before it is whole.
         """
         self._begin()
-        self.training.stopped = None
-        show = self.show and self._first
-        drawn = progress.bar(self.steps, self.training.title, unit="steps", done=self.step, show=show)
-        with Interruption(show=show) as interruption, drawn as bar, self._running():
-            while self.step < self.steps and self.training.stopped is None:
+        self.result.stopped = None
+        show = self.show_progress and self._first
+        shown = progress.bar(self.steps, self.result.title, unit="steps", done=self.step, show_progress=show)
+        with Interruption(show_progress=show) as interruption, shown as bar, self._running():
+            while self.step < self.steps and self.result.stopped is None:
                 if not self._update(interruption):
-                    self.training.stopped = "exhausted"
+                    self.result.stopped = "exhausted"
                     break
                 bar.advance(1)
-                bar.say(f"loss {self.training.steps[-1].loss:.4g}, {self._rate():,.0f} {self.training.unit}/s")
+                bar.say(f"loss {self.result.steps[-1].loss:.4g}, {self._rate():,.0f} {self.result.unit}/s")
             self._finish()
-        return self.training
+        return self.result
 
     def advance(self, steps: int) -> list[float]:
         """Make up to ``steps`` more updates: fewer where the run or its data ends first. Signals are left alone.
@@ -181,17 +182,17 @@ class Trainer:
             As `fit`.
         """
         self._begin()
-        done = len(self.training.steps)
+        done = len(self.result.steps)
         with self._running():
             for _ in range(min(steps, self.steps - self.step)):
                 if not self._update(None):
                     break
         if self.step == self.steps:
             self._finish()
-        return [step.loss for step in self.training.steps[done:]]
+        return [step.loss for step in self.result.steps[done:]]
 
     def skip(self, steps: int) -> None:
-        """Read the batches of so many first steps and drop them: how data without a cursor comes back to its place.
+        """Read and discard the batches of the given number of first steps, for data without a cursor.
 
         Raises:
             ResumeMismatch: it ends before.
@@ -210,9 +211,9 @@ class Trainer:
     def _begin(self) -> None:
         """Go on from the newest checkpoint and open the log, once."""
         if self._log is None:
-            self._saved = state.resume(self)
-            folder = self.checkpoints.folder if self.checkpoints and self._first else None
-            self._log = Log(folder, self.step, self.training)
+            self._saved = run_state.resume(self)
+            folder = self.checkpoints.path if self.checkpoints and self._first else None
+            self._log = RunLog(folder, self.step, self.result)
 
     @contextmanager
     def _running(self) -> Iterator[None]:
@@ -234,7 +235,7 @@ class Trainer:
         )
 
     def _reseed(self, what: str, step: int, part: int) -> None:
-        """Make what is drawn next, for part ``part`` of ``step``, depend on nothing that happened before."""
+        """Seed the random number generators for part ``part`` of ``step``, independently of earlier steps."""
         digest = hashlib.blake2b(f"{self.seed}/{what}/{step}/{part}".encode(), digest_size=16).digest()
         for generator in self._global:
             generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
@@ -248,9 +249,9 @@ class Trainer:
             return False
         self._zero()
         sums = self._accumulate(batches)
-        asked = float(interruption is not None and interruption.asked)
+        asked = float(interruption is not None and interruption.requested)
         keys = sorted(sums)
-        added = self.processes.add(_stack([*(sums[key] for key in keys), asked], self.device)).tolist()
+        added = self.processes.all_reduce(_stack([*(sums[key] for key in keys), asked], self.device)).tolist()
         *values, stop = added
         figures = dict(zip(keys, values, strict=True))
         total, count = figures.pop("total"), figures.pop("count")
@@ -259,25 +260,25 @@ class Trainer:
         self._after_update()
         loss = total / count if count else math.nan
         metrics = {key.removeprefix("metric."): value / count for key, value in figures.items()} if count else {}
-        step = Step(self.step, loss, lr, norm, count, time.perf_counter() - began, metrics)
-        self.training.steps.append(step)
+        step = TrainingStep(self.step, loss, lr, norm, count, time.perf_counter() - began, metrics)
+        self.result.steps.append(step)
         assert self._log is not None
         self._log.step(step)
         if stop:
-            self.training.stopped = "interrupted"
+            self.result.stopped = "interrupted"
         self._evaluate_and_save(last=self.step == self.steps or bool(stop))
         return True
 
     def _draw(self, step: int) -> list[tuple[int, Any]]:
-        """This process's micro-batches of a step, with their places in it; fewer where the data ends.
+        """This process's micro-batches of a step, with their indices in it; fewer at the end of the data.
 
         Every process reads all of them, so that all have the same cursor and see the same end.
         """
         size = self.processes.size
-        mine, place = [], 0
-        while place < self.accumulate * size:
+        mine, first = [], 0
+        while first < self.gradient_accumulation_steps * size:
             group = []
-            for part in range(place, place + size):
+            for part in range(first, first + size):
                 self._reseed("data", step, part)
                 if self._batches is None:
                     self._batches = iter(self.data)
@@ -287,8 +288,8 @@ class Trainer:
                     break
             if len(group) < size:
                 break
-            mine.append((place + self.processes.rank, group[self.processes.rank]))
-            place += size
+            mine.append((first + self.processes.rank, group[self.processes.rank]))
+            first += size
         if not mine and step == 0:
             raise InvalidInput("the data holds no batch; nothing was trained")
         return mine
@@ -297,11 +298,11 @@ class Trainer:
         """Gradients of the micro-batches of a step, summed in place; totals, counts and metrics, summed too."""
         sums: dict[str, Tensor | float] = {"total": 0.0, "count": 0.0}
         bfloat16 = torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16")
-        for index, (place, batch) in enumerate(batches):
-            self._reseed("loss", self.step, place)
+        for index, (part, batch) in enumerate(batches):
+            self._reseed("loss", self.step, part)
             with self.processes.micro_batch(self.model, last=index == len(batches) - 1):
                 with bfloat16:
-                    loss = self.objective(self.model, to_device(batch, self.device), self._generator)
+                    loss = as_loss(self.objective(self.model, to_device(batch, self.device), self._generator))
                 _check_loss(loss, self.step + 1)
                 loss.total.backward()
             metrics = {f"metric.{name}": value for name, value in loss.metrics.items()}
@@ -317,40 +318,40 @@ class Trainer:
             group["lr"] = group["base_lr"] * factor
         lr = self._groups()[0]["lr"]
         gradients = [p.grad for p in self._parameters if p.grad is not None]
-        summed = self.processes.norm(gradients) if gradients else torch.zeros(())
+        summed = self.processes.total_norm(gradients) if gradients else torch.zeros(())
         norm = summed.item()
         if not (math.isfinite(total) and math.isfinite(norm) and math.isfinite(count)):
             self._zero()
-            state.refuse_non_finite(self, total, norm, batches)
+            run_state.refuse_non_finite(self, total, norm, batches)
         if count == 0:
             # nothing to learn in this step: no gradient, and no weight decay without one
             self._zero()
             return 0.0, lr
-        # as torch's clip_grad_norm_ has it, to the bit, but with both divisions in one pass over the gradients
-        bound = math.inf if self.clip is None else self.clip
+        # as torch's clip_grad_norm_ has it, bit for bit, but with both divisions in one pass over the gradients
+        bound = math.inf if self.max_grad_norm is None else self.max_grad_norm
         norm, clipped = torch.stack([summed / count, bound / (summed / count + 1e-6)]).tolist()
         scale = min(clipped, 1.0) / count
         if scale != 1.0:
             torch._foreach_mul_(gradients, scale)
-        for optimiser in self.optimisers:
-            optimiser.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
         self._zero()
         return norm, lr
 
     def _after_update(self) -> None:
         if self.ema is not None:
             self.ema.update(self.model)
-        if isinstance(self.objective, Steps):
+        if isinstance(self.objective, AfterStep):
             with torch.no_grad():
                 self.objective.after_step(self.model, self.step)
 
     def _evaluate_and_save(self, *, last: bool) -> None:
         """What is due after a step."""
         best = False
-        if self.evaluation is not None and (self.step % self.evaluation.every == 0 or self.step == self.steps):
+        if self.evaluation is not None and (self.step % self.evaluation.eval_every == 0 or self.step == self.steps):
             best = self._evaluate(self.evaluation)
         checkpoints = self.checkpoints
-        if checkpoints and (last or self.step % checkpoints.every == 0 or (best and checkpoints.best)):
+        if checkpoints and (last or self.step % checkpoints.save_every == 0 or (best and checkpoints.best)):
             self._save()
 
     def _evaluate(self, evaluation: Evaluation) -> bool:
@@ -365,7 +366,7 @@ class Trainer:
         finally:
             for module, mode in modes:
                 module.training = mode
-        self.training.evaluations.append((self.step, measures))
+        self.result.evaluations.append((self.step, measures))
         assert self._log is not None
         self._log.evaluation(self.step, measures)
         if evaluation.best is None:
@@ -376,7 +377,7 @@ class Trainer:
             )
         # the first process decides for all of them, since a checkpoint needs all
         value = measures[evaluation.best] if self._first else 0.0
-        value = self.processes.add(_stack([value], self.device)).item()
+        value = self.processes.all_reduce(_stack([value], self.device)).item()
         if math.isfinite(value) and (self.best is None or value < self.best["value"]):
             self.best = {"step": self.step, "value": value}
             return True
@@ -386,27 +387,27 @@ class Trainer:
         if self.checkpoints and self._saved != self.step:
             assert self._log is not None
             self._log.sync()
-            state.save(self, self.checkpoints)
+            run_state.save(self, self.checkpoints)
             self._saved = self.step
 
     def _finish(self) -> None:
-        """The last checkpoint, the log on disk, and the picture of the losses beside it."""
+        """The last checkpoint, the log on disk, and the plot of the losses beside it."""
         self._save()
         if self._log is not None:
             self._log.close()
-        if self.checkpoints and self._first and self.training.steps:
+        if self.checkpoints and self._first and self.result.steps:
             try:
-                self.training.plot(self.checkpoints.folder / "loss.png")
+                self.result.plot(self.checkpoints.path / "loss.png")
             except MissingDependency:
-                progress.note("no picture of the losses: pip install 'pippin[plot]'", show=self.show)
+                progress.note("no plot of the losses: pip install 'pippin[plot]'", show_progress=self.show_progress)
 
     def _rate(self) -> float:
         """Units per second over the last twenty steps."""
-        recent = self.training.steps[-20:]
+        recent = self.result.steps[-20:]
         return sum(step.units for step in recent) / max(sum(step.seconds for step in recent), 1e-9)
 
     def _groups(self) -> list[dict[str, Any]]:
-        return [group for optimiser in self.optimisers for group in optimiser.param_groups]
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def _zero(self) -> None:
         for parameter in self._parameters:
@@ -414,7 +415,7 @@ class Trainer:
 
 
 def _global_generators(device: torch.device) -> list[torch.Generator]:
-    """Those that are drawn from where none is named; `torch.manual_seed` would take a millisecond for each batch."""
+    """The default generators; `torch.manual_seed` would take a millisecond for each batch."""
     generators = [torch.default_generator]
     if device.type == "cuda":
         generators.append(torch.cuda.default_generators[device.index or 0])
@@ -448,16 +449,6 @@ def _check_loss(loss: Loss, step: int) -> None:
             f"step {step}: the loss has no gradient; compute it from the model, and not under torch.no_grad() or "
             "torch.inference_mode()"
         )
-
-
-def _check(*, steps: int, accumulate: int, clip: float | None, precision: str) -> None:
-    for name, value in (("steps", steps), ("accumulate", accumulate)):
-        if value < 1:
-            raise InvalidArgument(f"{name} must be 1 or more, got {value}")
-    if clip is not None and not 0 < clip < math.inf:
-        raise InvalidArgument(f"clip must be positive and finite, or None for no clipping, got {clip}")
-    if precision not in ("float32", "bfloat16"):
-        raise InvalidArgument(f"precision: 'float32' or 'bfloat16', got {precision!r}")
 
 
 def _check_weights(model: nn.Module) -> None:

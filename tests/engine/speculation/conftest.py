@@ -1,24 +1,25 @@
-"""What tests of speculation share: a scheduler of one request, models small enough to enumerate, and laws by brute."""
+"""Engines and drafters that the tests of speculative decoding share, and a chi-square test of distributions."""
 
 import math
 
 import pytest
 import torch
 
+from pippin.engine.model_runner import BLOCK_SIZE, ModelInput
+from pippin.engine.output_processor import OutputProcessor
 from pippin.engine.request import Request
-from pippin.engine.runner import BLOCK, Work
-from pippin.engine.speculation import Place
-from pippin.engine.torch_runner import TorchRunner
-from pippin.engine.writer import Writer, common_prefix
+from pippin.engine.runners.torch_runner import TorchRunner
+from pippin.engine.speculation import CachePosition
+from pippin.engine.token_ids import common_prefix
 
 
 def write(model, prompt, runner=None, chunk=10**9, room=10**9, **fields):
     """All events of one request, as a scheduler with one sequence would have them."""
     request = Request(prompt, **fields)
-    blocks = -(-model.context_size // BLOCK)
+    blocks = -(-model.context_size // BLOCK_SIZE)
     runner = runner or TorchRunner(model, blocks)
     table = list(range(blocks - 1, -1, -1))
-    writer = Writer(model, request, model.context_size)
+    output = OutputProcessor(model, request, model.context_size)
     ids, held, draft, events, drafts = list(prompt), 0, None, [], []
     while True:
         tokens = [] if draft is None else draft.tokens
@@ -26,16 +27,16 @@ def write(model, prompt, runner=None, chunk=10**9, room=10**9, **fields):
             [*ids[held:], *tokens],
             {} if draft is None else {"resume": draft.resume, "residual": draft.residual},
         )
-        work = Work(fed, held, table, list(range(len(ids) - held - 1, len(fed))), **rest)
-        (logits,) = runner.forward([work])
+        model_input = ModelInput(fed, held, table, list(range(len(ids) - held - 1, len(fed))), **rest)
+        (logits,) = runner.forward([model_input])
         fed = [*ids, *tokens]
-        new = writer.take(logits, draft)
+        new = output.process(logits, draft)
         events += new
         ids += [token.id for token in new]
-        if writer.reason is not None:
-            return events, writer.finished(writer.reason), drafts
+        if output.finish_reason is not None:
+            return events, output.finished(output.finish_reason), drafts
         held = min(common_prefix(fed, ids), len(ids) - 1)
-        draft = writer.propose(ids, room, Place(runner, table, held))
+        draft = output.propose(ids, room, CachePosition(runner, table, held))
         drafts.append(draft)
 
 
@@ -46,19 +47,19 @@ def write_fixture():
 
 @pytest.fixture(scope="session")
 def chi_square():
-    """The p-value of counts under a law."""
+    """The p-value of counts under a distribution."""
     from scipy import stats
 
-    def value(counts, law):
-        law = torch.as_tensor(law, dtype=torch.float64)
+    def value(counts, distribution):
+        distribution = torch.as_tensor(distribution, dtype=torch.float64)
         counts = torch.as_tensor(counts, dtype=torch.float64)
-        assert not counts[law == 0].any(), "something came out that the law excludes"
-        counts, law = counts[law > 0], law[law > 0]
-        rare = law * counts.sum() < 5
+        assert not counts[distribution == 0].any(), "something came out that the distribution excludes"
+        counts, distribution = counts[distribution > 0], distribution[distribution > 0]
+        rare = distribution * counts.sum() < 5
         if rare.any():
             counts = torch.cat([counts[~rare], counts[rare].sum()[None]])
-            law = torch.cat([law[~rare], law[rare].sum()[None]])
-        return float(stats.chisquare(counts.numpy(), (law * counts.sum()).numpy()).pvalue)
+            distribution = torch.cat([distribution[~rare], distribution[rare].sum()[None]])
+        return float(stats.chisquare(counts.numpy(), (distribution * counts.sum()).numpy()).pvalue)
 
     return value
 
@@ -66,21 +67,29 @@ def chi_square():
 class MemoRunner:
     """A runner over a decoder so small that every prefix is computed once, without a cache, and remembered."""
 
-    invariant, cache_type, block_bytes = True, "float32", BLOCK * 8
+    invariant, kv_cache_dtype, block_bytes = True, "float32", BLOCK_SIZE * 8
 
     def __init__(self, model, blocks=4):
         self.model, self.blocks, self.passes = model, blocks, []
-        self.pool = torch.full((blocks * BLOCK,), -1)
+        self.pool = torch.full((blocks * BLOCK_SIZE,), -1)
         self.known = {}
 
-    def forward(self, works):
+    def forward(self, inputs):
         results = []
-        for work in works:
-            slots = [work.table[at // BLOCK] * BLOCK + at % BLOCK for at in range(work.held + len(work.ids))]
-            self.pool[torch.tensor(slots[work.held :])] = torch.tensor(list(work.ids))
+        for model_input in inputs:
+            slots = [
+                model_input.block_table[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE
+                for at in range(model_input.num_computed_tokens + len(model_input.token_ids))
+            ]
+            self.pool[torch.tensor(slots[model_input.num_computed_tokens :])] = torch.tensor(
+                list(model_input.token_ids)
+            )
             ids = self.pool[torch.tensor(slots)].tolist()
-            rows = [self.row(tuple(ids[: work.held + at + 1]), work.depth) for at in work.outputs]
-            self.passes.append(len(work.ids))
+            rows = [
+                self.row(tuple(ids[: model_input.num_computed_tokens + at + 1]), model_input.depth)
+                for at in model_input.outputs
+            ]
+            self.passes.append(len(model_input.token_ids))
             results.append(torch.stack(rows).clone() if rows else torch.empty(0, self.model.config.vocab_size))
         return results
 
@@ -113,7 +122,7 @@ def small(seed, size=5, spread=8.0, layers=1, sources=()):
     """A random decoder over a few letters; the last one ends an answer."""
     from tokenizers import Tokenizer as Backend, decoders, models
 
-    from pippin.data.tokenizer import Tokenizer
+    from pippin.data.text.tokenizer import Tokenizer
     from pippin.language import Decoder, DecoderConfig, LanguageModel, LayerSpec
     from pippin.nn.attention import AttentionSpec
     from pippin.nn.feedforward import FeedForwardSpec
@@ -123,11 +132,13 @@ def small(seed, size=5, spread=8.0, layers=1, sources=()):
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<|im_end|>"])
     specs = tuple(
-        LayerSpec(AttentionSpec(source=sources[i] if i < len(sources) else None), FeedForwardSpec(32))
+        LayerSpec(AttentionSpec(kv_source=sources[i] if i < len(sources) else None), FeedForwardSpec(32))
         for i in range(layers)
     )
-    config = DecoderConfig("llama", size, 16, specs, heads=2, kv_heads=1, head_dim=8, max_context=64)
-    module = Decoder(config).initialise(seed=seed).eval()
+    config = DecoderConfig(
+        "llama", size, 16, specs, num_attention_heads=2, num_key_value_heads=1, head_dim=8, max_position_embeddings=64
+    )
+    module = Decoder(config).initialize(seed=seed).eval()
     for parameter in module.parameters():  # far from uniform
         if parameter.ndim > 1:
             parameter.data *= spread
@@ -144,28 +155,28 @@ def sequence_law(model, prompt, length, options, *, allowed=None):
     from pippin.engine.sampling import Sampler
 
     memo, end = MemoRunner(model), model.tokenizer.eos_ids[0]
-    law = {}
+    distribution = {}
 
     def go(answer, probability):
         if len(answer) == length:
-            law[answer] = law.get(answer, 0.0) + probability
+            distribution[answer] = distribution.get(answer, 0.0) + probability
             return
         sampler = Sampler(options, prompt, model.config.vocab_size)
         for token in answer:
-            sampler.note(token)
+            sampler.observe(token)
         logits = memo.row((*prompt, *answer)).clone()
-        sampler.penalise(logits)
+        sampler.penalize(logits)
         if allowed is not None:
             mask = allowed(answer)
             logits[[token for token in range(len(logits)) if token not in mask]] = -math.inf
         for token, p in enumerate(reference_law(logits, options)):
             if p > 0 and token == end:
-                law[answer] = law.get(answer, 0.0) + probability * p
+                distribution[answer] = distribution.get(answer, 0.0) + probability * p
             elif p > 0:
                 go((*answer, token), probability * p)
 
     go((), 1.0)
-    return law
+    return distribution
 
 
 def reference_law(logits, options):

@@ -1,25 +1,25 @@
-"""The rules of acceptance against the laws that they promise, written out; thousands of draws each."""
+"""The rules of acceptance against the distributions that they promise, written out; thousands of draws each."""
 
 import pytest
 import torch
 
 from pippin.core.errors import DecodingFailure, InvalidArgument
-from pippin.engine.sampling import pick
+from pippin.engine.sampling import sample_index
 from pippin.engine.speculation import CoarseAcceptance, ExactAcceptance, TokenGroups, verify
 from pippin.engine.speculation.acceptance import decide
 
 DRAWS = 6000
 
 
-def laws(seed, size=10, sharp=3.0):
-    """Two laws that have something in common; some tokens are impossible under one or both."""
+def distributions(seed, size=10, sharp=3.0):
+    """Two distributions that have something in common; some tokens are impossible under one or both."""
     generator = torch.Generator().manual_seed(seed)
     base = torch.randn(size, generator=generator)
     both = []
     for _ in range(2):
-        law = (sharp * (base + torch.randn(size, generator=generator)) / 2).double().softmax(-1)
-        law[torch.randperm(size, generator=generator)[:2]] = 0
-        both.append(law / law.sum())
+        distribution = (sharp * (base + torch.randn(size, generator=generator)) / 2).double().softmax(-1)
+        distribution[torch.randperm(size, generator=generator)[:2]] = 0
+        both.append(distribution / distribution.sum())
     return both
 
 
@@ -30,7 +30,7 @@ def overlapping(seed, size=10, theta=0.35):
 
 def run(q, p, groups, max_thinning=64, draws=DRAWS, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return [decide(pick(q, generator), q, p, generator, groups, max_thinning) for _ in range(draws)]
+    return [decide(sample_index(q, generator), q, p, generator, groups, max_thinning) for _ in range(draws)]
 
 
 def count(values, size=10):
@@ -40,7 +40,7 @@ def count(values, size=10):
 @pytest.mark.parametrize("max_thinning", [64, 1, 0])
 @pytest.mark.parametrize("seed", range(2))
 def test_tokens_follow_the_target_whatever_the_draft(seed, max_thinning, chi_square):
-    q, p = laws(seed)
+    q, p = distributions(seed)
     decisions = run(q, p, None, max_thinning)
     assert chi_square(count([one.token for one in decisions]), p) > 0.001
     accepted = sum(one.accepted for one in decisions) / DRAWS
@@ -49,20 +49,20 @@ def test_tokens_follow_the_target_whatever_the_draft(seed, max_thinning, chi_squ
 
 @pytest.mark.parametrize("max_thinning", [64, 1, 0])
 @pytest.mark.parametrize("seed", range(2))
-def test_groups_follow_the_target_and_tokens_the_law_that_is_reported(seed, max_thinning, chi_square):
-    q, p = laws(seed)
+def test_groups_follow_the_target_and_tokens_the_distribution_that_is_reported(seed, max_thinning, chi_square):
+    q, p = distributions(seed)
     groups = overlapping(seed)
     assert groups.stats()["max_size"] >= 3
     decisions = run(q, p, groups, max_thinning)
     # written out over all pairs: w[k, t] is the share of token t that group k gets
     member = torch.zeros(10, 10, dtype=torch.float64)
     for token in range(10):
-        member[groups.of(token), token] = 1
+        member[groups.group_of(token), token] = 1
     w = member / member.sum(0)
     coarse_p, coarse_q = w @ p, w @ q
     assert chi_square(count([one.group for one in decisions]), coarse_p) > 0.001
     both, rest = torch.minimum(coarse_p, coarse_q), (coarse_p - coarse_q).clamp(min=0)
-    inside = [(w * law / (w @ law)[:, None]).nan_to_num(0.0) for law in (q, p)]
+    inside = [(w * distribution / (w @ distribution)[:, None]).nan_to_num(0.0) for distribution in (q, p)]
     tokens = both @ inside[0] + rest @ inside[1]
     assert chi_square(count([one.token for one in decisions]), tokens) > 0.001
     accepted = sum(one.accepted for one in decisions) / DRAWS
@@ -73,29 +73,29 @@ def test_groups_follow_the_target_and_tokens_the_law_that_is_reported(seed, max_
 
 def test_disjoint_families_keep_their_law(chi_square):
     """A family is what a listener hears: with disjoint groups it can be read off the token itself."""
-    q, p = laws(3, size=12)
+    q, p = distributions(3, size=12)
     family = torch.arange(12) // 3
     weight = torch.eye(4)[family]
     decisions = run(q, p, TokenGroups.from_embeddings(weight, 0.5))
     heard = family[torch.tensor([one.token for one in decisions])]
-    law = torch.zeros(4, dtype=torch.float64).index_add_(0, family, p)
-    assert chi_square(torch.bincount(heard, minlength=4), law) > 0.001
+    distribution = torch.zeros(4, dtype=torch.float64).index_add_(0, family, p)
+    assert chi_square(torch.bincount(heard, minlength=4), distribution) > 0.001
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_with_each_token_on_its_own_the_rules_agree_draw_for_draw(seed):
-    q, p = laws(seed)
+    q, p = distributions(seed)
     alone = TokenGroups.from_embeddings(torch.randn(10, 3), 1.0)
     for max_thinning in (64, 0):
         assert run(q, p, alone, max_thinning, 300) == run(q, p, None, max_thinning, 300)
 
 
 def test_a_guess_that_was_not_drawn_is_checked_by_the_target_s_own_draw():
-    _, p = laws(0)
+    _, p = distributions(0)
     one, other = (torch.Generator().manual_seed(5) for _ in range(2))
     for _ in range(200):
         token, accepted = ExactAcceptance().step(3, None, p, one)
-        assert token == pick(p, other)
+        assert token == sample_index(p, other)
         assert accepted == (token == 3)
 
 
@@ -109,7 +109,7 @@ def test_a_greedy_target_takes_guesses_from_the_groups_of_its_choice():
 
 
 def test_a_draft_equal_to_the_target_always_stays():
-    q, _ = laws(0)
+    q, _ = distributions(0)
     assert all(one.accepted for one in run(q, q.clone(), None, draws=500))
     assert all(one.accepted for one in run(q, q.clone(), overlapping(0), draws=500))
 
@@ -121,12 +121,12 @@ def test_a_draft_without_anything_in_common_never_stays():
 
 
 def test_a_whole_draft_ends_at_its_first_rejection_or_with_one_more_token(chi_square):
-    q, p = laws(0), laws(1)
-    drafts, targets = torch.stack(q), torch.stack([*p, laws(2)[0]])
+    q, p = distributions(0), distributions(1)
+    drafts, targets = torch.stack(q), torch.stack([*p, distributions(2)[0]])
     generator = torch.Generator().manual_seed(0)
     results = []
     for _ in range(3000):
-        tokens = [pick(law, generator) for law in drafts]
+        tokens = [sample_index(distribution, generator) for distribution in drafts]
         results.append(ExactAcceptance()(tokens, drafts, targets, generator))
         assert results[-1].accepted == len(results[-1].tokens) - 1
         assert list(results[-1].tokens[:-1]) == tokens[: results[-1].accepted]
@@ -138,10 +138,10 @@ def test_a_whole_draft_ends_at_its_first_rejection_or_with_one_more_token(chi_sq
 
 
 def test_what_does_not_fit_is_refused():
-    q, p = laws(0)
+    q, p = distributions(0)
     generator = torch.Generator()
     rule = ExactAcceptance()
-    with pytest.raises(InvalidArgument, match="2 guesses need as many laws"):
+    with pytest.raises(InvalidArgument, match="2 guesses need as many distributions"):
         rule([1, 2], q[None], p[None], generator)
     with pytest.raises(InvalidArgument, match="sum of 2"):
         rule([1], 2 * q[None], p.expand(2, -1), generator)

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from pippin.core.errors import VocabularyMismatch
-from pippin.engine.sampling import Sampler, SamplingOptions
+from pippin.engine.options import SamplingOptions
+from pippin.engine.sampling import Sampler
 from pippin.engine.speculation import Speculation, draft_model
 from pippin.engine.speculation.draft_model import DraftPool, ModelDrafter, check_vocabulary
 
@@ -82,7 +83,7 @@ def test_room_is_given_back_and_the_next_turn_begins_where_the_last_one_ended(po
 
 
 def test_a_long_sequence_is_caught_up_with_in_parts(pool, make_small, monkeypatch):
-    monkeypatch.setattr(draft_model, "CATCH_UP", 8)
+    monkeypatch.setattr(draft_model, "MAX_PREFILL_TOKENS", 8)
     one, sampler, ids = drafter(pool, make_small(0)), Sampler(GREEDY, [0], 5), [0, 1, 2, 3] * 5
     assert one.draft(ids, 2, sampler, None, None) is None
     ids.append(2)
@@ -98,14 +99,14 @@ def test_a_sequence_longer_than_the_draft_model_reads_is_not_guessed_at(pool, ma
     assert one.draft([0] * 70, 9, sampler, None, None) is None
 
 
-def test_the_law_that_is_reported_is_the_one_that_was_drawn_from(pool, make_small, chi_square):
+def test_the_distribution_that_is_reported_is_the_one_that_was_drawn_from(pool, make_small, chi_square):
     options = SamplingOptions(temperature=0.7, top_p=0.9, repetition_penalty=1.3, seed=0)
     sampler, one = Sampler(options, [0, 1], 5), drafter(pool, make_small(0))
     drafts = [one.draft([0, 1, 2], 1, sampler, None, None) for _ in range(2000)]
-    law = drafts[0].probabilities[0]
-    assert all(torch.equal(draft.probabilities[0], law) for draft in drafts)
+    distribution = drafts[0].probabilities[0]
+    assert all(torch.equal(draft.probabilities[0], distribution) for draft in drafts)
     counts = torch.bincount(torch.tensor([draft.tokens[0] for draft in drafts]), minlength=5)
-    assert chi_square(counts, law) > 0.001
+    assert chi_square(counts, distribution) > 0.001
     assert sampler.seen.nonzero()[:, 0].tolist() == [0, 1]
 
 

@@ -5,9 +5,10 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from pippin.engine.constraint import Grammar
-from pippin.engine.sampling import Sampler, SamplingOptions
-from pippin.engine.speculation.drafts import LONGEST_PAUSE, NGRAMS, Length, NGramDrafter
+from pippin.engine.grammar.constraint import Grammar
+from pippin.engine.options import SamplingOptions
+from pippin.engine.sampling import Sampler
+from pippin.engine.speculation.drafts import MAX_PAUSE, NGRAMS, DraftLength, NGramDrafter
 
 letters = st.lists(st.integers(0, 3), min_size=1, max_size=60)
 
@@ -60,45 +61,45 @@ def test_nothing_is_guessed_where_nothing_was_seen():
 
 
 def test_drafts_that_hold_grow_and_drafts_that_fail_shrink():
-    length = Length(8)
+    length = DraftLength(8)
     sizes = []
     for held in (0, 0, 1, 2, 4, 5, 6, 8):
         sizes.append(length.next())
-        length.learn(sizes[-1], min(held, sizes[-1]))
+        length.update(sizes[-1], min(held, sizes[-1]))
     assert sizes == [8, 4, 2, 2, 4, 8, 6, 8]
     assert length.next() == 8
 
 
 def test_hopeless_drafts_become_rare_but_never_stop_and_come_back():
-    length, drafted = Length(4), []
+    length, drafted = DraftLength(4), []
     for step in range(200):
         if size := length.next():
             drafted.append(step)
-            length.learn(size, 0)
+            length.update(size, 0)
     pauses = [after - before for before, after in pairwise(drafted)]
     assert pauses == sorted(pauses)
-    assert max(pauses) == LONGEST_PAUSE + 1
+    assert max(pauses) == MAX_PAUSE + 1
     assert len(drafted) < 20
     while not (size := length.next()):
         pass
-    length.learn(size, size)
+    length.update(size, size)
     assert [length.next(), length.next()] == [2, 2]
 
 
 @given(st.integers(1, 64), st.lists(st.integers(0, 64)))
 @settings(deadline=None)
 def test_a_draft_is_never_longer_than_asked_for(most, history):
-    length = Length(most)
+    length = DraftLength(most)
     for held in history:
         size = length.next()
         assert 0 <= size <= most
         if size:
-            length.learn(size, min(held, size))
+            length.update(size, min(held, size))
 
 
 @pytest.mark.parametrize("limit", [1, 3])
 def test_a_draft_cut_by_its_room_counts_as_held_when_it_held(limit):
-    length = Length(8)
+    length = DraftLength(8)
     length.next()
-    length.learn(limit, limit)
+    length.update(limit, limit)
     assert length.next() == 8

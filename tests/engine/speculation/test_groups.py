@@ -16,7 +16,7 @@ def matrix(groups):
     """Membership as a full matrix: row k holds the members of group k."""
     full = torch.zeros(groups.vocab_size, groups.vocab_size, dtype=torch.bool)
     for token in range(groups.vocab_size):
-        full[token, groups.of(token)] = True
+        full[token, groups.group_of(token)] = True
     return full
 
 
@@ -24,7 +24,7 @@ def matrix(groups):
 @settings(max_examples=40, deadline=None)
 def test_groups_are_the_pairs_with_a_large_cosine(seed, theta, chunk, kept):
     weight = random_weight(seed)
-    groups = TokenGroups.from_embeddings(weight, theta, token_ids=sorted(kept), chunk=chunk)
+    groups = TokenGroups.from_embeddings(weight, theta, token_ids=sorted(kept), batch_size=chunk)
     cosine = torch.nn.functional.cosine_similarity(weight[:, None].double(), weight[None].double(), dim=-1)
     wanted = cosine > theta
     outside = [token for token in range(40) if token not in kept]
@@ -38,14 +38,14 @@ def test_groups_are_the_pairs_with_a_large_cosine(seed, theta, chunk, kept):
 
 @given(st.integers(0, 1000), st.floats(-0.5, 1.0))
 @settings(max_examples=30, deadline=None)
-def test_coarse_laws_are_the_split_probabilities_added_up(seed, theta):
+def test_coarse_distributions_are_the_split_probabilities_added_up(seed, theta):
     groups = TokenGroups.from_embeddings(random_weight(seed), theta)
     full = matrix(groups).double()
-    law = torch.rand(3, 40, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) ** 4
-    law /= law.sum(-1, keepdim=True)
-    torch.testing.assert_close(groups.coarse(law), (full @ (law / full.sum(0)).T).T)
-    assert groups.coarse(law).sum(-1).tolist() == pytest.approx([1, 1, 1])
-    assert groups.share(law[0], 7) == pytest.approx(float(groups.coarse(law[0])[7]))
+    distribution = torch.rand(3, 40, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) ** 4
+    distribution /= distribution.sum(-1, keepdim=True)
+    torch.testing.assert_close(groups.coarse(distribution), (full @ (distribution / full.sum(0)).T).T)
+    assert groups.coarse(distribution).sum(-1).tolist() == pytest.approx([1, 1, 1])
+    assert groups.group_probability(distribution[0], 7) == pytest.approx(float(groups.coarse(distribution[0])[7]))
 
 
 def test_groups_of_a_token_are_drawn_evenly(chi_square):
@@ -53,9 +53,9 @@ def test_groups_of_a_token_are_drawn_evenly(chi_square):
     token = int(groups.sizes.argmax())
     generator = torch.Generator().manual_seed(0)
     drawn = torch.bincount(torch.tensor([groups.sample_group(token, generator) for _ in range(4000)]), minlength=40)
-    law = torch.zeros(40)
-    law[groups.of(token)] = 1 / len(groups.of(token))
-    assert chi_square(drawn, law) > 0.001
+    distribution = torch.zeros(40)
+    distribution[groups.group_of(token)] = 1 / len(groups.group_of(token))
+    assert chi_square(drawn, distribution) > 0.001
 
 
 def test_a_token_that_stands_alone_takes_no_random_number():
@@ -106,7 +106,7 @@ def test_a_file_of_something_else_is_refused(tmp_path):
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(CorruptedFile, match="is damaged"):
         TokenGroups.load(path)
-    groups.neighbours[0] = 999
+    groups.neighbors[0] = 999
     groups.save(path)
     with pytest.raises(CorruptedFile, match="outside the vocabulary"):
         TokenGroups.load(path)
@@ -132,7 +132,7 @@ def test_an_embedding_that_is_not_finite_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("starts", "neighbours", "message"),
+    ("starts", "neighbors", "message"),
     [
         ([0], [], "rise from 0"),
         ([0, 0, 1], [1], "rise from 0"),
@@ -140,19 +140,19 @@ def test_an_embedding_that_is_not_finite_is_refused():
         ([0, 1, 2], [0, 2], "outside the vocabulary"),
         ([0, 2, 3], [0, 1, 1], "mutual"),
         ([0, 2, 4], [1, 0, 0, 1], "sorted"),
-        ([0, 1, 2], [1, 0], "its own neighbours"),
+        ([0, 1, 2], [1, 0], "its own neighbors"),
     ],
 )
-def test_arrays_that_are_no_groups_are_refused(starts, neighbours, message):
+def test_arrays_that_are_no_groups_are_refused(starts, neighbors, message):
     with pytest.raises(InvalidArgument, match=message):
-        TokenGroups(torch.tensor(starts), torch.tensor(neighbours, dtype=torch.long))
+        TokenGroups(torch.tensor(starts), torch.tensor(neighbors, dtype=torch.long))
 
 
 @pytest.mark.parametrize(
-    ("law", "message"),
+    ("distribution", "message"),
     [([0.5, 0.5, 0.0], "over 3 tokens"), ([1.5, -0.5], "at least 0"), ([0.5, 0.4], "sum of 0.9")],
 )
-def test_what_is_no_law_is_refused(law, message):
+def test_what_is_no_distribution_is_refused(distribution, message):
     groups = TokenGroups.from_embeddings(torch.eye(2), 0.5)
     with pytest.raises(InvalidArgument, match=message):
-        groups.coarse(torch.tensor(law))
+        groups.coarse(torch.tensor(distribution))

@@ -5,16 +5,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pippin.generate.condition import ConditionSpec
-from pippin.generate.dart import DART, DartConfig
-from pippin.generate.diffusion import Diffusion, DiffusionConfig
-from pippin.generate.starflow import StarFlow, StarFlowConfig
-from pippin.generate.tarflow import TarFlow, TarFlowConfig
-from pippin.generate.unet import UNetConfig
+from pippin.generate.conditions import ConditioningSpec
+from pippin.generate.diffusion.diffusion import Diffusion, DiffusionConfig
+from pippin.generate.diffusion.unet import UNetConfig
+from pippin.generate.flows.starflow.config import StarFlowConfig
+from pippin.generate.flows.starflow.model import StarFlow
+from pippin.generate.flows.tarflow import TarFlow, TarFlowConfig
+from pippin.generate.methods.dart.model import DART, DartConfig
 from pippin.kits.image import ImageCreator
 
-WORDS = ("one", "two", "white", "grey", "disc", "discs", "square", "squares")
-TEXT = ConditionSpec(text=8, null=True)
+WORDS = ("one", "two", "white", "gray", "disc", "discs", "square", "squares")
+TEXT = ConditioningSpec(text_dim=8, null=True)
 
 
 class Words:
@@ -48,16 +49,28 @@ def make(family, condition=TEXT, **settings):
     """A small model of a family."""
     shape = (1, 8, 8)
     if family in ("diffusion", "composed diffusion"):
-        network = UNetConfig(width=8, patch=2, levels=1, attention=False)
-        return stirred(Diffusion(DiffusionConfig(shape, network, condition, steps=4, **settings)).initialise(0))
+        network = UNetConfig(base_channels=8, patch_size=2, num_levels=1, attention=False)
+        return stirred(Diffusion(DiffusionConfig(shape, network, condition, steps=4, **settings)).initialize(0))
     if family == "flow":
-        config = TarFlowConfig(shape, patch=4, layers=(1, 1), width=16, heads=2, condition=condition, noise=0.1)
-        return stirred(TarFlow(config).initialise(0))
+        config = TarFlowConfig(
+            shape,
+            patch_size=4,
+            layers_per_block=(1, 1),
+            hidden_size=16,
+            num_attention_heads=2,
+            condition=condition,
+            noise_std=0.1,
+        )
+        return stirred(TarFlow(config).initialize(0))
     if family == "deep-shallow flow":
-        config = StarFlowConfig(shape, width=16, heads=2, layers=(1, 1), condition=condition, score=None)
-        return stirred(StarFlow(config).initialise(0))
-    config = DartConfig(shape, patch=4, layers=1, width=24, heads=2, condition=condition)
-    return stirred(DART(config).initialise(0))
+        config = StarFlowConfig(
+            shape, hidden_size=16, num_attention_heads=2, layers_per_block=(1, 1), condition=condition, score=None
+        )
+        return stirred(StarFlow(config).initialize(0))
+    config = DartConfig(
+        shape, patch_size=4, num_hidden_layers=1, hidden_size=24, num_attention_heads=2, condition=condition
+    )
+    return stirred(DART(config).initialize(0))
 
 
 def creator(family, condition=TEXT, **settings):

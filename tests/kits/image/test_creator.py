@@ -24,20 +24,19 @@ from pippin.core.errors import (
     UnsupportedLanguage,
     UnsupportedModel,
 )
-from pippin.generate import folder as folders
-from pippin.generate.condition import ConditionSpec
+from pippin.generate.conditions import ConditioningSpec
 from pippin.kits.image import (
     Blocked,
+    CreatedImage,
     Drawing,
     ExtractedText,
     ImageCreator,
     ImageRef,
     Label,
     Mask,
-    Picture,
     Progress,
-    details_of,
     extract,
+    read_details,
 )
 from pippin.session.guardrails import Guardrails
 
@@ -50,7 +49,7 @@ HALF[:, 4:] = True
 
 
 def drawn(made, concepts=PROMPT, **settings):
-    """The pictures' numbers."""
+    """The images' numbers."""
     return torch.stack([picture.x for picture in made.images(concepts, **settings)])
 
 
@@ -62,12 +61,12 @@ def test_picture_i_depends_on_the_seed_plus_i_alone(family_creator):
     assert torch.equal(four, drawn(family_creator, limit=4, seed=7))
     assert torch.equal(four[2:3], drawn(family_creator, seed=9))
     assert not torch.equal(four[0], four[1])
-    together = drawn(family_creator, limit=4, seed=7, together=3)
-    assert (together - four).abs().max() <= 2.01 / 255
+    batched = drawn(family_creator, limit=4, seed=7, batch_size=3)
+    assert (batched - four).abs().max() <= 2.01 / 255
 
 
 def test_the_description_is_read(family_creator):
-    assert not torch.equal(drawn(family_creator, PROMPT), drawn(family_creator, "one grey disc"))
+    assert not torch.equal(drawn(family_creator, PROMPT), drawn(family_creator, "one gray disc"))
 
 
 def test_guidance_of_one_is_the_model_itself(family_creator):
@@ -132,8 +131,8 @@ def test_it_never_asks_the_network(family_creator, monkeypatch):
 
 def test_events_and_the_event_loop_give_the_same_pictures(family_creator):
     events = list(family_creator.events(PROMPT, limit=2, seed=3))
-    assert {type(event) for event in events} == {Progress, Picture}
-    pictures = torch.stack([event.x for event in events if isinstance(event, Picture)])
+    assert {type(event) for event in events} == {Progress, CreatedImage}
+    pictures = torch.stack([event.x for event in events if isinstance(event, CreatedImage)])
     assert torch.equal(pictures, drawn(family_creator, limit=2, seed=3))
 
     async def collect():
@@ -149,7 +148,7 @@ def test_a_loop_that_is_left_ends_its_thread(diffusion_creator):
     events = diffusion_creator.events(PROMPT, limit=64, steps=50)
     next(events)
     events.close()
-    assert not [thread for thread in threading.enumerate() if thread.name == "pippin pictures"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "pippin images"]
 
     async def cancelled():
         async def draw():
@@ -163,7 +162,7 @@ def test_a_loop_that_is_left_ends_its_thread(diffusion_creator):
             await task
 
     asyncio.run(cancelled())
-    assert not [thread for thread in threading.enumerate() if thread.name == "pippin pictures"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "pippin images"]
 
 
 def test_a_drawing_that_goes_wrong_names_its_step(diffusion_creator, monkeypatch):
@@ -171,7 +170,7 @@ def test_a_drawing_that_goes_wrong_names_its_step(diffusion_creator, monkeypatch
         raise NonFiniteSample("samples are not finite after step 3 of 4", step=3)
 
     monkeypatch.setattr(type(diffusion_creator.backend), "run", run)
-    with pytest.raises(CreationFailed, match="picture 0") as caught:
+    with pytest.raises(CreationFailed, match="image 0") as caught:
         list(diffusion_creator.images(PROMPT))
     assert caught.value.step == 3
 
@@ -179,29 +178,23 @@ def test_a_drawing_that_goes_wrong_names_its_step(diffusion_creator, monkeypatch
 @pytest.mark.parametrize(
     ("concepts", "settings", "error", "message"),
     [
-        (PROMPT, {"limit": 0}, InvalidArgument, "limit is 0; give 1 to 64"),
-        (PROMPT, {"limit": 65}, InvalidArgument, "limit is 65"),
+        (PROMPT, {"limit": 0}, InvalidArgument, "limit must be from 1 to 64"),
         (PROMPT, {"style": "poste"}, InvalidArgument, "choose one of plain, .*did you mean 'poster'"),
         (PROMPT, {"size": (12, 12)}, InvalidArgument, r"\(12, 12\) is not reachable: the model draws 8 by 8"),
-        (PROMPT, {"seed": -1}, InvalidArgument, "seed is -1"),
-        (PROMPT, {"variety": 1.5}, InvalidArgument, "variety is 1.5"),
-        (PROMPT, {"strength": -0.1}, InvalidArgument, "strength is -0.1"),
-        (PROMPT, {"strategy": "copy"}, InvalidArgument, "'copy'; choose one of auto, resemble, inspire"),
-        (PROMPT, {"quality": "superb"}, InvalidArgument, "'superb'; choose one of draft"),
-        (PROMPT, {"steps": 0}, InvalidArgument, "steps is 0"),
-        (PROMPT, {"guidance": float("nan")}, InvalidArgument, "guidance is nan"),
-        (PROMPT, {"together": 0}, InvalidArgument, "together is 0"),
+        (PROMPT, {"seed": -1}, InvalidArgument, "seed must be"),
+        (PROMPT, {"variety": 1.5}, InvalidArgument, "variety must be"),
+        (PROMPT, {"strategy": "copy"}, InvalidArgument, "strategy must be 'auto', 'resemble' or 'inspire'"),
         (PROMPT, {"styel": "plain"}, InvalidArgument, "'styel' is no setting"),
         ([], {}, InvalidArgument, "at least one concept"),
         ("  ", {}, InvalidArgument, "a description is empty"),
         ([3], {}, InvalidArgument, "int is no concept"),
-        ([ImageRef(START), ImageRef(START)], {}, InvalidArgument, "2 pictures to begin from"),
+        ([ImageRef(START), ImageRef(START)], {}, InvalidArgument, "2 images to begin from"),
         ([Label("disc")], {}, CreationNotSupported, "knows no classes"),
         ("Zwei weiße Quadrate und eine Scheibe auf dem Tisch", {}, UnsupportedLanguage, "in 'de'"),
         ([ImageRef("missing.png")], {}, UnsupportedInputImage, "no such file"),
         ([ImageRef(torch.zeros(2, 8, 8))], {}, UnsupportedInputImage, "1, 3 or 4 channels"),
         ([ImageRef(torch.full((1, 8, 8), 3.0))], {}, UnsupportedInputImage, "from -1 to 1"),
-        ([ImageRef(object())], {}, UnsupportedInputImage, "object is no picture"),
+        ([ImageRef(object())], {}, UnsupportedInputImage, "object is no image"),
     ],
 )
 def test_each_bad_request_has_its_own_error_before_any_work(
@@ -217,7 +210,7 @@ def test_a_guard_blocks_descriptions_and_a_judge_pictures():
     with pytest.raises(ConceptsBlocked, match="at home' was blocked") as caught:
         made.images("how to build a pipe bomb at home")
     assert caught.value.category
-    with pytest.raises(ConceptsBlocked, match=r"withheld picture 0 \(too dark\), 1 \(too dark\)") as caught:
+    with pytest.raises(ConceptsBlocked, match=r"withheld image 0 \(too dark\), 1 \(too dark\)") as caught:
         list(made.images(PROMPT, limit=2))
     assert caught.value.category == "too dark"
     assert [type(event) for event in made.events(PROMPT)][-1] is Blocked
@@ -231,7 +224,7 @@ def test_a_guard_blocks_descriptions_and_a_judge_pictures():
 
 def test_a_guard_lets_ordinary_things_pass():
     made = creator("diffusion", guard=Guardrails.default())
-    for words in ("disc", "one grey disc", "automobile", "ship", "T-shirt/top", "a red kite over hills"):
+    for words in ("disc", "one gray disc", "automobile", "ship", "T-shirt/top", "a red kite over hills"):
         assert made.plan(words).details["prompts"] == [words]
     for words in ("porn", "naked children"):
         with pytest.raises(ConceptsBlocked):
@@ -239,7 +232,7 @@ def test_a_guard_lets_ordinary_things_pass():
 
 
 def test_what_a_model_cannot_do_is_said():
-    made = creator("diffusion", ConditionSpec())
+    made = creator("diffusion", ConditioningSpec())
     assert len(drawn(made, [])) == 1
     with pytest.raises(CreationNotSupported, match="reads no description"):
         made.images(PROMPT)
@@ -249,20 +242,20 @@ def test_what_a_model_cannot_do_is_said():
         made.images([], guidance=3.0)
     with pytest.raises(InvalidArgument, match="only a Diffusion with a condition composes"):
         creator("flow").__class__(make("flow"), compose="null")
-    with pytest.raises(InvalidArgument, match="a mask needs the picture"):
+    with pytest.raises(InvalidArgument, match="a mask needs the image"):
         creator("diffusion").plan(PROMPT, mask=Mask(HALF))
     with pytest.raises(UnsupportedInputImage, match="marks nothing"):
         creator("diffusion").edit(START, Mask(~HALF & HALF), PROMPT)
     with pytest.raises(UnsupportedModel, match="no backend draws with a Odd"):
-        ImageCreator(type("Odd", (), {"facts": {}, "condition": ConditionSpec()})())
+        ImageCreator(type("Odd", (), {"metadata": {}, "condition": ConditioningSpec()})())
 
 
 def test_classes_are_chosen_by_name_number_and_words():
-    made = creator("diffusion", ConditionSpec(classes=3, null=True))
-    made.model.facts = {"classes": ["disc", "square", "T-shirt/top"]}
+    made = creator("diffusion", ConditioningSpec(num_classes=3, null=True))
+    made.model.metadata = {"classes": ["disc", "square", "T-shirt/top"]}
     by_name = drawn(made, [Label("Square")], seed=5)
     assert torch.equal(by_name, drawn(made, [Label(1)], seed=5))
-    assert torch.equal(by_name, drawn(made, "a picture of two squares", seed=5))
+    assert torch.equal(by_name, drawn(made, "an image of two squares", seed=5))
     assert not torch.equal(by_name, drawn(made, [Label("disc")], seed=5))
     with pytest.raises(InvalidArgument, match="no class 'cat'; choose one of disc, square"):
         made.images([Label("cat")])
@@ -277,7 +270,7 @@ def test_a_drawing_steers_a_model_of_maps_and_else_begins_it(diffusion_creator):
     (begun,) = diffusion_creator.images([PROMPT, strokes])
     assert begun.details["strength"] == 0.75
     assert "not steered" in begun.details["notes"][0]
-    steered = creator("diffusion", ConditionSpec(map=1, null=True))
+    steered = creator("diffusion", ConditioningSpec(map_channels=1, null=True))
     (picture,) = steered.images(strokes, guidance=1.0)
     assert picture.details["task"] == "draw"
     assert not torch.equal(picture.x, drawn(steered, Drawing([[(0.5, 0.5)]]), guidance=1.0)[0])
@@ -285,11 +278,11 @@ def test_a_drawing_steers_a_model_of_maps_and_else_begins_it(diffusion_creator):
 
 def test_compositions_take_each_concept_as_a_part():
     made = creator("composed diffusion")
-    apart = made.plan(["one white disc", "one grey square"])
+    apart = made.plan(["one white disc", "one gray square"])
     assert len(apart.job.conditions) == 2
-    assert len(creator("diffusion").plan(["one white disc", "one grey square"]).job.conditions) == 1
+    assert len(creator("diffusion").plan(["one white disc", "one gray square"]).job.conditions) == 1
     alone = drawn(made, ["one white disc"], guidance=1.0, seed=3)
-    assert not torch.equal(drawn(made, ["one white disc", "one grey square"], guidance=1.0, seed=3), alone)
+    assert not torch.equal(drawn(made, ["one white disc", "one gray square"], guidance=1.0, seed=3), alone)
     # the composition of one part over the null background is that part
     assert (alone - drawn(creator("diffusion"), "one white disc", guidance=1.0, seed=3)).abs().max() <= 2.01 / 255
 
@@ -297,7 +290,7 @@ def test_compositions_take_each_concept_as_a_part():
 def test_extracted_texts_are_shown_before_they_are_drawn(diffusion_creator, monkeypatch):
     text = "The white squares are here. White squares, and a disc."
     found = extract(text)
-    monkeypatch.setattr(diffusion_creator._planner, "extract", lambda text, title, most: found)
+    monkeypatch.setattr(diffusion_creator._planner, "extract", lambda text, title, max_concepts: found)
     (picture,) = diffusion_creator.images(ExtractedText(text))
     assert picture.details["prompts"] == found
 
@@ -308,11 +301,11 @@ def test_extracted_texts_are_shown_before_they_are_drawn(diffusion_creator, monk
 def test_a_folder_is_loaded_with_its_facts_and_pictures_say_what_made_them(tmp_path):
     model = make("diffusion")
     words = Words()
-    model.facts = {
+    model.metadata = {
         "styles": {"grid": {"template": "two {prompt}", "guidance": 3.0}},
         "text_encoder": {"name": "words", "sha256": words.sha256},
     }
-    folders.save(model, tmp_path / "painter")
+    model.save(tmp_path / "painter")
     made = ImageCreator.load(tmp_path / "painter", device="cpu", guard=None)
     made._planner._encoder = words
     assert made.available_styles[-1] == "grid"
@@ -322,7 +315,7 @@ def test_a_folder_is_loaded_with_its_facts_and_pictures_say_what_made_them(tmp_p
     assert picture.x.shape == (1, 16, 16)
     for name in ("a.png", "a.jpg", "a.webp"):
         picture.save(tmp_path / name)
-        said = details_of(tmp_path / name)
+        said = read_details(tmp_path / name)
         assert said["synthetic"] is True
         assert (said["seed"], said["index"], said["model"]) == (11, 0, "painter")
         assert said["model_sha256"] == made.model_hash == folders_hash(tmp_path / "painter")
@@ -345,8 +338,8 @@ def test_what_is_missing_is_said_before_anything_is_loaded(tmp_path, monkeypatch
     with pytest.raises(CreationUnavailable, match="holds no weights"):
         ImageCreator.load(tmp_path)
     model = make("diffusion")
-    model.facts = {"text_encoder": {"name": "all-minilm-l6-v2", "sha256": "another"}}
-    folders.save(model, tmp_path / "painter")
+    model.metadata = {"text_encoder": {"name": "all-minilm-l6-v2", "sha256": "another"}}
+    model.save(tmp_path / "painter")
     with pytest.raises(OverMemoryBudget, match=r"of weights, the budget is 1\.0 kB") as over:
         ImageCreator.load(tmp_path / "painter", memory_budget=1000)
     assert over.value.budget == 1000 < over.value.estimate
@@ -355,17 +348,20 @@ def test_what_is_missing_is_said_before_anything_is_loaded(tmp_path, monkeypatch
     with pytest.raises(CreationUnavailable, match="pippin pull all-minilm-l6-v2") as caught:
         made.images(PROMPT)
     assert caught.value.reason == "text encoder missing"
-    monkeypatch.setattr("pippin.kits.image.planner.TextEncoder.load", lambda *a, **k: Words())
+    monkeypatch.setattr("pippin.kits.image.planner.PromptEncoder.load", lambda *a, **k: Words())
     with pytest.raises(CreationUnavailable, match="other weights") as caught:
         made.images(PROMPT)
     assert caught.value.reason == "text encoder differs"
 
 
 def test_a_clip_begins_with_its_picture(tmp_path):
-    from pippin.generate.starflow import StarFlow, StarFlowConfig
+    from pippin.generate.flows.starflow.config import StarFlowConfig
+    from pippin.generate.flows.starflow.model import StarFlow
 
-    config = StarFlowConfig((3, 1, 8, 8), width=16, heads=2, layers=(1, 1), noise=0.01, score=None)
-    made = ImageCreator(stirred(StarFlow(config).initialise(0)))
+    config = StarFlowConfig(
+        (3, 1, 8, 8), hidden_size=16, num_attention_heads=2, layers_per_block=(1, 1), noise_std=0.01, score=None
+    )
+    made = ImageCreator(stirred(StarFlow(config).initialize(0)))
     assert made.capabilities.frames == 3
     (clip,) = made.animate(START)
     assert clip.x.shape == (3, 1, 8, 8)
@@ -390,4 +386,4 @@ def test_variety_and_strategy_are_guidance_and_strength(diffusion_creator):
 
 def test_the_face_has_it():
     assert pippin.ImageCreator is ImageCreator
-    assert replace(Drawing([[(0, 0)]]), width=0.5).width == 0.5
+    assert replace(Drawing([[(0, 0)]]), stroke_width=0.5).stroke_width == 0.5

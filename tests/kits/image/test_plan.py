@@ -33,33 +33,33 @@ def test_weights_are_counted_once(tmp_path):
 
 
 def test_the_estimate_is_what_a_drawing_uses(family_creator):
-    cost = family_creator.estimate(PROMPT, limit=3, together=3)
+    cost = family_creator.estimate(PROMPT, limit=3, batch_size=3)
     job = replace(family_creator.plan(PROMPT, limit=3).job, n=3)
     with LiveBytes() as watch:
         family_creator.backend.run(job, lambda step: None)
     used = watch.peak + weights_of(family_creator.model)
     assert used * 0.8 <= cost.bytes - STARTED <= used * 1.6
-    assert cost.weights == weights_of(family_creator.model)
+    assert cost.weight_bytes == weights_of(family_creator.model)
     assert cost.seconds >= cost.first_seconds > 0
 
 
 def test_a_batch_is_made_smaller_before_anything_is_refused():
     made = creator("diffusion")
     weights = weights_of(made.model)
-    each = made.estimate(PROMPT).each
+    each = made.estimate(PROMPT).bytes_per_image
     made = creator("diffusion", memory_budget=weights + STARTED + 2 * each)
-    assert made.plan(PROMPT, limit=8, together=8).together == 2
-    assert len(list(made.images(PROMPT, limit=3, together=8))) == 3
+    assert made.plan(PROMPT, limit=8, batch_size=8).batch_size == 2
+    assert len(list(made.images(PROMPT, limit=3, batch_size=8))) == 3
 
 
 def test_over_budget_is_refused_before_it_is_allocated():
     made = creator("diffusion")
-    weights, each = weights_of(made.model), made.estimate(PROMPT).each
+    weights, each = weights_of(made.model), made.estimate(PROMPT).bytes_per_image
     budget = weights + STARTED + each // 2
     made = creator("diffusion", memory_budget=budget)
-    with LiveBytes() as watch, pytest.raises(OverMemoryBudget, match="one picture needs at least") as caught:
+    with LiveBytes() as watch, pytest.raises(OverMemoryBudget, match="one image needs at least") as caught:
         made.images(PROMPT)
     assert caught.value.budget == budget < caught.value.estimate
-    assert watch.peak <= each  # it stopped on the way to a whole picture
+    assert watch.peak <= each  # it stopped on the way to a whole image
     with pytest.raises(OverMemoryBudget, match="of weights"):
         creator("diffusion", memory_budget=weights // 2).images(PROMPT)

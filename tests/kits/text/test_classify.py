@@ -7,7 +7,7 @@ from scipy.special import log_softmax, softmax
 from transformers import AutoModelForCausalLM
 
 from pippin.core.errors import ContextOverflow, InvalidArgument, InvalidInput, UnsupportedCapability
-from pippin.kits.text import Calibration, TextTasks
+from pippin.kits.text import LabelCalibration, TextTasks
 from pippin.kits.text.classify import CONTENT_FREE
 
 LABELS = ["good", "bad", "so-so"]
@@ -48,7 +48,7 @@ def test_scores_are_the_log_probabilities_of_whole_answers(tasks, brute_force):
     assert np.allclose(found, [brute_force(SYSTEM, text) for text in TEXTS], atol=2e-4)
 
 
-def test_probabilities_are_normalised_over_the_labels(tasks, brute_force):
+def test_probabilities_are_normalized_over_the_labels(tasks, brute_force):
     found = tasks.classify(TEXTS[0], LABELS, calibrate="off")
     expected = dict(zip(LABELS, softmax(brute_force(SYSTEM, TEXTS[0])), strict=True))
     assert found.probabilities == pytest.approx(expected, abs=1e-4)
@@ -88,10 +88,12 @@ def test_fitting_makes_the_right_answers_likelier_and_can_be_kept(tasks):
         return sum(np.log(one.classify(text).probabilities[label]) for text, label in pairs)
 
     before = likelihood(classifier)
-    kept = classifier.fit(pairs)
+    kept = classifier.fit(pairs).calibration
     assert likelihood(classifier) > before
-    again = tasks.classifier(LABELS, calibrate=Calibration.from_json(kept.to_json()))
-    assert again.classify("Mist.").probabilities == pytest.approx(classifier.classify("Mist.").probabilities)
+    again = tasks.classifier(LABELS, calibrate=LabelCalibration.from_json(kept.to_json()))
+    # the second begins from blocks that the first left in the cache: float32 sums in another order
+    wanted = classifier.classify("Mist.").probabilities
+    assert again.classify("Mist.").probabilities == pytest.approx(wanted, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -103,8 +105,8 @@ def test_fitting_makes_the_right_answers_likelier_and_can_be_kept(tasks):
         (["a", " b"], {}, "one line"),
         ("ab", {}, "a list of texts"),
         (["a", 1], {}, "a list of texts"),
-        (["a", "b"], {"calibrate": "always"}, "content-free, off or a Calibration"),
-        (["a", "b"], {"calibrate": Calibration(("a", "c"))}, "is for the labels a, c"),
+        (["a", "b"], {"calibrate": "always"}, "content-free, off or a LabelCalibration"),
+        (["a", "b"], {"calibrate": LabelCalibration(("a", "c"))}, "is for the labels a, c"),
         (["a", "b"], {"examples": [("x", "c")]}, "has the label 'c'"),
     ],
 )

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from pippin.core.errors import InvalidArgument
-from pippin.kits.text.edits import Edit, Revision, apply, compare, distance, explain
-from pippin.kits.text.spans import Range, is_touched, protected_ranges
+from pippin.kits.text.edits import Edit, Revision, apply_edits, compare, edit_distance, explain
+from pippin.kits.text.spans import TextSpan, is_touched, protected_spans
 
 WORDS = st.sampled_from(
     ["the", "teh", "A", "don't", "cat", "`x y`", "“q r”", "me@x.org", "\n", ",", ".", "é", "👍", "  "]
@@ -18,17 +18,17 @@ TEXTS = st.lists(WORDS, max_size=14).map(" ".join)
 @given(TEXTS, TEXTS)
 def test_applying_the_comparison_gives_the_other_text(original, revised):
     edits = compare(original, revised)
-    assert apply(original, edits) == revised
+    assert apply_edits(original, edits) == revised
     assert Revision(original, tuple(edits)).text == revised
-    assert all(edit.range.of(original) == edit.original != edit.replacement for edit in edits)
+    assert all(edit.span.of(original) == edit.original != edit.replacement for edit in edits)
 
 
 @given(TEXTS, TEXTS)
 def test_no_edit_touches_what_is_protected(original, revised):
-    protected = protected_ranges(original)
+    protected = protected_spans(original)
     edits = compare(original, revised, protected=protected)
-    assert not any(is_touched(protected, edit.range.start, edit.range.end) for edit in edits)
-    made = apply(original, edits)
+    assert not any(is_touched(protected, edit.span.start, edit.span.end) for edit in edits)
+    made = apply_edits(original, edits)
     at = 0
     for one in protected:  # in order, byte for byte
         at = made.index(one.of(original), at) + len(one.of(original))
@@ -39,20 +39,20 @@ def test_any_selection_of_edits_can_be_made(original, revised, data):
     edits = compare(original, revised)
     chosen = [edit for edit in edits if data.draw(st.booleans())]
     grown = sum(len(edit.replacement) - len(edit.original) for edit in chosen)
-    assert len(apply(original, reversed(chosen))) == len(original) + grown
+    assert len(apply_edits(original, reversed(chosen))) == len(original) + grown
 
 
 def test_an_offset_moves_the_ranges():
     (edit,) = compare("teh cat", "the cat", offset=10)
-    assert (edit.range.start, edit.range.end) == (10, 13)
+    assert (edit.span.start, edit.span.end) == (10, 13)
 
 
 def test_edits_that_do_not_fit_are_refused():
-    edit = Edit(Range(0, 3), "teh", "the", "spelling", "")
+    edit = Edit(TextSpan(0, 3), "teh", "the", "spelling", "")
     with pytest.raises(InvalidArgument, match="reads 'the' at 0, but the edit replaces 'teh'"):
-        apply("the cat", [edit])
+        apply_edits("the cat", [edit])
     with pytest.raises(InvalidArgument, match="two edits change the same characters, at 1"):
-        apply("teh cat", [edit, Edit(Range(1, 3), "eh", "he", "spelling", "")])
+        apply_edits("teh cat", [edit, Edit(TextSpan(1, 3), "eh", "he", "spelling", "")])
 
 
 @pytest.mark.parametrize(
@@ -60,8 +60,8 @@ def test_edits_that_do_not_fit_are_refused():
     [
         ("recieve", "receive", "spelling"),
         ("alot", "a lot", "spelling"),
-        ("monday", "Monday", "capitalisation"),
-        ("i", "I", "capitalisation"),
+        ("monday", "Monday", "capitalization"),
+        ("i", "I", "capitalization"),
         ("dont", "don't", "punctuation"),
         ("", ",", "punctuation"),
         (";", "", "punctuation"),
@@ -103,5 +103,5 @@ def slow_distance(one: str, other: str) -> int:
 @given(st.text("abc", max_size=7), st.text("abc", max_size=7), st.integers(0, 7))
 def test_distance_is_that_of_the_recurrence(one, other, most):
     expected = slow_distance(one, other)
-    assert distance(one, other) == expected
-    assert distance(one, other, most=most) == min(expected, most + 1)
+    assert edit_distance(one, other) == expected
+    assert edit_distance(one, other, max_distance=most) == min(expected, most + 1)

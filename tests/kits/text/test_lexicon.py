@@ -3,9 +3,9 @@
 import pytest
 from hypothesis import given, strategies as st
 
-from pippin.kits.text.edits import distance
+from pippin.kits.text.edits import edit_distance
+from pippin.kits.text.english_words import FUNCTION_WORDS
 from pippin.kits.text.lexicon import Lexicon
-from pippin.kits.text.words import FUNCTION_WORDS
 
 WORDS = ["receive", "recipe", "lamp", "lamps", "London", "stop", "try", "use", "happy"]
 
@@ -21,18 +21,18 @@ def test_a_word_with_one_mistake_is_found_again(word, mistakes):
     for at, letter in mistakes:
         wrong = wrong[:at] + letter + wrong[at + 1 :]
     if wrong != word and len(wrong) > 1:
-        assert word in lexicon.near(wrong)
+        assert word in lexicon.nearest(wrong)
 
 
 @given(st.text("aelmprst", min_size=2, max_size=6), st.integers(1, 2))
 def test_what_is_found_is_near_and_sorted(word, most):
     lexicon = Lexicon(WORDS)
-    found = lexicon.near(word, most=most)
-    gaps = [distance(word, other.lower()) for other in found]
+    found = lexicon.nearest(word, max_distance=most)
+    gaps = [edit_distance(word, other.lower()) for other in found]
     assert gaps == sorted(gaps)
     assert all(gap <= most for gap in gaps)
     everything = {
-        other for other in (*WORDS, *FUNCTION_WORDS) if 0 < distance(word, other.lower()) <= 1 and len(other) > 1
+        other for other in (*WORDS, *FUNCTION_WORDS) if 0 < edit_distance(word, other.lower()) <= 1 and len(other) > 1
     }
     assert everything <= set(found)
 
@@ -68,5 +68,5 @@ def test_the_vocabulary_of_the_model_is_a_word_list(model):
     assert len(lexicon.ranks) > 20_000
     assert [lexicon.familiarity(word) for word in ("because", "harbour", "Paris")] == ["known"] * 3
     assert [lexicon.familiarity(word) for word in ("becuase", "definately", "recieve")] == ["unknown"] * 3
-    assert lexicon.near("definately")[0] == "definitely"
+    assert lexicon.nearest("definately")[0] == "definitely"
     assert lexicon.ranks["people"] < lexicon.ranks["magnetic"]

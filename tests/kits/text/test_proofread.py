@@ -5,10 +5,10 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from pippin.kits.text.edits import apply
+from pippin.kits.text.edits import apply_edits
 from pippin.kits.text.lexicon import Lexicon
 from pippin.kits.text.proofread import Margins, Proofreader
-from pippin.kits.text.spans import is_touched, protected_ranges
+from pippin.kits.text.spans import is_touched, protected_spans
 from pippin.kits.text.tasks import TextTasks
 
 LEXICON = Lexicon(["received", "letter", "your", "yesterday", "London", "lot", "separate", "house"])
@@ -57,10 +57,10 @@ TEXTS = st.lists(
 @given(TEXTS)
 @settings(max_examples=200, deadline=None)
 def test_even_an_eager_model_cannot_touch_what_is_protected(text):
-    protected = protected_ranges(text)
+    protected = protected_spans(text)
     edits = list(Proofreader(LEXICON, eager).edits(text, protected))
-    assert not any(is_touched(protected, edit.range.start, edit.range.end) for edit in edits)
-    revised, at = apply(text, edits), 0
+    assert not any(is_touched(protected, edit.span.start, edit.span.end) for edit in edits)
+    revised, at = apply_edits(text, edits), 0
     for one in protected:
         at = revised.index(one.of(text), at) + len(one.of(text))
 
@@ -69,8 +69,8 @@ def test_even_an_eager_model_cannot_touch_what_is_protected(text):
 @settings(deadline=None)
 def test_edits_are_in_order_and_change_something(text):
     edits = list(Proofreader(LEXICON, eager).edits(text))
-    assert all(edit.original == edit.range.of(text) != edit.replacement for edit in edits)
-    assert all(one.range.end <= other.range.start for one, other in pairwise(edits))
+    assert all(edit.original == edit.span.of(text) != edit.replacement for edit in edits)
+    assert all(one.span.end <= other.span.start for one, other in pairwise(edits))
 
 
 def test_a_stubborn_model_leaves_only_the_rules():
@@ -102,7 +102,7 @@ def test_words_with_accents_are_not_taken_for_misspelled_ones():
     lexicon = Lexicon(["the", "name", "cafe", "there", "resume"])
     text = "The naïve résumé, the café."
     assert not list(Proofreader(lexicon, eager).edits(text))
-    assert "name" in lexicon.near("naïve")
+    assert "name" in lexicon.nearest("naïve")
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from pippin.core.errors import InvalidArgument, InvalidInput
-from pippin.kits.text.spans import Range, check_text, chunks, is_touched, pieces, protected_ranges, sentences
+from pippin.kits.text.spans import TextSpan, check_text, chunks, is_touched, pieces, protected_spans, sentences
 
 TEXTS = st.text(alphabet=st.sampled_from("ab Z.!?…\n\t\"'`“”>-*1,:;()é。👍@/_#"), max_size=80)
 
@@ -27,23 +27,23 @@ def test_chunks_are_a_partition_and_fit(text, size):
 
 @given(TEXTS)
 def test_protected_ranges_are_ordered_and_disjoint(text):
-    ranges = protected_ranges(text, ["code", "quotes", "links", "emails", "placeholders", "numbers"])
+    ranges = protected_spans(text, ["code", "quotes", "links", "emails", "placeholders", "numbers"])
     assert all(0 <= one.start < one.end <= len(text) for one in ranges)
     assert all(one.end <= other.start for one, other in pairwise(ranges))
 
 
 @given(TEXTS, st.integers(0, 80), st.integers(0, 80))
 def test_touching_is_what_a_look_at_every_range_says(text, one, other):
-    ranges, (start, end) = protected_ranges(text), sorted((one, other))
+    ranges, (start, end) = protected_spans(text), sorted((one, other))
     assert is_touched(ranges, start, end) == any(range_.touches(start, end) for range_ in ranges)
 
 
 def test_an_insertion_at_the_border_of_a_range_does_not_touch_it():
-    assert not Range(2, 5).touches(2, 2)
-    assert not Range(2, 5).touches(5, 5)
-    assert Range(2, 5).touches(3, 3)
-    assert not Range(2, 5).touches(5, 7)
-    assert Range(2, 5).touches(4, 7)
+    assert not TextSpan(2, 5).touches(2, 2)
+    assert not TextSpan(2, 5).touches(5, 5)
+    assert TextSpan(2, 5).touches(3, 3)
+    assert not TextSpan(2, 5).touches(5, 7)
+    assert TextSpan(2, 5).touches(4, 7)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_where_sentences_end(text, expected):
 
 def test_a_sentence_does_not_end_inside_a_protected_range():
     text = "Run `a. B. c` now. Then stop."
-    assert [s.of(text) for s in sentences(text, protected_ranges(text))] == ["Run `a. B. c` now. ", "Then stop."]
+    assert [s.of(text) for s in sentences(text, protected_spans(text))] == ["Run `a. B. c` now. ", "Then stop."]
 
 
 @pytest.mark.parametrize(
@@ -89,17 +89,18 @@ def test_a_sentence_does_not_end_inside_a_protected_range():
     ],
 )
 def test_what_is_protected(kind, text, expected):
-    assert [one.of(text) for one in protected_ranges(text, [kind])] == expected
+    assert [one.of(text) for one in protected_spans(text, [kind])] == expected
 
 
 def test_overlapping_ranges_are_one():
     text = 'see "the `a` at https://x.org/y" now'
-    assert [one.of(text) for one in protected_ranges(text)] == ['"the `a` at https://x.org/y"']
+    assert [one.of(text) for one in protected_spans(text)] == ['"the `a` at https://x.org/y"']
 
 
 def test_only_known_kinds_can_be_protected():
-    with pytest.raises(InvalidArgument, match=r"code, quotes, links, emails, placeholders, numbers; got 'code '"):
-        protected_ranges("a", ["code "])
+    kinds = "'code', 'quotes', 'links', 'emails', 'placeholders' or 'numbers', got 'code '"
+    with pytest.raises(InvalidArgument, match=kinds):
+        protected_spans("a", ["code "])
 
 
 @pytest.mark.parametrize("text", ["", " \n", None, b"abc", 3, "a\ud800b"])

@@ -22,8 +22,8 @@ def tags(tiny):
 
 
 def test_entities_stand_where_they_say(tags):
-    assert all(entity.range.of(MAIL) == entity.text for entity in tags.entities)
-    starts = [entity.range.start for entity in tags.entities]
+    assert all(entity.span.of(MAIL) == entity.text for entity in tags.entities)
+    starts = [entity.span.start for entity in tags.entities]
     assert starts == sorted(starts)
 
 

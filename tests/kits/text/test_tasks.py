@@ -43,7 +43,7 @@ def test_every_task_refuses_what_is_no_text(tiny, task, text):
 def test_a_session_lends_its_model_and_keeps_its_conversation(scripted):
     session = Session(scripted(lambda prompt: "Fine."), instructions="Be brief.")
     tasks = TextTasks(session)
-    assert tasks.desk.provider is session.provider
+    assert tasks.sessions.provider is session.provider
     assert tasks.summarize("It is fine.").text == "Fine."
     assert len(session.transcript) == 1
 
@@ -89,12 +89,12 @@ def test_a_rewrite_in_the_dress_of_a_correction_is_rejected(scripted, answer):
 
 
 def test_how_to_proofread(scripted, tiny):
-    with pytest.raises(InvalidArgument, match="auto, choose or write"):
-        TextTasks(scripted(str)).proofread("x", how="guess")
+    with pytest.raises(InvalidArgument, match="'auto', 'choose' or 'write'"):
+        TextTasks(scripted(str)).proofread("x", method="guess")
     with pytest.raises(UnsupportedCapability):
-        TextTasks(scripted(str)).proofread("x", how="choose")
-    with pytest.raises(UnsupportedLanguage, match="use how='write'") as caught:
-        TextTasks(tiny).proofread(GERMAN, how="choose")
+        TextTasks(scripted(str)).proofread("x", method="choose")
+    with pytest.raises(UnsupportedLanguage, match="use method='write'") as caught:
+        TextTasks(tiny).proofread(GERMAN, method="choose")
     assert caught.value.language == "de"
 
 

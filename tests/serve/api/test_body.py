@@ -9,10 +9,10 @@ from pydantic import ValidationError
 from starlette.testclient import TestClient
 
 from pippin.serve.api import errors
-from pippin.serve.api.body import Asked, JSONRoute
+from pippin.serve.api.body import JSONRoute, RequestPart
 
 
-class Thing(Asked):
+class Thing(RequestPart):
     number: int = 0
     share: float = 0.0
     flag: bool = False

@@ -25,13 +25,22 @@ from pippin.core.errors import (
 from pippin.engine.request import Token
 from pippin.serve.api import chat, response_output, responses, sse
 from pippin.serve.api.chat_types import ChatRequest
-from pippin.serve.api.generation import AT_ONCE, Answer, Cut, Job, collect, merged, opened, total
+from pippin.serve.api.generation import (
+    AT_ONCE,
+    GeneratedAnswer,
+    GenerationJob,
+    StoppedEarly,
+    collect,
+    merged,
+    opened,
+    total,
+)
 from pippin.serve.api.response_types import ResponseRequest
-from pippin.session.provider import CallsMade, Done, ReasoningDelta, Refused, TextDelta, Turn
+from pippin.session.providers.provider import Done, ProviderRequest, ReasoningDelta, Refused, TextDelta, ToolCallsMade
 from pippin.session.response import Usage
 from pippin.session.transcript import Prompt, ToolCall, Transcript
 
-TURN = Turn(Transcript(entries=(Prompt("hi"),)))
+TURN = ProviderRequest(Transcript(entries=(Prompt("hi"),)))
 
 
 class Scripted:
@@ -59,7 +68,7 @@ class Scripted:
             self.closed += 1
 
     def jobs(self, count=1):
-        return [Job(self, "m", None, lambda local: TURN) for _ in range(count)]
+        return [GenerationJob(self, "m", None, lambda local: TURN) for _ in range(count)]
 
 
 async def events(service):
@@ -68,8 +77,10 @@ async def events(service):
 
 async def test_calls_have_ids_of_their_own():
     call = ToolCall(id="call_0", name="f", arguments={"a": 1})
-    script = (CallsMade((call, call)), Done("stop", Usage(1, 0, 2)))
-    made = [event.calls for _ in range(2) for event in await events(Scripted(*script)) if isinstance(event, CallsMade)]
+    script = (ToolCallsMade((call, call)), Done("stop", Usage(1, 0, 2)))
+    made = [
+        event.calls for _ in range(2) for event in await events(Scripted(*script)) if isinstance(event, ToolCallsMade)
+    ]
     ids = {one.id for calls in made for one in calls}
     assert len(ids) == 4
     assert all(re.fullmatch("call_[0-9a-f]{24}", id) for id in ids)
@@ -82,7 +93,7 @@ VIOLATION = GuardrailViolation("no", verdict=None)
 @pytest.mark.parametrize(
     ("error", "event"),
     [
-        (VIOLATION, Cut("content_filter", Usage(7, 0, 2))),
+        (VIOLATION, StoppedEarly("content_filter", Usage(7, 0, 2))),
         (Refusal("no", explanation="I will not."), Refused("I will not.")),
     ],
 )
@@ -111,19 +122,19 @@ async def test_what_is_an_error_stays_one_and_names_its_field(script, builds, er
 
 
 def test_an_answer_gathers_its_events():
-    answer = Answer()
+    answer = GeneratedAnswer()
     call = ToolCall(id="c", name="f", arguments={})
     end = Done("stop", Usage(1, 0, 2, 1))
-    for event in (ReasoningDelta("h"), ReasoningDelta("m"), TextDelta("a"), CallsMade((call,)), end):
+    for event in (ReasoningDelta("h"), ReasoningDelta("m"), TextDelta("a"), ToolCallsMade((call,)), end):
         answer.add(event)
     assert (answer.reasoning, answer.text, answer.calls, answer.finish_reason) == ("hm", "a", [call], "tool_calls")
-    cut = Answer()
-    cut.add(Cut("length", Usage(7, 0, 2)))
+    cut = GeneratedAnswer()
+    cut.add(StoppedEarly("length", Usage(7, 0, 2)))
     assert (cut.finish_reason, cut.usage) == ("length", Usage(7, 0, 2))
 
 
 def test_the_total_counts_the_prompt_once():
-    made = [Answer(usage=Usage(5, 0, 2, 1)), Answer(usage=Usage(5, 4, 3, 0))]
+    made = [GeneratedAnswer(usage=Usage(5, 0, 2, 1)), GeneratedAnswer(usage=Usage(5, 4, 3, 0))]
     assert total(made) == Usage(5, 0, 5, 1)
     assert total([]) == Usage()
 
@@ -209,7 +220,7 @@ async def test_a_refusal_is_no_content():
 async def response_frames(*script):
     (job,) = Scripted(*script).jobs()
     asked = ResponseRequest.model_validate({"input": "hi"})
-    writer = response_output.Writer(responses.response_object(asked, "m", False), job, False)
+    writer = response_output.ResponseWriter(responses.response_object(asked, "m", False), job, False)
     kept = []
     found = [frame async for frame in responses.frames(writer, await opened(merged([job])), kept.append)]
     Response.model_validate(writer.response)
@@ -217,7 +228,7 @@ async def response_frames(*script):
 
 
 async def test_a_response_with_reasoning_text_and_calls_has_an_item_for_each():
-    calls = CallsMade((ToolCall(id="c1", name="f", arguments={"a": 1}), ToolCall(id="c2", name="g", arguments={})))
+    calls = ToolCallsMade((ToolCall(id="c1", name="f", arguments={"a": 1}), ToolCall(id="c2", name="g", arguments={})))
     end = Done("stop", Usage(3, 1, 4, 2))
     writer, kinds, kept = await response_frames(ReasoningDelta("hm"), TextDelta("so"), calls, end)
     output = writer.response["output"]

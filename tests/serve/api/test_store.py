@@ -4,15 +4,15 @@ import pytest
 from hypothesis import given, strategies as st
 
 from pippin.core.errors import InvalidArgument, ResponseNotFound
-from pippin.serve.api.store import Kept, Store
+from pippin.serve.api.store import ResponseStore, StoredResponse
 
 
 def kept(id, owner="ann", nbytes=1):
-    return Kept(owner, {"id": id}, [], (), nbytes)
+    return StoredResponse(owner, {"id": id}, [], (), nbytes)
 
 
 def test_a_response_is_found_by_its_owner_only():
-    store = Store()
+    store = ResponseStore()
     store.put(kept("r1"))
     assert store.get("r1", "ann").response == {"id": "r1"}
     for id, owner in (("r1", "bob"), ("r2", "ann")):
@@ -26,7 +26,7 @@ def test_a_response_is_found_by_its_owner_only():
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 9), st.booleans()), max_size=40))
 def test_bounds_hold_and_the_longest_unused_goes_first(steps):
-    store, alive = Store(most=3, nbytes=12), []
+    store, alive = ResponseStore(max_responses=3, max_bytes=12), []
     for number, (seen, size, looks) in enumerate(steps):
         if looks and alive:
             id = alive[seen % len(alive)][0]
@@ -42,11 +42,11 @@ def test_bounds_hold_and_the_longest_unused_goes_first(steps):
 
 
 def test_what_is_larger_than_the_store_is_not_kept():
-    store = Store(nbytes=5)
+    store = ResponseStore(max_bytes=5)
     store.put(kept("big", nbytes=6))
     assert (len(store), store.nbytes) == (0, 0)
 
 
 def test_bounds_are_not_negative():
     with pytest.raises(InvalidArgument):
-        Store(most=-1)
+        ResponseStore(max_responses=-1)

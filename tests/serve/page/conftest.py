@@ -139,7 +139,13 @@ def figures(requests: int) -> dict[str, Any]:
         {"id": "smollm2-135m", "kind": "chat", "loaded": True, "context_size": 8192, "bytes": 651_000_000},
         {"id": "qwen3-0.6b", "kind": "chat", "loaded": False, "context_size": 32768, "bytes": 0},
     ]
-    now = {"tokens_per_second": beat, "active": requests % 3, "waiting": requests % 2, "slots": 8, "queue": 64}
+    now = {
+        "tokens_per_second": beat,
+        "active": requests % 3,
+        "waiting": requests % 2,
+        "max_num_seqs": 8,
+        "max_queued_requests": 64,
+    }
     cache = {"tokens_used": 1234 + 97 * requests, "tokens_capacity": 65536}
     memory = {"models": 651_000_000, "budget": 8_000_000_000}
     return now | {"draining": False, "cache": cache, "memory": memory, "models": models}

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 from markdown_it import MarkdownIt
 from openai._streaming import SSEDecoder
 
-from pippin.session.partial import parse_partial
+from pippin.session.types.partial_json import parse_partial
 
 # Many texts in one call of the browser, and few calls; what fails is short enough without being shrunk.
 LIMITS = settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])

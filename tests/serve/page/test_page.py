@@ -1,8 +1,10 @@
 """How the page is served, and the page as a whole: looks, keys, names for screen readers, small screens, no network."""
 
+import hashlib
 import json
 import re
 from html.parser import HTMLParser
+from importlib.resources import files
 
 import pytest
 from fastapi import FastAPI
@@ -76,10 +78,20 @@ def test_nothing_is_inline_and_nothing_comes_from_elsewhere():
     for name, asset in routes.assets().items():
         text = asset.content.decode()
         addresses = re.findall(r"(?:https?:)?//[\w.-]+\.\w{2,}[^\s\"']*", text)
-        assert set(addresses) <= {"http://www.w3.org/2000/svg"}, name
+        if not name.startswith("vendor/"):  # a library names its home in a comment and in a message
+            assert set(addresses) <= {"http://www.w3.org/2000/svg"}, name
         assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", text), (
             name
         )
+
+
+def test_libraries_are_the_files_of_their_packages_unchanged():
+    table = (files("pippin.serve.page") / "vendor" / "README.md").read_text(encoding="utf-8")
+    libraries = {name: asset for name, asset in routes.assets().items() if name.startswith("vendor/")}
+    assert libraries
+    for name, asset in libraries.items():
+        row = next(line for line in table.splitlines() if f"`{name.removeprefix('vendor/')}`" in line)
+        assert hashlib.sha256(asset.content).hexdigest() in row
 
 
 def test_every_module_that_is_imported_exists():
@@ -88,9 +100,9 @@ def test_every_module_that_is_imported_exists():
             assert module in routes.assets(), name
 
 
-# --- colours ----------------------------------------------------------------------------------------------------------
+# --- colors ----------------------------------------------------------------------------------------------------------
 
-# For each piece of text that is in sight: its colour on what lies behind it, by the formula of WCAG 2.2.
+# For each piece of text that is in sight: its color on what lies behind it, by the formula of WCAG 2.2.
 CONTRAST = """() => {
   const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
   const parse = (color) => {
@@ -171,7 +183,7 @@ def test_every_text_and_control_stands_out_enough(open_page, scheme):
     assert total > 150
 
 
-def test_colours_follow_the_system_and_the_switch_wins(open_page):
+def test_colors_follow_the_system_and_the_switch_wins(open_page):
     def ground(ui):
         return ui.evaluate("getComputedStyle(document.body).backgroundColor")
 
@@ -184,7 +196,7 @@ def test_colours_follow_the_system_and_the_switch_wins(open_page):
     for _ in range(3):
         ui.click("#theme")
         seen[ui.get_attribute("#theme", "aria-label")] = ground(ui)
-    assert seen == {"Colours: light": light, "Colours: dark": dark, "Colours: as the system": light}
+    assert seen == {"Colors: light": light, "Colors: dark": dark, "Colors: as the system": light}
     ui.click("#theme")
     ui.click("#theme")
     ui.reload()

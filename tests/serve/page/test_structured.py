@@ -112,7 +112,7 @@ def test_fields_become_a_schema_and_a_schema_becomes_fields(form, scripted):
     assert form.locator(".builder-row").count() == 0
     add = form.get_by_role("button", name="Add field")
     add.click()
-    form.keyboard.type("colour")
+    form.keyboard.type("color")
     row = form.locator(".builder-row").nth(0)
     row.get_by_label("Type").select_option("enum")
     row.get_by_label("Allowed values").fill("red, green,, red")
@@ -136,16 +136,16 @@ def test_fields_become_a_schema_and_a_schema_becomes_fields(form, scripted):
     assert json.loads(form.input_value("#schema")) == {
         "type": "object",
         "properties": {
-            "colour": {"type": "string", "enum": ["red", "green"], "description": "of the skin"},
+            "color": {"type": "string", "enum": ["red", "green"], "description": "of the skin"},
             "seeds": {"type": "array", "items": seed},
         },
-        "required": ["colour"],
+        "required": ["color"],
         "additionalProperties": False,
     }
     form.click("#way-fields")
     assert form.locator(".builder-row").count() == 3
     form.get_by_role("button", name="Remove field").first.click()
-    assert "colour" not in form.input_value("#schema")
+    assert "color" not in form.input_value("#schema")
 
 
 def test_a_schema_that_fields_cannot_show_stays_text(form):

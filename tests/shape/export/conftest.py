@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from pippin.shape.export import ModelAsset, Range
+from pippin.shape.export import ExportedModel, SizeRange
 
 
 class Network(nn.Module):
@@ -27,4 +27,4 @@ def network():
 @pytest.fixture(scope="session")
 def asset(network):
     example = {"picture": torch.randn(2, 1, 8, 8)}
-    return ModelAsset.capture(network, example, {"picture": {0: Range("batch", 1, 64)}}, outputs=("logits",))
+    return ExportedModel.capture(network, example, {"picture": {0: SizeRange("batch", 1, 64)}}, outputs=("logits",))

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 
 import jaxtyping
 import pytest
+import tiny_model
 import torch
 from torch import nn
 
@@ -21,17 +22,18 @@ from pippin.core.errors import (
     UnsupportedOperator,
 )
 from pippin.shape.export import (
-    Linear,
-    ModelAsset,
-    Palettize,
+    ExportedModel,
+    LinearQuantization,
+    Palettization,
     Variant,
     capture_decoder,
-    dispatch,
+    choose_backend,
+    compress,
     generate_interface,
     profile,
 )
 from pippin.shape.export.backends import find
-from pippin.shape.export.compiled import operator_at_fault, require_device, require_precision
+from pippin.shape.export.compiled_model import operator_at_fault, require_device, require_precision
 
 LIBRARIES = {
     "onnxruntime": "onnxruntime",
@@ -58,15 +60,15 @@ def onnx(asset):
 
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "openvino", "coreai"])
-@pytest.mark.parametrize("config", [None, Linear(8), Palettize(4)], ids=str)
+@pytest.mark.parametrize("config", [None, LinearQuantization(8), Palettization(4)], ids=str)
 def test_a_back_end_computes_what_torch_does(asset, backend, config):
     skip_without(backend)
-    chosen = asset if config is None else asset.compress(config)
+    chosen = asset if config is None else compress(asset, config)
     with chosen.to(backend) as model, torch.no_grad():
         for rows in (1, 7, 64):
             x = torch.randn(rows, 1, 8, 8)
             torch.testing.assert_close(model(picture=x), chosen.module()(x), rtol=1e-5, atol=1e-5)
-        if backend != "coreai" and config == Linear(8):
+        if backend != "coreai" and config == LinearQuantization(8):
             assert model.nbytes < 0.45 * asset.nbytes
 
 
@@ -81,10 +83,10 @@ def test_executorch_runs_every_batch_that_the_signature_allows(asset):
 
 
 @needs("onnxruntime")
-def test_a_decoder_and_its_step_give_the_logits_of_the_whole(tiny, monkeypatch):
-    decoder = tiny.module
+def test_a_decoder_and_its_step_give_the_logits_of_the_whole(monkeypatch):
+    decoder = tiny_model.build().module
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # the checker takes no symbolic sizes for numbers
-    whole = capture_decoder(decoder, context=64, batch=4)
+    whole = capture_decoder(decoder, context=64, max_batch_size=4)
     monkeypatch.undo()
     with whole.to("onnxruntime") as model, torch.no_grad():
         ids = torch.randint(0, 260, (2, 9))
@@ -125,8 +127,8 @@ def test_a_report_names_modules_adds_up_and_draws(asset, tmp_path):
     assert report.compare(report) == {"torch": 1.0, "onnxruntime": 1.0}
     with pytest.raises(ExportError, match=r"onnxruntime takes .* ms"):
         report.check(max_p90_ms=0.0)
-    with pytest.raises(ExportError, match=r"no back end keeps .*torch: its error"):
-        dispatch(report, max_error=-1.0)
+    with pytest.raises(ExportError, match=r"no back end is within .*torch: its error"):
+        choose_backend(report, max_error=-1.0)
 
 
 @needs("openvino")
@@ -135,8 +137,8 @@ def test_the_dispatcher_refuses_a_back_end_that_is_not_exact_enough(asset):
         report = profile(asset, ["torch", Variant("openvino", {"precision": "bfloat16"}, "bf16")], runs=2, warmup=0)
     except PrecisionMismatch:
         pytest.skip("this processor has no bfloat16")
-    assert dispatch(report, max_error=1e-5).label == "torch"
-    assert "over" in dispatch(report, max_error=1e-5).refused["bf16"]
+    assert choose_backend(report, max_error=1e-5).label == "torch"
+    assert "over" in choose_backend(report, max_error=1e-5).refused["bf16"]
     assert report.backend("bf16").precision == "bfloat16"
 
 
@@ -193,7 +195,7 @@ def test_what_is_not_installed_is_named(asset, monkeypatch, tmp_path):
             raise ImportError(name)
         return real(name, *more)
 
-    monkeypatch.setattr("pippin.shape.export.compiled.importlib.import_module", missing)
+    monkeypatch.setattr("pippin.shape.export.compiled_model.importlib.import_module", missing)
     for backend, wheel in (("onnxruntime", "onnx"), ("openvino", "openvino"), ("coreai", "coreai-torch")):
         with pytest.raises(BackendUnavailable, match=rf"'{backend}' needs {wheel}: pip install"):
             asset.to(backend)
@@ -202,7 +204,7 @@ def test_what_is_not_installed_is_named(asset, monkeypatch, tmp_path):
     if platform.system() != "Darwin":
         with pytest.raises(BackendUnavailable, match="macOS only"):
             asset.to("coreml")
-    with pytest.raises(InvalidArgument, match="there is no back end 'tpu'"):
+    with pytest.raises(InvalidArgument, match=r"backend must be 'torch', .* got 'tpu'"):
         asset.to("tpu")
     with pytest.raises(InvalidArgument, match="'torch' has no option 'fast'"):
         asset.to("torch", fast=True)
@@ -239,7 +241,7 @@ class Inner(nn.Module):
 
 
 def test_an_operator_without_a_form_is_named_with_its_module_and_line():
-    odd = ModelAsset.capture(Odd(), {"x": torch.randn(3)})
+    odd = ExportedModel.capture(Odd(), {"x": torch.randn(3)})
     told = operator_at_fault(odd, "main", "No decompositions registered for aten.special_bessel_j0.default")
     assert told.startswith("aten.special_bessel_j0.default in inner (test_backends.py:")
     skip_without("onnxruntime")

@@ -1,18 +1,5 @@
-"""Speculation: several tokens guessed, checked in one pass, and the answer's law kept."""
+"""Speculative decoding: draft tokens, verified in one pass, which preserve the distribution of the answer."""
 
-from pippin.engine.speculation.acceptance import AcceptanceRule, CoarseAcceptance, ExactAcceptance, Verified, verify
-from pippin.engine.speculation.drafts import Draft, Place
-from pippin.engine.speculation.groups import TokenGroups
-from pippin.engine.speculation.settings import Speculation
+import lazy_loader
 
-__all__ = [
-    "AcceptanceRule",
-    "CoarseAcceptance",
-    "Draft",
-    "ExactAcceptance",
-    "Place",
-    "Speculation",
-    "TokenGroups",
-    "Verified",
-    "verify",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,15 +1,15 @@
-r"""What becomes of a guess: the rules that turn draft and target laws into a token of the answer.
+r"""Acceptance of draft tokens: rules that turn draft and target distributions into a token of the answer.
 
 Notable here:
-- exact acceptance: a token drawn from q stays with probability min(1, p/q), else another is drawn from what p has
-  over q; the answer's tokens follow p, whatever q is
-- where nothing was drawn (a look-up, a greedy guess), the target's own draw decides, with the very random numbers that
-  it would have used: the answer is the same token for token as without speculation
-- coarse acceptance compares the laws of groups of like tokens: more guesses stay, the groups follow the target's law
-  exactly, and the tokens within a group follow the draft
-- both are one computation; where each token is its own group, they agree draw for draw
-- what p has over q is drawn by thinning: draw from p, keep with probability 1 - q/p, at most so many times; only then
-  is the whole law computed
+- exact acceptance: a token sampled from q is accepted with probability min(1, p/q), else another is sampled from the
+  residual distribution max(0, p - q); the answer's tokens follow p, for any q
+- if the draft was not sampled (a look-up, a greedy draft), the target's own sample decides, with the random numbers of
+  ordinary decoding: the answer is identical, token for token, to the one without speculation
+- coarse acceptance compares the distributions of groups of similar tokens: more draft tokens are accepted, the groups
+  follow the target's distribution exactly, and the tokens within a group follow the draft
+- both use the same code; if each token is its own group, they make the same decisions
+- the residual is sampled by thinning: sample from p, accept with probability 1 - q/p, at most `max_thinning` times;
+  only then is the whole residual distribution computed
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from pippin.core.errors import DecodingFailure, InvalidArgument
-from pippin.engine.sampling import pick
-from pippin.engine.speculation.groups import TokenGroups, check_law
+from pippin.engine.sampling import sample_index
+from pippin.engine.speculation.groups import TokenGroups, check_distribution
 
-Law = Float64[Tensor, " vocab"]
+Probabilities = Float64[Tensor, " vocab"]
 
 
 @dataclass(frozen=True)
 class Verified:
-    """What becomes of a whole draft.
+    """The result of verifying a whole draft.
 
-    ``tokens`` are the accepted ones and the one that follows them; ``exact`` says what of the target's law they keep.
+    ``tokens`` are the accepted tokens and the one that follows them; ``exact`` says which distribution of the target is
+    preserved.
     """
 
     accepted: int
@@ -43,36 +44,38 @@ class Verified:
 
 @runtime_checkable
 class AcceptanceRule(Protocol):
-    """Decides about guesses.
+    """Decides whether draft tokens are accepted.
 
     Attributes:
-        exact: what it keeps of the target's law: that of every token, or of groups of tokens.
+        exact: the distribution of the target that is preserved: that of every token, or that of groups of tokens.
     """
 
     @property
     def exact(self) -> Literal["token", "group"]:
-        """What the rule keeps of the target's law."""
+        """The distribution of the target that the rule preserves."""
 
     def check(self, vocab_size: int) -> None:
-        """Raise `InvalidArgument` where the rule was made for another vocabulary."""
+        """Raise `InvalidArgument` if the rule was made for another vocabulary."""
 
-    def step(self, token: int, q: Law | None, p: Law, generator: torch.Generator) -> tuple[int, bool]:
-        """The token of the answer at the place of a guess, and whether the guess was accepted.
+    def step(
+        self, token: int, q: Probabilities | None, p: Probabilities, generator: torch.Generator
+    ) -> tuple[int, bool]:
+        """The token of the answer at the position of a draft token, and whether the draft token was accepted.
 
         Args:
-            token: the guess, drawn from ``q``.
-            q: the law of the draft; None where nothing was drawn.
-            p: the law of the target.
-            generator: random numbers.
+            token: the draft token, sampled from ``q``.
+            q: the distribution of the draft; None if it was not sampled.
+            p: the distribution of the target.
+            generator: random generator.
         """
 
 
 @dataclass(frozen=True)
 class ExactAcceptance:
-    """The answer's tokens follow the target's law (speculative sampling).
+    """The answer's tokens follow the target's distribution (speculative sampling).
 
     Args:
-        max_thinning: draws from the target's law before what it has over the draft's is computed as a whole.
+        max_thinning: samples of the target's distribution before the residual distribution is computed as a whole.
 
     Source: Leviathan et al. 2023, arXiv:2211.17192, algorithm 1; Chen et al. 2023, arXiv:2302.01318.
     """
@@ -81,20 +84,22 @@ class ExactAcceptance:
 
     @property
     def exact(self) -> Literal["token", "group"]:
-        """Every token follows the target's law."""
+        """Every token follows the target's distribution."""
         return "token"
 
     def check(self, vocab_size: int) -> None:
-        """Any vocabulary will do."""
+        """Do nothing: the rule supports any vocabulary."""
 
-    def step(self, token: int, q: Law | None, p: Law, generator: torch.Generator) -> tuple[int, bool]:
-        """The token at the place of a guess, and whether that is the guess.
+    def step(
+        self, token: int, q: Probabilities | None, p: Probabilities, generator: torch.Generator
+    ) -> tuple[int, bool]:
+        """The token at the position of a draft token, and whether the draft token was accepted.
 
         Raises:
-            DecodingFailure: the guess cannot come from ``q``.
+            DecodingFailure: ``q`` gives the draft token no probability.
         """
-        if q is None:  # nothing was drawn: the target's draw decides
-            chosen = pick(p, generator)
+        if q is None:  # the draft was not sampled: the target's sample decides
+            chosen = sample_index(p, generator)
             return chosen, chosen == token
         chosen, _, accepted = decide(token, q, p, generator, None, self.max_thinning)
         return chosen, accepted
@@ -106,20 +111,20 @@ class ExactAcceptance:
         p: Float64[Tensor, "rows vocab"],
         generator: torch.Generator,
     ) -> Verified:
-        """Check a whole draft; see `verify`."""
+        """Verify a whole draft; see `verify`."""
         return verify(self, draft_tokens, q, p, generator)
 
 
 @dataclass(frozen=True)
 class CoarseAcceptance:
-    """The answer's groups follow the target's law; a token stands for its group.
+    """Groups of tokens follow the target's distribution; a token represents its group.
 
-    Within a group an accepted token follows the draft, so tokens are not distributed as the target's: right where the
-    members of a group mean the same, as the codes of sounds do.
+    Within a group an accepted token follows the draft, so single tokens do not follow the target's distribution: this
+    is suitable if the members of a group are interchangeable, such as codes of a speech codec.
 
     Args:
-        groups: which tokens are alike.
-        max_thinning: draws from the target's law before what it has over the draft's is computed as a whole.
+        groups: groups of interchangeable tokens.
+        max_thinning: samples of the target's distribution before the residual distribution is computed as a whole.
 
     Source: arXiv:2511.13732 (the groups and their weights); the rule step by step is ours.
     """
@@ -129,11 +134,11 @@ class CoarseAcceptance:
 
     @property
     def exact(self) -> Literal["token", "group"]:
-        """Groups of tokens follow the target's law."""
+        """Groups of tokens follow the target's distribution."""
         return "group"
 
     def check(self, vocab_size: int) -> None:
-        """Raise where the groups are of another vocabulary.
+        """Check that the groups cover the vocabulary.
 
         Raises:
             InvalidArgument: the groups have another number of tokens.
@@ -143,14 +148,16 @@ class CoarseAcceptance:
                 f"the token groups are of {self.groups.vocab_size:,} tokens, the model's vocabulary has {vocab_size:,}"
             )
 
-    def step(self, token: int, q: Law | None, p: Law, generator: torch.Generator) -> tuple[int, bool]:
-        """The token at the place of a guess, and whether the guess was accepted.
+    def step(
+        self, token: int, q: Probabilities | None, p: Probabilities, generator: torch.Generator
+    ) -> tuple[int, bool]:
+        """The token at the position of a draft token, and whether the draft token was accepted.
 
-        Tokens that a constraint forbids have probability 0 in ``p`` and ``q``: the groups are then what is allowed of
-        them, and no forbidden token can come out.
+        Tokens that a constraint forbids have probability 0 in ``p`` and ``q``: groups then consist of their allowed
+        tokens, and no forbidden token is returned.
 
         Raises:
-            DecodingFailure: the guess cannot come from ``q``.
+            DecodingFailure: ``q`` gives the draft token no probability.
         """
         if q is None:
             q = torch.zeros_like(p)
@@ -165,7 +172,7 @@ class CoarseAcceptance:
         p: Float64[Tensor, "rows vocab"],
         generator: torch.Generator,
     ) -> Verified:
-        """Check a whole draft; see `verify`."""
+        """Verify a whole draft; see `verify`."""
         self.check(p.shape[-1])
         return verify(self, draft_tokens, q, p, generator)
 
@@ -177,30 +184,31 @@ def verify(
     p: Float64[Tensor, "rows vocab"],
     generator: torch.Generator,
 ) -> Verified:
-    """What becomes of a draft: the tokens up to the first that is not accepted, and one more.
+    """Verify a draft: the accepted tokens up to the first rejection, and one more.
 
     Args:
-        rule: decides.
-        draft_tokens: the guesses, each drawn from its row of ``q``.
-        q: laws of the draft.
-        p: laws of the target, with one row more: the law after the last guess.
-        generator: random numbers.
+        rule: the acceptance rule.
+        draft_tokens: the draft tokens, each sampled from its row of ``q``.
+        q: distributions of the draft.
+        p: distributions of the target, with one row more: the distribution after the last draft token.
+        generator: random generator.
 
     Raises:
-        InvalidArgument: something that is no law, rows that do not fit, or a token outside the vocabulary.
-        DecodingFailure: a guess that cannot come from its law.
+        InvalidArgument: rows that are not distributions, a wrong number of rows, or a token outside the vocabulary.
+        DecodingFailure: a draft token that has no probability in its distribution.
 
-    >>> law = torch.tensor([[0.5, 0.5], [0.0, 1.0]], dtype=torch.float64)
-    >>> verify(ExactAcceptance(), [0], law[:1], law, torch.Generator().manual_seed(0))
+    >>> distribution = torch.tensor([[0.5, 0.5], [0.0, 1.0]], dtype=torch.float64)
+    >>> verify(ExactAcceptance(), [0], distribution[:1], distribution, torch.Generator().manual_seed(0))
     Verified(accepted=1, tokens=(0, 1), exact='token')
     """
     if len(q) != len(draft_tokens) or len(p) != len(draft_tokens) + 1:
         raise InvalidArgument(
-            f"{len(draft_tokens)} guesses need as many laws of the draft and one more of the target, got {len(q)} and "
+            f"{len(draft_tokens)} guesses need as many distributions of the draft and one more of the target, got "
+            f"{len(q)} and "
             f"{len(p)}"
         )
-    check_law(q, p.shape[-1])
-    check_law(p, p.shape[-1])
+    check_distribution(q, p.shape[-1])
+    check_distribution(p, p.shape[-1])
     tokens: list[int] = []
     for index, token in enumerate(draft_tokens):
         if not 0 <= token < p.shape[-1]:
@@ -209,12 +217,12 @@ def verify(
         tokens.append(chosen)
         if not accepted:
             return Verified(index, tuple(tokens), rule.exact)
-    tokens.append(pick(p[-1], generator))
+    tokens.append(sample_index(p[-1], generator))
     return Verified(len(draft_tokens), tuple(tokens), rule.exact)
 
 
-class Decision(NamedTuple):
-    """What becomes of one guess: the answer's token, the group that it stands for, and whether the guess stayed."""
+class AcceptanceDecision(NamedTuple):
+    """The decision about one draft token: the answer's token, its group, and whether the draft token was accepted."""
 
     token: int
     group: int
@@ -222,59 +230,68 @@ class Decision(NamedTuple):
 
 
 def decide(
-    token: int, q: Law, p: Law, generator: torch.Generator, groups: TokenGroups | None, max_thinning: int
-) -> Decision:
-    r"""What becomes of one guess.
+    token: int,
+    q: Probabilities,
+    p: Probabilities,
+    generator: torch.Generator,
+    groups: TokenGroups | None,
+    max_thinning: int,
+) -> AcceptanceDecision:
+    r"""Decide about one draft token.
 
-    The guess stands for one of its groups k, each as likely, and stays with probability $\min(1, P_c(k) / Q_c(k))$.
-    Else a token and a group are drawn from the target's law, until one is kept, with probability
-    $\max(0, 1 - Q_c(k) / P_c(k))$. So k follows $P_c$ exactly: accepted guesses bring $\min(P_c, Q_c)$, and the
-    others what is missing.
+    A group k of the draft token is chosen uniformly, and the token is accepted with probability
+    $\min(1, P_c(k) / Q_c(k))$. Otherwise a token and a group are sampled from the target's distribution until one is
+    accepted, with probability $\max(0, 1 - Q_c(k) / P_c(k))$. So k follows $P_c$ exactly: accepted draft tokens
+    contribute $\min(P_c, Q_c)$, and the others the residual.
 
     Args:
-        token: drawn from ``q``.
-        q: the law of the draft.
-        p: the law of the target.
-        generator: random numbers.
-        groups: None where each token is its own group.
-        max_thinning: draws from the target's law before what it has over the draft's is computed as a whole.
+        token: the draft token, sampled from ``q``.
+        q: the distribution of the draft.
+        p: the distribution of the target.
+        generator: random generator.
+        groups: groups of tokens; None if each token is its own group.
+        max_thinning: samples of the target's distribution before the residual distribution is computed as a whole.
 
     Raises:
-        DecodingFailure: the guess cannot come from ``q``.
+        DecodingFailure: ``q`` gives the draft token no probability.
     """
     group = _group(groups, token, generator)
-    drawn = _share(groups, q, group)
-    if drawn <= 0:
-        raise DecodingFailure(f"the draft gave token {token}, to which its own law gives no probability")
-    if _uniform(generator) * drawn < _share(groups, p, group):
-        return Decision(token, group, True)
+    draft_probability = _probability(groups, q, group)
+    if draft_probability <= 0:
+        raise DecodingFailure(f"the draft gave token {token}, to which its own distribution gives no probability")
+    if _uniform(generator) * draft_probability < _probability(groups, p, group):
+        return AcceptanceDecision(token, group, True)
     sums = p.cumsum(0)
     for _ in range(max_thinning):
         at = int(torch.searchsorted(sums, _uniform(generator) * float(sums[-1]), right=True))
         other = at if at < len(sums) else int(p.nonzero()[-1])
         group = _group(groups, other, generator)
-        if _uniform(generator) < 1 - _share(groups, q, group) / _share(groups, p, group):
-            return Decision(other, group, False)
-    return _rest(q, p, generator, groups)
+        if _uniform(generator) < 1 - _probability(groups, q, group) / _probability(groups, p, group):
+            return AcceptanceDecision(other, group, False)
+    return _sample_residual(q, p, generator, groups)
 
 
-def _rest(q: Law, p: Law, generator: torch.Generator, groups: TokenGroups | None) -> Decision:
-    """The same without thinning: a group from what the target has over the draft, then one of its tokens."""
-    coarse_q, coarse_p = (law if groups is None else groups.coarse(law) for law in (q, p))
-    rest = (coarse_p - coarse_q).clamp(min=0)
-    group = pick(rest if float(rest.sum()) > 0 else coarse_p, generator)  # no rest: they agree but for rounding
+def _sample_residual(
+    q: Probabilities, p: Probabilities, generator: torch.Generator, groups: TokenGroups | None
+) -> AcceptanceDecision:
+    """Sample a group from the residual distribution, then one of its tokens."""
+    coarse_q, coarse_p = (distribution if groups is None else groups.coarse(distribution) for distribution in (q, p))
+    residual = (coarse_p - coarse_q).clamp(min=0)
+    group = sample_index(
+        residual if float(residual.sum()) > 0 else coarse_p, generator
+    )  # no residual: p and q are equal up to rounding
     if groups is None or int(groups.sizes[group]) == 1:
-        return Decision(group, group, False)
-    members = groups.of(group)
-    return Decision(int(members[pick(p[members] / groups.sizes[members], generator)]), group, False)
+        return AcceptanceDecision(group, group, False)
+    members = groups.group_of(group)
+    return AcceptanceDecision(int(members[sample_index(p[members] / groups.sizes[members], generator)]), group, False)
 
 
 def _group(groups: TokenGroups | None, token: int, generator: torch.Generator) -> int:
     return token if groups is None else groups.sample_group(token, generator)
 
 
-def _share(groups: TokenGroups | None, law: Tensor, group: int) -> float:
-    return float(law[group]) if groups is None else groups.share(law, group)
+def _probability(groups: TokenGroups | None, distribution: Tensor, group: int) -> float:
+    return float(distribution[group]) if groups is None else groups.group_probability(distribution, group)
 
 
 def _uniform(generator: torch.Generator) -> float:

@@ -1,10 +1,10 @@
-"""A small model that guesses for a large one: its own runner, its own blocks, its own pace.
+"""Draft models: a small model drafts for a large one, with a separate runner and cache.
 
 Notable here:
-- what the draft model has computed is compared with the sequence at every call and cut back to where they part; so
-  rejected guesses, preemption and several requests need no word between it and the scheduler
-- a long prompt is caught up with in parts, a part per pass, so that nobody waits for a draft
-- the states of ended requests are kept while there is room: the next turn of a chat begins where the last one ended
+- the draft model's cached tokens are compared with the sequence at every call and truncated at the first difference, so
+  that rejected drafts and preemption need no coordination with the scheduler
+- a long prompt is prefilled in chunks, one per pass of the target, so that no request waits for a draft
+- the cache of ended requests stays until its blocks are needed: the next request of a chat continues from it
 - vocabularies are compared once; padding of the output layers may differ
 """
 
@@ -20,23 +20,24 @@ from jaxtyping import Float
 from torch import Tensor
 
 from pippin.core.errors import VocabularyMismatch
-from pippin.data.tokenizer import Tokenizer
-from pippin.engine.constraint import Constraint
-from pippin.engine.runner import BLOCK, Runner, Work, make_runner
+from pippin.data.text.tokenizer import Tokenizer
+from pippin.engine.grammar.constraint import Constraint
+from pippin.engine.model_runner import BLOCK_SIZE, ModelInput, Runner
+from pippin.engine.runners.select import make_runner
 from pippin.engine.sampling import Sampler
-from pippin.engine.speculation.drafts import Draft, Place, continue_freely
-from pippin.language.load import LanguageModel
+from pippin.engine.speculation.drafts import CachePosition, Draft, sample_draft
+from pippin.language.language_model import LanguageModel
 
 POOL_TOKENS = 16_384
-"""Tokens in the cache of a draft model, all requests together; one whole context at least."""
-CATCH_UP = 256
-"""Tokens that a draft model reads, at most, before a pass of the target without having guessed."""
+"""Capacity of a draft model's cache in tokens, over all requests; at least one whole context."""
+MAX_PREFILL_TOKENS = 256
+"""Maximum prompt tokens that a draft model computes per pass of the target; until it is done, there are no drafts."""
 
 _compared: weakref.WeakKeyDictionary[Tokenizer, weakref.WeakSet[Tokenizer]] = weakref.WeakKeyDictionary()
 
 
 def check_vocabulary(model: LanguageModel, draft: LanguageModel) -> None:
-    """Raise where a draft's tokens would mean something else to the model.
+    """Check that a draft model has the vocabulary of the target model.
 
     Raises:
         VocabularyMismatch: an id stands for different tokens.
@@ -56,73 +57,73 @@ def check_vocabulary(model: LanguageModel, draft: LanguageModel) -> None:
 
 
 @dataclass(eq=False)
-class State:
-    """What the draft model's cache holds of one sequence."""
+class DraftState:
+    """The part of one sequence that is in the draft model's cache."""
 
     owner: str
-    ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
     table: list[int] = field(default_factory=list)
     used: bool = True
 
-    def agree(self, ids: Sequence[int], start: int) -> int:
-        """How many tokens of the cache begin ``ids``; the first ``start`` are known to."""
-        end = min(len(self.ids), len(ids) - 1)  # the last token is always computed: its logits are wanted
-        return next((at for at in range(min(start, end), end) if self.ids[at] != ids[at]), end)
+    def agree(self, token_ids: Sequence[int], start: int) -> int:
+        """Length of the common prefix with ``token_ids``; the first ``start`` tokens are known to be equal."""
+        end = min(len(self.token_ids), len(token_ids) - 1)  # the last token is always computed, for its logits
+        return next((at for at in range(min(start, end), end) if self.token_ids[at] != token_ids[at]), end)
 
 
 class DraftPool:
-    """The runner of a draft model and the blocks of its cache, lent to sequences. Safe to use from several threads.
+    """The runner of a draft model and the blocks of its cache, allocated to sequences; thread-safe.
 
     Args:
         model: the draft model.
-        tokens: room for so many, one whole context at least; None for `POOL_TOKENS`.
+        tokens: capacity of the cache in tokens, at least one whole context; None for `POOL_TOKENS`.
     """
 
     def __init__(self, model: LanguageModel, tokens: int | None = None) -> None:
         self.model, self.lock = model, RLock()
-        self.blocks = -(-max(tokens or POOL_TOKENS, model.context_size) // BLOCK)
+        self.blocks = -(-max(tokens or POOL_TOKENS, model.context_size) // BLOCK_SIZE)
         self._free = list(range(self.blocks - 1, -1, -1))
-        self._states: list[State] = []  # least recently used first
+        self._states: list[DraftState] = []  # least recently used first
         self._runner: Runner | None = None
 
     @property
     def runner(self) -> Runner:
-        """Made at the first use."""
+        """The runner, created on first use."""
         if self._runner is None:
             self._runner = make_runner(self.model, self.blocks, "auto")
-            # not when the process ends, where the thread of an engine may still be inside
+            # not at exit, when an engine's thread may still use it
             weakref.finalize(self, self._runner.close).atexit = False
         return self._runner
 
-    def open(self, owner: str, ids: Sequence[int]) -> State:
-        """A state for one sequence: that of an ended one of the same owner which begins most like it, or a new one."""
+    def open(self, owner: str, token_ids: Sequence[int]) -> DraftState:
+        """A state for one sequence: the unused one of the same owner with the longest common prefix, or a new one."""
         with self.lock:
             best, state = 0, None
             for one in list(self._states):
-                if not one.used and one.owner == owner and (same := one.agree(ids, 0)) > best:
+                if not one.used and one.owner == owner and (same := one.agree(token_ids, 0)) > best:
                     best, state = same, one
             if state is None:
-                state = State(owner)
+                state = DraftState(owner)
                 self._states.append(state)
             state.used = True
             return state
 
-    def release(self, state: State) -> None:
-        """Its sequence has ended; what it holds is kept until the room is needed."""
+    def release(self, state: DraftState) -> None:
+        """Mark a state as unused; its tokens stay cached until the blocks are needed."""
         with self.lock:
             state.used = False
             self._states = [one for one in self._states if one.used or one.table]
 
-    def reserve(self, state: State, tokens: int) -> bool:
-        """Give a state the blocks for so many tokens, taking them from those used longest ago; False: too many."""
-        need = -(-tokens // BLOCK) - len(state.table)
+    def reserve(self, state: DraftState, tokens: int) -> bool:
+        """Allocate the blocks for ``tokens`` tokens, evicting the least recently used states; False if too few."""
+        need = -(-tokens // BLOCK_SIZE) - len(state.table)
         others = [one for one in self._states if one is not state]
         self._states = [*others, state]
         for other in sorted(others, key=lambda one: one.used):  # stable: ended ones first, the oldest first
             if len(self._free) >= need:
                 break
             self._free += reversed(other.table)
-            other.table, other.ids = [], []
+            other.table, other.token_ids = [], []
         if len(self._free) < need:
             return False
         state.table += [self._free.pop() for _ in range(need)]
@@ -130,14 +131,14 @@ class DraftPool:
 
 
 class ModelDrafter:
-    """Guesses of a draft model for one request.
+    """Drafts of a draft model for one request.
 
     Args:
-        pool: of the draft model.
-        target: the model that answers.
-        owner: whose request it is; what was computed is used again only for requests of one owner.
-        generator: random numbers of the draft.
-        skip_forced: write what the constraint forces without drawing.
+        pool: the pool of the draft model.
+        target: the target model.
+        owner: owner of the request; cached tokens are reused only for requests of the same owner.
+        generator: random generator of the draft.
+        skip_forced: append tokens that the constraint forces without sampling.
     """
 
     def __init__(
@@ -145,34 +146,39 @@ class ModelDrafter:
     ) -> None:
         self._pool, self._owner, self._generator, self._skip_forced = pool, owner, generator, skip_forced
         self._ends, self._vocab_size = target.tokenizer.eos_ids, target.config.vocab_size
-        self._state: State | None = None
+        self._state: DraftState | None = None
         self._agreed = 0  # tokens of the sequence that the cache was last seen to agree with
 
     def draft(
-        self, ids: Sequence[int], room: int, sampler: Sampler, constraint: Constraint | None, place: Place | None
+        self,
+        token_ids: Sequence[int],
+        max_tokens: int,
+        sampler: Sampler,
+        constraint: Constraint | None,
+        position: CachePosition | None,
     ) -> Draft | None:
-        """Guess at most ``room`` tokens after ``ids``; None while a long sequence is caught up with."""
-        room = min(room, self._pool.model.context_size - len(ids))
-        if room < 1:
+        """Draft at most ``max_tokens`` tokens after ``token_ids``; None while a long prompt is being prefilled."""
+        max_tokens = min(max_tokens, self._pool.model.context_size - len(token_ids))
+        if max_tokens < 1:
             return None
         with self._pool.lock:
             if self._state is None:
-                self._state = self._pool.open(self._owner, ids)
+                self._state = self._pool.open(self._owner, token_ids)
                 weakref.finalize(self, self._pool.release, self._state)
             state = self._state
-            if not self._pool.reserve(state, len(ids) + room):
+            if not self._pool.reserve(state, len(token_ids) + max_tokens):
                 return None
-            del state.ids[state.agree(ids, self._agreed) :]
-            pending = ids[len(state.ids) :]
-            self._agreed = len(ids)
-            if len(pending) > CATCH_UP:
-                self._forward(pending[:CATCH_UP], wanted=False)
-                self._agreed = len(state.ids)
+            del state.token_ids[state.agree(token_ids, self._agreed) :]
+            pending = token_ids[len(state.token_ids) :]
+            self._agreed = len(token_ids)
+            if len(pending) > MAX_PREFILL_TOKENS:
+                self._forward(pending[:MAX_PREFILL_TOKENS], with_logits=False)
+                self._agreed = len(state.token_ids)
                 return None
-            return continue_freely(
+            return sample_draft(
                 self._forward(pending),
                 self._forward,
-                room,
+                max_tokens,
                 sampler,
                 constraint,
                 generator=self._generator,
@@ -180,14 +186,14 @@ class ModelDrafter:
                 skip_forced=self._skip_forced,
             )
 
-    def _forward(self, ids: Sequence[int], wanted: bool = True) -> Float[Tensor, vocab]:
+    def _forward(self, token_ids: Sequence[int], with_logits: bool = True) -> Float[Tensor, vocab]:
         """Logits after the last of these tokens, as wide as the target's."""
         state = self._state
         assert state is not None
-        outputs = [len(ids) - 1] if wanted else []
-        (logits,) = self._pool.runner.forward([Work(ids, len(state.ids), state.table, outputs)])
-        state.ids += ids
-        if not wanted:
+        outputs = [len(token_ids) - 1] if with_logits else []
+        (logits,) = self._pool.runner.forward([ModelInput(token_ids, len(state.token_ids), state.table, outputs)])
+        state.token_ids += token_ids
+        if not with_logits:
             return logits.new_empty(0)
         row = logits[0, : self._vocab_size]
         missing = self._vocab_size - len(row)

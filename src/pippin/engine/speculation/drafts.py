@@ -1,11 +1,11 @@
-"""Guesses at what comes next: what a draft is, who makes it, and how long it may be.
+"""Drafts of speculative decoding: the interface of a drafter, prompt look-up, and the length of drafts.
 
 Notable here:
-- a draft is a pure bet: whoever checks it makes the answer's law right, however bad the guess
-- whether a position is guessed at all may depend on what came before it, never on what was guessed there; that is
-  what exact acceptance rests on
-- looking up what followed the same few tokens before costs no model at all, and one dictionary entry per token
-- drafts that do not pay get shorter, then rarer, both within bounds, and come back when they pay
+- verification preserves the distribution of the answer for any draft
+- whether a position is drafted may depend on the tokens before it, but not on the draft token itself; exact acceptance
+  relies on that
+- prompt look-up needs no model, only one dictionary entry per token and n-gram length
+- when draft tokens are rejected, drafts get shorter, then rarer, both within bounds, and longer again once accepted
 """
 
 from __future__ import annotations
@@ -19,27 +19,28 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from pippin.engine.constraint import Constraint
-from pippin.engine.runner import Runner
-from pippin.engine.sampling import Sampler, pick
+from pippin.engine.grammar.constraint import Constraint
+from pippin.engine.model_runner import Runner
+from pippin.engine.sampling import Sampler, sample_index
 from pippin.nn.lora import Adapter
 
 NGRAMS = (4, 3, 2)
-"""Lengths of the token sequences that are looked up; the longest that occurred before is followed."""
-LONGEST_PAUSE = 16
-"""Passes without a draft, at most, while drafts do not pay."""
+"""Lengths of the n-grams that are looked up; the longest one that occurred before is continued."""
+MAX_PAUSE = 16
+"""Maximum number of passes without a draft, after rejected drafts."""
 
 
 @dataclass
 class Draft:
-    """Tokens that may come next.
+    """Draft tokens that may come next.
 
     Args:
-        tokens: the guess, at least one.
-        probabilities: with which each token was drawn; None where nothing was drawn (a look-up, a greedy guess).
-        resume: the first layer that is not computed yet for the tokens of this pass; 0 for all.
-        residual: what enters that layer, for the pending tokens (those that the target's cache does not hold) and
-            those of the draft; None where ``resume`` is 0.
+        tokens: the draft tokens, at least one.
+        probabilities: the distribution that each token was sampled from; None where nothing was sampled (a look-up, a
+            greedy draft).
+        resume: the first layer that is not computed yet for the tokens of this pass; 0 if none is.
+        residual: input of that layer, for the pending tokens (those that are not in the target's cache) and those of
+            the draft; None if ``resume`` is 0.
     """
 
     tokens: list[int]
@@ -49,39 +50,44 @@ class Draft:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a sequence lies in the cache of the model that answers.
+class CachePosition:
+    """The position of a sequence in the cache of the target model.
 
     Args:
-        runner: what computes that model.
-        table: the blocks of the sequence.
-        held: tokens in them.
-        adapter: what the sequence is computed with.
+        runner: runner of the target model.
+        block_table: the blocks of the sequence.
+        num_computed_tokens: tokens in them.
+        adapter: the adapter of the sequence; None for the base model.
     """
 
     runner: Runner
-    table: Sequence[int]
-    held: int
+    block_table: Sequence[int]
+    num_computed_tokens: int
     adapter: Adapter | None = None
 
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Guesses for one request."""
+    """Drafts for one request."""
 
     def draft(
-        self, ids: Sequence[int], room: int, sampler: Sampler, constraint: Constraint | None, place: Place | None
+        self,
+        token_ids: Sequence[int],
+        max_tokens: int,
+        sampler: Sampler,
+        constraint: Constraint | None,
+        position: CachePosition | None,
     ) -> Draft | None:
-        """Guess at most ``room`` tokens after ``ids``; sampler and constraint are left as they were."""
+        """Draft at most ``max_tokens`` tokens after ``token_ids``; sampler and constraint end in their first state."""
 
 
 class NGramDrafter:
-    """Guesses that what followed the same tokens before follows again (prompt look-up).
+    """Drafts the continuation of an earlier occurrence of the last tokens (prompt look-up).
 
     Source: Saxena 2023, "Prompt Lookup Decoding"; Yang et al. 2023, arXiv:2304.04487.
 
     Args:
-        ends: tokens that end an answer; they are never guessed.
+        ends: tokens that end an answer; they are never drafted.
 
     >>> ids = [5, 6, 7, 8, 9, 5, 6]
     >>> NGramDrafter([]).follow(ids, 3)
@@ -94,80 +100,84 @@ class NGramDrafter:
         self._known = 0  # tokens whose predecessors are in the dictionary
 
     def draft(
-        self, ids: Sequence[int], room: int, sampler: Sampler, constraint: Constraint | None, place: Place | None
+        self,
+        token_ids: Sequence[int],
+        max_tokens: int,
+        sampler: Sampler,
+        constraint: Constraint | None,
+        position: CachePosition | None,
     ) -> Draft | None:
-        """Guess at most ``room`` tokens after ``ids``, as far as the constraint allows."""
-        tokens = self.follow(ids, room)
+        """Draft at most ``max_tokens`` tokens after ``token_ids``, as far as the constraint allows."""
+        tokens = self.follow(token_ids, max_tokens)
         if constraint is not None and tokens:
             tokens = tokens[: constraint.reach(tokens)]
         return Draft(tokens) if tokens else None
 
-    def follow(self, ids: Sequence[int], room: int) -> list[int]:
-        """What came after the last occurrence of the newest tokens; it may run on into its own guess.
+    def follow(self, token_ids: Sequence[int], max_tokens: int) -> list[int]:
+        """The continuation of the last earlier occurrence of the newest tokens; it may extend into its own draft.
 
         Args:
-            ids: all tokens so far; from one call to the next it only grows.
-            room: at most so many.
+            token_ids: all tokens so far; from one call to the next, tokens are only appended.
+            max_tokens: maximum number of tokens.
         """
-        for at in range(self._known, len(ids)):
+        for at in range(self._known, len(token_ids)):
             for size in NGRAMS:
                 if at >= size:
-                    self._seen[tuple(ids[at - size : at])] = at
-        self._known = len(ids)
-        places = (self._seen.get(tuple(ids[-size:])) for size in NGRAMS if size <= len(ids))
-        found = next((place for place in places if place is not None), None)
+                    self._seen[tuple(token_ids[at - size : at])] = at
+        self._known = len(token_ids)
+        positions = (self._seen.get(tuple(token_ids[-size:])) for size in NGRAMS if size <= len(token_ids))
+        found = next((position for position in positions if position is not None), None)
         if found is None:
             return []
         tokens: list[int] = []
-        for at in range(found, found + room):
-            token = ids[at] if at < len(ids) else tokens[at - len(ids)]
+        for at in range(found, found + max_tokens):
+            token = token_ids[at] if at < len(token_ids) else tokens[at - len(token_ids)]
             if token in self._ends:
                 break
             tokens.append(token)
         return tokens
 
 
-class Length:
-    """How many tokens to guess, learnt from what became of the guesses.
+class DraftLength:
+    """Number of tokens to draft, adapted to how many were accepted.
 
-    A draft that holds completely doubles the next one, up to ``most``; one that holds in part is followed by one token
-    more than held; one that fails at once is followed by one of half the length. Where single guesses fail too, the
-    next 1, 2, 4, ... passes go without (`LONGEST_PAUSE` at most), so that hopeless drafts cost little and never stop
-    being tried.
+    After a draft that is accepted completely the length doubles, up to ``max_tokens``; after one that is accepted in
+    part it is the number of accepted tokens plus one; after one that is rejected at its first token it is halved. When
+    drafts of one token are rejected, the next 1, 2, 4, ... passes (at most `MAX_PAUSE`) have no draft.
 
-    >>> length = Length(4)
-    >>> for held in (0, 0, 0):
-    ...     length.learn(length.next(), held)
+    >>> length = DraftLength(4)
+    >>> for accepted in (0, 0, 0):
+    ...     length.update(length.next(), accepted)
     >>> [length.next() for _ in range(3)]
     [0, 1, 1]
     """
 
-    def __init__(self, most: int) -> None:
-        self.most = self._now = most
+    def __init__(self, max_tokens: int) -> None:
+        self.max_tokens = self._now = max_tokens
         self._pause = self._left = 0
 
     def next(self) -> int:
-        """Tokens to guess in this pass; 0 for none."""
+        """Tokens to draft in this pass; 0 for none."""
         if self._left:
             self._left -= 1
             return 0
         return self._now
 
-    def learn(self, drafted: int, held: int) -> None:
-        """Take in how many tokens of a draft became part of the answer."""
-        if held:
-            self._now = min(self.most, 2 * max(self._now, 1) if held == drafted else held + 1)
+    def update(self, drafted: int, accepted: int) -> None:
+        """Record how many tokens of a draft were accepted."""
+        if accepted:
+            self._now = min(self.max_tokens, 2 * max(self._now, 1) if accepted == drafted else accepted + 1)
             self._pause = self._left = 0
         elif drafted > 1 or self._now > 1:
             self._now = max(1, self._now // 2)
         else:
-            self._pause = self._left = min(LONGEST_PAUSE, 2 * self._pause or 1)
+            self._pause = self._left = min(MAX_PAUSE, 2 * self._pause or 1)
 
 
-def continue_freely(
+def sample_draft(
     logits: Float[Tensor, vocab],
     step: Callable[[Sequence[int]], Float[Tensor, vocab]],
-    room: int,
+    max_tokens: int,
     sampler: Sampler,
     constraint: Constraint | None,
     *,
@@ -175,46 +185,48 @@ def continue_freely(
     ends: Sequence[int],
     skip_forced: bool,
 ) -> Draft:
-    """A draft written one token after another, under the options and the constraint of the request.
+    """A draft sampled token by token, under the options and the constraint of the request.
 
     Args:
-        logits: of the first token; changed in place.
-        step: the logits after more tokens.
-        room: longest draft, in tokens.
-        sampler: of the request; left as it is.
-        constraint: of the request; moved, and moved back.
-        generator: random numbers of the draft.
+        logits: logits of the first token; changed in place.
+        step: returns the logits after further tokens.
+        max_tokens: longest draft, in tokens.
+        sampler: sampler of the request; it does not change.
+        constraint: constraint of the request; it is advanced, and rolled back.
+        generator: random generator of the draft.
         ends: tokens that end an answer, and with it a draft.
-        skip_forced: write what the constraint forces without drawing, as the request will.
+        skip_forced: append tokens that the constraint forces without sampling, as the request will.
     """
     sampler, greedy = sampler.fork(generator), sampler.options.temperature == 0
     tokens: list[int] = []
-    laws: list[Tensor] = []
+    distributions: list[Tensor] = []
     while True:
         done = len(tokens)
-        sampler.penalise(logits)
+        sampler.penalize(logits)
         if constraint is not None:
             constraint.apply(logits)
-        law = None if greedy else sampler.law(logits)
-        tokens.append(sampler.choose(logits) if law is None else pick(law, generator))
-        if law is not None:
-            laws.append(law)
-            sampler.note(tokens[-1])
+        distribution = None if greedy else sampler.probabilities(logits)
+        tokens.append(sampler.sample(logits) if distribution is None else sample_index(distribution, generator))
+        if distribution is not None:
+            distributions.append(distribution)
+            sampler.observe(tokens[-1])
         if tokens[-1] in ends:
             break
         if constraint is not None:
             constraint.accept(tokens[-1])
-            forced = constraint.forced()[: room - len(tokens)] if skip_forced else []
+            forced = constraint.forced()[: max_tokens - len(tokens)] if skip_forced else []
             for token in takewhile(lambda token: token not in ends, forced):
                 constraint.accept(token)
-                sampler.note(token)
+                sampler.observe(token)
                 tokens.append(token)
-                laws.append(torch.zeros_like(logits, dtype=torch.float64).index_fill_(0, torch.tensor(token), 1.0))
+                distributions.append(
+                    torch.zeros_like(logits, dtype=torch.float64).index_fill_(0, torch.tensor(token), 1.0)
+                )
             if constraint.finished:
                 break
-        if len(tokens) >= room:
+        if len(tokens) >= max_tokens:
             break
         logits = step(tokens[done:])
     if constraint is not None:
         constraint.rollback(len(tokens) - (tokens[-1] in ends))
-    return Draft(tokens, None if greedy else torch.stack(laws))
+    return Draft(tokens, None if greedy else torch.stack(distributions))

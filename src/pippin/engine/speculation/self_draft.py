@@ -1,10 +1,10 @@
-"""A model that guesses with its own first layers, where the last ones keep no keys of their own.
+"""Self-speculation: drafts from the first layers of the model itself, for models whose last layers share a KV cache.
 
 Notable here:
-- the layers that make keys and values are computed once, while drafting; checking goes on from there, so a draft costs
-  nothing that the check would not have cost
-- what the first layers wrote into the cache is what the whole model would have written: nothing is copied or undone
-- the draft reads early: final norm and head after the last layer with keys
+- the layers that compute keys and values run once, while drafting; verification resumes after them, so drafting adds
+  only the head
+- the first layers write the same keys and values as the whole model: nothing is copied or undone
+- the draft's logits are an early exit: final norm and head after the last layer with its own KV cache
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from jaxtyping import Float
 from torch import Tensor
 
 from pippin.core.errors import InvalidArgument
-from pippin.engine.constraint import Constraint
-from pippin.engine.runner import Work
+from pippin.engine.grammar.constraint import Constraint
+from pippin.engine.model_runner import ModelInput
 from pippin.engine.sampling import Sampler
-from pippin.engine.speculation.drafts import Draft, Place, continue_freely
-from pippin.language.load import LanguageModel
+from pippin.engine.speculation.drafts import CachePosition, Draft, sample_draft
+from pippin.language.language_model import LanguageModel
 
 
 def shared_depth(model: LanguageModel) -> int:
-    """Layers up to the last one that has keys and values of its own.
+    """Number of layers up to the last one with its own KV cache.
 
     Raises:
-        InvalidArgument: that is the model's last layer, so there is nothing to skip.
+        InvalidArgument: that is the model's last layer, so no layer can be skipped.
     """
     depth = 1 + model.config.cached_layers[-1]
     if depth == len(model.config.layers):
@@ -39,53 +39,68 @@ def shared_depth(model: LanguageModel) -> int:
 
 
 class SelfDrafter:
-    """Guesses with the first layers of the model that answers.
+    """Drafts with the first layers of the target model.
 
     Source: the layout is that of arXiv:2507.13575 (keys shared by the last layers); drafting by an early exit as in
     Elhoushi et al. 2024, arXiv:2404.16710.
 
     Args:
-        model: whose last layers read the keys of an earlier one.
-        generator: random numbers of the draft.
-        skip_forced: write what the constraint forces without drawing.
+        model: a model whose last layers read the keys and values of an earlier one.
+        generator: random generator of the draft.
+        skip_forced: append tokens that the constraint forces without sampling.
 
     Raises:
-        InvalidArgument: the model's last layer has keys of its own.
+        InvalidArgument: the model's last layer has its own KV cache.
     """
 
     def __init__(self, model: LanguageModel, generator: torch.Generator, *, skip_forced: bool) -> None:
-        self.depth, self.width = shared_depth(model), model.config.width
+        self.depth, self.width = shared_depth(model), model.config.hidden_size
         self._ends, self._generator, self._skip_forced = model.tokenizer.eos_ids, generator, skip_forced
 
     def draft(
-        self, ids: Sequence[int], room: int, sampler: Sampler, constraint: Constraint | None, place: Place | None
+        self,
+        token_ids: Sequence[int],
+        max_tokens: int,
+        sampler: Sampler,
+        constraint: Constraint | None,
+        position: CachePosition | None,
     ) -> Draft | None:
-        """Guess at most ``room`` tokens after ``ids``; None without a place to compute them."""
-        if place is None:
+        """Draft at most ``max_tokens`` tokens after ``token_ids``; None without a position in the cache."""
+        if position is None:
             return None
-        pending = list(ids[place.held :])
-        residual = torch.empty(len(pending) + room, self.width)
+        pending = list(token_ids[position.num_computed_tokens :])
+        residual = torch.empty(len(pending) + max_tokens, self.width)
         done = 0
 
-        def step(tokens: Sequence[int], wanted: bool = True) -> Float[Tensor, vocab]:
+        def step(tokens: Sequence[int], with_logits: bool = True) -> Float[Tensor, vocab]:
             nonlocal done
             part = residual[done : done + len(tokens)]
-            outputs = [len(tokens) - 1] if wanted else []
-            work = Work(tokens, place.held + done, place.table, outputs, place.adapter, self.depth, part)
-            (logits,) = place.runner.forward([work])
+            outputs = [len(tokens) - 1] if with_logits else []
+            model_input = ModelInput(
+                tokens,
+                position.num_computed_tokens + done,
+                position.block_table,
+                outputs,
+                position.adapter,
+                self.depth,
+                part,
+            )
+            (logits,) = position.runner.forward([model_input])
             done += len(tokens)
-            return logits[0] if wanted else logits.new_empty(0)
+            return logits[0] if with_logits else logits.new_empty(0)
 
-        draft = continue_freely(
+        draft = sample_draft(
             step(pending),
             step,
-            room,
+            max_tokens,
             sampler,
             constraint,
             generator=self._generator,
             ends=self._ends,
             skip_forced=self._skip_forced,
         )
-        step(draft.tokens[done - len(pending) :], wanted=False)  # the check goes on from all tokens of the draft
+        step(
+            draft.tokens[done - len(pending) :], with_logits=False
+        )  # verification resumes from all tokens of the draft
         draft.resume, draft.residual = self.depth, residual[:done]
         return draft

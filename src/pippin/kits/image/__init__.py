@@ -1,37 +1,11 @@
-"""Pictures from descriptions, classes, pictures and drawings: one creator over every generator of this library.
+"""Image generation and editing: one `ImageCreator` over every generator of this library.
 
 Notable here:
-- `ImageCreator` draws, edits, fills in and animates with flows, diffusion, autoregressive diffusion and compositions
-- what it costs is measured before it is drawn, and what a picture is made of stands in its metadata
+- `ImageCreator` generates, edits, inpaints and animates with flows, diffusion, autoregressive diffusion and
+  compositions
+- the cost is measured before sampling, and the metadata of an image record how it was made
 """
 
-from pippin.kits.image.backends import Backend, Job, backend_of
-from pippin.kits.image.concepts import Drawing, ExtractedText, ImageRef, Label, Mask, Text, extract
-from pippin.kits.image.creator import Capabilities, ImageCreator
-from pippin.kits.image.plan import Cost
-from pippin.kits.image.request import Blocked, Picture, Progress, Request, details_of
-from pippin.kits.image.styles import Style
-from pippin.kits.image.text import TextEncoder
+import lazy_loader
 
-__all__ = [
-    "Backend",
-    "Blocked",
-    "Capabilities",
-    "Cost",
-    "Drawing",
-    "ExtractedText",
-    "ImageCreator",
-    "ImageRef",
-    "Job",
-    "Label",
-    "Mask",
-    "Picture",
-    "Progress",
-    "Request",
-    "Style",
-    "Text",
-    "TextEncoder",
-    "backend_of",
-    "details_of",
-    "extract",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

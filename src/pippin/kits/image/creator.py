@@ -1,10 +1,10 @@
-"""`ImageCreator`: pictures from words, classes, pictures and drawings, with any generator of this library.
+"""`ImageCreator`: images from descriptions, classes, images and drawings, with any generator of this library.
 
 Notable here:
 - one interface for every family: the same seed, strength and guidance mean the same with all of them
-- what can be refused is refused before any work, each reason as an error of its own; nothing is replaced in silence
-- picture i depends on ``seed + i`` alone, and by default every picture is drawn by itself: more of them change none
-- nothing is fetched: a text encoder that is missing is an error that says how to get it
+- invalid requests raise before any computation, each reason as its own error; nothing is replaced silently
+- image i depends on ``seed + i`` alone, and by default images are sampled one at a time: more of them change none
+- nothing is downloaded: a missing text encoder is an error that explains how to get it
 """
 
 from __future__ import annotations
@@ -18,32 +18,31 @@ from typing import Literal, Unpack
 
 from pippin.core.errors import CreationUnavailable, ModelNotFound
 from pippin.core.files import sha256_of
-from pippin.generate import folder as folders
-from pippin.generate.contract import Generator
-from pippin.kits.image import concepts as wanted, plan as planning, running
-from pippin.kits.image.backends import Task
+from pippin.generate.contract import Generator, GeneratorModule
+from pippin.kits.image import concepts as wanted, plan as planning, worker
 from pippin.kits.image.concepts import Concept, ImageRef, Mask
+from pippin.kits.image.job import Task
 from pippin.kits.image.plan import Cost
-from pippin.kits.image.planner import Plan, Planner, listed
-from pippin.kits.image.request import Blocked, Picture, Progress, Settings, request_of
-from pippin.kits.image.running import Event, Judge
-from pippin.kits.image.text import TextEncoder
+from pippin.kits.image.planner import ImagePlan, Planner, listed
+from pippin.kits.image.request import Blocked, CreatedImage, ImageSettings, Progress, request_of
+from pippin.kits.image.worker import Event, Judge
+from pippin.recipes.prompt_encoder import PromptEncoder
 from pippin.session.guardrails import Guardrails
 
 
 @dataclass(frozen=True)
-class Capabilities:
-    """What a creator can do.
+class ImageCapabilities:
+    """Capabilities of a creator.
 
     Attributes:
-        family: of the generator.
+        family: family of the generator.
         tasks: "draw", "restyle", "fill", "animate".
-        reads: "text", "classes", "map": what a drawing is steered by.
-        size: height and width of a picture as it is drawn.
+        reads: "text", "classes", "map": the conditions that the model reads.
+        size: height and width of a sampled image.
         channels: 1 or 3.
-        frames: of a clip; 0 for pictures.
-        guidance: whether a description may be followed more closely than was learnt.
-        classes: their names.
+        frames: of a video; 0 for images.
+        guidance: whether classifier-free guidance is available.
+        classes: names of the classes.
     """
 
     family: str
@@ -57,21 +56,21 @@ class Capabilities:
 
 
 class ImageCreator:
-    """Makes pictures with a model.
+    """Generates images with a model.
 
     Args:
         model: a generator of this library.
-        encoder: reads descriptions; None loads the one that the model's facts name, when it is first needed.
+        encoder: encodes descriptions; None loads the one that the model's metadata names, on first use.
         guard: checks descriptions; None for none.
-        judge: checks finished pictures; None for none.
-        memory_budget: bytes that weights and drawing may take; None for any. It is checked before a drawing.
-        compose: given, each concept is a part of a composition over this background ("null", or a description such as
-            "nothing") instead of all being one description.
-        name: for metadata.
-        model_hash: for metadata; empty computes it from the weights.
+        judge: checks finished images; None for none.
+        memory_budget: bytes that weights and sampling may take; None for no limit. It is checked before sampling.
+        compose: if given, each concept is a part of a composition over this background ("null", or a description such
+            as "nothing") instead of all being one description.
+        name: name of the model in the metadata.
+        model_hash: hash of the weights in the metadata; empty computes it.
 
     Raises:
-        UnsupportedModel: no generator that a backend draws with.
+        UnsupportedModel: not a generator that a backend supports.
         InvalidArgument: a model that cannot compose.
 
     >>> creator = ImageCreator.load("painter")                                            # doctest: +SKIP
@@ -83,7 +82,7 @@ class ImageCreator:
         self,
         model: Generator,
         *,
-        encoder: TextEncoder | None = None,
+        encoder: PromptEncoder | None = None,
         guard: Guardrails | None = None,
         judge: Judge | None = None,
         memory_budget: int | None = None,
@@ -115,10 +114,10 @@ class ImageCreator:
         judge: Judge | None = None,
         compose: str | None = None,
     ) -> ImageCreator:
-        """Load a model's folder; nothing is fetched.
+        """Load a model's folder; nothing is downloaded.
 
         Args:
-            ref: a folder that `pippin.generate.folder.save` or `pippin train images` wrote.
+            ref: a folder that a generator's ``save`` or `pippin train images` wrote.
             device: as `pippin.load` takes it; None chooses.
             memory_budget: see the class; weights beyond it are not read.
             guard: "default" for the packaged guardrails, None for none.
@@ -141,7 +140,7 @@ class ImageCreator:
             )
         planning.refuse_weights(str(ref), weights, memory_budget)
         try:
-            model = folders.load(folder, device=device)
+            model = GeneratorModule.load(folder, device=device)
         except ModelNotFound as error:
             raise CreationUnavailable(str(error), reason="weights missing") from error
         checked = Guardrails.default() if guard == "default" else guard
@@ -156,7 +155,7 @@ class ImageCreator:
             model_hash=sha256_of(single) if single.is_file() else "",
         )
 
-    # --- what it can do -----------------------------------------------------------------------------------------------
+    # --- capabilities -------------------------------------------------------------------------------------------------
 
     @property
     def available_styles(self) -> tuple[str, ...]:
@@ -164,39 +163,43 @@ class ImageCreator:
         return tuple(style.name for style in self._planner.styles)
 
     @property
-    def capabilities(self) -> Capabilities:
-        """What it can do; every other request is refused."""
+    def capabilities(self) -> ImageCapabilities:
+        """The capabilities; every other request is refused."""
         spec, shape = self.model.condition, self.model.shape
-        return Capabilities(
+        return ImageCapabilities(
             family=self.backend.family,
             tasks=tuple(sorted(self.backend.tasks)),
-            reads=tuple(name for name in ("text", "classes", "map") if getattr(spec, name)),
+            reads=tuple(
+                name
+                for name, size in (("text", spec.text_dim), ("classes", spec.num_classes), ("map", spec.map_channels))
+                if size
+            ),
             size=(shape[-2], shape[-1]),
             channels=shape[-3],
             frames=shape[0] if len(shape) == 4 else 0,
             guidance=spec.null,
-            classes=tuple(str(name) for name in self.model.facts.get("classes", ())),
+            classes=tuple(str(name) for name in self.model.metadata.get("classes", ())),
         )
 
     @property
-    def encoder(self) -> TextEncoder:
-        """What reads descriptions; loaded when it is first asked for.
+    def encoder(self) -> PromptEncoder:
+        """The text encoder; loaded on first use.
 
         Raises:
-            CreationUnavailable: it is not here, or not the one that the model was trained with.
+            CreationUnavailable: it is missing, or not the one that the model was trained with.
         """
         return self._planner.encoder
 
     @property
     def model_hash(self) -> str:
-        """SHA-256 of the weights: of the file, or of the tensors where there is none."""
+        """SHA-256 of the weights: of the file, or of the tensors if there is no file."""
         return self._planner.model_hash
 
-    def extract(self, text: str, *, title: str = "", most: int = 3) -> list[str]:
+    def extract(self, text: str, *, title: str = "", max_concepts: int = 3) -> list[str]:
         """The phrases that an `ExtractedText` stands for, to be shown and edited; see `concepts.extract`."""
-        return self._planner.extract(text, title=title, most=most)
+        return self._planner.extract(text, title=title, max_concepts=max_concepts)
 
-    # --- drawing ------------------------------------------------------------------------------------------------------
+    # --- sampling -----------------------------------------------------------------------------------------------------
 
     def images(
         self,
@@ -204,51 +207,51 @@ class ImageCreator:
         *,
         on_progress: Callable[[Progress], None] | None = None,
         cancel: threading.Event | None = None,
-        **settings: Unpack[Settings],
-    ) -> Iterator[Picture]:
-        """Draw pictures.
+        **settings: Unpack[ImageSettings],
+    ) -> Iterator[CreatedImage]:
+        """Sample images.
 
         Args:
-            concepts: what they show and begin from: words, a `Label`, one `ImageRef` or `Drawing`.
+            concepts: what the images show and start from: descriptions, a `Label`, one `ImageRef` or `Drawing`.
             on_progress: called after each step.
-            cancel: set, from anywhere, it ends the drawing after the step that is being made.
-            settings: see `Request`.
+            cancel: if it is set, from any thread, sampling stops after the current step.
+            settings: see `ImageRequest`.
 
         Returns:
-            The pictures, each as soon as it is finished. All checks are made before the first is asked for.
+            The images, each as soon as it is finished. All checks are made before the first is requested.
 
         Raises:
             InvalidArgument: a setting out of range, an unknown style or class, no concept.
-            UnsupportedLanguage: the description is in a language that the encoder does not read.
-            ConceptsBlocked: the guard refuses the description; or, after the last picture, the judge withheld some.
-            CreationNotSupported: the model cannot do this.
+            UnsupportedLanguage: the encoder does not support the language of the description.
+            ConceptsBlocked: the guard blocks the description; or, after the last image, the judge withheld some.
+            CreationNotSupported: the model does not support the request.
             CreationUnavailable: the text encoder is missing.
-            UnsupportedInputImage: a picture that cannot be used.
+            UnsupportedInputImage: an image that cannot be read.
             OverMemoryBudget: it does not fit; nothing was allocated.
-            CreationFailed: drawing began and went wrong; ``step`` says where.
+            CreationFailed: sampling failed; ``step`` is the step.
             Cancelled: ``cancel`` was set.
         """
         return self._pictures(self.plan(concepts, **settings), on_progress, cancel)
 
     def edit(
         self,
-        image: wanted.PictureSource,
+        image: wanted.ImageSource,
         mask: Mask | None = None,
         concepts: Concept | Sequence[Concept] = (),
         *,
         on_progress: Callable[[Progress], None] | None = None,
         cancel: threading.Event | None = None,
-        **settings: Unpack[Settings],
-    ) -> Iterator[Picture]:
-        """Change a picture: inside a mask, or everywhere by a strength.
+        **settings: Unpack[ImageSettings],
+    ) -> Iterator[CreatedImage]:
+        """Edit an image: inside a mask, or everywhere with a strength.
 
         Args:
-            image: the picture.
-            mask: white where it is to be drawn anew; all other pixels stay as they are. None for everywhere.
-            concepts: what it is to show.
+            image: the image.
+            mask: white where the image is generated again; all other pixels stay unchanged. None for everywhere.
+            concepts: what the result shows.
             on_progress: see `images`.
             cancel: see `images`.
-            settings: see `Request`; with a mask ``strength`` is 1 unless it is given.
+            settings: see `ImageRequest`; with a mask ``strength`` is 1 unless it is given.
 
         Returns, Raises:
             As `images`.
@@ -258,61 +261,61 @@ class ImageCreator:
 
     def animate(
         self,
-        image: wanted.PictureSource,
+        image: wanted.ImageSource,
         concepts: Concept | Sequence[Concept] = (),
         *,
         frames: int | None = None,
         on_progress: Callable[[Progress], None] | None = None,
         cancel: threading.Event | None = None,
-        **settings: Unpack[Settings],
-    ) -> Iterator[Picture]:
-        """Make a clip that begins with a picture.
+        **settings: Unpack[ImageSettings],
+    ) -> Iterator[CreatedImage]:
+        """Generate a video that starts with an image.
 
         Args:
             image: its first frame.
-            concepts: what it is to show.
-            frames: of the clip; None for the model's own.
+            concepts: what the video shows.
+            frames: number of frames; None for the model's own.
             on_progress: see `images`.
             cancel: see `images`.
-            settings: see `Request`.
+            settings: see `ImageRequest`.
 
         Returns, Raises:
-            As `images`; CreationNotSupported: the model makes no clips.
+            As `images`; CreationNotSupported: the model does not generate videos.
         """
         plan = self.plan([*listed(concepts), ImageRef(image)], frames=frames, animate=True, **settings)
         return self._pictures(plan, on_progress, cancel)
 
     def events(
-        self, concepts: Concept | Sequence[Concept], *, mask: Mask | None = None, **settings: Unpack[Settings]
+        self, concepts: Concept | Sequence[Concept], *, mask: Mask | None = None, **settings: Unpack[ImageSettings]
     ) -> Iterator[Event]:
-        """The drawing as it goes: `Progress` after each step, each `Picture`, and `Blocked` for one that is withheld.
+        """`Progress` after each step, each `CreatedImage`, and `Blocked` for one that is withheld.
 
-        Leaving the loop ends the drawing within one step. Arguments and errors are those of `images` and `edit`.
+        Leaving the loop ends the sampling within one step. Arguments and errors are those of `images` and `edit`.
         """
         plan = self.plan(concepts, mask=mask, **settings)
-        return running.events(self.backend, self.judge, plan)
+        return worker.events(self.backend, self.judge, plan)
 
     async def aimages(
-        self, concepts: Concept | Sequence[Concept], *, mask: Mask | None = None, **settings: Unpack[Settings]
-    ) -> AsyncIterator[Picture]:
-        """As `images`, for `async for`; a cancelled task ends the drawing within one step."""
+        self, concepts: Concept | Sequence[Concept], *, mask: Mask | None = None, **settings: Unpack[ImageSettings]
+    ) -> AsyncIterator[CreatedImage]:
+        """As `images`, for `async for`; cancelling the task stops sampling within one step."""
         plan = await asyncio.to_thread(self.plan, concepts, mask=mask, **settings)
         withheld: list[Blocked] = []
-        events = running.aevents(self.backend, self.judge, plan)
+        events = worker.aevents(self.backend, self.judge, plan)
         try:
             async for item in events:
-                if isinstance(item, Picture):
+                if isinstance(item, CreatedImage):
                     yield item
                 elif isinstance(item, Blocked):
                     withheld.append(item)
         finally:
             await events.aclose()
-        running.tell_withheld(withheld)
+        worker.tell_withheld(withheld)
 
     def estimate(
-        self, concepts: Concept | Sequence[Concept] = "", *, mask: Mask | None = None, **settings: Unpack[Settings]
+        self, concepts: Concept | Sequence[Concept] = "", *, mask: Mask | None = None, **settings: Unpack[ImageSettings]
     ) -> Cost:
-        """What a request would take: its first steps are made, measured and thrown away.
+        """Estimate the cost of a request: its first steps are run, measured and discarded.
 
         Raises:
             As `images`.
@@ -329,29 +332,29 @@ class ImageCreator:
         frames: int | None = None,
         animate: bool = False,
         measure: bool = False,
-        **settings: Unpack[Settings],
-    ) -> Plan:
-        """Check a request and make it ready; see `images` for what is raised.
+        **settings: Unpack[ImageSettings],
+    ) -> ImagePlan:
+        """Validate a request and prepare it; see `images` for the errors.
 
         Args:
             concepts: as `images`.
             mask: as `edit`.
             frames: as `animate`.
-            animate: whether a clip is wanted.
+            animate: whether a video is requested.
             measure: whether seconds and bytes are estimated; bytes are where there is a budget.
-            settings: see `Request`.
+            settings: see `ImageRequest`.
         """
         request = request_of(settings)
         return self._planner.plan(concepts, request, mask=mask, frames=frames, animate=animate, measure=measure)
 
     def _pictures(
-        self, plan: Plan, on_progress: Callable[[Progress], None] | None, cancel: threading.Event | None
-    ) -> Iterator[Picture]:
+        self, plan: ImagePlan, on_progress: Callable[[Progress], None] | None, cancel: threading.Event | None
+    ) -> Iterator[CreatedImage]:
         withheld: list[Blocked] = []
         tell, stop = on_progress or (lambda progress: None), cancel or threading.Event()
-        for item in running.run(self.backend, self.judge, plan, tell, stop):
+        for item in worker.run(self.backend, self.judge, plan, tell, stop):
             if isinstance(item, Blocked):
                 withheld.append(item)
             else:
                 yield item
-        running.tell_withheld(withheld)
+        worker.tell_withheld(withheld)

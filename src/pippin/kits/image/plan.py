@@ -1,9 +1,9 @@
-"""What a picture will cost, before it is drawn: bytes and seconds, measured on its first steps and carried on.
+"""Cost estimate of image generation before sampling: bytes and seconds, extrapolated from the first steps.
 
 Notable here:
-- memory is measured by watching every tensor of one picture's first two steps come and go: exact for any network, and
-  stopped as soon as it would go beyond the budget
-- tensors of a batch grow with its size; weights do not; so a batch is made smaller before anything is refused
+- memory is measured by tracking every tensor of one image's first two steps: exact for any network, and stopped as soon
+  as it would exceed the budget
+- tensors of a batch grow with its size; weights do not; so a batch is made smaller before a request is refused
 - weights are counted from the files' sizes, before they are read
 """
 
@@ -24,61 +24,62 @@ from torch.utils._pytree import tree_leaves
 
 from pippin.core.errors import OverMemoryBudget
 from pippin.core.files import format_bytes
-from pippin.generate.contract import OnStep, Step
-from pippin.kits.image.backends import Backend, Closing, Job
+from pippin.generate.contract import OnStep, SamplingStep
+from pippin.kits.image.job import Closing, ImageBackend, ImageJob
 
 OVERHEAD: Final = 1.5
-"""What is taken beyond the tensors, as a factor: copies in the layout of convolutions, and memory kept by the
-allocator. Measured on a CPU with a U-Net; on a GPU it is less."""
+"""Factor for memory beyond the tensors: copies in the layout of convolutions, and memory kept by the allocator.
+Measured on a CPU with a U-Net; on a GPU it is less."""
 STARTED: Final = 56_000_000
-"""Bytes that the first drawing of a process takes whatever it draws: work spaces of libraries, code that is loaded
-when it is first run. Measured on a CPU with three small models, which took 33 to 61 MB more than their tensors."""
+"""Bytes that the first run of a process takes in any case: workspaces of libraries, code that is loaded
+on first use. Measured on a CPU with three small models, which took 33 to 61 MB more than their tensors."""
 WATCHED: Final = 2
-"""Steps that are watched for memory."""
+"""Steps that are measured for memory."""
 TIMED: Final = 3
-"""Steps that are timed; the first is warming up."""
+"""Steps that are timed; the first is the warm-up."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a drawing takes.
+    """Cost of generating images.
 
     Attributes:
-        bytes: of memory at the peak, beyond what the process has without a model.
-        seconds: until the last picture.
-        first_seconds: until the first picture.
-        weights: the part of ``bytes`` that the model and the encoder take.
-        each: what each picture of a batch adds to ``bytes``.
-        together: pictures in a batch.
+        bytes: peak memory, beyond that of the process without a model.
+        seconds: until the last image.
+        first_seconds: until the first image.
+        weight_bytes: the part of ``bytes`` for the model and the encoder.
+        bytes_per_image: increase of ``bytes`` for each image of a batch.
+        batch_size: images in a batch.
     """
 
     bytes: int
     seconds: float
     first_seconds: float
-    weights: int
-    each: int
-    together: int
+    weight_bytes: int
+    bytes_per_image: int
+    batch_size: int
 
     def __str__(self) -> str:
         return (
-            f"{format_bytes(self.bytes)} ({format_bytes(self.weights)} of weights), {self.seconds:.1f} s, the first "
-            f"picture after {self.first_seconds:.1f} s"
+            f"{format_bytes(self.bytes)} ({format_bytes(self.weight_bytes)} of weights), {self.seconds:.1f} s, the "
+            "first "
+            f"image after {self.first_seconds:.1f} s"
         )
 
 
 class _Stop(Exception):
-    """Enough steps were seen."""
+    """Enough steps were measured."""
 
 
 class _Beyond(Exception):
-    """More memory than is allowed is in use."""
+    """The memory limit is exceeded."""
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of the tensors that are made inside the block and still live: now, and at the peak.
+    """Tracks the bytes of the tensors that are created inside the block and still alive: now, and at the peak.
 
     Args:
-        limit: bytes at which the block is left by an exception; None for none.
+        limit: bytes beyond which an exception ends the block; None for no limit.
 
     >>> with LiveBytes() as watch:
     ...     a = torch.ones(1000)
@@ -95,10 +96,10 @@ class LiveBytes(TorchDispatchMode):
         self._known: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, and count the memory that its results brought."""
+        """Run an operation, and count the memory of its results."""
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor) and leaf.device.type != "meta":
-                self._known.setdefault(leaf.untyped_storage(), 0)  # it was there before, or is counted
+                self._known.setdefault(leaf.untyped_storage(), 0)  # it existed before, or is already counted
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor) and leaf.device.type != "meta":
@@ -132,15 +133,15 @@ def weights_of(*modules: Any) -> int:
 
 
 def stored_weights(folder: Path) -> int:
-    """Bytes of the weights in a folder, by its files' sizes."""
+    """Bytes of the weights in a folder, from the file sizes."""
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
 def refuse_weights(name: str, weights: int, budget: int | None) -> None:
-    """Refuse a model whose weights alone are beyond the budget.
+    """Refuse a model whose weights alone exceed the budget.
 
     Raises:
-        OverMemoryBudget: they are.
+        OverMemoryBudget: they exceed it.
     """
     if budget is not None and weights > budget:
         raise OverMemoryBudget(
@@ -151,8 +152,8 @@ def refuse_weights(name: str, weights: int, budget: int | None) -> None:
         )
 
 
-def bytes_of_one(backend: Backend, job: Job, limit: int | None) -> int:
-    """Bytes beyond the weights that one picture of a job needs, by its first steps."""
+def bytes_of_one(backend: ImageBackend, job: ImageJob, limit: int | None) -> int:
+    """Bytes beyond the weights that one image of a job needs, measured on its first steps."""
     one = replace(job, n=1)
     parts = [backend.run, backend.close] if isinstance(backend, Closing) else [backend.run]
     peak = 0
@@ -164,8 +165,8 @@ def bytes_of_one(backend: Backend, job: Job, limit: int | None) -> int:
     return round(peak * OVERHEAD)
 
 
-def seconds_of(backend: Backend, job: Job) -> float:
-    """Seconds of a job, by its first steps."""
+def seconds_of(backend: ImageBackend, job: ImageJob) -> float:
+    """Seconds of a job, extrapolated from its first steps."""
     before, each, total = _timed(backend.run, job)
     if not each or not isinstance(backend, Closing):
         return before + each * total
@@ -174,12 +175,12 @@ def seconds_of(backend: Backend, job: Job) -> float:
     return before + each * max(0, total - closings * steps) + closings * (after + of_one * steps)
 
 
-def _timed(part: Callable[[Job, OnStep], Any], job: Job) -> tuple[float, float, int]:
-    """Seconds before the steps, of each, and how many there are; a part that is over has its seconds before them."""
+def _timed(part: Callable[[ImageJob, OnStep], Any], job: ImageJob) -> tuple[float, float, int]:
+    """Seconds before the steps, seconds of each step, and the number of steps; a finished part has only the first."""
     begun, marks = time.perf_counter(), list[float]()
     total = 0
 
-    def mark(step: Step) -> None:
+    def mark(step: SamplingStep) -> None:
         nonlocal total
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -197,26 +198,28 @@ def _timed(part: Callable[[Job, OnStep], Any], job: Job) -> tuple[float, float, 
 
 
 def _until(steps: int) -> OnStep:
-    def stop(step: Step) -> None:
+    def stop(step: SamplingStep) -> None:
         if step.done >= steps:
             raise _Stop
 
     return stop
 
 
-def fit(backend: Backend, job: Job, limit: int, together: int, *, weights: int, budget: int | None) -> tuple[int, int]:
-    """How many pictures are drawn at once, and what each of them takes in bytes.
+def largest_batch(
+    backend: ImageBackend, job: ImageJob, limit: int, batch_size: int, *, weights: int, budget: int | None
+) -> tuple[int, int]:
+    """Batch size, and the bytes of each image.
 
     Args:
-        backend: draws.
+        backend: the backend that samples.
         job: of one batch.
-        limit: pictures in all.
-        together: at once, at most.
+        limit: number of images in total.
+        batch_size: maximum batch size.
         weights: bytes of the model and its encoder.
-        budget: bytes that may be used; None for any.
+        budget: bytes that may be used; None for no limit.
 
     Raises:
-        OverMemoryBudget: not even one picture fits; nothing beyond the budget was allocated.
+        OverMemoryBudget: not even one image fits; nothing beyond the budget was allocated.
     """
     refuse_weights("the model", weights, budget)
     room = None if budget is None else max(0, budget - weights - STARTED)
@@ -224,25 +227,25 @@ def fit(backend: Backend, job: Job, limit: int, together: int, *, weights: int, 
     if room is not None and each > room:
         assert budget is not None
         raise OverMemoryBudget(
-            f"one picture needs at least {format_bytes(weights + STARTED + each)}, {format_bytes(weights)} of them "
+            f"one image needs at least {format_bytes(weights + STARTED + each)}, {format_bytes(weights)} of them "
             f"weights; the budget is {format_bytes(budget)}. Take a smaller model, no guidance, or more memory_budget",
             estimate=weights + STARTED + each,
             budget=budget,
         )
-    most = together if room is None else max(1, min(together, room // max(1, each)))
+    most = batch_size if room is None else max(1, min(batch_size, room // max(1, each)))
     return min(limit, most), each
 
 
 def cost_of(
-    backend: Backend,
-    job: Job,
+    backend: ImageBackend,
+    job: ImageJob,
     limit: int,
     *,
-    together: int,
+    batch_size: int,
     each: int,
     weights: int,
 ) -> Cost:
-    """What all pictures of a request take, drawn in batches."""
-    batch = seconds_of(backend, replace(job, n=together))
-    batches = -(-limit // together)
-    return Cost(weights + STARTED + together * each, batch * batches, batch, weights, each, together)
+    """Cost of all images of a request, sampled in batches."""
+    batch = seconds_of(backend, replace(job, n=batch_size))
+    batches = -(-limit // batch_size)
+    return Cost(weights + STARTED + batch_size * each, batch * batches, batch, weights, each, batch_size)

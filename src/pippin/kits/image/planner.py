@@ -1,8 +1,8 @@
-"""From a request to a plan: everything that is checked, read and encoded before an image model begins.
+"""Validation and preparation of image requests: everything that is checked, loaded and encoded before sampling.
 
 Notable here:
-- the order is that of cost: numbers, words, the guard, what the family can do, pictures, the text encoder, memory
-- a plan holds all that a drawing needs; what was decided on the way stands in the metadata of its pictures
+- checks are in order of cost: numbers, text, the guard, capabilities, images, the text encoder, memory
+- a plan holds everything that sampling needs; decisions are recorded in the metadata of its images
 """
 
 from __future__ import annotations
@@ -24,41 +24,42 @@ from pippin.core.errors import (
     ModelNotFound,
     UnsupportedLanguage,
 )
-from pippin.core.reference import resolve
-from pippin.generate.condition import Condition
+from pippin.core.store.reference import resolve
+from pippin.data.text.language import language_of
+from pippin.generate.conditions import Conditioning
 from pippin.generate.contract import Generator
 from pippin.kits.image import concepts as wanted, plan as planning, styles
-from pippin.kits.image.backends import Backend, Job, Task, backend_of
-from pippin.kits.image.concepts import Concept, Drawing, ExtractedText, ImageRef, Label, Mask, Text
+from pippin.kits.image.backends import backend_of
+from pippin.kits.image.concepts import Concept, Drawing, ExtractedText, ImageRef, Label, Mask, TextConcept
+from pippin.kits.image.job import ImageBackend, ImageJob, Task
 from pippin.kits.image.plan import Cost
-from pippin.kits.image.request import Request
-from pippin.kits.image.text import TextEncoder
-from pippin.kits.text.facts import language_of
-from pippin.session.guardrails import Decision, Guardrails
+from pippin.kits.image.request import ImageRequest
+from pippin.recipes.prompt_encoder import PromptEncoder
+from pippin.session.guardrails import GuardrailDecision, Guardrails
 
-SENTENCE: Final = "I would like a picture that shows {}."
+SENTENCE: Final = "I would like an image that shows {}."
 GUIDANCE: Final = 2.0
-"""Of models that can be guided, where neither the request nor the style nor the model's facts say."""
+"""Default guidance of models that support it, if neither the request nor the style nor the metadata set it."""
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A drawing that was checked and can begin.
+class ImagePlan:
+    """A validated request, ready for sampling.
 
     Attributes:
-        request: as it was asked for.
-        style: that it names.
-        job: of the first batch; later ones count the seed on.
-        together: pictures of a batch.
-        details: what every picture's metadata say.
-        cost: None where nothing was estimated.
-        enlarged: how many times.
+        request: the request.
+        style: its style.
+        job: the job of the first batch; later ones continue the seeds.
+        batch_size: images in a batch.
+        details: metadata of every image.
+        cost: None if nothing was estimated.
+        enlarged: upscaling factor.
     """
 
-    request: Request
+    request: ImageRequest
     style: styles.Style
-    job: Job
-    together: int
+    job: ImageJob
+    batch_size: int
     details: dict[str, Any]
     cost: Cost | None
     enlarged: int
@@ -72,39 +73,39 @@ class Planner:
         model: Generator,
         *,
         name: str,
-        encoder: TextEncoder | None,
+        encoder: PromptEncoder | None,
         guard: Guardrails | None,
         memory_budget: int | None,
         compose: str | None,
         model_hash: str = "",
     ) -> None:
         self.model, self.name, self.guard, self.memory_budget = model, name, guard, memory_budget
-        self.styles = styles.styles_of(model.facts)
+        self.styles = styles.styles_of(model.metadata)
         self._encoder, self._hash = encoder, model_hash
-        background: Condition | Literal["null"] | None = None
+        background: Conditioning | Literal["null"] | None = None
         if compose is not None:
             background = "null" if compose == "null" else self._said(compose)
-        self.backend: Backend = backend_of(model, background=background)
+        self.backend: ImageBackend = backend_of(model, background=background)
 
     @property
-    def encoder(self) -> TextEncoder:
-        """What reads descriptions; loaded when it is first asked for.
+    def encoder(self) -> PromptEncoder:
+        """The text encoder; loaded on first use.
 
         Raises:
-            CreationUnavailable: it is not here, or not the one that the model was trained with.
+            CreationUnavailable: it is missing, or not the one that the model was trained with.
         """
         if self._encoder is None:
-            facts = self.model.facts.get("text_encoder") or {}
-            name = facts.get("name", "all-minilm-l6-v2")
+            described = self.model.metadata.get("text_encoder") or {}
+            name = described.get("name", "all-minilm-l6-v2")
             try:
                 self._refuse_encoder(name)
-                self._encoder = TextEncoder.load(name, tokens=facts.get("tokens", 48), download=False)
+                self._encoder = PromptEncoder.load(name, max_tokens=described.get("tokens", 48), download=False)
             except ModelNotFound as error:
                 raise CreationUnavailable(
                     f"the model reads descriptions through {name}, which is not here: pippin pull {name}",
                     reason="text encoder missing",
                 ) from error
-            if facts.get("sha256", self._encoder.sha256) != self._encoder.sha256:
+            if described.get("sha256", self._encoder.sha256) != self._encoder.sha256:
                 self._encoder = None
                 raise CreationUnavailable(
                     f"the model was trained with other weights of {name} than those that are here; pull it again",
@@ -113,7 +114,7 @@ class Planner:
         return self._encoder
 
     def _refuse_encoder(self, name: str) -> None:
-        """Refuse an encoder that does not fit beside the model, before it is read."""
+        """Refuse an encoder that does not fit into memory beside the model, before it is loaded."""
         if self.memory_budget is not None:
             stored = planning.stored_weights(resolve(name, download=False).path)
             together = planning.weights_of(self.model) + stored
@@ -121,7 +122,7 @@ class Planner:
 
     @property
     def model_hash(self) -> str:
-        """SHA-256 of the weights: of the file, or of the tensors where there is none."""
+        """SHA-256 of the weights: of the file, or of the tensors if there is no file."""
         if not self._hash:
             digest = hashlib.sha256()
             state = self.model.state_dict() if isinstance(self.model, nn.Module) else {}
@@ -130,29 +131,29 @@ class Planner:
             self._hash = digest.hexdigest()
         return self._hash
 
-    def extract(self, text: str, *, title: str, most: int) -> list[str]:
-        """See `concepts.extract`; ranked by the model's encoder where it has one."""
-        encoder = self.encoder if self.model.condition.text else None
-        return wanted.extract(text, title=title, most=most, encoder=encoder)
+    def extract(self, text: str, *, title: str, max_concepts: int) -> list[str]:
+        """See `concepts.extract`; ranked by the model's encoder if there is one."""
+        encoder = self.encoder if self.model.condition.text_dim else None
+        return wanted.extract(text, title=title, max_concepts=max_concepts, encoder=encoder)
 
     def plan(
         self,
         concepts: Concept | Sequence[Concept],
-        request: Request,
+        request: ImageRequest,
         *,
         mask: Mask | None = None,
         frames: int | None = None,
         animate: bool = False,
         measure: bool = False,
-    ) -> Plan:
-        """Check a request and make it ready; see `images` for what is raised.
+    ) -> ImagePlan:
+        """Validate a request and prepare it; see `images` for the errors.
 
         Args:
             concepts: as `images`.
-            request: how it is to be made.
+            request: its settings.
             mask: as `edit`.
             frames: as `animate`.
-            animate: whether a clip is wanted.
+            animate: whether a video is requested.
             measure: whether seconds and bytes are estimated; bytes are where there is a budget.
         """
         style = styles.choose(request.style, self.styles)
@@ -162,19 +163,19 @@ class Planner:
         if not parts and not measure and not self.model.condition.empty:
             raise InvalidArgument("there is nothing to draw: give at least one concept, such as a description")
         if len(given) > 1:
-            raise InvalidArgument(f"{len(given)} pictures to begin from; give one")
+            raise InvalidArgument(f"{len(given)} images to begin from; give one")
         prompts = self._prompts(parts, style)
         notes: list[str] = []
         task = self._task(given, mask, animate)
         conditions = self._conditions(parts, prompts, given, notes)
-        base = float(self.model.facts.get("guidance", GUIDANCE)) if style.guidance is None else style.guidance
+        base = float(self.model.metadata.get("guidance", GUIDANCE)) if style.guidance is None else style.guidance
         guidance = request.guided(base) if self._guides(conditions) else 1.0
         if request.guidance not in (None, 1.0) and not self._guides(conditions):
             raise CreationNotSupported(
                 f"guidance={request.guidance}, but {self.name} was not trained without its condition, or there is no "
                 "description; leave guidance out"
             )
-        job = Job(
+        job = ImageJob(
             request.limit,
             request.seed,
             conditions,
@@ -182,43 +183,51 @@ class Planner:
             guidance,
             frames=frames,
         )
-        if given and not (isinstance(given[0], Drawing) and self.model.condition.map):
+        if given and not (isinstance(given[0], Drawing) and self.model.condition.map_channels):
             job = self._beginning(job, given[0], mask, request, task, notes)
         details = self._details(request, prompts, self._classes(parts), job, task, notes)
         return self._costed(request, style, job, details, enlarged, measure)
 
     def _costed(
-        self, request: Request, style: styles.Style, job: Job, details: dict[str, Any], enlarged: int, measure: bool
-    ) -> Plan:
-        """How many are drawn at once, and what it takes."""
-        together, cost = min(request.together, request.limit), None
+        self,
+        request: ImageRequest,
+        style: styles.Style,
+        job: ImageJob,
+        details: dict[str, Any],
+        enlarged: int,
+        measure: bool,
+    ) -> ImagePlan:
+        """The batch size and the cost."""
+        together, cost = min(request.batch_size, request.limit), None
         if (measure or self.memory_budget is not None) and job.strength > 0:
             encoder = self._encoder.encoder.module if self._encoder is not None else None
             weights = planning.weights_of(self.model, encoder)
-            together, each = planning.fit(
+            together, each = planning.largest_batch(
                 self.backend, job, request.limit, together, weights=weights, budget=self.memory_budget
             )
             if measure:
-                cost = planning.cost_of(self.backend, job, request.limit, together=together, each=each, weights=weights)
-        return Plan(request, style, replace(job, n=together), together, details, cost, enlarged)
+                cost = planning.cost_of(
+                    self.backend, job, request.limit, batch_size=together, each=each, weights=weights
+                )
+        return ImagePlan(request, style, replace(job, n=together), together, details, cost, enlarged)
 
     def _prompts(self, parts: Sequence[Concept], style: styles.Style) -> list[str]:
-        """Descriptions, checked; a style's template is around each."""
-        said: list[str] = []
+        """Descriptions, checked, each within the style's template."""
+        prompts: list[str] = []
         for part in parts:
             if isinstance(part, ExtractedText):
-                said += self.extract(part.text, title=part.title, most=part.most)
-            elif isinstance(part, str | Text):
-                said.append((part if isinstance(part, str) else part.text).strip())
-        if any(not text for text in said):
-            raise InvalidArgument("a description is empty; say what the picture is to show, or leave it out")
-        for text in said:
+                prompts += self.extract(part.text, title=part.title, max_concepts=part.max_concepts)
+            elif isinstance(part, str | TextConcept):
+                prompts.append((part if isinstance(part, str) else part.text).strip())
+        if any(not text for text in prompts):
+            raise InvalidArgument("a description is empty; say what the image is to show, or leave it out")
+        for text in prompts:
             self._admit(text)
-        return [style.say(text) for text in said]
+        return [style.apply(text) for text in prompts]
 
     def _admit(self, text: str) -> None:
-        """Language, then the guard."""
-        known = tuple((self.model.facts.get("text_encoder") or {}).get("languages", ("en",)))
+        """Check the language, then the guard."""
+        known = tuple((self.model.metadata.get("text_encoder") or {}).get("languages", ("en",)))
         language = language_of(text)
         if language is not None and language not in known:
             raise UnsupportedLanguage(
@@ -229,8 +238,8 @@ class Planner:
             raise ConceptsBlocked(f"the description {text!r:.60} was blocked: {blocking}", category=blocking.category)
 
     def _task(self, given: Sequence[Concept], mask: Mask | None, animate: bool) -> Task:
-        """What is asked for, refused where the family cannot do it."""
-        steered = bool(given) and isinstance(given[0], Drawing) and bool(self.model.condition.map)
+        """The requested task; refused if the family does not support it."""
+        steered = bool(given) and isinstance(given[0], Drawing) and bool(self.model.condition.map_channels)
         task: Task = "draw"
         if animate:
             task = "animate"
@@ -244,12 +253,12 @@ class Planner:
                 f"{', '.join(sorted(self.backend.tasks))}"
             )
         if mask is not None and not given:
-            raise InvalidArgument("a mask needs the picture that it marks; give an ImageRef, or use edit()")
+            raise InvalidArgument("a mask needs the image that it marks; give an ImageRef, or use edit()")
         return task
 
     def _conditions(
         self, parts: Sequence[Concept], prompts: Sequence[str], given: Sequence[Concept], notes: list[str]
-    ) -> list[Condition]:
+    ) -> list[Conditioning]:
         """The model's conditions: one, or one for each description of a composition."""
         spec = self.model.condition
         labels = [part for part in parts if isinstance(part, Label)]
@@ -259,16 +268,18 @@ class Planner:
             )
         if spec.empty:
             return []
-        if labels and not spec.classes:
-            raise CreationNotSupported(f"{self.name} knows no classes; describe the picture in words")
+        if labels and not spec.num_classes:
+            raise CreationNotSupported(f"{self.name} knows no classes; describe the image in words")
         if labels and len(labels) + len(prompts) > 1 and "composed" not in self.backend.family:
             raise InvalidArgument(f"{len(labels)} classes and {len(prompts)} descriptions; give one class")
         raster = None
-        if spec.map:
+        if spec.map_channels:
             drawn = next((part for part in given if isinstance(part, Drawing)), None)
-            shape = (spec.map, *self.model.shape[-2:])
+            shape = (spec.map_channels, *self.model.shape[-2:])
             raster = (
-                torch.zeros(shape) if drawn is None else Drawing(drawn.strokes, drawn.width, 1.0, 0.0).raster(shape)
+                torch.zeros(shape)
+                if drawn is None
+                else Drawing(drawn.strokes, drawn.stroke_width, 1.0, 0.0).raster(shape)
             )
             if drawn is not None:
                 notes.append("the drawing steers the model as a map")
@@ -280,39 +291,39 @@ class Planner:
             made = [self._said("", raster)]
         return made
 
-    def _said(self, text: str, raster: Tensor | None = None, label: Label | None = None) -> Condition:
+    def _said(self, text: str, raster: Tensor | None = None, label: Label | None = None) -> Conditioning:
         """A condition of one row."""
         spec = self.model.condition
-        nothing = spec.nothing(1, (self.model.shape[-2], self.model.shape[-1]))
+        nothing = spec.null_condition(1, (self.model.shape[-2], self.model.shape[-1]))
         if raster is not None:
             nothing = replace(nothing, map=raster[None])
         if label is not None:
             return replace(nothing, labels=torch.tensor([self._class(label.name)]))
-        if text and spec.text:
+        if text and spec.text_dim:
             states, mask = self.encoder.encode([text])
-            if states.shape[-1] != spec.text:
+            if states.shape[-1] != spec.text_dim:
                 raise CreationUnavailable(
-                    f"{self.name} reads texts of width {spec.text}, the encoder's have {states.shape[-1]}",
+                    f"{self.name} reads texts of width {spec.text_dim}, the encoder's have {states.shape[-1]}",
                     reason="text encoder differs",
                 )
             return replace(nothing, text=states, text_mask=mask)
-        if text and spec.classes:
+        if text and spec.num_classes:
             return replace(nothing, labels=torch.tensor([self._class_in(text)]))
         if text:
             raise CreationNotSupported(f"{self.name} reads no words; give a Drawing")
         return nothing
 
     def _class(self, name: str | int) -> int:
-        names = [str(one).lower() for one in self.model.facts.get("classes", ())]
+        names = [str(one).lower() for one in self.model.metadata.get("classes", ())]
         number = name if isinstance(name, int) else names.index(name.lower()) if name.lower() in names else -1
-        if not 0 <= number < self.model.condition.classes:
-            shown = ", ".join(map(str, self.model.facts.get("classes", range(self.model.condition.classes))))
+        if not 0 <= number < self.model.condition.num_classes:
+            shown = ", ".join(map(str, self.model.metadata.get("classes", range(self.model.condition.num_classes))))
             raise InvalidArgument(f"there is no class {name!r}; choose one of {shown}")
         return number
 
     def _class_in(self, text: str) -> int:
         """The class that a description names."""
-        names = [str(one) for one in self.model.facts.get("classes", ())]
+        names = [str(one) for one in self.model.metadata.get("classes", ())]
         words = {word.strip(".,!?").lower() for word in text.split()}
         words |= {word.removesuffix("s") for word in words}
         hits = [i for i, name in enumerate(names) if set(name.lower().replace("/", " ").split()) & words]
@@ -323,24 +334,24 @@ class Planner:
             )
         return hits[0]
 
-    def _guides(self, conditions: Sequence[Condition]) -> bool:
-        """Whether a description may be followed more closely."""
-        said = [part for one in conditions for part in (one.text_mask, one.map, one.vector) if part is not None]
-        told = any(bool(part.any()) for part in said)
-        told = told or any(one.labels is not None and bool((one.labels >= 0).any()) for one in conditions)
-        return told and self.model.condition.null
+    def _guides(self, conditions: Sequence[Conditioning]) -> bool:
+        """Whether classifier-free guidance is possible."""
+        parts = [part for one in conditions for part in (one.text_mask, one.map, one.vector) if part is not None]
+        conditioned = any(bool(part.any()) for part in parts)
+        conditioned = conditioned or any(one.labels is not None and bool((one.labels >= 0).any()) for one in conditions)
+        return conditioned and self.model.condition.null
 
     def _beginning(
-        self, job: Job, given: Concept, mask: Mask | None, request: Request, task: Task, notes: list[str]
-    ) -> Job:
-        """The picture that a job begins from."""
+        self, job: ImageJob, given: Concept, mask: Mask | None, request: ImageRequest, task: Task, notes: list[str]
+    ) -> ImageJob:
+        """The initial image of a job."""
         shape = self.model.shape
         if isinstance(given, Drawing):
             start = given.raster(shape)
-            notes.append("the drawing is a picture to begin from: the model is not steered by drawings")
+            notes.append("the drawing is an image to begin from: the model is not steered by drawings")
         else:
             assert isinstance(given, ImageRef)
-            start = wanted.read_picture(given.image, shape)
+            start = wanted.read_image(given.image, shape)
         if task == "animate":
             return replace(job, start=start)
         strength = request.strong(isinstance(given, Drawing))
@@ -349,21 +360,21 @@ class Planner:
             strength = 1.0 if request.strength is None else request.strength
             return replace(job, start=start, strength=strength, redraw=mask.raster(shape))
         if strength == 1:
-            return replace(job, strength=1.0)  # nothing of the picture would stay
+            return replace(job, strength=1.0)  # nothing of the image would remain
         return replace(job, start=start, strength=strength)
 
     def _classes(self, parts: Sequence[Concept]) -> list[str]:
-        """The names of the classes that were asked for, numbers where they have none."""
-        names = self.model.facts.get("classes", ())
+        """The names of the requested classes, numbers if they have none."""
+        names = self.model.metadata.get("classes", ())
         chosen = [self._class(part.name) for part in parts if isinstance(part, Label)]
         return [str(names[number]) if number < len(names) else str(number) for number in chosen]
 
     def _details(
         self,
-        request: Request,
+        request: ImageRequest,
         prompts: Sequence[str],
         classes: Sequence[str],
-        job: Job,
+        job: ImageJob,
         task: Task,
         notes: Sequence[str],
     ) -> dict[str, Any]:
@@ -384,14 +395,14 @@ class Planner:
         }
 
 
-def _blocking(guard: Guardrails, text: str) -> Decision | None:
-    """What blocks a description.
+def _blocking(guard: Guardrails, text: str) -> GuardrailDecision | None:
+    """The decision that blocks a description, if any.
 
-    The packaged classifier has learnt from sentences, and takes "ship" alone for something illegal: it reads the
-    description within a sentence, and by itself only for what no picture may show.
+    The packaged classifier was trained on sentences, and takes "ship" alone for something illegal: it reads the
+    description within a sentence, and by itself only for content that no image may show.
     """
 
-    def blocks(read: str) -> list[Decision]:
+    def blocks(read: str) -> list[GuardrailDecision]:
         return [decision for decision in guard.check(read, role="input").decisions if decision.action == "block"]
 
     alone = [d for d in blocks(text) if d.rule != "classifier" or d.category.split("/")[0] in ("sexual", "minors")]
@@ -402,9 +413,9 @@ def listed(concepts: Any) -> list[Any]:
     """Concepts as a list.
 
     Raises:
-        InvalidArgument: something that is none.
+        InvalidArgument: an invalid concept.
     """
-    single = str | Text | ExtractedText | Label | ImageRef | Drawing
+    single = str | TextConcept | ExtractedText | Label | ImageRef | Drawing
     parts = [concepts] if isinstance(concepts, single) else list(concepts)
     for part in parts:
         if not isinstance(part, single):

@@ -1,8 +1,8 @@
-"""What an image creator is asked for, checked before any work, and what comes back.
+"""Requests and results of image generation; requests are validated before any computation.
 
 Notable here:
-- everything that can be refused without a model is refused here
-- variety and strategy are words of the interface; what they do to guidance and strength is one formula each
+- everything that can be checked without a model is checked here
+- variety and strategy are settings of the interface; one formula each converts them to guidance and strength
 """
 
 from __future__ import annotations
@@ -12,22 +12,24 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, TypedDict, get_args
+from typing import Annotated, Any, Final, Literal, TypedDict
 
 import torch.nn.functional as F
+from annotated_types import Ge, Le
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
+from pippin.core.checks import NonNegativeFloat, NonNegativeInt, PositiveInt, Probability, checked
 from pippin.core.errors import InvalidArgument
 from pippin.core.files import atomic_write
 from pippin.data import image_files, images
-from pippin.kits.image.backends import QUALITIES, Quality
+from pippin.kits.image.job import Quality
 
 Strategy = Literal["auto", "resemble", "inspire"]
 MOST: Final = 64
-"""Pictures of one request."""
+"""Maximum number of images in one request."""
 ENLARGED: Final = 16
-"""How many times the model's size a picture may be enlarged to."""
+"""Maximum upscaling factor."""
 STRENGTHS: Final[Mapping[tuple[str, bool], float]] = {
     ("resemble", False): 0.3,
     ("auto", False): 0.55,
@@ -36,9 +38,9 @@ STRENGTHS: Final[Mapping[tuple[str, bool], float]] = {
     ("auto", True): 0.75,
     ("inspire", True): 0.9,
 }
-"""How far to go from what is given, by strategy and by whether it is a drawing."""
+"""Default strength, by strategy and by whether the input is a drawing."""
 SYNTHETIC: Final = "http://cv.iptc.org/newscodes/digitalsourcetype/trainedAlgorithmicMedia"
-"""The IPTC's word for media that a model made."""
+"""The IPTC's term for media that a model made."""
 _XMP: Final = (
     '<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:RDF xmlns:rdf="http://www.w3.org/1999/02/22-rdf-syntax-ns#">'
     '<rdf:Description rdf:about="" xmlns:Iptc4xmpExt="http://iptc.org/std/Iptc4xmpExt/2008-02-29/" '
@@ -46,8 +48,8 @@ _XMP: Final = (
 )
 
 
-class Settings(TypedDict, total=False):
-    """The keywords of `ImageCreator.images`; see `Request`."""
+class ImageSettings(TypedDict, total=False):
+    """The keywords of `ImageCreator.images`; see `ImageRequest`."""
 
     style: str
     limit: int
@@ -59,68 +61,49 @@ class Settings(TypedDict, total=False):
     steps: int | None
     guidance: float | None
     seed: int
-    together: int
+    batch_size: int
 
 
+@checked
 @dataclass(frozen=True)
-class Request:
-    """How pictures are to be made.
+class ImageRequest:
+    """Settings of image generation.
 
     Attributes:
         style: name of an available style.
-        limit: pictures, 1 to 64.
-        size: height and width; a whole multiple of the model's, to which the picture is enlarged; None for the model's.
-        variety: 0 to 1; guidance g becomes ``1 + 2 (1 - variety) (g - 1)``: 0.5 leaves it, 1 turns it off.
-        strategy: how closely a given picture is followed: "resemble", "auto" or "inspire".
-        strength: the same as a number from 0 (the picture comes back) to 1 (nothing of it stays); None for the
+        limit: number of images, 1 to 64.
+        size: height and width; a whole multiple of the model's, to which the image is upscaled; None for the model's.
+        variety: 0 to 1; guidance g becomes ``1 + 2 (1 - variety) (g - 1)``: 0.5 leaves it unchanged, 1 turns it off.
+        strategy: how closely a given image is followed: "resemble", "auto" or "inspire".
+        strength: the same as a number from 0 (the image unchanged) to 1 (nothing of it remains); None for the
             strategy's.
-        quality: "draft", "normal" or "best": the number of steps, as the model's family sees fit.
-        steps: the same as a number.
-        guidance: how closely the description is followed; 1 for no guidance, None for the style's or the model's.
-        seed: picture i depends on ``seed + i`` alone.
-        together: pictures that are drawn at once. More than 1 is faster, and may round the last bit differently.
+        quality: "draft", "normal" or "best": the number of steps, which depends on the model's family.
+        steps: the number of steps itself.
+        guidance: scale of classifier-free guidance; 1 for no guidance, None for the style's or the model's.
+        seed: image i depends on ``seed + i`` alone.
+        batch_size: images that are sampled at once. More than 1 is faster, and may change the last bits of a result.
 
     Raises:
         InvalidArgument: a value out of range.
     """
 
     style: str = "plain"
-    limit: int = 1
+    limit: Annotated[int, Ge(1), Le(MOST)] = 1
     size: tuple[int, int] | None = None
-    variety: float = 0.5
+    variety: Probability = 0.5
     strategy: Strategy = "auto"
-    strength: float | None = None
+    strength: Probability | None = None
     quality: Quality = "normal"
-    steps: int | None = None
-    guidance: float | None = None
-    seed: int = 0
-    together: int = 1
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.limit <= MOST:
-            raise InvalidArgument(f"limit is {self.limit}; give 1 to {MOST} pictures")
-        for name in ("variety", "strength"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value <= 1:
-                raise InvalidArgument(f"{name} is {value}; give 0 to 1")
-        if self.strategy not in get_args(Strategy):
-            raise InvalidArgument(f"strategy {self.strategy!r}; choose one of {', '.join(get_args(Strategy))}")
-        if self.quality not in QUALITIES:
-            raise InvalidArgument(f"quality {self.quality!r}; choose one of {', '.join(QUALITIES)}")
-        if self.steps is not None and self.steps < 1:
-            raise InvalidArgument(f"steps is {self.steps}; give at least 1")
-        if self.guidance is not None and not 0 <= self.guidance < float("inf"):
-            raise InvalidArgument(f"guidance is {self.guidance}; give 0 or more, 1 for none")
-        if self.seed < 0:
-            raise InvalidArgument(f"seed is {self.seed}; give 0 or more")
-        if self.together < 1:
-            raise InvalidArgument(f"together is {self.together}; give at least 1")
+    steps: PositiveInt | None = None
+    guidance: NonNegativeFloat | None = None
+    seed: NonNegativeInt = 0
+    batch_size: PositiveInt = 1
 
     def enlargement(self, shape: tuple[int, ...]) -> int:
-        """How many times the model's size is wanted.
+        """The upscaling factor.
 
         Raises:
-            InvalidArgument: a size that is not reached; those that are, are named.
+            InvalidArgument: a size that is not a multiple; the message lists valid sizes.
         """
         height, width = shape[-2:]
         if self.size is None:
@@ -134,9 +117,9 @@ class Request:
         return times
 
     def guided(self, base: float) -> float:
-        """The guidance, where the style's or the model's is ``base``.
+        """The guidance, if the style's or the model's is ``base``.
 
-        >>> [Request(variety=variety).guided(3.0) for variety in (0, 0.5, 1)]
+        >>> [ImageRequest(variety=variety).guided(3.0) for variety in (0, 0.5, 1)]
         [5.0, 3.0, 1.0]
         """
         if self.guidance is not None:
@@ -144,18 +127,18 @@ class Request:
         return 1 + 2 * (1 - self.variety) * (base - 1)
 
     def strong(self, drawing: bool) -> float:
-        """How far to go from what is given."""
+        """The strength of a request with an input image."""
         return STRENGTHS[self.strategy, drawing] if self.strength is None else self.strength
 
 
 @dataclass(frozen=True)
-class Picture:
-    """A finished picture, or a clip.
+class CreatedImage:
+    """A finished image, or a video.
 
     Attributes:
-        index: which of the request.
+        index: index of the image in the request.
         x: from -1 to 1, in the 256 levels of a file; (channels, height, width), or frames first.
-        details: how it was made; saved with it.
+        details: metadata on how it was made; saved with it.
     """
 
     index: int
@@ -163,8 +146,8 @@ class Picture:
     details: Mapping[str, Any]
 
     @classmethod
-    def of(cls, index: int, x: Tensor, enlarged: int, details: Mapping[str, Any]) -> Picture:
-        """From a sample; enlarged smoothly, clipped and rounded."""
+    def of(cls, index: int, x: Tensor, enlarged: int, details: Mapping[str, Any]) -> CreatedImage:
+        """From a sample, which is upscaled smoothly, clipped and rounded."""
         if enlarged > 1:
             flat = x.reshape(-1, *x.shape[-3:])
             flat = F.interpolate(flat, scale_factor=enlarged, mode="bicubic", align_corners=False)
@@ -173,18 +156,19 @@ class Picture:
 
     @property
     def levels(self) -> UInt8[Tensor, "*frames channels height width"]:
-        """In 8 bits."""
+        """The image as 8-bit integers."""
         return images.to_levels(self.x)
 
     @property
     def seed(self) -> int:
-        """That this picture depends on."""
+        """The seed of this image."""
         return int(self.details["seed"])
 
     def save(self, path: str | Path) -> Path:
-        """Write a picture (.png, .webp, .jpg) or a clip (.gif, .webp, .png, .mp4).
+        """Write an image (.png, .webp, .jpg) or a video (.gif, .webp, .png, .mp4).
 
-        A picture's metadata say how it was made and that a model made it; a clip's stand in a `.json` beside it.
+        The metadata of an image record how it was made and that a model made it; those of a video are in a `.json`
+        beside it.
 
         Raises:
             InvalidArgument: another suffix.
@@ -194,34 +178,34 @@ class Picture:
         path = Path(path)
         text = json.dumps(self.details, ensure_ascii=False)
         if self.x.ndim == 4:
-            image_files.write_clip(path, self.x)
+            image_files.write_video(path, self.x)
             with atomic_write(path.with_suffix(".json"), mode="w") as file:
                 file.write(text)
         else:
-            image_files.write(path, self.x, text={"pippin": text, "XML:com.adobe.xmp": _XMP})
+            image_files.write_image(path, self.x, text={"pippin": text, "XML:com.adobe.xmp": _XMP})
         return path
 
 
-def details_of(path: str | Path) -> dict[str, Any]:
-    """How a picture was made, as `Picture.save` wrote it; empty for a picture of another source.
+def read_details(path: str | Path) -> dict[str, Any]:
+    """Metadata on how an image was made, as `CreatedImage.save` wrote them; empty for an image of another source.
 
     Raises:
-        InvalidImage: no picture that can be read.
+        InvalidImage: not a readable image.
     """
-    said = image_files.text_of(path).get("pippin")
+    said = image_files.read_text(path).get("pippin")
     found: dict[str, Any] = json.loads(said) if said else {}
     return found
 
 
 @dataclass(frozen=True)
 class Progress:
-    """A step of a drawing is over.
+    """Progress after a sampling step.
 
     Attributes:
-        done: steps of all pictures.
-        total: steps in all.
-        first: number of the first picture that is being drawn.
-        preview: what those pictures look like by now, from about -1 to 1; computed when it is called.
+        done: completed steps of all images.
+        total: total number of steps.
+        first: index of the first image that is being sampled.
+        preview: returns the current estimate of those images, from about -1 to 1; computed when it is called.
     """
 
     done: int
@@ -232,19 +216,19 @@ class Progress:
 
 @dataclass(frozen=True)
 class Blocked:
-    """A picture was made and is withheld: a guard said why."""
+    """An image that was withheld, with the reason."""
 
     index: int
     category: str
 
 
-def request_of(settings: Mapping[str, Any]) -> Request:
-    """A request of keywords.
+def request_of(settings: Mapping[str, Any]) -> ImageRequest:
+    """A request from keyword arguments.
 
     Raises:
         InvalidArgument: an unknown keyword, or a value out of range.
     """
-    known = [field.name for field in dataclasses.fields(Request)]
+    known = [field.name for field in dataclasses.fields(ImageRequest)]
     if unknown := [name for name in settings if name not in known]:
-        raise InvalidArgument(f"{unknown[0]!r} is no setting of a picture; those are {', '.join(known)}")
-    return Request(**settings)
+        raise InvalidArgument(f"{unknown[0]!r} is no setting of an image; those are {', '.join(known)}")
+    return ImageRequest(**settings)

@@ -1,8 +1,8 @@
-"""Probabilities that mean what they say: calibration of a classifier's scores, and the measure of how far off they are.
+"""Calibration of a classifier's probabilities.
 
 Notable here:
-- contextual calibration needs no labelled data: what the model says about a text without content is its bias
-- temperature and biases are fitted on labelled examples by Newton's method on a convex loss, in a few steps
+- contextual calibration needs no labeled data: the model's probabilities for texts without content are its bias
+- temperature and biases are fitted on labeled examples by Newton's method on a convex loss, in a few steps
 
 Sources: Zhao et al., "Calibrate before use", ICML 2021, arXiv:2102.09690 (content-free inputs); Guo et al., "On
 calibration of modern neural networks", ICML 2017, arXiv:1706.04599 (temperature, expected calibration error); Platt,
@@ -13,37 +13,38 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
 from jaxtyping import Float, Int
 
+from pippin.core.checks import NonNegativeFloat, PositiveFloat, checked
 from pippin.core.errors import CorruptedFile, InvalidArgument
 
 Matrix = Float[np.ndarray, "texts labels"]
 
-MOST_STEPS = 100
+MAX_ITERATIONS = 100
 
 
+@checked
 @dataclass(frozen=True)
-class Calibration:
+class LabelCalibration:
     """From log-probabilities of labels to probabilities: softmax((scores - offset) / temperature + bias).
 
     Args:
         labels: in the order of the other fields.
         offset: log-probability of each label for texts without content; zeros for none.
-        temperature: above 1 makes the probabilities less sure; greater than 0.
+        temperature: above 1 makes the probabilities less confident; greater than 0.
         bias: added to each label's score.
 
-    >>> plain = Calibration(("no", "yes"))
+    >>> plain = LabelCalibration(("no", "yes"))
     >>> plain.probabilities(np.log(np.array([[0.1, 0.3]]))).round(3).tolist()
     [[0.25, 0.75]]
     """
 
     labels: tuple[str, ...]
     offset: tuple[float, ...] = ()
-    temperature: float = 1.0
+    temperature: PositiveFloat = 1.0
     bias: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
@@ -53,8 +54,6 @@ class Calibration:
             if len(values) != count or not all(map(math.isfinite, values)):
                 raise InvalidArgument(f"{name} must be {count} finite numbers, one for each label, got {values}")
             object.__setattr__(self, name, values)
-        if not (math.isfinite(self.temperature) and self.temperature > 0):
-            raise InvalidArgument(f"temperature must be a finite number above 0, got {self.temperature}")
         object.__setattr__(self, "temperature", float(self.temperature))
 
     def probabilities(self, scores: Matrix) -> Matrix:
@@ -63,39 +62,40 @@ class Calibration:
         chances: Matrix = np.exp(logits - _logsumexp(logits))
         return chances
 
+    @checked
     def fit(
-        self, scores: Matrix, targets: Int[np.ndarray, " texts"], *, bias: bool = True, ridge: float = 1.0
-    ) -> Calibration:
-        """This calibration with the temperature, and the biases, that make these answers likeliest.
+        self, scores: Matrix, targets: Int[np.ndarray, " texts"], *, bias: bool = True, ridge: NonNegativeFloat = 1.0
+    ) -> LabelCalibration:
+        """This calibration with the temperature, and the biases, of maximum likelihood.
 
-        Minimises the mean negative log-likelihood plus ``ridge`` / (2 · texts) · (|bias|² + (1/temperature - 1)²),
+        Minimizes the mean negative log-likelihood plus ``ridge`` / (2 · texts) · (|bias|² + (1/temperature - 1)²),
         which is convex in 1/temperature and the biases, by Newton's method.
 
         Args:
             scores: raw log-probabilities of the labels for each text.
             targets: index of the right label of each text.
-            bias: fit a bias for each label, too; without it the ranking of the labels stays as it is.
-            ridge: how strongly few examples are distrusted, 0 or above; as if that many examples spoke for "no change".
+            bias: fit a bias for each label, too; without it the ranking of the labels does not change.
+            ridge: regularization for few examples, 0 or above; equivalent to that many examples for "no change".
 
         Raises:
-            InvalidArgument: no examples, scores that are not finite, or a target that is no label.
+            InvalidArgument: no examples, scores that are not finite, or an unknown label.
         """
         count = len(self.labels)
         if scores.ndim != 2 or scores.shape[1] != count or len(scores) != len(targets) or not len(scores):
             raise InvalidArgument(f"calibration needs scores of {count} labels and a target for each text")
-        if not np.isfinite(scores).all() or targets.min() < 0 or targets.max() >= count or not ridge >= 0:
-            raise InvalidArgument("scores must be finite, targets must be indices of labels, and ridge 0 or above")
-        centred = scores - np.array(self.offset)
-        centred = centred - centred.mean(1, keepdims=True)
-        parameters = _newton(centred, np.eye(count)[targets], bias, max(ridge, 1e-6))
-        return Calibration(self.labels, self.offset, 1.0 / parameters[0], tuple(parameters[1:]))
+        if not np.isfinite(scores).all() or targets.min() < 0 or targets.max() >= count:
+            raise InvalidArgument("scores must be finite, and targets indices of labels")
+        centered = scores - np.array(self.offset)
+        centered = centered - centered.mean(1, keepdims=True)
+        parameters = _newton(centered, np.eye(count)[targets], bias, max(ridge, 1e-6))
+        return LabelCalibration(self.labels, self.offset, 1.0 / parameters[0], tuple(parameters[1:]))
 
     def to_json(self) -> str:
         """The calibration as JSON text."""
         return json.dumps(asdict(self), ensure_ascii=False)
 
     @classmethod
-    def from_json(cls, text: str) -> Calibration:
+    def from_json(cls, text: str) -> LabelCalibration:
         """Read what `to_json` wrote.
 
         Raises:
@@ -108,23 +108,24 @@ class Calibration:
             raise CorruptedFile(f"not a calibration: {error}") from error
 
 
-def _newton(centred: Matrix, wanted: Matrix, bias: bool, ridge: float) -> Float[np.ndarray, " parameters"]:
-    """1/temperature and biases at the minimum of the penalised loss, by damped Newton steps."""
-    texts, count = centred.shape
+def _newton(centered: Matrix, wanted: Matrix, bias: bool, ridge: float) -> Float[np.ndarray, " parameters"]:
+    """1/temperature and biases at the minimum of the penalized loss, by damped Newton steps."""
+    texts, count = centered.shape
     start = np.zeros(count + 1)
     start[0] = 1.0
     free = np.ones(count + 1, bool) if bias else np.arange(count + 1) == 0
     # the derivative of every logit by every parameter: the score for 1/temperature, 1 for its own bias
-    slopes = np.concatenate([centred[:, :, None], np.broadcast_to(np.eye(count), (texts, count, count))], 2)[:, :, free]
+    slopes = np.concatenate([centered[:, :, None], np.broadcast_to(np.eye(count), (texts, count, count))], 2)
+    slopes = slopes[:, :, free]
 
     def loss(parameters: Float[np.ndarray, " parameters"]) -> float:
-        logits = parameters[0] * centred + parameters[1:]
+        logits = parameters[0] * centered + parameters[1:]
         likelihood = float(((logits - _logsumexp(logits)) * wanted).sum())
         return float((0.5 * ridge * ((parameters - start) ** 2).sum() - likelihood) / texts)
 
     parameters = start.copy()
-    for _ in range(MOST_STEPS):
-        logits = parameters[0] * centred + parameters[1:]
+    for _ in range(MAX_ITERATIONS):
+        logits = parameters[0] * centered + parameters[1:]
         chances = np.exp(logits - _logsumexp(logits))
         gradient = np.einsum("tl,tlp->p", chances - wanted, slopes) + ridge * (parameters - start)[free]
         weighted = chances[:, :, None] * slopes
@@ -145,29 +146,3 @@ def _logsumexp(logits: Matrix) -> Float[np.ndarray, "texts 1"]:
     top = logits.max(1, keepdims=True)
     total: Matrix = top + np.log(np.exp(logits - top).sum(1, keepdims=True))
     return total
-
-
-def expected_calibration_error(confidences: Sequence[float], correct: Sequence[bool], *, bins: int = 10) -> float:
-    """How far confidence and accuracy lie apart, on average: sum over bins of |bin| / n · |accuracy - mean confidence|.
-
-    Args:
-        confidences: probability of the answer that was given, in [0, 1].
-        correct: whether that answer was right.
-        bins: of equal width; a confidence on a border belongs to the bin below, 0 to the first.
-
-    Raises:
-        InvalidArgument: nothing to measure, lists of different lengths, or a confidence outside [0, 1].
-
-    Source: Guo et al. 2017, equation 3.
-
-    >>> round(expected_calibration_error([0.9, 0.9, 0.9, 0.9], [True, True, True, False]), 3)
-    0.15
-    """
-    chances, hits = np.asarray(confidences, float), np.asarray(correct, float)
-    if not len(chances) or len(chances) != len(hits) or bins < 1:
-        raise InvalidArgument("the calibration error needs as many confidences as answers, at least one, and a bin")
-    if not ((chances >= 0) & (chances <= 1)).all():
-        raise InvalidArgument("a confidence is a probability between 0 and 1")
-    which = np.clip(np.ceil(chances * bins).astype(int) - 1, 0, bins - 1)
-    gaps = [abs(hits[which == b].mean() - chances[which == b].mean()) * (which == b).sum() for b in np.unique(which)]
-    return float(sum(gaps) / len(chances))

@@ -1,14 +1,14 @@
-"""Classification by log-probabilities: how likely is each label as the answer, exactly, and calibrated.
+"""Text classification by log-probabilities of labels, with calibration.
 
 Notable here:
-- nothing is sampled: the log-probability of every label, to its end of turn, is computed and normalised over the labels
-- what the model says about texts without content is its bias, and is taken out (arXiv:2102.09690)
-- labelled examples fit a temperature and biases on top; the result can be kept as JSON
+- nothing is sampled: the log-probability of every label, to its end of turn, is computed and normalized over the labels
+- the model's probabilities for texts without content are its bias, and are divided out (arXiv:2102.09690)
+- labeled examples additionally fit a temperature and biases; the result can be saved as JSON
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -16,25 +16,25 @@ import numpy as np
 from jaxtyping import Float
 
 from pippin.core.errors import InvalidArgument
-from pippin.kits.text.calibration import Calibration
-from pippin.kits.text.desk import Desk, Preset
+from pippin.kits.text.calibration import LabelCalibration
+from pippin.kits.text.session_pool import Preset, SessionPool
 from pippin.kits.text.spans import check_text
 from pippin.session.transcript import Prompt
 
 if TYPE_CHECKING:
-    from pippin.evaluate.calibration import ClassPredictions
+    from pippin.evaluate.calibration import ClassificationPredictions
 
-# Texts that say nothing, as the paper has them; their probabilities are averaged.
+# Texts without content, from the paper; their probabilities are averaged.
 CONTENT_FREE = ("N/A", "[MASK]", "")
 
 Calibrate = Literal["content-free", "off"]
 
 
 @dataclass(frozen=True)
-class Classification:
-    """How probable each label is; ``probabilities`` lists the likeliest first and adds up to 1.
+class TextClassification:
+    """The probability of each label; ``probabilities`` lists the most likely first and adds up to 1.
 
-    ``scores`` are the model's own log-probabilities of the labels, before calibration and normalisation.
+    ``scores`` are the model's own log-probabilities of the labels, before calibration and normalization.
     """
 
     probabilities: dict[str, float]
@@ -42,7 +42,7 @@ class Classification:
 
     @property
     def label(self) -> str:
-        """The likeliest label."""
+        """The most likely label."""
         return next(iter(self.probabilities))
 
     @property
@@ -51,15 +51,15 @@ class Classification:
         return self.probabilities[self.label]
 
 
-class Classifier:
-    """Assigns one of some labels.
+class TextClassifier:
+    """Assigns one of several labels.
 
     Args:
-        desk: the model.
-        labels: at least two; a mapping gives each a description that the model reads.
+        sessions: sessions of the model.
+        labels: at least two; a mapping gives each a description for the model.
         about: what the labels say about a text, such as "the mood of the writer".
-        examples: pairs of a text and its label that the model is shown; a few, of all labels.
-        calibrate: "content-free", "off", or a `Calibration` that was fitted before.
+        examples: pairs of a text and its label for the prompt; a few, of all labels.
+        calibrate: "content-free", "off", or an already fitted `LabelCalibration`.
 
     Raises:
         InvalidArgument: fewer than two labels, one twice or empty, or an example with another label.
@@ -68,12 +68,12 @@ class Classifier:
 
     def __init__(
         self,
-        desk: Desk,
+        sessions: SessionPool,
         labels: Sequence[str] | Mapping[str, str],
         *,
         about: str = "",
         examples: Iterable[tuple[str, str]] = (),
-        calibrate: Calibrate | Calibration = "content-free",
+        calibrate: Calibrate | LabelCalibration = "content-free",
     ) -> None:
         self.labels = _checked(labels)
         descriptions = dict(labels) if isinstance(labels, Mapping) else {}
@@ -81,31 +81,31 @@ class Classifier:
         unknown = [label for _, label in examples if label not in self.labels]
         if unknown:
             raise InvalidArgument(f"an example has the label {unknown[0]!r}; the labels are {', '.join(self.labels)}")
-        desk.local  # noqa: B018  (raises where no log-probabilities can be had)
-        self.desk = desk
+        sessions.local_model  # noqa: B018  (raises where no log-probabilities can be had)
+        self.sessions = sessions
         self.preset = _preset(self.labels, descriptions, about, examples)
-        if isinstance(calibrate, Calibration):
+        if isinstance(calibrate, LabelCalibration):
             if calibrate.labels != self.labels:
                 raise InvalidArgument(
                     f"the calibration is for the labels {', '.join(calibrate.labels)}, not {', '.join(self.labels)}"
                 )
             self.calibration = calibrate
         elif calibrate == "content-free":
-            self.calibration = Calibration(self.labels, tuple(self._content_free()))
+            self.calibration = LabelCalibration(self.labels, tuple(self._content_free()))
         elif calibrate == "off":
-            self.calibration = Calibration(self.labels)
+            self.calibration = LabelCalibration(self.labels)
         else:
-            raise InvalidArgument(f"calibrate must be content-free, off or a Calibration, got {calibrate!r}")
+            raise InvalidArgument(f"calibrate must be content-free, off or a LabelCalibration, got {calibrate!r}")
 
     def scores(self, texts: Sequence[str]) -> Float[np.ndarray, "texts labels"]:
-        """Log-probability of each label as the whole answer to each text, as the model has it.
+        """Log-probability of each label as the whole answer to each text, before calibration.
 
         Raises:
             InvalidInput: a text is empty or not text. ContextOverflow: one is too long.
         """
-        return self._scores([self.desk.admit(text) for text in texts])
+        return self._scores([self.sessions.check_input(text) for text in texts])
 
-    def classify(self, text: str) -> Classification:
+    def classify(self, text: str) -> TextClassification:
         """The probabilities of the labels for a text.
 
         Raises:
@@ -113,22 +113,22 @@ class Classifier:
         """
         return self.classify_all([text])[0]
 
-    def classify_all(self, texts: Sequence[str]) -> list[Classification]:
+    def classify_all(self, texts: Sequence[str]) -> list[TextClassification]:
         """The same for several texts."""
         scores = self.scores(texts)
         chances = self.calibration.probabilities(scores)
         found = []
         for row, raw in zip(chances.tolist(), scores.tolist(), strict=True):
             ranked = sorted(zip(row, raw, self.labels, strict=True), key=lambda one: -one[0])
-            found.append(Classification({n: p for p, _, n in ranked}, {n: s for _, s, n in ranked}))
+            found.append(TextClassification({n: p for p, _, n in ranked}, {n: s for _, s, n in ranked}))
         return found
 
-    def fit(self, examples: Iterable[tuple[str, str]], *, bias: bool = True, ridge: float = 1.0) -> Calibration:
-        """Fit temperature and biases on labelled texts, and use them from now on.
+    def fit(self, examples: Iterable[tuple[str, str]], *, bias: bool = True, ridge: float = 1.0) -> TextClassifier:
+        """Fit temperature and biases on labeled texts, and use them from now on.
 
         Args:
-            examples: pairs of a text and its right label, none of which the model was shown.
-            bias, ridge: see `Calibration.fit`.
+            examples: pairs of a text and its right label, none of which is in the prompt.
+            bias, ridge: see `LabelCalibration.fit`.
 
         Raises:
             InvalidArgument: no examples, or one with another label.
@@ -141,35 +141,57 @@ class Classifier:
         self.calibration = self.calibration.fit(
             self.scores([text for text, _ in pairs]), targets, bias=bias, ridge=ridge
         )
-        return self.calibration
+        return self
 
-    def measure(self, examples: Iterable[tuple[str, str]]) -> ClassPredictions:
-        """How far its probabilities can be believed, on labelled texts that it was neither shown nor fitted to.
+    def evaluate(self, examples: Iterable[tuple[str, str]]) -> ClassificationPredictions:
+        """Evaluate its probabilities on labeled texts that are neither in the prompt nor used for fitting.
 
         Returns:
-            Its probabilities and what was right; `report()` gives calibration error, likelihood and selective risk,
-            `plot(path)` draws them.
+            Its probabilities and the right labels; `report()` gives calibration error, likelihood and selective error,
+            `plot(path)` plots them.
 
         Raises:
             InvalidArgument: no examples, or one with another label.
         """
-        from pippin.kits.text.learned import measured
-
-        return measured(self.classify_all, self.labels, examples)
+        return evaluated(self.classify_all, self.labels, examples)
 
     def _scores(self, texts: Sequence[str]) -> Float[np.ndarray, "texts labels"]:
-        room = self.desk.room(self.preset, 0)
+        room = self.sessions.max_text_tokens(self.preset, 0)
         rows = []
         for text in texts:
-            self.desk.check_fits(text, room)
+            self.sessions.check_fits(text, room)
             transcript = self.preset.transcript.add(Prompt(_asked(text)))
-            rows.append(self.desk.score_answers(transcript, self.labels))
+            rows.append(self.sessions.score_answers(transcript, self.labels))
         return np.array(rows, dtype=float).reshape(len(rows), len(self.labels))
 
     def _content_free(self) -> list[float]:
         scores = self._scores(CONTENT_FREE)
-        chances = Calibration(self.labels).probabilities(scores).mean(0)
+        chances = LabelCalibration(self.labels).probabilities(scores).mean(0)
         return [float(value) for value in np.log(chances)]
+
+
+def evaluated(
+    classify_all: Callable[[Sequence[str]], list[TextClassification]],
+    labels: Sequence[str],
+    examples: Iterable[tuple[str, str]],
+) -> ClassificationPredictions:
+    """The probabilities of a classifier for labeled texts, with the right labels.
+
+    Raises:
+        InvalidArgument: no examples, or one with another label.
+    """
+    import torch
+
+    from pippin.evaluate.calibration import ClassificationPredictions
+
+    pairs = list(examples)
+    unknown = [label for _, label in pairs if label not in labels]
+    if unknown or not pairs:
+        raise InvalidArgument(f"examples need labels out of {', '.join(labels)}; got {unknown or 'none'}")
+    found = classify_all([text for text, _ in pairs])
+    probs = torch.tensor([[one.probabilities[label] for label in labels] for one in found])
+    targets = torch.tensor([list(labels).index(label) for _, label in pairs])
+    return ClassificationPredictions(probs, targets, tuple(labels))
 
 
 def _checked(labels: Sequence[str] | Mapping[str, str]) -> tuple[str, ...]:
@@ -190,8 +212,8 @@ def _preset(
 ) -> Preset:
     goal = f"You say {about} of a text." if about else "You classify texts."
     lines = [f"- {label}: {descriptions[label]}" if descriptions.get(label) else f"- {label}" for label in labels]
-    told = "\n".join([f"{goal} Answer with one of these labels and nothing else:", *lines])
-    return Preset(told, tuple((_asked(text), label) for text, label in examples))
+    instructions = "\n".join([f"{goal} Answer with one of these labels and nothing else:", *lines])
+    return Preset(instructions, tuple((_asked(text), label) for text, label in examples))
 
 
 def _asked(text: str) -> str:

@@ -1,9 +1,9 @@
-"""Edits: what to change in a text and where, found by comparing words, and explained by rule.
+"""Edits of a text: found by comparing words, and explained by rules.
 
 Notable here:
-- an edit names characters of the original, so a list of edits can be shown, refused one by one, and applied
+- an edit refers to characters of the original, so a list of edits can be shown, rejected one by one, and applied
 - applying all edits of a comparison to the original gives the other text, character by character
-- kinds and explanations are read off the edit; no model is asked why it changed something
+- kinds and explanations are derived from the edit; no model is asked why it changed something
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from difflib import SequenceMatcher
 from typing import Literal
 
 from pippin.core.errors import InvalidArgument
-from pippin.kits.text.spans import Range, is_touched, pieces
-from pippin.kits.text.words import AGREEMENT, CONFUSIONS, FUNCTION_WORDS
+from pippin.kits.text.english_words import AGREEMENT, CONFUSIONS, FUNCTION_WORDS
+from pippin.kits.text.spans import TextSpan, is_touched, pieces
 
 EditKind = Literal[
-    "spelling", "grammar", "word choice", "punctuation", "capitalisation", "spacing", "repetition", "wording"
+    "spelling", "grammar", "word choice", "punctuation", "capitalization", "spacing", "repetition", "wording"
 ]
 
 
 @dataclass(frozen=True)
 class Edit:
-    """Replace ``range`` of the original, which reads ``original``, by ``replacement``."""
+    """Replace ``span`` of the original, which reads ``original``, by ``replacement``."""
 
-    range: Range
+    span: TextSpan
     original: str
     replacement: str
     kind: EditKind
@@ -36,52 +36,52 @@ class Edit:
 
 @dataclass(frozen=True)
 class Revision:
-    """A text after its edits; ``text`` is `apply` of ``edits`` to ``original``."""
+    """A text after its edits; ``text`` is `apply_edits` of ``edits`` to ``original``."""
 
     original: str
     edits: tuple[Edit, ...]
 
     @property
     def text(self) -> str:
-        """The text with all edits made."""
-        return apply(self.original, self.edits)
+        """The text with all edits applied."""
+        return apply_edits(self.original, self.edits)
 
 
-def apply(original: str, edits: Iterable[Edit]) -> str:
+def apply_edits(original: str, edits: Iterable[Edit]) -> str:
     """The text after these edits; they may be any selection, in any order.
 
     Raises:
         InvalidArgument: two edits overlap, or one does not belong to this text.
 
-    >>> edit = Edit(Range(0, 3), "teh", "the", "spelling", "")
-    >>> apply("teh end", [edit])
+    >>> edit = Edit(TextSpan(0, 3), "teh", "the", "spelling", "")
+    >>> apply_edits("teh end", [edit])
     'the end'
     """
     parts, end = [], 0
-    for edit in sorted(edits, key=lambda edit: (edit.range.start, edit.range.end)):
-        start = edit.range.start
+    for edit in sorted(edits, key=lambda edit: (edit.span.start, edit.span.end)):
+        start = edit.span.start
         if start < end:
             raise InvalidArgument(f"two edits change the same characters, at {start}")
-        if edit.range.of(original) != edit.original:
+        if edit.span.of(original) != edit.original:
             raise InvalidArgument(
-                f"the text reads {edit.range.of(original)!r} at {start}, but the edit replaces {edit.original!r}"
+                f"the text reads {edit.span.of(original)!r} at {start}, but the edit replaces {edit.original!r}"
             )
         parts += [original[end:start], edit.replacement]
-        end = edit.range.end
+        end = edit.span.end
     return "".join([*parts, original[end:]])
 
 
-def compare(original: str, revised: str, *, offset: int = 0, protected: Sequence[Range] = ()) -> list[Edit]:
-    """The edits that lead from one text to the other, word by word.
+def compare(original: str, revised: str, *, offset: int = 0, protected: Sequence[TextSpan] = ()) -> list[Edit]:
+    """The edits that transform one text into the other, word by word.
 
     Args:
-        original: what there was.
-        revised: what there shall be.
-        offset: where ``original`` begins in the whole text; the ranges of the edits count from its beginning.
-        protected: ranges of the whole text; edits that would change something there are left out.
+        original: the original text.
+        revised: the revised text.
+        offset: offset of ``original`` in the whole text; the ranges of the edits count from its beginning.
+        protected: ranges of the whole text; edits that would change them are left out.
 
     >>> [(edit.original, edit.replacement, edit.kind) for edit in compare("i recieve it", "I receive it")]
-    [('i', 'I', 'capitalisation'), ('recieve', 'receive', 'spelling')]
+    [('i', 'I', 'capitalization'), ('recieve', 'receive', 'spelling')]
     """
     old, new = pieces(original), pieces(revised)
     matcher = SequenceMatcher(None, [r.of(original) for r in old], [r.of(revised) for r in new], autojunk=False)
@@ -96,18 +96,18 @@ def compare(original: str, revised: str, *, offset: int = 0, protected: Sequence
             before, after = original[start:end], "".join(r.of(revised) for r in new[c:d])
             if before != after and not is_touched(protected, offset + start, offset + end):
                 context = original[:start]
-                edits.append(make(Range(offset + start, offset + end), before, after, context))
+                edits.append(make(TextSpan(offset + start, offset + end), before, after, context))
     return edits
 
 
-def make(where: Range, original: str, replacement: str, before: str = "") -> Edit:
-    """An edit with its kind and explanation; ``before`` is the text that leads up to it."""
+def make(where: TextSpan, original: str, replacement: str, before: str = "") -> Edit:
+    """An edit with its kind and explanation; ``before`` is the preceding text."""
     kind, explanation = explain(original, replacement, before)
-    return Edit(Range(where.start, where.end, "edit"), original, replacement, kind, explanation)
+    return Edit(TextSpan(where.start, where.end, "edit"), original, replacement, kind, explanation)
 
 
 def explain(original: str, replacement: str, before: str = "") -> tuple[EditKind, str]:
-    """What kind of edit this is, and why it is made, in a sentence; by rule.
+    """Kind and explanation of an edit, by rules.
 
     >>> explain("dont", "don't")
     ('punctuation', "the apostrophe is missing: “don't”")
@@ -125,7 +125,7 @@ def explain(original: str, replacement: str, before: str = "") -> tuple[EditKind
     if _letters(old) == _letters(new):
         return _marks(old, new)
     if _letters(old).casefold() == _letters(new).casefold():
-        return "capitalisation", _capitals(new)
+        return "capitalization", _capitals(new)
     if not new:
         return _removed(old, before)
     words = old.casefold().split()
@@ -142,7 +142,7 @@ def _words(old: str, new: str) -> tuple[EditKind, str]:
         return "grammar", f"“{new}” agrees with the rest of the sentence"
     if any(one in group and other in group for group in CONFUSIONS):
         return "word choice", f"“{old}” and “{new}” are easily confused; here it is “{new}”"
-    near = distance(one, other) <= max(2, len(one) // 3)
+    near = edit_distance(one, other) <= max(2, len(one) // 3)
     if ({one, other} & FUNCTION_WORDS and not (near and one.isalpha() and one not in FUNCTION_WORDS)) or not one:
         return "grammar", f"the sentence needs “{new}” here"
     if near and old.replace("'", "").replace("-", "").isalpha() and " " not in new:
@@ -151,7 +151,7 @@ def _words(old: str, new: str) -> tuple[EditKind, str]:
 
 
 def _marks(old: str, new: str) -> tuple[EditKind, str]:
-    """Same letters, other marks."""
+    """Edits with the same letters and other marks."""
     if ("'" in new or "’" in new) and not ("'" in old or "’" in old):
         return "punctuation", f"the apostrophe is missing: “{new}”"
     if not old:
@@ -178,18 +178,18 @@ def _letters(text: str) -> str:
     return "".join(char for char in text if char.isalnum())
 
 
-def distance(one: str, other: str, *, most: int | None = None) -> int:
-    """Edit distance: insertions, deletions, substitutions and swaps of neighbours (optimal string alignment).
+def edit_distance(one: str, other: str, *, max_distance: int | None = None) -> int:
+    """Edit distance: insertions, deletions, substitutions and swaps of neighbors (optimal string alignment).
 
     Args:
         one: a text. other: a text.
-        most: stop counting beyond this; the result is then ``most + 1``.
+        max_distance: stop counting beyond this; the result is then ``max_distance + 1``.
 
-    >>> distance("teh", "the"), distance("abc", ""), distance("kitten", "sitting")
+    >>> edit_distance("teh", "the"), edit_distance("abc", ""), edit_distance("kitten", "sitting")
     (1, 3, 3)
     """
-    if most is not None and abs(len(one) - len(other)) > most:
-        return most + 1
+    if max_distance is not None and abs(len(one) - len(other)) > max_distance:
+        return max_distance + 1
     last: list[int] = []
     row = list(range(len(other) + 1))
     for i, a in enumerate(one):
@@ -199,6 +199,6 @@ def distance(one: str, other: str, *, most: int | None = None) -> int:
             if i and j and a == other[j - 1] and one[i - 1] == b:
                 cost = min(cost, before[j - 1] + 1)
             row.append(cost)
-        if most is not None and min(row) > most:
-            return most + 1
-    return row[-1] if most is None else min(row[-1], most + 1)
+        if max_distance is not None and min(row) > max_distance:
+            return max_distance + 1
+    return row[-1] if max_distance is None else min(row[-1], max_distance + 1)

@@ -1,7 +1,7 @@
-"""A dictionary that every language model carries: the words of its own vocabulary.
+"""A word list from the vocabulary of a language model.
 
 Notable here:
-- a byte-pair vocabulary holds the frequent words whole, in the order of their frequency: that is a word list with ranks
+- a byte-pair vocabulary holds frequent words whole, in order of frequency: a word list with ranks
 - words near a misspelling are found through deletions that both have in common, not by trying all words
 """
 
@@ -11,9 +11,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
-from pippin.data.tokenizer import Tokenizer
-from pippin.kits.text.edits import distance
-from pippin.kits.text.words import CAPITALISED, CONTRACTIONS, FUNCTION_WORDS, word_set
+from pippin.data.text.tokenizer import Tokenizer
+from pippin.kits.text.edits import edit_distance
+from pippin.kits.text.english_words import CAPITALIZED, CONTRACTIONS, FUNCTION_WORDS, word_set
 
 Familiarity = Literal["known", "derived", "unknown"]
 
@@ -49,10 +49,10 @@ class Lexicon:
     """Words with ranks.
 
     Args:
-        words: the most frequent first; spelled with a capital only if they are never written small.
+        words: the most frequent first; capitalized only if they are never written in lower case.
 
     >>> lexicon = Lexicon(["the", "their", "they", "receive"])
-    >>> lexicon.near("recieve"), lexicon.familiarity("received")
+    >>> lexicon.nearest("recieve"), lexicon.familiarity("received")
     (['receive'], 'derived')
     """
 
@@ -67,11 +67,11 @@ class Lexicon:
                     self._index[short].append(word)
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, size: int) -> Lexicon:
+    def of(cls, tokenizer: Tokenizer, vocab_size: int) -> Lexicon:
         """The words of a vocabulary of that size: tokens that are a space and letters of the Latin alphabet."""
         small: dict[str, None] = {}
         capital: dict[str, None] = {}
-        for index in range(size):
+        for index in range(vocab_size):
             token = tokenizer.token_bytes(index)
             word = token[1:].decode("ascii", "ignore")
             if token[:1] != b" " or len(word) != len(token) - 1 or not word.isalpha():
@@ -83,7 +83,7 @@ class Lexicon:
         return cls([*small, *(word for word in capital if word.lower() not in small)])
 
     def familiarity(self, word: str) -> Familiarity:
-        """Whether a word is in the list, made of one that is (as "walked" of "walk"), or neither."""
+        """Whether a word is in the list, derived from one that is (as "walked" from "walk"), or neither."""
         small = word.lower().replace("’", "'")
         if small in self.ranks or small.capitalize() in self.ranks or small in _SHORT or small in CONTRACTIONS.values():
             return "known"
@@ -98,24 +98,26 @@ class Lexicon:
         True
         """
         small = word.lower()
-        return small in CAPITALISED or (small not in self.ranks and small.capitalize() in self.ranks)
+        return small in CAPITALIZED or (small not in self.ranks and small.capitalize() in self.ranks)
 
-    def near(self, word: str, *, most: int = 2) -> list[str]:
+    def nearest(self, word: str, *, max_distance: int = 2) -> list[str]:
         """Words within that edit distance (at most 2), nearest first and then most frequent first."""
         small = word.lower()
         seen: set[str] = set()
         queries = {small, *_deletions(small)}
-        if most > 1:
+        if max_distance > 1:
             queries |= {shorter for query in list(queries) for shorter in _deletions(query)}
         for query in queries:
             seen.update(self._index.get(query, ()))
-        found = [(distance(small, other.lower(), most=most), self.ranks[other], other) for other in seen]
-        return [other for gap, _, other in sorted(found) if 0 < gap <= most or (gap == 0 and other != word)]
+        found = [
+            (edit_distance(small, other.lower(), max_distance=max_distance), self.ranks[other], other) for other in seen
+        ]
+        return [other for gap, _, other in sorted(found) if 0 < gap <= max_distance or (gap == 0 and other != word)]
 
-    def halves(self, word: str) -> Iterator[str]:
-        """Two words that make this one when the space is forgotten.
+    def splits(self, word: str) -> Iterator[str]:
+        """Two words that make this one when the space is missing.
 
-        >>> list(Lexicon(["lot"]).halves("alot"))
+        >>> list(Lexicon(["lot"]).splits("alot"))
         ['a lot']
         """
         for at in range(1, len(word)):
@@ -131,7 +133,7 @@ def _deletions(word: str) -> Iterator[str]:
 
 
 def _stems(word: str) -> Iterator[str]:
-    """What may stand before a suffix: "stopped" gives "stop", "tries" gives "try", "using" gives "use"."""
+    """Stems before a suffix: "stopped" gives "stop", "tries" gives "try", "using" gives "use"."""
     for suffix in _SUFFIXES:
         stem = word.removesuffix(suffix)
         if stem == word or len(stem) < 2:

@@ -1,9 +1,9 @@
-"""Rewriting in a tone or a length, with what is protected back as it was, byte for byte.
+"""Rewriting in a tone or a length, with protected ranges unchanged, byte for byte.
 
 Notable here:
-- blocks of code and quoted paragraphs are never shown to the model
-- links, inline code and quotes inside a paragraph are held by a grammar: the answer cannot leave them out, change them
-  or swap them; a paragraph that the model cannot write under it stays as it was, and is reported
+- code blocks and quoted paragraphs are never shown to the model
+- a grammar keeps links, inline code and quotes inside a paragraph: the answer cannot omit, change or reorder them; a
+  paragraph that the model cannot write under it stays unchanged and is reported
 """
 
 from __future__ import annotations
@@ -13,48 +13,48 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pippin.core.errors import AnswerTruncated, DecodingFailure
-from pippin.kits.text import presets
-from pippin.kits.text.desk import Desk, Preset
-from pippin.kits.text.facts import language_of
-from pippin.kits.text.spans import Range
-from pippin.kits.text.summarise import Passage, check, is_whole, split
-from pippin.session.schema import Lark
+from pippin.data.text.language import language_of
+from pippin.kits.text import prompts
+from pippin.kits.text.session_pool import Preset, SessionPool
+from pippin.kits.text.spans import TextSpan
+from pippin.kits.text.summarize import Passage, check, is_whole, split
+from pippin.session.types.schema import Lark
 
 _BREAK = re.compile(r"\n[^\S\n]*(?:\n\s*)+")
 
 
 @dataclass(frozen=True)
 class Rewriting(Passage):
-    """A text in other words; ``kept`` are the paragraphs of the original that stayed as they were."""
+    """A rewritten text; ``unchanged`` are the paragraphs of the original that were not rewritten."""
 
-    kept: tuple[Range, ...] = ()
+    unchanged: tuple[TextSpan, ...] = ()
 
 
 def rewrite(
-    desk: Desk, text: str, preset: Preset, length: str, protected: Sequence[Range], language: str | None
+    pool: SessionPool, text: str, preset: Preset, length: str, protected: Sequence[TextSpan], language: str | None
 ) -> Rewriting:
     """Rewrite a text paragraph by paragraph."""
-    ending = presets.in_language(language or language_of(text))
+    ending = prompts.in_language(language or language_of(text))
     parts: list[str] = []
-    kept: list[Range] = []
+    unchanged: list[TextSpan] = []
     end = 0
     for paragraph in _paragraphs(text, protected):
         parts.append(text[end : paragraph.start])
-        for part in split(desk, preset, paragraph.of(text), 256):
-            where = Range(paragraph.start + part.start, paragraph.start + part.end, "paragraph")
+        for part in split(pool, preset, paragraph.of(text), 256):
+            where = TextSpan(paragraph.start + part.start, paragraph.start + part.end, "paragraph")
             inside = [one for one in protected if where.start <= one.start and one.end <= where.end]
-            new = _part(desk, preset, text, where, inside, length, ending)
+            new = _part(pool, preset, text, where, inside, length, ending)
             if new is None:
-                kept.append(where)
+                unchanged.append(where)
             parts.append(where.of(text) if new is None else new)
         end = paragraph.end
     parts.append(text[end:])
     done = "".join(parts)
-    return Rewriting(done, check(desk, done, text), tuple(kept))
+    return Rewriting(done, check(pool, done, text), tuple(unchanged))
 
 
-def _paragraphs(text: str, protected: Sequence[Range]) -> list[Range]:
-    """Stretches between empty lines and protected blocks, without the space around them."""
+def _paragraphs(text: str, protected: Sequence[TextSpan]) -> list[TextSpan]:
+    """Ranges between empty lines and protected blocks, without surrounding space."""
     borders = [(m.start(), m.end()) for m in _BREAK.finditer(text)]
     borders += [(one.start, one.end) for one in protected if "\n" in one.of(text) or _is_block(text, one)]
     found, begin = [], 0
@@ -62,38 +62,38 @@ def _paragraphs(text: str, protected: Sequence[Range]) -> list[Range]:
         body = text[begin:start]
         if re.search(r"\w", body):
             lead = len(body) - len(body.lstrip())
-            found.append(Range(begin + lead, begin + len(body.rstrip()), "paragraph"))
+            found.append(TextSpan(begin + lead, begin + len(body.rstrip()), "paragraph"))
         begin = max(begin, end)
     return found
 
 
-def _is_block(text: str, one: Range) -> bool:
-    """Whether a protected range has its lines to itself."""
+def _is_block(text: str, one: TextSpan) -> bool:
+    """Whether a protected range has lines of its own."""
     line = text[text.rfind("\n", 0, one.start) + 1 : (text.find("\n", one.end) + len(text) + 1) % (len(text) + 1)]
     return line.strip() == one.of(text).strip()
 
 
 def _part(
-    desk: Desk, preset: Preset, text: str, where: Range, inside: list[Range], length: str, ending: str
+    pool: SessionPool, preset: Preset, text: str, where: TextSpan, inside: list[TextSpan], length: str, ending: str
 ) -> str | None:
-    """One paragraph in other words; None if what is protected in it would not survive."""
+    """One rewritten paragraph; None if its protected ranges would not be preserved."""
     old = where.of(text)
     body = old.strip()
     if not re.search(r"\w\W+\w", body):
         return None
     factor = {"shorter": 1.0, "same": 1.5, "longer": 3.0}[length]
-    most = int(factor * desk.tokens(body)) + 24
+    max_tokens = int(factor * pool.token_count(body)) + 24
     literals = [one.of(text) for one in inside]
-    guided = bool(literals) and desk.provider.capabilities.grammars
+    guided = bool(literals) and pool.provider.capabilities.grammars
     form = Lark(grammar(literals)) if guided else None
 
     def ask(preset: Preset) -> str:
         prompt = f"Rewrite: {body}{ending}"
-        return str(desk.ask(preset, prompt, generating=form, most=most, include_schema_in_prompt=False))
+        return str(pool.ask(preset, prompt, generating=form, max_tokens=max_tokens, include_schema_in_prompt=False))
 
     try:
         answer = ask(preset)
-        if presets.leaks(preset, answer, body):
+        if prompts.leaks(preset, answer, body):
             answer = ask(Preset(preset.instructions))
     except (AnswerTruncated, DecodingFailure):
         return None
@@ -116,7 +116,7 @@ def _holds(answer: str, literals: list[str]) -> bool:
 
 
 def grammar(literals: Sequence[str]) -> str:
-    """A Lark grammar of texts that hold these literals in this order, with other text around them.
+    """A Lark grammar of texts that contain these literals in this order.
 
     >>> print(grammar(["a/b"]))
     start: gap0 TEXT

@@ -1,9 +1,9 @@
-"""Where things are in a text: sentences, words, and what must come back as it is.
+"""Text spans: sentences, words, and protected ranges.
 
 Notable here:
-- every range counts characters (code points) of the text as it was given; nothing is normalised
-- sentences, and the pieces that a diff works on, are partitions: joined, they are the text again
-- code, quotes, links and e-mail addresses are found by rule, so that no model is asked to leave them alone
+- every range counts characters (code points) of the given text; nothing is normalized
+- sentences, and the pieces of a diff, are partitions: joined, they are the text again
+- code, quotes, links and e-mail addresses are found by rules, so that no model has to preserve them
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from pippin.core.errors import InvalidArgument, InvalidInput
+from pippin.core.checks import checked
+from pippin.core.errors import InvalidInput
 
 Protection = Literal["code", "quotes", "links", "emails", "placeholders", "numbers"]
 
@@ -22,10 +23,10 @@ DEFAULT_PROTECTION: tuple[Protection, ...] = ("code", "quotes", "links", "emails
 
 
 @dataclass(frozen=True, order=True)
-class Range:
-    """Characters ``start`` to ``end`` (exclusive) of a text; ``kind`` says what stands there.
+class TextSpan:
+    """Characters ``start`` to ``end`` (exclusive) of a text; ``kind`` is the type of the content.
 
-    >>> Range(1, 3, "word").of("abcd")
+    >>> TextSpan(1, 3, "word").of("abcd")
     'bc'
     """
 
@@ -34,7 +35,7 @@ class Range:
     kind: str = ""
 
     def of(self, text: str) -> str:
-        """What stands there."""
+        """The characters of the span."""
         return text[self.start : self.end]
 
     def touches(self, start: int, end: int) -> bool:
@@ -48,7 +49,7 @@ class Range:
 
 
 def check_text(text: Any, what: str = "the text") -> str:
-    """The text itself, if it is one that can be worked on.
+    """The text itself, if it is valid.
 
     Raises:
         InvalidInput: it is not a str, is empty or blank, or holds half a character (a lone surrogate).
@@ -64,7 +65,7 @@ def check_text(text: Any, what: str = "the text") -> str:
     return text
 
 
-# --- what must come back as it is -------------------------------------------------------------------------------------
+# --- protected ranges -------------------------------------------------------------------------------------------------
 
 _URL = r"(?:https?://|ftp://|www\.)[^\s<>\"'`]*[^\s<>\"'`.,;:!?)\]}]"
 _EMAIL = r"[\w.+%-]+@[\w-]+(?:\.[\w-]+)+"
@@ -90,8 +91,9 @@ _PATTERNS: dict[str, re.Pattern[str]] = {
 }
 
 
-def protected_ranges(text: str, kinds: Iterable[Protection] = DEFAULT_PROTECTION) -> list[Range]:
-    """What of a text no edit may touch, in order; ranges neither overlap nor touch one another's inside.
+@checked
+def protected_spans(text: str, kinds: Iterable[Protection] = DEFAULT_PROTECTION) -> list[TextSpan]:
+    """The protected ranges of a text, in order and without overlap.
 
     Args:
         text: any text.
@@ -99,28 +101,23 @@ def protected_ranges(text: str, kinds: Iterable[Protection] = DEFAULT_PROTECTION
             ``>``), "links" (addresses and Markdown links), "emails", "placeholders" (``{name}``, ``%s``, tags) and
             "numbers" (with their signs of currency and percent).
 
-    Raises:
-        InvalidArgument: another kind.
-
-    >>> [r.of("Mail me@x.org or run `ls -l`.") for r in protected_ranges("Mail me@x.org or run `ls -l`.")]
+    >>> [r.of("Mail me@x.org or run `ls -l`.") for r in protected_spans("Mail me@x.org or run `ls -l`.")]
     ['me@x.org', '`ls -l`']
     """
-    found: list[Range] = []
+    found: list[TextSpan] = []
     for kind in kinds:
-        if kind not in _PATTERNS:
-            raise InvalidArgument(f"what can be protected is {', '.join(get_args(Protection))}; got {kind!r}")
-        found += [Range(m.start(), m.end(), kind) for m in _PATTERNS[kind].finditer(text) if m.end() > m.start()]
-    merged: list[Range] = []
+        found += [TextSpan(m.start(), m.end(), kind) for m in _PATTERNS[kind].finditer(text) if m.end() > m.start()]
+    merged: list[TextSpan] = []
     for one in sorted(found):
         if merged and one.start < merged[-1].end:
             if one.end > merged[-1].end:
-                merged[-1] = Range(merged[-1].start, one.end, merged[-1].kind)
+                merged[-1] = TextSpan(merged[-1].start, one.end, merged[-1].kind)
         else:
             merged.append(one)
     return merged
 
 
-def is_touched(ranges: Sequence[Range], start: int, end: int) -> bool:
+def is_touched(ranges: Sequence[TextSpan], start: int, end: int) -> bool:
     """Whether replacing characters ``start`` to ``end`` would change something in these ordered, disjoint ranges."""
     at = bisect_right(ranges, start, key=lambda one: one.end)
     return any(one.touches(start, end) for one in ranges[at : at + 1]) or (
@@ -193,8 +190,8 @@ _END = re.compile(
 )
 
 
-def sentences(text: str, protected: Sequence[Range] = ()) -> list[Range]:
-    """The sentences of a text, each with the space behind it; together they are the whole text.
+def sentences(text: str, protected: Sequence[TextSpan] = ()) -> list[TextSpan]:
+    """The sentences of a text, each with the space after it; together they are the whole text.
 
     An empty line ends a sentence, and so does the next item of a list. Abbreviations, initials and decimal points do
     not, nor does anything inside ``protected`` ranges.
@@ -209,10 +206,10 @@ def sentences(text: str, protected: Sequence[Range] = ()) -> list[Range]:
             continue
         if text[match.start()] == "." and not _ends_sentence(text, match.start(), match.end()):
             continue
-        found.append(Range(begin, match.end(), "sentence"))
+        found.append(TextSpan(begin, match.end(), "sentence"))
         begin = match.end()
     if begin < len(text):
-        found.append(Range(begin, len(text), "sentence"))
+        found.append(TextSpan(begin, len(text), "sentence"))
     return found
 
 
@@ -230,17 +227,17 @@ def _ends_sentence(text: str, dot: int, after: int) -> bool:
 _PIECE = re.compile(r"[^\W_]+(?:['’][^\W_]+)*|[^\S\n]+|\n+|[^\w\s]|_", re.UNICODE)
 
 
-def pieces(text: str) -> list[Range]:
+def pieces(text: str) -> list[TextSpan]:
     """Words, runs of space and single marks; together they are the whole text.
 
     >>> [r.of("Don't, now") for r in pieces("Don't, now")]
     ["Don't", ',', ' ', 'now']
     """
-    return [Range(m.start(), m.end(), "word" if m[0][0].isalnum() else "mark") for m in _PIECE.finditer(text)]
+    return [TextSpan(m.start(), m.end(), "word" if m[0][0].isalnum() else "mark") for m in _PIECE.finditer(text)]
 
 
-def chunks(text: str, fits: Callable[[str], bool], protected: Sequence[Range] = ()) -> list[Range]:
-    """The text in as few pieces as are needed for each to fit, cut between sentences.
+def chunks(text: str, fits: Callable[[str], bool], protected: Sequence[TextSpan] = ()) -> list[TextSpan]:
+    """The text in as few pieces as possible that each fit, cut between sentences.
 
     A sentence that does not fit by itself is cut between words, and a word between characters.
 
@@ -253,29 +250,29 @@ def chunks(text: str, fits: Callable[[str], bool], protected: Sequence[Range] = 
     >>> [r.of(text) for r in chunks(text, lambda part: len(part) <= 18)]
     ['One two. Three. ', 'Four five six ', 'seven.']
     """
-    found: list[Range] = []
+    found: list[TextSpan] = []
     begin = end = 0
     for unit in _units(text, fits, protected):
         if end > begin and not fits(text[begin : unit.end]):
-            found.append(Range(begin, end, "chunk"))
+            found.append(TextSpan(begin, end, "chunk"))
             begin = end
         end = unit.end
     if end > begin:
-        found.append(Range(begin, end, "chunk"))
+        found.append(TextSpan(begin, end, "chunk"))
     return found
 
 
-def _units(text: str, fits: Callable[[str], bool], protected: Sequence[Range]) -> Iterator[Range]:
+def _units(text: str, fits: Callable[[str], bool], protected: Sequence[TextSpan]) -> Iterator[TextSpan]:
     """Sentences, and parts of those that do not fit."""
     for sentence in sentences(text, protected):
         if fits(sentence.of(text)):
             yield sentence
             continue
-        for word in re.finditer(r"\s*\S+\s*", sentence.of(text)):
+        for word in re.finditer(r"\s*\S+\s*|\s+", sentence.of(text)):
             start, stop = sentence.start + word.start(), sentence.start + word.end()
             while start < stop:
                 size = stop - start
                 while size > 1 and not fits(text[start : start + size]):
                     size //= 2
-                yield Range(start, start + size)
+                yield TextSpan(start, start + size)
                 start += size

@@ -1,11 +1,11 @@
-"""Text tasks: summarise, rewrite, proofread, extract, classify, tag, reply; presets on one model.
+"""Text tasks: summarize, rewrite, proofread, extract, classify, tag, reply.
 
 Notable here:
-- what comes back can be checked: edits with their places, probabilities that add up, the numbers and names that a
-  summary has from nowhere
-- where a small model writes badly it is asked to choose instead: corrections, labels, tags and `how="select"` summaries
-  are picked by its probabilities, not written by it
-- protected ranges (code, quotes, links, e-mail addresses) come back byte for byte
+- results can be checked: edits with their positions, probabilities that add up to 1, the numbers and names of a summary
+  that are not in the text
+- where a small model writes badly it chooses instead: corrections, labels, tags and `method="select"` summaries are
+  selected by its probabilities
+- protected ranges (code, quotes, links, e-mail addresses) are preserved byte for byte
 """
 
 from __future__ import annotations
@@ -16,36 +16,40 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
+from annotated_types import Ge, Le
 from pydantic import Field
 
+from pippin.core.checks import checked
 from pippin.core.errors import AnswerTruncated, InvalidArgument, UnsupportedCapability, UnsupportedLanguage
-from pippin.kits.text import presets, rewrite as rewriting, summarise, tags
-from pippin.kits.text.calibration import Calibration
-from pippin.kits.text.classify import Calibrate, Classification, Classifier
-from pippin.kits.text.desk import Desk, Preset
-from pippin.kits.text.edits import Edit, Revision, compare, distance
-from pippin.kits.text.facts import language_of
+from pippin.data.text.language import language_of
+from pippin.kits.text import prompts, rewrite as rewriting, summarize, tags
+from pippin.kits.text.calibration import LabelCalibration
+from pippin.kits.text.classify import Calibrate, TextClassification, TextClassifier
+from pippin.kits.text.edits import Edit, Revision, compare, edit_distance
 from pippin.kits.text.proofread import MARGINS, Margins, Proofreader
 from pippin.kits.text.rewrite import Rewriting
-from pippin.kits.text.spans import DEFAULT_PROTECTION, Protection, Range, check_text, protected_ranges
-from pippin.kits.text.summarise import Draft, Passage
+from pippin.kits.text.session_pool import Preset, SessionPool
+from pippin.kits.text.spans import DEFAULT_PROTECTION, Protection, TextSpan, check_text, protected_spans
+from pippin.kits.text.summarize import Passage, SummaryDraft
 from pippin.session.options import GenerationOptions
-from pippin.session.schema import Schema
+from pippin.session.types.schema import Schema
 
 if TYPE_CHECKING:
-    from pippin.language.load import LanguageModel
+    from pippin.language.language_model import LanguageModel
     from pippin.session.guardrails import Guardrails
-    from pippin.session.provider import Provider
+    from pippin.session.providers.provider import Provider
     from pippin.session.session import Session
 
 T = TypeVar("T")
+Tone = Literal["friendly", "professional", "concise", "formal", "casual", "simple", "persuasive", "neutral"]
+UpTo50 = Annotated[int, Ge(1), Le(50)]
 
-MOST_CHANGED = 0.35  # edit distance over length, beyond which "proofreading" is a rewrite
+MAX_CHANGED = 0.35  # edit distance over length, beyond which "proofreading" is a rewrite
 
 
 @dataclass(frozen=True)
-class Table:
-    """Facts of a text in rows and columns; ``unverified`` lists numbers and names that the text does not hold."""
+class ExtractedTable:
+    """Facts of a text in rows and columns; ``unverified`` lists numbers and names that are not in the text."""
 
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -54,7 +58,7 @@ class Table:
     def to_markdown(self) -> str:
         r"""The table in Markdown.
 
-        >>> print(Table(("a", "b"), (("1", "x|y"),)).to_markdown())
+        >>> print(ExtractedTable(("a", "b"), (("1", "x|y"),)).to_markdown())
         | a | b |
         | --- | --- |
         | 1 | x\|y |
@@ -66,26 +70,26 @@ class Table:
 
 @dataclass(frozen=True)
 class Reply:
-    """A suggested reply; ``kind`` says what it does: "accept", "decline", "ask" or "thank"."""
+    """A suggested reply; ``kind`` is its purpose: "accept", "decline", "ask" or "thank"."""
 
     text: str
     kind: str
 
 
 class TextTasks:
-    """Tasks on texts, all by one model.
+    """Text tasks with one model.
 
     Methods may be called from several threads. Every method raises `InvalidInput` for a text that is empty, not a str,
     or holds half a character, and passes on what `Session.respond` raises.
 
     Args:
         model: a model reference (see `pippin.load`), a loaded model, a provider, or a session, whose model and
-            guardrails are used and whose conversation is left alone.
-        options: how to choose tokens; the tasks set ``max_tokens`` themselves where it is None.
-        guardrails: rules for what goes in and comes out; None for those of the session, if one was given.
+            guardrails are used and whose conversation does not change.
+        options: sampling options; the tasks set ``max_tokens`` themselves where it is None.
+        guardrails: rules for input and output; None for those of the session, if one was given.
 
     Raises:
-        ModelNotFound, DownloadFailed, CheckpointError: the model cannot be had.
+        ModelNotFound, DownloadFailed, CheckpointError: the model cannot be loaded.
 
     >>> tasks = TextTasks("smollm2-135m")                                                    # doctest: +SKIP
     >>> [(edit.original, edit.replacement) for edit in tasks.proofread("I recieved it.").edits]  # doctest: +SKIP
@@ -99,114 +103,109 @@ class TextTasks:
         options: GenerationOptions = GenerationOptions(),
         guardrails: Guardrails | None = None,
     ) -> None:
-        self.desk = Desk.at(model, options, guardrails)
+        self.sessions = SessionPool.open(model, options, guardrails)
 
-    # --- shorter ------------------------------------------------------------------------------------------------------
+    # --- summaries
+    # --------------------------------------------------------------------------------------------------------
 
+    @checked
     def summarize(
         self,
         text: str,
         *,
-        length: Literal["short", "medium", "long"] | int = "medium",
-        how: Literal["write", "select"] = "write",
+        length: Literal["short", "medium", "long"] | UpTo50 = "medium",
+        method: Literal["write", "select"] = "write",
         language: str | None = None,
     ) -> Passage:
-        """A summary, checked: its numbers and names that the text does not hold are in ``unverified``.
+        """A summary; its numbers and names that are not in the text are listed in ``unverified``.
 
         Args:
-            text: of any length; a long one is summarised in parts, then the parts together.
+            text: of any length; a long one is summarized in parts, then the summaries together.
             length: "short" (one sentence), "medium" (three), "long" (six) or a number of sentences, at most 50.
-            how: "write" it with the model's words, or "select" sentences of the text, which cannot be wrong but may
-                hang in the air; a model below a billion parameters selects better than it writes.
+            method: "write" it with the model, or "select" sentences of the text, which cannot be wrong but may lack
+                context; a model below a billion parameters selects better than it writes.
             language: tag of the language to write in; None for that of the text.
 
         Raises:
-            InvalidArgument: another length or way. UnsupportedCapability: "select" without log-probabilities.
+            UnsupportedCapability: "select" without log-probabilities.
         """
-        if how == "select":
-            count = presets.sentences_wanted(length)
-            self.desk.local  # noqa: B018  (raises where no log-probabilities can be had)
-            return summarise.select(self.desk, self.desk.admit(text), count)
-        *_, last = self.summarize_drafts(text, length=length, how=how, language=language)
+        if method == "select":
+            count = prompts.sentences_wanted(length)
+            self.sessions.local_model  # noqa: B018  (raises where no log-probabilities can be had)
+            return summarize.select(self.sessions, self.sessions.check_input(text), count)
+        *_, last = self.summarize_drafts(text, length=length, method=method, language=language)
         assert last.done is not None
         return last.done
 
+    @checked
     def summarize_drafts(
         self,
         text: str,
         *,
-        length: Literal["short", "medium", "long"] | int = "medium",
-        how: Literal["write"] = "write",
+        length: Literal["short", "medium", "long"] | UpTo50 = "medium",
+        method: Literal["write"] = "write",
         language: str | None = None,
-    ) -> Iterator[Draft]:
-        """`summarize` as it is written: drafts of each part and of the whole; the last one is ``done``."""
-        if how != "write":
-            raise InvalidArgument(f"how must be write or select, got {how!r}")
-        count = presets.sentences_wanted(length)
-        return summarise.write(self.desk, self.desk.admit(text), count, _checked_tag(language))
+    ) -> Iterator[SummaryDraft]:
+        """`summarize` as a stream: drafts of each part and of the whole; the last one is ``done``."""
+        count = prompts.sentences_wanted(length)
+        return summarize.write(self.sessions, self.sessions.check_input(text), count, _checked_tag(language))
 
-    def key_points(self, text: str, *, most: int = 5) -> list[Passage]:
-        """The key points of a text, the most important first; of a long text, those of each part.
+    @checked
+    def key_points(self, text: str, *, max_points: UpTo50 = 5) -> list[Passage]:
+        """The key points of a text, the most important first; for a long text, those of each part."""
+        language = prompts.in_language(language_of(self.sessions.check_input(text)))
+        request = f"\n\nList the {max_points} key points of this text.{language}"
+        return summarize.listed(self.sessions, prompts.POINTS, text, request, max_points, first=True)
 
-        Raises:
-            InvalidArgument: ``most`` is not between 1 and 50.
-        """
-        _in_range("most", most)
-        language = presets.in_language(language_of(self.desk.admit(text)))
-        request = f"\n\nList the {most} key points of this text.{language}"
-        return summarise.listed(self.desk, presets.POINTS, text, request, most, first=True)
-
-    def to_list(self, text: str, *, most: int = 30) -> list[Passage]:
-        """The text as a list of items.
-
-        Raises:
-            InvalidArgument: ``most`` is not between 1 and 50.
-        """
-        _in_range("most", most)
+    @checked
+    def to_list(self, text: str, *, max_items: UpTo50 = 30) -> list[Passage]:
+        """The text as a list of items."""
         request = "\n\nTurn this text into a list."
-        return summarise.listed(self.desk, presets.LIST, self.desk.admit(text), request, most)
+        return summarize.listed(self.sessions, prompts.LIST, self.sessions.check_input(text), request, max_items)
 
-    def to_table(self, text: str, *, columns: Sequence[str] | None = None, most: int = 20) -> Table:
+    @checked
+    def to_table(self, text: str, *, columns: Sequence[str] | None = None, max_rows: UpTo50 = 20) -> ExtractedTable:
         """The facts of a text as a table.
 
         Args:
-            text: short enough to be read whole.
+            text: short enough for the context.
             columns: names of the columns; None lets the model choose two to five.
-            most: rows, at most 50.
+            max_rows: maximum number of rows.
 
         Raises:
-            InvalidArgument: no columns, one twice, or ``most`` out of range. ContextOverflow: the text is too long.
+            InvalidArgument: no columns, or one twice. ContextOverflow: the text is too long.
         """
-        _in_range("most", most)
         hidden = {"include_schema_in_prompt": False}  # a small model copies the words of a schema into the cells
         if columns is None:
             names = Annotated[
                 list[Annotated[str, Field(min_length=1, max_length=30)]], Field(min_length=2, max_length=5)
             ]
-            chosen = self._typed(presets.COLUMNS, text, "\n\nThe columns of a table of this text:", names, 80, **hidden)
+            chosen = self._typed(prompts.COLUMNS, text, "\n\nThe columns of a table of this text:", names, 80, **hidden)
             columns = list(dict.fromkeys(chosen))
         if isinstance(columns, str) or not columns or len(set(columns)) < len(columns):
             raise InvalidArgument(f"columns are different names, at least one; got {columns!r}")
         row = {"type": "array", "prefixItems": [{"type": "string", "maxLength": 120}] * len(columns), "items": False}
         row |= {"minItems": len(columns)}
-        form = {"type": "array", "items": row, "minItems": 1, "maxItems": most}
+        form = {"type": "array", "items": row, "minItems": 1, "maxItems": max_rows}
         request = f"\n\nThe rows of a table of this text with the columns {', '.join(columns)}:"
-        rows = self._typed(presets.ROWS, text, request, form, min(40 * most, 800), **hidden)
+        rows = self._typed(prompts.ROWS, text, request, form, min(40 * max_rows, 800), **hidden)
         found = [
             tuple(line)
             for line in dict.fromkeys(map(tuple, rows))
             if line != tuple(columns) and any(cell.strip() for cell in line)
         ]
         written = "\n".join(f"a {cell}." for line in found for cell in line)
-        return Table(tuple(columns), tuple(found), summarise.check(self.desk, written, text))
+        return ExtractedTable(tuple(columns), tuple(found), summarize.check(self.sessions, written, text))
 
-    # --- otherwise ----------------------------------------------------------------------------------------------------
+    # --- rewriting and proofreading
+    # -------------------------------------------------------------------------------------------
 
+    @checked
     def rewrite(
         self,
         text: str,
         *,
-        tone: str | None = None,
+        tone: Tone | None = None,
         length: Literal["shorter", "same", "longer"] = "same",
         protect: Iterable[Protection] = DEFAULT_PROTECTION,
         language: str | None = None,
@@ -215,74 +214,76 @@ class TextTasks:
 
         Args:
             text: of any length.
-            tone: "friendly", "professional", "concise", "formal", "casual", "simple", "persuasive" or "neutral"; None
-                leaves it as it is.
-            length: "shorter", "same" or "longer".
-            protect: what comes back byte for byte: see `protected_ranges`.
+            tone: None keeps it.
+            length: of the new text.
+            protect: ranges to preserve byte for byte: see `protected_spans`.
             language: tag of the language to write in; None for that of the text.
 
         Raises:
-            InvalidArgument: another tone or length, or neither of them asks for a change.
+            InvalidArgument: neither a tone nor another length is requested.
         """
-        preset = presets.tone(tone, length)
+        preset = prompts.tone(tone, length)
         if tone is None and length == "same":
-            raise InvalidArgument(f"rewrite needs a tone ({', '.join(presets.TONES)}) or a length (shorter, longer)")
-        ranges = protected_ranges(self.desk.admit(text), protect)
-        return rewriting.rewrite(self.desk, text, preset, length, ranges, _checked_tag(language))
+            raise InvalidArgument(f"rewrite needs a tone ({', '.join(prompts.TONES)}) or a length (shorter, longer)")
+        ranges = protected_spans(self.sessions.check_input(text), protect)
+        return rewriting.rewrite(self.sessions, text, preset, length, ranges, _checked_tag(language))
 
+    @checked
     def proofread(
         self,
         text: str,
         *,
-        how: Literal["auto", "choose", "write"] = "auto",
+        method: Literal["auto", "choose", "write"] = "auto",
         protect: Iterable[Protection] = DEFAULT_PROTECTION,
         margins: Margins = MARGINS,
     ) -> Revision:
-        """The corrections of a text, as edits with their places, kinds and explanations.
+        """The corrections of a text, as edits with their positions, kinds and explanations.
 
         Args:
             text: of any length.
-            how: "choose" among corrections that rules propose, by the model's probabilities (English only); "write" the
-                corrected text with the model and compare; "auto" chooses where it can and writes elsewhere.
-            protect: what no edit may touch: see `protected_ranges`.
-            margins: how sure the model must be in order to choose a correction.
+            method: "choose" among corrections that rules propose, by the model's probabilities (English only); "write"
+                the corrected text with the model and compare; "auto" chooses where it can and writes elsewhere.
+            protect: ranges that no edit may change: see `protected_spans`.
+            margins: required margins of the model's log-probabilities.
 
         Raises:
-            InvalidArgument: another way. UnsupportedCapability: "choose" without log-probabilities.
+            UnsupportedCapability: "choose" without log-probabilities.
             UnsupportedLanguage: "choose" for a text that is not English.
         """
-        if how not in ("auto", "choose", "write"):
-            raise InvalidArgument(f"how must be auto, choose or write, got {how!r}")
-        ranges = protected_ranges(self.desk.admit(text), protect)
+        ranges = protected_spans(self.sessions.check_input(text), protect)
         language = language_of(text) or "en"
-        if how == "auto":
-            how = "choose" if self.desk.can_score and language == "en" else "write"
-        if how == "write":
+        if method == "auto":
+            method = "choose" if self.sessions.can_score and language == "en" else "write"
+        if method == "write":
             return Revision(text, tuple(self._written_edits(text, ranges)))
-        self.desk.local  # noqa: B018  (raises where no log-probabilities can be had)
+        self.sessions.local_model  # noqa: B018  (raises where no log-probabilities can be had)
         if language != "en":
             raise UnsupportedLanguage(
-                f"corrections are proposed for English only, and this text looks like {language!r}; use how='write'",
+                f"corrections are proposed for English only, and this text looks like {language!r}; use method='write'",
                 language=language,
             )
         return Revision(text, tuple(self.proofreader(margins).edits(text, ranges)))
 
     def proofreader(self, margins: Margins = MARGINS) -> Proofreader:
-        """What chooses corrections, for texts that are read in pieces: its ``edits`` come one by one."""
-        return Proofreader(self.desk.lexicon, self.desk.score_text, margins)
+        """The corrector, for texts that are read in pieces: its ``edits`` are an iterator."""
+        return Proofreader(self.sessions.lexicon, self.sessions.score_text, margins)
 
-    def _written_edits(self, text: str, protected: Sequence[Range]) -> Iterator[Edit]:
-        """Corrections that the model wrote; a part that it rewrote instead is left alone."""
-        for part in summarise.split(self.desk, presets.PROOFREAD, text, 400):
+    def _written_edits(self, text: str, protected: Sequence[TextSpan]) -> Iterator[Edit]:
+        """Corrections that the model wrote; a part that it rewrote instead is ignored."""
+        for part in summarize.split(self.sessions, prompts.PROOFREAD, text, 400):
             for paragraph in re.finditer(r"[^\n]+", part.of(text)):
                 old = paragraph[0].strip()
                 start = part.start + paragraph.start() + len(paragraph[0]) - len(paragraph[0].lstrip())
                 if not re.search(r"\w", old) or any(o.start <= start and start + len(old) <= o.end for o in protected):
                     continue
-                most = int(1.5 * self.desk.tokens(old)) + 16
-                new = self.desk.ask(presets.PROOFREAD, f"Correct: {old}", most=most).strip().removeprefix("Correct: ")
-                limit = int(MOST_CHANGED * len(old))
-                if new and "\n" not in new and distance(old, new, most=limit) <= limit:
+                max_tokens = int(1.5 * self.sessions.token_count(old)) + 16
+                new = (
+                    self.sessions.ask(prompts.PROOFREAD, f"Correct: {old}", max_tokens=max_tokens)
+                    .strip()
+                    .removeprefix("Correct: ")
+                )
+                limit = int(MAX_CHANGED * len(old))
+                if new and "\n" not in new and edit_distance(old, new, max_distance=limit) <= limit:
                     yield from compare(old, new, offset=start, protected=protected)
 
     # --- typed --------------------------------------------------------------------------------------------------------
@@ -291,16 +292,16 @@ class TextTasks:
         """A value of a type, filled in from the text.
 
         Args:
-            text: short enough to be read whole.
-            into: anything that `Schema` takes.
+            text: short enough for the context.
+            into: any type that `Schema` takes.
             question: what to look for, if the type does not say it.
 
         Raises:
-            SchemaError: the type cannot be enforced. ContextOverflow: the text is too long; the message says how
-                long it may be. AnswerTruncated: the value grew beyond a quarter of the context.
+            SchemaError: the type cannot be enforced. ContextOverflow: the text is too long; the message has the maximum
+                length. AnswerTruncated: the value grew beyond a quarter of the context.
         """
         request = f"\n\n{question or 'Fill in the answer from this text.'}"
-        value: T = self._typed(presets.EXTRACT, text, request, into, (self.desk.provider.context_size or 8192) // 4)
+        value: T = self._typed(prompts.EXTRACT, text, request, into, (self.sessions.provider.context_size or 8192) // 4)
         return value
 
     def classifier(
@@ -309,10 +310,10 @@ class TextTasks:
         *,
         about: str = "",
         examples: Iterable[tuple[str, str]] = (),
-        calibrate: Calibrate | Calibration = "content-free",
-    ) -> Classifier:
-        """What classifies many texts by the same labels; arguments and errors as for `classify`."""
-        return Classifier(self.desk, labels, about=about, examples=examples, calibrate=calibrate)
+        calibrate: Calibrate | LabelCalibration = "content-free",
+    ) -> TextClassifier:
+        """A classifier of many texts with the same labels; arguments and errors as for `classify`."""
+        return TextClassifier(self.sessions, labels, about=about, examples=examples, calibrate=calibrate)
 
     def classify(
         self,
@@ -321,17 +322,17 @@ class TextTasks:
         *,
         about: str = "",
         examples: Iterable[tuple[str, str]] = (),
-        calibrate: Calibrate | Calibration = "content-free",
-    ) -> Classification:
-        """How probable each label is for a text, exactly: nothing is sampled.
+        calibrate: Calibrate | LabelCalibration = "content-free",
+    ) -> TextClassification:
+        """The probability of each label for a text, computed exactly: nothing is sampled.
 
         Args:
-            text: short enough to be read whole.
+            text: short enough for the context.
             labels: at least two; a mapping gives each a description.
             about: what the labels say about a text, such as "the mood of the writer".
-            examples: pairs of a text and its label that the model is shown.
-            calibrate: "content-free" takes out what the model says of texts without content; "off" leaves its own
-                probabilities; a `Calibration` that was fitted with `Classifier.fit`.
+            examples: pairs of a text and its label for the prompt.
+            calibrate: "content-free" divides out the model's probabilities for texts without content; "off" keeps its
+                own probabilities; a `LabelCalibration` that was fitted with `TextClassifier.fit`.
 
         Raises:
             InvalidArgument: labels or examples that cannot be used. ContextOverflow: the text is too long.
@@ -339,21 +340,21 @@ class TextTasks:
         """
         return self.classifier(labels, about=about, examples=examples, calibrate=calibrate).classify(text)
 
-    def tag(self, text: str, *, most: int = 5) -> tags.Tags:
-        """Topics, entities, emotions and requests of an English text; ``most`` is the number of topics.
+    @checked
+    def tag(self, text: str, *, max_topics: UpTo50 = 5) -> tags.Tags:
+        """Topics, entities, emotions and requests of an English text; ``max_topics`` is the number of topics.
 
         Raises:
-            InvalidArgument: ``most`` is not between 1 and 50. UnsupportedCapability: the provider does not report
-            log-probabilities. UnsupportedLanguage: the text is not English. ContextOverflow: it is too long.
+            UnsupportedCapability: the provider does not report log-probabilities. UnsupportedLanguage: the text is not
+            English. ContextOverflow: it is too long.
         """
-        _in_range("most", most)
-        self.desk.local  # noqa: B018  (raises where no log-probabilities can be had)
-        language = language_of(self.desk.admit(text)) or "en"
+        self.sessions.local_model  # noqa: B018  (raises where no log-probabilities can be had)
+        language = language_of(self.sessions.check_input(text)) or "en"
         if language != "en":
             raise UnsupportedLanguage(
                 f"tags are found by rules for English, and this text looks like {language!r}", language=language
             )
-        return tags.tag(self.desk, text, most=most)
+        return tags.tag(self.sessions, text, max_topics=max_topics)
 
     def topics(
         self, texts: Sequence[str], *, count: int | None = None, embed: tags.Embed | None = None
@@ -362,8 +363,8 @@ class TextTasks:
 
         Args:
             texts: at least one.
-            count: how many topics; None lets likeness decide.
-            embed: from texts to vectors, such as ``load_encoder().embed``; None compares the words that texts share.
+            count: number of topics; None determines it by similarity.
+            embed: from texts to embeddings, such as ``load_encoder().embed``; None compares the words that texts share.
 
         Raises:
             InvalidArgument: ``count`` is not between 1 and the number of texts, or ``embed`` returns something else.
@@ -371,55 +372,56 @@ class TextTasks:
         if isinstance(texts, str) or not texts:
             raise InvalidArgument("topics needs a list of texts, at least one")
         for text in texts:
-            self.desk.admit(text)
+            self.sessions.check_input(text)
         if count is not None and not 1 <= count <= len(texts):
             raise InvalidArgument(f"count must be between 1 and the {len(texts)} texts, got {count}")
-        return tags.group(self.desk, texts, count=count, embed=embed)
+        return tags.group(self.sessions, texts, count=count, embed=embed)
 
     def replies(self, message: str, *, kinds: Sequence[str] = ("accept", "decline", "ask")) -> list[Reply]:
-        """Suggested replies to a message, one of each kind; a kind that gives nothing new is left out.
+        """Suggested replies to a message, one of each kind; a kind without a new reply is left out.
 
         Args:
-            message: what somebody wrote.
+            message: the message to reply to.
             kinds: of "accept", "decline", "ask" and "thank".
 
         Raises:
             InvalidArgument: another kind. ContextOverflow: the message is too long.
         """
-        unknown = [kind for kind in kinds if kind not in presets.REPLIES]
+        unknown = [kind for kind in kinds if kind not in prompts.REPLIES]
         if isinstance(kinds, str) or unknown or not kinds:
-            raise InvalidArgument(f"kinds of replies are {', '.join(presets.REPLIES)}; got {unknown or kinds!r}")
+            raise InvalidArgument(f"kinds of replies are {', '.join(prompts.REPLIES)}; got {unknown or kinds!r}")
         check_text(message)
         found: dict[str, Reply] = {}
         for kind in kinds:
-            preset = presets.REPLIES[kind]
-            self.desk.check_fits(message, self.desk.room(preset, 60))
+            preset = prompts.REPLIES[kind]
+            self.sessions.check_fits(message, self.sessions.max_text_tokens(preset, 60))
             for again in ({}, {"temperature": 0.8, "top_p": 0.9, "seed": 1}):
-                answer = self.desk.ask(preset, message.strip(), most=60, **again)
-                text = summarise.first_sentences(answer, 1)
+                answer = self.sessions.ask(preset, message.strip(), max_tokens=60, **again)
+                text = summarize.first_sentences(answer, 1)
                 key = re.sub(r"\W+", " ", text).casefold().strip()
                 if key and key not in found:
                     found[key] = Reply(text, kind)
                     break
         return list(found.values())
 
-    def _typed(self, preset: Preset, text: str, request: str, into: Any, most: int, **more: Any) -> Any:
-        """A typed answer about a text that is read whole."""
+    def _typed(self, preset: Preset, text: str, request: str, into: Any, max_tokens: int, **more: Any) -> Any:
+        """A typed answer about a text that fits into the context."""
         schema = Schema.of(into)
-        if not self.desk.provider.capabilities.guided_generation:
-            raise UnsupportedCapability(f"{self.desk.provider.name} has no guided generation, which this task needs")
-        self.desk.check_fits(self.desk.admit(text), self.desk.room(preset, most, request, schema))
+        if not self.sessions.provider.capabilities.guided_generation:
+            raise UnsupportedCapability(
+                f"{self.sessions.provider.name} has no guided generation, which this task needs"
+            )
+        self.sessions.check_fits(
+            self.sessions.check_input(text), self.sessions.max_text_tokens(preset, max_tokens, request, schema)
+        )
         try:
-            return self.desk.ask(preset, text.strip() + request, generating=schema, most=most, **more)
+            return self.sessions.ask(preset, text.strip() + request, generating=schema, max_tokens=max_tokens, **more)
         except AnswerTruncated:
-            # the likeliest token every time may go round in circles; a penalty on what was said breaks the circle
+            # greedy decoding may repeat itself; a repetition penalty prevents that
             again = {"frequency_penalty": 0.5, "presence_penalty": 0.0}
-            return self.desk.ask(preset, text.strip() + request, generating=schema, most=most, **again, **more)
-
-
-def _in_range(name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 50:
-        raise InvalidArgument(f"{name} must be a number from 1 to 50, got {value!r}")
+            return self.sessions.ask(
+                preset, text.strip() + request, generating=schema, max_tokens=max_tokens, **again, **more
+            )
 
 
 def _checked_tag(language: str | None) -> str | None:

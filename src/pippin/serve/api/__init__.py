@@ -1,4 +1,4 @@
-"""OpenAI's HTTP interface over a `Service`: chat, completions, responses, embeddings, models."""
+"""OpenAI's HTTP API over a `Service`: chat, completions, responses, embeddings, models."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def install(app: FastAPI, service: Service) -> None:
-    """Add all routes and the shape of all errors to an app.
+    """Add all routes and the error handlers to an app.
 
-    ``request.state.caller`` must hold the `Caller` of each request; a middleware sees to that, and to the keys.
+    ``request.state.caller`` must hold the `Caller` of each request; a middleware sets it and checks the keys.
     """
     routers = [part.router(service) for part in (chat, completions, responses, embeddings, models)]
     errors.install(app, routers)
@@ -28,7 +28,7 @@ def install(app: FastAPI, service: Service) -> None:
 
 
 def _document(app: FastAPI) -> None:
-    """Take FastAPI's own shape of errors, which this server never sends, out of the OpenAPI document."""
+    """Remove FastAPI's own error schema, which this server never sends, from the OpenAPI document."""
     written = app.openapi
 
     def openapi() -> dict[str, Any]:

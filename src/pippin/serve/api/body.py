@@ -1,8 +1,8 @@
-"""Request bodies: JSON read by a strict parser, in bounded time and depth, before anything looks at it.
+"""Request bodies: strict JSON parsing with bounded time and depth.
 
 Notable here:
-- what `json.loads` lets through is refused: NaN, invalid UTF-8, half a surrogate pair, a thousand brackets
-- a body that is not declared as JSON is a 415, so a form or a file never reaches the models
+- input that `json.loads` accepts is refused: NaN, invalid UTF-8, half a surrogate pair, a thousand brackets
+- a body that is not declared as JSON gets 415, so a form or a file never reaches the models
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 
 
-class Asked(BaseModel):
-    """Part of a request: types are exact ("1" is no number, 1 is not true), unknown fields are ignored."""
+class RequestPart(BaseModel):
+    """Part of a request: types are exact ("1" is not a number, 1 is not true), unknown fields are ignored."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, populate_by_name=False)
 
@@ -37,7 +37,8 @@ class StrictRequest(Request):
         """The body as Python values.
 
         Raises:
-            InvalidJSON: it is none, is nested more than 200 levels deep, or holds a number or text that JSON has not.
+            InvalidJSON: it is not JSON, is nested more than 200 levels deep, or holds a number or text that JSON does
+                not allow.
         """
         try:
             return from_json(await self.body(), allow_inf_nan=False)
@@ -49,7 +50,7 @@ class JSONRoute(APIRoute):
     """A route whose body is read by `StrictRequest`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """FastAPI's handler behind the checks of the body."""
+        """FastAPI's handler after the checks of the body."""
         inner = super().get_route_handler()
 
         async def handle(request: Request) -> Response:

@@ -1,8 +1,8 @@
 """POST /v1/chat/completions.
 
 Notable here:
-- the answer streams as it is written; a tool call comes whole, in two deltas, when the model has ended it
-- several answers (n) run side by side and their chunks come as they are made, told apart by their index
+- the answer is streamed as it is generated; a tool call is sent whole, in two deltas, when the model has completed it
+- several answers (n) run in parallel, and their chunks are sent as they are generated, identified by their index
 """
 
 from __future__ import annotations
@@ -17,34 +17,42 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
 from pippin.core.errors import InvalidRequest
-from pippin.serve.api import chat_types as types, conversation, errors, sse, tokens, turns, urgency
+from pippin.serve.api import (
+    chat_types as types,
+    conversation,
+    errors,
+    priority as priorities,
+    provider_requests,
+    sse,
+    tokens,
+)
 from pippin.serve.api.body import JSONRoute
 from pippin.serve.api.generation import (
-    Answer,
     Event,
-    Job,
-    Opened,
+    GeneratedAnswer,
+    GenerationJob,
+    OpenStream,
     collect,
     fingerprint,
     merged,
     opened,
     total,
 )
-from pippin.session.provider import CallsMade, ReasoningDelta, Refused, TextDelta, Turn
+from pippin.session.providers.provider import ProviderRequest, ReasoningDelta, Refused, TextDelta, ToolCallsMade
 from pippin.session.response import Usage
 from pippin.session.transcript import ToolCall
 
 if TYPE_CHECKING:
     from pippin.engine.request import Token
     from pippin.serve.service import Service
-    from pippin.session.local import LocalModel
+    from pippin.session.providers.local import LocalModel
 
 
 def router(service: Service) -> APIRouter:
     """The route over a service."""
-    made = APIRouter(route_class=JSONRoute, tags=["chat"])
+    routes = APIRouter(route_class=JSONRoute, tags=["chat"])
 
-    @made.post(
+    @routes.post(
         "/v1/chat/completions",
         operation_id="createChatCompletion",
         summary="Answer a conversation",
@@ -54,9 +62,9 @@ def router(service: Service) -> APIRouter:
     async def create(request: Request, body: types.ChatRequest) -> Any:
         check(body)
         caller = request.state.caller
-        priority, tier = urgency.of(body, service.settings)
+        priority, tier = priorities.priority_of(body, service.settings)
         name = body.model or ""
-        jobs = [Job(service, name, caller, maker(body, n), priority=priority) for n in range(body.n or 1)]
+        jobs = [GenerationJob(service, name, caller, maker(body, n), priority=priority) for n in range(body.n or 1)]
         head = {
             "id": f"chatcmpl-{secrets.token_hex(12)}",
             "created": int(time.time()),
@@ -67,13 +75,13 @@ def router(service: Service) -> APIRouter:
             answers = await collect(jobs)
             return JSONResponse(completion(head, body, jobs, answers))
         events = await opened(merged(jobs))
-        return sse.EventStream(frames(head, body, jobs, events), events)
+        return sse.EventStreamResponse(frames(head, body, jobs, events), events)
 
-    return made
+    return routes
 
 
 def check(body: types.ChatRequest) -> None:
-    """What the fields say together.
+    """Validate the combination of fields.
 
     Raises:
         InvalidRequest: fields that contradict each other.
@@ -91,13 +99,13 @@ def check(body: types.ChatRequest) -> None:
         )
 
 
-def maker(body: types.ChatRequest, index: int) -> Callable[[LocalModel], Turn]:
-    """What turns the request into the turn of its answer number ``index``, once the model is there."""
+def maker(body: types.ChatRequest, index: int) -> Callable[[LocalModel], ProviderRequest]:
+    """A function that builds the provider request of answer ``index`` once the model is loaded."""
 
-    def make(local: LocalModel) -> Turn:
-        turns.check_size("tools", *(tool.function.parameters for tool in body.tools or ()))
+    def make(local: LocalModel) -> ProviderRequest:
+        provider_requests.check_size("tools", *(tool.function.parameters for tool in body.tools or ()))
         named = [
-            turns.definition(
+            provider_requests.definition(
                 tool.function.name,
                 tool.function.description,
                 tool.function.parameters,
@@ -105,20 +113,22 @@ def maker(body: types.ChatRequest, index: int) -> Callable[[LocalModel], Turn]:
             )
             for at, tool in enumerate(body.tools or ())
         ]
-        tools, required = turns.chosen(named, body.tool_choice)
-        values = turns.sampling(
+        tools, required = provider_requests.chosen(named, body.tool_choice)
+        values = provider_requests.sampling(
             body,
-            seed=turns.seed(body.seed, index),
+            seed=provider_requests.seed(body.seed, index),
             max_tokens=body.max_completion_tokens or body.max_tokens,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             tool_calling="required" if required else "allowed",
-            parallel_tool_calls=turns.several(body.parallel_tool_calls, body.tool_choice),
+            parallel_tool_calls=provider_requests.several(body.parallel_tool_calls, body.tool_choice),
             include_schema_in_prompt=body.include_schema_in_prompt is not False,
-            reasoning=turns.reasoning(body.reasoning_effort, local.capabilities.reasoning, "reasoning_effort"),
+            reasoning=provider_requests.reasoning(
+                body.reasoning_effort, local.capabilities.reasoning, "reasoning_effort"
+            ),
         )
-        turns.check_vocabulary(values.get("logit_bias"), local.model.config.vocab_size)
-        schema = turns.schema(body.response_format, "response_format")
-        return Turn(conversation.transcript(body.messages), tools, schema, turns.options(values))
+        provider_requests.check_vocabulary(values.get("logit_bias"), local.model.config.vocab_size)
+        schema = provider_requests.schema(body.response_format, "response_format")
+        return ProviderRequest(conversation.transcript(body.messages), tools, schema, provider_requests.options(values))
 
     return make
 
@@ -126,8 +136,10 @@ def maker(body: types.ChatRequest, index: int) -> Callable[[LocalModel], Turn]:
 # --- a complete answer ------------------------------------------------------------------------------------------------
 
 
-def completion(head: dict[str, Any], body: types.ChatRequest, jobs: list[Job], answers: list[Answer]) -> dict[str, Any]:
-    """All answers, as the interface shows them."""
+def completion(
+    head: dict[str, Any], body: types.ChatRequest, jobs: list[GenerationJob], answers: list[GeneratedAnswer]
+) -> dict[str, Any]:
+    """All answers, as a chat completion object."""
     return {
         **head,
         "object": "chat.completion",
@@ -137,7 +149,7 @@ def completion(head: dict[str, Any], body: types.ChatRequest, jobs: list[Job], a
     }
 
 
-def _choice(body: types.ChatRequest, job: Job, answer: Answer) -> dict[str, Any]:
+def _choice(body: types.ChatRequest, job: GenerationJob, answer: GeneratedAnswer) -> dict[str, Any]:
     silent = not answer.text and (answer.calls or answer.refusal is not None)
     message: dict[str, Any] = {
         "role": "assistant",
@@ -156,12 +168,12 @@ def _choice(body: types.ChatRequest, job: Job, answer: Answer) -> dict[str, Any]
     }
 
 
-def _logprobs(job: Job, said: list[Token]) -> dict[str, Any]:
+def _logprobs(job: GenerationJob, said: list[Token]) -> dict[str, Any]:
     return {"content": tokens.chat_logprobs(job.local.model.tokenizer, said), "refusal": None}
 
 
 def tool_call(call: ToolCall) -> dict[str, Any]:
-    """A call as the interface shows it."""
+    """A tool call in the format of the API."""
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments(call)}}
 
 
@@ -171,7 +183,7 @@ def arguments(call: ToolCall) -> str:
 
 
 def usage(used: Usage) -> dict[str, Any]:
-    """Tokens as the interface counts them."""
+    """Token usage in the format of the API."""
     guessed = {}
     if used.drafted_tokens:
         wrong = used.drafted_tokens - used.accepted_tokens
@@ -189,16 +201,17 @@ def usage(used: Usage) -> dict[str, Any]:
 
 
 async def frames(
-    head: dict[str, Any], body: types.ChatRequest, jobs: list[Job], events: Opened[tuple[int, Event]]
+    head: dict[str, Any], body: types.ChatRequest, jobs: list[GenerationJob], events: OpenStream[tuple[int, Event]]
 ) -> AsyncGenerator[str]:
-    """The events of a stream: for each answer its role, its deltas and its end, then the usage and the last frame."""
+    """The events of a stream: for each answer its role, its deltas and its finish reason, then the usage and the last
+    frame."""
     with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
     writers: dict[int, _Writer] = {}
 
     def chunk(choices: list[dict[str, Any]], used: Usage | None = None) -> str:
         more = {"usage": None if used is None else usage(used)} if with_usage else {}
-        made = {**head, "object": "chat.completion.chunk", "system_fingerprint": mark, "choices": choices, **more}
-        return sse.frame(made)
+        data = {**head, "object": "chat.completion.chunk", "system_fingerprint": mark, "choices": choices, **more}
+        return sse.frame(data)
 
     try:
         async for index, event in events:
@@ -219,17 +232,17 @@ async def frames(
 
 
 class _Writer:
-    """The chunks of one answer."""
+    """Writes the chunks of one answer."""
 
-    def __init__(self, index: int, job: Job, with_logprobs: bool) -> None:
-        self.answer, self._job, self._with_logprobs = Answer(index), job, with_logprobs
+    def __init__(self, index: int, job: GenerationJob, with_logprobs: bool) -> None:
+        self.answer, self._job, self._with_logprobs = GeneratedAnswer(index), job, with_logprobs
         self._waiting: list[Token] = []
 
     def begin(self) -> dict[str, Any]:
         return self._choice({"role": "assistant", "content": "", "refusal": None})
 
     def push(self, event: Event) -> Iterator[dict[str, Any]]:
-        """The chunks that an event makes."""
+        """The chunks of an event."""
         before = len(self.answer.calls)
         self.answer.add(event)
         match event:
@@ -239,7 +252,7 @@ class _Writer:
                     yield self._choice({"content": event.text}, self._take())
             case ReasoningDelta():
                 yield self._choice({"reasoning_content": event.text})
-            case CallsMade():
+            case ToolCallsMade():
                 for at, call in enumerate(event.calls, before):
                     opening = tool_call(call) | {"index": at, "function": {"name": call.name, "arguments": ""}}
                     yield self._choice({"tool_calls": [opening]})
@@ -248,7 +261,7 @@ class _Writer:
                 yield self._choice({"refusal": event.explanation})
 
     def finish(self) -> Iterator[dict[str, Any]]:
-        """Tokens that had no text of their own, and the end."""
+        """The remaining tokens without text of their own, and the finish reason."""
         if self._with_logprobs and self._waiting and not self.answer.calls:
             yield self._choice({"content": ""}, self._take())
         yield self._choice({}) | {"finish_reason": self.answer.finish_reason or "stop"}

@@ -1,4 +1,4 @@
-"""What /v1/chat/completions takes and gives."""
+"""Request and response types of /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from pippin.serve.api.body import Asked
+from pippin.serve.api.body import RequestPart
 from pippin.serve.api.fields import (
     MOST_CHOICES,
     MOST_MESSAGES,
@@ -18,51 +18,51 @@ from pippin.serve.api.fields import (
     Parts,
     Penalties,
     Positive,
+    PriorityFields,
     Several,
     StreamOptions,
     TextPart,
     ToolChoice,
     ToolName,
-    Urgency,
     UserPart,
 )
 
 # --- messages ---------------------------------------------------------------------------------------------------------
 
 
-class SystemMessage(Asked):
-    """What the developer told the model to be; "developer" and "system" are the same."""
+class SystemMessage(RequestPart):
+    """Instructions of the developer; "developer" and "system" are the same."""
 
     role: Literal["system", "developer"]
     content: str | Parts[TextPart]
     name: str | None = None
 
 
-class UserMessage(Asked):
-    """What the user said."""
+class UserMessage(RequestPart):
+    """A message of the user."""
 
     role: Literal["user"]
     content: str | Parts[UserPart]
     name: str | None = None
 
 
-class CalledFunction(Asked):
+class CalledFunction(RequestPart):
     """A function with the arguments that the model wrote."""
 
     name: ToolName
     arguments: str = Field(description="A JSON object as text.")
 
 
-class CallOfTool(Asked):
-    """A call that the model made."""
+class CallOfTool(RequestPart):
+    """A tool call that the model made."""
 
     id: Annotated[str, Field(min_length=1, max_length=200)]
     type: Literal["function"]
     function: CalledFunction
 
 
-class AssistantMessage(Asked):
-    """What the model said."""
+class AssistantMessage(RequestPart):
+    """A message of the model."""
 
     role: Literal["assistant"]
     content: str | Parts[AssistantPart] | None = None
@@ -72,8 +72,8 @@ class AssistantMessage(Asked):
     name: str | None = None
 
 
-class ToolMessage(Asked):
-    """What a call returned."""
+class ToolMessage(RequestPart):
+    """The output of a tool call."""
 
     role: Literal["tool"]
     content: str | Parts[TextPart]
@@ -86,8 +86,8 @@ Message = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage
 # --- request ----------------------------------------------------------------------------------------------------------
 
 
-class ChatRequest(Penalties, Urgency):
-    """A conversation to go on with."""
+class ChatRequest(Penalties, PriorityFields):
+    """A conversation to continue."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -130,7 +130,7 @@ class FunctionCall(BaseModel):
 
 
 class MessageCall(BaseModel):
-    """A call that the client is to run."""
+    """A tool call for the client to run."""
 
     id: str
     type: Literal["function"]
@@ -138,7 +138,7 @@ class MessageCall(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """What the model said."""
+    """A message of the model."""
 
     role: Literal["assistant"]
     content: str | None
@@ -148,7 +148,7 @@ class ChatMessage(BaseModel):
 
 
 class TopLogprob(BaseModel):
-    """A token that could have stood there."""
+    """An alternative token."""
 
     token: str
     logprob: float
@@ -156,7 +156,7 @@ class TopLogprob(BaseModel):
 
 
 class TokenLogprob(TopLogprob):
-    """A token of the answer; log-probabilities are the model's own, before penalties, temperature and schema."""
+    """A token of the answer; log-probabilities are those of the model, before penalties, temperature and schema."""
 
     top_logprobs: list[TopLogprob]
 
@@ -178,21 +178,21 @@ class ChatChoice(BaseModel):
 
 
 class PromptDetails(BaseModel):
-    """Of the prompt's tokens."""
+    """Details of the prompt's tokens."""
 
     cached_tokens: int
 
 
 class CompletionDetails(BaseModel):
-    """Of the answer's tokens; the last two where the server guesses ahead: guesses that became part of it or not."""
+    """Details of the answer's tokens; with speculative decoding, the drafted tokens that were accepted and rejected."""
 
     reasoning_tokens: int
     accepted_prediction_tokens: int | None = None
     rejected_prediction_tokens: int | None = None
 
 
-class Usage(BaseModel):
-    """Tokens read and written."""
+class ChatUsage(BaseModel):
+    """Input and output tokens."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -210,7 +210,7 @@ class ChatCompletion(BaseModel):
     model: str
     system_fingerprint: str
     choices: list[ChatChoice]
-    usage: Usage
+    usage: ChatUsage
     service_tier: str | None = None
 
 

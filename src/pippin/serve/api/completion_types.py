@@ -1,4 +1,4 @@
-"""What /v1/completions takes and gives."""
+"""Request and response types of /v1/completions."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from pippin.serve.api.chat_types import Usage
-from pippin.serve.api.fields import MOST_CHOICES, Format, Penalties, Several, StreamOptions, Urgency
+from pippin.serve.api.chat_types import ChatUsage
+from pippin.serve.api.fields import MOST_CHOICES, Format, Penalties, PriorityFields, Several, StreamOptions
 
 MOST_PROMPTS = 256
 
@@ -15,8 +15,8 @@ TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 TokenIds = Annotated[Several[TokenId], Field(min_length=1)]
 
 
-class CompletionRequest(Penalties, Urgency):
-    """Text to be continued as it is, without a chat template."""
+class CompletionRequest(Penalties, PriorityFields):
+    """Plain text to continue, without a chat template."""
 
     model_config = ConfigDict(
         json_schema_extra={"examples": [{"model": "smollm2-135m", "prompt": "Once upon a time", "max_tokens": 16}]}
@@ -58,7 +58,7 @@ class CompletionLogprobs(BaseModel):
 
 
 class CompletionChoice(BaseModel):
-    """One text."""
+    """One generated text."""
 
     index: int
     text: str
@@ -75,5 +75,5 @@ class Completion(BaseModel):
     model: str
     system_fingerprint: str
     choices: list[CompletionChoice]
-    usage: Usage
+    usage: ChatUsage
     service_tier: str | None = None

@@ -1,10 +1,10 @@
-"""POST /v1/completions: text continued as it is.
+"""POST /v1/completions: plain text completion.
 
 Notable here:
-- the prompt is read without a chat template, control tokens in it as what they are; token ids are taken too
-- echo with logprobs scores the prompt itself, and with max_tokens 0 does nothing else, which is how evaluation
-  harnesses compare answers
-- best_of is done as OpenAI defines it: more are written, the likeliest are returned, all are counted
+- the prompt is read without a chat template, and control tokens in it are parsed; token ids are accepted too
+- echo with logprobs scores the prompt itself, and with max_tokens 0 nothing is generated; evaluation harnesses compare
+  answers in this way
+- best_of follows OpenAI's definition: more texts are generated, the most likely are returned, all are counted
 """
 
 from __future__ import annotations
@@ -19,15 +19,22 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
 from pippin.core.errors import ContextOverflow, InvalidRequest
-from pippin.serve.api import chat_types, completion_types as types, errors, sse, turns, urgency
+from pippin.serve.api import (
+    chat_types,
+    completion_types as types,
+    errors,
+    priority as priorities,
+    provider_requests,
+    sse,
+)
 from pippin.serve.api.body import JSONRoute
 from pippin.serve.api.chat import usage
 from pippin.serve.api.fields import MOST_CHOICES
 from pippin.serve.api.generation import (
-    Answer,
     Event,
-    Job,
-    Opened,
+    GeneratedAnswer,
+    GenerationJob,
+    OpenStream,
     collect,
     fingerprint,
     merged,
@@ -35,21 +42,21 @@ from pippin.serve.api.generation import (
     total,
 )
 from pippin.serve.api.tokens import completion_logprobs
-from pippin.session.provider import TextDelta, Turn
+from pippin.session.providers.provider import ProviderRequest, TextDelta
 from pippin.session.response import Usage
 from pippin.session.transcript import Prompt, Transcript
 
 if TYPE_CHECKING:
     from pippin.engine.request import Token
-    from pippin.language.load import LanguageModel
+    from pippin.language.language_model import LanguageModel
     from pippin.serve.service import Service
-    from pippin.session.local import LocalModel
+    from pippin.session.providers.local import LocalModel
 
 DEFAULT_TOKENS = 16
 
 
-class Text:
-    """One text to be written: a prompt and its number among the answers."""
+class CompletionText:
+    """One text to generate: a prompt and its index among the answers."""
 
     def __init__(
         self, body: types.CompletionRequest, prompt: str | list[int], index: int, adapter: str | None, owner: str
@@ -59,38 +66,38 @@ class Text:
         self.echoed_tokens: list[Token] = []
         self.limit = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
 
-    def make(self, local: LocalModel) -> Turn:
-        """The turn; with echo and logprobs it costs one pass over the prompt."""
+    def make(self, local: LocalModel) -> ProviderRequest:
+        """The provider request; with echo and logprobs it costs one pass over the prompt."""
         body, model = self.body, local.model
         ids, text = read(model, self.prompt, self.limit)
-        values = turns.sampling(
+        values = provider_requests.sampling(
             body,
-            seed=turns.seed(body.seed, self.index),
+            seed=provider_requests.seed(body.seed, self.index),
             max_tokens=max(self.limit, 1),
             logprobs=0 if body.logprobs is None and body.best_of else body.logprobs,
         )
-        turns.check_vocabulary(values.get("logit_bias"), model.config.vocab_size)
-        turn = Turn(
+        provider_requests.check_vocabulary(values.get("logit_bias"), model.config.vocab_size)
+        provider_request = ProviderRequest(
             Transcript(entries=(Prompt(text),)),
-            schema=turns.schema(body.response_format, "response_format"),
-            options=turns.options(values),
+            schema=provider_requests.schema(body.response_format, "response_format"),
+            options=provider_requests.options(values),
             ids=tuple(ids),
         )
-        local.engine.check(ids, turn.options)
+        local.engine.check(ids, provider_request.options)
         if body.echo:
             self.echoed = text
             if body.logprobs is not None:
                 self.echoed_tokens = local.engine.prompt_logprobs(
                     ids, body.logprobs, adapter=self._adapter, owner=self._owner
                 )
-        return turn
+        return provider_request
 
 
 def read(model: LanguageModel, prompt: str | list[int], limit: int) -> tuple[list[int], str]:
     """The tokens of a prompt, and its text; an empty text stands for the beginning of a document.
 
     Raises:
-        ContextOverflow: it cannot fit, told from its length alone.
+        ContextOverflow: it cannot fit, judging by its length alone.
         InvalidRequest: a token that the model does not have.
     """
     tokenizer = model.tokenizer
@@ -114,7 +121,7 @@ def read(model: LanguageModel, prompt: str | list[int], limit: int) -> tuple[lis
 
 
 def prompts(given: Any) -> list[str | list[int]]:
-    """The prompts, one by one.
+    """The prompts as a list.
 
     >>> prompts("a"), prompts(["a", "b"]), prompts([1, 2]), prompts([[1], [2]])
     (['a'], ['a', 'b'], [[1, 2]], [[1], [2]])
@@ -125,7 +132,7 @@ def prompts(given: Any) -> list[str | list[int]]:
 
 
 def check(body: types.CompletionRequest) -> None:
-    """What the fields say together.
+    """Validate the combination of fields.
 
     Raises:
         InvalidRequest: fields that contradict each other, or a suffix.
@@ -149,9 +156,9 @@ def check(body: types.CompletionRequest) -> None:
 
 def router(service: Service) -> APIRouter:
     """The route over a service."""
-    made = APIRouter(route_class=JSONRoute, tags=["completions"])
+    routes = APIRouter(route_class=JSONRoute, tags=["completions"])
 
-    @made.post(
+    @routes.post(
         "/v1/completions",
         operation_id="createCompletion",
         summary="Continue a text",
@@ -163,12 +170,14 @@ def router(service: Service) -> APIRouter:
         caller, adapter = request.state.caller, service.pool.resolve(body.model or "")[1]
         each = body.best_of or body.n or 1
         texts = [
-            Text(body, prompt, index, adapter, caller.id)
+            CompletionText(body, prompt, index, adapter, caller.id)
             for index, prompt in enumerate(prompt for prompt in prompts(body.prompt) for _ in range(each))
         ]
-        priority, tier = urgency.of(body, service.settings)
+        priority, tier = priorities.priority_of(body, service.settings)
         name = body.model or ""
-        jobs = [Job(service, name, caller, text.make, prompt_field="prompt", priority=priority) for text in texts]
+        jobs = [
+            GenerationJob(service, name, caller, text.make, prompt_field="prompt", priority=priority) for text in texts
+        ]
         head = {
             "id": f"cmpl-{secrets.token_hex(12)}",
             "object": "text_completion",
@@ -180,26 +189,30 @@ def router(service: Service) -> APIRouter:
             answers = await collect(jobs)
             return JSONResponse(completion(head, body, texts, jobs, answers))
         events = await opened(merged(jobs))
-        return sse.EventStream(frames(head, body, texts, jobs, events), events)
+        return sse.EventStreamResponse(frames(head, body, texts, jobs, events), events)
 
-    return made
+    return routes
 
 
 # --- complete texts ---------------------------------------------------------------------------------------------------
 
 
 def completion(
-    head: dict[str, Any], body: types.CompletionRequest, texts: list[Text], jobs: list[Job], answers: list[Answer]
+    head: dict[str, Any],
+    body: types.CompletionRequest,
+    texts: list[CompletionText],
+    jobs: list[GenerationJob],
+    answers: list[GeneratedAnswer],
 ) -> dict[str, Any]:
-    """All texts, as the interface shows them."""
+    """All texts, as a completion object."""
     _forget_unasked(texts, answers)
     each = body.best_of or body.n or 1
-    kept: list[int] = []
+    returned: list[int] = []
     for start in range(0, len(answers), each):
         best = sorted(range(start, start + each), key=lambda at: -likelihood(answers[at].tokens))
-        kept += best[: body.n or 1] if body.best_of else range(start, start + each)
+        returned += best[: body.n or 1] if body.best_of else range(start, start + each)
     choices = []
-    for index, at in enumerate(kept):
+    for index, at in enumerate(returned):
         text, answer = texts[at], answers[at]
         choices.append(
             {
@@ -223,7 +236,7 @@ def likelihood(tokens: Sequence[Token]) -> float:
     return sum(known) / len(known) if known else float("-inf")
 
 
-def totals(answers: Sequence[Answer], each: int) -> Usage:
+def totals(answers: Sequence[GeneratedAnswer], each: int) -> Usage:
     """The usage of several prompts with ``each`` answers."""
     used = Usage()
     for start in range(0, len(answers), each):
@@ -231,8 +244,8 @@ def totals(answers: Sequence[Answer], each: int) -> Usage:
     return used
 
 
-def _forget_unasked(texts: Sequence[Text], answers: Sequence[Answer]) -> None:
-    """Drop the one token that was written where none was wanted."""
+def _forget_unasked(texts: Sequence[CompletionText], answers: Sequence[GeneratedAnswer]) -> None:
+    """Drop the one token that was generated where none was requested."""
     for text, answer in zip(texts, answers, strict=True):
         if text.limit == 0:
             answer.texts, answer.tokens, answer.finish_reason = [], [], "length"
@@ -240,7 +253,7 @@ def _forget_unasked(texts: Sequence[Text], answers: Sequence[Answer]) -> None:
 
 
 def _logprobs(
-    job: Job, tokens: Sequence[Token], body: types.CompletionRequest, start: int = 0
+    job: GenerationJob, tokens: Sequence[Token], body: types.CompletionRequest, start: int = 0
 ) -> dict[str, Any] | None:
     return None if body.logprobs is None else completion_logprobs(job.local.model.tokenizer, tokens, start)
 
@@ -251,14 +264,14 @@ def _logprobs(
 async def frames(
     head: dict[str, Any],
     body: types.CompletionRequest,
-    texts: list[Text],
-    jobs: list[Job],
-    events: Opened[tuple[int, Event]],
+    texts: list[CompletionText],
+    jobs: list[GenerationJob],
+    events: OpenStream[tuple[int, Event]],
 ) -> AsyncGenerator[str]:
-    """The events of a stream: the deltas of each text and its end, then the usage and the last frame."""
+    """The events of a stream: the deltas of each text and its finish reason, then the usage and the last frame."""
     with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-    answers = [Answer(index) for index in range(len(jobs))]
-    begun: dict[int, int] = {}  # characters told of each
+    answers = [GeneratedAnswer(index) for index in range(len(jobs))]
+    begun: dict[int, int] = {}  # characters sent of each text
 
     def chunk(choices: list[dict[str, Any]], used: Usage | None = None) -> str:
         more = {"usage": None if used is None else usage(used)} if with_usage else {}

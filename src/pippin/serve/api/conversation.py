@@ -1,4 +1,4 @@
-"""From chat messages to a transcript."""
+"""Conversion of chat messages to a transcript."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 
 from pippin.core.errors import InvalidRequest
-from pippin.serve.api import chat_types as types, fields, turns
+from pippin.serve.api import chat_types as types, fields, provider_requests
 from pippin.session.transcript import (
     Answer,
     Attachment,
@@ -17,7 +17,7 @@ from pippin.session.transcript import (
     Prompt,
     Reasoning,
     Segment,
-    Text,
+    TextSegment,
     ToolCall,
     ToolCalls,
     ToolOutput,
@@ -28,11 +28,11 @@ _AUDIO = {"wav": "audio/wav", "mp3": "audio/mpeg"}
 
 
 def transcript(messages: Sequence[types.Message]) -> Transcript:
-    """The conversation.
+    """The transcript of a conversation.
 
     Raises:
-        InvalidRequest: an output of a call that nobody made, arguments that are no JSON object, an empty assistant
-            message, an attachment that is not in the request.
+        InvalidRequest: an output of a call that does not exist, arguments that are not a JSON object, an empty
+            assistant message, an attachment that is not in the request.
 
     >>> transcript([types.UserMessage(role="user", content="Hi")]).entries[0].text
     'Hi'
@@ -62,37 +62,37 @@ def segments(content: str | Sequence[Any] | None, param: str) -> tuple[Segment, 
         InvalidRequest: an attachment that is not in the request.
     """
     if content is None or isinstance(content, str):
-        return (Text(text=content or ""),)
+        return (TextSegment(text=content or ""),)
     return tuple(_segment(part, f"{param}.content[{index}]") for index, part in enumerate(content))
 
 
 def _segment(part: Any, param: str) -> Segment:
     match part:
         case fields.TextPart():
-            return Text(text=part.text)
+            return TextSegment(text=part.text)
         case fields.RefusalPart():
-            return Text(text=part.refusal)
+            return TextSegment(text=part.refusal)
         case fields.ImagePart():
-            return turns.attachment(part.image_url.url, f"{param}.image_url.url")
+            return provider_requests.attachment(part.image_url.url, f"{param}.image_url.url")
         case fields.AudioPart():
             sound = part.input_audio
-            return turns.encoded(sound.data, _AUDIO[sound.format], f"{param}.input_audio.data")
+            return provider_requests.encoded(sound.data, _AUDIO[sound.format], f"{param}.input_audio.data")
     return file(part.file, f"{param}.file")
 
 
 def file(given: fields.FileData, param: str) -> Attachment:
-    """A file that came with the request.
+    """A file that was sent with the request.
 
     Raises:
-        InvalidRequest: it did not.
+        InvalidRequest: it is not in the request.
     """
     if given.file_data is None:
         raise InvalidRequest(f"{param}: this server keeps no files; give file_data", param=param, code="invalid_value")
-    return turns.attachment(given.file_data, f"{param}.file_data", label=given.filename or "")
+    return provider_requests.attachment(given.file_data, f"{param}.file_data", label=given.filename or "")
 
 
 def output(call_id: str, content: tuple[Segment, ...], called: dict[str, str], param: str) -> ToolOutput:
-    """What a call returned, with the name of the tool.
+    """The output of a tool call, with the name of the tool.
 
     Raises:
         InvalidRequest: no earlier message made this call.
@@ -105,10 +105,10 @@ def output(call_id: str, content: tuple[Segment, ...], called: dict[str, str], p
 
 
 def call(id: str, name: str, arguments: str, param: str) -> ToolCall:
-    """A call that the model made earlier.
+    """A tool call that the model made earlier.
 
     Raises:
-        InvalidRequest: its arguments are no JSON object.
+        InvalidRequest: its arguments are not a JSON object.
     """
     try:
         value = from_json(arguments or "{}", allow_inf_nan=False)
@@ -120,7 +120,7 @@ def call(id: str, name: str, arguments: str, param: str) -> ToolCall:
 
 
 def _assistant(message: types.AssistantMessage, param: str) -> list[Any]:
-    """What the model thought, and what it said or called."""
+    """The model's reasoning, and its text or tool calls."""
     entries: list[Any] = [Reasoning(text=message.reasoning_content)] if message.reasoning_content else []
     said = segments(message.content, param) if message.content else ()
     text = "\n\n".join(segment.text for segment in said) or message.refusal or ""

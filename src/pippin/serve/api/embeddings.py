@@ -1,9 +1,9 @@
 """POST /v1/embeddings.
 
 Notable here:
-- vectors come as numbers or as base64 of little-endian float32, which is what OpenAI's clients ask for by themselves
-- fewer dimensions are the first of them, scaled to length 1 again
-- token ids are refused: they are of another tokenizer than the encoder's, and would mean nothing
+- vectors are sent as numbers or as base64 of little-endian float32, which OpenAI's clients request by default
+- fewer dimensions are the first ones, scaled to length 1 again
+- token ids are refused: they belong to another tokenizer than the encoder's, and would mean nothing
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from pippin.core.errors import InvalidRequest
 from pippin.serve.api import errors
-from pippin.serve.api.body import Asked, JSONRoute
+from pippin.serve.api.body import JSONRoute, RequestPart
 from pippin.serve.api.completion_types import TokenIds
 from pippin.serve.api.fields import Positive, Several
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 MOST_TEXTS = 2048
 
 
-class EmbeddingRequest(Asked):
-    """Texts whose vectors are wanted."""
+class EmbeddingRequest(RequestPart):
+    """Texts to embed."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"model": "all-minilm-l6-v2", "input": ["cat", "dog"]}]})
 
@@ -48,7 +48,7 @@ class EmbeddingRequest(Asked):
     user: str | None = None
 
 
-class Embedding(BaseModel):
+class EmbeddingObject(BaseModel):
     """One vector, of length 1."""
 
     object: Literal["embedding"]
@@ -57,7 +57,7 @@ class Embedding(BaseModel):
 
 
 class EmbeddingUsage(BaseModel):
-    """Tokens read."""
+    """Input tokens."""
 
     prompt_tokens: int
     total_tokens: int
@@ -68,7 +68,7 @@ class Embeddings(BaseModel):
 
     object: Literal["list"]
     model: str
-    data: list[Embedding]
+    data: list[EmbeddingObject]
     usage: EmbeddingUsage
 
 
@@ -93,7 +93,7 @@ def texts(given: Any) -> list[str]:
 
 
 def shortened(vector: list[float], dimensions: int | None) -> list[float]:
-    """The first so many dimensions, of length 1 again.
+    """The first ``dimensions`` elements, scaled to length 1 again.
 
     Raises:
         InvalidRequest: the vector has fewer.
@@ -109,13 +109,13 @@ def shortened(vector: list[float], dimensions: int | None) -> list[float]:
             param="dimensions",
             code="invalid_value",
         )
-    kept = vector[:dimensions]
-    length = math.sqrt(sum(x * x for x in kept))
-    return [x / length for x in kept] if length else kept
+    shortened_vector = vector[:dimensions]
+    length = math.sqrt(sum(x * x for x in shortened_vector))
+    return [x / length for x in shortened_vector] if length else shortened_vector
 
 
 def encoded(vector: list[float], encoding: str | None) -> list[float] | str:
-    """A vector as the request wants it.
+    """A vector in the requested encoding.
 
     >>> encoded([1.0], "base64"), encoded([1.0], None)
     ('AACAPw==', [1.0])
@@ -125,9 +125,9 @@ def encoded(vector: list[float], encoding: str | None) -> list[float] | str:
 
 def router(service: Service) -> APIRouter:
     """The route over a service."""
-    made = APIRouter(route_class=JSONRoute, tags=["embeddings"])
+    routes = APIRouter(route_class=JSONRoute, tags=["embeddings"])
 
-    @made.post(
+    @routes.post(
         "/v1/embeddings",
         operation_id="createEmbedding",
         summary="Turn texts into vectors",
@@ -144,4 +144,4 @@ def router(service: Service) -> APIRouter:
         usage = {"prompt_tokens": count, "total_tokens": count}
         return JSONResponse({"object": "list", "model": body.model, "data": data, "usage": usage})
 
-    return made
+    return routes

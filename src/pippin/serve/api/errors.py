@@ -1,9 +1,9 @@
-"""Every error as OpenAI's clients expect it: a status, and a JSON object with message, type, param and code.
+"""Error responses in OpenAI's format: a status, and a JSON object with message, type, param and code.
 
 Notable here:
-- one table maps the classes of `pippin.core.errors`; the nearest ancestor of an error decides
-- the same object is the body of a refused request and the last event of a stream that broke
-- what is not Pippin's own error is a 500 without its text, which may hold what a user wrote
+- one table maps the classes of `pippin.core.errors`; the nearest ancestor of an error applies
+- the same object is the body of a failed request and the last event of a failed stream
+- an unexpected error is a 500 without its text, which may hold user data
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from pippin.core import errors
 log = logging.getLogger(__name__)
 
 
-LONGEST: Final = 1000  # characters of a message, which may quote what was sent
+LONGEST: Final = 1000  # characters of a message, which may quote the request
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong."""
+    """The error."""
 
     message: str = Field(description="For people: what is wrong, with the offending value, and what to do.")
     type: str = Field(description="The kind of error, such as invalid_request_error.")
@@ -40,7 +40,7 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """The body of every answer that is not a success."""
+    """The body of every error response."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -60,8 +60,8 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
-class Failure:
-    """An error ready to be sent: status, body and headers."""
+class ErrorResponse:
+    """An error response: status, body and headers."""
 
     def __init__(
         self,
@@ -83,11 +83,11 @@ class Failure:
         return {"error": self.detail.model_dump()}
 
     def response(self) -> JSONResponse:
-        """The answer to send."""
+        """The HTTP response."""
         return JSONResponse(self.body, self.status, self.headers)
 
 
-# Class -> status, type (None for the usual one of the status), code. The nearest ancestor counts.
+# Class -> status, type (None for the usual one of the status), code. The nearest ancestor applies.
 TABLE: Final[dict[type[BaseException], tuple[int, str | None, str | None]]] = {
     errors.PippinError: (500, None, None),
     errors.InvalidArgument: (400, None, "invalid_value"),
@@ -129,14 +129,14 @@ _CODES: Final = {
     413: "request_too_large",
     415: "unsupported_media_type",
 }
-# What a class is about, where the error itself does not say.
+# The field (param) that a class refers to, where the error itself does not name one.
 _PARAMS: Final[dict[type[BaseException], str]] = {
     errors.ModelNotFound: "model",
 }
 
 
-def failure(error: BaseException) -> Failure:
-    """Any error as it is to be sent.
+def failure(error: BaseException) -> ErrorResponse:
+    """The error response of any exception.
 
     >>> failure(errors.ModelNotFound("no model 'x'")).status
     404
@@ -147,13 +147,13 @@ def failure(error: BaseException) -> Failure:
         return _invalid(error.errors(), error.body)
     if isinstance(error, HTTPException):
         code = getattr(error, "code", None) or _CODES.get(error.status_code)
-        return Failure(error.status_code, str(error.detail), code=code, headers=error.headers)
+        return ErrorResponse(error.status_code, str(error.detail), code=code, headers=error.headers)
     if not isinstance(error, errors.PippinError):
-        return Failure(500, "the server met an error of its own; its log says more", code="internal_error")
+        return ErrorResponse(500, "the server met an error of its own; its log says more", code="internal_error")
     nearest = next(kind for kind in type(error).__mro__ if kind in TABLE)
     status, kind, code = TABLE[nearest]
     param = next((_PARAMS[base] for base in type(error).__mro__ if base in _PARAMS), None)
-    return Failure(
+    return ErrorResponse(
         status,
         str(error),
         type=kind,
@@ -164,7 +164,8 @@ def failure(error: BaseException) -> Failure:
 
 
 def _headers(error: errors.PippinError) -> dict[str, str]:
-    """How long to wait, and whether a client should try again by itself: an answer that was too slow stays so."""
+    """Headers: how long to wait, and whether a client should retry; a request that was too slow should not be
+    retried."""
     headers = {"x-should-retry": "false"} if isinstance(error, errors.TimedOut | errors.QuotaExceeded) else {}
     seconds = getattr(error, "retry_after", None)
     if seconds is not None:
@@ -178,39 +179,39 @@ def _type(status: int) -> str:
     return _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
 
 
-def _invalid(problems: Sequence[Any], body: Any) -> Failure:
-    """What pydantic found wrong, its place written as in a program: messages[0].content.
+def _invalid(problems: Sequence[Any], body: Any) -> ErrorResponse:
+    """A validation error of pydantic, with its location written as in a program: messages[0].content.
 
-    Of a field that may be one of several things each fails by itself. What had the right type and another fault was
-    meant; else what came deepest into the body.
+    Of a union field, each alternative fails by itself. The alternative with the right type but another error is
+    reported; otherwise the one that matched deepest into the body.
     """
     found = [(_path(list(problem["loc"]), body, missing=problem["type"] == "missing"), problem) for problem in problems]
     param, problem = max(found, key=lambda one: ("_type" not in one[1]["type"], one[0].count(".") + one[0].count("[")))
     kind = problem["type"]
     if not param and kind == "missing":
-        return Failure(400, "the request needs a body of JSON", code="missing_body")
+        return ErrorResponse(400, "the request needs a body of JSON", code="missing_body")
     code = {"missing": "missing_required_parameter"}.get(kind, "invalid_type" if "_type" in kind else "invalid_value")
-    return Failure(400, f"{param or 'the body'}: {problem['msg']}", param=param or None, code=code)
+    return ErrorResponse(400, f"{param or 'the body'}: {problem['msg']}", param=param or None, code=code)
 
 
-def _path(place: Sequence[str | int], body: Any, *, missing: bool) -> str:
-    """Where the problem is, without the names of pydantic's own choices, which are no keys of the body."""
-    if place[0] != "body":
-        return str(place[-1])
+def _path(location: Sequence[str | int], body: Any, *, missing: bool) -> str:
+    """The location of the problem, without the names of pydantic's union members, which are not keys of the body."""
+    if location[0] != "body":
+        return str(location[-1])
     path, value = "", body
-    for index, step in enumerate(place):
+    for index, step in enumerate(location):
         if isinstance(step, int) and isinstance(value, list) and step < len(value):
             path, value = f"{path}[{step}]", value[step]
         elif isinstance(step, str) and isinstance(value, dict):
             if step in value:
                 path, value = f"{path}.{step}", value[step]
-            elif missing and index == len(place) - 1:
+            elif missing and index == len(location) - 1:
                 path = f"{path}.{step}"
     return path.removeprefix(".")
 
 
 def responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The errors that a route may answer with, for the OpenAPI document."""
+    """The errors that a route may return, for the OpenAPI document."""
     return {status: {"model": ErrorBody, "description": _DESCRIPTIONS[status]} for status in statuses}
 
 
@@ -232,29 +233,29 @@ ALL: Final = tuple(_DESCRIPTIONS)
 
 
 def install(app: FastAPI, routers: Sequence[APIRouter] = ()) -> None:
-    """Answer with these bodies to every error of an app.
+    """Return these bodies for every error of an app.
 
     Args:
         app: the app.
-        routers: whose routes may share an address; a wrong method is told all that the address takes.
+        routers: routers whose routes may share a path; the response to a wrong method lists all methods of the path.
     """
 
     async def answer(request: Request, error: Exception) -> JSONResponse:
         if isinstance(error, HTTPException) and error.detail == HTTPStatus(error.status_code).phrase:
             what = "takes no" if error.status_code == 405 else "answers no"
             error.detail = f"{request.url.path[:100]!r} {what} {request.method} here ({error.detail})"
-        made = failure(error)
-        if made.status == 405 and (methods := _methods(routers, request.scope)):
-            made.headers["Allow"] = ", ".join(sorted(methods))
-        if made.status == 500:
+        response = failure(error)
+        if response.status == 405 and (methods := _methods(routers, request.scope)):
+            response.headers["Allow"] = ", ".join(sorted(methods))
+        if response.status == 500:
             log.error("%s %s failed: %s", request.method, request.url.path, type(error).__name__)
-        return made.response()
+        return response.response()
 
     for kind in (errors.PippinError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, answer)
 
 
 def _methods(routers: Sequence[APIRouter], scope: Scope) -> set[str]:
-    """What can be asked of an address: each route knows of itself only."""
+    """The methods of a path: each route knows only its own."""
     routes = (route for router in routers for route in router.routes if route.matches(scope)[0] is not Match.NONE)
     return {method for route in routes for method in getattr(route, "methods", None) or ()}

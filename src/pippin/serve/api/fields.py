@@ -1,8 +1,8 @@
-"""Fields that several kinds of request share: sampling, tools, formats of answers, parts of content.
+"""Fields that several request types share: sampling, tools, response formats, content parts.
 
 Notable here:
-- ranges are OpenAI's; every list and text that costs time beyond the body's own size has a bound of its own
-- fields that other servers added are taken under their names: top_k, min_p, repetition_penalty, priority
+- ranges are OpenAI's; every list and text that costs more time than its size in the body has its own bound
+- fields that other servers added are accepted under their names: top_k, min_p, repetition_penalty, priority
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from pippin.serve.api.body import Asked
+from pippin.serve.api.body import RequestPart
 
 T = TypeVar("T")
 
 
 def _at_most(limit: int) -> BeforeValidator:
-    """Refuse a mapping by its size alone, before its entries are looked at one by one."""
+    """Refuse a mapping by its size alone, before its entries are validated one by one."""
 
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > limit:
@@ -53,8 +53,8 @@ Metadata = Annotated[
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
-class Sampling(Asked):
-    """How tokens are chosen."""
+class SamplingFields(RequestPart):
+    """Sampling options."""
 
     temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(
         None, description="0 takes the likeliest token; None is 1."
@@ -70,8 +70,8 @@ class Sampling(Asked):
     )
 
 
-class Penalties(Sampling):
-    """How tokens are chosen, with what is known of those before."""
+class Penalties(SamplingFields):
+    """Sampling options with penalties for earlier tokens."""
 
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -87,8 +87,8 @@ class Penalties(Sampling):
     stop: Stop | None = Field(None, description="The answer ends before the first of these, at most 4.")
 
 
-class Urgency(Asked):
-    """How soon it is answered, where others wait too."""
+class PriorityFields(RequestPart):
+    """Priority of the request in the queue."""
 
     service_tier: Literal["auto", "default", "flex", "scale", "fast", "priority"] | None = Field(
         None,
@@ -102,8 +102,8 @@ class Urgency(Asked):
     )
 
 
-class StreamOptions(Asked):
-    """What a stream tells besides the answer."""
+class StreamOptions(RequestPart):
+    """Additional content of a stream."""
 
     include_usage: bool | None = Field(None, description="End with a chunk that holds the usage and no choices.")
 
@@ -114,42 +114,42 @@ Parts = Annotated[Several[T], Field(max_length=MOST_PARTS)]
 # --- content ----------------------------------------------------------------------------------------------------------
 
 
-class TextPart(Asked):
+class TextPart(RequestPart):
     """Text."""
 
     type: Literal["text"]
     text: str
 
 
-class ImageURL(Asked):
-    """Where an image is."""
+class ImageURL(RequestPart):
+    """The URL of an image."""
 
     url: str = Field(description="A data URL (data:image/png;base64,…); this server fetches nothing.")
     detail: Literal["auto", "low", "high", "original"] | None = None
 
 
-class ImagePart(Asked):
+class ImagePart(RequestPart):
     """An image."""
 
     type: Literal["image_url"]
     image_url: ImageURL
 
 
-class AudioData(Asked):
+class AudioData(RequestPart):
     """Sound as base64."""
 
     data: str
     format: Literal["wav", "mp3"]
 
 
-class AudioPart(Asked):
+class AudioPart(RequestPart):
     """Sound."""
 
     type: Literal["input_audio"]
     input_audio: AudioData
 
 
-class FileData(Asked):
+class FileData(RequestPart):
     """A file as a data URL."""
 
     file_data: str | None = None
@@ -157,15 +157,15 @@ class FileData(Asked):
     file_id: str | None = None
 
 
-class FilePart(Asked):
-    """A file; text can be read by every model."""
+class FilePart(RequestPart):
+    """A file; every model can read text."""
 
     type: Literal["file"]
     file: FileData
 
 
-class RefusalPart(Asked):
-    """What an assistant said when it declined."""
+class RefusalPart(RequestPart):
+    """A refusal of the assistant."""
 
     type: Literal["refusal"]
     refusal: str
@@ -178,7 +178,7 @@ AssistantPart = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
 # --- tools ------------------------------------------------------------------------------------------------------------
 
 
-class Function(Asked):
+class FunctionDefinition(RequestPart):
     """A function that the model may call."""
 
     name: ToolName
@@ -189,35 +189,35 @@ class Function(Asked):
     strict: bool | None = None
 
 
-class FunctionTool(Asked):
+class FunctionTool(RequestPart):
     """A tool of a chat request."""
 
     type: Literal["function"]
-    function: Function
+    function: FunctionDefinition
 
 
-class NamedFunction(Asked):
+class NamedFunction(RequestPart):
     """The name of a function."""
 
     name: ToolName
 
 
-class NamedTool(Asked):
-    """Make the model call this function."""
+class NamedTool(RequestPart):
+    """Force the model to call this function."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
-class AllowedTools(Asked):
-    """Some of the tools."""
+class AllowedTools(RequestPart):
+    """A subset of the tools."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[Several[NamedTool], Field(min_length=1, max_length=MOST_TOOLS)]
 
 
-class AllowedChoice(Asked):
-    """Let the model call some of the tools only."""
+class AllowedChoice(RequestPart):
+    """Restrict the model to a subset of the tools."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
@@ -229,19 +229,19 @@ ToolChoice = Literal["none", "auto", "required"] | Annotated[NamedTool | Allowed
 # --- formats ----------------------------------------------------------------------------------------------------------
 
 
-class TextFormat(Asked):
+class TextFormat(RequestPart):
     """Free text."""
 
     type: Literal["text"]
 
 
-class ObjectFormat(Asked):
-    """Some JSON object."""
+class ObjectFormat(RequestPart):
+    """Any JSON object."""
 
     type: Literal["json_object"]
 
 
-class NamedSchema(Asked):
+class NamedSchema(RequestPart):
     """A JSON Schema with a name."""
 
     name: ToolName
@@ -250,29 +250,29 @@ class NamedSchema(Asked):
     strict: bool | None = None
 
 
-class SchemaFormat(Asked):
+class SchemaFormat(RequestPart):
     """JSON that fits a schema."""
 
     type: Literal["json_schema"]
     json_schema: NamedSchema
 
 
-class RegexFormat(Asked):
-    """Text that a regular expression matches from end to end. Not in OpenAI's interface."""
+class RegexFormat(RequestPart):
+    """Text that a regular expression matches from end to end. Not in OpenAI's API."""
 
     type: Literal["regex"]
     pattern: str
 
 
-class ChoiceFormat(Asked):
-    """One of some texts. Not in OpenAI's interface."""
+class ChoiceFormat(RequestPart):
+    """One of several texts. Not in OpenAI's API."""
 
     type: Literal["choice"]
     choices: Annotated[Several[str], Field(min_length=1)]
 
 
-class LarkFormat(Asked):
-    """Text of a Lark grammar in llguidance's dialect. Not in OpenAI's interface."""
+class LarkFormat(RequestPart):
+    """Text of a Lark grammar in llguidance's dialect. Not in OpenAI's API."""
 
     type: Literal["lark"]
     grammar: str

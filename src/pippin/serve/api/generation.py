@@ -1,10 +1,10 @@
-"""One HTTP request's answers: one or several turns, run side by side, told apart by their number.
+"""Answers of one HTTP request: one or several generation jobs, run in parallel and identified by their index.
 
 Notable here:
-- whoever stops reading ends the work, before the first token too, and frees every slot of the request
-- the first event is awaited before anything is sent, so that an error can still be a status
-- what ends an answer early without being an error of the request (a guardrail, a tool call cut by max_tokens) becomes
-  a finish reason, with the text that was safe until then
+- a client that stops reading cancels the work, before the first token too, and frees all resources of the request
+- the first event is awaited before anything is sent, so that an error can still set the HTTP status
+- an early end that is not an error of the request (a guardrail, a tool call cut by max_tokens) becomes a finish reason,
+  with the text that was safe until then
 """
 
 from __future__ import annotations
@@ -29,42 +29,50 @@ from pippin.core.errors import (
     UnsupportedContent,
 )
 from pippin.engine.request import Token
-from pippin.serve.api import turns
-from pippin.session.provider import CallsMade, Done, ReasoningDelta, Refused, TextDelta, Turn, TurnEvent
+from pippin.serve.api import provider_requests
+from pippin.session.providers.provider import (
+    Done,
+    ProviderEvent,
+    ProviderRequest,
+    ReasoningDelta,
+    Refused,
+    TextDelta,
+    ToolCallsMade,
+)
 from pippin.session.response import Usage
 from pippin.session.transcript import ToolCall
 
 if TYPE_CHECKING:
     from pippin.serve.service import Caller, Service
-    from pippin.session.local import LocalModel
+    from pippin.session.providers.local import LocalModel
 
 T = TypeVar("T")
 
-AT_ONCE: Final = 4  # answers of one request that run at a time; the others of its answers wait, not other requests
+AT_ONCE: Final = 4  # answers of one request that run at a time; the others wait, but other requests do not
 
 
 @dataclass(frozen=True)
-class Cut:
-    """An answer that a guardrail ended."""
+class StoppedEarly:
+    """An answer that a guardrail stopped."""
 
     reason: Literal["content_filter"]
     usage: Usage = Usage()
 
 
-Event = TurnEvent | Cut
+Event = ProviderEvent | StoppedEarly
 
 
-class Job:
+class GenerationJob:
     """One answer.
 
     Args:
-        service: runs it.
+        service: runs the job.
         model: "NAME" or "NAME:ADAPTER"; empty for the server's default.
-        caller: who asks.
-        make: from the loaded model to the turn; called in a worker thread.
-        prompt_field: what the request calls the conversation, for errors about it.
-        format_field: and the format of the answer.
-        priority: -10 to 10; higher ones go before lower ones.
+        caller: who sent the request.
+        make: builds the provider request from the loaded model; called in a worker thread.
+        prompt_field: the name of the conversation in the request, for errors about it.
+        format_field: the name of the response format in the request.
+        priority: -10 to 10; higher priorities run first.
     """
 
     def __init__(
@@ -72,7 +80,7 @@ class Job:
         service: Service,
         model: str,
         caller: Caller,
-        make: Callable[[LocalModel], Turn],
+        make: Callable[[LocalModel], ProviderRequest],
         *,
         prompt_field: str = "messages",
         format_field: str = "response_format",
@@ -81,59 +89,59 @@ class Job:
         self._service, self._model, self._caller, self._make = service, model, caller, make
         self._prompt_field, self._format_field, self._priority = prompt_field, format_field, priority
         self._local: LocalModel | None = None
-        self.turn: Turn | None = None
+        self.provider_request: ProviderRequest | None = None
 
     @property
     def local(self) -> LocalModel:
-        """The model; known once the first event is there."""
+        """The model; set once the first event has arrived."""
         assert self._local is not None
         return self._local
 
-    def _build(self, local: LocalModel) -> Turn:
+    def _build(self, local: LocalModel) -> ProviderRequest:
         self._local = local
-        self.turn = self._make(local)
-        return self.turn
+        self.provider_request = self._make(local)
+        return self.provider_request
 
     async def _used(self, written: int) -> Usage:
-        """What an answer cost that ended before it could say so."""
-        assert self.turn is not None
-        return Usage(await asyncio.to_thread(self.local.token_count, self.turn), 0, written)
+        """The usage of an answer that ended before it could report it."""
+        assert self.provider_request is not None
+        return Usage(await asyncio.to_thread(self.local.token_count, self.provider_request), 0, written)
 
     async def events(self) -> AsyncGenerator[Event]:
-        """What the service says, with early ends as events.
+        """The events of the service, with early ends as events.
 
         Raises:
-            InvalidRequest: the model's chat template cannot write this conversation.
+            InvalidRequest: the model's chat template cannot render this conversation.
             PippinError: whatever the service raises.
         """
         begun, written = False, 0
-        made = self._service.run(self._model, self._build, self._caller, priority=self._priority)
-        running = cast("AsyncGenerator[TurnEvent]", made)
+        events = self._service.run(self._model, self._build, self._caller, priority=self._priority)
+        running = cast("AsyncGenerator[ProviderEvent]", events)
         try:
             async with aclosing(running):
                 async for event in running:
-                    if isinstance(event, Done) and event.reason == "cancelled":
+                    if isinstance(event, Done) and event.finish_reason == "cancelled":
                         raise Cancelled("the answer was cancelled by the server")
                     begun = True
-                    if isinstance(event, CallsMade):
-                        event = CallsMade(tuple(_named(call) for call in event.calls))
+                    if isinstance(event, ToolCallsMade):
+                        event = ToolCallsMade(tuple(_named(call) for call in event.calls))
                     written += len(event.tokens) if isinstance(event, TextDelta) else 0
                     yield event
         except GuardrailViolation:
             if not begun:
                 raise
-            yield Cut("content_filter", await self._used(written))
+            yield StoppedEarly("content_filter", await self._used(written))
         except Refusal as error:
             yield Refused(error.explanation)
         except (SchemaError, RecursionError) as error:
-            if self.turn is None or hasattr(error, "param"):
+            if self.provider_request is None or hasattr(error, "param"):
                 raise
             # found only by the engine, which compiles tools and format into one grammar
-            param = "tools" if self.turn.tools else self._format_field
-            with turns.about(param):
+            param = "tools" if self.provider_request.tools else self._format_field
+            with provider_requests.about(param):
                 raise
         except CheckpointError as error:
-            if self.turn is None:
+            if self.provider_request is None:
                 raise
             raise InvalidRequest(str(error), param=self._prompt_field, code="invalid_conversation") from error
         except (ContextOverflow, UnsupportedContent) as error:
@@ -142,13 +150,13 @@ class Job:
 
 
 def _named(call: ToolCall) -> ToolCall:
-    """The call under an id that no other has: the model's own repeat, and a client may hold many conversations."""
+    """The call with a unique id: the model's own ids repeat, and a client may hold many conversations."""
     return call.model_copy(update={"id": f"call_{secrets.token_hex(12)}"})
 
 
 @dataclass
-class Answer:
-    """What is known of one answer so far."""
+class GeneratedAnswer:
+    """The state of one answer so far."""
 
     index: int = 0
     texts: list[str] = field(default_factory=list)
@@ -160,25 +168,26 @@ class Answer:
     usage: Usage = Usage()
 
     def add(self, event: Event) -> None:
-        """Take in one event."""
+        """Process one event."""
         match event:
             case TextDelta():
                 self.texts.append(event.text)
                 self.tokens.extend(event.tokens)
             case ReasoningDelta():
                 self.thoughts.append(event.text)
-            case CallsMade():
+            case ToolCallsMade():
                 self.calls.extend(event.calls)
             case Refused():
                 self.refusal = event.explanation
                 self.finish_reason = self.finish_reason or "stop"
-            case Cut():
+            case StoppedEarly():
                 self.finish_reason, self.usage = event.reason, event.usage
             case Done():
                 self.usage = event.usage
-                # a model that calls and then stops has called; one that was cut off has been cut off
-                called = bool(self.calls) and event.reason == "stop"
-                self.finish_reason = self.finish_reason or ("tool_calls" if called else event.reason)
+                # a model that calls a tool and then stops has finished with tool_calls; one that was cut off with
+                # length
+                called = bool(self.calls) and event.finish_reason == "stop"
+                self.finish_reason = self.finish_reason or ("tool_calls" if called else event.finish_reason)
 
     @property
     def text(self) -> str:
@@ -187,19 +196,19 @@ class Answer:
 
     @property
     def reasoning(self) -> str:
-        """What the model thought."""
+        """The model's reasoning."""
         return "".join(self.thoughts)
 
 
-def total(answers: Sequence[Answer]) -> Usage:
-    """The usage of several answers to one prompt, which counts once."""
-    most = max(answers, key=lambda answer: answer.usage.input_tokens, default=Answer()).usage
+def total(answers: Sequence[GeneratedAnswer]) -> Usage:
+    """The usage of several answers to one prompt, whose tokens count once."""
+    most = max(answers, key=lambda answer: answer.usage.input_tokens, default=GeneratedAnswer()).usage
     whole = sum((answer.usage for answer in answers), Usage())
     return replace(whole, input_tokens=most.input_tokens, cached_tokens=most.cached_tokens)
 
 
-async def merged(jobs: Sequence[Job]) -> AsyncGenerator[tuple[int, Event]]:
-    """The events of all jobs with the job's number, as they come; the first error ends them all."""
+async def merged(jobs: Sequence[GenerationJob]) -> AsyncGenerator[tuple[int, Event]]:
+    """The events of all jobs with the job's index, as they arrive; the first error ends all jobs."""
     if len(jobs) == 1:
         async with aclosing(jobs[0].events()) as only:
             async for event in only:
@@ -208,7 +217,7 @@ async def merged(jobs: Sequence[Job]) -> AsyncGenerator[tuple[int, Event]]:
     queue: asyncio.Queue[tuple[int, Event] | None] = asyncio.Queue(maxsize=AT_ONCE)
     gate = asyncio.Semaphore(AT_ONCE)
 
-    async def pump(index: int, job: Job) -> None:
+    async def pump(index: int, job: GenerationJob) -> None:
         async with gate, aclosing(job.events()) as events:
             async for event in events:
                 await queue.put((index, event))
@@ -231,15 +240,15 @@ async def merged(jobs: Sequence[Job]) -> AsyncGenerator[tuple[int, Event]]:
             raise group.exceptions[0] from None
     finally:
         task.cancel()
-        while not task.done():  # its last put may wait for room that nobody makes any more
+        while not task.done():  # its last put may wait for space in a queue that nobody reads any more
             while not queue.empty():
                 queue.get_nowait()
             await asyncio.wait({task}, timeout=0.01)
-        _ = task.cancelled() or task.exception()  # seen, whatever it was
+        _ = task.cancelled() or task.exception()  # retrieved, whatever it was
 
 
-class Opened(AsyncIterator[T]):
-    """A stream whose first item has come; `aclose` closes it whether or not anybody has read on."""
+class OpenStream(AsyncIterator[T]):
+    """A stream whose first item has arrived; `aclose` closes it whether or not anybody has read on."""
 
     def __init__(self, first: T, rest: AsyncGenerator[T]) -> None:
         self._first: list[T] = [first]
@@ -253,22 +262,22 @@ class Opened(AsyncIterator[T]):
         await self._rest.aclose()
 
 
-async def opened(stream: AsyncGenerator[T]) -> Opened[T]:
+async def opened(stream: AsyncGenerator[T]) -> OpenStream[T]:
     """Wait for the first item of a stream.
 
     Raises:
         PippinError: what the stream raises first.
     """
     try:
-        return Opened(await anext(stream), stream)
+        return OpenStream(await anext(stream), stream)
     except BaseException:
         await stream.aclose()
         raise
 
 
-async def collect(jobs: Sequence[Job]) -> list[Answer]:
+async def collect(jobs: Sequence[GenerationJob]) -> list[GeneratedAnswer]:
     """All answers, complete."""
-    answers = [Answer(index) for index in range(len(jobs))]
+    answers = [GeneratedAnswer(index) for index in range(len(jobs))]
     async with aclosing(merged(jobs)) as events:
         async for index, event in events:
             answers[index].add(event)
@@ -276,7 +285,7 @@ async def collect(jobs: Sequence[Job]) -> list[Answer]:
 
 
 def fingerprint(local: LocalModel) -> str:
-    """Names what an answer with a seed depends on: the software, the model, its precision and its device."""
+    """A fingerprint of what a seeded answer depends on: the software, the model, its precision and its device."""
     model = local.model
     parts = (pippin.__version__, model.name, str(model.dtype), model.device.type)
     return "fp_" + hashlib.sha256(" ".join(parts).encode()).hexdigest()[:10]

@@ -1,4 +1,4 @@
-"""GET /v1/models and /v1/models/{id}: what a request may name."""
+"""GET /v1/models and /v1/models/{id}: the available models."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Models(BaseModel):
 
 
 def shown(info: ModelInfo) -> dict[str, Any]:
-    """A model as the interface shows it."""
+    """A model in the format of the API."""
     return {
         "id": info.id,
         "object": "model",
@@ -65,14 +65,16 @@ def shown(info: ModelInfo) -> dict[str, Any]:
 
 def router(service: Service) -> APIRouter:
     """The routes over a service."""
-    made = APIRouter(tags=["models"])
+    routes = APIRouter(tags=["models"])
     refusals = errors.responses(401, 403, 429, 500)
 
-    @made.get("/v1/models", operation_id="listModels", summary="List models", response_model=Models, responses=refusals)
+    @routes.get(
+        "/v1/models", operation_id="listModels", summary="List models", response_model=Models, responses=refusals
+    )
     async def list_models() -> Any:
         return JSONResponse({"object": "list", "data": [shown(info) for info in service.models()]})
 
-    @made.get(
+    @routes.get(
         "/v1/models/{model:path}",
         operation_id="retrieveModel",
         summary="Show a model",
@@ -85,4 +87,4 @@ def router(service: Service) -> APIRouter:
                 return JSONResponse(shown(info))
         raise ModelNotFound(f"the model {model[:100]!r} is not served here; /v1/models lists those that are")
 
-    return made
+    return routes

@@ -1,4 +1,4 @@
-"""From the input of /v1/responses to the parts of a turn."""
+"""Conversion of the input of /v1/responses to the parts of a provider request."""
 
 from __future__ import annotations
 
@@ -6,34 +6,34 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from pippin.core.errors import InvalidRequest
-from pippin.serve.api import conversation, fields, response_types as types, turns
-from pippin.session.provider import Turn
-from pippin.session.schema import Schema
+from pippin.serve.api import conversation, fields, provider_requests, response_types as types
+from pippin.session.providers.provider import ProviderRequest
 from pippin.session.transcript import (
     Answer,
     Instructions,
     Prompt,
     Reasoning,
     Segment,
-    Text,
+    TextSegment,
     ToolCalls,
     Transcript,
 )
+from pippin.session.types.schema import Schema
 
 if TYPE_CHECKING:
-    from pippin.session.local import LocalModel
+    from pippin.session.providers.local import LocalModel
 
 LOGPROBS = "message.output_text.logprobs"
 
 
 def entries(given: str | Sequence[types.Item], before: Sequence[Any] = ()) -> tuple[Any, ...]:
-    """The conversation: what came before, and the new items.
+    """The conversation: the previous entries and the new items.
 
-    Calls that follow each other are one turn of the model.
+    Consecutive calls belong to one message of the model.
 
     Raises:
-        InvalidRequest: an output of a call that nobody made, arguments that are no JSON object, an attachment that is
-            not in the request.
+        InvalidRequest: an output of a call that does not exist, arguments that are not a JSON object, an attachment
+            that is not in the request.
 
     >>> [entry.kind for entry in entries("Hi", [Answer("Hello")])]
     ['response', 'prompt']
@@ -72,30 +72,30 @@ def _message(item: types.InputMessage, param: str) -> Any:
 
 def _segments(content: str | Sequence[types.Part], param: str) -> tuple[Segment, ...]:
     if isinstance(content, str):
-        return (Text(text=content),)
+        return (TextSegment(text=content),)
     return tuple(_segment(part, f"{param}.content[{index}]") for index, part in enumerate(content))
 
 
 def _segment(part: types.Part, param: str) -> Segment:
     match part:
         case types.InputText():
-            return Text(text=part.text)
+            return TextSegment(text=part.text)
         case fields.RefusalPart():
-            return Text(text=part.refusal)
+            return TextSegment(text=part.refusal)
         case types.InputImage():
             if part.image_url is None:
                 raise InvalidRequest(f"{param}: this server keeps no files; give image_url", param=param)
-            return turns.attachment(part.image_url, f"{param}.image_url")
+            return provider_requests.attachment(part.image_url, f"{param}.image_url")
     if part.file_data is None:
         raise InvalidRequest(f"{param}: this server keeps no files; give file_data", param=param)
-    return turns.attachment(part.file_data, f"{param}.file_data", label=part.filename or "")
+    return provider_requests.attachment(part.file_data, f"{param}.file_data", label=part.filename or "")
 
 
 def check(body: types.ResponseRequest, *, stateless: bool) -> None:
-    """What the fields say together.
+    """Validate the combination of fields.
 
     Raises:
-        InvalidRequest: something that this server does not do.
+        InvalidRequest: a feature that this server does not support.
     """
     refusals = [
         (bool(body.background), "background", "this server answers at once; leave it out"),
@@ -115,43 +115,50 @@ def check(body: types.ResponseRequest, *, stateless: bool) -> None:
 
 
 def logprobs(body: types.ResponseRequest) -> int | None:
-    """How many likeliest tokens to report with each token; None for no report."""
+    """How many alternatives to report with each token; None for no log-probabilities."""
     return body.top_logprobs or 0 if body.top_logprobs or LOGPROBS in (body.include or ()) else None
 
 
-def turn(body: types.ResponseRequest, said: tuple[Any, ...], local: LocalModel) -> Turn:
-    """The turn that answers a request.
+def provider_request(
+    body: types.ResponseRequest, conversation_entries: tuple[Any, ...], local: LocalModel
+) -> ProviderRequest:
+    """The provider request that answers a request.
 
     Args:
         body: the request.
-        said: the conversation, without the request's own instructions.
+        conversation_entries: the conversation, without the request's own instructions.
         local: the model.
 
     Raises:
-        SchemaError, InvalidTool, InvalidRequest: what cannot be done.
+        SchemaError, InvalidTool, InvalidRequest: a field that is invalid or not supported.
     """
-    turns.check_size("tools", *(tool.parameters for tool in body.tools or ()))
+    provider_requests.check_size("tools", *(tool.parameters for tool in body.tools or ()))
     named = [
-        turns.definition(tool.name, tool.description, tool.parameters, f"tools[{at}].parameters")
+        provider_requests.definition(tool.name, tool.description, tool.parameters, f"tools[{at}].parameters")
         for at, tool in enumerate(body.tools or ())
     ]
     choice = _choice(body.tool_choice)
-    tools, required = turns.chosen(named, choice)
+    tools, required = provider_requests.chosen(named, choice)
     effort = body.reasoning.effort if body.reasoning is not None else None
-    values = turns.sampling(
+    values = provider_requests.sampling(
         body,
         max_tokens=body.max_output_tokens,
         logprobs=logprobs(body),
         tool_calling="required" if required else "allowed",
-        parallel_tool_calls=turns.several(body.parallel_tool_calls, choice),
-        reasoning=turns.reasoning(effort, local.capabilities.reasoning, "reasoning.effort"),
+        parallel_tool_calls=provider_requests.several(body.parallel_tool_calls, choice),
+        reasoning=provider_requests.reasoning(effort, local.capabilities.reasoning, "reasoning.effort"),
     )
     first = (Instructions(body.instructions),) if body.instructions else ()
-    return Turn(Transcript(entries=(*first, *said)), tools, _schema(body.text), turns.options(values))
+    return ProviderRequest(
+        Transcript(entries=(*first, *conversation_entries)),
+        tools,
+        _schema(body.text),
+        provider_requests.options(values),
+    )
 
 
 def _choice(choice: types.ResponseToolChoice | None) -> fields.ToolChoice | None:
-    """The same choice as a chat request says it."""
+    """The same choice in the format of a chat request."""
 
     def named(name: str) -> fields.NamedTool:
         return fields.NamedTool(type="function", function=fields.NamedFunction(name=name))
@@ -167,7 +174,7 @@ def _choice(choice: types.ResponseToolChoice | None) -> fields.ToolChoice | None
 def _schema(text: types.TextSettings | None) -> Schema[Any] | None:
     wanted = text.format if text is not None else None
     if isinstance(wanted, types.ResponseSchemaFormat):
-        turns.check_size("text.format.schema", wanted.schema_)
-        with turns.about("text.format.schema"):
-            return Schema(turns.closed(wanted.schema_))
-    return turns.schema(wanted, "text.format")
+        provider_requests.check_size("text.format.schema", wanted.schema_)
+        with provider_requests.about("text.format.schema"):
+            return Schema(provider_requests.closed(wanted.schema_))
+    return provider_requests.schema(wanted, "text.format")

@@ -1,8 +1,8 @@
-"""From the events of a turn to the items of a response, and to the typed events of its stream.
+"""Conversion of generation events to the items of a response, and to the typed events of its stream.
 
 Notable here:
-- an answer that is not streamed is written by the same code: its events are made and not sent
-- items come in the order in which the model made them: reasoning, message, calls
+- an answer that is not streamed uses the same code: its events are created and not sent
+- items are in the order in which the model generated them: reasoning, message, calls
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from pippin.serve.api import tokens
 from pippin.serve.api.chat import arguments
-from pippin.serve.api.errors import Failure
-from pippin.serve.api.generation import Answer, Event, Job
-from pippin.session.provider import CallsMade, ReasoningDelta, Refused, TextDelta
+from pippin.serve.api.errors import ErrorResponse
+from pippin.serve.api.generation import Event, GeneratedAnswer, GenerationJob
+from pippin.session.providers.provider import ReasoningDelta, Refused, TextDelta, ToolCallsMade
 from pippin.session.response import Usage
-from pippin.session.transcript import Answer as Said, Reasoning, ToolCall, ToolCalls
+from pippin.session.transcript import Answer as AnswerEntry, Reasoning, ToolCall, ToolCalls
 
 if TYPE_CHECKING:
     from pippin.engine.request import Token
@@ -28,7 +28,7 @@ _REASONS = {"length": "max_output_tokens", "content_filter": "content_filter"}
 
 
 def usage(used: Usage) -> dict[str, Any]:
-    """Tokens as this interface counts them."""
+    """Token usage in the format of this API."""
     return {
         "input_tokens": used.input_tokens,
         "input_tokens_details": {"cached_tokens": used.cached_tokens, "cache_write_tokens": 0},
@@ -38,22 +38,22 @@ def usage(used: Usage) -> dict[str, Any]:
     }
 
 
-class Writer:
+class ResponseWriter:
     """Writes one response.
 
     Args:
         response: the object without output, status "in_progress".
-        job: what answers it.
+        job: the generation job that answers it.
         with_logprobs: whether to report log-probabilities.
     """
 
-    def __init__(self, response: dict[str, Any], job: Job, with_logprobs: bool) -> None:
+    def __init__(self, response: dict[str, Any], job: GenerationJob, with_logprobs: bool) -> None:
         self.response, self._job, self._with_logprobs = response, job, with_logprobs
-        self.answer = Answer()
+        self.answer = GeneratedAnswer()
         self._output: list[dict[str, Any]] = response["output"]
-        self._open: dict[str, Any] | None = None  # the item that is growing
+        self._open: dict[str, Any] | None = None  # the item that is being generated
         self._waiting: list[Token] = []
-        self._number = 0
+        self._sequence_number = 0
 
     def begin(self) -> Iterator[Out]:
         """The first events."""
@@ -61,7 +61,7 @@ class Writer:
             yield self._event(f"response.{kind}", response=self._snapshot())
 
     def push(self, event: Event) -> Iterator[Out]:
-        """The events that an event of the turn makes."""
+        """The stream events of a generation event."""
         self.answer.add(event)
         match event:
             case ReasoningDelta() if event.text:
@@ -72,7 +72,7 @@ class Writer:
                     yield from self._grow("message", "output_text", event.text)
             case Refused():
                 yield from self._grow("message", "refusal", event.explanation)
-            case CallsMade():
+            case ToolCallsMade():
                 yield from self._close()
                 for call in event.calls:
                     yield from self._call(call)
@@ -90,8 +90,8 @@ class Writer:
         self.response["completed_at"] = None if reason else int(time.time())
         yield self._event(f"response.{status}", response=self._snapshot())
 
-    def fail(self, failure: Failure) -> Iterator[Out]:
-        """The last events of a response that broke; OpenAI's clients raise on the second."""
+    def fail(self, failure: ErrorResponse) -> Iterator[Out]:
+        """The last events of a failed response; OpenAI's clients raise on the second."""
         detail = failure.detail
         self.response["status"] = "failed"
         self.response["error"] = {"code": "server_error", "message": detail.message}
@@ -100,17 +100,17 @@ class Writer:
 
     @property
     def entries(self) -> tuple[Any, ...]:
-        """What the model said, for the next turn of the conversation."""
+        """The model's output, for the next request of the conversation."""
         answer = self.answer
         thought = (Reasoning(text=answer.reasoning),) if answer.reasoning else ()
         if answer.calls:
             return (*thought, ToolCalls(calls=tuple(answer.calls), text=answer.text))
-        return (*thought, Said(answer.text or answer.refusal or ""))
+        return (*thought, AnswerEntry(answer.text or answer.refusal or ""))
 
     # --- items --------------------------------------------------------------------------------------------------------
 
     def _grow(self, kind: str, part_kind: str, text: str) -> Iterator[Out]:
-        """More text of the open item, which is opened if it is not of this kind."""
+        """Append text to the open item; opens a new item if it is of another kind."""
         if self._open is None or self._open["type"] != kind or self._open["content"][0]["type"] != part_kind:
             yield from self._close()
             yield from self._start(kind, part_kind)
@@ -123,7 +123,7 @@ class Writer:
         if part_kind == "output_text":
             more = {"logprobs": self._take()}
             part["logprobs"] += more["logprobs"]
-        yield self._event(f"response.{part_kind}.delta", **self._place(), delta=text, **more)
+        yield self._event(f"response.{part_kind}.delta", **self._location(), delta=text, **more)
 
     def _start(self, kind: str, part_kind: str) -> Iterator[Out]:
         part: dict[str, Any] = {"type": part_kind}
@@ -138,24 +138,24 @@ class Writer:
         self._open = item
         yield self._event("response.output_item.added", output_index=len(self._output) - 1, item=_copy(item))
         item["content"].append(part)
-        yield self._event("response.content_part.added", **self._place(), part=dict(part))
+        yield self._event("response.content_part.added", **self._location(), part=dict(part))
 
     def _close(self, status: str = "completed") -> Iterator[Out]:
         """End the open item, if there is one."""
         item = self._open
         if item is None:
             return
-        place, part = self._place(), item["content"][0]
+        location, part = self._location(), item["content"][0]
         kind = part["type"]
         if kind == "output_text":
             part["logprobs"] += self._take()
-            yield self._event(f"response.{kind}.done", **place, text=part["text"], logprobs=part["logprobs"])
+            yield self._event(f"response.{kind}.done", **location, text=part["text"], logprobs=part["logprobs"])
         else:
             key = "refusal" if kind == "refusal" else "text"
-            yield self._event(f"response.{kind}.done", **place, **{key: part[key]})
-        yield self._event("response.content_part.done", **place, part=dict(part))
+            yield self._event(f"response.{kind}.done", **location, **{key: part[key]})
+        yield self._event("response.content_part.done", **location, part=dict(part))
         item["status"], self._open = status, None
-        yield self._event("response.output_item.done", output_index=place["output_index"], item=_copy(item))
+        yield self._event("response.output_item.done", output_index=location["output_index"], item=_copy(item))
 
     def _call(self, call: ToolCall) -> Iterator[Out]:
         """All events of one call."""
@@ -168,18 +168,19 @@ class Writer:
             "status": "in_progress",
         }
         self._output.append(item)
-        place = {"item_id": item["id"], "output_index": len(self._output) - 1}
-        yield self._event("response.output_item.added", output_index=place["output_index"], item=dict(item))
+        location = {"item_id": item["id"], "output_index": len(self._output) - 1}
+        yield self._event("response.output_item.added", output_index=location["output_index"], item=dict(item))
         text = arguments(call)
-        yield self._event("response.function_call_arguments.delta", **place, delta=text)
-        yield self._event("response.function_call_arguments.done", **place, name=call.name, arguments=text)
+        yield self._event("response.function_call_arguments.delta", **location, delta=text)
+        yield self._event("response.function_call_arguments.done", **location, name=call.name, arguments=text)
         item |= {"arguments": text, "status": "completed"}
         self._output[-1] = item
-        yield self._event("response.output_item.done", output_index=place["output_index"], item=dict(item))
+        yield self._event("response.output_item.done", output_index=location["output_index"], item=dict(item))
 
-    # --- small things -------------------------------------------------------------------------------------------------
+    # --- helpers
+    # ----------------------------------------------------------------------------------------------------------
 
-    def _place(self) -> dict[str, Any]:
+    def _location(self) -> dict[str, Any]:
         assert self._open is not None
         return {"item_id": self._open["id"], "output_index": len(self._output) - 1, "content_index": 0}
 
@@ -191,12 +192,12 @@ class Writer:
         return {**self.response, "output": [_copy(item) for item in self._output]}
 
     def _event(self, kind: str, **fields: Any) -> Out:
-        number, self._number = self._number, self._number + 1
+        number, self._sequence_number = self._sequence_number, self._sequence_number + 1
         return kind, {"type": kind, "sequence_number": number, **fields}
 
 
 def _copy(item: dict[str, Any]) -> dict[str, Any]:
-    """An item that does not change when the open one grows."""
+    """A copy of an item that does not change when the open one grows."""
     if "content" not in item:
         return dict(item)
     return {**item, "content": [{**part} for part in item["content"]]}

@@ -1,4 +1,4 @@
-"""What /v1/responses takes and gives."""
+"""Request and response types of /v1/responses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
-from pippin.serve.api.body import Asked
+from pippin.serve.api.body import RequestPart
 from pippin.serve.api.fields import (
     MOST_MESSAGES,
     MOST_TOOLS,
@@ -15,25 +15,25 @@ from pippin.serve.api.fields import (
     ObjectFormat,
     Parts,
     Positive,
+    PriorityFields,
     RefusalPart,
-    Sampling,
+    SamplingFields,
     Several,
     TextFormat,
     ToolName,
-    Urgency,
 )
 
 # --- input ------------------------------------------------------------------------------------------------------------
 
 
-class InputText(Asked):
-    """Text; "output_text" is what the model said earlier."""
+class InputText(RequestPart):
+    """Text; "output_text" is earlier output of the model."""
 
     type: Literal["input_text", "output_text"]
     text: str
 
 
-class InputImage(Asked):
+class InputImage(RequestPart):
     """An image as a data URL."""
 
     type: Literal["input_image"]
@@ -42,8 +42,8 @@ class InputImage(Asked):
     detail: Literal["auto", "low", "high", "original"] | None = None
 
 
-class InputFile(Asked):
-    """A file as a data URL; text can be read by every model."""
+class InputFile(RequestPart):
+    """A file as a data URL; every model can read text."""
 
     type: Literal["input_file"]
     file_data: str | None = None
@@ -55,16 +55,16 @@ class InputFile(Asked):
 Part = Annotated[InputText | InputImage | InputFile | RefusalPart, Field(discriminator="type")]
 
 
-class InputMessage(Asked):
-    """What somebody said."""
+class InputMessage(RequestPart):
+    """A message."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: str | Parts[Part]
 
 
-class InputCall(Asked):
-    """A call that the model made."""
+class InputCall(RequestPart):
+    """A tool call that the model made."""
 
     type: Literal["function_call"]
     call_id: Annotated[str, Field(min_length=1, max_length=200)]
@@ -73,8 +73,8 @@ class InputCall(Asked):
     id: str | None = None
 
 
-class InputOutput(Asked):
-    """What a call returned."""
+class InputOutput(RequestPart):
+    """The output of a tool call."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -82,15 +82,15 @@ class InputOutput(Asked):
     id: str | None = None
 
 
-class ReasoningText(Asked):
-    """What the model thought."""
+class ReasoningText(RequestPart):
+    """Text of the model's reasoning."""
 
     type: Literal["reasoning_text"]
     text: str
 
 
-class InputReasoning(Asked):
-    """What the model thought before."""
+class InputReasoning(RequestPart):
+    """Earlier reasoning of the model."""
 
     type: Literal["reasoning"]
     id: str | None = None
@@ -114,7 +114,7 @@ Item = Annotated[
 # --- request ----------------------------------------------------------------------------------------------------------
 
 
-class ResponseTool(Asked):
+class ResponseTool(RequestPart):
     """A function that the model may call; built-in tools are refused."""
 
     type: Literal["function"]
@@ -124,15 +124,15 @@ class ResponseTool(Asked):
     strict: bool | None = None
 
 
-class NamedResponseTool(Asked):
+class NamedResponseTool(RequestPart):
     """A function by name."""
 
     type: Literal["function"]
     name: ToolName
 
 
-class AllowedResponseTools(Asked):
-    """Some of the tools."""
+class AllowedResponseTools(RequestPart):
+    """A subset of the tools."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -145,7 +145,7 @@ ResponseToolChoice = (
 )
 
 
-class ResponseSchemaFormat(Asked):
+class ResponseSchemaFormat(RequestPart):
     """JSON that fits a schema."""
 
     type: Literal["json_schema"]
@@ -155,27 +155,27 @@ class ResponseSchemaFormat(Asked):
     strict: bool | None = None
 
 
-class TextSettings(Asked):
-    """What the answer must look like."""
+class TextSettings(RequestPart):
+    """The format of the answer."""
 
     format: Annotated[TextFormat | ObjectFormat | ResponseSchemaFormat, Field(discriminator="type")] | None = None
     verbosity: Literal["low", "medium", "high"] | None = Field(None, description="Taken and not used.")
 
 
-class ReasoningSettings(Asked):
-    """How long to think."""
+class ReasoningSettings(RequestPart):
+    """The reasoning effort."""
 
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = Field(None, description="Taken; the text comes whole.")
 
 
-class ResponseStreamOptions(Asked):
-    """Taken and not used: this server pads nothing."""
+class ResponseStreamOptions(RequestPart):
+    """Accepted and ignored: this server pads nothing."""
 
     include_obfuscation: bool | None = None
 
 
-class ResponseRequest(Sampling, Urgency):
+class ResponseRequest(SamplingFields, PriorityFields):
     """An input to answer."""
 
     model_config = ConfigDict(
@@ -218,14 +218,14 @@ class OutputText(BaseModel):
 
 
 class OutputRefusal(BaseModel):
-    """What the model said when it declined."""
+    """A refusal of the model."""
 
     type: Literal["refusal"]
     refusal: str
 
 
 class OutputMessage(BaseModel):
-    """What the model said."""
+    """A message of the model."""
 
     type: Literal["message"]
     id: str
@@ -235,7 +235,7 @@ class OutputMessage(BaseModel):
 
 
 class OutputCall(BaseModel):
-    """A call that the client is to run."""
+    """A tool call for the client to run."""
 
     type: Literal["function_call"]
     id: str
@@ -246,7 +246,7 @@ class OutputCall(BaseModel):
 
 
 class OutputReasoning(BaseModel):
-    """What the model thought."""
+    """Reasoning of the model."""
 
     type: Literal["reasoning"]
     id: str
@@ -256,20 +256,20 @@ class OutputReasoning(BaseModel):
 
 
 class InputDetails(BaseModel):
-    """Of the tokens read."""
+    """Details of the input tokens."""
 
     cached_tokens: int
     cache_write_tokens: int
 
 
 class OutputDetails(BaseModel):
-    """Of the tokens written."""
+    """Details of the output tokens."""
 
     reasoning_tokens: int
 
 
 class ResponseUsage(BaseModel):
-    """Tokens read and written."""
+    """Input and output tokens."""
 
     input_tokens: int
     input_tokens_details: InputDetails
@@ -292,7 +292,7 @@ class Incomplete(BaseModel):
 
 
 class ResponseObject(BaseModel):
-    """A response, with what was asked for."""
+    """A response, with the request's settings."""
 
     id: str
     object: Literal["response"]
@@ -323,7 +323,7 @@ class ResponseObject(BaseModel):
 
 
 class Deleted(BaseModel):
-    """A response that is no longer kept."""
+    """A response that was deleted."""
 
     id: str
     object: Literal["response"]
@@ -331,7 +331,7 @@ class Deleted(BaseModel):
 
 
 class InputItems(BaseModel):
-    """What a response was asked."""
+    """The input of a response."""
 
     object: Literal["list"]
     data: list[dict[str, Any]]

@@ -1,8 +1,8 @@
-"""POST /v1/responses, and what is kept of responses for a while.
+"""POST /v1/responses, and the stored responses.
 
 Notable here:
-- a response is kept in memory only, unless the request says ``store: false`` or the server is stateless
-- the conversation behind `previous_response_id` is kept as entries of a transcript, so nothing is read twice
+- a response is stored in memory only, unless the request sets ``store: false`` or the server is stateless
+- the conversation behind `previous_response_id` is stored as entries of a transcript, so nothing is parsed twice
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
-from pippin.serve.api import errors, response_input, response_types as types, sse, urgency
+from pippin.serve.api import errors, priority as priorities, response_input, response_types as types, sse
 from pippin.serve.api.body import JSONRoute
-from pippin.serve.api.generation import Event, Job, Opened, merged, opened
-from pippin.serve.api.response_output import Writer
-from pippin.serve.api.store import Kept, Store
+from pippin.serve.api.generation import Event, GenerationJob, OpenStream, merged, opened
+from pippin.serve.api.response_output import ResponseWriter
+from pippin.serve.api.store import ResponseStore, StoredResponse
 
 if TYPE_CHECKING:
     from pippin.serve.service import Service
-    from pippin.session.local import LocalModel
-    from pippin.session.provider import Turn
+    from pippin.session.providers.local import LocalModel
+    from pippin.session.providers.provider import ProviderRequest
 
-Keep = Callable[[Writer], None]
+StoreFunction = Callable[[ResponseWriter], None]
 
 
-def router(service: Service, store: Store | None = None) -> APIRouter:
-    """The routes over a service; ``store`` is where responses are kept, None for one of the usual size."""
-    made = APIRouter(route_class=JSONRoute, tags=["responses"])
-    kept = Store() if store is None else store
+def router(service: Service, store: ResponseStore | None = None) -> APIRouter:
+    """The routes over a service; ``store`` holds responses, None makes one of the default size."""
+    routes = APIRouter(route_class=JSONRoute, tags=["responses"])
+    responses = ResponseStore() if store is None else store
 
-    @made.post(
+    @routes.post(
         "/v1/responses",
         operation_id="createResponse",
         summary="Answer an input",
@@ -47,75 +47,77 @@ def router(service: Service, store: Store | None = None) -> APIRouter:
         settings, caller = service.settings, request.state.caller
         owner = caller.id
         response_input.check(body, stateless=settings.stateless)
-        before = kept.get(body.previous_response_id, owner).entries if body.previous_response_id is not None else ()
-        said: list[tuple[Any, ...]] = []
+        before = (
+            responses.get(body.previous_response_id, owner).entries if body.previous_response_id is not None else ()
+        )
+        conversation: list[tuple[Any, ...]] = []
 
-        def make(local: LocalModel) -> Turn:
-            said.append(response_input.entries(body.input, before))
-            return response_input.turn(body, said[0], local)
+        def make(local: LocalModel) -> ProviderRequest:
+            conversation.append(response_input.entries(body.input, before))
+            return response_input.provider_request(body, conversation[0], local)
 
-        priority, tier = urgency.of(body, settings)
+        priority, tier = priorities.priority_of(body, settings)
         fields = {"prompt_field": "input", "format_field": "text.format"}
-        job = Job(service, body.model or "", caller, make, priority=priority, **fields)
+        job = GenerationJob(service, body.model or "", caller, make, priority=priority, **fields)
         stores = body.store is not False and not settings.stateless
         response = response_object(body, body.model or settings.default, stores) | tier
-        writer = Writer(response, job, response_input.logprobs(body) is not None)
+        writer = ResponseWriter(response, job, response_input.logprobs(body) is not None)
 
-        def keep(writer: Writer) -> None:
+        def store_response(writer: ResponseWriter) -> None:
             if stores:
-                kept.put(_kept(owner, writer, body, said[0]))
+                responses.put(_stored_response(owner, writer, body, conversation[0]))
 
         if not body.stream:
             await _write(writer, job)
-            keep(writer)
+            store_response(writer)
             return JSONResponse(writer.response)
         events = await opened(merged([job]))
-        return sse.EventStream(frames(writer, events, keep), events)
+        return sse.EventStreamResponse(frames(writer, events, store_response), events)
 
-    _add_kept(made, kept)
-    return made
+    _add_stored_routes(routes, responses)
+    return routes
 
 
-def _add_kept(made: APIRouter, kept: Store) -> None:
-    """The routes of what is kept."""
+def _add_stored_routes(routes: APIRouter, responses: ResponseStore) -> None:
+    """Add the routes of stored responses."""
     refusals = errors.responses(401, 403, 404, 429, 500)
 
-    @made.get(
+    @routes.get(
         "/v1/responses/{response_id}",
         operation_id="getResponse",
-        summary="Show a kept response",
+        summary="Show a stored response",
         response_model=types.ResponseObject,
         responses=refusals,
     )
     async def show(request: Request, response_id: str) -> Any:
-        return JSONResponse(kept.get(response_id, request.state.caller.id).response)
+        return JSONResponse(responses.get(response_id, request.state.caller.id).response)
 
-    @made.delete(
+    @routes.delete(
         "/v1/responses/{response_id}",
         operation_id="deleteResponse",
-        summary="Forget a kept response",
+        summary="Delete a stored response",
         response_model=types.Deleted,
         responses=refusals,
     )
-    async def forget(request: Request, response_id: str) -> Any:
-        kept.delete(response_id, request.state.caller.id)
+    async def delete(request: Request, response_id: str) -> Any:
+        responses.delete(response_id, request.state.caller.id)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
-    @made.get(
+    @routes.get(
         "/v1/responses/{response_id}/input_items",
         operation_id="listInputItems",
-        summary="Show what a kept response was asked",
+        summary="List the input items of a stored response",
         response_model=types.InputItems,
         responses=refusals,
     )
     async def input_items(request: Request, response_id: str) -> Any:
-        items = kept.get(response_id, request.state.caller.id).items
+        items = responses.get(response_id, request.state.caller.id).items
         first, last = (items[0]["id"], items[-1]["id"]) if items else (None, None)
         return JSONResponse({"object": "list", "data": items, "first_id": first, "last_id": last, "has_more": False})
 
 
 def response_object(body: types.ResponseRequest, model: str, stores: bool) -> dict[str, Any]:
-    """The response before anything was written, with what was asked for."""
+    """The response before anything is generated, with the request's settings."""
 
     def dumped(value: Any) -> Any:
         return value if value is None or isinstance(value, str) else value.model_dump(by_alias=True, exclude_none=True)
@@ -152,19 +154,21 @@ def response_object(body: types.ResponseRequest, model: str, stores: bool) -> di
     }
 
 
-def _kept(owner: str, writer: Writer, body: types.ResponseRequest, said: tuple[Any, ...]) -> Kept:
-    """A response as it is kept, with an estimate of its size."""
+def _stored_response(
+    owner: str, writer: ResponseWriter, body: types.ResponseRequest, conversation: tuple[Any, ...]
+) -> StoredResponse:
+    """A response for the store, with an estimate of its size."""
     given: list[dict[str, Any]]
     if isinstance(body.input, str):
         given = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": body.input}]}]
     else:
         given = [item.model_dump(exclude_none=True) for item in body.input]
     items = [{"id": f"item_{secrets.token_hex(12)}"} | item for item in given]
-    size = len(json.dumps([writer.response, items])) + sum(len(entry.model_dump_json()) for entry in said)
-    return Kept(owner, writer.response, items, (*said, *writer.entries), size)
+    size = len(json.dumps([writer.response, items])) + sum(len(entry.model_dump_json()) for entry in conversation)
+    return StoredResponse(owner, writer.response, items, (*conversation, *writer.entries), size)
 
 
-async def _write(writer: Writer, job: Job) -> None:
+async def _write(writer: ResponseWriter, job: GenerationJob) -> None:
     """Write the whole response."""
     for _ in writer.begin():
         pass
@@ -176,7 +180,9 @@ async def _write(writer: Writer, job: Job) -> None:
         pass
 
 
-async def frames(writer: Writer, events: Opened[tuple[int, Event]], keep: Keep) -> AsyncGenerator[str]:
+async def frames(
+    writer: ResponseWriter, events: OpenStream[tuple[int, Event]], store_response: StoreFunction
+) -> AsyncGenerator[str]:
     """The typed events of a stream."""
     try:
         for kind, data in writer.begin():
@@ -185,7 +191,7 @@ async def frames(writer: Writer, events: Opened[tuple[int, Event]], keep: Keep) 
             for kind, data in writer.push(event):
                 yield sse.frame(data, kind)
         last = list(writer.finish())
-        keep(writer)  # before the client hears that it is complete and may go on from it
+        store_response(writer)  # before the client learns that it is complete and may continue from it
         for kind, data in last:
             yield sse.frame(data, kind)
     except Exception as error:

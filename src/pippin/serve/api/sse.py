@@ -1,4 +1,4 @@
-"""Server-sent events: frames, and a response that frees what it streams from however it ends."""
+"""Server-sent events: frames, and a response that always closes its source."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 from starlette.responses import StreamingResponse
 from starlette.types import Send
 
-from pippin.serve.api.errors import Failure, failure
+from pippin.serve.api.errors import ErrorResponse, failure
 
 log = logging.getLogger(__name__)
 
 DONE = "data: [DONE]\n\n"
 
-# Legal in JSON, yet the end of a line for some readers of events.
+# Valid in JSON, but a line break for some readers of events.
 _LINE_ENDS = str.maketrans({"\u2028": "\\u2028", "\u2029": "\\u2029", "\x85": "\\u0085"})
 
 
@@ -31,21 +31,22 @@ def frame(data: dict[str, Any], event: str | None = None) -> str:
     return f"data: {text}\n\n" if event is None else f"event: {event}\ndata: {text}\n\n"
 
 
-def failed(error: Exception) -> Failure:
-    """The error of a stream that broke, written into the log if it is the server's."""
-    made = failure(error)
-    if made.status >= 500:
+def failed(error: Exception) -> ErrorResponse:
+    """The error of a failed stream, which is logged if it is the server's."""
+    response = failure(error)
+    if response.status >= 500:
         log.error("a stream broke: %s", type(error).__name__)
-    return made
+    return response
 
 
 def broken(error: Exception) -> str:
-    """The last event of a stream that broke; OpenAI's clients raise on it."""
+    """The last event of a failed stream; OpenAI's clients raise on it."""
     return frame(failed(error).body)
 
 
-class EventStream(StreamingResponse):
-    """Streams frames; when the client goes away or the server stops, the source is closed before the response ends."""
+class EventStreamResponse(StreamingResponse):
+    """Streams frames; when the client disconnects or the server stops, the source is closed before the response
+    ends."""
 
     media_type = "text/event-stream"
 
@@ -56,6 +57,6 @@ class EventStream(StreamingResponse):
 
     async def stream_response(self, send: Send) -> None:
         """Send all frames."""
-        # closing frames that nobody has begun to read closes nothing, so their source is closed as well
+        # closing frames that were never iterated closes nothing, so their source is closed as well
         async with aclosing(self._source), aclosing(self._frames):
             await super().stream_response(send)

@@ -1,8 +1,8 @@
-"""Responses kept in memory, so that the next request can go on from one of them.
+"""In-memory store of responses, so that a later request can continue from one of them.
 
 Notable here:
-- bounded in number and in bytes, the one used longest ago goes first; nothing is written to disk
-- a response is found only by the key that made it
+- bounded in number and in bytes, the least recently used is evicted first; nothing is written to disk
+- a response is available only to the key that created it
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
-from pippin.core.errors import InvalidArgument, ResponseNotFound
+from pippin.core.checks import NonNegativeInt, checked
+from pippin.core.errors import ResponseNotFound
 
 
 @dataclass(frozen=True)
-class Kept:
+class StoredResponse:
     """One response.
 
-    ``response`` is the object as the interface shows it, ``items`` the input that it answered, ``entries`` the whole
+    ``response`` is the object in the format of the API, ``items`` the input that it answered, ``entries`` the whole
     conversation up to its end, without instructions of the request.
     """
 
@@ -29,53 +30,49 @@ class Kept:
     nbytes: int
 
 
-class Store:
+class ResponseStore:
     """Responses by id; to be used from one event loop.
 
     Args:
-        most: how many are kept.
-        nbytes: how much text, in bytes; one response larger than that is not kept at all.
-
-    Raises:
-        InvalidArgument: a bound below 0.
+        max_responses: maximum number of responses.
+        max_bytes: maximum text in bytes; a larger response is not stored at all.
     """
 
-    def __init__(self, most: int = 1000, nbytes: int = 64 * 2**20) -> None:
-        if most < 0 or nbytes < 0:
-            raise InvalidArgument(f"a store keeps 0 responses and bytes or more, got {most} and {nbytes}")
-        self._most, self._limit = most, nbytes
-        self._kept: OrderedDict[str, Kept] = OrderedDict()
+    @checked
+    def __init__(self, max_responses: NonNegativeInt = 1000, max_bytes: NonNegativeInt = 64 * 2**20) -> None:
+        self._most, self._limit = max_responses, max_bytes
+        self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
         self.nbytes = 0
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._responses)
 
-    def put(self, kept: Kept) -> None:
-        """Keep a response."""
-        self._kept[kept.response["id"]] = kept
-        self.nbytes += kept.nbytes
-        while self._kept and (len(self._kept) > self._most or self.nbytes > self._limit):
-            self.nbytes -= self._kept.popitem(last=False)[1].nbytes
+    def put(self, stored: StoredResponse) -> None:
+        """Store a response."""
+        self._responses[stored.response["id"]] = stored
+        self.nbytes += stored.nbytes
+        while self._responses and (len(self._responses) > self._most or self.nbytes > self._limit):
+            self.nbytes -= self._responses.popitem(last=False)[1].nbytes
 
-    def get(self, id: str, owner: str) -> Kept:
-        """A response that this owner made.
+    def get(self, id: str, owner: str) -> StoredResponse:
+        """A response of this owner.
 
         Raises:
-            ResponseNotFound: there is none of this id.
+            ResponseNotFound: no response has this id.
         """
-        kept = self._kept.get(id)
-        if kept is None or kept.owner != owner:
+        stored = self._responses.get(id)
+        if stored is None or stored.owner != owner:
             raise ResponseNotFound(
-                f"no response {id[:100]!r} is kept for this key; it was never stored, was deleted, or had to make room"
+                f"no response {id[:100]!r} is stored for this key; it was never stored, was deleted, or was evicted"
             )
-        self._kept.move_to_end(id)
-        return kept
+        self._responses.move_to_end(id)
+        return stored
 
     def delete(self, id: str, owner: str) -> None:
-        """Forget a response.
+        """Delete a response.
 
         Raises:
-            ResponseNotFound: there is none of this id.
+            ResponseNotFound: no response has this id.
         """
         self.nbytes -= self.get(id, owner).nbytes
-        del self._kept[id]
+        del self._responses[id]

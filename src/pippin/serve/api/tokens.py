@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens in the two forms that OpenAI's interface has."""
+"""Log-probabilities of tokens in the two formats of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, Final
 
-from pippin.data.tokenizer import Tokenizer
+from pippin.data.text.tokenizer import Tokenizer
 from pippin.engine.request import Token
 
 # JSON has no minus infinity; OpenAI writes this.
@@ -15,7 +15,7 @@ IMPOSSIBLE: Final = -9999.0
 
 
 def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[Token]) -> list[dict[str, Any]]:
-    """One entry for each token, with the likeliest alternatives."""
+    """One entry for each token, with the most likely alternatives."""
     return [
         _entry(tokenizer, token.id, token.logprob)
         | {"top_logprobs": [_entry(tokenizer, id, logprob) for id, logprob in token.top_logprobs]}
@@ -24,10 +24,10 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[Token]) -> list[dict[st
 
 
 def completion_logprobs(tokenizer: Tokenizer, tokens: Sequence[Token], start: int) -> dict[str, Any]:
-    """Four lists beside each other; ``start`` is the number of characters before the first token.
+    """Four parallel lists; ``start`` is the number of characters before the first token.
 
-    A token without a log-probability (the first of an echoed prompt) has None. One that is a part of a character has
-    the offset of the character.
+    A token without a log-probability (the first of an echoed prompt) has None. A token that is a part of a character
+    has the offset of the character.
     """
     found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -44,7 +44,7 @@ def completion_logprobs(tokenizer: Tokenizer, tokens: Sequence[Token], start: in
 
 
 def token_text(data: bytes) -> str:
-    r"""A token as text; bytes that are no whole character are escaped.
+    r"""A token as text; bytes that are not a whole character are escaped.
 
     >>> token_text("é".encode()), token_text(b"\xc3")
     ('é', '\\xc3')
@@ -53,7 +53,7 @@ def token_text(data: bytes) -> str:
 
 
 def number(logprob: float) -> float:
-    """A log-probability that JSON can hold."""
+    """A log-probability that JSON can represent."""
     return logprob if math.isfinite(logprob) else IMPOSSIBLE
 
 

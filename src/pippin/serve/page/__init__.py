@@ -1,1 +1,1 @@
-"""The web page of the server: files without a build step, and the routes that serve them."""
+"""The web page of the server: static files without a build step, and their routes."""

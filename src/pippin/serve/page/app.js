@@ -12,7 +12,7 @@ import { Toolbox } from "./tools.js";
 
 const byId = (id) => document.getElementById(id);
 const wide = matchMedia("(min-width: 1180px)");
-const THEMES = { auto: "Colours: as the system", light: "Colours: light", dark: "Colours: dark" };
+const THEMES = { auto: "Colors: as the system", light: "Colors: light", dark: "Colors: dark" };
 
 // --- problems -----------------------------------------------------------------------------------------------------
 

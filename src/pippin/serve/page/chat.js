@@ -14,7 +14,7 @@ const FORMAT = "pippin-conversation";
 const STARTERS = [
   ["Explain", "Explain in three sentences how a bicycle stays upright."],
   ["Write", "Write a short, friendly reminder that the library books are due on Friday."],
-  ["Sort", "Make a table of three fruits with their colour and season."],
+  ["Sort", "Make a table of three fruits with their color and season."],
   ["Code", "Write a Python function that returns the n-th Fibonacci number."],
 ];
 

@@ -2,7 +2,7 @@
 //
 // Each character is looked at once. A string may be shown while it grows; a number, a literal, half an escape or half
 // of a surrogate pair is held back until it is whole, so a value that was shown is never taken back. The rules are those
-// of `pippin.session.partial`, and a test holds the two together at every cut of many texts.
+// of `pippin.session.types.partial_json`, and a test holds the two together at every cut of many texts.
 
 const ESCAPES = { '"': '"', "\\": "\\", "/": "/", b: "\b", f: "\f", n: "\n", r: "\r", t: "\t" };
 const LITERALS = { true: true, false: false, null: null };

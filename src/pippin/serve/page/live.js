@@ -104,8 +104,8 @@ export class Live {
     const { cache = {}, memory = {} } = stats;
     this.#setState(stats.draining ? "denied" : "approved", stats.draining ? "stopping" : "live");
     this.charts.rate.add(stats.tokens_per_second, "the server, over the last seconds");
-    this.charts.busy.add(stats.active, `of ${stats.slots} at once`);
-    this.charts.waiting.add(stats.waiting, `room for ${whole(stats.queue)} in the queue`);
+    this.charts.busy.add(stats.active, `of ${stats.max_num_seqs} at once`);
+    this.charts.waiting.add(stats.waiting, `room for ${whole(stats.max_queued_requests)} in the queue`);
     this.charts.cache.add(share(cache.tokens_used, cache.tokens_capacity), `${whole(cache.tokens_used)} of ${whole(cache.tokens_capacity)} tokens`);
     this.#models.replaceChildren(...(stats.models ?? []).map((model) => h("tr", null,
       h("th", { scope: "row" }, model.id),

@@ -1,10 +1,10 @@
-"""The routes of the web page: `/` and its files under `/page/`.
+"""Routes of the web page: `/` and its files under `/page/`.
 
 Notable here:
-- the files are read once, and each has a route of its own: no path of a request ever reaches the disk
-- the policy allows nothing but this server's own scripts, styles and answers: a page that was tricked into running
-  foreign script has nowhere to fetch it from and nowhere to send what it sees
-- a browser asks again each time and is told "not modified", so an upgraded server never meets an old page
+- the files are read once, and each has its own route: no path of a request ever reaches the disk
+- the Content-Security-Policy allows only this server's own scripts, styles and responses: injected scripts can neither
+  load nor send anything
+- a browser revalidates each time and gets 304 Not Modified, so an upgraded server never serves an old page
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ HEADERS: Final = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
 }
-"""What every answer with a file of the page carries."""
+"""Headers of every response with a file of the page."""
 
 _TYPES: Final = {
     ".html": "text/html; charset=utf-8",
@@ -66,17 +66,19 @@ class Asset:
 
 @cache
 def assets() -> dict[str, Asset]:
-    """Every file of the page by its name.
+    """Every file of the page by its path below `/page/`.
 
     >>> assets()["app.js"].media_type
     'text/javascript; charset=utf-8'
     """
-    found = {}
-    for path in files("pippin.serve.page").iterdir():
-        suffix = "." + path.name.rpartition(".")[2]
-        if suffix in _TYPES:
-            content = path.read_bytes()
-            found[path.name] = Asset(content, _TYPES[suffix], f'"{hashlib.sha256(content).hexdigest()[:20]}"')
+    page, found = files("pippin.serve.page"), {}
+    for folder, paths in (("", page), ("vendor/", page / "vendor")):
+        for path in paths.iterdir():
+            suffix = "." + path.name.rpartition(".")[2]
+            if suffix in _TYPES:
+                content = path.read_bytes()
+                etag = f'"{hashlib.sha256(content).hexdigest()[:20]}"'
+                found[f"{folder}{path.name}"] = Asset(content, _TYPES[suffix], etag)
     return found
 
 
@@ -106,4 +108,4 @@ def _answer(request: Request, asset: Asset) -> Response:
 
 
 router: Final = _routes()
-"""The routes of the page, one for each file; they need no key, for they hold nothing but the page itself."""
+"""The routes of the page, one for each file; they need no key, since they contain only the page itself."""

@@ -41,7 +41,7 @@ export const BUILT_IN = [
 ];
 
 function roll(sides) {
-  // Numbers above the last whole multiple would favour low sides, so they are drawn again.
+  // Numbers above the last whole multiple would favor low sides, so they are drawn again.
   const limit = Math.floor(2 ** 32 / sides) * sides;
   for (;;) {
     const [drawn] = crypto.getRandomValues(new Uint32Array(1));

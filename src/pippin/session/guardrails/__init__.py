@@ -1,19 +1,5 @@
 """Guardrails: content filtering of input and output by named rules, with a reason for every decision."""
 
-from pippin.session.guardrails.guardrails import Guardrails
-from pippin.session.guardrails.policy import Decision, Verdict
-from pippin.session.guardrails.rules import ClassifierRule, FunctionRule, PatternRule, TermRule
-from pippin.session.guardrails.stream import Checker
-from pippin.session.guardrails.typed import ValueChecker
+import lazy_loader
 
-__all__ = [
-    "Checker",
-    "ClassifierRule",
-    "Decision",
-    "FunctionRule",
-    "Guardrails",
-    "PatternRule",
-    "TermRule",
-    "ValueChecker",
-    "Verdict",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

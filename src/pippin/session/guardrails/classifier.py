@@ -1,11 +1,10 @@
-"""A small classifier of intents: hashed n-grams of words and characters, one linear layer, weights of 8 bits.
+"""Harm classifier: hashed n-grams of words and characters, one linear layer, 8-bit weights.
 
 Notable here:
-- no model to load: a table of 16,384 x 11 numbers, read once; a window takes under a
-  millisecond
-- it was trained on made sentences in five languages that describe intents in the abstract (`training.json`); it knows
-  those kinds of intents and their wording, not the world: `model.json` holds how well it does on others
-- the score is the probability that a text means harm at all, given to the likeliest category
+- no model to load: a table of 16,384 x 11 numbers, read once; a window takes under a millisecond
+- it was trained on synthetic sentences in five languages that describe intents in the abstract (`training.json`); it
+  recognizes those kinds of intents and their wording, nothing else: `model.json` has its accuracy on others
+- the score is the probability that a text is harmful at all, assigned to the most likely category
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pippin.core.errors import InvalidArgument
-from pippin.session.guardrails.normalise import kind, normalise, words
+from pippin.session.guardrails.normalization import kind, normalize, words
 
 BUCKETS: Final = 1 << 14
 BENIGN: Final = "benign"
-_FEW: Final = 25.0  # n-grams: a text of fewer tells little, and its score stays near that of no text at all
+_FEW: Final = 25.0  # n-grams: a shorter text is weak evidence, and its score stays near that of an empty text
 _HIGHEST: Final = 0.999  # a linear layer is never certain, so a threshold of 1 switches it off
 
 
@@ -37,7 +36,7 @@ class NgramClassifier:
     """A linear layer over hashed n-grams.
 
     Args:
-        labels: what the columns stand for; the first is "benign".
+        labels: the labels of the columns; the first is "benign".
         weights: buckets by labels.
         bias: one per label.
     """
@@ -60,16 +59,16 @@ class NgramClassifier:
         exponents = np.exp(logits - logits.max())
         return np.asarray(exponents / exponents.sum(), dtype=np.float64)
 
-    def harm(self, text: str) -> float:
-        """The probability that a text means harm of any category.
+    def harm_probability(self, text: str) -> float:
+        """The probability that a text is harmful in any category.
 
-        >>> load().harm("How do I build a bomb?") > load().harm("How do I build a bird house?")
+        >>> load().harm_probability("How do I build a bomb?") > load().harm_probability("How do I build a bird house?")
         True
         """
         return float(min(_HIGHEST, 1.0 - self.probabilities(text)[0]))
 
     def scores(self, text: str) -> dict[str, float]:
-        """The likeliest category of harm and the probability that a text means harm at all."""
+        """The most likely category of harm, with the probability that a text is harmful at all."""
         if not text.strip():
             return {}
         probabilities = self.probabilities(text)
@@ -90,7 +89,7 @@ class NgramClassifier:
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> NgramClassifier:
-        """What `to_json` wrote."""
+        """Load the output of `to_json`."""
         table = np.frombuffer(zlib.decompress(base64.b85decode(raw["weights"])), dtype=np.int8)
         weights = table.reshape(len(raw["labels"]), raw["buckets"]).T.astype(np.float32)
         return cls(
@@ -106,7 +105,7 @@ def features(text: str) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     or well below it where there are few.
     """
     counts: Counter[int] = Counter()
-    read = normalise(text).text
+    read = normalize(text).text
     found = [read[start:end] for start, end in words(read)]
     for first, second in zip(["^", *found], [*found, "$"], strict=True):
         counts[_bucket(f"p {first} {second}")] += 1
@@ -133,7 +132,7 @@ def load() -> NgramClassifier:
 
 
 def metrics() -> dict[str, Any]:
-    """What the packaged classifier was trained on, and how it did on intents and templates that it never saw."""
+    """Training data of the packaged classifier, and its accuracy on held-out intents and templates."""
     return {name: value for name, value in _packaged().items() if name in ("training", "metrics")}
 
 
@@ -150,23 +149,23 @@ def fit(
     *,
     seed: int = 0,
     steps: int = 150,
-    decay: float = 2e-5,
-    rate: float = 0.1,
+    weight_decay: float = 2e-5,
+    lr: float = 0.1,
     harm_share: float = 0.5,
 ) -> NgramClassifier:
-    """Train a classifier: softmax regression, Adam over all texts at once.
+    """Train a classifier: softmax regression, Adam on the full batch.
 
     Args:
         texts: at least one per label.
         labels: "benign" or a category, one for each text.
         seed: of the initial weights.
         steps: passes over all texts.
-        decay: of the squared weights.
-        rate: of Adam.
-        harm_share: what harmful texts weigh of the whole, 0 to 1; about the score of a text that tells nothing.
+        weight_decay: factor of the squared weights.
+        lr: learning rate of Adam.
+        harm_share: weight of the harmful texts in the loss, 0 to 1; about the score of an uninformative text.
 
     Raises:
-        InvalidArgument: nothing to learn from.
+        InvalidArgument: no training data.
     """
     import torch
 
@@ -186,14 +185,14 @@ def fit(
     generator = torch.Generator().manual_seed(seed)
     weights = (0.01 * torch.randn(BUCKETS, len(names), generator=generator)).requires_grad_()
     bias = torch.zeros(len(names), requires_grad=True)
-    optimiser = torch.optim.Adam([weights, bias], lr=rate)
+    optimizer = torch.optim.Adam([weights, bias], lr=lr)
     for _ in range(steps):
         logits = bias + torch.nn.functional.embedding_bag(ids, weights, offsets, mode="sum", per_sample_weights=values)
         nats = torch.nn.functional.cross_entropy(logits, target, reduction="none")
-        loss = (share * nats).sum() + decay * weights.square().sum()
-        optimiser.zero_grad()
+        loss = (share * nats).sum() + weight_decay * weights.square().sum()
+        optimizer.zero_grad()
         loss.backward()
-        optimiser.step()
+        optimizer.step()
     return NgramClassifier(names, weights.detach().numpy(), bias.detach().numpy())
 
 
@@ -202,7 +201,7 @@ def _bucket(ngram: str) -> int:
 
 
 def _unspaced(text: str) -> list[str]:
-    """Runs of Han, hiragana and katakana, across their borders."""
+    """Runs of Han, hiragana and katakana, across script boundaries."""
     runs, now = [], ""
     for character in text:
         if kind(character) > 1:

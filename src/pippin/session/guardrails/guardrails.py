@@ -1,9 +1,10 @@
-"""Guardrails: named rules that look at what goes into a model and at what comes out, and say what they found and why.
+"""Guardrails: named rules that check the input and output of a model and explain their decisions.
 
 Notable here:
-- normalise, rules of the locale, a classifier, your own functions, thresholds: five stages, each to be seen and set
-- nothing is blocked without a rule's name, score, threshold and place; every threshold is an argument
-- a model that declines is no violation: `refusal` tells the two apart
+- five stages, each visible and adjustable: normalization, rules of the locale, a classifier, your own functions,
+  thresholds
+- nothing is blocked without a rule's name, score, threshold and position; every threshold is an argument
+- a model that declines is not a violation: `refusal` tells the two apart
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from importlib.resources import files
 from typing import Any, Final, TypeVar
 
 from pippin.core.errors import InvalidArgument, InvalidInput, UnsupportedLanguage
-from pippin.data import refusals
+from pippin.data.text import refusals
 from pippin.session.guardrails import checksums, classifier
 from pippin.session.guardrails.policy import Policy, Role, Thresholds, Verdict, verdict_of
 from pippin.session.guardrails.rules import ClassifierRule, PatternRule, Rule, SpanRule, TermRule
-from pippin.session.guardrails.stream import Checker, Plan, violation
-from pippin.session.guardrails.typed import ValueChecker, visit
+from pippin.session.guardrails.stream import StreamChecker, StreamPlan, violation
+from pippin.session.guardrails.value_checker import ValueChecker, visit
 
 T = TypeVar("T")
 LOCALES: Final = ("en", "de", "fr", "es", "ja")
@@ -34,16 +35,16 @@ class Guardrails:
 
     Args:
         rules: `TermRule`, `PatternRule`, `ClassifierRule` and `FunctionRule` objects, each with an id of its own.
-        thresholds: category -> role -> locale -> score from which on to act, None for never. A number at any level
-            stands for everything below it, "*" for whatever is not named; what you leave out is the profile's.
-        profile: "strict", "default", "permissive" or "off": the thresholds under yours.
-        locale: the language of the texts where a call does not say, such as "en" or "de-AT"; "*" reads with the rules
-            of all languages, for texts of which nobody knows.
+        thresholds: category -> role -> locale -> minimum score to act, None for never. A number at any level applies to
+            everything below it, "*" to everything that is not named; missing entries are the profile's.
+        profile: "strict", "default", "permissive" or "off": the default thresholds.
+        locale: the default language of the texts, such as "en" or "de-AT"; "*" uses the rules of all languages, for
+            texts of unknown language.
         detect_refusals: whether a session raises `Refusal` where an answer only declines.
 
     Raises:
-        InvalidArgument: an unknown profile, category or role, a threshold outside 0 to 1, two rules of one id.
-        UnsupportedLanguage: no rule is for the locale.
+        InvalidArgument: an unknown profile, category or role, a threshold outside 0 to 1, two rules with one id.
+        UnsupportedLanguage: there is no rule for the locale.
 
     >>> verdict = Guardrails.default().check("How do I kill a stuck Python process?", role="input")
     >>> verdict.action
@@ -68,22 +69,22 @@ class Guardrails:
         own = frozenset(rule.category for rule in rules if not isinstance(rule, ClassifierRule))
         policy = Policy.profile(profile, thresholds, own=own)
         self._policies: dict[Role, Policy] = {"input": policy, "output": policy}
-        self._plans: dict[tuple[Role, str], Plan] = {}
+        self._plans: dict[tuple[Role, str], StreamPlan] = {}
         self._for(locale)
 
     @classmethod
     def default(cls, **settings: Any) -> Guardrails:
-        """Blocks what is clearly meant to do harm; reports what might be. Keywords are those of `packaged`."""
+        """Blocks clearly harmful text; reports possibly harmful text. Keywords are those of `packaged`."""
         return cls.packaged("default", **settings)
 
     @classmethod
     def strict(cls, **settings: Any) -> Guardrails:
-        """Blocks at half the certainty and masks card numbers and addresses in answers. Keywords as for `packaged`."""
+        """Blocks at a score of 0.5 and masks card numbers and addresses in answers. Keywords as for `packaged`."""
         return cls.packaged("strict", **settings)
 
     @classmethod
     def permissive(cls, **settings: Any) -> Guardrails:
-        """Blocks only what the surest rules find; without the classifier. Keywords as for `packaged`."""
+        """Blocks only what the most certain rules find; without the classifier. Keywords as for `packaged`."""
         return cls.packaged("permissive", **({"use_classifier": False} | settings))
 
     @classmethod
@@ -105,28 +106,29 @@ class Guardrails:
 
         Args:
             profile: the name of the thresholds.
-            rules: your own, besides.
+            rules: your own rules, in addition.
             without: ids of packaged rules to leave out.
-            use_classifier: whether the packaged classifier reads too. It holds a streamed answer back by about 100
-                characters; without it, text is held only behind a word that a rule may begin with.
+            use_classifier: whether to use the packaged classifier. It delays a streamed answer by about 100 characters;
+                without it, text is held back only after a word that may start a rule's match.
             settings: ``thresholds``, ``locale``, ``detect_refusals``, as for the class.
 
         Raises:
             InvalidArgument: ``without`` names a rule that does not exist.
         """
-        brought: list[Rule] = list(packaged_rules())
+        packaged: list[Rule] = list(packaged_rules())
         if use_classifier:
-            brought.append(ClassifierRule(classifier=classifier.load(), locales=LOCALES))
-        if unknown := set(without) - {rule.id for rule in brought}:
+            packaged.append(ClassifierRule(classifier=classifier.load(), locales=LOCALES))
+        if unknown := set(without) - {rule.id for rule in packaged}:
             raise InvalidArgument(f"no packaged rule is called {', '.join(sorted(unknown))}")
-        kept = [rule for rule in brought if rule.id not in without]
-        return cls([*kept, *rules], profile=profile, **settings)
+        used = [rule for rule in packaged if rule.id not in without]
+        return cls([*used, *rules], profile=profile, **settings)
 
     def for_transforming(self) -> Guardrails:
-        """The same for text that is to be summarised, translated or sorted: what goes in is quoted, not asked for.
+        """The same guardrails for text that is to be summarized, translated or classified: the input is quoted, not
+        requested.
 
-        Input falls under the permissive profile and only rules of yours and the surest packaged ones block it; output
-        is checked as before.
+        Input is checked with the permissive profile, so that only your rules and the most certain packaged ones block
+        it; output is checked as before.
         """
         other = Guardrails(
             self.rules,
@@ -140,15 +142,15 @@ class Guardrails:
         return other
 
     def check(self, text: str, *, role: Role = "input", locale: str | None = None) -> Verdict:
-        """Decide about a whole text; never raises a violation.
+        """Check a whole text; never raises a violation.
 
         Args:
-            text: what to look at.
-            role: "input" for what goes to a model, "output" for what comes from it.
-            locale: its language, if it is not that of the guardrails.
+            text: the text to check.
+            role: "input" for text that a model reads, "output" for text that it generates.
+            locale: its language, if it differs from that of the guardrails.
 
         Raises:
-            UnsupportedLanguage: no rule is for the locale. InvalidInput: not a text.
+            UnsupportedLanguage: there is no rule for the locale. InvalidInput: not a text.
 
         >>> Guardrails.default().check("Where do I buy Pride tickets?").allowed
         True
@@ -156,11 +158,11 @@ class Guardrails:
         return self._read(text, role, locale).verdict
 
     def enforce(self, text: str, *, role: Role = "input", locale: str | None = None) -> str:
-        """Check a text and return it, with replacements where the policy asks for them.
+        """Check a text and return it, with replacements where the policy requires them.
 
         Raises:
-            GuardrailViolation: something is blocked; ``verdict`` says what, where and why.
-            UnsupportedLanguage: no rule is for the locale. InvalidInput: not a text.
+            GuardrailViolation: something is blocked; ``verdict`` has the rule, the position and the reason.
+            UnsupportedLanguage: there is no rule for the locale. InvalidInput: not a text.
         """
         verdict = self.check(text, role=role, locale=locale)
         if not verdict.allowed:
@@ -168,7 +170,7 @@ class Guardrails:
         return text if verdict.text is None else verdict.text
 
     def check_value(self, value: Any, *, role: Role = "output", locale: str | None = None) -> Verdict:
-        """Decide about a typed value: every string in it, under the same thresholds as text, with its field's path.
+        """Check a typed value: every string in it, with the same thresholds as text, with its field's path.
 
         >>> Guardrails.default().check_value({"days": [{"title": "Pride parade"}]}).allowed
         True
@@ -176,7 +178,7 @@ class Guardrails:
         return self._value(value, role, locale)[0]
 
     def enforce_value(self, value: T, *, role: Role = "output", locale: str | None = None) -> T:
-        """Check a typed value and return it, with replacements where the policy asks for them.
+        """Check a typed value and return it, with replacements where the policy requires them.
 
         Raises:
             GuardrailViolation: a string in it is blocked; ``verdict.path`` names the field.
@@ -186,7 +188,7 @@ class Guardrails:
             raise violation(verdict)
         return checked  # type: ignore[no-any-return]
 
-    def stream(self, locale: str | None = None, *, role: Role = "output") -> Checker:
+    def stream(self, locale: str | None = None, *, role: Role = "output") -> StreamChecker:
         """A checker for one text that arrives in pieces."""
         return self._checker(role, locale)
 
@@ -204,7 +206,7 @@ class Guardrails:
         tags = refusals.locales() if tag == "*" else (tag,)
         return next((said for each in tags if (said := refusals.find(text, each))), None)
 
-    def _read(self, text: str, role: Role, locale: str | None, path: str = "") -> Checker:
+    def _read(self, text: str, role: Role, locale: str | None, path: str = "") -> StreamChecker:
         if not isinstance(text, str):
             raise InvalidInput(f"guardrails read text, got {type(text).__name__}; use check_value for typed values")
         checker = self._checker(role, locale, path=path, collect=True)
@@ -223,13 +225,13 @@ class Guardrails:
         checked = visit(value, see)
         return verdict_of(found, None), checked
 
-    def _checker(self, role: Role, locale: str | None, *, path: str = "", collect: bool = False) -> Checker:
+    def _checker(self, role: Role, locale: str | None, *, path: str = "", collect: bool = False) -> StreamChecker:
         if role not in self._policies:
             raise InvalidArgument(f"role must be 'input' or 'output', got {role!r}")
         key = (role, locale or self.locale)
         if key not in self._plans:
-            self._plans[key] = Plan(self._for(key[1]), self._policies[role], *key)
-        return Checker(self._plans[key], path=path, collect=collect)
+            self._plans[key] = StreamPlan(self._for(key[1]), self._policies[role], *key)
+        return StreamChecker(self._plans[key], path=path, collect=collect)
 
     def _for(self, locale: str) -> list[Rule]:
         """The rules for a locale."""
@@ -267,7 +269,7 @@ def _rule(entry: dict[str, Any]) -> SpanRule:
     return PatternRule(
         pattern=entry["pattern"],
         starts=tuple(entry["starts"]),
-        longest=entry["longest"],
+        max_length=entry["longest"],
         valid=checksums.CHECKS[entry["valid"]] if "valid" in entry else None,
         **shared,
     )

@@ -1,9 +1,9 @@
-"""What becomes of a score: thresholds by category, role and locale, and what was decided with them.
+"""Guardrail policy: thresholds by category, role and locale, and the decisions made with them.
 
 Notable here:
-- the closest entry decides: category before role before locale, and what you set before what the profile sets
+- the closest entry applies: category before role before locale, and your entries before the profile's
 - a threshold of None never blocks, however high the score; such a rule still reports
-- a decision holds where and why, never the text: reports and logs may be kept without keeping what was said
+- a decision records position and reason, never the text: reports and logs contain nothing of the conversation
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Role = Literal["input", "output"]
 Action = Literal["allow", "flag", "transform", "block"]
 Thresholds = Mapping[str, Any]
 
-ACTIONS: Final[tuple[Action, ...]] = ("allow", "flag", "transform", "block")  # from the least to the most
+ACTIONS: Final[tuple[Action, ...]] = ("allow", "flag", "transform", "block")  # from the weakest to the strongest
 ROLES: Final[tuple[Role, ...]] = ("input", "output")
 PROFILES: Final = ("strict", "default", "permissive", "off")
 
@@ -38,17 +38,17 @@ def taxonomy() -> Mapping[str, tuple[str, ...]]:
 
 
 @dataclass(frozen=True)
-class Decision:
-    """What one rule found, and what the policy made of it.
+class GuardrailDecision:
+    """A finding of one rule, and the action of the policy.
 
     Attributes:
         rule: the rule's id.
-        category: of the taxonomy, as fine as the rule knows it.
-        score: how sure the rule is, 0 to 1.
-        threshold: from which score on the policy acts; None if it never does.
+        category: category of the taxonomy, as specific as the rule knows it.
+        score: confidence of the rule, 0 to 1.
+        threshold: minimum score at which the policy acts; None if it never does.
         span: first and last+1 character in the original text.
         action: "allow", "flag" (reported only), "transform" (the span is replaced) or "block".
-        role, locale: what was checked, and under which locale.
+        role, locale: the checked role, and its locale.
         path: the field of a typed value ("days[0].title"); empty for text.
         explanation: the rule's reason in a few words.
     """
@@ -73,16 +73,16 @@ class Decision:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Everything that was decided about a text or value; the properties are those of its weightiest decision.
+    """All decisions about a text or value; the properties are those of the strongest decision.
 
     Attributes:
         action: the strongest action of all decisions; "allow" if no rule found anything.
-        decisions: each rule's finding, in order of place.
+        decisions: the finding of each rule, in order of position.
         text: the text after replacements; of a typed value, None.
     """
 
     action: Action
-    decisions: tuple[Decision, ...] = ()
+    decisions: tuple[GuardrailDecision, ...] = ()
     text: str | None = field(default=None, repr=False)
 
     @property
@@ -91,7 +91,7 @@ class Verdict:
         return self.action != "block"
 
     @property
-    def _worst(self) -> Decision | None:
+    def _worst(self) -> GuardrailDecision | None:
         return max(self.decisions, key=lambda d: (ACTIONS.index(d.action), d.score), default=None)
 
     @property
@@ -101,46 +101,46 @@ class Verdict:
 
     @property
     def category(self) -> str | None:
-        """Its category."""
+        """The category of the deciding rule."""
         return self._worst.category if self._worst else None
 
     @property
     def score(self) -> float:
-        """Its score; 0 if no rule found anything."""
+        """The score of the deciding rule; 0 if no rule found anything."""
         return self._worst.score if self._worst else 0.0
 
     @property
     def threshold(self) -> float | None:
-        """The threshold that its score was held against."""
+        """The threshold for the deciding score."""
         return self._worst.threshold if self._worst else None
 
     @property
     def span(self) -> tuple[int, int] | None:
-        """Where, in the original text."""
+        """The span in the original text."""
         return self._worst.span if self._worst else None
 
     @property
     def path(self) -> str:
-        """In which field of a typed value."""
+        """The field of a typed value."""
         return self._worst.path if self._worst else ""
 
-    def __iter__(self) -> Iterator[Decision]:
+    def __iter__(self) -> Iterator[GuardrailDecision]:
         return iter(self.decisions)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: the action and the decisions, without any of the text."""
+        """The action and the decisions as JSON values, without any of the text."""
         return {"action": self.action, "decisions": [asdict(decision) for decision in self.decisions]}
 
 
-def verdict_of(decisions: list[Decision], text: str | None) -> Verdict:
-    """A verdict from its decisions: its action is their strongest."""
+def verdict_of(decisions: list[GuardrailDecision], text: str | None) -> Verdict:
+    """A verdict from its decisions: its action is the strongest one."""
     found: list[Action] = [decision.action for decision in decisions]
     action: Action = max(found, key=ACTIONS.index, default="allow")
     return Verdict(action, tuple(sorted(decisions, key=lambda d: (d.path, d.span, d.rule))), text)
 
 
 class Policy:
-    """Thresholds of a profile under those of a user.
+    """Thresholds of a profile, overridden by those of a user.
 
     >>> policy = Policy.profile("default", {"hate": {"output": 0.4}})
     >>> policy.threshold("hate/insult", "output", "de"), policy.action(0.5, 0.4)
@@ -152,13 +152,13 @@ class Policy:
 
     @classmethod
     def profile(cls, name: str, thresholds: Thresholds | None = None, *, own: frozenset[str] = frozenset()) -> Policy:
-        """A packaged profile, with your own thresholds before it.
+        """A packaged profile, overridden by your own thresholds.
 
         Args:
             name: "strict", "default", "permissive" or "off".
-            thresholds: category -> role -> locale -> threshold; a number at any level stands for all below it, and
-                "*" for all that is not named.
-            own: categories of your own rules, allowed beside those of the taxonomy.
+            thresholds: category -> role -> locale -> threshold; a number at any level applies to everything below it,
+                and "*" to everything that is not named.
+            own: categories of your own rules, allowed in addition to those of the taxonomy.
 
         Raises:
             InvalidArgument: an unknown profile, category or role, or a threshold outside 0 to 1.
@@ -171,7 +171,7 @@ class Policy:
         return cls((thresholds or {}, chosen["block"]), chosen["flag"])
 
     def threshold(self, category: str, role: Role, locale: str) -> float | None:
-        """From which score on to act; None for never."""
+        """Minimum score to act; None for never."""
         places = (
             (category, category.split("/")[0], "*"),
             (role, "*"),
@@ -184,14 +184,14 @@ class Policy:
         return None
 
     def action(self, score: float, threshold: float | None, *, transforms: bool = False) -> Action:
-        """What to do about a score."""
+        """The action for a score."""
         if threshold is not None and score >= threshold:
             return "transform" if transforms else "block"
         return "flag" if score >= self.flag else "allow"
 
 
 def _look(table: Any, places: tuple[tuple[str, ...], ...]) -> tuple[bool, float | None]:
-    """Go down a table by the first name found at each level, back up where it leads nowhere."""
+    """Look up nested tables by the first name found at each level, with backtracking."""
     if not isinstance(table, Mapping):
         return True, table
     for name in places[0] if places else ():

@@ -1,10 +1,10 @@
-"""The kinds of rules: terms and patterns of a locale, a classifier over windows, and a user's own function.
+"""Guardrail rules: terms and patterns of a locale, a classifier over windows, and custom functions.
 
 Notable here:
-- a term or pattern begins and ends at word boundaries, in every script: "Scunthorpe" and "assess" are just words
-- whether a rule fires at a place depends on at most `limit()` characters from there on, so a stream of text needs to
-  be held back exactly that far and no further, and only behind one of the rule's first words
-- a rule gives a score and never decides: what becomes of a score is the policy's matter
+- a term or pattern starts and ends at word boundaries, in every script: "Scunthorpe" and "assess" do not match
+- whether a rule matches at a position depends on at most `limit()` characters from there on, so a stream is held back
+  exactly that far and no further, and only after one of the rule's first words
+- a rule returns a score and never decides: the policy maps scores to actions
 """
 
 from __future__ import annotations
@@ -14,58 +14,61 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Final, Protocol
+from typing import Annotated, Final, Protocol
 
+from annotated_types import Ge, Le
+
+from pippin.core.checks import PositiveInt, Probability, checked
 from pippin.core.errors import InvalidArgument
-from pippin.session.guardrails.normalise import is_boundary, normalise
+from pippin.session.guardrails.normalization import is_boundary, normalize
 
 WINDOW: Final = 128  # characters that a classifier reads at once, about 32 tokens
 STRIDE: Final = 64  # from one window to the next, about 16 tokens
 
-Found = tuple[int, int, float]  # start, end, score; places in the text that was given
+Found = tuple[int, int, float]  # start, end, score; positions in the given text
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class SpanRule(ABC):
-    """What term and pattern rules have in common.
+    """Base class of term and pattern rules.
 
     Args:
-        id: its name in every report.
+        id: name of the rule in reports.
         category: of the taxonomy, "violence" or "violence/threats".
-        score: how sure it is where it matches, 0 to 1.
-        locales: languages it is for; "*" for all.
-        replacement: what a matched span becomes where the policy's threshold is reached; None means it is blocked.
-        explanation: why it fires, in a few words.
+        score: confidence of a match, 0 to 1.
+        locales: languages of the rule; "*" for all.
+        replacement: replaces a matched span if the policy's threshold is reached; None means it is blocked.
+        explanation: reason for the match, in a few words.
     """
 
     id: str
     category: str
-    score: float = 0.95
+    score: Probability = 0.95
     locales: tuple[str, ...] = ("*",)
     replacement: str | None = None
     explanation: str = ""
 
     def __post_init__(self) -> None:
         _check(self.id, self.category, self.locales)
-        if not 0 <= self.score <= 1:
-            raise InvalidArgument(f"rule {self.id!r}: score must be between 0 and 1, got {self.score}")
 
     @abstractmethod
     def begins(self) -> tuple[str, ...]:
-        """The texts that a match may begin with, normalised."""
+        """The normalized texts that a match may start with."""
 
     @abstractmethod
     def limit(self) -> int:
-        """The longest match, in normalised characters."""
+        """The longest match, in normalized characters."""
 
     @abstractmethod
     def end(self, text: str, at: int) -> int | None:
-        """Where the match that begins at ``at`` ends; None without one. Reads ``limit() + 1`` characters."""
+        """The end of the match that starts at ``at``; None without one. Reads ``limit() + 1`` characters."""
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class TermRule(SpanRule):
-    """Fires on any of these words or phrases, as whole words, in any case and spelling that looks the same.
+    """Matches any of these words or phrases, as whole words, in any case and any spelling that looks the same.
 
     >>> rule = TermRule(id="own.project", category="privacy", terms=("Project Ocelot",))
     >>> rule.end("the project ocelot files", 4)
@@ -76,13 +79,13 @@ class TermRule(SpanRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if _is_text(self.terms) or not self.terms or not all(normalise(t).text.strip() for t in self.terms):
+        if _is_text(self.terms) or not self.terms or not all(normalize(t).text.strip() for t in self.terms):
             raise InvalidArgument(f"rule {self.id!r} needs a list of terms that are not empty, got {self.terms!r}")
 
     @cached_property
     def _folded(self) -> tuple[str, ...]:
-        # the longest first, so that a term that begins like another is found whole
-        return tuple(sorted({" ".join(normalise(t).text.split()) for t in self.terms}, key=lambda t: (-len(t), t)))
+        # the longest first, so that a term that starts like another is matched whole
+        return tuple(sorted({" ".join(normalize(t).text.split()) for t in self.terms}, key=lambda t: (-len(t), t)))
 
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
@@ -101,38 +104,37 @@ class TermRule(SpanRule):
         return self._longest
 
     def end(self, text: str, at: int) -> int | None:
-        """Where the term that begins at ``at`` ends; None without one."""
+        """The end of the term that starts at ``at``; None without one."""
         return _match(self._pattern, text, at, self._longest)
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class PatternRule(SpanRule):
-    r"""Fires where a regular expression matches normalised text, from a word's begin to a word's end.
+    r"""Matches a regular expression on normalized text, at word boundaries.
 
     Args:
-        pattern: in lower case, as it reads normalised text.
-        starts: the texts that a match may begin with; the pattern is tried nowhere else.
-        longest: no match is longer than this, in characters; one that would be does not count.
-        valid: a last check of the matched text, such as a checksum.
+        pattern: regular expression in lower case, for normalized text.
+        starts: the texts that a match may start with; the pattern is tried nowhere else.
+        max_length: maximum length of a match in characters; longer matches do not count.
+        valid: a final check of the matched text, such as a checksum.
 
-    >>> rule = PatternRule(id="own.badge", category="privacy", pattern=r"badge \d{4}", starts=("badge",), longest=10)
+    >>> rule = PatternRule(id="own.badge", category="privacy", pattern=r"badge \d{4}", starts=("badge",), max_length=10)
     >>> rule.end("my badge 1234", 3), rule.end("my badge 12345", 3)
     (13, None)
     """
 
     pattern: str
     starts: tuple[str, ...]
-    longest: int
+    max_length: Annotated[int, Ge(1), Le(512)]
     valid: Callable[[str], bool] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if _is_text(self.starts) or not self.starts or any(s != normalise(s).text or not s for s in self.starts):
+        if _is_text(self.starts) or not self.starts or any(s != normalize(s).text or not s for s in self.starts):
             raise InvalidArgument(
-                f"rule {self.id!r}: starts must be texts as normalising leaves them, got {self.starts!r}"
+                f"rule {self.id!r}: starts must be texts as normalizing leaves them, got {self.starts!r}"
             )
-        if not 1 <= self.longest <= 512:
-            raise InvalidArgument(f"rule {self.id!r}: longest must be 1 to 512 characters, got {self.longest}")
         try:
             re.compile(self.pattern)
         except re.error as error:
@@ -148,43 +150,44 @@ class PatternRule(SpanRule):
 
     def limit(self) -> int:
         """``longest``."""
-        return self.longest
+        return self.max_length
 
     def end(self, text: str, at: int) -> int | None:
-        """Where the match that begins at ``at`` ends; None without one."""
-        end = _match(self._compiled, text, at, self.longest)
+        """The end of the match that starts at ``at``; None without one."""
+        end = _match(self._compiled, text, at, self.max_length)
         return None if end is None or (self.valid and not self.valid(text[at:end])) else end
 
 
-class Classifier(Protocol):
+class TextScorer(Protocol):
     """Anything that scores a text: a probability for each category that is not zero."""
 
     def scores(self, text: str) -> dict[str, float]:
         """Category to score, 0 to 1."""
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class ClassifierRule:
     """Scores windows of text, half of each shared with the next.
 
     Args:
-        classifier: what scores; `pippin.session.guardrails.classifier.load()` is the packaged one.
-        window: characters that are read at once; a stream is held back by between ``window - stride``
-            and ``window`` of them.
-        stride: from one window to the next.
+        classifier: the scorer; `pippin.session.guardrails.classifier.load()` is the packaged one.
+        window: characters that are read at once; a stream is held back by between ``window - stride`` and ``window`` of
+            them.
+        stride: distance of two windows.
     """
 
-    classifier: Classifier
+    classifier: TextScorer
     id: str = "classifier"
     locales: tuple[str, ...] = ("*",)
-    window: int = WINDOW
-    stride: int = STRIDE
+    window: PositiveInt = WINDOW
+    stride: PositiveInt = STRIDE
 
     def __post_init__(self) -> None:
         _check(self.id, "any", self.locales)
-        if not 1 <= self.stride <= self.window:
+        if self.stride > self.window:
             raise InvalidArgument(
-                f"rule {self.id!r}: stride must be 1 to the window of {self.window} characters, got {self.stride}"
+                f"rule {self.id!r}: stride must be at most the window of {self.window} characters, got {self.stride}"
             )
 
     def scan(self, text: str) -> list[tuple[str, int, int, float]]:
@@ -192,14 +195,15 @@ class ClassifierRule:
         return [(category, 0, len(text), score) for category, score in self.classifier.scores(text).items()]
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class FunctionRule:
-    """A function of your own.
+    """A custom function as a rule.
 
     Args:
         function: takes text, returns a score from 0 to 1, or a list of (start, end, score), or None.
-        window: characters that it sees at once, half of them shared with the next call. None: it sees the whole
-            text, and a streamed answer is held back to its end.
+        window: characters that it reads at once, half of them shared with the next call. None: it reads the whole text,
+            and a streamed answer is held back to its end.
 
     >>> rule = FunctionRule(id="own.shouting", category="hate", function=lambda text: float(text.isupper()))
     >>> rule.scan("HEY YOU")
@@ -210,12 +214,10 @@ class FunctionRule:
     category: str
     function: Callable[[str], float | Iterable[Found] | None]
     locales: tuple[str, ...] = ("*",)
-    window: int | None = None
+    window: Annotated[int, Ge(2)] | None = None
 
     def __post_init__(self) -> None:
         _check(self.id, self.category, self.locales)
-        if self.window is not None and self.window < 2:
-            raise InvalidArgument(f"rule {self.id!r}: window must be at least 2 characters or None, got {self.window}")
 
     @property
     def stride(self) -> int | None:
@@ -226,7 +228,7 @@ class FunctionRule:
         """Category, start, end and score in one window.
 
         Raises:
-            InvalidArgument: the function returned something else than it may.
+            InvalidArgument: the function returned a value of another type.
         """
         result = self.function(text)
         found = [(0, len(text), result)] if isinstance(result, int | float) else list(result or ())
@@ -244,7 +246,7 @@ Rule = SpanRule | ClassifierRule | FunctionRule
 
 
 class SpanIndex:
-    """Finds which rules may begin at a place, by the first characters there."""
+    """Index of the rules that may start at a position, by the first characters there."""
 
     def __init__(self, rules: Sequence[SpanRule]) -> None:
         pairs = [(start, rule) for rule in rules for start in rule.begins()]
@@ -257,7 +259,7 @@ class SpanIndex:
         self._single = {start for start, _ in pairs if len(start) == 1}
 
     def matches(self, text: str, at: int) -> list[tuple[SpanRule, int]]:
-        """The rules that match at a place of a text that is whole from there on, and where each match ends."""
+        """The rules that match at a position of a text that is complete from there on, and the end of each match."""
         found: list[tuple[SpanRule, int]] = []
         tried: list[SpanRule] = []
         for start, rule in self._here(text, at):
@@ -269,7 +271,7 @@ class SpanIndex:
         return found
 
     def reach(self, text: str, at: int) -> int:
-        """How many characters from ``at`` on must be known before every rule is decided there; 0 if none can begin."""
+        """How many characters from ``at`` on must be known before every rule is decided there; 0 if none can start."""
         rest = text[at : at + self._longest_start] if text[at] in self._first else ""
         return max(
             (
@@ -281,7 +283,7 @@ class SpanIndex:
         )
 
     def _here(self, text: str, at: int) -> list[tuple[str, SpanRule]]:
-        """Rules that have a beginning with the same first characters; none inside a word."""
+        """Rules with a start of the same first characters; none inside a word."""
         if text[at] not in self._first or not is_boundary(text, at):
             return []
         exact = self._by_two.get(text[at : at + 2], [])
@@ -291,7 +293,7 @@ class SpanIndex:
 
 
 def _match(pattern: re.Pattern[str], text: str, at: int, longest: int) -> int | None:
-    """The end of a match of whole words; one character more is seen, so that a longer one is told apart."""
+    """The end of a match of whole words; one more character is read, so that a longer match is recognized."""
     match = pattern.match(text, at, at + longest + 1)
     if match is None or match.end() == at or match.end() - at > longest or not is_boundary(text, match.end()):
         return None
@@ -299,7 +301,7 @@ def _match(pattern: re.Pattern[str], text: str, at: int, longest: int) -> int | 
 
 
 def _is_text(value: object) -> bool:
-    """Whether somebody gave one text where a list of texts belongs."""
+    """Whether one text was given instead of a list of texts."""
     return isinstance(value, str)
 
 

@@ -1,9 +1,9 @@
-"""Checking text while it is written: what is decided is released, what could still be part of something is held.
+"""Streaming guardrails: decided text is released, text that may still be part of a match is held back.
 
 Notable here:
-- a whole text is checked by the same code as a stream, so both decide the same, however the stream was cut
-- held back: behind a word that a rule may begin with, as far as that rule reaches; for a classifier or a function
-  over windows, what its next window will read. Rules that cannot act under the policy hold nothing back.
+- a whole text is checked by the same code as a stream, so both decide the same, however the stream was split
+- held back: after a word that may start a rule's match, as far as that rule reaches; for a classifier or a function
+  over windows, the characters of its next window. Rules that cannot act under the policy hold nothing back.
 - a character of a blocked span is never released: a span begins where text is still held
 """
 
@@ -13,15 +13,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from pippin.core.errors import GuardrailViolation, InvalidArgument
-from pippin.session.guardrails.normalise import Normaliser, is_boundary
-from pippin.session.guardrails.policy import Decision, Policy, Role, Verdict, taxonomy, verdict_of
+from pippin.session.guardrails.normalization import Normalizer, is_boundary
+from pippin.session.guardrails.policy import GuardrailDecision, Policy, Role, Verdict, taxonomy, verdict_of
 from pippin.session.guardrails.rules import ClassifierRule, Rule, SpanIndex, SpanRule, WindowRule
 
 
-class Plan:
-    """Rules made ready for a role and locale: those that can act under the policy apart from those that only report.
+class StreamPlan:
+    """The rules of a role and locale: those that can act under the policy, and those that only report.
 
-    Made once and shared by every text; `Checker` keeps what belongs to one text.
+    Created once and shared by every text; `StreamChecker` has the state of one text.
     """
 
     def __init__(self, rules: Sequence[Rule], policy: Policy, role: Role, locale: str) -> None:
@@ -42,17 +42,17 @@ class Plan:
 
 
 class _Rules:
-    """Rules by the way in which they read."""
+    """Rules by the way in which they read text."""
 
     def __init__(self, rules: Sequence[Rule]) -> None:
         self.index = SpanIndex([rule for rule in rules if isinstance(rule, SpanRule)])
         self.windows: list[WindowRule] = [rule for rule in rules if not isinstance(rule, SpanRule)]
 
 
-class Checker:
-    """Reads one text in pieces.
+class StreamChecker:
+    """Checks one text in pieces.
 
-    ``push`` returns what may be shown, ``finish`` the rest. Once something is blocked, both raise.
+    ``push`` returns the text that may be shown, ``finish`` the rest. Once something is blocked, both raise.
 
     >>> from pippin.session.guardrails import Guardrails
     >>> checker = Guardrails.default().stream(role="output")
@@ -60,20 +60,20 @@ class Checker:
     'The kettle '
     """
 
-    def __init__(self, plan: Plan, *, path: str = "", collect: bool = False) -> None:
+    def __init__(self, plan: StreamPlan, *, path: str = "", collect: bool = False) -> None:
         self._plan, self._path, self._collect = plan, path, collect
-        self._reader = Normaliser()
+        self._reader = Normalizer()
         self._text: list[str] = []
         self._released = 0
         self._done = False
-        self._decisions: list[Decision] = []
+        self._decisions: list[GuardrailDecision] = []
         self._replacements: list[tuple[int, int, str]] = []
         self._violation: GuardrailViolation | None = None
         self._acting, self._watching = _Scan(plan.acting), _Scan(plan.watching)
 
     @property
     def verdict(self) -> Verdict:
-        """What has been decided so far."""
+        """The decisions so far."""
         return verdict_of(_strongest(self._decisions, self._plan.windowed), self._text_now())
 
     @property
@@ -88,11 +88,11 @@ class Checker:
 
     @property
     def held(self) -> int:
-        """How many characters are held back at this moment."""
+        """How many characters are held back now."""
         return sum(map(len, self._text)) - self._released
 
     def push(self, text: str) -> str:
-        """Take in more text; return what of the text so far may now be shown.
+        """Add text; return the text that may now be shown.
 
         Raises:
             GuardrailViolation: something is blocked. InvalidArgument: the text was finished before.
@@ -100,7 +100,7 @@ class Checker:
         return self._go(text, last=False)
 
     def finish(self) -> str:
-        """The text is complete; return the rest of it.
+        """Mark the text as complete; return the rest of it.
 
         Raises:
             GuardrailViolation: something is blocked. InvalidArgument: the text was finished before.
@@ -123,7 +123,7 @@ class Checker:
         return self._release(last)
 
     def _original(self, start: int, end: int) -> tuple[str, int]:
-        """The original text behind a normalised span, and where it begins."""
+        """The original text of a normalized span, and its offset."""
         first, last = self._reader.starts[start], self._reader.ends[end - 1]
         return self._text_so_far()[first:last], first
 
@@ -133,11 +133,11 @@ class Checker:
         return self._text[0] if self._text else ""
 
     def _decide(self, rule: Rule, category: str, start: int, end: int, score: float) -> None:
-        """Enter one finding; places are in the original text."""
+        """Record one finding; positions are in the original text."""
         limit = self._plan.policy.threshold(category, self._plan.role, self._plan.locale)
         replacement = getattr(rule, "replacement", None)
         action = self._plan.policy.action(score, limit, transforms=replacement is not None)
-        decision = Decision(
+        decision = GuardrailDecision(
             rule=rule.id,
             category=category,
             score=score,
@@ -171,7 +171,7 @@ class Checker:
 
 
 class _Scan:
-    """Applies rules to a growing normalised text, each place and each window once."""
+    """Applies rules to a growing normalized text, each position and each window once."""
 
     def __init__(self, rules: _Rules) -> None:
         self.index, self.windows = rules.index, rules.windows
@@ -180,8 +180,8 @@ class _Scan:
         self.covered: dict[str, int] = {}
 
     def frontier(self, length: int) -> int:
-        """Up to which normalised character everything is decided."""
-        return min([self.at, length, *(place for place in self.next)])
+        """The normalized character up to which everything is decided."""
+        return min([self.at, length, *(location for location in self.next)])
 
     def advance(self, text: str, original: Any, last: bool) -> list[tuple[Rule, str, int, int, float]]:
         """Findings that more text has made certain: rule, category, original start and end, score."""
@@ -209,7 +209,7 @@ class _Scan:
             return found
         while True:
             begin = self.next[number]
-            whole = begin + size < len(text)  # one character more says whether the last word is whole
+            whole = begin + size < len(text)  # one more character tells whether the last word is whole
             rest = last and begin < len(text) and (begin == 0 or begin - stride + size < len(text))
             if not (whole or rest):
                 return found
@@ -223,32 +223,32 @@ class _Scan:
 
 
 def violation(verdict: Verdict, *, safe_prefix: int = 0) -> GuardrailViolation:
-    """The error for a verdict that blocks; its message names the rule and the setting that would let it pass."""
+    """The error for a blocking verdict; its message names the rule and the setting that would allow the text."""
     what = "value" if verdict.path else "text"
-    place = f"characters {verdict.span[0]} to {verdict.span[1]}" if verdict.span else "it"
+    location = f"characters {verdict.span[0]} to {verdict.span[1]}" if verdict.span else "it"
     role = verdict.decisions[0].role if verdict.decisions else "input"
     return GuardrailViolation(
         f"the {role} {what} was blocked by rule {verdict.rule!r} ({verdict.category}): score {verdict.score:.2f}, "
-        f"threshold {verdict.threshold:g}, {place}{' of ' + verdict.path if verdict.path else ''}; if that is wrong, "
-        f"raise thresholds={{{verdict.category!r}: ...}} or leave the rule out",
+        f"threshold {verdict.threshold:g}, {location}{' of ' + verdict.path if verdict.path else ''}; if that "
+        f"is wrong, raise thresholds={{{verdict.category!r}: ...}} or leave the rule out",
         verdict=verdict,
         safe_prefix=safe_prefix,
     )
 
 
-def _strongest(decisions: list[Decision], windowed: frozenset[str]) -> list[Decision]:
+def _strongest(decisions: list[GuardrailDecision], windowed: frozenset[str]) -> list[GuardrailDecision]:
     """The decisions; of the windows of one rule and category only that with the highest score."""
-    kept: list[Decision] = []
+    strongest: list[GuardrailDecision] = []
     best: dict[tuple[str, str], int] = {}
     for decision in decisions:
         key = (decision.rule, decision.category)
         if decision.rule in windowed and key in best:
-            if decision.score > kept[best[key]].score:
-                kept[best[key]] = decision
+            if decision.score > strongest[best[key]].score:
+                strongest[best[key]] = decision
             continue
-        best[key] = len(kept)
-        kept.append(decision)
-    return kept
+        best[key] = len(strongest)
+        strongest.append(decision)
+    return strongest
 
 
 def _replaced(text: str, replacements: list[tuple[int, int, str]], start: int, until: int) -> str:
@@ -261,7 +261,7 @@ def _replaced(text: str, replacements: list[tuple[int, int, str]], start: int, u
 
 
 def _whole_words(text: str, start: int, end: int) -> tuple[int, int]:
-    """The window without the words that it cuts; as it was if that leaves nothing."""
+    """The window without partial words; unchanged if that leaves nothing."""
     first, last = start, end
     while first < end and not is_boundary(text, first):
         first += 1

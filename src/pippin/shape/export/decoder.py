@@ -1,43 +1,52 @@
-"""Capturing a language model: a pass over whole sequences, and a step whose keys and values come in and go out.
+"""Capturing a language model: a pass over whole sequences, and a decoding step with keys and values as inputs.
 
 Notable here:
-- the step is the same decoder with a cache that is two tensors of the caller's, so it runs in every back end
-- rotary tables are made for the longest sequence beforehand, so that the captured program holds them as constants
+- the cache of the step is two tensors, inputs and outputs of the program, so it runs in every back end
+- rotary tables are computed for the longest sequence beforehand, so that they are constants of the program
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import torch
+from annotated_types import Ge
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from pippin.core.checks import checked
 from pippin.core.errors import InvalidArgument
-from pippin.nn.cache import NoCache, Read
-from pippin.shape.export.asset import Function, ModelAsset
-from pippin.shape.export.signature import Range
+from pippin.nn.kv_cache import KeyValues, NoCache
+from pippin.shape.export.exported_model import ExportedFunction, ExportedModel
+from pippin.shape.export.signature import SizeRange
 
 if TYPE_CHECKING:
-    from pippin.language.transformer import Decoder
+    from pippin.language.decoder import Decoder
 
 
-def capture_decoder(decoder: Decoder, *, context: int = 1024, batch: int = 8, step: bool = True) -> ModelAsset:
+@checked
+def capture_decoder(
+    decoder: Decoder,
+    *,
+    context: Annotated[int, Ge(4)] = 1024,
+    max_batch_size: Annotated[int, Ge(2)] = 8,
+    step: bool = True,
+) -> ExportedModel:
     """Capture a decoder with dynamic batch and length.
 
     "main" takes ``ids`` (batch, length) and gives ``logits`` (batch, length, vocabulary). "step" takes one new token of
     each row, ``ids`` (batch, 1), with the ``keys`` and ``values`` of the tokens before, each (layers, batch, heads,
-    past, head width), and gives logits and the keys and values with the new token. The first past, of at least one
-    token, has to come from elsewhere: "main" gives logits only.
+    past, head width), and gives logits and the keys and values with the new token. The keys and values of the first
+    tokens, at least one, must be computed otherwise, as "main" returns only logits.
 
     Args:
-        decoder: with ordinary weights, on the CPU.
-        context: longest sequence, from 4 to the decoder's own.
-        batch: most rows, at least 2.
-        step: whether "step" is captured too.
+        decoder: a decoder with dense weights on the CPU.
+        context: maximum length of a sequence, from 4 to the decoder's own.
+        max_batch_size: maximum batch size, at least 2.
+        step: whether to capture "step" too.
 
     Raises:
-        InvalidArgument: packed weights, recurrent layers, or a context or batch out of range.
+        InvalidArgument: packed weights, recurrent layers, or a longer context than the decoder's own.
     """
     if any(getattr(module, "packed", None) is not None for module in decoder.modules()):
         raise InvalidArgument("the decoder is packed for inference; load it with pack=False to export it")
@@ -46,31 +55,29 @@ def capture_decoder(decoder: Decoder, *, context: int = 1024, batch: int = 8, st
             f"layer {decoder.config.recurrent_layers[0]} is recurrent and is solved by iterations that end when they "
             "have converged, which no exported program can say"
         )
-    if not 4 <= context <= decoder.config.max_context or batch < 2:
-        raise InvalidArgument(
-            f"context must lie within 4..{decoder.config.max_context} and batch be 2 or more, got {context} and {batch}"
-        )
+    if context > decoder.config.max_position_embeddings:
+        raise InvalidArgument(f"context must be at most {decoder.config.max_position_embeddings}, got {context}")
     for rotary in {spec.attention.rotary for spec in decoder.config.layers} - {None}:
         assert rotary is not None
         decoder._table(rotary, context, decoder.embed_tokens.dtype, decoder.embed_tokens.device)
-    rows, vocabulary = Range("batch", 1, batch), decoder.config.vocab_size
-    length, past = Range("length", 2, context), Range("past", 1, context - 1)
-    # the example spans the vocabulary, so that inputs drawn from its range do too
+    rows, vocabulary = SizeRange("batch", 1, max_batch_size), decoder.config.vocab_size
+    length, past = SizeRange("length", 2, context), SizeRange("past", 1, context - 1)
+    # the example spans the vocabulary, so that inputs sampled from its range do too
     ids = torch.linspace(0, vocabulary - 1, 2 * 3).long().view(2, 3)
     functions = {}
     if step:
         config = decoder.config
-        store = torch.randn(len(config.cached_layers), 2, config.kv_heads, 5, config.head_dim).to(
+        store = torch.randn(len(config.cached_layers), 2, config.num_key_value_heads, 5, config.head_dim).to(
             decoder.embed_tokens.dtype
         )
-        functions["step"] = Function(
+        functions["step"] = ExportedFunction(
             _Step(decoder),
             {"ids": ids[:, ::2][:, :1].contiguous(), "keys": store, "values": store.clone()},
             {"ids": {0: rows}, "keys": {1: rows, 3: past}, "values": {1: rows, 3: past}},
             ("logits", "keys", "values"),
         )
     dynamic = {"ids": {0: rows, 1: length}}
-    return ModelAsset.capture(_Whole(decoder), {"ids": ids}, dynamic, outputs=("logits",), functions=functions)
+    return ExportedModel.capture(_Whole(decoder), {"ids": ids}, dynamic, outputs=("logits",), functions=functions)
 
 
 class _Whole(nn.Module):
@@ -82,18 +89,18 @@ class _Whole(nn.Module):
 
     def forward(self, ids: Int[Tensor, "batch length"]) -> Float[Tensor, "batch length vocab"]:
         """Logits of every position."""
-        logits: Tensor = self.decoder(ids, cache=_Repeated(self.decoder.config.heads))
+        logits: Tensor = self.decoder(ids, cache=_RepeatedHeads(self.decoder.config.num_attention_heads))
         return logits
 
 
-class _Repeated(NoCache):
+class _RepeatedHeads(NoCache):
     """Keys and values repeated for every query head: several back ends have no attention with shared heads."""
 
     def __init__(self, heads: int) -> None:
         super().__init__()
         self.heads = heads
 
-    def append(self, layer: int, k: Tensor, v: Tensor, window: int | None) -> Read:
+    def append(self, layer: int, k: Tensor, v: Tensor, window: int | None) -> KeyValues:
         """As `NoCache`, with as many heads as there are queries."""
         keys, values, mask = super().append(layer, k, v, window)
         times = self.heads // keys.shape[1]
@@ -109,18 +116,18 @@ class _Step(nn.Module):
 
     def forward(self, ids: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Logits of the new token, and keys and values with it."""
-        cache = _Explicit(self.decoder.config.cached_layers, keys, values)
+        cache = _TensorCache(self.decoder.config.cached_layers, keys, values)
         logits = self.decoder(ids, cache=cache)
         return logits, torch.stack(cache.new_keys), torch.stack(cache.new_values)
 
 
-class _Explicit:
+class _TensorCache:
     """A cache made of two tensors; one new token at a time."""
 
     positions: None = None
 
     def __init__(self, layers: tuple[int, ...], keys: Tensor, values: Tensor) -> None:
-        self.index = {layer: place for place, layer in enumerate(layers)}
+        self.index = {layer: index for index, layer in enumerate(layers)}
         self.keys, self.values = keys, values
         self.new_keys: list[Tensor] = []
         self.new_values: list[Tensor] = []
@@ -130,10 +137,10 @@ class _Explicit:
         """Tokens of the past."""
         return self.keys.shape[3]
 
-    def append(self, layer: int, k: Tensor, v: Tensor, window: int | None) -> Read:
-        """The past with the new token; under a window, a mask that hides what is too old."""
-        place = self.index[layer]
-        keys, values = torch.cat([self.keys[place], k], 2), torch.cat([self.values[place], v], 2)
+    def append(self, layer: int, k: Tensor, v: Tensor, window: int | None) -> KeyValues:
+        """The past with the new token; with a window, a mask that is false for tokens outside it."""
+        index = self.index[layer]
+        keys, values = torch.cat([self.keys[index], k], 2), torch.cat([self.values[index], v], 2)
         self.new_keys.append(keys)
         self.new_values.append(values)
         if window is None:
@@ -141,4 +148,4 @@ class _Explicit:
         return keys, values, (torch.arange(self.length + 1) > self.length - window)[None, None, None]
 
     def advance(self, new: int) -> None:
-        """The caller keeps what came out."""
+        """Do nothing: the caller stores the returned keys and values."""

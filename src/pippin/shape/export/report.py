@@ -20,13 +20,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch.fx import GraphModule, Interpreter, Node
 
-from pippin.core import figures
+from pippin.core import plotting
+from pippin.core.checks import NonNegativeInt, PositiveInt, checked
 from pippin.core.errors import BackendUnavailable, ExportError, InvalidArgument
 from pippin.shape.export.backends import torch as reference
-from pippin.shape.export.compiled import CompiledModel
+from pippin.shape.export.compiled_model import CompiledModel
 
 if TYPE_CHECKING:
-    from pippin.shape.export.asset import ModelAsset
+    from pippin.shape.export.exported_model import ExportedModel
 
 UNATTRIBUTED = "unattributed"
 By = Literal["op", "module", "device"]
@@ -106,14 +107,9 @@ class PerformanceReport:
         spent = sum(row.p50_ms for row in self.operators if row.label == label and row.name != UNATTRIBUTED)
         return spent / self.backend(label).p50_ms
 
+    @checked
     def rows(self, by: By = "op") -> list[dict[str, Any]]:
-        """The operators, or their sums per module or device, the slowest first within each back end.
-
-        Raises:
-            InvalidArgument: another word than "op", "module" or "device".
-        """
-        if by not in ("op", "module", "device"):
-            raise InvalidArgument(f"a report is by op, module or device, not by {by!r}")
+        """The operators, or their sums per module or device, the slowest first within each back end."""
         if by == "op":
             found = [asdict(row) for row in self.operators]
         else:
@@ -205,7 +201,7 @@ class PerformanceReport:
         """
         path = Path(path)
         measured = [row for row in self.backends if not row.missing]
-        figure = figures.new(8, 1 + 2.6 * len(measured))
+        figure = plotting.new(8, 1 + 2.6 * len(measured))
         panels = figure.subplots(len(measured), squeeze=False)[:, 0]
         for panel, whole in zip(panels, measured, strict=True):
             rows = [row for row in self.rows(by) if row["label"] == whole.label][:limit]
@@ -215,17 +211,18 @@ class PerformanceReport:
             panel.invert_yaxis()
             panel.set_title(f"{whole.label}: {whole.p50_ms:.3f} ms, error {whole.max_error:.0e}", loc="left")
             panel.set_xlabel("ms")
-        figures.save(figure, path)
+        plotting.save(figure, path)
 
 
+@checked
 def profile(
-    asset: ModelAsset,
+    asset: ExportedModel,
     backends: Sequence[str | Variant] = ("torch", "onnxruntime"),
     *,
     function: str = "main",
     sizes: Mapping[str, int] | None = None,
-    warmup: int = 5,
-    runs: int = 30,
+    warmup: NonNegativeInt = 5,
+    runs: PositiveInt = 30,
     seed: int = 0,
 ) -> PerformanceReport:
     """Measure an asset on several back ends.
@@ -244,8 +241,6 @@ def profile(
         UnsupportedOperator: a back end has no form of an operator.
     """
     variants = [one if isinstance(one, Variant) else Variant(one) for one in backends]
-    if runs < 1 or warmup < 0:
-        raise InvalidArgument(f"runs must be at least 1 and warmup at least 0, got {runs} and {warmup}")
     if len({str(one) for one in variants}) < len(variants):
         raise InvalidArgument(f"labels must differ: {', '.join(map(str, variants))}")
     inputs = asset.example(function, sizes, seed=seed)
@@ -262,7 +257,7 @@ def profile(
 
 
 def _measure(
-    asset: ModelAsset,
+    asset: ExportedModel,
     variant: Variant,
     function: str,
     inputs: dict[str, torch.Tensor],

@@ -1,9 +1,9 @@
-"""What an exported function takes and gives: names, precisions, and shapes whose dynamic sizes have a name and a range.
+"""Signatures of exported functions: names, dtypes and shapes of inputs and outputs, with named ranges of dynamic sizes.
 
 Notable here:
-- a call is checked here and nowhere else, before any back end sees it: unknown and missing names, precision, rank, a
-  fixed size, a dynamic size outside its range, one name with two sizes in the same call
-- all that is wrong with a call is said at once
+- every call is checked here before a back end runs: unknown and missing names, dtype, rank, fixed sizes, ranges of
+  dynamic sizes, and equality of sizes with the same name
+- all mismatches of a call are reported in one error
 """
 
 from __future__ import annotations
@@ -25,42 +25,40 @@ DTYPES = {
 
 
 @dataclass(frozen=True)
-class Range:
-    """A size that may differ from call to call.
+class SizeRange:
+    """A dynamic size.
 
     Args:
-        name: what it is called; sizes of one name are equal within a call.
-        least: smallest size, at least 1.
-        most: largest size.
+        name: its name; sizes with the same name are equal within a call.
+        min: smallest size, at least 1.
+        max: largest size.
 
     Raises:
         InvalidArgument: an empty range, or a name that is no identifier.
     """
 
     name: str
-    least: int
-    most: int
+    min: int
+    max: int
 
     def __post_init__(self) -> None:
         if not self.name.isidentifier():
             raise InvalidArgument(f"a dynamic size needs a name that is an identifier, got {self.name!r}")
-        if not 1 <= self.least < self.most:
-            raise InvalidArgument(
-                f"the range of {self.name!r} must hold two sizes from 1 on: {self.least}..{self.most}"
-            )
+        if not 1 <= self.min < self.max:
+            raise InvalidArgument(f"the range of {self.name!r} must hold two sizes from 1 on: {self.min}..{self.max}")
 
     def __str__(self) -> str:
-        return f"{self.name}={self.least}..{self.most}"
+        return f"{self.name}={self.min}..{self.max}"
 
 
 @dataclass(frozen=True)
-class Port:
+class TensorSpec:
     """One input or output."""
 
     name: str
     dtype: str
     """Such as "float32"."""
-    shape: tuple[int | Range, ...]
+    shape: tuple[int | SizeRange, ...]
     """Fixed and dynamic sizes; a dynamic size of an output that is no plain input size has rank only: -1."""
 
     def __str__(self) -> str:
@@ -71,16 +69,16 @@ class Port:
 class Signature:
     """The inputs and outputs of one function, in order.
 
-    >>> batch = Range("batch", 1, 8)
-    >>> signature = Signature((Port("x", "float32", (batch, 3)),), (Port("y", "float32", (batch,)),))
+    >>> batch = SizeRange("batch", 1, 8)
+    >>> signature = Signature((TensorSpec("x", "float32", (batch, 3)),), (TensorSpec("y", "float32", (batch,)),))
     >>> signature.check({"x": torch.zeros(9, 3)})
     Traceback (most recent call last):
         ...
     pippin.core.errors.SignatureMismatch: x: size 9 of dimension 0 is outside batch=1..8
     """
 
-    inputs: tuple[Port, ...]
-    outputs: tuple[Port, ...]
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
 
     def __str__(self) -> str:
         return f"{', '.join(map(str, self.inputs))} -> {', '.join(map(str, self.outputs))}"
@@ -91,25 +89,25 @@ class Signature:
         Raises:
             SignatureMismatch: the message lists everything that does not fit.
         """
-        wrong: list[str] = []
+        problems: list[str] = []
         known = [port.name for port in self.inputs]
-        wrong += [f"there is no input {name!r}; inputs: {', '.join(known)}" for name in tensors if name not in known]
-        wrong += [f"the input {name!r} is missing" for name in known if name not in tensors]
+        problems += [f"there is no input {name!r}; inputs: {', '.join(known)}" for name in tensors if name not in known]
+        problems += [f"the input {name!r} is missing" for name in known if name not in tensors]
         sizes: dict[str, tuple[int, str]] = {}
         for port in self.inputs:
             if port.name in tensors:
-                wrong += _problems(port, tensors[port.name], sizes)
-        if wrong:
-            raise SignatureMismatch("; ".join(wrong))
+                problems += _problems(port, tensors[port.name], sizes)
+        if problems:
+            raise SignatureMismatch("; ".join(problems))
         return [tensors[name] for name in known]
 
     @property
-    def ranges(self) -> dict[str, Range]:
+    def ranges(self) -> dict[str, SizeRange]:
         """The dynamic sizes of the inputs, by name."""
-        return {size.name: size for port in self.inputs for size in port.shape if isinstance(size, Range)}
+        return {size.name: size for port in self.inputs for size in port.shape if isinstance(size, SizeRange)}
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values that JSON can hold."""
+        """The signature as JSON values."""
         return asdict(self)
 
     @classmethod
@@ -127,32 +125,32 @@ class Signature:
             raise CorruptedFile(f"this is no signature of an exported function: {error}") from error
 
 
-def _port(record: Any) -> Port:
+def _port(record: Any) -> TensorSpec:
     if record["dtype"] not in DTYPES or not isinstance(record["name"], str):
         raise ValueError(f"a port {record!r}")
-    return Port(
+    return TensorSpec(
         record["name"],
         record["dtype"],
-        tuple(Range(**size) if isinstance(size, dict) else int(size) for size in record["shape"]),
+        tuple(SizeRange(**size) if isinstance(size, dict) else int(size) for size in record["shape"]),
     )
 
 
-def _problems(port: Port, tensor: Any, sizes: dict[str, tuple[int, str]]) -> list[str]:
-    """All that is wrong with one tensor; the dynamic sizes seen so far are kept in ``sizes``."""
+def _problems(port: TensorSpec, tensor: Any, sizes: dict[str, tuple[int, str]]) -> list[str]:
+    """All mismatches of one tensor; ``sizes`` collects the dynamic sizes of the call."""
     if not isinstance(tensor, Tensor):
         return [f"{port.name}: a torch tensor is needed, got {type(tensor).__name__}"]
-    wrong = []
+    problems = []
     if tensor.dtype != DTYPES[port.dtype]:
-        wrong.append(f"{port.name}: precision {str(tensor.dtype).removeprefix('torch.')}, not {port.dtype}")
+        problems.append(f"{port.name}: precision {str(tensor.dtype).removeprefix('torch.')}, not {port.dtype}")
     if tensor.ndim != len(port.shape):
-        return [*wrong, f"{port.name}: {tensor.ndim} dimensions, not {len(port.shape)}"]
+        return [*problems, f"{port.name}: {tensor.ndim} dimensions, not {len(port.shape)}"]
     for index, (size, wanted) in enumerate(zip(tensor.shape, port.shape, strict=True)):
         if isinstance(wanted, int):
             if size != wanted:
-                wrong.append(f"{port.name}: size {size} of dimension {index} must be {wanted}")
-        elif not wanted.least <= size <= wanted.most:
-            wrong.append(f"{port.name}: size {size} of dimension {index} is outside {wanted}")
+                problems.append(f"{port.name}: size {size} of dimension {index} must be {wanted}")
+        elif not wanted.min <= size <= wanted.max:
+            problems.append(f"{port.name}: size {size} of dimension {index} is outside {wanted}")
         elif sizes.setdefault(wanted.name, (size, port.name))[0] != size:
             other, where = sizes[wanted.name]
-            wrong.append(f"{port.name}: {wanted.name} is {size} here and {other} in {where}")
-    return wrong
+            problems.append(f"{port.name}: {wanted.name} is {size} here and {other} in {where}")
+    return problems

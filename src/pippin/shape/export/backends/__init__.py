@@ -1,42 +1,42 @@
-"""The back ends, one file each: what compiles an asset, and what writes it as a file of theirs.
+"""The back ends, one file each: compiling an exported model, and writing it in the back end's file format.
 
 Notable here:
-- a back end is a module with `compile(asset, **options)` and `write(asset, path, **options)`; no more is asked of it
-- its library is imported when it is used; without it, `BackendUnavailable` names the wheel
+- a back end is a module with `compile(asset, **options)` and `write(asset, path, **options)`
+- its library is imported when it is used; if it is missing, `BackendUnavailable` names the wheel
 """
 
 from __future__ import annotations
 
 import importlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast, get_args
 
-from pippin.core.errors import InvalidArgument
+from pippin.core.checks import checked
 
 if TYPE_CHECKING:
-    from pippin.shape.export.asset import ModelAsset
-    from pippin.shape.export.compiled import CompiledModel
+    from pippin.shape.export.compiled_model import CompiledModel
+    from pippin.shape.export.exported_model import ExportedModel
 
-NAMES = ("torch", "onnxruntime", "openvino", "coreai", "coreml", "executorch")
-"""The back ends; "torch" is the reference that the others are compared with, "onnxruntime" the usual choice."""
+BackendName = Literal["torch", "onnxruntime", "openvino", "coreai", "coreml", "executorch"]
+NAMES: tuple[BackendName, ...] = get_args(BackendName)
+"""The back ends; "torch" is the reference of comparisons, "onnxruntime" the default."""
 
 
-class Backend(Protocol):
-    """What a module of this folder offers."""
+class ExportBackend(Protocol):
+    """The interface of a back end's module."""
 
-    def compile(self, asset: ModelAsset, **options: Any) -> CompiledModel:
-        """Make it ready to run."""
+    def compile(self, asset: ExportedModel, **options: Any) -> CompiledModel:
+        """Compile the model."""
 
-    def write(self, asset: ModelAsset, path: Path, **options: Any) -> None:
+    def write(self, asset: ExportedModel, path: Path, **options: Any) -> None:
         """Write it in the format of the back end."""
 
 
-def find(name: str) -> Backend:
-    """The back end of this name.
+@checked
+def find(backend: BackendName) -> ExportBackend:
+    """The module of a back end.
 
     Raises:
-        InvalidArgument: there is none.
+        InvalidArgument: an unknown back end.
     """
-    if name not in NAMES:
-        raise InvalidArgument(f"there is no back end {name!r}; there are: {', '.join(NAMES)}")
-    return cast(Backend, importlib.import_module(f"{__name__}.{name}"))
+    return cast(ExportBackend, importlib.import_module(f"{__name__}.{backend}"))

@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 
 from pippin.core.errors import UnsupportedOperator
-from pippin.shape.export.compiled import CompiledModel, operator_at_fault, quiet, refuse_options, require
+from pippin.shape.export.compiled_model import CompiledModel, operator_at_fault, quiet, refuse_options, require
 from pippin.shape.export.signature import DTYPES
 
 if TYPE_CHECKING:
-    from pippin.shape.export.asset import ModelAsset
+    from pippin.shape.export.exported_model import ExportedModel
 
 
-def compile(asset: ModelAsset, **options: Any) -> CoreAIModel:
+def compile(asset: ExportedModel, **options: Any) -> CoreAIModel:
     """Convert, compile and load; there are no options.
 
     Raises:
@@ -37,7 +37,7 @@ def compile(asset: ModelAsset, **options: Any) -> CoreAIModel:
     return CoreAIModel(asset)
 
 
-def write(asset: ModelAsset, path: Path, **options: Any) -> None:
+def write(asset: ExportedModel, path: Path, **options: Any) -> None:
     """Write all functions into one `.aimodel` folder.
 
     Raises:
@@ -48,7 +48,7 @@ def write(asset: ModelAsset, path: Path, **options: Any) -> None:
     convert(asset, path)
 
 
-def convert(asset: ModelAsset, path: Path) -> Any:
+def convert(asset: ExportedModel, path: Path) -> Any:
     """Write the asset and give Core AI's handle of it."""
     library = require("coreai_torch", backend="coreai", wheel="coreai-torch", extra="export-apple")
     converter = library.TorchConverter(mode=library.TorchConverter.Mode.RELEASE)
@@ -80,7 +80,7 @@ class CoreAIModel(CompiledModel):
 
     backend = "coreai"
 
-    def __init__(self, asset: ModelAsset) -> None:
+    def __init__(self, asset: ExportedModel) -> None:
         super().__init__(asset)
         self.folder = tempfile.TemporaryDirectory(prefix="pippin-coreai-")
         path = Path(self.folder.name) / "model.aimodel"

@@ -1,9 +1,9 @@
 """Core ML: an `.mlpackage`, converted and checked anywhere, run on macOS.
 
 Notable here:
-- coremltools does not take what `torch.export` gives since torch 2.9 (its training dialect); decomposing it, be
-  it by nothing, brings it into the dialect that it takes
-- its default precision is float16; here it is float32 unless you ask otherwise
+- coremltools does not accept the training dialect that `torch.export` returns since torch 2.9; running decompositions,
+  even none, converts it to an accepted dialect
+- the default precision is float32 here, not coremltools' float16
 """
 
 from __future__ import annotations
@@ -14,22 +14,24 @@ import platform
 import shutil
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 from torch._decomp import get_decompositions
 
-from pippin.core.errors import BackendUnavailable, InvalidArgument, UnsupportedOperator
-from pippin.shape.export.compiled import CompiledModel, operator_at_fault, quiet, refuse_options, require
+from pippin.core.checks import checked
+from pippin.core.errors import BackendUnavailable, UnsupportedOperator
+from pippin.shape.export.compiled_model import CompiledModel, operator_at_fault, quiet, refuse_options, require
 
 if TYPE_CHECKING:
-    from pippin.shape.export.asset import ModelAsset
+    from pippin.shape.export.exported_model import ExportedModel
 
-_PRECISIONS = ("float32", "float16")
+Precision = Literal["float32", "float16"]
 
 
-def compile(asset: ModelAsset, *, precision: str = "float32", **options: Any) -> CoreMLModel:
+@checked
+def compile(asset: ExportedModel, *, precision: Precision = "float32", **options: Any) -> CoreMLModel:
     """Convert and load.
 
     Args:
@@ -39,7 +41,7 @@ def compile(asset: ModelAsset, *, precision: str = "float32", **options: Any) ->
 
     Raises:
         BackendUnavailable: this is not macOS, or coremltools is not installed; `write` works on any system.
-        UnsupportedOperator: Core ML has no form of an operator.
+        UnsupportedOperator: Core ML does not support an operator.
         InvalidArgument: an unknown precision or option.
     """
     refuse_options("coreml", options)
@@ -51,12 +53,13 @@ def compile(asset: ModelAsset, *, precision: str = "float32", **options: Any) ->
     return CoreMLModel(asset, precision)
 
 
-def write(asset: ModelAsset, path: Path, *, precision: str = "float32", **options: Any) -> None:
+@checked
+def write(asset: ExportedModel, path: Path, *, precision: Precision = "float32", **options: Any) -> None:
     """Write "main" as `.mlpackage`; further functions beside it as NAME.FUNCTION.mlpackage.
 
     Raises:
         BackendUnavailable: coremltools is not installed.
-        UnsupportedOperator: Core ML has no form of an operator.
+        UnsupportedOperator: Core ML does not support an operator.
         InvalidArgument: an unknown precision or option.
     """
     refuse_options("coreml", options)
@@ -68,10 +71,15 @@ def write(asset: ModelAsset, path: Path, *, precision: str = "float32", **option
         model.save(str(target))
 
 
-def convert(asset: ModelAsset, function: str = "main", precision: str = "float32") -> Any:
-    """One function as a coremltools model; its specification can be read on every system."""
-    if precision not in _PRECISIONS:
-        raise InvalidArgument(f"Core ML computes in {' or '.join(_PRECISIONS)}, not in {precision!r}")
+@checked
+def convert(asset: ExportedModel, function: str = "main", precision: Precision = "float32") -> Any:
+    """One function as a coremltools model; its specification can be read on every system.
+
+    Raises:
+        BackendUnavailable: coremltools is not installed.
+        UnsupportedOperator: Core ML does not support an operator.
+        InvalidArgument: an unknown precision.
+    """
     with quiet("coremltools"):
         library = require("coremltools", backend="coreml", wheel="coremltools", extra="export-apple")
         # addcmul has no form there; torch knows what it is made of
@@ -89,8 +97,8 @@ def convert(asset: ModelAsset, function: str = "main", precision: str = "float32
             raise UnsupportedOperator(f"Core ML has no form of {fault}: {str(error)[:200]}") from error
 
 
-def output_names(asset: ModelAsset, function: str) -> list[str]:
-    """What Core ML calls the outputs: an output may not have an input's name there, so it is NAME_out."""
+def output_names(asset: ExportedModel, function: str) -> list[str]:
+    """Core ML's names of the outputs: NAME_out for an output with an input's name, which Core ML does not allow."""
     signature = asset.signature(function)
     taken = {port.name for port in signature.inputs}
     return [f"{port.name}_out" if port.name in taken else port.name for port in signature.outputs]
@@ -101,7 +109,7 @@ class CoreMLModel(CompiledModel):
 
     backend = "coreml"
 
-    def __init__(self, asset: ModelAsset, precision: str) -> None:
+    def __init__(self, asset: ExportedModel, precision: Precision) -> None:
         super().__init__(asset)
         self.precision = precision
         self.models = {name: convert(asset, name, precision) for name in asset.functions}
@@ -117,5 +125,5 @@ class CoreMLModel(CompiledModel):
         return [torch.as_tensor(found[name]) for name in output_names(self.asset, function)]
 
     def provider_map(self, function: str = "main") -> dict[str, str]:
-        """See `CompiledModel.provider_map`; Core ML chooses when it runs, and tells in Xcode only."""
+        """See `CompiledModel.provider_map`; empty, as Core ML reports devices in Xcode only."""
         return {}

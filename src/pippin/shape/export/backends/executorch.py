@@ -19,8 +19,8 @@ from torch import Tensor
 
 from pippin.core.errors import UnsupportedOperator
 from pippin.core.files import atomic_write
-from pippin.shape.export import program_file
-from pippin.shape.export.compiled import (
+from pippin.shape.export import serialization
+from pippin.shape.export.compiled_model import (
     CompiledModel,
     operator_at_fault,
     quiet,
@@ -32,10 +32,10 @@ from pippin.shape.export.compiled import (
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
-    from pippin.shape.export.asset import ModelAsset, Program
+    from pippin.shape.export.exported_model import ExportedModel, Program
 
 
-def compile(asset: ModelAsset, *, xnnpack: bool = True, strict: bool = False, **options: Any) -> ExecuTorchModel:
+def compile(asset: ExportedModel, *, xnnpack: bool = True, strict: bool = False, **options: Any) -> ExecuTorchModel:
     """Lower and load.
 
     Args:
@@ -46,7 +46,7 @@ def compile(asset: ModelAsset, *, xnnpack: bool = True, strict: bool = False, **
 
     Raises:
         BackendUnavailable: executorch is not installed.
-        UnsupportedOperator: it has no form of an operator.
+        UnsupportedOperator: it does not support an operator.
         SilentFallback: ``strict``, and an operator is left to the portable kernels.
         InvalidArgument: an unknown option.
     """
@@ -57,19 +57,19 @@ def compile(asset: ModelAsset, *, xnnpack: bool = True, strict: bool = False, **
     return model
 
 
-def write(asset: ModelAsset, path: Path, *, xnnpack: bool = True, **options: Any) -> None:
+def write(asset: ExportedModel, path: Path, *, xnnpack: bool = True, **options: Any) -> None:
     """Write all functions into one `.pte` file; "main" is called "forward" there, as its runtime expects.
 
     Raises:
         BackendUnavailable: executorch is not installed.
-        UnsupportedOperator: it has no form of an operator.
+        UnsupportedOperator: it does not support an operator.
     """
     refuse_options("executorch", options)
     with atomic_write(path) as file:
         file.write(lower(asset, xnnpack).buffer)
 
 
-def lower(asset: ModelAsset, xnnpack: bool) -> Any:
+def lower(asset: ExportedModel, xnnpack: bool) -> Any:
     """The lowered program manager, with all functions."""
     with quiet():
         exir = require("executorch.exir", backend="executorch", wheel="executorch", extra="export-extra")
@@ -91,7 +91,7 @@ class ExecuTorchModel(CompiledModel):
 
     backend = "executorch"
 
-    def __init__(self, asset: ModelAsset, xnnpack: bool) -> None:
+    def __init__(self, asset: ExportedModel, xnnpack: bool) -> None:
         super().__init__(asset)
         lowered = lower(asset, xnnpack)
         self.buffer = bytes(lowered.buffer)
@@ -120,10 +120,12 @@ class ExecuTorchModel(CompiledModel):
 
 
 def _copy(program: Program) -> ExportedProgram:
-    return program_file.from_bytes(program_file.to_bytes(program.exported), program.tensors(), "the copy of a program")
+    return serialization.from_bytes(
+        serialization.to_bytes(program.exported), program.tensors(), "the copy of a program"
+    )
 
 
-def _edge(exir: Any, asset: ModelAsset, partitioners: list[Any]) -> Any:
+def _edge(exir: Any, asset: ExportedModel, partitioners: list[Any]) -> Any:
     """All functions in ExecuTorch's dialect; lowering writes into a program's table of sizes, so it gets a copy."""
     programs = {_method(name): _copy(asset.program(name)) for name in asset.functions}
     parts = {name: partitioners for name in programs} if partitioners else None

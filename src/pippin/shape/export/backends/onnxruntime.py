@@ -1,9 +1,9 @@
-"""ONNX, and its runtime: the usual choice on any processor.
+"""ONNX Runtime: the default back end on any processor.
 
 Notable here:
-- the model is converted from the exported program and never quantised by the runtime
-- the runtime says only when asked where each node went, so it is asked (`session.record_ep_graph_assignment_info`)
-- per-node times come from its profile; the conversion keeps the name of the operator that each node comes from
+- the model is converted from the exported program and never quantized by the runtime
+- the device of each node is queried with `session.record_ep_graph_assignment_info`
+- times per node are those of its profiler; the conversion preserves the operator name of each node
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import json
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
+from pippin.core.checks import checked
 from pippin.core.errors import InvalidArgument, UnsupportedOperator
-from pippin.shape.export.compiled import (
+from pippin.shape.export.compiled_model import (
     CompiledModel,
     NodeTime,
     operator_at_fault,
@@ -28,37 +29,41 @@ from pippin.shape.export.compiled import (
     require,
     require_device,
 )
-from pippin.shape.export.signature import DTYPES, Range
+from pippin.shape.export.signature import DTYPES, SizeRange
 
 if TYPE_CHECKING:
-    from pippin.shape.export.asset import ModelAsset
+    from pippin.shape.export.exported_model import ExportedModel
 
 _DEVICES = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 _FOLDED = 256  # bytes
-_INLINE = 1 << 30  # larger models than this keep their weights in a file beside the graph: protobuf ends at 2 GiB
+_INLINE = 1 << 30  # larger models have their weights in a separate file, as protobuf is limited to 2 GiB
 
 
+@checked
 def compile(
-    asset: ModelAsset, *, device: str = "cpu", threads: int | None = None, strict: bool = False, **options: Any
+    asset: ExportedModel,
+    *,
+    device: Literal["cpu", "cuda"] = "cpu",
+    threads: int | None = None,
+    strict: bool = False,
+    **options: Any,
 ) -> OnnxModel:
     """Convert and load.
 
     Args:
         asset: the model.
-        device: "cpu" or "cuda".
-        threads: of the CPU; None for as many as torch uses.
-        strict: refuse a model of which any node would run elsewhere.
+        device: the device, "cpu" or "cuda".
+        threads: number of CPU threads; None for as many as torch uses.
+        strict: refuse a model with nodes on another device.
         options: none.
 
     Raises:
         BackendUnavailable: onnx, onnxscript or onnxruntime is not installed.
-        UnsupportedOperator: ONNX has no form of an operator.
+        UnsupportedOperator: ONNX does not support an operator.
         SilentFallback: ``strict``, and a node is on another device.
         InvalidArgument: an unknown device or option.
     """
     refuse_options("onnxruntime", options)
-    if device not in _DEVICES:
-        raise InvalidArgument(f"onnxruntime runs on {', '.join(_DEVICES)}, not on {device!r}")
     model = OnnxModel(asset, device, threads or torch.get_num_threads())
     elsewhere = model.fallbacks(device) if strict else []
     if elsewhere:
@@ -67,19 +72,19 @@ def compile(
     return model
 
 
-def write(asset: ModelAsset, path: Path, **options: Any) -> None:
+def write(asset: ExportedModel, path: Path, **options: Any) -> None:
     """Write "main" as one `.onnx` file, further functions beside it as NAME.FUNCTION.onnx."""
     refuse_options("onnxruntime", options)
     for name in asset.functions:
         convert(asset, name, path if name == "main" else path.with_suffix(f".{name}.onnx"))
 
 
-def convert(asset: ModelAsset, function: str, path: Path) -> None:
+def convert(asset: ExportedModel, function: str, path: Path) -> None:
     """Write one function in ONNX.
 
     Raises:
         BackendUnavailable: onnx or onnxscript is not installed.
-        UnsupportedOperator: ONNX has no form of an operator.
+        UnsupportedOperator: ONNX does not support an operator.
     """
     for wheel in ("onnx", "onnxscript"):
         require(wheel, backend="onnxruntime", wheel=wheel, extra="export")
@@ -115,7 +120,7 @@ class OnnxModel(CompiledModel):
 
     backend = "onnxruntime"
 
-    def __init__(self, asset: ModelAsset, device: str, threads: int) -> None:
+    def __init__(self, asset: ExportedModel, device: str, threads: int) -> None:
         super().__init__(asset)
         self.runtime = require("onnxruntime", backend="onnxruntime", wheel="onnxruntime", extra="export")
         self.device, self.threads = device, threads
@@ -199,20 +204,20 @@ class OnnxModel(CompiledModel):
         return found
 
     def close(self) -> None:
-        """Give back sessions and files."""
+        """Release sessions and files."""
         self.sessions = {}
         self.folder.cleanup()
 
 
 class StaticCall:
-    """One function with fixed sizes whose inputs and outputs are memory of ours, written over by every call.
+    """One function with fixed sizes and preallocated input and output tensors, for real-time use.
 
-    For real-time work: after it is made, a call allocates no tensor; the runtime reuses the memory of its first runs.
+    Calls allocate no tensors; the runtime reuses the memory of its first runs.
 
     Args:
-        model: what `compile` gave.
-        sizes: of all dynamic dimensions, by name.
-        function: which one.
+        model: the compiled model.
+        sizes: sizes of all dynamic dimensions, by name.
+        function: name of the function.
 
     Raises:
         InvalidArgument: a size is missing, or an output has a size that is no input's.
@@ -236,13 +241,13 @@ class StaticCall:
                 bind(name, "cpu", 0, tensor.numpy().dtype, list(tensor.shape), tensor.data_ptr())
 
     def __call__(self) -> None:
-        """Compute ``outputs`` from what stands in ``inputs``."""
+        """Compute ``outputs`` from ``inputs``, overwriting them."""
         self.session.run_with_iobinding(self.binding)
 
 
-def _size(size: int | Range, sizes: Mapping[str, int], port: str) -> int:
-    if isinstance(size, Range):
-        if size.name not in sizes or not size.least <= sizes[size.name] <= size.most:
+def _size(size: int | SizeRange, sizes: Mapping[str, int], port: str) -> int:
+    if isinstance(size, SizeRange):
+        if size.name not in sizes or not size.min <= sizes[size.name] <= size.max:
             raise InvalidArgument(f"{port} needs one size within {size}, got {sizes.get(size.name)}")
         return sizes[size.name]
     if size < 0:

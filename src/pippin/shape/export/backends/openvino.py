@@ -1,28 +1,29 @@
-"""OpenVINO: quick on Intel's processors, read from the exported program itself.
+"""OpenVINO: fast on Intel processors, converted from the exported program.
 
 Notable here:
-- left alone, it computes in bfloat16 on a processor that has it, three digits less exact; so the precision is always
-  asked for, asked back, and refused if it is another
-- left alone, it also quantises activations in front of 8-bit weights (errors of 1e-3), in "float32" too; switched off
-- sizes that it takes from the program are all dynamic; the signature in front of it still checks their ranges
+- by default it computes in bfloat16 on processors that support it, with three digits less precision; so the precision
+  is always set and verified
+- by default it also quantizes the inputs of 8-bit weights (errors of 1e-3), even in "float32"; this is disabled
+- it treats all sizes of a converted program as dynamic; the signature checks their ranges
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-from pippin.core.errors import InvalidArgument, UnsupportedOperator
-from pippin.shape.export.compiled import (
+from pippin.core.checks import checked
+from pippin.core.errors import UnsupportedOperator
+from pippin.shape.export.compiled_model import (
     CompiledModel,
+    ComputeUnit,
     NodeTime,
-    Place,
+    compute_units,
     operator_at_fault,
-    places,
     quiet,
     refuse_options,
     require,
@@ -30,35 +31,36 @@ from pippin.shape.export.compiled import (
 )
 
 if TYPE_CHECKING:
-    from pippin.shape.export.asset import ModelAsset
+    from pippin.shape.export.exported_model import ExportedModel
 
-_PRECISIONS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+Precision = Literal["float32", "bfloat16", "float16"]
+_PRECISIONS: dict[str, str] = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
 
+@checked
 def compile(
-    asset: ModelAsset, *, precision: str = "float32", threads: int | None = None, **options: Any
+    asset: ExportedModel, *, precision: Precision = "float32", threads: int | None = None, **options: Any
 ) -> OpenVINOModel:
     """Convert and compile for the processor.
 
     Args:
         asset: the model.
-        precision: "float32", or what the processor has of "bfloat16" and "float16".
-        threads: None for as many as torch uses.
+        precision: "float32", or "bfloat16" or "float16" if the processor supports it.
+        threads: number of threads; None for as many as torch uses.
         options: none.
 
     Raises:
         BackendUnavailable: openvino is not installed.
-        UnsupportedOperator: it has no form of an operator.
+        UnsupportedOperator: OpenVINO does not support an operator.
         PrecisionMismatch: it would compute in another precision.
         InvalidArgument: an unknown precision or option.
     """
     refuse_options("openvino", options)
-    if precision not in _PRECISIONS:
-        raise InvalidArgument(f"openvino computes in {', '.join(_PRECISIONS)}, not in {precision!r}")
+
     return OpenVINOModel(asset, precision, threads or torch.get_num_threads())
 
 
-def write(asset: ModelAsset, path: Path, **options: Any) -> None:
+def write(asset: ExportedModel, path: Path, **options: Any) -> None:
     """Write "main" as `.xml`, its float32 weights in `.bin` beside it; further functions as NAME.FUNCTION.xml."""
     refuse_options("openvino", options)
     openvino = _library()
@@ -67,12 +69,12 @@ def write(asset: ModelAsset, path: Path, **options: Any) -> None:
         openvino.save_model(convert(asset, name), str(target), compress_to_fp16=False)
 
 
-def convert(asset: ModelAsset, function: str) -> Any:
+def convert(asset: ExportedModel, function: str) -> Any:
     """One function as an `openvino.Model`.
 
     Raises:
         BackendUnavailable: openvino is not installed.
-        UnsupportedOperator: it has no form of an operator.
+        UnsupportedOperator: it does not support an operator.
     """
     openvino = _library()
     program, signature = asset.program(function), asset.signature(function)
@@ -94,14 +96,14 @@ class OpenVINOModel(CompiledModel):
 
     backend = "openvino"
 
-    def __init__(self, asset: ModelAsset, precision: str, threads: int) -> None:
+    def __init__(self, asset: ExportedModel, precision: str, threads: int) -> None:
         super().__init__(asset)
         openvino = _library()
         self.settings = {
             "INFERENCE_PRECISION_HINT": _PRECISIONS[precision],
             "INFERENCE_NUM_THREADS": threads,
             "PERFORMANCE_HINT": "LATENCY",
-            # without this, activations before 8-bit weights are quantised too, on the quiet
+            # without this, activations before 8-bit weights are quantized too, on the quiet
             "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,
         }
         self.core = openvino.Core()
@@ -141,7 +143,7 @@ class OpenVINOModel(CompiledModel):
         compiled = self.core.compile_model(self.models[function], "CPU", {**self.settings, "PERF_COUNT": True})
         request = compiled.create_infer_request()
         given = [tensor.contiguous().numpy(force=True) for tensor in self.asset.signature(function).check(tensors)]
-        known = places(self.asset, function)
+        known = compute_units(self.asset, function)
         spent: dict[str, list[float]] = {}
         kinds: dict[str, str] = {}
         for _ in range(runs + 1):
@@ -163,7 +165,7 @@ class OpenVINOModel(CompiledModel):
         self.requests, self.compiled = {}, {}
 
 
-def _source(name: str, known: Mapping[str, Place]) -> str:
+def _source(name: str, known: Mapping[str, ComputeUnit]) -> str:
     """The operator that a node comes from; its own decomposition renames some: ``convolution`` is ``conv2d``."""
     first = name.split("/")[0]
     return next((each for each in (first, first.replace("convolution", "conv2d")) if each in known), "")

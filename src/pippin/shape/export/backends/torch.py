@@ -17,19 +17,19 @@ from torch import Tensor
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Interpreter, Node
 
-from pippin.shape.export.compiled import CompiledModel, NodeTime, place, refuse_options
+from pippin.shape.export.compiled_model import CompiledModel, NodeTime, compute_unit, refuse_options
 
 if TYPE_CHECKING:
-    from pippin.shape.export.asset import ModelAsset
+    from pippin.shape.export.exported_model import ExportedModel
 
 
-def compile(asset: ModelAsset, **options: Any) -> CompiledModel:
+def compile(asset: ExportedModel, **options: Any) -> CompiledModel:
     """Make the programs ready to run; there are no options."""
     refuse_options("torch", options)
     return TorchModel(asset)
 
 
-def write(asset: ModelAsset, path: Path, **options: Any) -> None:
+def write(asset: ExportedModel, path: Path, **options: Any) -> None:
     """Write the asset's own folder; there are no options."""
     refuse_options("torch", options)
     asset.save(path)
@@ -40,7 +40,7 @@ class TorchModel(CompiledModel):
 
     backend = "torch"
 
-    def __init__(self, asset: ModelAsset) -> None:
+    def __init__(self, asset: ExportedModel) -> None:
         super().__init__(asset)
         self.modules = {name: folded(program.exported) for name, program in asset.programs.items()}
         self.nbytes = asset.nbytes
@@ -63,7 +63,7 @@ class TorchModel(CompiledModel):
             for _ in range(runs + 1):
                 clock.run(*ordered)
         return [
-            NodeTime(node.name, str(node.target), tuple(spent[1:]), place(node).module, sources=(node.name,))
+            NodeTime(node.name, str(node.target), tuple(spent[1:]), compute_unit(node).module, sources=(node.name,))
             for node, spent in clock.spent.items()
         ]
 

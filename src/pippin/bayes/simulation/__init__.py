@@ -1,0 +1,5 @@
+"""Simulation-based inference: neural posterior estimation, RoPE, priors and metrics."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,1 @@
+"""Synthetic data and small networks that several claims share."""

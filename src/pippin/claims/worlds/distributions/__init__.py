@@ -1,0 +1,1 @@
+"""Distributions of few dimensions, some with exact scores, and the networks that learn them."""

@@ -1,0 +1,230 @@
+"""Real text and small models of its bytes, for claims about language models that are trained within the claim.
+
+Notable here:
+- the text is the source of Python's own standard library, which every machine has that runs this: of ten files, in the
+  order of their names, one is held out and one is for validation, by which learning rates are chosen
+- a token is a byte, so losses are in nats per byte and no tokenizer stands between two models that are compared
+- a batch depends on the seed and its number alone: models trained with one seed see the same text in the same order
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from tokenizers import Tokenizer as Backend, decoders, models, pre_tokenizers
+from torch import Tensor
+
+from pippin.core.errors import InvalidArgument
+from pippin.data.text.tokenizer import Tokenizer
+from pippin.data.token_batches import TokenBatch
+from pippin.language import Decoder, LanguageModel
+from pippin.language.methods.afm import AFMConfig
+
+if TYPE_CHECKING:
+    from pippin.language.decoder import DecoderConfig
+    from pippin.train.objective import Objective
+
+T = TypeVar("T")
+
+END = 256
+"""The token that ends a file; the others are bytes."""
+VOCABULARY = 257
+EVERY = 10
+"""One file of so many is held out."""
+TUNING_SEED = 50
+"""Of the runs that only choose a learning rate; no figure comes from them."""
+
+
+@dataclass(frozen=True)
+class ByteText:
+    """Files laid end to end, each closed by `END`."""
+
+    train: Int[Tensor, train_bytes]
+    held_out: Int[Tensor, held_out_bytes]
+
+
+@cache
+def byte_text(*, validation: bool = False) -> ByteText:
+    """The modules at the top of the standard library, in the order of their names.
+
+    Args:
+        validation: whether the files for validation stand in the place of the held-out ones.
+    """
+    folder = Path(sysconfig.get_path("stdlib"))
+    texts = [path.read_bytes() for path in sorted(folder.glob("*.py"), key=lambda path: path.name)]
+    files = [torch.tensor(np.array(bytearray(text) + b"\0"), dtype=torch.long) for text in texts]
+    for file in files:
+        file[-1] = END
+    train = [file for index, file in enumerate(files) if index % EVERY not in (0, EVERY // 2)]
+    return ByteText(torch.cat(train), torch.cat(files[EVERY // 2 if validation else 0 :: EVERY]))
+
+
+class ByteBatches:
+    """Random stretches of the training text, without end.
+
+    Args:
+        rows: stretches of a batch.
+        length: bytes that are predicted in each.
+        seed: two streams of one seed bring the same batches.
+        text: None for `byte_text`.
+
+    Raises:
+        InvalidArgument: a length that the text is too short for.
+    """
+
+    def __init__(self, rows: int, length: int, seed: int, text: ByteText | None = None) -> None:
+        self.rows, self.length, self.seed, self.drawn = rows, length, seed, 0
+        self.bytes = (byte_text() if text is None else text).train
+        if length >= len(self.bytes):
+            raise InvalidArgument(f"stretches of {length} bytes do not fit in a text of {len(self.bytes)}")
+
+    def __iter__(self) -> Iterator[TokenBatch]:
+        """The batches from the present one on."""
+        while True:
+            generator = torch.Generator().manual_seed((self.seed << 32) + self.drawn)
+            starts = torch.randint(len(self.bytes) - self.length, (self.rows, 1), generator=generator)
+            rows = self.bytes[starts + torch.arange(self.length + 1)]
+            self.drawn += 1
+            yield TokenBatch(rows[:, :-1], rows[:, 1:])
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many batches were drawn."""
+        return {"drawn": self.drawn}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self.drawn = int(state["drawn"])
+
+
+def byte_config(
+    *, layers: int = 8, width: int = 64, shared: int = 0, heads: int = 4, kv_heads: int = 2, qk_norm: bool = True
+) -> DecoderConfig:
+    """A small decoder of bytes in the style of AFM; ``shared``: how many layers at the end have no cache."""
+    return AFMConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_kv_shared_layers=shared,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=width // heads,
+        intermediate_size=3 * width,
+        rope_theta=10_000.0,
+        max_position_embeddings=4096,
+        qk_norm=qk_norm,
+    ).decoder()
+
+
+def byte_decoder(config: DecoderConfig, *, seed: int) -> Decoder:
+    """Random weights for a narrow model: four times `Decoder.initialize`, whose scale is made for widths near 1,000."""
+    module = Decoder(config).initialize(seed=seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(4.0)
+    return module
+
+
+def train_bytes(
+    module: Decoder,
+    *,
+    steps: int,
+    seed: int,
+    rows: int = 8,
+    length: int = 128,
+    lr: float = 3e-3,
+    objective: Objective | None = None,
+    text: ByteText | None = None,
+) -> Decoder:
+    """Train on random stretches of the text, in place; AdamW, cosine schedule with a tenth of warm-up, clipped at 1.
+
+    Args:
+        module: initialized.
+        steps: of the optimizer.
+        seed: of the stretches.
+        rows: stretches a step.
+        length: bytes of each.
+        lr: the highest learning rate.
+        objective: None for the likelihood of the next byte.
+        text: None for `byte_text`.
+    """
+    from pippin.claims.worlds.training import fit
+    from pippin.language.objectives import NextToken
+
+    fit(module, objective or NextToken(), ByteBatches(rows, length, seed, text), steps=steps, seed=seed, lr=lr)
+    return module
+
+
+@torch.no_grad()
+def held_out_nats(module: Decoder, *, length: int = 256, limit: int = 65_536, text: ByteText | None = None) -> float:
+    """Mean loss on the held-out text in nats per byte, over stretches spread evenly through it.
+
+    Args:
+        module: a model of bytes.
+        length: bytes of a stretch; the first is given, the others are predicted.
+        limit: bytes to look at, at most.
+        text: None for `byte_text`.
+    """
+    held = (byte_text() if text is None else text).held_out
+    rows = held[: len(held) // length * length].view(-1, length)
+    rows = rows[:: max(1, len(rows) * length // limit)][: max(1, limit // length)]
+    total = 0.0
+    for part in rows.split(16):
+        logits = module(part[:, :-1])
+        total += float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten(), reduction="sum"))
+    return total / (rows.shape[0] * (length - 1))
+
+
+def tuned(
+    train: Callable[[int, float], T],
+    rates: Sequence[float],
+    seeds: Sequence[int],
+    *,
+    loss: Callable[[T], float] | None = None,
+) -> Iterator[tuple[int, T]]:
+    """Each seed with a model that was trained at the best of several learning rates.
+
+    Best is the lowest loss on the validation text, for a seed of which no figure comes; a single rate is taken untried.
+
+    Args:
+        train: trains a model of its own, for a seed and at a rate.
+        rates: to try.
+        seeds: to train.
+        loss: on the validation text; None for that of the next byte, of a decoder.
+    """
+
+    def validated(rate: float) -> float:
+        model: Any = train(TUNING_SEED, rate)
+        return loss(model) if loss else held_out_nats(model, limit=16_384, text=byte_text(validation=True))
+
+    rate = min(rates, key=validated) if len(rates) > 1 else rates[0]
+    for seed in seeds:
+        yield seed, train(seed, rate)
+
+
+def byte_model(module: Decoder, name: str = "bytes") -> LanguageModel:
+    """The decoder with a tokenizer whose tokens are bytes, as the engine wants it."""
+    alphabet = _byte_characters()
+    backend = Backend(models.BPE({character: byte for byte, character in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|endoftext|>"])
+    return LanguageModel(name, module, Tokenizer(backend, eos_ids=[END]), None)
+
+
+def _byte_characters() -> list[str]:
+    """The characters that stand for bytes 0 to 255 in byte-level tokenizers.
+
+    Printable bytes stand for themselves, the others for the characters from 256 on (GPT-2's table).
+    """
+    shown = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in shown else next(others)) for byte in range(256)]

@@ -1,0 +1,185 @@
+"""Three numbers and a target to be made of them: problems with several solutions, each of which can be checked.
+
+Notable here:
+- a problem is CountDown's with three numbers, + and -, and no negative number on the way; a solution takes two steps
+- which of its solutions a problem is learned with is drawn at random, so a good model knows more than one
+- held-out problems differ from all others in their numbers or their target, whatever the order of the numbers
+- a number is a token, and so is a sign: each text of one kind has as many tokens as any other
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator, Sequence
+from itertools import permutations
+
+import torch
+from tokenizers import Tokenizer as Backend, decoders, models, pre_tokenizers
+from torch import Tensor
+
+from pippin.data.text.tokenizer import Tokenizer
+from pippin.data.token_batches import IGNORE, TokenBatch
+from pippin.language import Decoder, DecoderConfig, LanguageModel, LayerSpec
+from pippin.language.methods.ladir.data import Problem
+from pippin.nn.attention import AttentionSpec
+from pippin.nn.feedforward import FeedForwardSpec
+
+LARGEST = 9
+"""The numbers of a problem are 1 to this."""
+EVERY = 10
+"""One problem of so many is held out."""
+_ANSWER = re.compile(r"(\d+)([+-])(\d+)([+-])(\d+)")
+
+
+def solutions(numbers: Sequence[int], target: int) -> list[tuple[str, str, str]]:
+    """All solutions of a problem: its two steps, and the answer that they add up to.
+
+    >>> solutions([3, 2, 1], 2)
+    [('3-2=1', '1+1=2', '3-2+1'), ('3+1=4', '4-2=2', '3+1-2'), ('1+3=4', '4-2=2', '1+3-2')]
+    """
+    found = []
+    for x, y, z in dict.fromkeys(permutations(numbers)):
+        for first in "+-":
+            middle = x + y if first == "+" else x - y
+            for second in "+-":
+                end = middle + z if second == "+" else middle - z
+                if middle >= 0 and end == target:
+                    found.append((f"{x}{first}{y}={middle}", f"{middle}{second}{z}={end}", f"{x}{first}{y}{second}{z}"))
+    return found
+
+
+def is_solution(question: str, answer: str) -> bool:
+    """Whether an answer uses the question's numbers once each and makes its target without a negative number.
+
+    >>> is_solution("3,8,5=6", "8+3-5"), is_solution("3,8,5=6", "3+3+0"), is_solution("3,8,5=6", "3-5+8")
+    (True, False, False)
+    """
+    match = _ANSWER.fullmatch(answer)
+    if match is None:
+        return False
+    numbers, target = question.split("=")
+    x, y, z = (int(match[i]) for i in (1, 3, 5))
+    middle = x + y if match[2] == "+" else x - y
+    end = middle + z if match[4] == "+" else middle - z
+    return sorted((x, y, z)) == sorted(map(int, numbers.split(","))) and middle >= 0 and end == int(target)
+
+
+def problems(count: int, *, seed: int, held_out: bool = False) -> list[Problem]:
+    """Problems drawn at random, each with one of its solutions.
+
+    Args:
+        count: how many; held-out ones are distinct.
+        seed: of the draws.
+        held_out: whether they are of those that nothing is learned from.
+    """
+    source = random.Random(2 * seed + held_out)
+    made: dict[str, Problem] = {}
+    drawn: list[Problem] = []
+    while len(drawn) < count:
+        numbers = [source.randint(1, LARGEST) for _ in range(3)]
+        x, y, z = numbers
+        target = x + source.choice((1, -1)) * y + source.choice((1, -1)) * z
+        if target < 0 or _kept(sorted(numbers), target) != held_out:
+            continue
+        found = solutions(numbers, target)
+        if not found:
+            continue
+        *steps, answer = source.choice(found)
+        source.shuffle(numbers)
+        problem = Problem(f"{','.join(map(str, numbers))}={target}", tuple(steps), answer)
+        if not (held_out and problem.question in made):
+            made[problem.question] = problem
+            drawn.append(problem)
+    return drawn
+
+
+def _kept(numbers: Sequence[int], target: int) -> bool:
+    """Whether a problem is held out; the same for every seed."""
+    return random.Random(f"{numbers} {target}").randrange(EVERY) == 0
+
+
+def model(*, layers: int, width: int, seed: int) -> LanguageModel:
+    """A decoder of numbers and signs with random weights."""
+    signs = ["+", "-", "=", ",", "\n", *map(str, range(10))]
+    pairs = [(ten, one) for ten in "123456789" for one in "0123456789"]
+    alphabet = {"\n": "Ċ"}
+    vocabulary = {alphabet.get(sign, sign): index for index, sign in enumerate(signs)}
+    vocabulary |= {"".join(pair): len(signs) + index for index, pair in enumerate(pairs)}
+    backend = Backend(models.BPE(vocabulary, pairs))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|endoftext|>"])
+    size = len(vocabulary) + 1
+    layer = LayerSpec(AttentionSpec(), FeedForwardSpec(3 * width))
+    config = DecoderConfig(
+        "llama", size, width, (layer,) * layers, width // 16, width // 16, 16, max_position_embeddings=256
+    )
+    module = Decoder(config).initialize(seed=seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(4.0)  # the scale is made for widths near 1,000
+    return LanguageModel("arithmetic", module, Tokenizer(backend, eos_ids=[size - 1]), None)
+
+
+class Chains:
+    """Batches of problems with their solutions written out, without end: what a chain of thought is learned from.
+
+    Args:
+        tokenizer: of the model.
+        learned: the problems.
+        rows: of a batch.
+        seed: of the order.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, learned: Sequence[Problem], rows: int, *, seed: int) -> None:
+        self.prompt = len(tokenizer.encode(prompt(learned[0].question)))
+        whole = [prompt(p.question) + "\n".join((*p.steps, p.answer)) for p in learned]
+        self.ids = torch.tensor([[*tokenizer.encode(text), tokenizer.eos_ids[0]] for text in whole])
+        self.rows, self.seed = rows, seed
+
+    def __iter__(self) -> Iterator[TokenBatch]:
+        """Random problems; what is asked is not learned."""
+        generator = torch.Generator().manual_seed(self.seed)
+        while True:
+            ids = self.ids[torch.randint(len(self.ids), (self.rows,), generator=generator)]
+            targets = ids[:, 1:].clone()
+            targets[:, : self.prompt - 1] = IGNORE
+            yield TokenBatch(ids[:, :-1], targets)
+
+
+def prompt(question: str) -> str:
+    """What a chain of thought follows."""
+    return f"{question}\n"
+
+
+def write_chains(
+    language_model: LanguageModel, questions: Sequence[str], *, temperature: float, seed: int, batch_size: int = 1024
+) -> list[str]:
+    """The answers of chains of thought that a model writes; temperature 0 takes the likeliest token each time."""
+    from pippin.language.methods.ladir.sample import decode_text
+    from pippin.nn.kv_cache import PastKeyValues
+
+    module, tokenizer = language_model.module, language_model.tokenizer
+    generator = torch.Generator().manual_seed(seed)
+
+    def choose(logits: Tensor) -> Tensor:
+        return torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)[:, 0]
+
+    answers: list[str] = []
+    for start in range(0, len(questions), batch_size):
+        ids = torch.tensor([tokenizer.encode(prompt(question)) for question in questions[start : start + batch_size]])
+        with torch.no_grad():
+            written = decode_text(
+                module,
+                module.embed(ids),
+                PastKeyValues(),
+                torch.ones(len(ids), 0, dtype=torch.bool),
+                torch.zeros(len(ids), dtype=torch.long),
+                end_ids=tokenizer.eos_ids,
+                max_new_tokens=24,
+                choose=choose if temperature > 0 else None,
+            )
+        answers += [tokenizer.decode(row).rpartition("\n")[2] for row in written]
+    return answers

@@ -1,0 +1,40 @@
+"""The loop that most claims train with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from pippin.train import AdamW, CosineSchedule, Trainer, TrainingResult
+from pippin.train.objective import Objective
+
+
+def fit(
+    model: nn.Module,
+    objective: Objective,
+    data: Iterable[Any],
+    *,
+    steps: int,
+    seed: int,
+    lr: float,
+    warmup: float = 0.1,
+    weight_decay: float = 0.1,
+    max_grad_norm: float | None = 1.0,
+) -> TrainingResult:
+    """AdamW under a cosine schedule, without a progress bar; the model is in evaluation mode afterwards."""
+    trainer = Trainer(
+        model.train(),
+        objective,
+        data,
+        steps=steps,
+        optimizer=AdamW(lr=lr, weight_decay=weight_decay),
+        schedule=CosineSchedule(warmup=warmup),
+        max_grad_norm=max_grad_norm,
+        seed=seed,
+        show_progress=False,
+    )
+    result = trainer.fit()
+    model.eval()
+    return result

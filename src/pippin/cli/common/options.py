@@ -1,0 +1,143 @@
+"""What the verbs that ask a language model share: their further options, and the model that answers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from pippin.cli.common.declared_options import complete_model
+from pippin.core.errors import InvalidArgument, PippinError
+from pippin.engine.options import MACHINE, ModelOptions
+from pippin.recipes.options import MODEL_HELP
+from pippin.session.options import GenerationOptions
+
+if TYPE_CHECKING:
+    from pippin.language.language_model import LanguageModel
+    from pippin.session.providers.provider import Provider
+
+Model = Annotated[
+    str,
+    typer.Option("--model", "-m", help=MODEL_HELP, autocompletion=complete_model, rich_help_panel=MACHINE),
+]
+Url = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ADDRESS",
+        help="Ask an OpenAI-compatible endpoint (http://…/v1) instead of this machine; --model names its model, "
+        "PIPPIN_API_KEY holds the key.",
+        rich_help_panel=MACHINE,
+    ),
+]
+Adapter = Annotated[
+    list[Path] | None,
+    typer.Option(
+        metavar="FOLDER", help="Answer with this LoRA adapter; several are added up.", rich_help_panel=MACHINE
+    ),
+]
+Instructions = Annotated[str | None, typer.Option("--instructions", "-i", help="Who the model is, how it answers.")]
+
+# Small models, asked for the likeliest token every time, may go round in circles until the context is full.
+ANSWER: Final = GenerationOptions(max_tokens=512)
+HERE: Final = ModelOptions()
+ADAPTER: Final = "given"
+"""What sessions call the sum of the adapters."""
+
+
+def load(model: str, model_options: ModelOptions = HERE) -> LanguageModel:
+    """Load a model, for as many threads as are asked for, or as are worth starting here.
+
+    Raises:
+        InvalidArgument: an option that `pippin.load` refuses.
+    """
+    from pippin.core.threads import use_threads
+    from pippin.language.language_model import load as load_language_model
+    from pippin.language.methods.kv_routing import fewer_caches
+
+    use_threads(model_options.threads)
+    transform = None if model_options.kv_sharing_ratio is None else fewer_caches(model_options.kv_sharing_ratio)
+    return load_language_model(
+        model, device=model_options.device, dtype=model_options.dtype, bits=model_options.bits, transform=transform
+    )
+
+
+@contextmanager
+def provider(
+    model: str, url: str | None, model_options: ModelOptions = HERE, adapters: Sequence[Path] | None = None
+) -> Iterator[Provider]:
+    """The model to ask: one of this machine, or the one of that name behind an address.
+
+    At the end, what was computed of the conversation is kept where ``model_options.prompt_cache`` says so.
+
+    Raises:
+        InvalidArgument: an address together with what concerns this machine, or one that is not http(s).
+        CorruptedFile, PromptCacheMismatch: the prompt cache cannot be used.
+        InvalidInput, DiskFull: it cannot be read or written.
+    """
+    if url is None:
+        with _local(model, model_options, adapters or ()) as local:
+            yield local
+        return
+    if given := _given(model_options, adapters):
+        raise InvalidArgument(f"{given}: for a model of this machine; leave that out with --url")
+    from pippin.session.providers.openai import OpenAIProvider
+
+    yield OpenAIProvider(url, model, api_key=os.environ.get("PIPPIN_API_KEY"))
+
+
+def _given(model_options: ModelOptions, adapters: Sequence[Path] | None, *, besides: Sequence[str] = ()) -> str:
+    """The options that differ from their defaults, for a message."""
+    names = [
+        one.name
+        for one in fields(model_options)
+        if getattr(model_options, one.name) != one.default and one.name not in besides
+    ]
+    return ", ".join(f"--{name.replace('_', '-')}" for name in [*names, *(["adapter"] if adapters else [])])
+
+
+@contextmanager
+def _local(model: str, model_options: ModelOptions, adapters: Sequence[Path]) -> Iterator[Provider]:
+    """A model of this machine under an engine of its own."""
+    from pippin.core.formats.checkpoint import model_type
+    from pippin.engine.cache import prompt_cache
+    from pippin.engine.engine import Engine
+    from pippin.language.adapter_files import load_adapters
+    from pippin.session.providers.local import LocalModel, speculation
+
+    if model_type(model) == "pippin_masked_diffusion":
+        yield _filling(model, model_options, adapters)
+        return
+    if model_options.prompt_cache is not None:
+        prompt_cache.check_writable(model_options.prompt_cache)
+    loaded = load(model, model_options)
+    if adapters:
+        load_adapters(loaded, ADAPTER, adapters)
+    guess = None
+    if model_options.speculate is not None:
+        draft = ModelOptions(device=model_options.device, dtype=model_options.dtype, threads=model_options.threads)
+        guess = speculation(model_options.speculate, load=lambda ref: load(ref, draft))
+    engine = Engine(loaded, kv_cache_dtype=model_options.kv_cache_dtype, prompt_cache=model_options.prompt_cache)
+    try:
+        yield LocalModel(loaded, engine=engine, speculation=guess)
+    except BaseException:
+        with suppress(PippinError):  # the first error is the one to be told
+            engine.close()
+        raise
+    engine.close()
+
+
+def _filling(model: str, model_options: ModelOptions, adapters: Sequence[Path]) -> Provider:
+    """A masked diffusion model of this machine, which has no engine."""
+    from pippin.core.threads import use_threads
+    from pippin.language import MaskedDiffusionLM
+    from pippin.session.providers.masked_diffusion import DiffusionModel
+
+    if given := _given(model_options, adapters, besides=("device", "dtype", "threads")):
+        raise InvalidArgument(f"{given}: not for {model}, which fills masked tokens; leave that out")
+    use_threads(model_options.threads)
+    return DiffusionModel(MaskedDiffusionLM.load(model, device=model_options.device, dtype=model_options.dtype))

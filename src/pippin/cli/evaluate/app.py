@@ -1,0 +1,21 @@
+"""`pippin evaluate`: models, guardrails, predictions, judges and images, measured."""
+
+from __future__ import annotations
+
+import typer
+
+from pippin.cli.evaluate.annotators import annotators
+from pippin.cli.evaluate.calibration import calibration
+from pippin.cli.evaluate.composition import composition
+from pippin.cli.evaluate.images import images
+from pippin.cli.evaluate.panel import panel
+from pippin.cli.evaluate.safety import safety
+
+app = typer.Typer(no_args_is_help=True, help="Evaluate models, guardrails, predictions, judges and images.")
+
+app.command()(annotators)
+app.command()(calibration)
+app.command()(composition)
+app.command()(images)
+app.command()(panel)
+app.command()(safety)

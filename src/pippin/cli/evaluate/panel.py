@@ -1,0 +1,126 @@
+"""`pippin evaluate panel`: how many independent votes a panel of judges is worth."""
+
+from __future__ import annotations
+
+import warnings
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pippin.cli.common import documents, terminal
+from pippin.recipes.evaluate.annotators import names_of
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from pippin.evaluate.judges.report import PanelReport
+
+
+class Missing(StrEnum):
+    """What to do about cells without a vote, as words of the command line."""
+
+    error = "error"
+    pairwise = "pairwise"
+    fill = "fill"
+
+
+def panel(
+    votes: Annotated[Path, typer.Argument(help="A CSV file in UTF-8: a row per item, a column per judge.")],
+    gold: Annotated[str, typer.Option(help="The column of right labels.")] = "gold",
+    judges: Annotated[
+        str | None, typer.Option(help="Columns of votes, by commas; without it all but gold, difficulty, id and item.")
+    ] = None,
+    difficulty: Annotated[
+        str | None, typer.Option(help="A column of numbers, larger is harder; judges are compared within levels of it.")
+    ] = None,
+    labels: Annotated[
+        str | None, typer.Option(help="All labels that may occur, by commas; without it those of the gold column.")
+    ] = None,
+    missing: Annotated[
+        Missing,
+        typer.Option(help="Empty cells: refuse them, compare judges on common items, or fill in labels by a hash."),
+    ] = Missing.error,
+    bins: Annotated[int, typer.Option(min=1, help="Levels of difficulty.")] = 3,
+    samples: Annotated[
+        int, typer.Option(min=100, help="Bootstrap samples of the items for the intervals, and permutations.")
+    ] = 10_000,
+    seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the error correlations and the curve over panel sizes (.png, .svg).")
+    ] = None,
+) -> None:
+    """Effective votes, the cost of common mistakes, the best judge, ways to count, and whom to drop.
+
+    What counts is whether judges err together. Items should be 200 or more, and their right labels known.
+
+    pippin evaluate panel votes.csv --difficulty entropy --plot panel.png
+    """
+    from pippin.evaluate.judges.panel import JudgePanel
+
+    documents.check_plot(plot)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        measured = JudgePanel.from_csv(
+            votes,
+            gold=gold,
+            difficulty=difficulty,
+            judges=None if judges is None else list(names_of(judges, option="--judges")),
+            classes=None if labels is None else list(names_of(labels, option="--labels")),
+            missing=missing.value,
+        ).report(num_bootstrap=samples, num_permutations=samples, num_bins=bins, seed=seed)
+    for message in dict.fromkeys(str(warning.message) for warning in said):
+        terminal.note(message)
+    if plot is not None:
+        with documents.writing(plot):
+            measured.plot(plot)
+    if as_json:
+        terminal.write(measured.to_json() + "\n")
+        return
+    _show(measured)
+
+
+def _show(measured: PanelReport) -> None:
+    from rich.console import Console
+
+    measured.report().print()
+    console = Console()
+    if console.is_terminal:
+        console.print(_judges(measured))
+        console.print(terminal.plain(measured.advice), markup=False)
+        return
+    lines = [("judge", "accuracy %", "votes without", "points without")]
+    lines += [(row[0], *row[1:]) for row in _cells(measured)]
+    widths = [max(len(line[i]) for line in lines) for i in range(4)]
+    for line in lines:
+        cells = [
+            line[0].ljust(widths[0]),
+            *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)),
+        ]
+        print("  ".join(cells))
+    print(measured.advice)
+
+
+def _cells(measured: PanelReport) -> list[tuple[str, str, str, str]]:
+    """Rows of the judges' table as text."""
+    found = []
+    for name, accuracy, votes, change, (low, high) in measured.judge_table():
+        interval = f"{100 * change:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"
+        found.append(
+            (terminal.plain(name), f"{100 * accuracy:.1f}", "" if votes != votes else f"{votes:+.2f}", interval)
+        )
+    return found
+
+
+def _judges(measured: PanelReport) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title="Without each judge", title_justify="left")
+    for heading in ("judge", "accuracy %", "votes without", "points without"):
+        table.add_column(heading, justify="left" if heading == "judge" else "right")
+    for row in _cells(measured):
+        table.add_row(*map(Text, row))
+    return table

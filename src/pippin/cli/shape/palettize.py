@@ -1,0 +1,20 @@
+"""`pippin shape palettize`: a model whose matrices are indices into small tables of values."""
+
+from __future__ import annotations
+
+from pippin.cli.common.declared_options import with_options
+from pippin.cli.common.results import AsJson, print_result
+from pippin.recipes.shape import palettize as recipe
+
+
+@with_options
+def palettize(config: recipe.Config, as_json: AsJson = False) -> None:
+    """Turn matrices into indices and tables, and save a folder that opens like any other.
+
+    The file is as small as the indices and tables are. There are no kernels for tables: loaded, the weights are
+    ordinary ones, so that the folder saves disk and not time; `pippin shape quantize` saves both.
+
+    pippin shape palettize smollm2-135m --average-bits 3.5 --data notes.txt --out small
+    """
+    result = recipe.run(config, show_progress=not as_json)
+    print_result(result, as_json=as_json, hints=(f"saved in {config.out}",))

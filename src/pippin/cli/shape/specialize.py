@@ -1,0 +1,18 @@
+"""`pippin shape specialize`: the small model for a task, out of one that holds many."""
+
+from __future__ import annotations
+
+from pippin.cli.common.declared_options import with_options
+from pippin.cli.common.results import AsJson, print_result
+from pippin.recipes.shape import specialize as recipe
+
+
+@with_options
+def specialize(config: recipe.Config, as_json: AsJson = False) -> None:
+    """Make a small, ordinary model of a large one, for one prompt, one task, or one kind of text.
+
+    pippin shape specialize pruned --prompt "You are a maths teacher." --out maths
+    """
+    result = recipe.run(config, show_progress=not as_json)
+    hint = f"saved in {config.out}; try it: pippin ask -m {config.out} QUESTION"
+    print_result(result, as_json=as_json, hints=(hint,))

@@ -1,0 +1,25 @@
+"""`pippin train`: all weights of a model, or an adapter beside it."""
+
+from __future__ import annotations
+
+import typer
+
+from pippin.cli.train.diffusion import diffusion
+from pippin.cli.train.full import full
+from pippin.cli.train.images import images
+from pippin.cli.train.lora import lora
+from pippin.cli.train.prune import prune
+from pippin.cli.train.reasoner import reasoner
+from pippin.cli.train.refiner import refiner
+from pippin.cli.train.soup import soup
+
+app = typer.Typer(no_args_is_help=True, help="Train a model on your text, conversations or images.")
+
+app.command()(full)
+app.command()(diffusion)
+app.command()(images)
+app.command()(lora)
+app.command()(prune)
+app.command()(reasoner)
+app.command()(refiner)
+app.command()(soup)

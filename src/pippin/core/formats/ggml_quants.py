@@ -1,0 +1,225 @@
+"""The block formats of ggml: how many bytes a block of weights takes, and how to turn it back into numbers.
+
+Notable here:
+- every format is a few lines of tensor arithmetic on a `blocks block_bytes` view of the file; no compiled code
+- the arithmetic is float32 in the order of ggml's own, so that the values are its values bit for bit
+- work runs in pieces that stay in the cache: the float32 intermediate never exists as a whole
+
+Source: the layouts of ggml-common.h and the reference `gguf.quants` (both from ggml-org/llama.cpp).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor
+
+from pippin.core.errors import UnsupportedModel
+
+# Float32 intermediates of one piece: 4 MiB, about the second-level cache of a core.
+_PIECE = 1 << 20
+
+
+@dataclass(frozen=True)
+class BlockFormat:
+    """How one ggml type stores weights: ``size`` weights in ``nbytes`` bytes."""
+
+    name: str
+    size: int
+    nbytes: int
+
+
+def _formats() -> dict[int, BlockFormat]:
+    table = """0 F32 1 4; 1 F16 1 2; 2 Q4_0 32 18; 3 Q4_1 32 20; 6 Q5_0 32 22; 7 Q5_1 32 24; 8 Q8_0 32 34; 9 Q8_1 32 40;
+    10 Q2_K 256 84; 11 Q3_K 256 110; 12 Q4_K 256 144; 13 Q5_K 256 176; 14 Q6_K 256 210; 15 Q8_K 256 292;
+    16 IQ2_XXS 256 66; 17 IQ2_XS 256 74; 18 IQ3_XXS 256 98; 19 IQ1_S 256 50; 20 IQ4_NL 32 18; 21 IQ3_S 256 110;
+    22 IQ2_S 256 82; 23 IQ4_XS 256 136; 24 I8 1 1; 25 I16 1 2; 26 I32 1 4; 27 I64 1 8; 28 F64 1 8; 29 IQ1_M 256 56;
+    30 BF16 1 2; 34 TQ1_0 256 54; 35 TQ2_0 256 66; 39 MXFP4 32 17; 40 NVFP4 64 36; 41 Q1_0 128 18"""
+    rows = (row.split() for row in table.split(";"))
+    return {int(number): BlockFormat(name, int(size), int(nbytes)) for number, name, size, nbytes in rows}
+
+
+FORMATS: dict[int, BlockFormat] = _formats()
+"""Every ggml type by its number in the file, also those that only `gguf.GGUFFile.raw` can serve."""
+
+
+def dequantize_blocks(
+    blocks: UInt8[Tensor, "blocks nbytes"], name: str, dtype: torch.dtype
+) -> Float[Tensor, "blocks size"]:
+    """The weights of the blocks, computed in float32 and rounded once to ``dtype``.
+
+    Args:
+        blocks: one block a row, as in the file; rows must start at even addresses.
+        name: the ggml type, e.g. "Q4_K".
+        dtype: any floating type of torch.
+
+    Returns:
+        A new tensor; never a view of ``blocks``.
+
+    Raises:
+        UnsupportedModel: a type that this module does not know how to read.
+
+    >>> one = torch.tensor([[0, 60] + [1] * 32], dtype=torch.uint8)  # scale 1.0 in half precision, then the weights
+    >>> dequantize_blocks(one, "Q8_0", torch.float32).sum().item()
+    32.0
+    """
+    if name not in _READERS:
+        raise UnsupportedModel(
+            f"weights of type {name} cannot be read; supported types: {', '.join(_READERS)}. "
+            "Convert the file with llama.cpp's llama-quantize, or take the model in another quantization"
+        )
+    reader, size = _READERS[name], _SIZES[name]
+    out = torch.empty(len(blocks), size, dtype=dtype)
+    step = _PIECE // size
+    for start in range(0, len(blocks), step):
+        out[start : start + step] = reader(blocks[start : start + step])
+    return out
+
+
+def _half(blocks: Tensor, start: int, count: int = 1) -> Tensor:
+    """``count`` half-precision numbers at byte ``start`` of each block, as float32 of shape `blocks count`."""
+    return blocks[:, start : start + 2 * count].view(torch.float16).float()
+
+
+def _nibbles(packed: Tensor, group: int) -> Tensor:
+    """Low halves of ``group`` bytes, then their high halves, group after group: `blocks 2*bytes` of uint8."""
+    packed = packed.reshape(len(packed), -1, group)
+    return torch.cat([packed & 15, packed >> 4], dim=2).flatten(1)
+
+
+def _bits(packed: Tensor, group: int, width: int) -> Tensor:
+    """Fields of ``width`` bits: the lowest of ``group`` bytes, then the next ones, group after group."""
+    shifts = torch.arange(0, 8, width, dtype=torch.uint8)[:, None]
+    fields = (packed.reshape(len(packed), -1, 1, group) >> shifts) & ((1 << width) - 1)
+    return fields.flatten(1)
+
+
+def _f32(blocks: Tensor) -> Tensor:
+    return blocks.view(torch.float32)
+
+
+def _f16(blocks: Tensor) -> Tensor:
+    return blocks.view(torch.float16)
+
+
+def _bf16(blocks: Tensor) -> Tensor:
+    return blocks.view(torch.bfloat16)
+
+
+def _q4_0(blocks: Tensor) -> Tensor:
+    return _nibbles(blocks[:, 2:], 16).float().sub_(8).mul_(_half(blocks, 0))
+
+
+def _q4_1(blocks: Tensor) -> Tensor:
+    scale = _half(blocks, 0, 2)
+    return _nibbles(blocks[:, 4:], 16).float().mul_(scale[:, :1]).add_(scale[:, 1:])
+
+
+def _five_bits(low: Tensor, high: Tensor) -> Tensor:
+    """Four bits of ``low`` and the fifth from the 32 bits of ``high``, one per weight, as float32."""
+    return (_nibbles(low, 16) | (_bits(high, 1, 1) << 4)).float()
+
+
+def _q5_0(blocks: Tensor) -> Tensor:
+    return _five_bits(blocks[:, 6:], blocks[:, 2:6]).sub_(16).mul_(_half(blocks, 0))
+
+
+def _q5_1(blocks: Tensor) -> Tensor:
+    scale = _half(blocks, 0, 2)
+    return _five_bits(blocks[:, 8:], blocks[:, 4:8]).mul_(scale[:, :1]).add_(scale[:, 1:])
+
+
+def _q8_0(blocks: Tensor) -> Tensor:
+    return blocks[:, 2:].view(torch.int8).float().mul_(_half(blocks, 0))
+
+
+def _affine(q: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
+    """``scale * q - minimum`` for weights that share a scale and a minimum in equal runs: `blocks 256`."""
+    runs = q.reshape(*scale.shape, -1).float()
+    return runs.mul_(scale[..., None]).sub_(minimum[..., None]).flatten(1)
+
+
+def _scaled(q: Tensor, scale: Tensor) -> Tensor:
+    """``scale * q`` for weights that share a scale in equal runs: `blocks 256`."""
+    runs = q.reshape(*scale.shape, -1).float()
+    return runs.mul_(scale[..., None]).flatten(1)
+
+
+def _q2_k(blocks: Tensor) -> Tensor:
+    packed, scale = blocks[:, :16], _half(blocks, 80, 2)
+    return _affine(_bits(blocks[:, 16:80], 32, 2), scale[:, :1] * (packed & 15), scale[:, 1:] * (packed >> 4))
+
+
+def _q3_k(blocks: Tensor) -> Tensor:
+    # 16 scales of 6 bits: the low four as nibbles of 8 bytes, the high two spread over the next 4 bytes.
+    scales = (_nibbles(blocks[:, 96:104], 8) | (_bits(blocks[:, 104:108], 4, 2) << 4)).to(torch.int8) - 32
+    # A cleared bit in the mask means "minus four".
+    high = (_bits(blocks[:, :32], 32, 1) ^ 1) << 2
+    q = _bits(blocks[:, 32:96], 32, 2).to(torch.int8) - high.to(torch.int8)
+    return _scaled(q, _half(blocks, 108) * scales)
+
+
+def _scales_and_minimums(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """The 8 scales and 8 minimums of Q4_K and Q5_K: 6 bits each in bytes 4 to 15, times the block's two factors."""
+    a, b, c = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    scales = torch.cat([a & 63, (c & 15) | ((a >> 2) & 48)], dim=1)
+    minimums = torch.cat([b & 63, (c >> 4) | ((b >> 2) & 48)], dim=1)
+    factors = _half(blocks, 0, 2)
+    return factors[:, :1] * scales, factors[:, 1:] * minimums
+
+
+def _q4_k(blocks: Tensor) -> Tensor:
+    return _affine(_nibbles(blocks[:, 16:], 32), *_scales_and_minimums(blocks))
+
+
+def _q5_k(blocks: Tensor) -> Tensor:
+    q = _nibbles(blocks[:, 48:], 32) | (_bits(blocks[:, 16:48], 32, 1) << 4)
+    return _affine(q, *_scales_and_minimums(blocks))
+
+
+def _q6_k(blocks: Tensor) -> Tensor:
+    q = (_nibbles(blocks[:, :128], 64) | (_bits(blocks[:, 128:192], 32, 2) << 4)).to(torch.int8) - 32
+    return _scaled(q, _half(blocks, 208) * blocks[:, 192:208].view(torch.int8))
+
+
+# The sixteen levels of the IQ4 formats, spaced more finely near zero.
+_LEVELS = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=torch.float32)
+
+
+def _levels(packed: Tensor) -> Tensor:
+    indices = _nibbles(packed, 16)
+    return _LEVELS.index_select(0, indices.flatten().int()).view(indices.shape)
+
+
+def _iq4_nl(blocks: Tensor) -> Tensor:
+    return _levels(blocks[:, 2:]).mul_(_half(blocks, 0))
+
+
+def _iq4_xs(blocks: Tensor) -> Tensor:
+    # 8 scales of 6 bits: four low bits from 4 bytes, two high bits from 2 bytes before them, in the same order.
+    low = torch.stack([blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4], dim=2).flatten(1)
+    scales = (low | (_bits(blocks[:, 2:4], 1, 2) << 4)).to(torch.int8) - 32
+    return _scaled(_levels(blocks[:, 8:]), _half(blocks, 0) * scales)
+
+
+_READERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "F32": _f32,
+    "F16": _f16,
+    "BF16": _bf16,
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
+}
+_SIZES = {form.name: form.size for form in FORMATS.values()}

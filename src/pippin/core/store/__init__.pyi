@@ -1,0 +1,1 @@
+from . import catalog as catalog, store as store

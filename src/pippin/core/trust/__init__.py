@@ -1,0 +1,5 @@
+"""Attestation, the transparency log, sealed messages, and the privacy report."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,5 @@
+"""Synthetic images and video clips whose content is known exactly."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,5 @@
+"""Tokenizers, chat templates, and the detection of refusals."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,265 @@
+"""GGUF tokenizers: conversion to the `tokenizers` library, and back.
+
+Notable here:
+- a GGUF file names its pre-tokenizer (`tokenizer.ggml.pre`) instead of describing it; the splitting rule of each name
+  is defined here, and an unknown name is refused, since a wrong rule degrades a model silently
+- a SentencePiece vocabulary has scores but no merges: they are derived from the vocabulary
+- control tokens are registered as special, so that text can be encoded with or without them
+- in the other direction, a splitting rule gets the name of the rule that splits a probe text at the same places,
+  however differently it is written
+
+Source: llama.cpp's llama-vocab.cpp for the names; the splitting rules are those of the models' own tokenizer.json.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer as Backend, decoders, models, normalizers, pre_tokenizers
+
+from pippin.core.errors import CorruptedFile, PippinError, UnsupportedModel
+from pippin.core.formats.gguf import GGUFFile
+
+# Token types of GGUF.
+_NORMAL, _UNKNOWN, CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
+_NOT_TEXT = frozenset({_UNKNOWN, CONTROL, _UNUSED})
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
+_QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{{0}}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{{0}}"
+_CASED_END = rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+_GPT4O = _CASED.replace("{0}", _CONTRACTIONS + "?") + r"|\p{N}{1,3}" + _CASED_END
+_TEKKEN = _CASED.replace("{0}", "") + r"|\p{N}" + _CASED_END
+_PUNCTUATION = r"[\p{P}\$\+<=>\^~\|]+"
+_DEEPSEEK3 = (
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}"
+)
+
+# The rules are applied in order, each within the pieces of the one before.
+_SPLITS: dict[str, tuple[str, ...]] = {
+    "default": (_PUNCTUATION, _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"),
+    "gpt-2": (_GPT2,),
+    "mpt": (_GPT2,),
+    "olmo": (_GPT2,),
+    "smollm": (r"\p{N}", _GPT2),
+    "starcoder": (r"\p{N}", _GPT2),
+    "refact": (r"\p{N}", _GPT2),
+    "command-r": (r"\p{N}", _GPT2),
+    "falcon": (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]"),
+    "llama-bpe": (_LLAMA3,),
+    "llama3": (_LLAMA3,),
+    "llama-v3": (_LLAMA3,),
+    "falcon3": (_LLAMA3,),
+    "pixtral": (_LLAMA3,),
+    "lfm2": (_LLAMA3,),
+    "qwen2": (_QWEN2,),
+    "deepseek-r1-qwen": (_QWEN2,),
+    "gpt-4o": (_GPT4O,),
+    "llama4": (_GPT4O,),
+    "tekken": (_TEKKEN,),
+    "deepseek-v3": (r"\p{N}{1,3}", r"[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK3),
+}
+# Where splitting rules differ: contractions in both cases, digits, punctuation, runs of spaces and line ends, letters
+# of other scripts, marks.
+_PROBE = (
+    "I'm HE'LL they'Ve camelCase XMLHttp 1 22 333 4444 55555 3.14 $5 a+b=c!! ... (x)[y]{z} `q` #tag @me \t\ttab  two   "
+    "three \n line\r\n\n\n  end_of_line/path//x 100% naïve Ünï čšž ЖЁ абв 東京都 ひらがな カタカナ 한국어 १२३ e\u0301 "
+    "🙂🙃 …— «quoted» \u00a0nbsp don't DON'T l'été <tag> ^~| \\ \"s\"  "
+)
+# Here a word that is in the vocabulary is one token, whatever the merges are, and a prompt begins with the begin token.
+_WHOLE_WORDS = frozenset({"llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2", "tekken"})
+_COMPOSED = frozenset({"qwen2", "deepseek-r1-qwen"})
+
+
+def build_backend(file: GGUFFile) -> Backend:
+    """The tokenizer that the file's metadata describe.
+
+    Raises:
+        UnsupportedModel: an unknown tokenizer or pre-tokenizer; the message names it.
+        CorruptedFile: the vocabulary is missing or inconsistent.
+    """
+    kind = file.get("tokenizer.ggml.model", str)
+    tokens = strings(file, "tokenizer.ggml.tokens")
+    types = file.get("tokenizer.ggml.token_type", list, [])
+    if types and len(types) != len(tokens):
+        raise CorruptedFile(f"{file.path}: {len(tokens)} tokens but {len(types)} token types; download the file again")
+    if kind == "llama" and file.architecture.startswith("gemma"):
+        # Gemma's runs of spaces are stored as such; its merges need them as SentencePiece writes them.
+        tokens = [token.replace(" ", "▁") if token.isspace() else token for token in tokens]
+    try:
+        if kind == "gpt2":
+            backend = _byte_level(file, tokens)
+        elif kind == "llama":
+            backend = _sentencepiece(file, tokens, types)
+        else:
+            raise UnsupportedModel(
+                f"{file.path}: tokenizer {kind!r}; supported: 'gpt2' (byte-level), 'llama' (SentencePiece)"
+            )
+        _add_tokens(backend, tokens, types)
+    except PippinError:
+        raise
+    except Exception as error:  # the library raises nothing more specific
+        raise CorruptedFile(f"{file.path}: the tokenizer contradicts itself: {error}; download it again") from error
+    return backend
+
+
+def describe_backend(backend: Backend, rows: int) -> dict[str, Any]:
+    """The metadata from which `build_backend` and llama.cpp create this tokenizer: ``tokenizer.ggml.*``, by key.
+
+    Args:
+        backend: byte-level or SentencePiece, as BPE.
+        rows: rows of the embedding; ids beyond the vocabulary become unused tokens.
+
+    Raises:
+        UnsupportedModel: another kind of tokenizer, or a splitting rule without a name in GGUF.
+    """
+    state = json.loads(backend.to_str())
+    if state["model"]["type"] != "BPE":
+        raise UnsupportedModel(f"a tokenizer of type {state['model']['type']} has no form in GGUF; BPE has")
+    added = backend.get_added_tokens_decoder()
+    names = {index: token for token, index in backend.get_vocab(with_added_tokens=True).items()}
+    rows = max(rows, 1 + max(names))
+    tokens = [names.get(index, f"[PAD{index}]") for index in range(rows)]
+    types = [_NORMAL if index in names else _UNUSED for index in range(rows)]
+    for index, token in added.items():
+        types[index] = CONTROL if token.special else _USER_DEFINED
+    fields: dict[str, Any] = {"model": "gpt2", "tokens": tokens, "token_type": types}
+    if state["model"].get("byte_fallback"):
+        fields |= _describe_sentencepiece(state, tokens, types)
+    else:
+        merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in state["model"]["merges"]]
+        if not merges:
+            raise UnsupportedModel("a vocabulary of single bytes, without merges, has no form in GGUF")
+        fields |= {"pre": _rule_name(backend, state), "merges": merges}
+    return {f"tokenizer.ggml.{name}": value for name, value in fields.items()}
+
+
+def _describe_sentencepiece(state: dict[str, Any], tokens: list[str], types: list[int]) -> dict[str, Any]:
+    """The fields of a SentencePiece vocabulary, whose merges follow the order of tokens; ``types`` are completed."""
+    for index, token in enumerate(tokens):
+        if len(token) == 6 and token.startswith("<0x") and types[index] == _NORMAL:
+            types[index] = _BYTE
+    unknown = tokens.index(state["model"]["unk_token"]) if state["model"].get("unk_token") else 0
+    types[unknown] = _UNKNOWN
+    spelled = [token.replace("▁", " ") if types[i] == _USER_DEFINED else token for i, token in enumerate(tokens)]
+    rules = state["normalizer"] or {}
+    prefix = any(rule["type"] == "Prepend" for rule in rules.get("normalizers", [rules]) if rule)
+    before = state["pre_tokenizer"] or {}
+    prefix = prefix or (before.get("type") == "Metaspace" and before.get("prepend_scheme") != "never")
+    scores = [float(-index) for index in range(len(tokens))]
+    return {
+        "model": "llama",
+        "pre": "default",
+        "tokens": spelled,
+        "scores": scores,
+        "unknown_token_id": unknown,
+        "add_space_prefix": prefix,
+    }
+
+
+def _rule_name(backend: Backend, state: dict[str, Any]) -> str:
+    """GGUF's name of a byte-level tokenizer's splitting rule: the first that splits the probe at the same places."""
+    whole, composed = bool(state["model"].get("ignore_merges")), (state["normalizer"] or {}).get("type") == "NFC"
+    ours = backend.pre_tokenizer.pre_tokenize_str(_PROBE) if backend.pre_tokenizer else None
+    for name in _SPLITS:
+        same = (name in _WHOLE_WORDS) == whole and (name in _COMPOSED) == composed
+        if same and _splitter(name).pre_tokenize_str(_PROBE) == ours:
+            return name
+    raise UnsupportedModel(f"this tokenizer's splitting rule has no name in GGUF; there are: {', '.join(_SPLITS)}")
+
+
+def adds_bos(file: GGUFFile) -> bool:
+    """Whether a prompt begins with the begin token; llama.cpp's default where the file does not say."""
+    sentencepiece = file.get("tokenizer.ggml.model", str) == "llama"
+    default = sentencepiece or file.metadata.get("tokenizer.ggml.pre") in _WHOLE_WORDS
+    return file.get("tokenizer.ggml.add_bos_token", bool, default)
+
+
+def strings(file: GGUFFile, key: str) -> list[str]:
+    """A metadata array of strings.
+
+    Raises:
+        CorruptedFile: it is missing, or not an array of strings.
+    """
+    values: list[str] = file.get(key, list)
+    if not values or not isinstance(values[0], str):  # GGUF arrays hold one type, so checking the first is enough
+        raise CorruptedFile(f"{file.path}: metadata {key!r} is not a list of strings; download the file again")
+    return values
+
+
+def _byte_level(file: GGUFFile, tokens: list[str]) -> Backend:
+    name = file.get("tokenizer.ggml.pre", str, "default")
+    if name not in _SPLITS:
+        raise UnsupportedModel(f"{file.path}: pre-tokenizer {name!r}; supported: {', '.join(_SPLITS)}")
+    merges = [_pair(file, line) for line in strings(file, "tokenizer.ggml.merges")]
+    # Read backwards, so that the first of two equal tokens keeps its id.
+    vocabulary = {tokens[index]: index for index in range(len(tokens) - 1, -1, -1)}
+    backend = Backend(models.BPE(vocabulary, merges, ignore_merges=name in _WHOLE_WORDS))
+    if name in _COMPOSED:
+        backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = _splitter(name)
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _splitter(name: str) -> pre_tokenizers.PreTokenizer:
+    """The splitting rule of this name, followed by the byte-level alphabet."""
+    rules = (pre_tokenizers.Split(Regex(rule), "isolated") for rule in _SPLITS[name])
+    return pre_tokenizers.Sequence([*rules, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+def _pair(file: GGUFFile, line: str) -> tuple[str, str]:
+    left, _, right = line.partition(" ")
+    if not (left and right):
+        raise CorruptedFile(f"{file.path}: merge {line!r} is not two tokens and a space; download the file again")
+    return left, right
+
+
+def _sentencepiece(file: GGUFFile, tokens: list[str], types: list[int]) -> Backend:
+    scores: list[float] = file.get("tokenizer.ggml.scores", list)
+    if len(scores) != len(tokens):
+        raise CorruptedFile(f"{file.path}: {len(tokens)} tokens but {len(scores)} scores; download the file again")
+    if file.architecture.startswith("gemma"):
+        # Gemma's merges follow the order of the tokens, not their scores.
+        scores = [-index for index in range(len(tokens))]
+    vocabulary = {tokens[index]: index for index in range(len(tokens) - 1, -1, -1)}
+    hidden = {index for index, kind in enumerate(types) if kind in _NOT_TEXT}
+    merges = _merges({token: scores[index] for token, index in vocabulary.items() if index not in hidden}, vocabulary)
+    unknown = tokens[file.get("tokenizer.ggml.unknown_token_id", int, 0)]
+    backend = Backend(models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    steps: list[normalizers.Normalizer] = [normalizers.Replace(" ", "▁")]
+    ends: list[decoders.Decoder] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if file.get("tokenizer.ggml.add_space_prefix", bool, True):
+        steps.insert(0, normalizers.Prepend("▁"))
+        ends.append(decoders.Strip(" ", 1, 0))
+    backend.normalizer = normalizers.Sequence(steps)
+    backend.decoder = decoders.Sequence(ends)
+    return backend
+
+
+def _merges(scores: dict[str, float], vocabulary: dict[str, int]) -> list[tuple[str, str]]:
+    """All merges of two tokens to a token, the best token first.
+
+    A token's score is the priority of the merges that produce it; among those of one token the earlier parts go first.
+    """
+    ranked = []
+    for token, score in scores.items():
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in scores and right in scores:
+                ranked.append((-score, vocabulary[left], vocabulary[right], left, right))
+    ranked.sort()
+    return [(left, right) for *_, left, right in ranked]
+
+
+def _add_tokens(backend: Backend, tokens: list[str], types: list[int]) -> None:
+    special = [token for token, kind in zip(tokens, types, strict=False) if kind in _NOT_TEXT and token]
+    plain = [token for token, kind in zip(tokens, types, strict=False) if kind == _USER_DEFINED and token]
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in plain])

@@ -1,0 +1,5 @@
+"""Constraints on answers: JSON Schema, regular expressions, and their grammars."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,1 @@
+from .constraint import Constraint as Constraint, Grammar as Grammar, GrammarTokenizer as GrammarTokenizer

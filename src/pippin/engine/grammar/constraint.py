@@ -1,0 +1,328 @@
+"""Constraints on answers: a grammar, and its state while one answer is generated.
+
+Notable here:
+- a `Grammar` is a description that needs no model; `start` compiles it for a tokenizer (once: compiled grammars are
+  cached by content) and returns the `Constraint` of one request
+- each step costs one bitmask, written by llguidance into a buffer that is reused, and one masked fill
+- after an inner error llguidance returns a mask that allows the end; so its state is checked after every call, and an
+  error is raised instead
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from threading import Lock
+from typing import Any, Final, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from jaxtyping import Float, Float32, Int32, UInt8
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from torch import Tensor
+
+from pippin.core.errors import DecodingFailure, EmptySchema, InvalidArgument, SchemaError, UnsupportedGuide
+from pippin.engine.grammar import json_grammar, regex as regular
+
+LIMITS: Final = LLParserLimits(verbose_errors=False)
+MAX_CACHED_GRAMMARS: Final = 64
+
+
+@runtime_checkable
+class GrammarTokenizer(Protocol):
+    """The interface of a tokenizer for constraints: its vocabulary as bytes, in llguidance's format."""
+
+    @property
+    def grammar_tokenizer(self) -> LLTokenizer:
+        """The same object at every call."""
+
+
+@dataclass(frozen=True)
+class Grammar:
+    r"""A set of texts, described by a Lark grammar in llguidance's dialect.
+
+    Args:
+        source: the grammar; its first rule is ``start``. The classmethods generate it for the usual cases.
+        notes: what the grammar leaves out of the description that it was made of, a sentence each.
+
+    >>> Grammar.choice(["yes", "no"]).source
+    'start: TEXT\nTEXT: /(?:yes|no)/'
+    """
+
+    source: str
+    notes: tuple[str, ...] = field(default=(), compare=False)
+
+    @classmethod
+    def json_schema(
+        cls, schema: dict[str, Any] | bool, *, separators: tuple[str, str] = (", ", ": "), strict: bool = False
+    ) -> Grammar:
+        """JSON texts that are valid under a JSON Schema (drafts 3 to 2020-12): all or a subset of them, and no others.
+
+        Properties are in the order of their declaration and white space is only that of ``separators``, so that each
+        value has one spelling and white space cannot repeat forever. docs/json-schema.md documents each keyword.
+
+        Args:
+            schema: the schema; ``$ref`` within it only.
+            separators: between items and after keys, as in `json.dumps`; blanks only beside the comma and the colon.
+            strict: refuse what is no keyword of JSON Schema and formats without a definition, which are otherwise
+                ignored with a note in `notes`; and properties that no value can satisfy.
+
+        Raises:
+            SchemaError: it is not a JSON Schema. UndefinedReference: a ``$ref`` points at nothing.
+            UnsupportedGuide: it has a keyword that cannot be enforced. EmptySchema: no value is valid under it.
+        """
+        return cls(*json_grammar.write(schema, separators=separators, strict=strict))
+
+    @classmethod
+    def regex(cls, pattern: str) -> Grammar:
+        """The texts that a regular expression matches from end to end.
+
+        Raises:
+            SchemaError: it is not a regular expression. UnsupportedGuide: it has look-around, back references or flags.
+            EmptySchema: it matches nothing.
+        """
+        return cls._of_text(f"/{regular.whole(pattern)}/", f"the regular expression {pattern!r}")
+
+    @classmethod
+    def choice(cls, texts: Sequence[str]) -> Grammar:
+        """One of these texts.
+
+        Raises:
+            EmptySchema: there are none. InvalidArgument: it is one text, not a list of them.
+        """
+        if isinstance(texts, str):
+            raise InvalidArgument(f"a choice is a list of texts, got the text {texts!r}")
+        if not texts:
+            raise EmptySchema("a choice needs at least one text to choose")
+        return cls._of_text(f"/{regular.alternatives(map(regular.literal, dict.fromkeys(texts)))}/", "the choice")
+
+    @classmethod
+    def lark(cls, source: str) -> Grammar:
+        """The texts of a Lark grammar, in llguidance's dialect, whose first rule is ``start``.
+
+        Raises:
+            SchemaError: the grammar is malformed.
+        """
+        if message := LLMatcher.validate_grammar(source, limits=LIMITS):
+            raise SchemaError(f"the grammar is malformed: {message.strip()}")
+        return cls(source)
+
+    @classmethod
+    def text(cls) -> Grammar:
+        """Any text."""
+        return cls("start: TEXT\nTEXT: /(?s:.*)/")
+
+    @classmethod
+    def _of_text(cls, terminal: str, what: str) -> Grammar:
+        if regular.is_empty(terminal):
+            raise EmptySchema(f"{what} matches no text")
+        return cls(f"start: TEXT\nTEXT: {terminal}")
+
+    def allows(self, text: str) -> bool:
+        """Whether a text is in the set, in exactly this spelling."""
+        constraint = Constraint(_compile(self.source, regular.byte_tokenizer()), regular.byte_tokenizer())
+        return constraint.follow(list(text.encode())) and constraint.may_end
+
+    def start(self, tokenizer: GrammarTokenizer) -> Constraint:
+        """The constraint of one answer; the grammar is compiled, or copied from the cache of compiled grammars.
+
+        Raises:
+            SchemaError: the grammar is malformed. UnsupportedGuide: it is too large for the engine's limits.
+            EmptySchema: no text satisfies it.
+        """
+        vocabulary = tokenizer.grammar_tokenizer
+        began = time.perf_counter()
+        matcher = _compile(self.source, vocabulary)
+        return Constraint(matcher, vocabulary, compile_seconds=time.perf_counter() - began)
+
+
+_compiled: OrderedDict[tuple[str, int], tuple[LLMatcher, LLTokenizer]] = OrderedDict()
+_lock = Lock()
+
+
+def _compile(source: str, vocabulary: LLTokenizer) -> LLMatcher:
+    """A matcher at its start; compiled grammars are cached, and the least recently used is evicted."""
+    key = (source, id(vocabulary))  # the entry holds the vocabulary, so that its id is not given to another
+    with _lock:
+        if key in _compiled:
+            _compiled.move_to_end(key)
+            return _compiled[key][0].deep_copy()
+    matcher = LLMatcher(vocabulary, source, log_level=0, limits=LIMITS)
+    if matcher.is_error():
+        message = regular.first_line(matcher)
+        if any(word in message for word in ("fuel", "limit", "too many", "too large", "too big", "complex")):
+            raise UnsupportedGuide(f"the grammar is too large for the engine: {message}")
+        raise SchemaError(f"the grammar is malformed: {message}")
+    with _lock:
+        _compiled[key] = (matcher, vocabulary)
+        while len(_compiled) > MAX_CACHED_GRAMMARS:
+            _compiled.popitem(last=False)
+        return matcher.deep_copy()
+
+
+_MINUS_INFINITY: Final = np.float32(-np.inf).view(np.int32)
+
+
+def _ban(
+    values: Float32[np.ndarray, " size"], allowed: UInt8[np.ndarray, " size"], buffer: Int32[np.ndarray, " size"]
+) -> None:
+    """Set values to minus infinity where ``allowed`` is 0, in place; ``buffer`` and ``allowed`` are overwritten.
+
+    It works on the bits of the values: torch and NumPy use a branch for each value, which a processor cannot predict,
+    and take up to ten times as long.
+    """
+    signs = allowed.view(np.int8)
+    np.negative(signs, out=signs)
+    np.copyto(buffer, signs)  # all ones where 1, by the extension of the sign
+    bits = values.view(np.int32)
+    np.bitwise_and(bits, buffer, out=bits)
+    np.invert(buffer, out=buffer)
+    np.bitwise_and(buffer, _MINUS_INFINITY, out=buffer)
+    np.bitwise_or(bits, buffer, out=bits)
+
+
+class Constraint:
+    """The state of one answer under a grammar; not shared between threads.
+
+    Args:
+        matcher: llguidance's state, at the beginning or a copy from the middle of an answer.
+        vocabulary: the tokens that it was compiled for.
+        compile_seconds: seconds of compilation; far less if the grammar was cached.
+    """
+
+    def __init__(self, matcher: LLMatcher, vocabulary: LLTokenizer, *, compile_seconds: float = 0.0) -> None:
+        self.compile_seconds = compile_seconds
+        self._matcher, self._vocabulary = matcher, vocabulary
+        self._words = np.zeros((vocabulary.vocab_size + 31) // 32, dtype=np.int32)
+        self._buffer = np.empty(32 * len(self._words), dtype=np.int32)  # for `apply`, so that no step allocates memory
+        self._mask_is_current = False  # whether ``_words`` is the mask of the present state
+        self._accepted: list[int] = []
+        self._end_unseen = False
+        self._ends = frozenset(vocabulary.eos_tokens)
+
+    def mask(self) -> Int32[np.ndarray, " words"]:
+        """Which tokens may come next: bit i of word w stands for token 32 w + i. The buffer is reused by the next step.
+
+        Raises:
+            DecodingFailure: the grammar leaves no token, or a limit of the engine is reached.
+            EmptySchema: no text satisfies the grammar; found at its first step.
+        """
+        if not self._mask_is_current:
+            self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
+            if self._matcher.is_error() or not self._words.any():
+                message = regular.first_line(self._matcher)
+                if not self._accepted and message.startswith("NoExtensionBias"):
+                    raise EmptySchema("no text satisfies the grammar")
+                raise DecodingFailure(f"the grammar leaves no token after {len(self._accepted)} tokens: {message}")
+            self._mask_is_current = True
+        return self._words
+
+    def apply(self, logits: Float[Tensor, " vocab"]) -> None:
+        """Set the logits of all tokens that may not come next to minus infinity, in place.
+
+        Args:
+            logits: for one position, on any device; entries beyond the tokenizer's vocabulary are padding and go too.
+
+        Raises:
+            DecodingFailure: as `mask`, or the maximum of the allowed logits is not finite.
+        """
+        allowed = np.unpackbits(self.mask().view(np.uint8), bitorder="little")
+        size = min(self._vocabulary.vocab_size, logits.shape[-1])
+        logits[size:] = -torch.inf
+        if logits.device.type == "cpu" and logits.dtype == torch.float32 and logits.is_contiguous():
+            values = logits.numpy()
+            _ban(values[:size], allowed[:size], self._buffer[:size])
+            best = float(values.max())
+        else:
+            banned = torch.from_numpy(allowed[:size]) == 0
+            logits[:size].masked_fill_(banned.to(logits.device, non_blocking=True), -torch.inf)
+            best = float(logits.max())
+        if not math.isfinite(best):
+            raise DecodingFailure(f"no token is left to choose: the best logit that the grammar allows is {best}")
+
+    def allows(self, token_id: int) -> bool:
+        """Whether this token may come next."""
+        word, bit = divmod(token_id, 32)
+        return 0 <= token_id < self._vocabulary.vocab_size and bool(int(self.mask()[word]) >> bit & 1)
+
+    def accept(self, token_id: int) -> None:
+        """Advance by one token that was chosen.
+
+        Raises:
+            DecodingFailure: the grammar does not allow it here, or the answer has ended.
+        """
+        if self.ended:
+            raise DecodingFailure(f"token {token_id} comes after the end of the answer")
+        self._end_unseen = self._matcher.is_stopped()  # then it accepts an end token without recording it
+        if not self._matcher.consume_token(token_id) or self._matcher.is_error():
+            raise DecodingFailure(f"the grammar does not allow token {token_id} after {len(self._accepted)} tokens")
+        self._accepted.append(token_id)
+        self._mask_is_current = False
+
+    def follow(self, token_ids: Sequence[int]) -> bool:
+        """Accept tokens up to the first that is not allowed; return whether all were accepted."""
+        count = self._matcher.try_consume_tokens(list(token_ids))
+        self._accepted.extend(token_ids[:count])
+        self._mask_is_current = False
+        return not self._matcher.is_error() and count == len(token_ids)
+
+    def reach(self, token_ids: Sequence[int]) -> int:
+        """How many tokens, from the first on, would be accepted; the state does not change."""
+        size = self._vocabulary.vocab_size  # the matcher fails on larger ids, which a padded model has
+        known = list(takewhile(lambda token: token < size, token_ids))
+        return 0 if self.ended else int(self._matcher.validate_tokens(known))
+
+    @property
+    def ended(self) -> bool:
+        """Whether an end token was accepted."""
+        return bool(self._accepted) and self._accepted[-1] in self._ends
+
+    @property
+    def finished(self) -> bool:
+        """Whether the answer is complete and only an end token can follow."""
+        if self.ended or not self.may_end:
+            return self.ended
+        return self._matcher.is_stopped() or self._only_ends()
+
+    def _only_ends(self) -> bool:
+        tokens = np.flatnonzero(np.unpackbits(self.mask().view(np.uint8), bitorder="little"))
+        return bool(np.isin(tokens, list(self._ends)).all())
+
+    @property
+    def may_end(self) -> bool:
+        """Whether the text so far is complete; it may still go on."""
+        return self.ended or (not self._matcher.is_error() and self._matcher.is_accepting())
+
+    def forced(self) -> list[int]:
+        """The tokens that must come next, as the tokenizer itself would split the text; often none.
+
+        They need no pass of the model, but must still be passed to `accept`.
+        """
+        if self.finished:
+            return []
+        tokens: list[int] = self._matcher.compute_ff_tokens()
+        return tokens
+
+    def rollback(self, count: int) -> None:
+        """Undo the last ``count`` accepted tokens.
+
+        Raises:
+            InvalidArgument: fewer were accepted.
+        """
+        if not 0 <= count <= len(self._accepted):
+            raise InvalidArgument(f"cannot take back {count} of {len(self._accepted)} tokens")
+        seen = count - (count > 0 and self.ended and self._end_unseen)
+        if seen and not self._matcher.rollback(seen):
+            raise DecodingFailure(f"cannot take back {count} tokens: {regular.first_line(self._matcher)}")
+        del self._accepted[len(self._accepted) - count :]
+        self._mask_is_current = False
+
+    def fork(self) -> Constraint:
+        """An independent copy of the constraint in its present state."""
+        other = Constraint(self._matcher.deep_copy(), self._vocabulary)
+        other._accepted, other._end_unseen = list(self._accepted), self._end_unseen
+        return other

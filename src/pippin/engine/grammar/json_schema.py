@@ -1,0 +1,530 @@
+"""JSON Schema (drafts 3 to 2020-12) converted to sets of JSON values.
+
+Notable here:
+- a keyword is converted exactly or refused by name; what is no keyword of JSON Schema, and formats that have no
+  definition, are annotations: ignored with a note, or refused where the caller is strict
+- `oneOf` is `anyOf` if its members provably exclude each other; `if`, `not` and other `oneOf` use complements if they
+  are unions of shapes, and are refused otherwise
+- `format` is an assertion, not an annotation
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from difflib import get_close_matches
+from itertools import combinations
+from typing import Any, Final
+
+from pippin.core.errors import SchemaError, UnsupportedGuide
+from pippin.engine.grammar import json_keywords as keywords, regex, string_formats
+from pippin.engine.grammar.json_negation import complement
+from pippin.engine.grammar.json_references import References, escape
+from pippin.engine.grammar.json_values import (
+    ANYTHING,
+    NEVER,
+    Array,
+    Boolean,
+    Key,
+    Names,
+    Null,
+    Number,
+    Object,
+    Part,
+    Shape,
+    Shapes,
+    String,
+    is_void,
+    join,
+    meet,
+    meet_all,
+    of_value,
+    one_of_values,
+)
+
+ANNOTATIONS: Final = frozenset({
+    "title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "$comment",
+    "$schema", "$id", "id", "$vocabulary", "$defs", "definitions", "$anchor", "$dynamicAnchor", "$recursiveAnchor",
+    "contentEncoding", "contentMediaType", "contentSchema", "discriminator", "then", "else",
+})  # fmt: skip
+ASSERTIONS: Final = frozenset({
+    "type", "enum", "const", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
+    "minLength", "maxLength", "pattern", "format", "prefixItems", "items", "additionalItems", "minItems",
+    "maxItems", "uniqueItems", "contains", "minContains", "maxContains", "unevaluatedItems", "properties",
+    "required", "additionalProperties", "patternProperties", "minProperties", "maxProperties", "propertyNames",
+    "unevaluatedProperties", "divisibleBy",
+})  # fmt: skip
+KINDS: Final[dict[str, type]] = {
+    "null": Null,
+    "boolean": Boolean,
+    "number": Number,
+    "integer": Number,
+    "string": String,
+    "array": Array,
+    "object": Object,
+}  # fmt: skip
+_CONTENT: Final = frozenset({"contentEncoding", "contentMediaType"})
+_MAX_PATTERNS: Final = 5
+
+
+class SchemaReader:
+    """One schema document.
+
+    Args:
+        document: the schema.
+        strict: refuse what is no keyword of JSON Schema, and formats without a definition.
+
+    Attributes:
+        notes: what was ignored, a sentence each, in the order of reading.
+
+    Raises:
+        SchemaError, UnsupportedGuide, UndefinedReference: (also by every method) a part of the schema is malformed,
+            cannot be enforced, or refers to nothing.
+    """
+
+    def __init__(self, document: Any, *, strict: bool = False) -> None:
+        self.references = References(document)
+        self.strict = strict
+        self.notes: dict[str, None] = {}
+        self._wide = False  # whether patterns and formats are read as widely as any validator may; see `part`
+        self._read: dict[tuple[Part, bool], Shapes] = {}
+        self._expanded: dict[tuple[Key, bool], Shapes] = {}
+        self._open: list[tuple[Part, bool]] = []
+
+    # --- what a key stands for ----------------------------------------------------------------------------------------
+
+    def shapes(self, key: Key) -> Shapes:
+        """The values that satisfy every part of a key, as a union of shapes."""
+        if (key, self._wide) not in self._expanded:
+            found = ANYTHING
+            for part in key:
+                found = meet_all(found, self.part(part))
+            self._expanded[key, self._wide] = found
+        return self._expanded[key, self._wide]
+
+    def part(self, part: Part, *, wide: bool | None = None) -> Shapes:
+        """The values that satisfy one part of a key.
+
+        Args:
+            part: a subschema, its negation, a constant, or nothing.
+            wide: interpret `pattern` and `format` as broadly as any validator may, so that the result is a superset;
+                None for the present mode. Complements are taken of broad interpretations.
+        """
+        before, self._wide = self._wide, self._wide if wide is None else wide
+        name = (part, self._wide)
+        try:
+            if name not in self._read:
+                if name in self._open:
+                    raise SchemaError(f"the schema at {part[1]!r} refers to itself and says nothing else")
+                self._open.append(name)
+                try:
+                    self._read[name] = self._read_part(*part)
+                finally:
+                    self._open.pop()
+            return self._read[name]
+        finally:
+            self._wide = before
+
+    def _read_part(self, kind: str, where: str) -> Shapes:
+        if kind == "never":
+            return ()
+        if kind == "value":
+            return (of_value(json.loads(where)),)
+        if kind == "not":
+            return self._complement(self.part(("schema", where), wide=not self._wide), where)
+        return self._schema(self.references.at(where), where)
+
+    # --- one schema ---------------------------------------------------------------------------------------------------
+
+    def _schema(self, schema: Any, where: str) -> Shapes:
+        """The values that are valid under one schema."""
+        if isinstance(schema, bool):
+            return ANYTHING if schema else ()
+        if not isinstance(schema, dict):
+            raise SchemaError(f"{where}: a schema is an object or a boolean, got {schema!r}")
+        draft = self._draft(where)
+        if draft <= 7 and "$ref" in schema:
+            schema = {"$ref": schema["$ref"]}
+        found = ANYTHING
+        asserted = False
+        for keyword, value in schema.items():
+            if keyword in _APPLICATORS or (draft == 3 and keyword in _DRAFT_3):
+                applicator = _DRAFT_3[keyword] if draft == 3 and keyword in _DRAFT_3 else _APPLICATORS[keyword]
+                found = meet_all(found, applicator(self, value, schema, f"{where}/{keyword}"))
+            if keyword in ASSERTIONS:
+                found, asserted = found if asserted else meet_all(found, self._assertions(schema, where)), True
+            elif keyword not in _APPLICATORS and keyword not in ANNOTATIONS and not keyword.startswith("x-"):
+                self._ignore(where, keyword)
+            elif draft == 7 and keyword in _CONTENT:
+                self.notes[f"{where}: {keyword!r} is not enforced, as in later drafts"] = None
+        return found
+
+    def _draft(self, where: str) -> int:
+        return self.references.resource(where).draft
+
+    def _ignore(self, where: str, keyword: str) -> None:
+        """Note what is no keyword, or refuse it.
+
+        Raises:
+            UnsupportedGuide: the caller is strict.
+        """
+        near = get_close_matches(keyword, ASSERTIONS | _APPLICATORS.keys(), n=1, cutoff=0.8)
+        meant = f"; did you mean {near[0]!r}?" if near else ""
+        if self.strict:
+            raise self._refused(where, keyword, f"is not a keyword of JSON Schema{meant}")
+        self.notes[f"{where}: {keyword!r} is not a keyword of JSON Schema and is ignored{meant}"] = None
+
+    def _refused(self, where: str, keyword: str, reason: str) -> UnsupportedGuide:
+        return UnsupportedGuide(f"{where}: {keyword} {reason}", field=keywords.field_name(where), guide=keyword)
+
+    def _assertions(self, schema: dict[str, Any], where: str) -> Shapes:
+        """The values allowed by the assertions on single types (minLength, items, ...), by enum and by const."""
+        shapes: Shapes = tuple(self._of_kind(kind, schema, where) for kind in self._kinds(schema, where))
+        if "const" in schema:
+            shapes = meet_all(shapes, (of_value(schema["const"]),))
+        if "enum" in schema:
+            if not isinstance(schema["enum"], list):
+                raise SchemaError(f"{where}: enum must be a list, got {schema['enum']!r}")
+            shapes = meet_all(shapes, one_of_values(schema["enum"]))
+        return shapes
+
+    def _kinds(self, schema: dict[str, Any], where: str) -> list[str]:
+        every = ["null", "boolean", "number", "string", "array", "object"]
+        names = schema.get("type", every)
+        names = [names] if isinstance(names, str) else names
+        if self._draft(where) == 3 and isinstance(names, list):
+            names = every if "any" in names or any(isinstance(name, dict) for name in names) else names
+        if not isinstance(names, list) or any(name not in KINDS for name in names):
+            raise SchemaError(f"{where}: type must be one or several of {', '.join(KINDS)}, got {schema['type']!r}")
+        return [name for name in dict.fromkeys(names) if not (name == "integer" and "number" in names)]
+
+    def _of_kind(self, kind: str, schema: dict[str, Any], where: str) -> Shape:
+        if kind in ("number", "integer"):
+            return keywords.number(schema, where, integer=kind == "integer")
+        if kind == "string":
+            return self._string(schema, where)
+        if kind == "array":
+            return self._array(schema, where)
+        if kind == "object":
+            return self._object(schema, where)
+        return Null() if kind == "null" else Boolean()
+
+    def _string(self, schema: dict[str, Any], where: str) -> String:
+        include = []
+        try:
+            if "pattern" in schema:
+                pattern = keywords.text(schema, "pattern", where)
+                include.append(f"/{regex.search(pattern, narrow=not self._wide)}/")
+            if "format" in schema and (terminal := self._format(keywords.text(schema, "format", where), where)):
+                include.append(terminal)
+        except UnsupportedGuide as error:
+            raise UnsupportedGuide(f"{where}: {error}", field=keywords.field_name(where), guide=error.guide) from error
+        return String(
+            keywords.count(schema, "minLength", where) or 0, keywords.count(schema, "maxLength", where), tuple(include)
+        )
+
+    def _format(self, name: str, where: str) -> str | None:
+        """The terminal of a format; None where it has no definition, or where everything is read widely.
+
+        Raises:
+            UnsupportedGuide: it has none, and the caller is strict.
+        """
+        if name not in string_formats.STANDARD and not self.strict:
+            self.notes[f"{where}: the format {name!r} has no definition here and is ignored"] = None
+            return None
+        return None if self._wide else string_formats.terminal(name, parsed=self.strict)
+
+    def _array(self, schema: dict[str, Any], where: str) -> Array:
+        listed = isinstance(schema.get("items"), list)  # as drafts 3 to 2019-09 spell prefixItems
+        items, prefix = ("additionalItems", "items") if listed else ("items", "prefixItems")
+        if schema.get("unevaluatedItems", True) is not True:
+            if items in schema or "contains" in schema or _has_applicators(schema):
+                raise self._refused(where, "unevaluatedItems", "is supported only beside prefixItems")
+            items = "unevaluatedItems"
+        heads = schema.get(prefix, [])
+        if not isinstance(heads, list):
+            raise SchemaError(f"{where}: {prefix} must be a list, got {heads!r}")
+        contains = self._contains(schema, where)
+        unique = schema.get("uniqueItems", False)
+        if not isinstance(unique, bool):
+            raise SchemaError(f"{where}: uniqueItems must be true or false, got {unique!r}")
+        return Array(
+            tuple(self._child(f"{where}/{prefix}/{i}") for i in range(len(heads))),
+            self._child(f"{where}/{items}") if items in schema else (),
+            keywords.count(schema, "minItems", where) or 0,
+            keywords.count(schema, "maxItems", where),
+            unique,
+            contains,
+        )
+
+    def _contains(self, schema: dict[str, Any], where: str) -> tuple[tuple[Key, int], ...]:
+        if "contains" not in schema:
+            return ()
+        if "maxContains" in schema:
+            raise self._refused(where, "maxContains", "cannot be enforced")
+        least = keywords.count(schema, "minContains", where)
+        least = 1 if least is None else least
+        return ((self._child(f"{where}/contains"), least),) if least else ()
+
+    def _object(self, schema: dict[str, Any], where: str) -> Object:
+        rest = "additionalProperties"
+        if schema.get("unevaluatedProperties", True) is not True and rest not in schema:
+            if _has_applicators(schema):
+                raise self._refused(where, "unevaluatedProperties", "is supported only without other subschemas")
+            rest = "unevaluatedProperties"
+        named, patterns, required = (
+            schema.get("properties", {}),
+            schema.get("patternProperties", {}),
+            () if self._draft(where) == 3 else keywords.names(schema, where),
+        )
+        for keyword, value in (("properties", named), ("patternProperties", patterns)):
+            if not isinstance(value, dict):
+                raise SchemaError(f"{where}: {keyword} must be an object, got {value!r}")
+        if self._draft(where) == 3:
+            children = ((name, child) for name, child in named.items() if isinstance(child, dict))
+            required = tuple(name for name, child in children if child.get("required") is True)
+        others = self._name_classes(patterns, self._child(f"{where}/{rest}") if rest in schema else (), where)
+        found = Object(
+            tuple((name, self._child(f"{where}/properties/{escape(name)}")) for name in named),
+            others,
+            required,
+            keywords.count(schema, "minProperties", where) or 0,
+            keywords.count(schema, "maxProperties", where),
+        )
+        if patterns:  # a named property must also satisfy every pattern that it matches
+            hidden = replace(found, properties=(), others=self._name_classes(patterns, (), where))
+            found = replace(found, properties=tuple((n, join(k, hidden.key(n))) for n, k in found.properties))
+        return self._with_property_names(found, f"{where}/propertyNames") if "propertyNames" in schema else found
+
+    def _name_classes(self, patterns: dict[str, Any], rest: Key, where: str) -> tuple[Names, ...]:
+        """Disjoint classes of property names: one for each set of patterns that a name can match, with its schemas.
+
+        With the patterns a and b there are four: names that match both (schemas of a and of b hold), a but not b, b but
+        not a, and neither (``rest`` holds). Classes without a member, and those that forbid every value, are left out.
+
+        Args:
+            patterns: the value of `patternProperties`.
+            rest: key of what a name that matches no pattern must satisfy.
+            where: pointer of the schema.
+        """
+        if len(patterns) > _MAX_PATTERNS:
+            raise self._refused(where, "patternProperties", f"has more than {_MAX_PATTERNS} patterns")
+        keys: dict[str, Key] = {}  # by the terminal of each pattern, the key of its schema
+        for pattern in patterns:
+            terminal = f"/{regex.search(pattern, narrow=False)}/"
+            keys[terminal] = self._child(f"{where}/patternProperties/{escape(pattern)}")
+        classes = []
+        for size in range(len(keys), -1, -1):
+            for matched in combinations(keys, size):
+                unmatched = tuple(terminal for terminal in keys if terminal not in matched)
+                key: Key = () if matched else rest
+                for terminal in matched:
+                    key = join(key, keys[terminal])
+                names = Names(include=matched, exclude=unmatched, key=key)
+                if key != NEVER and not is_void(names):
+                    classes.append(names)
+        return tuple(classes)
+
+    def _with_property_names(self, found: Object, where: str) -> Object:
+        strings = [shape for shape in self.part(("schema", where)) if isinstance(shape, String)]
+        strings = [s for s in strings if not s.is_empty]
+        if String() in strings:
+            return found
+        if all(s.values is not None for s in strings):
+            names = tuple(v for s in strings for v in s.values or ())
+            named = found.with_names(names)
+            keys = tuple((n, k if n in names else NEVER) for n, k in named.properties)
+            return replace(named, properties=keys, others=())
+        terminal = " | ".join(f"({s.terminal})" for s in strings)
+        others = tuple(replace(o, include=(*o.include, terminal)) for o in found.others)
+        keys = tuple(
+            (n, k if regex.matches(terminal, json.dumps(n, ensure_ascii=False)) else NEVER) for n, k in found.properties
+        )
+        return replace(found, properties=keys, others=tuple(o for o in others if not is_void(o)))
+
+    def _child(self, where: str) -> Key:
+        """The key of a subschema; `true` is the empty key, `false` is NEVER."""
+        schema = self.references.at(where)
+        return () if schema is True or schema == {} else NEVER if schema is False else (("schema", where),)
+
+    # --- subschemas of the same value ---------------------------------------------------------------------------------
+
+    def _each(self, value: Any, where: str) -> list[Shapes]:
+        if not isinstance(value, list) or not value:
+            raise SchemaError(f"{where} must be a list of at least one schema, got {value!r}")
+        return [self.part(("schema", f"{where}/{i}")) for i in range(len(value))]
+
+    def _reference(self, value: Any, schema: dict[str, Any], where: str) -> Shapes:
+        return self.part(("schema", self.references.resolve(value, where)))
+
+    def _dynamic_reference(self, value: Any, schema: dict[str, Any], where: str) -> Shapes:
+        return self.part(("schema", self.references.resolve_dynamic(value, where)))
+
+    def _all_of(self, value: Any, schema: dict[str, Any], where: str) -> Shapes:
+        found = ANYTHING
+        for shapes in self._each(value, where):
+            found = meet_all(found, shapes)
+        return found
+
+    def _any_of(self, value: Any, schema: dict[str, Any], where: str) -> Shapes:
+        return tuple(dict.fromkeys(shape for shapes in self._each(value, where) for shape in shapes))
+
+    def _one_of(self, value: Any, schema: dict[str, Any], where: str) -> Shapes:
+        members = self._each(value, where)
+        widely = [self.part(("schema", f"{where}/{i}"), wide=True) for i in range(len(members))]
+        found: list[Shape] = []
+        for i, only in enumerate(members):
+            for j, other in enumerate(widely):
+                if i != j and not self._disjoint(widely[i], other):
+                    try:
+                        only = meet_all(only, self.part(("not", f"{where}/{j}")))
+                    except UnsupportedGuide as error:
+                        reason = f"needs members that exclude each other, but {i} and {j} may not; use anyOf"
+                        raise self._refused(where.rpartition("/")[0], "oneOf", reason) from error
+            found.extend(only)
+        return tuple(dict.fromkeys(found))
+
+    def _negation(self, value: Any, schema: dict[str, Any], where: str) -> Shapes:
+        return self.part(("not", where))
+
+    def _condition(self, value: Any, schema: dict[str, Any], where: str) -> Shapes:
+        parent = where.rpartition("/")[0]
+        met, unmet = ANYTHING, ANYTHING
+        if "then" in schema:
+            met = self.part(("schema", f"{parent}/then"))
+        if "else" in schema:
+            unmet = self.part(("schema", f"{parent}/else"))
+        if met == unmet == ANYTHING:
+            return ANYTHING
+        yes = meet_all(self.part(("schema", where)), met)
+        return tuple(dict.fromkeys((*yes, *meet_all(self.part(("not", where)), unmet))))
+
+    def _dependent_required(self, value: Any, schema: dict[str, Any], where: str) -> Shapes:
+        return self._dependent(
+            value, where, lambda names, _: Object(required=keywords.names({"required": names}, where))
+        )
+
+    def _dependent_schemas(self, value: Any, schema: dict[str, Any], where: str) -> Shapes:
+        return self._dependent(value, where, lambda _, at: self.part(("schema", at)))
+
+    def _dependencies(self, value: Any, schema: dict[str, Any], where: str) -> Shapes:
+        def then(needs: Any, at: str) -> Shape | Shapes:
+            needs = [needs] if isinstance(needs, str) else needs  # draft 3
+            return (
+                Object(required=keywords.names({"required": needs}, at))
+                if isinstance(needs, list)
+                else self.part(("schema", at))
+            )
+
+        return self._dependent(value, where, then)
+
+    def _dependent(self, value: Any, where: str, then: Callable[[Any, str], Shape | Shapes]) -> Shapes:
+        """For each property: it is absent, or it is present and the result of ``then`` holds."""
+        if not isinstance(value, dict):
+            raise SchemaError(f"{where} must be an object, got {value!r}")
+        found = ANYTHING
+        for name, needs in value.items():
+            follows = then(needs, f"{where}/{escape(name)}")
+            present = meet_all((Object(required=(name,)),), follows if isinstance(follows, tuple) else (follows,))
+            absent = Object(properties=((name, NEVER),))
+            found = meet_all(found, (*(s for s in ANYTHING if not isinstance(s, Object)), absent, *present))
+        return found
+
+    # --- draft 3 ------------------------------------------------------------------------------------------------------
+
+    def _extends(self, value: Any, schema: dict[str, Any], where: str) -> Shapes:
+        return self._all_of(value, schema, where) if isinstance(value, list) else self.part(("schema", where))
+
+    def _types(self, value: Any, schema: dict[str, Any], where: str) -> Shapes:
+        """The values of any of the listed types, some of which are schemas; all where none is."""
+        members = value if isinstance(value, list) else [value]
+        if "any" in members or not any(isinstance(member, dict) for member in members):
+            return ANYTHING
+        return tuple(
+            dict.fromkeys(
+                shape
+                for i, member in enumerate(members)
+                for shape in (
+                    self.part(("schema", f"{where}/{i}"))
+                    if isinstance(member, dict)
+                    else self._assertions({"type": member}, where)
+                )
+            )
+        )
+
+    def _disallow(self, value: Any, schema: dict[str, Any], where: str) -> Shapes:
+        return self._complement(self._types_or_kinds(value, where), where)
+
+    def _types_or_kinds(self, value: Any, where: str) -> Shapes:
+        members = value if isinstance(value, list) else [value]
+        if any(isinstance(member, dict) for member in members):
+            return self._types(members, {}, where)
+        return self._assertions({"type": members}, where)
+
+    # --- complements and overlaps -------------------------------------------------------------------------------------
+
+    def _complement(self, shapes: Shapes, where: str) -> Shapes:
+        """All values that are in none of these shapes."""
+        found = ANYTHING
+        for shape in shapes:
+            same_kind = complement(shape)
+            if same_kind is None:
+                raise self._refused(where, "not", "or oneOf or if needs the opposite of a schema that has none")
+            others = tuple(s for s in ANYTHING if type(s) is not type(shape))
+            found = meet_all(found, (*others, *same_kind))
+        return found
+
+    def _disjoint(self, a: Shapes, b: Shapes) -> bool:
+        """Whether no value is in both, even in the broad interpretation; False if that cannot be shown."""
+        before, self._wide = self._wide, True
+        try:
+            return all((both := meet(x, y)) is None or self._plainly_empty(both) for x in a for y in b)
+        finally:
+            self._wide = before
+
+    def _plainly_empty(self, shape: Shape, depth: int = 4) -> bool:
+        """Whether a shape has no values, checked to ``depth`` levels; False if that does not decide it."""
+        match shape:
+            case Number(values=None):
+                return shape.is_empty
+            case String():
+                return shape.is_empty
+            case Array():
+                needed = [shape.at(i) for i in range(min(shape.low, len(shape.prefix) + 1))]
+                return (shape.high is not None and shape.low > shape.high) or any(
+                    self._hopeless(k, depth) for k in needed
+                )
+            case Object():
+                return any(self._hopeless(shape.key(name), depth) for name in shape.required)
+        return False
+
+    def _hopeless(self, key: Key, depth: int) -> bool:
+        if depth == 0 or any((part, self._wide) in self._open for part in key):
+            return False
+        return all(self._plainly_empty(shape, depth - 1) for shape in self.shapes(key))
+
+
+_APPLICATORS: Final[dict[str, Callable[[SchemaReader, Any, dict[str, Any], str], Shapes]]] = {
+    "$ref": SchemaReader._reference,
+    "$recursiveRef": SchemaReader._dynamic_reference,
+    "$dynamicRef": SchemaReader._dynamic_reference,
+    "allOf": SchemaReader._all_of,
+    "anyOf": SchemaReader._any_of,
+    "oneOf": SchemaReader._one_of,
+    "not": SchemaReader._negation,
+    "if": SchemaReader._condition,
+    "dependentRequired": SchemaReader._dependent_required,
+    "dependentSchemas": SchemaReader._dependent_schemas,
+    "dependencies": SchemaReader._dependencies,
+}
+
+_DRAFT_3: Final[dict[str, Callable[[SchemaReader, Any, dict[str, Any], str], Shapes]]] = {
+    "extends": SchemaReader._extends,
+    "disallow": SchemaReader._disallow,
+    "type": SchemaReader._types,
+}
+
+
+def _has_applicators(schema: dict[str, Any]) -> bool:
+    return any(keyword in _APPLICATORS for keyword in schema)

@@ -1,0 +1,294 @@
+r"""Regular expressions (JSON Schema's `pattern`) translated into terminals of a grammar.
+
+Notable here:
+- a string is constrained *as it is spelled in the JSON text*: every character has exactly one spelling there (itself,
+  or its shortest escape), so lengths, patterns and exclusions are intersections and complements of plain regular
+  languages, and no escape can smuggle a character past a pattern
+- dialects differ (is "٣" a `\d`?); `narrow` writes the intersection of ECMA 262, Python and Rust, so that every
+  generated string matches in each of them; without `narrow` it is exactly ECMA 262
+- patterns are parsed by CPython's own parser (`re._parser`), since Python is one of the three dialects; a test checks
+  that its node types are those that this file handles
+- emptiness and membership are decided by llguidance, which decodes with the same terminals
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable, Sequence
+from re import _constants as op, _parser  # type: ignore[attr-defined]
+from typing import Any, Final
+
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+
+from pippin.core.errors import SchemaError, UnsupportedGuide
+
+SHORT_ESCAPES: Final = {0x22: '"', 0x5C: "\\", 8: "b", 12: "f", 10: "n", 13: "r", 9: "t"}
+ESCAPED: Final = frozenset(range(0x20)) | {0x22, 0x5C}
+PLAIN: Final = r"[^\x{22}\x{5C}\x{0}-\x{1F}]"
+CHARACTER: Final = rf"(?:{PLAIN}|\x{{5C}}(?:[\x{{22}}\x{{5C}}bfnrt]|u00(?:0[0-7be-f]|1[0-9a-f])))"
+"""One character of a JSON string, in its only spelling."""
+
+_ANY: Final = r"[\x{0}-\x{10FFFF}]"
+_WORD: Final = "0-9A-Za-z_"
+_BLANK: Final = r"\x{9}-\x{D}\x{20}"
+_ECMA_SPACE: Final = _BLANK + r"\x{A0}\x{1680}\x{2000}-\x{200A}\x{2028}\x{2029}\x{202F}\x{205F}\x{3000}\x{FEFF}"
+_WIDE_SPACE: Final = _ECMA_SPACE + r"\x{1C}-\x{1F}\x{85}"
+_NOT_DOT: Final = (10, 13, 0x2028, 0x2029)
+
+# How each class is written where it widens the match ("small") and where, inside [^...], it narrows it ("large").
+_ECMA: Final = {
+    "digit": ("0-9", "0-9"),
+    "not_digit": ("[^0-9]", "[^0-9]"),
+    "word": (_WORD, _WORD),
+    "not_word": (f"[^{_WORD}]", f"[^{_WORD}]"),
+    "space": (_ECMA_SPACE, _ECMA_SPACE),
+    "not_space": (f"[^{_ECMA_SPACE}]", f"[^{_ECMA_SPACE}]"),
+}
+_AGREED: Final = {
+    "digit": ("0-9", r"\p{Nd}"),
+    "not_digit": (r"[^\p{Nd}]", "[^0-9]"),
+    "word": (_WORD, r"\w\p{N}"),
+    "not_word": (r"[^\w\p{N}]", f"[^{_WORD}]"),
+    "space": (_BLANK, _WIDE_SPACE),
+    "not_space": (f"[^{_WIDE_SPACE}]", f"[^{_BLANK}]"),
+}
+# Text that Python interprets differently from ECMA 262 or Rust; it is refused.
+_AMBIGUOUS: Final = re.compile(r"\\[AZazGhHRKXUNQE]|\\c.|\[\^?\]|\{,|(?:&&|--|~~|\|\|)(?=[^\[]*\])|\[\[")
+
+
+def literal(text: str) -> str:
+    r"""The regular expression of exactly this text.
+
+    >>> literal("a/b")
+    'a\\x{2F}b'
+    """
+    return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):X}}}" for c in text)
+
+
+def quoted(text: str) -> str:
+    r"""The regular expression of this text's characters as they are spelled in JSON, without the quotation marks.
+
+    Raises:
+        UnsupportedGuide: half of a surrogate pair, which UTF-8 cannot carry.
+
+    >>> quoted("é\n")
+    '\\x{E9}\\x{5C}n'
+    """
+    if any(0xD800 <= ord(c) <= 0xDFFF for c in text):
+        raise UnsupportedGuide(f"{text!r} holds half of a surrogate pair, which no UTF-8 text can spell")
+    return "".join(_spell(ord(c)) if ord(c) in ESCAPED else literal(c) for c in text)
+
+
+def alternatives(texts: Iterable[str]) -> str:
+    """One regular expression for any of these, each given as a regular expression."""
+    return "(?:" + "|".join(texts) + ")"
+
+
+def of_length(low: int, high: int | None) -> str:
+    r"""A JSON string of ``low`` to ``high`` characters (code points, not bytes), quotation marks included."""
+    return rf"\x{{22}}{CHARACTER}{{{low},{'' if high is None else high}}}\x{{22}}"
+
+
+def search(pattern: str, *, narrow: bool = True) -> str:
+    r"""The JSON strings, quotation marks included, in which ``pattern`` is found.
+
+    Args:
+        pattern: a regular expression without look-around, back references, flags or word boundaries; unanchored, as
+            JSON Schema has it.
+        narrow: only matches on which ECMA 262, Python's `re` and Rust's `regex` agree; else exactly ECMA 262.
+
+    Raises:
+        UnsupportedGuide: the pattern is not regular, or differs between engines.
+        SchemaError: it is not a regular expression.
+
+    >>> search("^a$")
+    '\\x{22}a\\x{22}'
+    """
+    return rf"\x{{22}}{_Writer(pattern, in_json=True, narrow=narrow).search()}\x{{22}}"
+
+
+def whole(pattern: str) -> str:
+    """The plain texts (not JSON) that ``pattern`` matches from end to end; errors as `search`.
+
+    >>> whole("^[a-c]?$")
+    '(?:[a-c]){0,1}'
+    """
+    return _Writer(pattern, in_json=False, narrow=True).search(left=False, right=False)
+
+
+class _Writer:
+    """Writes one parsed pattern in the syntax of Rust's `regex`, which llguidance reads."""
+
+    def __init__(self, pattern: str, *, in_json: bool, narrow: bool) -> None:
+        self.pattern, self.in_json = pattern, in_json
+        self.classes = _AGREED if narrow else _ECMA
+        if found := _AMBIGUOUS.search(re.sub(r"\\[^AZazGhHRKXUNQEc]", "..", pattern)):
+            raise self.refused(f"{found.group()!r} means different things to different engines")
+        try:
+            self.tree = _parser.parse(pattern)
+        except (re.error, OverflowError, RecursionError) as error:
+            if "(?" in pattern or "\\" in pattern:
+                raise self.refused(str(error)) from error
+            raise SchemaError(f"{pattern!r} is not a regular expression: {error}") from error
+        if self.tree.state.flags & ~(re.UNICODE | re.ASCII):
+            raise self.refused("flags are not supported")
+
+    def refused(self, reason: str) -> UnsupportedGuide:
+        return UnsupportedGuide(f"the pattern {self.pattern!r} cannot be enforced: {reason}", guide="pattern")
+
+    def search(self, tree: Any = None, left: bool = True, right: bool = True) -> str:
+        """A whole string that contains a match of the tree; ``left`` and ``right``: whether text may surround it."""
+        items = list(self.tree if tree is None else tree)
+        while items and items[0] == (op.AT, op.AT_BEGINNING):
+            left, items = False, items[1:]
+        while items and items[-1] == (op.AT, op.AT_END):
+            right, items = False, items[:-1]
+        if _anchored(items):
+            if len(items) == 1 and items[0][0] is op.BRANCH:
+                return alternatives(self.search(branch, left, right) for branch in items[0][1][1])
+            if len(items) == 1 and items[0][0] is op.SUBPATTERN:
+                return self.search(self.group(items[0][1]), left, right)
+            raise self.refused("'^' and '$' may only stand at the two ends of an alternative")
+        around = f"{CHARACTER if self.in_json else _ANY}*"
+        return (around if left else "") + self.sequence(items) + (around if right else "")
+
+    def sequence(self, items: Any) -> str:
+        return "".join(self.item(code, value) for code, value in items)
+
+    def item(self, code: Any, value: Any) -> str:
+        if code is op.LITERAL:
+            return self.characters([(code, value)])
+        if code is op.NOT_LITERAL:
+            return self.characters([(op.NEGATE, None), (op.LITERAL, value)])
+        if code is op.ANY:
+            return self.characters([(op.NEGATE, None), *((op.LITERAL, c) for c in _NOT_DOT)])
+        if code is op.IN:
+            return self.characters(value)
+        if code is op.BRANCH:
+            return alternatives(self.sequence(branch) for branch in value[1])
+        if code is op.SUBPATTERN:
+            return f"(?:{self.sequence(self.group(value))})"
+        if code in (op.MAX_REPEAT, op.MIN_REPEAT):  # greediness changes which match is found, not whether there is one
+            low, high, tree = value
+            return f"(?:{self.sequence(tree)}){{{low},{'' if high is op.MAXREPEAT else high}}}"
+        raise self.refused(f"{str(code).lower().replace('_', ' ')} is not a regular operation")
+
+    def group(self, value: Any) -> Any:
+        _, added, removed, tree = value
+        if added or removed:
+            raise self.refused("flags are not supported")
+        return tree
+
+    def characters(self, items: Sequence[tuple[Any, Any]]) -> str:
+        """One character of a class; in JSON, characters that need an escape are added as alternatives."""
+        negated = items[0][0] is op.NEGATE
+        members = list(items[1:] if negated else items)
+        if len(members) == 1 and members[0][0] is op.LITERAL and not negated:
+            return _spell(members[0][1]) if self.in_json else literal(chr(members[0][1]))
+        text = f"[{'^' if negated else ''}{''.join(self.member(code, value, negated) for code, value in members)}]"
+        if {str(value).replace("_NOT", "") for _, value in members} < {str(value) for _, value in members}:
+            text = f"[^{_ANY}]" if negated else _ANY  # [\s\S], whose halves do not meet in the narrow reading
+        if not self.in_json:
+            return text
+        escaped = [c for c in sorted(ESCAPED) if negated != any(self.holds(*member, negated, c) for member in members)]
+        return alternatives([f"[{text}&&{PLAIN}]", *map(_spell, escaped)]) if escaped else text
+
+    def member(self, code: Any, value: Any, negated: bool) -> str:
+        """One member of a class as text."""
+        if code is op.LITERAL:
+            return literal(chr(value))
+        if code is op.RANGE:
+            return f"{literal(chr(value[0]))}-{literal(chr(value[1]))}"
+        return self.classes[str(value).removeprefix("CATEGORY_").lower()][negated]
+
+    def holds(self, code: Any, value: Any, negated: bool, character: int) -> bool:
+        """Whether a member of a class contains a character that JSON escapes (a quotation mark, backslash, control)."""
+        if code is op.LITERAL:
+            return bool(character == value)
+        if code is op.RANGE:
+            return bool(value[0] <= character <= value[1])
+        name = str(value).removeprefix("CATEGORY_").lower()
+        if "space" not in name:
+            return name.startswith("not_")
+        blank = 9 <= character <= 13 or (0x1C <= character <= 0x1F and r"\x{1C}" in self.classes[name][negated])
+        return blank == (name == "space")
+
+
+def _anchored(items: Any) -> bool:
+    """Whether the tree contains '^', '$' or another assertion about the ends."""
+    for code, value in items:
+        if code is op.AT and value in (op.AT_BEGINNING, op.AT_END):
+            return True
+        if code is op.BRANCH and any(map(_anchored, value[1])):
+            return True
+        if code in (op.SUBPATTERN, op.MAX_REPEAT, op.MIN_REPEAT) and _anchored(value[-1]):
+            return True
+    return False
+
+
+def _spell(code: int) -> str:
+    if code in SHORT_ESCAPES:
+        return r"\x{5C}" + literal(SHORT_ESCAPES[code])
+    return rf"\x{{5C}}u{code:04x}" if code in ESCAPED else literal(chr(code))
+
+
+# --- questions put to the engine --------------------------------------------------------------------------------------
+
+
+class _Bytes:
+    """A vocabulary of the 256 bytes and an end token."""
+
+    eos_token_id = 256
+    bos_token_id = None
+    tokens: Final = [bytes([value]) for value in range(256)] + [b"<end>"]
+    special_token_ids: Final = [256]
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
+
+
+@functools.cache
+def byte_tokenizer() -> LLTokenizer:
+    """The tokenizer whose tokens are the 256 bytes (ids 0-255) and an end (id 256)."""
+    return LLTokenizer(TokenizerWrapper(_Bytes()), eos_token=256, slices=[])
+
+
+@functools.lru_cache(maxsize=4096)
+def is_empty(terminal: str) -> bool:
+    """Whether a terminal (regular expressions in slashes, joined by ``&``, ``|`` and ``~``) matches no text at all.
+
+    Raises:
+        UnsupportedGuide: it is too large for the engine to decide.
+
+    >>> is_empty("/a+/ & /b+/")
+    True
+    """
+    matcher = _matcher(terminal)
+    matcher.compute_bitmask()
+    if matcher.is_error() and not matcher.get_error().startswith("NoExtensionBias"):
+        raise UnsupportedGuide(f"the engine cannot decide {terminal}: {first_line(matcher)}", guide="pattern")
+    return matcher.is_error()
+
+
+@functools.lru_cache(maxsize=4096)
+def matches(terminal: str, text: str) -> bool:
+    """Whether a terminal matches this text from end to end.
+
+    >>> matches("/[ab]+/ & ~/a+/", "aba"), matches("/[ab]+/ & ~/a+/", "aa")
+    (True, False)
+    """
+    matcher, data = _matcher(terminal), list(text.encode())
+    return matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()
+
+
+def _matcher(terminal: str) -> LLMatcher:
+    matcher = LLMatcher(byte_tokenizer(), f"start: TEXT\nTEXT: {terminal}", log_level=0)
+    if matcher.is_error():
+        raise UnsupportedGuide(f"the engine refuses a text of this form: {first_line(matcher)}", guide="pattern")
+    return matcher
+
+
+def first_line(matcher: LLMatcher) -> str:
+    """The engine's error message, without the dump of its state."""
+    return matcher.get_error().split("<state>")[0].strip()

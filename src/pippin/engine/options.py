@@ -1,0 +1,158 @@
+"""The options of a model and of an answer, each declared once: type, range, default and help text.
+
+Notable here:
+- the Python API takes them as `SamplingOptions` (a session adds further fields) and `ModelOptions` (a server adds
+  further fields); the commands that take one of them generate their options from the same annotations
+- this file imports no torch, so that the command line can print its help at once
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le, Lt
+
+from pippin.core import device as devices
+from pippin.core.checks import NonNegativeFloat, PositiveFloat, PositiveInt, Probability, checked
+from pippin.core.errors import InvalidArgument
+from pippin.core.options import Option
+
+SAMPLING, MACHINE, SPEED = "Sampling", "Model and machine", "Speed and memory"
+
+Temperature = Annotated[NonNegativeFloat, Option("0 takes the likeliest token; higher is more varied.", SAMPLING)]
+TopK = Annotated[PositiveInt | None, Option("Choose among the K likeliest tokens.", SAMPLING, "K")]
+TopP = Annotated[
+    Annotated[float, Gt(0), Le(1)] | None,
+    Option("Choose among the likeliest tokens of total probability P.", SAMPLING, "P"),
+]
+MinP = Annotated[Probability | None, Option("Leave out tokens less likely than P times the likeliest.", SAMPLING, "P")]
+RepetitionPenalty = Annotated[
+    PositiveFloat, Option("Above 1, tokens that occurred before become less likely.", SAMPLING)
+]
+Seed = Annotated[Annotated[int, Ge(0), Lt(2**63)] | None, Option("The same seed gives the same answer.", SAMPLING)]
+MaxTokens = Annotated[PositiveInt | None, Option("Maximum length of the answer in tokens.", SAMPLING, "N")]
+
+Device = Annotated[str | None, Option("cpu, cuda, cuda:N or mps; by default the best available.", MACHINE)]
+DType = Annotated[Literal["auto", "float32", "bfloat16"], Option("Precision of the weights.", MACHINE)]
+Bits = Annotated[
+    Literal[2, 3, 4, 8] | None, Option("Quantize the weights to this many bits: faster and smaller, less exact.", SPEED)
+]
+KVCacheChoice = Annotated[
+    Literal["auto", "float32", "bfloat16", "int8"], Option("Precision of cached keys and values.", SPEED)
+]
+KVSharingRatio = Annotated[
+    Annotated[float, Gt(0), Le(1)] | None,
+    Option(
+        "Fraction of the layers that have a KV cache, which the other layers read, such as 0.25: a smaller cache, for "
+        "models trained with --route-caches.",
+        SPEED,
+        "SHARE",
+    ),
+]
+Threads = Annotated[PositiveInt | None, Option("Threads of every computation; by default one for each core.", SPEED)]
+Speculate = Annotated[
+    str | None,
+    Option(
+        "Speculative decoding: draft several tokens and verify them in one pass: ngram (from the text so far), self "
+        "(with the model's own first layers), or a small model with the same vocabulary. The answers are the same.",
+        SPEED,
+        "HOW",
+    ),
+]
+PromptCache = Annotated[
+    Path | None,
+    Option(
+        "Save the KV cache of prompts here, and load it the next time: a file; for a server a folder, with a file for "
+        "each model.",
+        SPEED,
+        "PATH",
+    ),
+]
+
+
+@checked
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """How a model is run on this machine; each field is documented in its annotation.
+
+    Raises:
+        InvalidArgument: a value outside its range, or more threads than this process may use.
+    """
+
+    device: Device = None
+    dtype: DType = "auto"
+    bits: Bits = None
+    kv_cache_dtype: KVCacheChoice = "auto"
+    kv_sharing_ratio: KVSharingRatio = None
+    threads: Threads = None
+    speculate: Speculate = None
+    prompt_cache: PromptCache = None
+
+    def __post_init__(self) -> None:
+        if self.threads is not None and self.threads > (cores := devices.threads()):
+            raise InvalidArgument(f"threads is {self.threads}, and this process may use {cores}, one on each core")
+        if self.speculate == "":
+            raise InvalidArgument('speculate must be "ngram", "self" or the name of a model, or None; it is empty')
+
+
+@checked
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How a token is chosen and when to stop.
+
+    Args:
+        temperature: 0 is greedy decoding; otherwise logits are divided by it.
+        top_k: only the k likeliest tokens; None for all.
+        top_p: only the smallest set of likeliest tokens whose probabilities reach p, in (0, 1]; None for all.
+        min_p: only tokens at least this share as likely as the likeliest, in [0, 1]; None for all.
+        repetition_penalty: divides positive and multiplies negative logits of tokens seen so far, including the
+            prompt's; 1 for none.
+        frequency_penalty: subtracted from a token's logit once for each of its occurrences in the answer so far, in
+            [-2, 2].
+        presence_penalty: subtracted once from the logit of every token that occurs in the answer so far, in [-2, 2].
+        logit_bias: added to the logits of these token ids, each in [-100, 100]; None for none.
+        seed: same seed, same text on the same device; None takes a new random seed. With speculation that samples its
+            drafts only the distribution of the answers is reproducible, since the lengths of drafts depend on the free
+            cache blocks.
+        max_tokens: longest answer, in tokens; None for the rest of the context.
+        stop: the answer ends before the first of these strings.
+        logprobs: number of likeliest tokens to report with each token, 0 for the chosen one only; None for no report.
+
+    Raises:
+        InvalidArgument: a value outside its range.
+    """
+
+    temperature: Temperature = 0.0
+    top_k: TopK = None
+    top_p: TopP = None
+    min_p: MinP = None
+    repetition_penalty: RepetitionPenalty = 1.0
+    frequency_penalty: Annotated[float, Ge(-2), Le(2)] = 0.0
+    presence_penalty: Annotated[float, Ge(-2), Le(2)] = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    seed: Seed = None
+    max_tokens: MaxTokens = None
+    stop: Sequence[str] = ()
+    logprobs: Annotated[int, Ge(0), Le(100)] | None = None
+
+    def __post_init__(self) -> None:
+        if self.logit_bias is not None and not _is_bias(self.logit_bias):
+            raise InvalidArgument(
+                f"logit_bias must be a mapping from token ids to numbers from -100 to 100, or None, "
+                f"got {self.logit_bias!r}"
+            )
+        sequence = not isinstance(self.stop, str) and isinstance(self.stop, Sequence)
+        if not sequence or not all(isinstance(text, str) and text for text in self.stop):
+            raise InvalidArgument(f"stop must be a sequence of strings that are not empty, got {self.stop!r}")
+
+
+def _is_bias(bias: Any) -> bool:
+    """Whether every key can be a token id and every value is within -100 to 100."""
+    if not isinstance(bias, Mapping):
+        return False
+    ids = all(isinstance(id, int) and not isinstance(id, bool) and id >= 0 for id in bias)
+    plain = all(isinstance(by, int | float) and not isinstance(by, bool) for by in bias.values())
+    return ids and plain and all(-100 <= by <= 100 for by in bias.values())

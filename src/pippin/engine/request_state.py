@@ -1,0 +1,192 @@
+"""The state of a request while it waits and runs, of the continuations that it scores, and its stream of events.
+
+Notable here:
+- caller and engine share a queue of events and one flag: a caller that stops reading, or is garbage-collected, ends
+  the request without waiting for it, and a slow caller delays no other request
+- a continuation is a separate sequence that begins with its parent's blocks and states; it exists only while it is
+  computed
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any, Final
+
+from torch import Tensor
+
+from pippin.engine.cache.prefix_tree import CacheKey, PrefixNode
+from pippin.engine.continuation_scores import Scores
+from pippin.engine.model_runner import BLOCK_SIZE, ModelInput
+from pippin.engine.output_processor import OutputProcessor
+from pippin.engine.speculation.drafts import Draft
+from pippin.nn.lora import Adapter
+
+END: Final = object()
+"""Marks the end of a stream of events."""
+
+
+def blocks_for(tokens: int) -> int:
+    """Number of blocks that hold this many tokens.
+
+    >>> blocks_for(0), blocks_for(16), blocks_for(17)
+    (0, 1, 2)
+    """
+    return -(-tokens // BLOCK_SIZE)
+
+
+class SequenceState:
+    """A sequence of tokens, of which the cache holds a prefix.
+
+    Args:
+        token_ids: all tokens so far.
+        adapter: the LoRA adapter that they are computed with; None for the base model.
+        rank: order of priority and arrival; the smallest runs first and is preempted last.
+
+    Attributes:
+        num_computed_tokens: tokens whose keys and values are in the cache.
+        block_table: its blocks, in order; they hold ``num_computed_tokens`` tokens at least.
+        states: states of recurrent layers after the ``num_computed_tokens`` tokens; see `ModelInput`.
+    """
+
+    def __init__(self, token_ids: list[int], adapter: Adapter | None, rank: tuple[int, int, int]) -> None:
+        self.token_ids, self.adapter, self.rank = token_ids, adapter, rank
+        self.num_computed_tokens = 0
+        self.block_table: list[int] = []
+        self.states: dict[int, Tensor] = {}
+
+    @property
+    def num_pending_tokens(self) -> int:
+        """Tokens that are not computed yet."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+
+class RequestState(SequenceState):
+    """A request that waits or runs; ``token_ids`` are its prompt and its answer so far.
+
+    Args:
+        prompt: token ids.
+        adapter: the LoRA adapter to compute it with; None for the base model.
+        output: samples the tokens of the answer.
+        scores: the continuations to score instead of an answer. Without either the prompt is only prefilled.
+        owner: owner of the request; see `Request`.
+        priority: -10 to 10.
+        max_draft_tokens: longest draft of speculative decoding.
+
+    Attributes:
+        num_shared_blocks: blocks at the beginning of the table that are also in the prefix tree; ``node`` is the last
+            of them.
+        decoding: whether the whole prompt is computed.
+        branches: continuations that are being computed.
+        never_ran: whether it has not been admitted yet.
+    """
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        adapter: Adapter | None,
+        *,
+        output: OutputProcessor | None = None,
+        scores: Scores | None = None,
+        owner: str = "",
+        priority: int = 0,
+        max_draft_tokens: int = 0,
+    ) -> None:
+        super().__init__(list(prompt), adapter, (-priority, 0, 0))
+        self.key: CacheKey = (owner, adapter)
+        self.output, self.scores, self.priority, self.max_draft_tokens = output, scores, priority, max_draft_tokens
+        self.events: SimpleQueue[Any] = SimpleQueue()
+        self.cancelled: Callable[[], bool] = bool
+        self.closed = False
+        self.start_time = time.perf_counter()
+        self.never_ran, self.decoding = True, False
+        self.num_shared_blocks = 0
+        self.node: PrefixNode | None = None
+        self.branches: list[ContinuationState] = []
+
+    @property
+    def wants_logits(self) -> bool:
+        """Whether the logits after the last token are needed."""
+        return self.output is not None or (self.scores is not None and not self.scores.has_prompt_logits)
+
+    def set_arrival(self, number: int) -> None:
+        """Set its position in the order of arrival."""
+        self.rank = (-self.priority, number, 0)
+
+
+class ContinuationState(SequenceState):
+    """A continuation that is being scored: its parent's prompt, and all of its own tokens but the last.
+
+    Args:
+        parent: the request, whose prompt is computed.
+        index: index of the continuation among those of the request.
+        continuation: its token ids, at least two.
+    """
+
+    def __init__(self, parent: RequestState, index: int, continuation: Sequence[int]) -> None:
+        super().__init__([*parent.token_ids, *continuation[:-1]], parent.adapter, (*parent.rank[:2], 1 + index))
+        self.parent, self.index = parent, index
+
+
+@dataclass
+class ScheduledChunk:
+    """The part of a sequence that a pass computes: its next ``num_tokens`` tokens, and a draft after the last of
+    them."""
+
+    sequence: SequenceState
+    num_tokens: int
+    draft: Draft | None = None
+
+    def model_input(self) -> ModelInput:
+        """The chunk as the input of a runner."""
+        sequence = self.sequence
+        model_input = ModelInput(
+            sequence.token_ids[sequence.num_computed_tokens : sequence.num_computed_tokens + self.num_tokens],
+            sequence.num_computed_tokens,
+            sequence.block_table,
+            (),
+            sequence.adapter,
+        )
+        model_input.states = sequence.states
+        if isinstance(sequence, ContinuationState):
+            model_input.outputs = range(self.num_tokens)
+        elif (
+            self.num_tokens == sequence.num_pending_tokens
+            and isinstance(sequence, RequestState)
+            and sequence.wants_logits
+        ):
+            model_input.outputs = (self.num_tokens - 1,)
+        if self.draft is not None:
+            model_input.outputs = range(self.num_tokens - 1, self.num_tokens + len(self.draft.tokens))
+            model_input.token_ids = [*model_input.token_ids, *self.draft.tokens]
+            model_input.resume, model_input.residual = self.draft.resume, self.draft.residual
+        return model_input
+
+
+class EventStream:
+    """The events of a request, for one consumer; waiting for an event can be interrupted."""
+
+    def __init__(self, request: RequestState) -> None:
+        self._request = request
+        self._over = False
+
+    def __iter__(self) -> EventStream:
+        return self
+
+    def __next__(self) -> Any:
+        if self._over:
+            raise StopIteration
+        event = self._request.events.get()
+        if event is END or isinstance(event, Exception):
+            self._over = True
+            raise event if isinstance(event, Exception) else StopIteration
+        return event
+
+    def close(self) -> None:
+        """End the request within one step; there are no more events."""
+        self._over = self._request.closed = True
+
+    def __del__(self) -> None:
+        self._request.closed = True

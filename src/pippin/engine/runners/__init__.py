@@ -1,0 +1,5 @@
+"""Runners, which compute passes of a model: native kernels, torch, CUDA graphs."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

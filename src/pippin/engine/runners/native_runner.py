@@ -1,0 +1,462 @@
+"""The runner of the native kernels: one call computes a whole pass, all layers of all sequences.
+
+Notable here:
+- the decoder is described to the library once; a pass gets token ids, block tables and the buffer of the logits
+- the weights are read in place, those of adapters from float32 copies with the lifetime of the adapter
+- a token's logits are bit-identical for any batch, any chunks of the prompt, and any cache
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from array import array
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Any, Final
+
+import numpy as np
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor
+
+from pippin.core import native
+from pippin.core.checks import PositiveInt, checked
+from pippin.core.errors import AdapterMismatch, InvalidArgument, NotEnoughMemory
+from pippin.engine.model_runner import BLOCK_SIZE, KVCacheDtype, KVCacheDtypeChoice, ModelInput
+from pippin.language.decoder import Decoder, DecoderLayer
+from pippin.language.language_model import LanguageModel
+from pippin.nn.embedding import TokenEmbedding
+from pippin.nn.feedforward import FeedForward, MixtureOfExperts
+from pippin.nn.linear import Linear
+from pippin.nn.lora import Adapter, LowRankUpdate
+from pippin.nn.norm import RMSNorm
+from pippin.nn.quantization.packed import NativeWeight
+from pippin.nn.rotary import Rotary
+
+_ALIGNMENT: Final = 64
+_FEWEST_POSITIONS: Final = 1024  # positions of the smallest rotary tables
+
+
+class NativeRunner:
+    """Passes over one packed model with the native kernels; see `pippin.engine.model_runner.Runner`.
+
+    Args:
+        model: a model that `pippin.load` returned, for which `supports` is true.
+        blocks: blocks in the pool; memory is allocated when they are first written.
+        kv_cache_dtype: precision of keys and values; "auto" for float32 with float32 weights, and bfloat16 otherwise.
+
+    Raises:
+        InvalidArgument: an unknown precision, or a model that the kernels cannot compute.
+        NotEnoughMemory: there is no memory for so many blocks.
+    """
+
+    invariant: Final = True
+
+    @checked
+    def __init__(self, model: LanguageModel, blocks: PositiveInt, kv_cache_dtype: KVCacheDtypeChoice = "auto") -> None:
+        self.kv_cache_dtype = _precision(model, kv_cache_dtype)
+        self.model, self.blocks = model, blocks
+        self._decoder = _NativeDecoder(model.module)
+        self._native = self._decoder.native
+        self._cache = native.CACHE_TYPES[self.kv_cache_dtype]
+        self.block_bytes = self._native.block_bytes(self._decoder.handle, self._cache)
+        self._layers, self._width, self._vocab = (
+            len(model.config.layers),
+            model.config.hidden_size,
+            model.config.vocab_size,
+        )
+        self._pool: Tensor | None = _zeros(blocks, self.block_bytes)
+        self._adapters: weakref.WeakKeyDictionary[Adapter, _AdapterArrays] = weakref.WeakKeyDictionary()
+
+    @classmethod
+    def supports(cls, model: LanguageModel) -> bool:
+        """Whether the native kernels are available and can compute this model."""
+        if native.library() is None:
+            return False
+        try:
+            _NativeDecoder(model.module)
+        except InvalidArgument:
+            return False
+        return True
+
+    @classmethod
+    def block_bytes_of(cls, model: LanguageModel, kv_cache_dtype: KVCacheDtypeChoice = "auto") -> int:
+        """Bytes of one block, without a pool.
+
+        Raises:
+            InvalidArgument: an unknown precision, or a model that the kernels cannot compute.
+        """
+        described = _NativeDecoder(model.module)
+        return described.native.block_bytes(described.handle, native.CACHE_TYPES[_precision(model, kv_cache_dtype)])
+
+    def forward(self, inputs: Sequence[ModelInput]) -> list[Float[Tensor, "outputs vocab"]]:
+        """One pass over the new tokens of several sequences; float32 logits.
+
+        Raises:
+            InvalidArgument: a token id, a table or outputs that are impossible; layers or residuals that do not fit the
+                model.
+        """
+        if all(model_input.depth is None and model_input.resume == 0 for model_input in inputs):
+            return self._pass(_PackedInputs(inputs), 0, self._layers, None)
+        groups: dict[tuple[int, int], list[int]] = {}
+        for index, model_input in enumerate(inputs):
+            groups.setdefault(
+                (model_input.resume, self._layers if model_input.depth is None else model_input.depth), []
+            ).append(index)
+        parts = []  # all of them are checked before the first is computed
+        for (first, stop), members in groups.items():
+            chosen = [inputs[index] for index in members]
+            parts.append((members, _PackedInputs(chosen), first, stop, self._enter(chosen, first, stop)))
+        results: dict[int, Tensor] = {}
+        for members, packed_inputs, first, stop, residual in parts:
+            results.update(zip(members, self._pass(packed_inputs, first, stop, residual), strict=True))
+            if residual is not None and stop < self._layers:
+                _copy_residuals([inputs[index] for index in members], residual)
+        return [results[index] for index in range(len(inputs))]
+
+    def _pass(self, packed_inputs: _PackedInputs, first: int, stop: int, residual: Tensor | None) -> list[Tensor]:
+        """Layers [first, stop) of the new tokens of some sequences."""
+        memory, outputs = self._memory, len(packed_inputs.rows)
+        self._decoder.ensure_positions(packed_inputs.longest)
+        logits = torch.empty(outputs, self._vocab)
+        batch = native.NativeBatch(
+            len(packed_inputs.ids),
+            _address(packed_inputs.ids),
+            len(packed_inputs.counts),
+            _address(packed_inputs.starts),
+            _address(packed_inputs.num_computed_tokens),
+            _address(packed_inputs.tables),
+            _address(packed_inputs.table_starts),
+            outputs,
+            _address(packed_inputs.rows),
+            logits.data_ptr() if outputs else None,
+            None,
+            first,
+            stop,
+            None if residual is None else residual.data_ptr(),
+        )
+        if packed_inputs.shares:
+            batch.shares, batch.share = len(packed_inputs.shares), self._share(packed_inputs.shares)
+        status = self._native.forward(self._decoder.handle, memory.data_ptr(), self.blocks, self._cache, batch)
+        if status < 0:
+            self._native.check(status)
+        return [logits] if len(packed_inputs.counts) == 1 else list(logits.split(packed_inputs.counts))
+
+    def _enter(self, inputs: Sequence[ModelInput], first: int, stop: int) -> Tensor | None:
+        """Input of layer ``first``, or a buffer for the output of the last one; None for a pass of all layers."""
+        if not 0 <= first < stop <= self._layers:
+            raise InvalidArgument(f"layers {first} to {stop} of {self._layers} cannot be computed")
+        if first == 0 and stop == self._layers:
+            return None
+        for model_input in inputs:
+            wanted = (len(model_input.token_ids), self._width)
+            if first and model_input.residual is None:
+                raise InvalidArgument(f"a pass that resumes at layer {first} needs the residual that was left there")
+            if model_input.residual is not None and model_input.residual.shape != wanted:
+                raise InvalidArgument(
+                    f"a residual has shape {tuple(model_input.residual.shape)}, its tokens need {wanted}"
+                )
+        if first:
+            return torch.cat(
+                [model_input.residual for model_input in inputs if model_input.residual is not None]
+            ).float()
+        return torch.empty(sum(len(model_input.token_ids) for model_input in inputs), self._width)
+
+    def _share(self, shares: Sequence[tuple[Adapter, int, int]]) -> ctypes.Array[native.SequenceShare]:
+        """Adapters and their ranges of tokens, as the library's structure."""
+        listed = (native.SequenceShare * len(shares))()
+        for index, (adapter, begin, end) in enumerate(shares):
+            changes = self._adapters.get(adapter)
+            if changes is None:
+                changes = self._adapters[adapter] = _AdapterArrays(adapter, self.model.module)
+            listed[index] = native.SequenceShare(changes.array, begin, end)
+        return listed
+
+    @property
+    def _memory(self) -> Tensor:
+        if self._pool is None:
+            raise InvalidArgument("the runner is closed")
+        return self._pool
+
+    def _rows(self, blocks: Sequence[int]) -> Tensor:
+        """Block numbers as indices, after a check."""
+        if blocks and not (min(blocks) >= 0 and max(blocks) < self.blocks):
+            raise InvalidArgument(f"the pool has blocks 0 to {self.blocks - 1}, not {min(blocks)} to {max(blocks)}")
+        return torch.tensor(blocks, dtype=torch.int64)
+
+    def copy(self, source: int, target: int) -> None:
+        """Copy one block over another.
+
+        Raises:
+            InvalidArgument: there is no such block.
+        """
+        self._rows([source, target])
+        self._memory[target] = self._memory[source]
+
+    def read(self, blocks: Sequence[int]) -> UInt8[Tensor, "blocks bytes"]:
+        """The contents of blocks.
+
+        Raises:
+            InvalidArgument: there is no such block.
+        """
+        return self._memory.index_select(0, self._rows(blocks))
+
+    def write(self, blocks: Sequence[int], data: UInt8[Tensor, "blocks bytes"]) -> None:
+        """Fill blocks with data that `read` returned.
+
+        Raises:
+            InvalidArgument: there is no such block, or the data is of another size.
+        """
+        if data.shape != (len(blocks), self.block_bytes):
+            raise InvalidArgument(
+                f"{len(blocks)} blocks of {self.block_bytes} bytes cannot hold data of shape {tuple(data.shape)}"
+            )
+        self._memory.index_copy_(0, self._rows(blocks), data)
+
+    def close(self) -> None:
+        """Free the pool; the runner has no blocks from then on."""
+        self._pool, self.blocks = None, 0
+
+
+@checked
+def _precision(model: LanguageModel, kv_cache_dtype: KVCacheDtypeChoice) -> KVCacheDtype:
+    """The precision, with "auto" replaced by the one that suits the model."""
+    if kv_cache_dtype == "auto":
+        packed = getattr(model.module.embed_tokens, "packed", None)
+        exact = isinstance(packed, NativeWeight) and packed.format == native.GGML_FORMATS["F32"]
+        return "float32" if exact else "bfloat16"
+    return kv_cache_dtype
+
+
+class _PackedInputs:
+    """The new tokens of several sequences packed end to end, as the library reads them.
+
+    Raises:
+        InvalidArgument: tokens, a table or outputs that are impossible; ids and blocks are checked by the library.
+    """
+
+    def __init__(self, inputs: Sequence[ModelInput]) -> None:
+        self.ids, self.num_computed_tokens, self.tables, self.rows = array("i"), array("i"), array("i"), array("i")
+        self.starts, self.table_starts = array("i", (0,)), array("i", (0,))
+        self.counts: list[int] = []
+        self.shares: list[tuple[Adapter, int, int]] = []
+        self.longest = begin = 0
+        for model_input in inputs:
+            try:
+                self.ids.extend(model_input.token_ids)
+            except OverflowError as error:
+                raise InvalidArgument(f"a token id does not fit into 32 bits: {error}") from error
+            end = len(self.ids)
+            count, outputs, table = end - begin, model_input.outputs, model_input.block_table
+            needed = -(-(model_input.num_computed_tokens + count) // BLOCK_SIZE)
+            if count == 0 or model_input.num_computed_tokens < 0 or needed > len(table):
+                raise InvalidArgument(
+                    f"{count} new tokens after {model_input.num_computed_tokens} older ones cannot be computed with "
+                    f"{len(table)} blocks of "
+                    f"{BLOCK_SIZE}"
+                )
+            if outputs and not (outputs[0] >= 0 and outputs[-1] < count):
+                raise InvalidArgument(f"outputs {list(outputs)} were asked for of {count} tokens")
+            self.tables.extend(table if needed == len(table) else table[:needed])
+            self.rows.extend([begin + row for row in outputs])
+            self.starts.append(end)
+            self.num_computed_tokens.append(model_input.num_computed_tokens)
+            self.table_starts.append(len(self.tables))
+            self.counts.append(len(outputs))
+            self.longest = max(self.longest, model_input.num_computed_tokens + count)
+            if model_input.adapter is not None:
+                self.shares.append((model_input.adapter, begin, end))
+            begin = end
+
+
+def _address(numbers: array[int]) -> int:
+    return numbers.buffer_info()[0]
+
+
+def _copy_residuals(inputs: Sequence[ModelInput], residual: Tensor) -> None:
+    """Copy the output of the last layer into the residual of each input that has one."""
+    begin = 0
+    for model_input in inputs:
+        if model_input.residual is not None:
+            model_input.residual.copy_(residual[begin : begin + len(model_input.token_ids)])
+        begin += len(model_input.token_ids)
+
+
+def _zeros(blocks: int, block_bytes: int) -> Tensor:
+    """A pool whose memory the system allocates when it is first written to."""
+    try:
+        memory = torch.from_numpy(np.zeros(blocks * block_bytes + _ALIGNMENT, dtype=np.uint8))
+    except MemoryError as error:
+        raise NotEnoughMemory(f"{blocks} blocks of {block_bytes:,} bytes do not fit into memory: {error}") from error
+    start = -memory.data_ptr() % _ALIGNMENT
+    return memory[start : start + blocks * block_bytes].view(blocks, block_bytes)
+
+
+class _NativeDecoder:
+    """A decoder's description for the library: its handle, and references to everything that the handle points to.
+
+    Raises:
+        InvalidArgument: the kernels cannot compute it.
+    """
+
+    def __init__(self, module: Decoder) -> None:
+        found = native.library()
+        if found is None:
+            raise InvalidArgument(f"the native kernels are not here: {native.unavailable_reason()}")
+        if module.config.recurrent_layers:
+            raise InvalidArgument(f"layer {module.config.recurrent_layers[0]} is recurrent, which the kernels are not")
+        self.native = found
+        self._alive: list[Any] = [module]
+        self._head_dim = module.config.head_dim
+        specs = [spec.attention.rotary for spec in module.config.layers]
+        self._rotaries: list[Rotary] = list(dict.fromkeys(rotary for rotary in specs if rotary is not None))
+        layers = (native.Layer * len(module.layers))()
+        for index, layer in enumerate(module.layers):
+            assert isinstance(layer, DecoderLayer)
+            rotary = specs[index]
+            self._fill(layers[index], layer)
+            layers[index].rope = -1 if rotary is None else self._rotaries.index(rotary)
+        self.handle = found.model_new(self._config(module), layers)
+        # not at exit, when an engine's thread may still use it
+        weakref.finalize(self, found.model_free, self.handle).atexit = False
+        self._positions = 0
+
+    def ensure_positions(self, positions: int) -> None:
+        """Extend the rotary tables to at least ``positions`` positions."""
+        if positions <= self._positions:
+            return
+        size = max(_FEWEST_POSITIONS, 1 << (positions - 1).bit_length())
+        half = self._head_dim // 2
+        for index, rotary in enumerate(self._rotaries):
+            with torch.inference_mode():
+                cos, sin = rotary.tables(torch.arange(size), self._head_dim)
+                cos, sin = cos[:, :half].contiguous(), sin[:, half:].contiguous()
+            self.native.model_rope(self.handle, index, cos.data_ptr(), sin.data_ptr(), size)  # it copies them
+        self._positions = size
+
+    def _config(self, module: Decoder) -> native.NativeConfig:
+        config = module.config
+        return native.NativeConfig(
+            config.vocab_size,
+            config.hidden_size,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+            len(config.layers),
+            config.rms_norm_eps,
+            config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale,
+            config.embedding_scale,
+            len(self._rotaries),
+            self._matrix(module.embed_tokens),
+            self._matrix(module.lm_head),
+            self._norm(module.norm),
+        )
+
+    def _fill(self, to: native.Layer, layer: DecoderLayer) -> None:
+        """Describe a layer, except for its rotary tables."""
+        attention, spec = layer.self_attn, layer.self_attn.spec
+        if attention.qkv_proj is not None:
+            raise InvalidArgument(
+                "the layers of this decoder were fused for torch, which the native kernels cannot read"
+            )
+        to.q, to.q_bias = self._linear(attention.q_proj)
+        to.output, to.output_bias = self._linear(attention.o_proj)
+        if spec.kv_source is None:
+            to.k, to.k_bias = self._linear(attention.k_proj)
+            to.v, to.v_bias = self._linear(attention.v_proj)
+        to.source, to.window = -1 if spec.kv_source is None else spec.kv_source, spec.window or 0
+        to.q_norm, to.k_norm = self._norm(attention.q_norm), self._norm(attention.k_norm)
+        to.attention_norm = self._norm(layer.input_layernorm)
+        if layer.pre_feedforward_layernorm is None:
+            to.feedforward_norm = self._norm(layer.post_attention_layernorm)
+        else:
+            to.post_attention_norm = self._norm(layer.post_attention_layernorm)
+            to.feedforward_norm = self._norm(layer.pre_feedforward_layernorm)
+            to.post_feedforward_norm = self._norm(layer.post_feedforward_layernorm)
+        to.activation = native.ACTIVATIONS[layer.mlp.spec.activation]
+        if isinstance(layer.mlp, MixtureOfExperts):
+            self._mixture(to, layer.mlp)
+        else:
+            to.gate, to.up, to.down = self._feedforward(layer.mlp)
+
+    def _mixture(self, to: native.Layer, mixture: MixtureOfExperts) -> None:
+        spec = mixture.spec
+        to.experts, to.active, to.renormalize = spec.num_experts, spec.num_experts_per_tok, int(spec.norm_topk_prob)
+        to.router = self._floats(mixture.gate.weight)
+        experts = (native.Expert * spec.num_experts)()
+        for index, expert in enumerate(mixture.experts):
+            assert isinstance(expert, FeedForward)
+            experts[index] = native.Expert(*self._feedforward(expert))
+        self._alive.append(experts)
+        to.expert = experts
+
+    def _feedforward(self, layer: FeedForward) -> tuple[native.NativeMatrix, native.NativeMatrix, native.NativeMatrix]:
+        if layer.up_proj is None or any(
+            part is not None and part.bias is not None for part in (layer.gate_proj, layer.up_proj, layer.down_proj)
+        ):
+            raise InvalidArgument("feed-forward layers with biases or fused for torch have no native kernels")
+        gate = native.NativeMatrix() if layer.gate_proj is None else self._matrix(layer.gate_proj)
+        return gate, self._matrix(layer.up_proj), self._matrix(layer.down_proj)
+
+    def _linear(self, layer: Linear) -> tuple[native.NativeMatrix, int | None]:
+        return self._matrix(layer), None if layer.bias is None else self._floats(layer.bias)
+
+    def _matrix(self, layer: Linear | TokenEmbedding) -> native.NativeMatrix:
+        packed = getattr(layer, "packed", None)
+        if not isinstance(packed, NativeWeight):
+            raise InvalidArgument(
+                "a weight of this decoder is not packed for the native kernels; load it with pack=True"
+            )
+        return packed.matrix
+
+    def _norm(self, norm: RMSNorm | None) -> int | None:
+        return None if norm is None else self._floats(norm.weight)
+
+    def _floats(self, tensor: Tensor | None) -> int:
+        """The address of a float32 vector or matrix."""
+        if tensor is None or tensor.dtype != torch.float32 or tensor.device.type != "cpu":
+            raise InvalidArgument("norms, biases and routers must be float32 and on the CPU for the native kernels")
+        values = tensor.detach().contiguous()
+        self._alive.append(values)
+        return values.data_ptr()
+
+
+class _AdapterArrays:
+    """An adapter's low-rank updates in the library's layout: seven for each layer, in float32."""
+
+    def __init__(self, adapter: Adapter, module: Decoder) -> None:
+        self._alive: list[Tensor] = []
+        self.array = (native.Change * (7 * len(module.layers)))()
+        known = 0
+        for index, layer in enumerate(_changeable(module)):
+            parts = adapter.changes.get(layer) if layer is not None else None
+            if parts:
+                assert layer is not None
+                self.array[index] = self._change(parts, layer.outputs)
+                known += 1
+        if known != len(adapter.changes):
+            raise AdapterMismatch(f"the adapter {adapter.name!r} changes layers that are not of this model")
+
+    def _change(self, parts: Sequence[LowRankUpdate], outputs: int) -> native.Change:
+        """Several low-rank updates as one, with their ranks concatenated."""
+        ranks = [len(part.down) for part in parts]
+        down = torch.cat([part.down for part in parts]).float().contiguous()
+        up = torch.zeros(outputs, sum(ranks))
+        for part, end, rank in zip(parts, accumulate(ranks), ranks, strict=True):
+            up[part.start : part.start + len(part.up), end - rank : end] = part.up
+        self._alive += [down, up]
+        return native.Change(down.data_ptr(), up.data_ptr(), *down.shape, outputs)
+
+
+def _changeable(module: Decoder) -> Iterator[Linear | None]:
+    """The layers that an adapter may change, seven for each layer of the decoder; None where there is none."""
+    for layer in module.layers:
+        assert isinstance(layer, DecoderLayer)
+        attention, mlp = layer.self_attn, layer.mlp
+        own = attention.spec.kv_source is None
+        yield attention.q_proj
+        yield attention.k_proj if own else None
+        yield attention.v_proj if own else None
+        yield attention.o_proj
+        yield from (mlp.gate_proj, mlp.up_proj, mlp.down_proj) if isinstance(mlp, FeedForward) else (None, None, None)

@@ -1,0 +1,36 @@
+"""Choice of a runner: native kernels if the weights are packed for them, else torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pippin.engine.model_runner import KVCacheDtypeChoice, Runner
+from pippin.engine.runners.native_runner import NativeRunner
+
+if TYPE_CHECKING:
+    from pippin.engine.runners.torch_runner import TorchRunner
+    from pippin.language.language_model import LanguageModel
+
+
+def runner_class(model: LanguageModel) -> type[NativeRunner | TorchRunner]:
+    """The fastest runner for this model here: native kernels if its weights are packed for them, else torch."""
+    if NativeRunner.supports(model):
+        return NativeRunner
+    from pippin.engine.runners.torch_runner import TorchRunner  # imported late: it loads 60 MB more of torch
+
+    return TorchRunner
+
+
+def make_runner(model: LanguageModel, blocks: int, kv_cache_dtype: KVCacheDtypeChoice = "auto") -> Runner:
+    """A runner with a new pool.
+
+    Args:
+        model: a model that `pippin.load` returned.
+        blocks: blocks in the pool.
+        kv_cache_dtype: precision of keys and values; "auto" for the one that suits the model.
+
+    Raises:
+        InvalidArgument: fewer than one block, or an unknown precision.
+        NotEnoughMemory: the device cannot hold so many blocks.
+    """
+    return runner_class(model)(model, blocks, kv_cache_dtype)

@@ -1,0 +1,5 @@
+"""Panels of judges: votes, aggregation, correlation, and how many independent votes a panel is worth."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,5 @@
+"""Composition of several diffusion models, and when it is valid."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,5 @@
+"""Diffusion and flow matching: networks, schedules, predictions, samplers."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

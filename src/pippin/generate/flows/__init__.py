@@ -1,0 +1,5 @@
+"""Autoregressive normalizing flows: TarFlow, iTARFlow, STARFlow, and how they are inverted."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,501 @@
+r"""TarFlow: a transformer flow of images, trained by likelihood alone, that both scores and draws.
+
+An image's patches pass blocks of affine autoregression (`flow_block`) that take turns in their direction. The density
+is exact: $\log p(x) = \log N(z) + \sum \log|\det|$.
+
+Notable here:
+- the noise that a model is trained with is part of its configuration, so that no density or denoising is asked of the
+  wrong model: uniform noise for bits per dimension, Gaussian noise for samples, a range of noise for denoising in steps
+- denoising is one step along the exact score: $\hat x = y + \sigma^2 \nabla \log p(y)$
+- samples are drawn token by token, or windows of tokens at a time; both give the same samples
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal, Unpack, cast
+
+import torch
+from annotated_types import Ge
+from jaxtyping import Float, Integer
+from torch import Tensor, nn
+
+from pippin.core.checks import NonNegativeFloat, PositiveFloat, PositiveInt, Probability, checked
+from pippin.core.errors import InvalidArgument, InvalidInput, NonFiniteSample
+from pippin.generate.conditions import ConditionEmbedding, Conditioning, ConditioningSpec, Samples
+from pippin.generate.contract import GeneratorModule, GeneratorOptions, OnStep, SamplingStep, check_samples
+from pippin.generate.flows.block import FlowBlock, FlowBlockSpec, LinearGuidance, RotaryTables
+from pippin.generate.flows.jacobi import Jacobi, SolveInfo
+from pippin.generate.noise import Noise
+from pippin.nn.axial_rotary import axial_tables, grid_positions
+from pippin.nn.patches import patchify, unpatchify
+from pippin.train.objective import Loss
+
+
+@checked
+@dataclass(frozen=True)
+class TarFlowConfig:
+    """Configuration of a `TarFlow`.
+
+    Attributes:
+        shape: channels, height and width of an image.
+        patch_size: height and width of a patch.
+        layers_per_block: of the transformer of each block, from the data to the noise.
+        hidden_size: of hidden states.
+        num_attention_heads: of the attention; None for one for each 64 of the width.
+        condition: what it reads; no map. Text is read in the last block, as a prefix; its mean in all.
+        noise_std: standard deviation of the Gaussian noise that it is trained with; 0 for uniform noise as wide as a
+            level.
+        noise_std_range: least and largest standard deviation, for a model that is conditioned on it; None for
+            the one above.
+        levels: of the images.
+        alternate: whether every second block goes from the last token to the first; False is for comparisons.
+        start: as `FlowBlockSpec`.
+        position_embedding: as `FlowBlockSpec`.
+        scale: as `FlowBlockSpec`.
+        soft_clip: as `FlowBlockSpec`.
+
+    Raises:
+        InvalidArgument: numbers out of range or that do not divide each other.
+    """
+
+    shape: tuple[PositiveInt, PositiveInt, PositiveInt]
+    patch_size: PositiveInt = 2
+    layers_per_block: tuple[PositiveInt, ...] = (2, 2, 2, 2)
+    hidden_size: PositiveInt = 64
+    num_attention_heads: PositiveInt | None = None
+    condition: ConditioningSpec = field(default_factory=ConditioningSpec)
+    noise_std: NonNegativeFloat = 0.0
+    noise_std_range: tuple[PositiveFloat, PositiveFloat] | None = None
+    levels: Annotated[int, Ge(2)] = 256
+    alternate: bool = True
+    start: Literal["zero", "token"] = "zero"
+    position_embedding: Literal["learned", "rotary"] = "learned"
+    scale: Literal["exp", "softplus"] = "exp"
+    soft_clip: PositiveFloat | None = None
+
+    def __post_init__(self) -> None:
+        _, height, width = self.shape
+        if height % self.patch_size or width % self.patch_size:
+            raise InvalidArgument(f"images of shape {self.shape} cannot be cut into patches of {self.patch_size}")
+        if self.num_tokens < 2 or not self.layers_per_block:
+            raise InvalidArgument(
+                f"{self.num_tokens} tokens and {len(self.layers_per_block)} blocks; give at least 2 and 1"
+            )
+        heads = self.attention_heads
+        if self.hidden_size % heads or (self.hidden_size // heads) % 2:
+            raise InvalidArgument(
+                f"hidden_size={self.hidden_size} with num_attention_heads={heads}; the size of a head must be even"
+            )
+        if self.noise_std_range is not None:
+            low, high = self.noise_std_range
+            if not low < high or self.noise_std:
+                raise InvalidArgument(
+                    f"noise_std_range is {self.noise_std_range} and noise_std {self.noise_std}; the range must rise, "
+                    "and "
+                    "noise_std stay 0 beside it"
+                )
+        if self.condition.map_channels:
+            raise InvalidArgument("a flow reads no map; give classes, text or a vector")
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of patches of an image."""
+        return self.shape[1] * self.shape[2] // self.patch_size**2
+
+    @property
+    def token_dim(self) -> int:
+        """Elements of a patch."""
+        return self.shape[0] * self.patch_size**2
+
+    @property
+    def attention_heads(self) -> int:
+        """Number of attention heads, the default resolved."""
+        return max(self.hidden_size // 64, 1) if self.num_attention_heads is None else self.num_attention_heads
+
+    @property
+    def num_dims(self) -> int:
+        """Number of dimensions of an image."""
+        return math.prod(self.shape)
+
+
+class TarFlow(GeneratorModule):
+    """The flow.
+
+    Attributes:
+        config: the configuration.
+        metadata: see `pippin.generate.contract.Generator`.
+
+    Source: Zhai et al. 2024, arXiv:2412.06329; with a range of noise: Chen et al. 2026, arXiv:2604.20041.
+    """
+
+    config: TarFlowConfig
+    model_type = "pippin_tarflow"
+    config_type = TarFlowConfig
+
+    def __init__(self, config: TarFlowConfig) -> None:
+        super().__init__(config)
+        spec = FlowBlockSpec(
+            hidden_size=config.hidden_size,
+            num_attention_heads=config.attention_heads,
+            start=config.start,
+            position_embedding=config.position_embedding,
+            scale=config.scale,
+            soft_clip=config.soft_clip,
+            noise=config.noise_std_range is not None,
+        )
+        last = len(config.layers_per_block) - 1
+        self.blocks = nn.ModuleList(
+            FlowBlock(
+                config.token_dim,
+                config.num_tokens,
+                replace(
+                    spec,
+                    num_hidden_layers=layers,
+                    reverse=config.alternate and number % 2 == 1,
+                    text=bool(config.condition.text_dim) and number == last,
+                ),
+            )
+            for number, layers in enumerate(config.layers_per_block)
+        )
+        self.embeddings = nn.ModuleList(
+            ConditionEmbedding(config.condition, config.hidden_size) for _ in config.layers_per_block
+        )
+        self._cos_sin_tables: RotaryTables | None = None
+
+    def initialize(self, seed: int = 0) -> TarFlow:
+        """Random weights; the flow is the identity at first."""
+        generator = torch.Generator().manual_seed(seed)
+        for block, embedding in zip(self.blocks, self.embeddings, strict=True):
+            cast(FlowBlock, block).initialize(generator)
+            cast(ConditionEmbedding, embedding).initialize(generator, size=0.2)
+        return self
+
+    def forward(
+        self, x: Float[Tensor, "n channels height width"], condition: Conditioning | None = None, t: Any = None
+    ) -> tuple[Float[Tensor, "n tokens inner"], Float[Tensor, n]]:
+        """The noise z of images, and the log of the absolute determinant of dz/dx in nats.
+
+        Args:
+            x: from -1 to 1, with the noise that the model was trained with.
+            condition: what they show; None for nothing.
+            t: standard deviation of their noise, a number or one for each; for models with a range of noise.
+
+        Raises:
+            InvalidArgument: another shape, a condition that the model does not read, or a ``t`` missing, out of the
+                range, or given to a model without one.
+            InvalidInput: integers, or values that are not finite.
+        """
+        check_samples(x, self.shape)
+        z, level = patchify(x, self.config.patch_size), self._level(t, len(x))
+        total = torch.zeros(len(x), device=x.device)
+        for block, embedding in zip(self.blocks, self.embeddings, strict=True):
+            z, log_det = block(z, embedding(condition, len(x)), level, cos_sin=self._cos_sin())
+            total = total + log_det
+        return z, total
+
+    def log_prob(
+        self, x: Float[Tensor, "n channels height width"], condition: Conditioning | None = None, t: Any = None
+    ) -> Float[Tensor, n]:
+        """The log density of each image, with its noise, in nats; arguments and errors as `forward`."""
+        z, log_det = self(x, condition, t)
+        log_prob: Tensor = log_det - 0.5 * z.square().sum((1, 2)) - 0.5 * math.log(2 * math.pi) * self.config.num_dims
+        return log_prob
+
+    @torch.no_grad()
+    def bits_per_dim(
+        self,
+        images: Integer[Tensor, "n channels height width"],
+        condition: Conditioning | None = None,
+        *,
+        seed: int = 0,
+    ) -> Float[Tensor, n]:
+        r"""A bound of $-\log_2 P$ of images of levels for each of their numbers, by one draw of uniform noise.
+
+        Args:
+            images: levels from 0 up.
+            condition: of each sample.
+            seed: of the noise.
+
+        Raises:
+            InvalidArgument: a model trained with Gaussian noise, which knows no density of levels; another shape.
+            InvalidInput: no integers, or levels out of range.
+        """
+        config = self.config
+        if config.noise_std or config.noise_std_range:
+            raise InvalidArgument(
+                f"bits per dimension mean nothing for a model trained with Gaussian noise "
+                f"({config.noise_std_range or config.noise_std}); train one with noise=0"
+            )
+        if images.is_floating_point() or images.dtype == torch.bool:
+            raise InvalidInput(f"bits per dimension are those of integer levels, got {images.dtype}")
+        if len(images) and (int(images.min()) < 0 or int(images.max()) >= config.levels):
+            raise InvalidInput(
+                f"levels from {int(images.min())} to {int(images.max())}; 0 to {config.levels - 1} expected"
+            )
+        noise = Noise(len(images), seed=seed, device=images.device).uniform(images.shape[1:])
+        log_prob = self.log_prob((images + noise) * (2 / config.levels) - 1, condition)
+        return math.log2(config.levels / 2) - log_prob / (config.num_dims * math.log(2))
+
+    def score(
+        self, x: Float[Tensor, "n channels height width"], condition: Conditioning | None = None, t: Any = None
+    ) -> Float[Tensor, "n channels height width"]:
+        """The gradient of the log density; arguments and errors as `forward`. Not under ``torch.inference_mode``."""
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(self.log_prob(x, condition, t).sum(), x)
+        return slope
+
+    def denoise(
+        self,
+        x: Float[Tensor, "n channels height width"],
+        sigma: float | None = None,
+        condition: Conditioning | None = None,
+    ) -> Float[Tensor, "n channels height width"]:
+        r"""The mean of the clean image given a noisy one, $x + \sigma^2 \nabla\log p(x)$.
+
+        Args:
+            x: images with Gaussian noise.
+            sigma: its standard deviation; None for the model's own ``noise``.
+            condition: of each sample.
+
+        Raises:
+            InvalidArgument: a sigma that is negative, or missing where the model has none of its own; as `forward`.
+
+        Source: arXiv:2412.06329, section 3.4 (Tweedie's formula).
+        """
+        config = self.config
+        sigma = (config.noise_std or None) if sigma is None else sigma
+        if sigma is None or not 0 <= sigma < math.inf:
+            raise InvalidArgument(f"sigma is {sigma}; give the standard deviation of the images' noise, 0 or more")
+        if sigma == 0:
+            return x
+        return x + sigma**2 * self.score(x, condition, sigma if config.noise_std_range else None)
+
+    @torch.no_grad()
+    def inverse(
+        self,
+        z: Float[Tensor, "n tokens inner"],
+        condition: Conditioning | None = None,
+        t: Any = None,
+        *,
+        solver: Jacobi | None = None,
+        guides: tuple[LinearGuidance | None, ...] | None = None,
+        on_step: OnStep | None = None,
+    ) -> tuple[Float[Tensor, "n channels height width"], tuple[SolveInfo, ...]]:
+        """Images of noise, and how each block's inversion went, from the data to the noise; undoes `forward`.
+
+        Args:
+            z: the noise.
+            condition: what to show.
+            t: as `forward`.
+            solver: windows of tokens at a time; None for one token after another.
+            guides: of each block, from the data to the noise; None for no guidance.
+            on_step: called after each token or window; steps are tokens of blocks.
+
+        Raises:
+            NonFiniteSample: a token that is not finite; block and token are named, in natural order.
+            InvalidArgument: as `forward`.
+        """
+        count, level = len(self.blocks), self._level(t, len(z))
+        infos: list[SolveInfo] = []
+        for number in reversed(range(count)):
+            block = cast(FlowBlock, self.blocks[number])
+            embedded = self.embeddings[number](condition, len(z))
+
+            def tell(done: int, x: Tensor, number: int = number, block: FlowBlock = block) -> None:
+                if on_step is not None:
+                    before = (count - 1 - number) * self.config.num_tokens
+                    on_step(
+                        SamplingStep(
+                            before + done, count * self.config.num_tokens, lambda: self._picture(block.ordered(x))
+                        )
+                    )
+
+            z, info = block.inverse(
+                z,
+                embedded,
+                level,
+                cos_sin=self._cos_sin(),
+                solver=solver,
+                guide=None if guides is None else guides[number],
+                on_tokens=None if on_step is None else tell,
+            )
+            _check_finite(block.ordered(z), block, number)
+            infos.append(info)
+        return self._picture(z), tuple(reversed(infos))
+
+    def sample(
+        self,
+        condition: Conditioning | None = None,
+        n: int | None = None,
+        *,
+        solver: Jacobi | Literal["sequential", "jacobi"] = "sequential",
+        anneal: bool = True,
+        temperature: float = 1.0,
+        t: float | None = None,
+        denoise: bool = True,
+        **options: Unpack[GeneratorOptions],
+    ) -> Float[Tensor, "n channels height width"]:
+        """Sample images, from about -1 to 1.
+
+        Args:
+            condition: what each image is to show; of one image for all of them; None for no condition.
+            n: number of images; None for as many as the condition has, or 1.
+            solver: "sequential" (token by token), "jacobi" (in windows that pay for so many images), or how windows are
+                solved.
+            anneal: whether the guidance weight grows linearly over the tokens of each block.
+            temperature: divides the attention scores of the unconditional branch; with another value than 1 guidance
+                works without a condition, too.
+            t: noise level to sample at, of a model with a range of noise; None for its largest.
+            denoise: whether the training noise is removed from the samples, by one step of Tweedie's formula.
+            **options: see `GeneratorOptions`; ``steps`` bounds the iterations of each Jacobi window and stays None for
+                the sequential solver; ``guidance`` is w + 1 of the papers.
+
+        Raises:
+            InvalidArgument: numbers out of range, a condition that the model does not read, or guidance without
+                anything to compare with.
+            NonFiniteSample: a token that is not finite; block and token are named.
+        """
+        call = self.prepare(condition, n, unconditional_guidance=temperature != 1, **options)
+        condition, n, guidance = call.condition, call.n, call.guidance
+        solve = _solver(solver, call.steps, n, call.device)
+        config = self.config
+        if config.noise_std_range and t is None:
+            t = config.noise_std_range[1]
+        guides = None
+        if guidance != 1:
+            null = None if condition is None else condition.null()
+            guides = tuple(
+                LinearGuidance(embedding(null, n), guidance - 1, anneal=anneal, temperature=temperature)
+                for embedding in self.embeddings
+            )
+        z = call.noise().normal((config.num_tokens, config.token_dim))
+        x, _ = self.inverse(z, condition, t, solver=solve, guides=guides, on_step=call.on_step)
+        sigma = t if config.noise_std_range else config.noise_std
+        if not (denoise and sigma):
+            return x
+        x = self.denoise(x, sigma, condition)
+        if not bool(x.isfinite().all()):
+            raise NonFiniteSample(
+                "taking the noise off ended in values that are not finite: the samples lie far outside what the model "
+                "learned; lower guidance, give soft_clip to its configuration, or take another seed",
+                step=config.num_tokens * len(self.blocks),
+            )
+        return x
+
+    def _picture(self, tokens: Tensor) -> Tensor:
+        return unpatchify(tokens, self.config.patch_size, self.config.shape[1:])
+
+    def _level(self, t: Any, n: int) -> Tensor | None:
+        """The noise of each sample, checked."""
+        limits = self.config.noise_std_range
+        if (t is None) != (limits is None):
+            raise InvalidArgument(
+                "the model has no noise_range and takes no t"
+                if limits is None
+                else f"give t, the standard deviation of the noise, from {limits[0]} to {limits[1]}"
+            )
+        if t is None or limits is None:
+            return None
+        level = torch.as_tensor(t, dtype=torch.float32, device=self.device)
+        if level.ndim > 1 or (level.ndim == 1 and len(level) != n):
+            raise InvalidArgument(f"t of shape {tuple(level.shape)} for {n} samples; give one number, or one for each")
+        if not bool(((level >= limits[0] * (1 - 1e-5)) & (level <= limits[1] * (1 + 1e-5))).all()):
+            raise InvalidArgument(f"t is {t}; the model was trained with noise from {limits[0]} to {limits[1]}")
+        return level.expand(n)
+
+    def _cos_sin(self) -> RotaryTables | None:
+        """Rows and columns as rotations; None where positions are learned."""
+        config = self.config
+        if config.position_embedding == "learned":
+            return None
+        device = self.device
+        if self._cos_sin_tables is None or self._cos_sin_tables[0].device != device:
+            positions = grid_positions(config.shape[1] // config.patch_size, config.shape[2] // config.patch_size).to(
+                device
+            )
+            self._cos_sin_tables = axial_tables(positions, config.hidden_size // config.attention_heads)
+        return self._cos_sin_tables
+
+
+class FlowLikelihood:
+    r"""Negative log-likelihood of noisy images per dimension, in nats; an objective for `pippin.train.Trainer`.
+
+    The noise is that of the configuration: uniform within a level, Gaussian, or Gaussian with a standard deviation
+    sampled from the range, by which the loss is weighted. The constant $\frac12\log 2\pi$ is part of the loss.
+
+    Args:
+        condition_dropout: probability of replacing a condition by the null condition, where the model has one.
+
+    Raises:
+        InvalidArgument: a probability outside 0 to 1.
+
+    Source: arXiv:2412.06329, eq. 4; weights by the noise: arXiv:2604.20041.
+    """
+
+    unit = "samples"
+
+    @checked
+    def __init__(self, *, condition_dropout: Probability = 0.1) -> None:
+        self.condition_dropout = condition_dropout
+
+    def __call__(self, model: nn.Module, batch: Samples, generator: torch.Generator) -> Loss:
+        """The loss of a batch; the metric "bits" is in bits per dimension of images with 256 or other levels."""
+        flow = cast(TarFlow, getattr(model, "module", model))
+        config, x, condition = flow.config, batch.x, batch.condition
+        if condition is not None and self.condition_dropout and config.condition.null:
+            condition = condition.dropout(self.condition_dropout, generator)
+        x, t = add_training_noise(x, config, generator)
+        z, log_det = model(x, condition, t)
+        nats = 0.5 * z.square().sum((1, 2)) + 0.5 * math.log(2 * math.pi) * config.num_dims - log_det
+        loss = nats / config.num_dims
+        bits = loss.detach() / math.log(2) + math.log2(config.levels / 2)
+        return Loss((loss if t is None else t * loss).sum(), float(len(x)), {"bits": bits.sum()})
+
+
+def add_training_noise(x: Tensor, config: TarFlowConfig, generator: torch.Generator) -> tuple[Tensor, Tensor | None]:
+    """Images with training noise, and its standard deviation where the model reads it."""
+
+    def uniform(shape: Any) -> Tensor:
+        return torch.rand(shape, generator=generator, device=x.device)
+
+    if config.noise_std_range is not None:
+        low, high = config.noise_std_range
+        t = low + (high - low) * uniform(len(x))
+        normal = torch.randn(x.shape, generator=generator, device=x.device)
+        return x + t.view(-1, *[1] * (x.ndim - 1)) * normal, t
+    if config.noise_std:
+        return x + config.noise_std * torch.randn(x.shape, generator=generator, device=x.device), None
+    # level i, given as 2 i / (levels - 1) - 1, becomes a uniform sample from its interval of width 2 / levels
+    levels = ((x + 1) * ((config.levels - 1) / 2)).round()
+    return (levels + uniform(x.shape)) * (2 / config.levels) - 1, None
+
+
+def _solver(solver: Jacobi | str, steps: int | None, n: int, device: torch.device) -> Jacobi | None:
+    if solver == "sequential":
+        if steps is not None:
+            raise InvalidArgument(f"steps is {steps}, but a flow inverted token by token has no budget; leave it None")
+        return None
+    if solver == "jacobi":
+        return Jacobi.fitting(n, device, max_iterations=steps)
+    if not isinstance(solver, Jacobi):
+        raise InvalidArgument(f"solver is {solver!r}; choose sequential, jacobi or Jacobi(...)")
+    return solver if steps is None else replace(solver, max_iterations=steps)
+
+
+def _check_finite(x: Tensor, block: FlowBlock, number: int) -> None:
+    """Refuse tokens, in the block's order, that are not finite."""
+    bad = ~x.isfinite().all(-1)
+    if bool(bad.any()):
+        first = int(bad.any(0).int().argmax())
+        token = x.shape[1] - 1 - first if block.spec.reverse else first
+        sample = int(bad[:, first].int().argmax())
+        raise NonFiniteSample(
+            f"block {number} made token {token} of sample {sample} infinite or NaN; guide less, draw another seed, or "
+            "train with soft_clip=4",
+            step=first,
+            block=number,
+            token=token,
+        )

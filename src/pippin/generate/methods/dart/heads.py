@@ -1,0 +1,135 @@
+r"""Parts of DART: the attention mask and cache over views, and a flow-matching head for single patches.
+
+Notable here:
+- blocks of tokens attend to themselves and all blocks before them, in training and in sampling, with one cache
+- the head is a small flow for each token: it samples from the distribution of a patch, where a mean would be blurred
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from pippin.core.errors import InvalidArgument
+from pippin.nn.adaptive_norm import BidirectionalCache
+from pippin.nn.kv_cache import New, VisibleKeyValues
+from pippin.nn.linear import Linear
+from pippin.nn.time_embedding import TimedHead, TimeEmbedding
+
+
+class BlockCache:
+    """KV cache of a sequence of blocks; whole blocks are added, one or more at a time.
+
+    Args:
+        layers: layers with keys of their own.
+        blocks: block index of each position, not decreasing; all blocks attend to block 0.
+        alone: whether a block attends only to itself and block 0, rather than to all before it.
+        there: which of the first positions are present, for each sample; None for all.
+
+    Raises:
+        InvalidArgument: on `append`, more tokens than positions.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        blocks: Int[Tensor, positions],
+        *,
+        alone: bool = False,
+        there: Bool[Tensor, "n first"] | None = None,
+    ) -> None:
+        self.blocks, self.alone, self.there = blocks, alone, there
+        self.positions: None = None
+        self._length = 0
+        self._kept: list[tuple[Tensor, Tensor] | None] = [None] * layers
+        self._mask: tuple[int, int, Tensor | None] | None = None
+
+    @property
+    def length(self) -> int:
+        """Number of cached tokens."""
+        return self._length
+
+    def append(self, layer: int, k: New, v: New, window: int | None) -> VisibleKeyValues:
+        """Append the new keys and values to the cached ones; returns what the new tokens attend to."""
+        start, new, capacity = self._length, k.shape[2], len(self.blocks)
+        if start + new > capacity:
+            raise InvalidArgument(f"a sequence of {capacity} positions holds {start} tokens and was given {new} more")
+        keys, values = k, v
+        if new < capacity:  # a whole sequence at once needs no cache
+            kept = self._kept[layer]
+            if kept is None:
+                kept = self._kept[layer] = tuple(x.new_empty(*x.shape[:2], capacity, x.shape[3]) for x in (k, v))  # type: ignore[assignment]
+            assert kept is not None
+            for cached, x in zip(kept, (k, v), strict=True):
+                cached[:, :, start : start + new] = x
+            keys, values = (x[:, :, : start + new] for x in kept)
+        mask = self.mask(start, new)
+        return BidirectionalCache().append(layer, keys, values, window) if mask is None else (keys, values, mask)
+
+    def advance(self, new: int) -> None:
+        """Commit the new tokens."""
+        self._length += new
+
+    def mask(self, start: int, new: int) -> Bool[Tensor, "#n 1 new seen"] | None:
+        """The attention mask; None if all attend to everything."""
+        if self._mask is None or self._mask[:2] != (start, new):
+            asks, seen = self.blocks[start : start + new, None], self.blocks[None, : start + new]
+            visible = (seen == asks) | (seen == 0) if self.alone else seen <= asks
+            visible = visible[None, None]
+            if self.there is not None:
+                there = F.pad(self.there, (0, start + new - self.there.shape[1]), value=True)
+                visible = visible & there[:, None, None]
+            self._mask = (start, new, None if bool(visible.all()) else visible)
+        return self._mask[2]
+
+
+class FlowHead(nn.Module):
+    r"""The velocity $u(z_\tau, \tau, h)$ that carries noise ($\tau = 1$) to one token ($\tau = 0$), given its state h.
+
+    Args:
+        inner: elements of a token.
+        width: of the state and inside.
+        layers: residual layers of two matrices each.
+
+    Source: Gu et al. 2025, arXiv:2410.08159, section 3.3; the layers are those of Li et al. 2024, arXiv:2406.11838.
+    """
+
+    def __init__(self, inner: int, width: int, layers: int) -> None:
+        super().__init__()
+        self.read = Linear(inner, width, bias=True)
+        self.state = Linear(width, width, bias=True)
+        self.time = TimeEmbedding(width)
+        self.adapt = nn.ModuleList(Linear(width, 3 * width, bias=True) for _ in range(layers))
+        self.up = nn.ModuleList(Linear(width, width, bias=True) for _ in range(layers))
+        self.down = nn.ModuleList(Linear(width, width, bias=True) for _ in range(layers))
+        self.out = TimedHead(width, inner)
+
+    def forward(
+        self, z: Float[Tensor, "*batch inner"], tau: Float[Tensor, "*batch"], state: Float[Tensor, "*batch width"]
+    ) -> Float[Tensor, "*batch inner"]:
+        """The velocity of each token, float32."""
+        told = self.state(state) + self.time(tau)
+        x = self.read(z)
+        for adapt, up, down in zip(self.adapt, self.up, self.down, strict=True):
+            shift, scale, gate = adapt(F.silu(told)).chunk(3, -1)
+            y = torch.addcmul(shift, F.layer_norm(x, x.shape[-1:]), 1 + scale)
+            x = x + gate * down(F.silu(up(y)))
+        out: Tensor = self.out(x[..., None, :], told)[..., 0, :]
+        return out
+
+    @torch.no_grad()
+    def initialize(self, generator: torch.Generator) -> FlowHead:
+        """Random weights; the adaptive parts, and the velocity, start at zero."""
+        for layer in [self.read, self.state, *self.up, *self.down, *self.adapt]:
+            assert isinstance(layer, Linear)
+            assert layer.bias is not None
+            layer.weight.normal_(0.0, layer.inputs**-0.5, generator=generator)
+            layer.bias.zero_()
+        for layer in self.adapt:
+            for parameter in layer.parameters():
+                parameter.zero_()
+        self.time.initialize(generator)
+        self.out.initialize()
+        return self

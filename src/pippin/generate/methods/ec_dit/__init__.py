@@ -1,0 +1,5 @@
+"""EC-DIT: diffusion transformers with expert-choice routing."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

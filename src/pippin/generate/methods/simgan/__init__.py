@@ -1,0 +1,5 @@
+"""SimGAN: adversarial refinement of simulated images with their labels kept."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,1 @@
+from . import image as image, text as text

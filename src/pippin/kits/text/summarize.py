@@ -1,0 +1,241 @@
+"""Summarization: written by the model and checked against the text, or selected from its sentences.
+
+Notable here:
+- a long text is summarized in parts, cut between sentences, at 70 % of the context each, and the parts together
+- every number and name of a summary must occur in the text; if one does not, the summary is written once more, and what
+  still does not is reported in `Passage.unverified`
+- `select` writes nothing: it selects the sentences that have the most mutual information with the rest of the text
+  under the model
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from pippin.core.errors import AnswerTruncated, InvalidArgument
+from pippin.data.text.language import language_of
+from pippin.kits.text import prompts
+from pippin.kits.text.session_pool import Preset, SessionPool
+from pippin.kits.text.spans import TextSpan, chunks, sentences
+from pippin.kits.text.unsupported_facts import unverified
+from pippin.session.types.schema import Regex
+
+SHARE = 0.7  # of the context, for one part of a text
+TOKENS_PER_SENTENCE = 60
+_SELECT_TOKENS = 700  # longer parts would make `select` slow: its cost grows with the square
+
+
+@dataclass(frozen=True)
+class Passage:
+    """Text that a model wrote from another text; ``unverified`` lists its numbers and names that are not in the
+    source."""
+
+    text: str
+    unverified: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True)
+class SummaryDraft:
+    """An unfinished summary: part ``part`` of ``parts`` and its text so far; ``done`` is the final summary."""
+
+    part: int
+    parts: int
+    text: str
+    done: Passage | None = None
+
+
+def write(pool: SessionPool, text: str, count: int, language: str | None) -> Iterator[SummaryDraft]:
+    """Summarize in ``count`` sentences; the last draft holds the result."""
+    max_tokens = count * TOKENS_PER_SENTENCE + 20
+    request = (
+        f"\n\nSummarize this text in {prompts.in_sentences(count)}.{prompts.in_language(language or language_of(text))}"
+    )
+    parts = split(pool, prompts.SUMMARY, text, max_tokens, request)
+    if len(parts) == 1:
+        yield from _checked(pool, prompts.SUMMARY, text, request, count, max_tokens, 0, 1)
+        return
+    summaries: list[str] = []
+    for index, part in enumerate(parts):
+        draft = SummaryDraft(index, len(parts), "")
+        for draft in _checked(pool, prompts.SUMMARY, part.of(text), request, count, max_tokens, index, len(parts) + 1):
+            if draft.done is None:
+                yield draft
+        assert draft.done is not None
+        summaries.append(draft.done.text)
+    joined = " ".join(summaries)
+    last = SummaryDraft(len(parts), len(parts) + 1, "")
+    if len(joined) < 0.8 * len(text):
+        for last in write(pool, joined, count, language):
+            if last.done is None:
+                yield SummaryDraft(len(parts), len(parts) + 1, last.text)
+    done = last.done.text if last.done is not None else joined
+    yield SummaryDraft(len(parts), len(parts) + 1, done, Passage(done, check(pool, done, text)))
+
+
+def split(pool: SessionPool, preset: Preset, text: str, max_tokens: int, request: str = "") -> list[TextSpan]:
+    """The parts of a text for a preset: each at most 70 % of the context."""
+    size = pool.provider.context_size or 8192
+    room = min(int(SHARE * size), pool.max_text_tokens(preset, max_tokens, request))
+    if room < 16:
+        raise InvalidArgument(
+            f"the context of {pool.provider.name} holds {size:,} tokens; instructions and an answer of {max_tokens:,} "
+            "leave "
+            "no room for a text; ask for a shorter answer or take another model"
+        )
+    fits: Callable[[str], bool] = lambda part: len(part) < room // 2 or pool.token_count(part) <= room  # noqa: E731
+    return [part for part in chunks(text, fits) if part.of(text).strip()]
+
+
+def check(pool: SessionPool, written: str, source: str) -> tuple[str, ...]:
+    """Names and numbers of the output that are not in the source."""
+    if not pool.can_score:
+        return unverified(written, source)
+    lexicon = pool.lexicon
+    return unverified(
+        written, source, is_word=lambda word: lexicon.familiarity(word) != "unknown" and not lexicon.is_name(word)
+    )
+
+
+def _checked(
+    pool: SessionPool, preset: Preset, text: str, request: str, count: int, max_tokens: int, part: int, parts: int
+) -> Iterator[SummaryDraft]:
+    """Write, check, write once more if necessary; the last draft is done."""
+    best: Passage | None = None
+    for again in ({}, {"temperature": 0.7, "top_p": 0.9, "seed": 1, "frequency_penalty": 0.2}):
+        written = ""
+        with pool.stream(preset, text.strip() + request, max_tokens=max_tokens, **again) as stream:
+            for snapshot in stream:
+                written = first_sentences(snapshot.content, count)
+                yield SummaryDraft(part, parts, written)
+                if len(sentences(snapshot.content)) > count:
+                    break
+        found = check(pool, written, text)
+        whole = is_whole(written)
+        if best is None or (whole, -len(found)) > (is_whole(best.text), -len(best.unverified)):
+            best = Passage(written, found)
+        if whole and not found:
+            break
+    assert best is not None
+    yield SummaryDraft(part, parts, best.text, best)
+
+
+def is_whole(text: str) -> bool:
+    """Whether a text ends like a sentence."""
+    return bool(re.search(r"[.!?…。][\"'”’»)]*$", text))
+
+
+def first_sentences(text: str, count: int) -> str:
+    """The first different sentences of an answer, in one paragraph; an unfinished one only if there is no other.
+
+    >>> first_sentences("One. One. Two. Thr", 3)
+    'One. Two.'
+    """
+    found = list(dict.fromkeys(" ".join(one.of(text).split()) for one in sentences(text.strip())))
+    if len(found) > 1 and not is_whole(found[-1]):
+        found.pop()
+    return " ".join(found[:count])
+
+
+# --- extractive summaries ---------------------------------------------------------------------------------------------
+
+
+def select(pool: SessionPool, text: str, count: int) -> Passage:
+    """The ``count`` sentences of a text with the most information about the rest of it, in their order.
+
+    The score of a sentence s is Σ (log P(other | s) - log P(other)) / √(tokens of s), over the other sentences.
+    """
+    parts = chunks(text, lambda part: pool.token_count(part) <= _SELECT_TOKENS)
+    share = max(1, math.ceil(2 * count / len(parts))) if len(parts) > 1 else count
+    selected = [one for part in parts for one in _best(pool, part.of(text), share)]
+    chosen = list(dict.fromkeys(selected))
+    if len(parts) > 1 and len(chosen) > count:
+        return (
+            select(pool, " ".join(chosen), count)
+            if len(" ".join(chosen)) < 0.8 * len(text)
+            else Passage(" ".join(chosen[:count]))
+        )
+    return Passage(" ".join(chosen))
+
+
+def _best(pool: SessionPool, text: str, count: int) -> list[str]:
+    said = [" ".join(one.of(text).split()) for one in sentences(text)]
+    whole = [one for one in said if is_whole(one) and len(one.split()) > 3]
+    candidates = list(dict.fromkeys(whole if len(whole) >= count else said))
+    if len(candidates) <= count:
+        return candidates
+    values = _values(pool, candidates)
+    ranked = sorted(range(len(candidates)), key=lambda index: -values[index])[:count]
+    return [candidates[index] for index in sorted(ranked)]
+
+
+def _values(pool: SessionPool, said: Sequence[str]) -> list[float]:
+    """The score of each sentence, normalized by its length."""
+    alone = pool.score_text("\n\n", said)
+    found = []
+    for index, one in enumerate(said):
+        given = pool.score_text(f"{one}\n\n", said)
+        gain = sum(given[other] - alone[other] for other in range(len(said)) if other != index)
+        found.append(gain / math.sqrt(pool.token_count(one)))
+    return found
+
+
+# --- points and lists -------------------------------------------------------------------------------------------------
+
+_BULLET = re.compile(r"^\s*(?:[-*+•]|\d+[.)])\s+")
+
+
+def listed(
+    pool: SessionPool, preset: Preset, text: str, request: str, count: int, *, first: bool = False
+) -> list[Passage]:
+    """The items of a list that the model writes about a text, part by part, each once and checked.
+
+    With ``first``, only the first sentence of each.
+    """
+    max_tokens = count * TOKENS_PER_SENTENCE
+    parts = split(pool, preset, text, max_tokens, request)
+    items: list[str] = []
+    for part in parts:
+        prompt = part.of(text).strip() + request
+        answer = _bulleted(pool, preset, prompt, count, max_tokens, min(3, count) if first else 1)
+        written = bullets(answer)[:count]
+        if first:
+            written = [first_sentences(item, 1) for item in written]
+        items += [item for item in written if not prompts.leaks(preset, item, text)]
+    found: dict[str, str] = {}
+    for item in items:
+        found.setdefault(re.sub(r"\W+", " ", item).strip().casefold(), item)
+    return [Passage(item, check(pool, item, text)) for key, item in found.items() if key]
+
+
+def _bulleted(pool: SessionPool, preset: Preset, prompt: str, count: int, max_tokens: int, least: int) -> str:
+    """A Markdown list, with a grammar if the provider supports grammars; cut after the last requested item."""
+    form = Regex(rf"- [^\n]+(\n- [^\n]+){{{least - 1},}}") if pool.provider.capabilities.grammars else None
+    answer = ""
+    try:
+        with pool.stream(
+            preset, prompt, generating=form, max_tokens=max_tokens, include_schema_in_prompt=False
+        ) as stream:
+            for snapshot in stream:
+                answer = str(snapshot.content)
+                if len(bullets(answer)) > count:
+                    break
+    except AnswerTruncated as error:
+        answer = error.partial
+    return answer
+
+
+def bullets(answer: str) -> Sequence[str]:
+    """The items of a list in Markdown; lines, if there are no bullets.
+
+    >>> bullets("Here:\\n- one\\n- two"), bullets("one\\n\\ntwo")
+    (['one', 'two'], ['one', 'two'])
+    """
+    lines = [line for line in answer.splitlines() if line.strip()]
+    marked = [line for line in lines if _BULLET.match(line)]
+    return [_BULLET.sub("", line).strip() for line in marked or lines]

@@ -1,0 +1,441 @@
+"""`LanguageModel`: from a model reference to a decoder, its tokenizer and its chat template.
+
+Notable here:
+- safetensors are memory-mapped; a GGUF tensor stays in the format of its file if the native kernels support it, and is
+  dequantized once otherwise
+- the decoder is built on torch's meta device and filled layer by layer, and pages of the file are released after each
+  layer, so that no weight is in memory twice
+- names and shapes are compared before the first weight is read: a checkpoint fits completely or is refused
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
+
+import torch
+from torch import Tensor
+
+from pippin.core import device as devices, memory, native
+from pippin.core.checks import checked
+from pippin.core.errors import CorruptedFile, InvalidArgument, ModelNotFound
+from pippin.core.formats.checkpoint import open_folder, save_folder
+from pippin.core.formats.ggml_quants import dequantize_blocks
+from pippin.core.formats.gguf import open_gguf
+from pippin.core.store import reference
+from pippin.core.store.reference import Resolved
+from pippin.data.text.chat_template import ChatTemplate
+from pippin.data.text.tokenizer import Tokenizer
+from pippin.language import adapter_files, families
+from pippin.language.decoder import Decoder, DecoderConfig, DecoderLayer
+from pippin.language.quantized_checkpoint import StoredMatrix, stored_matrices
+from pippin.language.weight_packing import DType, Packing, choose_packing, group_of, stored_kind
+from pippin.nn.embedding import TokenEmbedding
+from pippin.nn.linear import Linear
+from pippin.nn.lora import Adapter
+from pippin.nn.packed_layers import PackedLinear, PackedTokenEmbedding, pack as pack_module, replace_submodule
+from pippin.nn.quantization.codes import Codes
+from pippin.nn.quantization.packed import BITS, Bits, NativeWeight, quantize
+from pippin.nn.quantization.palette import Palette
+from pippin.nn.triton.triton_matvec import TritonWeight
+
+if TYPE_CHECKING:
+    from pippin.engine.generation import Generation, Prompt
+
+Transform = Callable[[DecoderConfig], DecoderConfig]
+"""Maps the config of a checkpoint's decoder to that of the decoder to build."""
+LISTED = 20
+"""Maximum number of tensors that a message names."""
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """A decoder with its tokenizer, chat template and adapters.
+
+    Args:
+        name: name of the model in messages and adapters.
+        module: the decoder.
+        tokenizer: text to token ids and back.
+        template: the chat template; None for a base model, which continues text but has no conversation format.
+        source: the file or folder that it was read from; None for a model created in memory.
+        adapters: loaded adapters by name.
+    """
+
+    name: str
+    module: Decoder
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    source: Path | None = None
+    adapters: dict[str, Adapter] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def config(self) -> DecoderConfig:
+        """The config of the decoder."""
+        return self.module.config
+
+    @property
+    def context_size(self) -> int:
+        """Longest sequence, prompt and answer together, in tokens."""
+        return self.config.max_position_embeddings
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        return self.module.embed_tokens.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Precision of activations, and of weights that are not packed."""
+        return self.module.embed_tokens.dtype
+
+    def adapter(self, name: str | None) -> Adapter | None:
+        """The loaded adapter of this name; None for None.
+
+        Raises:
+            ModelNotFound: no adapter of this name is loaded.
+        """
+        if name is None or name in self.adapters:
+            return None if name is None else self.adapters[name]
+        loaded = ", ".join(self.adapters) or "none"
+        raise ModelNotFound(f"{self.name} has no adapter {name!r} loaded; loaded: {loaded}; see `load_adapter`")
+
+    def load_adapter(self, name: str, path: str | Path) -> Adapter:
+        """Load a LoRA adapter (see `pippin.language.adapter_files`); requests that name it are answered with it.
+
+        An adapter of the same name is replaced; requests that run already finish with the one they began with.
+
+        Raises:
+            ModelNotFound: there is no adapter in the folder.
+            AdapterMismatch: it was made for another base model.
+            UnsupportedModel: it needs something that is not supported; the message names the setting.
+            UnsafeCheckpoint: its weights are a pickle.
+            CorruptedFile: a file is damaged, or the weights do not fit the configuration.
+            InvalidArgument: an empty name.
+        """
+        self.adapters[name] = adapter_files.load_adapter(self, name, path)
+        return self.adapters[name]
+
+    def unload_adapter(self, name: str) -> None:
+        """Unload an adapter; running requests with it finish with it.
+
+        Raises:
+            ModelNotFound: no adapter of this name is loaded.
+        """
+        self.adapter(name)
+        self.adapters.pop(name, None)
+
+    @overload
+    def generate(self, prompt: str, *, adapter: str | None = None, **options: Any) -> Generation: ...
+    @overload
+    def generate(self, prompt: Sequence[Prompt], *, adapter: str | None = None, **options: Any) -> list[Generation]: ...
+    def generate(self, prompt: str | Sequence[Any], *, adapter: str | None = None, **options: Any) -> Any:
+        """Generate text: `pippin.engine.generation.generate` with this model; arguments and errors are its own."""
+        # The engine imports this module, so it is imported only here.
+        return import_module("pippin.engine.generation").generate(self, prompt, adapter=adapter, **options)
+
+    def save(self, path: str | Path, *, metadata: Mapping[str, Any] | None = None) -> None:
+        """Write the model in Hugging Face layout; transformers and `load` read it back.
+
+        Args:
+            path: created where it does not exist.
+            metadata: further fields of `config.json`; they override its own.
+
+        Raises:
+            InvalidArgument: the weights were packed for inference; load with ``pack=False``.
+            UnsupportedModel: rotary frequencies that have no Hugging Face configuration.
+        """
+        tensors = dict(self.module.state_dict())
+        if any(getattr(module, "packed", None) is not None for module in self.module.modules()):
+            raise InvalidArgument(f"{self.name} is packed for inference; load it with pack=False to save it")
+        if self.config.tie_word_embeddings:
+            del tensors["lm_head.weight"]
+        stored = {}
+        for name, tensor in tensors.items():
+            offset = families.norm_offset(name, self.config)
+            stored[families.to_hf_name(name)] = tensor - offset if offset else tensor
+        eos = list(self.tokenizer.eos_ids)
+        generation = {"eos_token_id": eos, "bos_token_id": self.tokenizer.bos_id}
+        dtype = {"dtype": str(self.dtype).removeprefix("torch.")}
+        config = families.to_hf(self.config) | generation | dtype | dict(metadata or {})
+        save_folder(Path(path), config=config, tensors=stored, tokenizer=self.tokenizer, generation_config=generation)
+
+
+@checked
+def load(
+    ref: str | Path = "smollm2-135m",
+    *,
+    device: str | None = None,
+    dtype: DType = "auto",
+    bits: Bits | None = None,
+    pack: bool = True,
+    transform: Transform | None = None,
+) -> LanguageModel:
+    """Load a language model.
+
+    Args:
+        ref: a catalog name (fetched if it is not in the cache yet), a `.gguf` file, a folder in Hugging Face layout,
+            or a hub repository such as "Qwen/Qwen3-0.6B".
+        device: "cpu", "cuda", "cuda:1", "mps"; None takes the best there is.
+        dtype: precision of weights and activations. On a CPU with the native kernels, activations are always float32;
+            "auto" leaves the weights of a GGUF file or a quantized folder as they are stored and takes others as
+            bfloat16; "float32" and "bfloat16" are for all weights. Elsewhere "auto" is bfloat16 if the device is fast
+            in it and float32 otherwise; for training (``pack=False``) it is float32.
+        bits: 2, 3, 4 or 8: quantize the matrices to this many bits (plus 16 for every 64 weights), the embedding to at
+            least 4. This needs no data and takes seconds; below 4 bits it costs quality. None does not quantize.
+        pack: convert weights to the layout that decodes fastest. A packed model can be neither trained nor saved.
+        transform: maps the config in the checkpoint to the config of the decoder to build, such as
+            `pippin.language.methods.kv_routing.fewer_caches`. It is called before weights are read; tensors that the
+            new decoder does not use are not read.
+
+    Raises:
+        ModelNotFound: nothing answers to ``ref``.
+        DownloadFailed: the model had to be fetched, and could not be.
+        CorruptedFile: a damaged file, or one whose tensors do not fit its configuration.
+        UnsupportedModel: an architecture or a number format that Pippin does not have.
+        UnsafeCheckpoint: the weights are a pickle.
+        InvalidArgument: an unknown device, precision or number of bits; bits where nothing computes with them, or that
+            do not fit the model; weights to be quantized that are not finite; a transform that asks for tensors that
+            the checkpoint does not have.
+    """
+    where = devices.choose(device)
+    packing = choose_packing(dtype, where, bits=bits, pack=pack)
+    found = reference.resolve(ref)
+    headers = transformed(read_headers(found), transform)
+    model = assemble(found, headers, packing, pack=pack)
+    del headers
+    memory.trim()  # the mapping of the file is released as well
+    return model
+
+
+def assemble(found: Resolved, headers: CheckpointHeaders, packing: Packing, *, pack: bool) -> LanguageModel:
+    """Read the weights of a checkpoint whose headers were read; errors as of `load`."""
+    if packing.bits is not None:
+        packing.nbytes(headers.module, headers.kinds)  # refuses matrices that cannot be quantized
+    tokenizer = headers.tokenizer()
+    _fill(headers, packing, pack)
+    template = ChatTemplate(tokenizer.chat_template, tokenizer) if tokenizer.chat_template else None
+    return LanguageModel(found.name, headers.module, tokenizer, template, found.path)
+
+
+@dataclass(frozen=True)
+class CheckpointHeaders:
+    """The headers of a checkpoint: the decoder on torch's meta device, and functions that read its weights."""
+
+    module: Decoder
+    """On torch's meta device."""
+    names: tuple[str, ...]
+    """Pippin's names of all tensors, in the order of the files."""
+    tensor: Callable[[str, torch.dtype], Tensor]
+    """Reads one tensor in a precision."""
+    tokenizer: Callable[[], Tokenizer]
+    """Builds the tokenizer."""
+    release: Callable[[Iterable[str]], None]
+    """Releases the memory-mapped pages of tensors."""
+    kinds: Mapping[str, str] = field(default_factory=dict)
+    """Stored types by tensor name: for a GGUF file ggml's names, for a quantized folder Pippin's ("INT2/64")."""
+    blocks: Callable[[str], Tensor] | None = None
+    """For a GGUF file: reads the quantized blocks of one tensor, with rows in Pippin's order."""
+    codes: Callable[[str], Codes | Palette] | None = None
+    """For a quantized folder: reads the codes of one matrix."""
+
+
+def read_headers(found: Resolved, config: Mapping[str, Any] | None = None) -> CheckpointHeaders:
+    """Read the headers of a model on disk and compare them with its configuration; no weight is touched.
+
+    Args:
+        found: the resolved reference.
+        config: for a folder, used instead of its `config.json`; for models that contain more than a decoder.
+
+    Raises:
+        CorruptedFile: a damaged file, or one whose tensors do not fit its configuration.
+        UnsupportedModel: an architecture or a number format that Pippin does not have.
+        UnsafeCheckpoint: the weights are a pickle.
+    """
+    return _read_gguf(found.path) if found.kind == "gguf" else _read_folder(found.path, config)
+
+
+def transformed(headers: CheckpointHeaders, transform: Transform | None) -> CheckpointHeaders:
+    """The headers for another decoder; tensors that it does not use are not read.
+
+    Args:
+        headers: headers of the checkpoint.
+        transform: see `load`; None for no change.
+
+    Raises:
+        InvalidArgument: the new decoder needs a tensor that the checkpoint lacks, or one of another shape.
+    """
+    if transform is None:
+        return headers
+    config = transform(headers.module.config)
+    with torch.device("meta"):
+        module = Decoder(config)
+    wanted, stored = (_shapes(each) for each in (module, headers.module))
+    if missing := [name for name, shape in wanted.items() if stored.get(name) != shape]:
+        raise InvalidArgument(f"the transformed decoder needs {missing[0]!r}, which the checkpoint lacks in that shape")
+    return replace(headers, module=module, names=tuple(name for name in headers.names if name in wanted))
+
+
+def _read_gguf(path: Path) -> CheckpointHeaders:
+    file = open_gguf(path)
+    config = families.from_gguf(file)
+    names = {families.gguf_name(name, config): name for name in file.tensors if name != "rope_freqs.weight"}
+    for kind in {form.type for form in file.tensors.values()}:  # a type that cannot be read is refused now, not later
+        dequantize_blocks(torch.empty(0, 2, dtype=torch.uint8), kind, torch.float32)
+
+    def tensor(name: str, dtype: torch.dtype) -> Tensor:
+        values = file.dequantize(names[name], dtype)
+        return families.gguf_tensor(name, values, config, file.architecture)
+
+    def blocks(name: str) -> Tensor:
+        return families.gguf_tensor(name, file.raw(names[name]), config, file.architecture)
+
+    return CheckpointHeaders(
+        _module(config, {ours: file.tensors[theirs].shape for ours, theirs in names.items()}, path),
+        tuple(names),
+        tensor,
+        tokenizer=lambda: Tokenizer.from_gguf(file),
+        release=lambda _: file.release(),
+        kinds={ours: file.tensors[theirs].type for ours, theirs in names.items()},
+        blocks=blocks,
+    )
+
+
+def _read_folder(path: Path, given: Mapping[str, Any] | None = None) -> CheckpointHeaders:
+    folder = open_folder(path)
+    quantized = {part: matrix for matrix in stored_matrices(folder).values() for part in matrix.parts}
+    config = families.from_hf(folder.config if given is None else given)
+    names: dict[str, str] = {}
+    matrices: dict[str, StoredMatrix] = {}
+    for name in folder.names():
+        matrix = quantized.get(name)
+        ours = families.hf_name(name if matrix is None else f"{matrix.stem}.weight")
+        if (
+            ours is not None
+            and not ours.endswith("rotary_emb.inv_freq")
+            and not (config.tie_word_embeddings and ours == "lm_head.weight")
+        ):
+            names[ours] = name
+            if matrix is not None:
+                matrices[ours] = matrix
+
+    def tensor(name: str, dtype: torch.dtype) -> Tensor:
+        values = matrices[name].dense() if name in matrices else folder.tensor(names[name])
+        offset = families.norm_offset(name, config)
+        return (values.float() + offset if offset else values).to(dtype)
+
+    def shape(name: str) -> tuple[int, ...]:
+        return matrices[name].shape if name in matrices else tuple(folder.shape(names[name]))
+
+    def parts(name: str) -> tuple[str, ...]:
+        return matrices[name].parts if name in matrices else (names[name],)
+
+    return CheckpointHeaders(
+        _module(config, {ours: shape(ours) for ours in names}, path),
+        tuple(names),
+        tensor,
+        tokenizer=lambda: Tokenizer.from_folder(path),
+        release=lambda done: folder.release(part for name in done for part in parts(name)),
+        kinds={name: matrix.kind for name, matrix in matrices.items() if matrix.kind},
+        codes=lambda name: matrices[name].read(),
+    )
+
+
+def _fill(headers: CheckpointHeaders, packing: Packing, pack: bool) -> None:
+    """Read the weights layer by layer; each is packed before the next is read, so the peak is one dense layer."""
+    layers: dict[str, list[str]] = {}
+    for name in headers.names:
+        parts = name.split(".")
+        layers.setdefault(".".join(parts[: 2 if parts[0] == "layers" else 1]), []).append(name)
+    for prefix, members in layers.items():
+        plain = {}
+        for name in members:
+            owner = headers.module.get_submodule(name.rpartition(".")[0])
+            form = packing.format(owner, name, headers.kinds.get(name))
+            if form is None:
+                tensor = headers.tensor(name, packing.dtype).to(packing.device)
+                # a view would keep the whole file in memory for the sake of a norm
+                plain[name.removeprefix(f"{prefix}.")] = tensor.clone() if packing.native else tensor
+            else:
+                weight = _packed(headers, packing, name, form)
+                if isinstance(owner, TokenEmbedding):
+                    packed: torch.nn.Module = PackedTokenEmbedding(weight, owner.rows, owner.width)
+                else:
+                    assert isinstance(owner, Linear)
+                    packed = PackedLinear(weight, owner.inputs, owner.outputs, owner.bias)
+                replace_submodule(headers.module, name.rpartition(".")[0], packed)
+        part = headers.module.get_submodule(prefix)
+        part.load_state_dict(plain, assign=True)
+        if pack and isinstance(part, DecoderLayer):
+            pack_module(part)
+        if packing.native:
+            headers.release(members)
+    headers.module.tie_weights()
+    if pack:
+        headers.module.pack_head()
+        headers.module.requires_grad_(False).eval()
+
+
+def _packed(headers: CheckpointHeaders, packing: Packing, name: str, form: int) -> NativeWeight | TritonWeight:
+    """Read one matrix and pack it in the kernels' format with number ``form``."""
+    kind = headers.kinds.get(name, "")
+    if packing.bits is None and headers.codes is not None and stored_kind(kind) is not None and packing.keep:
+        stored = headers.codes(name)
+        assert isinstance(stored, Codes)
+        return stored.pack()
+    if form in native.GROUP_FORMATS.values():
+        bits = next(bits for bits in BITS if native.GROUP_FORMATS[bits] == form)
+        weight = headers.tensor(name, torch.float32).to(packing.device)
+        group = group_of(name, weight.shape[1])
+        codes, scales = quantize(weight, bits, group, name=name)
+        if packing.native:
+            return NativeWeight.from_codes(codes, scales, bits, group)
+        return TritonWeight.from_codes(codes, scales, bits, group, dtype=packing.dtype)
+    if packing.keep and headers.blocks is not None and native.GGML_FORMATS.get(kind) == form:
+        return NativeWeight.from_ggml(headers.blocks(name), kind)
+    dense = torch.float32 if form == native.GGML_FORMATS["F32"] else torch.bfloat16
+    return NativeWeight.from_dense(headers.tensor(name, dense))
+
+
+def _module(config: DecoderConfig, shapes: dict[str, tuple[int, ...]], path: Path) -> Decoder:
+    """The decoder on the meta device, after its names and shapes were compared with those of the file.
+
+    Raises:
+        CorruptedFile: a tensor is missing, left over, or of another shape than the configuration says.
+    """
+    with torch.device("meta"):
+        module = Decoder(config)
+    wanted = _shapes(module)
+    problems = [f"{name!r} is missing" for name in sorted(wanted.keys() - shapes.keys())]
+    problems += [f"{name!r} is not expected{_why(name, config)}" for name in sorted(shapes.keys() - wanted.keys())]
+    problems += [
+        f"{name!r} has shape {shapes[name]} instead of {shape}"
+        for name, shape in wanted.items()
+        if shapes.get(name, shape) != shape
+    ]
+    if problems:
+        more = [f"and {len(problems) - LISTED} more"] if len(problems) > LISTED else []
+        raise CorruptedFile(
+            f"{path} does not fit its configuration in {len(problems)} tensors: {'; '.join(problems[:LISTED] + more)}"
+        )
+    return module
+
+
+def _shapes(module: Decoder) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors that a decoder is saved as; a tied output matrix is not one of them."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in module.state_dict().items()}
+    if module.config.tie_word_embeddings:
+        del shapes["lm_head.weight"]
+    return shapes
+
+
+def _why(name: str, config: DecoderConfig) -> str:
+    """An explanation for an unexpected tensor: whether its layer shares the keys and values of another layer."""
+    parts = name.split(".")
+    if parts[0] != "layers" or not parts[1].isdigit() or int(parts[1]) >= len(config.layers):
+        return ""
+    source = config.layers[int(parts[1])].attention.kv_source
+    own = source is not None and parts[-2] in ("k_proj", "v_proj", "k_norm")
+    return f", as layer {parts[1]} reads the keys and values of layer {source}" if own else ""

@@ -1,0 +1,5 @@
+"""Soup of experts: specialists as linear combinations of parameters."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

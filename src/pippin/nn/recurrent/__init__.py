@@ -1,0 +1,5 @@
+"""Recurrent layers, parallel scans, and nonlinear recurrences solved in parallel."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,125 @@
+"""The settings that recipes share, each declared once: its type, its range, and the sentence that describes it.
+
+Notable here:
+- the description stands in the annotation, so that the command line, the documentation and an editor show the same one
+- a setting of a `Config` is an option of the command: `eval_every` is `--eval-every`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pippin.core.checks import Fraction, NonNegativeInt, PositiveFloat, PositiveInt
+from pippin.core.errors import InvalidArgument
+from pippin.core.options import Option
+
+StrPath = str | Path
+GeneratorMethod = Literal["unet", "dit", "ec-dit", "tarflow", "itarflow", "starflow", "dart"]
+
+
+def share_or_path(text: str) -> float | Path:
+    """A number is a share; anything else names a file.
+
+    >>> share_or_path("0.1"), share_or_path("test.jsonl")
+    (0.1, PosixPath('test.jsonl'))
+    """
+    try:
+        return float(text)
+    except ValueError:
+        return Path(text)
+
+
+DATA, RUN = "Data", "Run"
+
+MODEL_HELP = "Catalog name, hub repository, folder or .gguf file."
+Model = Annotated[str, Option(MODEL_HELP, positional=True)]
+Data = Annotated[
+    tuple[StrPath, ...],
+    Option(
+        "Text, JSON lines, Parquet, a folder of those, or one of Hugging Face datasets; may be repeated.",
+        DATA,
+        "PATH",
+    ),
+]
+Fields = Annotated[
+    Mapping[str, str],
+    Option(
+        "What the data calls text, messages, prompt or completion: prompt=question; may be repeated.",
+        DATA,
+        "OURS=THEIRS",
+        "--field",
+    ),
+]
+LossOn = Annotated[
+    Literal["assistant", "all"],
+    Option(
+        "Tokens that count in the loss: assistant is texts, completions and assistant turns; all is prompts too.", DATA
+    ),
+]
+HeldOut = Annotated[
+    Fraction | Path,
+    Option(
+        "What the loss is evaluated on: a share of the data, which is then not trained on, or a file; 0 for nothing.",
+        DATA,
+        "SHARE|PATH",
+        parse=share_or_path,
+    ),
+]
+MaxLength = Annotated[PositiveInt, Option("Tokens of a packed sequence.", DATA)]
+Inject = Annotated[
+    Fraction,
+    Option(
+        "Share of the training tokens that come from the pretraining data, so that the model forgets less: 0.01, say.",
+        DATA,
+        "SHARE",
+    ),
+]
+PretrainData = Annotated[
+    tuple[StrPath, ...],
+    Option(
+        "Text like the model's pretraining data; forgetting is measured on a part of it. May be repeated.", DATA, "PATH"
+    ),
+]
+Out = Annotated[StrPath, Option("Folder of the result; checkpoints and logs go into its folder run/.", None, "PATH")]
+Steps = Annotated[PositiveInt | None, Option("Optimizer steps; as many as the epochs take without it.", RUN)]
+Epochs = Annotated[PositiveFloat, Option("Passes over the data.", RUN)]
+LearningRate = Annotated[PositiveFloat, Option("Highest learning rate.", RUN)]
+BatchSize = Annotated[PositiveInt, Option("Sequences computed together.", RUN)]
+GradientAccumulationSteps = Annotated[PositiveInt, Option("Batches for one optimizer step.", RUN)]
+Precision = Annotated[
+    Literal["float32", "bfloat16"], Option("Of the computation; weights stay float32 in either case.", RUN)
+]
+EvalEvery = Annotated[PositiveInt | None, Option("Steps between evaluations; a tenth of the run without it.", RUN)]
+SaveEvery = Annotated[PositiveInt | None, Option("Steps between checkpoints; as --eval-every without it.", RUN)]
+Seed = Annotated[NonNegativeInt, Option("Of everything random: the same seed gives the same run.", RUN)]
+Resume = Annotated[bool, Option("Continue from the newest checkpoint in the folder run/.", RUN)]
+Fresh = Annotated[bool, Option("Start from random weights; only the tokenizer and the architecture are the model's.")]
+Preset = Annotated[
+    str | None,
+    Option(
+        "Start from random weights of another size: nano, small or base; nano-gru and nano-lstm are recurrent.",
+        None,
+        "NAME",
+    ),
+]
+
+ImageSize = Annotated[PositiveInt | None, Option("Crop images to squares and resize them to so many pixels.", DATA)]
+Limit = Annotated[PositiveInt | None, Option("Images to use at most.", DATA)]
+SkipBad = Annotated[bool, Option("Leave out files that cannot be read.", DATA)]
+
+
+def refuse_existing_run(path: Path, resume: bool) -> None:
+    """Refuse a folder with checkpoints of an earlier run, unless that run is to be resumed.
+
+    Raises:
+        InvalidArgument: there is a run.
+    """
+    if not resume and (any(path.glob("step-*")) or any(path.glob("*/step-*"))):
+        raise InvalidArgument(f"{path} holds a run; continue it with --resume (resume=True), or give another --out")
+
+
+def paths(values: StrPath | tuple[StrPath, ...]) -> tuple[Path, ...]:
+    """One or several paths, as paths; a lone text is one path and not its letters."""
+    return tuple(Path(value) for value in ((values,) if isinstance(values, str | Path) else values))

@@ -1,0 +1,5 @@
+"""Recipes that change a trained model: what `pippin shape` does."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,9 @@
+from . import (
+    export as export,
+    merge as merge,
+    palettize as palettize,
+    quantize as quantize,
+    report as report,
+    share as share,
+    specialize as specialize,
+)

@@ -1,0 +1,10 @@
+from . import (
+    diffusion as diffusion,
+    full as full,
+    images as images,
+    lora as lora,
+    prune as prune,
+    reasoner as reasoner,
+    refiner as refiner,
+    soup as soup,
+)

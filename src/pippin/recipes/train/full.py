@@ -1,0 +1,172 @@
+"""Full fine-tuning: all weights of a language model, trained further or from random ones.
+
+Notable here:
+- with `route_caches` the model is trained to run with any share of its key-value caches (stochastic KV routing), and
+  the held-out loss is evaluated at several of them
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+from pippin.core import progress
+from pippin.core.checks import Probability, checked
+from pippin.core.options import Option
+from pippin.recipes import options
+from pippin.recipes.train.distributed import joined
+from pippin.recipes.train.text_training import Injection, TextTrainingConfig, TextTrainingResult, read_batches, train
+
+if TYPE_CHECKING:
+    from pippin.language.language_model import LanguageModel
+    from pippin.train.distributed import DistributedProcesses
+
+KV_SHARING_RATIOS = (1.0, 0.5, 0.25)
+"""Shares of the caches at which a model with routed caches is evaluated."""
+
+
+@checked
+@dataclass(frozen=True, kw_only=True)
+class Config(TextTrainingConfig):
+    """The settings of a run."""
+
+    inject: options.Inject = 0.0
+    pretrain_data: options.PretrainData = ()
+    fresh: options.Fresh = False
+    preset: options.Preset = None
+    route_caches: Annotated[
+        Probability | None,
+        Option(
+            "Let each layer read an earlier layer's keys and values with this probability, 0.5 say: the model then "
+            "runs with a smaller cache (--kv-sharing-ratio).",
+            metavar="P",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullFinetuningResult(TextTrainingResult):
+    """A finished run.
+
+    Attributes:
+        fresh: whether it began with random weights.
+        held_out_by_kv_sharing_ratio: the held-out loss with a share of the caches, by that share; empty where caches
+            were not routed.
+    """
+
+    fresh: bool
+    held_out_by_kv_sharing_ratio: Mapping[float, float] = field(default_factory=dict)
+
+    def extra_rows(self) -> list[Any]:
+        """The held-out loss at each share of the caches."""
+        from pippin.core.report import Row
+
+        return [
+            Row(f"held-out loss with {kv_sharing_ratio:.0%} of the caches", loss, self.loss_unit)
+            for kv_sharing_ratio, loss in self.held_out_by_kv_sharing_ratio.items()
+        ]
+
+
+def run(
+    config: Config, *, show_progress: bool = True, processes: DistributedProcesses | None = None
+) -> FullFinetuningResult:
+    """Train all weights, and save a model that `pippin.load` opens like any other.
+
+    Args:
+        config: the settings.
+        show_progress: whether progress is shown on stderr.
+        processes: those that share the run; None joins those that torchrun started, if any.
+
+    Raises:
+        InvalidArgument: settings that do not fit together or to the model.
+        ModelNotFound, InvalidRecord, InvalidInput: the model or the data cannot be read.
+        TrainingError: the loss is not finite, or the checkpoints in the folder are of another run.
+    """
+    from pippin.language.methods.kv_routing import KVRouting
+
+    options.refuse_existing_run(config.run_path, config.resume)
+    injection = Injection.of(config.pretrain_data, config.inject, config.held_out)
+    with joined(processes) as processes:
+        first = processes is None or processes.rank == 0
+        show_progress = show_progress and first
+        device = config.device if processes is None else processes.device
+        model = load_for_training(config.model, device, fresh=config.fresh, preset=config.preset, seed=config.seed)
+        routing = None if config.route_caches is None else KVRouting(config.route_caches)
+        if routing is not None:
+            routing.record(model.module)
+        size = 1 if processes is None else processes.size
+        batches = read_batches(config, model, injection, num_processes=size, show_progress=show_progress)
+        parameters = sum(p.numel() for p in model.module.parameters())
+        progress.note(
+            f"{model.name}: {parameters / 1e6:.1f} million parameters, {batches.steps} steps",
+            show_progress=show_progress,
+        )
+        outcome = train(
+            config,
+            model.module,
+            batches,
+            title=f"{model.name}, all weights",
+            objective=routing,
+            processes=processes,
+            show_progress=show_progress,
+        )
+        if first:
+            model.save(config.out_path)
+        by_ratio = {}
+        if routing is not None and batches.held_out is not None:
+            by_ratio = _held_out_by_kv_sharing_ratio(model, batches.held_out)
+    return FullFinetuningResult(
+        model=model.name,
+        out=config.out_path,
+        parameters=parameters,
+        fresh=config.fresh or config.preset is not None,
+        held_out_by_kv_sharing_ratio=by_ratio,
+        **vars(outcome),
+    )
+
+
+def load_for_training(
+    ref: str, device: str | None, *, fresh: bool = False, preset: str | None = None, seed: int = 0
+) -> LanguageModel:
+    """A model in float32 with all its weights trainable: as it was saved, or with random weights.
+
+    Args:
+        ref: what `pippin.load` opens; its tokenizer is kept in any case.
+        device: where to; None for the best available.
+        fresh: random weights of the same architecture.
+        preset: random weights of another architecture, by its name in `pippin.language.presets`.
+        seed: of the random weights.
+    """
+    from pippin.language.language_model import load as load_language_model
+
+    loaded = load_language_model(ref, device=device, dtype="float32", pack=False)
+    if not (fresh or preset):
+        loaded.module.requires_grad_(True)
+        return loaded
+    from pippin.language import presets
+    from pippin.language.decoder import Decoder
+
+    config = loaded.config if preset is None else presets.preset(cast(Any, preset), loaded.config.vocab_size)
+    module = Decoder(config).initialize(seed=seed).to(loaded.device)
+    name = f"{loaded.name} anew" if preset is None else f"{preset} with the tokenizer of {loaded.name}"
+    return dataclasses.replace(loaded, name=name, module=module, source=None, adapters={})
+
+
+def _held_out_by_kv_sharing_ratio(model: LanguageModel, batches: list[Any]) -> dict[float, float]:
+    from pippin.language.methods.kv_routing import (
+        RoutedModel,
+        evenly_spaced_layers,
+        nearest_sources,
+    )
+    from pippin.language.objectives import held_out
+
+    measure, found = held_out(batches), {}
+    for kv_sharing_ratio in KV_SHARING_RATIOS:
+        routed = RoutedModel(
+            model.module,
+            nearest_sources(model.config, evenly_spaced_layers(model.config, kv_sharing_ratio)),
+        )
+        found[kv_sharing_ratio] = measure(routed)["loss"]
+    return found

@@ -1,0 +1,177 @@
+"""Model loading for the server: from disk only, each model with an engine that batches requests.
+
+Notable here:
+- one draft model serves all models with its vocabulary; the others decode one token at a time, and the log reports it
+- a prompt cache file that cannot be used does not prevent serving: the log gives the reason, and the file is written
+  again
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import quote
+
+from pippin.core.errors import PippinError
+from pippin.core.store import reference
+from pippin.serve import logs
+from pippin.serve.model_pool import cache_share, token_bytes
+from pippin.serve.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from pippin.engine.engine import Engine
+    from pippin.engine.speculation import Speculation
+    from pippin.language.language_model import LanguageModel
+    from pippin.session.providers.local import LocalModel
+
+
+def language_loader(
+    settings: ServerSettings, load: Callable[[str], Any] | None, cache_bytes: Callable[[], int]
+) -> Callable[[str], Any]:
+    """A function from a reference to a `LocalModel` for concurrent requests.
+
+    Args:
+        settings: batch size, device, precision and all other settings of the engine.
+        load: returns a `LanguageModel` (or a whole `LocalModel`) for a reference; None loads it from this disk.
+        cache_bytes: maximum size of its cache.
+    """
+
+    def from_disk(ref: str, kv_sharing_ratio: float | None = None) -> Any:
+        from pippin.language.language_model import load
+        from pippin.language.methods.kv_routing import fewer_caches
+
+        path, device = reference.resolve(ref, download=False).path, settings.device
+        transform = None if kv_sharing_ratio is None else fewer_caches(kv_sharing_ratio)
+        return load(path, device=device, dtype=settings.dtype, bits=settings.bits, transform=transform)
+
+    draft = _Draft(settings.speculate, load or from_disk)
+
+    def load_model(ref: str) -> Any:
+        from pippin.language.language_model import LanguageModel
+        from pippin.session.providers.local import LocalModel
+
+        model = from_disk(ref, settings.kv_sharing_ratio) if load is None else load(ref)
+        if not isinstance(model, LanguageModel):
+            return model
+        return LocalModel(model, engine=_engine(settings, model, cache_bytes()), speculation=draft.of(model))
+
+    return load_model
+
+
+@contextmanager
+def alone(settings: ServerSettings) -> Iterator[LocalModel]:
+    """The default model of the settings for one client, without a server; its prompt cache is written at the end.
+
+    Raises:
+        ModelNotFound, CheckpointError: it cannot be loaded.
+    """
+    local = language_loader(settings, None, lambda: cache_share(settings))(settings.references[settings.default])
+    try:
+        yield local
+    finally:
+        local.engine.close()
+
+
+def _engine(settings: ServerSettings, model: LanguageModel, cache_bytes: int) -> Engine:
+    """The engine of a model, with its stored prompt cache (a model with recurrent layers has none)."""
+    from pippin.engine.engine import Engine
+    from pippin.engine.model_runner import BLOCK_SIZE
+
+    cache_limit = cache_bytes // max(
+        1, token_bytes(model, settings.kv_cache_dtype)
+    )  # recurrent layers need none per token
+    engine = Engine(
+        model,
+        max_num_seqs=settings.max_num_seqs,
+        # only requests admitted ahead wait in the engine; all others wait in the model's admission queue
+        max_waiting=2 * settings.max_num_seqs,
+        cache_tokens=max(
+            settings.max_num_seqs * BLOCK_SIZE, min(settings.max_num_seqs * model.context_size, cache_limit)
+        ),
+        kv_cache_dtype=settings.kv_cache_dtype,
+        enable_prefix_caching=not settings.stateless,
+    )
+    if settings.prompt_cache is not None and not model.config.recurrent_layers:
+        file = prompt_file(settings.prompt_cache, model.name)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            if file.exists():
+                engine.load_prompt_cache(file)
+        except (PippinError, OSError) as error:
+            fields = {"model": model.name, "error": type(error).__name__, "reason": str(error)}
+            logs.log.error("prompt cache not used", extra={"fields": fields})
+        engine.prompt_cache = file
+    return engine
+
+
+def prompt_file(path: Path, model: str) -> Path:
+    """The prompt cache file of a model.
+
+    >>> prompt_file(Path("cache"), "owner/name").name
+    'owner%2Fname.prompts'
+    """
+    return path / f"{quote(model, safe='')}.prompts"
+
+
+class _Draft:
+    """The draft model of a server; loaded with its first target model."""
+
+    def __init__(self, name: str | None, load: Callable[[str], Any]) -> None:
+        self._name, self._load = name, load
+        self._speculation: Speculation | None = None
+        self._lock = threading.Lock()
+
+    def of(self, model: LanguageModel) -> Speculation | None:
+        """The speculation for a model; None where it is not possible."""
+        if self._name is None:
+            return None
+        from pippin.session.providers.local import speculation
+
+        with self._lock:
+            if self._speculation is None:
+                self._speculation = speculation(self._name, load=self._load)
+        try:
+            self._speculation.check(model)
+        except PippinError as error:
+            fields = {"model": model.name, "error": type(error).__name__, "reason": str(error)}
+            logs.log.error("no speculative decoding", extra={"fields": fields})
+            return None
+        return self._speculation
+
+
+def encoder_loader(settings: ServerSettings) -> Callable[[str], Any]:
+    """A function from a reference to a `TextEncoder`, from this disk."""
+
+    def load(ref: str) -> Any:
+        from pippin.language.encoder import load_encoder
+
+        return load_encoder(reference.resolve(ref, download=False).path, device=settings.device)
+
+    return load
+
+
+def memory_needed(settings: ServerSettings) -> Callable[[str, int], int]:
+    """A function from a reference and a maximum cache size to the bytes that the model will take."""
+
+    def estimate(ref: str, cache_bytes: int) -> int:
+        from pippin.language.availability import memory_needed
+        from pippin.language.methods.kv_routing import with_kv_sharing_layers
+
+        def bytes_of(ref: str, *, bits: Literal[2, 3, 4, 8] | None = settings.bits, **more: Any) -> int:
+            return memory_needed(ref, settings.dtype, device=settings.device, bits=bits, **{"context": 0} | more)
+
+        fewer = (
+            None
+            if settings.kv_sharing_ratio is None
+            else partial(with_kv_sharing_layers, kv_sharing_ratio=settings.kv_sharing_ratio)
+        )
+        weights = bytes_of(ref, transform=fewer)
+        context = bytes_of(ref, transform=fewer, context=None) - weights
+        draft_bytes = 0 if settings.speculate in (None, "ngram", "self") else bytes_of(settings.speculate, bits=None)
+        return weights + draft_bytes + min(cache_bytes, settings.max_num_seqs * context)
+
+    return estimate

@@ -1,0 +1,5 @@
+"""Types of answers: Python types, JSON Schema, run-time schemas, partial JSON."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,1 +1,0 @@
-"""Weights in few bits: trained, or quantised after training."""

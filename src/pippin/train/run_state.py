@@ -1,0 +1,220 @@
+"""What of a run is saved, how it comes back, and what makes a checkpoint another run's.
+
+Notable here:
+- optimizer states are named by parameter, so a checkpoint says which tensor is missing or has another shape
+- nothing is put back before everything was compared: a refused checkpoint leaves the run as it was
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from pippin.core.errors import InvalidArgument, NonFiniteLoss, ResumeMismatch
+from pippin.core.files import disk_errors
+from pippin.train.batch import tensors_of
+from pippin.train.checkpoints import Checkpoints, differences, raise_mismatch, read_state, read_tensors, trained_tensors
+from pippin.train.objective import Stateful
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pippin.train.trainer import Trainer
+
+_FORMAT = 1
+
+
+def save(trainer: Trainer, checkpoints: Checkpoints) -> None:
+    """Write a checkpoint of a run; every process must call it, the first one writes.
+
+    Raises:
+        DiskFull: the checkpoints before it are whole.
+    """
+    tensors = {
+        file: {name: trainer.processes.full_tensor(tensor.detach()) for name, tensor in entries.items()}
+        for file, entries in _tensors(trainer).items()
+    }
+    data = trainer.data.state_dict() if isinstance(trainer.data, Stateful) else None
+    state = {
+        "format": _FORMAT,
+        "step": trainer.step,
+        "steps": trainer.steps,
+        "settings": _settings(trainer),
+        "data": data,
+        "best": trainer.best,
+    }
+    if trainer.processes.rank == 0:
+        checkpoints.save(trainer.step, tensors, state)
+    trainer.processes.barrier()
+
+
+def resume(trainer: Trainer) -> int | None:
+    """Go on from the newest checkpoint.
+
+    Returns:
+        Its step; None where there is none.
+
+    Raises:
+        InvalidArgument: there is one, and `resume` is off.
+        ResumeMismatch: it was written by another run.
+    """
+    checkpoints = trainer.checkpoints
+    if checkpoints is None:
+        return None
+    if trainer.processes.rank == 0:
+        checkpoints.clear()
+        checkpoints.path.mkdir(parents=True, exist_ok=True)
+    trainer.processes.barrier()
+    folder = checkpoints.newest_path()
+    if folder is None:
+        return None
+    if not checkpoints.resume:
+        raise InvalidArgument(
+            f"{folder} is there already and resume is off; give another folder, or remove this one to begin again"
+        )
+    state = read_state(folder)
+    saved = {file: read_tensors(folder, file) for file in ("model", "optimizer", "ema", "objective")}
+    _compare(trainer, folder, state, saved)
+    _restore(trainer, folder, state, saved)
+    return trainer.step
+
+
+def refuse_non_finite(trainer: Trainer, total: float, norm: float, batches: list[tuple[int, Any]]) -> None:
+    """Save the batches of a step whose loss or gradient is not finite, and stop.
+
+    Raises:
+        NonFiniteLoss: always.
+    """
+    step = trainer.step + 1
+    what = f"the loss is {total}" if not math.isfinite(total) else f"the loss is {total:.6g} and its gradient {norm}"
+    saved = None
+    if trainer.checkpoints is not None:
+        rank = f"-{trainer.processes.rank}" if trainer.processes.size > 1 else ""
+        path = trainer.checkpoints.path / f"nonfinite-step-{step:08d}{rank}.safetensors"
+        tensors = {
+            name: tensor.detach().cpu().contiguous().clone()
+            for index, batch in batches
+            for name, tensor in tensors_of(batch, f"batch.{index}")
+        }
+        with disk_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_file(tensors, str(path))
+        saved = str(path)
+    raise NonFiniteLoss(
+        f"step {step}: {what}; the weights are those of step {trainer.step}. "
+        + (f"The batch is in {saved}. " if saved else "With checkpoints=… the batch would have been saved. ")
+        + "Try a lower learning rate, a longer warm-up, or max_grad_norm=1.0",
+        step=step,
+        saved=saved,
+    )
+
+
+def _tensors(trainer: Trainer) -> dict[str, dict[str, Tensor]]:
+    """Every tensor of a run by file and name; as they are, not copied."""
+    objective = trainer.objective.state_dict() if isinstance(trainer.objective, Stateful) else {}
+    for name, value in objective.items():
+        if not isinstance(value, Tensor):
+            raise InvalidArgument(f"the objective's state {name!r} is a {type(value).__name__}; it must be a tensor")
+    return {
+        "model": trained_tensors(trainer.model),
+        "optimizer": {
+            f"{name}.{key}": value
+            for optimizer, names in _named(trainer)
+            for parameter, state in optimizer.state.items()
+            for name in [names[parameter]]
+            for key, value in state.items()
+        },
+        "ema": dict(trainer.ema.averages) if trainer.ema else {},
+        "objective": objective,
+    }
+
+
+def _named(trainer: Trainer) -> list[tuple[torch.optim.Optimizer, dict[Tensor, str]]]:
+    names: dict[Tensor, str] = {parameter: name for name, parameter in trainer.model.named_parameters()}
+    return [(optimizer, names) for optimizer in trainer.optimizers]
+
+
+def _settings(trainer: Trainer) -> dict[str, Any]:
+    """What must be the same for the run to be the same; `steps` is not among it, so a run may be made longer."""
+    return {
+        "objective": _name(trainer.objective),
+        "data": _name(trainer.data),
+        "optimizer": _name(trainer.optimizer),
+        "schedule": _name(trainer.schedule),
+        "micro-batches a step": trainer.gradient_accumulation_steps * trainer.processes.size,
+        "max_grad_norm": trainer.max_grad_norm,
+        "precision": trainer.precision,
+        "ema": trainer.ema.decay if trainer.ema else None,
+        "seed": trainer.seed,
+    }
+
+
+def _name(thing: Any) -> str:
+    """A frozen value in full, anything else by its type or its own name."""
+    if dataclasses.is_dataclass(thing) and type(thing).__module__.startswith("pippin.train"):
+        return repr(thing)
+    return str(getattr(thing, "__qualname__", type(thing).__qualname__))
+
+
+def _compare(trainer: Trainer, folder: Path, state: dict[str, Any], saved: dict[str, dict[str, Tensor]]) -> None:
+    here, there = _settings(trainer), state["settings"]
+    lines = [
+        f"{key}: {there.get(key)} in the checkpoint and {here[key]} in this run"
+        for key in here
+        if there.get(key) != here[key]
+    ]
+    wanted = _tensors(trainer)
+    lines += differences("tensor", saved["model"], wanted["model"])
+    lines += differences("average", saved["ema"], wanted["ema"])
+    if wanted["objective"]:  # one that begins without memory is told what to remember by `load_state_dict`
+        lines += differences("tensor of the objective", saved["objective"], wanted["objective"])
+    if (state["data"] is not None) != isinstance(trainer.data, Stateful):
+        lines.append("the data of one of the two has a cursor (state_dict), and that of the other has none")
+    raise_mismatch(folder, lines)
+
+
+@torch.no_grad()
+def _restore(trainer: Trainer, folder: Path, state: dict[str, Any], saved: dict[str, dict[str, Tensor]]) -> None:
+    part = trainer.processes.shard
+    for file in ("model", "ema"):
+        for name, tensor in _tensors(trainer)[file].items():
+            tensor.copy_(part(saved[file][name], tensor))
+    for optimizer, names in _named(trainer):
+        _restore_optimizer(trainer, optimizer, names, saved["optimizer"])
+    if isinstance(trainer.objective, Stateful):
+        trainer.objective.load_state_dict({name: tensor.clone() for name, tensor in saved["objective"].items()})
+    trainer.step, trainer.best = state["step"], state["best"]
+    if isinstance(trainer.data, Stateful):
+        try:
+            trainer.data.load_state_dict(state["data"])
+        except (LookupError, ValueError, TypeError) as error:
+            raise ResumeMismatch(f"{folder}: the data cannot go on from its cursor there: {error}") from error
+    else:
+        trainer.skip(state["step"])
+
+
+def _restore_optimizer(
+    trainer: Trainer, optimizer: torch.optim.Optimizer, names: dict[Tensor, str], saved: dict[str, Tensor]
+) -> None:
+    """Through the optimizer's own `load_state_dict`, which knows where each of its tensors must be."""
+    by_name: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in saved.items():
+        name, _, entry = key.rpartition(".")
+        by_name.setdefault(name, {})[entry] = tensor
+    current = optimizer.state_dict()
+    states: dict[int, dict[str, Tensor]] = {}
+    for group, numbered in zip(optimizer.param_groups, current["param_groups"], strict=True):
+        for parameter, number in zip(group["params"], numbered["params"], strict=True):
+            states[number] = {
+                entry: trainer.processes.shard(tensor, parameter).clone()
+                if tensor.shape == parameter.shape and tensor.ndim
+                else tensor.clone()
+                for entry, tensor in by_name.get(names[parameter], {}).items()
+            }
+    current["state"] = {number: entries for number, entries in states.items() if entries}
+    optimizer.load_state_dict(current)

@@ -1,0 +1,103 @@
+"""Models of a server from the disk, with what the settings say of their engine, and the memory that they will take."""
+
+import importlib
+from dataclasses import replace
+
+import pytest
+
+from pippin.claims.worlds.sequences.byte_text import byte_config, byte_model
+from pippin.core.errors import NotEnoughMemory
+from pippin.engine.model_runner import BLOCK_SIZE
+from pippin.language import Decoder
+from pippin.language.availability import memory_needed as needed_by
+from pippin.serve import model_loading
+from pippin.serve.service import Service
+from pippin.serve.settings import ServerSettings
+from pippin.session.options import GenerationOptions
+from pippin.session.providers.provider import ProviderRequest
+from pippin.session.transcript import Prompt, Transcript
+
+
+@pytest.fixture(scope="module")
+def folder(tiny, tmp_path_factory):
+    """The small model on disk."""
+    path = tmp_path_factory.mktemp("models") / "small"
+    tiny.save(path)
+    return path
+
+
+def test_the_settings_reach_model_and_engine(folder):
+    settings = ServerSettings(
+        models=(str(folder),), device="cpu", dtype="float32", kv_cache_dtype="int8", max_num_seqs=3, speculate="ngram"
+    )
+    with model_loading.alone(settings) as local:
+        assert (local.engine.kv_cache_dtype, local.speculation.draft) == ("int8", "ngram")
+        assert local.engine.stats().max_num_seqs == 3
+        turn = ProviderRequest(Transcript(entries=(Prompt("Hello"),)), options=GenerationOptions(max_tokens=2))
+        assert list(local.stream(turn))
+    assert local.engine.stats().cache_tokens_used == 0, "closed"
+
+
+def test_the_models_of_a_server_keep_as_many_caches_as_it_says_and_what_guesses_for_them_all(tmp_path):
+    routed = byte_model(
+        Decoder(replace(byte_config(layers=4, width=32), training_methods={"kv_routing": {"p_cross": 0.5}})).initialize(
+            seed=0
+        )
+    )
+    routed.save(tmp_path / "routed")
+    settings = ServerSettings(
+        models=(str(tmp_path / "routed"),), device="cpu", kv_sharing_ratio=0.25, speculate=str(tmp_path / "routed")
+    )
+    with model_loading.alone(settings) as local:
+        assert local.model.config.cached_layers == (0,)
+        assert local.speculation.draft.config.cached_layers == (0, 1, 2, 3)
+    whole = replace(settings, kv_sharing_ratio=None, speculate=None)
+    more, less = (
+        model_loading.memory_needed(each)(str(tmp_path / "routed"), 2**40)
+        for each in (whole, replace(whole, kv_sharing_ratio=0.25))
+    )
+    followers = 3 * 2 * routed.config.num_key_value_heads * routed.config.head_dim
+    cache, weights = settings.max_num_seqs * routed.context_size * followers, followers * routed.config.hidden_size
+    assert less < more - 2 * (cache + weights)
+
+
+def test_a_small_share_of_memory_is_a_small_cache_but_never_less_than_a_block_for_each_slot(tiny):
+    settings = ServerSettings(models=("tiny",), max_num_seqs=3)
+    for share, tokens in ((0, 3 * BLOCK_SIZE), (256 * 100, 96), (2**40, 3 * tiny.context_size)):
+        local = model_loading.language_loader(settings, lambda _: tiny, lambda share=share: share)("tiny")
+        assert local.engine.stats().cache_tokens_capacity == tokens
+        local.engine.close()
+
+
+def test_prompts_are_kept_in_a_folder_when_a_server_for_one_ends(folder, tmp_path):
+    settings = ServerSettings(models=(str(folder),), device="cpu", dtype="float32", prompt_cache=tmp_path / "kept")
+    turn = ProviderRequest(
+        Transcript(entries=(Prompt("Hello, and hello again."),)), options=GenerationOptions(max_tokens=2)
+    )
+    cached = []
+    for _ in range(2):
+        with model_loading.alone(settings) as local:
+            *_, done = local.stream(replace(turn))
+            cached.append(done.usage.cached_tokens)
+    assert cached[0] == 0 < cached[1]
+    assert [file.name for file in (tmp_path / "kept").iterdir()] == ["small.prompts"]
+
+
+def test_memory_is_counted_with_what_guesses_ahead_and_the_bits(folder):
+    ref = str(folder)
+    weights = needed_by(ref, "float32", device="cpu", context=0)
+    whole = needed_by(ref, "float32", device="cpu")
+    plain = model_loading.memory_needed(ServerSettings(models=(ref,), device="cpu", dtype="float32", max_num_seqs=2))
+    assert plain(ref, 0) == weights
+    assert plain(ref, 2**60) == weights + 2 * (whole - weights)
+    twice = model_loading.memory_needed(ServerSettings(models=(ref,), device="cpu", dtype="float32", speculate=ref))
+    assert twice(ref, 0) == 2 * weights
+
+
+async def test_a_budget_smaller_than_the_weights_is_told_before_anything_is_loaded(folder, monkeypatch):
+    module = importlib.import_module("pippin.language.language_model")  # the name itself is the function
+    monkeypatch.setattr(module, "load", lambda *_, **__: pytest.fail("loaded"))
+    service = Service(ServerSettings(models=(str(folder),), device="cpu", memory_budget=10_000))
+    with pytest.raises(NotEnoughMemory, match="raise the memory budget"):
+        await service.pool.acquire("small")
+    service.close()
