@@ -118,7 +118,7 @@ async def test_embed(tools):
         ("ask", {"prompt": "long " * 50_000}, "ContextOverflow"),
         ("extract", {"text": "x", "schema": {"enum": []}}, "EmptySchema"),
         ("extract", {"text": "x", "schema": {"$ref": "#/$defs/none"}}, "UndefinedReference"),
-        ("extract", {"text": "x", "schema": {"type": "string", "format": "iri"}}, "UnsupportedGuide"),
+        ("extract", {"text": "x", "schema": {"type": "string", "pattern": r"(a)\1"}}, "UnsupportedGuide"),
         ("classify", {"text": "x", "labels": ["one"]}, "labels"),
         ("classify", {"text": "x", "labels": ["one", "one"]}, "InvalidArgument"),
         ("summarize", {"text": " "}, "InvalidInput"),
