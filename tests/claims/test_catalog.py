@@ -66,6 +66,7 @@ def test_a_claim_is_read_without_running_its_file(toy):
         (", headline=True", "", False),
         ('lambda e, arm: e.mean("b", arm) > 0', "lambda e, arm: (e.mean('b', arm) > 0)", True),
         ('source="s"', 'source="t"', True),
+        ("Near the limit.", "Closer than the limit.", True),
     ],
 )
 def test_the_hash_of_a_rule_covers_text_and_predicates_and_what_they_reach(toy, old, new, same):
@@ -88,15 +89,26 @@ def test_worlds_and_what_they_import_count():
     }
 
 
-def test_comments_and_docstrings_do_not_change_a_module(tmp_path):
-    def content(name, text):
-        path = tmp_path / name
-        path.write_text(text)
-        return catalog.content_hash(path)
+PLAIN = "LIMIT = 1\n\ndef f(x):\n    return {'limit': x + LIMIT}\n"
 
-    plain = content("a.py", "def f(x):\n    return x\n")
-    assert plain == content("b.py", '"""Doc."""\n\n# note\ndef f(x):\n    """Doc\n    of two lines."""\n    return x\n')
-    assert plain != content("c.py", "def f(x):\n    return -x\n")
+
+@pytest.mark.parametrize(
+    ("text", "same"),
+    [
+        (f'"""Doc."""\n\n# note\n{PLAIN}', True),
+        (PLAIN.replace("    return", '    """Doc\n    of two lines."""\n    return'), True),
+        (PLAIN.replace("LIMIT = 1\n", 'LIMIT = 1  # the reason\n"""What it limits."""\n'), True),
+        (PLAIN.replace("{'limit': x + LIMIT}", '{\n        "limit": (x + LIMIT),\n    }'), True),
+        (PLAIN.replace("x + LIMIT", "x - LIMIT"), False),
+        (PLAIN.replace("'limit'", "'# limit'"), False),
+        (PLAIN.replace("LIMIT = 1\n", "LIMIT = 2\n"), False),
+    ],
+)
+def test_only_code_changes_the_hash_of_a_module(tmp_path, text, same):
+    plain, changed = tmp_path / "plain.py", tmp_path / "changed.py"
+    plain.write_text(PLAIN)
+    changed.write_text(text)
+    assert (catalog.content_hash(changed) == catalog.content_hash(plain)) is same
 
 
 @pytest.mark.parametrize(

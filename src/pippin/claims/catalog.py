@@ -11,6 +11,7 @@ Notable here:
 from __future__ import annotations
 
 import ast
+import copy
 import hashlib
 import json
 from collections.abc import Iterator
@@ -266,15 +267,15 @@ def _value(node: ast.expr, names: dict[str, ast.stmt]) -> Any:
 
 
 def _source(node: ast.expr, names: dict[str, ast.stmt]) -> str:
-    """The source of a predicate, with the functions and constants of the file that it reaches."""
-    reached: dict[str, str] = {}
-    waiting: list[ast.AST] = [node]
-    while waiting:
-        for each in ast.walk(waiting.pop()):
-            if isinstance(each, ast.Name) and each.id in names and each.id not in reached:
-                reached[each.id] = ast.unparse(names[each.id])
-                waiting.append(names[each.id])
-    return "\n".join([ast.unparse(node), *(reached[name] for name in sorted(reached))])
+    """Source of a predicate, followed by the functions and constants of the file that it uses, directly or not."""
+    used: dict[str, str] = {}
+    pending: list[ast.AST] = [node]
+    while pending:
+        for each in ast.walk(pending.pop()):
+            if isinstance(each, ast.Name) and each.id in names and each.id not in used:
+                used[each.id] = _code(names[each.id])
+                pending.append(names[each.id])
+    return "\n".join([ast.unparse(node), *(used[name] for name in sorted(used))])
 
 
 def modules(stated: Stated) -> dict[str, str]:
@@ -309,16 +310,19 @@ def imported(path: Path) -> list[tuple[str, Path]]:
 
 @cache
 def content_hash(path: Path) -> str:
-    """SHA-256 of a module's code, without comments on lines of their own, docstrings and blank lines."""
-    text = path.read_text(encoding="utf-8")
-    lines = text.splitlines()
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            first = node.body[0] if node.body else None
-            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and first.end_lineno is not None:
-                lines[first.lineno - 1 : first.end_lineno] = [""] * (first.end_lineno - first.lineno + 1)
-    kept = [line.rstrip() for line in lines if line.strip() and not line.strip().startswith("#")]
-    return hashlib.sha256("\n".join(kept).encode()).hexdigest()[:16]
+    """SHA-256 of a module's code, without comments, docstrings and formatting."""
+    return hashlib.sha256(_code(ast.parse(path.read_text(encoding="utf-8"))).encode()).hexdigest()[:16]
+
+
+def _code(node: ast.AST) -> str:
+    """Source of a syntax tree in one formatting, without the docstrings of functions, classes and attributes."""
+    return ast.unparse(_WithoutDocstrings().visit(copy.deepcopy(node)))
+
+
+class _WithoutDocstrings(ast.NodeTransformer):
+    def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
+        constant = node.value.value if isinstance(node.value, ast.Constant) else None
+        return None if isinstance(constant, str) else node
 
 
 def _definition(module: str, name: str) -> str:
