@@ -47,7 +47,7 @@ def test_finished_blocks_of_a_long_answer_are_not_drawn_again(ui, scripted):
     say(ui, "tour", wait=False)
     ui.wait_for_selector("article.reply .text ol > li:nth-child(2)")
     ui.evaluate(
-        """document.querySelectorAll("article.reply .text > :is(h3, p):not(:last-child), article.reply li:not(:last-child)")
+        """document.querySelectorAll(".reply .text > :is(h3, p):not(:last-child), .reply li:not(:last-child)")
           .forEach((e) => (e.mark = 1))"""
     )
     # Only what a further line cannot change: neither the last block nor the last item.
