@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Size:
-    """Steps of warm-up, burn-in and between samples; samples; images scored; the real pair's side and images."""
+    """SGHMC steps and samples, numbers of images scored and trained on, and the image side of the real pair."""
 
     warm_up: int
     burn_in: int
@@ -52,7 +52,6 @@ SCORES: dict[str, Kind] = {
 
 
 def _above(e: Evidence, name: str, arm: str, other: str, margin: float = 0.0) -> bool:
-    """Whether one arm lies above another by more than a margin, every seed."""
     return all(a > b + margin for a, b in zip(e.each(name, arm), e.each(name, other), strict=True))
 
 
@@ -142,7 +141,7 @@ def _above(e: Evidence, name: str, arm: str, other: str, margin: float = 0.0) ->
     },
 )
 def run(scale: Scale) -> Evidence:
-    """Every case for every seed."""
+    """Measure every case on every seed."""
     from pippin.claims.worlds.images import ood_images
 
     evidence, size = Evidence(), SIZES[scale]
@@ -178,7 +177,7 @@ def _fitted(case: OODImages, seed: int, chain: SGHMCConfig) -> BayesianVAE:
 
 
 def _score(evidence: Evidence, case: OODImages, seed: int, size: _Size) -> None:
-    """The AUROC of every score for every OOD set of a case, and the effective share of the samples."""
+    """Record the AUROC of every score for every OOD set of a case, and the effective share of the samples."""
     from pippin.bayes.latent.bayesian_vae import BayesianVAE, ood_score
     from pippin.metrics import fpr_at_tpr, roc_auc
 
@@ -190,7 +189,7 @@ def _score(evidence: Evidence, case: OODImages, seed: int, size: _Size) -> None:
         return some.score(x, "ess").cpu()
 
     def own_draws(x: Tensor) -> Tensor:
-        """ESS with latent draws of its own for each sample."""
+        """The ESS where each posterior sample has its own latent draws."""
         import torch
 
         rows = []
@@ -231,7 +230,7 @@ def _score(evidence: Evidence, case: OODImages, seed: int, size: _Size) -> None:
 
 
 def _statistics(train: Tensor) -> Any:
-    """Minus the squared distance of an image's mean and standard deviation from those of training, in their units."""
+    """A score: the negative squared z-scores of an image's mean and standard deviation against the training images."""
     import torch
 
     def features(x: Tensor) -> Tensor:
@@ -242,7 +241,7 @@ def _statistics(train: Tensor) -> Any:
 
 
 def _supervised(held: Tensor, ood: Tensor) -> tuple[Tensor, Tensor]:
-    """Scores of a logistic regression on one half of the images that was fitted to the other half."""
+    """Scores of a logistic regression that is fitted to one half of the images, on the other half."""
     import torch
     from sklearn.linear_model import LogisticRegression
 
@@ -254,7 +253,7 @@ def _supervised(held: Tensor, ood: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _codes(model: BayesianVAE, held: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-    """Codes of held-out images, and codes in random directions 3 to 5 times as far out."""
+    """Latent codes of held-out images, and codes in random directions with 3 to 5 times their mean norm."""
     import torch
 
     generator = torch.Generator().manual_seed(4000 + seed)

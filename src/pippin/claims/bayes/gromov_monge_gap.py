@@ -29,11 +29,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Size:
-    """How much is looked at.
+    """Sizes of the toy map, then of the autoencoders, of DCI (rows, trees) and of the timing.
 
-    Steps of the toy map, its points and fresh ones; then for the autoencoders their steps, betas, kind and widths, the
-    side of the sprites and how many there are, the rows and trees of DCI, whether the encoder and distances are tried
-    as well, and steps that are timed.
+    ``more`` adds the arms on the encoder and on scaled distances.
     """
 
     toy_steps: int
@@ -65,7 +63,6 @@ LATENT, BATCH, RATE = 6, 64, 2e-3
 
 
 def _every_seed(e: Evidence, name: str, arm: str, other: str, share: float) -> bool:
-    """Whether one arm is at most a share of another, every seed."""
     return all(a <= share * b for a, b in zip(e.each(name, arm), e.each(name, other), strict=True))
 
 
@@ -142,7 +139,7 @@ def _every_seed(e: Evidence, name: str, arm: str, other: str, share: float) -> b
     },
 )
 def run(scale: Scale) -> Evidence:
-    """Toy map, autoencoders, cost."""
+    """Measure toy maps, then autoencoders, then the cost of a step."""
     evidence, size = Evidence(), SIZES[scale]
     for seed in range(1) if scale.is_smoke else range(3):
         _toy(evidence, seed, size)
@@ -152,7 +149,7 @@ def run(scale: Scale) -> Evidence:
 
 
 def _toy(evidence: Evidence, seed: int, size: _Size) -> None:
-    """A map of each kind, its fit on fresh points and the neighbors that it loses."""
+    """Train a map with each term; record its fit on fresh points and the share of neighbors that it loses."""
     import torch
 
     from pippin.bayes.transport.gromov import distortion, gromov_monge_gap
@@ -183,7 +180,7 @@ def _toy(evidence: Evidence, seed: int, size: _Size) -> None:
 
 
 def _terms(more: bool = False) -> dict[str, GeometricRegularizer | None]:
-    """What the autoencoders differ in, by arm."""
+    """The geometric term of the autoencoder of each arm."""
     from pippin.bayes.latent.disentanglement import GeometricRegularizer
     from pippin.bayes.transport.gromov import cost_matrix
 
@@ -201,7 +198,7 @@ def _terms(more: bool = False) -> dict[str, GeometricRegularizer | None]:
 
 
 def _autoencoders(evidence: Evidence, seed: int, size: _Size) -> None:
-    """DCI of every arm for each beta, and of the factors themselves."""
+    """Record DCI of every arm for each beta, and of the true factors."""
     from pippin.data.synthetic.sprites import FACTORS
     from pippin.evaluate.disentanglement import dci
 
@@ -222,7 +219,7 @@ def _autoencoders(evidence: Evidence, seed: int, size: _Size) -> None:
 
 
 def _sprites(size: _Size) -> tuple[Tensor, Tensor]:
-    """Images and their factors."""
+    """Images of sprites and their generating factors."""
     import torch
 
     from pippin.data.synthetic.sprites import Sprites, SpriteSpec
@@ -239,7 +236,7 @@ def _sprites(size: _Size) -> tuple[Tensor, Tensor]:
 def _codes(
     images: Tensor, seed: int, beta: float, geometry: GeometricRegularizer | None, size: _Size
 ) -> tuple[Tensor, float]:
-    """The posterior means of a trained autoencoder, and the nats that its reconstructions miss at the last step."""
+    """Train an autoencoder; its posterior means, and its reconstruction loss in nats at the last step."""
     import torch
 
     from pippin.bayes.latent.disentanglement import DisentanglingElbo
@@ -272,7 +269,7 @@ def _device(size: _Size) -> str:
 
 
 def _cost(evidence: Evidence, size: _Size) -> None:
-    """Seconds of a step of each arm, in units of a step of the base; medians of steps taken in turn."""
+    """Record the time of a step relative to the base: medians over steps of all arms, interleaved."""
     from pippin.bayes.latent.disentanglement import DisentanglingElbo
     from pippin.bayes.latent.vae import VAE, VAEConfig
     from pippin.train import AdamW, Trainer

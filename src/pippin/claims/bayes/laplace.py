@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Size:
-    """Tables, epochs on them, and images of CIFAR-10."""
+    """Sizes of the classifiers and regressions, and the number of CIFAR-10 images."""
 
     tables: tuple[str, ...]
     epochs: int
@@ -44,7 +44,6 @@ TRAINED = ("digits", "Fashion-MNIST")
 
 
 def _differences(e: Evidence, name: str, arm: str, other: str) -> list[float]:
-    """Of two arms, for each seed."""
     return [a - b for a, b in zip(e.each(name, arm), e.each(name, other), strict=True)]
 
 
@@ -142,7 +141,7 @@ def _differences(e: Evidence, name: str, arm: str, other: str) -> list[float]:
     },
 )
 def run(scale: Scale) -> Evidence:
-    """Digits and Fashion-MNIST, the ranking, tables and CIFAR-10, for each seed."""
+    """Measure digits and Fashion-MNIST, the ranking of networks, tables and CIFAR-10 on each seed."""
     from pippin.claims.worlds import ood_classification as ood, small_networks as small
 
     evidence, size = Evidence(), SIZES[scale]
@@ -163,7 +162,7 @@ def run(scale: Scale) -> Evidence:
 
 
 def _makers(network: nn.Module, world: World, share: float = 1.0) -> dict[str, Any]:
-    """What is made of one trained network, by arm."""
+    """Constructors of the predictors that use one trained network, by arm."""
     from pippin.bayes.laplace.laplace import Laplace
     from pippin.bayes.predictors.baselines import MAPNetwork
     from pippin.bayes.predictors.temperature_scaling import TemperatureScaling
@@ -186,7 +185,7 @@ def _makers(network: nn.Module, world: World, share: float = 1.0) -> dict[str, A
 
 
 def _arms(evidence: Evidence, name: str, world: World, seed: int, size: Any) -> None:
-    """Every arm of one world, with its cost."""
+    """Record the figures and the cost of every arm on one world."""
     from pippin.bayes.likelihood import Classification
     from pippin.bayes.predictors.baselines import DeepEnsemble, MCDropout
     from pippin.bayes.predictors.swag import SWAG, SWAGConfig
@@ -210,7 +209,7 @@ def _arms(evidence: Evidence, name: str, world: World, seed: int, size: Any) -> 
 
 
 def _ranking(evidence: Evidence, world: World, seed: int, epochs: int) -> None:
-    """Evidence against test loss: five weight decays at their own precision, five widths at the tuned one."""
+    """Record how evidence ranks networks by test loss: five weight decays, then five widths with a tuned precision."""
     from pippin import metrics
     from pippin.bayes.laplace.laplace import Laplace
     from pippin.bayes.predictors.baselines import MAPNetwork
@@ -243,7 +242,7 @@ def _ranking(evidence: Evidence, world: World, seed: int, epochs: int) -> None:
 
 
 def _tables(evidence: Evidence, seed: int, size: _Size) -> None:
-    """Regressions on random rows and with the middle of one column left out: the mean loss over the tables."""
+    """Record the mean loss over tables, on random test rows and on the middle of a column that training left out."""
     import torch
 
     from pippin import metrics

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Size:
-    """How much is done: seeds; hidden units and rounds for rescaling; steps of training; tables; images to train on."""
+    """Seeds, sizes of the rescaled network, training steps, tables, and images to train on."""
 
     seeds: tuple[int, ...]
     hidden: int
@@ -104,7 +104,7 @@ SETTINGS = tuple(
     },
 )
 def run(scale: Scale) -> Evidence:
-    """Rescaling, unfinished training and tables for each seed; images where there is a GPU."""
+    """Measure rescaling, early-stopped training and tables on each seed; images where there is a GPU."""
     evidence, size = Evidence(), SIZES[scale]
     for seed in size.seeds:
         _rescaling(evidence, seed, size)
@@ -117,7 +117,7 @@ def run(scale: Scale) -> Evidence:
 
 
 def _fitted(model: nn.Module, data: Any, max_iterations: int, tolerance: float = 1e-4, **how: Any) -> Any:
-    """Without the warnings that the worse arm of a comparison is bound to give."""
+    """Fit a posterior; warnings are silenced, since the worse arm of each comparison always warns."""
     from pippin.bayes.laplace.linearized.evidence import LinearizedEvidence, NetworkEvidence
     from pippin.bayes.likelihood import Regression
     from pippin.claims.worlds.gap_regression import NOISE
@@ -131,17 +131,17 @@ def _fitted(model: nn.Module, data: Any, max_iterations: int, tolerance: float =
 
 
 def _network(hidden: int, seed: int, *, norm: bool, width: float = 1.0) -> nn.Module:
-    """A tanh network; its layer before the norm is number 2."""
+    """A tanh network whose layer 2 is followed by the norm."""
     import torch
     from torch import nn
 
     from pippin.claims.worlds import small_networks as small
 
     class Norm(nn.Module):
-        """Center and divide by the standard deviation over units: a layer norm without constant and gains."""
+        """Layer norm without epsilon, bias and gain."""
 
         def forward(self, x: Tensor) -> Tensor:
-            """Values [..., units] of any scale."""
+            """Normalize values [..., units] over the last dimension."""
             centered = x - x.mean(-1, keepdim=True)
             normed: Tensor = centered / centered.square().mean(-1, keepdim=True).sqrt()
             return normed
@@ -154,7 +154,7 @@ def _network(hidden: int, seed: int, *, norm: bool, width: float = 1.0) -> nn.Mo
 
 
 def _rescaling(evidence: Evidence, seed: int, size: _Size) -> None:
-    """How far rescaling moves predictions, with a precision of the layer's own and with a shared one.
+    """Record how far rescaling moves predictions, with a separate precision for the layer and with a shared one.
 
     The network is trained for 60 steps: the first of ten starts whose evidence keeps a part of the layer before the
     norm. Where it keeps none, that layer's precision has no end, and there is no ratio to look at.
@@ -185,7 +185,7 @@ def _rescaling(evidence: Evidence, seed: int, size: _Size) -> None:
 
 
 def _cut_short(evidence: Evidence, seed: int, steps: int, width: float, norm: bool) -> None:
-    """Both ways to tune, on a network whose training stopped early or not."""
+    """Record both ways to tune, on a network whose training stopped early or not."""
     from pippin.bayes.laplace.linearized.evidence import evidence as evidence_at
     from pippin.bayes.laplace.linearized.model import LinearizedModel
     from pippin.claims.worlds import small_networks as small
@@ -210,7 +210,7 @@ def _cut_short(evidence: Evidence, seed: int, steps: int, width: float, norm: bo
 
 
 def _tables(evidence: Evidence, seed: int, size: _Size) -> None:
-    """Test log-densities of both ways, averaged over sets, norms and lengths of training."""
+    """Record test log-densities of both ways to tune, averaged over tables, norms and lengths of training."""
     from torch import nn
 
     from pippin.bayes.likelihood import Regression
@@ -235,7 +235,7 @@ def _tables(evidence: Evidence, seed: int, size: _Size) -> None:
 
 
 def _images(evidence: Evidence, seed: int, count: int) -> None:
-    """Four variants on a residual network with batch norms: where the scatter is taken, and how many precisions."""
+    """Record four variants on a residual network with batch norms: where the scatter is taken, how many precisions."""
     import torch
 
     from pippin import metrics

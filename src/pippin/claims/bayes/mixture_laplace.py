@@ -23,7 +23,6 @@ WORLDS = ("digits", "Fashion-MNIST")
 
 
 def _differences(e: Evidence, name: str, arm: str, other: str) -> list[float]:
-    """Of two arms, for each seed."""
     return [a - b for a, b in zip(e.each(name, arm), e.each(name, other), strict=True)]
 
 
@@ -102,7 +101,7 @@ def _differences(e: Evidence, name: str, arm: str, other: str) -> list[float]:
     },
 )
 def run(scale: Scale) -> Evidence:
-    """Digits, then Fashion-MNIST, for each seed."""
+    """Measure digits, then Fashion-MNIST, on each seed."""
     from pippin.claims.worlds import ood_classification as ood
 
     evidence, size = Evidence(), ood.SIZES[scale]
@@ -114,7 +113,7 @@ def run(scale: Scale) -> Evidence:
 def _arms(
     evidence: Evidence, name: str, world: World, seed: int, size: ClassifierSize, precisions: tuple[float, ...]
 ) -> None:
-    """Every arm of one world."""
+    """Record the figures of every arm on one world."""
     from pippin.bayes.laplace.mixture import LaplaceMixture
     from pippin.bayes.predictors.baselines import DeepEnsemble, MAPNetwork
     from pippin.bayes.predictors.temperature_scaling import TemperatureScaling
@@ -151,13 +150,13 @@ def _arms(
 
 
 def _set(mixture: Any, *precisions: Any) -> None:
-    """Give every member its prior precision, or all of them one."""
+    """Set the prior precision of every member, one each or one for all."""
     for number, component in enumerate(mixture.components):
         component.prior_precision = precisions[number % len(precisions)]
 
 
 def _seconds(predictor: Predictor, world: World) -> float:
-    """Processor time of predicting the test inputs, the best of three."""
+    """Processor time of predicting the test inputs, the least of three runs."""
     times = []
     for _ in range(3):
         began = time.process_time()

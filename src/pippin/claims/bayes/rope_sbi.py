@@ -1,4 +1,4 @@
-"""Robust posteriors for a damped pendulum from a simulator that knows no damping, beside every part of it alone."""
+"""RoPE for a damped pendulum from a simulator without damping, against each of its parts alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Size:
-    """Seeds, steps of network and of tuning, real observations, simulations, further real ones, draws; gammas swept."""
+    """Seeds, training steps, numbers of observations, simulations and draws, and whether gamma is swept."""
 
     seeds: tuple[int, ...]
     steps: int
@@ -110,7 +110,7 @@ TIGHT_LOW, TIGHT_HIGH = (1.0, 3.0), (2.0, 7.0)
     },
 )
 def run(scale: Scale) -> Evidence:
-    """One network for each seed, then every method on the same observations."""
+    """Train one network per seed, then measure every method on the same observations."""
     evidence, size = Evidence(), SIZES[scale]
     for seed in size.seeds:
         _seed(evidence, seed, size, scale.name)
@@ -118,7 +118,7 @@ def run(scale: Scale) -> Evidence:
 
 
 def _seed(evidence: Evidence, seed: int, size: _Size, scale: str) -> None:
-    """Every method."""
+    """Record every method on one seed."""
     import torch
 
     from pippin.bayes.simulation.rope import RobustPosteriorEstimation
@@ -162,7 +162,7 @@ def _seed(evidence: Evidence, seed: int, size: _Size, scale: str) -> None:
 
 
 def _elsewhere(bench: Bench, rope: RobustPosteriorEstimation, count: int) -> None:
-    """Fresh observations through the stored plan, and a reality with a tighter prior than the simulator's."""
+    """Record fresh observations through the stored plan, and a reality with a narrower prior than the simulator's."""
     from pippin.bayes.simulation.priors import BoxPrior
     from pippin.claims.worlds.pendulum import plan_posterior
 

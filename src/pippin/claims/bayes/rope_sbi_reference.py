@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Size:
-    """Seeds, simulations with the steps on them, observations of each task, draws a classifier sees of each side."""
+    """Seeds, simulation budgets with their training steps, observations per task, and samples per side of the C2ST."""
 
     seeds: tuple[int, ...]
     budgets: dict[int, int]
@@ -89,7 +89,7 @@ SIMULATIONS = 10_000
     },
 )
 def run(scale: Scale) -> Evidence:
-    """Every task, seed and budget."""
+    """Measure every task, seed and simulation budget."""
     from pippin.core.store import store
 
     evidence, size = Evidence(), SIZES[scale]
@@ -100,7 +100,7 @@ def run(scale: Scale) -> Evidence:
 
 
 def _task(evidence: Evidence, name: str, folder: Path, size: _Size, device: str) -> None:
-    """One task: the controls of its observations, then a posterior for each seed and budget."""
+    """Record one task: the controls of each observation, then a posterior for each seed and budget."""
     import torch
 
     from pippin.bayes.simulation.metrics import c2st
@@ -139,7 +139,7 @@ def _task(evidence: Evidence, name: str, folder: Path, size: _Size, device: str)
 
 
 def _nearest(theta: Tensor, x: Tensor, observed: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The parameters of the simulations nearest to an observation, and the same after a linear regression on x."""
+    """Rejection ABC, and the same with a linear regression adjustment on x."""
     import torch
 
     scaled, at = x / x.std(0), observed.reshape(-1) / x.std(0)
@@ -150,7 +150,7 @@ def _nearest(theta: Tensor, x: Tensor, observed: Tensor, count: int) -> tuple[Te
 
 
 def _numbers(path: Path) -> Tensor:
-    """The rows of a CSV file with a line of names."""
+    """Read a CSV file with a header line."""
     import bz2
 
     import numpy as np
@@ -165,7 +165,7 @@ def _numbers(path: Path) -> Tensor:
 
 
 def _linear(theta: Tensor, generator: torch.Generator) -> Tensor:
-    """The parameters and noise of variance 0.1."""
+    """Gaussian linear: the parameters plus noise of variance 0.1."""
     import torch
 
     noise: Tensor = 0.1**0.5 * torch.randn(theta.shape, generator=generator)
@@ -173,7 +173,7 @@ def _linear(theta: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _two_moons(theta: Tensor, generator: torch.Generator) -> Tensor:
-    """A crescent of radius 0.1, moved by the absolute sum and the difference of both parameters."""
+    """Two moons: a crescent of radius 0.1, shifted by the absolute sum and the difference of both parameters."""
     import torch
 
     angle = math.pi * (torch.rand(len(theta), generator=generator) - 0.5)
@@ -184,7 +184,7 @@ def _two_moons(theta: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _slcp(theta: Tensor, generator: torch.Generator) -> Tensor:
-    """Four draws of a Gaussian whose deviations are squares and whose correlation is a tanh of the parameters."""
+    """SLCP: four samples of a Gaussian with squared parameters as standard deviations and a tanh as correlation."""
     import torch
 
     noise = torch.randn(len(theta), 4, 2, generator=generator)

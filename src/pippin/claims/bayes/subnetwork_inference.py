@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Size:
-    """How much is done: seeds; width, training epochs, snapshots and random draws; then digits; then tables."""
+    """Seeds, then the sizes for the clusters, for the digits and for the tables."""
 
     seeds: tuple[int, ...]
     width: int
@@ -130,7 +130,7 @@ SMALL = 20
     },
 )
 def run(scale: Scale) -> Evidence:
-    """Clusters, digits and tables for each seed."""
+    """Measure clusters, digits and tables on each seed."""
     evidence, size = Evidence(), SIZES[scale]
     for seed in size.seeds:
         for where in GEOMETRIES:
@@ -147,7 +147,7 @@ def _name(what: str, rule: str, share: float, more: str = "") -> str:
 def _chosen(
     model: nn.Module, share: float | int, score: Any, data: Any, likelihood: Any, size: _Size, seed: int
 ) -> Any:
-    """A share of the weights, or a number of them; without warnings of inert weights, which the literal rule shows."""
+    """Choose a share or a number of weights; the warning about inert weights is silenced, since one arm has them."""
     import torch
 
     from pippin.bayes.laplace.subnetwork_selection import ScoreOptions, select_subnetwork
@@ -165,7 +165,7 @@ def _chosen(
 
 
 def _clusters(evidence: Evidence, seed: int, size: _Size, where: str) -> None:
-    """All posteriors of one network on one geometry."""
+    """Record all posteriors of one network on one geometry."""
     from pippin.bayes.laplace.laplace import Laplace
     from pippin.bayes.likelihood import Regression
     from pippin.claims.worlds import small_networks as small
@@ -180,7 +180,7 @@ def _clusters(evidence: Evidence, seed: int, size: _Size, where: str) -> None:
         return Laplace(model, likelihood, subset, structure).fit(data)
 
     def widths(fitted: Any) -> tuple[float, float]:
-        """Mean standard deviations in the gap and on the training inputs."""
+        """Mean predictive standard deviations in the gap and on the training inputs."""
         gap_sd, own_sd = (float(fitted(at).function_variance.sqrt().mean()) for at in (gap, x))
         return gap_sd, own_sd
 
@@ -202,7 +202,7 @@ def _clusters(evidence: Evidence, seed: int, size: _Size, where: str) -> None:
 
 
 def _digits(evidence: Evidence, seed: int, size: _Size) -> None:
-    """The loss under rotation at three sizes, for SWAG's choice and random ones, tuned and not."""
+    """Record the loss under rotation for three subnetwork sizes, chosen by SWAG or at random, tuned and not."""
     from pippin import metrics
     from pippin.bayes.laplace.laplace import Laplace
     from pippin.bayes.likelihood import Classification
@@ -215,7 +215,7 @@ def _digits(evidence: Evidence, seed: int, size: _Size) -> None:
     data = small.batches(*world.train, 32)
 
     def losses(predictor: Any) -> list[float]:
-        """On rotated digits and on upright ones."""
+        """Log loss on rotated digits and on upright ones."""
         return [metrics.log_loss(ood.probabilities(predictor, x), y) for x, y in (world.shifted, world.test)]
 
     def note(arm: str, share: float, pair: list[float]) -> None:
@@ -241,7 +241,7 @@ def _digits(evidence: Evidence, seed: int, size: _Size) -> None:
 
 
 def _tables(evidence: Evidence, seed: int, size: _Size) -> None:
-    """Log-densities of the middle third of a column, for posteriors with equally many weights."""
+    """Record log-densities on the middle third of a column, for posteriors over equally many weights."""
     from pippin.bayes.laplace.laplace import Laplace
     from pippin.claims.worlds import small_networks as small
     from pippin.data import tables

@@ -1,4 +1,4 @@
-"""Search in a latent space from the same trained model: what weights add, what retraining adds.
+"""Latent space optimization from one trained model: what weights add, what retraining adds.
 
 Notable here:
 - a perfect optimizer (all codes of a grid, decoded) takes the surrogate out of the comparison of squares
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Size:
-    """Epochs and queries of both tasks; side of the squares' images; expressions and points of the surrogate."""
+    """Epochs, queries and data sizes of both tasks, and points of the surrogate."""
 
     epochs: float
     queries: int
@@ -61,7 +61,6 @@ EXPRESSION_SETTINGS: dict[str, tuple[float, float, float]] = {
 
 
 def _above(e: Evidence, name: str, arm: str, other: str) -> bool:
-    """Whether one arm lies above another, every seed."""
     return all(a > b for a, b in zip(e.each(name, arm), e.each(name, other), strict=True))
 
 
@@ -141,7 +140,7 @@ def _above(e: Evidence, name: str, arm: str, other: str) -> bool:
     },
 )
 def run(scale: Scale) -> Evidence:
-    """Squares and expressions for each seed."""
+    """Measure squares and expressions on each seed."""
     evidence, size = Evidence(), SIZES[scale]
     for seed in scale.seeds:
         _squares(evidence, seed, size)
@@ -150,7 +149,7 @@ def run(scale: Scale) -> Evidence:
 
 
 def _squares(evidence: Evidence, seed: int, size: _Size) -> None:
-    """All settings from one trained model."""
+    """Record all settings on squares, from one trained model."""
     import torch
 
     from pippin.bayes.latent.acquisition import GridSearch
@@ -165,7 +164,7 @@ def _squares(evidence: Evidence, seed: int, size: _Size) -> None:
     base.fit(x, torch.ones(len(x)), size.epochs, seed=seed)
 
     def note(arm: str, images: Tensor) -> None:
-        """Figures of the images that a search asked for."""
+        """Record the figures of the images that a search queried."""
         areas = world.area(images).sort(descending=True).values
         whole = world.are_squares(images, size.side)
         evidence.add("best area", areas[0], arm=arm, seed=seed, unit="pixels")
@@ -201,7 +200,7 @@ def _squares(evidence: Evidence, seed: int, size: _Size) -> None:
 
 
 def _expressions(evidence: Evidence, seed: int, size: _Size) -> None:
-    """Four settings from one trained model, the better half of the expressions taken away."""
+    """Record four settings on expressions, from one model that was trained on the worse half of them."""
     import torch
 
     from pippin.bayes.latent.acquisition import ExpectedImprovement

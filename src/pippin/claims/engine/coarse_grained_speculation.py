@@ -1,4 +1,4 @@
-"""Drafts checked by groups of similar tokens: more of them are accepted, and the sound stays, if the groups are right.
+"""Speculative decoding with acceptance by groups of similar tokens, right and wrong ones: acceptance rate and sound.
 
 Notable here:
 - the groups come from the target's own embeddings, and their threshold from the table alone (24 codes in a group on
@@ -94,7 +94,7 @@ CHECKED = ("exact", "coarse", "random groups", "groups of spectra")
     },
 )
 def run(scale: Scale) -> Evidence:
-    """A codec, a target and a draft for each seed; several ways to write answers; how each sounds."""
+    """Train a codec, a target and a draft on each seed, and compare the sound of several ways to decode."""
     from pippin.claims.worlds.sequences.speech_codec import SIZES
 
     evidence = Evidence()

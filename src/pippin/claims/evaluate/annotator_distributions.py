@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Size:
-    """Seeds with few items, with many, with images; annotations with few and otherwise; steps; sentences for a GPU."""
+    """Seeds of each task, numbers of annotations, training steps, and sentences for a GPU."""
 
     few: int
     many: int
@@ -140,7 +140,7 @@ METRICS = {"kl": "KL", "entropy_r": "entropy r", "accuracy": "accuracy"}
     },
 )
 def run(scale: Scale) -> Evidence:
-    """Few items, many items, digits; and sentences on a large GPU."""
+    """Measure few items, many items and digits; sentences on a large GPU."""
     from pippin.claims.worlds.annotators import CLASSES, AnnotatedWorld, digits
 
     evidence, size = Evidence(), SIZES[scale]
@@ -187,7 +187,7 @@ def _measure(
     sizes: tuple[int, ...],
     seed: int,
 ) -> None:
-    """Every arm on one split: fewer and more annotations, their winner in several ways, and two controls."""
+    """Record every arm on one split: numbers of annotations, ways to use the majority label, and two controls."""
     import torch
 
     from pippin.core.errors import InferenceAtRisk
@@ -216,7 +216,7 @@ def _measure(
 
 
 def _note(evidence: Evidence, name: str, report: BudgetReport, seed: int) -> None:
-    """The figures of a report of one seed, by arm."""
+    """Record the figures of a report of one seed by arm."""
     arms: list[tuple[str, str, int | None]] = [
         (f"{n} annotation" if n == 1 else f"{n} annotations", "votes", n) for n in report.sizes
     ]
@@ -248,7 +248,7 @@ def _scored(probs: Tensor, test: Annotated) -> dict[str, float]:
 
 
 def _entropy_r(probs: Tensor, test: Annotated) -> float:
-    """The correlation of entropies; 0 where predictions have one entropy only."""
+    """Correlation of predicted and true entropies; 0 where all predictions have one entropy."""
     found = _scored(probs, test)["entropy_r"]
     return found if math.isfinite(found) else 0.0
 
@@ -258,7 +258,7 @@ def _kl(probs: Tensor, test: Annotated) -> float:
 
 
 def _sentences(evidence: Evidence, size: _Size) -> None:
-    """Transformers from scratch on synthetic entailment whose hedges people read differently."""
+    """Record transformers that are trained on synthetic entailment whose hedges annotators read differently."""
     from pippin.claims.worlds.sequences.entailment import Sentences, reader
     from pippin.evaluate.annotators.soft_labels import SoftLabelFit
 

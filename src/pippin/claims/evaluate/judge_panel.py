@@ -20,10 +20,7 @@ if TYPE_CHECKING:
 
 
 class _Size(NamedTuple):
-    """Bootstraps and shuffles of each report, votes of independent judges, panels for the coverage of the interval.
-
-    Then items, pairs of sentences that language models read, and widths of transformers that judge entailment.
-    """
+    """Resamples of each report, panels for the coverage of its interval, and sizes of each kind of panel."""
 
     samples: int
     shuffles: int
@@ -119,7 +116,7 @@ CAUSES = (0.0, 0.3, 0.45, 0.58, 0.7)
     },
 )
 def run(scale: Scale) -> Evidence:
-    """The simulation, its controls, and the classifiers, for each seed; language models once."""
+    """Measure simulated judges, their controls and classifiers on each seed; language models once."""
     from pippin.claims.worlds import judges
 
     evidence, size = Evidence(), SIZES[scale]
@@ -179,7 +176,7 @@ def _note(evidence: Evidence, arm: str, votes: Votes, seed: int, size: _Size) ->
 
 
 def _simulated(evidence: Evidence, seed: int, size: _Size) -> None:
-    """Judges of equal skill with a cause of each weight, and of unequal skill; what aggregation closes of the gap."""
+    """Record simulated judges of equal skill for each weight of the common cause, and of unequal skill."""
     from pippin.claims.worlds import judges
 
     independent = judges.truth(0.0)[1]
@@ -202,7 +199,7 @@ def _closed(evidence: Evidence, arm: str, report: PanelReport, seed: int) -> Non
 
 
 def _coverage(evidence: Evidence, size: _Size) -> None:
-    """How often the interval holds the true number, over panels drawn again."""
+    """Record how often the interval covers the true number, over freshly sampled panels."""
     from pippin.claims.worlds import judges
 
     true = judges.JUDGES / (1 + (judges.JUDGES - 1) * judges.truth(0.45)[0])

@@ -1,4 +1,4 @@
-"""Rates counted by a judge who errs are wrong in a known way, and can be set right with what is known of the judge."""
+"""Rates counted by an imperfect judge are biased, and can be corrected by the judge's sensitivity and specificity."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ JUDGES = {  # true rate, sensitivity, specificity
     superseded={1: "it bounded coverage from below alone, which the interval from 0 to 1 passes"},
 )
 def run(scale: Scale) -> Evidence:
-    """Count how often each interval holds the truth."""
+    """Count how often each interval covers the true rate."""
     evidence = Evidence()
     for seed in Scale.choose(smoke=range(1), laptop=range(3), gpu=range(10))[scale]:
         generator = random.Random(seed)

@@ -57,7 +57,7 @@ LAPTOP_LOCALES = ("en", "es", "ja")
     superseded={1: "the same bounds in prose, without refusing everything or nothing as controls"},
 )
 def run(scale: Scale) -> Evidence:
-    """Train on four fifths, measure on prompts of which neither intent nor template was seen."""
+    """Train on four fifths of the intents and templates, and measure on prompts of the others."""
     locales, steps = LOCALES[scale], 30 if scale.is_smoke else 100
     evidence = Evidence()
     made = [sentence for locale in locales for sentence in _all(locale)]
@@ -96,7 +96,7 @@ def run(scale: Scale) -> Evidence:
 
 
 def _refused(evidence: Evidence, arm: str) -> float:
-    """Look-alikes refused, mean over the locales of the laptop scale."""
+    """Mean rate of refused look-alikes over the locales of the laptop scale."""
     return statistics.fmean(evidence.mean(f"look-alikes refused, {locale}", arm) for locale in LAPTOP_LOCALES)
 
 
@@ -112,7 +112,7 @@ def _all(locale: str) -> list[Sentence]:
 
 
 def _word_list(train: Sequence[Sentence]) -> set[str]:
-    """Words of harmful sentences that no neutral one has: what a careful list of words would hold."""
+    """Words that occur in harmful sentences and in no neutral one."""
     harmful = set().union(*(_words(s.text) for s in train if s.kind == "harmful"))
     neutral = set().union(*(_words(s.text) for s in train if s.kind == "neutral"))
     return {word for word in harmful - neutral if len(word) > 3 or kind(word[0]) in (2, 4)}

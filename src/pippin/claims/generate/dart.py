@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Size:
-    """How much is trained: seeds, side of images, the network, steps, batch, images, rates to search, passes."""
+    """Seeds and sizes of images, network and training; learning rates to search and numbers of passes."""
 
     seeds: tuple[int, ...]
     side: int
@@ -102,7 +102,7 @@ ATTENDS_TO = {"all views": "all", "Markov": "statistic", "own view": "view"}
     },
 )
 def run(scale: Scale) -> Evidence:
-    """All arms of each seed, at the rates that a search on another seed found."""
+    """Measure all arms on each seed, at the learning rates that a search on another seed found."""
     from pippin.claims.worlds.images.scene_pool import SEARCH_SEED, best_rate, device, labeled
     from pippin.data.synthetic.scenes import sample_scenes
 
@@ -133,7 +133,7 @@ def _spec(side: int) -> SceneSpec:
 
 
 def _trained(size: _Size, seed: int, where: str, passes: int, rate: float, steps: int, **form: Any) -> DART:
-    """One network of that many views."""
+    """Train one network with that many views."""
     from pippin.claims.worlds.images.scene_pool import PoolBatches, fit, labeled
     from pippin.data.synthetic.scenes import sample_scenes
     from pippin.generate.conditions import ConditioningSpec
@@ -159,7 +159,7 @@ def _trained(size: _Size, seed: int, where: str, passes: int, rate: float, steps
 
 
 def _seed(evidence: Evidence, size: _Size, seed: int, where: str, rates: dict[str, float]) -> None:
-    """All arms of one seed."""
+    """Record all arms on one seed."""
     import torch
 
     from pippin.claims.worlds.images.scene_pool import Distance, labeled

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Size:
-    """How much is done: steps of the networks of the mixture and rates to search; of both runs on scenes; images."""
+    """Training steps and learning rates on the mixture, both runs on scenes, and images to sample."""
 
     seeds: tuple[int, ...]
     steps: int
@@ -118,7 +118,7 @@ GUIDANCE, EVALUATIONS = (1.0, 1.5, 3.0), (10, 20, 40)
     },
 )
 def run(scale: Scale) -> Evidence:
-    """The mixture, then scenes, for each seed."""
+    """Measure the mixture, then scenes, on each seed."""
     from pippin.claims.worlds.distributions.one_dimensional_mixture import perceptron
     from pippin.claims.worlds.images.scene_pool import SEARCH_SEED, best_rate
     from pippin.generate.diffusion.schedules import NoiseSchedule
@@ -149,7 +149,7 @@ def _deviation(values: list[float]) -> float:
 
 
 def _mixture_samples(evidence: Evidence, networks: dict[str, Any], seed: int) -> None:
-    """What each sampler makes of the quantiles of the normal density."""
+    """Record how far each sampler maps quantiles of the normal density from those of the mixture."""
     import torch
 
     from pippin.claims.worlds.distributions.one_dimensional_mixture import mixture, quantiles
@@ -206,7 +206,7 @@ def _model(shape: tuple[int, ...], seed: int, *, large: bool) -> Diffusion:
 
 
 def _scenes(evidence: Evidence, seed: int, size: _Size, scale: str) -> None:
-    """A short and a long run of one seed, and how far their samples are from true scenes."""
+    """Train a short and a long run on one seed, and record the distance of their samples from true scenes."""
     import torch
 
     from pippin.claims.worlds.images.scene_pool import Distance, PoolBatches, device, fit, labeled

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Size:
-    """How much is trained and looked at: seeds, side of the images, the network, steps, images, rates to search."""
+    """Seeds and sizes of images, network and training; learning rates to search."""
 
     seeds: tuple[int, ...]
     side: int
@@ -104,7 +104,7 @@ LOSS, WORK, ERROR = "held-out loss", "experts on objects / on ground", "correlat
     },
 )
 def run(scale: Scale) -> Evidence:
-    """Four networks for each seed, then the maps of the one whose experts choose."""
+    """Train four networks on each seed, then measure the routing maps of expert choice."""
     from pippin.claims.worlds.images.scene_pool import SEARCH_SEED, best_rate, device
     from pippin.generate.diffusion.diffusion import held_out_loss
 
@@ -139,7 +139,7 @@ def _spec(size: _Size) -> SceneSpec:
 
 
 def _scenes(size: _Size, n: int, seed: int) -> tuple[Samples, Tensor]:
-    """Images with their classes, and where their objects are."""
+    """Images with their classes, and the masks of their objects."""
     from pippin.claims.worlds.images.scene_pool import labeled
     from pippin.data.synthetic.scenes import sample_scenes
 
@@ -148,7 +148,7 @@ def _scenes(size: _Size, n: int, seed: int) -> tuple[Samples, Tensor]:
 
 
 def _trained(arm: str, size: _Size, seed: int, where: str, rate: float, steps: int) -> tuple[Diffusion, float]:
-    """One network, and the seconds of a step."""
+    """Train one network; also the seconds of a step."""
     from pippin.claims.worlds.images.scene_pool import PoolBatches, fit
     from pippin.generate.conditions import ConditioningSpec
     from pippin.generate.diffusion.diffusion import Denoising, Diffusion, DiffusionConfig
@@ -179,7 +179,7 @@ def _trained(arm: str, size: _Size, seed: int, where: str, rate: float, steps: i
 
 
 def _maps(evidence: Evidence, model: Diffusion, held: Samples, masks: Tensor, seed: int) -> None:
-    """The ratio with its two controls, the correlation with the error, and the busiest patch."""
+    """Record the routing ratio with its two controls, the correlation with the error, and the busiest patch."""
     import copy
 
     import torch
@@ -212,7 +212,7 @@ def _maps(evidence: Evidence, model: Diffusion, held: Samples, masks: Tensor, se
 
 
 def _ratio(model: Diffusion, held: Samples, masks: Tensor, seed: int) -> tuple[float, float, float]:
-    """Means over the times: the ratio, the correlation with the error, and the largest share of experts on a patch."""
+    """Means over times of the ratio, the correlation with the error, and the largest share of experts on a patch."""
     import torch
     import torch.nn.functional as F
 

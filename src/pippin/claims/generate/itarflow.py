@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Size:
-    """How much is trained and sampled: seeds, pixels, network, updates, samples, steps of denoising, and rates."""
+    """Seeds and sizes of images, network and training; samples, denoising steps and learning rates."""
 
     seeds: tuple[int, ...]
     pixels: int
@@ -128,7 +128,7 @@ OWN = {"many steps": FIXED, SMALL: FIXED[:1], LARGE: FIXED[1:]}
     },
 )
 def run(scale: Scale) -> Evidence:
-    """Three flows for each seed."""
+    """Train and measure three flows on each seed."""
     from pippin.claims.worlds.images.flow_images import Net, SceneBatches, device, trained
     from pippin.claims.worlds.images.scene_pool import SEARCH_SEED, best_rate
     from pippin.data.synthetic.scenes import SceneSpec, sample_scenes
@@ -165,7 +165,7 @@ def _deviation(values: list[float]) -> float:
 
 
 def _samples(evidence: Evidence, flows: dict[str, TarFlow], spec: SceneSpec, size: _Size, seed: int) -> None:
-    """Distance, right numbers and fine energy of what each arm samples."""
+    """Record Frechet distance, right object counts and high-frequency energy of the samples of each arm."""
     import torch
 
     from pippin.claims.worlds.images.scene_pool import Distance
@@ -177,7 +177,7 @@ def _samples(evidence: Evidence, flows: dict[str, TarFlow], spec: SceneSpec, siz
     distance = Distance(real, spec, size.features)
 
     def sampled(flow: TarFlow) -> Tensor:
-        """With their noise; other seeds than those of any training."""
+        """Noisy samples, with seeds that no training uses."""
         return torch.cat(
             [
                 flow.sample(n=min(250, size.samples - first), seed=10_000 * (seed + 1) + first, denoise=False)
@@ -202,7 +202,7 @@ def _samples(evidence: Evidence, flows: dict[str, TarFlow], spec: SceneSpec, siz
 
 
 def _estimates(evidence: Evidence, flows: dict[str, TarFlow], held: Tensor, seed: int) -> None:
-    """Estimates and densities on held-out images; a flow of one level takes any noise for its own."""
+    """Record denoising and densities on held-out images; a flow of one noise level assumes that level always."""
     import torch
 
     noise = torch.randn(held.shape, generator=torch.Generator().manual_seed(70_000 + seed)).to(held)
@@ -218,7 +218,7 @@ def _estimates(evidence: Evidence, flows: dict[str, TarFlow], held: Tensor, seed
 
 
 def _nats(flow: TarFlow, x: Tensor, level: float, seed: int) -> float:
-    """Of images with noise, told its level where the flow reads one."""
+    """Mean negative log-likelihood of noisy images, given the noise level where the flow takes one."""
     import torch
 
     noisy = x + level * torch.randn(x.shape, generator=torch.Generator().manual_seed(71_000 + seed)).to(x)

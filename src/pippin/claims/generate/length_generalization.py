@@ -1,4 +1,4 @@
-"""Models that learned from one to three objects are asked for more: local scores, measured before, tell which can.
+"""Models trained on one to three objects sample more: locality of the score predicts which of them can.
 
 Notable here:
 - seven models of one task differ in the network (global, pooled, strictly local), in how the condition reaches it (a
@@ -116,7 +116,7 @@ MOST = 3
     },
 )
 def run(scale: Scale) -> Evidence:
-    """All models of each seed."""
+    """Train and measure all models on each seed."""
     evidence, size = Evidence(), SIZES[scale]
     for seed in size.seeds:
         pool = _pool(size, seed)
@@ -151,7 +151,7 @@ def _pool(size: _Size, seed: int) -> Scenes:
 
 
 def _condition(name: str, presence: Tensor, side: int) -> GeneratorCondition:
-    """A vector of all cells for A and F, a map for the others."""
+    """Condition of a model: a vector of all cells for A and F, a map for the others."""
     from pippin.data.synthetic.scenes import cell_map
     from pippin.generate.conditions import Conditioning
 
@@ -192,7 +192,7 @@ def _train(name: str, pool: Scenes, size: _Size, seed: int) -> Diffusion:
 
 
 def _measure(evidence: Evidence, name: str, model: Diffusion, spec: SceneSpec, size: _Size, seed: int) -> None:
-    """Scenes of each number of objects, and how local the model is."""
+    """Record scenes of each number of objects, and the locality of the model."""
     from pippin.data.synthetic import scenes as made
     from pippin.generate.composition.locality import cell_regions, locality_report, random_cells
 

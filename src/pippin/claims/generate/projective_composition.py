@@ -126,7 +126,7 @@ LAYOUTS: dict[str, tuple[str, tuple[tuple[int, int], ...]]] = {
     },
 )
 def run(scale: Scale) -> Evidence:
-    """The closed forms of each seed, then the scenes."""
+    """Measure the closed forms, then the scenes, on each seed."""
     from pippin.claims.worlds.distributions.composed_gaussians import feature_means
     from pippin.claims.worlds.images.single_objects import single_object_model
     from pippin.core.errors import CompositionAtRisk
@@ -144,7 +144,7 @@ def run(scale: Scale) -> Evidence:
 
 
 def _rank(evidence: Evidence, where: str) -> float:
-    """The rank correlation, over the layouts, of clash and picture error over one background: mean over seeds."""
+    """Mean over seeds of the rank correlation, over the layouts, of score clash and image error."""
     from pippin.metrics import spearman_correlation
 
     clash, error = (
@@ -155,7 +155,7 @@ def _rank(evidence: Evidence, where: str) -> float:
 
 
 def _lengths(evidence: Evidence, model: Diffusion, size: _Size, seed: int) -> None:
-    """Numbers of objects over both backgrounds, and the map of all of them at once, as it was never trained."""
+    """Record compositions of several objects over both backgrounds, and all objects in one condition, never trained."""
     from pippin.claims.worlds.images.single_objects import backgrounds, composed_of, object_map, scene_spec
     from pippin.generate.composition.locality import length_curve
 
@@ -174,7 +174,7 @@ def _lengths(evidence: Evidence, model: Diffusion, size: _Size, seed: int) -> No
 
 
 def _diagnostic(evidence: Evidence, model: Diffusion, size: _Size, seed: int) -> None:
-    """The clash of scores and the error of the images, over layouts and backgrounds."""
+    """Record the clash of scores and the error of the images, over layouts and backgrounds."""
     import torch
 
     from pippin.claims.worlds.images.single_objects import CELLS, backgrounds, composed_of, picture_error

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Size:
-    """How much is made and trained: seeds, images of each kind, rounds, steps of regressors, and the networks."""
+    """Seeds, images of each kind, training rounds, steps of regressors, and the networks."""
 
     seeds: tuple[int, ...]
     images: int
@@ -132,7 +132,7 @@ ERROR = "gaze error on real images"
     },
 )
 def run(scale: Scale) -> Evidence:
-    """All arms of each seed."""
+    """Measure all arms on each seed."""
     from pippin.claims.worlds.images.eyes import decoded, matched, photographed, simulated
     from pippin.claims.worlds.images.gaze_regressors import away, gaze_error, told_apart
     from pippin.claims.worlds.images.scene_pool import device
@@ -165,7 +165,7 @@ def _pairs(evidence: Evidence, name: str, arm: str, other: str) -> list[tuple[fl
 
 
 def _refined(arm: str, made: Eyes, real: Eyes, seed: int, size: _Size, where: str) -> tuple[SimRefiner, float]:
-    """A trained refiner, and how the discriminator's loss on its early images varied after a quarter of the rounds."""
+    """Train a refiner; also the variance of the discriminator's loss on early images after a quarter of the rounds."""
     import torch
     import torch.nn.functional as F
 

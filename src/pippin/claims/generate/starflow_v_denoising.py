@@ -1,4 +1,4 @@
-"""A flow of clips and the network that takes its noise off; then clips thrice as long as those it learned from.
+"""A video flow and its denoiser; then videos three times as long as those in training.
 
 Notable here:
 - what is clean is known, so denoising is judged by the clean frames themselves, on clips that were not learned from
@@ -117,7 +117,7 @@ LONGER = 3
     },
 )
 def run(scale: Scale) -> Evidence:
-    """Denoising, streams and given frames, for each seed."""
+    """Measure denoising, long videos and given frames on each seed."""
     evidence, size = Evidence(), SIZES[scale]
     for seed in size.seeds:
         model = trained(size, seed, scale.name)
@@ -128,7 +128,7 @@ def run(scale: Scale) -> Evidence:
 
 
 def _denoised(evidence: Evidence, model: StarFlow, size: ClipSize, seed: int) -> None:
-    """PSNR of noisy frames, and of those that were denoised in three ways."""
+    """Record PSNR of noisy frames, and of frames denoised in three ways."""
     import torch
 
     clean = held_out(size, seed)
@@ -145,7 +145,7 @@ def _denoised(evidence: Evidence, model: StarFlow, size: ClipSize, seed: int) ->
 
 
 def _regression(size: ClipSize, seed: int) -> Any:
-    """A small convolutional network trained to predict clean frames from noisy ones: what a denoiser can reach here."""
+    """Train a small convolutional denoiser, the positive control."""
     import torch
     from torch import nn
 
@@ -180,7 +180,7 @@ def _regression(size: ClipSize, seed: int) -> Any:
 
 
 def _streamed(evidence: Evidence, model: StarFlow, size: ClipSize, seed: int) -> None:
-    """How far an object's size and speed move over the trained length, and over thrice that."""
+    """Record the drift of an object's size and speed over the trained length and over three times that."""
     import torch
 
     from pippin.data.synthetic.video_clips import sample_video_clips, track
@@ -203,13 +203,13 @@ def _streamed(evidence: Evidence, model: StarFlow, size: ClipSize, seed: int) ->
 
 
 def _drift(series: Tensor) -> float:
-    """Mean change from the first two values of each row to its last two, in units of the mean; NaN left out."""
+    """Mean relative change from the first two values of each row to its last two, NaN ignored."""
     change = (series[:, -2:].nanmean(1) - series[:, :2].nanmean(1)).abs()
     return float(change.nanmean() / series.nanmean())
 
 
 def _continued(evidence: Evidence, model: StarFlow, size: ClipSize, seed: int) -> None:
-    """A given frame as it comes back, and what follows it."""
+    """Record the reconstruction of a given frame, and the position of the object in the next one."""
     import torch
 
     from pippin.data.synthetic.video_clips import track
@@ -224,7 +224,7 @@ def _continued(evidence: Evidence, model: StarFlow, size: ClipSize, seed: int) -
         return math.sqrt(float((x[:, 0] - clean[:, 0]).square().mean()))
 
     def away(x: Tensor) -> float:
-        """Pixels from where the object was given to where it is in the second frame; half a frame if it is nowhere."""
+        """Distance of the object in pixels between the given and the second frame; half a frame if it is not found."""
         gap = track(x, spec).centers[:, 1] - track(clean, spec).centers[:, 0]
         return float(torch.nan_to_num(torch.hypot(gap[:, 0], gap[:, 1]), size.size / 2).mean())
 

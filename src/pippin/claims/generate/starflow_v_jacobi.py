@@ -1,4 +1,4 @@
-"""A flow of videos inverted in windows against one token after another with kept keys, and deep and shallow blocks.
+"""Block-wise Jacobi sampling of a video flow against sequential decoding with a KV cache; deep against equal blocks.
 
 Notable here:
 - every solver keeps keys and values and reads packed weights; all decode the same noise with the same trained model
@@ -90,7 +90,7 @@ ROUNDS, LATER = "rounds of a frame over its tokens, slowest block", "rounds of t
     },
 )
 def run(scale: Scale) -> Evidence:
-    """The trained flow and its solvers, then flows of single frames, for each seed."""
+    """Measure the solvers of a trained flow, then flows of single frames, on each seed."""
     evidence, size = Evidence(), SIZES[scale]
     for seed in size.seeds:
         _solvers(evidence, trained(size, seed, scale.name, patch_size=1), size, seed)
@@ -102,7 +102,7 @@ def run(scale: Scale) -> Evidence:
 
 
 def _solvers(evidence: Evidence, model: StarFlow, size: ClipSize, seed: int) -> None:
-    """Rounds, errors and seconds of every solver on the same noise, one video after another."""
+    """Record iterations, errors and seconds of every solver on the same noise, one video after another."""
     import torch
 
     from pippin.core.errors import JacobiUnconverged, NonFiniteSample
@@ -149,7 +149,7 @@ def _solvers(evidence: Evidence, model: StarFlow, size: ClipSize, seed: int) -> 
 
 
 def _bits(size: ClipSize, seed: int, layers: tuple[int, ...], scale: str) -> float:
-    """Held-out bits per dimension of 8-bit frames under a flow with blocks of so many layers."""
+    """Train a flow with blocks of so many layers; its held-out bits per dimension on 8-bit frames."""
     import torch
 
     from pippin.claims.worlds.images.moving_shapes import clip_spec, supply

@@ -1,9 +1,10 @@
-"""What TarFlow's parts are good for: blocks that take turns, denoising, guidance; each against the flow without it.
+"""Ablations of TarFlow: alternating directions, denoising and guidance, each against the flow without it.
 
 Notable here:
-- both flows of the first comparison have the same parameters, steps, seed and batches; one never turns round
-- denoising is judged where the clean picture is known, and then on samples
-- what samples show is told by a classifier that was trained on true pictures with other seeds
+- both flows of the first comparison have the same parameters, steps, seed and batches; in one, all blocks have the
+  same direction
+- denoising is judged where the clean image is known, and then on samples
+- the digits of samples are read by a classifier that was trained on real images with other seeds
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Size:
-    """How much is done.
+    """Sizes of the flows, of their training and of the evaluation.
 
     Attributes:
-        seeds: of data, weights and noise.
-        net: form of the flows.
-        side: of the pictures in pixels.
-        steps: of training of each flow of the first comparison.
-        noisy_steps: of training of the flow that is denoised.
-        digit_steps: of training of the flow that is guided.
-        batch: pictures of a step.
-        held: pictures that bits and errors are measured on.
-        samples: pictures that are drawn of each kind.
-        judge_steps: of training of the features and of the classifier.
+        seeds: seeds of data, weights and noise.
+        net: architecture of the flows.
+        side: side of the images in pixels.
+        steps: training steps of each flow of the first comparison.
+        noisy_steps: training steps of the flow that is denoised.
+        digit_steps: training steps of the flow that is guided.
+        batch: batch size.
+        held: held-out images for bits and errors.
+        samples: images that are sampled of each kind.
+        judge_steps: training steps of the features and of the classifier.
     """
 
     seeds: tuple[int, ...]
@@ -116,7 +117,7 @@ NOISE, LEVELS = 0.1, 17
     },
 )
 def run(scale: Scale) -> Evidence:
-    """The three comparisons for each seed."""
+    """Measure the three comparisons on each seed."""
     evidence, size = Evidence(), SIZES[scale]
     for seed in size.seeds:
         _direction(evidence, seed, size, scale.name)
@@ -126,7 +127,7 @@ def run(scale: Scale) -> Evidence:
 
 
 def _direction(evidence: Evidence, seed: int, size: _Size, scale: str) -> None:
-    """Blocks that take turns, and blocks that all go the same way."""
+    """Record blocks of alternating direction against blocks of one direction."""
     from pippin.claims.worlds.images.flow_images import SceneBatches, bits, device, trained
     from pippin.data.synthetic.scenes import SceneSpec, sample_scenes
 
@@ -139,7 +140,7 @@ def _direction(evidence: Evidence, seed: int, size: _Size, scale: str) -> None:
 
 
 def _denoising(evidence: Evidence, seed: int, size: _Size, scale: str) -> None:
-    """A flow of noisy scenes: its error where the clean one is known, and how far its samples are from true ones."""
+    """Record a flow of noisy scenes: its denoising error, and the distance of its samples from true scenes."""
     import torch
 
     from pippin.claims.worlds.images.flow_images import SceneBatches, device, trained
@@ -172,7 +173,7 @@ def _denoising(evidence: Evidence, seed: int, size: _Size, scale: str) -> None:
 
 
 def _wiener(x: Tensor) -> Tensor:
-    """The Wiener filter of 3 by 3 pixels for noise of this variance."""
+    """The 3x3 Wiener filter for noise of this variance."""
     import torch
     from scipy.signal import wiener
 
@@ -180,7 +181,7 @@ def _wiener(x: Tensor) -> Tensor:
 
 
 def _median(x: Tensor) -> Tensor:
-    """The median filter of 3 by 3 pixels."""
+    """The 3x3 median filter."""
     import torch
     from scipy.ndimage import median_filter
 
@@ -188,7 +189,7 @@ def _median(x: Tensor) -> Tensor:
 
 
 def _guidance(evidence: Evidence, seed: int, size: _Size, scale: str) -> None:
-    """A flow of digits with labels, with and without guidance."""
+    """Record a class-conditional flow of digits with and without guidance."""
     import torch
 
     from pippin.claims.worlds.images.flow_images import SMALL, SetBatches, device, digits, trained
@@ -222,7 +223,7 @@ def _guidance(evidence: Evidence, seed: int, size: _Size, scale: str) -> None:
 
 
 def _sampled(flow: TarFlow, condition: Any = None, **how: Any) -> Tensor:
-    """Samples on the CPU, in windows of tokens where that is quicker."""
+    """Samples on the CPU, by Jacobi windows of tokens where that is faster."""
     from pippin.generate.flows.jacobi import Jacobi
 
     solver: Any = Jacobi(64, tolerance=1e-5) if next(flow.parameters()).is_cuda else "sequential"

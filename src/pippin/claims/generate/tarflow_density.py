@@ -1,8 +1,8 @@
-"""TarFlow's density: that it is one, and that it is a better one than a Gaussian's, on pictures that it has not seen.
+"""TarFlow's density: whether it is exact and integrates to 1, and its held-out bits against other densities.
 
 Notable here:
-- the supply of scenes has no end, so nothing is learned by heart; digits are few, and those that count are held out
-- the Gaussian has a full covariance, fitted on as many pictures and more, and is dequantized alike
+- training scenes are generated without end, so none is memorized; digits are few, and figures come from held-out ones
+- the Gaussian has a full covariance, fitted on at least as many images, and is dequantized in the same way
 - exactness is measured on trained flows: an untrained one is the identity
 """
 
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Size:
-    """How much is done.
+    """Sizes of the flows, of their training and of the evaluation.
 
     Attributes:
-        seeds: of data, weights and noise.
-        net: form of the flows of scenes.
-        digit_net: and of those of digits.
-        side: of the scenes in pixels.
-        steps: of training on scenes.
-        batch: scenes of a step.
-        digit_steps: of training on digits, of 64 each.
-        toy_steps: of training of the two smallest flows.
-        held: scenes that count.
+        seeds: seeds of data, weights and noise.
+        net: architecture of the flows of scenes.
+        digit_net: architecture of the flows of digits.
+        side: side of the scenes in pixels.
+        steps: training steps on scenes.
+        batch: batch size on scenes; 64 on digits.
+        digit_steps: training steps on digits.
+        toy_steps: training steps of the two smallest flows.
+        held: held-out scenes.
         known: scenes that the Gaussian is fitted on.
-        rates: of learning, searched for the flow and for the autoregressive network alike.
+        rates: learning rates, searched for the flow and for the autoregressive network alike.
     """
 
     seeds: tuple[int, ...]
@@ -118,7 +118,7 @@ LEVELS = 17
     },
 )
 def run(scale: Scale) -> Evidence:
-    """Bits per dimension, classes and mass for each seed."""
+    """Measure bits per dimension, classification and total mass on each seed."""
     from pippin.claims.worlds.distributions.ring import ring_density
     from pippin.claims.worlds.images.flow_images import SceneBatches, SetBatches, device, digits
     from pippin.claims.worlds.images.scene_pool import SEARCH_SEED
@@ -143,7 +143,7 @@ def run(scale: Scale) -> Evidence:
 
 
 class _Pair:
-    """The flow and the autoregressive network of the same layers, width and tokens, each at its own learning rate."""
+    """A flow and an autoregressive network of the same layers, width and tokens, each at its best learning rate."""
 
     def __init__(self, what: str, net: Net, side: int, levels: int, steps: int, where: str) -> None:
         self.what, self.net, self.side, self.levels, self.steps, self.where = what, net, side, levels, steps, where
@@ -167,7 +167,7 @@ class _Pair:
         return trained(model, data, steps, seed, self.where, rate)
 
     def search(self, rates: tuple[float, ...], data: Any, held: Tensor) -> None:
-        """The rate of each, by bits after a third of the steps."""
+        """Choose the learning rate of each by bits after a third of the steps."""
         from pippin.claims.worlds.images import flow_images, patch_autoregression
         from pippin.claims.worlds.images.scene_pool import SEARCH_SEED, best_rate
 
@@ -183,7 +183,7 @@ class _Pair:
         }
 
     def measure(self, evidence: Evidence, data: Any, known: Tensor, held: Tensor, seed: int) -> TarFlow:
-        """Bits of both, and of densities that need no network; the trained flow."""
+        """Record bits of both, and of densities without a network; returns the trained flow."""
         from pippin.claims.worlds.images import flow_images, patch_autoregression
 
         flow = self.flow(data, seed, self.rates["flow"], self.steps)
@@ -203,7 +203,7 @@ class _Pair:
 
 
 def _scenes(evidence: Evidence, seed: int, size: _Size, pair: _Pair) -> None:
-    """Bits of held-out scenes, and the inverse of the flow that was trained on them."""
+    """Record bits of held-out scenes, and the inversion error of the flow."""
     from pippin.claims.worlds.images.flow_images import SceneBatches
     from pippin.data.synthetic.scenes import SceneSpec, sample_scenes
 
@@ -215,7 +215,7 @@ def _scenes(evidence: Evidence, seed: int, size: _Size, pair: _Pair) -> None:
 
 
 def _inverse_error(flow: TarFlow, images: Tensor) -> float:
-    """The largest error of any pixel, forth and back."""
+    """The largest error of any pixel after a forward and an inverse pass."""
     import torch
 
     x = (images + 0.5) / 128 - 1
@@ -227,7 +227,7 @@ def _inverse_error(flow: TarFlow, images: Tensor) -> float:
 
 
 def _digits(evidence: Evidence, seed: int, size: _Size, pair: _Pair) -> None:
-    """Bits of held-out digits, without labels; then which label makes each most likely."""
+    """Record bits of held-out digits without labels, then the accuracy of the most likely label."""
     import torch
 
     from pippin.claims.worlds.images.flow_images import SetBatches, digits
@@ -246,7 +246,7 @@ def _digits(evidence: Evidence, seed: int, size: _Size, pair: _Pair) -> None:
 
 
 def _gaussians(known: Tensor, labels: Tensor, held: Tensor, right: Tensor) -> float:
-    """The share classified right by a Gaussian for each class."""
+    """Accuracy of a classifier with one Gaussian for each class."""
     from sklearn.discriminant_analysis import QuadraticDiscriminantAnalysis
 
     model = QuadraticDiscriminantAnalysis(reg_param=0.1).fit(known.flatten(1).numpy(), labels.numpy())

@@ -22,11 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Size:
-    """How much is trained and sampled.
-
-    Steps and scenes of a batch of each model (diffusion, flow, DART); descriptions, filled-in images, the models'
-    width as a factor and their images' side; then the sides of images whose memory is measured, and how many.
-    """
+    """Training steps, batch sizes, sizes of the evaluation, and image sides whose memory is measured."""
 
     seeds: tuple[int, ...]
     steps: tuple[int, int, int]
@@ -111,7 +107,7 @@ PASTED, TRUE = "pasted in", "true scenes"
     },
 )
 def run(scale: Scale) -> Evidence:
-    """Every family, for each seed; then memory."""
+    """Measure every family on each seed, then memory."""
     from pippin.claims.worlds.images.described_scenes import creator_of, trained
     from pippin.claims.worlds.images.scene_pool import device
 
@@ -134,7 +130,7 @@ def run(scale: Scale) -> Evidence:
 
 
 def _follows(evidence: Evidence, creator: ImageCreator, family: str, size: _Size, seed: int) -> None:
-    """How often number and shapes are as described, and as other descriptions say."""
+    """Record how often number and shapes match the description, and another one."""
     import torch
 
     from pippin.claims.worlds.images.described_scenes import concepts, scene_spec
@@ -167,7 +163,7 @@ def _follows(evidence: Evidence, creator: ImageCreator, family: str, size: _Size
 
 
 def _fills(evidence: Evidence, creator: ImageCreator, family: str, size: _Size, seed: int) -> None:
-    """The middle of held-out scenes filled in anew: what stays, and how the parts join."""
+    """Inpaint the middle of held-out scenes; record what stays, and how the parts join."""
     import torch
 
     from pippin.claims.worlds.images.described_scenes import concepts, scene_spec
@@ -198,14 +194,14 @@ def _fills(evidence: Evidence, creator: ImageCreator, family: str, size: _Size, 
 
 
 def _border(x: Tensor, redraw: Tensor) -> float:
-    """Mean square of the steps between neighbors of which one is in the mask."""
+    """Mean squared difference of neighboring pixels across the border of the mask."""
     down = (x[:, 1:] - x[:, :-1])[redraw[:, 1:] != redraw[:, :-1]]
     right = (x[..., 1:] - x[..., :-1])[redraw[..., 1:] != redraw[..., :-1]]
     return float((down.square().sum() + right.square().sum()) / (len(down) + len(right)))
 
 
 def _memory(evidence: Evidence, which: str, side: int, together: int, where: str, *, apart: bool) -> None:
-    """Of images of that side; within this process only to try the code."""
+    """Record estimated and used memory for images of that side; at smoke scale within this process."""
     from pippin.claims.worlds.images.creator_memory import measured, measured_apart
 
     estimate, used, seconds, allocated = (measured_apart if apart else measured)(side, together, where)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class _Size(NamedTuple):
-    """Tokens of the prompt and runs of it, steps of training, held-out bytes, learning rates to choose from."""
+    """Prompt tokens and timed runs, training steps, held-out bytes, learning rates to search."""
 
     prompt: int
     runs: int
@@ -111,7 +111,7 @@ PREFILLS = {
     },
 )
 def run(scale: Scale) -> Evidence:
-    """Speed once; quality and distillation for each seed."""
+    """Measure speed once, then quality and distillation on each seed."""
     evidence, size = Evidence(), SIZES[scale]
     _speed(evidence, size)
     teachers: dict[int, Decoder] = {}
@@ -121,9 +121,9 @@ def run(scale: Scale) -> Evidence:
 
 
 def _prefill(module: Decoder, ids: Sequence[int], first: int | None) -> tuple[Tensor, int]:
-    """Logits after the last token, and how many values the cache holds.
+    """Prefill: logits after the last token, and the number of values in the cache.
 
-    From the queries of layer ``first`` on, the other tokens are left out; None computes every layer for all of them.
+    From layer ``first`` on, queries are computed for the last token only; None computes all layers for all tokens.
     """
     import torch
 
@@ -143,7 +143,7 @@ def _prefill(module: Decoder, ids: Sequence[int], first: int | None) -> tuple[Te
 
 
 def _speed(evidence: Evidence, size: _Size) -> None:
-    """Values in the cache, logits, seconds and operations; in turn, so that all arms see the same machine."""
+    """Record cache size, logits, seconds and operations; arms are interleaved, so that all see the same load."""
     from torch.utils.flop_counter import FlopCounterMode
 
     from pippin.claims.worlds.sequences.byte_text import byte_config, byte_text
@@ -179,7 +179,7 @@ def _speed(evidence: Evidence, size: _Size) -> None:
 
 
 def _quality(evidence: Evidence, arm: str, scale: Scale, teachers: dict[int, Decoder]) -> None:
-    """Held-out loss of one arm; the models of the first are kept as teachers."""
+    """Record the held-out loss of one arm; the models of the first arm become teachers."""
     from pippin.claims.worlds.sequences.byte_text import byte_config, byte_decoder, held_out_nats, train_bytes, tuned
     from pippin.language.methods.distillation import Distillation
 

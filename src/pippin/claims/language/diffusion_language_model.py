@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 
 class _Size(NamedTuple):
-    """Layers; steps of the causal model, of diffusion and of annealing; windows, gaps; learning rates to choose from.
+    """Layers, training steps, windows and gaps of the evaluation, and learning rates to search.
 
-    Whatever begins with random weights has the first rates, what goes on from the causal model the second.
+    ``scratch`` rates are for random weights, ``adapted`` ones for training that starts from the causal model.
     """
 
     layers: int
@@ -53,7 +53,7 @@ STEPS = (1, 4, 16, 64)
 
 
 class _Arm(NamedTuple):
-    """Whether it begins with the causal model's weights, predicts from the position before, anneals its attention."""
+    """Whether an arm starts from the causal model, predicts with the shift, and anneals its attention mask."""
 
     adapted: bool
     shift: bool
@@ -141,7 +141,7 @@ ARMS = {
     },
 )
 def run(scale: Scale) -> Evidence:
-    """The causal models, the arms, and what the first of them fills in."""
+    """Train the causal models and the arms, and measure infilling with the first arm."""
     import torch
 
     from pippin.claims.worlds.sequences.byte_text import TUNING_SEED, tuned
@@ -173,7 +173,7 @@ def run(scale: Scale) -> Evidence:
 
 
 def _least_gap(evidence: Evidence, arm: str, other: str) -> float:
-    """By how much a masked loss is below another's at t = 0.15 and 0.5, where it is least."""
+    """The smallest improvement in masked loss over another arm, at t = 0.15 and 0.5 and over seeds."""
     names = [f"masked loss at t = {t}" for t in RATIOS[:2]]
     pairs = [pair for n in names for pair in zip(evidence.each(n, other), evidence.each(n, arm), strict=True)]
     return min(theirs - ours for theirs, ours in pairs)
@@ -186,14 +186,14 @@ def _random(size: _Size, seed: int) -> Decoder:
 
 
 def _fit(module: Decoder, steps: int, seed: int, lr: float, objective: Objective | None = None) -> Decoder:
-    """Steps of 16 stretches of 64 bytes."""
+    """Train on batches of 16 sequences of 64 bytes."""
     from pippin.claims.worlds.sequences.byte_text import train_bytes
 
     return train_bytes(module, steps=steps, seed=seed, rows=16, length=WINDOW, lr=lr, objective=objective)
 
 
 def _adapt(start: Decoder, arm: _Arm, size: _Size, seed: int, lr: float) -> MaskedDiffusionLM:
-    """A diffusion model with weights of its own that begins as the decoder is."""
+    """Train a diffusion model that starts from a copy of the decoder."""
     from pippin.claims.worlds.sequences.byte_text import byte_model
     from pippin.language import to_diffusion
 
@@ -205,7 +205,7 @@ def _adapt(start: Decoder, arm: _Arm, size: _Size, seed: int, lr: float) -> Mask
 
 
 def _windows(count: int, *, validation: bool = False) -> Tensor:
-    """Stretches of the held-out text, spread evenly through it."""
+    """Windows spread evenly over the held-out text."""
     from pippin.claims.worlds.sequences.byte_text import byte_text
 
     held = byte_text(validation=validation).held_out
@@ -214,7 +214,7 @@ def _windows(count: int, *, validation: bool = False) -> Tensor:
 
 
 def _fill(evidence: Evidence, lm: MaskedDiffusionLM, causal: Decoder, seed: int, texts: Tensor) -> None:
-    """Gaps in held-out text: how many bytes are right, how fluent they are, and how long it takes."""
+    """Record infilling of gaps in held-out text: accuracy of bytes, fluency, entropy and time."""
     import torch
 
     from pippin.claims.worlds.sequences.byte_text import byte_text
@@ -257,7 +257,7 @@ def _fill(evidence: Evidence, lm: MaskedDiffusionLM, causal: Decoder, seed: int,
 
 
 def _causal_loss(causal: Decoder, texts: Tensor) -> float:
-    """Mean loss on the gap and what stands behind it, given what stands before."""
+    """Mean loss on the gap and the bytes after it, given the prefix."""
     import torch
 
     logits = causal(texts[:, :-1])[:, BEFORE - 1 :]
@@ -265,6 +265,6 @@ def _causal_loss(causal: Decoder, texts: Tensor) -> float:
 
 
 def _entropy(tokens: Tensor) -> float:
-    """Of single bytes, in nats."""
+    """Entropy of the byte frequencies, in nats."""
     share = tokens.flatten().bincount() / tokens.numel()
     return float(-(share[share > 0] * share[share > 0].log()).sum())

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class _Size(NamedTuple):
-    """Steps and rows of the skills; dense and pruning steps of the text, held-out stretches a kind, learning rates."""
+    """Steps and batch size of the skills; dense and pruning steps, held-out texts and learning rates of the text."""
 
     skill_steps: int
     rows: int
@@ -103,7 +103,7 @@ LOSSES = tuple(f"held-out loss, {kind}" for kind in ("modules", "reference", "JS
     },
 )
 def run(scale: Scale) -> Evidence:
-    """Both tasks for each seed."""
+    """Measure both tasks on each seed."""
     evidence = Evidence()
     _skills(evidence, scale)
     _text(evidence, scale)
@@ -111,7 +111,7 @@ def run(scale: Scale) -> Evidence:
 
 
 def _skills(evidence: Evidence, scale: Scale) -> None:
-    """The four arms, and the masks of other skills."""
+    """Record the accuracy of the four arms, and under the masks of other skills."""
     from pippin.claims.worlds.sequences import skills
     from pippin.claims.worlds.sequences.byte_text import tuned
 
@@ -139,7 +139,7 @@ def _skills(evidence: Evidence, scale: Scale) -> None:
 
 
 def _text(evidence: Evidence, scale: Scale) -> None:
-    """A dense model, one trained mask, and masks from the first half of a stretch."""
+    """Record a dense model, one trained mask, and masks predicted from the first half of a text."""
     from pippin.claims.worlds.sequences.byte_text import TUNING_SEED, tuned
     from pippin.claims.worlds.sequences.text_kinds import stretches
 
@@ -179,7 +179,7 @@ def _decoder(size: _Size, channels: int, seed: int) -> Decoder:
 
 
 def _fit(module: Any, steps: int, seed: int, lr: float, objective: Any = None) -> Any:
-    """On one stretch of each kind a step."""
+    """Train on batches of one sequence of each kind."""
     from pippin.claims.worlds.sequences.text_kinds import MixedBatches
     from pippin.claims.worlds.training import fit
     from pippin.language.objectives import NextToken
@@ -189,7 +189,7 @@ def _fit(module: Any, steps: int, seed: int, lr: float, objective: Any = None) -
 
 
 def _pruned(arm: str, dense: Decoder, size: _Size, seed: int, lr: float) -> Any:
-    """The dense model, pruned by one mask or by masks that a reader makes of prompts."""
+    """Prune the dense model by one trained mask, or by masks that a predictor computes from prompts."""
     from pippin.claims.worlds.sequences.byte_text import byte_config, byte_decoder
     from pippin.language.methods.instruction_pruning.loss import ChunkedPretraining, PruningSchedule
     from pippin.language.methods.instruction_pruning.model import InstructionFollowingPruning, MaskPredictor, StaticMask
@@ -204,7 +204,7 @@ def _pruned(arm: str, dense: Decoder, size: _Size, seed: int, lr: float) -> Any:
 
 
 def _losses(model: Any, held: dict[str, TokenBatch], *, another: bool = False) -> dict[str, float]:
-    """Of the second halves of each kind of text, under the masks of the first halves, or of those of another kind."""
+    """Loss on the second half of each kind of text, under masks from its first half or from another kind of text."""
     import torch
 
     from pippin.language import Decoder
@@ -221,7 +221,7 @@ def _losses(model: Any, held: dict[str, TokenBatch], *, another: bool = False) -
 
 
 def _overlaps(evidence: Evidence, arm: str, model: Any, held: dict[str, TokenBatch], seed: int) -> None:
-    """How many channels masks have in common within kinds and across them."""
+    """Record the overlap of masks within kinds of text and across them."""
     import torch
 
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""LaDiR on three-number CountDown: more steps think better, and samples that push each other find more solutions.
+"""LaDiR on three-number CountDown: accuracy by denoising steps, and diversity with repulsion between samples.
 
 Notable here:
 - no sample ever sees a written solution: questions go in, answers come out, and each is checked by arithmetic
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class _Asked(NamedTuple):
-    """Seeds, held-out problems that are answered once each, and how many of them sixteen times."""
+    """Seeds, held-out problems answered once each, and how many of them are answered sixteen times."""
 
     seeds: range
     once: int
@@ -127,7 +127,7 @@ TEMPERATURES = (0.6, 0.8, 1.0, 1.2)
     },
 )
 def run(scale: Scale) -> Evidence:
-    """Everything for each seed."""
+    """Measure all arms on each seed."""
     from pippin.claims.worlds.sequences import countdown
     from pippin.claims.worlds.sequences.countdown_reasoners import ReasonerSize, chain_of_thought
 
@@ -152,7 +152,7 @@ def _right(questions: Sequence[str], answers: Sequence[str]) -> float:
 
 
 def _sixteen(questions: Sequence[str], answers: Sequence[str]) -> dict[str, float]:
-    """Figures of sixteen answers to each question, one after another."""
+    """Figures of sixteen consecutive answers to each question."""
     from pippin.claims.worlds.sequences.countdown import is_solution
 
     found = [
@@ -172,7 +172,7 @@ def _note(evidence: Evidence, arm: str, right: float, sixteen: dict[str, float])
 
 
 def _written(evidence: Evidence, base: LanguageModel, held: Sequence[Problem], few: Sequence[str], seed: int) -> None:
-    """Chains of thought: greedy, and sixteen at the temperature that gives the most distinct solutions."""
+    """Record chains of thought: greedy, and sixteen at the temperature with the most distinct solutions."""
     from pippin.claims.worlds.sequences.countdown import write_chains
 
     questions = [problem.question for problem in held]
@@ -185,7 +185,7 @@ def _written(evidence: Evidence, base: LanguageModel, held: Sequence[Problem], f
 
 
 def _trivial(evidence: Evidence, held: Sequence[Problem], few: Sequence[str], seed: int) -> None:
-    """Random expressions of the right numbers, and all that brute force finds."""
+    """Record random expressions of the right numbers, and all solutions by brute force."""
     from pippin.claims.worlds.sequences.countdown_reasoners import random_expression, solved
 
     source, questions = random.Random(seed), [problem.question for problem in held]
@@ -206,7 +206,7 @@ def _latent(
     size: ReasonerSize,
     seed: int,
 ) -> None:
-    """The autoencoder, both stages, and the answers."""
+    """Train the autoencoder and both stages, and record the answers."""
     import torch
 
     from pippin.claims.worlds.sequences.countdown_reasoners import latent_reasoner, reconstructed, thought_autoencoder

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class _Size(NamedTuple):
-    """How much is trained and looked at: steps and experts in the synthetic world, then steps and bytes of text."""
+    """Steps and experts in the synthetic world, then training steps and bytes of text."""
 
     steps: int
     experts: tuple[int, ...]
@@ -97,7 +97,7 @@ TEXT_DOMAINS, TEXT_EXPERTS, TEXT_RATE = 12, 6, 3e-3
     },
 )
 def run(scale: Scale) -> Evidence:
-    """The synthetic world, then text, for each seed."""
+    """Measure the synthetic world, then text, on each seed."""
     evidence = Evidence()
     for seed in scale.seeds:
         _synthetic(evidence, seed, scale)
@@ -106,7 +106,7 @@ def run(scale: Scale) -> Evidence:
 
 
 def _plain(objective: Any) -> Any:
-    """The same objective for a model that does not see the weights of its batches."""
+    """The same objective for a model that ignores the domain weights of its batches."""
     return lambda model, batch, generator: objective(model, batch[1], generator)
 
 
@@ -131,7 +131,7 @@ def _soup(
 
 
 def _synthetic(evidence: Evidence, seed: int, scale: Scale) -> None:
-    """All arms of one seed, each at the learning rate that is best on validation data."""
+    """Record all arms on one seed, each at the learning rate that is best on validation data."""
     import torch
 
     from pippin.claims.worlds.related_domains import (
@@ -217,7 +217,7 @@ def _bytes(texts: Sequence[str]) -> Tensor:
 
 
 def _text(evidence: Evidence, seed: int, size: _Size) -> None:
-    """Generic model, soup, and models for each target at equal total steps, on the same clusters of files."""
+    """Record a generic model, a soup, and a model for each target, at equal total steps on the same clusters."""
     import torch
 
     from pippin.claims.worlds.sequences.byte_text import ByteBatches, ByteText, byte_config, byte_decoder, held_out_nats

@@ -1,4 +1,4 @@
-"""Stochastic KV routing: one training, every size of the cache; beside ordinary training and fixed groups of two.
+"""Stochastic KV routing: one training for every cache size, against ordinary training and fixed groups of two.
 
 Notable here:
 - sharing is measured on the model that `pippin.shape.kv_sharing` makes, whose followers have no projections: nothing is
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class _Size(NamedTuple):
-    """Steps, steps on top of the base, held-out bytes, learning rates to choose from."""
+    """Training steps, further steps from the base, held-out bytes, learning rates to search."""
 
     steps: int
     tuning: int
@@ -116,7 +116,7 @@ SAVED = "saved by a second reading"
     },
 )
 def run(scale: Scale) -> Evidence:
-    """Every arm for each seed and KV-sharing ratio."""
+    """Measure every arm on each seed at each KV-sharing ratio."""
     from pippin.claims.worlds.sequences.byte_text import byte_config, byte_decoder, train_bytes, tuned
 
     evidence, size = Evidence(), SIZES[scale]
@@ -146,12 +146,12 @@ def run(scale: Scale) -> Evidence:
 
 
 def _lost(evidence: Evidence, arm: str, at: str) -> list[float]:
-    """What an arm loses of its own with all caches, by seed."""
+    """Increase in loss of an arm over itself with all caches, by seed."""
     return [less - full for less, full in zip(evidence.each(at, arm), evidence.each(FULL, arm), strict=True)]
 
 
 def _objective(arm: str, config: DecoderConfig) -> Objective:
-    """What an arm is trained by: fixed groups are routing that samples nothing."""
+    """The training objective of an arm; fixed groups are routing without sampling."""
     from pippin.language.methods.kv_routing import (
         KVRouting,
         RoutedModel,
@@ -170,7 +170,7 @@ def _objective(arm: str, config: DecoderConfig) -> Objective:
 
 
 def _measure(evidence: Evidence, arm: str, module: Decoder, seed: int, size: _Size) -> None:
-    """Held-out loss and what a second reading saves, with every share of the caches."""
+    """Record the held-out loss and the gain from repetition, at each KV-sharing ratio."""
     import torch
 
     from pippin.claims.worlds.sequences.byte_text import held_out_nats
@@ -202,7 +202,7 @@ def _readings(size: _Size) -> tuple[Tensor, Tensor]:
 
 
 def _trigrams(evidence: Evidence, seed: int, size: _Size) -> None:
-    """A byte after the two before it, by counts; it needs no cache."""
+    """Record a trigram model by counts, which needs no cache."""
     from pippin.claims.worlds.sequences.byte_text import VOCABULARY, byte_text
 
     text = byte_text()

@@ -1,4 +1,4 @@
-"""Nonlinear recurrent networks solved in parallel: the same states, how fast, and where three iterations do not do.
+"""Nonlinear recurrent networks solved in parallel: equality, speed, and where three Newton iterations are too few.
 
 Notable here:
 - equality is looked at twice, with random weights and after training, when the recurrent weights have grown; the other
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class _Size(NamedTuple):
-    """How much is measured: steps and length of the byte model, steps of the parity, lengths and repeats timed."""
+    """Training steps of the byte and parity models, sequence lengths, and timed repeats."""
 
     steps: int
     length: int
@@ -110,7 +110,7 @@ BYTE_RATE, PARITY_RATE = 4e-3, 1e-2
     },
 )
 def run(scale: Scale) -> Evidence:
-    """Bytes, then the clock, then the parity."""
+    """Measure the byte model, then speed, then parity."""
     from pippin.claims.worlds.sequences.recurrent_models import STARTS
 
     evidence, size = Evidence(), SIZES[scale]
@@ -127,7 +127,7 @@ def run(scale: Scale) -> Evidence:
 
 
 def _bytes(evidence: Evidence, name: str, seed: int, size: _Size, device: str) -> None:
-    """The same model from the same seed, trained solved and step by step."""
+    """Record the same model from the same seed, trained with the parallel solver and with the sequential scan."""
     import torch.nn.functional as F
 
     from pippin.claims.worlds.sequences.byte_text import ByteBatches, held_out_nats
@@ -169,7 +169,7 @@ def _bytes(evidence: Evidence, name: str, seed: int, size: _Size, device: str) -
 
 
 def _error(model: Any, ids: Tensor, iterations: int) -> float:
-    """The largest error of a cell's outputs in the model after so many iterations on the whole sequence."""
+    """The largest error of a cell's outputs in the model after so many Newton iterations."""
     import torch
 
     from pippin.nn.recurrent.newton import Newton
@@ -184,7 +184,7 @@ def _error(model: Any, ids: Tensor, iterations: int) -> float:
 
 
 def _apart(cell: Any, x: Tensor, newton: Newton) -> float:
-    """The largest difference of a cell's outputs, so solved, from those of the sequential scan."""
+    """The largest difference between a cell's solved outputs and those of the sequential scan."""
     from pippin.claims.worlds.sequences.recurrent_models import sequential_scan
 
     usual, cell.newton = cell.newton, newton
@@ -194,7 +194,7 @@ def _apart(cell: Any, x: Tensor, newton: Newton) -> float:
 
 
 def _clock(evidence: Evidence, name: str, seed: int, size: _Size, device: str) -> None:
-    """Forward and backward: the loop, the same step by step with the solver's gradient, solved, and torch's own."""
+    """Record times forward and backward: sequential scan, the same with the solver's gradient, solver, torch."""
     import torch
     from torch import nn
 
@@ -238,7 +238,7 @@ def _clock(evidence: Evidence, name: str, seed: int, size: _Size, device: str) -
 
 
 def _parity(evidence: Evidence, start: str, seed: int, size: _Size, device: str) -> None:
-    """Train on short sequences, test on longer ones, and solve those."""
+    """Train parity on short sequences; record accuracy and solver error on longer ones."""
     import torch
 
     from pippin.claims.worlds.sequences.recurrent_models import STARTS, ParityCells, parity_batches, parity_loss

@@ -1,4 +1,4 @@
-"""A client of a sealed server: a node that cannot prove itself is refused by cause, and gets nothing of a question."""
+"""A client of an attested server refuses a bad node with the cause, before any part of a question is sent."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ EXPECTED: dict[str, type[AttestationError]] = {
     superseded={1: "it left out a forged root and a swapped key, and named its control inside the rule"},
 )
 def run(scale: Scale) -> Evidence:
-    """Ask good and bad nodes, and look at the wire; a client that trusts every node asks them in the open."""
+    """Query good and bad nodes and record the wire; the control is a client that trusts every node."""
     from pippin.core.trust.attestation import SoftwareRoot, TransparencyLog, measure
     from pippin.language.language_model import load
 
@@ -87,7 +87,7 @@ def run(scale: Scale) -> Evidence:
 
 
 def _node(case: str, root: Any, log: Any) -> Any:
-    """A node that is as it should be but for one thing."""
+    """A node that is valid except for one defect."""
     from pippin.core.trust.attestation import STATELESS
     from pippin.serve.attestation import AttestedNode
 
@@ -139,16 +139,16 @@ def _policy(root: Any, log: Any) -> Any:
 
 
 def _question() -> str:
-    """With letters that no hash on the wire has."""
+    """A random question of letters that occur in no hexadecimal hash."""
     import secrets
 
     return f"Repeat this word: {''.join(secrets.choice('ghijklmnopqrstuvwxyz') for _ in range(32))}"
 
 
 def _asked(model: Any, node: Any, policy: Any, repeats: int) -> tuple[list[type], int, int]:
-    """The errors, how many questions the wire showed a piece of, and how many requests were posted.
+    """Errors, number of questions of which a part was on the wire, and number of posted requests.
 
-    Without a policy the question is sent as it is.
+    Without a policy the question is sent unsealed.
     """
     from pippin.claims.worlds.recording_proxy import RecordingProxy, serving
     from pippin.session import GenerationOptions, Session
@@ -170,7 +170,7 @@ def _asked(model: Any, node: Any, policy: Any, repeats: int) -> tuple[list[type]
 
 
 def _answered(model: Any, node: Any, root: Any, log: Any, repeats: int) -> tuple[int, int, int]:
-    """How many sealed answers were right, how many were not to be seen, and how many open questions were."""
+    """Numbers of correct sealed answers, of sealed answers unseen on the wire, and of unsealed questions seen on it."""
     from pippin.claims.worlds.recording_proxy import RecordingProxy, serving
     from pippin.session import GenerationOptions, Session
     from pippin.session.providers.remote import RemoteModel

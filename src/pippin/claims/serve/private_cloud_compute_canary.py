@@ -1,4 +1,4 @@
-"""Nothing that was said stays on disk: random texts in prompts and answers, looked for after crashes and kills too."""
+"""No text of a conversation stays on disk: canaries are searched for, also after crashes and kills."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ PROMPTS = Scale.choose(smoke=(0, 1, 0, 0, 2, 0), laptop=(34, 33, 66, 34, 66, 33)
     superseded={1: "the same rule in prose, its control named inside it"},
 )
 def run(scale: Scale) -> Evidence:
-    """Run the scenarios, each in a process of its own, and add up what was found."""
+    """Run each scenario in its own process, and count the canaries found."""
     evidence = Evidence()
     planned = [each for each in zip(SCENARIOS, PROMPTS[scale], strict=True) if each[1]]
     for number, ((what, end, debug), count) in enumerate(planned):
@@ -92,7 +92,7 @@ def _audit(audit: CanaryAudit, what: str, end: str, debug: bool, client: _Client
 
 
 def leaky_worker(work: AuditedWork) -> None:
-    """The control: keeps one prompt where a careless program would."""
+    """The control: writes one prompt to disk."""
     Path("cache.gz").write_bytes(gzip.compress(work.prompts[0].encode()))
 
 
@@ -100,7 +100,7 @@ def leaky_worker(work: AuditedWork) -> None:
 
 
 def session_worker(work: AuditedWork) -> None:
-    """Ask in local sessions; typed answers hold the canaries, every fifth prompt fails and is caught."""
+    """Ask in local sessions; typed answers contain the canaries, and every fifth prompt raises a caught error."""
     import pippin
     from pippin.core.errors import ContextOverflow
     from pippin.session import GenerationOptions, Session
@@ -133,7 +133,7 @@ def _ask(session: Any, prompt: str, answer: str) -> None:
 
 
 def server_worker(work: AuditedWork) -> None:
-    """A hardened stateless server on a free port; `/end` stops it, `/abort` crashes it."""
+    """Run a hardened stateless server on a free port; `/end` stops it, `/abort` crashes it."""
     import socket
 
     import uvicorn
@@ -171,7 +171,7 @@ def server_worker(work: AuditedWork) -> None:
 
 
 class _Client:
-    """Asks the server with every canary, in a thread of this process, and ends it.
+    """Sends every canary to the server from a thread of this process, then ends the server.
 
     ``answered`` counts the answers that came, ``failed`` names what should not have gone wrong.
     """

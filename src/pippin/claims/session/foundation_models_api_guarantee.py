@@ -1,4 +1,4 @@
-"""Guided generation keeps its promise against the worst model there is, random logits, and on real requests."""
+"""Constrained decoding against the worst possible model, random logits, and on real requests."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ REQUESTS = Scale.choose(smoke=2, laptop=50)
     superseded={1: "refusing every schema passed it, and so did answers that are all cut"},
 )
 def run(scale: Scale) -> Evidence:
-    """Both halves, for the grammar and for what a skeptic would try in its place."""
+    """Measure both parts, with the grammar and with the controls."""
     evidence = Evidence()
     count = SCHEMAS[scale]
     evidence.add("random schemas", count)
@@ -76,7 +76,7 @@ def run(scale: Scale) -> Evidence:
 
 
 def _random_logits(count: int, evidence: Evidence) -> None:
-    """Answers under random logits, with the grammar and without one, and whether what is valid is accepted."""
+    """Record answers under random logits with and without the grammar, and whether valid texts are accepted."""
     from pippin.core.errors import SchemaError
     from pippin.core.formats.gguf import open_gguf
     from pippin.core.store import store
@@ -124,7 +124,7 @@ def _invalid(schema: Any, text: str) -> bool:
 
 
 def _real_requests(count: int, evidence: Evidence) -> None:
-    """Requests of real users, typed by the signature of the function that they are about."""
+    """Record requests of real users, typed by the signature of the function that they call."""
     from pippin.core.errors import AnswerTruncated, InvalidInput
     from pippin.core.store import store
     from pippin.session import GenerationOptions, Session

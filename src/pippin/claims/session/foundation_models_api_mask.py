@@ -1,4 +1,4 @@
-"""What a grammar costs: the time that its mask takes per token, beside the time of a decode step."""
+"""Cost of a grammar: the time of a token mask against the time of a decode step."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NAIVE = Scale.choose(smoke=1, laptop=3)
     superseded={1: "the same bound in prose, without a mask that is slow"},
 )
 def run(scale: Scale) -> Evidence:
-    """Walk real answers under random schemas and time mask and model apart."""
+    """Decode answers under random schemas, and time mask and model separately."""
     import torch
 
     from pippin.core.errors import SchemaError
@@ -80,7 +80,7 @@ def run(scale: Scale) -> Evidence:
 
 
 def _asked_alone(constraint: Any, vocab_size: int) -> float:
-    """Seconds of a mask that asks the grammar for one token after the other."""
+    """Seconds of a mask that is computed token by token."""
     began = time.perf_counter()
     for token in range(vocab_size):
         constraint.allows(token)
@@ -90,7 +90,7 @@ def _asked_alone(constraint: Any, vocab_size: int) -> float:
 def _walk(
     model: Any, constraint: Any, runner: Any, prompt: list[int], generator: Any, masks: list[float], steps: list[float]
 ) -> None:
-    """One answer of at most `MOST_TOKENS`; times are added to the lists."""
+    """Decode one answer of at most `MOST_TOKENS`; times are appended to the lists."""
     from pippin.engine.model_runner import ModelInput
 
     ids, held = prompt, 0

@@ -1,4 +1,4 @@
-"""Prewarming a session: a long beginning is paid for before the user asks, and the answer does not change by a bit."""
+"""Prewarming a session: long instructions are prefilled before the request, and the answer is bit-identical."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ WORDS = [
     superseded={1: "the same bounds in prose, and the cold session was not asked"},
 )
 def run(scale: Scale) -> Evidence:
-    """Measure both ways for one set of instructions per seed."""
+    """Measure a cold and a prewarmed session with one set of instructions per seed."""
     from pippin.language.language_model import load
 
     model = load("smollm2-135m")
@@ -83,7 +83,7 @@ def _instructions(model: Any, seed: int) -> str:
 
 
 def _pair(model: Any, instructions: str) -> tuple[Any, Any]:
-    """The same request in two new sessions that share nothing, the second one prewarmed."""
+    """The same request in two new sessions that share no cache, the second one prewarmed."""
     from pippin.engine import Engine
     from pippin.session import GenerationOptions, LocalModel, Session
 

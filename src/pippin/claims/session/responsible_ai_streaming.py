@@ -1,4 +1,4 @@
-"""A streamed answer is held back just far enough: nothing of a blocked passage is ever shown."""
+"""A guarded stream is delayed just enough that no part of a blocked passage is shown."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ BOUND = 194  # WINDOW + STRIDE + 2: one character more tells whether a word is w
     },
 )
 def run(scale: Scale) -> Evidence:
-    """Stream synthetic answers through the packaged guardrails and compare with what a check of the whole decides."""
+    """Stream synthetic answers through the packaged guardrails, and compare with a check of the complete text."""
     evidence = Evidence()
     for seed in scale.seeds:
         for name in KINDS:
@@ -89,7 +89,7 @@ def run(scale: Scale) -> Evidence:
 
 @cache
 def _harmful(locale: str) -> list[str]:
-    """The rules' own examples, and harmful prompts of the evaluation suite, which no rule was written from."""
+    """The examples of the rules, and harmful prompts of the evaluation suite, which no rule was written from."""
     raw = json.loads(files("pippin.session.guardrails").joinpath("rules.json").read_text(encoding="utf-8"))
     examples = [text for rule in raw["rules"] if locale in rule["locales"] for text in rule["examples"]]
     return examples + [prompt.text for prompt in suite.load().prompts(locale, "harmful")]
@@ -106,7 +106,7 @@ def _answer(locale: str, generator: random.Random, *, harmful: bool) -> str:
 def _stream(
     arm: str, guard: Guardrails, text: str, generator: random.Random, totals: dict[str, int], held: list[int]
 ) -> None:
-    """One answer in random pieces; what is found is added up."""
+    """Stream one answer in random pieces; counts are added to ``totals``."""
     whole = guard.check(text, role="output")
     spans = [decision.span for decision in whole if decision.action == "block"]
     if arm != "held back":

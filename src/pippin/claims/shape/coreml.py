@@ -1,4 +1,4 @@
-"""One captured program, several back ends: the same answers, fewer bytes, a report that can be believed, a safe face.
+"""One captured program on several back ends: parity, compression, profiles, choice of a back end, and safe interfaces.
 
 Notable here:
 - every back end that is installed and runs on this system is measured, and how many did is a figure; one alone is none
@@ -109,7 +109,7 @@ OTHERS = Scale.choose(smoke=("onnxruntime",), laptop=("onnxruntime", "openvino",
     superseded={1: "'always ONNX Runtime' passed its condition on the choice, which depended on the machine"},
 )
 def run(scale: Scale) -> Evidence:
-    """A CNN and a decoder for each seed, through all seven checks."""
+    """Run all seven checks on a CNN and a decoder on each seed."""
     from pippin.claims.worlds.exported_models import byte_decoder, digits_cnn
 
     evidence = Evidence()
@@ -126,7 +126,7 @@ def run(scale: Scale) -> Evidence:
 
 
 def _installed(names: tuple[str, ...]) -> list[str]:
-    """Which back ends' libraries are here."""
+    """The back ends whose libraries are installed."""
     from importlib.util import find_spec
 
     modules = {"onnxruntime": "onnxruntime", "openvino": "openvino", "coreai": "coreai_torch"}
@@ -136,7 +136,7 @@ def _installed(names: tuple[str, ...]) -> list[str]:
 def _parity(
     evidence: Evidence, seed: int, cnn: ExportedModel, decoder: ExportedModel, runtimes: list[str], count: int
 ) -> None:
-    """Every runtime against torch."""
+    """Record the parity of every runtime with torch."""
     evidence.add("other runtimes", len(runtimes), seed=seed)
     worst = 0.0
     for asset, sizes in (
@@ -158,7 +158,7 @@ def _parity(
 
 
 def _bytes(evidence: Evidence, seed: int, cnn: ExportedModel, steps: int) -> None:
-    """Sizes and accuracies of compressed models."""
+    """Record sizes and accuracies of compressed models."""
     from pippin.claims.worlds.exported_models import accuracy, tuned_codes
     from pippin.shape.export import LinearQuantization, Palettization, compress
 
@@ -177,7 +177,7 @@ def _bytes(evidence: Evidence, seed: int, cnn: ExportedModel, steps: int) -> Non
 
 
 def _times(evidence: Evidence, seed: int, decoder: ExportedModel, runs: int) -> None:
-    """Do the operators' times add up, and does a slow one show?"""
+    """Record whether the operators' times add up, and whether a slow one ranks first."""
     import torch
 
     from pippin.claims.worlds.exported_models import SlowNetwork
@@ -197,7 +197,7 @@ def _times(evidence: Evidence, seed: int, decoder: ExportedModel, runs: int) -> 
 
 
 def _choice(evidence: Evidence, seed: int, cnn: ExportedModel, runtimes: list[str], runs: int) -> None:
-    """The choice of one measurement, judged by another; and a back end that is not exact enough."""
+    """Record the choice by one measurement, judged by another, and the refusal of an inexact back end."""
     from pippin.core.errors import PrecisionMismatch
     from pippin.shape.export import Variant, choose_backend, profile
 
@@ -238,7 +238,7 @@ def _slowed(report: Any, label: str) -> Any:
 
 
 def _interface(evidence: Evidence, seed: int, cnn: ExportedModel) -> None:
-    """Calls that must not reach the back end; two copies, then single bytes changed all over the folder."""
+    """Record the refusal of wrong calls, the equality of saved copies, and the detection of changed bytes."""
     from pippin.claims.worlds.exported_models import changed_bytes_found, same_hash_twice, wrong_calls_refused
 
     with tempfile.TemporaryDirectory() as folder:
@@ -248,7 +248,7 @@ def _interface(evidence: Evidence, seed: int, cnn: ExportedModel) -> None:
 
 
 def _real_time(evidence: Evidence, seed: int, cnn: ExportedModel, runs: int) -> None:
-    """Calls over memory that is bound beforehand, seen by torch's profiler and by the clock."""
+    """Record allocations (by torch's profiler) and latency of calls over preallocated memory."""
     from torch.profiler import ProfilerActivity, profile
 
     from pippin.shape.export.backends.onnxruntime import StaticCall, compile

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class _Size(NamedTuple):
-    """How much is trained and looked at."""
+    """Training steps and sizes of the evaluation."""
 
     layers: int
     float_steps: int
@@ -134,7 +134,7 @@ TRAINED = {
     },
 )
 def run(scale: Scale) -> Evidence:
-    """Every arm from the same float models."""
+    """Measure every arm, starting from the same float models."""
     from pippin.claims.worlds.sequences.byte_text import TUNING_SEED, byte_config, byte_decoder, tuned
     from pippin.train import ConstantSchedule
 
@@ -170,7 +170,7 @@ def run(scale: Scale) -> Evidence:
 
 
 def _settings(levels: Any, init: Any = "newton", bits: Any = 2) -> QuantizationConfig:
-    """One scale for each matrix of the layers; the embedding stays exact."""
+    """Quantization settings with one scale for each layer matrix; the embedding stays in full precision."""
     from pippin.shape.quantize.config import QuantizationConfig
 
     return QuantizationConfig(bits, levels, "tensor", init=init, embedding_bits=None)
@@ -183,7 +183,7 @@ def _prepare(module: Any, levels: str, init: str = "newton", bits: int = 2) -> A
 
 
 def _train(module: Any, steps: int, seed: int, lr: float, schedule: Any = None) -> list[float]:
-    """Train, leave the averaged weights in place, and give back the losses."""
+    """Train, load the averaged weights, and return the losses."""
     from pippin.claims.worlds.sequences.byte_text import ByteBatches
     from pippin.language.objectives import NextToken
     from pippin.train import AdamW, CosineSchedule, Trainer
@@ -217,7 +217,7 @@ def _loss(evidence: Evidence, arm: str, module: Any, seed: int, size: _Size) -> 
 
 
 def _bits(evidence: Evidence, arm: str, module: Any, seed: int) -> None:
-    """Of codes and scales, over the matrices that have them."""
+    """Record bits per weight, codes and scales, over the quantized matrices."""
     from pippin.shape.quantize import qat
 
     codes = qat.convert(module).values()
@@ -226,7 +226,7 @@ def _bits(evidence: Evidence, arm: str, module: Any, seed: int) -> None:
 
 
 def _rounded(evidence: Evidence, exact: Any, seed: int, size: _Size) -> None:
-    """What becomes of the float model without training."""
+    """Record the float model after rounding without training."""
     from pippin.claims.worlds.sequences.byte_text import ByteBatches, byte_model
     from pippin.shape.quantize import gptq
 
@@ -248,7 +248,7 @@ def _rounded(evidence: Evidence, exact: Any, seed: int, size: _Size) -> None:
 
 
 def _recover(evidence: Evidence, arm: str, trained: Any, seed: int, size: _Size) -> None:
-    """A recovery adapter, and its control: as many more steps of the same training."""
+    """Record a recovery adapter, and its control: as many further steps of quantization-aware training."""
     from pippin.claims.worlds.sequences.byte_text import tuned
     from pippin.shape.quantize import qat
     from pippin.shape.recovery import recovery_adapter

@@ -1,8 +1,8 @@
 """Two bits a weight on a real model: rounding, GPTQ, a few minutes of training, and a recovery adapter on top.
 
 Notable here:
-- the teacher is the model itself before it was quantized, and it is all that is learned from: on its own predictions a
-  full-precision model has nothing to gain, so there is no float control to be owed
+- the only teacher is the model itself before quantization; a full-precision model has nothing to gain from its own
+  predictions, so no float control is needed
 - training begins at GPTQ's codes, so whatever it gains is gained over the strongest rounding, not the weakest
 - every row is measured on a folder that was written and loaded again, by the kernels that would answer from it; bytes
   are those of the file, scales, embedding and all
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Size:
-    """How much is trained and looked at; a model of None is a small one of bytes, trained for a moment."""
+    """Training steps and sizes of the evaluation; a model of None is a small byte model, trained briefly."""
 
     model: str | None
     steps: int
@@ -106,7 +106,7 @@ ARMS = ("rounded, absmax", "rounded, newton", "GPTQ", "trained", "trained, with 
     },
 )
 def run(scale: Scale) -> Evidence:
-    """One model for each seed, six ways down to two bits."""
+    """Measure six ways to two bits on each seed."""
     evidence = Evidence()
     size = SIZES[scale]
     for seed in SEEDS[scale]:
@@ -120,7 +120,7 @@ def run(scale: Scale) -> Evidence:
 
 @dataclass(frozen=True)
 class Given:
-    """What every arm works with."""
+    """Models, texts and sizes that all arms share."""
 
     size: _Size
     teacher: LanguageModel
@@ -176,7 +176,7 @@ def _compare(evidence: Evidence, size: _Size, path: Path, seed: int) -> None:
 
 
 def _subjects(size: _Size, path: Path) -> tuple[LanguageModel, LanguageModel, Path, str]:
-    """The model as its file holds it, with ordinary weights, a file of text to train on, and held-out text."""
+    """The model as loaded, the same with float weights, a file of training text, and held-out text."""
     from pippin.claims.worlds.sequences import byte_text as small
     from pippin.core.store import store
     from pippin.data.records import read_records
@@ -201,7 +201,7 @@ def _subjects(size: _Size, path: Path) -> tuple[LanguageModel, LanguageModel, Pa
 
 
 def _by_row(codes: Mapping[str, Codes], model: LanguageModel, settings: QuantizationConfig) -> dict[str, Codes]:
-    """The same codes with the embedding as training has it: one scale for each row."""
+    """The same codes with one scale for each row of the embedding, as in training."""
     from pippin.nn.quantization.fake_quantize import FakeQuantizer, Levels
 
     table = model.module.embed_tokens.weight
@@ -212,7 +212,7 @@ def _by_row(codes: Mapping[str, Codes], model: LanguageModel, settings: Quantiza
 
 
 def _train(module: Any, teacher: LanguageModel, text: Path, size: _Size, steps: int, rate: float, seed: int) -> None:
-    """Learn from the original's predictions; the averaged weights are left in place."""
+    """Distill from the original; the averaged weights are loaded afterwards."""
     import torch
 
     from pippin.core.device import has_fast_bf16
@@ -245,7 +245,7 @@ def _train(module: Any, teacher: LanguageModel, text: Path, size: _Size, steps: 
 
 
 def _load(evidence: Evidence, arm: str, path: Path, held: str, size: _Size) -> LanguageModel:
-    """Load an arm, count its bytes and measure it."""
+    """Load an arm, record its bytes, and measure it."""
     from pippin.language.language_model import load as load_language_model
 
     model = load_language_model(path, device="cpu")
@@ -259,7 +259,7 @@ def _bytes(path: Path) -> int:
 
 
 def _measure(evidence: Evidence, arm: str, model: LanguageModel, held: str, size: _Size) -> None:
-    """Held-out perplexity by the model as it runs, and the speed of its answers."""
+    """Record held-out perplexity with the kernels that serve the model, and decoding speed."""
     from pippin.engine import Engine
     from pippin.engine.measure_speed import measure_speed, prompt_ids
     from pippin.language.likelihood import text_likelihood
@@ -276,7 +276,7 @@ def _measure(evidence: Evidence, arm: str, model: LanguageModel, held: str, size
 
 
 def _recover(evidence: Evidence, parent: LanguageModel, trained: LanguageModel, given: Given) -> None:
-    """A recovery adapter over the packed weights, begun from the singular vectors of the error."""
+    """Record a recovery adapter over the packed weights, initialized from the singular vectors of the error."""
     from pippin.language.likelihood import text_likelihood
     from pippin.shape.recovery import recovery_adapter
 

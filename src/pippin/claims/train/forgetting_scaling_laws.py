@@ -1,4 +1,4 @@
-"""Fine-tuning a small model of many synthetic languages on one more: what it forgets, what old data saves, and the law.
+"""Forgetting when a small model of synthetic languages is fine-tuned on one more, the effect of old data, and the law.
 
 Notable here:
 - a run ends when its target loss has not fallen for a while, so that larger target data gets more steps; its figures
@@ -28,7 +28,7 @@ ARMS = ("0 %", "1 %", "5 %")
 
 
 class _Size(NamedTuple):
-    """Widths, target data, steps of pretraining and at most of fine-tuning, evaluations without gain that end a run."""
+    """Widths, target data, steps of pretraining, most steps of fine-tuning, and patience of early stopping."""
 
     seeds: int
     widths: tuple[int, ...]
@@ -117,7 +117,7 @@ EVERY, RATE, TUNING_RATE = 20, 4e-3, 2e-3
     },
 )
 def run(scale: Scale) -> Evidence:
-    """The grid of runs for each seed, and the law of each grid."""
+    """Run the grid on each seed, and fit the law to each grid."""
     evidence, size = Evidence(), SIZES[scale]
     for seed in range(size.seeds):
         runs = _grid(size, seed)
@@ -133,7 +133,7 @@ def run(scale: Scale) -> Evidence:
 
 @dataclass(frozen=True)
 class _Run:
-    """One fine-tuning run at its step of least target loss."""
+    """Figures of one fine-tuning run at its step of least target loss."""
 
     arm: str
     width: int
@@ -147,7 +147,7 @@ class _Run:
 
     @property
     def forgetting(self) -> float:
-        """By how much the loss on the old languages rose."""
+        """Increase of the loss on the old languages."""
         return self.after - self.before
 
 
@@ -182,7 +182,7 @@ def _grid(size: _Size, seed: int) -> list[_Run]:
 def _tune(
     model: nn.Module, languages: Languages, arm: str, width: int, data: int, share: float, size: _Size, seed: int
 ) -> _Run:
-    """Fine-tune until the target loss rises; the figures of its lowest step."""
+    """Fine-tune with early stopping on the target loss; the figures of the best step."""
     import torch
 
     from pippin.claims.worlds.sequences import markov_languages as world
@@ -221,9 +221,9 @@ def _tune(
 
 
 def _interpolated(base: nn.Module, tuned: nn.Module, like: _Run, languages: Languages) -> _Run:
-    """Weights between those before and after: the nearest to before whose target loss is that of another run.
+    """Interpolated weights, nearest to those before fine-tuning, whose target loss is that of another run.
 
-    Where none reaches it, those of the least target loss.
+    Where none reaches it, the weights of the least target loss.
     """
     from dataclasses import replace
 
@@ -240,7 +240,7 @@ def _interpolated(base: nn.Module, tuned: nn.Module, like: _Run, languages: Lang
 
 
 def _compare(evidence: Evidence, runs: list[_Run], size: _Size, seed: int) -> None:
-    """What is asked of a seed, over all sizes and amounts of data."""
+    """Record the comparisons of a seed, over all sizes and amounts of data."""
     found = {(one.arm, one.width, one.data): one for one in runs}
     cells = [*product(size.widths, size.data)]
     for arm in (*ARMS, "interpolated weights"):
@@ -265,7 +265,7 @@ def _compare(evidence: Evidence, runs: list[_Run], size: _Size, seed: int) -> No
 
 
 def _laws(evidence: Evidence, runs: list[_Run], seed: int) -> None:
-    """The law of all runs, and the errors of laws of some of them for the others."""
+    """Record the law of all runs, and the errors of laws that are fitted to some runs and predict the others."""
     from pippin.core.errors import Extrapolation
     from pippin.train.laws.fitting import goodness
     from pippin.train.laws.forgetting import ForgettingLaw

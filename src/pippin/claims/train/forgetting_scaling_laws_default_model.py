@@ -1,8 +1,8 @@
-"""A real model fine-tuned on a novel: what it forgets of its own language, with and without old data among the new.
+"""A real model fine-tuned on a novel: its forgetting with and without a share of old data.
 
 Notable here:
-- the old data is what the model itself writes at temperature 1: its pretraining data, as far as anybody has it. On such
-  text the loss before is least, so what is measured is forgetting, and nothing that is learned can hide it
+- the old data is sampled from the model at temperature 1, in place of its pretraining data. On such text the loss
+  before fine-tuning is least, so any increase is forgetting
 - every arm sees the same target tokens in the same order, so an arm with old data takes more steps
 - a run's figures are those of the evaluation with the least target loss
 """
@@ -29,7 +29,7 @@ SEEDS = Scale.choose(smoke=range(1), laptop=range(1), long=range(3))
 
 @dataclass(frozen=True)
 class _Size:
-    """A model of None is a small one of bytes, trained for a moment."""
+    """Sizes of the texts and of training; a model of None is a small byte model, trained briefly."""
 
     model: str | None
     target: int
@@ -106,7 +106,7 @@ PROMPT = 8
     superseded={1: "the paper's 1 % was only reported (it removed 11 %), and one seed was run without simpler means"},
 )
 def run(scale: Scale) -> Evidence:
-    """Four shares of old data, and a lower rate and a scaled adapter without any, for each seed."""
+    """Measure four shares of old data, and a lower rate and a scaled adapter without any, on each seed."""
     evidence, size = Evidence(), SIZES[scale]
     for seed in SEEDS[scale]:
         with tempfile.TemporaryDirectory() as folder:
@@ -115,14 +115,14 @@ def run(scale: Scale) -> Evidence:
 
 
 class Losses(NamedTuple):
-    """What measures a model on held-out target text, and on held-out text of its own."""
+    """Functions that measure the loss on held-out target text, and on held-out text sampled from the original model."""
 
     target: Measure
     own: Measure
 
 
 def _compare(evidence: Evidence, size: _Size, folder: Path, seed: int) -> None:
-    """Write the old data, then fine-tune an adapter for each share."""
+    """Sample the old data, then fine-tune an adapter for each share of it."""
     from pippin.train.laws.forgetting import forgetting_evaluation
 
     model, writer, book, prompts = _subjects(size, folder)
@@ -152,9 +152,9 @@ def _compare(evidence: Evidence, size: _Size, folder: Path, seed: int) -> None:
 
 
 def _scaled_down(adapted: LowRankModel, losses: Losses, limit: float) -> tuple[float, dict[str, float]]:
-    """The smallest twentieth of an adapter whose target loss is at most the limit, and its losses.
+    """The adapter at the smallest scale, in twentieths, whose target loss is at most the limit; and its losses.
 
-    Where none reaches it, that of the least target loss.
+    Where none reaches it, the scale of the least target loss.
     """
     whole = adapted.scale
     found: dict[float, float] = {}
@@ -178,7 +178,7 @@ def _measure(model: LanguageModel, pieces: list[TokenizedPiece], size: _Size) ->
 
 
 def _subjects(size: _Size, folder: Path) -> tuple[LanguageModel, LanguageModel, str, list[str]]:
-    """The model to be trained, the same as it answers, the target text, and beginnings for what it writes."""
+    """The model to train, the same for sampling, the target text, and prompts to sample from."""
     import pippin
     from pippin.claims.worlds.sequences import byte_text as small
     from pippin.core.store import store
@@ -200,7 +200,7 @@ def _subjects(size: _Size, folder: Path) -> tuple[LanguageModel, LanguageModel, 
 
 
 def _parts(model: LanguageModel, book: str, size: _Size) -> list[slice]:
-    """Where the tokens to be learned stand in the target text, and behind them those that are held out."""
+    """Training and held-out tokens of the target text."""
     ids = model.tokenizer.encode(book[: 8 * (size.target + size.held_out)])
     first = len(model.tokenizer.decode(ids[: size.target]))
     both = len(model.tokenizer.decode(ids[: size.target + size.held_out]))
@@ -208,7 +208,7 @@ def _parts(model: LanguageModel, book: str, size: _Size) -> list[slice]:
 
 
 def _written(model: LanguageModel, prompts: Sequence[str], tokens: int, length: int, seed: int) -> list[str]:
-    """Texts of the model's own, together of at least so many tokens, several at a time."""
+    """Texts sampled from the model in batches, of at least so many tokens together."""
     from concurrent.futures import ThreadPoolExecutor
 
     from pippin.engine import Engine, Request, SamplingOptions, Token
@@ -230,14 +230,14 @@ def _written(model: LanguageModel, prompts: Sequence[str], tokens: int, length: 
 
 
 def _divided(model: LanguageModel, texts: list[str], held_out: int) -> tuple[list[str], list[str]]:
-    """The model's texts for training, and those that forgetting is measured on."""
+    """Split the sampled texts into training texts and those that measure forgetting."""
     counts = [len(model.tokenizer.encode(text)) for text in texts]
     place = next(i for i in range(1, len(texts)) if sum(counts[:i]) >= held_out or i == len(texts) - 1)
     return texts[place:], texts[:place]
 
 
 def _pieces(model: LanguageModel, texts: list[str], length: int) -> list[TokenizedPiece]:
-    """Texts as rows of at most so many tokens."""
+    """Texts as sequences of at most so many tokens."""
     from pippin.data.corpus import cut, tokenize
     from pippin.data.records import TrainingRecord
 
@@ -254,7 +254,7 @@ def _tune(
     seed: int,
     rate: float,
 ) -> tuple[LowRankModel, dict[str, float], float]:
-    """An adapter, trained once through the target text, its losses at the best evaluation, and seconds."""
+    """Train an adapter for one epoch of target text; also its losses at the best evaluation, and seconds."""
     from pippin.data.injection import Injected
     from pippin.data.packing import Packed
     from pippin.data.streams import Mapped, Shuffled

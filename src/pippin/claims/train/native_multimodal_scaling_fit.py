@@ -1,4 +1,4 @@
-"""The fitter of scaling laws: intervals that hold the truth, and a real grid of small models.
+"""Fitting scaling laws: coverage of the intervals on known laws, and a real grid of small models.
 
 Notable here:
 - the known law has the published coefficients for early fusion; how often the intervals hold the truth is counted over
@@ -23,7 +23,7 @@ SEEDS = Scale.choose(smoke=1, laptop=1, long=3)
 
 
 class _Size(NamedTuple):
-    """Repeats of the known law and their resamples; widths, layers and steps of the grid, and bytes that measure it."""
+    """Repeats and resamples of the known law; widths, layers, steps and held-out bytes of the grid."""
 
     repeats: int
     resamples: int
@@ -102,7 +102,7 @@ RATE = 6e-3
     },
 )
 def run(scale: Scale) -> Evidence:
-    """The known law, then the grid."""
+    """Measure coverage on the known law, then the grid."""
     evidence, size = Evidence(), SIZES[scale]
     _coverage(evidence, size)
     for seed in range(SEEDS[scale]):
@@ -111,7 +111,7 @@ def run(scale: Scale) -> Evidence:
 
 
 def _coverage(evidence: Evidence, size: _Size) -> None:
-    """How often intervals of fits to noisy losses hold the truth, for each coefficient."""
+    """Record how often intervals of fits to noisy losses cover the true value, for each coefficient."""
     import numpy as np
 
     from pippin.core.errors import Extrapolation
@@ -137,7 +137,7 @@ def _coverage(evidence: Evidence, size: _Size) -> None:
 
 
 def _grid(evidence: Evidence, size: _Size, seed: int) -> None:
-    """Train the grid, fit all of it, and predict its largest size."""
+    """Train the grid, fit it, and predict its largest size from the others."""
     import numpy as np
 
     from pippin.core.errors import Extrapolation
@@ -160,7 +160,7 @@ def _grid(evidence: Evidence, size: _Size, seed: int) -> None:
         part = ScalingLaw().fit(sizes[small], budgets[small], losses[small], num_resamples=0)
 
     def compute(fitted: Array) -> Array:
-        """Losses by a straight line in the logarithms of compute and loss, fitted to some of the runs."""
+        """Losses predicted by a power law of compute that is fitted to some of the runs."""
         x, y = np.log(sizes * budgets), np.log(losses)
         line: Array = np.exp(np.polyval(np.polyfit(x[fitted], y[fitted], 1), x))
         return line
@@ -189,7 +189,7 @@ def _grid(evidence: Evidence, size: _Size, seed: int) -> None:
 
 
 def _train(width: int, steps: int, size: _Size, seed: int) -> tuple[int, float]:
-    """A decoder of bytes from nothing: parameters of its layers, and its held-out loss."""
+    """Train a byte decoder from scratch; parameters of its layers, and its held-out loss."""
     from pippin.claims.worlds.sequences import byte_text as small
 
     module = small.byte_decoder(small.byte_config(layers=size.layers, width=width), seed=seed)
