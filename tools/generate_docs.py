@@ -1,4 +1,4 @@
-"""Write the pages that are computed: systems, claims, benchmarks, reference, index, and the count in the README.
+"""Write what is computed in pages: systems, claims, benchmarks, reference, index, extras, and the count in the README.
 
 python tools/generate_docs.py           write them
 python tools/generate_docs.py --check   write nothing; say which are out of date and fail
@@ -14,6 +14,7 @@ import math
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -272,6 +273,40 @@ def _two_bits_answers(kept: dict[str, Any]) -> str:
     return "\n".join(lines).rstrip()
 
 
+# What each extra of pyproject.toml is for.
+EXTRAS = {
+    "plot": "`Report.plot`, the loss plot of a run",
+    "image": "image and video files",
+    "train": "training data in Parquet files and `datasets` folders; TensorBoard logs",
+    "serve": "the [server](tutorials/server.md), sealed requests",
+    "mcp": "[MCP](tutorials/mcp.md): tools from outside, our tasks as tools",
+    "export": "[export](tutorials/export.md) to ONNX and GGUF",
+    "export-apple": "export to Core AI and Core ML",
+    "export-extra": "export to OpenVINO and ExecuTorch",
+    "bayes": "posteriors by neural simulation, transport plans, acquisition",
+    "claims": "claims whose controls or data come from scikit-learn",
+    "ray": "replicas of the server and training on several machines",
+    "test": "for developers: running the tests",
+    "bench": "for developers: the peers of the benchmarks",
+    "docs": "for developers: building this site",
+    "nightly": "for developers: mutation tests and fuzzing",
+    "dev": "for developers: linters and type checker",
+}
+
+
+def install_page() -> str:
+    """`docs/install.md` with the table of extras between its markers brought up to date."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras: dict[str, list[str]] = project["optional-dependencies"]
+    if wrong := set(EXTRAS) ^ set(extras):
+        raise SystemExit(f"EXTRAS and pyproject.toml do not have the same extras: {', '.join(sorted(wrong))}")
+    lines = ["| extra | for | brings |", "|---|---|---|"]
+    for extra, requirements in extras.items():
+        names = ", ".join(re.split(r"[<>=~!; ]", requirement)[0] for requirement in requirements)
+        lines.append(f"| `{extra}` | {EXTRAS[extra]} | {names} |")
+    return _between(DOCS / "install.md", extras="\n".join(lines))
+
+
 def cli_page() -> str:
     """`docs/cli.md`, by typer's own generator."""
     words = [sys.executable, "-m", "typer", "pippin.cli.app", "utils", "docs", "--name", "pippin"]
@@ -317,6 +352,7 @@ PAGES: dict[Path, Callable[[], str]] = {
     DOCS / "performance.md": performance_page,
     DOCS / "two_bits.md": two_bits_page,
     DOCS / "cli.md": cli_page,
+    DOCS / "install.md": install_page,
     DOCS / "index.md": index_page,
     DOCS / "json-schema.md": json_schema_page,
     DOCS / "mutation.md": mutation.page,
@@ -325,7 +361,13 @@ PAGES: dict[Path, Callable[[], str]] = {
 
 
 # These say in their own words that they are generated.
-SAY_SO_THEMSELVES = {DOCS / "json-schema.md", DOCS / "performance.md", DOCS / "two_bits.md", ROOT / "README.md"}
+SAY_SO_THEMSELVES = {
+    DOCS / "install.md",
+    DOCS / "json-schema.md",
+    DOCS / "performance.md",
+    DOCS / "two_bits.md",
+    ROOT / "README.md",
+}
 
 
 def text_of(page: Path) -> str:

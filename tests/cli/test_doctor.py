@@ -30,7 +30,14 @@ def test_json_agrees_with_the_machine(pippin, tmp_path):
 def test_the_table_names_the_way_to_a_missing_model(pippin, tmp_path):
     shown = pippin("doctor", env={"PIPPIN_HOME": str(tmp_path), "COLUMNS": "120"}).stdout.decode()
     assert "smollm2-135m: not here yet (98.4 MB): pippin pull" in shown
-    assert shown.rstrip().endswith("Pippin can work here.")
+    assert shown.startswith("Pippin can work here.\n")
+    lines = [line.strip() for line in shown.splitlines()]
+    last_of_users = max(number for number, line in enumerate(lines) if line.startswith("extra "))
+    assert [number for number, line in enumerate(lines) if line.startswith("for developers")] == [last_of_users + 1]
+
+
+def test_the_extras_of_developers_are_extras():
+    assert set(doctor.FOR_DEVELOPERS) < set(doctor.libraries()[1])
 
 
 def test_a_cache_folder_that_is_a_file_is_a_problem(monkeypatch, tmp_path, capsys):
@@ -72,7 +79,13 @@ def test_libraries_and_extras_come_from_the_metadata(monkeypatch):
     assert diagnosis.problems[0] == "torch is missing; install pippin again"
     assert diagnosis.problems[1].startswith("torch cannot be loaded: ")
     assert not diagnosis.usable
-    assert ("extra test", f"lacks {', '.join(extras['test'])}: pip install 'pippin[test]'") in doctor._lines(diagnosis)
+    lines = dict(doctor._extras(diagnosis))
+    assert lines["for developers"].startswith("test lacks 2, ")
+    diagnosis.extras = {"plot": ["matplotlib>=3.9"], "image": []}
+    assert doctor._extras(diagnosis)[:2] == [
+        ("extra plot", "lacks matplotlib>=3.9: pip install 'pippin[plot]'"),
+        ("extra image", "complete"),
+    ]
 
 
 def test_it_says_what_computes(monkeypatch):

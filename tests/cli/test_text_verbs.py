@@ -101,6 +101,17 @@ def test_proofread_does_not_count_the_byte_order_mark(run, tmp_path):
     assert path.read_bytes() == b"\xef\xbb\xbfI should.\n"
 
 
+@pytest.mark.filterwarnings("always::pippin.core.errors.GuessedEncoding")
+@pytest.mark.parametrize("encoding", ["windows-1252", "utf-16-le", "utf-16-be"])
+def test_proofread_keeps_the_encoding_of_a_file(run, tmp_path, encoding):
+    path = tmp_path / "note.txt"
+    path.write_bytes("i should. “Café”.\r\n".encode(encoding))
+    code, _, said = run("proofread", path, "--write")
+    assert code == 0, said
+    assert f"{path} is not UTF-8; it was read as {encoding}" in said
+    assert path.read_bytes() == "I should. “Café”.\r\n".encode(encoding)
+
+
 def test_proofread_of_a_clean_text_says_so(run):
     assert run("proofread", stdin=b"24.") == (0, "", "nothing to correct\n")
 

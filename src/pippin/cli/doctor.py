@@ -3,6 +3,7 @@
 Notable here:
 - required and optional libraries are read from the installed package's own metadata, so the list cannot go stale
 - a missing extra or model is a remark with the command that brings it; only what stops an answer is a problem
+- the verdict stands first, then what it is about, and last the extras that only developers of Pippin need
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from pippin.core.files import format_bytes
 
 if TYPE_CHECKING:
     from pippin.core.device import MachineInfo
+
+FOR_DEVELOPERS = ("test", "bench", "docs", "nightly", "dev")  # extras that nobody needs who only uses Pippin
 
 
 @dataclass
@@ -152,16 +155,18 @@ def _print(diagnosis: Diagnosis) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column()
-    for name, text in _lines(diagnosis):
-        table.add_row(name, escape(text))
     console = Console(highlight=False)
-    console.print(table)
+    console.print("[green]Pippin can work here.[/]" if diagnosis.usable else "[red]Pippin cannot work here yet.[/]")
     for problem in diagnosis.problems:
         console.print(f"[red bold]problem[/]  {escape(problem)}")
-    console.print("[green]Pippin can work here.[/]" if diagnosis.usable else "[red]Pippin cannot work here yet.[/]")
+    for lines in (_lines(diagnosis), _extras(diagnosis)):
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column()
+        for name, text in lines:
+            table.add_row(name, escape(text))
+        console.print()
+        console.print(table)
 
 
 def _lines(diagnosis: Diagnosis) -> list[tuple[str, str]]:
@@ -169,18 +174,29 @@ def _lines(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     core = ("pippin", "python", "torch")
     others = ", ".join(f"{name} {version}" for name, version in diagnosis.versions.items() if name not in core)
     here = "here" if model["installed"] else f"not here yet ({format_bytes(model['size'])}): pippin pull"
-    lines = [
+    return [
+        ("default model", f"{model['name']}: {here}"),
+        ("cache", f"{_short(cache['folder'])}, {format_bytes(cache['free'])} free"),
         ("versions", ", ".join(f"{name} {diagnosis.versions.get(name, 'missing')}" for name in core)),
         ("libraries", others),
         *(_machine_lines(diagnosis.machine) if diagnosis.machine else ()),
         ("kernels", _kernels_line(diagnosis.kernels)),
-        ("cache", f"{_short(cache['folder'])}, {format_bytes(cache['free'])} free"),
-        ("default model", f"{model['name']}: {here}"),
     ]
+
+
+def _extras(diagnosis: Diagnosis) -> list[tuple[str, str]]:
+    """A line for each extra that a user may want, then one for all those of developers."""
+    lines = []
     for extra, lacking in diagnosis.extras.items():
-        how = f"lacks {', '.join(lacking)}: pip install 'pippin[{extra}]'" if lacking else "complete"
-        lines.append((f"extra {extra}", how))
-    return lines
+        if extra not in FOR_DEVELOPERS:
+            how = f"lacks {', '.join(lacking)}: pip install 'pippin[{extra}]'" if lacking else "complete"
+            lines.append((f"extra {extra}", how))
+    states = (
+        f"{extra} {f'lacks {len(lacking)}' if (lacking := diagnosis.extras[extra]) else 'complete'}"
+        for extra in FOR_DEVELOPERS
+        if extra in diagnosis.extras
+    )
+    return [*lines, ("for developers", ", ".join(states))]
 
 
 def _machine_lines(machine: MachineInfo) -> list[tuple[str, str]]:

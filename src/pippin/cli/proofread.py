@@ -1,7 +1,7 @@
 """`pippin proofread`: the corrections of a text, shown as a diff, or made.
 
 Notable here:
-- `--write` changes the file in one step: there is never half a file, and line ends stay as they are
+- `--write` changes the file in one step: there is never half a file, and line ends and encoding stay as they are
 - every edit is shown with its place, its kind and its reason; nothing is changed without `--write`
 """
 
@@ -16,8 +16,9 @@ import typer
 
 from pippin.cli.common import documents, options, terminal
 from pippin.cli.common.declared_options import with_options
+from pippin.core.errors import InvalidInput
 from pippin.core.store.catalog import DEFAULT_MODEL
-from pippin.core.text_files import check_text
+from pippin.core.text_files import detect_encoding
 from pippin.engine.options import Device, DType, ModelOptions
 
 if TYPE_CHECKING:
@@ -46,13 +47,15 @@ def proofread(
     name, text = documents.read(file)
     path = file if file is not None and file.is_file() else None  # a pipe can be read once, and not be written
     if path is not None:
-        text = check_text(path.read_bytes().decode("utf-8"), name)  # with its line ends
+        data = path.read_bytes()
+        encoding = detect_encoding(data, name)
+        text = data.decode(encoding)  # with its line ends
     from pippin.kits.text import TextTasks
 
     language_model = options.load(model, ModelOptions(device=device, dtype=dtype))
     revision = TextTasks(language_model).proofread(text, method=method)
     if write and path is not None:
-        _save(path, revision.text)
+        _save(path, revision.text, encoding)
     if as_json:
         record = {"model": language_model.name, "text": revision.text, "edits": [asdict(e) for e in revision.edits]}
         terminal.write(terminal.to_json(record) + "\n")
@@ -64,11 +67,22 @@ def proofread(
         terminal.note(f"{len(revision.edits)} corrections made in {name}")
 
 
-def _save(path: Path, text: str) -> None:
+def _save(path: Path, text: str, encoding: str) -> None:
+    """Write a file in the encoding that it had.
+
+    Raises:
+        InvalidInput: a correction has a character that the encoding lacks; the file is as it was.
+    """
     from pippin.core.files import atomic_write
 
+    try:
+        data = text.encode(encoding)
+    except UnicodeEncodeError as error:
+        raise InvalidInput(
+            f"{str(path)!r} is {encoding}, which has no {error.object[error.start]!r}; convert the file to UTF-8 first"
+        ) from None
     with documents.writing(path), atomic_write(path) as file:
-        file.write(text.encode())
+        file.write(data)
 
 
 def _show(name: str, revision: Revision) -> None:

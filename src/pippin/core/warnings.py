@@ -1,50 +1,54 @@
-"""Every warning that Pippin gives, under `PippinWarning`: a result stands, but not as it was asked for.
+"""All warnings that Pippin issues, under `PippinWarning`: a result is returned, but with a reservation.
 
-They are imported from `pippin.core.errors`, beside the errors; users find both in `pippin.errors`.
+`pippin.core.errors` re-exports them; users find both in `pippin.errors`.
 """
 
 from __future__ import annotations
 
 
 class PippinWarning(UserWarning):
-    """What is said by `warnings.warn` of a result that stands, but not as it was asked for."""
+    """The base class of Pippin's warnings: a result is returned, but it differs from what was requested."""
 
 
 class NewtonFallback(PippinWarning):
-    """Newton's method did not converge, and the recurrence was computed step by step; the message has the residual."""
+    """Newton's method did not converge and a sequential scan was used instead; the message has the residual."""
 
 
 class UntrainedSharing(PippinWarning):
-    """Layers share caches in a model that was not trained for it."""
+    """Layers share KV caches in a model that was not trained for it."""
 
 
 class Extrapolation(PippinWarning):
-    """A law is asked about a run far outside those it was fitted on, or its fit is uncertain."""
+    """A scaling law predicts a run far outside the fitted range, or its fit is uncertain."""
 
 
 class Truncation(PippinWarning):
-    """Something was longer than what reads it, and its end was left out."""
+    """A text was longer than the model's context and was truncated."""
 
 
 class JacobiUnconverged(PippinWarning):
-    """A parallel inversion of a flow stopped before it was exact; the message has the residual."""
+    """The Jacobi iteration of a flow's inversion stopped before it converged; the message has the residual."""
 
 
 class CompositionAtRisk(PippinWarning):
-    """Scores were added whose models change the same things: the result may be no composition of them."""
+    """The scores of models that affect the same features were added; the result may not be their composition."""
 
 
 class LabelDrift(PippinWarning):
-    """A refiner of images changes what their labels say."""
+    """An image refiner changes features that the labels describe."""
 
 
 class Misspecified(PippinWarning):
-    """Observations lie outside what a simulator or a model produces; the message says how far."""
+    """Observations lie outside the range of a simulator or model; the message says how far."""
 
 
 class InertWeights(PippinWarning):
-    """Weights chosen for a posterior have no curvature, so that they cannot change any prediction."""
+    """Weights selected for a posterior have zero curvature, so they cannot change any prediction."""
 
 
 class InferenceAtRisk(PippinWarning):
-    """A posterior, a chain or a plan stands, but a diagnostic says to distrust it; the message has the figures."""
+    """A diagnostic of a posterior, a Markov chain or a transport plan failed; the message has the values."""
+
+
+class GuessedEncoding(PippinWarning):
+    """A text was not UTF-8 and was read in the encoding that fits its bytes; the message names it."""

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import errno
 import os
 import random
 import re
@@ -277,7 +278,7 @@ def test_a_hub_failure_without_another_way_is_itself(shop, cache, monkeypatch):
     def gone(reference):
         raise ModelNotFound("the hub shows no repository")
 
-    monkeypatch.setattr(hub, "listing", gone)
+    monkeypatch.setattr(hub, "list_files", gone)
     with pytest.raises(ModelNotFound, match=r"^the hub shows no repository$"):
         store.pull("hub-only")
 
@@ -285,9 +286,9 @@ def test_a_hub_failure_without_another_way_is_itself(shop, cache, monkeypatch):
 def test_the_hub_is_the_second_source(shop, cache, monkeypatch):
     shop.put("/1.0.whl", status=404)
     url = shop.put("/tiny.gguf", MODEL)
-    listed = hub.Listed("tiny.gguf", len(MODEL), download.Address(url, download.Digest("sha256", sha256(MODEL))))
+    listed = hub.HubFile("tiny.gguf", len(MODEL), download.Address(url, download.Digest("sha256", sha256(MODEL))))
     monkeypatch.setattr(package_index, "_download_with_client", _no_client)
-    monkeypatch.setattr(hub, "listing", lambda reference: [listed])
+    monkeypatch.setattr(hub, "list_files", lambda reference: [listed])
     assert store.pull("one").read_bytes() == MODEL
     asked = len(shop.requests)
     # what the cache already holds is not fetched for another entry
@@ -297,8 +298,8 @@ def test_the_hub_is_the_second_source(shop, cache, monkeypatch):
 
 
 def test_one_file_deep_in_a_repository_is_still_a_file(shop, cache, monkeypatch):
-    listed = hub.Listed("deep/tiny.gguf", 5, download.Address(shop.put("/tiny.gguf", b"GGUF!")))
-    monkeypatch.setattr(hub, "listing", lambda reference: [listed])
+    listed = hub.HubFile("deep/tiny.gguf", 5, download.Address(shop.put("/tiny.gguf", b"GGUF!")))
+    monkeypatch.setattr(hub, "list_files", lambda reference: [listed])
     path = store.pull("owner/name:deep/tiny.gguf")
     assert path.name == "tiny.gguf"
     assert path.read_bytes() == b"GGUF!"
@@ -310,9 +311,9 @@ def _no_client(source, target, refusal):
 
 def test_a_hub_file_that_is_not_the_catalogs_is_refused(shop, cache, monkeypatch):
     shop.put("/1.0.whl", status=404)
-    listed = hub.Listed("tiny.gguf", 5, download.Address(shop.put("/tiny.gguf", b"other")))
+    listed = hub.HubFile("tiny.gguf", 5, download.Address(shop.put("/tiny.gguf", b"other")))
     monkeypatch.setattr(package_index, "_download_with_client", _no_client)
-    monkeypatch.setattr(hub, "listing", lambda reference: [listed])
+    monkeypatch.setattr(hub, "list_files", lambda reference: [listed])
     with pytest.raises(HashMismatch, match=f"{sha256(b'other')}, but the catalog names {sha256(MODEL)}"):
         store.pull("one")
     assert store.installed() == []
@@ -366,12 +367,26 @@ def test_a_cache_that_cannot_be_written_says_so(shop, cache):
         store.pull("one")
 
 
-def test_a_cache_that_cannot_be_made_says_so(shop, cache, monkeypatch):
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
+def test_a_cache_that_cannot_be_made_says_so(shop, cache, monkeypatch, number):
     def refuse(self, **options):
-        raise PermissionError(13, "Permission denied")
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(Path, "mkdir", refuse)
-    with pytest.raises(AssetError, match="set PIPPIN_HOME to a folder that can"):
+    with pytest.raises(AssetError, match=rf"{cache} cannot be written \({os.strerror(number)}\); set PIPPIN_HOME"):
+        store.pull("one")
+
+
+def test_a_cache_under_a_file_says_so(shop, cache):
+    cache.write_text("")
+    with pytest.raises(AssetError, match="cannot be written"):
+        store.pull("one")
+
+
+def test_a_lock_that_cannot_be_written_says_so(shop, cache, monkeypatch):
+    (cache / "locks").mkdir(parents=True)
+    (cache / "locks" / f"{store._key(store._entry('one'))}.lock").mkdir()
+    with pytest.raises(AssetError, match="set PIPPIN_HOME to another"):
         store.pull("one")
 
 
