@@ -1,8 +1,8 @@
 """The cache, whatever happens to it: killed at every step, raced, filled up, fed wrong files."""
 
+import errno
 import hashlib
 import json
-import errno
 import os
 import random
 import re
