@@ -81,7 +81,7 @@ def test_styles_and_costs_are_told(painter, tmp_path):
         (["--model", "nowhere", "--mask", "m.png"], InvalidArgument, "give the picture with --edit"),
         (["--model", "nowhere", "--edit", "a", "--animate", "b"], InvalidArgument, "give one of them"),
         (["--model", "nowhere", "--strength", "0.5"], InvalidArgument, "give the picture with --edit"),
-        (["--model", "nowhere", "--memory-budget", "nan"], InvalidArgument, "--memory-budget: 'nan' is no size"),
+        (["--model", "nowhere", "--memory-budget", "nan"], InvalidArgument, "--memory-budget: 'nan' is not a size"),
         (["--model", "nowhere", "--preview", "now.txt"], InvalidArgument, "--preview writes"),
         (["--model", "nowhere", "--size", "64"], InvalidArgument, "write HEIGHTxWIDTH"),
         (["--model", "nowhere", "--format", "bmp"], InvalidArgument, "png, webp, jpg"),

@@ -129,5 +129,5 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("PIPPIN_HOME", str(home))
     for name in ("PIPPIN_OFFLINE", "HF_TOKEN", "HF_ENDPOINT"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("pippin.core.store.download.PAUSE", 0.001)
+    monkeypatch.setattr("pippin.core.store.download.BACKOFF", 0.001)
     return home

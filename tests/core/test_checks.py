@@ -137,5 +137,5 @@ def test_a_check_that_cannot_be_read_is_not_lost():
 
 
 def test_a_plain_class_is_refused():
-    with pytest.raises(TypeError, match="is no dataclass"):
+    with pytest.raises(TypeError, match="is not a dataclass"):
         checked(type("Plain", (), {}))

@@ -197,5 +197,5 @@ def test_threads_of_torch_and_of_the_kernels_go_together(monkeypatch):
     use_threads(1)
     assert asked[2:] == [("torch", 1)]
     for count in (0, 9, -1):
-        with pytest.raises(InvalidArgument, match=f"{count} threads were asked for, this process may use 1 to 8"):
+        with pytest.raises(InvalidArgument, match=f"{count} threads were requested; this process may use 1 to 8"):
             use_threads(count)

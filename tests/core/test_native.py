@@ -118,7 +118,7 @@ def test_a_missing_or_broken_library_is_told_apart(tmp_path, monkeypatch):
     monkeypatch.delenv("PIPPIN_NATIVE", raising=False)
 
     def why(name: str) -> str:
-        found, reason = native._find(tmp_path / name)
+        found, reason = native._load(tmp_path / name)
         assert found is None
         return reason
 
@@ -133,7 +133,7 @@ def test_a_missing_or_broken_library_is_told_apart(tmp_path, monkeypatch):
 
 @with_kernels
 def test_a_library_of_another_version_is_refused(monkeypatch):
-    native._find.cache_clear()
+    native._load.cache_clear()
     try:
         there = native.ABI
         monkeypatch.setattr(native, "ABI", 99)
@@ -146,7 +146,7 @@ def test_a_library_of_another_version_is_refused(monkeypatch):
             native.read_bandwidth(1 << 20)
     finally:
         monkeypatch.undo()
-        native._find.cache_clear()
+        native._load.cache_clear()
     assert native.library() is not None
 
 
@@ -174,7 +174,7 @@ def test_threads_are_set_within_the_cores_there_are():
         assert native.threads() == count
     native.set_threads(1, pin=True)
     for count in (0, -1, device.threads() + 1):
-        with pytest.raises(InvalidArgument, match=f"{count} threads were asked for"):
+        with pytest.raises(InvalidArgument, match=f"{count} threads were requested"):
             native.set_threads(count)
 
 
@@ -189,7 +189,7 @@ def test_instruction_sets_are_those_of_this_processor():
     for name in sets:
         native.use_instruction_set(name)
         assert native.instruction_set() == name
-    with pytest.raises(InvalidArgument, match="instruction set 'mmx' is not here; there are: "):
+    with pytest.raises(InvalidArgument, match="instruction set 'mmx' is not available; use one of: "):
         native.use_instruction_set("mmx")
 
 

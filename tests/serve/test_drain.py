@@ -103,7 +103,7 @@ def test_the_second_signal_ends_at_once(serve, patient):
     [
         (["--host", "0.0.0.0"], 2, "can be reached by others and there are no api_keys"),
         (["--max-num-seqs", "0"], 2, "max_num_seqs must be from 1 to 256, got 0"),
-        (["--memory-budget", "much"], 2, "--memory-budget: 'much' is no size; write it as in 500MB or 8GiB"),
+        (["--memory-budget", "much"], 2, "--memory-budget: 'much' is not a size; write it like 500MB or 8GiB"),
         (["--replicas", "2"], 2, "add --ray"),
         (["--replicas", "3-1"], 2, "--replicas must be a number"),
         (["--adapter", "pirate"], 2, "--adapter is 'pirate'; write it as NAME=FOLDER"),

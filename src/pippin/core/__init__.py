@@ -1,4 +1,4 @@
-"""The ground floor: errors, checks, files, devices, progress, reports; store, formats and trust."""
+"""Shared basics that every other package uses: errors, checks, files, devices, progress, reports, store, trust."""
 
 import lazy_loader
 

@@ -1,10 +1,10 @@
-"""Ranges and choices that stand in annotations, checked when a function is called or a dataclass is made.
+"""Ranges and choices declared in annotations, checked when a function is called or a dataclass is created.
 
 Notable here:
-- `Annotated[float, Ge(0), Le(1)]` is a range, `Literal["mean", "sum"]` a choice; both hold inside `X | None`, tuples,
-  lists and sequences as well, and what else an annotation says is left to the type checker
-- what has a range is a number: text and booleans are refused, and a fraction where an integer is meant
-- annotations are read once, at the first call, so that importing a module stays cheap
+- `Annotated[float, Ge(0), Le(1)]` is a range, `Literal["mean", "sum"]` a choice; both are also checked inside
+  `X | None`, tuples, lists and sequences; the rest of an annotation is left to the type checker
+- a value with a range must be a number: text and booleans are rejected, and floats where the type is int
+- annotations are evaluated once, at the first call, so that importing a module stays cheap
 - NaN is outside every range
 """
 
@@ -33,7 +33,7 @@ NonNegativeFloat = Annotated[float, Ge(0), Lt(math.inf)]
 Probability = Annotated[float, Ge(0), Le(1)]
 """From 0 to 1, both included."""
 Fraction = Annotated[float, Ge(0), Lt(1)]
-"""From 0 to below 1: a share of something of which a part must be left."""
+"""From 0 to below 1, such as a fraction of weights to prune: never all of them."""
 OpenFraction = Annotated[float, Gt(0), Lt(1)]
 
 _ALIASES = (
@@ -51,17 +51,17 @@ Check = Callable[[str, Any], None]
 
 
 def checked(target: F) -> F:
-    """Hold the arguments of a function, or the fields of a dataclass, to the ranges and choices of their annotations.
+    """Check the arguments of a function, or the fields of a dataclass, against the ranges and choices in annotations.
 
     A range is written with `annotated_types` (or one of the aliases of this module), a choice as a `Literal`.
 
     Args:
-        target: a function, or a dataclass (the decorator stands above `@dataclass`). Checks run before the body, and
+        target: a function, or a dataclass (put the decorator above `@dataclass`). Checks run before the body and
             before `__post_init__`.
 
     Raises:
-        InvalidArgument: (when it is called) a value outside its range or its choices; the message names the argument,
-            the value and what is allowed.
+        InvalidArgument: (at the call) a value outside its range or its choices; the message names the argument, the
+            value and what is allowed.
 
     >>> @checked
     ... def smooth(x: list[float], damping: Annotated[float, Ge(0), Le(1)], kind: Literal["mean", "max"] = "max"):
@@ -77,27 +77,27 @@ def checked(target: F) -> F:
     """
     if isinstance(target, type):
         if not dataclasses.is_dataclass(target):
-            raise TypeError(f"{target.__name__} is no dataclass; decorate its __init__ instead")
-        made: Any = target
-        made.__init__ = _guarded(made.__init__, lambda: _field_annotations(target))
+            raise TypeError(f"{target.__name__} is not a dataclass; decorate its __init__ instead")
+        cls: Any = target
+        cls.__init__ = _with_checks(cls.__init__, lambda: _field_annotations(target))
         return target
     namespace = inspect.unwrap(target).__globals__
     annotations = target.__annotations__
-    return typing.cast(F, _guarded(target, lambda: {n: _resolved(a, namespace) for n, a in annotations.items()}))
+    return typing.cast(F, _with_checks(target, lambda: {n: _resolved(a, namespace) for n, a in annotations.items()}))
 
 
 def _field_annotations(target: type[Any]) -> dict[str, Any]:
-    """What the annotations of a dataclass stand for, each in the module of the class that it was written in."""
-    wanted = {field.name for field in dataclasses.fields(target) if field.init}
-    found = {}
-    for owner in reversed(target.__mro__):
-        for name in wanted & vars(owner).get("__annotations__", {}).keys():
-            found[name] = _resolved(owner.__annotations__[name], vars(sys.modules[owner.__module__]))
-    return found
+    """The evaluated annotations of a dataclass's fields, inherited ones in the namespace of their own module."""
+    field_names = {field.name for field in dataclasses.fields(target) if field.init}
+    annotations = {}
+    for cls in reversed(target.__mro__):
+        for name in field_names & vars(cls).get("__annotations__", {}).keys():
+            annotations[name] = _resolved(cls.__annotations__[name], vars(sys.modules[cls.__module__]))
+    return annotations
 
 
-def _guarded(function: Callable[..., Any], annotations: Callable[[], dict[str, Any]]) -> Callable[..., Any]:
-    """The function, behind the checks of its arguments."""
+def _with_checks(function: Callable[..., Any], annotations: Callable[[], dict[str, Any]]) -> Callable[..., Any]:
+    """Wrap a function so that its arguments are checked before it runs."""
     signature = inspect.signature(function)
     checks: dict[str, Check] | None = None
 
@@ -107,30 +107,30 @@ def _guarded(function: Callable[..., Any], annotations: Callable[[], dict[str, A
         if checks is None:
             checks = {name: check for name, annotation in annotations().items() if (check := _check_of(annotation))}
         try:
-            given = signature.bind(*args, **kwargs).arguments
+            arguments = signature.bind(*args, **kwargs).arguments
         except TypeError:
-            return function(*args, **kwargs)  # it says better itself what is wrong with the call
-        for name in checks.keys() & given.keys():
-            checks[name](name, given[name])
+            return function(*args, **kwargs)  # Python's own message names the function
+        for name in checks.keys() & arguments.keys():
+            checks[name](name, arguments[name])
         return function(*args, **kwargs)
 
     return call
 
 
 def _resolved(annotation: Any, namespace: dict[str, Any]) -> Any:
-    """What an annotation stands for; None where a name in it exists for the type checker only."""
+    """Evaluate an annotation; None where a name in it is imported for the type checker only."""
     if not isinstance(annotation, str):
         return annotation
     try:
         return eval(annotation, namespace)
     except NameError:
         if any(word in annotation for word in ("Annotated", "Literal", *_ALIASES)):
-            raise  # a check must not be lost in silence: import the name at run time
+            raise  # a check must not be skipped silently: import the name at run time
         return None
 
 
 def _check_of(annotation: Any) -> Check | None:
-    """What holds a value to an annotation; None where it has neither a range nor a choice."""
+    """The check for an annotation; None where it has neither a range nor a choice."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         bounds = [each for each in args[1:] if isinstance(each, Ge | Gt | Le | Lt)]
@@ -154,12 +154,12 @@ def _range_check(kind: Any, bounds: Sequence[Ge | Gt | Le | Lt]) -> Check:
         Lt: lambda v, b: v < b.lt,
     }
 
-    refused = (bool, str, float) if kind is int else (bool, str)
+    wrong_types = (bool, str, float) if kind is int else (bool, str)
 
     def check(name: str, value: Any) -> None:
-        if value is None or isinstance(value, refused):
-            a_number = "an integer" if kind is int else "a number"
-            raise InvalidArgument(f"{name} must be {a_number}, {_words(bounds)}, got {value!r}")
+        if value is None or isinstance(value, wrong_types):
+            expected = "an integer" if kind is int else "a number"
+            raise InvalidArgument(f"{name} must be {expected}, {_words(bounds)}, got {value!r}")
         if not all(tests[type(bound)](value, bound) for bound in bounds):
             raise InvalidArgument(f"{name} must be {_words(bounds)}, got {value!r}")
 
@@ -176,59 +176,59 @@ def _words(bounds: Sequence[Ge | Gt | Le | Lt]) -> str:
     finite = isinstance(high, Lt) and high.lt == math.inf
     if finite and isinstance(low, Gt) and low.gt == -math.inf:
         return "finite"
-    least = "" if low is None else f"at least {low.ge}" if isinstance(low, Ge) else f"above {low.gt}"
+    lower = "" if low is None else f"at least {low.ge}" if isinstance(low, Ge) else f"above {low.gt}"
     if high is None or finite:
-        return f"{least} and finite" if finite else least
-    most = f"at most {high.le}" if isinstance(high, Le) else f"below {high.lt}"
+        return f"{lower} and finite" if finite else lower
+    upper = f"at most {high.le}" if isinstance(high, Le) else f"below {high.lt}"
     if isinstance(low, Ge):
-        return f"from {low.ge} to {high.le if isinstance(high, Le) else most}"
-    return f"{least} and {most}" if least else most
+        return f"from {low.ge} to {high.le if isinstance(high, Le) else upper}"
+    return f"{lower} and {upper}" if lower else upper
 
 
 def _choice_check(choices: Sequence[Any]) -> Check:
-    words = [repr(choice) for choice in choices]
-    listed = " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+    quoted = [repr(choice) for choice in choices]
+    allowed = " or ".join(filter(None, [", ".join(quoted[:-1]), quoted[-1]]))
 
     def check(name: str, value: Any) -> None:
         if not any(value == choice and type(value) is type(choice) for choice in choices):
-            raise InvalidArgument(f"{name} must be {listed}, got {value!r}")
+            raise InvalidArgument(f"{name} must be {allowed}, got {value!r}")
 
     return check
 
 
 def _union_check(members: Sequence[Any]) -> Check | None:
-    """A value of one member's plain type is held to that member's check; choices of all members count together."""
+    """Check a value by the union member of its type; the choices of all `Literal` members are merged into one check."""
     choices = [choice for each in members if get_origin(each) is Literal for choice in get_args(each)]
-    found = [(_plain(each), _check_of(each)) for each in members if get_origin(each) is not Literal]
-    checks = [(kind, check) for kind, check in found if check is not None]
+    by_type = [(_plain(each), _check_of(each)) for each in members if get_origin(each) is not Literal]
+    checks = [(kind, check) for kind, check in by_type if check is not None]
     if choices:
         checks.append((tuple({type(choice) for choice in choices}), _choice_check(choices)))
     if not checks:
         return None
-    unchecked = {kind for kind, each in found if each is None}
+    unchecked = {kind for kind, each in by_type if each is None}
 
     def check_member(name: str, value: Any) -> None:
         if type(value) in unchecked:
             return
-        held = [each for kind, each in checks if isinstance(value, kind)]
-        if not held and unchecked <= {type(None)} and isinstance(value, bool | int | float | str | None):
-            held = [checks[0][1]]  # a plain value that is no member's
-        for each in held:
+        applicable = [each for kind, each in checks if isinstance(value, kind)]
+        if not applicable and unchecked <= {type(None)} and isinstance(value, bool | int | float | str | None):
+            applicable = [checks[0][1]]  # a plain value of no member's type: raise the first member's error
+        for each in applicable:
             each(name, value)
 
     return check_member
 
 
 def _plain(annotation: Any) -> Any:
-    """The class behind an annotation, as `isinstance` takes it; an int will do for a float, as PEP 484 has it."""
+    """The class of an annotation as `isinstance` takes it; int is accepted for float, as in PEP 484."""
     base = get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
     base = get_origin(base) or base
     return {int: Integral, float: Real}.get(base, base)
 
 
 def _position_check(items: Sequence[Any]) -> Check | None:
-    """Each place of a tuple of a given length has a check of its own."""
-    inner = {index: found for index, item in enumerate(items) if (found := _check_of(item)) is not None}
+    """Check the positions of a fixed-length tuple, each by its own annotation."""
+    inner = {index: each for index, item in enumerate(items) if (each := _check_of(item)) is not None}
     if not inner:
         return None
 

@@ -1,9 +1,9 @@
-"""What this machine has: processor, cores, instruction sets, memory, accelerators; and the choice of a device.
+"""Hardware of this machine: processor, cores, instruction sets, memory, accelerators; and the choice of a device.
 
 Notable here:
-- cores are the ones this process may use: its affinity, then the quota of its control group (a container's limit)
-- memory is the smaller of the machine's and the control group's, since the second is what ends the process
-- torch is imported only where a device is asked for, so the facts about the processor come in milliseconds
+- cores are those this process may use: its affinity, then the quota of its control group (a container's limit)
+- memory is the smaller of the machine's and the control group's, since exceeding the latter ends the process
+- torch is imported only to query accelerators, so that the processor's properties are available in milliseconds
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     import torch
 
-# The names that matter to matrix products, as Linux spells them in /proc/cpuinfo.
+# The instruction sets that matter to matrix products, by their names in /proc/cpuinfo.
 _X86_SETS = (
     *("avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16"),
     *("amx_tile", "amx_int8", "amx_bf16"),
@@ -40,7 +40,7 @@ _FAST_BF16_SETS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 
 @dataclass(frozen=True)
 class MemoryInfo:
-    """Bytes of main memory: all that this process may ever use, and what is free for it now."""
+    """Main memory in bytes: the total that this process may use, and how much of it is free now."""
 
     total: int
     available: int
@@ -48,7 +48,7 @@ class MemoryInfo:
 
 @dataclass(frozen=True)
 class Accelerator:
-    """One GPU: the name that `choose` takes, the maker's name, and its memory in bytes (0 if shared with the CPU)."""
+    """One GPU: its device name for `choose`, its product name, and its memory in bytes (0 if shared with the CPU)."""
 
     device: str
     name: str
@@ -57,7 +57,7 @@ class Accelerator:
 
 @dataclass(frozen=True)
 class MachineInfo:
-    """What `pippin doctor` and the evidence of claims say about a machine."""
+    """The properties of a machine that `pippin doctor` and the evidence of claims report; memory in bytes."""
 
     system: str
     cpu: str
@@ -71,13 +71,13 @@ class MachineInfo:
 
 
 def choose(name: str | None = None) -> torch.device:
-    """The torch device of that name, checked; the best one here when there is no name.
+    """The torch device of a name, checked to exist; by default the best device of this machine.
 
     Args:
-        name: "cpu", "cuda", "cuda:N" or "mps"; None or "auto" takes the first of cuda, mps, cpu that is there.
+        name: "cpu", "cuda", "cuda:N" or "mps"; None or "auto" takes the first available of cuda, mps, cpu.
 
     Raises:
-        InvalidArgument: the name is not one of these, or this machine does not have it.
+        InvalidArgument: an unknown name, or a device that this machine does not have.
 
     >>> choose("cpu")
     device(type='cpu')
@@ -97,7 +97,7 @@ def choose(name: str | None = None) -> torch.device:
 
 
 def machine_info() -> MachineInfo:
-    """Everything `pippin doctor` reports about the machine. Imports torch, to ask it for accelerators."""
+    """Collect what `pippin doctor` reports about the machine. Imports torch to list the accelerators."""
     memory_now = memory()
     return MachineInfo(
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -125,10 +125,10 @@ def accelerators() -> tuple[Accelerator, ...]:
 
 
 def has_fast_bf16(device: torch.device | None = None) -> bool:
-    """Whether bfloat16 products run at least at float32's speed there: in hardware, not by conversion.
+    """Whether a device multiplies bfloat16 matrices in hardware, at least as fast as float32.
 
     Args:
-        device: None asks about the CPU, without importing torch.
+        device: None is the CPU, for which torch is not imported.
     """
     if device is None or device.type == "cpu":
         return not _FAST_BF16_SETS.isdisjoint(instruction_sets())
@@ -141,7 +141,7 @@ def has_fast_bf16(device: torch.device | None = None) -> bool:
 
 @cache
 def instruction_sets() -> tuple[str, ...]:
-    """The instruction sets of this CPU that matter to matrix products, by Linux's names; empty where unknown."""
+    """The instruction sets of this CPU that matter to matrix products, by their Linux names; empty where unknown."""
     if sys.platform == "darwin":
         return tuple(short for key, short in _APPLE_SETS.items() if _sysctl(f"hw.optional.{key}") == "1")
     return _parse_instruction_sets(_read(Path("/proc/cpuinfo")) or "")
@@ -165,7 +165,7 @@ def _parse_instruction_sets(cpuinfo: str) -> tuple[str, ...]:
 
 @cache
 def cpu_name() -> str:
-    """The processor as its maker names it; the architecture where the system does not say."""
+    """The product name of the processor; the architecture where the system does not report one."""
     if sys.platform == "darwin":
         return _sysctl("machdep.cpu.brand_string") or platform.machine()
     line = re.search(r"^model name\s*:\s*(.+)$", _read(Path("/proc/cpuinfo")) or "", re.MULTILINE)
@@ -173,12 +173,12 @@ def cpu_name() -> str:
 
 
 def threads(root: Path = Path("/")) -> int:
-    """How many threads are worth starting: allowed physical cores, within the control group's quota; at least 1.
+    """The number of threads to compute with: usable physical cores within the control group's quota; at least 1.
 
     Two threads on one physical core share its vector units, so hyper-threads are not counted.
 
     Args:
-        root: where /proc and /sys are looked for; a test puts its own there.
+        root: the folder that holds /proc and /sys; tests pass their own.
     """
     if hasattr(os, "sched_getaffinity"):
         allowed = sorted(os.sched_getaffinity(0))
@@ -191,21 +191,21 @@ def threads(root: Path = Path("/")) -> int:
 
 
 def check_threads(count: int) -> None:
-    """Refuse a number of threads that this process has no cores for.
+    """Check that there is a core for each of ``count`` threads.
 
     Raises:
-        InvalidArgument: fewer than one, or more than cores.
+        InvalidArgument: fewer than one thread, or more threads than cores.
     """
     cores = threads()
     if not 1 <= count <= cores:
-        raise InvalidArgument(f"{count} threads were asked for, this process may use 1 to {cores}, one on each core")
+        raise InvalidArgument(f"{count} threads were requested; this process may use 1 to {cores}, one per core")
 
 
 def memory(root: Path = Path("/")) -> MemoryInfo:
-    """Main memory that this process may use: the machine's, or its control group's where that is less.
+    """Main memory that this process may use: the machine's, or its control group's limit where that is less.
 
     Args:
-        root: where /proc and /sys are looked for; a test puts its own there.
+        root: the folder that holds /proc and /sys; tests pass their own.
     """
     machine = psutil.virtual_memory()
     total, available = machine.total, machine.available
@@ -222,9 +222,9 @@ def memory(root: Path = Path("/")) -> MemoryInfo:
 
 
 def peak_memory() -> int:
-    """The most main memory, in bytes, that this process has held so far (resident set, shared pages included).
+    """The peak resident set size of this process in bytes, shared pages included.
 
-    Linux is asked through /proc, because `getrusage` also counts what the process was forked from.
+    On Linux it is read from /proc, because `getrusage` also counts the parent that the process was forked from.
 
     >>> peak_memory() > 1_000_000
     True
@@ -241,7 +241,7 @@ def peak_memory() -> int:
 
 
 def _cpu_quota(root: Path) -> float | None:
-    """Processors' worth of time that the control groups grant, the least of them; None without a limit."""
+    """The CPU quota of the control groups, in processors; the smallest where several apply, None without a limit."""
     quotas = []
     for folder in _control_groups(root, "cpu"):
         older = [_read(folder / f"cpu.cfs_{name}_us") or "" for name in ("quota", "period")]
@@ -253,7 +253,7 @@ def _cpu_quota(root: Path) -> float | None:
 
 
 def _control_groups(root: Path, controller: str) -> Iterator[Path]:
-    """Folders of this process's control groups, from its own up to the top: version 2 and, for one controller, 1."""
+    """Folders of this process's control groups, from its own up to the root, of versions 1 and 2."""
     for line in (_read(root / "proc/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
@@ -265,7 +265,7 @@ def _control_groups(root: Path, controller: str) -> Iterator[Path]:
 
 
 def _read(path: Path) -> str | None:
-    """The text of a small system file; None where the system has no such file."""
+    """The text of a system file; None where it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -273,6 +273,6 @@ def _read(path: Path) -> str | None:
 
 
 def _sysctl(name: str) -> str | None:
-    """One value of macOS's system table; None where it has no such name."""
+    """One value of macOS's `sysctl`; None for an unknown name."""
     found = subprocess.run(["sysctl", "-n", name], capture_output=True, text=True, check=False)
     return found.stdout.strip() if found.returncode == 0 else None

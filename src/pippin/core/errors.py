@@ -1,20 +1,20 @@
-"""Every error that Pippin raises on purpose, in one tree under `PippinError`.
+"""All errors that Pippin raises deliberately, in one hierarchy under `PippinError`.
 
 Notable here:
-- a message says what was wrong, with the offending name and value, and what to do about it
-- what a caller may act on (the two numbers of an overflow, the tool that failed) is an attribute, not only prose
-- an error that is also a plain Python mistake inherits the built-in too, so `except ValueError` works as expected
+- a message says what is wrong, with the offending name and value, and how to fix it
+- values that a caller may act on (the two sizes of an overflow, the tool that failed) are attributes
+- an error with a built-in counterpart also inherits that one, so `except ValueError` works as expected
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from pippin.core.warnings import *  # noqa: F403 - part of the same face
+from pippin.core.warnings import *  # noqa: F403 - `pippin.errors` offers both
 
 
 class PippinError(Exception):
-    """The root: everything that Pippin raises on purpose."""
+    """The base class of all errors that Pippin raises deliberately."""
 
 
 class InvalidArgument(PippinError, ValueError):
@@ -22,42 +22,42 @@ class InvalidArgument(PippinError, ValueError):
 
 
 class InvalidInput(PippinError, ValueError):
-    """What the user gave to work on cannot be used: an empty prompt, bytes that are not text."""
+    """The input cannot be used: an empty prompt, bytes that are not text, a path that cannot be written."""
 
 
 class MissingDependency(PippinError, ImportError):
-    """An optional library is not installed; the message names the extra that brings it."""
+    """An optional library is not installed; the message names the extra that installs it."""
 
 
 # --- models and files -------------------------------------------------------------------------------------------------
 
 
 class AssetError(PippinError):
-    """A model or a data set could not be found, fetched or stored."""
+    """A model or data set could not be found, downloaded or stored."""
 
 
 class ModelNotFound(AssetError, LookupError):
-    """No catalog name, folder, file or hub repository answers to this reference."""
+    """A reference matches no catalog name, folder, file or hub repository."""
 
 
 class DownloadFailed(AssetError):
-    """A download ended before its end; what arrived is kept and the next try resumes it."""
+    """A download failed or was interrupted; the next attempt resumes from the partial file."""
 
 
 class OfflineError(AssetError):
-    """The network is needed but `PIPPIN_OFFLINE=1` forbids it."""
+    """A download is needed, but `PIPPIN_OFFLINE=1` forbids use of the network."""
 
 
 class DiskFull(AssetError, OSError):
-    """There is less free space than the file needs; nothing was written."""
+    """There is less free disk space than a file needs; an existing file is left unchanged."""
 
 
 class HashMismatch(AssetError):
-    """A file is not the one that the catalog names."""
+    """The hash of a file differs from the one in the catalog or the index."""
 
 
 class CheckpointError(PippinError):
-    """A model file was found but cannot be loaded."""
+    """A model file was found but cannot be loaded; the subclasses say why."""
 
 
 class CorruptedFile(CheckpointError):
@@ -65,15 +65,15 @@ class CorruptedFile(CheckpointError):
 
 
 class UnsupportedModel(CheckpointError):
-    """The file is sound, but its architecture or its number format is not one that Pippin runs."""
+    """The file is intact, but Pippin does not support its architecture or number format."""
 
 
 class UnsafeCheckpoint(CheckpointError):
-    """The file is a pickle, which runs code when it is opened; refused."""
+    """The file is a pickle, which can run code when it is loaded; Pippin never loads one."""
 
 
 class AdapterMismatch(CheckpointError):
-    """An adapter was made for another base model than the one it is to be attached to."""
+    """An adapter was trained for another base model than the one it would be attached to."""
 
 
 class VocabularyMismatch(CheckpointError, ValueError):
@@ -81,18 +81,18 @@ class VocabularyMismatch(CheckpointError, ValueError):
 
 
 class PromptCacheMismatch(CheckpointError):
-    """A prompt cache was computed by another model, in another precision, or written in another form."""
+    """A prompt cache was computed by another model, in another precision, or has another file format."""
 
 
 class NotEnoughMemory(CheckpointError, MemoryError):
-    """A model does not fit into the memory that models may take."""
+    """A model does not fit into the available memory or the memory limit for models."""
 
 
 # --- training and shaping ---------------------------------------------------------------------------------------------
 
 
 class InvalidRecord(InvalidInput):
-    """A file of training data holds something that is no record: ``path`` names it, ``line`` counts from 1."""
+    """A line of a training data file is not a valid record; ``path`` is the file, ``line`` counts from 1."""
 
     def __init__(self, message: str, *, path: str, line: int | None = None) -> None:
         super().__init__(message)
@@ -101,7 +101,7 @@ class InvalidRecord(InvalidInput):
 
 
 class InvalidImage(InvalidInput):
-    """A file is no picture that can be read, or not of the size and channels that are wanted; ``path`` names it."""
+    """An image file cannot be read, or has the wrong size or number of channels; ``path`` is the file."""
 
     def __init__(self, message: str, *, path: str) -> None:
         super().__init__(message)
@@ -109,11 +109,11 @@ class InvalidImage(InvalidInput):
 
 
 class TrainingError(PippinError):
-    """A training run could not go on."""
+    """A training run could not continue."""
 
 
 class NonFiniteLoss(TrainingError, ArithmeticError):
-    """A loss or a gradient is infinite or NaN; ``saved`` is the file that holds the batch, None if none was written."""
+    """A loss or gradient is infinite or NaN at ``step``; ``saved`` is the file with the batch, None if not written."""
 
     def __init__(self, message: str, *, step: int, saved: str | None = None) -> None:
         super().__init__(message)
@@ -122,11 +122,11 @@ class NonFiniteLoss(TrainingError, ArithmeticError):
 
 
 class ResumeMismatch(TrainingError):
-    """A training checkpoint was written by another model, optimizer or data than the run that would go on from it."""
+    """A training checkpoint was written with another model, optimizer or data set than the run that resumes from it."""
 
 
 class NewtonDivergence(TrainingError, ArithmeticError):
-    """Newton's method did not solve a recurrence; ``iterations`` were made and ``residual`` is left."""
+    """Newton's method did not solve a recurrence: after ``iterations`` the residual is ``residual``."""
 
     def __init__(self, message: str, *, iterations: int, residual: float) -> None:
         super().__init__(message)
@@ -134,35 +134,35 @@ class NewtonDivergence(TrainingError, ArithmeticError):
 
 
 class UnsupportedLayer(PippinError, TypeError):
-    """A model holds layers that a method has no rule for; the message lists all of them."""
+    """A model has layers that a method does not support; the message lists all of them."""
 
 
 class NotPrepared(PippinError, RuntimeError):
-    """A model was to be converted that was not prepared for it, or whose ranges were never observed."""
+    """A model to be converted was not prepared for it, or its observers never saw data."""
 
 
 class ExportError(PippinError):
-    """A model could not be exported, or the exported one cannot be run as asked."""
+    """A model could not be exported, or an exported model cannot run as requested."""
 
 
 class BackendUnavailable(ExportError, ImportError):
-    """A back end is not installed, or runs on another system only; the message says which."""
+    """A backend is not installed, or does not run on this operating system; the message says which."""
 
 
 class UnsupportedOperator(ExportError):
-    """A back end has no form of an operator; the message names the module and the line that use it."""
+    """A backend does not support an operator; the message names the module and the line that use it."""
 
 
 class SignatureMismatch(ExportError, ValueError):
-    """An exported model was called with a name, a shape or a precision that it does not have."""
+    """An exported model was called with an input name, shape or dtype that its signature does not have."""
 
 
 class PrecisionMismatch(ExportError):
-    """A back end computed in another precision than it was asked for, or beyond the error that was allowed."""
+    """A backend computed in another precision than requested, or its error exceeds the tolerance."""
 
 
 class SilentFallback(ExportError):
-    """A back end put part of a model on another device than it was asked for."""
+    """A backend placed part of a model on another device than requested."""
 
 
 # --- uncertainty and inference ----------------------------------------------------------------------------------------
@@ -173,11 +173,11 @@ class InferenceError(PippinError):
 
 
 class NotFitted(InferenceError, RuntimeError):
-    """Something was asked of an estimator before it was fitted; the message names the call that fits it."""
+    """A result was requested of an estimator before it was fitted; the message names the call that fits it."""
 
 
 class SingularPosterior(InferenceError, ArithmeticError):
-    """Curvature and prior together are not positive definite, so there is no Gaussian with that precision."""
+    """The sum of curvature and prior precision is not positive definite, so there is no Gaussian posterior."""
 
 
 class NonFiniteEvidence(InferenceError, ArithmeticError):
@@ -193,7 +193,7 @@ class ChainDiverged(InferenceError, ArithmeticError):
 
 
 class NotConverged(InferenceError, ArithmeticError):
-    """An iteration ended above its tolerance; ``iterations`` were made and ``residual`` is left."""
+    """An iterative method did not reach its tolerance: after ``iterations`` the residual is ``residual``."""
 
     def __init__(self, message: str, *, iterations: int, residual: float) -> None:
         super().__init__(message)
@@ -204,11 +204,11 @@ class NotConverged(InferenceError, ArithmeticError):
 
 
 class SchemaError(PippinError, ValueError):
-    """A type or a JSON Schema cannot describe an answer; raised where it is declared."""
+    """A type or JSON Schema cannot be used for structured output; raised where it is declared."""
 
 
 class UnsupportedGuide(SchemaError):
-    """A constraint that the grammar cannot enforce; the message names the field and the guide."""
+    """The grammar cannot enforce a constraint; the message names the field and the constraint."""
 
     def __init__(self, message: str, *, field: str = "", guide: str = "") -> None:
         super().__init__(message)
@@ -249,7 +249,7 @@ class ContextOverflow(GenerationError):
 
 
 class AnswerTruncated(GenerationError):
-    """A typed answer met `max_tokens` before its grammar could close; `partial` holds the text so far."""
+    """A structured answer reached `max_tokens` before it was complete; ``partial`` is the text so far."""
 
     def __init__(self, message: str, *, partial: str) -> None:
         super().__init__(message)
@@ -257,31 +257,31 @@ class AnswerTruncated(GenerationError):
 
 
 class DecodingFailure(GenerationError):
-    """The constraint and the model left no token to choose, or the logits were not finite."""
+    """The constraint allows no token that the model can produce, or the logits are not finite."""
 
 
 class Cancelled(GenerationError):
-    """The request was cancelled by its owner."""
+    """The caller cancelled the request."""
 
 
 class ConcurrentRequests(GenerationError):
-    """A session was asked while it was still answering."""
+    """A session received a request while it was still answering another one."""
 
 
 class TranscriptMutation(ConcurrentRequests):
-    """The transcript of a session was to be replaced while it was still answering."""
+    """The transcript of a session was replaced while the session was still answering."""
 
 
 class UnsupportedCapability(GenerationError):
-    """The model or provider cannot do what the request needs (tools without a chat template, say)."""
+    """The model or provider cannot do what the request needs, such as tools without a chat template."""
 
 
 class UnsupportedContent(UnsupportedCapability):
-    """The transcript holds something that the model or provider cannot read, such as an image."""
+    """The transcript contains content that the model or provider does not accept, such as an image."""
 
 
 class UnsupportedLanguage(GenerationError):
-    """A language or locale that this part has no rules or data for; `language` is its tag."""
+    """A feature has no rules or data for a language or locale; ``language`` is its tag."""
 
     def __init__(self, message: str, *, language: str) -> None:
         super().__init__(message)
@@ -289,7 +289,7 @@ class UnsupportedLanguage(GenerationError):
 
 
 class TimedOut(GenerationError, TimeoutError):
-    """The answer was not complete within the seconds that the request allowed."""
+    """The answer was not complete within the timeout of the request."""
 
 
 class Denied(GenerationError):
@@ -297,10 +297,10 @@ class Denied(GenerationError):
 
 
 class GuardrailViolation(GenerationError):
-    """A rule of the guardrails blocked an input or an output.
+    """A guardrail blocked an input or an output.
 
-    ``verdict`` names rule, category, score, threshold and span; ``safe_prefix`` is the number of characters of a
-    streamed answer that had been released before.
+    ``verdict`` holds rule, category, score, threshold and span; ``safe_prefix`` is the number of characters of a
+    streamed answer that were already released.
     """
 
     def __init__(self, message: str, *, verdict: Any, safe_prefix: int = 0) -> None:
@@ -310,7 +310,7 @@ class GuardrailViolation(GenerationError):
 
 
 class Refusal(GenerationError):
-    """The model declined to answer; ``explanation`` is what it said."""
+    """The model declined to answer; ``explanation`` is its reply."""
 
     def __init__(self, message: str, *, explanation: str) -> None:
         super().__init__(message)
@@ -318,7 +318,7 @@ class Refusal(GenerationError):
 
 
 class RateLimited(GenerationError):
-    """Too many requests; ``retry_after`` is the number of seconds to wait, None if nobody said."""
+    """Too many requests; ``retry_after`` is the number of seconds to wait, None if unknown."""
 
     def __init__(self, message: str, *, retry_after: float | None = None) -> None:
         super().__init__(message)
@@ -326,15 +326,15 @@ class RateLimited(GenerationError):
 
 
 class QuotaExceeded(RateLimited):
-    """The requests or tokens of a period are used up."""
+    """The quota of requests or tokens for this period is used up."""
 
 
 class Overloaded(RateLimited):
-    """Every slot is taken and the queue is full, or the service is about to stop; nothing was computed."""
+    """The queue of requests is full, or the service is shutting down; nothing was computed."""
 
 
 class NonFiniteSample(GenerationError, ArithmeticError):
-    """A sampling ended in infinite values or NaN: after ``step`` steps; in a flow, in this ``block`` at this ``token``.
+    """Sampling produced infinite values or NaN after ``step`` steps; in a flow, in ``block`` at ``token``.
 
     The message says what to change (less guidance, another seed, float32).
     """
@@ -345,15 +345,15 @@ class NonFiniteSample(GenerationError, ArithmeticError):
 
 
 class ImageCreationError(GenerationError):
-    """A picture could not be made or changed as asked for."""
+    """An image could not be generated or edited as requested."""
 
 
 class CreationNotSupported(ImageCreationError, UnsupportedCapability):
-    """The model behind an image creator cannot do this: edit, animate, draw at that size; the message says what can."""
+    """The model of an image creator cannot edit, animate or generate at this size; the message says which can."""
 
 
 class CreationUnavailable(ImageCreationError):
-    """There is nothing to draw with; ``reason`` says what is missing, and the message how to get it."""
+    """No image model is available; ``reason`` says what is missing, and the message how to install it."""
 
     def __init__(self, message: str, *, reason: str) -> None:
         super().__init__(message)
@@ -361,11 +361,11 @@ class CreationUnavailable(ImageCreationError):
 
 
 class UnsupportedInputImage(ImageCreationError, ValueError):
-    """A picture that was given cannot be used: no picture, damaged, or of a form that the model cannot take."""
+    """An input image cannot be used: it is not an image, damaged, or in a format that the model does not accept."""
 
 
 class ConceptsBlocked(ImageCreationError):
-    """A guard blocked what was asked for, or a picture that was made; ``category`` says why."""
+    """A guardrail blocked the prompt or a generated image; ``category`` says why."""
 
     def __init__(self, message: str, *, category: str) -> None:
         super().__init__(message)
@@ -373,7 +373,7 @@ class ConceptsBlocked(ImageCreationError):
 
 
 class OverMemoryBudget(ImageCreationError, MemoryError):
-    """A picture would need more memory than it may have: ``estimate`` bytes of a ``budget``; nothing was computed."""
+    """An image would need ``estimate`` bytes of memory, more than its ``budget``; nothing was computed."""
 
     def __init__(self, message: str, *, estimate: int, budget: int) -> None:
         super().__init__(message)
@@ -381,7 +381,7 @@ class OverMemoryBudget(ImageCreationError, MemoryError):
 
 
 class CreationFailed(ImageCreationError):
-    """Drawing began and could not be completed; ``step`` is the step it came to."""
+    """Image generation failed at step ``step``."""
 
     def __init__(self, message: str, *, step: int) -> None:
         super().__init__(message)
@@ -392,7 +392,7 @@ class CreationFailed(ImageCreationError):
 
 
 class ProviderError(PippinError):
-    """A model behind a network could not be asked, or answered in a way that cannot be used."""
+    """A remote model could not be reached, or its answer cannot be used."""
 
 
 class NetworkFailure(ProviderError, ConnectionError):
@@ -400,27 +400,27 @@ class NetworkFailure(ProviderError, ConnectionError):
 
 
 class AuthenticationFailed(ProviderError):
-    """The provider refused the key."""
+    """The provider rejected the API key."""
 
 
 class ServiceUnavailable(ProviderError):
-    """The provider is there but cannot answer now."""
+    """The provider is temporarily unable to answer."""
 
 
 class InvalidProviderAnswer(ProviderError):
-    """What the provider sent is not what its interface promises."""
+    """The provider's response does not follow its API."""
 
 
 class SealBroken(InvalidProviderAnswer):
-    """A sealed message was changed, cut off, sent twice or made for another key; nothing in it may be used."""
+    """A sealed message was modified, truncated, repeated or encrypted to another key; none of it may be used."""
 
 
 class AttestationError(ProviderError):
-    """A node could not prove that it runs what it should; nothing was sent to it."""
+    """A node did not prove that it runs the expected software; nothing was sent to it."""
 
 
 class BadSignature(AttestationError):
-    """A quote is not signed by a trusted root, or its signature does not fit."""
+    """A quote is not signed by a trusted root, or its signature is invalid."""
 
 
 class UnknownMeasurement(AttestationError):
@@ -432,31 +432,31 @@ class StaleQuote(AttestationError):
 
 
 class ReplayedQuote(StaleQuote):
-    """A quote answers another nonce than the one that was just sent: it was recorded earlier."""
+    """A quote contains another nonce than the one just sent, so it was recorded earlier."""
 
 
 class NotInLog(AttestationError):
-    """The measurement of a quote is not proved to be in the public log."""
+    """There is no valid proof that the measurement of a quote is in the public log."""
 
 
 class ModelMismatch(AttestationError):
-    """The node serves another model than the one that was asked for."""
+    """The node serves another model than the requested one."""
 
 
 class SettingsMismatch(AttestationError):
-    """The node works under other settings (what it keeps, what it logs) than the policy demands."""
+    """The node's settings (what it stores and logs) differ from those that the policy requires."""
 
 
 class ToolError(PippinError):
-    """Something about tools; the subclasses tell what."""
+    """A tool could not be declared or called; the subclasses say why."""
 
 
 class InvalidTool(ToolError, ValueError):
-    """A function cannot become a tool: an argument without a type, two tools of one name."""
+    """A function cannot become a tool: an argument has no type, or two tools have the same name."""
 
 
 class ToolCallError(ToolError):
-    """A tool raised, timed out or returned something that cannot be sent to the model; `cause` is the reason."""
+    """A tool raised, timed out or returned a value that cannot be sent to the model; ``cause`` is the exception."""
 
     def __init__(self, message: str, *, tool: str, cause: BaseException | None = None, arguments: Any = None) -> None:
         super().__init__(message)
@@ -466,18 +466,18 @@ class ToolCallError(ToolError):
 
 
 class ToolServerError(ToolError):
-    """A server of tools could not be started, does not answer, or broke its protocol."""
+    """A tool server could not be started, does not answer, or violated the protocol."""
 
 
 class TooManyToolRounds(ToolError):
-    """The model kept calling tools beyond the bound of the session."""
+    """The model exceeded the session's limit on rounds of tool calls."""
 
 
 # --- server -----------------------------------------------------------------------------------------------------------
 
 
 class InvalidRequest(InvalidInput):
-    """A request to the server is malformed; ``param`` names the field, ``code`` is a word for programs."""
+    """A request to the server is malformed; ``param`` is the field, ``code`` a machine-readable error code."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -486,11 +486,11 @@ class InvalidRequest(InvalidInput):
 
 
 class ResponseNotFound(PippinError, LookupError):
-    """The server keeps no response of this id: it never did, it was deleted, or it belongs to another key."""
+    """The server has no response with this id: it never existed, was deleted, or belongs to another API key."""
 
 
 # --- claims -----------------------------------------------------------------------------------------------------------
 
 
 class ClaimError(PippinError):
-    """A claim is malformed, unknown, or its evidence file does not fit it."""
+    """A claim is malformed or unknown, or its evidence file does not match it."""

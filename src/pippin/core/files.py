@@ -1,8 +1,8 @@
-"""Files that are either whole or absent, and hashes and free space told as typed errors.
+"""Atomic writes, hashes and free space of files, with typed errors.
 
 Notable here:
-- a file is written beside its place under a temporary name, synced and renamed, so a reader never sees half of it
-- a full disk is always `DiskFull`, whether it is seen before the write or during it
+- a file is written under a temporary name in the same folder, synced and renamed, so a reader never sees half of it
+- a full disk always raises `DiskFull`, whether it is noticed before the write or during it
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _ENCODING = {"wb": None, "w": "utf-8"}
 
 @runtime_checkable
 class Readable(Protocol):
-    """Anything with a binary `read`: an open file, a member of an archive, an answer of a server."""
+    """Anything with a binary `read`: an open file, a member of an archive, an HTTP response."""
 
     def read(self, size: int, /) -> bytes:
-        """Up to ``size`` bytes; none at the end."""
+        """Read up to ``size`` bytes; empty at the end."""
 
 
 @contextmanager
@@ -36,18 +36,18 @@ def atomic_write(path: Path, *, mode: Literal["wb", "w"] = "wb") -> Iterator[IO[
     """Open a file for writing that appears under ``path`` only when the block ends without an error.
 
     Args:
-        path: where the file shall stand; its folder must exist. An older file there is replaced in one step.
+        path: the file; its folder must exist. An existing file is replaced in one step.
         mode: "wb" for bytes, "w" for UTF-8 text.
 
     Raises:
-        DiskFull: the disk filled up while writing. The older file, if any, is untouched.
+        DiskFull: the disk filled up while writing. An existing file is left unchanged.
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())
     >>> with atomic_write(folder / "a.txt", mode="w") as file:
-    ...     _ = file.write("whole")
+    ...     _ = file.write("complete")
     >>> (folder / "a.txt").read_text(), len(list(folder.iterdir()))
-    ('whole', 1)
+    ('complete', 1)
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
@@ -63,41 +63,41 @@ def atomic_write(path: Path, *, mode: Literal["wb", "w"] = "wb") -> Iterator[IO[
 
 
 def make_folder(path: str | Path) -> Path:
-    """The folder, made with those above it where it is not there yet.
+    """Create a folder and its parents where they do not exist.
 
     Raises:
-        InvalidInput: it, or one above it, is a file or closed to writing.
+        InvalidInput: it, or a parent, is a file or not writable.
     """
     path = Path(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError, PermissionError) as error:
-        raise InvalidInput(f"{str(path)!r} cannot be a folder: {error.strerror}; name another place") from None
+        raise InvalidInput(f"folder {str(path)!r} cannot be created: {error.strerror}; choose another path") from None
     return path
 
 
 def check_folder(path: str | Path) -> None:
-    """Refuse a folder that could not be made or written in, before anything is computed; nothing is made.
+    """Check that a folder can be created and written to, without creating it; for use before a long computation.
 
     Raises:
-        InvalidInput: it, or what it would lie in, is a file or closed to writing.
+        InvalidInput: it, or its nearest existing parent, is a file or not writable.
     """
-    nearest = next(place for place in (Path(path), *Path(path).absolute().parents) if place.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        raise InvalidInput(f"{str(path)!r} cannot be written: {str(nearest)!r} is no folder that can be written in")
+    existing = next(each for each in (Path(path), *Path(path).absolute().parents) if each.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise InvalidInput(f"{str(path)!r} cannot be written: {str(existing)!r} is not a writable folder")
 
 
 def require_free_space(path: Path, nbytes: int) -> None:
-    """Refuse a write that cannot fit.
+    """Check that the disk has room for a write.
 
     Args:
-        path: where the bytes shall go; it need not exist yet.
-        nbytes: how many bytes will be written.
+        path: the file or folder to be written; it need not exist yet.
+        nbytes: the number of bytes to be written.
 
     Raises:
         DiskFull: fewer than ``nbytes`` are free; the message names both numbers.
     """
-    existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    existing = next(each for each in (path, *path.absolute().parents) if each.exists())
     free = shutil.disk_usage(existing).free
     if free < nbytes:
         raise DiskFull(
@@ -108,7 +108,7 @@ def require_free_space(path: Path, nbytes: int) -> None:
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Turn "no space left" of any write inside the block into `DiskFull`; other errors pass."""
+    """Raise `DiskFull` for "no space left" errors inside the block; other errors pass unchanged."""
     try:
         yield
     except OSError as error:
@@ -121,7 +121,7 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 
 def sha256_of(path: Path, *, advance: Callable[[int], None] | None = None) -> str:
-    """SHA-256 of a file as 64 hexadecimal digits; ``advance`` is told of every block read."""
+    """SHA-256 of a file as 64 hexadecimal digits; ``advance`` is called with the size of each block read."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(BLOCK):
@@ -132,10 +132,10 @@ def sha256_of(path: Path, *, advance: Callable[[int], None] | None = None) -> st
 
 
 def copy_hashed(source: Readable, target: Path, *, advance: Callable[[int], None] | None = None) -> str:
-    """Copy a stream into a new file, synced to disk, and return the SHA-256 of what was written.
+    """Copy a stream into a new file, sync it to disk, and return the SHA-256 of its content.
 
     Raises:
-        DiskFull: the disk filled up; ``target`` is then incomplete and is the caller's to remove.
+        DiskFull: the disk filled up; the caller must remove the incomplete ``target``.
     """
     digest = hashlib.sha256()
     with disk_errors(target), target.open("wb") as file:
@@ -150,14 +150,14 @@ def copy_hashed(source: Readable, target: Path, *, advance: Callable[[int], None
 
 
 def inner_path(text: str, origin: object) -> str:
-    """A path that someone else gave for a file inside a folder of ours, in its plain form.
+    """Normalize an untrusted relative path, such as that of an archive member.
 
     Args:
         text: the path, with forward slashes.
-        origin: who gave it, for the message.
+        origin: where the path comes from, for the message.
 
     Raises:
-        CorruptedFile: on this or another system it would lead out of the folder.
+        CorruptedFile: on this or another operating system the path would lead out of the folder.
 
     >>> inner_path("a/./b//c", "an archive")
     'a/b/c'
@@ -169,7 +169,7 @@ def inner_path(text: str, origin: object) -> str:
 
 
 def sync_folder(path: Path) -> None:
-    """Make a rename inside ``path`` survive a power cut, where the system can."""
+    """Sync a folder's entries to disk so that a rename in it survives a power cut; does nothing on Windows."""
     if os.name == "posix":
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -179,7 +179,7 @@ def sync_folder(path: Path) -> None:
 
 
 def format_bytes(nbytes: int) -> str:
-    """A size for people, in powers of 1000 as disks and downloads count.
+    """A size in readable units, in powers of 1000.
 
     >>> format_bytes(98_362_432), format_bytes(512)
     ('98.4 MB', '512 B')

@@ -1,8 +1,8 @@
-"""Giving memory back: what was freed but kept by the C library, and pages of files that are done with.
+"""Return memory to the operating system: heap memory that was freed, and pages of mapped files.
 
 Notable here:
-- all are hints to the system: where it does not know them nothing happens, and nothing is ever lost by them
-- the code of torch that only its start needed is a third of what a process with a small model holds
+- all calls are hints (`malloc_trim`, `madvise`): on a system without them nothing happens, and no data is ever lost
+- code pages of torch that only its initialization needs are a third of the resident memory with a small model
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) \S+ \S+ \S+ *(.*)")
 
 
 def trim() -> None:
-    """Give memory that was freed back to the system, and code that is not running; it is read again when it is."""
+    """Return freed heap memory and the pages of library code to the system; code is paged in again when it runs."""
     release = getattr(_c(), "malloc_trim", None)
     if release is not None:
         release(0)
@@ -28,11 +28,11 @@ def trim() -> None:
 
 
 def forget(address: int, size: int) -> None:
-    """Take the pages of a mapped file out of this process's memory; whoever reads them again gets them from the file.
+    """Drop the pages of a mapped file from this process's memory; they are read from the file again when accessed.
 
     Args:
-        address: where the mapping begins.
-        size: its bytes. Nothing may have been written there, since a private copy of a page would be lost.
+        address: the start of the mapping.
+        size: its size in bytes. It must not have been written to, since the private copy of a page would be lost.
     """
     start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     length = (address + size - start) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -42,7 +42,7 @@ def forget(address: int, size: int) -> None:
 
 
 def _clean_code(table: Path = Path("/proc/self/smaps")) -> Iterator[tuple[int, int]]:
-    """Where shared libraries lie of which this process has no page of its own (by relocation or patching); Linux."""
+    """Address and size of the mappings of shared libraries without private pages (relocated or patched); Linux only."""
     try:
         lines = table.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -59,5 +59,5 @@ def _clean_code(table: Path = Path("/proc/self/smaps")) -> Iterator[tuple[int, i
 
 @cache
 def _c() -> Any:
-    """The functions of the C library of this process."""
+    """The C library of this process."""
     return ctypes.CDLL(None)

@@ -1,10 +1,9 @@
-"""The native kernels: their library, loaded with ctypes, and its functions with types and errors of Python's.
+"""Bindings to the native C++ kernels: their library, loaded with ctypes, with Python types and errors.
 
 Notable here:
-- the library is optional: where it is not, `library` returns None, `unavailable_reason` says why, and torch does the
-  work
-- plain addresses go in and out: nothing here knows of tensors, and torch is not imported
-- the C interface is native/pippin.h; a library that was built from another version of it is refused
+- the library is optional: without it `library` returns None, `unavailable_reason` says why, and torch is used instead
+- arguments are plain addresses: this module does not import torch and knows nothing of tensors
+- the C interface is native/pippin.h; a library built from another version of it is rejected
 """
 
 from __future__ import annotations
@@ -22,23 +21,23 @@ from pippin.core.errors import InvalidArgument, NotEnoughMemory, PippinError
 
 ABI: Final = 2
 BLOCK: Final = 16
-"""Tokens of one block of the cache."""
+"""Tokens per block of the KV cache."""
 
 GGML_FORMATS: Final = {
     **{"F32": 0, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7},
     **{"Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14, "BF16": 30},
 }
-"""Numbers of the formats that are kept as a GGUF file stores them."""
+"""Format numbers of weights that are stored as in a GGUF file."""
 
 GROUP_FORMATS: Final = {2: 102, 3: 103, 4: 104, 8: 108}
-"""Numbers of our own formats, by their bits."""
+"""Format numbers of Pippin's own group-quantized formats, by bits per weight."""
 
 CACHE_TYPES: Final = {"float32": 0, "bfloat16": 1, "int8": 2}
 ACTIVATIONS: Final = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 
 _FOLDER = Path(__file__).resolve().parents[1]
 _SWITCH = "PIPPIN_NATIVE"
-_MOST_THREADS = 256  # that the library starts
+_MAX_THREADS = 256  # the library's limit
 
 
 class NativeMatrix(ctypes.Structure):
@@ -77,7 +76,7 @@ class Layer(ctypes.Structure):
 
 
 class NativeConfig(ctypes.Structure):
-    """`pippin_config`: what is common to the layers of a decoder."""
+    """`pippin_config`: sizes and weights that the layers of a decoder share."""
 
     _fields_ = (
         *((name, c_int64) for name in ("vocab", "width", "heads", "kv_heads", "head_dim", "layers")),
@@ -90,7 +89,7 @@ class NativeConfig(ctypes.Structure):
 
 
 class Change(ctypes.Structure):
-    """`pippin_change`: what an adapter changes of one weight."""
+    """`pippin_change`: the low-rank update of one weight by an adapter."""
 
     _fields_ = (
         ("down", c_void_p),
@@ -102,13 +101,13 @@ class Change(ctypes.Structure):
 
 
 class SequenceShare(ctypes.Structure):
-    """`pippin_share`: an adapter and its tokens."""
+    """`pippin_share`: an adapter and the range of tokens that it applies to."""
 
     _fields_ = (("changes", POINTER(Change)), ("begin", c_int32), ("end", c_int32))
 
 
 class NativeBatch(ctypes.Structure):
-    """`pippin_batch`: one pass over the new tokens of several sequences."""
+    """`pippin_batch`: one forward pass over the new tokens of several sequences."""
 
     _fields_ = (
         ("tokens", c_int64),
@@ -156,7 +155,7 @@ class Flow(ctypes.Structure):
 
 
 class FlowBatch(ctypes.Structure):
-    """`pippin_flow_batch`: a batch that a flow block reads."""
+    """`pippin_flow_batch`: a batch of sequences for a flow block."""
 
     _fields_ = (
         *((name, c_int64) for name in ("samples", "branches", "tokens", "capacity")),
@@ -164,7 +163,7 @@ class FlowBatch(ctypes.Structure):
     )
 
 
-# What each function takes and gives.
+# Result type, then argument types, of each function.
 _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
     "abi": (c_int,),
     "error": (c_char_p,),
@@ -192,17 +191,17 @@ _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
 
 
 class Native:
-    """The functions of the library; what fails raises.
+    """The functions of the library; a failure raises an exception.
 
-    Addresses are plain integers; whoever passes one keeps what lies there alive for the time of the call.
+    Addresses are plain integers; the caller keeps the memory behind them alive during the call.
     """
 
     def __init__(self, path: Path) -> None:
         """Load the library.
 
         Raises:
-            OSError: it is not there, or cannot be loaded.
-            AttributeError: it lacks a function.
+            OSError: the file does not exist or cannot be loaded.
+            AttributeError: a function is missing.
         """
         handle = ctypes.CDLL(str(path))
         self.path = path
@@ -212,32 +211,32 @@ class Native:
             function.restype, function.argtypes = result, arguments
             self._c[name] = function
         self.forward = self._c["forward"]
-        """`pippin_forward` as it is, for the one caller that cannot spare a microsecond; see `check`."""
+        """`pippin_forward` without a wrapper, for the decoding loop; the caller passes its status to `check`."""
 
     def check(self, status: int) -> int:
-        """Raise what a status means; give it back where it is no error.
+        """Return a status that is not an error; raise the error otherwise.
 
         Raises:
-            InvalidArgument: the library refused an argument.
-            NotEnoughMemory: it got no memory.
+            InvalidArgument: the library rejected an argument.
+            NotEnoughMemory: it could not allocate memory.
             PippinError: it could not start its threads.
         """
         if status >= 0:
             return status
-        said = (self._c["error"]() or b"").decode(errors="replace") or f"status {status}"
+        message = (self._c["error"]() or b"").decode(errors="replace") or f"status {status}"
         kind = {-1: InvalidArgument, -2: NotEnoughMemory}.get(status, PippinError)
-        raise kind(f"native kernels: {said}")
+        raise kind(f"native kernels: {message}")
 
     def packed_bytes(self, form: int, group: int, rows: int, columns: int) -> int:
-        """Bytes of a packed matrix.
+        """Size of a packed matrix in bytes.
 
         Raises:
-            InvalidArgument: the format cannot hold such a matrix.
+            InvalidArgument: the format does not support this shape.
         """
         return self.check(self._c["packed_bytes"](form, group, rows, columns))
 
     def pack_ggml(self, form: int, blocks: int, rows: int, columns: int, target: int) -> None:
-        """Pack rows of ggml's blocks."""
+        """Pack rows of ggml blocks."""
         self.check(self._c["pack_ggml"](form, blocks, rows, columns, target))
 
     def pack_dense(self, form: int, source: int, stride: int, rows: int, columns: int, target: int) -> None:
@@ -245,11 +244,11 @@ class Native:
         self.check(self._c["pack_dense"](form, source, stride, rows, columns, target))
 
     def pack_codes(self, form: int, group: int, codes: int, scales: int, rows: int, columns: int, target: int) -> None:
-        """Pack codes of one byte each and their half-precision scales."""
+        """Pack quantization codes of one byte each with their half-precision scales."""
         self.check(self._c["pack_codes"](form, group, codes, scales, rows, columns, target))
 
     def rows(self, weight: NativeMatrix, ids: int, count: int, target: int) -> None:
-        """Write the rows named by int64 ``ids`` as float32."""
+        """Write the rows with the int64 indices ``ids`` as float32."""
         self.check(self._c["rows"](weight, ids, count, target))
 
     def matmul(
@@ -259,7 +258,7 @@ class Native:
         self.check(self._c["matmul"](weight, x, x_stride, tokens, bias, y, stride))
 
     def model_new(self, config: NativeConfig, layers: ctypes.Array[Layer]) -> int:
-        """Describe a decoder; the handle is freed by `model_free`."""
+        """Create a decoder and return its handle; `model_free` frees it."""
         handle: int | None = self._c["model_new"](config, layers)
         if handle is None:
             self.check(-1)
@@ -267,84 +266,84 @@ class Native:
         return handle
 
     def model_free(self, handle: int) -> None:
-        """Free what `model_new` made."""
+        """Free the decoder of a handle."""
         self._c["model_free"](handle)
 
     def model_rope(self, handle: int, table: int, cos: int, sin: int, positions: int) -> None:
-        """Give the model the cosines and sines of so many positions."""
+        """Set the model's cos/sin tables for ``positions`` positions."""
         self.check(self._c["model_rope"](handle, table, cos, sin, positions))
 
     def block_bytes(self, handle: int, cache: int) -> int:
-        """Bytes of one block of the cache."""
+        """Size of one block of the KV cache in bytes."""
         return self.check(self._c["block_bytes"](handle, cache))
 
     def flow_read(self, flow: Flow, batch: FlowBatch, x: int, first: int, count: int, outputs: int) -> None:
-        """A forward pass over tokens; writes the prediction after each to ``outputs``."""
+        """Run a flow block over ``count`` known tokens; writes the prediction after each token to ``outputs``."""
         self.check(self._c["flow_read"](flow, batch, x, first, count, outputs))
 
     def flow_invert(
         self, flow: Flow, batch: FlowBatch, x: int, z: int, weights: int | None, first: int, stop: int
     ) -> None:
-        """Compute tokens one after another."""
+        """Invert a flow block: compute tokens ``first`` to ``stop`` of ``x`` from ``z``, one after another."""
         self.check(self._c["flow_invert"](flow, batch, x, z, weights, first, stop))
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Call one of the functions that this module offers by a name of its own."""
+        """Call a function of the library that has no method here."""
         return self._c[name](*arguments)
 
 
-class _Found(NamedTuple):
+class _Library(NamedTuple):
     native: Native | None
-    why_not: str
+    unavailable_reason: str
 
 
 @cache
-def _find(path: Path) -> _Found:
-    """Load the library once; or say why there is none."""
+def _load(path: Path) -> _Library:
+    """Load the library once, or return the reason why that is not possible."""
     if os.environ.get(_SWITCH) == "0":
-        return _Found(None, f"switched off by {_SWITCH}=0")
+        return _Library(None, f"switched off by {_SWITCH}=0")
     if not path.is_file():
         log = path.with_suffix(".log")
         if log.is_file():
-            return _Found(None, f"they could not be compiled when Pippin was installed; {log} says why")
-        return _Found(None, "there was no C++ compiler when Pippin was installed; install one, then Pippin again")
+            return _Library(None, f"they could not be compiled when Pippin was installed; {log} says why")
+        return _Library(None, "there was no C++ compiler when Pippin was installed; install one, then Pippin again")
     try:
         native = Native(path)
     except (OSError, AttributeError) as error:
-        return _Found(None, f"{path} cannot be loaded: {error}; install Pippin again")
+        return _Library(None, f"{path} cannot be loaded: {error}; install Pippin again")
     if (abi := native.call("abi")) != ABI:
-        return _Found(None, f"{path} is of another version ({abi}, not {ABI}); install Pippin again")
+        return _Library(None, f"{path} is of another version ({abi}, not {ABI}); install Pippin again")
     native.call("set_threads", default_threads(), 0)
-    return _Found(native, "")
+    return _Library(native, "")
 
 
 def library() -> Native | None:
     """The library; None where it is not built, cannot be loaded, or is switched off by PIPPIN_NATIVE=0."""
-    return _find(_FOLDER / "_native.so").native
+    return _load(_FOLDER / "_native.so").native
 
 
 def unavailable_reason() -> str:
-    """Why `library` gives None, for people; empty where it does not."""
-    return _find(_FOLDER / "_native.so").why_not
+    """Why `library` returns None, as readable text; empty where the library is available."""
+    return _load(_FOLDER / "_native.so").unavailable_reason
 
 
 def default_threads() -> int:
-    """Threads to begin with: `OMP_NUM_THREADS` as for torch, but no more than there are cores; else all cores."""
-    cores = min(device.threads(), _MOST_THREADS)
-    wanted = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-    return min(cores, int(wanted)) if wanted.isdecimal() and int(wanted) > 0 else cores
+    """The initial number of threads: `OMP_NUM_THREADS`, at most one per core; one per core where it is not set."""
+    cores = min(device.threads(), _MAX_THREADS)
+    requested = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    return min(cores, int(requested)) if requested.isdecimal() and int(requested) > 0 else cores
 
 
 def set_threads(count: int, *, pin: bool = False) -> None:
-    """How many threads every call uses from now on, the caller's included.
+    """Set the number of threads that every call uses from now on, including the caller's.
 
     Args:
-        count: from 1 to the cores that this process may use.
-        pin: tie each thread but the caller's to a core of its own; only good where nobody else uses the cores.
+        count: from 1 to the number of cores that this process may use.
+        pin: pin each thread but the caller's to a core of its own; useful only where no other process uses the cores.
 
     Raises:
         InvalidArgument: a count outside its range.
-        PippinError: there is no library, or the system starts no more threads.
+        PippinError: there is no library, or the system cannot start more threads.
     """
     device.check_threads(count)
     native = _required()
@@ -352,55 +351,55 @@ def set_threads(count: int, *, pin: bool = False) -> None:
 
 
 def threads() -> int:
-    """Threads in use; 0 without the library."""
+    """The number of threads in use; 0 without the library."""
     native = library()
     return 0 if native is None else int(native.call("threads"))
 
 
 def instruction_set() -> str:
-    """What the kernels in use were compiled for, such as "avx512bf16"; empty without the library."""
+    """The instruction set of the kernels in use, such as "avx512bf16"; empty without the library."""
     native = library()
     return "" if native is None else str(native.call("instruction_set").decode())
 
 
 def instruction_sets() -> tuple[str, ...]:
-    """What this machine could use, best first."""
+    """The instruction sets that both the library and this machine support, best first."""
     native = library()
     return () if native is None else tuple(native.call("instruction_sets").decode().split(","))
 
 
 def use_instruction_set(name: str) -> None:
-    """Compute with other kernels from now on, to test and to compare them.
+    """Switch to the kernels of another instruction set, to test and to compare them.
 
     Raises:
-        InvalidArgument: this machine cannot run them, or they were not compiled.
+        InvalidArgument: this machine does not support it, or its kernels were not compiled.
         PippinError: there is no library.
     """
     native = _required()
     if name not in instruction_sets():
-        raise InvalidArgument(f"instruction set {name!r} is not here; there are: {', '.join(instruction_sets())}")
+        raise InvalidArgument(f"instruction set {name!r} is not available; use one of: {', '.join(instruction_sets())}")
     native.check(native.call("use_instruction_set", name.encode()))
 
 
 @checked
 def read_bandwidth(size: PositiveInt = 256 << 20, threads: int = 1, repeats: PositiveInt = 5) -> float:
-    """Bytes per second that so many threads read from memory, the best of several passes over ``size`` bytes.
+    """Measure the memory read bandwidth in bytes per second: the best of ``repeats`` passes over ``size`` bytes.
 
     Raises:
         InvalidArgument: more threads than cores.
-        NotEnoughMemory: there is no memory of that size.
+        NotEnoughMemory: ``size`` bytes cannot be allocated.
         PippinError: there is no library, or it failed.
     """
     device.check_threads(threads)
     native = _required()
-    found = float(native.call("read_bandwidth", size, threads, repeats))
-    if found < 0:
-        native.check(int(found))
-    return found
+    bandwidth = float(native.call("read_bandwidth", size, threads, repeats))
+    if bandwidth < 0:
+        native.check(int(bandwidth))  # a negative result is an error status
+    return bandwidth
 
 
 class KernelProfile(NamedTuple):
-    """Seconds of this process inside passes of native decoders, by what they were spent on."""
+    """Seconds that this process spent in forward passes of native decoders, by kind of operation."""
 
     linear: float
     attention: float
@@ -409,7 +408,7 @@ class KernelProfile(NamedTuple):
 
 
 def profile() -> KernelProfile:
-    """Where the time of all passes so far went; zeros without the library."""
+    """The time of all forward passes so far, by kind of operation; zeros without the library."""
     seconds = (c_double * 4)()
     native = library()
     if native is not None:
@@ -420,5 +419,5 @@ def profile() -> KernelProfile:
 def _required() -> Native:
     native = library()
     if native is None:
-        raise PippinError(f"the native kernels are not here: {unavailable_reason()}")
+        raise PippinError(f"the native kernels are not available: {unavailable_reason()}")
     return native

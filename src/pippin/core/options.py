@@ -1,8 +1,8 @@
-"""What a setting is, for people: the text that the command line, the documentation and an editor show of it.
+"""Descriptions of settings: the help text that the command line, the documentation and editors show.
 
 Notable here:
-- the description stands in the annotation of a dataclass's field, beside its type and its range; `pippin.cli` makes the
-  options of a command from it
+- an `Option` is part of the annotation of a dataclass field, beside its type and its range; `pippin.cli` builds the
+  options of a command from these
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12} | {
 
 @dataclass(frozen=True)
 class Option:
-    """What a setting is, for people.
+    """The description of one setting and its form on the command line.
 
     Attributes:
         help: one sentence, which may name the default.
-        group: the heading that it stands under in the help of a command.
-        metavar: what stands for its value in that help.
-        flag: the option's name, where it is not the field's.
-        positional: whether the command takes it without a name.
-        parse: from the text of a command line, where the type alone does not say how.
+        group: the heading of the option in the command's help.
+        metavar: the placeholder for its value in that help.
+        flag: the option's name, where it differs from the field's.
+        positional: whether it is a positional argument of the command.
+        parse: converts the command line's text to the value, where the type alone does not determine how.
         variable: the environment variable that is read where the option is not given.
-        parse_variable: from the text of that variable.
+        parse_variable: converts the text of that variable to the value.
     """
 
     help: str
@@ -48,15 +48,15 @@ class Option:
 
 
 def parse_bytes(text: str) -> int:
-    """A size with a unit, in bytes.
+    """Parse a size with a unit and return it in bytes.
 
     Raises:
-        InvalidArgument: it is none.
+        InvalidArgument: the text is not a size.
 
     >>> parse_bytes("8GB"), parse_bytes("1.5 MiB"), parse_bytes("100")
     (8000000000, 1572864, 100)
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", text.strip().lower())
     if match is None or match[2] not in _UNITS:
-        raise InvalidArgument(f"{text!r} is no size; write it as in 500MB or 8GiB")
+        raise InvalidArgument(f"{text!r} is not a size; write it like 500MB or 8GiB")
     return int(float(match[1]) * _UNITS[match[2]])

@@ -1,8 +1,8 @@
-"""Pictures of results: matplotlib is loaded when one is drawn, and a place that cannot be written is refused in words.
+"""Plots with matplotlib, which is imported only when a figure is created.
 
 Notable here:
-- figures are made without pyplot, so no window and no global state
-- a picture appears whole or not at all
+- figures are created without pyplot, so there is no window and no global state
+- files are written atomically
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SUFFIXES = (".png", ".svg", ".pdf")
-"""Of the files that pictures are drawn into."""
+"""The file formats that plots can be saved in."""
 
 
 def check_path(path: str | Path) -> Path:
-    """The place of a picture, if one can be written there.
+    """Check that a plot can be saved under this path, and return it as a `Path`.
 
     Raises:
-        InvalidArgument: another suffix than .png, .svg and .pdf.
+        InvalidArgument: the suffix is not .png, .svg or .pdf.
         InvalidInput: the folder does not exist.
     """
     path = Path(path)
     if path.suffix not in SUFFIXES:
-        raise InvalidArgument(f"{str(path)!r} is no place for a picture: it must end in {', '.join(SUFFIXES)}")
+        raise InvalidArgument(f"a plot cannot be saved as {str(path)!r}: the name must end in {', '.join(SUFFIXES)}")
     if not path.resolve().parent.is_dir():
         raise InvalidInput(f"{str(path)!r} cannot be written: there is no folder {str(path.parent)!r}")
     return path
 
 
 def new(width: float, height: float, **options: Any) -> Figure:
-    """An empty figure, whose layout finds itself.
+    """An empty figure with constrained layout.
 
     Args:
         width: in inches.
-        height: likewise.
-        options: of matplotlib's `Figure`.
+        height: in inches.
+        options: further arguments of matplotlib's `Figure`.
 
     Raises:
         MissingDependency: matplotlib is not installed.
@@ -54,15 +54,17 @@ def new(width: float, height: float, **options: Any) -> Figure:
 
 
 def save(figure: Figure, path: str | Path, **options: Any) -> None:
-    """Write a figure; the suffix chooses the format.
+    """Save a figure in the format of the path's suffix.
 
     Args:
-        figure: what was drawn.
+        figure: the figure to save.
         path: ends in .png, .svg or .pdf.
-        options: of matplotlib's `savefig`.
+        options: further arguments of matplotlib's `savefig`.
 
     Raises:
-        InvalidArgument: another suffix. InvalidInput: no such folder. DiskFull: no room.
+        InvalidArgument: another suffix.
+        InvalidInput: the folder does not exist.
+        DiskFull: the disk filled up while writing.
     """
     path = check_path(path)
     with atomic_write(path) as file:

@@ -1,8 +1,8 @@
-"""One progress bar for everything slow: rate and time left, in a terminal or in a log.
+"""Progress bars with rate and remaining time, for terminals and logs.
 
 Notable here:
-- it draws on stderr, so that a command's answer on stdout can be piped
-- where stderr is no terminal, a line every few seconds takes the place of the bar; what is done sooner leaves none
+- they are written to stderr, so that a command's output on stdout can be piped
+- where stderr is not a terminal, a line is printed every few seconds instead; shorter tasks print nothing
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ SECONDS_BETWEEN_LINES = 5.0
 
 @dataclass(frozen=True)
 class Bar:
-    """What the block that is measured calls."""
+    """The functions that update a progress bar."""
 
     advance: Callable[[int], None]
-    """Add this many units to what is done; a negative number takes some back."""
+    """Add this many completed units; a negative number subtracts."""
     say: Callable[[str], None]
-    """Show a few words behind the bar (the loss of a training run), in place of those before."""
+    """Set the text behind the bar, such as the loss of a training run."""
 
 
 @contextmanager
@@ -38,10 +38,10 @@ def bar(
     """Show progress towards ``total`` while the block runs.
 
     Args:
-        total: units to do; None when unknown, which draws a moving bar.
-        description: what is being done, in a few words.
-        unit: "B" prints bytes as MB and MB/s; any other word is printed as it is ("tokens", "steps").
-        done: units that were done before (a resumed download); they don't count towards the rate.
+        total: the number of units; None where unknown, which shows an indeterminate bar.
+        description: a short description of the task.
+        unit: "B" prints bytes as MB and MB/s; any other unit is printed unchanged ("tokens", "steps").
+        done: units completed earlier (a resumed download); they do not count towards the rate.
         show_progress: False shows nothing.
 
     >>> with bar(3, "counting", unit="steps") as progress:
@@ -63,13 +63,13 @@ def bar(
 
 
 def note(text: str, *, show_progress: bool = True) -> None:
-    """Write one line on stderr."""
+    """Write one line to stderr."""
     if show_progress and sys.stderr is not None:
         print(text, file=sys.stderr, flush=True)
 
 
 class _Lines:
-    """The bar of a log: a line of text every `SECONDS_BETWEEN_LINES`."""
+    """Progress for logs: at most one line of text every `SECONDS_BETWEEN_LINES`."""
 
     def __init__(self, total: int | None, description: str, unit: str, done: int) -> None:
         self.total, self.description, self.unit, self.done = total, description, unit, done
@@ -78,7 +78,7 @@ class _Lines:
         self.began = self.written = time.monotonic()
 
     def advance(self, n: int) -> None:
-        """Add to what is done; write a line where one is due."""
+        """Add completed units, and print a line if one is due."""
         self.done += n
         now = time.monotonic()
         if now - self.written >= SECONDS_BETWEEN_LINES:
@@ -86,7 +86,7 @@ class _Lines:
             print(self._line(now - self.began), file=sys.stderr, flush=True)
 
     def say(self, text: str) -> None:
-        """The words of the next line."""
+        """Set the text at the end of the next line."""
         self.words = text
 
     def _line(self, seconds: float) -> str:
@@ -107,11 +107,11 @@ def _duration(seconds: float) -> str:
     >>> _duration(7.2), _duration(75.0), _duration(7260.0)
     ('7 s', '1:15', '2:01:00')
     """
-    whole = max(0, round(seconds))
-    hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
-    if hours:
-        return f"{hours}:{minutes:02d}:{rest:02d}"
-    return f"{minutes}:{rest:02d}" if minutes else f"{rest} s"
+    total = max(0, round(seconds))
+    h, m, s = total // 3600, total // 60 % 60, total % 60
+    if h:
+        return f"{h}:{m:02d}:{s:02d}"
+    return f"{m}:{s:02d}" if m else f"{s} s"
 
 
 def _columns(unit: str) -> list[ProgressColumn]:

@@ -1,9 +1,8 @@
-"""What a measurement returns: named rows with a value, a unit and a spread.
+"""Reports of measurements: named rows with a value, a unit and a standard deviation.
 
 Notable here:
-- `print(report)` gives plain text anywhere; `report.print()` and rich give a table in a terminal
-- figures keep four significant digits in print and all of them in JSON
-- matplotlib is loaded by `plot` and by nothing else
+- `print(report)` writes plain text; `report.print()` and rich show a table in a terminal
+- numbers have four significant digits in text and full precision in JSON
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ _HEADINGS = ("what", "value", "spread", "unit")
 
 @dataclass(frozen=True)
 class Row:
-    """One figure.
+    """One measured quantity.
 
     Attributes:
-        name: what was measured.
-        value: the figure, or the mean where it was measured several times.
-        unit: "s", "tokens/s", "GiB"...; empty for a pure number.
-        spread: standard deviation over the repetitions, in the same unit; None where there was one measurement.
+        name: the quantity.
+        value: its value, or the mean over repetitions.
+        unit: "s", "tokens/s", "GiB"...; empty for a dimensionless number.
+        spread: standard deviation over the repetitions, in the same unit; None for a single measurement.
     """
 
     name: str
@@ -44,7 +43,7 @@ class Row:
 
 
 class Report:
-    """A title and its rows, in the order given.
+    """A title and rows, in the order given.
 
     >>> print(Report("Speed", [Row("prompt", 812.4567, "tokens/s", 3.21), Row("answer", 41.0, "tokens/s")]))
     Speed
@@ -91,29 +90,29 @@ class Report:
         """The report as JSON: `{"title", "rows": [{"name", "value", "unit", "spread"}]}`.
 
         Raises:
-            InvalidArgument: a figure is not finite, which JSON cannot say.
+            InvalidArgument: a value is not finite, which JSON cannot represent.
         """
         for row in self.rows:
             if not (math.isfinite(row.value) and math.isfinite(row.spread or 0.0)):
                 raise InvalidArgument(
-                    f"report {self.title!r}: {row.name!r} is {row.value}, spread {row.spread}; JSON is finite"
+                    f"report {self.title!r}: {row.name!r} is {row.value}, spread {row.spread}; JSON needs finite values"
                 )
         return json.dumps({"title": self.title, "rows": [asdict(row) for row in self.rows]}, indent=1)
 
     def save(self, path: str | Path) -> None:
-        """Write the JSON to a file, whole or not at all."""
+        """Write the JSON to a file, atomically."""
         text = self.to_json()
         with atomic_write(Path(path)) as file:
             file.write(f"{text}\n".encode())
 
     def plot(self, path: Path) -> None:
-        """Draw the rows as bars, one panel per unit, with the spread as error bars.
+        """Plot the rows as bars, one panel per unit, with the standard deviations as error bars.
 
         Args:
-            path: the picture; its suffix chooses the format (.png, .svg, .pdf).
+            path: the file; its suffix determines the format (.png, .svg, .pdf).
 
         Raises:
-            InvalidArgument: there is nothing to draw.
+            InvalidArgument: the report has no rows, or the path has another suffix.
             MissingDependency: matplotlib is not installed.
         """
         if not self.rows:
@@ -125,9 +124,9 @@ class Report:
         panels = figure.subplots(len(units), squeeze=False, height_ratios=counts)[:, 0]
         for panel, unit in zip(panels, units, strict=True):
             rows = [row for row in self.rows if row.unit == unit]
-            places = range(len(rows))
-            panel.barh(places, [row.value for row in rows], xerr=[row.spread or 0.0 for row in rows])
-            panel.set_yticks(places, [row.name for row in rows])
+            positions = range(len(rows))
+            panel.barh(positions, [row.value for row in rows], xerr=[row.spread or 0.0 for row in rows])
+            panel.set_yticks(positions, [row.name for row in rows])
             panel.invert_yaxis()
             panel.set_xlabel(unit)
         plotting.save(figure, path)
@@ -138,7 +137,7 @@ def _cells(row: Row) -> tuple[str, str, str, str]:
 
 
 def _figure(value: float) -> str:
-    """Four significant digits; whole numbers in full.
+    """Format a number with four significant digits; integers are written in full.
 
     >>> _figure(0.000123456), _figure(1234567.0), _figure(98765.43)
     ('0.0001235', '1234567', '98765')

@@ -1,4 +1,4 @@
-"""How many threads torch and the native kernels compute with."""
+"""The number of threads that torch and the native kernels use."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pippin.core import device, native
 
 
 def use_threads(count: int | None = None) -> None:
-    """How many threads torch and the native kernels use from now on.
+    """Set the number of threads that torch and the native kernels use from now on.
 
     Args:
-        count: from 1 to the cores that this process may use; None for as many as `OMP_NUM_THREADS` says, or one on each
-            core. (Torch by itself counts the machine's cores, not those that a container may use.)
+        count: from 1 to the number of cores that this process may use; None takes `OMP_NUM_THREADS`, or one thread per
+            core where it is not set. (Torch's own default ignores the CPU limit of a container.)
 
     Raises:
         InvalidArgument: a count outside its range.

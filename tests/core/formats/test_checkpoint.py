@@ -370,7 +370,7 @@ def damage_twice(folder):
         (damage_missing, "shard 'model-00002-of-00002.safetensors' is missing"),
         (damage_truncated, "model-00001-of-00002.safetensors: damaged or truncated"),
         (damage_header, "model-00001-of-00002.safetensors: damaged or truncated"),
-        (damage_index, "index names 'ghost', which no shard holds"),
+        (damage_index, "index names 'ghost', which no shard contains"),
         (damage_index_away, "2 weight files but no model.safetensors.index.json"),
         (damage_outside, r"'\.\./model-00002-of-00002.safetensors' lies outside"),
         (damage_index_type, "no 'weight_map'"),

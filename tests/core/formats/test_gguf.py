@@ -245,7 +245,7 @@ def test_a_damaged_header_says_at_which_byte_and_where_the_bound_is(tmp_path, mo
     what = f"{path}: damaged header at byte 47: the value of 'key' of {1 << 21} bytes runs past the end"
     with pytest.raises(CorruptedFile) as error:
         open_gguf(path)
-    assert str(error.value) == f"{what} (headers beyond 2 MiB are refused); download the file again"
+    assert str(error.value) == f"{what} (headers are limited to 2 MiB); download the file again"
     monkeypatch.undo()
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(CorruptedFile) as error:

@@ -132,10 +132,10 @@ def test_many_faults_are_counted_behind_the_first_twenty(tmp_path):
     listed = "; ".join(f"'{at:02}' is unexpected" for at in range(20))
     with pytest.raises(CorruptedFile) as error:
         checkpoint.check_tensors(model, opened)
-    assert str(error.value) == f"{tmp_path} does not fit its configuration: {listed}; and 2 more"
+    assert str(error.value) == f"{tmp_path} does not match its config: {listed}; and 2 more"
     with pytest.raises(CorruptedFile) as error:
         checkpoint.check_tensors(model, opened, ignore={"20", "21"})
-    assert str(error.value) == f"{tmp_path} does not fit its configuration: {listed}"
+    assert str(error.value) == f"{tmp_path} does not match its config: {listed}"
 
 
 class Nested(nn.Module):

@@ -98,7 +98,7 @@ def test_breaks_anywhere_change_nothing(web, tmp_path_factory, begun, cuts, rang
 
 def test_a_connection_that_always_breaks_fails_and_keeps_what_arrived(web, target):
     url = web.put("/f", CONTENT, cuts=[1000] + [0] * 20)
-    with pytest.raises(DownloadFailed, match=r"1\.0 kB are kept and the next try goes on"):
+    with pytest.raises(DownloadFailed, match=r"1\.0 kB are kept, and the next attempt resumes"):
         download(Address(url, RIGHT), target)
     assert partial_path(target).read_bytes() == CONTENT[:1000]
     assert not target.exists()
@@ -161,7 +161,7 @@ def test_a_full_disk_is_told_and_the_beginning_stays(web, target, monkeypatch):
         file.write(response.read1(1000))
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(fetch, "_pour", full)
+    monkeypatch.setattr(fetch, "_copy", full)
     with pytest.raises(DiskFull):
         download(Address(web.put("/f", CONTENT), RIGHT), target)
     assert 0 < partial_path(target).stat().st_size <= 1000
@@ -240,13 +240,13 @@ def test_the_size_of_what_is_not_there_is_nothing(tmp_path):
 
 
 def test_transport_errors_that_are_tried_again_are_http_clients(web, target, monkeypatch):
-    pour, broken = fetch._pour, [http.client.IncompleteRead(b""), ssl.SSLEOFError("cut")]
+    copy, broken = fetch._copy, [http.client.IncompleteRead(b""), ssl.SSLEOFError("cut")]
 
     def break_first(response, file, advance):
         if broken:
             raise broken.pop()
-        pour(response, file, advance)
+        copy(response, file, advance)
 
-    monkeypatch.setattr(fetch, "_pour", break_first)
+    monkeypatch.setattr(fetch, "_copy", break_first)
     download(Address(web.put("/f", CONTENT), RIGHT), target)
     assert target.read_bytes() == CONTENT

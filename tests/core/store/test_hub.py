@@ -68,7 +68,7 @@ def repo(web, cache, monkeypatch):
 
 
 def fetched(folder, reference=REFERENCE) -> dict[str, bytes]:
-    parts = hub.fetch_files(reference, hub.listing(reference), folder)
+    parts = hub.fetch_files(reference, hub.list_files(reference), folder)
     assert all(hashlib.sha256(part.file.read_bytes()).hexdigest() == part.sha256 for part in parts)
     return {part.path: part.file.read_bytes() for part in parts}
 
@@ -82,7 +82,7 @@ def test_shards_come_with_their_index(repo):
     shards = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
     names = ["config.json", "model.safetensors.index.json", *shards]
     repo.put_repo(dict.fromkeys(names, b"x"))
-    assert [item.path for item in hub.listing(REFERENCE)] == names
+    assert [item.path for item in hub.list_files(REFERENCE)] == names
 
 
 def test_a_named_file_and_revision(repo, tmp_path):
@@ -108,7 +108,7 @@ def test_the_only_gguf_file_needs_no_name(repo, tmp_path):
 def test_repositories_that_are_no_model(repo, content, file, error, message):
     repo.put_repo(dict.fromkeys(content, b"x"))
     with pytest.raises(error, match=message):
-        hub.listing(hub.Reference("owner/name", file=file))
+        hub.list_files(hub.Reference("owner/name", file=file))
 
 
 @pytest.mark.parametrize(
@@ -124,24 +124,24 @@ def test_repositories_that_are_no_model(repo, content, file, error, message):
 def test_refusals_of_the_hub_are_told_apart(repo, status, code, error, message):
     repo.put("/api/models/owner/name/revision/main", status=status, headers={"X-Error-Code": code})
     with pytest.raises(error, match=message):
-        hub.listing(REFERENCE)
+        hub.list_files(REFERENCE)
 
 
 def test_a_hub_that_is_out_of_reach(cache, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(DownloadFailed, match=r"the hub at http://127\.0\.0\.1:9 cannot be asked for owner/name"):
-        hub.listing(REFERENCE)
+        hub.list_files(REFERENCE)
 
 
 def test_the_librarys_own_offline_switch(cache, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(OfflineError, match="HF_HUB_OFFLINE=1"):
-        hub.listing(REFERENCE)
+        hub.list_files(REFERENCE)
 
 
 def test_a_name_that_the_hub_cannot_have(repo):
     with pytest.raises(ModelNotFound, match="is not a repository name"):
-        hub.listing(hub.Reference("owner/na--me"))
+        hub.list_files(hub.Reference("owner/na--me"))
 
 
 def test_the_token_is_sent_and_its_absence_explained(repo, tmp_path, monkeypatch):

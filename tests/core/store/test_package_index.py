@@ -231,7 +231,7 @@ def test_what_a_client_downloads_is_checked_too(web, tmp_path, monkeypatch):
 
 def test_a_client_that_fails_too_is_heard(web, tmp_path, monkeypatch):
     client(monkeypatch, tmp_path, "npm", npm(web.put("/b.tgz", status=401), tmp_path / "not there"))
-    with pytest.raises(DownloadFailed, match=r"answers 401.*does not get it either: FileNotFoundError"):
+    with pytest.raises(DownloadFailed, match=r"answers 401.*cannot download it either: FileNotFoundError"):
         package_index.fetch_archive(Source("npm", "@a/b", "1.0"), tmp_path)
 
 

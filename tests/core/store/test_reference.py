@@ -54,7 +54,7 @@ def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
     ("names", "error", "message"),
     [
         ([], ModelNotFound, "is empty"),
-        (["notes.txt"], ModelNotFound, "holds no config.json.*it holds notes.txt"),
+        (["notes.txt"], ModelNotFound, "has no config.json.*it holds notes.txt"),
         (["tiny.gguf", "readme"], ModelNotFound, "name the file: .*tiny.gguf"),
         (["model.safetensors"], CheckpointError, "model.safetensors but no config.json"),
         (["config.json"], CheckpointError, "config.json but no safetensors weights"),
@@ -125,7 +125,7 @@ def test_a_data_set_is_no_model():
 
 @pytest.mark.parametrize("ref", ["smollm2-135m", "owner/name", "owner/name@v2", "owner/name:tiny.gguf"])
 def test_what_is_not_installed(ref, monkeypatch):
-    with pytest.raises(ModelNotFound, match=f"{ref} is not in the cache; `pippin pull {ref}` fetches it"):
+    with pytest.raises(ModelNotFound, match=f"{ref} is not in the cache; `pippin pull {ref}` downloads it"):
         reference.resolve(ref, download=False)
     monkeypatch.setenv("PIPPIN_OFFLINE", "1")
     with pytest.raises(OfflineError):

@@ -397,7 +397,7 @@ def test_models_that_the_kernels_cannot_compute_are_told_apart(tiny, monkeypatch
     assert not NativeRunner.supports(fused)
     monkeypatch.setattr(native, "library", lambda: None)
     assert not NativeRunner.supports(model)
-    with pytest.raises(InvalidArgument, match="native kernels are not here"):
+    with pytest.raises(InvalidArgument, match="native kernels are not available"):
         NativeRunner(model, 4)
 
 

@@ -1,4 +1,4 @@
-"""Checkpoint formats: Hugging Face folders, GGUF and its block types, tensors in torch files."""
+"""Checkpoint formats: Hugging Face folders, GGUF files and their block types."""
 
 import lazy_loader
 

@@ -1,12 +1,12 @@
-"""Folders in Hugging Face layout: `config.json`, `model.safetensors` or shards and their index, and companions.
+"""Checkpoint folders in Hugging Face layout: `config.json`, `model.safetensors` or shards with an index, tokenizer.
 
 Notable here:
-- a tensor is a view of the mapped file; nothing is read before it is used
-- the folder is checked as a whole when it is opened, so a missing shard is found before the first weight is loaded
-- a pickle is refused and never touched
-- saving is all or nothing: `config.json` goes first and comes last, so no reader ever opens half a checkpoint
-- `save`, `load` and `fill` are the one way in which models of ours become folders: a frozen dataclass is the config,
-  pydantic turns it into JSON and back, and tied weights are stored once
+- a tensor is a view of the memory-mapped file; nothing is read before it is used
+- the whole folder is checked when it is opened, so a missing shard is found before the first weight is loaded
+- pickles are rejected and never loaded
+- saving is atomic: `config.json` is removed first and written last, so no reader ever opens half a checkpoint
+- every Pippin model is stored with `save`, `load` and `fill`: its config is a frozen dataclass, which pydantic
+  converts to JSON and back, and tied weights are stored once
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _CONFIG = "config.json"
 _GENERATION = "generation_config.json"
-_MAX_LISTED: Final = 20  # faults that a message names
+_MAX_LISTED: Final = 20  # problems listed in one message
 _PICKLES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
 
 C = TypeVar("C")
@@ -49,7 +49,7 @@ M = TypeVar("M", bound=nn.Module)
 
 @runtime_checkable
 class SavableTokenizer(Protocol):
-    """What `save_folder` asks of a tokenizer."""
+    """The part of a tokenizer that `save_folder` uses."""
 
     eos_ids: tuple[int, ...]
     bos_id: int | None
@@ -59,13 +59,13 @@ class SavableTokenizer(Protocol):
 
 
 class Checkpoint:
-    """An open folder; made by `open_folder`."""
+    """An open checkpoint folder; `open_folder` creates it."""
 
     def __init__(self, folder: Path, config: dict[str, Any], generation_config: dict[str, Any], shards: Iterable[Path]):
-        """Open the shards; `open_folder` has found them.
+        """Open the shards that `open_folder` found.
 
         Raises:
-            CorruptedFile: a shard is cut short, or two shards hold a tensor of the same name.
+            CorruptedFile: a shard is truncated, or two shards contain a tensor of the same name.
         """
         self.folder = folder
         self.config = config
@@ -94,7 +94,7 @@ class Checkpoint:
         return tuple(self._owner(name).get_slice(name).get_shape())
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor as a view of the mapped file; copy it before writing to it.
+        """A tensor as a view of the mapped file; clone it before writing to it.
 
         Raises:
             CorruptedFile: there is no tensor of this name.
@@ -103,11 +103,11 @@ class Checkpoint:
         return tensor
 
     def tensors(self, prefix: str = "") -> dict[str, Tensor]:
-        """Copies of the tensors whose names begin with a prefix, by what follows it."""
+        """Copies of the tensors whose names begin with ``prefix``, by their names without it."""
         return {n.removeprefix(prefix): self.tensor(n).clone() for n in self._owners if n.startswith(prefix)}
 
     def release(self, names: Iterable[str]) -> None:
-        """Take what was read of tensors out of this process's memory; it can be read again. None may be written to."""
+        """Drop the pages of tensors from this process's memory; they are read again on access. Not for written ones."""
         for tensor in map(self.tensor, names):
             memory.forget(tensor.data_ptr(), tensor.nbytes)
 
@@ -122,8 +122,8 @@ def open_folder(path: str | Path) -> Checkpoint:
 
     Raises:
         ModelNotFound: there is no such folder, or no weights in it.
-        UnsafeCheckpoint: the weights are there only as a pickle.
-        CorruptedFile: a file is missing, cut short, or contradicts another one.
+        UnsafeCheckpoint: the weights exist only as a pickle.
+        CorruptedFile: a file is missing, truncated, or contradicts another one.
     """
     path = Path(path)
     if not path.is_dir():
@@ -134,10 +134,10 @@ def open_folder(path: str | Path) -> Checkpoint:
     generation = read_json(path / _GENERATION) if (path / _GENERATION).is_file() else {}
     checkpoint = Checkpoint(path, read_json(path / _CONFIG), generation, shards)
     if (path / _INDEX).is_file():
-        held = set(checkpoint.names())
+        names = set(checkpoint.names())
         for name in read_json(path / _INDEX)["weight_map"]:
-            if name not in held:
-                raise CorruptedFile(f"{path}: the index names {name!r}, which no shard holds; download it again")
+            if name not in names:
+                raise CorruptedFile(f"{path}: the index names {name!r}, which no shard contains; download it again")
     return checkpoint
 
 
@@ -148,57 +148,57 @@ def save_folder(
     tokenizer: SavableTokenizer | None = None,
     generation_config: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a checkpoint that this and other libraries read.
+    """Write a checkpoint that Pippin and other libraries can read.
 
-    Everything is written beside its place first; then the old `config.json` goes, the new files come, the new
-    `config.json` last. A crash leaves the old checkpoint, the new one, or a folder that `open_folder` refuses.
-    Other files in the folder stay.
+    All files are first written to a temporary folder; then the old `config.json` is removed and the new files are
+    moved in, the new `config.json` last. A crash leaves the old checkpoint, the new one, or a folder that
+    `open_folder` rejects. Other files in the folder are kept.
 
     Args:
         path: created where it does not exist; a checkpoint already in it is replaced.
         config: the model's config, JSON values only.
         tensors: weights by name; leave out the second name of a tied weight.
-        tokenizer: saved along, its begin and end tokens go into the generation config.
+        tokenizer: saved with the model; its BOS and EOS tokens are added to the generation config.
         generation_config: defaults for generation, JSON values only.
 
     Raises:
-        InvalidArgument: two names share the same memory, or a config holds something that JSON cannot.
+        InvalidArgument: two tensors share memory, or a config has values that JSON cannot represent.
         DiskFull: there is less free space than the weights need; nothing was changed.
     """
     path = Path(path)
     weights = _separate(tensors)
-    generation = {**_ends(tokenizer), **(generation_config or {})}
+    generation = {**_special_tokens(tokenizer), **(generation_config or {})}
     texts = {_GENERATION: _dump(generation), _CONFIG: _dump(config)}
     require_free_space(path, sum(tensor.nbytes for tensor in weights.values()))
     make_folder(path)
     with disk_errors(path), tempfile.TemporaryDirectory(dir=path, prefix=".partial-") as temporary:
-        fresh = Path(temporary)
-        _save_weights(weights, fresh / _WEIGHTS)
+        new = Path(temporary)
+        _save_weights(weights, new / _WEIGHTS)
         for name, text in texts.items():
-            (fresh / name).write_text(text, encoding="utf-8")
+            (new / name).write_text(text, encoding="utf-8")
         if tokenizer is not None:
-            tokenizer.save(fresh)
-        for file in fresh.iterdir():
+            tokenizer.save(new)
+        for file in new.iterdir():
             _sync(file)
         (path / _CONFIG).unlink(missing_ok=True)
         for old in [path / _INDEX, *path.glob("*.safetensors")]:
             old.unlink(missing_ok=True)
-        for file in sorted(fresh.iterdir(), key=lambda file: file.name == _CONFIG):
+        for file in sorted(new.iterdir(), key=lambda file: file.name == _CONFIG):
             os.replace(file, path / file.name)
     sync_folder(path)
 
 
-# --- models with a config of ours -------------------------------------------------------------------------------------
+# --- Pippin models ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class SavedModel(Generic[C]):
-    """A folder that `save` wrote, with its config read and no weight touched.
+    """A folder written by `save`, with its config parsed and no weight read.
 
     Attributes:
         path: the folder.
         config: the model's config.
-        metadata: what else was saved beside it.
+        metadata: further JSON values that were saved with it.
         checkpoint: the tensors.
     """
 
@@ -220,16 +220,15 @@ def save(
     """Write a model as a folder that `load` reads: `config.json` with its `model_type`, and `model.safetensors`.
 
     Args:
-        model: its parameters and persistent buffers are saved, a tied one once; or tensors by name, of what is not a
-            module.
-        path: the folder, created where it does not exist; a model already in it is replaced, whole or not at all.
-        model_type: what kind of model it is; see `pippin.core.formats.model_types`.
-        config: a dataclass of JSON values, tuples and further dataclasses; its fields stand in `config.json`.
-        metadata: JSON values that loading does not need to build the model, such as how it was trained.
-        tokenizer: its files are saved beside.
+        model: a module, whose parameters and persistent buffers are saved (a tied one once); or tensors by name.
+        path: the folder, created where it does not exist; a model already in it is replaced atomically.
+        model_type: the key of the model's class in `pippin.core.formats.model_types`.
+        config: a dataclass of JSON values, tuples and further dataclasses; its fields are written to `config.json`.
+        metadata: JSON values that are not needed to build the model, such as the training settings.
+        tokenizer: saved with the model.
 
     Raises:
-        InvalidArgument: a config or metadata that JSON cannot hold.
+        InvalidArgument: config or metadata have values that JSON cannot represent.
         DiskFull: there is less free space than the weights need; nothing was changed.
     """
     from pydantic import TypeAdapter
@@ -251,56 +250,56 @@ def load(
     device: str | None = None,
     dtype: torch.dtype | None = None,
 ) -> M:
-    """Read what `save` wrote; the model is in evaluation mode.
+    """Load a model that `save` wrote; it is in evaluation mode.
 
     Args:
         path: the folder.
-        build: makes the model of its config, with any weights; on torch's meta device, where all of its tensors are
-            saved, no memory is used twice.
-        model_type: the kind that is asked for.
+        build: builds the model of its config with arbitrary weights; on torch's meta device, where all tensors are
+            saved, this allocates no extra memory.
+        model_type: the expected model type.
         config_type: the class of its config.
-        device: as `pippin.load` takes it; None takes the best there is.
-        dtype: of floating-point tensors; None keeps what was saved.
+        device: as in `pippin.load`; None takes the best device available.
+        dtype: of floating-point tensors; None keeps the saved dtype.
 
     Raises:
         ModelNotFound: there is no such folder, or no weights in it.
-        UnsupportedModel: it holds another kind of model.
-        CorruptedFile: a file is damaged, or the config or the tensors do not fit.
+        UnsupportedModel: the folder contains another type of model.
+        CorruptedFile: a file is damaged, or the config and the tensors do not match.
     """
-    where = devices.choose(device)
+    target = devices.choose(device)
     saved = open_model(path, model_type=model_type, config_type=config_type)
     try:
         model = build(saved)
     except InvalidArgument as error:
         raise CorruptedFile(f"{saved.path / _CONFIG} contradicts itself: {error}") from error
-    fill(model, saved.checkpoint, device=where, dtype=dtype)
-    return model.to(where).eval()
+    fill(model, saved.checkpoint, device=target, dtype=dtype)
+    return model.to(target).eval()
 
 
 def open_model(path: str | Path, *, model_type: str, config_type: type[C]) -> SavedModel[C]:
-    """Read the config of a folder that `save` wrote; for models that `load` cannot build from a config alone.
+    """Read the config of a folder that `save` wrote; for models that need more than their config to be built.
 
     Raises:
         ModelNotFound: there is no such folder, or no weights in it.
-        UnsupportedModel: it holds another kind of model.
-        CorruptedFile: a file is damaged, or the config is not one of ``config_type``.
+        UnsupportedModel: the folder contains another type of model.
+        CorruptedFile: a file is damaged, or the config does not match ``config_type``.
     """
     from pydantic import TypeAdapter, ValidationError
 
     checkpoint = open_folder(path)
     fields = dict(checkpoint.config)
-    found, metadata = fields.pop("model_type", None), fields.pop("metadata", {})
-    if found != model_type:
-        raise UnsupportedModel(f"{path} holds a model of type {found!r}, not {model_type!r}")
+    saved_type, metadata = fields.pop("model_type", None), fields.pop("metadata", {})
+    if saved_type != model_type:
+        raise UnsupportedModel(f"{path} holds a model of type {saved_type!r}, not {model_type!r}")
     expected = {field.name for field in dataclasses.fields(cast(Any, config_type))}
-    wrong = [f"{name}: unknown field" for name in sorted(fields.keys() - expected)]
-    wrong += [] if isinstance(metadata, dict) else ["metadata: not an object"]
+    problems = [f"{name}: unknown field" for name in sorted(fields.keys() - expected)]
+    problems += [] if isinstance(metadata, dict) else ["metadata: not an object"]
     try:
         config = TypeAdapter(config_type).validate_json(json.dumps(fields), strict=True)
     except ValidationError as error:
-        wrong += [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
-    if wrong:
-        raise CorruptedFile(f"{checkpoint.folder / _CONFIG} is not that of a {model_type!r}: {_listed(wrong)}")
+        problems += [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
+    if problems:
+        raise CorruptedFile(f"{checkpoint.folder / _CONFIG} is not that of a {model_type!r}: {_listed(problems)}")
     return SavedModel(checkpoint.folder, config, metadata, checkpoint)
 
 
@@ -312,20 +311,20 @@ def fill(
     dtype: torch.dtype | None = None,
     ignore: Collection[str] = (),
 ) -> None:
-    """Put the tensors of a checkpoint in place of a model's own, all of them or none.
+    """Replace all tensors of a model by those of a checkpoint; on an error the model is unchanged.
 
-    A tied tensor has one name in the checkpoint and stays tied. Parameters keep whether they want gradients, and marks
-    such as ``no_decay``.
+    A tied tensor has one name in the checkpoint and stays tied. Parameters keep ``requires_grad`` and attributes such
+    as ``no_decay``.
 
     Args:
         model: its tensors may be on torch's meta device.
-        checkpoint: what `open_folder` gave.
+        checkpoint: the result of `open_folder`.
         device: of the new tensors; None for the CPU.
-        dtype: of floating-point tensors; None keeps what was saved.
-        ignore: tensors of the checkpoint that are not the model's.
+        dtype: of floating-point tensors; None keeps the saved dtype.
+        ignore: names of checkpoint tensors that the model does not have.
 
     Raises:
-        CorruptedFile: a tensor is missing, unexpected or of another shape; they are listed.
+        CorruptedFile: tensors are missing, unexpected or of another shape; the message lists them.
     """
     check_tensors(model, checkpoint, ignore=ignore)
     for names, old in _named_tensors(model):
@@ -333,63 +332,63 @@ def fill(
         new = value.to(device, dtype if value.is_floating_point() else None, copy=True)
         for name in names:
             owner, _, attribute = name.rpartition(".")
-            part = model.get_submodule(owner)
+            module = model.get_submodule(owner)
             if not isinstance(old, nn.Parameter):
-                part._buffers[attribute] = new
+                module._buffers[attribute] = new
                 continue
             if not isinstance(new, nn.Parameter):
                 new = nn.Parameter(new, requires_grad=old.requires_grad)
                 vars(new).update(vars(old))
-            part._parameters[attribute] = new
+            module._parameters[attribute] = new
 
 
 def check_tensors(model: nn.Module, checkpoint: Checkpoint, *, ignore: Collection[str] = ()) -> None:
     """Compare the names and shapes of a checkpoint's tensors with a model's; no weight is read.
 
     Raises:
-        CorruptedFile: a tensor is missing, unexpected or of another shape; they are listed.
+        CorruptedFile: tensors are missing, unexpected or of another shape; the message lists them.
     """
     shapes = {name: checkpoint.shape(name) for name in checkpoint.names() if name not in ignore}
     expected = {names[0]: tuple(tensor.shape) for names, tensor in _named_tensors(model)}
-    wrong = [f"{name!r} is missing" for name in sorted(expected.keys() - shapes.keys())]
-    wrong += [f"{name!r} is unexpected" for name in sorted(shapes.keys() - expected.keys())]
-    wrong += [
+    problems = [f"{name!r} is missing" for name in sorted(expected.keys() - shapes.keys())]
+    problems += [f"{name!r} is unexpected" for name in sorted(shapes.keys() - expected.keys())]
+    problems += [
         f"{name!r} has shape {shapes[name]} instead of {shape}"
         for name, shape in expected.items()
         if shapes.get(name, shape) != shape
     ]
-    if wrong:
-        raise CorruptedFile(f"{checkpoint.folder} does not fit its configuration: {_listed(wrong)}")
+    if problems:
+        raise CorruptedFile(f"{checkpoint.folder} does not match its config: {_listed(problems)}")
 
 
 def _named_tensors(model: nn.Module) -> list[tuple[list[str], Tensor]]:
     """Every parameter and persistent buffer once, with all of its names."""
-    found: dict[int, tuple[list[str], Tensor]] = {}
+    by_identity: dict[int, tuple[list[str], Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        found.setdefault(id(tensor), ([], tensor))[0].append(name)
-    return list(found.values())
+        by_identity.setdefault(id(tensor), ([], tensor))[0].append(name)
+    return list(by_identity.values())
 
 
-def _listed(wrong: Sequence[str]) -> str:
-    """Faults for a message, the first of them where there are many."""
-    more = [f"and {len(wrong) - _MAX_LISTED} more"] if len(wrong) > _MAX_LISTED else []
-    return "; ".join([*wrong[:_MAX_LISTED], *more])
+def _listed(problems: Sequence[str]) -> str:
+    """Join the first `_MAX_LISTED` problems for a message."""
+    more = [f"and {len(problems) - _MAX_LISTED} more"] if len(problems) > _MAX_LISTED else []
+    return "; ".join([*problems[:_MAX_LISTED], *more])
 
 
-# --- inside -----------------------------------------------------------------------------------------------------------
+# --- files of a folder ------------------------------------------------------------------------------------------------
 
 
 def _find_shards(folder: Path) -> list[Path]:
-    """The weight files of a folder."""
+    """The weight files of a folder, from the index where there is one."""
     if (folder / _INDEX).is_file():
         return _indexed_shards(folder)
     if (folder / _WEIGHTS).is_file():
         return [folder / _WEIGHTS]
-    others = sorted(folder.glob("*.safetensors"))
-    if len(others) == 1:
-        return others
-    if others:
-        raise CorruptedFile(f"{folder}: {len(others)} weight files but no {_INDEX}; download it too")
+    candidates = sorted(folder.glob("*.safetensors"))
+    if len(candidates) == 1:
+        return candidates
+    if candidates:
+        raise CorruptedFile(f"{folder}: {len(candidates)} weight files but no {_INDEX}; download it too")
     pickles = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLES)
     if pickles:
         raise UnsafeCheckpoint(
@@ -422,10 +421,10 @@ def _open_shard(path: Path) -> Any:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object that a file of a checkpoint holds.
+    """Read a JSON object from a file.
 
     Raises:
-        CorruptedFile: it holds something else.
+        CorruptedFile: the file is not JSON, or not an object.
     """
     try:
         value = json.loads(path.read_bytes())
@@ -437,15 +436,15 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def model_type(path: str | Path) -> str | None:
-    """The kind of model that the `config.json` of a folder names; None where none can be read there.
+    """The ``model_type`` in the `config.json` of a folder; None where there is none.
 
-    A damaged file is told about by what opens it, not by whoever only wants to know what to open it with.
+    A damaged file gives None too: the function that opens it raises the error.
     """
     try:
-        found = read_json(Path(path).expanduser() / "config.json").get("model_type")
+        value = read_json(Path(path).expanduser() / "config.json").get("model_type")
     except (OSError, CorruptedFile):
         return None
-    return found if isinstance(found, str) else None
+    return value if isinstance(value, str) else None
 
 
 def _dump(value: Mapping[str, Any]) -> str:
@@ -455,16 +454,16 @@ def _dump(value: Mapping[str, Any]) -> str:
         raise InvalidArgument(f"a config must hold JSON values only: {error}") from error
 
 
-def _ends(tokenizer: SavableTokenizer | None) -> dict[str, Any]:
-    """What the generation config says about the begin and end of text; the form that transformers reads."""
+def _special_tokens(tokenizer: SavableTokenizer | None) -> dict[str, Any]:
+    """The BOS and EOS tokens for the generation config, in the form that transformers reads."""
     if tokenizer is None:
         return {}
-    ends = {"eos_token_id": list(tokenizer.eos_ids)} if tokenizer.eos_ids else {}
-    return ends if tokenizer.bos_id is None else {"bos_token_id": tokenizer.bos_id, **ends}
+    eos = {"eos_token_id": list(tokenizer.eos_ids)} if tokenizer.eos_ids else {}
+    return eos if tokenizer.bos_id is None else {"bos_token_id": tokenizer.bos_id, **eos}
 
 
 def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors as safetensors wants them: on the CPU, contiguous, each in memory of its own."""
+    """The tensors as safetensors requires them: on the CPU, contiguous, none sharing memory with another."""
     owners: dict[int, str] = {}
     separate = {}
     for name, tensor in tensors.items():

@@ -1,9 +1,9 @@
-"""The block formats of ggml: how many bytes a block of weights takes, and how to turn it back into numbers.
+"""Dequantization of ggml's block formats.
 
 Notable here:
 - every format is a few lines of tensor arithmetic on a `blocks block_bytes` view of the file; no compiled code
-- the arithmetic is float32 in the order of ggml's own, so that the values are its values bit for bit
-- work runs in pieces that stay in the cache: the float32 intermediate never exists as a whole
+- the arithmetic is float32 in ggml's order of operations, so the values are bit-identical to ggml's
+- the work is split into pieces that fit the CPU cache, so the float32 intermediate is never allocated in full
 
 Source: the layouts of ggml-common.h and the reference `gguf.quants` (both from ggml-org/llama.cpp).
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pippin.core.errors import UnsupportedModel
 
-# Float32 intermediates of one piece: 4 MiB, about the second-level cache of a core.
+# Weights per piece: a float32 intermediate of 4 MiB, about the size of a core's L2 cache.
 _PIECE = 1 << 20
 
 
@@ -43,24 +43,24 @@ def _formats() -> dict[int, BlockFormat]:
 
 
 FORMATS: dict[int, BlockFormat] = _formats()
-"""Every ggml type by its number in the file, also those that only `gguf.GGUFFile.raw` can serve."""
+"""All ggml types by their number in the file, including those that only `gguf.GGUFFile.raw` supports."""
 
 
 def dequantize_blocks(
     blocks: UInt8[Tensor, "blocks nbytes"], name: str, dtype: torch.dtype
 ) -> Float[Tensor, "blocks size"]:
-    """The weights of the blocks, computed in float32 and rounded once to ``dtype``.
+    """Dequantize blocks of weights: computed in float32 and rounded once to ``dtype``.
 
     Args:
-        blocks: one block a row, as in the file; rows must start at even addresses.
+        blocks: one block per row, as in the file; rows must start at even addresses.
         name: the ggml type, e.g. "Q4_K".
-        dtype: any floating type of torch.
+        dtype: any floating-point dtype.
 
     Returns:
         A new tensor; never a view of ``blocks``.
 
     Raises:
-        UnsupportedModel: a type that this module does not know how to read.
+        UnsupportedModel: the type is not supported here.
 
     >>> one = torch.tensor([[0, 60] + [1] * 32], dtype=torch.uint8)  # scale 1.0 in half precision, then the weights
     >>> dequantize_blocks(one, "Q8_0", torch.float32).sum().item()
@@ -69,7 +69,7 @@ def dequantize_blocks(
     if name not in _READERS:
         raise UnsupportedModel(
             f"weights of type {name} cannot be read; supported types: {', '.join(_READERS)}. "
-            "Convert the file with llama.cpp's llama-quantize, or take the model in another quantization"
+            "Convert the file with llama.cpp's llama-quantize, or use another quantization of the model"
         )
     reader, size = _READERS[name], _SIZES[name]
     out = torch.empty(len(blocks), size, dtype=dtype)
@@ -80,18 +80,18 @@ def dequantize_blocks(
 
 
 def _half(blocks: Tensor, start: int, count: int = 1) -> Tensor:
-    """``count`` half-precision numbers at byte ``start`` of each block, as float32 of shape `blocks count`."""
+    """The ``count`` float16 numbers at byte ``start`` of each block, as float32 of shape `blocks count`."""
     return blocks[:, start : start + 2 * count].view(torch.float16).float()
 
 
 def _nibbles(packed: Tensor, group: int) -> Tensor:
-    """Low halves of ``group`` bytes, then their high halves, group after group: `blocks 2*bytes` of uint8."""
+    """The low 4 bits of ``group`` bytes, then their high 4 bits, group after group: `blocks 2*bytes` of uint8."""
     packed = packed.reshape(len(packed), -1, group)
     return torch.cat([packed & 15, packed >> 4], dim=2).flatten(1)
 
 
 def _bits(packed: Tensor, group: int, width: int) -> Tensor:
-    """Fields of ``width`` bits: the lowest of ``group`` bytes, then the next ones, group after group."""
+    """Fields of ``width`` bits: the lowest fields of ``group`` bytes, then the next higher ones, group after group."""
     shifts = torch.arange(0, 8, width, dtype=torch.uint8)[:, None]
     fields = (packed.reshape(len(packed), -1, 1, group) >> shifts) & ((1 << width) - 1)
     return fields.flatten(1)
@@ -137,13 +137,13 @@ def _q8_0(blocks: Tensor) -> Tensor:
 
 
 def _affine(q: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
-    """``scale * q - minimum`` for weights that share a scale and a minimum in equal runs: `blocks 256`."""
+    """``scale * q - minimum`` where runs of equal length share a scale and a minimum: `blocks 256`."""
     runs = q.reshape(*scale.shape, -1).float()
     return runs.mul_(scale[..., None]).sub_(minimum[..., None]).flatten(1)
 
 
 def _scaled(q: Tensor, scale: Tensor) -> Tensor:
-    """``scale * q`` for weights that share a scale in equal runs: `blocks 256`."""
+    """``scale * q`` where runs of equal length share a scale: `blocks 256`."""
     runs = q.reshape(*scale.shape, -1).float()
     return runs.mul_(scale[..., None]).flatten(1)
 
@@ -185,7 +185,7 @@ def _q6_k(blocks: Tensor) -> Tensor:
     return _scaled(q, _half(blocks, 208) * blocks[:, 192:208].view(torch.int8))
 
 
-# The sixteen levels of the IQ4 formats, spaced more finely near zero.
+# The sixteen quantization levels of the IQ4 formats, spaced more finely near zero.
 _LEVELS = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=torch.float32)
 
 

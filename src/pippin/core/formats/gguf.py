@@ -1,10 +1,10 @@
-"""GGUF files, read in place: the header becomes a dictionary, a tensor becomes a view of the mapped file.
+"""Memory-mapped GGUF files: metadata as a dictionary, tensors as views or dequantized.
 
 Notable here:
-- the file is mapped, never copied; `raw` hands out its bytes, `dequantize` turns them into numbers
-- nothing in the file is believed: every count, length and offset is held against the size of the file before it is
-  used, so a damaged or hostile file costs no more memory than its own size and ends in `CorruptedFile`
-- a vocabulary of 49,000 tokens and as many merges takes a tenth of a second
+- the file is mapped, never copied; `raw` returns bytes of a tensor, `dequantize` its values
+- nothing in the file is trusted: every count, length and offset is checked against the file size before it is used,
+  so a damaged or hostile file uses no more memory than its own size and raises `CorruptedFile`
+- parsing a vocabulary of 49,000 tokens and as many merges takes 0.1 seconds
 
 Source: the GGUF specification, ggml-org/ggml docs/gguf.md, versions 2 and 3.
 """
@@ -28,7 +28,7 @@ from pippin.core.formats.ggml_quants import FORMATS, BlockFormat, dequantize_blo
 
 T = TypeVar("T")
 
-# Ten times the header of the largest vocabularies in use; bounds what a hostile file can make us parse.
+# Ten times the header of the largest vocabularies in use; bounds the work that a hostile file can cause.
 _MAX_HEADER = 128 << 20
 _MAX_ELEMENTS = 1 << 23
 _MAX_DIMENSIONS = 4
@@ -42,10 +42,10 @@ _LENGTH = struct.Struct("<Q")
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """Where one tensor lies and what it is.
+    """Location and type of one tensor.
 
     ``shape`` is in torch's order (the last dimension is contiguous), ``type`` is ggml's name such as "Q4_1",
-    ``offset`` and ``nbytes`` are in bytes from the start of the file.
+    ``offset`` is in bytes from the start of the file.
     """
 
     name: str
@@ -56,7 +56,7 @@ class GGUFTensor:
 
 
 class GGUFFile:
-    """An open GGUF file; made by `open_gguf`. The mapping ends when the last tensor of it is gone."""
+    """An open GGUF file; `open_gguf` creates it. It is unmapped when the last tensor that views it is freed."""
 
     def __init__(self, path: Path, data: Tensor, metadata: dict[str, Any], tensors: dict[str, GGUFTensor]) -> None:
         self.path = path
@@ -72,15 +72,15 @@ class GGUFFile:
         """The model family by ggml's name, e.g. "llama".
 
         Raises:
-            CorruptedFile: the file does not say.
+            CorruptedFile: the metadata lacks it.
         """
         return self.get("general.architecture", str)
 
     def get(self, key: str, kind: type[T], default: T | None = None) -> T:
-        """The metadata value of ``key``, checked to be a ``kind`` (an int passes for a float).
+        """The metadata value of ``key``, checked to be of type ``kind`` (int is accepted for float).
 
         Raises:
-            CorruptedFile: there is no such key and no default, or its value is something else.
+            CorruptedFile: the key is missing and there is no default, or its value has another type.
         """
         if key not in self.metadata:
             if default is None:
@@ -94,7 +94,7 @@ class GGUFFile:
         return value
 
     def raw(self, name: str) -> UInt8[Tensor, "rows row_bytes"]:
-        """The bytes of a tensor as they lie in the file, one row of the last dimension per row; not a copy.
+        """The bytes of a tensor as stored in the file, one row of the last dimension per row; a view, not a copy.
 
         Raises:
             CorruptedFile: the file has no tensor of this name.
@@ -103,21 +103,21 @@ class GGUFFile:
         return self._data[tensor.offset : tensor.offset + tensor.nbytes].view(prod(tensor.shape[:-1]), -1)
 
     def dequantize(self, name: str, dtype: torch.dtype = torch.float32) -> Float[Tensor, "*shape"]:
-        """The values of a tensor, in torch's order of dimensions and memory of their own.
+        """The values of a tensor in torch's order of dimensions, as a new tensor.
 
-        They are computed in float32 exactly as ggml does and rounded once to ``dtype``.
+        They are computed in float32 exactly as in ggml and rounded once to ``dtype``.
 
         Raises:
             CorruptedFile: the file has no tensor of this name.
-            UnsupportedModel: the tensor's type is one that cannot be turned into numbers yet.
+            UnsupportedModel: the tensor's type cannot be dequantized here.
         """
         tensor = self._find(name)
-        block = next(form for form in FORMATS.values() if form.name == tensor.type)
+        block = next(each for each in FORMATS.values() if each.name == tensor.type)
         blocks = self._data[tensor.offset : tensor.offset + tensor.nbytes].view(-1, block.nbytes)
         return dequantize_blocks(blocks, tensor.type, dtype).view(tensor.shape)
 
     def release(self) -> None:
-        """Take what was read of the file out of this process's memory; it can be read again."""
+        """Drop the file's pages from this process's memory; they are read again on access."""
         memory.forget(self._data.data_ptr(), self._data.nbytes)
 
     def _find(self, name: str) -> GGUFTensor:
@@ -127,14 +127,14 @@ class GGUFFile:
 
 
 def open_gguf(path: str | Path) -> GGUFFile:
-    """Map a GGUF file and read its header; weights are touched only when asked for.
+    """Map a GGUF file and parse its header; weights are not read.
 
     Args:
-        path: a file in GGUF version 2 or 3, little endian, in one piece.
+        path: a file in GGUF version 2 or 3, little endian, not split.
 
     Raises:
         ModelNotFound: there is no such file.
-        CorruptedFile: the file is not GGUF, is cut short, or contradicts itself; the message says where.
+        CorruptedFile: the file is not GGUF, truncated, or contradicts itself; the message says where.
         UnsupportedModel: another version, big endian, an unknown tensor type, or one part of a split model.
     """
     path = Path(path)
@@ -155,14 +155,14 @@ def open_gguf(path: str | Path) -> GGUFFile:
 
 
 class _Header:
-    """A cursor over the header that never reads past its end."""
+    """A parser of the header that checks every length before it reads."""
 
     def __init__(self, path: Path, buffer: memoryview) -> None:
         self.path = path
         self.buffer = buffer
         self.end = min(len(buffer), _MAX_HEADER)
-        self.at = 0
-        self.elements = 0
+        self.at = 0  # byte offset of the next read
+        self.elements = 0  # array elements parsed so far
 
     def read(self) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
         tensor_count, pair_count = self._preamble()
@@ -190,7 +190,7 @@ class _Header:
         if version not in (2, 3):
             raise UnsupportedModel(f"{self.path}: GGUF version {version}; versions 2 and 3 are supported")
         tensor_count, pair_count = self._number(10), self._number(10)
-        # The least that a tensor (24 bytes) and a pair (13 bytes) can take.
+        # The minimum sizes of a tensor entry (24 bytes) and a metadata pair (13 bytes).
         if 24 * tensor_count + 13 * pair_count > self.end - self.at:
             raise self._corrupted(f"{tensor_count} tensors and {pair_count} metadata pairs cannot fit")
         return tensor_count, pair_count
@@ -211,7 +211,7 @@ class _Header:
     def _place(
         self, infos: dict[str, tuple[tuple[int, ...], BlockFormat, int]], alignment: Any
     ) -> dict[str, GGUFTensor]:
-        """Where the tensors lie in the file; the data begin at the next multiple of the alignment."""
+        """Compute the file offsets of all tensors; the data start at the next multiple of the alignment."""
         if type(alignment) is not int or alignment < 8 or alignment & (alignment - 1):
             raise self._corrupted(f"general.alignment is {alignment!r}, expected a power of two from 8")
         start = -(-self.at // alignment) * alignment
@@ -242,7 +242,7 @@ class _Header:
         if self.elements > _MAX_ELEMENTS:
             raise self._corrupted(f"metadata {key!r} brings the arrays to {self.elements} elements")
         if kind in _STRUCTS:
-            self._need(count * _STRUCTS[kind].size, f"the {count} numbers of {key!r}")
+            self._require(count * _STRUCTS[kind].size, f"the {count} numbers of {key!r}")
             values = list(struct.unpack_from(f"<{count}{_SCALARS[kind]}", self.buffer, self.at))
             self.at += count * _STRUCTS[kind].size
             return values
@@ -251,8 +251,8 @@ class _Header:
         return [self._value(kind, key, depth + 1) for _ in range(count)]
 
     def _strings(self, count: int, key: str) -> list[str]:
-        """An array of strings, in one plain loop: it is most of the time that a header takes."""
-        self._need(8 * count, f"the {count} strings of {key!r}")
+        """Parse an array of strings in a single loop, since it takes most of the time of a header."""
+        self._require(8 * count, f"the {count} strings of {key!r}")
         length_at: Callable[[memoryview, int], tuple[int]] = _LENGTH.unpack_from
         values, at, end, buffer = [], self.at, self.end, self.buffer
         for _ in range(count):
@@ -271,7 +271,7 @@ class _Header:
 
     def _string(self, what: str) -> str:
         length = self._number(10)
-        self._need(length, what)
+        self._require(length, what)
         value = bytes(self.buffer[self.at : self.at + length])
         self.at += length
         try:
@@ -280,16 +280,16 @@ class _Header:
             raise self._corrupted(f"{what} is not UTF-8: {value!r:.60}") from error
 
     def _number(self, kind: int) -> Any:
-        """One number of GGUF's value type ``kind`` (4: uint32, 10: uint64)."""
-        form = _STRUCTS[kind]
-        self._need(form.size, "a number")
-        self.at += form.size
-        return form.unpack_from(self.buffer, self.at - form.size)[0]
+        """Read one number of GGUF's value type ``kind`` (4: uint32, 10: uint64)."""
+        layout = _STRUCTS[kind]
+        self._require(layout.size, "a number")
+        self.at += layout.size
+        return layout.unpack_from(self.buffer, self.at - layout.size)[0]
 
-    def _need(self, nbytes: int, what: str) -> None:
+    def _require(self, nbytes: int, what: str) -> None:
         if nbytes > self.end - self.at:
             raise self._corrupted(f"{what} of {nbytes} bytes runs past the end")
 
     def _corrupted(self, what: str) -> CorruptedFile:
-        bound = "" if self.end == len(self.buffer) else f" (headers beyond {_MAX_HEADER >> 20} MiB are refused)"
-        return CorruptedFile(f"{self.path}: damaged header at byte {self.at}: {what}{bound}; download the file again")
+        limit = "" if self.end == len(self.buffer) else f" (headers are limited to {_MAX_HEADER >> 20} MiB)"
+        return CorruptedFile(f"{self.path}: damaged header at byte {self.at}: {what}{limit}; download the file again")

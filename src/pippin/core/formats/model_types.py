@@ -1,10 +1,10 @@
-"""Model types: the class that opens a folder, by the ``model_type`` in its `config.json`.
+"""The class that loads a model folder, by the ``model_type`` in its `config.json`.
 
 Notable here:
-- a class is given by its module and name and imported on use, so that listing the types imports none of them
+- classes are listed by module and name and imported on use, so that listing the types imports none of them
 - every class has ``model_type``, ``save`` and a class method ``load(path, ...)``, whose further arguments are objects
-  that a folder cannot contain: the network of a posterior, the prior of a simulator's parameters
-- language models in Hugging Face's layouts are opened by `pippin.language.language_model` and are not listed here
+  that cannot be stored in a folder: the network of a posterior, the prior of a simulator's parameters
+- language models in Hugging Face's layout are loaded by `pippin.language.language_model` and are not listed here
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ MODEL_TYPES: Final[Mapping[str, str]] = {
 
 
 def class_of(model_type: str | None) -> Any:
-    """The class that opens folders of a model type.
+    """Import and return the class that loads a model type.
 
     Raises:
-        UnsupportedModel: an unknown model type.
+        UnsupportedModel: the model type is unknown.
 
     >>> class_of("pippin_ladir").__name__
     'LatentReasoner'
     """
     if model_type is None or model_type not in MODEL_TYPES:
-        raise UnsupportedModel(f"no class opens folders of type {model_type!r}; known are {', '.join(MODEL_TYPES)}")
+        raise UnsupportedModel(f"unknown model type {model_type!r}; known types are {', '.join(MODEL_TYPES)}")
     module, name = MODEL_TYPES[model_type].split(":")
     return getattr(importlib.import_module(module), name)

@@ -1,8 +1,8 @@
-"""Taking files out of wheels, source archives, npm tarballs and Debian packages without running anything in them.
+"""Extract files from wheels, source archives, npm tarballs and Debian packages without running any of their code.
 
 Notable here:
 - archives are only read: nothing is imported, built or installed
-- only regular files are taken, and none can land outside the target folder
+- only regular files are extracted, and none can be written outside the target folder
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ArchiveMember:
     """One file of a model or data set, on disk under a temporary name."""
 
     path: str
-    """Its place in the result, with forward slashes."""
+    """Its relative path in the installed entry, with forward slashes."""
     file: Path
     sha256: str
 
@@ -41,26 +41,27 @@ def unpack(
     *,
     advance: Callable[[int], None] = lambda n: None,
 ) -> list[ArchiveMember]:
-    """Write the wanted members of an archive into a folder.
+    """Extract the selected members of an archive into a folder.
 
     Args:
         archive: the file; its name does not matter.
-        kind: what it is: "wheel" is a zip file, "sdist" and "npm" are tar files, "deb" needs `dpkg-deb`.
-        members: place in the archive to place in the result, for single files or for folders (ending in a slash; an
-            empty result is the top).
+        kind: "wheel" is a zip file, "sdist" and "npm" are tar files, "deb" needs `dpkg-deb`.
+        members: path in the archive to path in the result, for files or for folders (ending in a slash; an empty
+            result path is the top folder).
         folder: an empty folder for the results.
-        advance: told of the bytes written.
+        advance: called with the number of bytes written.
 
     Raises:
-        CorruptedFile: the archive cannot be read, lacks a wanted member, has one twice, or one that would escape.
-        DownloadFailed: a Debian package, and no `dpkg-deb` on this machine.
-        DiskFull: while writing.
+        CorruptedFile: the archive cannot be read, lacks a selected member, has one twice, or one whose path would lead
+            out of the folder.
+        DownloadFailed: it is a Debian package, and `dpkg-deb` is not installed.
+        DiskFull: the disk filled up while writing.
     """
     parts: dict[str, ArchiveMember] = {}
     unused = set(members)
     try:
-        with _open(archive, kind) as found:
-            for name, stream in found:
+        with _open(archive, kind) as contents:
+            for name, stream in contents:
                 rule = _rule_for(name, members)
                 if rule is None:
                     continue
@@ -81,13 +82,13 @@ def unpack(
 
 
 def _rule_for(name: str, members: Mapping[str, str]) -> str | None:
-    """The wanted file that this member is, or the wanted folder that it lies in."""
+    """The key of ``members`` that selects an archive member: its own path or a parent folder; None if not selected."""
     return next((rule for rule in members if name == rule or (rule.endswith("/") and name.startswith(rule))), None)
 
 
 @contextmanager
 def _open(archive: Path, kind: str) -> Iterator[Iterator[tuple[str, files.Readable]]]:
-    """Regular files of an archive, one after the other: name and open stream."""
+    """Iterate over the regular files of an archive as pairs of name and open stream."""
     if kind == "wheel":
         with zipfile.ZipFile(archive) as file:
             yield _zip_files(file)

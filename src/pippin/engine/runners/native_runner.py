@@ -303,7 +303,7 @@ class _NativeDecoder:
     def __init__(self, module: Decoder) -> None:
         found = native.library()
         if found is None:
-            raise InvalidArgument(f"the native kernels are not here: {native.unavailable_reason()}")
+            raise InvalidArgument(f"the native kernels are not available: {native.unavailable_reason()}")
         if module.config.recurrent_layers:
             raise InvalidArgument(f"layer {module.config.recurrent_layers[0]} is recurrent, which the kernels are not")
         self.native = found
