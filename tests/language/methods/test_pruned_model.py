@@ -119,7 +119,7 @@ def test_bad_prompts_and_folders_are_refused(made, tmp_path):
     config = json.loads((tmp_path / "whole" / "config.json").read_text())
     for change, message in (
         ({"keep": 99}, "contradicts itself"),
-        ({"predictor": None}, "does not fit its configuration"),
+        ({"predictor": None}, "does not match its config"),
     ):
         (tmp_path / "whole" / "config.json").write_text(json.dumps(config | change))
         with pytest.raises(CorruptedFile, match=message):
