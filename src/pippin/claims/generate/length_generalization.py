@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Size:
-    """How much is trained and drawn: seeds, side, rows of cells, steps, widths (of the
-    networks of A, of the others, of the local ones), pool and batch, numbers of objects, scenes of each."""
+    """Seeds and sizes of scenes, networks (of A, of the others, local ones) and training; object counts to sample."""
 
     seeds: tuple[int, ...]
     side: int

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Size:
-    """How much is sampled and trained: seeds; Gaussian samples, few and many DDIM steps, Langevin steps; side of
-    scenes, training steps, width, pool, batch, numbers of objects, scenes of each, scenes of each layout."""
+    """Seeds, then samples and solver steps of the Gaussians, then sizes of scenes, training and evaluation."""
 
     seeds: tuple[int, ...]
     samples: int

@@ -1,9 +1,9 @@
-"""Items that 100 people annotate: a synthetic world with known disagreement, and digits with trees as annotators.
+"""Items with 100 annotations each: a synthetic world with known disagreement, and digits with trees as annotators.
 
 Notable here:
-- in the synthetic world, how much people disagree depends on another direction of the input than what they say, so it
-  can be learned, and from the annotations only
-- digits are annotated by 100 small trees, each of which saw few other images and few pixels
+- in the synthetic world, disagreement depends on another direction of the input than the label does, so it can be
+  learned, and from the annotations only
+- digits are annotated by 100 small trees, each trained on few other images and few pixels
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DISAGREE, LOGITS = 0.7, 2.0
 
 
 class AnnotatedWorld:
-    """Items of d features, and 100 people's annotations: softmax(x W / T(x)), with log T along its own direction."""
+    """Items of d features with 100 annotations each, sampled from softmax(x W / T(x)), log T linear in x."""
 
     def __init__(self, features: int, seed: int) -> None:
         import torch
@@ -47,7 +47,7 @@ class AnnotatedWorld:
 
 
 def digits(seeds: int) -> Iterator[Annotated]:
-    """Digits, and 100 annotators who each learned from 60 images and 16 pixels, none of which is an item."""
+    """Digits, annotated by 100 trees, each trained on 16 pixels of 60 images that are not among the items."""
     import numpy as np
     import torch
     from sklearn.datasets import load_digits

@@ -1,7 +1,7 @@
-"""Models to capture once and run by several back ends: a CNN of digits, the same made slow, a decoder of bytes.
+"""Models to capture and run on several back ends: a CNN of digits, a slow variant of it, a byte decoder.
 
 Notable here:
-- what a captured model must refuse is tried on it: wrong calls, and files of which one byte was changed
+- helpers for what a captured model must refuse: wrong calls, and files with one changed byte
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def digit_halves(seed: int) -> tuple[Labeled, Labeled]:
 
 
 def network(seed: int) -> nn.Module:
-    """Two convolutions, two linear layers; 138,698 weights."""
+    """A CNN with two convolutions and two linear layers; 138,698 weights."""
     torch.manual_seed(seed)
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
@@ -44,7 +44,7 @@ def network(seed: int) -> nn.Module:
 
 
 class SlowNetwork(nn.Module):
-    """The same with a large softmax whose sum adds one to every logit."""
+    """The CNN with a large softmax whose sum adds one to every logit."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class SlowNetwork(nn.Module):
 def fit_labels(
     model: nn.Module, images: Tensor, wanted: Tensor, steps: int, seed: int, lr: float, weight_decay: float = 0.1
 ) -> None:
-    """Batches of 64; what is wanted are labels, or probabilities."""
+    """Train on batches of 64; ``wanted`` are labels or probabilities."""
     from pippin.claims.worlds.training import fit
 
     def objective(model: nn.Module, batch: Labeled, generator: torch.Generator) -> Loss:
@@ -82,7 +82,7 @@ def digits_cnn(seed: int, steps: int) -> ExportedModel:
 
 
 def tuned_codes(cnn: ExportedModel, coded: ExportedModel, seed: int, steps: int) -> ExportedModel:
-    """Codes trained towards the answers of the uncompressed model, on the digits that it was trained on."""
+    """Codes distilled from the uncompressed model, on its training digits."""
     (images, _), _ = digit_halves(seed)
     with torch.no_grad():
         wanted = cnn.module()(images).softmax(-1)
@@ -92,7 +92,7 @@ def tuned_codes(cnn: ExportedModel, coded: ExportedModel, seed: int, steps: int)
 
 
 def accuracy(model: ExportedModel, seed: int) -> float:
-    """Per cent of the held-out digits that are right."""
+    """Accuracy on the held-out digits in percent."""
     _, (images, labels) = digit_halves(seed)
     logits = model.to("torch").run("main", picture=images)["logits"]
     return 100 * float((logits.argmax(-1) == labels).float().mean())
@@ -112,7 +112,7 @@ def byte_decoder(seed: int, layers: int) -> ExportedModel:
 
 
 def wrong_calls_refused(cnn: ExportedModel, folder: Path) -> bool:
-    """Whether a wrong name, precision and rank raise in the generated interface, and only a right call is executed."""
+    """Whether the generated interface refuses a wrong name, precision and rank, and executes only a right call."""
     path = folder / "digits.py"
     generate_interface(cnn, path, "Digits")
     spec = importlib.util.spec_from_file_location("digits", path)
@@ -156,7 +156,7 @@ def same_hash_twice(cnn: ExportedModel, path: Path) -> bool:
 
 
 def changed_bytes_found(cnn: ExportedModel, folder: Path, seed: int) -> float:
-    """The share of 20 single changed bytes, all over a saved model, with which it is refused."""
+    """The share of 20 single-byte changes, spread over a saved model, that loading detects."""
     generator = torch.Generator().manual_seed(seed)
     cnn.save(folder / "changed")
     found = 0

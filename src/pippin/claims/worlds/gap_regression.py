@@ -12,7 +12,7 @@ NOISE = 0.1
 
 
 def two_sides(seed: int, points: int = 80) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Training points left and right of a gap; test points everywhere between the outermost."""
+    """Training points left and right of a gap; test points over the whole range."""
     import torch
 
     generator = torch.Generator().manual_seed(4_000 + seed)
@@ -30,10 +30,10 @@ def two_clusters(seed: int, edge: float, half: float, points: int = 35) -> tuple
     """Inputs between an inner edge and 2 and their mirror image, in a random order, targets, and inputs in the gap.
 
     Args:
-        seed: of inputs and noise.
+        seed: seed of inputs and noise.
         edge: inner edge of the clusters.
         half: half the width of the gap.
-        points: of each cluster.
+        points: number of points in each cluster.
     """
     import torch
 

@@ -1,9 +1,9 @@
-"""Panels of nine judges: synthetic ones whose common cause is known, classifiers of digits, language models, readers.
+"""Panels of nine judges: simulated ones with a known common cause, digit classifiers, language models, readers.
 
 Notable here:
 - synthetic judges share one Gaussian cause, so the correlation of their errors and the accuracy of their majority are
   integrals
-- language models say which of two sentences a person wrote; in the other one two neighboring words are swapped
+- language models choose which of two sentences a person wrote; in the other one two neighboring words are swapped
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OPENINGS = (
 
 
 class Votes(NamedTuple):
-    """What the judges of a panel say: labels [items, judges], the right ones [items], and the items' difficulty."""
+    """Votes of a panel: labels [items, judges], true labels [items], and the difficulty of the items."""
 
     labels: NDArray[np.int64]
     gold: NDArray[np.int64]
@@ -42,7 +42,7 @@ class Votes(NamedTuple):
 
 
 def truth(weight: float) -> tuple[float, float, float]:
-    """Correlation of errors, accuracy of the majority, and share of items all get wrong: integrals over the cause."""
+    """True error correlation, majority accuracy and share of items that all judges get wrong, by integration."""
     from scipy.stats import binom, norm
 
     z, step = np.linspace(-9, 9, 20_001, retstep=True)
@@ -65,7 +65,7 @@ def synthetic(weight: float, seed: int, items: int, accuracies: Sequence[float] 
 
 
 def difficulty_only(seed: int, items: int) -> Votes:
-    """Judges who err by themselves, but all more often on items that are known to be harder."""
+    """Votes of judges with independent errors that are more frequent on items of known difficulty."""
     rng = np.random.default_rng((5_000, seed))
     gold, hard = rng.integers(0, 2, items), rng.integers(0, 3, items)
     wrong = rng.random((items, JUDGES)) < np.array([0.05, 0.25, 0.48])[hard][:, None]
@@ -73,7 +73,7 @@ def difficulty_only(seed: int, items: int) -> Votes:
 
 
 def classifiers(seed: int, *, quick: bool = False) -> Iterator[tuple[str, Votes]]:
-    """Two panels on the same digits, a fifth of them blurred: trained on the same images, and on others each."""
+    """Two panels on the same digits, a fifth of them blurred: trained on the same images, and on disjoint ones."""
     from scipy.ndimage import gaussian_filter
     from sklearn.datasets import load_digits
 
@@ -117,16 +117,16 @@ def _kinds(seed: int, quick: bool) -> list[Any]:
 
 
 def language_models(pairs: int, load: Callable[[str], LanguageModel] | None = None) -> tuple[str, Votes] | None:
-    """Nine judges out of language models, if there is one.
+    """Votes of nine judges made from the language models that are available.
 
-    A judge is a model and a text that stands before both sentences; it votes for the likelier one.
+    A judge is a model with a prompt before both sentences; it votes for the likelier one.
 
     Args:
-        pairs: of sentences, at most 260.
-        load: a model by its name; None for those that are here or can be fetched.
+        pairs: number of pairs of sentences, at most 260.
+        load: loads a model by its name; None for those in the store or on the network.
 
     Returns:
-        "language models", or what a panel of a single model is called; and the votes.
+        The name of the panel, which says whether it has one model or several, and the votes.
     """
     from pippin.claims.worlds.small_networks import available
     from pippin.language import load as load_model
@@ -147,7 +147,7 @@ def language_models(pairs: int, load: Callable[[str], LanguageModel] | None = No
 
 
 def _sentences(pairs: int) -> tuple[list[str], list[str], NDArray[np.int64]]:
-    """Sentences of Python's language reference, the same with two words swapped, and which one stands first."""
+    """Sentences of Python's language reference, the same with two words swapped, and which of them comes first."""
     from pydoc_data import topics
 
     source = random.Random(0)
@@ -165,7 +165,7 @@ def _sentences(pairs: int) -> tuple[list[str], list[str], NDArray[np.int64]]:
 
 
 def readers(seed: int, items: int, widths: Sequence[int]) -> Iterator[tuple[str, Votes]]:
-    """Transformers that judge entailment: trained on the same sentences, and on other sentences each."""
+    """Two panels of transformers that judge entailment: trained on the same sentences, and on disjoint ones."""
     from pippin.claims.worlds.sequences.entailment import Sentences, trained_reader
 
     test, counts = Sentences(9_000 + seed).draw(items)

@@ -1,8 +1,8 @@
-"""Two searches in a latent space: for the largest area of a square, and for an expression near a function.
+"""Two tasks for latent space optimization: the largest area of a square, and an expression close to a function.
 
 Notable here:
 - squares: the largest area rewards any bright image, so whether an image still is a square can be asked, too
-- expressions, in prefix form: rule 0 fills up; 1-3 join two expressions (+, *, /), 4-5 change one (sin, exp), 6-9 are
+- expressions, in prefix form: rule 0 is padding; 1-3 join two expressions (+, *, /), 4-5 change one (sin, exp), 6-9 are
   x, 1, 2, 3
 """
 
@@ -24,7 +24,7 @@ _WANTS = (0, 2, 2, 2, 1, 1, 0, 0, 0, 0)
 
 
 def squares(side: int) -> Tensor:
-    """Filled squares in every row, their left edge a quarter into the image, six copies of each, [n, side * side]."""
+    """Filled squares in every row, left edge at a quarter of the image, six copies of each, [n, side * side]."""
     import torch
 
     found = []
@@ -37,7 +37,7 @@ def squares(side: int) -> Tensor:
 
 
 def area(x: Tensor) -> Tensor:
-    """The sum of each image."""
+    """Sum of the pixels of each image."""
     return x.flatten(1).sum(-1)
 
 
@@ -55,7 +55,7 @@ def are_squares(x: Tensor, side: int) -> Tensor:
 
 
 def sampled(count: int, generator: torch.Generator) -> list[list[int]]:
-    """Different expressions of at most 15 rules."""
+    """Distinct random expressions of at most 15 rules."""
     import torch
 
     chances = torch.tensor([0.0, 1.2, 0.9, 0.5, 0.9, 0.3, 1.5, 0.5, 0.4, 0.4])
@@ -72,7 +72,7 @@ def sampled(count: int, generator: torch.Generator) -> list[list[int]]:
 
 
 def one_hot(expressions: list[list[int]]) -> Tensor:
-    """Expressions as [n, 15, 10]."""
+    """Expressions as one-hot vectors [n, 15, 10]."""
     import torch
     import torch.nn.functional as F
 
@@ -83,7 +83,7 @@ def one_hot(expressions: list[list[int]]) -> Tensor:
 
 
 def _value(rules: list[int], x: Any) -> Any:
-    """The value of an expression at x; None for one that does not end, or ends early."""
+    """Value of an expression at x; None if it is incomplete or has rules left over."""
     import numpy as np
 
     changes: dict[int, Callable[..., Any]] = {1: np.add, 2: np.multiply, 3: np.divide, 4: np.sin, 5: np.exp}
@@ -100,7 +100,7 @@ def _value(rules: list[int], x: Any) -> Any:
 
 
 def scores(x: Tensor) -> Tensor:
-    """min(7, log(1 + MSE)) on 1,000 points of [-10, 10]; NaN for what is no expression."""
+    """min(7, log(1 + MSE)) on 1,000 points of [-10, 10]; NaN for an invalid expression."""
     import numpy as np
     import torch
 
@@ -118,7 +118,7 @@ def scores(x: Tensor) -> Tensor:
 
 
 def grammatical(base: type[LatentVAE]) -> type[LatentVAE]:
-    """The adapter, with decodings that end where the expression does; what does not end stays and is invalid."""
+    """The adapter, with decodings padded after the end of the expression; one without an end stays invalid."""
     import torch
     import torch.nn.functional as F
 

@@ -1,8 +1,8 @@
-"""Classification with inputs that are shifted, out of distribution or far away: for the claims about uncertainty.
+"""Classification with shifted, out-of-distribution and far-away inputs, for the claims about uncertainty.
 
 Notable here:
-- digits of scikit-learn, Fashion-MNIST, and CIFAR-10 through the features of a ResNet-56 that others trained
-- what is shifted, out of distribution or far is made here once, and nothing is ever fitted to it
+- scikit-learn digits, Fashion-MNIST, and CIFAR-10 by the features of a pretrained ResNet-56
+- nothing is ever fitted to the shifted, out-of-distribution and far inputs
 - two controls that need no posterior: uniform predictions, and the highest temperature at equal loss on held-out data
 """
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ClassifierSize:
-    """How much is trained.
+    """Sizes of data and training.
 
     Attributes:
-        seeds: of data and networks.
+        seeds: seeds of data and networks.
         members: networks of an ensemble.
-        epochs: on digits.
-        images, image_epochs, image_test: of Fashion-MNIST to train and to test on, and epochs; none where 0.
+        epochs: epochs on digits.
+        images, image_epochs, image_test: training images, epochs and test images of Fashion-MNIST; left out where 0.
     """
 
     seeds: tuple[int, ...]
@@ -49,12 +49,12 @@ SIZES = Scale.choose(
 
 @dataclass(frozen=True)
 class World:
-    """A classification: examples to train, to tune and to test on, shifted ones, and inputs of other kinds.
+    """A classification task: training, tuning and test examples, shifted ones, and OOD inputs.
 
     Attributes:
         train, tune, test, shifted: inputs and labels; ``shifted`` are rotated by 60 degrees, or noisy.
-        ood: inputs of classes that training never saw.
-        far: normal numbers times 100.
+        ood: inputs of classes that are not in training.
+        far: standard normal inputs times 100.
         outputs: number of classes.
     """
 
@@ -67,7 +67,7 @@ class World:
     outputs: int
 
     def on(self, device: str) -> World:
-        """The same world on a device."""
+        """The same task on a device."""
 
         def moved(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
             return pair[0].to(device), pair[1].to(device)
@@ -77,7 +77,7 @@ class World:
 
 
 def worlds(size: ClassifierSize, scale: Scale) -> Iterator[tuple[str, int, World]]:
-    """Digits and, where it is part of the size and can be had, Fashion-MNIST, for each seed."""
+    """Digits and, where the size asks for it and it is available, Fashion-MNIST, for each seed."""
     from pippin.claims.worlds import small_networks as small
 
     warm = digits(0)  # the first training loads and compiles what later ones find ready
@@ -93,7 +93,7 @@ def worlds(size: ClassifierSize, scale: Scale) -> Iterator[tuple[str, int, World
 def trained(
     name: str, world: World, seed: int, size: ClassifierSize, *, dropout: float = 0.0, precision: float = 1.0
 ) -> tuple[nn.Module, float]:
-    """A trained network of the world of that name, and the seconds of processor time that it took."""
+    """Train a network on the world of that name; also its processor time in seconds."""
     from pippin.claims.worlds import small_networks as small
 
     if name == "digits":
@@ -136,7 +136,7 @@ def digits(seed: int) -> World:
 
 
 def fashion_mnist(seed: int, train: int, test: int) -> World:
-    """Fashion-MNIST, some of it, with MNIST's digits as OOD inputs; both must be in the store."""
+    """A part of Fashion-MNIST, with MNIST as OOD inputs; both must be in the store."""
     import torch
 
     from pippin.data import images
@@ -163,9 +163,9 @@ def fashion_mnist(seed: int, train: int, test: int) -> World:
 
 
 def cifar10_worlds(seeds: tuple[int, ...], limit: int) -> Iterator[tuple[int, World, nn.Module]]:
-    """Features of CIFAR-10 in a ResNet-56 that others trained, and its last layer; a seed halves the test images.
+    """CIFAR-10 features of a pretrained ResNet-56, and its last layer; the seed splits the test images in half.
 
-    Fashion-MNIST is out of distribution, noise of 0.08 the shift.
+    OOD inputs are from Fashion-MNIST; the shift is noise of 0.08.
     """
     import torch
     from torch import nn
@@ -245,7 +245,7 @@ def at_equal_loss(predictor: Predictor, other: Predictor, world: World) -> Predi
 
 
 def measure(evidence: Evidence, name: str, arm: str, predictor: Predictor, world: World, seed: int) -> None:
-    """The figures of a classifier on test, shifted, OOD and far inputs; OOD ones by the largest probability."""
+    """Record a classifier on test, shifted, OOD and far inputs; the OOD score is the largest probability."""
     from pippin import metrics
 
     test, shifted = (probabilities(predictor, x) for x in (world.test[0], world.shifted[0]))
@@ -263,7 +263,7 @@ def measure(evidence: Evidence, name: str, arm: str, predictor: Predictor, world
 
 
 def probabilities(predictor: Predictor, x: Tensor) -> Tensor:
-    """The probabilities that a classifier gives, a batch at a time."""
+    """Predicted probabilities, computed in batches."""
     import torch
 
     found = []

@@ -1,10 +1,10 @@
-"""A pendulum that is damped in reality and not in its simulator, and what every method of inference is scored by.
+"""A pendulum that is damped in reality but not in its simulator, and the scores of every inference method.
 
 Notable here:
-- task C of arXiv:2405.08719: frequency and amplitude from a noisy series with a random phase; only reality loses
-  amplitude
-- every method reads with the same encoder, and all plans of a seed share one set of simulations, so that what differs
-  is the method
+- task C of arXiv:2405.08719: frequency and amplitude from a noisy series with a random phase; only the real amplitude
+  decays
+- every method uses the same encoder, and all transport plans of a seed share one set of simulations, so that only the
+  method differs
 - density and calibration are always given together
 """
 
@@ -29,7 +29,7 @@ LOW, HIGH = (0.0, 0.5), (3.0, 10.0)
 
 
 def pendulum(damping: float) -> Any:
-    """Series of a pendulum whose amplitude falls at a rate drawn between 0 and ``damping``; 0 is the simulator."""
+    """Simulator of a pendulum whose amplitude decays at a random rate up to ``damping``; 0 for no damping."""
     import torch
 
     times = torch.linspace(0, SECONDS, LENGTH)
@@ -57,7 +57,7 @@ def network(seed: int, device: str) -> NPE:
 
 
 class Bench:
-    """A fitted network, real observations with their parameters, and what all plans of a seed share."""
+    """A fitted network, real observations with their parameters, and the simulations that all plans of a seed share."""
 
     def __init__(
         self, evidence: Evidence, seed: int, device: str, *, steps: int, real: int, simulations: int, draws: int
@@ -78,7 +78,7 @@ class Bench:
         self.pool = self.npe.sample_from_features(draws, features, self.generator)
 
     def note(self, arm: str, log_probs: Tensor, ranks: Tensor, labels: tuple[int | str, ...]) -> None:
-        """Both scores of a method, for these numbers of labels (or in another setting, by its name)."""
+        """Record both scores of a method, for these numbers of labels or for a named setting."""
         from pippin.bayes.simulation.metrics import acauc, lpp
 
         for what in labels:
@@ -88,7 +88,7 @@ class Bench:
             self.evidence.add(f"ACAUC, {name}", acauc(ranks.cpu()), arm=arm, seed=self.seed)
 
     def network(self, arm: str, npe: NPE, x: Tensor, labels: tuple[int | str, ...], encoder: Any = None) -> None:
-        """The scores of a network by itself."""
+        """Record the scores of a network without transport."""
         import torch
 
         from pippin.bayes.simulation.metrics import posterior_ranks
@@ -102,12 +102,12 @@ class Bench:
     def plan(
         self, rope: RobustPosteriorEstimation, arm: str, labels: tuple[int | str, ...], tolerance: float = 1e-6
     ) -> None:
-        """The scores of the mixtures of a plan over the whole batch."""
+        """Record the scores of the mixtures that a plan over the whole batch gives."""
         posterior = plan_posterior(rope, self.x, simulations=self.simulated, tolerance=tolerance)
         self.note(arm, posterior.from_pairs(self.pairs), posterior.ranks(self.theta, self.pool), labels)
 
     def misspecification(self) -> None:
-        """The test of misspecification on reality, and on simulations, where it must stay silent."""
+        """Record the misspecification test on real data, and on simulations, where it must not reject."""
         from pippin.bayes.simulation.metrics import detect_misspecification
         from pippin.core.errors import Misspecified
 
@@ -122,7 +122,7 @@ class Bench:
 def plan_posterior(
     rope: RobustPosteriorEstimation, x: Tensor, *, inductive: bool = False, **options: Any
 ) -> MixturePosterior:
-    """A posterior; small gammas are swept on purpose, so their warning is not repeated here."""
+    """A posterior by a transport plan; the warning about small gammas, which are swept on purpose, is silenced."""
     from pippin.core.errors import InferenceAtRisk
 
     with warnings.catch_warnings():

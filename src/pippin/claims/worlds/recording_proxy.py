@@ -1,4 +1,4 @@
-"""A server on a real port of this machine, and a proxy in front of it that keeps every byte."""
+"""A server on a local port, and a proxy in front of it that records every byte."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def serving(app: Any) -> Iterator[int]:
-    """Serve an ASGI application on a free port of this machine; gives the port.
+    """Serve an ASGI application on a free local port; yields the port.
 
     Raises:
         MissingDependency: uvicorn is not installed.
@@ -35,10 +35,10 @@ def serving(app: Any) -> Iterator[int]:
 
 
 class RecordingProxy:
-    """Passes bytes on to a port and keeps them; ``meddle`` may change what comes back.
+    """Forwards bytes to a port and records them; ``meddle`` may change the response.
 
     Args:
-        port: where to pass them on to, on this machine.
+        port: local port to forward to.
     """
 
     def __init__(self, port: int) -> None:
@@ -52,7 +52,7 @@ class RecordingProxy:
         self._thread.start()
 
     def saw(self, text: str, length: int = 6) -> bool:
-        """Whether any ``length`` characters of a text in a row went over the wire, in either direction."""
+        """Whether any ``length`` consecutive characters of a text were on the wire, in either direction."""
         pieces = {text[at : at + length].encode() for at in range(len(text) - length + 1)}
         return any(piece in wire for piece in pieces for wire in (bytes(self.sent), bytes(self.received)))
 
@@ -60,7 +60,7 @@ class RecordingProxy:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Take no more connections."""
+        """Stop accepting connections."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()

@@ -1,8 +1,8 @@
 """A synthetic world of related domains, and a small classifier for it.
 
 Notable here:
-- domains differ in where their inputs lie, and in how much of each of a few shared factors decides the label
-- a batch comes with the weights of the domains it was sampled by, as a soup of experts wants it
+- domains differ in the mean of their inputs, and in the weights of a few shared factors that decide the label
+- a batch comes with the domain weights that it was sampled by, as a soup of experts needs
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Labeled = tuple[Tensor, Tensor]
 
 
 class RelatedDomains:
-    """The world of a seed."""
+    """The domains of a seed."""
 
     def __init__(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(7_000 + seed)
@@ -41,25 +41,25 @@ class RelatedDomains:
         self.out = base + torch.einsum("df,fic->dic", loads, factors)
 
     def draw(self, domains: Tensor, generator: torch.Generator) -> Labeled:
-        """Inputs and labels of one example in each of these domains."""
+        """Sample inputs and labels, one example for each of these domains."""
         x = self.shift[domains] + torch.randn(len(domains), INPUTS, generator=generator)
         logits = torch.einsum("bi,bic->bc", torch.tanh(2 * x @ self.hidden), self.out[domains])
         return x, torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
 
     def documents(self, domains: Tensor, generator: torch.Generator) -> Tensor:
-        """The mean input of a document in each of these domains: what is known of it without labels."""
+        """Mean inputs of sampled documents, one for each of these domains: unlabeled data for clustering."""
         x, _ = self.draw(domains.repeat_interleave(DOCUMENT), generator)
         return x.view(len(domains), DOCUMENT, INPUTS).mean(1)
 
 
 class WeightedBatches:
-    """Weights and a batch sampled by them, without end.
+    """Endless pairs of domain weights and a batch that is sampled by them.
 
     Args:
-        world: where from.
-        sampler: samples weights; a tensor stands for the same weights always.
-        seed: of the batches.
-        within: the share of each domain in what a weight stands for; None where that is the domain itself.
+        world: the domains.
+        sampler: samples weights; a tensor is used as constant weights.
+        seed: seed of the batches.
+        within: share of each domain in each component that has a weight; None where the components are the domains.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class WeightedBatches:
         self.world, self.sampler, self.seed, self.within = world, sampler, seed, within
 
     def __iter__(self) -> Iterator[tuple[Tensor, Labeled]]:
-        """The batches from the first one on."""
+        """Yield the batches."""
         generator = torch.Generator().manual_seed(self.seed)
         while True:
             weights = self.sampler if isinstance(self.sampler, Tensor) else self.sampler.sample(generator)
@@ -77,7 +77,7 @@ class WeightedBatches:
 
 
 def cross_entropy(model: nn.Module, batch: Labeled, generator: Any) -> Loss:
-    """Of the labels."""
+    """Training objective: mean cross-entropy of the labels."""
     return Loss(F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1]))
 
 
@@ -88,7 +88,7 @@ def loss(model: nn.Module, batch: Labeled) -> float:
 
 
 def classifier(seed: int) -> nn.Module:
-    """16-24-24-8, in the initialization of torch."""
+    """An MLP of sizes 16-24-24-8 with torch's initialization."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return nn.Sequential(

@@ -1,9 +1,9 @@
 """Small networks, trained in seconds, for the claims about uncertainty.
 
 Notable here:
-- the prior of training is the prior of the posterior: a Gaussian of the precision that is given, its share in every
-  batch, so that the trained weights are the mode
-- a network of dropout is the same network with one more layer
+- training has the prior of the posterior, a Gaussian of the given precision scaled to each batch, so that the trained
+  weights are the mode
+- a network with dropout is the same network with one more layer
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def device_for(scale: str) -> str:
 
 
 def available(*names: str) -> bool:
-    """Whether sets of the catalog are here or can be fetched; where not, a line says what is left out."""
+    """Whether these datasets are in the store or can be downloaded; if not, prints what is left out."""
     import sys
 
     from pippin.core.errors import AssetError
@@ -44,7 +44,7 @@ def available(*names: str) -> bool:
 
 
 def seeded(seed: int, make: Any) -> nn.Module:
-    """A network made under a seed, torch's own generator left alone."""
+    """Make a network under a seed, without changing torch's global generator."""
     import torch
 
     with torch.random.fork_rng():
@@ -54,7 +54,7 @@ def seeded(seed: int, make: Any) -> nn.Module:
 
 
 def perceptron(sizes: tuple[int, ...], seed: int, dropout: float = 0.0) -> nn.Module:
-    """Linear layers with ReLU between them, dropout before the last one where a rate is given."""
+    """An MLP with ReLU, and with dropout before the last layer where a rate is given."""
     from torch import nn
 
     def make() -> nn.Module:
@@ -69,7 +69,7 @@ def perceptron(sizes: tuple[int, ...], seed: int, dropout: float = 0.0) -> nn.Mo
 
 
 def convolutional(seed: int, outputs: int = 10, dropout: float = 0.0) -> nn.Module:
-    """Two convolutions and two linear layers over images of 28 by 28: 28,000 weights."""
+    """A CNN with two convolutions and two linear layers for images of 28 by 28: 28,000 weights."""
     from torch import nn
 
     def make() -> nn.Module:
@@ -83,7 +83,7 @@ def convolutional(seed: int, outputs: int = 10, dropout: float = 0.0) -> nn.Modu
 
 
 def tanh(sizes: tuple[int, ...], seed: int, norm: Callable[[], nn.Module] | None = None) -> nn.Module:
-    """Linear layers with tanh between them, in float64; a norm may stand before the last tanh."""
+    """An MLP with tanh in float64, optionally with a norm before the last tanh."""
     from torch import nn
 
     def make() -> nn.Module:
@@ -94,7 +94,7 @@ def tanh(sizes: tuple[int, ...], seed: int, norm: Callable[[], nn.Module] | None
 
 
 def residual(seed: int) -> nn.Module:
-    """A small residual network over images of 28 by 28, with batch norms."""
+    """A small residual network with batch norms for images of 28 by 28."""
     from torch import nn
 
     class Block(nn.Module):
@@ -108,7 +108,7 @@ def residual(seed: int) -> nn.Module:
             )
 
         def forward(self, x: Tensor) -> Tensor:
-            """Add, then cut off below zero."""
+            """Residual sum with ReLU."""
             summed: Tensor = (x + self.body(x)).relu()
             return summed
 
@@ -123,7 +123,7 @@ def residual(seed: int) -> nn.Module:
 
 
 def batches(x: Tensor, y: Tensor, size: int = 256) -> list[tuple[Tensor, Tensor]]:
-    """The examples in order, in batches."""
+    """Batches of the examples in order."""
     return list(zip(x.split(size), y.split(size), strict=True))
 
 
@@ -138,19 +138,19 @@ def train(
     batch: int = 32,
     precision: float = 0.0,
 ) -> float:
-    """Train a classifier or, where targets are real, a regressor with unit noise; in place, left in evaluation mode.
+    """Train in place a classifier or, for real targets, a regressor with unit noise; leaves evaluation mode.
 
     Args:
         model: the network.
         x, y: all examples.
         epochs: passes over them.
-        seed: of their order.
-        lr: of Adam, falling to 0.
-        batch: examples of a step.
-        precision: of the Gaussian prior of the weights; 0 for none.
+        seed: seed of their order.
+        lr: learning rate of Adam, decayed to 0.
+        batch: batch size.
+        precision: precision of the Gaussian prior of the weights; 0 for none.
 
     Returns:
-        Seconds of processor time.
+        Processor time in seconds.
     """
     import torch
     from torch.nn import functional

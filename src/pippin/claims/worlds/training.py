@@ -1,4 +1,4 @@
-"""The loop that most claims train with."""
+"""Training loop and device that the claims share."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def fit(
     weight_decay: float = 0.1,
     max_grad_norm: float | None = 1.0,
 ) -> TrainingResult:
-    """AdamW under a cosine schedule, without a progress bar; the model is in evaluation mode afterwards."""
+    """Train in place with AdamW and a cosine schedule, without a progress bar; leaves evaluation mode."""
     trainer = Trainer(
         model.train(),
         objective,

@@ -32,14 +32,14 @@ def part(shear: float, mean: tuple[float, float], variances: tuple[float, float]
 def feature_means(
     shears: Sequence[float], n: int, steps: tuple[int, int], langevin: int, seed: int
 ) -> dict[str, float]:
-    """The mean of both features of what is sampled, which is 1 where the composition is right.
+    """Means of both features of samples from the composition; 1 where it is right.
 
     Args:
-        shears: beside none, "separate".
-        n: samples.
-        steps: of DDIM, few and many; many for the first shear only.
-        langevin: steps of the corrector, for each shear.
-        seed: of the noise.
+        shears: shears to measure, beside no shear, "separate".
+        n: number of samples.
+        steps: DDIM steps, few and many; many for the first shear only.
+        langevin: corrector steps, for each shear.
+        seed: seed of the noise.
     """
     import torch
 
@@ -55,7 +55,7 @@ def feature_means(
         composed = compose(parts, part(shear, (0.0, 0.0), (0.04, 0.04)))
 
         def row(x: Tensor, t: float, of: Any = composed) -> Estimate:
-            """All samples are one, so that one source of noise serves them."""
+            """All samples form one row, so that they share one generator."""
             made = of(x[0], t)
             return Estimate(made.x0[None], made.eps[None])
 

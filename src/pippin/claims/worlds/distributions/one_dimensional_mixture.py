@@ -28,7 +28,7 @@ def mixture() -> GaussianMixture:
 
 
 def quantiles() -> tuple[Tensor, Tensor]:
-    """Of the normal density and of the mixture, (1, n) each; the latter by bisection."""
+    """Quantiles of the normal density and of the mixture, (1, n) each; the latter by bisection."""
     import torch
 
     of = mixture()
@@ -50,7 +50,7 @@ def _features(x: Tensor, t: Tensor) -> Tensor:
 
 
 def perceptron(kind: Any, schedule: NoiseSchedule, steps: int, rate: float, seed: int) -> tuple[Any, float]:
-    """A denoiser of one-dimensional samples trained by plain regression, and its error on samples of its own."""
+    """Train a denoiser of one-dimensional samples by plain regression; also its error on fresh samples."""
     import torch
     from torch import nn
 
@@ -77,7 +77,7 @@ def perceptron(kind: Any, schedule: NoiseSchedule, steps: int, rate: float, seed
     fit(network, squares, batches(), max(1, steps), seed, AdamW(lr=rate, weight_decay=0.0), "cpu")
 
     def denoiser(x: Tensor, t: float) -> Estimate:
-        """All samples stand in one row, so that one source of noise serves them."""
+        """All samples form one row, so that they share one generator."""
         said = network(_features(x.view(-1, 1), torch.full((x.numel(),), t))).view(x.shape)
         return estimate(said, x, t, kind, schedule)
 

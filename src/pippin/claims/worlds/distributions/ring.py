@@ -1,4 +1,4 @@
-"""A flow of two numbers trained on points of a ring: the mass of its density on a grid, and whether it has the hole."""
+"""A two-dimensional flow trained on points of a ring: the mass of its density, and whether it has the hole."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Ring:
 
 
 def ring_density(steps: int, seed: int) -> tuple[float, float]:
-    """The mass on the grid, and the density at the center over that on the ring."""
+    """Train the flow; the mass on the grid, and the density at the center relative to that on the ring."""
     config = TarFlowConfig(
         (1, 2, 1), patch_size=1, layers_per_block=(1, 1, 1, 1), hidden_size=32, num_attention_heads=1, noise_std=0.15
     )

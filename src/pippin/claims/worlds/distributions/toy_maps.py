@@ -37,7 +37,7 @@ def square(n: int, generator: torch.Generator) -> Tensor:
 
 
 def trained_map(seed: int, term: Term | None, *, steps: int, points: int) -> nn.Module:
-    """A small network, trained for some steps on so many points each."""
+    """A small network, trained for so many steps on so many points each."""
     import torch
     from torch import nn
 
@@ -66,7 +66,7 @@ def trained_map(seed: int, term: Term | None, *, steps: int, points: int) -> nn.
 
 
 def _sinkhorn_divergence(y: Tensor, target: Tensor) -> Tensor:
-    """Entropic transport between the two less half of that within each; its gradient is at fixed plans."""
+    """Sinkhorn divergence: entropic transport cost between the two, less half of that within each, at fixed plans."""
     import torch
 
     from pippin.bayes.transport.gromov_solver import sinkhorn_plans
@@ -82,7 +82,7 @@ def _sinkhorn_divergence(y: Tensor, target: Tensor) -> Tensor:
 
 
 def wasserstein(y: Tensor, target: Tensor) -> float:
-    """Squared 2-Wasserstein distance of two samples of one size, exactly."""
+    """Exact squared 2-Wasserstein distance of two samples of equal size."""
     from scipy.optimize import linear_sum_assignment
 
     cost = (y[:, None] - target[None]).square().sum(2).double().numpy()

@@ -23,7 +23,7 @@ Net = TypeVar("Net", bound=nn.Module)
 
 
 class _Anything(nn.Module):
-    """Stands for the classes of the files that torch does not have: what it holds is all that is read."""
+    """Placeholder for the classes of the files that torch does not have; only its attributes are read."""
 
 
 _SAVED: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
@@ -45,7 +45,7 @@ _SAVED: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
 
 
 class Residual(nn.Module):
-    """Two convolutions beside a shortcut.
+    """Residual block: two convolutions and a shortcut.
 
     Source: He, Zhang, Ren, Sun, arXiv:1512.03385, section 4.2.
     """
@@ -67,7 +67,7 @@ class Residual(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Three groups of residual blocks, 16, 32 and 64 wide, over images of 32 by 32."""
+    """ResNet with three groups of residual blocks of 16, 32 and 64 channels, for images of 32 by 32."""
 
     def __init__(self, blocks: int) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class ResNet(nn.Module):
 
 
 class VGG(nn.Module):
-    """Thirteen convolutions and two linear layers, with batch norm and dropout.
+    """VGG with thirteen convolutions and two linear layers, batch norm and dropout.
 
     Source: Simonyan and Zisserman, arXiv:1409.1556, configuration D.
     """

@@ -1,4 +1,4 @@
-"""What the claims on composition and length share: drawn scenes that are learned from, and how a model is trained."""
+"""Training for the claims on composition and length: batches from a fixed pool of scenes, and one recipe."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 
 
 class Pool:
-    """Batches from a fixed pool of scenes, without end, each with a condition.
+    """Endless random batches from a fixed pool of scenes, with their conditions.
 
     Args:
         scenes: the pool.
-        condition: of scenes that were drawn from it, by a generator.
-        batch: scenes of each.
-        seed: of the order.
+        condition: makes the condition of scenes, given their indices and a generator.
+        batch: batch size.
+        seed: seed of the order.
     """
 
     def __init__(self, scenes: Scenes, condition: Callable[[Tensor, Any], Conditioning], batch: int, seed: int) -> None:
         self.scenes, self.condition, self.batch, self.seed = scenes, condition, batch, seed
 
     def __iter__(self) -> Iterator[Samples]:
-        """The batches; the condition sees the numbers of the scenes."""
+        """Yield the batches."""
         import torch
 
         from pippin.generate.conditions import Samples
@@ -43,7 +43,7 @@ class Pool:
 def trained(
     network: Any, spec: ConditioningSpec, data: Pool, *, steps: int, rate: float, seed: int, method: Any = "ddim"
 ) -> Diffusion:
-    """A diffusion model of v-prediction after so many steps, in evaluation mode, where the machine computes."""
+    """Train a diffusion model by v-prediction; it is returned in evaluation mode, on the GPU if there is one."""
     import torch
 
     from pippin.generate.diffusion.diffusion import Denoising, Diffusion, DiffusionConfig

@@ -1,4 +1,4 @@
-"""Bytes that an image creator estimates and that a process uses, for images of any size."""
+"""Memory that an image creator estimates, and memory that a process uses, for images of any size."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ print(*measured(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]))
 
 
 def measured(side: int, batch_size: int, device: str) -> tuple[float, float, float, float]:
-    """In a process of its own: bytes estimated, bytes used, seconds estimated, and the share allocated when refused."""
+    """Bytes estimated, bytes used, seconds estimated, and the share allocated when refused; needs a fresh process."""
     import torch
 
     from pippin.core.device import peak_memory
@@ -52,7 +52,7 @@ def measured(side: int, batch_size: int, device: str) -> tuple[float, float, flo
 
 
 def measured_apart(side: int, batch_size: int, where: str) -> tuple[float, float, float, float]:
-    """`measured` in a process of its own."""
+    """Run `measured` in a fresh process."""
     command = [sys.executable, "-c", _CHILD, str(side), str(batch_size), where]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     estimate, used, seconds, allocated = map(float, said[-4:])

@@ -25,7 +25,7 @@ RATE = 3e-3
 
 @cache
 def encoder() -> PromptEncoder:
-    """The text encoder, fetched where it is not here."""
+    """The text encoder, downloaded if it is not in the store."""
     from pippin.core.store import store
     from pippin.recipes.prompt_encoder import PromptEncoder
 
@@ -43,13 +43,13 @@ def scene_spec(pixels: int) -> SceneSpec:
 
 
 class Described:
-    """Batches of scenes with their captions, encoded once each."""
+    """Batches of scenes with their captions; each caption is encoded once."""
 
     def __init__(self, pixels: int, batch: int, seed: int) -> None:
         self.pixels, self.batch, self.seed = pixels, batch, seed
 
     def __iter__(self) -> Iterator[Samples]:
-        """The batches from the first one on."""
+        """Yield the batches."""
         from pippin.data.synthetic.scenes import SceneStream
         from pippin.generate.conditions import Samples
 
@@ -97,7 +97,7 @@ def untrained(name: str, pixels: int, factor: int = 1) -> tuple[Any, Any]:
 
 
 def trained(family: str, pixels: int, factor: int, steps: int, batch: int, seed: int, where: str) -> Any:
-    """A model of a family after so many steps, in evaluation mode; `factor` multiplies its width."""
+    """Train a model of a family; it is returned in evaluation mode. `factor` multiplies its width."""
     from pippin.claims.worlds.images.scene_pool import fit
     from pippin.train import AdamW, CosineSchedule
 
@@ -116,5 +116,5 @@ def creator_of(model: Any, family: str) -> ImageCreator:
 
 
 def concepts(caption: str, family: str) -> list[str]:
-    """A composition takes each kind of object as a part of its own."""
+    """Parts of a caption: one for each kind of object where the family is a composition."""
     return caption.split(" and ") if family == "composition" else [caption]

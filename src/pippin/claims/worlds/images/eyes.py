@@ -1,9 +1,9 @@
-"""Synthetic eyes of 24 by 24 pixels whose gaze is known: as a simulator draws them, and as a hidden camera sees them.
+"""Synthetic eyes of 24 by 24 pixels with known gaze: as a simulator renders them, and as a hidden camera sees them.
 
 Notable here:
-- the camera blurs, bends levels, darkens corners, has fixed and random noise; its pictures have another distribution of
-  gazes, so that moving pupils would bring the two sets nearer to each other, and would be wrong
-- the decoder knows the geometry of the simulator: it reads a gaze by matching a clean pupil at every place
+- the camera has blur, a nonlinear response, vignetting, fixed-pattern and random noise; its images have another
+  distribution of gazes, so a refiner that moves pupils would look more real, and would be wrong
+- the decoder knows the geometry of the simulator: it estimates gaze by matching a clean pupil at every position
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ SKIN, WHITE, DARK, GLINT = -0.1, 0.75, -0.8, 0.9
 
 @dataclass(frozen=True)
 class Eyes:
-    """Pictures and gazes: (down, right) in pixels from the middle of the eye."""
+    """Images and their gazes: (down, right) in pixels from the center of the eye."""
 
     x: Tensor
     gaze: Tensor
 
 
 def simulated(n: int, seed: int) -> Eyes:
-    """Clean pictures, gazes uniform over a square."""
+    """Rendered images, with gazes uniform over a square."""
     import torch
 
     generator = torch.Generator().manual_seed(10_000 + seed)
@@ -40,7 +40,7 @@ def simulated(n: int, seed: int) -> Eyes:
 
 
 def photographed(n: int, seed: int) -> Eyes:
-    """What the camera sees; gazes gather about one place."""
+    """Images from the camera, with gazes concentrated around one point."""
     import torch
 
     generator = torch.Generator().manual_seed(20_000 + seed)
@@ -50,7 +50,7 @@ def photographed(n: int, seed: int) -> Eyes:
 
 
 def camera(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Blur, level bending, dark corners, less light, noise that stays and noise that does not."""
+    """Apply blur, a nonlinear response, vignetting, lower brightness, fixed-pattern and random noise."""
     import torch
     import torch.nn.functional as F
 
@@ -68,7 +68,7 @@ def camera(x: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def decoded(x: Tensor) -> Tensor:
-    """The gaze in each picture: where a clean pupil fits best, to a fraction of a pixel."""
+    """Gaze of each image by subpixel template matching of a clean pupil."""
     import torch
     import torch.nn.functional as F
 
@@ -89,7 +89,7 @@ def decoded(x: Tensor) -> Tensor:
 
 
 def _draw(gaze: Tensor, generator: torch.Generator) -> Tensor:
-    """Skin, a bright ellipse, a dark disc at the gaze, and a glint on it."""
+    """Render skin, a bright ellipse, a dark disc at the gaze, and a glint on it."""
     import torch
 
     n = len(gaze)
@@ -117,7 +117,7 @@ def _top(scores: Tensor, at: Tensor) -> Tensor:
 
 
 def matched(x: Tensor, real: Tensor, seed: int) -> Tensor:
-    """Simulated images with the distribution of levels of real ones, and as much noise as real ones have more."""
+    """Simulated images with the histogram of real ones, and noise added up to the level of real ones."""
     import torch
 
     order = x.flatten().argsort()

@@ -1,4 +1,4 @@
-"""Pictures of levels for the claims on flows, made scenes and digits with a held-out part; and the training."""
+"""Quantized images for the claims on flows: synthetic scenes, and digits with a held-out part; and their training."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ RATE = 2e-3
 
 @dataclass(frozen=True)
 class Net:
-    """The form of a flow of small pictures: patch 2, layers of each block, width, heads."""
+    """Architecture of a flow of small images: layers of each block, width, heads; patches of 2."""
 
     layers: tuple[int, ...]
     width: int
     heads: int
 
     def config(self, size: int, levels: int = 256, *, classes: int = 0, **changes: object) -> TarFlowConfig:
-        """The configuration for gray pictures of this size."""
+        """The configuration for grayscale images of this size."""
         from pippin.generate.conditions import ConditioningSpec
         from pippin.generate.flows.tarflow import TarFlowConfig
 
@@ -47,7 +47,7 @@ LARGE = Net((4, 4, 4, 4), 512, 8)
 
 
 class SceneBatches:
-    """Scenes as samples, without end."""
+    """Endless batches of fresh scenes."""
 
     def __init__(self, spec: SceneSpec, batch: int, seed: int) -> None:
         self.spec, self.batch, self.seed = spec, batch, seed
@@ -62,7 +62,7 @@ class SceneBatches:
 
 
 class SetBatches:
-    """Random batches of a set of pictures of levels, with labels or without."""
+    """Endless random batches of a set of quantized images, with labels or without."""
 
     def __init__(self, images: Tensor, labels: Tensor | None, levels: int, batch: int, seed: int) -> None:
         self.images, self.labels, self.levels, self.batch, self.seed = images, labels, levels, batch, seed
@@ -81,7 +81,7 @@ class SetBatches:
 
 
 def digits(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """scikit-learn's 1,797 digits of 8 by 8 pixels in 17 levels: pictures and labels to learn, then 360 held out."""
+    """scikit-learn's 1,797 digits of 8 by 8 pixels in 17 levels: training images and labels, then 360 held-out ones."""
     import numpy as np
     import torch
 
@@ -99,7 +99,7 @@ def digits(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def trained(
     config: TarFlowConfig, data: object, steps: int, seed: int, device: str = "cpu", rate: float | None = None
 ) -> TarFlow:
-    """A flow trained on these batches, in evaluation mode; the learning rate is that of its width unless given."""
+    """Train a flow on these batches; returned in evaluation mode. The default learning rate depends on its width."""
     from pippin.generate.flows.tarflow import FlowLikelihood, TarFlow
     from pippin.train import AdamW, CosineSchedule, Trainer
 
@@ -120,7 +120,7 @@ def trained(
 
 
 def bits(flow: TarFlow, images: Tensor, seed: int, rows: int = 256) -> float:
-    """Mean bits for each number of pictures of levels."""
+    """Mean bits per dimension of quantized images."""
     import torch
 
     place = next(flow.parameters()).device
@@ -130,7 +130,7 @@ def bits(flow: TarFlow, images: Tensor, seed: int, rows: int = 256) -> float:
 
 
 def gaussian_bits(known: Tensor, images: Tensor, levels: int, seed: int) -> float:
-    """Mean bits for each number under the Gaussian with the mean and covariance of ``known``, dequantized alike."""
+    """Mean bits per dimension under a Gaussian fitted to ``known``, with the same dequantization."""
     import math
 
     import torch
@@ -148,7 +148,7 @@ def gaussian_bits(known: Tensor, images: Tensor, levels: int, seed: int) -> floa
 
 
 def histogram_bits(known: Tensor, images: Tensor, levels: int) -> float:
-    """Mean bits for each number under one histogram of levels for each pixel, with one count added to every level."""
+    """Mean bits per dimension under an add-one smoothed histogram of each pixel."""
     import torch
 
     counts = torch.nn.functional.one_hot(known.long().flatten(1), levels).sum(0) + 1.0
@@ -157,7 +157,7 @@ def histogram_bits(known: Tensor, images: Tensor, levels: int) -> float:
 
 
 def mixture_bits(known: Tensor, images: Tensor, levels: int, seed: int, components: int = 16) -> float:
-    """Mean bits for each number under a mixture of Gaussians, dequantized as for `gaussian_bits`."""
+    """Mean bits per dimension under a mixture of Gaussians, dequantized as for `gaussian_bits`."""
     import math
 
     import torch

@@ -1,4 +1,4 @@
-"""Small networks that say a gaze, or whether an image is real: one recipe for the images of every arm."""
+"""Small networks that regress gaze or classify real images: one recipe for every arm."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def network(x: Tensor, wanted: Tensor, seed: int, steps: int, rate: float) -> nn.Module:
-    """About 30 thousand parameters, trained to say what is wanted of each image."""
+    """Train a network of about 30,000 parameters to predict ``wanted`` from the images."""
     from torch import nn
 
     from pippin.claims.worlds.images.scene_pool import fit
@@ -36,7 +36,7 @@ def network(x: Tensor, wanted: Tensor, seed: int, steps: int, rate: float) -> nn
 
 
 def best(x: Tensor, wanted: Tensor, seed: int, steps: int, rates: Sequence[float]) -> nn.Module:
-    """At the learning rate that is best on the last quarter after a third of the steps on the rest."""
+    """Train `network` at the learning rate that is best on the last quarter of images after a third of the steps."""
     from pippin.claims.worlds.images.scene_pool import best_rate
 
     n = 3 * len(x) // 4
@@ -49,17 +49,17 @@ def best(x: Tensor, wanted: Tensor, seed: int, steps: int, rates: Sequence[float
 
 
 def gaze_error(x: Tensor, gaze: Tensor, test: Eyes, seed: int, steps: int, rates: Sequence[float]) -> float:
-    """Mean distance in pixels on real images of a regressor that was trained on these."""
+    """Mean error in pixels on real test images of a regressor that is trained on ``x``."""
     return away(best(x, gaze, seed, steps, rates)(test.x), test.gaze)
 
 
 def away(found: Tensor, gaze: Tensor) -> float:
-    """Mean distance of found gazes in pixels."""
+    """Mean error of predicted gazes in pixels."""
     return float((found - gaze).norm(dim=1).mean())
 
 
 def told_apart(x: Tensor, real: Tensor, seed: int, steps: int, rates: Sequence[float]) -> float:
-    """How often a fresh classifier tells these images from real ones, on images that it was not trained on."""
+    """Held-out accuracy of a fresh classifier of these images against real ones."""
     import torch
 
     n = min(len(x), len(real)) * 3 // 4

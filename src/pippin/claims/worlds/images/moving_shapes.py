@@ -1,4 +1,4 @@
-"""The flow of moving shapes that the claims on clips share: its data, its sizes, its training."""
+"""The flow of moving shapes that the claims on videos share: data, sizes and training."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ClipSize:
-    """How much is trained and looked at.
+    """Sizes of data, flow, training and evaluation.
 
     Attributes:
-        seeds: of data, weights and noise.
+        seeds: seeds of data, weights and noise.
         size: height and width of a frame.
-        frames: of a clip.
-        width: of the hidden states.
-        heads: of the attention.
-        layers: of each block.
-        steps: of training.
-        batch: clips of a step.
-        rate: of learning.
-        n: clips that are looked at.
-        picture_steps: of training for flows of single pictures.
+        frames: frames of a video.
+        width: hidden size.
+        heads: attention heads.
+        layers: layers of each block.
+        steps: training steps.
+        batch: batch size.
+        rate: learning rate.
+        n: videos of the evaluation.
+        picture_steps: training steps of flows of single frames.
     """
 
     seeds: tuple[int, ...]
@@ -49,7 +49,7 @@ NOISE = 0.3
 
 
 def clip_spec(size: ClipSize, frames: int | None = None) -> VideoClipSpec:
-    """One shape that moves straight on and bounces off the walls."""
+    """Videos of one shape that moves in a straight line and bounces off the walls."""
     from pippin.data.synthetic.scenes import SceneSpec
     from pippin.data.synthetic.video_clips import VideoClipSpec
 
@@ -65,7 +65,7 @@ def device(scale: str) -> str:
 
 
 def trained(size: ClipSize, seed: int, scale: str, **changes: Any) -> StarFlow:
-    """A flow of clips with its score network, both trained at once; in evaluation mode."""
+    """Train a video flow and its score network together; returned in evaluation mode."""
     from pippin.generate.conditions import Samples
     from pippin.generate.flows.starflow.config import StarFlowConfig
     from pippin.generate.flows.starflow.loss import LikelihoodAndScore
@@ -104,14 +104,14 @@ def trained(size: ClipSize, seed: int, scale: str, **changes: Any) -> StarFlow:
 
 
 def supply(size: ClipSize, seed: int) -> Any:
-    """Clips to learn from, without end."""
+    """Endless training videos."""
     from pippin.data.synthetic.video_clips import VideoClipStream
 
     return VideoClipStream(clip_spec(size), size.batch, seed=1_000 + seed)
 
 
 def held_out(size: ClipSize, seed: int, frames: int | None = None) -> Tensor:
-    """Clips that no flow learned from."""
+    """Held-out videos."""
     from pippin.data.synthetic.video_clips import sample_video_clips
 
     return sample_video_clips(clip_spec(size, frames), size.n, seed=9_000 + seed).x

@@ -1,4 +1,4 @@
-"""Images to train a generative model on, and images that are out of its distribution: four cases.
+"""In-distribution and out-of-distribution images for a generative model: four cases.
 
 Notable here:
 - three cases are chosen so that a likelihood succeeds (digits), fails (gratings), and prefers the wrong images (dots)
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OODImages:
-    """Images [n, pixels] in 0..1 to train on and held out, those that are out of distribution by name, and a model."""
+    """Training and held-out images [n, pixels] in 0..1, OOD images by name, and the config of a VAE."""
 
     name: str
     train: Tensor
@@ -66,7 +66,7 @@ def gratings(seed: int, count: int) -> OODImages:
 
 
 def _gratings(n: int, degrees: tuple[float, float], contrast: tuple[float, float], generator: Any) -> Tensor:
-    """Gratings of 8 by 8, 0.2 cycles a pixel, of any phase, around 0.5, with noise of 0.05."""
+    """Gratings of 8 by 8 pixels around 0.5, 0.2 cycles per pixel, random phase, noise of 0.05."""
     import torch
 
     def between(low: float, high: float) -> Tensor:
@@ -109,7 +109,7 @@ def _unions(n: int, generator: Any) -> Tensor:
 
 
 def fashion_mnist(count: int, side: int, images: int, *, convolutional: bool = False) -> OODImages:
-    """Fashion-MNIST, MNIST out of distribution; below 1,000 images transposed Fashion-MNIST, to fetch nothing large."""
+    """Fashion-MNIST with MNIST as OOD images; below 1,000 images, transposed Fashion-MNIST, to avoid a download."""
     from pippin.bayes.latent.vae import VAEConfig
     from pippin.core.store import store
     from pippin.data import images as sets

@@ -1,7 +1,7 @@
-"""An autoregressive transformer of images of levels: patch by patch, and element by element within a patch.
+"""An autoregressive transformer of quantized images: patch by patch, and element by element within a patch.
 
 Notable here:
-- it has the layers, the width and the tokens of the flow that it stands beside, and exact bits without dequantization
+- it has the layers, width and tokens of the flow that it is compared with, and exact bits without dequantization
 - an element is predicted from all patches before its own, and from the elements of its own patch before it
 """
 
@@ -16,14 +16,14 @@ from torch.nn import functional
 
 
 class PatchAutoregression(nn.Module):
-    """Log-probabilities of levels of gray images.
+    """Autoregressive model of quantized grayscale images.
 
     Args:
-        side: of the images in pixels.
-        levels: values of an element.
-        layers: of the transformer.
-        width: of its hidden states.
-        heads: of its attention.
+        side: side of the images in pixels.
+        levels: number of values of an element.
+        layers: number of layers.
+        width: hidden size.
+        heads: attention heads.
         patch: side of a patch.
     """
 
@@ -41,7 +41,7 @@ class PatchAutoregression(nn.Module):
         self.out = nn.Linear(width, levels)
 
     def nats(self, images: Tensor) -> Tensor:
-        """Of each image (n, 1, side, side) of whole numbers: minus its log-probability."""
+        """Negative log-probability of each image, (n, 1, side, side) of integers."""
         tokens = functional.pixel_unshuffle(images.float(), self.patch).flatten(2).transpose(1, 2).long()
         scaled = 2 * tokens / (self.levels - 1) - 1
         before = functional.pad(self.read(scaled)[:, :-1], (0, 0, 1, 0)) + self.positions
@@ -61,7 +61,7 @@ class PatchAutoregression(nn.Module):
 def trained(
     model: PatchAutoregression, data: Iterable[Any], steps: int, seed: int, device: str, rate: float
 ) -> PatchAutoregression:
-    """After so many steps on batches of images from -1 to 1, in evaluation mode."""
+    """Train on batches of images in -1..1; the model is returned in evaluation mode."""
     from pippin.claims.worlds.images.scene_pool import fit
     from pippin.train import AdamW, Loss
 
@@ -76,7 +76,7 @@ def trained(
 
 
 def bits(model: PatchAutoregression, images: Tensor) -> float:
-    """Mean bits for each element."""
+    """Mean bits per dimension."""
     where = model.out.weight.device
     with torch.no_grad():
         nats = torch.cat([model.nats(part.long().to(where)) for part in images.split(256)])

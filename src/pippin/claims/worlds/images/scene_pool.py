@@ -29,27 +29,27 @@ def device(scale: str) -> str:
 
 
 def labeled(scenes: Scenes) -> Samples:
-    """Images with the class of their number of objects, from the smallest number on."""
+    """Images with their number of objects, less the smallest, as class."""
     from pippin.generate.conditions import Conditioning, Samples
 
     return Samples(scenes.x, Conditioning(labels=scenes.counts - scenes.spec.objects[0]))
 
 
 def rows(samples: Samples, index: Any) -> Samples:
-    """Some of the samples."""
+    """The samples at these indices."""
     from pippin.generate.conditions import Samples
 
     return Samples(samples.x[index], None if samples.condition is None else samples.condition.select(index))
 
 
 class PoolBatches:
-    """Random batches of fixed samples without end, the same for every arm of a seed."""
+    """Endless random batches of fixed samples, the same for every arm of a seed."""
 
     def __init__(self, samples: Samples, batch: int, seed: int) -> None:
         self.samples, self.batch, self.seed = samples, batch, seed
 
     def __iter__(self) -> Iterator[Samples]:
-        """From the first one on."""
+        """Yield the batches."""
         import torch
 
         generator = torch.Generator().manual_seed(self.seed)
@@ -60,7 +60,7 @@ class PoolBatches:
 def fit(
     model: nn.Module, objective: Any, data: Any, steps: int, seed: int, optimizer: Any, where: str, **how: Any
 ) -> Any:
-    """Train in place, with the averaged weights at the end where `ema` is given; in evaluation mode.
+    """Train in place; averaged weights are loaded at the end where `ema` is given; leaves evaluation mode.
 
     Returns:
         The training's history.
@@ -78,7 +78,7 @@ def fit(
 
 
 def best_rate(rates: Sequence[float], loss_at: Callable[[float], float]) -> float:
-    """The learning rate of the lowest validation loss; not searched where there is but one."""
+    """The learning rate of the lowest validation loss; a single rate is returned untried."""
     import math
 
     from pippin.core.errors import NonFiniteLoss, NonFiniteSample
@@ -103,7 +103,7 @@ class Distance:
         self.true = self.features(true)
 
     def __call__(self, x: Tensor) -> float:
-        """Of these samples."""
+        """The distance of these samples."""
         from pippin.evaluate.images.sample_quality import frechet_distance
 
         return frechet_distance(self.features(x.cpu()), self.true)

@@ -1,4 +1,4 @@
-"""Scenes of one disc or none, small or large, a network that learned from them, and its compositions."""
+"""Scenes of one small or large disc or none, a model trained on them, and its compositions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RADII = {"small": (0.30, 0.36), "large": (0.65, 0.72)}
 
 
 def scene_spec(side: int, kind: str) -> SceneSpec:
-    """One disc of that kind, or none."""
+    """Scenes of one disc of that kind, or none."""
     from pippin.data.synthetic.scenes import SceneSpec
 
     low, high = (radius * side / CELLS for radius in RADII[kind])
@@ -50,7 +50,7 @@ def backgrounds(side: int) -> dict[str, GeneratorCondition]:
 
 
 def single_object_model(side: int, width: int, steps: int, pool_size: int, batch: int, seed: int) -> Diffusion:
-    """A model of single objects, small and large; where one is goes unsaid for a quarter of them."""
+    """Train a model of single objects, small and large; the position is dropped from a quarter of the conditions."""
     import torch
 
     from pippin.claims.worlds.images.composed_scenes import Pool, trained

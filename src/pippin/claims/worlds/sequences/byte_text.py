@@ -1,10 +1,10 @@
 """Real text and small models of its bytes, for claims about language models that are trained within the claim.
 
 Notable here:
-- the text is the source of Python's own standard library, which every machine has that runs this: of ten files, in the
-  order of their names, one is held out and one is for validation, by which learning rates are chosen
-- a token is a byte, so losses are in nats per byte and no tokenizer stands between two models that are compared
-- a batch depends on the seed and its number alone: models trained with one seed see the same text in the same order
+- the text is the source of Python's standard library, which every installation has: of ten files in order of name, one
+  is held out and one is for validation, by which learning rates are chosen
+- a token is a byte, so losses are in nats per byte and comparable between models
+- a batch depends on the seed and its index alone: models trained with one seed see the same text in the same order
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ TUNING_SEED = 50
 
 @dataclass(frozen=True)
 class ByteText:
-    """Files laid end to end, each closed by `END`."""
+    """Concatenated files, each followed by `END`."""
 
     train: Int[Tensor, train_bytes]
     held_out: Int[Tensor, held_out_bytes]
@@ -53,10 +53,10 @@ class ByteText:
 
 @cache
 def byte_text(*, validation: bool = False) -> ByteText:
-    """The modules at the top of the standard library, in the order of their names.
+    """The top-level modules of the standard library, in order of name.
 
     Args:
-        validation: whether the files for validation stand in the place of the held-out ones.
+        validation: use the validation files in place of the held-out ones.
     """
     folder = Path(sysconfig.get_path("stdlib"))
     texts = [path.read_bytes() for path in sorted(folder.glob("*.py"), key=lambda path: path.name)]
@@ -68,16 +68,16 @@ def byte_text(*, validation: bool = False) -> ByteText:
 
 
 class ByteBatches:
-    """Random stretches of the training text, without end.
+    """Endless batches of random windows of the training text.
 
     Args:
-        rows: stretches of a batch.
-        length: bytes that are predicted in each.
-        seed: two streams of one seed bring the same batches.
+        rows: batch size.
+        length: predicted bytes of each sequence.
+        seed: two streams of one seed yield the same batches.
         text: None for `byte_text`.
 
     Raises:
-        InvalidArgument: a length that the text is too short for.
+        InvalidArgument: the text is too short for the length.
     """
 
     def __init__(self, rows: int, length: int, seed: int, text: ByteText | None = None) -> None:
@@ -87,7 +87,7 @@ class ByteBatches:
             raise InvalidArgument(f"stretches of {length} bytes do not fit in a text of {len(self.bytes)}")
 
     def __iter__(self) -> Iterator[TokenBatch]:
-        """The batches from the present one on."""
+        """Yield batches from the current one on."""
         while True:
             generator = torch.Generator().manual_seed((self.seed << 32) + self.drawn)
             starts = torch.randint(len(self.bytes) - self.length, (self.rows, 1), generator=generator)
@@ -96,18 +96,18 @@ class ByteBatches:
             yield TokenBatch(rows[:, :-1], rows[:, 1:])
 
     def state_dict(self) -> dict[str, Any]:
-        """How many batches were drawn."""
+        """The number of batches so far."""
         return {"drawn": self.drawn}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from a saved state."""
         self.drawn = int(state["drawn"])
 
 
 def byte_config(
     *, layers: int = 8, width: int = 64, shared: int = 0, heads: int = 4, kv_heads: int = 2, qk_norm: bool = True
 ) -> DecoderConfig:
-    """A small decoder of bytes in the style of AFM; ``shared``: how many layers at the end have no cache."""
+    """Config of a small byte decoder in the style of AFM; the last ``shared`` layers have no KV cache."""
     return AFMConfig(
         vocab_size=VOCABULARY,
         hidden_size=width,
@@ -124,7 +124,7 @@ def byte_config(
 
 
 def byte_decoder(config: DecoderConfig, *, seed: int) -> Decoder:
-    """Random weights for a narrow model: four times `Decoder.initialize`, whose scale is made for widths near 1,000."""
+    """Initialize at four times the scale of `Decoder.initialize`, which is meant for widths near 1,000."""
     module = Decoder(config).initialize(seed=seed)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -144,16 +144,16 @@ def train_bytes(
     objective: Objective | None = None,
     text: ByteText | None = None,
 ) -> Decoder:
-    """Train on random stretches of the text, in place; AdamW, cosine schedule with a tenth of warm-up, clipped at 1.
+    """Train in place on random windows of the text: AdamW, cosine schedule, 10 % warm-up, gradient norm clipped at 1.
 
     Args:
-        module: initialized.
-        steps: of the optimizer.
-        seed: of the stretches.
-        rows: stretches a step.
-        length: bytes of each.
-        lr: the highest learning rate.
-        objective: None for the likelihood of the next byte.
+        module: an initialized model.
+        steps: optimizer steps.
+        seed: seed of the windows.
+        rows: batch size.
+        length: bytes of each sequence.
+        lr: peak learning rate.
+        objective: training objective; None for the likelihood of the next byte.
         text: None for `byte_text`.
     """
     from pippin.claims.worlds.training import fit
@@ -165,12 +165,12 @@ def train_bytes(
 
 @torch.no_grad()
 def held_out_nats(module: Decoder, *, length: int = 256, limit: int = 65_536, text: ByteText | None = None) -> float:
-    """Mean loss on the held-out text in nats per byte, over stretches spread evenly through it.
+    """Mean loss on the held-out text in nats per byte, over windows spread evenly over it.
 
     Args:
-        module: a model of bytes.
-        length: bytes of a stretch; the first is given, the others are predicted.
-        limit: bytes to look at, at most.
+        module: a byte model.
+        length: bytes of a window; the first is given, the others are predicted.
+        limit: most bytes to evaluate.
         text: None for `byte_text`.
     """
     held = (byte_text() if text is None else text).held_out
@@ -190,15 +190,15 @@ def tuned(
     *,
     loss: Callable[[T], float] | None = None,
 ) -> Iterator[tuple[int, T]]:
-    """Each seed with a model that was trained at the best of several learning rates.
+    """Yield each seed with a model that is trained at the best of several learning rates.
 
-    Best is the lowest loss on the validation text, for a seed of which no figure comes; a single rate is taken untried.
+    The best rate has the lowest validation loss on a separate seed; a single rate is used untried.
 
     Args:
-        train: trains a model of its own, for a seed and at a rate.
-        rates: to try.
-        seeds: to train.
-        loss: on the validation text; None for that of the next byte, of a decoder.
+        train: trains a new model with a seed and a rate.
+        rates: learning rates to try.
+        seeds: seeds to train.
+        loss: validation loss of a model; None for that of the next byte.
     """
 
     def validated(rate: float) -> float:
@@ -211,7 +211,7 @@ def tuned(
 
 
 def byte_model(module: Decoder, name: str = "bytes") -> LanguageModel:
-    """The decoder with a tokenizer whose tokens are bytes, as the engine wants it."""
+    """The decoder with a byte tokenizer, for the engine."""
     alphabet = _byte_characters()
     backend = Backend(models.BPE({character: byte for byte, character in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -221,9 +221,9 @@ def byte_model(module: Decoder, name: str = "bytes") -> LanguageModel:
 
 
 def _byte_characters() -> list[str]:
-    """The characters that stand for bytes 0 to 255 in byte-level tokenizers.
+    """The characters that represent bytes 0 to 255 in byte-level tokenizers.
 
-    Printable bytes stand for themselves, the others for the characters from 256 on (GPT-2's table).
+    Printable bytes are themselves, the others are the characters from 256 on (GPT-2's table).
     """
     shown = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))

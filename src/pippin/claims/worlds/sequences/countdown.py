@@ -1,10 +1,10 @@
 """Three numbers and a target to be made of them: problems with several solutions, each of which can be checked.
 
 Notable here:
-- a problem is CountDown's with three numbers, + and -, and no negative number on the way; a solution takes two steps
-- which of its solutions a problem is learned with is drawn at random, so a good model knows more than one
+- problems have three numbers, + and -, and no negative intermediate result; a solution has two steps
+- a training problem comes with a random one of its solutions, so a good model knows several
 - held-out problems differ from all others in their numbers or their target, whatever the order of the numbers
-- a number is a token, and so is a sign: each text of one kind has as many tokens as any other
+- each number and each sign is one token, so all texts of one kind have equal length
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ANSWER = re.compile(r"(\d+)([+-])(\d+)([+-])(\d+)")
 
 
 def solutions(numbers: Sequence[int], target: int) -> list[tuple[str, str, str]]:
-    """All solutions of a problem: its two steps, and the answer that they add up to.
+    """All solutions of a problem: the two steps, and the answer as one expression.
 
     >>> solutions([3, 2, 1], 2)
     [('3-2=1', '1+1=2', '3-2+1'), ('3+1=4', '4-2=2', '3+1-2'), ('1+3=4', '4-2=2', '1+3-2')]
@@ -66,12 +66,12 @@ def is_solution(question: str, answer: str) -> bool:
 
 
 def problems(count: int, *, seed: int, held_out: bool = False) -> list[Problem]:
-    """Problems drawn at random, each with one of its solutions.
+    """Random problems, each with one of its solutions.
 
     Args:
-        count: how many; held-out ones are distinct.
-        seed: of the draws.
-        held_out: whether they are of those that nothing is learned from.
+        count: number of problems; held-out ones are distinct.
+        seed: seed of the problems.
+        held_out: whether they come from the held-out problems.
     """
     source = random.Random(2 * seed + held_out)
     made: dict[str, Problem] = {}
@@ -100,7 +100,7 @@ def _kept(numbers: Sequence[int], target: int) -> bool:
 
 
 def model(*, layers: int, width: int, seed: int) -> LanguageModel:
-    """A decoder of numbers and signs with random weights."""
+    """A decoder over numbers and signs with random weights."""
     signs = ["+", "-", "=", ",", "\n", *map(str, range(10))]
     pairs = [(ten, one) for ten in "123456789" for one in "0123456789"]
     alphabet = {"\n": "Ċ"}
@@ -124,13 +124,13 @@ def model(*, layers: int, width: int, seed: int) -> LanguageModel:
 
 
 class Chains:
-    """Batches of problems with their solutions written out, without end: what a chain of thought is learned from.
+    """Endless batches of problems with written solutions, to train chains of thought.
 
     Args:
-        tokenizer: of the model.
-        learned: the problems.
-        rows: of a batch.
-        seed: of the order.
+        tokenizer: tokenizer of the model.
+        learned: the training problems.
+        rows: batch size.
+        seed: seed of the order.
     """
 
     def __init__(self, tokenizer: Tokenizer, learned: Sequence[Problem], rows: int, *, seed: int) -> None:
@@ -140,7 +140,7 @@ class Chains:
         self.rows, self.seed = rows, seed
 
     def __iter__(self) -> Iterator[TokenBatch]:
-        """Random problems; what is asked is not learned."""
+        """Yield batches; tokens of the question are excluded from the loss."""
         generator = torch.Generator().manual_seed(self.seed)
         while True:
             ids = self.ids[torch.randint(len(self.ids), (self.rows,), generator=generator)]
@@ -150,14 +150,14 @@ class Chains:
 
 
 def prompt(question: str) -> str:
-    """What a chain of thought follows."""
+    """The prompt of a chain of thought."""
     return f"{question}\n"
 
 
 def write_chains(
     language_model: LanguageModel, questions: Sequence[str], *, temperature: float, seed: int, batch_size: int = 1024
 ) -> list[str]:
-    """The answers of chains of thought that a model writes; temperature 0 takes the likeliest token each time."""
+    """Sample chains of thought and return their answers; temperature 0 is greedy."""
     from pippin.language.methods.ladir.sample import decode_text
     from pippin.nn.kv_cache import PastKeyValues
 

@@ -1,4 +1,4 @@
-"""Ways to answer problems of three numbers: written chains, latent thoughts, random expressions, brute force."""
+"""Solvers of CountDown problems: chains of thought, latent reasoning, random expressions, brute force."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from pippin.train import AdamW, CosineSchedule
 
 
 class ReasonerSize(NamedTuple):
-    """How much is trained.
+    """Sizes of the models and of their training.
 
     Attributes:
-        layers: of the decoder.
-        width: of the decoder.
-        problems: to train on.
-        rows: of a batch.
-        chain: steps of the chain of thought, from which the reasoner begins.
-        vae: steps of the autoencoder.
-        teacher: steps of stage 1.
-        rollout: steps of stage 2.
+        layers: layers of the decoder.
+        width: hidden size of the decoder.
+        problems: number of training problems.
+        rows: batch size.
+        chain: training steps of the chain of thought, from which the reasoner starts.
+        vae: training steps of the autoencoder.
+        teacher: training steps of stage 1.
+        rollout: training steps of stage 2.
     """
 
     layers: int
@@ -41,7 +41,7 @@ class ReasonerSize(NamedTuple):
 
 
 def chain_of_thought(problems: Sequence[Problem], size: ReasonerSize, seed: int) -> LanguageModel:
-    """A model of written chains."""
+    """Train a decoder on chains of thought."""
     model = countdown.model(layers=size.layers, width=size.width, seed=seed)
     chains = countdown.Chains(model.tokenizer, problems, size.rows, seed=seed)
     fit(model.module, NextToken(), chains, steps=size.chain, seed=seed, lr=6e-3)
@@ -51,7 +51,7 @@ def chain_of_thought(problems: Sequence[Problem], size: ReasonerSize, seed: int)
 def thought_autoencoder(
     base: LanguageModel, problems: Sequence[Problem], size: ReasonerSize, seed: int
 ) -> ladir.ThoughtVAE:
-    """Of the steps of solutions, three latents of 16 numbers each."""
+    """Train the autoencoder of solution steps, with three latents of 16 dimensions each."""
     vae = ladir.ThoughtVAE.from_language_model(base, block_size=3, latent_size=16, max_sentence_length=8, seed=seed)
     ladir.fit_vae(
         vae,
@@ -68,7 +68,7 @@ def thought_autoencoder(
 
 
 def reconstructed(vae: ladir.ThoughtVAE, problems: Sequence[Problem], seed: int, noise: float = 0.0) -> float:
-    """The share of tokens of these problems' steps that come back."""
+    """Share of tokens of the problems' steps that are reconstructed."""
     return reconstruction_accuracy(
         vae, sorted({step for problem in problems for step in problem.steps}), noise=noise, seed=seed
     )
@@ -82,7 +82,7 @@ def latent_reasoner(
     seed: int,
     after_stage_1: Callable[[ladir.LatentReasoner], None],
 ) -> ladir.LatentReasoner:
-    """Both stages on the thoughts of an autoencoder."""
+    """Train both stages of the reasoner on the latents of an autoencoder."""
     reasoner = ladir.LatentReasoner.from_language_model(
         base, vae, max_blocks=3, max_answer_length=8, null_prob=0.2, seed=seed
     )
@@ -108,12 +108,12 @@ def latent_reasoner(
 
 
 def random_expression(question: str, source: random.Random) -> str:
-    """The question's numbers in any order with any signs: right once in five."""
+    """The question's numbers in random order with random signs; correct for one in five."""
     x, y, z = source.sample(question.split("=")[0].split(","), 3)
     return f"{x}{source.choice('+-')}{y}{source.choice('+-')}{z}"
 
 
 def solved(question: str) -> list[str]:
-    """All that brute force finds."""
+    """All solutions, by brute force."""
     numbers, target = question.split("=")
     return [found[-1] for found in countdown.solutions([int(x) for x in numbers.split(",")], int(target))]

@@ -1,10 +1,10 @@
-"""Made sentences whose meaning people disagree about by a known law, and transformers that read them.
+"""Synthetic entailment with a known law of annotator disagreement, and transformers that are trained on it.
 
 Notable here:
 - a premise orders some of eight things, and each of its statements may be hedged; a hypothesis follows, is
   contradicted, or neither
-- each of 100 people believes a hedged statement by chance and then reasons without mistake, but for few slips, so how
-  much they disagree follows from the sentence
+- each of 100 annotators believes a hedged statement by chance and then reasons correctly except for rare slips, so the
+  disagreement follows from the sentence
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ VOCABULARY = HYPOTHESIS + 1
 
 
 class Sentences:
-    """Pairs of premise and hypothesis, and what 100 people say of each: yes, no, or neither.
+    """Pairs of premise and hypothesis with 100 annotations each: yes, no, or neither.
 
     Args:
-        seed: of the sentences and the people.
+        seed: seed of the sentences and the annotators.
     """
 
     def __init__(self, seed: int) -> None:
@@ -35,7 +35,7 @@ class Sentences:
         self.generator = torch.Generator().manual_seed(seed)
 
     def draw(self, n: int) -> tuple[Tensor, Tensor]:
-        """Tokens [n, 18] and counts of labels [n, 3]."""
+        """Sample tokens [n, 18] and counts of labels [n, 3]."""
         import torch
 
         parts = [self._draw(min(500, n - start)) for start in range(0, n, 500)]
@@ -61,7 +61,7 @@ class Sentences:
         return tokens, self._answers(hedge, low, high, left, right)
 
     def _answers(self, hedge: Tensor, low: Tensor, high: Tensor, left: Tensor, right: Tensor) -> Tensor:
-        """What each person concludes from the statements they believe."""
+        """Conclusion of each annotator from the statements that they believe."""
         import torch
 
         n = len(hedge)
@@ -83,7 +83,7 @@ class Sentences:
 
 
 def reader(width: int, seed: int, layers: int = 8) -> nn.Module:
-    """A transformer that gives logits of the three labels; 6 to 25 million parameters at widths of 256 to 512."""
+    """A transformer with logits of the three labels; 6 to 25 million parameters at widths of 256 to 512."""
     import torch
     from torch import nn
 
@@ -108,7 +108,7 @@ def reader(width: int, seed: int, layers: int = 8) -> nn.Module:
 
 
 def trained_reader(source: Sentences, width: int, items: int, steps: int, seed: int) -> nn.Module:
-    """A reader that learned the winners of the votes on some sentences."""
+    """Train a reader on the majority labels of sampled sentences."""
     from pippin.evaluate.annotators.soft_labels import SoftLabelFit, hard_labels, smoothed_labels
 
     tokens, counts = source.draw(items)

@@ -1,8 +1,8 @@
-"""Synthetic languages: random chains over a few symbols, a small network that learns them, and exact losses.
+"""Synthetic languages: random Markov chains over a few symbols, a small network that learns them, and exact losses.
 
 Notable here:
-- the losses are of all pairs of language and symbol, weighted as the chains visit them, and not of a sample
-- the last language is the one that a fine-tuning has as its target
+- losses are exact: over all pairs of language and symbol, weighted by the stationary distributions
+- the last language is the target of fine-tuning
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BLOCK = 1024
 
 
 class Languages:
-    """Chains of symbols: for each language a matrix of transitions and how often each symbol comes up."""
+    """Markov chains: for each language a transition matrix and its stationary distribution."""
 
     def __init__(self, seed: int) -> None:
         import torch
@@ -35,7 +35,7 @@ class Languages:
         self.visits = visits[:, 0]
 
     def sample(self, languages: Tensor, generator: Any) -> Tensor:
-        """Triples of language, symbol and the one after it [rows, 3]."""
+        """Sample triples of language, symbol and next symbol [rows, 3]."""
         import torch
 
         before = self.visits[languages].multinomial(1, generator=generator)[:, 0]
@@ -57,22 +57,22 @@ class Languages:
         return measure
 
     def old_loss(self) -> Callable[[nn.Module], Mapping[str, float]]:
-        """Of the languages of pretraining."""
+        """Exact loss on the pretraining languages."""
         return self.loss(range(LANGUAGES))
 
     def target_loss(self) -> Callable[[nn.Module], Mapping[str, float]]:
-        """Of the language of fine-tuning."""
+        """Exact loss on the fine-tuning language."""
         return self.loss(range(LANGUAGES, LANGUAGES + 1))
 
 
 class Fresh:
-    """Triples of the pretraining languages without end, one at a time; a seed and a number fix each."""
+    """Endless stream of triples of the pretraining languages; seed and index determine each."""
 
     def __init__(self, world: Languages, seed: int) -> None:
         self.world, self.seed, self.drawn = world, seed, 0
 
     def __iter__(self) -> Iterator[Tensor]:
-        """The triples from the cursor on."""
+        """Yield the triples from the cursor on."""
         while True:
             block, place = divmod(self.drawn, BLOCK)
             for row in self.block(block)[place:].unbind():
@@ -80,29 +80,29 @@ class Fresh:
                 yield row
 
     def block(self, number: int) -> Tensor:
-        """So many triples at once: those from ``number * BLOCK`` on."""
+        """The ``BLOCK`` triples from ``number * BLOCK`` on."""
         import torch
 
         generator = torch.Generator().manual_seed((self.seed << 32) + number)
         return self.world.sample(torch.randint(LANGUAGES, (BLOCK,), generator=generator), generator)
 
     def state_dict(self) -> dict[str, Any]:
-        """How many were drawn."""
+        """The number of triples so far."""
         return {"drawn": self.drawn}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from a saved state."""
         self.drawn = int(state["drawn"])
 
 
 class LanguageBatches:
-    """The items of a stream, stacked."""
+    """Stacked batches of a stream."""
 
     def __init__(self, stream: Any, rows: int) -> None:
         self.stream, self.rows = stream, rows
 
     def __iter__(self) -> Iterator[Tensor]:
-        """Batches of so many rows."""
+        """Yield the batches."""
         import torch
 
         items = iter(self.stream)
@@ -111,7 +111,7 @@ class LanguageBatches:
 
 
 def network(width: int, seed: int) -> nn.Module:
-    """Embeddings of language and symbol, two hidden layers, scores of the next symbol."""
+    """A network over embeddings of language and symbol: two hidden layers, logits of the next symbol."""
     import torch
     from torch import nn
 
@@ -134,7 +134,7 @@ def network(width: int, seed: int) -> nn.Module:
 
 
 def next_symbol(model: nn.Module, batch: Tensor, generator: Any) -> Any:
-    """The objective of training."""
+    """Training objective: cross-entropy of the next symbol."""
     import torch.nn.functional as F
 
     from pippin.train import Loss

@@ -1,9 +1,9 @@
-"""Random schemas and types with every constraint in them, and answers drawn under them from random logits.
+"""Random schemas and types with every kind of constraint, and answers sampled under them from random logits.
 
 Notable here:
 - names and constants hold quotation marks, escapes, accents and emoji: what breaks hand-written JSON
 - definitions refer to themselves; a few schemas are contradictory or beyond the grammar, and must then be refused
-- the logits are noise with a slowly growing wish to close what is open, so that most answers end
+- the logits are noise with a slowly growing bias to closing tokens, so that most answers end
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def random_schema(seed: int, *, depth: int = 4) -> dict[str, Any]:
 
     Args:
         seed: the same seed gives the same schema.
-        depth: the most levels of nesting, references aside.
+        depth: most levels of nesting, not counting references.
 
     >>> random_schema(3) == random_schema(3)
     True
@@ -54,7 +54,7 @@ def random_schema(seed: int, *, depth: int = 4) -> dict[str, Any]:
 
 
 class _SchemaWriter:
-    """Draws schemas; remembers whether one of them refers to a definition."""
+    """Samples schemas, and remembers whether one of them refers to a definition."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng, self.referred = rng, False
@@ -228,7 +228,7 @@ def _annotation(rng: random.Random, depth: int, name: str) -> Any:
 
 
 def faults(schema: Any, text: str) -> list[str]:
-    """What the independent library jsonschema objects to in a text, formats included, in exact arithmetic.
+    """Validation errors of a text by the independent library jsonschema, formats included, in exact arithmetic.
 
     With floats it would find 0.3 not to be a multiple of 0.1.
 
@@ -254,17 +254,17 @@ def draw_answer(
     max_tokens: int = 200,
     bias: torch.Tensor | None = None,
 ) -> tuple[str | None, int]:
-    """Write an answer with random logits under a constraint.
+    """Sample an answer from random logits under a constraint.
 
     Args:
-        constraint: at its beginning.
-        token_bytes: what each token stands for; empty for the end.
-        seed: of the noise.
-        greedy: take the best token; else draw at temperature 1.
-        bias: added to every step's logits.
+        constraint: a constraint in its initial state.
+        token_bytes: bytes of each token; empty for the end token.
+        seed: seed of the noise.
+        greedy: take the best token; else sample at temperature 1.
+        bias: added to the logits of every step.
 
     Returns:
-        The text, or None where ``max_tokens`` came first; and the number of tokens.
+        The text, or None where ``max_tokens`` were not enough; and the number of tokens.
     """
     generator = torch.Generator().manual_seed(seed)
     closing = torch.tensor([float(not text or text[-1:] in b'"]},') for text in token_bytes])

@@ -1,4 +1,4 @@
-"""Small models of ParaGRU and ParaLSTM cells: over bytes, and over bits whose parity is asked."""
+"""Small models of ParaGRU and ParaLSTM cells: a byte language model, and parity of bits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def cell(name: str, inputs: int, size: int, generator: torch.Generator, **settin
 
 
 def sequential_scan(cell: Any, x: Tensor) -> Tensor:
-    """A cell in plain torch, with what the inputs add computed beforehand for all steps."""
+    """A cell in plain torch, with the input projections computed beforehand for all steps."""
     pre, state = cell._pre(x), cell.initial_state(len(x), x.device)
     matrices = cell._recurrence(pre.dtype)
     states = []
@@ -38,7 +38,7 @@ def sequential_scan(cell: Any, x: Tensor) -> Tensor:
 
 
 class ByteCells(nn.Module):
-    """Two cells, each read through a norm and added to what it read; the embedding is the output matrix."""
+    """Byte language model of two pre-norm residual cells with tied embeddings."""
 
     def __init__(self, name: str, seed: int, mode: str) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class ByteCells(nn.Module):
 
 
 class ParityCells(nn.Module):
-    """Two cells on bits of -1 and 1, and one number out for each step."""
+    """Two cells over bits of -1 and 1, with one logit for each step."""
 
     def __init__(self, start: str, seed: int) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class ParityCells(nn.Module):
                     recurrent.zero_().requires_grad_(False)
 
     def forward(self, bits: Tensor) -> Tensor:
-        """Whether an odd number of bits was 1 so far, as logits."""
+        """Logits of an odd number of ones so far."""
         x = (2.0 * bits - 1)[..., None]
         for one in self.cells:
             x = one(x)[0]
@@ -81,14 +81,14 @@ class ParityCells(nn.Module):
 
 
 def parity_loss(model: nn.Module, batch: Any, generator: Any) -> Loss:
-    """Of every step."""
+    """Mean binary cross-entropy over all steps."""
     bits: Tensor = batch
     odd = (bits.cumsum(1) % 2).float()
     return Loss(F.binary_cross_entropy_with_logits(model(bits), odd, reduction="sum"), bits.numel())
 
 
 def parity_batches(seed: int, device: str) -> Iterator[Tensor]:
-    """Sequences of 2 to 24 bits."""
+    """Endless batches of sequences of 2 to 24 bits with their parities."""
     draw = torch.Generator().manual_seed(seed + 1000)
     while True:
         length = int(torch.randint(2, 25, (), generator=draw))

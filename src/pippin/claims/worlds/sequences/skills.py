@@ -1,8 +1,8 @@
-"""Skills that share one feed-forward layer: each is a random table that makes one symbol of two.
+"""Skills that share one feed-forward layer: each is a random table from two symbols to one.
 
 Notable here:
-- a token names the skill, and a mask over the layer's channels may depend on it, be the same for all, or not be there
-- whole tables are trained on, so accuracy is a matter of room in the channels and not of generalization
+- a token names the skill; a mask over the channels depends on it, is the same for all, or is absent
+- training covers the whole tables, so accuracy measures capacity, not generalization
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ EPS, WIDTH = 0.3, 64
 
 
 class SkillLayer(nn.Module):
-    """A feed-forward layer over three summed embeddings, its channels all there or chosen.
+    """A feed-forward layer over three summed embeddings, with all channels or a selection.
 
     Args:
-        arm: "whole", "dense" (no more channels than are kept), "once" (one mask), "by the prompt".
-        seed: of the weights.
+        arm: "whole", "dense" (only as many channels as a mask selects), "once" (one mask), "by the prompt".
+        seed: seed of the weights.
     """
 
     def __init__(self, arm: str, seed: int) -> None:
@@ -51,13 +51,13 @@ class SkillLayer(nn.Module):
             self.predictor = MaskPredictor(Decoder(preset("nano", SKILLS)), 1, CHANNELS).initialize(seed=seed)
 
     def masks(self, keep: int = KEPT, eps: float = EPS) -> Tensor:
-        """Of each skill, from the token that names it."""
+        """Masks of each skill, predicted from the token that names it."""
         assert self.predictor is not None
         scores: Tensor = self.predictor(torch.arange(SKILLS)[:, None])
         return top_k_mask(scores[:, 0], keep, eps)
 
     def forward(self, batch: Tensor, masks: Tensor | None) -> Tensor:
-        """Logits of the symbol that a skill makes of two; the masks are those of all skills."""
+        """Logits of the output symbol; ``masks`` are those of all skills."""
         x = sum((embed(batch[:, i]) for i, embed in enumerate(self.embed)), torch.zeros(()))
         assert self.mlp.gate_proj is not None
         assert self.mlp.up_proj is not None
@@ -67,12 +67,12 @@ class SkillLayer(nn.Module):
 
 
 def tables(seed: int) -> Tensor:
-    """What each skill makes of each two symbols."""
+    """The output symbol of each skill for each two symbols."""
     return torch.randint(0, SYMBOLS, (SKILLS, SYMBOLS, SYMBOLS), generator=torch.Generator().manual_seed(seed))
 
 
 def trained(arm: str, seed: int, lr: float, *, steps: int, rows: int) -> SkillLayer:
-    """A layer that was trained on the tables of the seed; masks narrow over the first tenth of the steps."""
+    """Train a layer on the tables of the seed; masks become sparse over the first tenth of the steps."""
     module, answers = SkillLayer(arm, seed), tables(seed)
     annealing = PruningSchedule(keep_steps=steps // 10, eps_steps=steps * 7 // 10)
     done = 0
@@ -97,7 +97,7 @@ def trained(arm: str, seed: int, lr: float, *, steps: int, rows: int) -> SkillLa
 
 @torch.no_grad()
 def accuracy(module: SkillLayer, seed: int, masks: Tensor | None) -> float:
-    """Over all entries of the tables."""
+    """Accuracy over all entries of the tables."""
     everything = torch.cartesian_prod(torch.arange(SKILLS), torch.arange(SYMBOLS), torch.arange(SYMBOLS))
     right = module(everything, masks).argmax(-1) == tables(seed)[tuple(everything.T)]
     return float(right.float().mean())

@@ -1,9 +1,9 @@
-"""A synthetic codec and models of its codes, for claims about speech tokens: small enough to train within a claim.
+"""A synthetic speech codec and language models of its codes, small enough to train within a claim.
 
 Notable here:
 - the sounds are sums of gliding sinusoids under two moving resonances; a code is the nearest of a few hundred spectra
-- the codebook is finer than what is heard, as those of speech codecs are: many codes decode almost alike
-- an answer is judged by its decoded spectra: how far the nearest stretch of true sound is, whatever that stretch says
+- the codebook is finer than what is heard, as in real speech codecs: many codes decode to almost equal spectra
+- an answer is scored by the distance of its decoded spectra to the nearest segment of real sound
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ AT_ONCE = 250
 
 @dataclass(frozen=True)
 class CodecSize:
-    """How much is made and measured.
+    """Sizes of the codec, of training and of the evaluation.
 
     Args:
-        codes: in the book.
-        sounds: of which a tenth is held out.
-        frames: of each sound.
-        steps: of training.
-        answers: for each way of writing.
+        codes: codes in the codebook.
+        sounds: number of sounds, of which a tenth is held out.
+        frames: frames of each sound.
+        steps: training steps.
+        answers: answers for each arm.
         prompt: codes of a held-out sound that an answer continues.
         length: codes of an answer.
     """
@@ -65,12 +65,12 @@ SIZES = Scale.choose(
 
 
 class CodecSource:
-    """Sounds, a codebook made from some of them, and the codes of all.
+    """Sounds, a codebook fitted to some of them, and the codes of all.
 
     Attributes:
         book: decoded spectra of the codes, in dB.
-        codes: of the sounds for training.
-        held_out: of those for prompts and comparison.
+        codes: codes of the training sounds.
+        held_out: codes of the held-out sounds, for prompts and comparison.
     """
 
     def __init__(self, seed: int, size: CodecSize) -> None:
@@ -84,12 +84,12 @@ class CodecSource:
         self._stretches = self._cut(self.codes[: max(50, cut // 4)])
 
     def distance(self, codes: Int[Tensor, "answers frames"]) -> float:
-        """Mean log-spectral distance, in dB, of stretches of decoded codes from the nearest stretch of true sound."""
+        """Mean log-spectral distance, in dB, of segments of decoded codes from the nearest segment of real sound."""
         nearest = [torch.cdist(part, self._stretches).amin(-1) for part in self._cut(codes).split(256)]
         return float(torch.cat(nearest).mean()) / math.sqrt(STRETCH * BANDS)
 
     def exchanged(self, groups: TokenGroups, share: float, generator: torch.Generator) -> Int[Tensor, "sounds frames"]:
-        """Held-out codes, a share of them replaced by another member of a group of their own, drawn evenly."""
+        """Held-out codes, a share of them replaced by a random other member of one of their groups."""
         codes = self.held_out.clone().flatten()
         for at in torch.randperm(len(codes), generator=generator)[: round(share * len(codes))].tolist():
             group = groups.group_of(int(codes[at]))
@@ -97,26 +97,26 @@ class CodecSource:
         return codes.view_as(self.held_out)
 
     def spread(self, groups: TokenGroups) -> float:
-        """Mean log-spectral distance, in dB, of two codes of one group."""
+        """Mean log-spectral distance, in dB, between two codes of one group."""
         owner = torch.arange(groups.vocab_size).repeat_interleave(groups.sizes)
         other = groups.neighbors.long()
         pairs = owner != other
         return float((self.book[owner] - self.book[other])[pairs].square().mean(-1).sqrt().mean())
 
     def _cut(self, codes: Tensor) -> Tensor:
-        """Stretches of the decoded codes, half overlapping, each as one vector."""
+        """Half-overlapping segments of the decoded codes, each as one vector."""
         return self.book[codes].unfold(1, STRETCH, STRETCH // 2).flatten(0, 1).flatten(1)
 
 
 def _spectra(count: int, frames: int, generator: torch.Generator) -> Float[Tensor, "sounds frames bands"]:
     """Log spectra in dB of synthesized sounds: 12 harmonics of a gliding pitch under two moving resonances.
 
-    Each band of each frame is jittered by 1.5 dB, as breath does: less than is heard, and enough to change the code.
+    Each band of each frame has noise of 1.5 dB, like breath: inaudible, but enough to change the code.
     """
     time = torch.linspace(0, 1, (frames + 1) * HOP)
 
     def glide(low: float, high: float) -> Tensor:
-        """A slow walk within bounds, one for each sound: the mean of three cosines of random rate and phase."""
+        """A slow random curve within bounds for each sound: the mean of three cosines of random rate and phase."""
         rate, phase = torch.rand(2, count, 3, 1, generator=generator)
         walk = torch.cos(2 * math.pi * ((0.3 + 2.5 * rate) * time + phase)).mean(1)
         return (low + high) / 2 + (high - low) / 2 * walk
@@ -142,7 +142,7 @@ def _bands() -> Float[Tensor, "bins bands"]:
 
 
 def _k_means(points: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Centers of the points by Lloyd's rounds, from a random sample; a center without points moves to a random one."""
+    """Cluster centers by Lloyd's algorithm from a random sample; an empty cluster restarts at a random point."""
     points = points[torch.randperm(len(points), generator=generator)[: 60 * count]]
     centers = points[:count].clone()
     for _ in range(12):
@@ -155,7 +155,7 @@ def _k_means(points: Tensor, count: int, generator: torch.Generator) -> Tensor:
 
 
 def train(source: CodecSource, *, layers: int, width: int, steps: int, seed: int) -> tuple[LanguageModel, float]:
-    """A decoder of the codes, and its loss on held-out sounds in nats per code."""
+    """Train a decoder of the codes; also its loss on held-out sounds in nats per code."""
     vocab = len(source.book)
     layer = LayerSpec(AttentionSpec(), FeedForwardSpec(3 * width))
     config = DecoderConfig(
@@ -184,7 +184,7 @@ def _loss(module: Decoder, rows: Tensor) -> Tensor:
 
 
 def groups_of_size(weight: Float[Tensor, "codes width"], size: float) -> tuple[float, TokenGroups]:
-    """The threshold at which a group holds at most so many tokens on average, and its groups, found by halving."""
+    """The threshold at which groups have at most ``size`` tokens on average, by bisection; and its groups."""
     low, high = -1.0, 1.0
     for _ in range(20):
         theta = (low + high) / 2
@@ -196,7 +196,7 @@ def groups_of_size(weight: Float[Tensor, "codes width"], size: float) -> tuple[f
 def write(
     model: LanguageModel, source: CodecSource, speculation: Speculation | None, *, seed: int, size: CodecSize
 ) -> tuple[Int[Tensor, "answers frames"], Sequence[Finished]]:
-    """Continuations of held-out sounds, through the engine: their codes, and how each ended."""
+    """Continue held-out sounds with the engine: the codes, and the outcome of each request."""
     engine = Engine(model, max_num_seqs=16, max_waiting=size.answers)
     prompts = source.held_out[torch.arange(size.answers) % len(source.held_out), : size.prompt].tolist()
     streams = [

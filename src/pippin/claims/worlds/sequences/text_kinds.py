@@ -1,4 +1,4 @@
-"""Kinds of text that every installation holds, as bytes.
+"""Kinds of text that every installation has, as bytes.
 
 Notable here:
 - Python's modules, its language reference in reStructuredText, the bills of material (JSON) and licenses of installed
@@ -27,7 +27,7 @@ SMALLEST, LARGEST, ENOUGH = 1000, 100_000, 1_000_000
 
 @cache
 def text_kinds(*, validation: bool = False) -> dict[str, ByteText]:
-    """The kinds by name; with `validation`, the files for it stand in the place of the held-out ones."""
+    """The kinds by name; with `validation`, the validation files in place of the held-out ones."""
     files: dict[str, list[bytes]] = {kind: [] for kind in KINDS}
     files["reference"] = [text.encode() for _, text in sorted(topics.topics.items())]
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
@@ -48,20 +48,20 @@ def text_kinds(*, validation: bool = False) -> dict[str, ByteText]:
 
 
 class MixedBatches:
-    """One stretch of each kind, without end; a batch depends on seed and number alone."""
+    """Endless batches of one window of each kind; a batch depends on its seed and index alone."""
 
     def __init__(self, length: int, seed: int) -> None:
         streams = enumerate(text_kinds().values())
         self.streams = [ByteBatches(1, length, len(KINDS) * seed + index, text) for index, text in streams]
 
     def __iter__(self) -> Iterator[TokenBatch]:
-        """The batches from the present one on."""
+        """Yield batches from the current one on."""
         for parts in zip(*self.streams, strict=True):
             yield TokenBatch(torch.cat([part.ids for part in parts]), torch.cat([part.targets for part in parts]))
 
 
 def stretches(count: int, length: int, *, validation: bool = False) -> dict[str, TokenBatch]:
-    """As many stretches of each kind, spread evenly over its held-out files."""
+    """So many windows of each kind, spread evenly over its held-out files."""
     found = {}
     for kind, text in text_kinds(validation=validation).items():
         starts = torch.linspace(0, len(text.held_out) - length - 1, count).long()[:, None]
@@ -71,7 +71,7 @@ def stretches(count: int, length: int, *, validation: bool = False) -> dict[str,
 
 
 def files_by_kind(limit: int) -> dict[str, list[str]]:
-    """As texts, some files of Python's library and of the installed packages, in an order fixed by their names."""
+    """Texts of Python's library and of the installed packages, in an order determined by their names."""
     library, packages = Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("purelib"))
     kinds = {
         "library": (library, "*.py"),
