@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import threading
+import time
 from itertools import pairwise
 from typing import Literal
 
@@ -31,12 +32,14 @@ from pippin.session import (
     LocalModel,
     Profile,
     Prompt,
+    Provider,
     Session,
     ToolCall,
     ToolCalls,
     ToolOutput,
     Transcript,
 )
+from pippin.session.providers.provider import Done, TextDelta
 from pippin.session.types.schema import Schema
 
 SHORT = GenerationOptions(max_tokens=12)
@@ -198,22 +201,78 @@ def test_giving_an_answer_up_frees_the_session_and_leaves_no_trace(session, how)
     assert session.respond("Again", options=SHORT).content
 
 
-def test_cancelling_a_task_frees_the_session_within_a_token(session):
-    async def run():
-        task = asyncio.create_task(session.arespond("Hello", options=GenerationOptions(max_tokens=2000)))
+class Lingering(Provider):
+    """Writes until it is cancelled, and takes a moment longer to end, as a forward pass does."""
+
+    name = "lingering"
+
+    def stream(self, request):
+        if request.transcript.entries[-1].text == "Briefly":
+            yield TextDelta("Yes.")
+            yield Done("stop")
+            return
+        yield TextDelta("Well, ")
+        assert request.cancel.wait(20)
+        time.sleep(0.2)
+        yield Done("cancelled")
+
+
+@pytest.mark.parametrize("how", ["wait_for", "cancel", "twice", "stream"])
+async def test_the_session_is_free_when_a_cancellation_returns(how):
+    session = Session(Lingering())
+    before = session.transcript
+
+    async def read():
+        async for _ in session.stream("Hello"):
+            pass
+
+    work = read() if how == "stream" else session.arespond("Hello")
+    if how == "wait_for":
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(work, 0.1)
+    else:
+        task = asyncio.create_task(work)
         while not session.is_responding:
             await asyncio.sleep(0.001)
+        await asyncio.sleep(0.05)
         task.cancel()
+        if how == "twice":
+            await asyncio.sleep(0.05)
+            task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        for _ in range(200):
-            if not session.is_responding:
-                return True
-            await asyncio.sleep(0.01)
-        return False
+    assert not session.is_responding
+    assert session.transcript == before
+    assert (await session.arespond("Briefly")).content == "Yes."
 
-    assert asyncio.run(run())
-    assert len(session.transcript) == 1
+
+async def test_a_request_that_is_cancelled_while_it_is_checked_leaves_the_session_free():
+    began, go_on = threading.Event(), threading.Event()
+
+    def hold(prompt):
+        began.set()
+        go_on.wait(20)
+
+    session = Session(Lingering(), hooks=Hooks(on_prompt=hold))
+    task = asyncio.create_task(session.arespond("Hello"))
+    await asyncio.to_thread(began.wait, 10)
+    task.cancel()
+    await asyncio.sleep(0)
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not session.is_responding
+
+
+async def test_a_stream_is_an_async_context_manager(session):
+    async with session.stream("Hello", options=SHORT) as stream:
+        texts = [snapshot.content async for snapshot in stream]
+    assert texts[-1] == stream.response.content
+    async with session.stream("Again", options=GenerationOptions(max_tokens=1000)) as stream:
+        async for _ in stream:
+            break
+    assert not session.is_responding
+    assert session.respond("Now", options=SHORT).content
 
 
 def test_an_unread_stream_has_no_response(session):

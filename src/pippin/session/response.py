@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import threading
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, dataclass_transform, overload
 
@@ -14,6 +16,10 @@ from pippin.engine.request import FinishReason, Token
 T = TypeVar("T")
 C = TypeVar("C")
 Scalar = TypeVar("Scalar", int, float, bool)
+
+_SECONDS_TO_END = (
+    5.0  # a provider ends a cancelled request before its next token; one that hears nothing may take forever
+)
 
 
 @dataclass(frozen=True)
@@ -173,8 +179,30 @@ class _Steps:
                 self.advancing.release()
 
 
+async def run_to_end(work: Callable[[], C], give_up: Callable[[], None]) -> C:
+    """Run ``work`` in a thread; when the task is cancelled, call ``give_up`` and wait for the thread to end.
+
+    So what the thread held is free when the task learns that it is cancelled.
+    """
+    loop = asyncio.get_running_loop()
+    thread = loop.run_in_executor(None, contextvars.copy_context().run, work)
+    try:
+        return await asyncio.shield(thread)
+    except asyncio.CancelledError:
+        give_up()
+        thread.add_done_callback(lambda done: done.cancelled() or done.exception())  # retrieved: nobody else looks
+        end = loop.time() + _SECONDS_TO_END
+        while not thread.done() and loop.time() < end:
+            with suppress(asyncio.CancelledError):  # cancelled again while it waits: it is told of the first time
+                await asyncio.wait({thread}, timeout=end - loop.time())
+        raise
+
+
 class ResponseStream(Generic[T]):
-    """A streamed answer: iterate over snapshots, with ``for`` or ``async for``; then `response` is the complete one."""
+    """A streamed answer: iterate over snapshots, with ``for`` or ``async for``; then `response` is the complete one.
+
+    ``with`` and ``async with`` end it where the block is left.
+    """
 
     def __init__(
         self, steps: Generator[Snapshot[Any], None, Response[T]], cancel: threading.Event, release: Callable[[], None]
@@ -195,11 +223,7 @@ class ResponseStream(Generic[T]):
 
     async def __anext__(self) -> Snapshot[T]:
         steps = self._steps  # all that the thread refers to, so that an unreferenced stream ends at once
-        try:
-            snapshot = await asyncio.to_thread(steps.advance)
-        except asyncio.CancelledError:
-            steps.give_up()
-            raise
+        snapshot = await run_to_end(steps.advance, steps.give_up)
         if snapshot is None:
             raise StopAsyncIteration
         return snapshot
@@ -220,6 +244,12 @@ class ResponseStream(Generic[T]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    async def __aenter__(self) -> ResponseStream[T]:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await run_to_end(self.close, self.cancel)
 
     def __del__(self) -> None:
         self._steps.give_up()

@@ -27,7 +27,7 @@ from pippin.session.profile import Profile, ProfileFunction
 from pippin.session.providers.local import LocalModel
 from pippin.session.providers.provider import Provider, ProviderRequest
 from pippin.session.request_loop import RequestLoop
-from pippin.session.response import Response, ResponseStream, Usage
+from pippin.session.response import Response, ResponseStream, Usage, run_to_end
 from pippin.session.settings import RequestSettings
 from pippin.session.skills import Skills
 from pippin.session.tools import Tool, ToolDefinition, as_tools
@@ -191,12 +191,23 @@ class Session:
     ) -> Response[Any]:
         """`respond` for asyncio; cancelling the task cancels the request before its next token.
 
-        Hooks, guardrails and the history policy run in a thread too. Those of `stream` run where it is called.
+        When the cancellation returns, the session is free. Hooks, guardrails and the history policy run in a thread
+        too. Those of `stream` run where it is called.
         """
-        stream: ResponseStream[Any] = await asyncio.to_thread(self._start, prompt, generating, options, snapshots=False)
-        async for _ in stream:
-            pass
-        return stream.response
+        opened: list[ResponseStream[Any]] = []
+
+        def start() -> None:
+            opened.append(self._start(prompt, generating, options, snapshots=False))
+
+        try:
+            await run_to_end(start, lambda: None)
+            async for _ in opened[0]:
+                pass
+        except asyncio.CancelledError:
+            for stream in opened:
+                stream.close()
+            raise
+        return opened[0].response
 
     @overload
     def stream(self, prompt: PromptLike, *, options: GenerationOptions = ...) -> ResponseStream[str]: ...
