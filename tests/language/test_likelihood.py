@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from scipy import stats
 from transformers import AutoModelForCausalLM
 
 from pippin.core import native
@@ -47,6 +48,8 @@ def test_a_text_in_one_window_is_what_transformers_says(sharp, theirs):
     assert (found.tokens, found.bytes) == (len(ids) - 1, len(TEXT.encode()) - 1)
     assert found.perplexity == pytest.approx(math.exp(found.nats / found.tokens))
     assert found.per_byte == found.nats / found.bytes
+    assert found.standard_error == pytest.approx(stats.sem(nats(theirs, ids)), rel=1e-5)
+    assert found.perplexity_error == pytest.approx(found.perplexity * found.standard_error)
 
 
 @pytest.mark.parametrize(("length", "stride"), [(16, None), (16, 16), (16, 5), (16, 1), (1, None), (90, 40)])
@@ -90,6 +93,7 @@ def test_packed_weights_give_the_same_figure(sharp):
 def test_perplexity_beyond_a_float_is_infinite():
     assert TextLikelihood(1000.0, 1, 0).perplexity == math.inf
     assert math.isnan(TextLikelihood(1000.0, 1, 0).per_byte)
+    assert math.isnan(TextLikelihood(1000.0, 1, 0, 1e6).standard_error)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
 
 from pippin.core import progress
 from pippin.core.checks import PositiveInt, checked
@@ -35,6 +37,8 @@ class TextLikelihood:
         nats: negative log-likelihood (natural logarithm), given the first token of each text.
         tokens: number of predicted tokens: all but the first of each text.
         bytes: bytes of these tokens.
+        squared_nats: the sum of the squared negative log-likelihoods of the tokens, from which the standard error is
+            computed.
 
     >>> text = TextLikelihood(nats=200.0, tokens=100, bytes=400)
     >>> text.per_token, text.per_byte, round(text.perplexity, 2)
@@ -44,6 +48,7 @@ class TextLikelihood:
     nats: float
     tokens: int
     bytes: int
+    squared_nats: float = math.nan
 
     @property
     def per_token(self) -> float:
@@ -59,6 +64,19 @@ class TextLikelihood:
     def perplexity(self) -> float:
         """The perplexity, $e^{\\text{nats per token}}$; infinite if it overflows."""
         return math.exp(self.per_token) if self.per_token < 709 else math.inf
+
+    @property
+    def standard_error(self) -> float:
+        """Standard error of the nats per token, as if tokens were independent; NaN for a single token."""
+        if self.tokens < 2:
+            return math.nan
+        variance = (self.squared_nats - self.nats**2 / self.tokens) / (self.tokens - 1)
+        return math.sqrt(max(variance, 0.0) / self.tokens)
+
+    @property
+    def perplexity_error(self) -> float:
+        """Standard error of the perplexity, to first order: the perplexity times that of the nats per token."""
+        return self.perplexity * self.standard_error
 
 
 @checked
@@ -101,14 +119,16 @@ def text_likelihood(
     total = sum(window.new for window in windows)
     if total == 0:
         raise InvalidInput("there is nothing to predict: give a text of at least two tokens")
-    nats, nbytes = 0.0, 0
+    nats, squared_nats, nbytes = 0.0, 0.0, 0
     with torch.inference_mode(), progress.bar(total, "likelihood", unit="tokens", show_progress=show_progress) as bar:
         for group in _passes(windows):
-            nats += _nats(model, group)
+            losses = _nats(model, group)
+            nats += float(losses.sum())
+            squared_nats += float(losses.square().sum())
             new = sum(window.new for window in group)
             nbytes += sum(len(model.tokenizer.token_bytes(i)) for window in group for i in window.targets)
             bar.advance(new)
-    return TextLikelihood(nats, total, nbytes)
+    return TextLikelihood(nats, total, nbytes, squared_nats)
 
 
 @dataclass(frozen=True)
@@ -171,8 +191,8 @@ def _passes(windows: Sequence[_Window]) -> Iterator[list[_Window]]:
         yield group
 
 
-def _nats(model: LanguageModel, group: Sequence[_Window]) -> float:
-    """Negative log-likelihood of the new predictions of some windows, in nats."""
+def _nats(model: LanguageModel, group: Sequence[_Window]) -> Float[Tensor, " new"]:
+    """Negative log-likelihoods of the new predictions of some windows, in nats, in float64 on the CPU."""
     module, device = model.module, model.device
     ids = torch.tensor([index for window in group for index in window.ids], device=device)
     targets = torch.tensor([index for window in group for index in window.targets], device=device)
@@ -181,8 +201,8 @@ def _nats(model: LanguageModel, group: Sequence[_Window]) -> float:
     wanted = [torch.arange(end - window.new, end) for end, window in zip(ends, group, strict=True)]
     hidden = hidden[torch.cat(wanted).to(device)]
     rows = max(64, MAX_LOGITS // model.config.vocab_size)
-    total = torch.zeros((), dtype=torch.float64)
-    for part, right in zip(hidden.split(rows), targets.split(rows), strict=True):
-        losses = F.cross_entropy(module.lm_head(part).float(), right, reduction="none")
-        total += losses.double().sum().cpu()
-    return float(total)
+    losses = [
+        F.cross_entropy(module.lm_head(part).float(), right, reduction="none").cpu().double()
+        for part, right in zip(hidden.split(rows), targets.split(rows), strict=True)
+    ]
+    return torch.cat(losses)

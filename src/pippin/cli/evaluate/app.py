@@ -9,6 +9,7 @@ from pippin.cli.evaluate.calibration import calibration
 from pippin.cli.evaluate.composition import composition
 from pippin.cli.evaluate.images import images
 from pippin.cli.evaluate.panel import panel
+from pippin.cli.evaluate.perplexity import perplexity
 from pippin.cli.evaluate.safety import safety
 
 app = typer.Typer(no_args_is_help=True, help="Evaluate models, guardrails, predictions, judges and images.")
@@ -18,4 +19,5 @@ app.command()(calibration)
 app.command()(composition)
 app.command()(images)
 app.command()(panel)
+app.command()(perplexity)
 app.command()(safety)
