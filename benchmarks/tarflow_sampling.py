@@ -68,7 +68,7 @@ def trained(name: str, steps: int) -> TarFlow:
     condition = ConditioningSpec(num_classes=3, null=True)
     config = TarFlowConfig((1, size, size), patch, (layers,) * 4, 128, condition=condition, noise_std=0.1)
     flow = TarFlow(config).initialize(99)
-    schedule = CosineSchedule(warmup=0.05)
+    schedule = CosineSchedule(warmup_steps=0.05)
     Trainer(
         flow,
         FlowLikelihood(condition_dropout=0.0),

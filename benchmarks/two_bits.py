@@ -107,7 +107,7 @@ def train(
         batches(model, "train.jsonl"),
         steps=steps,
         optimizer=optimizer,
-        schedule=CosineSchedule(warmup=0.05, final=0.05),
+        schedule=CosineSchedule(warmup_steps=0.05, min_lr_ratio=0.05),
         precision="bfloat16",
         evaluation=Evaluation(held_out(measured), eval_every=every),
         checkpoints=Checkpoints(folder, save_every=every, keep=1, best=False),

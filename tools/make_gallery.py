@@ -123,7 +123,7 @@ def _run(model: Any, objective: Any, data: Any, steps: int, path: Path, title: s
         data,
         steps=steps,
         optimizer=AdamW(lr=lr, weight_decay=0.01),
-        schedule=CosineSchedule(warmup=0.05),
+        schedule=CosineSchedule(warmup_steps=0.05),
         ema=1 - 10 / max(steps, 20),
         title=title,
     )

@@ -90,7 +90,7 @@ def measure(model):
 def trainer(folder, steps=40, every=5, **changes):
     settings = dict(
         optimizer=Muon(lr=0.02, other=AdamW(lr=0.02)),
-        schedule=WSDSchedule(warmup=4, decay=10),
+        schedule=WSDSchedule(warmup_steps=4, decay_steps=10),
         gradient_accumulation_steps=2,
         ema=0.9,
         evaluation=Evaluation(measure, eval_every=7),

@@ -131,7 +131,7 @@ def test_two_trainers_take_turns_and_the_generator_learns_the_data():
         return Loss(-critic(model(torch.randn(real.shape, generator=generator))).sum(), len(real))
 
     data = Rows(lambda: 3 + torch.randn(64, 1))
-    rest = {"schedule": LinearSchedule(final=0.0), "max_grad_norm": None, "show_progress": False}
+    rest = {"schedule": LinearSchedule(min_lr_ratio=0.0), "max_grad_norm": None, "show_progress": False}
     critics = Trainer(critic, judge, data, steps=600, optimizer=AdamW(0.01, (0.5, 0.9), weight_decay=0.0), **rest)
     generators = Trainer(
         generator_model, fool, data, steps=200, optimizer=AdamW(0.05, (0.5, 0.9), weight_decay=0.0), seed=1, **rest
@@ -193,7 +193,7 @@ def test_a_simulator_that_can_be_differentiated_is_an_objective():
         [torch.tensor(20.0)] * 60,
         steps=60,
         optimizer=AdamW(lr=1.0, weight_decay=0.0),
-        schedule=CosineSchedule(warmup=0, final=0.0),
+        schedule=CosineSchedule(warmup_steps=0, min_lr_ratio=0.0),
         max_grad_norm=None,
         show_progress=False,
     ).fit()

@@ -34,17 +34,20 @@ def warm_then(after, warmup):
 
 CASES = {
     "cosine": (
-        CosineSchedule(warmup=5, final=0.1),
+        CosineSchedule(warmup_steps=5, min_lr_ratio=0.1),
         warm_then(lambda o: lr_scheduler.CosineAnnealingLR(o, 35, eta_min=0.1), 5),
     ),
     "cosine, warm-up as a share": (
-        CosineSchedule(warmup=0.25, final=0.0),
+        CosineSchedule(warmup_steps=0.25, min_lr_ratio=0.0),
         warm_then(lambda o: lr_scheduler.CosineAnnealingLR(o, 30), 10),
     ),
-    "linear": (LinearSchedule(warmup=5, final=0.2), warm_then(lambda o: lr_scheduler.LinearLR(o, 1.0, 0.2, 35), 5)),
-    "constant": (ConstantSchedule(warmup=8), warm_then(lambda o: lr_scheduler.ConstantLR(o, 1.0), 8)),
+    "linear": (
+        LinearSchedule(warmup_steps=5, min_lr_ratio=0.2),
+        warm_then(lambda o: lr_scheduler.LinearLR(o, 1.0, 0.2, 35), 5),
+    ),
+    "constant": (ConstantSchedule(warmup_steps=8), warm_then(lambda o: lr_scheduler.ConstantLR(o, 1.0), 8)),
     "wsd": (
-        WSDSchedule(warmup=5, decay=0.25),
+        WSDSchedule(warmup_steps=5, decay_steps=0.25),
         lambda o: lr_scheduler.SequentialLR(
             o,
             [
@@ -73,13 +76,13 @@ def test_warm_up_and_fall_are_those_of_one_cycle():
         ),
         40,
     )
-    ours = [LinearSchedule(warmup=10, final=1e-7)(step, 40) for step in range(40)]
+    ours = [LinearSchedule(warmup_steps=10, min_lr_ratio=1e-7)(step, 40) for step in range(40)]
     assert ours[:10] == pytest.approx(rates[:10], abs=1e-6)
     assert ours[10:] == pytest.approx(rates[9:-1], abs=1e-6)
 
 
 def test_the_square_root_falls_as_published():
-    falls = [WSDSchedule(warmup=0, decay=10, shape="sqrt")(step, 100) for step in range(90, 100)]
+    falls = [WSDSchedule(warmup_steps=0, decay_steps=10, decay_type="sqrt")(step, 100) for step in range(90, 100)]
     assert falls == pytest.approx([1 - math.sqrt(i / 10) for i in range(10)])
 
 
@@ -89,21 +92,21 @@ def test_the_square_root_falls_as_published():
 )
 def test_a_share_and_a_number_of_steps_are_rounded_to_the_nearest(length, steps, taken):
     """The warm-up of so many steps ends with the full rate at the last of them."""
-    rates = [ConstantSchedule(warmup=length)(step, steps) for step in range(steps)]
+    rates = [ConstantSchedule(warmup_steps=length)(step, steps) for step in range(steps)]
     assert rates == pytest.approx([min((step + 1) / taken, 1.0) for step in range(steps)])
-    falls = [WSDSchedule(warmup=0, decay=length)(step, steps) for step in range(steps)]
+    falls = [WSDSchedule(warmup_steps=0, decay_steps=length)(step, steps) for step in range(steps)]
     assert falls == pytest.approx([min((steps - step) / taken, 1.0) for step in range(steps)])
 
 
 @pytest.mark.parametrize("make", [LinearSchedule, CosineSchedule, WSDSchedule])
 @pytest.mark.parametrize("warmup", [0.0, 9])
 def test_the_last_rate_is_reached_after_the_last_update_and_stays(make, warmup):
-    schedule = make(warmup=warmup, final=0.25)
+    schedule = make(warmup_steps=warmup, min_lr_ratio=0.25)
     assert [schedule(step, 10) for step in (10, 11, 1000)] == pytest.approx([0.25] * 3)
 
 
 def test_a_decay_that_does_not_fit_behind_the_warm_up_is_the_shorter():
-    rates = [WSDSchedule(warmup=6, decay=6)(step, 10) for step in range(10)]
+    rates = [WSDSchedule(warmup_steps=6, decay_steps=6)(step, 10) for step in range(10)]
     assert rates == pytest.approx([1 / 6, 2 / 6, 3 / 6, 4 / 6, 5 / 6, 1.0, 1.0, 3 / 4, 2 / 4, 1 / 4])
 
 
@@ -133,11 +136,11 @@ def test_a_factor_rises_then_falls(schedule, steps):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: CosineSchedule(warmup=-1), "warmup .* got -1"),
-        (lambda: LinearSchedule(final=1.5), "final must be from 0 to 1, got 1.5"),
-        (lambda: WSDSchedule(decay=math.inf), "decay .* got inf"),
-        (lambda: ConstantSchedule(math.nan), "warmup .* got nan"),
-        (lambda: WSDSchedule(shape="cubic"), "'linear' or 'sqrt', got 'cubic'"),
+        (lambda: CosineSchedule(warmup_steps=-1), "warmup_steps .* got -1"),
+        (lambda: LinearSchedule(min_lr_ratio=1.5), "min_lr_ratio must be from 0 to 1, got 1.5"),
+        (lambda: WSDSchedule(decay_steps=math.inf), "decay_steps .* got inf"),
+        (lambda: ConstantSchedule(math.nan), "warmup_steps .* got nan"),
+        (lambda: WSDSchedule(decay_type="cubic"), "'linear' or 'sqrt', got 'cubic'"),
     ],
 )
 def test_a_schedule_outside_its_range_is_refused(make, message):

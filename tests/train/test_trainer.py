@@ -44,7 +44,9 @@ def run(data, steps, model=None, objective=regression, **changes):
 def test_the_losses_are_those_of_a_plain_loop_bit_for_bit(clip, precision):
     """Batches of 16 rows: a division by a power of two is exact, so it may stand anywhere."""
     data = batches([16] * 30)
-    trainer = run(data, 30, max_grad_norm=clip, precision=precision, schedule=CosineSchedule(warmup=0, final=0.1))
+    trainer = run(
+        data, 30, max_grad_norm=clip, precision=precision, schedule=CosineSchedule(warmup_steps=0, min_lr_ratio=0.1)
+    )
     losses = trainer.fit().losses
 
     model = net()
@@ -100,7 +102,7 @@ def test_metrics_are_per_unit():
 
 def test_the_norm_is_that_before_clipping_and_the_rate_that_of_the_schedule():
     data = batches([8, 8])
-    trainer = run(data, 2, max_grad_norm=1e-3, schedule=LinearSchedule(final=0.0))
+    trainer = run(data, 2, max_grad_norm=1e-3, schedule=LinearSchedule(min_lr_ratio=0.0))
     first, second = trainer.fit().steps
     model = net()
     (regression(model, data[0], None).total / 8).backward()

@@ -1,9 +1,9 @@
-"""The learning rate over a run, as a factor of the optimizer's own.
+"""Learning-rate schedules, as factors of the optimizer's learning rate.
 
 Notable here:
-- a schedule is a frozen value that is called with the number of updates made and of updates in all: nothing to save
-- warm-up ends with the full rate, and its first update already has a share of it: no update is wasted at rate 0
-- `warmup` and `decay` are a share of the run below 1, and a number of steps from 1 on
+- a schedule is a frozen dataclass, called with the current step and the total number of steps: it has no state to save
+- the factor rises linearly over the warm-up and is never 0, so that no step is wasted
+- `warmup_steps` and `decay_steps` are a fraction of all steps below 1, and a number of steps from 1 on
 """
 
 from __future__ import annotations
@@ -17,106 +17,107 @@ from pippin.core.checks import NonNegativeFloat, Probability, checked
 
 @runtime_checkable
 class Schedule(Protocol):
-    """Any function of the updates made so far and the updates in all."""
+    """Any function of the current step and the total number of steps."""
 
     def __call__(self, step: int, steps: int, /) -> float:
-        """The factor of the learning rate for update ``step``, counted from 0."""
+        """The factor of the learning rate at ``step``, which counts from 0, of ``steps``."""
 
 
 @checked
 @dataclass(frozen=True)
 class ConstantSchedule:
-    """The full rate after a linear warm-up.
+    """Linear warm-up, then the full learning rate.
 
-    >>> [ConstantSchedule(warmup=4)(step, 10) for step in (0, 1, 3, 9)]
+    >>> [ConstantSchedule(warmup_steps=4)(step, 10) for step in (0, 1, 3, 9)]
     [0.25, 0.5, 1.0, 1.0]
     """
 
-    warmup: NonNegativeFloat = 0.0
+    warmup_steps: NonNegativeFloat = 0.0
 
     def __call__(self, step: int, steps: int) -> float:
-        """The factor for update ``step`` of ``steps``."""
-        return _warm(step, _steps(self.warmup, steps))
+        """The factor at ``step`` of ``steps``."""
+        return _warmup_factor(step, _num_steps(self.warmup_steps, steps))
 
 
 @checked
 @dataclass(frozen=True)
 class LinearSchedule:
-    """Warm-up, then a straight line down to ``final``, which it would reach after the last update.
+    """Linear warm-up, then linear decay to ``min_lr_ratio`` of the learning rate at ``steps``.
 
-    >>> [LinearSchedule(final=0.0)(step, 4) for step in range(4)]
+    >>> [LinearSchedule(min_lr_ratio=0.0)(step, 4) for step in range(4)]
     [1.0, 0.75, 0.5, 0.25]
     """
 
-    warmup: NonNegativeFloat = 0.0
-    final: Probability = 0.0
+    warmup_steps: NonNegativeFloat = 0.0
+    min_lr_ratio: Probability = 0.0
 
     def __call__(self, step: int, steps: int) -> float:
-        """The factor for update ``step`` of ``steps``."""
-        done, warm = _progress(step, steps, self.warmup)
-        return warm * (1.0 - (1.0 - self.final) * done)
+        """The factor at ``step`` of ``steps``."""
+        progress, warmup = _progress(step, steps, self.warmup_steps)
+        return warmup * (1.0 - (1.0 - self.min_lr_ratio) * progress)
 
 
 @checked
 @dataclass(frozen=True)
 class CosineSchedule:
-    r"""Warm-up, then half a cosine down to ``final``: $f + (1 - f) (1 + \cos \pi t) / 2$.
+    r"""Linear warm-up, then half a cosine to ``min_lr_ratio``, r: $r + (1 - r) (1 + \cos \pi t) / 2$, t from 0 to 1.
 
     Source: SGDR, arXiv:1608.03983, eq. 5, without restarts.
 
-    >>> [round(CosineSchedule(warmup=0.0, final=0.1)(step, 2), 6) for step in range(2)]
+    >>> [round(CosineSchedule(warmup_steps=0.0, min_lr_ratio=0.1)(step, 2), 6) for step in range(2)]
     [1.0, 0.55]
     """
 
-    warmup: NonNegativeFloat = 0.02
-    final: Probability = 0.1
+    warmup_steps: NonNegativeFloat = 0.02
+    min_lr_ratio: Probability = 0.1
 
     def __call__(self, step: int, steps: int) -> float:
-        """The factor for update ``step`` of ``steps``."""
-        done, warm = _progress(step, steps, self.warmup)
-        return warm * (self.final + (1.0 - self.final) * (1.0 + math.cos(math.pi * done)) / 2)
+        """The factor at ``step`` of ``steps``."""
+        progress, warmup = _progress(step, steps, self.warmup_steps)
+        return warmup * (self.min_lr_ratio + (1.0 - self.min_lr_ratio) * (1.0 + math.cos(math.pi * progress)) / 2)
 
 
 @checked
 @dataclass(frozen=True)
 class WSDSchedule:
-    """Warm-up, a stable part at the full rate, and a decay at the end: linear, or one minus a square root.
+    """Warmup-stable-decay: linear warm-up, the full learning rate, and a decay that is linear or 1 - sqrt.
 
-    Where the two don't both fit into the run, the decay is the shorter.
+    Where warm-up and decay do not both fit into the run, the decay is shortened.
 
-    A run can be made longer from a checkpoint of its stable part, since nothing before the decay depends on ``steps``
-    where ``warmup`` is given in steps.
+    A run can be extended from a checkpoint of its stable phase, since nothing before the decay depends on ``steps``
+    where ``warmup_steps`` is a number of steps.
 
-    Source: MiniCPM, arXiv:2404.06395, section 4; the square root is arXiv:2405.18392, eq. 2.
+    Source: MiniCPM, arXiv:2404.06395, section 4; 1 - sqrt is arXiv:2405.18392, eq. 2.
 
-    >>> [WSDSchedule(warmup=0, decay=0.5)(step, 8) for step in range(8)]
+    >>> [WSDSchedule(warmup_steps=0, decay_steps=0.5)(step, 8) for step in range(8)]
     [1.0, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25]
     """
 
-    warmup: NonNegativeFloat = 0.02
-    decay: NonNegativeFloat = 0.2
-    final: Probability = 0.0
-    shape: Literal["linear", "sqrt"] = "linear"
+    warmup_steps: NonNegativeFloat = 0.02
+    decay_steps: NonNegativeFloat = 0.2
+    min_lr_ratio: Probability = 0.0
+    decay_type: Literal["linear", "sqrt"] = "linear"
 
     def __call__(self, step: int, steps: int) -> float:
-        """The factor for update ``step`` of ``steps``."""
-        warmup = _steps(self.warmup, steps)
-        length = min(_steps(self.decay, steps), steps - warmup)
-        done = min(max(step - (steps - length), 0) / length, 1.0) if length else 0.0
-        fallen = math.sqrt(done) if self.shape == "sqrt" else done
-        return _warm(step, warmup) * (1.0 - (1.0 - self.final) * fallen)
+        """The factor at ``step`` of ``steps``."""
+        num_warmup = _num_steps(self.warmup_steps, steps)
+        num_decay = min(_num_steps(self.decay_steps, steps), steps - num_warmup)
+        progress = min(max(step - (steps - num_decay), 0) / num_decay, 1.0) if num_decay else 0.0
+        if self.decay_type == "sqrt":
+            progress = math.sqrt(progress)
+        return _warmup_factor(step, num_warmup) * (1.0 - (1.0 - self.min_lr_ratio) * progress)
 
 
-def _progress(step: int, steps: int, warmup: float) -> tuple[float, float]:
-    """How much of the part after the warm-up is done, 0 to 1; and the factor of the warm-up."""
-    length = _steps(warmup, steps)
-    return min(max(step - length, 0) / max(steps - length, 1), 1.0), _warm(step, length)
+def _progress(step: int, steps: int, warmup_steps: float) -> tuple[float, float]:
+    """The fraction of the steps after the warm-up that are done, 0 to 1; and the factor of the warm-up."""
+    num_warmup = _num_steps(warmup_steps, steps)
+    return min(max(step - num_warmup, 0) / max(steps - num_warmup, 1), 1.0), _warmup_factor(step, num_warmup)
 
 
-def _warm(step: int, length: int) -> float:
-    return min((step + 1) / length, 1.0) if length else 1.0
+def _warmup_factor(step: int, num_warmup: int) -> float:
+    return min((step + 1) / num_warmup, 1.0) if num_warmup else 1.0
 
 
-def _steps(length: float, steps: int) -> int:
-    """A share of the run or a number of steps, as steps."""
+def _num_steps(length: float, steps: int) -> int:
+    """Convert a fraction of all steps, or a number of steps, to a number of steps."""
     return min(round(length * steps) if length < 1 else round(length), steps)

@@ -236,7 +236,7 @@ def test_a_network_learns_what_a_text_says():
         batches,
         steps=90,
         optimizer=optimizer,
-        schedule=CosineSchedule(warmup=0.1),
+        schedule=CosineSchedule(warmup_steps=0.1),
         show_progress=False,
     ).fit()
     model.eval()

@@ -32,7 +32,7 @@ from pippin.train.schedules import ConstantSchedule, CosineSchedule, Schedule
 from pippin.train.trainer import Trainer
 
 _CONSTANT = ConstantSchedule()
-_DECAY = CosineSchedule(final=0.01)
+_DECAY = CosineSchedule(min_lr_ratio=0.01)
 
 
 @dataclass(frozen=True)

@@ -225,7 +225,7 @@ class NPE(nn.Module):
             stream,
             steps=steps,
             optimizer=AdamW(lr=lr, weight_decay=0.0),
-            schedule=CosineSchedule(warmup=0.02, final=0.0),
+            schedule=CosineSchedule(warmup_steps=0.02, min_lr_ratio=0.0),
             evaluation=Evaluation(best, max(1, steps // 20)),
             seed=seed,
             title="neural posterior",

@@ -63,7 +63,7 @@ LATENT, BATCH, RATE = 6, 64, 2e-3
 
 
 def _every_seed(e: Evidence, name: str, arm: str, other: str, share: float) -> bool:
-    return all(a <= share * b for a, b in zip(e.each(name, arm), e.each(name, other), strict=True))
+    return all(a <= share * b for a, b in e.pairs(name, arm, other))
 
 
 @claim(
@@ -84,14 +84,7 @@ def _every_seed(e: Evidence, name: str, arm: str, other: str, share: float) -> b
             "DCI-D above the base autoencoder's: in at least 5 of 6 pairs of seed and beta, and with a 95 % interval "
             "of the paired difference of means over beta above 0",
             lambda e, arm: (
-                sum(
-                    a > b
-                    for beta in BETAS
-                    for a, b in zip(
-                        e.each(f"DCI-D, beta {beta:g}", arm), e.each(f"DCI-D, beta {beta:g}", "base"), strict=True
-                    )
-                )
-                >= 5
+                sum(a > b for beta in BETAS for a, b in e.pairs(f"DCI-D, beta {beta:g}", arm, "base")) >= 5
                 and e.paired("DCI-D", arm, "base").low > 0
             ),
             headline=True,
@@ -116,13 +109,7 @@ def _every_seed(e: Evidence, name: str, arm: str, other: str, share: float) -> b
             "neighbors",
             "the toy map loses fewer neighbors than without a term, with both costs, every seed",
             lambda e, arm: all(
-                a < b
-                for cost in TOY_WEIGHTS
-                for a, b in zip(
-                    e.each(f"toy neighbors lost, {cost}", arm),
-                    e.each(f"toy neighbors lost, {cost}", "base"),
-                    strict=True,
-                )
+                a < b for cost in TOY_WEIGHTS for a, b in e.pairs(f"toy neighbors lost, {cost}", arm, "base")
             ),
         ),
         Condition(
@@ -252,7 +239,7 @@ def _codes(
         while True:
             yield images[torch.randint(len(images), (BATCH,), generator=generator)]
 
-    how: dict[str, Any] = {"optimizer": AdamW(lr=RATE, weight_decay=0.0), "schedule": CosineSchedule(warmup=0.02)}
+    how: dict[str, Any] = {"optimizer": AdamW(lr=RATE, weight_decay=0.0), "schedule": CosineSchedule(warmup_steps=0.02)}
     objective = DisentanglingElbo(beta=beta, geometry=geometry)
     training = Trainer(
         vae, objective, batches(), steps=size.steps, seed=seed, show_progress=False, max_grad_norm=None, **how

@@ -172,7 +172,7 @@ def _regression(size: ClipSize, seed: int) -> Any:
         batches(),
         steps=size.steps,
         optimizer=AdamW(lr=2e-3, weight_decay=0.0),
-        schedule=CosineSchedule(warmup=0.05),
+        schedule=CosineSchedule(warmup_steps=0.05),
         seed=seed,
         show_progress=False,
     ).fit()

@@ -194,7 +194,7 @@ def _train(module: Any, steps: int, seed: int, lr: float, schedule: Any = None) 
         ByteBatches(8, 128, seed),
         steps=steps,
         optimizer=AdamW(lr=lr),
-        schedule=schedule or CosineSchedule(warmup=0.05),
+        schedule=schedule or CosineSchedule(warmup_steps=0.05),
         ema=0.97,
         seed=seed,
         show_progress=False,

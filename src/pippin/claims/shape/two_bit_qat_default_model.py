@@ -228,7 +228,7 @@ def _train(module: Any, teacher: LanguageModel, text: Path, size: _Size, steps: 
         ),
         steps=steps,
         optimizer=AdamW(lr=rate, weight_decay=0.0),
-        schedule=CosineSchedule(warmup=0.05),
+        schedule=CosineSchedule(warmup_steps=0.05),
         precision="bfloat16" if has_fast_bf16() and size.model else "float32",
         ema=AVERAGE,
         seed=seed,

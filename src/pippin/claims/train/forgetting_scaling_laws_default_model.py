@@ -274,7 +274,7 @@ def _tune(
         Packed(mixed, size.length, size.rows, seed=seed),
         steps=steps,
         optimizer=AdamW(lr=rate, weight_decay=0.0),
-        schedule=CosineSchedule(warmup=0.1),
+        schedule=CosineSchedule(warmup_steps=0.1),
         evaluation=forgetting_evaluation(losses.target, losses.own, max(1, steps // size.evaluations)),
         seed=seed,
         show_progress=False,

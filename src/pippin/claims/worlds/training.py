@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
 from pippin.train import AdamW, CosineSchedule, Trainer, TrainingResult
 from pippin.train.objective import Objective
+
+
+def device(scale: str) -> str:
+    """The GPU at scale "gpu" if there is one, else the CPU."""
+    return "cuda" if scale == "gpu" and torch.cuda.is_available() else "cpu"
 
 
 def fit(
@@ -30,7 +36,7 @@ def fit(
         data,
         steps=steps,
         optimizer=AdamW(lr=lr, weight_decay=weight_decay),
-        schedule=CosineSchedule(warmup=warmup),
+        schedule=CosineSchedule(warmup_steps=warmup),
         max_grad_norm=max_grad_norm,
         seed=seed,
         show_progress=False,

@@ -341,7 +341,7 @@ class SoftLabelFit:
             order,
             steps=self.steps,
             optimizer=AdamW(lr=self.lr, weight_decay=self.weight_decay),
-            schedule=CosineSchedule(warmup=0.1),
+            schedule=CosineSchedule(warmup_steps=0.1),
             seed=seed,
             show_progress=False,
         ).fit()

@@ -154,7 +154,7 @@ def train_features(
         _augmented(images.float(), labels, batch_size, seed),
         steps=steps,
         optimizer=AdamW(lr=3e-3, weight_decay=0.01),
-        schedule=CosineSchedule(warmup=0.05),
+        schedule=CosineSchedule(warmup_steps=0.05),
         seed=seed,
         show_progress=False,
     ).fit()

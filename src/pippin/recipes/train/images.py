@@ -196,7 +196,7 @@ def run(config: Config, *, show_progress: bool = True) -> ImageGenerationResult:
         batches,
         steps=steps,
         optimizer=AdamW(lr=config.lr or made.lr, weight_decay=0.01),
-        schedule=CosineSchedule(warmup=0.05),
+        schedule=CosineSchedule(warmup_steps=0.05),
         precision=config.precision,
         ema=min(made.ema, 1 - 10 / max(steps, 20)),  # averages about the last tenth of a short run
         evaluation=Evaluation(measure, eval_every) if held_out else None,

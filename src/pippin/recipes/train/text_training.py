@@ -360,7 +360,7 @@ def train(
         batches.training,
         steps=batches.steps,
         optimizer=AdamW(lr=config.lr) if optimizer is None else optimizer,
-        schedule=CosineSchedule(warmup=0.05),
+        schedule=CosineSchedule(warmup_steps=0.05),
         gradient_accumulation_steps=config.gradient_accumulation_steps,
         precision=config.precision,
         evaluation=evaluation,

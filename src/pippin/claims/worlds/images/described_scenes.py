@@ -103,7 +103,7 @@ def trained(family: str, pixels: int, factor: int, steps: int, batch: int, seed:
 
     model, objective = untrained(family, pixels, factor)
     data, optimizer = Described(pixels, batch, seed), AdamW(lr=RATE, weight_decay=0.0)
-    schedule = CosineSchedule(warmup=min(20, steps - 1))
+    schedule = CosineSchedule(warmup_steps=min(20, steps - 1))
     fit(model.initialize(seed), objective, data, steps, seed, optimizer, where, schedule=schedule, precision="float32")
     return model
 

@@ -57,8 +57,8 @@ class SceneBatches:
         from pippin.data.synthetic.scenes import SceneStream
         from pippin.generate.conditions import Samples
 
-        for drawn in SceneStream(self.spec, self.batch, seed=self.seed):
-            yield Samples(drawn.x)
+        for scenes in SceneStream(self.spec, self.batch, seed=self.seed):
+            yield Samples(scenes.x)
 
 
 class SetBatches:
@@ -112,7 +112,7 @@ def trained(
         optimizer=AdamW(
             lr=rate or (RATE if config.hidden_size < 256 else RATE / 4), betas=(0.9, 0.95), weight_decay=1e-4
         ),
-        schedule=CosineSchedule(warmup=0.05),
+        schedule=CosineSchedule(warmup_steps=0.05),
         seed=seed,
         show_progress=False,
     ).fit()
@@ -125,8 +125,8 @@ def bits(flow: TarFlow, images: Tensor, seed: int, rows: int = 256) -> float:
 
     place = next(flow.parameters()).device
     parts = images.split(rows)
-    told = [flow.bits_per_dim(part.long().to(place), seed=seed + rows * i) for i, part in enumerate(parts)]
-    return float(torch.cat(told).mean())
+    values = [flow.bits_per_dim(part.long().to(place), seed=seed + rows * i) for i, part in enumerate(parts)]
+    return float(torch.cat(values).mean())
 
 
 def gaussian_bits(known: Tensor, images: Tensor, levels: int, seed: int) -> float:
@@ -173,13 +173,6 @@ def mixture_bits(known: Tensor, images: Tensor, levels: int, seed: int, componen
     law = GaussianMixture(min(components, 1 + len(fitted) // 200), reg_covar=1e-4, max_iter=20, random_state=seed)
     nats = -law.fit(fitted.numpy()).score(dequantized(images).numpy()) / fitted.shape[1]
     return float(nats) / math.log(2) + math.log2(levels / 2)
-
-
-def device(scale: str) -> str:
-    """Where it runs."""
-    import torch
-
-    return "cuda" if scale == "gpu" and torch.cuda.is_available() else "cpu"
 
 
 def _replaced(config: TarFlowConfig, **changes: object) -> TarFlowConfig:

@@ -57,13 +57,6 @@ def clip_spec(size: ClipSize, frames: int | None = None) -> VideoClipSpec:
     return VideoClipSpec(scene, frames=frames or size.frames, speed=(0.6 * size.size / 16, 1.6 * size.size / 16))
 
 
-def device(scale: str) -> str:
-    """The GPU where the scale is written for one and there is one."""
-    import torch
-
-    return "cuda" if scale == "gpu" and torch.cuda.is_available() else "cpu"
-
-
 def trained(size: ClipSize, seed: int, scale: str, **changes: Any) -> StarFlow:
     """Train a video flow and its score network together; returned in evaluation mode."""
     from pippin.generate.conditions import Samples
@@ -86,7 +79,7 @@ def trained(size: ClipSize, seed: int, scale: str, **changes: Any) -> StarFlow:
     precision: Any = "bfloat16" if where == "cuda" else "float32"
 
     def batches() -> Iterator[Samples]:
-        yield from (Samples(drawn.x) for drawn in supply(size, seed))
+        yield from (Samples(videos.x) for videos in supply(size, seed))
 
     Trainer(
         model,
@@ -94,7 +87,7 @@ def trained(size: ClipSize, seed: int, scale: str, **changes: Any) -> StarFlow:
         batches(),
         steps=steps,
         optimizer=AdamW(lr=size.rate, weight_decay=1e-4),
-        schedule=CosineSchedule(warmup=0.05),
+        schedule=CosineSchedule(warmup_steps=0.05),
         precision=precision,
         seed=seed,
         device=where,

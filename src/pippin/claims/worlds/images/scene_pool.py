@@ -21,13 +21,6 @@ SEARCH_SEED = 99
 """Of the data and the weights of every search; no claim's own seed."""
 
 
-def device(scale: str) -> str:
-    """The GPU at the scale that is written for one, where there is one; else the CPU."""
-    import torch
-
-    return "cuda" if scale == "gpu" and torch.cuda.is_available() else "cpu"
-
-
 def labeled(scenes: Scenes) -> Samples:
     """Images with their number of objects, less the smallest, as class."""
     from pippin.generate.conditions import Conditioning, Samples
@@ -68,7 +61,7 @@ def fit(
     from pippin.train import CosineSchedule, Trainer
 
     settings: dict[str, Any] = {"precision": "bfloat16" if where == "cuda" else "float32", "show_progress": False}
-    settings |= {"optimizer": optimizer, "schedule": CosineSchedule(warmup=0.05), "seed": seed, "device": where}
+    settings |= {"optimizer": optimizer, "schedule": CosineSchedule(warmup_steps=0.05), "seed": seed, "device": where}
     trainer = Trainer(model, objective, data, steps=steps, **settings | how)
     history = trainer.fit()
     if trainer.ema is not None:

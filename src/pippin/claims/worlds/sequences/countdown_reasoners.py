@@ -96,7 +96,7 @@ def latent_reasoner(
             steps=steps,
             batch_size=size.rows,
             optimizer=AdamW(lr=rate, weight_decay=0.0),
-            schedule=CosineSchedule(warmup=0.1),
+            schedule=CosineSchedule(warmup_steps=0.1),
             seed=seed,
             show_progress=False,
         )

@@ -4,8 +4,8 @@ Notable here:
 - refiner and discriminator each have their own `Trainer`, which are advanced alternately
 - both losses are means over patches, and self-regularization is a mean over pixels, so its weight does not depend on
   the size of the images
-- a probe trained on simulated images predicts the labels of refined ones, with a warning if its score drops; the
-  displacement of edges between an image and its refined version is measured too
+- a probe trained on synthetic images predicts the labels of refined ones, with a warning if its score drops; the
+  displacement of edges between an image and its refined version is measured, too
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from pippin.core import plotting as figures, progress
+from pippin.core import plotting, progress
 from pippin.core.checks import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, checked
 from pippin.core.errors import InvalidArgument, InvalidInput, LabelDrift
 from pippin.core.report import Report, Row
@@ -40,10 +40,11 @@ from pippin.train import AdamW, CosineSchedule, LinearSchedule, Loss, Trainer, T
 
 TOLERANCE: Final = 0.1
 """Maximum relative loss of the probe's score on refined images."""
-_WATCHED: Final = 512
-"""Number of images of a check."""
+_EVAL_IMAGES: Final = 512
+"""Number of images in an evaluation."""
 
 Measure = Callable[[SimRefiner, PatchDiscriminator], Mapping[str, float]]
+"""Computes further metrics for an evaluation."""
 
 
 @checked
@@ -54,13 +55,13 @@ class RefinerTrainingConfig:
     Attributes:
         weight: weight of self-regularization (the paper's lambda), the mean absolute difference of the features.
         regularizer: the features; see `pippin.generate.methods.simgan.model.Regularizer`.
-        batch_size: images of each kind in a step; even with a history.
+        batch_size: number of synthetic and of real images in a step; even, if there is a history.
         refiner_steps: steps of the refiner in a round.
         discriminator_steps: steps of the discriminator in a round.
         discriminator_warmup_steps: steps of the discriminator before the first round.
-        history_size: images in the history; 0 for none.
-        lr: initial learning rate of both, which decays to a tenth.
-        eval_every: rounds between two checks.
+        history_size: number of images in the history; 0 for no history.
+        lr: initial learning rate of both, which decays linearly to a tenth.
+        eval_every: rounds between two evaluations.
         probe_steps: training steps of the probe, if labels are given.
 
     Raises:
@@ -88,15 +89,15 @@ class RefinerTrainingConfig:
 
 @dataclass
 class RefinerTrainingResult:
-    """The results of a training.
+    """Result of `fit`.
 
     Attributes:
         discriminator: the trained discriminator.
-        refiner_training: steps of the refiner.
-        discriminator_training: steps of the discriminator, with its accuracy.
-        evaluations: round and the metrics after it: "moved" in pixels, "label_score" (the probe's score on refined
-            images over that on simulated ones, if the latter is above 0), "accuracy" of the discriminator, and further
-            metrics of ``measure``.
+        refiner_training: training history of the refiner.
+        discriminator_training: training history of the discriminator, with its accuracy.
+        evaluations: round and the metrics after it: "change" (mean absolute difference of pixels), "moved" (mean
+            displacement of edges, in pixels), "label_score" (the probe's score on refined images over that on synthetic
+            ones, if the latter is above 0), "accuracy" of the discriminator, and further metrics of ``measure``.
     """
 
     discriminator: PatchDiscriminator
@@ -105,27 +106,26 @@ class RefinerTrainingResult:
     evaluations: list[tuple[int, dict[str, float]]] = field(default_factory=list)
 
     def report(self) -> Report:
-        """The last check."""
+        """The last evaluation."""
         units = {"moved": "pixels", "label_score": "share", "accuracy": "share"}
-        after, figures = self.evaluations[-1]
-        rows = [Row(name, value, units.get(name, "")) for name, value in figures.items()]
-        return Report(f"refiner after round {after}", [Row("rounds", after), *rows])
+        step, metrics = self.evaluations[-1]
+        rows = [Row(name, value, units.get(name, "")) for name, value in metrics.items()]
+        return Report(f"refiner after round {step}", [Row("rounds", step), *rows])
 
     def plot(self, path: Path) -> None:
-        """Plot the metrics of the checks over the rounds.
+        """Plot the metrics of the evaluations over the rounds.
 
         Raises:
             MissingDependency: matplotlib is not installed.
         """
         names = list(self.evaluations[-1][1])
-        figure = figures.new(7, 1.6 * len(names) + 0.6)
+        figure = plotting.new(7, 1.6 * len(names) + 0.6)
+        steps = [step for step, _ in self.evaluations]
         for panel, name in zip(figure.subplots(len(names), squeeze=False, sharex=True)[:, 0], names, strict=True):
-            panel.plot(
-                [after for after, _ in self.evaluations], [found[name] for _, found in self.evaluations], "o-", ms=3
-            )
+            panel.plot(steps, [metrics[name] for _, metrics in self.evaluations], "o-", ms=3)
             panel.set_ylabel(name)
         panel.set_xlabel("round")
-        figures.save(figure, path)
+        plotting.save(figure, path)
 
 
 @checked
@@ -146,20 +146,20 @@ def fit(
     Args:
         refiner: the refiner, trained in place.
         synthetic: images of the simulator, -1 to 1.
-        real: real images, -1 to 1, without labels.
+        real: unlabeled real images, -1 to 1.
         steps: number of rounds, in each of which the refiner takes its steps, then the discriminator.
-        labels: labels of the simulated images for the probe: classes (n,), or values (n, k) of a regression.
+        labels: labels of the synthetic images for the probe: classes (n,), or values (n, k) of a regression.
         config: see `RefinerTrainingConfig`.
-        measure: computes further metrics for the checks.
+        measure: computes further metrics for the evaluations.
         seed: random seed.
         show_progress: whether to show a progress bar.
 
     Returns:
-        The discriminator, both trainings and the checks.
+        The discriminator, the training histories and the evaluations.
 
     Raises:
-        InvalidArgument: rounds below 1, or images of another shape.
-        InvalidInput: no images, values outside -1 to 1, or labels of another number.
+        InvalidArgument: steps below 1, images of another shape, or an unknown regularizer.
+        InvalidInput: no images, values outside -1 to 1, or another number of labels than of images.
         NonFiniteLoss: training diverged; the weights are those before the step.
 
     Warns:
@@ -167,16 +167,16 @@ def fit(
 
     Source: arXiv:1612.07828, algorithm 1. Adam is used instead of the paper's gradient descent.
     """
-    check_images(synthetic, refiner.config.shape, "simulated images")
+    check_images(synthetic, refiner.config.shape, "synthetic images")
     check_images(real, refiner.config.shape, "real images")
-    regularized_features(synthetic[:1], config.regularizer)  # which checks the regularizer
+    regularized_features(synthetic[:1], config.regularizer)  # refuses an unknown regularizer
     if labels is not None and len(labels) != len(synthetic):
-        raise InvalidInput(f"{len(labels)} labels for {len(synthetic)} simulated images")
+        raise InvalidInput(f"{len(labels)} labels for {len(synthetic)} synthetic images; give one for each")
     device = next(refiner.parameters()).device
     discriminator = PatchDiscriminator(refiner.config, seed=seed + 1).to(device)
     history = HistoryBuffer(config.history_size, seed=seed) if config.history_size else None
     pairs = _RefinedAndReal(refiner, synthetic, real, config.batch_size, history, seed + 2)
-    settings: dict[str, Any] = {"schedule": LinearSchedule(final=0.1), "show_progress": False}
+    settings: dict[str, Any] = {"schedule": LinearSchedule(min_lr_ratio=0.1), "show_progress": False}
     adam = AdamW(lr=config.lr, betas=(0.5, 0.99), weight_decay=0.0)
     discriminator_trainer = Trainer(
         discriminator,
@@ -194,31 +194,31 @@ def fit(
     )
     probe = None if labels is None else LabelProbe.fit(synthetic, labels, steps=config.probe_steps, seed=seed)
     result = RefinerTrainingResult(discriminator, refiner_trainer.result, discriminator_trainer.result)
-    watch = synthetic[-_WATCHED:]
+    eval_images = synthetic[-_EVAL_IMAGES:]
     discriminator_trainer.advance(config.discriminator_warmup_steps)
     with progress.bar(steps, "refiner and discriminator", unit="rounds", show_progress=show_progress) as bar:
-        for after in range(1, steps + 1):
+        for step in range(1, steps + 1):
             refiner_trainer.advance(config.refiner_steps)
             discriminator_trainer.advance(config.discriminator_steps)
-            if after % config.eval_every == 0 or after == steps:
-                found = _check(refiner, watch, None if labels is None else labels[-_WATCHED:], probe)
-                found["accuracy"] = discriminator_trainer.result.steps[-1].metrics["accuracy"]
+            if step % config.eval_every == 0 or step == steps:
+                metrics = _evaluate(refiner, eval_images, None if labels is None else labels[-_EVAL_IMAGES:], probe)
+                metrics["accuracy"] = discriminator_trainer.result.steps[-1].metrics["accuracy"]
                 if measure is not None:
-                    found |= {name: float(value) for name, value in measure(refiner, discriminator).items()}
-                result.evaluations.append((after, found))
-                bar.say(f"moved {found['moved']:.2f} pixels, the discriminator is right on {found['accuracy']:.0%}")
+                    metrics |= {name: float(value) for name, value in measure(refiner, discriminator).items()}
+                result.evaluations.append((step, metrics))
+                bar.say(f"moved {metrics['moved']:.2f} pixels, discriminator accuracy {metrics['accuracy']:.0%}")
             bar.advance(1)
     _warn(result.evaluations[-1][1])
     return result
 
 
 class LabelProbe:
-    """A small network that reads labels off images, trained on simulated ones with noise, blur and other brightness.
+    """A small network that predicts labels, trained on synthetic images augmented by noise, blur and brightness.
 
     Args:
-        network: images to labels.
+        network: maps images to logits or values.
         classes: whether labels are classes.
-        base: its score on simulated images that it did not learn from.
+        base: its score on held-out synthetic images.
     """
 
     def __init__(self, network: nn.Module, *, classes: bool, base: float) -> None:
@@ -229,7 +229,7 @@ class LabelProbe:
         """Train a probe; the last tenth of the images is held out for its score.
 
         Args:
-            images: simulated images, -1 to 1.
+            images: synthetic images, -1 to 1.
             labels: classes (integers), or values (n, k) of a regression.
             steps: training steps, of 64 images each.
             seed: seed of weights and batches.
@@ -241,10 +241,10 @@ class LabelProbe:
             raise InvalidInput(f"a probe needs 20 images with labels or more, got {len(images)}")
         classes = not labels.is_floating_point()
         outputs = int(labels.max()) + 1 if classes else labels[0].numel()
-        held = max(10, len(images) // 10)
+        num_held_out = max(10, len(images) // 10)
         network = _probe_network(images.shape[1], outputs, seed)
-        shown = labels if classes else labels.float().view(len(labels), -1)
-        data = _augmented(images[:-held], shown[:-held], 64, seed)
+        targets = labels if classes else labels.float().view(len(labels), -1)
+        data = _augmented(images[:-num_held_out], targets[:-num_held_out], 64, seed)
         adam = AdamW(lr=3e-3, weight_decay=0.01)
         Trainer(
             network,
@@ -252,12 +252,12 @@ class LabelProbe:
             data,
             steps=steps,
             optimizer=adam,
-            schedule=CosineSchedule(warmup=0.05),
+            schedule=CosineSchedule(warmup_steps=0.05),
             seed=seed,
             show_progress=False,
         ).fit()
         probe = cls(network.eval().requires_grad_(False), classes=classes, base=1.0)
-        probe.base = probe.score(images[-held:], labels[-held:])
+        probe.base = probe.score(images[-num_held_out:], labels[-num_held_out:])
         return probe
 
     @torch.no_grad()
@@ -267,7 +267,7 @@ class LabelProbe:
         return outputs.argmax(1) if self.classes else outputs
 
     def score(self, images: Float[Tensor, "n ..."], labels: Tensor) -> float:
-        """The accuracy for classes; R squared for regression."""
+        """Accuracy for classes; R squared over all values for regression."""
         predicted, labels = self.predict(images), labels.cpu()
         if self.classes:
             return float((predicted == labels).double().mean())
@@ -280,34 +280,33 @@ class LabelProbe:
 def displacement(
     before: Float[Tensor, "n ..."], after: Float[Tensor, "n ..."], *, max_shift: PositiveInt = 3
 ) -> Float[Tensor, n]:
-    """The displacement of the edges of each image in pixels, by cross-correlation over all shifts.
+    """Displacement of the edges of each image in pixels, by normalized cross-correlation, to a fraction of a pixel.
 
     Args:
-        before: images (channels, height, width).
-        after: the same, changed.
-        max_shift: largest shift along an axis; the border of this width is left out.
+        before: images (n, channels, height, width).
+        after: changed versions of them.
+        max_shift: largest shift along an axis; a border of this width is not compared.
 
     Raises:
         InvalidArgument: different shapes, or images too small for such shifts.
     """
     if before.shape != after.shape or min(before.shape[2:]) < 4 * max_shift:
         raise InvalidArgument(
-            f"images of {tuple(before.shape)} and {tuple(after.shape)} to be matched over {max_shift} pixels: give "
-            "equal "
-            f"shapes of {4 * max_shift} pixels or more"
+            f"images of shapes {tuple(before.shape)} and {tuple(after.shape)} cannot be compared over shifts of "
+            f"{max_shift} pixels; give equal shapes of {4 * max_shift} pixels or more, or lower max_shift"
         )
-    first, second = (_edges(x.detach().float()) for x in (before, after))
+    first, second = (_edges(x.detach().float()) for x in (before, after))  # (n, height, width)
     height, width = first.shape[1:]
-    fixed = _normal(second[:, max_shift : height - max_shift, max_shift : width - max_shift])
+    fixed = _standardized(second[:, max_shift : height - max_shift, max_shift : width - max_shift])
     side = 2 * max_shift + 1
     scores = torch.stack(
         [
-            (_normal(first[:, i : i + height - 2 * max_shift, j : j + width - 2 * max_shift]) * fixed).sum((1, 2))
+            (_standardized(first[:, i : i + height - 2 * max_shift, j : j + width - 2 * max_shift]) * fixed).sum((1, 2))
             for i in range(side)
             for j in range(side)
         ],
         1,
-    ).view(-1, side, side)
+    ).view(-1, side, side)  # correlation of each image at each shift
     best = scores.flatten(1).argmax(1)
     row, column = best // side, best % side
     index = torch.arange(len(scores), device=scores.device)
@@ -320,18 +319,19 @@ def displacement(
 
 
 class _RefinerLoss:
-    """The refiner's loss: the adversarial loss with a fixed discriminator, and self-regularization."""
+    """The refiner's loss: the adversarial loss with a fixed discriminator, and self-regularization (eq. 1)."""
 
-    unit = "pictures"
+    unit = "images"
 
     def __init__(self, discriminator: PatchDiscriminator, weight: float, regularizer: Regularizer) -> None:
         self.discriminator, self.weight, self.regularizer = discriminator, weight, regularizer
 
     def __call__(self, model: nn.Module, batch: Tensor, generator: torch.Generator) -> Loss:
         refined = model(batch)
-        still = {name: parameter.detach() for name, parameter in self.discriminator.named_parameters()}
-        odds = functional_call(self.discriminator, still, (refined,))
-        realism = F.softplus(odds).flatten(1).mean(1).sum()
+        # detached, so that only the refiner gets gradients
+        parameters = {name: parameter.detach() for name, parameter in self.discriminator.named_parameters()}
+        logits = functional_call(self.discriminator, parameters, (refined,))  # (n, rows, columns)
+        realism = F.softplus(logits).flatten(1).mean(1).sum()
         before, after = (regularized_features(x, self.regularizer) for x in (batch, refined))
         change = (after - before).abs().flatten(1).mean(1).sum()
         metrics = {"realism": realism.detach(), "change": change.detach()}
@@ -339,16 +339,17 @@ class _RefinerLoss:
 
 
 def _discriminator_loss(model: nn.Module, batch: Any, generator: torch.Generator) -> Loss:
-    """Cross-entropy over patches of refined and of real images."""
+    """Cross-entropy over patches of refined and of real images (eq. 2)."""
     refined, real = batch
-    odds = model(torch.cat([refined, real])).flatten(1)
-    fake, true = odds[: len(refined)], odds[len(refined) :]
-    loss = F.softplus(-fake).mean(1).sum() + F.softplus(true).mean(1).sum()
-    right = ((fake > 0).float().mean(1).sum() + (true <= 0).float().mean(1).sum()) / 2
-    return Loss(loss, len(refined), {"accuracy": right.detach()})
+    logits = model(torch.cat([refined, real])).flatten(1)  # (2 n, patches)
+    refined_logits, real_logits = logits[: len(refined)], logits[len(refined) :]
+    loss = F.softplus(-refined_logits).mean(1).sum() + F.softplus(real_logits).mean(1).sum()
+    correct = ((refined_logits > 0).float().mean(1).sum() + (real_logits <= 0).float().mean(1).sum()) / 2
+    return Loss(loss, len(refined), {"accuracy": correct.detach()})
 
 
 def _random_batches(images: Tensor, batch_size: int, seed: int) -> RandomBatches[Tensor]:
+    """Endless random batches of images, sampled with replacement."""
     return resampled(len(images), batch_size, lambda index, _: images[index].float(), seed=seed)
 
 
@@ -377,7 +378,7 @@ class _RefinedAndReal:
 
 
 def _augmented(images: Tensor, labels: Tensor, batch_size: int, seed: int) -> RandomBatches[tuple[Tensor, Tensor]]:
-    """Labeled images with random brightness, blur and noise: a probe should depend on shapes, not on brightness."""
+    """Labeled images with random brightness, contrast, blur and noise, so that a probe depends on shapes only."""
 
     def make(index: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         x = images[index].float()
@@ -391,6 +392,7 @@ def _augmented(images: Tensor, labels: Tensor, batch_size: int, seed: int) -> Ra
 
 
 def _probe_network(channels: int, outputs: int, seed: int) -> nn.Sequential:
+    """A small convolutional network from images (n, channels, height, width) to (n, outputs)."""
     with torch.random.fork_rng([]):
         network = nn.Sequential(
             *(nn.Conv2d(channels, 16, 3, 2, 1), nn.ReLU(), nn.Conv2d(16, 32, 3, 2, 1), nn.ReLU()),
@@ -401,6 +403,7 @@ def _probe_network(channels: int, outputs: int, seed: int) -> nn.Sequential:
 
 
 def _probe_loss(model: nn.Module, batch: Any, generator: torch.Generator) -> Loss:
+    """Squared error for regression, cross-entropy for classes; summed over images."""
     x, labels = batch
     outputs = model(x)
     if labels.is_floating_point():
@@ -408,46 +411,49 @@ def _probe_loss(model: nn.Module, batch: Any, generator: torch.Generator) -> Los
     return Loss(F.cross_entropy(outputs, labels, reduction="sum"), len(x))
 
 
-# --- checks -----------------------------------------------------------------------------------------------------------
+# --- evaluation -------------------------------------------------------------------------------------------------------
 
 
-def _check(refiner: SimRefiner, x: Tensor, labels: Tensor | None, probe: LabelProbe | None) -> dict[str, float]:
-    """The metrics of a check."""
+def _evaluate(refiner: SimRefiner, x: Tensor, labels: Tensor | None, probe: LabelProbe | None) -> dict[str, float]:
+    """Metrics of a refiner on synthetic images; see `RefinerTrainingResult`."""
     refined = refiner.refine(x)
-    found = {"change": float((refined - x).abs().mean())}
-    most = min(3, min(x.shape[2:]) // 4)
-    found["moved"] = float(displacement(x, refined, max_shift=most).mean()) if most else 0.0
+    metrics = {"change": float((refined - x).abs().mean())}
+    max_shift = min(3, min(x.shape[2:]) // 4)
+    metrics["moved"] = float(displacement(x, refined, max_shift=max_shift).mean()) if max_shift else 0.0
     if probe is not None and labels is not None and probe.base > 0:
-        found["label_score"] = probe.score(refined, labels) / probe.base
-    return found
+        metrics["label_score"] = probe.score(refined, labels) / probe.base
+    return metrics
 
 
-def _warn(found: Mapping[str, float]) -> None:
-    if found.get("label_score", 1.0) < 1 - TOLERANCE:
+def _warn(metrics: Mapping[str, float]) -> None:
+    """Warn if the probe lost more of its score than `TOLERANCE`."""
+    if metrics.get("label_score", 1.0) < 1 - TOLERANCE:
         warnings.warn(
-            f"a probe keeps {found['label_score']:.0%} of its score on refined images: labels may no longer be valid; "
-            "give more weight to self-regularization, or fewer rounds",
+            f"a probe keeps {metrics['label_score']:.0%} of its score on refined images: labels may no longer be "
+            "valid; increase the weight of self-regularization, or train for fewer rounds",
             LabelDrift,
             stacklevel=3,
         )
 
 
 def _edges(x: Tensor) -> Tensor:
-    """The size of the slope at each pixel, over all channels."""
+    """Norm of the image gradient at each pixel, over all channels: (n, height, width)."""
     x = F.pad(x, (1, 1, 1, 1), mode="replicate")
     down = (x[:, :, 2:, 1:-1] - x[:, :, :-2, 1:-1]).square()
     right = (x[:, :, 1:-1, 2:] - x[:, :, 1:-1, :-2]).square()
     return (down + right).sum(1).sqrt()
 
 
-def _normal(x: Tensor) -> Tensor:
+def _standardized(x: Tensor) -> Tensor:
+    """Images (n, height, width) with mean 0 and norm 1."""
     x = x - x.mean((1, 2), keepdim=True)
     return x / x.square().sum((1, 2), keepdim=True).sqrt().clamp_min(1e-9)
 
 
-def _peak(scores: Tensor, at: Tensor) -> Tensor:
-    """Where between pixels a parabola through the best score and its neighbors has its top: -0.5 to 0.5."""
-    inside = at.clamp(1, scores.shape[1] - 2)
+def _peak(scores: Tensor, best: Tensor) -> Tensor:
+    """Offset, -0.5 to 0.5, of the maximum of a parabola through the best score and its neighbors; 0 at the border."""
+    inside = best.clamp(1, scores.shape[1] - 2)
     left, middle, right = (scores.gather(1, (inside + i)[:, None])[:, 0] for i in (-1, 0, 1))
-    bend = (left - 2 * middle + right).clamp_max(-1e-9)
-    return torch.where(inside == at, ((left - right) / (2 * bend)).clamp(-0.5, 0.5), torch.zeros_like(bend))
+    curvature = (left - 2 * middle + right).clamp_max(-1e-9)
+    offset = ((left - right) / (2 * curvature)).clamp(-0.5, 0.5)
+    return torch.where(inside == best, offset, torch.zeros_like(curvature))

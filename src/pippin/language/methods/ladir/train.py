@@ -210,4 +210,4 @@ def fit_reasoner(
 
 
 def _with_defaults(options: FitOptions, lr: float) -> FitOptions:
-    return {"optimizer": AdamW(lr=lr, weight_decay=0.03), "schedule": CosineSchedule(warmup=0.05), **options}
+    return {"optimizer": AdamW(lr=lr, weight_decay=0.03), "schedule": CosineSchedule(warmup_steps=0.05), **options}
