@@ -20,6 +20,7 @@ class Process:
     def __init__(self, folder, tmp_path, *words):
         keys = tmp_path / "keys"
         keys.write_text(f"tester:{KEY}\n")
+        keys.chmod(0o600)
         self.process = subprocess.Popen(
             [
                 COMMAND,

@@ -301,12 +301,35 @@ def test_one_line_for_a_request_and_no_text_of_it(client, log):
     assert "secret" not in json.dumps(log)
 
 
+@pytest.mark.parametrize(
+    ("path", "sent", "status", "code"),
+    [
+        (CHAT, {"messages": []}, 400, "invalid_value"),
+        (CHAT, {"messages": [{"role": "user", "content": "x" * 5000}]}, 400, "context_length_exceeded"),
+        (CHAT, {"model": "none", "messages": [{"role": "user", "content": "x"}]}, 404, "model_not_found"),
+        ("/v1/nothing", {}, 404, "unknown_url"),
+    ],
+)
+def test_the_line_of_a_refused_request_has_the_code_of_its_error(client, log, path, sent, status, code):
+    answer = client.post(path, json=sent)
+    eventually(lambda: log)
+    (line,) = log
+    assert (line["status"], line["code"]) == (status, code) == (answer.status_code, answer.json()["error"]["code"])
+
+
+def test_so_does_the_line_of_a_client_without_a_key(server, log):
+    with server.client(headers={}) as client:
+        client.get("/v1/models")
+    eventually(lambda: log)
+    assert (log[0]["status"], log[0]["code"]) == (401, "invalid_api_key")
+
+
 def test_a_server_that_is_told_to_logs_texts(make_server, log):
     with make_server(log_prompts=True).client() as client:
         said = client.post(CHAT, json=body(messages=[{"role": "user", "content": "my secret"}])).json()
     eventually(lambda: log)
     (line,) = log
-    assert "my secret" in line["prompt"]
+    assert [(entry["kind"], entry["segments"][0]["text"]) for entry in line["prompt"]] == [("prompt", "my secret")]
     assert line["answer"] == said["choices"][0]["message"]["content"]
 
 

@@ -101,8 +101,9 @@ def test_the_second_signal_ends_at_once(serve, patient):
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (["--host", "0.0.0.0"], 2, "can be reached by others and there are no api_keys"),
-        (["--max-num-seqs", "0"], 2, "max_num_seqs must be from 1 to 256, got 0"),
+        (["--host", "0.0.0.0"], 2, "set --api-key-file, listen on 127.0.0.1, or set --open-to-all to let"),
+        (["--max-num-seqs", "0"], 2, "--max-num-seqs must be from 1 to 256, got 0"),
+        (["--port", "70000"], 2, "--port must be from 0 to 65535, got 70000"),
         (["--memory-budget", "much"], 2, "--memory-budget: 'much' is not a size; write it like 500MB or 8GiB"),
         (["--replicas", "2"], 2, "add --ray"),
         (["--replicas", "3-1"], 2, "--replicas must be a number"),
@@ -110,7 +111,7 @@ def test_the_second_signal_ends_at_once(serve, patient):
         (["--adapter", "pirate=/nowhere"], 3, "--adapter pirate: there is no folder /nowhere"),
         (["--api-key-file", "nowhere"], 2, "cannot read the keys in nowhere: No such file"),
         (["--stateless", "--log-prompts"], 2, "choose one of them"),
-        (["--stateless", "--prompt-cache", "kept"], 2, "prompt_cache keeps prompts and stateless promises not to"),
+        (["--stateless", "--prompt-cache", "kept"], 2, "--prompt-cache keeps prompts and stateless promises not to"),
         (["--speculate", "no-such-draft"], 3, "there is no model or data set 'no-such-draft'"),
         (["no-such-model"], 3, "there is no model or data set 'no-such-model'"),
     ],

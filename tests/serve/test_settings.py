@@ -1,15 +1,16 @@
 """Every setting is checked where it is set, and the message names it."""
 
+import os
 from dataclasses import fields
 from typing import get_type_hints
 
 import pytest
 
-from pippin.core.errors import InvalidArgument, InvalidInput
+from pippin.core.errors import ExposedKeys, InvalidArgument, InvalidInput
 from pippin.core.options import Option
 from pippin.core.store.catalog import DEFAULT_MODEL
 from pippin.engine.options import ModelOptions
-from pippin.serve.settings import ServerSettings, is_local, model_name, read_keys
+from pippin.serve.settings import ServerSettings, is_local, model_name, read_key_file, read_keys
 
 KEYS = {"alice": "0123456789abcdef"}
 
@@ -27,7 +28,7 @@ KEYS = {"alice": "0123456789abcdef"}
         ({"api_keys": {"": "0123456789abcdef"}}, "api_keys must have a name and a secret"),
         ({"api_keys": {"a": "with space 123456"}}, "printable ASCII"),
         ({"api_keys": {"a": "0123456789abcdef", "b": "0123456789abcdef"}}, "two names have the same secret"),
-        ({"host": "0.0.0.0"}, "can be reached by others and there are no api_keys"),
+        ({"host": "0.0.0.0"}, "can be reached by others, who would need no key; set api_keys"),
         ({"host": "example.org"}, "can be reached by others"),
         ({"cors_origins": ("example.org",)}, "cors_origins must be like https://"),
         ({"threads": 4096}, "threads is 4096, and this process may use"),
@@ -103,3 +104,16 @@ def test_keys_that_cannot_be_used(text, message):
         read_keys(text, "keys.txt")
     assert message in str(caught.value)
     assert "0123456789abcdef" not in str(caught.value)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="files have no such modes here")
+def test_a_key_file_that_others_may_read_is_mentioned(tmp_path):
+    path = tmp_path / "keys"
+    path.write_text("alice:0123456789abcdef")
+    path.chmod(0o600)
+    assert read_key_file(path) == {"alice": "0123456789abcdef"}
+    for mode in (0o640, 0o604, 0o644):
+        path.chmod(mode)
+        with pytest.warns(ExposedKeys, match=rf"mode {mode:o}\); chmod 600 .*keys") as said:
+            assert read_key_file(path) == {"alice": "0123456789abcdef"}
+        assert "0123456789abcdef" not in str(said[0].message)

@@ -52,3 +52,7 @@ class InferenceAtRisk(PippinWarning):
 
 class GuessedEncoding(PippinWarning):
     """A text was not UTF-8 and was read in the encoding that fits its bytes; the message names it."""
+
+
+class ExposedKeys(PippinWarning):
+    """A file of API keys can be read or changed by other users of the machine."""

@@ -38,8 +38,9 @@ class RequestRecord:
     usage: Usage = Usage()
     first_token: float | None = None
     error: str = ""
+    code: str = ""
     began: float = field(default_factory=time.perf_counter)
-    texts: dict[str, str] = field(default_factory=dict)
+    texts: dict[str, Any] = field(default_factory=dict)
 
     def fields(self) -> dict[str, Any]:
         """The fields of the log line, without unknown ones."""
@@ -54,6 +55,7 @@ class RequestRecord:
             "model": self.model,
             "first_token_ms": None if first is None else round(1000 * first, 1),
             "error": self.error,
+            "code": self.code,
         }
         if self.model:
             tokens = {"input": usage.input_tokens, "cached": usage.cached_tokens, "output": usage.output_tokens}

@@ -361,7 +361,7 @@ class Service:
             provider_request, owner=request.caller.id, adapter=adapter, priority=request.priority
         )
         if self.settings.log_prompts and request.record is not None:
-            request.record.texts["prompt"] = provider_request.transcript.to_json()
+            request.record.texts["prompt"] = provider_request.transcript.model_dump(mode="json")["entries"]
         if request.cancelled:  # before the provider request existed
             provider_request.cancel.set()
         events, written = provider.stream(provider_request), guardrails.TokenCounter()

@@ -10,6 +10,9 @@ Notable here:
 from __future__ import annotations
 
 import ipaddress
+import os
+import stat
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +21,7 @@ from typing import Annotated, Final, Literal
 from annotated_types import Ge, Le
 
 from pippin.core.checks import PositiveFloat, PositiveInt, checked
-from pippin.core.errors import InvalidArgument, InvalidInput
+from pippin.core.errors import ExposedKeys, InvalidArgument, InvalidInput
 from pippin.core.options import Option, parse_bytes
 from pippin.core.store.catalog import DEFAULT_MODEL
 from pippin.engine.options import MACHINE, ModelOptions
@@ -63,12 +66,24 @@ def read_key_file(path: str | Path) -> dict[str, str]:
 
     Raises:
         InvalidInput: it cannot be read, and as `read_keys`.
+
+    Warns:
+        ExposedKeys: other users of this machine may read or change it.
     """
+    file = Path(path).expanduser()
     try:
-        return read_keys(Path(path).expanduser().read_text(encoding="utf-8"), str(path))
+        keys, mode = read_keys(file.read_text(encoding="utf-8"), str(path)), file.stat().st_mode
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
         raise InvalidInput(f"cannot read the keys in {path}: {reason}") from error
+    if os.name == "posix" and stat.S_ISREG(mode) and mode & (stat.S_IRWXG | stat.S_IRWXO):
+        warnings.warn(
+            f"the keys in {path} are open to other users of this machine (mode {stat.S_IMODE(mode):03o}); "
+            f"chmod 600 {path}",
+            ExposedKeys,
+            stacklevel=2,
+        )
+    return keys
 
 
 @checked
@@ -253,8 +268,8 @@ class ServerSettings(ModelOptions):
             raise InvalidArgument("api_keys: two names have the same secret")
         if not self.api_keys and not self.open_to_all and not is_local(self.host):
             raise InvalidArgument(
-                f"host {self.host!r} can be reached by others and there are no api_keys; give keys, listen on "
-                "127.0.0.1, or say that everyone may use this server (open_to_all)"
+                f"host {self.host!r} can be reached by others, who would need no key; set api_keys, listen on "
+                "127.0.0.1, or set open_to_all to let everyone use this server"
             )
         for origin in self.cors_origins:
             if origin != "*" and not origin.startswith(("http://", "https://")):

@@ -184,8 +184,8 @@ def test_forms_and_options_out_of_range(refused):
     assert "exclude each other" in refused("ask", "x", "--regex", "a", "--choice", "b", "--choice", "c", code=2)
     assert "not a regular expression" in refused("ask", "x", "--regex", "(", code=2)
     assert "temperature" in refused("ask", "x", "--temperature", "-1", code=2)
-    assert "top_p" in refused("ask", "x", "--top-p", "1.5", code=2)
-    assert "max_tokens" in refused("ask", "x", "--max-tokens", "0", code=2)
+    assert "--top-p" in refused("ask", "x", "--top-p", "1.5", code=2)
+    assert "--max-tokens must be at least 1" in refused("ask", "x", "--max-tokens", "0", code=2)
 
 
 def test_models_and_devices_that_are_not_there(refused):

@@ -8,6 +8,7 @@ import pytest
 
 from pippin.core import errors as core
 from pippin.serve.api.errors import ALL, TABLE, _path, failure, responses
+from pippin.session.providers.openai_messages import context_numbers
 
 EXTRA = {
     core.ContextOverflow: {"context_size": 1, "token_count": 2},
@@ -49,9 +50,19 @@ def test_every_error_is_sent_in_the_shape_that_the_client_raises_on(kind):
     response = httpx2.Response(made.status, json=made.body, request=httpx2.Request("POST", "http://server/v1"))
     raised = openai.OpenAI(api_key="k")._make_status_error_from_response(response)
     assert isinstance(raised, openai.APIStatusError)
-    assert (raised.body["message"], raised.code) == ("what happened", made.detail.code)
+    assert raised.code == made.detail.code
+    assert raised.body["message"].endswith("what happened")
     # what the client can mend is its own mistake, what it cannot is the server's
     assert (made.status < 500) == (made.detail.type not in ("server_error", "timeout_error", "overloaded_error"))
+
+
+def test_a_context_that_is_too_small_is_said_in_openais_words_once():
+    error = core.ContextOverflow("a prompt of 20 tokens", context_size=16, token_count=20)
+    said = failure(error).detail.message
+    assert said == "This model's maximum context length is 16 tokens. However, a prompt of 20 tokens"
+    again = core.ContextOverflow(said, context_size=16, token_count=20)  # of a provider behind this server
+    assert failure(again).detail.message == said
+    assert context_numbers(said) == (16, 20)
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,43 @@ def events(server, **body):
     return found
 
 
+def test_input_tokens_are_those_that_an_answer_reads(client):
+    asked = {"model": "tiny", "input": "Feed it.", "instructions": "Be kind.", "tools": [TOOL]}
+    counted = client.responses.input_tokens.count(**asked)
+    made = client.responses.create(**asked, tool_choice="required", max_output_tokens=200)
+    assert (counted.object, counted.input_tokens) == ("response.input_tokens", made.usage.input_tokens)
+    follows = {"model": "tiny", "previous_response_id": ask(client).id}
+    shorter = client.responses.input_tokens.count(**follows)
+    longer = client.responses.input_tokens.count(**follows, input="And then?")
+    made = client.responses.create(**follows, input="And then?", max_output_tokens=4)
+    assert shorter.input_tokens < longer.input_tokens == made.usage.input_tokens
+    assert client.responses.input_tokens.count(model="tiny", input="word " * 3000).input_tokens > 2048
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "param"),
+    [
+        ({}, "missing_required_parameter", "input"),
+        ({"input": 3}, "invalid_type", "input"),
+        ({"input": "x", "previous_response_id": "none"}, "response_not_found", None),
+        ({"input": "x", "model": "tiny-encoder"}, "unsupported_capability", None),
+        (
+            {
+                "input": [
+                    {"role": "user", "content": [{"type": "input_image", "image_url": "data:image/png;base64,eA=="}]}
+                ]
+            },
+            "unsupported_content",
+            "input",
+        ),
+    ],
+)
+def test_what_cannot_be_counted(client, body, code, param):
+    with pytest.raises(openai.APIStatusError) as caught:
+        client.responses.input_tokens.count(**{"model": "tiny"} | body)
+    assert (caught.value.code, caught.value.param) == (code, param)
+
+
 def test_a_response_is_complete(client, post):
     sent = post("responses", HI | {"temperature": 0, "metadata": {"a": "b"}, "user": "u"}).json()
     Response.model_validate(sent)

@@ -13,6 +13,7 @@ import functools
 import inspect
 import operator
 import os
+import re
 import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -165,9 +166,27 @@ def _made(taken: inspect.Parameter, given: Mapping[str, Any]) -> Any:
         elif isinstance(value, list):
             value = _pairs(value, option) if field.default_factory is not dataclasses.MISSING else tuple(value)
         values[field.name] = value
-    if taken.default is inspect.Parameter.empty:
-        return config(**values)
-    return dataclasses.replace(taken.default, **values)
+    try:
+        if taken.default is inspect.Parameter.empty:
+            return config(**values)
+        return dataclasses.replace(taken.default, **values)
+    except InvalidArgument as error:
+        flags = {field.name: _flag(field.name, option) for field, option in _settings(config) if not option.positional}
+        raise InvalidArgument(_with_flags(str(error), flags)) from error
+
+
+def _with_flags(message: str, flags: Mapping[str, str]) -> str:
+    """The message of a config, in the words of the command line: a field's name as its option.
+
+    A name of one word is one only where the message begins with it: elsewhere it may be prose.
+
+    >>> _with_flags("host is open; set any_key or another host", {"host": "--host", "any_key": "--any-key"})
+    '--host is open; set --any-key or another host'
+    """
+    for name, flag in flags.items():
+        begin = r"(?<![\w-])" if "_" in name else "^"
+        message = re.sub(rf"{begin}{name}\b", flag, message)
+    return message
 
 
 def _parsed(name: str, option: Option, text: str) -> Any:

@@ -23,6 +23,7 @@ from starlette.routing import Match
 from starlette.types import Scope
 
 from pippin.core import errors
+from pippin.serve import logs
 
 log = logging.getLogger(__name__)
 
@@ -77,13 +78,20 @@ class ErrorResponse:
         message = message if len(message) <= LONGEST else f"{message[:LONGEST]}…"
         self.detail = ErrorDetail(message=message, type=type or _type(status), param=param, code=code)
 
+    def log(self) -> None:
+        """Name the code in the log line of the request."""
+        record = logs.current.get()
+        if record is not None:
+            record.code = self.detail.code or self.detail.type
+
     @property
     def body(self) -> dict[str, Any]:
         """The JSON object that is sent."""
         return {"error": self.detail.model_dump()}
 
     def response(self) -> JSONResponse:
-        """The HTTP response."""
+        """The HTTP response; the log line of its request names the code."""
+        self.log()
         return JSONResponse(self.body, self.status, self.headers)
 
 
@@ -153,9 +161,13 @@ def failure(error: BaseException) -> ErrorResponse:
     nearest = next(kind for kind in type(error).__mro__ if kind in TABLE)
     status, kind, code = TABLE[nearest]
     param = next((_PARAMS[base] for base in type(error).__mro__ if base in _PARAMS), None)
+    message = str(error)
+    if isinstance(error, errors.ContextOverflow) and "maximum context length" not in message:
+        # clients know this error by OpenAI's words, whatever its code is
+        message = f"This model's maximum context length is {error.context_size} tokens. However, {message}"
     return ErrorResponse(
         status,
-        str(error),
+        message,
         type=kind,
         code=getattr(error, "code", None) or code,
         param=getattr(error, "param", None) or param,

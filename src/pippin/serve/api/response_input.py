@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from pippin.core.errors import InvalidRequest
+from pippin.core.errors import CheckpointError, InvalidRequest, UnsupportedContent
 from pippin.serve.api import conversation, fields, provider_requests, response_types as types
-from pippin.session.providers.provider import ProviderRequest
+from pippin.session.providers.provider import ProviderRequest, require
 from pippin.session.transcript import (
     Answer,
     Instructions,
@@ -155,6 +155,34 @@ def provider_request(
         _schema(body.text),
         provider_requests.options(values),
     )
+
+
+def token_count(body: types.InputTokensRequest, before: Sequence[Any], local: LocalModel) -> int:
+    """The tokens that the model would read for a request, instructions, tools and schema included.
+
+    Args:
+        body: the request.
+        before: the conversation before it.
+        local: the model.
+
+    Raises:
+        InvalidRequest: nothing to count, or a conversation that the model's template cannot render.
+        SchemaError, InvalidTool, UnsupportedCapability, UnsupportedContent: as for an answer.
+    """
+    conversation = tuple(before) if body.input is None else entries(body.input, before)
+    if not conversation:
+        raise InvalidRequest(
+            "input: give the input to count, or previous_response_id", param="input", code="missing_required_parameter"
+        )
+    request = provider_request(body, conversation, local)
+    try:
+        require(local, request)
+        return local.token_count(request)
+    except CheckpointError as error:
+        raise InvalidRequest(str(error), param="input", code="invalid_conversation") from error
+    except UnsupportedContent as error:
+        error.param = "input"  # type: ignore[attr-defined]
+        raise
 
 
 def _choice(choice: types.ResponseToolChoice | None) -> fields.ToolChoice | None:

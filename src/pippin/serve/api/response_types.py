@@ -205,6 +205,14 @@ class ResponseRequest(SamplingFields, PriorityFields):
     user: str | None = None
 
 
+class InputTokensRequest(ResponseRequest):
+    """An input to count: what a request of the same fields would read."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"model": "smollm2-135m", "input": "Hello"}]})
+
+    input: str | Annotated[Several[Item], Field(min_length=1, max_length=MOST_MESSAGES)] | None = None  # type: ignore[assignment]
+
+
 # --- response ---------------------------------------------------------------------------------------------------------
 
 
@@ -320,6 +328,13 @@ class ResponseObject(BaseModel):
     truncation: Literal["disabled"]
     background: Literal[False]
     user: str | None
+
+
+class InputTokens(BaseModel):
+    """How many tokens the model reads."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: int
 
 
 class Deleted(BaseModel):

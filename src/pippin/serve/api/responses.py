@@ -1,4 +1,4 @@
-"""POST /v1/responses, and the stored responses.
+"""POST /v1/responses, the count of its input tokens, and the stored responses.
 
 Notable here:
 - a response is stored in memory only, unless the request sets ``store: false`` or the server is stateless
@@ -73,6 +73,25 @@ def router(service: Service, store: ResponseStore | None = None) -> APIRouter:
             return JSONResponse(writer.response)
         events = await opened(merged([job]))
         return sse.EventStreamResponse(frames(writer, events, store_response), events)
+
+    @routes.post(
+        "/v1/responses/input_tokens",
+        operation_id="countInputTokens",
+        summary="Count the tokens of an input",
+        response_model=types.InputTokens,
+        responses=errors.responses(*errors.ALL),
+    )
+    async def count(request: Request, body: types.InputTokensRequest) -> Any:
+        response_input.check(body, stateless=service.settings.stateless)
+        caller = request.state.caller
+        before = (
+            responses.get(body.previous_response_id, caller.id).entries if body.previous_response_id is not None else ()
+        )
+
+        found = await service.task(
+            body.model or "", lambda local: response_input.token_count(body, before, local), caller
+        )
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": found})
 
     _add_stored_routes(routes, responses)
     return routes

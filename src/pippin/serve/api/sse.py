@@ -34,6 +34,7 @@ def frame(data: dict[str, Any], event: str | None = None) -> str:
 def failed(error: Exception) -> ErrorResponse:
     """The error of a failed stream, which is logged if it is the server's."""
     response = failure(error)
+    response.log()
     if response.status >= 500:
         log.error("a stream broke: %s", type(error).__name__)
     return response
