@@ -28,10 +28,13 @@ from pippin.core.errors import (
     SchemaError,
 )
 from pippin.engine import Engine, Finished, Request, SamplingOptions, shared_engine
+from pippin.engine.cache.prefix_tree import CacheKey
 from pippin.engine.grammar.constraint import Grammar
 from pippin.language import Decoder, LanguageModel, LayerSpec
 from pippin.nn.attention import AttentionSpec
 from pippin.nn.feedforward import FeedForwardSpec
+from pippin.nn.linear import Linear
+from pippin.nn.lora import Adapter, LowRankUpdate
 from pippin.nn.rotary import Rotary
 
 from .fake import FakeRunner, right_answer
@@ -413,7 +416,7 @@ def test_the_least_recently_used_is_given_up_first(tiny, fake):
     with Engine(tiny, max_num_seqs=1, cache_tokens=14 * 16) as engine:  # room for three of them
         for each in [*prompts[:3], prompts[0], prompts[3]]:  # the fourth takes the place of the second
             ask(engine, each, options=short)
-        found = [engine._scheduler.tree.match(("", None), each, 49) for each in prompts]
+        found = [engine._scheduler.tree.match(engine._with_version(CacheKey("", None)), each, 49) for each in prompts]
         held = [16 * len(match.blocks) + match.num_partial_tokens for match in found]
         assert held[0] == held[2] == held[3] == 49
         assert held[1] < 49
@@ -474,6 +477,60 @@ def test_what_was_computed_before_the_weights_changed_is_not_used(tiny):
         after, _, last = ask(engine, ids)
         assert last.cached_tokens == 0
         assert after == bare_greedy(model, ids, 20) != before
+
+
+def test_blocks_of_a_request_that_runs_while_the_weights_change_are_not_reused(tiny):
+    model = replace(tiny, module=copy.deepcopy(tiny.module))
+    ids = prompt(0, 50)
+    with Engine(model) as engine:
+        running = engine.stream(Request(ids, options=SamplingOptions(max_tokens=400, **ENDLESS)))
+        next(running)  # its prompt is in the cache, and its blocks are held
+        with torch.no_grad():
+            for weight in model.module.parameters():
+                weight.mul_(-2.0)
+        for _ in range(2):
+            next(running)
+        scores = engine.prompt_logprobs(ids, 0)
+        answer, _, last = ask(engine, ids)
+        running.close()
+        ask(engine, prompt(1, 20))  # what the closed request held is idle by now
+        assert ask(engine, ids)[0] == answer == bare_greedy(model, ids, 20)
+        assert last.cached_tokens == 1, "the first token, which was computed for the log-probabilities"
+    with Engine(model) as cold:
+        expected = cold.prompt_logprobs(ids, 0)
+    assert [one.logprob for one in scores[1:]] == pytest.approx([one.logprob for one in expected[1:]], abs=1e-5)
+
+
+def test_blocks_of_an_adapter_that_was_trained_meanwhile_are_not_reused(tiny):
+    model = replace(tiny, module=copy.deepcopy(tiny.module), adapters={})
+    layer = next(part for part in model.module.modules() if isinstance(part, Linear))
+    outputs, inputs = layer.weight.shape
+    update = LowRankUpdate(torch.randn(2, inputs), torch.randn(outputs, 2))
+    model.adapters["task"] = Adapter("task", {layer: (update,)})
+    ids = prompt(0, 50)
+    with Engine(model) as engine:
+        before = ask(engine, ids, adapter="task")[2]
+        update.up.mul_(-3.0)
+        first, second = (ask(engine, ids, adapter="task") for _ in range(2))
+    with Engine(model) as cold:
+        expected = ask(cold, ids, adapter="task")
+    assert (before.cached_tokens, first[2].cached_tokens, second[2].cached_tokens) == (0, 0, 49)
+    assert first[:2] == second[:2] == expected[:2]
+
+
+def test_a_prompt_cache_holds_nothing_of_older_weights(tiny, tmp_path):
+    model = replace(tiny, module=copy.deepcopy(tiny.module))
+    with Engine(model) as engine:
+        running = engine.stream(Request(prompt(0, 50), options=SamplingOptions(max_tokens=400, **ENDLESS)))
+        next(running)
+        with torch.no_grad():
+            next(model.module.parameters()).mul_(2.0)
+        ask(engine, prompt(1, 40))
+        engine.save_prompt_cache(tmp_path / "cache")
+        running.close()
+    with Engine(model) as engine:
+        assert engine.load_prompt_cache(tmp_path / "cache") == 1
+        assert ask(engine, prompt(0, 50))[2].cached_tokens == 0
 
 
 def test_what_other_weights_computed_is_forgotten_before_anybody_else_is_let_in(tiny, fake, monkeypatch):

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from pippin.core.errors import Overloaded
+from pippin.engine.cache.prefix_tree import CacheKey
 from pippin.engine.continuation_scores import MAX_ROWS, Scores
 from pippin.engine.engine import Engine
 from pippin.engine.grammar.constraint import Grammar
@@ -404,14 +405,14 @@ def test_what_is_restored_is_found_and_never_takes_more_than_there_is(tiny, room
     for each in kept:
         engine._restore(*each)
         check_books(engine)
-    found = [engine._scheduler.tree.match(("", None), text, 79) for text in texts]
+    found = [engine._scheduler.tree.match(engine._with_version(CacheKey("", None)), text, 79) for text in texts]
     cached = [len(match.blocks) * BLOCK_SIZE + match.num_partial_tokens for match in found]
     assert cached == [79, 79, 79] if room == 14 else max(cached) == 79
 
 
 # --- the scheduler alone ----------------------------------------------------------------------------------------------
 
-KEY = ("", None)
+KEY = CacheKey("", None)
 
 
 class Bare(Scheduler):

@@ -3,7 +3,7 @@
 Notable here:
 - a step is one pass over the new tokens of all requests, packed end to end: the `Scheduler` plans it, a `Runner`
   computes it, and each request's `OutputProcessor` samples its next token
-- computed blocks are reused by later requests of the same owner and adapter (prefix caching)
+- computed blocks are reused by later requests of the same owner, adapter and weights (prefix caching)
 - an error of one request reaches its caller only; an error of a pass reaches the callers of that pass, and the engine
   continues with an empty cache
 - recurrent layers have a state instead of keys and values: it belongs to its request, and there is no prefix caching,
@@ -331,7 +331,7 @@ class Engine:
         """
         target = self._cache_path(path)
         return self._loop.call_between_steps(
-            lambda: files.save(target, self.model, self._runner, self._scheduler.tree.sequences())
+            lambda: files.save(target, self.model, self._runner, self._current_sequences())
         )
 
     def load_prompt_cache(self, path: str | Path | None = None) -> int:
@@ -370,7 +370,7 @@ class Engine:
             return
         try:
             if self.prompt_cache is not None:
-                files.save(self.prompt_cache, self.model, self._runner, self._scheduler.tree.sequences())
+                files.save(self.prompt_cache, self.model, self._runner, self._current_sequences())
         finally:
             self._scheduler.reset()
             self._runner.close()
@@ -405,11 +405,25 @@ class Engine:
             if version != self._version:
                 self._loop.call_between_steps(self._scheduler.clear_prefix_cache)
                 self._version = version
+        # running requests hold blocks of older weights, which are not cleared; the version keeps them apart
+        state.key = self._with_version(state.key)
         self._loop.submit(state)
 
     def _weights_version(self) -> int:
         """A number that grows with every in-place change of a weight, such as an optimizer step."""
         return sum(weight._version for weight in self._trainable)
+
+    def _with_version(self, key: CacheKey) -> CacheKey:
+        """The key, with the present version of the weights, those of its adapter included."""
+        layers = () if key.adapter is None else key.adapter.changes.values()
+        matrices = (matrix for layer in layers for update in layer for matrix in (update.down, update.up))
+        # tensors made in inference mode have no version, and cannot be trained
+        own = sum(matrix._version for matrix in matrices if not matrix.is_inference())
+        return key._replace(weights_version=self._weights_version() + own)
+
+    def _current_sequences(self) -> Iterator[CachedSequence]:
+        """The cached prompts that were computed with the present weights."""
+        return (one for one in self._scheduler.tree.sequences() if one[0] == self._with_version(one[0]))
 
     def _ask(self, state: RequestState) -> Any:
         """Queue a request that has one event (a score or a prefill), and wait for its result."""
@@ -423,7 +437,9 @@ class Engine:
     def _restore(self, key: CacheKey, ids: Sequence[int], data: UInt8[Tensor, "blocks bytes"]) -> bool:
         """Put one prompt of a file into the prefix cache."""
         write = self._runner.write
-        self._scheduler.restore(key, ids, lambda index, block: write([block], data[index : index + 1]))
+        self._scheduler.restore(
+            self._with_version(key), ids, lambda index, block: write([block], data[index : index + 1])
+        )
         return True
 
 

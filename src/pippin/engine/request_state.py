@@ -95,7 +95,7 @@ class RequestState(SequenceState):
         max_draft_tokens: int = 0,
     ) -> None:
         super().__init__(list(prompt), adapter, (-priority, 0, 0))
-        self.key: CacheKey = (owner, adapter)
+        self.key = CacheKey(owner, adapter)
         self.output, self.scores, self.priority, self.max_draft_tokens = output, scores, priority, max_draft_tokens
         self.events: SimpleQueue[Any] = SimpleQueue()
         self.cancelled: Callable[[], bool] = bool

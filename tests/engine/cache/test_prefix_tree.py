@@ -5,7 +5,7 @@ import gc
 from hypothesis import given, settings, strategies as st
 
 from pippin.engine.cache.block_pool import BlockPool
-from pippin.engine.cache.prefix_tree import PrefixTree
+from pippin.engine.cache.prefix_tree import CacheKey, PrefixTree
 from pippin.engine.model_runner import BLOCK_SIZE
 from pippin.engine.token_ids import common_prefix
 from pippin.nn.lora import Adapter
@@ -38,13 +38,13 @@ def test_the_longest_common_beginning_is_found(texts, others):
     pool = BlockPool(40)
     tree = PrefixTree(pool)
     for ids in texts:
-        insert(pool, tree, ("", None), ids)
+        insert(pool, tree, CacheKey("", None), ids)
     for ids in [*texts, *others]:
-        assert held(tree, ("", None), ids) == max(common_prefix(ids, each) for each in texts)
-        assert held(tree, ("", None), ids, len(ids) - 1) == min(
+        assert held(tree, CacheKey("", None), ids) == max(common_prefix(ids, each) for each in texts)
+        assert held(tree, CacheKey("", None), ids, len(ids) - 1) == min(
             len(ids) - 1, max(common_prefix(ids, each) for each in texts)
         )
-        assert held(tree, ("ann", None), ids) == 0
+        assert held(tree, CacheKey("ann", None), ids) == 0
     # everything is idle, and no block says what another says already
     assert len(pool.idle) == len(tree) == pool.num_blocks - pool.num_free
     spelled = [ids for _, ids, _ in tree.sequences()]
@@ -61,21 +61,21 @@ def test_the_longest_common_beginning_is_found(texts, others):
 
 def test_a_limit_at_the_end_of_a_block_gives_the_whole_block():
     tree = PrefixTree(pool := BlockPool(4))
-    insert(pool, tree, ("", None), list(range(40)))
+    insert(pool, tree, CacheKey("", None), list(range(40)))
     for limit, found in ((15, (0, 15)), (16, (1, 0)), (17, (1, 1)), (32, (2, 0)), (33, (2, 1))):
-        match = tree.match(("", None), list(range(40)), limit)
+        match = tree.match(CacheKey("", None), list(range(40)), limit)
         assert (len(match.blocks), match.num_partial_tokens) == found
 
 
 def test_a_match_gives_the_blocks_of_the_prefix_and_the_one_to_copy_from():
     tree = PrefixTree(pool := BlockPool(8))
-    insert(pool, tree, ("", None), list(range(40)))  # blocks 0, 1 and 2
-    insert(pool, tree, ("", None), [*range(16), *[99] * 20])  # 3 is given back, since 0 says the same; then 3 and 4
-    match = tree.match(("", None), [*range(36), 7], 37)
+    insert(pool, tree, CacheKey("", None), list(range(40)))  # blocks 0, 1 and 2
+    insert(pool, tree, CacheKey("", None), [*range(16), *[99] * 20])  # 3 is released, since 0 is equal; then 3 and 4
+    match = tree.match(CacheKey("", None), [*range(36), 7], 37)
     assert (match.blocks, match.node.block, match.partial_block, match.num_partial_tokens) == ([0, 1], 1, 2, 4)
-    match = tree.match(("", None), [*range(16), 99, 7], 18)
+    match = tree.match(CacheKey("", None), [*range(16), 99, 7], 18)
     assert (match.blocks, match.node.block, match.partial_block, match.num_partial_tokens) == ([0], 0, 3, 1)
-    match = tree.match(("", None), [7], 1)
+    match = tree.match(CacheKey("", None), [7], 1)
     assert (match.blocks, match.node.parent, match.num_partial_tokens) == ([], None, 0)
     assert match.node.block not in range(pool.num_blocks)  # a root has none
 
@@ -83,11 +83,11 @@ def test_a_match_gives_the_blocks_of_the_prefix_and_the_one_to_copy_from():
 def test_a_block_that_is_there_is_found_and_not_added_again():
     tree = PrefixTree(pool := BlockPool(8))
     first, other = tuple(range(16)), tuple(range(1, 17))
-    root = tree.root(("", None))
+    root = tree.root(CacheKey("", None))
     assert tree.find_child(root, first) is None
     node = tree.add(root, first, pool.allocate())
     tail = tree.add(node, (7, 8), pool.allocate())
-    root = tree.root(("", None))
+    root = tree.root(CacheKey("", None))
     assert tree.find_child(root, first) is node
     assert tree.find_child(root, other) is tree.find_child(node, (7, 8)) is None
     held_before = pool.ref_counts.copy()
@@ -102,14 +102,16 @@ def test_sequences_come_by_their_last_use_and_those_in_use_last():
     tree = PrefixTree(pool := BlockPool(20))
     texts = [[at] * 36 for at in range(4)]
     for text in texts:
-        insert(pool, tree, ("", None), text)  # blocks 3 at and the next two
+        insert(pool, tree, CacheKey("", None), text)  # blocks 3 at and the next two
     for at in (2, 0):
-        match = tree.match(("", None), texts[at], 36)
+        match = tree.match(CacheKey("", None), texts[at], 36)
         for block in (*match.blocks, match.partial_block):
             pool.retain(block)
         if at == 2:
             pool.release_all([*match.blocks, match.partial_block])
-    assert list(tree.sequences()) == [(("", None), texts[at], [3 * at, 3 * at + 1, 3 * at + 2]) for at in (1, 3, 2, 0)]
+    assert list(tree.sequences()) == [
+        (CacheKey("", None), texts[at], [3 * at, 3 * at + 1, 3 * at + 2]) for at in (1, 3, 2, 0)
+    ]
 
 
 def test_ends_are_given_up_before_beginnings_and_the_longest_unused_first():
@@ -117,11 +119,11 @@ def test_ends_are_given_up_before_beginnings_and_the_longest_unused_first():
     tree = PrefixTree(pool)
     stem = list(range(32))
     for last in (1, 2, 3):
-        insert(pool, tree, ("", None), [*stem, *[last] * 20])
+        insert(pool, tree, CacheKey("", None), [*stem, *[last] * 20])
     lengths = []
     for _ in range(8):
         tree.evict()
-        lengths.append([held(tree, ("", None), [*stem, *[last] * 20]) for last in (1, 2, 3)])
+        lengths.append([held(tree, CacheKey("", None), [*stem, *[last] * 20]) for last in (1, 2, 3)])
     assert lengths == [
         [48, 52, 52],
         [32, 52, 52],
@@ -139,14 +141,14 @@ def test_adapters_are_apart_and_not_kept_in_memory():
     tree = PrefixTree(pool)
     one, other = Adapter("a", {}), Adapter("a", {})
     ids = list(range(40))
-    insert(pool, tree, ("", one), ids)
-    insert(pool, tree, ("", None), [1])
-    assert held(tree, ("", one), ids) == 40
-    assert held(tree, ("", other), ids) == held(tree, ("", None), ids) == 0
-    assert [key for key, *_ in tree.sequences()] == [("", one), ("", None)]
+    insert(pool, tree, CacheKey("", one), ids)
+    insert(pool, tree, CacheKey("", None), [1])
+    assert held(tree, CacheKey("", one), ids) == 40
+    assert held(tree, CacheKey("", other), ids) == held(tree, CacheKey("", None), ids) == 0
+    assert [key for key, *_ in tree.sequences()] == [CacheKey("", one), CacheKey("", None)]
     del one
     gc.collect()
-    assert [(key, found) for key, found, _ in tree.sequences()] == [(("", None), [1])]
+    assert [(key, found) for key, found, _ in tree.sequences()] == [(CacheKey("", None), [1])]
     while len(tree):
         tree.evict()
     assert pool.num_free == 40

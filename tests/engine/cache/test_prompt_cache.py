@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from pippin.core.errors import CorruptedFile, DiskFull, InvalidInput, PromptCacheMismatch
 from pippin.engine.cache import prompt_cache
+from pippin.engine.cache.prefix_tree import CacheKey
 from pippin.engine.cache.prompt_cache import MAGIC, VERSION, adapter_hash, load, model_hash, save
 from pippin.engine.model_runner import BLOCK_SIZE
 from pippin.language import LanguageModel
@@ -68,9 +69,9 @@ def low_rank(model, name, size):
 
 
 PROMPTS = [
-    (("", None), [5] * 33, [3, 1, 4]),
-    (("alice", None), list(range(16)), [0]),
-    (("", None), [5] * 32 + [6], [3, 1, 9]),  # shares two blocks with the first
+    (CacheKey("", None), [5] * 33, [3, 1, 4]),
+    (CacheKey("alice", None), list(range(16)), [0]),
+    (CacheKey("", None), [5] * 32 + [6], [3, 1, 9]),  # shares two blocks with the first
 ]
 
 
@@ -100,7 +101,7 @@ def test_what_was_written_comes_back_and_shared_blocks_are_written_once(model, t
 def test_any_prompts_come_back(model, tmp_path, prompts):
     runner, path = Memory(), tmp_path / "any"
     held = [
-        ((owner, None), ids, [(at + first) % 40 for at in range(-(-len(ids) // BLOCK_SIZE))])
+        (CacheKey(owner, None), ids, [(at + first) % 40 for at in range(-(-len(ids) // BLOCK_SIZE))])
         for owner, ids, first in prompts
     ]
     save(path, model, runner, held)
@@ -116,7 +117,7 @@ def test_a_newer_file_replaces_an_older_one_whole(model, tmp_path):
 
 def test_adapters_are_known_by_what_they_change(model, adapter, tmp_path):
     runner, path = Memory(), tmp_path / "cache"
-    held = [(("", adapter), [1, 2], [0]), (("", None), [1, 2], [1])]
+    held = [(CacheKey("", adapter), [1, 2], [0]), (CacheKey("", None), [1, 2], [1])]
     model.adapters["a"] = adapter
     save(path, model, runner, held)
     same(list(load(path, model, runner)), held, runner)
@@ -124,7 +125,7 @@ def test_adapters_are_known_by_what_they_change(model, adapter, tmp_path):
     model.adapters.clear()
     same(list(load(path, model, runner)), held[1:], runner)
     model.adapters["b"] = again = low_rank(model, "b", 1.0)
-    same(list(load(path, model, runner)), [(("", again), [1, 2], [0]), held[1]], runner)
+    same(list(load(path, model, runner)), [(CacheKey("", again), [1, 2], [0]), held[1]], runner)
     model.adapters["b"] = low_rank(model, "b", 2.0)
     same(list(load(path, model, runner)), held[1:], runner)
     assert adapter_hash(model, adapter) == adapter_hash(model, again) != adapter_hash(model, model.adapters["b"])
@@ -188,7 +189,7 @@ def forged(header, body=b"", *, version=VERSION):
 )  # fmt: skip
 def test_a_file_that_contradicts_itself_is_refused_though_its_hash_is_right(model, tmp_path, change):
     runner, path = Memory(), tmp_path / "cache"
-    save(path, model, runner, [(("", None), [7], [0])])
+    save(path, model, runner, [(CacheKey("", None), [7], [0])])
     _, _, length = struct.unpack("<8sII", path.read_bytes()[:16])
     header = json.loads(path.read_bytes()[16 : 16 + length])
     body = path.read_bytes()[16 + length : -32]

@@ -4,7 +4,7 @@ Notable here:
 - a node is a block: the path from the root gives the tokens that its keys and values were computed for
 - full blocks are shared by all sequences with the same prefix; of a block in which two sequences diverge, or which is
   not full, the common part is copied, so that no token is computed twice
-- each owner and adapter has a separate tree
+- each `CacheKey` has a separate tree: whatever changes a block's keys and values, beside its tokens, is part of the key
 - unused blocks are evicted, the least recently used first, leaves before their parents
 """
 
@@ -19,10 +19,20 @@ from pippin.engine.model_runner import BLOCK_SIZE
 from pippin.engine.token_ids import common_prefix
 from pippin.nn.lora import Adapter
 
-CacheKey = tuple[str, Adapter | None]
-"""Owner and adapter of a sequence."""
+
+class CacheKey(NamedTuple):
+    """What the keys and values of a sequence depend on beside its tokens, and who may reuse them."""
+
+    owner: str
+    """Owner of the request; nobody else reuses its blocks."""
+    adapter: Adapter | None
+    """The adapter that it is computed with; None for the base model."""
+    weights_version: int = 0
+    """Grows with every change of the weights: blocks of older weights are never reused."""
+
+
 # a weak reference, so that the tree does not keep an unloaded adapter in memory
-_WeakKey = tuple[str, "weakref.ref[Adapter] | None"]
+_WeakKey = tuple[str, "weakref.ref[Adapter] | None", int]
 
 
 class PrefixNode:
@@ -66,8 +76,8 @@ class PrefixTree:
         return len(self._nodes)
 
     def root(self, key: CacheKey) -> PrefixNode:
-        """The root of one owner and adapter; do not store it, since an empty root is replaced."""
-        weak = (key[0], None if key[1] is None else weakref.ref(key[1]))
+        """The root of one key; do not store it, since an empty root is replaced."""
+        weak = (key.owner, None if key.adapter is None else weakref.ref(key.adapter), key.weights_version)
         return self._roots.get(weak) or PrefixNode(weak, None, (), -1)
 
     def match(self, key: CacheKey, token_ids: Sequence[int], limit: int) -> PrefixMatch:
@@ -123,7 +133,7 @@ class PrefixTree:
         ages = {block: age for age, block in enumerate(self._pool.idle)}
         ends = [node for node in self._nodes.values() if not node.children and not node.tails]
         for end in sorted(ends, key=lambda node: ages.get(node.block, len(ages))):
-            owner, weak = end.key
+            owner, weak, weights_version = end.key
             adapter = None if weak is None else weak()
             if weak is not None and adapter is None:
                 continue
@@ -132,7 +142,8 @@ class PrefixTree:
                 path.append(node)
                 node = node.parent
             path.reverse()
-            yield (owner, adapter), [id for node in path for id in node.tokens], [node.block for node in path]
+            key = CacheKey(owner, adapter, weights_version)
+            yield key, [id for node in path for id in node.tokens], [node.block for node in path]
 
     def _remove(self, node: PrefixNode) -> None:
         parent = node.parent

@@ -33,6 +33,7 @@ from torch import Tensor
 from pippin.core import device as devices
 from pippin.core.errors import CorruptedFile, DiskFull, InvalidInput, PromptCacheMismatch
 from pippin.core.files import atomic_write, format_bytes
+from pippin.engine.cache.prefix_tree import CacheKey
 from pippin.engine.model_runner import BLOCK_SIZE, Runner
 from pippin.language.language_model import LanguageModel
 from pippin.nn.lora import Adapter
@@ -45,9 +46,7 @@ _START: Final = struct.Struct("<8sII")
 _DIGEST: Final = hashlib.sha256().digest_size
 _AT_ONCE: Final = 64  # blocks in memory beside the cache
 
-Key = tuple[str, Adapter | None]
-"""Owner of a prompt, and the adapter that it was computed with."""
-CachedSequence = tuple[Key, Sequence[int], Sequence[int]]
+CachedSequence = tuple[CacheKey, Sequence[int], Sequence[int]]
 """A cached prompt: its key, its token ids, and the indices of its blocks, in order."""
 
 
@@ -164,18 +163,18 @@ def save(path: Path, model: LanguageModel, runner: Runner, sequences: Iterable[C
     index_of = {
         block: at for at, block in enumerate(dict.fromkeys(block for *_, blocks in prompts for block in blocks))
     }
-    adapters = {adapter: adapter_hash(model, adapter) for (_, adapter), *_ in prompts if adapter is not None}
+    adapters = {adapter: adapter_hash(model, adapter) for key, *_ in prompts if (adapter := key.adapter) is not None}
     header = asdict(CacheOrigin.of(model, runner)) | {
         "name": model.name,
         "blocks": len(index_of),
         "sequences": [
             {
-                "owner": owner,
-                "adapter": None if adapter is None else adapters[adapter],
+                "owner": key.owner,
+                "adapter": None if key.adapter is None else adapters[key.adapter],
                 "tokens": len(ids),
                 "blocks": [index_of[block] for block in blocks],
             }
-            for (owner, adapter), ids, blocks in prompts
+            for key, ids, blocks in prompts
         ],
     }
     text = json.dumps(header).encode()
@@ -219,7 +218,7 @@ def _write(file: IO[bytes], header: bytes, runner: Runner, blocks: list[int], to
 
 def load(
     path: Path, model: LanguageModel, runner: Runner
-) -> Iterator[tuple[Key, list[int], UInt8[Tensor, "blocks bytes"]]]:
+) -> Iterator[tuple[CacheKey, list[int], UInt8[Tensor, "blocks bytes"]]]:
     """The prompts of a file, with the contents of their blocks, least recently used first.
 
     The whole file is checked before the first prompt is returned. Prompts of adapters that are not loaded are skipped.
@@ -251,7 +250,7 @@ def load(
                     raise CorruptedFile(f"{path}: the prompt cache holds tokens that {model.name} does not have")
                 if one["adapter"] is None or one["adapter"] in adapters:
                     data = _blocks(file, at, one["blocks"], runner.block_bytes)
-                    yield (one["owner"], adapters.get(one["adapter"])), ids.tolist(), data
+                    yield CacheKey(one["owner"], adapters.get(one["adapter"])), ids.tolist(), data
     except OSError as error:
         raise InvalidInput(f"the prompt cache {path} cannot be read: {error.strerror}") from error
 
