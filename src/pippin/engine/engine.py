@@ -421,7 +421,7 @@ class Engine:
         own = sum(matrix._version for matrix in matrices if not matrix.is_inference())
         return key._replace(weights_version=self._weights_version() + own)
 
-    def _current_sequences(self) -> Iterator[CachedSequence]:
+    def _current_sequences(self) -> Iterator[files.CachedSequence]:
         """The cached prompts that were computed with the present weights."""
         return (one for one in self._scheduler.tree.sequences() if one[0] == self._with_version(one[0]))
 
