@@ -13,7 +13,7 @@ from pippin.generate.diffusion.local_network import LocalNetConfig
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A class model with random weights; classes 0 and 1 have the same vector, so they change the same things."""
+    """A class model with random weights; classes 0 and 1 have the same vector, so they change the same features."""
     spec = ConditioningSpec(num_classes=3, null=True)
     config = DiffusionConfig((1, 8, 8), LocalNetConfig(channels=8, num_blocks=1), spec, method="ddim", steps=3)
     model = Diffusion(config).initialize(0)
@@ -50,14 +50,14 @@ def test_the_verdict_in_words_and_a_class_by_its_number(capsys, folder):
     code, out, _ = run(capsys, folder, *words)
     assert code == 0
     assert out.startswith("0 2, 1 disc\ncomposition: ")
-    assert "overlap of where" in out
+    assert "overlap of positions" in out
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (("--part", "disk", "--background", "nothing"), "'disk' is no class of the model; it has disc, round, square"),
-        (("--part", "disc", "--background", "nothing", "--num-samples", 0), "num_samples must be at least 1, got 0"),
+        (("--part", "disc", "--background", "nothing", "--num-samples", 0), "--num-samples must be at least 1, got 0"),
         (("--part", "disc", "--background", "nothing", "--draw", "a.mp4"), "draw (--draw) writes .png"),
         (("--part", "disc", "--part", "square", "--background", "nothing", "--weight", 2), "1 weights for 2 parts"),
     ],

@@ -81,7 +81,7 @@ def test_errors_are_one_line(capsys, tmp_path):
     broken = tmp_path / "labels.json"
     for words, code, message in (
         (["--locale", "it"], 5, "'it'"),
-        (["--num-prompts", 0], 2, "num_prompts must be at least 1"),
+        (["--num-prompts", 0], 2, "--num-prompts must be at least 1"),
         (["--corrected"], 2, "labels by people"),
         (["--variant", "rot13"], 2, "rot13"),
         (["--human", broken], 2, "cannot be read"),

@@ -83,7 +83,7 @@ def test_a_smaller_model_and_its_figures(folder, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--batch-size", "0"], "batch_size must be at least 1, got 0"),
+        (["--batch-size", "0"], "--batch-size must be at least 1, got 0"),
         (["--precision", "int8"], "--precision"),
         (["--workers", "2"], "--workers is for --ray"),
         (["--field", "prompt"], "--field is 'prompt'"),

@@ -180,12 +180,12 @@ def _with_flags(message: str, flags: Mapping[str, str]) -> str:
 
     A name of one word is one only where the message begins with it: elsewhere it may be prose.
 
-    >>> _with_flags("host is open; set any_key or another host", {"host": "--host", "any_key": "--any-key"})
+    >>> _with_flags("host (--host) is open; set any_key or another host", {"host": "--host", "any_key": "--any-key"})
     '--host is open; set --any-key or another host'
     """
     for name, flag in flags.items():
         begin = r"(?<![\w-])" if "_" in name else "^"
-        message = re.sub(rf"{begin}{name}\b", flag, message)
+        message = re.sub(rf"{begin}{name}\b", flag, message.replace(f"{name} ({flag})", flag))
     return message
 
 
