@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from llguidance import LLParserLimits
 from tokenizers import Tokenizer as Backend, decoders, models, pre_tokenizers, trainers
 
 from pippin.core.errors import DecodingFailure, EmptySchema, InvalidArgument, SchemaError, UnsupportedGuide
@@ -227,7 +228,7 @@ def test_a_lark_grammar_is_taken_as_it_is_within_the_limits(monkeypatch):
     grammar = Grammar.lark(source)
     assert grammar.source == source
     assert (grammar.allows("ad"), grammar.allows("a"), grammar.allows("ae")) == (True, False, False)
-    monkeypatch.setattr(engine, "LIMITS", engine.LLParserLimits(max_grammar_size=1, verbose_errors=False))
+    monkeypatch.setattr(engine, "LIMITS", LLParserLimits(max_grammar_size=1, verbose_errors=False))
     with pytest.raises(SchemaError, match="too big"):
         Grammar.lark(source)
 
@@ -324,7 +325,7 @@ def test_the_end_is_not_accepted_early(tokenizer):
 
 
 def test_a_limit_of_the_engine_is_an_error_not_an_end(tokenizer, monkeypatch):
-    monkeypatch.setattr(engine, "LIMITS", engine.LLParserLimits(step_max_items=1, verbose_errors=False))
+    monkeypatch.setattr(engine, "LIMITS", LLParserLimits(step_max_items=1, verbose_errors=False))
     grammar = Grammar('start: "[" item ("," item)* "]"\nitem: "a" | "b" | start')
     constraint = grammar.start(tokenizer)
     with pytest.raises(DecodingFailure):
@@ -352,24 +353,43 @@ def test_nan_among_banned_tokens_does_no_harm(tokenizer):
     assert logits.isfinite().sum() == len(allowed)
 
 
-def test_compiling_is_done_once(tokenizer, monkeypatch):
-    compiled, matcher = [], engine.LLMatcher
-    monkeypatch.setattr(engine, "LLMatcher", lambda *a, **k: (compiled.append(1), matcher(*a, **k))[1])
-    grammar = Grammar.choice(["{compiled", "{once"])
-    first, second = grammar.start(tokenizer), grammar.start(tokenizer)
-    assert len(compiled) == 1
-    first.accept(tokenizer.encode("{")[0])
-    np.testing.assert_array_equal(second.mask(), grammar.start(tokenizer).mask())
-
-
-def test_each_tokenizer_has_its_own_compiled_grammar(tokenizer):
+def test_each_tokenizer_has_its_own_mask(tokenizer):
     grammar = Grammar.choice(["yes", "no", "the answer"])
-    expected = {}
+    bytes_alone = Constraint(engine._compile(grammar.source, regex.byte_tokenizer()), regex.byte_tokenizer())
+    assert len(bytes_alone.mask()) < len(grammar.start(tokenizer).mask())
+    bits = np.unpackbits(bytes_alone.mask().view(np.uint8), bitorder="little")
+    assert np.flatnonzero(bits).tolist() == sorted(b"ynt")
+
+
+WORDS = {"type": "string", "pattern": r"^(?:\S+\s+){0,49}\S+$", "maxLength": 500}
+
+
+def test_a_pattern_with_counts_and_a_length_is_written_to_its_end(tokenizer):
+    text = json.dumps(" ".join(["word"] * 50))
     for _ in range(2):
-        for vocabulary in (tokenizer.grammar_tokenizer, regex.byte_tokenizer()):
-            mask = Constraint(engine._compile(grammar.source, vocabulary), vocabulary).mask().copy()
-            assert np.array_equal(mask, expected.setdefault(vocabulary.vocab_size, mask))
-    assert np.flatnonzero(np.unpackbits(expected[257].view(np.uint8), bitorder="little")).tolist() == sorted(b"ynt")
+        constraint = Grammar.json_schema(WORDS).start(tokenizer)
+        for token in tokenizer.encode(text):
+            constraint.mask()
+            constraint.accept(token)
+        assert constraint.may_end
+    constraint.rollback(1)
+    assert not constraint.follow(tokenizer.encode(" more"))
+
+
+def test_a_request_that_reaches_a_limit_ends_no_other(tokenizer, monkeypatch):
+    grammar = Grammar.json_schema(WORDS)
+    healthy = grammar.start(tokenizer)
+    tight = LLParserLimits(verbose_errors=False, step_lexer_fuel=1_000)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "LIMITS", tight)
+        failing = grammar.start(tokenizer)
+    failing.accept(tokenizer.encode('"')[0])
+    with pytest.raises(DecodingFailure, match="too many expressions"):
+        failing.mask()
+    for constraint in (healthy, grammar.start(tokenizer), Grammar.json_schema(SCHEMA).start(tokenizer)):
+        assert constraint.mask().any()
+        constraint.accept(constraint.forced()[0] if constraint.forced() else tokenizer.encode('"')[0])
+        assert constraint.mask().any()
 
 
 class Failed:
@@ -399,14 +419,12 @@ class Failed:
 def test_a_grammar_that_is_too_large_is_told_from_one_that_is_wrong(tokenizer, monkeypatch, message, error, told):
     monkeypatch.setattr(engine, "LLMatcher", Failed)
     monkeypatch.setattr(engine.regular, "first_line", lambda matcher: message)
-    before = len(engine._compiled)
     with pytest.raises(error, match=told):
         Grammar(f"start: {message}").start(tokenizer)
-    assert len(engine._compiled) == before  # a failure is not kept
 
 
 def test_a_grammar_beyond_the_limits_of_the_engine_is_unsupported(tokenizer, monkeypatch):
-    monkeypatch.setattr(engine, "LIMITS", engine.LLParserLimits(max_grammar_size=10, verbose_errors=False))
+    monkeypatch.setattr(engine, "LIMITS", LLParserLimits(max_grammar_size=10, verbose_errors=False))
     with pytest.raises(UnsupportedGuide, match="the grammar is too large for the engine: "):
         Grammar.json_schema(SCHEMA | {"title": "for this test alone", "maxProperties": 2}).start(tokenizer)
 
@@ -417,22 +435,6 @@ def test_compiling_takes_the_time_that_it_says(tokenizer, monkeypatch):
     constraint = Grammar.choice(["quick", "slow"]).start(tokenizer)
     assert constraint.compile_seconds == 7.5
     assert constraint.fork().compile_seconds == 0
-
-
-def test_the_grammar_that_was_used_longest_ago_is_given_up(tokenizer):
-    grammars = [Grammar.choice([f"age {at}"]) for at in range(engine.MAX_CACHED_GRAMMARS + 1)]
-    for grammar in grammars[:-1]:
-        grammar.start(tokenizer)
-    grammars[0].start(tokenizer)
-    grammars[-1].start(tokenizer)
-    kept = [source for source, _ in engine._compiled]
-    assert kept == [grammar.source for grammar in (*grammars[2:-1], grammars[0], grammars[-1])]
-
-
-def test_only_the_last_used_grammars_are_kept(tokenizer):
-    for i in range(engine.MAX_CACHED_GRAMMARS + 5):
-        Grammar.choice([f"text {i}"]).start(tokenizer)
-    assert len(engine._compiled) == engine.MAX_CACHED_GRAMMARS
 
 
 @pytest.mark.parametrize("separators", [(", ", ": "), (",", ":"), (" ,  ", " : ")])

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from pippin.core.errors import SchemaError, UnsupportedGuide
-from pippin.engine.grammar import regex
+from pippin.engine.grammar import regex, string_formats
 
 PATTERNS = [
     "^a$", "a|^b", "^a|b$", r"[^\s]+", r"^\W+$", r"\d{2,3}", r'^["\\/\n]*$', r"[\x00-\x1f]", r"^\S+$", "^(?:a|bc)*d?$",
@@ -100,6 +100,32 @@ def test_emptiness_is_decided_across_intersections():
 def test_too_large_an_expression_is_refused_not_guessed():
     with pytest.raises(UnsupportedGuide, match="engine"):
         regex.is_empty("/(?:a|b)*a(?:a|b){2000}/ & /(?:a|b)*b(?:a|b){1900}/ & ~/[ab]*bab[ab]*/")
+
+
+def test_membership_that_the_engine_cannot_decide_is_no_answer():
+    def words(count):
+        return f"/{regex.of_length(0, 10 * count)}/ & (/{regex.search(f'^([^ ]+ +){{0,{count}}}[^ ]+$')}/)"
+
+    assert regex.matches(words(49), json.dumps("ab " * 49 + "x"))
+    assert not regex.matches(words(49), json.dumps("ab " * 50 + "x"))
+    with pytest.raises(UnsupportedGuide, match="cannot decide"):
+        regex.matches(words(499), json.dumps("ab " * 400 + "x"))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "length"),
+    [(r"^(?:\S+\s+){0,499}\S+$", 5000), (r"^(([a-z]{1,40}){1,40}){1,40}$", 4000)],
+)
+def test_what_cannot_be_written_within_the_limits_is_refused(pattern, length):
+    terminal = f"/{regex.of_length(0, length)}/ & (/{regex.search(pattern)}/)"
+    with pytest.raises(UnsupportedGuide, match="shorten maxLength") as caught:
+        regex.check_cost(terminal)
+    assert caught.value.guide == "pattern"
+
+
+@pytest.mark.parametrize("name", string_formats.STANDARD)
+def test_every_format_can_be_written(name):
+    regex.check_cost(string_formats.terminal(name))
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 """Constraints on answers: a grammar, and its state while one answer is generated.
 
 Notable here:
-- a `Grammar` is a description that needs no model; `start` compiles it for a tokenizer (once: compiled grammars are
-  cached by content) and returns the `Constraint` of one request
+- a `Grammar` is a description that needs no model; `start` compiles it for a tokenizer and returns the `Constraint` of
+  one request
+- each request compiles its own matcher, which takes milliseconds: copies of a matcher share the states of its lexer, so
+  that one request that reaches a limit of the engine would end all others
 - each step costs one bitmask, written by llguidance into a buffer that is reused, and one masked fill
 - after an inner error llguidance returns a mask that allows the end; so its state is checked after every call, and an
   error is raised instead
@@ -12,24 +14,22 @@ from __future__ import annotations
 
 import math
 import time
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from threading import Lock
 from typing import Any, Final, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from jaxtyping import Float, Float32, Int32, UInt8
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 from torch import Tensor
 
 from pippin.core.errors import DecodingFailure, EmptySchema, InvalidArgument, SchemaError, UnsupportedGuide
 from pippin.engine.grammar import json_grammar, regex as regular
+from pippin.engine.grammar.stack import MAX_SOURCE, with_stack
 
-LIMITS: Final = LLParserLimits(verbose_errors=False)
-MAX_CACHED_GRAMMARS: Final = 64
+LIMITS: Final = regular.LIMITS
 
 
 @runtime_checkable
@@ -105,9 +105,13 @@ class Grammar:
         """The texts of a Lark grammar, in llguidance's dialect, whose first rule is ``start``.
 
         Raises:
-            SchemaError: the grammar is malformed.
+            SchemaError: the grammar is malformed. UnsupportedGuide: it is longer than 262,144 characters.
         """
-        if message := LLMatcher.validate_grammar(source, limits=LIMITS):
+        if len(source) > MAX_SOURCE:
+            raise UnsupportedGuide(
+                f"the grammar has {len(source):,} characters and may have {MAX_SOURCE:,}; write lists of texts as a choice"
+            )
+        if message := with_stack(source, lambda: LLMatcher.validate_grammar(source, limits=LIMITS)):
             raise SchemaError(f"the grammar is malformed: {message.strip()}")
         return cls(source)
 
@@ -120,15 +124,20 @@ class Grammar:
     def _of_text(cls, terminal: str, what: str) -> Grammar:
         if regular.is_empty(terminal):
             raise EmptySchema(f"{what} matches no text")
+        regular.check_cost(terminal)
         return cls(f"start: TEXT\nTEXT: {terminal}")
 
     def allows(self, text: str) -> bool:
-        """Whether a text is in the set, in exactly this spelling."""
+        """Whether a text is in the set, in exactly this spelling.
+
+        Raises:
+            SchemaError, UnsupportedGuide: as `start`. DecodingFailure: a limit of the engine is reached.
+        """
         constraint = Constraint(_compile(self.source, regular.byte_tokenizer()), regular.byte_tokenizer())
         return constraint.follow(list(text.encode())) and constraint.may_end
 
     def start(self, tokenizer: GrammarTokenizer) -> Constraint:
-        """The constraint of one answer; the grammar is compiled, or copied from the cache of compiled grammars.
+        """The constraint of one answer, compiled for its tokenizer.
 
         Raises:
             SchemaError: the grammar is malformed. UnsupportedGuide: it is too large for the engine's limits.
@@ -140,28 +149,15 @@ class Grammar:
         return Constraint(matcher, vocabulary, compile_seconds=time.perf_counter() - began)
 
 
-_compiled: OrderedDict[tuple[str, int], tuple[LLMatcher, LLTokenizer]] = OrderedDict()
-_lock = Lock()
-
-
 def _compile(source: str, vocabulary: LLTokenizer) -> LLMatcher:
-    """A matcher at its start; compiled grammars are cached, and the least recently used is evicted."""
-    key = (source, id(vocabulary))  # the entry holds the vocabulary, so that its id is not given to another
-    with _lock:
-        if key in _compiled:
-            _compiled.move_to_end(key)
-            return _compiled[key][0].deep_copy()
-    matcher = LLMatcher(vocabulary, source, log_level=0, limits=LIMITS)
+    """A matcher at its start."""
+    matcher = with_stack(source, lambda: LLMatcher(vocabulary, source, log_level=0, limits=LIMITS))
     if matcher.is_error():
         message = regular.first_line(matcher)
         if any(word in message for word in ("fuel", "limit", "too many", "too large", "too big", "complex")):
             raise UnsupportedGuide(f"the grammar is too large for the engine: {message}")
         raise SchemaError(f"the grammar is malformed: {message}")
-    with _lock:
-        _compiled[key] = (matcher, vocabulary)
-        while len(_compiled) > MAX_CACHED_GRAMMARS:
-            _compiled.popitem(last=False)
-        return matcher.deep_copy()
+    return matcher
 
 
 _MINUS_INFINITY: Final = np.float32(-np.inf).view(np.int32)
@@ -191,7 +187,7 @@ class Constraint:
     Args:
         matcher: llguidance's state, at the beginning or a copy from the middle of an answer.
         vocabulary: the tokens that it was compiled for.
-        compile_seconds: seconds of compilation; far less if the grammar was cached.
+        compile_seconds: seconds of compilation.
     """
 
     def __init__(self, matcher: LLMatcher, vocabulary: LLTokenizer, *, compile_seconds: float = 0.0) -> None:
@@ -264,10 +260,16 @@ class Constraint:
         self._mask_is_current = False
 
     def follow(self, token_ids: Sequence[int]) -> bool:
-        """Accept tokens up to the first that is not allowed; return whether all were accepted."""
-        count = self._matcher.try_consume_tokens(list(token_ids))
+        """Accept tokens up to the first that is not allowed; return whether all were accepted.
+
+        Raises:
+            DecodingFailure: a limit of the engine is reached.
+        """
+        count, message = regular.consume(self._matcher, token_ids)
         self._accepted.extend(token_ids[:count])
         self._mask_is_current = False
+        if message:
+            raise DecodingFailure(f"the grammar cannot go on after {len(self._accepted)} tokens: {message}")
         return not self._matcher.is_error() and count == len(token_ids)
 
     def reach(self, token_ids: Sequence[int]) -> int:
@@ -322,7 +324,10 @@ class Constraint:
         self._mask_is_current = False
 
     def fork(self) -> Constraint:
-        """An independent copy of the constraint in its present state."""
+        """A copy of the constraint in its present state, which goes its own way.
+
+        It shares the states of the lexer: if one of the two reaches a limit of the engine, both have ended.
+        """
         other = Constraint(self._matcher.deep_copy(), self._vocabulary)
         other._accepted, other._end_unseen = list(self._accepted), self._end_unseen
         return other

@@ -218,11 +218,13 @@ class SchemaReader:
                 include.append(f"/{regex.search(pattern, narrow=not self._wide)}/")
             if "format" in schema and (terminal := self._format(keywords.text(schema, "format", where), where)):
                 include.append(terminal)
+            low, high = keywords.count(schema, "minLength", where) or 0, keywords.count(schema, "maxLength", where)
+            found = String(low, high, tuple(include))
+            if "pattern" in schema and not self._wide:
+                regex.check_cost(found.terminal)
         except UnsupportedGuide as error:
             raise UnsupportedGuide(f"{where}: {error}", field=keywords.field_name(where), guide=error.guide) from error
-        return String(
-            keywords.count(schema, "minLength", where) or 0, keywords.count(schema, "maxLength", where), tuple(include)
-        )
+        return found
 
     def _format(self, name: str, where: str) -> str | None:
         """The terminal of a format; None where it has no definition, or where everything is read widely.

@@ -9,19 +9,25 @@ Notable here:
 - patterns are parsed by CPython's own parser (`re._parser`), since Python is one of the three dialects; a test checks
   that its node types are those that this file handles
 - emptiness and membership are decided by llguidance, which decodes with the same terminals
+- whether a terminal can be written within the engine's limits is tried out: no formula tells it from its text
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
+import math
+import random
 import re
 from collections.abc import Iterable, Sequence
 from re import _constants as op, _parser  # type: ignore[attr-defined]
 from typing import Any, Final
 
-from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from pippin.core.errors import SchemaError, UnsupportedGuide
+from pippin.engine.grammar.stack import with_stack
 
 SHORT_ESCAPES: Final = {0x22: '"', 0x5C: "\\", 8: "b", 12: "f", 10: "n", 13: "r", 9: "t"}
 ESCAPED: Final = frozenset(range(0x20)) | {0x22, 0x5C}
@@ -35,6 +41,15 @@ _BLANK: Final = r"\x{9}-\x{D}\x{20}"
 _ECMA_SPACE: Final = _BLANK + r"\x{A0}\x{1680}\x{2000}-\x{200A}\x{2028}\x{2029}\x{202F}\x{205F}\x{3000}\x{FEFF}"
 _WIDE_SPACE: Final = _ECMA_SPACE + r"\x{1C}-\x{1F}\x{85}"
 _NOT_DOT: Final = (10, 13, 0x2028, 0x2029)
+
+STEP_FUEL: Final = 2_000_000
+"""How many expressions the engine may build for one token, ten times its own default; a tenth of a second at most."""
+LIMITS: Final = LLParserLimits(verbose_errors=False, step_lexer_fuel=STEP_FUEL)
+MAX_COUNTS: Final = 10_000
+"""The product of a terminal's counts from which on `check_cost` tries it out."""
+_TRIED_STEPS: Final = 40
+_TOKENS_BETWEEN_MASKS: Final = 16
+_COUNTS: Final = re.compile(r"(?<!\\x)\{(\d+),?(\d*)\}")
 
 # How each class is written where it widens the match ("small") and where, inside [^...], it narrows it ("large").
 _ECMA: Final = {
@@ -248,10 +263,31 @@ class _Bytes:
         return list(text)
 
 
+class _Pairs(_Bytes):
+    """A vocabulary of an end token, the 256 bytes, and all pairs of printable ASCII."""
+
+    eos_token_id = 0
+    tokens: Final = [
+        b"<end>",
+        *_Bytes.tokens[:256],
+        *(bytes(p) for p in itertools.product(range(0x20, 0x7F), repeat=2)),
+    ]
+    special_token_ids: Final = [0]
+
+    def __call__(self, text: bytes) -> list[int]:
+        return [value + 1 for value in text]
+
+
 @functools.cache
 def byte_tokenizer() -> LLTokenizer:
     """The tokenizer whose tokens are the 256 bytes (ids 0-255) and an end (id 256)."""
     return LLTokenizer(TokenizerWrapper(_Bytes()), eos_token=256, slices=[])
+
+
+@functools.cache
+def _pair_tokenizer() -> LLTokenizer:
+    """A tokenizer of an end, the 256 bytes and all pairs of printable ASCII, for masks as costly as a real one's."""
+    return LLTokenizer(TokenizerWrapper(_Pairs()), eos_token=0, slices=[])
 
 
 @functools.lru_cache(maxsize=4096)
@@ -265,30 +301,94 @@ def is_empty(terminal: str) -> bool:
     True
     """
     matcher = _matcher(terminal)
-    matcher.compute_bitmask()
-    if matcher.is_error() and not matcher.get_error().startswith("NoExtensionBias"):
-        raise UnsupportedGuide(f"the engine cannot decide {terminal}: {first_line(matcher)}", guide="pattern")
-    return matcher.is_error()
+    if message := _failure(matcher):
+        raise UnsupportedGuide(f"the engine cannot decide which texts are of this form: {message}", guide="pattern")
+    return bool(matcher.is_error())
 
 
 @functools.lru_cache(maxsize=4096)
 def matches(terminal: str, text: str) -> bool:
     """Whether a terminal matches this text from end to end.
 
+    Raises:
+        UnsupportedGuide: it is too large for the engine to decide.
+
     >>> matches("/[ab]+/ & ~/a+/", "aba"), matches("/[ab]+/ & ~/a+/", "aa")
     (True, False)
     """
     matcher, data = _matcher(terminal), list(text.encode())
-    return matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()
+    read, message = consume(matcher, data)
+    if message:
+        raise UnsupportedGuide(f"the engine cannot decide which texts are of this form: {message}", guide="pattern")
+    return read == len(data) and matcher.is_accepting()
 
 
-def _matcher(terminal: str) -> LLMatcher:
-    matcher = LLMatcher(byte_tokenizer(), f"start: TEXT\nTEXT: {terminal}", log_level=0)
+@functools.lru_cache(maxsize=4096)
+def check_cost(terminal: str) -> None:
+    """Refuse a terminal whose texts take too long to write; tried by writing one where its counts multiply to many.
+
+    Raises:
+        UnsupportedGuide: the engine's limit, a tenth of that of a real step, is reached.
+    """
+    counts = [int(high or low) for low, high in _COUNTS.findall(terminal)]
+    if math.prod(count for count in counts if count) <= MAX_COUNTS:
+        return
+    limits = LLParserLimits(verbose_errors=False, step_lexer_fuel=STEP_FUEL // 10)
+    matcher = _matcher(terminal, _pair_tokenizer(), limits)
+    chance = random.Random(0)
+    # the characters that the pattern names lead to the most states: its parts begin and end there
+    named = re.sub(
+        r"\\x\{[0-9A-F]+\}|\\[pw]|\{[0-9,]*\}|\[.*?\]", "", terminal.replace(CHARACTER, "").replace(PLAIN, "")
+    )
+    favored = [token + 1 for token in named.encode()]
+    for _ in range(_TRIED_STEPS):
+        allowed = np.flatnonzero(np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little"))
+        if matcher.is_error():
+            raise UnsupportedGuide(
+                f"the engine cannot write texts of this form within its limits: {first_line(matcher)}; "
+                "shorten maxLength or the counts of the pattern",
+                guide="pattern",
+            )
+        allowed = allowed[allowed > 0]
+        if not len(allowed):
+            return
+        choices = np.intersect1d(allowed, favored) if chance.random() < 0.75 else allowed
+        matcher.consume_token(int(chance.choice(choices if len(choices) else allowed)))
+
+
+def _matcher(terminal: str, vocabulary: LLTokenizer | None = None, limits: LLParserLimits | None = None) -> LLMatcher:
+    source = f"start: TEXT\nTEXT: {terminal}"
+    tokens = vocabulary or byte_tokenizer()
+    matcher = with_stack(source, lambda: LLMatcher(tokens, source, log_level=0, limits=limits or LIMITS))
     if matcher.is_error():
         raise UnsupportedGuide(f"the engine refuses a text of this form: {first_line(matcher)}", guide="pattern")
     return matcher
 
 
+def consume(matcher: LLMatcher, tokens: Sequence[int]) -> tuple[int, str]:
+    """Accept tokens up to the first that is not allowed.
+
+    Returns:
+        How many were accepted; and why the matcher has failed, or "" where the next token is simply not allowed.
+    """
+    for start in range(0, len(tokens), _TOKENS_BETWEEN_MASKS):
+        # the engine counts its effort from one mask to the next, and says only there that it has given up
+        if message := _failure(matcher):
+            return start, message
+        part = list(tokens[start : start + _TOKENS_BETWEEN_MASKS])
+        read = int(matcher.try_consume_tokens(part))
+        if read < len(part):
+            return start + read, _failure(matcher)
+    return len(tokens), ""
+
+
+def _failure(matcher: LLMatcher) -> str:
+    if not matcher.is_error() and not matcher.is_stopped():
+        matcher.compute_bitmask()
+    message = first_line(matcher)
+    return "" if message.startswith("NoExtensionBias") else message
+
+
 def first_line(matcher: LLMatcher) -> str:
     """The engine's error message, without the dump of its state."""
-    return matcher.get_error().split("<state>")[0].strip()
+    return matcher.get_error().split("<state>")[0].removesuffix("<non-verbose/>").strip()
