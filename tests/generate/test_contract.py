@@ -147,7 +147,7 @@ def test_folders_that_do_not_fit(tmp_path, kinds):
     whole = json.loads(path.read_text())
     for change, error, message in (
         ({"model_type": "llama"}, UnsupportedModel, "unknown model type 'llama'"),
-        ({"model_type": "pippin_other"}, UnsupportedModel, "holds a Path and no generator"),
+        ({"model_type": "pippin_other"}, UnsupportedModel, "holds a Path, which is no generator"),
         ({"size": "large"}, CorruptedFile, "size"),
         ({"size": 4}, CorruptedFile, "layer.weight"),
         ({"size": 0}, CorruptedFile, "contradicts itself"),

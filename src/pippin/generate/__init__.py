@@ -1,4 +1,4 @@
-"""Generators of images and videos: flows, diffusion and what lies between, behind one contract."""
+"""Generators of images and videos: flows, diffusion models and autoregressive diffusion, behind one interface."""
 
 import lazy_loader
 

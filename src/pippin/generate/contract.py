@@ -1,10 +1,10 @@
-"""What every generator of images and videos offers, and the checks and options that their samplers share.
+"""The interface of all generators of images and videos, and the sampling options and checks that they share.
 
 Notable here:
 - the options of sampling are declared and checked once; a method's `sample` adds its own
-- guidance means the same everywhere: 1 is none, and above 1 a sample moves away from what it would be unconditionally;
-  papers on flows count from 0 (their w is our guidance - 1)
-- a step's callback ends the sampling by raising: nothing is computed after it
+- the guidance scale means the same everywhere: 1 is no guidance, and above 1 a sample is extrapolated away from the
+  unconditional one; papers on flows count from 0 (their w is our guidance - 1)
+- an exception that a step's callback raises ends the sampling: nothing is computed after it
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ M = TypeVar("M", bound="GeneratorModule")
 
 @dataclass(frozen=True)
 class SamplingStep:
-    """A sampling step that has been computed.
+    """Progress of sampling after a step.
 
     Attributes:
         done: number of steps computed so far.
-        total: number of steps in all.
-        estimate: computes the present estimate of the samples when it is called.
+        total: total number of steps.
+        estimate: computes the current estimate of the samples when it is called.
     """
 
     done: int
@@ -54,9 +54,9 @@ class GeneratorOptions(TypedDict, total=False):
     """Keyword arguments that `sample` of every generator takes.
 
     Attributes:
-        steps: a budget whose meaning each generator documents, at least 1; None for its default.
+        steps: number of steps, at least 1; each generator documents what a step is. None for its default.
         guidance: scale of classifier-free guidance, at least 0; 1 for none.
-        seed: sample i depends on ``seed + i`` alone; 0 by default.
+        seed: random seed, 0 by default; sample i depends on ``seed + i`` alone.
         on_step: see `OnStep`.
     """
 
@@ -72,9 +72,9 @@ class SamplingRun:
     """The checked arguments of one call of `sample`.
 
     Attributes:
-        condition: what each of the n samples is to show, on the device; None for an unconditional model.
+        condition: conditions of the n samples, on the device; None for no condition.
         n: number of samples.
-        device: where to compute.
+        device: device of the model.
         steps, guidance, seed, on_step: see `GeneratorOptions`.
     """
 
@@ -87,7 +87,7 @@ class SamplingRun:
     on_step: OnStep | None = None
 
     def noise(self) -> Noise:
-        """A new source of the samples' random numbers, from its beginning."""
+        """A new source of the samples' random numbers, at its start."""
         return Noise(self.n, seed=self.seed, device=self.device)
 
 
@@ -96,7 +96,7 @@ class Generator(Protocol):
     """A model that generates samples.
 
     Attributes:
-        metadata: JSON values that are saved beside the configuration: "classes" (names), "data", "text_encoder".
+        metadata: JSON values that are saved with the model, such as "classes" (names), "data" and "text_encoder".
     """
 
     metadata: dict[str, Any]
@@ -107,7 +107,7 @@ class Generator(Protocol):
 
     @property
     def condition(self) -> ConditioningSpec:
-        """The conditions that it reads."""
+        """The conditions that the model reads."""
 
     def sample(
         self, condition: Conditioning | None = None, n: int | None = None, **options: Unpack[GeneratorOptions]
@@ -115,7 +115,7 @@ class Generator(Protocol):
         """Generate samples in the documented range (images: about -1 to 1, not clipped).
 
         Args:
-            condition: what each sample is to show; of one sample for all of them; None for no condition.
+            condition: one for each sample, or one for all; None for no condition.
             n: number of samples; None for as many as the condition has, or 1.
             **options: see `GeneratorOptions`.
         """
@@ -126,11 +126,11 @@ class HasLikelihood(Protocol):
     """A generator with a tractable likelihood."""
 
     def log_prob(self, x: Float[Tensor, "n ..."], condition: Conditioning | None = None) -> Float[Tensor, n]:
-        """Log density of each whole sample, in nats."""
+        """Log density of each sample, in nats; not divided by its dimensions."""
 
 
 class GeneratorModule(nn.Module):
-    """Base of the generators that are one network: configuration, metadata, and the shared start of `sample`.
+    """Base class of generators that are one network: configuration, metadata, saving, and checks of `sample`.
 
     Args:
         config: a frozen dataclass of the class's ``config_type``, with ``shape`` and ``condition``.
@@ -167,14 +167,14 @@ class GeneratorModule(nn.Module):
         raise NotImplementedError
 
     def save(self, path: str | Path) -> None:
-        """Write a folder that `load` reads.
+        """Write the model to a folder that `load` reads.
 
         Args:
-            path: created where it does not exist; a model already in it is replaced, whole or not at all.
+            path: the folder, created if it does not exist; a model in it is replaced atomically.
 
         Raises:
-            InvalidArgument: metadata that JSON cannot hold.
-            DiskFull: nothing was written.
+            InvalidArgument: metadata that JSON cannot represent.
+            DiskFull: the disk is full; nothing was written.
         """
         checkpoint.save(self, path, model_type=self.model_type, config=self.config, metadata=self.metadata)
 
@@ -190,24 +190,24 @@ class GeneratorModule(nn.Module):
 
         Raises:
             ModelNotFound: there is no such folder.
-            UnsupportedModel: it holds another kind of model.
+            UnsupportedModel: the folder holds another kind of model.
             CorruptedFile: a file is damaged, or tensors do not fit the configuration.
         """
 
         if cls is GeneratorModule:
-            found = class_of(checkpoint.open_folder(path).config.get("model_type"))
-            if not issubclass(found, GeneratorModule):
-                raise UnsupportedModel(f"{path} holds a {found.__name__} and no generator of images")
-            opened: M = found.load(path, device=device)
-            return opened
+            model_class = class_of(checkpoint.open_folder(path).config.get("model_type"))
+            if not issubclass(model_class, GeneratorModule):
+                raise UnsupportedModel(f"{path} holds a {model_class.__name__}, which is no generator of images")
+            loaded: M = model_class.load(path, device=device)
+            return loaded
 
         def build(saved: checkpoint.SavedModel[Any]) -> M:
             model = cls(saved.config)
             model.metadata = saved.metadata
             return model
 
-        made = checkpoint.load(path, build, model_type=cls.model_type, config_type=cls.config_type, device=device)
-        return made.requires_grad_(False)
+        model = checkpoint.load(path, build, model_type=cls.model_type, config_type=cls.config_type, device=device)
+        return model.requires_grad_(False)
 
     @property
     def device(self) -> torch.device:
@@ -241,15 +241,15 @@ def prepare_sampling(
 
     Args:
         spec: the conditions that the model reads.
-        device: of the model.
-        condition: of n samples, or of one for all of them.
+        device: device of the model.
+        condition: conditions of n samples, or of one for all.
         n: number of samples; None for as many as the condition has, or 1.
-        unconditional_guidance: whether guidance works without a condition, too.
+        unconditional_guidance: whether the model can guide without a condition, too.
         **options: see `GeneratorOptions`; guidance other than 1 needs a condition, and a model with a null condition.
 
     Raises:
-        InvalidArgument: numbers out of range, a condition that the model does not read or of another length, or
-            guidance without a null condition.
+        InvalidArgument: a number out of range, a condition that the model does not read or of another number of
+            samples, or guidance without a null condition.
     """
     if n is None:
         n = 1 if condition is None else len(condition)
@@ -261,8 +261,8 @@ def prepare_sampling(
                 f"a condition of {len(condition)} samples for n={n}; give one for each, or one for all"
             )
         run = dataclasses.replace(run, condition=condition.expand(n).to(device))
-    needed = condition is not None or not unconditional_guidance
-    if run.guidance != 1.0 and needed and (condition is None or not spec.null):
+    needs_null = condition is not None or not unconditional_guidance
+    if run.guidance != 1.0 and needs_null and (condition is None or not spec.null):
         raise InvalidArgument(
             f"guidance={run.guidance} compares a condition with none, and "
             + ("no condition was given" if condition is None else "the model was not trained without its condition")
@@ -272,11 +272,11 @@ def prepare_sampling(
 
 
 def check_samples(x: Tensor, shape: tuple[int, ...]) -> None:
-    """Refuse samples of another shape or data type.
+    """Refuse samples that a model of samples of ``shape`` cannot read.
 
     Raises:
-        InvalidArgument: another shape; both are named.
-        InvalidInput: not floating point, or not finite.
+        InvalidArgument: samples of another shape.
+        InvalidInput: samples that are not floating point, or not finite.
     """
     if tuple(x.shape[1:]) != tuple(shape):
         raise InvalidArgument(f"samples of shape {tuple(x.shape[1:])}; the model's are {tuple(shape)}")
@@ -288,7 +288,7 @@ def check_samples(x: Tensor, shape: tuple[int, ...]) -> None:
 
 @contextmanager
 def sampling_progress(title: str, *, unit: str = "steps", show_progress: bool = True) -> Iterator[OnStep]:
-    """A callback for ``on_step`` that shows a progress bar with rate and time left, where there is a terminal.
+    """A callback for ``on_step`` that shows a progress bar with rate and remaining time, on a terminal.
 
     >>> with sampling_progress("sampling", show_progress=False) as on_step:
     ...     on_step(SamplingStep(1, 2, lambda: torch.zeros(1)))

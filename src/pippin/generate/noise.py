@@ -1,8 +1,8 @@
-"""Random numbers with a generator of its own for each sample of a batch.
+"""Random numbers of which each sample of a batch has its own generator.
 
 Notable here:
-- sample i uses the seed ``seed + i``, on the CPU: more samples, another batch size or another device change no
-  sample's numbers
+- sample i uses the seed ``seed + i``, on the CPU, so its numbers do not depend on the number of samples, the batch size
+  or the device
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Noise:
 
     Args:
         n: number of samples.
-        seed: of the first sample; sample i has ``seed + i``.
-        device: where the numbers are returned.
+        seed: seed of the first sample; sample i has ``seed + i``.
+        device: device of the returned tensors.
 
     >>> two, three = Noise(2, seed=7), Noise(3, seed=7)
     >>> torch.equal(two.normal((4,)), three.normal((4,))[:2])
@@ -38,11 +38,11 @@ class Noise:
         return len(self._generators)
 
     def normal(self, shape: Sequence[int]) -> Float[Tensor, "n ..."]:
-        """Standard normal numbers of this shape for each sample."""
-        drawn = [torch.randn(tuple(shape), generator=generator) for generator in self._generators]
-        return torch.stack(drawn).to(self.device)
+        """Standard normal numbers of ``shape`` for each sample: (n, *shape), float32."""
+        samples = [torch.randn(tuple(shape), generator=generator) for generator in self._generators]
+        return torch.stack(samples).to(self.device)
 
     def uniform(self, shape: Sequence[int]) -> Float[Tensor, "n ..."]:
-        """Numbers from 0 to below 1 of this shape for each sample."""
-        drawn = [torch.rand(tuple(shape), generator=generator) for generator in self._generators]
-        return torch.stack(drawn).to(self.device)
+        """Uniform numbers from 0 to below 1 of ``shape`` for each sample: (n, *shape), float32."""
+        samples = [torch.rand(tuple(shape), generator=generator) for generator in self._generators]
+        return torch.stack(samples).to(self.device)

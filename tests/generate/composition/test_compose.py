@@ -121,7 +121,7 @@ def test_the_report_tells_the_cases_apart():
     sound, sheared = composability(pair()), composability(pair(1.5))
     assert sound.verdict == "sound"
     assert sound.largest == pytest.approx(0.0, abs=1e-6)
-    assert sound.advice == ("The parts change different things (largest cosine 0.00): adding their scores is right.",)
+    assert sound.advice == ("The parts change different features (largest cosine 0.00), so their scores can be added.",)
     assert sheared.verdict == "at risk"
     against = composability(pair(background=gaussian([0.5, 0.5], [0.275, 0.275])))
     assert against.verdict == "at risk"
@@ -164,11 +164,11 @@ def test_opposed_parts_share_all_places_but_a_color_each_is_sound():
     assert report.largest == pytest.approx(0.0, abs=1e-6)
     assert float(report.overlap[0, 1]) == pytest.approx(1.0, abs=1e-6)
     assert report.verdict == "sound"
-    assert "share places" in " ".join(report.advice)
+    assert "share positions" in " ".join(report.advice)
 
 
 def test_sampling_warns_where_it_goes_wrong_and_not_where_a_corrector_runs():
-    with pytest.warns(CompositionAtRisk, match="Parts 0 and 1 change the same things"):
+    with pytest.warns(CompositionAtRisk, match="Parts 0 and 1 change the same features"):
         pair(1.5).sample(n=4, steps=20, method="ddim")
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -145,14 +145,14 @@ class Learning(torch.nn.Identity):
     ("changes", "message"),
     [
         ({"model": Learning()}, "training mode"),
-        ({"model": Restless()}, "asked twice"),
+        ({"model": Restless()}, "two evaluations"),
         ({"regions": REGIONS[:3]}, r"regions of shape \(3, 8, 8\) for 4 conditioners"),
         ({"regions": REGIONS | REGIONS[0]}, "16 pixels lie in several"),
         ({"regions": REGIONS & ~REGIONS[0]}, "16 in none|no partition"),
         ({"times": (0.0,)}, "must be above 0"),
         ({"times": (1.5,)}, "must be above 0"),
         ({"probes": 0}, "probes must be at least 1"),
-        ({"present": PRESENT & (PRESENT.cumsum(1) == 1)}, "must hold two"),
+        ({"present": PRESENT & (PRESENT.cumsum(1) == 1)}, "must have two"),
         ({"draw": lambda p: draw(p * torch.tensor([1, 1, 0, 1]))}, "conditioner 2 cannot be toggled"),
     ],
 )

@@ -101,7 +101,7 @@ def test_multiplications_are_those_that_torch_counts(kind, kv_heads):
     counter = FlopCounterMode(display=False)
     with counter, torch.no_grad(), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         network(drawn(1, 3, 8, 12), torch.tensor([0.3]), text)
-    assert counter.get_total_flops() == 2 * network.multiply_adds(words=7)
+    assert counter.get_total_flops() == 2 * network.multiply_adds(text_tokens=7)
 
 
 def test_experts_cost_what_a_dense_layer_of_capacity_times_the_width_costs_and_a_router():

@@ -106,5 +106,5 @@ def test_a_word_that_is_none_of_the_choices_is_refused():
 def test_a_window_as_wide_as_the_picture_and_a_clip_are_refused():
     with pytest.raises(InvalidArgument, match="a radius of 7 pixels sees all of an image of 7 by 7"):
         LocalNetConfig(num_blocks=3).build((1, 7, 7), ConditioningSpec())
-    with pytest.raises(InvalidArgument, match="draws images"):
+    with pytest.raises(InvalidArgument, match="is for images"):
         LocalNetConfig().build((4, 1, 16, 16), ConditioningSpec())

@@ -78,7 +78,7 @@ def test_half_precision_of_a_network_does_not_reach_the_estimates():
         (lambda x: check_prediction("velocity", NoiseSchedule.flow()), "kind must be"),
         (
             lambda x: estimate(x[:, :1], x, 0.5, "x0", NoiseSchedule.flow()),
-            r"says \(2, 1\) of samples of shape \(2, 3\)",
+            r"output has shape \(2, 1\), its samples \(2, 3\)",
         ),
         (lambda x: estimate(x, x, 1.0, "eps", NoiseSchedule.flow()), "no signal is left"),
         (lambda x: estimate(x, x, 0.0, "x0", NoiseSchedule.flow()), "there is no noise"),

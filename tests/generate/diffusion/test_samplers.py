@@ -326,9 +326,9 @@ def test_the_first_step_that_is_not_finite_is_named():
     ("options", "message"),
     [
         ({"method": "ddim", "eta": -0.5}, "eta must be at least 0"),
-        ({"method": "heun", "eta": 0.5}, "only 'ddim' draws noise"),
-        ({"method": "ddpm"}, "draws noise; give noise"),
-        ({"corrector": Langevin(1, 0.1, 0.5)}, "draws noise; give noise"),
+        ({"method": "heun", "eta": 0.5}, "only 'ddim' takes eta"),
+        ({"method": "ddpm"}, "needs noise; give noise"),
+        ({"corrector": Langevin(1, 0.1, 0.5)}, "needs noise; give noise"),
         ({"corrector": Langevin(1, 0.1, 2.0), "noise": Noise(N)}, "the corrector's time 2.0 is not between"),
         ({"method": "ddpm", "noise": Noise(3)}, f"noise for 3 samples, and {N} samples"),
         ({"grid": [0.5]}, "at least two, falling"),

@@ -32,7 +32,7 @@ def test_levels_keep_lengths_and_are_undone(levels):
     [
         (lambda: haar(torch.zeros(1, 6, 4), 2), "6 by 4 cannot be halved 2 times"),
         (lambda: haar(torch.zeros(1, 4, 4), -1), "levels must be at least 0"),
-        (lambda: unhaar(torch.zeros(6, 4, 4)), "6 bands are none of 1"),
+        (lambda: unhaar(torch.zeros(6, 4, 4)), "6 bands are not those of 1"),
     ],
 )
 def test_bad_sizes_are_named(make, message):

@@ -309,7 +309,7 @@ def test_a_token_that_is_not_finite_is_named():
         ({"levels": 1}, "levels must be"),
         ({"noise_std_range": (0.0, 0.3)}, r"noise_std_range\[0\] must be"),
         ({"noise_std_range": (0.3, 0.1)}, "noise_std_range"),
-        ({"noise_std_range": (0.1, 0.3), "noise_std": 0.1}, "stay 0 beside it"),
+        ({"noise_std_range": (0.1, 0.3), "noise_std": 0.1}, "must be 0 with it"),
         ({"condition": ConditioningSpec(map_channels=1)}, "reads no map"),
     ],
 )

@@ -78,10 +78,10 @@ def test_token_by_token_a_patch_depends_on_those_before_it():
 
 
 def test_masks_by_hand():
-    cache = BlockCache(1, torch.tensor([0, 1, 1, 2]), there=None)
+    cache = BlockCache(1, torch.tensor([0, 1, 1, 2]), prefix_mask=None)
     assert cache.mask(0, 4)[0, 0].int().tolist() == [[1, 0, 0, 0], [1, 1, 1, 0], [1, 1, 1, 0], [1, 1, 1, 1]]
     assert cache.mask(3, 1) is None
-    alone = BlockCache(1, torch.tensor([0, 1, 1, 2]), alone=True, there=torch.tensor([[True], [True]]))
+    alone = BlockCache(1, torch.tensor([0, 1, 1, 2]), only_own=True, prefix_mask=torch.tensor([[True], [True]]))
     assert alone.mask(1, 3)[0, 0].int().tolist() == [[1, 1, 1, 0], [1, 1, 1, 0], [1, 0, 0, 1]]
     with pytest.raises(InvalidArgument, match="a sequence of 4 positions holds 0 tokens and was given 5"):
         cache.append(0, torch.zeros(1, 1, 5, 2), torch.zeros(1, 1, 5, 2), None)
@@ -105,7 +105,7 @@ def test_reading_on_with_a_cache_equals_one_pass(sees, strides):
     views, at = model.config.schedule.views(x, noise), 0
     for stride in strides:
         at += stride
-        step = drawing.guess(views[:, at - stride : at])
+        step = drawing.predict(views[:, at - stride : at])
         torch.testing.assert_close(patchify(step, 2), whole[:, at - 1], rtol=0, atol=1e-5)
 
 
@@ -189,7 +189,7 @@ def test_from_a_given_sample():
     assert torch.equal(model.sample(n=2, x_init=x, strength=1.0), model.sample(n=2))
     seen = []
     total = []
-    model._read, read = lambda views: seen.append(views.clone()) or read(views), model._read
+    model._inputs, read = lambda views: seen.append(views.clone()) or read(views), model._inputs
     for strength in (0.0, 0.34, 0.67):
         model.sample(x_init=x, strength=strength, on_step=lambda step: total.append(step.total))
     firsts = [seen[0], seen[1], seen[3]]
@@ -226,7 +226,7 @@ def test_a_step_that_raises_ends_it_and_numbers_that_are_not_finite_are_told():
         (lambda: replace(TINY, num_hidden_layers=0), "num_hidden_layers must be at least 1"),
         (lambda: replace(TINY, num_attention_heads=5), "hidden_size=24 with num_attention_heads=5"),
         (lambda: replace(TINY, condition=ConditioningSpec(map_channels=1)), "no map"),
-        (lambda: replace(TINY, order="ar", attends_to="view"), "attends_to='view' cannot"),
+        (lambda: replace(TINY, order="ar", attends_to="view"), "attends_to='view' does not"),
         (lambda: NoisyViews(condition_dropout=1.0), "condition_dropout must be"),
         (lambda: made().sample(steps=4), "steps must be at most 3"),
         (lambda: made(replace(TINY, order="ar")).sample(steps=2), "must be 3"),

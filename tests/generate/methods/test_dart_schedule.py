@@ -131,7 +131,7 @@ def test_fewer_steps_share_a_guess_and_the_rest_stays():
     assert [split(7, 1), split(0, None), split(2, 3)] == [[], [], [1, 1]]
     guess, calls = exact(schedule)
     known = schedule.views(torch.ones(4), Noise(4).normal((8,)))
-    result = sample_views(schedule, guess, Noise(4), (), given=known, settle=lambda x: x.clamp(max=0.5))
+    result = sample_views(schedule, guess, Noise(4), (), given=known, project=lambda x: x.clamp(max=0.5))
     assert calls == [8]
     assert result.tolist() == [0.5] * 4
 

@@ -85,10 +85,10 @@ def test_the_history_gives_half_of_each_and_keeps_its_size(half, capacity, seed)
         given_ |= set(current.flatten().tolist())
         step += 2 * half
     for _ in range(5):
-        before = set(history.pictures.flatten().tolist())
+        before = set(history.images.flatten().tolist())
         current = torch.arange(step, step + 2 * half).float().view(-1, 1)
         mixed = history.mix(current)
-        after = set(history.pictures.flatten().tolist())
+        after = set(history.images.flatten().tolist())
         assert torch.equal(mixed[:half], current[:half])
         assert set(mixed[half:].flatten().tolist()) <= before
         assert len(set(mixed[half:].flatten().tolist())) == half
@@ -282,7 +282,7 @@ X = torch.zeros(4, 1, 12, 12)
         (lambda r: fit(r, X, X[:0], 1), InvalidInput, "no real images"),
         (lambda r: fit(r, X, X, 1, labels=torch.zeros(3)), InvalidInput, "3 labels"),
         (lambda r: fit(r, X, X, 1, labels=torch.zeros(4)), InvalidInput, "20 images"),
-        (lambda r: displacement(X, X[:, :, :4]), InvalidArgument, "matched over 3 pixels"),
+        (lambda r: displacement(X, X[:, :, :4]), InvalidArgument, "shifts of 3 pixels"),
     ],
 )
 def test_bad_input_names_the_value(call, error, message):

@@ -2,8 +2,8 @@ r"""Diffusion models and flow matching: any network, schedule, prediction type a
 
 Notable here:
 - training is least squares on one target; guidance, inpainting and composition happen at sampling and need no training
-- the conditional and the unconditional branch of guidance are one batch of twice the size; of a network with
-  ``mixes_samples`` they are two passes
+- the conditional and the unconditional branch of guidance are one batch of twice the size; for networks with
+  ``mixes_samples`` (experts that choose among the tokens of the batch) they are two passes
 - sample i of a batch depends on ``seed + i`` alone; times are continuous, so any grid can be sampled
 """
 
@@ -31,25 +31,25 @@ from pippin.generate.diffusion.unet import UNetConfig
 from pippin.train.objective import Loss
 
 MAX_SNR = 5.0
-"""The signal-to-noise ratio at which the weight of "min_snr" is clipped."""
+"""The signal-to-noise ratio at which "min_snr" clips the weight (gamma of the paper)."""
 
 
 @checked
 @dataclass(frozen=True)
 class DiffusionConfig:
-    """A diffusion model.
+    """Configuration of a diffusion model.
 
     Attributes:
-        shape: of one sample: channels, height, width.
-        network: what predicts.
-        condition: the conditions that it reads.
-        schedule: how samples are noised.
-        prediction: what the network says: "x0", "eps", "v" (where a² + s² = 1) or "flow".
-        method: of sampling, where none is asked for.
-        steps: of sampling, where none are asked for.
+        shape: shape of one sample: (channels, height, width).
+        network: configuration of the network.
+        condition: the conditions that the model reads.
+        schedule: the noise schedule.
+        prediction: prediction type of the network: "x0", "eps", "v" (only where a² + s² = 1) or "flow".
+        method: default sampling method.
+        steps: default number of sampling steps.
 
     Raises:
-        InvalidArgument: a prediction without meaning for the schedule, or fewer than one step.
+        InvalidArgument: a prediction type that the schedule does not allow, or fewer than one step.
     """
 
     shape: tuple[int, ...]
@@ -68,7 +68,7 @@ class Diffusion(GeneratorModule):
     """A diffusion model; samples are from about -1 to 1, not clipped.
 
     Args:
-        config: all about it; made without weights of any use, see `initialize`.
+        config: the configuration. Weights are uninitialized; call `initialize`, or load them.
     """
 
     config: DiffusionConfig
@@ -80,38 +80,38 @@ class Diffusion(GeneratorModule):
         self.network = config.network.build(config.shape, config.condition)
 
     def initialize(self, seed: int = 0) -> Diffusion:
-        """Random weights to train from, on the CPU."""
+        """Set random initial weights, on the CPU."""
         cast(Any, self.network).initialize(torch.Generator().manual_seed(seed))
         return self
 
     def forward(
         self, x: Float[Tensor, "n ..."], t: float | Float[Tensor, n], condition: Conditioning | None = None
     ) -> Float[Tensor, "n ..."]:
-        """Output of the network for noised samples, of the configured prediction type; float32."""
+        """Output of the network for noised samples at time t, of the configured prediction type; float32."""
         schedule, spec = self.config.schedule, self.config.condition
         if condition is None and not spec.empty:
             condition = spec.null_condition(len(x), (x.shape[-2], x.shape[-1]), x.device)
         times = t if isinstance(t, Tensor) else torch.full((len(x),), float(t), device=x.device)
         if schedule.signal_fades:
-            said: Tensor = self.network(x, times, condition)
-            return said
-        # where noise is only added, the network sees unit variance, and the angle between signal and noise as its time
-        size = (1 + times**2).rsqrt().view(-1, *[1] * (x.ndim - 1)).to(x.dtype)
-        said = self.network(x * size, times.atan() * (2 / math.pi), condition)
-        return said
+            output: Tensor = self.network(x, times, condition)
+            return output
+        # variance-exploding: scale the input to unit variance, and map times to 0 to 1 by the angle arctan(s / a)
+        scale = (1 + times**2).rsqrt().view(-1, *[1] * (x.ndim - 1)).to(x.dtype)
+        output = self.network(x * scale, times.atan() * (2 / math.pi), condition)
+        return output
 
     def estimate(
         self, x: Float[Tensor, "n ..."], t: float | Float[Tensor, n], condition: Conditioning | None = None
     ) -> Estimate:
-        """Data and noise in samples at a time.
+        """Estimate data and noise in noised samples.
 
         Args:
-            x: noised samples; of another size than the model's where the network allows it.
-            t: one time for all, or one for each.
-            condition: of each sample; None for the null condition.
+            x: noised samples; their height and width may differ from the model's where the network allows it.
+            t: time of all samples, or of each.
+            condition: condition of each sample; None for the null condition.
 
         Raises:
-            InvalidArgument: a time outside the schedule's, a condition that the model does not read.
+            InvalidArgument: a time outside the schedule, or a condition that the model does not read.
         """
         lowest, highest = (float(t.min()), float(t.max())) if isinstance(t, Tensor) else (t, t)
         end = max(1.0, self.config.schedule.max_time) if self.config.schedule.signal_fades else math.inf
@@ -120,33 +120,33 @@ class Diffusion(GeneratorModule):
         return self._estimate(x, t, condition)
 
     def denoiser(self, condition: Conditioning | None = None, guidance: float = 1.0) -> Denoiser:
-        """What `integrate` asks: estimates under a condition, guided.
+        """A denoiser for `integrate`, with classifier-free guidance.
 
         Args:
-            condition: of as many samples as will be asked about; None says nothing.
-            guidance: 1 for none, 0 for the model without its condition.
+            condition: condition of each sample that will be denoised; None for the null condition.
+            guidance: guidance scale; 1 for no guidance, 0 for the unconditional model.
 
         Raises:
-            InvalidArgument: guidance without a condition, or of a model that was not trained without it.
+            InvalidArgument: guidance without a condition, or for a model that was not trained without its condition.
         """
         if condition is not None or guidance != 1.0:
             condition = self.prepare(condition, None, guidance=guidance).condition
         if guidance == 1.0 or condition is None:
             return lambda x, t: self._estimate(x, t, condition)
         if guidance == 0.0:
-            nothing = condition.null()
-            return lambda x, t: self._estimate(x, t, nothing)
-        both = [condition, condition.null()]
-        apart = getattr(self.network, "mixes_samples", False)  # experts that choose among the tokens of a batch
-        joined = Conditioning.concatenate(both)
+            null_condition = condition.null()
+            return lambda x, t: self._estimate(x, t, null_condition)
+        branches = [condition, condition.null()]
+        separate = getattr(self.network, "mixes_samples", False)  # experts that choose among the tokens of a batch
+        batch = Conditioning.concatenate(branches)
 
         def guide(x: Tensor, t: float) -> Estimate:
-            if apart:
-                given, absent = (self(x, t, one) for one in both)
+            if separate:
+                conditional, unconditional = (self(x, t, branch) for branch in branches)
             else:
-                given, absent = self(torch.cat([x, x]), t, joined).chunk(2)
-            # all kinds of prediction are linear in data and noise, so guiding one guides the others
-            return self._from(torch.lerp(absent, given, guidance), x, t)
+                conditional, unconditional = self(torch.cat([x, x]), t, batch).chunk(2)
+            # all prediction types are linear in data and noise, so guidance may extrapolate the network's output
+            return self._from(torch.lerp(unconditional, conditional, guidance), x, t)
 
         return guide
 
@@ -167,24 +167,24 @@ class Diffusion(GeneratorModule):
         """Integrate from noise to samples.
 
         Args:
-            condition: what each sample is to show; of one sample for all of them; None for no condition.
+            condition: one for each sample, or one for all; None for no condition.
             n: number of samples; None for as many as ``x_init`` or else the condition has, or 1.
             method: see `integrate`; None for the configured one.
-            eta: amount of noise that "ddim" adds in each step, from 0 (deterministic) to 1 ("ddpm").
-            x_init: samples to start from instead of pure noise: they are noised to ``t_init`` first.
+            eta: factor on the noise that "ddim" adds in each step, from 0 (deterministic) to 1 ("ddpm").
+            x_init: samples to start from instead of pure noise; they are noised to ``t_init`` first.
             t_init: the time to start at; needs ``x_init``.
             corrector: Langevin steps at one time.
             project: applied after each step, see `inpainting`.
-            **options: see `GeneratorOptions`; ``steps`` are those of the solver, of which Heun's evaluate the network
-                twice.
+            **options: see `GeneratorOptions`; ``steps`` are those of the solver, each of which evaluates the network
+                once, or twice with "heun".
 
         Raises:
             InvalidArgument: as `prepare_sampling` and `integrate`, or ``x_init`` without ``t_init``.
-            NonFiniteSample: a step ended in NaN or infinity; it is named.
+            NonFiniteSample: a step gave NaN or infinity; the step is named.
         """
         schedule = self.config.schedule
         if (x_init is None) != (t_init is None):
-            raise InvalidArgument("x_init (what to begin from) and t_init (how much noise to add) come together")
+            raise InvalidArgument("x_init (samples to start from) and t_init (time to noise them to) come together")
         if n is None and x_init is not None:
             n = len(x_init)
         call = self.prepare(condition, n, **options)
@@ -193,8 +193,8 @@ class Diffusion(GeneratorModule):
             check_samples(x_init, self.shape)
             if len(x_init) != n or not 0 < t_init <= schedule.max_time:
                 raise InvalidArgument(
-                    f"{len(x_init)} samples to begin from at t_init={t_init}, for n={n} samples; "
-                    f"times are above 0 to {schedule.max_time}"
+                    f"{len(x_init)} samples to start from at t_init={t_init}, for n={n} samples; the numbers must "
+                    f"agree, and t_init must be above 0 and at most {schedule.max_time}"
                 )
             schedule = dataclasses.replace(schedule, max_time=t_init, min_time=min(schedule.min_time, t_init / 2))
             x = add_noise(x_init.to(call.device).float(), noise.normal(self.shape), t_init, schedule)
@@ -216,25 +216,25 @@ class Diffusion(GeneratorModule):
     def _estimate(self, x: Tensor, t: float | Tensor, condition: Conditioning | None) -> Estimate:
         return self._from(self(x, t, condition), x, t)
 
-    def _from(self, said: Tensor, x: Tensor, t: float | Tensor) -> Estimate:
-        return estimate(said, x, t, self.config.prediction, self.config.schedule)
+    def _from(self, output: Tensor, x: Tensor, t: float | Tensor) -> Estimate:
+        return estimate(output, x, t, self.config.prediction, self.config.schedule)
 
 
 class Denoising:
     r"""Least squares on the configured target at random times; an objective for `pippin.train.Trainer`.
 
-    The loss is $w(t)\,\lVert f(x_t, t, c) - \mathrm{target}\rVert^2$ per element of a sample, averaged over samples; a
-    network's ``auxiliary_loss()``, where it has one, is added, and the metric "error" is without it.
-    Batches are `Samples`; the times of a batch are spread evenly over their distribution, which lowers the variance.
+    The loss is $w(t)\,\lVert f(x_t, t, c) - \mathrm{target}\rVert^2$ per element of a sample, averaged over samples.
+    The network's ``auxiliary_loss()``, if it has one, is added; the metric "error" does not include it. Batches are
+    `Samples`; the times of a batch are stratified, which lowers the variance.
 
     Args:
-        condition_dropout: the share of samples whose condition is left out, where the model's `ConditionSpec` has
-            ``null``.
-        weighting: "uniform" in the target's own space, or "min_snr": as if the data were predicted, weighted by the
-            ratio of signal to noise up to 5.
-        times: "uniform", or "logit_normal": more of the middle times.
-        logit_mean: of the normal behind "logit_normal".
-        logit_std: of the same.
+        condition_dropout: fraction of samples whose condition is replaced by the null condition, where the model's
+            `ConditioningSpec` has ``null``.
+        weighting: "uniform" in the space of the target, or "min_snr": as if the data were predicted, weighted by the
+            signal-to-noise ratio, clipped at 5.
+        times: "uniform", or "logit_normal", which has more of the middle times.
+        logit_mean: mean of the logit of "logit_normal" times.
+        logit_std: standard deviation of that logit.
 
     Raises:
         InvalidArgument: a value out of range.
@@ -259,57 +259,57 @@ class Denoising:
         self.logit_mean, self.logit_std = logit_mean, logit_std
 
     def __call__(self, model: nn.Module, batch: Samples, generator: torch.Generator) -> Loss:
-        """The loss of a batch."""
-        made = cast(Diffusion, model)
-        x0, condition, schedule = batch.x, batch.condition, made.config.schedule
-        check_samples(x0, made.shape)
+        """The loss of a batch, summed over samples."""
+        diffusion = cast(Diffusion, model)
+        x0, condition, schedule = batch.x, batch.condition, diffusion.config.schedule
+        check_samples(x0, diffusion.shape)
         n, device = len(x0), x0.device
         t = self.sample_times(n, schedule, generator, device)
         eps = torch.randn(x0.shape, generator=generator, device=device)
-        if condition is not None and made.condition.null and self.condition_dropout:
+        if condition is not None and diffusion.condition.null and self.condition_dropout:
             condition = condition.dropout(self.condition_dropout, generator)
-        said = made(add_noise(x0, eps, t, schedule), t, condition)
-        wanted = target(x0, eps, t, made.config.prediction, schedule)
-        each = (said.float() - wanted).square().flatten(1).mean(1)
+        output = diffusion(add_noise(x0, eps, t, schedule), t, condition)
+        expected = target(x0, eps, t, diffusion.config.prediction, schedule)
+        losses = (output.float() - expected).square().flatten(1).mean(1)  # (n,)
         if self.weighting == "min_snr":
-            each = each * _min_snr(t, made.config.prediction, schedule)
-        total = each.sum()
-        auxiliary = getattr(made.network, "auxiliary_loss", None)
-        extra = None if auxiliary is None else auxiliary()
-        return Loss(total if extra is None else total + n * extra, n, {"error": total.detach()})
+            losses = losses * _min_snr(t, diffusion.config.prediction, schedule)
+        total = losses.sum()
+        auxiliary_loss = getattr(diffusion.network, "auxiliary_loss", None)
+        auxiliary = None if auxiliary_loss is None else auxiliary_loss()
+        return Loss(total if auxiliary is None else total + n * auxiliary, n, {"error": total.detach()})
 
     def sample_times(
         self, n: int, schedule: NoiseSchedule, generator: torch.Generator, device: torch.device | str = "cpu"
     ) -> Float[Tensor, n]:
-        """Times of a batch, above 0."""
-        share = torch.rand(1, generator=generator, device=device) + torch.arange(n, device=device) / n
-        share = 1 - (share % 1) * (1 - 1e-4)  # above 0: without noise there is nothing to learn
+        """Stratified random times of a batch, above 0."""
+        u = torch.rand(1, generator=generator, device=device) + torch.arange(n, device=device) / n
+        u = 1 - (u % 1) * (1 - 1e-4)  # above 0: without noise there is nothing to learn
         if self.times == "logit_normal":
-            share = share.clamp(max=1 - 1e-4)
-            share = (self.logit_mean + self.logit_std * torch.special.ndtri(share)).sigmoid()
-        return schedule.time(share)
+            u = u.clamp(max=1 - 1e-4)
+            u = (self.logit_mean + self.logit_std * torch.special.ndtri(u)).sigmoid()
+        return schedule.time(u)
 
 
 def _min_snr(t: Tensor, kind: PredictionType, schedule: NoiseSchedule) -> Tensor:
-    """The weight in the target's space: that of the data's error, times how far the target's error moves the data."""
+    """Weights (n,) in the target's space: min(SNR, 5) times the squared slope of the data by the target."""
     a, s = schedule.a(t), schedule.s(t)
-    ratio = (a / s).square()
+    snr = (a / s).square()
     if kind == "flow":
-        becomes = s / (a * schedule.ds(t) - schedule.da(t) * s)
+        slope = s / (a * schedule.ds(t) - schedule.da(t) * s)
     else:
-        becomes = {"x0": torch.ones_like(s), "eps": s / a, "v": s}[kind]
-    return ratio.clamp(max=MAX_SNR) * becomes.square()
+        slope = {"x0": torch.ones_like(s), "eps": s / a, "v": s}[kind]
+    return snr.clamp(max=MAX_SNR) * slope.square()
 
 
 @torch.no_grad()
 def held_out_loss(model: Diffusion, samples: Samples, seed: int = 0, *, batch_size: int = 256) -> float:
-    """The mean of `Denoising`'s loss on samples, under noise and times that depend on the seed alone.
+    """The mean loss of `Denoising` on held-out samples, with noise and times that depend on the seed only.
 
     Args:
-        model: of any prediction; losses of different kinds cannot be compared.
-        samples: that the model has not learned from.
-        seed: of noise and times.
-        batch_size: samples at once.
+        model: the model; losses of different prediction types cannot be compared.
+        samples: samples that the model was not trained on.
+        seed: seed of noise and times.
+        batch_size: batch size; the result depends on it.
     """
     device = model.device
     generator = torch.Generator(device).manual_seed(seed)

@@ -1,9 +1,9 @@
-r"""The diffusion transformer (DiT): patches of a noised image, modulated by time and class, attending to a text.
+r"""The diffusion transformer (DiT), with adaLN-Zero, cross-attention to text, and optional mixtures of experts.
 
 Notable here:
-- every ``moe_every``-th layer may have several feed-forward layers: experts that choose their tokens, so that hard
-  parts of an image get more of them, or tokens that choose their experts
-- a new network predicts 0 everywhere: residual branches and head are zero at first (adaLN-Zero)
+- every ``moe_every``-th layer may be a mixture of experts, routed by expert choice (experts select tokens, so that hard
+  parts of an image get more compute) or by token choice
+- a new network predicts 0: residual branches and head are zero at first (adaLN-Zero)
 - cost is counted in multiply-adds for one image, so that networks can be compared at equal cost
 """
 
@@ -34,25 +34,26 @@ class DiTConfig:
     """Configuration of a diffusion transformer.
 
     Attributes:
-        kind: tells configurations of networks apart.
-        hidden_size: of the tokens.
-        num_hidden_layers: blocks.
-        num_attention_heads: of the attention.
-        num_key_value_heads: heads with keys of their own; None for all.
+        kind: type of the network, in saved configurations.
+        hidden_size: dimension of the hidden states.
+        num_hidden_layers: number of transformer blocks.
+        num_attention_heads: number of attention heads.
+        num_key_value_heads: number of key and value heads; None for as many as attention heads.
         patch_size: height and width of a token in pixels.
-        intermediate_size: inner width of the feed-forward layers (of each expert), for all layers or for each; None
-            for four times the width.
-        position_embedding: each token has a vector of its own that is learned ("learned"); rows and columns turn the
-            heads ("rotary"), which tells how tokens lie to each other but not where in the image; or both.
-        qk_norm: norms of queries and keys.
-        feed_forward: "dense"; or what the sparse layers have: experts that choose ("expert_choice") or tokens that
-            choose ("token_choice").
-        moe_every: every how many layers one is sparse; 2 for the second, the fourth and so on.
-        num_experts: of a sparse layer.
-        capacity_factor: experts per token: on average where experts choose, exactly (a whole number) where tokens do.
-        gate_scale: factor on what expert choice adds; ``num_experts / capacity`` makes it as strong as a dense layer.
-        routing_group: tokens among which experts choose: those of one image ("image"), or so many of the whole batch.
-        load_balancing_weight: weight of the loss that spreads the load, where tokens choose.
+        intermediate_size: intermediate dimension of the feed-forward layers (of each expert), for all layers or for
+            each; None for four times the hidden size.
+        position_embedding: "learned" for a learned vector of each position; "rotary" for axial rotary positions over
+            rows and columns, which encode relative positions only; or "both".
+        qk_norm: whether queries and keys are normalized.
+        feed_forward: "dense", or the routing of the sparse layers: "expert_choice" or "token_choice".
+        moe_every: one of how many layers is sparse; 2 for the second, the fourth and so on.
+        num_experts: number of experts of a sparse layer.
+        capacity_factor: experts per token: on average for expert choice, exactly (a whole number) for token choice.
+        gate_scale: factor on the output of expert choice; ``num_experts / capacity_factor`` makes it as large as that
+            of a dense layer.
+        routing_group: tokens among which an expert chooses: "image" for those of one image, or a number of tokens of
+            the whole batch.
+        load_balancing_weight: weight of the load-balancing loss of token choice.
 
     Raises:
         InvalidArgument: numbers out of range.
@@ -80,7 +81,8 @@ class DiTConfig:
     def __post_init__(self) -> None:
         if isinstance(self.intermediate_size, tuple) and len(self.intermediate_size) != self.num_hidden_layers:
             raise InvalidArgument(
-                f"{len(self.intermediate_size)} values of intermediate_size for {self.num_hidden_layers} layers"
+                f"{len(self.intermediate_size)} values of intermediate_size for {self.num_hidden_layers} layers; give "
+                "one for each, or one number for all"
             )
         if self.feed_forward == "token_choice" and self.capacity_factor != int(self.capacity_factor):
             raise InvalidArgument(
@@ -96,7 +98,7 @@ class DiTConfig:
         return self.feed_forward != "dense" and (layer + 1) % self.moe_every == 0
 
     def intermediate_size_of(self, layer: int) -> int:
-        """Inner width of a layer's feed-forward, or of each of its experts."""
+        """Intermediate dimension of the feed-forward layer, or of each of its experts."""
         if isinstance(self.intermediate_size, tuple):
             return self.intermediate_size[layer]
         return self.intermediate_size or 4 * self.hidden_size
@@ -107,16 +109,16 @@ class DiTConfig:
 
 
 class DiT(nn.Module):
-    """A diffusion transformer: called with a noisy image, its time and its condition.
+    """The network of a `DiTConfig`.
 
     Args:
         config: the configuration.
-        shape: of a sample: (channels, height, width).
-        condition: what it reads: maps beside the image, class, vector and pooled text with the time, the text's
-            tokens by cross-attention.
+        shape: shape of a sample: (channels, height, width).
+        condition: the conditions that the network reads. A map is concatenated to the image; class, vector and pooled
+            text are added to the time embedding; the text's tokens are read by cross-attention.
 
     Raises:
-        InvalidArgument: a shape that patches do not divide, or sizes that do not fit each other.
+        InvalidArgument: a shape that the patch size does not divide, or heads that do not divide the hidden size.
     """
 
     cosines: Tensor
@@ -127,7 +129,7 @@ class DiT(nn.Module):
         if len(shape) != 3 or shape[1] % config.patch_size or shape[2] % config.patch_size:
             raise InvalidArgument(
                 f"samples of shape {shape} are not cut into patches of {config.patch_size}; give (channels, height, "
-                "width)"
+                "width), the sides multiples of it"
             )
         self.config, self.shape = config, tuple(shape)
         width, area = config.hidden_size, config.patch_size**2
@@ -141,7 +143,7 @@ class DiT(nn.Module):
         learned = config.position_embedding != "rotary"
         self.position_embedding = nn.Parameter(torch.zeros(self.rows * self.columns, width)) if learned else None
         if self.position_embedding is not None:
-            self.position_embedding.no_decay = True  # type: ignore[attr-defined]  # which `pippin.train` looks for
+            self.position_embedding.no_decay = True  # type: ignore[attr-defined]  # read by `pippin.train`
         cosines, sines = axial_tables(grid_positions(self.rows, self.columns), width // config.num_attention_heads)
         self.register_buffer("cosines", cosines, persistent=False)
         self.register_buffer("sines", sines, persistent=False)
@@ -149,7 +151,7 @@ class DiT(nn.Module):
     def forward(
         self, x: Float[Tensor, "n channels height width"], t: Float[Tensor, n], condition: Conditioning | None = None
     ) -> Float[Tensor, "n channels height width"]:
-        """Output of the network for noised samples; float32.
+        """Output of the network for noised samples at times 0 to 1; float32.
 
         Raises:
             InvalidArgument: samples of another shape, or a condition that the network does not read.
@@ -158,8 +160,8 @@ class DiT(nn.Module):
             raise InvalidArgument(f"samples of shape {tuple(x.shape[1:])}; the network reads {self.shape}")
         embedded = self.condition(condition, len(x))
         vector = self.time(t) + embedded.vector
-        seen = x if embedded.map is None else torch.cat([x, embedded.map], 1)
-        tokens = self.into(patchify(seen, self.config.patch_size))
+        inputs = x if embedded.map is None else torch.cat([x, embedded.map], 1)
+        tokens = self.into(patchify(inputs, self.config.patch_size))  # (n, tokens, width)
         if self.position_embedding is not None:
             tokens = tokens + self.position_embedding
         cos_sin = None if self.config.position_embedding == "learned" else (self.cosines, self.sines)
@@ -170,44 +172,49 @@ class DiT(nn.Module):
 
     @property
     def mixes_samples(self) -> bool:
-        """Whether a sample depends on its batch: experts choose among the tokens of several images."""
+        """Whether a sample's output depends on the batch: experts choose among the tokens of several samples."""
         return any(isinstance(layer, ExpertChoiceFFN) and layer.group != "image" for layer in self.modules())
 
     def auxiliary_loss(self) -> Tensor | None:
-        """The weighted balance loss of the last pass in training mode, added over layers; taken once. None without."""
+        """The weighted load-balancing loss of the last pass in training mode, summed over layers; None without one.
+
+        It is cleared by this call, so that each pass counts once.
+        """
         total: Tensor | None = None
         for layer in self.modules():
             if isinstance(layer, TokenChoiceFFN) and layer.balance is not None:
-                here = self.config.load_balancing_weight * layer.balance
-                total = here if total is None else total + here
+                weighted = self.config.load_balancing_weight * layer.balance
+                total = weighted if total is None else total + weighted
                 layer.balance = None
         return total
 
-    def multiply_adds(self, words: int = 0) -> int:
-        """Multiplications of one pass over one image that reads a text of so many tokens, in matrix products."""
+    def multiply_adds(self, text_tokens: int = 0) -> int:
+        """Multiply-adds in the matrix products of one pass over one image and a text of ``text_tokens`` tokens."""
         config, tokens, width = self.config, self.rows * self.columns, self.config.hidden_size
         kv_width = width // config.num_attention_heads * (config.num_key_value_heads or config.num_attention_heads)
         attention = tokens * (2 * width * width + 2 * width * kv_width) + 2 * tokens * tokens * width
-        reading = 2 * (tokens + words) * width * width + 2 * tokens * words * width if words else 0
+        cross_attention = 0
+        if text_tokens:
+            cross_attention = 2 * (tokens + text_tokens) * width * width + 2 * tokens * text_tokens * width
         total = tokens * width * (self.into.inputs + self.head.out.outputs)
-        total += self.time.frequencies * width + width * width + 2 * width * width  # the time, and the head's
-        if words and self.condition.text is not None:
-            total += words * self.condition.text.inputs * width
+        total += self.time.frequencies * width + width * width + 2 * width * width  # time embedding, head modulation
+        if text_tokens and self.condition.text is not None:
+            total += text_tokens * self.condition.text.inputs * width
         for layer in range(config.num_hidden_layers):
-            total += attention + reading + 6 * width * width
+            total += attention + cross_attention + 6 * width * width  # 6 modulation vectors
             rows = tokens
             if config.is_moe(layer):
-                each = math.ceil(tokens * config.capacity_factor / config.num_experts - 1e-9)
-                rows = config.num_experts * each
-                total += tokens * width * config.num_experts
+                capacity = math.ceil(tokens * config.capacity_factor / config.num_experts - 1e-9)
+                rows = config.num_experts * capacity
+                total += tokens * width * config.num_experts  # router
             total += 2 * rows * width * config.intermediate_size_of(layer)
         return total
 
     @torch.no_grad()
     def initialize(self, generator: torch.Generator) -> DiT:
-        """Random weights; the network says 0 everywhere until it is trained."""
+        """Set random weights, with which the network predicts 0."""
         self.into.weight.normal_(0.0, self.into.inputs**-0.5, generator=generator)
-        # norms see directions only: without something to compare with, a bright patch would look like a dim one
+        # layer norms remove the scale of a token: without a bias, a bright patch would look like a dim one
         self.into.bias.normal_(0.0, 1.0, generator=generator)  # type: ignore[union-attr]
         self.time.initialize(generator)
         self.condition.initialize(generator)
@@ -223,7 +230,7 @@ class DiT(nn.Module):
 
 
 def _block(config: DiTConfig, layer: int, context: int) -> AdaptiveBlock:
-    """One block, with experts where the layer is sparse."""
+    """A transformer block, with experts if the layer is sparse."""
     width, hidden = config.hidden_size, config.intermediate_size_of(layer)
     feed_forward: nn.Module | None = None
     if config.is_moe(layer) and config.feed_forward == "expert_choice":

@@ -1,9 +1,10 @@
-r"""How data turn into noise: $x_t = a(t)\,x_0 + s(t)\,\epsilon$ with standard normal $\epsilon$, in five forms.
+r"""Noise schedules: $x_t = a(t)\,x_0 + s(t)\,\epsilon$ with standard normal $\epsilon$.
 
 Notable here:
-- one object holds all that a sampler has to know of a schedule: a, s, their slopes, where to begin and which times
-- time 0 is data; times are from 0 to 1 where the signal fades, and the noise level itself where it does not
-- a grid is even in the time's root number ``rho``: 1 is even, 7 is Karras's, 1/2 is even in the variance
+- one object has all that a sampler needs: a, s, their derivatives, and the grid of times
+- time 0 is data; times are from 0 to 1 for variance-preserving schedules and flow matching, and are the noise level
+  itself for variance-exploding ones
+- a grid is evenly spaced in $t^{1/\rho}$: 1 is even in time, 7 is that of Karras et al., 1/2 is even in the variance
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ ScheduleKind = Literal["vp_cosine", "vp_linear", "flow", "ve", "karras"]
 @checked
 @dataclass(frozen=True)
 class NoiseSchedule:
-    r"""A forward process; make one by its class methods.
+    r"""A noise schedule; use the class methods to make one.
 
     Attributes:
         kind: "vp_cosine" ($a = \cos\frac{\pi t}2$, $s = \sin\frac{\pi t}2$), "vp_linear" ($a^2 = e^{-\int\beta}$,
             $s^2 = 1 - a^2$), "flow" ($a = 1 - t$, $s = t$), "ve" and "karras" ($a = 1$, $s = t$).
-        max_time: the largest time: where sampling begins.
-        min_time: the smallest time above 0 that a grid visits; 0 leaves it to the number of steps.
-        rho: a grid is even in $t^{1/\rho}$.
-        betas: of "vp_linear": $\beta$ at times 0 and 1.
+        max_time: the largest time, where sampling starts.
+        min_time: the smallest time of a grid above 0; 0 for a grid that is evenly spaced down to 0.
+        rho: a grid is evenly spaced in $t^{1/\rho}$.
+        betas: for "vp_linear", $\beta$ at times 0 and 1.
 
     Raises:
         InvalidArgument: a number out of range.
@@ -57,12 +58,12 @@ class NoiseSchedule:
 
     @classmethod
     def vp_cosine(cls) -> NoiseSchedule:
-        """The variance is preserved along a quarter of a circle."""
+        r"""Variance-preserving, with $a = \cos\frac{\pi t}2$ and $s = \sin\frac{\pi t}2$."""
         return cls("vp_cosine")
 
     @classmethod
     def vp_linear(cls, beta_min: float = 0.1, beta_max: float = 20.0) -> NoiseSchedule:
-        r"""The variance is preserved, with $\beta$ linear in time.
+        r"""Variance-preserving, with $\beta$ linear in time.
 
         Source: Ho et al. 2020, arXiv:2006.11239; in continuous time, Song et al. 2021, arXiv:2011.13456, eq. 32.
         """
@@ -70,7 +71,7 @@ class NoiseSchedule:
 
     @classmethod
     def flow(cls) -> NoiseSchedule:
-        """A straight line from data to noise.
+        """Flow matching: a straight line from data to noise.
 
         Source: Lipman et al. 2023, arXiv:2210.02747; Liu et al. 2023, arXiv:2209.03003.
         """
@@ -78,18 +79,18 @@ class NoiseSchedule:
 
     @classmethod
     def ve(cls, sigma_max: float, sigma_min: float = 0.0, *, rho: float = 1.0) -> NoiseSchedule:
-        """Noise is added and the signal stays; time is the noise level.
+        """Variance-exploding: noise is added to the data; time is the noise level.
 
         Args:
-            sigma_max: where sampling begins; far above the data's spread.
-            sigma_min: the last level before 0; 0 for an even grid down to 0.
-            rho: of the grid; 1/2 is even in the variance, as the tutorial has it.
+            sigma_max: noise level where sampling starts; far above the data's standard deviation.
+            sigma_min: the last noise level before 0; 0 for an evenly spaced grid down to 0.
+            rho: spacing of the grid; 1/2 is even in the variance.
         """
         return cls("ve", max_time=sigma_max, min_time=sigma_min, rho=rho)
 
     @classmethod
     def karras(cls, sigma_max: float = 80.0, sigma_min: float = 0.002, *, rho: float = 7.0) -> NoiseSchedule:
-        """As `ve`, with the levels close together where they are small.
+        """Variance-exploding, with a grid that is denser at low noise levels.
 
         Source: Karras et al. 2022, arXiv:2206.00364, eq. 5 and table 1.
         """
@@ -97,7 +98,7 @@ class NoiseSchedule:
 
     @property
     def signal_fades(self) -> bool:
-        """Whether a falls to 0 as s rises, so that times end at 1."""
+        """Whether a falls to 0, so that times end at 1; false for variance-exploding schedules."""
         return self.kind not in ("ve", "karras")
 
     @property
@@ -137,7 +138,7 @@ class NoiseSchedule:
         return t * 0
 
     def ds(self, t: Time) -> Time:
-        """The derivative of s; with "vp_linear" infinite at time 0."""
+        """The derivative of s; infinite at time 0 for "vp_linear"."""
         match self.kind:
             case "vp_cosine":
                 return math.pi / 2 * self.a(t)
@@ -153,30 +154,30 @@ class NoiseSchedule:
             return -math.inf if a <= 0 else math.inf
         return math.log(a) - math.log(s)
 
-    def time(self, share: Time) -> Time:
-        """The time at a share of the way from ``least`` (0) to ``start`` (1), as the grid is spaced."""
+    def time(self, fraction: Time) -> Time:
+        """The time at a fraction of the grid's spacing, from ``min_time`` at 0 to ``max_time`` at 1."""
         if self.rho == 1:
-            return self.min_time + share * (self.max_time - self.min_time)
+            return self.min_time + fraction * (self.max_time - self.min_time)
         low, high = self.min_time ** (1 / self.rho), self.max_time ** (1 / self.rho)
-        made: Time = (low + share * (high - low)) ** self.rho
-        return made
+        time: Time = (low + fraction * (high - low)) ** self.rho
+        return time
 
     @checked
     def grid(self, steps: PositiveInt) -> list[float]:
-        """The times that ``steps`` steps go through: ``steps + 1`` of them, falling from ``start`` to exactly 0.
+        """The ``steps + 1`` times of ``steps`` steps, falling from ``max_time`` to exactly 0.
 
         >>> NoiseSchedule.ve(2.0).grid(4)
         [2.0, 1.5, 1.0, 0.5, 0.0]
         """
-        inner = steps - 1 if self.min_time else steps  # a smallest time is visited itself, before 0
-        shares = [1 - i / inner for i in range(1, steps)]
-        return [self.max_time, *(self.time(share) for share in shares), 0.0]
+        intervals = steps - 1 if self.min_time else steps  # min_time itself is a time of the grid, before 0
+        fractions = [1 - i / intervals for i in range(1, steps)]
+        return [self.max_time, *(self.time(fraction) for fraction in fractions), 0.0]
 
     def check_grid(self, grid: Sequence[float]) -> None:
-        """Refuse times that do not fall, or lie outside 0 to ``start``.
+        """Refuse an invalid grid.
 
         Raises:
-            InvalidArgument: such times.
+            InvalidArgument: fewer than two times, times that do not fall, or times outside the schedule.
         """
         falls = all(later < earlier for earlier, later in pairwise(grid))
         highest = max(1.0, self.max_time) if self.signal_fades else math.inf
@@ -186,16 +187,18 @@ class NoiseSchedule:
             )
 
     def _log_a(self, t: Time) -> Time:
+        """log a of "vp_linear": minus half of the integral of beta."""
         low, high = self.betas
         return -0.5 * (low * t + 0.5 * (high - low) * t * t)
 
     def _slope(self, t: Time) -> Time:
-        """The derivative of log a."""
+        """The derivative of log a of "vp_linear"."""
         low, high = self.betas
         return -0.5 * (low + (high - low) * t)
 
 
 def _map(on_float: Callable[[float], float], on_tensor: Callable[[Tensor], Tensor], value: Time) -> Time:
+    """Apply a function to a number or a tensor."""
     if isinstance(value, Tensor):
         return on_tensor(value)
     return on_float(value)

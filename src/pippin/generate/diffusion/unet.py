@@ -1,7 +1,7 @@
-"""The U-Net: a convolutional network over several resolutions, as is usual for diffusion on pixels.
+"""The U-Net: a convolutional network over several resolutions, for diffusion on pixels.
 
 Notable here:
-- time and condition scale and shift every block; a map is concatenated to the image, so that positions agree
+- time and condition scale and shift the activations of every block; a map is concatenated to the image
 - patches become channels first (pixel unshuffle), which makes the network several times faster on a CPU
 - the last layer of each block and the output layer are zero at first: a new network predicts 0
 """
@@ -39,8 +39,8 @@ class UNetConfig:
         blocks_per_level: residual blocks of each level in the encoder, and as many in the decoder.
         attention: whether there is self-attention at the lowest resolution.
         pool: whether levels halve the resolution; if not, all levels have that of the image.
-        patch_size: side of the square of pixels that is one position of the first level.
-        kind: tells the configurations of networks apart in files.
+        patch_size: height and width of the patch that is one position of the first level.
+        kind: type of the network, in saved configurations.
 
     Raises:
         InvalidArgument: a number out of range, or base_channels that 8 does not divide.
@@ -73,10 +73,10 @@ class UNet(nn.Module):
     Args:
         config: the architecture.
         shape: (channels, height, width) of a sample.
-        condition: the conditions that it reads.
+        condition: the conditions that the network reads.
 
     Raises:
-        InvalidArgument: a shape of other than three dimensions, or sides that patch and levels do not divide.
+        InvalidArgument: a shape of other than three dimensions, or sides that patch size and levels do not divide.
 
     Source: Ronneberger et al. 2015, arXiv:1505.04597; with time, Ho et al. 2020, arXiv:2006.11239, appendix B; scale
     and shift, Dhariwal and Nichol 2021, arXiv:2105.05233, section 3.
@@ -88,31 +88,31 @@ class UNet(nn.Module):
             raise InvalidArgument(f"a U-Net is for images (channels, height, width), not for samples of shape {shape}")
         self.config, self.shape, self.spec = config, tuple(shape), condition
         self._check(shape[1], shape[2])
-        inner = 4 * config.base_channels
+        width = 4 * config.base_channels  # of the embeddings
         pixels = config.patch_size**2
-        self.time = TimeEmbedding(inner)
-        self.condition = ConditionEmbedding(condition, inner)
+        self.time = TimeEmbedding(width)
+        self.condition = ConditionEmbedding(condition, width)
         self.entry = _conv((shape[0] + condition.map_channels) * pixels, config.base_channels)
-        sizes = [config.channels(level) for level in range(config.num_levels)]
+        level_channels = [config.channels(level) for level in range(config.num_levels)]
         self.down, self.up = nn.ModuleList(), nn.ModuleList()
-        before, skips = config.base_channels, []
-        for size in sizes:
+        current, skips = config.base_channels, []
+        for channels in level_channels:
             for _ in range(config.blocks_per_level):
-                self.down.append(_Block(before, size, inner))
-                skips.append(size)
-                before = size
-        self.middle = nn.ModuleList([_Block(before, before, inner), _Block(before, before, inner)])
-        self.attention = _Attention(before) if config.attention else None
-        for size in reversed(sizes):
+                self.down.append(_Block(current, channels, width))
+                skips.append(channels)
+                current = channels
+        self.middle = nn.ModuleList([_Block(current, current, width), _Block(current, current, width)])
+        self.attention = _Attention(current) if config.attention else None
+        for channels in reversed(level_channels):
             for _ in range(config.blocks_per_level):
-                self.up.append(_Block(before + skips.pop(), size, inner))
-                before = size
-        self.norm = nn.GroupNorm(8, before)
-        self.exit = _conv(before, shape[0] * pixels)
+                self.up.append(_Block(current + skips.pop(), channels, width))
+                current = channels
+        self.norm = nn.GroupNorm(8, current)
+        self.exit = _conv(current, shape[0] * pixels)
 
     @torch.no_grad()
     def initialize(self, generator: torch.Generator) -> UNet:
-        """Random weights; the output and the residual of each block are 0 at first."""
+        """Set random weights; the output and the residual of each block are 0 at first."""
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 fan = module.in_channels * module.kernel_size[0] * module.kernel_size[1]
@@ -133,15 +133,16 @@ class UNet(nn.Module):
     def forward(
         self, x: Float[Tensor, "n channels height width"], t: Float[Tensor, n], condition: Conditioning | None = None
     ) -> Float[Tensor, "n channels height width"]:
-        """Prediction for noised samples at their times; float32.
+        """Output of the network for noised samples; float32.
 
         Args:
-            x: noised samples, of the configured size or of another that patch and levels divide.
+            x: noised samples, of any height and width that patch size and levels divide.
             t: times from 0 to 1.
-            condition: of each sample; None for the null condition.
+            condition: condition of each sample; None for the null condition.
 
         Raises:
-            InvalidArgument: sides that patch and levels do not divide, a condition that the network does not read.
+            InvalidArgument: sides that patch size and levels do not divide, or a condition that the network does not
+                read.
         """
         self._check(x.shape[-2], x.shape[-1])
         if condition is None and not self.spec.empty:
@@ -165,38 +166,39 @@ class UNet(nn.Module):
         for index, block in enumerate(self.up):
             if pool and index and index % config.blocks_per_level == 0:
                 h = F.interpolate(h, scale_factor=2.0)
-            h = block(torch.cat([h, skips.pop()], 1), vector)
+            h = block(torch.cat([h, skips.pop()], 1), vector)  # skip connection, by channels
         y: Tensor = self.exit(F.silu(self.norm(h)))
         return (F.pixel_shuffle(y, config.patch_size) if config.patch_size > 1 else y).float()
 
     def _check(self, height: int, width: int) -> None:
+        """Refuse sides that patch size and levels do not divide."""
         unit = self.config.patch_size * 2 ** ((self.config.num_levels - 1) * self.config.pool)
         if height % unit or width % unit:
             raise InvalidArgument(
                 f"an image of {height} by {width} pixels; patch_size={self.config.patch_size} and "
-                f"{self.config.num_levels} levels "
-                f"need sides that {unit} divides"
+                f"num_levels={self.config.num_levels} need sides that {unit} divides"
             )
 
 
 class _Block(nn.Module):
-    """Residual block of two convolutions; time and condition scale and shift between them."""
+    """Residual block of two convolutions; time and condition scale and shift the activations between them."""
 
-    def __init__(self, inputs: int, outputs: int, inner: int) -> None:
+    def __init__(self, inputs: int, outputs: int, width: int) -> None:
         super().__init__()
         self.norm, self.first = nn.GroupNorm(8, inputs), _conv(inputs, outputs)
-        self.adapt = Linear(inner, 2 * outputs, bias=True)
+        self.adapt = Linear(width, 2 * outputs, bias=True)
         self.second_norm, self.second = nn.GroupNorm(8, outputs, affine=False), _conv(outputs, outputs)
         self.skip = _conv(inputs, outputs, kernel=1) if inputs != outputs else None
 
     def zero(self) -> None:
+        """Set the residual and the modulation to zero."""
         for part in (self.second, self.adapt):
             for parameter in part.parameters():
                 parameter.zero_()
 
     def forward(self, x: Tensor, vector: Tensor) -> Tensor:
         h = self.first(F.silu(self.norm(x)))
-        scale, shift = self.adapt(vector)[:, :, None, None].chunk(2, 1)
+        scale, shift = self.adapt(vector)[:, :, None, None].chunk(2, 1)  # each (n, outputs, 1, 1)
         h = self.second(F.silu(torch.addcmul(shift, self.second_norm(h), 1 + scale)))
         y: Tensor = h + (x if self.skip is None else self.skip(x))
         return y
@@ -216,15 +218,15 @@ class _Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         n, channels, height, width = x.shape
         tokens = self.norm(x).flatten(2).transpose(1, 2)  # (n, positions, channels)
-        parts = self.into(tokens).view(n, height * width, 3, self.heads, channels // self.heads)
-        q, k, v = parts.permute(2, 0, 3, 1, 4)
-        seen = F.scaled_dot_product_attention(q, k, v, scale=1 / math.sqrt(channels // self.heads))
-        y: Tensor = self.out(seen.transpose(1, 2).reshape(n, height * width, channels))
+        qkv = self.into(tokens).view(n, height * width, 3, self.heads, channels // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (n, heads, positions, channels / heads)
+        attended = F.scaled_dot_product_attention(q, k, v, scale=1 / math.sqrt(channels // self.heads))
+        y: Tensor = self.out(attended.transpose(1, 2).reshape(n, height * width, channels))
         return x + y.transpose(1, 2).reshape(x.shape)
 
 
 def _conv(inputs: int, outputs: int, *, kernel: int = 3) -> nn.Conv2d:
-    """A convolution without weights: they come from `UNet.initialize` or from a file, not from a global generator."""
-    made = nn.utils.skip_init(nn.Conv2d, inputs, outputs, kernel, padding=kernel // 2)
-    assert isinstance(made, nn.Conv2d)
-    return made
+    """A convolution that preserves height and width, uninitialized: the global random generator is not used."""
+    convolution = nn.utils.skip_init(nn.Conv2d, inputs, outputs, kernel, padding=kernel // 2)
+    assert isinstance(convolution, nn.Conv2d)
+    return convolution

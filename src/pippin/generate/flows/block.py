@@ -1,14 +1,14 @@
-r"""An affine autoregressive block: the invertible step that flows of images and videos are made of.
+r"""An affine autoregressive block: the invertible layer of flows of images and videos.
 
 A causal transformer predicts the mean and scale of each token from those before it: $z_i = (x_i - \mu_i) / \sigma_i$.
-Forward is one pass; the inverse is sequential with a key-value cache, or in windows (`pippin.generate.flows.jacobi`).
+Forward is one pass; the inverse is sequential with a KV cache, or in windows (`pippin.generate.flows.jacobi`).
 
 Notable here:
 - the log-determinant is the sum of $-\log\sigma_i$: exact, at no extra cost
-- the inverse uses a `SequentialDecoding`, whose cache is preallocated and can be truncated: decoding token by token, in
-  windows, or after known tokens are the same calls
-- guidance computes the unconditional branch as further rows of the same batch, in one pass
-- training and density use the layers themselves; the inverse uses packed weights, in fewer and larger calls
+- the inverse uses a `SequentialDecoding`, whose cache is preallocated and can be truncated, so decoding token by token,
+  in windows, or after known tokens uses the same calls
+- the unconditional branch of guidance is the second half of the batch, computed in the same pass
+- training and density use the modules; the inverse uses packed weights, in fewer and larger calls
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ class FlowBlockSpec:
     Attributes:
         num_hidden_layers: number of transformer layers.
         hidden_size: dimension of the hidden states.
-        num_attention_heads: number of attention heads; they must divide the hidden size into even parts.
+        num_attention_heads: number of attention heads; the hidden size over it must be an even whole number.
         reverse: whether tokens are processed from the last to the first.
         start: "zero" leaves the first token unchanged; "token" predicts it, too, from a learned start token.
-        position_embedding: "learned" for a table of this block; "rotary" for tables given to each call, which allow
-            any number of tokens.
-        scale: "exp" or "softplus" of the transformer's output; both are 1 at 0.
+        position_embedding: "learned" for a table of this block; "rotary" for tables that are given to each call, which
+            allow any number of tokens.
+        scale: "exp" or "softplus" of the transformer's output, shifted so that both are 1 at 0.
         soft_clip: bound on the predicted mean and log scale, applied by a tanh; None for no bound.
         noise: whether the block is conditioned on the standard deviation of the noise in its input.
         text: whether the tokens of the text precede those of the image; if not, the block gets only their mean, as part
@@ -95,9 +95,9 @@ class FlowBlock(nn.Module):
     def __init__(self, inner: int, tokens: int, spec: FlowBlockSpec) -> None:
         super().__init__()
         self.inner, self.tokens, self.spec = inner, tokens, spec
-        # packed weights by layout, filled on use; None in a block that is not a copy for inference
+        # packed weights by layout, filled on use; None except in the copies for inference that `packed` makes
         self.packed_weights: dict[str, list[PackedLayer] | NativeBlock] | None = None
-        self.behind = int(spec.start == "zero")  # number of leading tokens that are not predicted
+        self.num_unpredicted = int(spec.start == "zero")  # number of leading tokens that are not predicted
         self.proj_in = Linear(inner, spec.hidden_size, bias=True)
         self.layers = nn.ModuleList(
             AdaptiveBlock(spec.hidden_size, spec.num_attention_heads, bias=True, activation="gelu")
@@ -107,7 +107,9 @@ class FlowBlock(nn.Module):
         self.start = nn.Parameter(torch.zeros(spec.hidden_size)) if spec.start == "token" else None
         learned = spec.position_embedding == "learned"
         # one embedding for each input token, in the block's own order
-        self.position_embedding = nn.Parameter(torch.zeros(tokens - self.behind, spec.hidden_size)) if learned else None
+        self.position_embedding = (
+            nn.Parameter(torch.zeros(tokens - self.num_unpredicted, spec.hidden_size)) if learned else None
+        )
         self.noise_up = Linear(spec.hidden_size, 4 * spec.hidden_size, bias=True) if spec.noise else None
         self.noise_down = Linear(4 * spec.hidden_size, spec.hidden_size, bias=True) if spec.noise else None
 
@@ -126,7 +128,7 @@ class FlowBlock(nn.Module):
             parameter.zero_()
         for parameter in (self.position_embedding, self.start):
             if parameter is not None:
-                # twenty times the published size: small models tell positions apart within hundreds of steps
+                # twenty times the published standard deviation, with which small models learn positions faster
                 parameter.normal_(0.0, 0.2, generator=generator)
         return self
 
@@ -178,7 +180,7 @@ class FlowBlock(nn.Module):
         for number, layer in enumerate(self.layers):
             hidden = layer(hidden, cos_sin, cache, number)
         mean, log_scale = self.split_output(hidden if prefix is None else hidden[:, prefix.shape[1] :])
-        if self.behind:
+        if self.num_unpredicted:
             mean, log_scale = F.pad(mean, (0, 0, 1, 0)), F.pad(log_scale, (0, 0, 1, 0))
         return self.ordered(mean), self.ordered(log_scale)
 
@@ -195,7 +197,7 @@ class FlowBlock(nn.Module):
         guess: Guess | None = None,
         on_tokens: Callable[[int, Tensor], None] | None = None,
     ) -> tuple[Float[Tensor, "n tokens inner"], SolveInfo]:
-        """Compute x from z, in natural order; the inverse of `forward` without guidance.
+        """Compute x from z, both in natural order; the inverse of `forward` without guidance.
 
         Args:
             z: the noise, in natural order.
@@ -245,7 +247,7 @@ class FlowBlock(nn.Module):
         return x.flip(1) if self.spec.reverse else x
 
     def embed(self, x: Tensor, first: int, stop: int, vector: Tensor) -> Tensor:
-        """Input embeddings from which tokens ``first`` to ``stop`` are predicted.
+        """Input embeddings (n, stop - first, width) from which tokens ``first`` to ``stop - 1`` are predicted.
 
         Args:
             x: the token before each of them, in the block's order.
@@ -260,11 +262,13 @@ class FlowBlock(nn.Module):
         if len(vector) != len(hidden):  # guidance: the conditional and the unconditional branch
             hidden = hidden.repeat(len(vector) // len(hidden), 1, 1)
         if self.position_embedding is not None:
-            hidden = hidden + self.position_embedding[max(first - self.behind, 0) : stop - self.behind]
+            hidden = (
+                hidden + self.position_embedding[max(first - self.num_unpredicted, 0) : stop - self.num_unpredicted]
+            )
         return hidden + vector
 
     def vector(self, embedded: EmbeddedConditioning, t: Tensor | None) -> Float[Tensor, "n 1 width"]:
-        """The embedding of condition and noise level, which is added to every input."""
+        """Embedding of condition and noise level, which is added to every input."""
         assert self.proj_in.bias is not None
         vector = embedded.vector.to(self.proj_in.bias.device)
         if self.noise_up is not None and self.noise_down is not None and t is not None:
@@ -282,16 +286,19 @@ class FlowBlock(nn.Module):
         if clip is not None:
             out = clip * torch.tanh(out / clip)
         log_scale, mean = out.chunk(2, -1)
-        if self.spec.scale == "softplus":
+        if self.spec.scale == "softplus":  # log softplus(out + softplus^-1(1))
             raw = log_scale + _ONE
             # softplus(x) is about exp(x) for very negative x, so its log is x; the logarithm itself would underflow
             log_scale = torch.where(raw < -15, raw, F.softplus(raw.clamp(min=-15)).log())
         return mean, log_scale
 
     def _check(self, tokens: int, t: Tensor | None, cos_sin: RotaryTables | None) -> None:
+        """Refuse arguments that do not fit the configuration; see `forward`."""
         if self.spec.noise != (t is not None):
             raise InvalidArgument(
-                "the block reads the noise level; give t" if self.spec.noise else "the block reads no noise level t"
+                "the block reads the noise level; give t"
+                if self.spec.noise
+                else "the block reads no noise level; leave t at None"
             )
         if (self.spec.position_embedding == "rotary") != (cos_sin is not None):
             raise InvalidArgument("blocks with rotary positions need cos_sin, and no others take it")
@@ -303,8 +310,8 @@ class FlowBlock(nn.Module):
         return None if cos_sin is None else (cos_sin[0].flip(0), cos_sin[1].flip(0)) if self.spec.reverse else cos_sin
 
     def select_cos_sin(self, cos_sin: RotaryTables | None, first: int, stop: int, prefix: int) -> RotaryTables | None:
-        """Rotary tables of the inputs that predict tokens ``first`` to ``stop``, after a prefix that is not rotated."""
+        """Rotary tables of the inputs for tokens ``first`` to ``stop - 1``, after ``prefix`` unrotated tokens."""
         if cos_sin is None:
             return None
-        cos, sin = (part[max(first, self.behind) : stop] for part in cos_sin)
+        cos, sin = (table[max(first, self.num_unpredicted) : stop] for table in cos_sin)
         return F.pad(cos, (0, 0, prefix, 0), value=1.0), F.pad(sin, (0, 0, prefix, 0))

@@ -1,11 +1,11 @@
-"""Sequential decoding with a flow block: the inverse, a few tokens at a time, with cached keys and values.
+"""Sequential decoding with a flow block: its inverse, a few tokens at a time, with a KV cache.
 
 Notable here:
-- keys and values are cached in preallocated memory, so only new ones are copied, and a pass over the same tokens may be
-  repeated, as in Jacobi iteration
+- the KV cache is preallocated, so only new keys and values are copied, and a pass over the same tokens may be repeated,
+  as in Jacobi iteration
 - a pass makes few and large calls: one product for queries, keys and values, with weights packed for the batch size
 - the unconditional branch of guidance is the second half of the batch
-- where the native kernels support a block (`pippin.generate.flows.native`), a pass or a whole inverse is one call
+- where the native kernels support a block (`pippin.generate.flows.native`), a pass or a complete inverse is one call
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ def gaussian_guidance(
     >>> mean.item(), log.item()
     (4.0, 0.0)
     """
-    share = (2 * (log - null_log).clamp(max=0)).exp()
-    precision = 1 + w * (1 - share)
-    return ((1 + w) * mean - w * share * null_mean) / precision, log - 0.5 * precision.log()
+    ratio = (2 * (log - null_log).clamp(max=0)).exp()  # s: ratio of variances
+    precision = 1 + w * (1 - ratio)
+    return ((1 + w) * mean - w * ratio * null_mean) / precision, log - 0.5 * precision.log()
 
 
 @checked
@@ -122,14 +122,14 @@ class SequentialDecoding:
         guide: LinearGuidance | None,
     ) -> None:
         self.block, self.tokens, self.guide, self._cos_sin = block, tokens, guide, cos_sin
-        temperature = None
+        query_scale = None
         n = len(embedded.vector)
         if guide is not None:
-            embedded = _joined(embedded, guide.embedded or embedded)
+            embedded = _concatenated(embedded, guide.embedded or embedded)
             t = None if t is None else torch.cat([t, t])
             if guide.temperature != 1:
-                temperature = torch.ones(2 * n, 1, 1, 1, device=embedded.vector.device)
-                temperature[n:] = 1 / guide.temperature
+                query_scale = torch.ones(2 * n, 1, 1, 1, device=embedded.vector.device)
+                query_scale[n:] = 1 / guide.temperature
         with torch.no_grad():
             self._vector = block.vector(embedded, t)
             positions = block.position_embedding
@@ -140,10 +140,10 @@ class SequentialDecoding:
         self._weights: Tensor | None = None
         prefix = embedded.tokens if block.spec.text else None
         self._prefix = 0 if prefix is None else prefix.shape[1]
-        there = embedded.mask if prefix is not None else None
-        self._keys = _Keys(block, self._prefix + tokens - block.behind, there, temperature)
+        text_mask = embedded.mask if prefix is not None else None
+        self._cache = _PreallocatedCache(block, self._prefix + tokens - block.num_unpredicted, text_mask, query_scale)
         self._layers: list[PackedLayer] = []
-        self._form = ""
+        self._layout = ""
         self._native: NativeDecoding | None = None
         if self._added is not None and n and supports(block):
             packed = {} if block.packed_weights is None else block.packed_weights
@@ -151,9 +151,9 @@ class SequentialDecoding:
                 packed["block"] = NativeBlock(block)
             weights = packed["block"]
             assert isinstance(weights, NativeBlock)
-            self._native = NativeDecoding(weights, self._added, n, temperature)
+            self._native = NativeDecoding(weights, self._added, n, query_scale)
         if prefix is not None:
-            self._pass(prefix, block.select_cos_sin(cos_sin, 0, 0, self._prefix))
+            self._forward(prefix, block.select_cos_sin(cos_sin, 0, 0, self._prefix))
 
     @torch.no_grad()
     def stats(self, x: Float[Tensor, "n known inner"], first: int, stop: int) -> tuple[Tensor, Tensor]:
@@ -165,26 +165,26 @@ class SequentialDecoding:
             InvalidArgument: tokens beyond the last, or after tokens that are not in the cache.
         """
         block = self.block
-        behind = block.behind
-        at = self._prefix + max(first - behind, 0)
-        if not 0 <= first < stop <= self.tokens or at > self._keys.length:
+        num_unpredicted = block.num_unpredicted
+        length = self._prefix + max(first - num_unpredicted, 0)  # cached inputs that stay valid
+        if not 0 <= first < stop <= self.tokens or length > self._cache.length:
             raise InvalidArgument(
-                f"tokens {first} to {stop} of {self.tokens} after {self._keys.length - self._prefix} were computed"
+                f"tokens {first} to {stop} of {self.tokens} after {self._cache.length - self._prefix} were computed"
             )
-        self._keys.length = at
-        if stop <= behind:
+        self._cache.length = length
+        if stop <= num_unpredicted:  # unpredicted tokens have mean 0 and log scale 0
             zero = x.new_zeros(len(x), stop - first, block.inner)
             return zero, zero
         if self._native is not None and self._native.fits(x):
-            mean, log_scale = block.bounded(self._native.read(x, at, stop - 1))
-            self._keys.length = stop - 1
+            mean, log_scale = block.bounded(self._native.forward(x, length, stop - 1))
+            self._cache.length = stop - 1
         else:
             hidden = self._embed(x[:, max(first - 1, 0) : stop - 1], first, stop)
             cos_sin = None if self._cos_sin is None else block.select_cos_sin(self._cos_sin, first, stop, 0)
-            mean, log_scale = block.split_output(self._pass(hidden, cos_sin))
+            mean, log_scale = block.split_output(self._forward(hidden, cos_sin))
         if self.guide is not None:
-            mean, log_scale = self._guided(mean, log_scale, max(first, behind), stop)
-        if first < behind:
+            mean, log_scale = self._guided(mean, log_scale, max(first, num_unpredicted), stop)
+        if first < num_unpredicted:
             mean, log_scale = F.pad(mean, (0, 0, 1, 0)), F.pad(log_scale, (0, 0, 1, 0))
         return mean, log_scale
 
@@ -193,19 +193,19 @@ class SequentialDecoding:
         spec, rule = self.block.spec, None if self.guide is None else self.guide.rule
         if self._native is None or spec.scale != "exp" or spec.soft_clip is not None:
             return False
-        whole = x.shape == z.shape and x.shape[1] == self.tokens and self._native.fits(x) and self._native.fits(z)
-        if not whole or rule not in (None, linear_guidance) or self._keys.length < first - 1:
+        complete = x.shape == z.shape and x.shape[1] == self.tokens and self._native.fits(x) and self._native.fits(z)
+        if not complete or rule not in (None, linear_guidance) or self._cache.length < first - 1:
             return False
-        if first == 0:
+        if first == 0:  # the first token is unchanged by the block
             x[:, 0] = z[:, 0]
-        begin = max(first, 1)
-        if begin < self.tokens:
-            self._native.invert(x, z, None if self.guide is None else self._weight(), begin)
-            self._keys.length = self.tokens - 1
+        start = max(first, 1)
+        if start < self.tokens:
+            self._native.invert(x, z, None if self.guide is None else self._weight(), start)
+            self._cache.length = self.tokens - 1
         return True
 
     def _embed(self, x: Tensor, first: int, stop: int) -> Tensor:
-        """As `FlowBlock.embed`, with the precomputed sum of positions and condition where it is small."""
+        """See `FlowBlock.embed`; uses the precomputed sum of positions and condition, if there is one."""
         block = self.block
         if self._added is None or block.start is not None:
             return block.embed(x, first, stop, self._vector)
@@ -213,17 +213,18 @@ class SequentialDecoding:
         added = self._added[:, max(first - 1, 0) : stop - 1]
         return hidden + added if self.guide is None else torch.cat([hidden, hidden]) + added
 
-    def _pass(self, hidden: Tensor, cos_sin: RotaryTables | None) -> Tensor:
-        """Hidden states after all layers; keys and values are cached."""
-        if (form := _form(hidden)) != self._form:
-            self._form, self._layers = form, _packed_layers(self.block, form)
-        mask = self._keys.mask(hidden.shape[1])
+    def _forward(self, hidden: Tensor, cos_sin: RotaryTables | None) -> Tensor:
+        """Hidden states after all layers; keys and values are appended to the cache."""
+        if (layout := _layout(hidden)) != self._layout:
+            self._layout, self._layers = layout, _packed_layers(self.block, layout)
+        mask = self._cache.mask(hidden.shape[1])
         for number, layer in enumerate(self._layers):
-            hidden = layer(hidden, cos_sin, self._keys, number, mask)
-        self._keys.length += hidden.shape[1]
+            hidden = layer(hidden, cos_sin, self._cache, number, mask)
+        self._cache.length += hidden.shape[1]
         return hidden
 
     def _guided(self, mean: Tensor, log_scale: Tensor, first: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Combine both branches of tokens ``first`` to ``stop - 1`` by the guidance rule."""
         assert self.guide is not None
         (mean, null_mean), (log_scale, null_log) = mean.chunk(2), log_scale.chunk(2)
         mean, log_scale = self.guide.rule(mean, log_scale, null_mean, null_log, self._weight()[first:stop])
@@ -236,8 +237,8 @@ class SequentialDecoding:
         if self._weights is None:
             self._weights = torch.full((self.tokens, 1), self.guide.weight, device=self._vector.device)
             if self.guide.anneal:
-                steps = torch.arange(self.tokens, device=self._vector.device)
-                self._weights *= steps[:, None] / max(self.tokens - 1, 1)
+                positions = torch.arange(self.tokens, device=self._vector.device)
+                self._weights *= positions[:, None] / max(self.tokens - 1, 1)
         return self._weights
 
 
@@ -266,87 +267,89 @@ def sequential_invert(
     return x, SolveInfo((1,) * (tokens - first), z.new_zeros(n), torch.ones(n, dtype=torch.bool, device=z.device))
 
 
-class _Keys:
+class _PreallocatedCache:
     """A preallocated KV cache: keys and values of a text with padding first, then those of the tokens.
 
     Args:
         block: the block.
         capacity: maximum number of text tokens and inputs together.
-        there: false for padding of the text; None without text.
-        temperature: factor on the queries of each row; None for none.
+        text_mask: false for padding of the text; None without text.
+        query_scale: factor on the queries of each row of the batch; None for 1.
     """
 
-    def __init__(self, block: FlowBlock, capacity: int, there: Tensor | None, temperature: Tensor | None) -> None:
-        self.length, self._capacity, self._there, self.temperature = 0, capacity, there, temperature
-        # for each layer: keys and values (2, rows, heads, capacity, size), and views of the keys and of the values
+    def __init__(self, block: FlowBlock, capacity: int, text_mask: Tensor | None, query_scale: Tensor | None) -> None:
+        self.length, self._capacity, self._text_mask, self.query_scale = 0, capacity, text_mask, query_scale
+        # for each layer: keys and values (2, batch, heads, capacity, size), and views of the keys and of the values
         self._cached: list[tuple[Tensor, Tensor, Tensor] | None] = [None] * block.spec.num_hidden_layers
         self._mask: tuple[int, int, Tensor | None] = (-1, -1, None)
 
     def put(self, layer: int, kv: Float[Tensor, "2 rows heads new size"]) -> tuple[Tensor, Tensor]:
-        """Append new keys and values of a layer; returns all that are cached."""
+        """Append new keys and values of a layer; returns all cached ones."""
         new = kv.shape[3]
         cached = self._cached[layer]
         if cached is None:
-            both = kv.new_empty(*kv.shape[:3], self._capacity, kv.shape[4])
-            cached = self._cached[layer] = (both, both[0], both[1])
-        both, keys, values = cached
-        both.narrow(3, self.length, new).copy_(kv)
+            buffer = kv.new_empty(*kv.shape[:3], self._capacity, kv.shape[4])
+            cached = self._cached[layer] = (buffer, buffer[0], buffer[1])
+        buffer, keys, values = cached
+        buffer.narrow(3, self.length, new).copy_(kv)
         stop = self.length + new
         return keys.narrow(2, 0, stop), values.narrow(2, 0, stop)
 
     def mask(self, new: int) -> Tensor | None:
-        """Attention mask of new tokens; None where causal order, or all cached tokens, needs none."""
+        """Attention mask of new tokens; None for causal attention without padding, or attention to all tokens."""
         start = self.length
-        if (new == 1 or not start) and self._there is None:
+        if (new == 1 or not start) and self._text_mask is None:
             return None
         if self._mask[:2] != (start, new):
-            there = torch.ones(1, 0, dtype=torch.bool) if self._there is None else self._there
-            self._mask = (start, new, visible(there, start, start + new))
+            text_mask = torch.ones(1, 0, dtype=torch.bool) if self._text_mask is None else self._text_mask
+            self._mask = (start, new, visible(text_mask, start, start + new))
         return self._mask[2]
 
 
 class PackedLayer:
-    """A layer of a flow block for inference: the same as `AdaptiveBlock`, in few calls on packed weights.
+    """A layer of a flow block for inference: computes the same as `AdaptiveBlock`, in few calls on packed weights.
 
     Args:
         layer: a layer with biases and without adaptive modulation.
-        form: the weight layout, as `_form` chooses it.
+        layout: the weight layout, as `_layout` chooses it.
     """
 
-    def __init__(self, layer: AdaptiveBlock, form: str) -> None:
-        attention, feed = layer.attention, layer.feed_forward
+    def __init__(self, layer: AdaptiveBlock, layout: str) -> None:
+        attention, feed_forward = layer.attention, layer.feed_forward
         self.heads, self.size = attention.heads, attention.head_dim
         self.norm, self.norm2 = layer.attention_norm, layer.feed_norm
-        self.read = _product(fuse([attention.q_proj, attention.k_proj, attention.v_proj]), form)
-        self.write = _product(attention.o_proj, form)
-        assert isinstance(feed, FeedForward)
-        assert feed.up_proj is not None
-        self.up, self.down = _product(feed.up_proj, form), _product(feed.down_proj, form)
+        self.qkv = _product(fuse([attention.q_proj, attention.k_proj, attention.v_proj]), layout)
+        self.output = _product(attention.o_proj, layout)
+        assert isinstance(feed_forward, FeedForward)
+        assert feed_forward.up_proj is not None
+        self.up, self.down = _product(feed_forward.up_proj, layout), _product(feed_forward.down_proj, layout)
 
     def __call__(
-        self, x: Tensor, cos_sin: RotaryTables | None, keys: _Keys, number: int, mask: Tensor | None
+        self, x: Tensor, cos_sin: RotaryTables | None, cache: _PreallocatedCache, number: int, mask: Tensor | None
     ) -> Tensor:
-        """Output of the layer for the new tokens."""
-        rows, new, width = x.shape
+        """Output of the layer for new tokens (batch, new, width); ``number`` is the layer's index in the cache."""
+        batch, new, width = x.shape
         norm = self.norm
         flat = x.view(-1, width)
-        read = self.read(torch.layer_norm(flat, (width,), norm.weight, norm.bias, norm.eps))
-        qkv = read.view(rows, new, 3, self.heads, self.size).permute(2, 0, 3, 1, 4)
-        q, kv = qkv[0], qkv[1:]
+        projected = self.qkv(torch.layer_norm(flat, (width,), norm.weight, norm.bias, norm.eps))
+        qkv = projected.view(batch, new, 3, self.heads, self.size).permute(
+            2, 0, 3, 1, 4
+        )  # (3, batch, heads, new, size)
+        q, kv = qkv[0], qkv[1:]  # qkv: (3, batch, heads, new, size)
         if cos_sin is not None:
             q = apply_rotary(q, *cos_sin)
             kv = torch.stack([apply_rotary(qkv[1], *cos_sin), qkv[2]])
-        if keys.temperature is not None:
-            q = q * keys.temperature
+        if cache.query_scale is not None:
+            q = q * cache.query_scale
         causal = mask is None and new > 1
-        y = F.scaled_dot_product_attention(q, *keys.put(number, kv), attn_mask=mask, is_causal=causal)
-        flat = self.write(y.transpose(1, 2).reshape(-1, width)).add_(flat)
+        y = F.scaled_dot_product_attention(q, *cache.put(number, kv), attn_mask=mask, is_causal=causal)
+        flat = self.output(y.transpose(1, 2).reshape(-1, width)).add_(flat)  # (batch * new, width)
         norm = self.norm2
         inner = F.gelu(self.up(torch.layer_norm(flat, (width,), norm.weight, norm.bias, norm.eps)))
-        return self.down(inner).add_(flat).view(rows, new, width)
+        return self.down(inner).add_(flat).view(batch, new, width)
 
 
-def _form(x: Tensor) -> str:
+def _layout(x: Tensor) -> str:
     """The weight layout that is fastest for this number of rows, as measured on an AMD and an Intel processor."""
     rows = x.numel() // x.shape[-1]
     if x.device.type != "cpu" or rows == 1:
@@ -354,23 +357,23 @@ def _form(x: Tensor) -> str:
     return "native" if rows < 32 else "onednn"
 
 
-def _packed_layers(block: FlowBlock, form: str) -> list[PackedLayer]:
+def _packed_layers(block: FlowBlock, layout: str) -> list[PackedLayer]:
     """The layers of a block in this weight layout; cached by packed blocks."""
     packed = {} if block.packed_weights is None else block.packed_weights
-    if form not in packed:
-        packed[form] = [PackedLayer(layer, form) for layer in block.layers if isinstance(layer, AdaptiveBlock)]
-    layers = packed[form]
+    if layout not in packed:
+        packed[layout] = [PackedLayer(layer, layout) for layer in block.layers if isinstance(layer, AdaptiveBlock)]
+    layers = packed[layout]
     assert isinstance(layers, list)
     return layers
 
 
-def _product(linear: Linear, form: str) -> Callable[[Tensor], Tensor]:
+def _product(linear: Linear, layout: str) -> Callable[[Tensor], Tensor]:
     """A function for ``x @ weight.T + bias`` without gradients, in a weight layout."""
     weight = linear.dense_weight()
     bias = None if linear.bias is None else linear.bias.detach()
-    if form == "native" and weight.dtype == torch.float32 and NativeWeight.supports(weight):
+    if layout == "native" and weight.dtype == torch.float32 and NativeWeight.supports(weight):
         return _native_product(NativeWeight.from_dense(weight), bias)
-    if form != "dense" and OneDNNWeight.supports(weight):
+    if layout != "dense" and OneDNNWeight.supports(weight):
         onednn = OneDNNWeight(weight)
         return lambda x: onednn.matmul(x, bias)
     return lambda x: F.linear(x, weight, bias)
@@ -393,24 +396,24 @@ def _native_product(weight: NativeWeight, bias: Tensor | None) -> Callable[[Tens
     return product
 
 
-def visible(there: Bool[Tensor, "n text"], start: int, stop: int) -> Bool[Tensor, "n 1 new seen"]:
+def visible(text_mask: Bool[Tensor, "n text"], start: int, stop: int) -> Bool[Tensor, "n 1 new keys"]:
     """Causal attention mask after a text with padding; each token attends at least to itself."""
-    seen = torch.arange(stop, device=there.device)
-    own = seen[None] == seen[start:stop, None]
-    real = F.pad(there[:, :stop], (0, max(stop - there.shape[1], 0)), value=True)
-    return ((seen[None] <= seen[start:stop, None])[None] & real[:, None] | own[None])[:, None]
+    positions = torch.arange(stop, device=text_mask.device)
+    itself = positions[None] == positions[start:stop, None]
+    present = F.pad(text_mask[:, :stop], (0, max(stop - text_mask.shape[1], 0)), value=True)  # (n, stop)
+    return ((positions[None] <= positions[start:stop, None])[None] & present[:, None] | itself[None])[:, None]
 
 
-def _joined(first: EmbeddedConditioning, second: EmbeddedConditioning) -> EmbeddedConditioning:
+def _concatenated(first: EmbeddedConditioning, second: EmbeddedConditioning) -> EmbeddedConditioning:
     """Two conditions as one batch; texts are padded to the longer one."""
     vector = torch.cat([first.vector, second.vector])
     if first.tokens is None or second.tokens is None or first.mask is None or second.mask is None:
         return EmbeddedConditioning(vector)
-    longest = max(first.tokens.shape[1], second.tokens.shape[1])
+    max_length = max(first.tokens.shape[1], second.tokens.shape[1])
 
-    def filled(tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        more = longest - tokens.shape[1]
-        return F.pad(tokens, (0, 0, 0, more)), F.pad(mask, (0, more))
+    def padded(tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        padding = max_length - tokens.shape[1]
+        return F.pad(tokens, (0, 0, 0, padding)), F.pad(mask, (0, padding))
 
-    (tokens, mask), (tokens2, mask2) = filled(first.tokens, first.mask), filled(second.tokens, second.mask)
+    (tokens, mask), (tokens2, mask2) = padded(first.tokens, first.mask), padded(second.tokens, second.mask)
     return EmbeddedConditioning(vector, torch.cat([tokens, tokens2]), torch.cat([mask, mask2]))

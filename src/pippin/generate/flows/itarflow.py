@@ -1,13 +1,13 @@
 r"""iTARFlow: a flow trained over a range of noise levels samples at the highest one, then denoises iteratively.
 
-A flow at little noise has good texture and poor shape, at much noise good shape and blur. One flow that is conditioned
-on its noise has both: it samples at the most noise, and its own score then leads back along the diffusion's path,
-$\hat x_0 = x + t^2 \nabla \log p_t(x)$, $dx/dt = (x - \hat x_0) / t$.
+A flow at a low noise level has good texture and poor shape, at a high one good shape and blur. A flow that is
+conditioned on the noise level has both: it samples at the highest level, and its score then gives the probability flow
+ODE back to the data, $dx/dt = (x - \hat x_0) / t$ with $\hat x_0 = x + t^2 \nabla \log p_t(x)$.
 
 Notable here:
-- the steps are those of the diffusion samplers on the schedule whose noise alone grows; nothing is integrated here
-- each step is one pass forward and backward for all tokens at once, so many cost less than drawing did
-- one step is TarFlow's own denoising; an image with noise of a known level can be denoised just as well
+- the steps are those of the diffusion samplers on the variance-exploding schedule
+- each step is one forward and one backward pass over all tokens in parallel, so many steps cost less than sampling
+- one step is TarFlow's own denoising; images with Gaussian noise of a known level can be denoised, too
 """
 
 from __future__ import annotations
@@ -35,35 +35,36 @@ _METHODS: Final[dict[str, Method]] = {"ode": "euler", "heun": "heun", "sde": "dd
 
 @runtime_checkable
 class ScoredFlow(Protocol):
-    """What is denoised with: a density that was learned at every noise of a range, as a `TarFlow` with one is.
+    """A density that was learned over a range of noise levels, such as a `TarFlow` with ``noise_std_range``.
 
     Attributes:
-        config: with ``noise_std_range``.
+        config: a configuration with ``noise_std_range``.
     """
 
     @property
     def config(self) -> Any:
-        """Its configuration."""
+        """The configuration."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Channels, height, width."""
+        """Shape of a sample: (channels, height, width)."""
 
     def score(self, x: Tensor, condition: Conditioning | None = None, t: Any = None) -> Tensor:
-        """The gradient of the log density at noise ``t``."""
+        """The gradient of the log density at noise level ``t``."""
 
 
 @checked
 @dataclass(frozen=True)
 class IterativeDenoise:
-    """How noise is taken from samples of a flow with a range of noise.
+    """Iterative denoising of samples of a flow with a range of noise levels.
 
     Attributes:
-        steps: noise levels that are visited, evenly from where it begins to the least of the range, then none; 1 is
-            one step of Tweedie's formula. The paper has one for each 0.01 of noise.
-        method: "ode" (Euler), "heun" (two scores a step, more exact), or "sde" (fresh noise in every step).
+        steps: number of steps, evenly spaced from the first noise level to the lowest of the range, then to 0; 1 is one
+            step of Tweedie's formula. The paper has one step for each 0.01 of noise.
+        method: "ode" (Euler), "heun" (more accurate, with two scores for each step), or "sde" (ancestral sampling, with
+            new noise in every step).
         clip: whether estimates of clean images are clipped to -1 to 1.
-        batch_size: samples of which the score is computed at once; its memory is that of a training step.
+        batch_size: batch size of the score, which needs as much memory as a training step.
 
     Raises:
         InvalidArgument: numbers out of range, or an unknown method.
@@ -84,20 +85,20 @@ class IterativeDenoise:
         seed: int = 0,
         on_step: OnStep | None = None,
     ) -> Float[Tensor, "n ..."]:
-        """Take the noise from samples, or from images with Gaussian noise of a known level.
+        """Denoise samples, or images with Gaussian noise of a known level.
 
         Args:
-            model: a flow with a range of noise.
-            x: clean images plus noise.
-            condition: what they show; there is no guidance here.
-            t: standard deviation of the noise; None for the most of the range.
-            seed: of the fresh noise of "sde"; sample i depends on ``seed + i`` alone.
+            model: a flow with a range of noise levels.
+            x: noisy samples or images.
+            condition: condition of each sample; None for the null condition. Denoising is not guided.
+            t: standard deviation of the noise; None for the highest of the range.
+            seed: seed of the new noise of "sde"; sample i depends on ``seed + i`` alone.
             on_step: called after each step.
 
         Raises:
-            InvalidArgument: a model without a range of noise, a level outside of it, or images of another shape.
+            InvalidArgument: a model without a range of noise levels, a level outside it, or images of another shape.
             InvalidInput: values that are not finite.
-            NonFiniteSample: a step that ended in infinite values; it is numbered.
+            NonFiniteSample: the result of a step is not finite; the step is named.
 
         Source: arXiv:2604.20041, iterative denoising.
         """
@@ -106,26 +107,26 @@ class IterativeDenoise:
         if not low <= start <= high * (1 + 1e-6):
             raise InvalidArgument(f"t is {t}; the model was trained with noise from {low} to {high}")
         check_samples(x, model.shape)
-        # from the least level there is but one step to make
-        many = self.steps if start > low else 1
+        # from the lowest level there is one step, to 0
+        steps = self.steps if start > low else 1
         schedule = NoiseSchedule.ve(start, low) if start > low else NoiseSchedule.ve(start)
         return integrate(
             flow_denoiser(model, condition, clip=self.clip, batch_size=self.batch_size),
             schedule,
             x,
-            schedule.grid(many),
-            method=_METHODS[self.method] if many > 1 else "euler",
+            schedule.grid(steps),
+            method=_METHODS[self.method] if steps > 1 else "euler",
             noise=Noise(len(x), seed=seed, device=x.device) if self.method == "sde" else None,
             on_step=on_step,
         )
 
 
 class IterativeTarFlow:
-    """A flow with a range of noise, as a generator that draws and then denoises in steps.
+    """A generator that samples from a flow with a range of noise levels, and then denoises iteratively.
 
     Args:
         model: the flow.
-        denoise: how noise is taken away.
+        denoise: settings of denoising; None for the defaults of `IterativeDenoise`.
 
     Raises:
         InvalidArgument: a model that was trained at one noise level.
@@ -137,17 +138,17 @@ class IterativeTarFlow:
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """Those of the flow."""
+        """Metadata of the flow."""
         return self.model.metadata
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Channels, height, width."""
+        """Shape of a sample: (channels, height, width)."""
         return self.model.shape
 
     @property
     def condition(self) -> ConditioningSpec:
-        """The conditions that it reads."""
+        """The conditions that the flow reads."""
         return self.model.condition
 
     def sample(
@@ -168,23 +169,23 @@ class IterativeTarFlow:
             solver: see `TarFlow.sample`.
             anneal: see `TarFlow.sample`.
             temperature: see `TarFlow.sample`.
-            **options: see `GeneratorOptions`; ``steps`` are those of denoising, None for the configured ones;
-                ``guidance`` is that of the flow's sampling, while denoising is not guided; ``on_step`` is called after
-                each token of the flow, then after each denoising step.
+            **options: see `GeneratorOptions`; ``steps`` are those of denoising, None for the configured number;
+                ``guidance`` applies to sampling from the flow, not to denoising; ``on_step`` is called after each token
+                of the flow, then after each denoising step.
 
         Raises:
             InvalidArgument: as `TarFlow.sample`.
-            NonFiniteSample: a token or a step that is not finite.
+            NonFiniteSample: a token, or the result of a step, is not finite.
         """
         call = self.model.prepare(condition, n, unconditional_guidance=temperature != 1, **options)
         denoise = self.denoise if call.steps is None else replace(self.denoise, steps=call.steps)
         tokens = len(self.model.blocks) * self.model.config.num_tokens
-        total, report = tokens + denoise.steps, call.on_step
+        total, on_step = tokens + denoise.steps, call.on_step
         after_token: OnStep | None = None
         after_denoising: OnStep | None = None
-        if report is not None:
-            after_token = lambda step: report(SamplingStep(step.done, total, step.estimate))  # noqa: E731
-            after_denoising = lambda step: report(SamplingStep(tokens + step.done, total, step.estimate))  # noqa: E731
+        if on_step is not None:
+            after_token = lambda step: on_step(SamplingStep(step.done, total, step.estimate))  # noqa: E731
+            after_denoising = lambda step: on_step(SamplingStep(tokens + step.done, total, step.estimate))  # noqa: E731
         x = self.model.sample(
             call.condition,
             call.n,
@@ -196,29 +197,29 @@ class IterativeTarFlow:
             on_step=after_token,
             denoise=False,
         )
-        # seeds apart from those of the flow's samples
+        # seeds that differ from those of the flow's samples
         return denoise(self.model, x, call.condition, seed=call.seed + 2**32, on_step=after_denoising)
 
 
 def flow_denoiser(
     model: ScoredFlow, condition: Conditioning | None = None, *, clip: bool = False, batch_size: int = 64
 ) -> Denoiser:
-    """What samples at a noise level consist of, by the score of a flow with a range of noise.
+    r"""A denoiser from the score of a flow: $\hat x_0 = x + t^2 \nabla \log p_t(x)$, $\hat\epsilon = (x - \hat x_0)/t$.
 
     Args:
         model: the flow; its parameters get no gradients.
-        condition: of each sample.
+        condition: condition of each sample; None for the null condition.
         clip: whether clean images are clipped to -1 to 1.
-        batch_size: samples at once.
+        batch_size: batch size of the score.
     """
 
     def denoiser(x: Tensor, t: float) -> Estimate:
-        parts = []
+        scores = []
         for first in range(0, len(x), batch_size):
-            chosen = slice(first, min(first + batch_size, len(x)))
-            own = None if condition is None else condition.select(chosen)
-            parts.append(model.score(x[chosen], own, t))
-        clean = x + t * t * torch.cat(parts)
+            rows = slice(first, min(first + batch_size, len(x)))
+            selected = None if condition is None else condition.select(rows)
+            scores.append(model.score(x[rows], selected, t))
+        clean = x + t * t * torch.cat(scores)
         if clip:
             clean = clean.clamp(-1, 1)
         return Estimate(clean, (x - clean) / t)
@@ -227,14 +228,15 @@ def flow_denoiser(
 
 
 def noise_std_range(model: ScoredFlow) -> tuple[float, float]:
-    """The least and the most noise that a flow was trained with.
+    """The lowest and the highest noise level that a flow was trained with.
 
     Raises:
-        InvalidArgument: it was trained at one level.
+        InvalidArgument: a flow that was trained at one noise level.
     """
     limits: tuple[float, float] | None = model.config.noise_std_range
     if limits is None:
         raise InvalidArgument(
-            "the flow was trained at one noise level, and denoising in steps needs a range; train one with noise_range"
+            "the flow was trained at one noise level, but iterative denoising needs a range; train one with "
+            "noise_std_range"
         )
     return limits

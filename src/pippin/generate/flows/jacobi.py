@@ -4,9 +4,9 @@ A token of the sample is $x_i = \mu_i(x_{<i}) + \sigma_i(x_{<i})\, z_i$. An iter
 from their values in the iteration before; token i of a window is exact after at most i iterations, mostly earlier.
 
 Notable here:
-- a window stops by the largest change of any element of a sample: a mean would hide a single wrong token
+- a window stops by the largest change of any element: a mean would hide a single token that has not converged
 - keys and values of finished windows are cached, and an iteration skips tokens that have converged
-- values that overflow on the way do no harm, since they are computed again; only the result must be finite
+- values may overflow in early iterations, since they are computed again; only the result must be finite
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from pippin.core.errors import InvalidArgument, JacobiUnconverged
 Guess = Callable[[Tensor, int, int], Tensor]
 """Initial values of tokens ``first`` to ``stop - 1``: called with the sequence, ``first`` and ``stop``."""
 
-_SHARED = 16
+_TOKENS_PER_PASS = 16
 """Number of tokens whose pass takes hardly longer than that of one, on a CPU."""
-_QUIET = 0.1
+_SKIP_FRACTION = 0.1
 """Fraction of the tolerance: a token that changed by less is not computed again, if all before it changed by less."""
 
 
@@ -89,7 +89,7 @@ class Jacobi:
     ) -> Jacobi:
         """Windows of a size that is fast for this number of samples.
 
-        On a CPU, a pass over up to about 16 tokens is limited by reading the weights, and one over more tokens by
+        On a CPU, a pass over up to about 16 tokens is limited by memory bandwidth, and one over more tokens by
         arithmetic, of which windows need many times as much as single tokens. So windows get smaller with more samples,
         down to one token.
 
@@ -97,7 +97,9 @@ class Jacobi:
         [16, 4, 1]
         """
         return cls(
-            max(_SHARED // max(samples, 1), 1) if torch.device(device).type == "cpu" else 64, tolerance, max_iterations
+            max(_TOKENS_PER_PASS // max(samples, 1), 1) if torch.device(device).type == "cpu" else 64,
+            tolerance,
+            max_iterations,
         )
 
 
@@ -118,7 +120,7 @@ def jacobi_invert(
         decoding: predicts means and log scales; its cache holds the tokens before ``first``.
         z: the noise, in the block's own order.
         solver: size of windows, tolerance and maximum number of iterations.
-        x: sequence with the known tokens before ``first``; the rest is overwritten. None if no token is known.
+        x: sequence with the known tokens before ``first``; all others are overwritten. None if no token is known.
         first: first token to compute.
         guess: initial values of a window; None for the noise (mean 0 and scale 1).
         on_tokens: called after each window with the number of computed tokens and the sequence.
@@ -164,10 +166,10 @@ def _window(
     decoding: Causal, z: Tensor, x: Tensor, start: int, stop: int, solver: Jacobi
 ) -> tuple[int, Tensor, Tensor]:
     """Solve one window in place; return the iterations, the last change of each sample, and whether it converged."""
-    exact = stop - start
-    most = exact if solver.max_iterations is None else min(solver.max_iterations, exact)
-    change, low = z.new_zeros(len(z)), start
-    for done in range(1, most + 1):
+    exact = stop - start  # after as many iterations as tokens, the result is exact
+    max_iterations = exact if solver.max_iterations is None else min(solver.max_iterations, exact)
+    change, low = z.new_zeros(len(z)), start  # tokens before `low` are final
+    for done in range(1, max_iterations + 1):
         mean, log_scale = decoding.stats(x, low, stop)
         new = torch.addcmul(mean, z[:, low:stop], log_scale.exp())
         finite = bool(new.isfinite().all())
@@ -181,6 +183,6 @@ def _window(
         if done == exact or (finite and bool((change <= solver.tolerance).all())):
             return done, change, torch.ones_like(change, dtype=torch.bool)
         # skip the leading tokens that hardly changed, and at least one token per iteration, which is exact by then
-        quiet = (changes <= _QUIET * solver.tolerance).all(0)
-        low = max(start + done, low + int(quiet.cumprod(0).sum()))
-    return most, change, change <= solver.tolerance
+        unchanged = (changes <= _SKIP_FRACTION * solver.tolerance).all(0)
+        low = max(start + done, low + int(unchanged.cumprod(0).sum()))
+    return max_iterations, change, change <= solver.tolerance

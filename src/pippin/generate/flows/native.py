@@ -1,8 +1,8 @@
-"""Sequential decoding with a flow block by native kernels: one call for each pass, or for a whole inverse.
+"""Sequential decoding with a flow block by native kernels: one call for each pass, or for a complete inverse.
 
 Notable here:
 - for blocks in float32 on a CPU with learned positions and an unchanged first token; all others decode with torch
-- keys and values are cached in preallocated memory in the kernels' layout, so a pass may be repeated or truncated
+- the KV cache is preallocated in the kernels' layout, so a pass may be repeated or truncated
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _LANES = 16  # the kernels' vector width
 def supports(block: FlowBlock) -> bool:
     """Whether the kernels can decode with this block."""
     spec = block.spec
-    plain = spec.start == "zero" and spec.position_embedding == "learned" and not spec.text
-    if not plain or spec.hidden_size % (_LANES * spec.num_attention_heads) or native.library() is None:
+    supported = spec.start == "zero" and spec.position_embedding == "learned" and not spec.text
+    if not supported or spec.hidden_size % (_LANES * spec.num_attention_heads) or native.library() is None:
         return False
     return all(p.device.type == "cpu" and p.dtype == torch.float32 for p in block.parameters())
 
@@ -40,7 +40,7 @@ class NativeBlock:
     """The weights of a block in the kernels' layout.
 
     Args:
-        block: one that `supports` accepts; later changes of its weights have no effect.
+        block: a block that `supports` accepts; later changes of its weights have no effect.
     """
 
     def __init__(self, block: FlowBlock) -> None:
@@ -66,22 +66,25 @@ class NativeBlock:
         )
 
     def _layer(self, layer: AdaptiveBlock) -> native.FlowLayer:
-        attention, feed = layer.attention, layer.feed_forward
-        assert isinstance(feed, FeedForward)
-        assert feed.up_proj is not None
-        read = fuse([attention.q_proj, attention.k_proj, attention.v_proj])
-        pairs = [self._weight(linear) for linear in (read, attention.o_proj, feed.up_proj, feed.down_proj)]
+        """Weights, biases and norms of a layer, in the order of the kernels' struct."""
+        attention, feed_forward = layer.attention, layer.feed_forward
+        assert isinstance(feed_forward, FeedForward)
+        assert feed_forward.up_proj is not None
+        qkv = fuse([attention.q_proj, attention.k_proj, attention.v_proj])
+        linears = (qkv, attention.o_proj, feed_forward.up_proj, feed_forward.down_proj)
+        weights = [self._weight(linear) for linear in linears]
         norms = [self._address(p) for norm in (layer.attention_norm, layer.feed_norm) for p in (norm.weight, norm.bias)]
-        return native.FlowLayer(*(matrix for matrix, _ in pairs), *(bias for _, bias in pairs), *norms)
+        return native.FlowLayer(*(matrix for matrix, _ in weights), *(bias for _, bias in weights), *norms)
 
     def _weight(self, linear: Linear) -> tuple[native.NativeMatrix, int]:
+        """The packed weight of a layer, and the address of its bias."""
         weight = NativeWeight.from_dense(linear.dense_weight())
         self._owners.append(weight)
         assert linear.bias is not None
         return weight.matrix, self._address(linear.bias)
 
     def _address(self, x: Tensor) -> int:
-        """Address of a copy of x."""
+        """Address of a contiguous copy of x, which is kept alive."""
         self._owners.append(x.detach().clone(memory_format=torch.contiguous_format))
         address: int = self._owners[-1].data_ptr()
         return address
@@ -94,7 +97,7 @@ class NativeDecoding:
         block: the weights.
         added: sum of position embedding and condition, which is added to each input.
         samples: number of samples; ``added`` has as many rows, or twice as many with guidance.
-        score_scale: factor on the attention scores of each row; None for none.
+        score_scale: factor on the attention scores of each row; None for 1.
     """
 
     def __init__(
@@ -105,28 +108,28 @@ class NativeDecoding:
         self._library, self._block = library, block
         self._added = added.contiguous()
         self._score_scale = None if score_scale is None else score_scale.flatten().contiguous()
-        (layers, both), (rows, inputs) = block.shape, added.shape[:2]
-        capacity = -(-inputs // _LANES) * _LANES
-        self._cache = torch.zeros(layers, rows, both, capacity)
+        (layers, kv_size), (rows, inputs) = block.shape, added.shape[:2]
+        capacity = -(-inputs // _LANES) * _LANES  # rounded up to full vectors
+        self._cache = torch.zeros(layers, rows, kv_size, capacity)  # positions last, as the kernels read them
         scales = None if self._score_scale is None else self._score_scale.data_ptr()
         addresses = (self._added.data_ptr(), scales, self._cache.data_ptr())
         self._rows = rows
         self._batch = native.FlowBatch(samples, rows // samples, inputs + 1, capacity, *addresses)
 
     def fits(self, x: Tensor) -> bool:
-        """Whether x is on a CPU and has this batch's number of samples and elements of a token."""
+        """Whether x is on a CPU and has this batch's number of samples and dimension of a token."""
         samples, tokens, inner = x.shape
         same = samples == self._batch.samples and tokens <= self._batch.tokens and inner == self._block.inner
         return same and x.device.type == "cpu"
 
-    def read(
+    def forward(
         self, x: Float[Tensor, "samples tokens inner"], first: int, stop: int
     ) -> Float[Tensor, "rows new outputs"]:
-        """Append tokens ``first`` to ``stop - 1`` of ``x`` to the cache, and predict the token after each."""
+        """Append tokens ``first`` to ``stop - 1`` of ``x`` to the cache; return the outputs after each of them."""
         if x.shape[1] < self._batch.tokens:  # the kernels expect the full length
             x = F.pad(x, (0, 0, 0, self._batch.tokens - x.shape[1]))
         output = torch.empty(self._rows, stop - first, 2 * self._block.inner)
-        x = _plain(x)
+        x = _contiguous_float(x)
         self._library.flow_read(self._block.flow, self._batch, x.data_ptr(), first, stop - first, output.data_ptr())
         return output
 
@@ -145,9 +148,9 @@ class NativeDecoding:
             weights: guidance weight w of each token; None without guidance.
             first: first token to compute, at least 1.
         """
-        z = _plain(z)
+        z = _contiguous_float(z)
         address = None if weights is None else weights.data_ptr()
-        target = _plain(x)
+        target = _contiguous_float(x)
         self._library.flow_invert(
             *(self._block.flow, self._batch, target.data_ptr(), z.data_ptr(), address, first, x.shape[1])
         )
@@ -155,5 +158,6 @@ class NativeDecoding:
             x.copy_(target)
 
 
-def _plain(x: Tensor) -> Tensor:
+def _contiguous_float(x: Tensor) -> Tensor:
+    """x itself, if it is contiguous float32, or else a copy that is."""
     return x if x.dtype == torch.float32 and x.is_contiguous() else x.float().contiguous()

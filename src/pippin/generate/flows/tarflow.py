@@ -1,13 +1,13 @@
-r"""TarFlow: a transformer flow of images, trained by likelihood alone, that both scores and draws.
+r"""TarFlow: a transformer normalizing flow of images, trained by maximum likelihood.
 
-An image's patches pass blocks of affine autoregression (`flow_block`) that take turns in their direction. The density
-is exact: $\log p(x) = \log N(z) + \sum \log|\det|$.
+An image's patches pass affine autoregressive blocks (`pippin.generate.flows.block`) of alternating direction. The
+density is exact: $\log p(x) = \log N(z; 0, I) + \sum \log|\det|$.
 
 Notable here:
-- the noise that a model is trained with is part of its configuration, so that no density or denoising is asked of the
-  wrong model: uniform noise for bits per dimension, Gaussian noise for samples, a range of noise for denoising in steps
-- denoising is one step along the exact score: $\hat x = y + \sigma^2 \nabla \log p(y)$
-- samples are drawn token by token, or windows of tokens at a time; both give the same samples
+- the training noise is part of the configuration, so a model refuses what its noise does not allow: uniform noise is
+  for bits per dimension, Gaussian noise for samples, a range of noise levels for iterative denoising
+- denoising is one step along the exact score, $\hat x = y + \sigma^2 \nabla \log p(y)$
+- sampling inverts the blocks token by token, or by Jacobi iteration over windows of tokens, with the same result
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ class TarFlowConfig:
     Attributes:
         shape: channels, height and width of an image.
         patch_size: height and width of a patch.
-        layers_per_block: of the transformer of each block, from the data to the noise.
-        hidden_size: of hidden states.
-        num_attention_heads: of the attention; None for one for each 64 of the width.
-        condition: what it reads; no map. Text is read in the last block, as a prefix; its mean in all.
-        noise_std: standard deviation of the Gaussian noise that it is trained with; 0 for uniform noise as wide as a
-            level.
-        noise_std_range: least and largest standard deviation, for a model that is conditioned on it; None for
-            the one above.
-        levels: of the images.
-        alternate: whether every second block goes from the last token to the first; False is for comparisons.
-        start: as `FlowBlockSpec`.
-        position_embedding: as `FlowBlockSpec`.
-        scale: as `FlowBlockSpec`.
-        soft_clip: as `FlowBlockSpec`.
+        layers_per_block: transformer layers of each block, from the data to the noise.
+        hidden_size: dimension of the hidden states.
+        num_attention_heads: number of attention heads; None for ``hidden_size // 64``, at least 1.
+        condition: the conditions that the model reads; no map. Text is a prefix of the tokens in the last block; in all
+            blocks its mean is added to the inputs.
+        noise_std: standard deviation of the Gaussian training noise; 0 for uniform noise of the width of a level.
+        noise_std_range: smallest and largest standard deviation of the training noise, for a model that is conditioned
+            on it; None for ``noise_std``.
+        levels: number of levels of a pixel.
+        alternate: whether every second block processes tokens from the last to the first; False is for ablations.
+        start: see `FlowBlockSpec`.
+        position_embedding: see `FlowBlockSpec`.
+        scale: see `FlowBlockSpec`.
+        soft_clip: see `FlowBlockSpec`.
 
     Raises:
-        InvalidArgument: numbers out of range or that do not divide each other.
+        InvalidArgument: numbers that are out of range or do not divide each other.
     """
 
     shape: tuple[PositiveInt, PositiveInt, PositiveInt]
@@ -93,8 +93,7 @@ class TarFlowConfig:
             if not low < high or self.noise_std:
                 raise InvalidArgument(
                     f"noise_std_range is {self.noise_std_range} and noise_std {self.noise_std}; the range must rise, "
-                    "and "
-                    "noise_std stay 0 beside it"
+                    "and noise_std must be 0 with it"
                 )
         if self.condition.map_channels:
             raise InvalidArgument("a flow reads no map; give classes, text or a vector")
@@ -106,12 +105,12 @@ class TarFlowConfig:
 
     @property
     def token_dim(self) -> int:
-        """Elements of a patch."""
+        """Number of elements of a patch."""
         return self.shape[0] * self.patch_size**2
 
     @property
     def attention_heads(self) -> int:
-        """Number of attention heads, the default resolved."""
+        """Number of attention heads, with the default resolved."""
         return max(self.hidden_size // 64, 1) if self.num_attention_heads is None else self.num_attention_heads
 
     @property
@@ -121,10 +120,12 @@ class TarFlowConfig:
 
 
 class TarFlow(GeneratorModule):
-    """The flow.
+    """A TarFlow; images are from -1 to 1.
+
+    Args:
+        config: the configuration.
 
     Attributes:
-        config: the configuration.
         metadata: see `pippin.generate.contract.Generator`.
 
     Source: Zhai et al. 2024, arXiv:2412.06329; with a range of noise: Chen et al. 2026, arXiv:2604.20041.
@@ -165,7 +166,7 @@ class TarFlow(GeneratorModule):
         self._cos_sin_tables: RotaryTables | None = None
 
     def initialize(self, seed: int = 0) -> TarFlow:
-        """Random weights; the flow is the identity at first."""
+        """Set random weights, with which the flow is the identity."""
         generator = torch.Generator().manual_seed(seed)
         for block, embedding in zip(self.blocks, self.embeddings, strict=True):
             cast(FlowBlock, block).initialize(generator)
@@ -175,20 +176,20 @@ class TarFlow(GeneratorModule):
     def forward(
         self, x: Float[Tensor, "n channels height width"], condition: Conditioning | None = None, t: Any = None
     ) -> tuple[Float[Tensor, "n tokens inner"], Float[Tensor, n]]:
-        """The noise z of images, and the log of the absolute determinant of dz/dx in nats.
+        """Transform images into noise z; return z and the log of the absolute determinant of dz/dx, in nats.
 
         Args:
-            x: from -1 to 1, with the noise that the model was trained with.
-            condition: what they show; None for nothing.
-            t: standard deviation of their noise, a number or one for each; for models with a range of noise.
+            x: images from -1 to 1, with the training noise.
+            condition: condition of each image; None for the null condition.
+            t: standard deviation of the noise in x, one number or one for each image; for models with a range of noise.
 
         Raises:
-            InvalidArgument: another shape, a condition that the model does not read, or a ``t`` missing, out of the
-                range, or given to a model without one.
+            InvalidArgument: another shape, a condition that the model does not read, or a ``t`` that is missing, out of
+                range, or given to a model without a range of noise.
             InvalidInput: integers, or values that are not finite.
         """
         check_samples(x, self.shape)
-        z, level = patchify(x, self.config.patch_size), self._level(t, len(x))
+        z, level = patchify(x, self.config.patch_size), self._level(t, len(x))  # (n, tokens, inner), (n,)
         total = torch.zeros(len(x), device=x.device)
         for block, embedding in zip(self.blocks, self.embeddings, strict=True):
             z, log_det = block(z, embedding(condition, len(x)), level, cos_sin=self._cos_sin())
@@ -198,7 +199,7 @@ class TarFlow(GeneratorModule):
     def log_prob(
         self, x: Float[Tensor, "n channels height width"], condition: Conditioning | None = None, t: Any = None
     ) -> Float[Tensor, n]:
-        """The log density of each image, with its noise, in nats; arguments and errors as `forward`."""
+        """The log density of each noisy image, in nats; arguments and errors as for `forward`."""
         z, log_det = self(x, condition, t)
         log_prob: Tensor = log_det - 0.5 * z.square().sum((1, 2)) - 0.5 * math.log(2 * math.pi) * self.config.num_dims
         return log_prob
@@ -211,25 +212,26 @@ class TarFlow(GeneratorModule):
         *,
         seed: int = 0,
     ) -> Float[Tensor, n]:
-        r"""A bound of $-\log_2 P$ of images of levels for each of their numbers, by one draw of uniform noise.
+        r"""Upper bound of $-\log_2 P$ per dimension of images of discrete levels, by one sample of uniform noise.
 
         Args:
-            images: levels from 0 up.
-            condition: of each sample.
-            seed: of the noise.
+            images: integer levels, from 0 to ``config.levels - 1``.
+            condition: condition of each image; None for the null condition.
+            seed: seed of the noise.
 
         Raises:
-            InvalidArgument: a model trained with Gaussian noise, which knows no density of levels; another shape.
-            InvalidInput: no integers, or levels out of range.
+            InvalidArgument: a model that was trained with Gaussian noise, whose density is not that of levels, or
+                another shape.
+            InvalidInput: images that are not integers, or levels out of range.
         """
         config = self.config
         if config.noise_std or config.noise_std_range:
             raise InvalidArgument(
                 f"bits per dimension mean nothing for a model trained with Gaussian noise "
-                f"({config.noise_std_range or config.noise_std}); train one with noise=0"
+                f"({config.noise_std_range or config.noise_std}); train one with noise_std=0"
             )
         if images.is_floating_point() or images.dtype == torch.bool:
-            raise InvalidInput(f"bits per dimension are those of integer levels, got {images.dtype}")
+            raise InvalidInput(f"bits per dimension are those of integer levels, got {images.dtype}; give integers")
         if len(images) and (int(images.min()) < 0 or int(images.max()) >= config.levels):
             raise InvalidInput(
                 f"levels from {int(images.min())} to {int(images.max())}; 0 to {config.levels - 1} expected"
@@ -241,11 +243,14 @@ class TarFlow(GeneratorModule):
     def score(
         self, x: Float[Tensor, "n channels height width"], condition: Conditioning | None = None, t: Any = None
     ) -> Float[Tensor, "n channels height width"]:
-        """The gradient of the log density; arguments and errors as `forward`. Not under ``torch.inference_mode``."""
+        """The gradient of the log density with respect to x; arguments and errors as for `forward`.
+
+        It cannot be computed under ``torch.inference_mode``.
+        """
         with torch.enable_grad():
             x = x.detach().requires_grad_()
-            (slope,) = torch.autograd.grad(self.log_prob(x, condition, t).sum(), x)
-        return slope
+            (gradient,) = torch.autograd.grad(self.log_prob(x, condition, t).sum(), x)
+        return gradient
 
     def denoise(
         self,
@@ -253,15 +258,15 @@ class TarFlow(GeneratorModule):
         sigma: float | None = None,
         condition: Conditioning | None = None,
     ) -> Float[Tensor, "n channels height width"]:
-        r"""The mean of the clean image given a noisy one, $x + \sigma^2 \nabla\log p(x)$.
+        r"""The posterior mean of the clean image given a noisy one, $x + \sigma^2 \nabla\log p(x)$.
 
         Args:
             x: images with Gaussian noise.
-            sigma: its standard deviation; None for the model's own ``noise``.
-            condition: of each sample.
+            sigma: standard deviation of the noise; None for ``config.noise_std``.
+            condition: condition of each image; None for the null condition.
 
         Raises:
-            InvalidArgument: a sigma that is negative, or missing where the model has none of its own; as `forward`.
+            InvalidArgument: a sigma that is negative, or missing where ``config.noise_std`` is 0; and as `forward`.
 
         Source: arXiv:2412.06329, section 3.4 (Tweedie's formula).
         """
@@ -284,18 +289,21 @@ class TarFlow(GeneratorModule):
         guides: tuple[LinearGuidance | None, ...] | None = None,
         on_step: OnStep | None = None,
     ) -> tuple[Float[Tensor, "n channels height width"], tuple[SolveInfo, ...]]:
-        """Images of noise, and how each block's inversion went, from the data to the noise; undoes `forward`.
+        """Compute images from noise; the inverse of `forward` without guidance.
 
         Args:
             z: the noise.
-            condition: what to show.
-            t: as `forward`.
-            solver: windows of tokens at a time; None for one token after another.
-            guides: of each block, from the data to the noise; None for no guidance.
-            on_step: called after each token or window; steps are tokens of blocks.
+            condition: condition of each image; None for the null condition.
+            t: as for `forward`.
+            solver: options of Jacobi iteration over windows of tokens; None to compute one token after another.
+            guides: guidance of each block, from the data to the noise; None for no guidance.
+            on_step: called after each token or window; a step is one token of one block.
+
+        Returns:
+            The images, and the convergence of each block's inversion, from the data to the noise.
 
         Raises:
-            NonFiniteSample: a token that is not finite; block and token are named, in natural order.
+            NonFiniteSample: a token is not finite; block and token (in natural order) are named.
             InvalidArgument: as `forward`.
         """
         count, level = len(self.blocks), self._level(t, len(z))
@@ -304,14 +312,12 @@ class TarFlow(GeneratorModule):
             block = cast(FlowBlock, self.blocks[number])
             embedded = self.embeddings[number](condition, len(z))
 
-            def tell(done: int, x: Tensor, number: int = number, block: FlowBlock = block) -> None:
+            # the default arguments keep the values of this iteration
+            def report(done: int, x: Tensor, number: int = number, block: FlowBlock = block) -> None:
                 if on_step is not None:
                     before = (count - 1 - number) * self.config.num_tokens
-                    on_step(
-                        SamplingStep(
-                            before + done, count * self.config.num_tokens, lambda: self._picture(block.ordered(x))
-                        )
-                    )
+                    total = count * self.config.num_tokens
+                    on_step(SamplingStep(before + done, total, lambda: self._unpatchify(block.ordered(x))))
 
             z, info = block.inverse(
                 z,
@@ -320,11 +326,11 @@ class TarFlow(GeneratorModule):
                 cos_sin=self._cos_sin(),
                 solver=solver,
                 guide=None if guides is None else guides[number],
-                on_tokens=None if on_step is None else tell,
+                on_tokens=None if on_step is None else report,
             )
             _check_finite(block.ordered(z), block, number)
             infos.append(info)
-        return self._picture(z), tuple(reversed(infos))
+        return self._unpatchify(z), tuple(reversed(infos))
 
     def sample(
         self,
@@ -341,22 +347,22 @@ class TarFlow(GeneratorModule):
         """Sample images, from about -1 to 1.
 
         Args:
-            condition: what each image is to show; of one image for all of them; None for no condition.
+            condition: one for each image, or one for all; None for no condition.
             n: number of images; None for as many as the condition has, or 1.
-            solver: "sequential" (token by token), "jacobi" (in windows that pay for so many images), or how windows are
-                solved.
+            solver: "sequential" (token by token), "jacobi" (with windows of a size that is fast for n images), or the
+                options of Jacobi iteration.
             anneal: whether the guidance weight grows linearly over the tokens of each block.
-            temperature: divides the attention scores of the unconditional branch; with another value than 1 guidance
+            temperature: divides the attention scores of the unconditional branch; with another value than 1, guidance
                 works without a condition, too.
-            t: noise level to sample at, of a model with a range of noise; None for its largest.
+            t: noise level to sample at, for a model with a range of noise; None for the largest.
             denoise: whether the training noise is removed from the samples, by one step of Tweedie's formula.
-            **options: see `GeneratorOptions`; ``steps`` bounds the iterations of each Jacobi window and stays None for
-                the sequential solver; ``guidance`` is w + 1 of the papers.
+            **options: see `GeneratorOptions`; ``steps`` is the maximum number of iterations of a Jacobi window, and
+                must be None for the sequential solver; ``guidance`` is w + 1 of the papers.
 
         Raises:
-            InvalidArgument: numbers out of range, a condition that the model does not read, or guidance without
-                anything to compare with.
-            NonFiniteSample: a token that is not finite; block and token are named.
+            InvalidArgument: numbers out of range, a condition that the model does not read, or guidance without a
+                condition or a temperature.
+            NonFiniteSample: a token is not finite; block and token are named.
         """
         call = self.prepare(condition, n, unconditional_guidance=temperature != 1, **options)
         condition, n, guidance = call.condition, call.n, call.guidance
@@ -379,21 +385,22 @@ class TarFlow(GeneratorModule):
         x = self.denoise(x, sigma, condition)
         if not bool(x.isfinite().all()):
             raise NonFiniteSample(
-                "taking the noise off ended in values that are not finite: the samples lie far outside what the model "
-                "learned; lower guidance, give soft_clip to its configuration, or take another seed",
+                "denoising gave values that are not finite: the samples are far from the training data; lower "
+                "guidance, train with soft_clip, or take another seed",
                 step=config.num_tokens * len(self.blocks),
             )
         return x
 
-    def _picture(self, tokens: Tensor) -> Tensor:
+    def _unpatchify(self, tokens: Tensor) -> Tensor:
+        """Images from tokens (n, tokens, inner)."""
         return unpatchify(tokens, self.config.patch_size, self.config.shape[1:])
 
     def _level(self, t: Any, n: int) -> Tensor | None:
-        """The noise of each sample, checked."""
+        """Check the noise level and expand it to (n,); None for a model without a range of noise."""
         limits = self.config.noise_std_range
         if (t is None) != (limits is None):
             raise InvalidArgument(
-                "the model has no noise_range and takes no t"
+                "the model has no noise_std_range and takes no t"
                 if limits is None
                 else f"give t, the standard deviation of the noise, from {limits[0]} to {limits[1]}"
             )
@@ -407,7 +414,7 @@ class TarFlow(GeneratorModule):
         return level.expand(n)
 
     def _cos_sin(self) -> RotaryTables | None:
-        """Rows and columns as rotations; None where positions are learned."""
+        """Rotary tables of rows and columns, cached for each device; None for learned positions."""
         config = self.config
         if config.position_embedding == "learned":
             return None
@@ -421,10 +428,11 @@ class TarFlow(GeneratorModule):
 
 
 class FlowLikelihood:
-    r"""Negative log-likelihood of noisy images per dimension, in nats; an objective for `pippin.train.Trainer`.
+    r"""Negative log-likelihood per dimension of noisy images, in nats; an objective for `pippin.train.Trainer`.
 
     The noise is that of the configuration: uniform within a level, Gaussian, or Gaussian with a standard deviation
-    sampled from the range, by which the loss is weighted. The constant $\frac12\log 2\pi$ is part of the loss.
+    sampled uniformly from the range, which is also the weight of the loss. The loss contains the constant
+    $\frac12\log 2\pi$.
 
     Args:
         condition_dropout: probability of replacing a condition by the null condition, where the model has one.
@@ -432,7 +440,7 @@ class FlowLikelihood:
     Raises:
         InvalidArgument: a probability outside 0 to 1.
 
-    Source: arXiv:2412.06329, eq. 4; weights by the noise: arXiv:2604.20041.
+    Source: arXiv:2412.06329, eq. 4; weights by the noise level: arXiv:2604.20041.
     """
 
     unit = "samples"
@@ -442,7 +450,7 @@ class FlowLikelihood:
         self.condition_dropout = condition_dropout
 
     def __call__(self, model: nn.Module, batch: Samples, generator: torch.Generator) -> Loss:
-        """The loss of a batch; the metric "bits" is in bits per dimension of images with 256 or other levels."""
+        """The loss of a batch, summed over images; the metric "bits" is the loss in bits per dimension of levels."""
         flow = cast(TarFlow, getattr(model, "module", model))
         config, x, condition = flow.config, batch.x, batch.condition
         if condition is not None and self.condition_dropout and config.condition.null:
@@ -456,7 +464,7 @@ class FlowLikelihood:
 
 
 def add_training_noise(x: Tensor, config: TarFlowConfig, generator: torch.Generator) -> tuple[Tensor, Tensor | None]:
-    """Images with training noise, and its standard deviation where the model reads it."""
+    """Add training noise to images; return also its standard deviations (n,) if the model is conditioned on them."""
 
     def uniform(shape: Any) -> Tensor:
         return torch.rand(shape, generator=generator, device=x.device)
@@ -474,27 +482,28 @@ def add_training_noise(x: Tensor, config: TarFlowConfig, generator: torch.Genera
 
 
 def _solver(solver: Jacobi | str, steps: int | None, n: int, device: torch.device) -> Jacobi | None:
+    """Options of Jacobi iteration for the arguments of `TarFlow.sample`; None for the sequential solver."""
     if solver == "sequential":
         if steps is not None:
-            raise InvalidArgument(f"steps is {steps}, but a flow inverted token by token has no budget; leave it None")
+            raise InvalidArgument(f"steps is {steps}, but the sequential solver has no iterations; leave steps at None")
         return None
     if solver == "jacobi":
         return Jacobi.fitting(n, device, max_iterations=steps)
     if not isinstance(solver, Jacobi):
-        raise InvalidArgument(f"solver is {solver!r}; choose sequential, jacobi or Jacobi(...)")
+        raise InvalidArgument(f"solver is {solver!r}; choose 'sequential', 'jacobi' or Jacobi(...)")
     return solver if steps is None else replace(solver, max_iterations=steps)
 
 
 def _check_finite(x: Tensor, block: FlowBlock, number: int) -> None:
-    """Refuse tokens, in the block's order, that are not finite."""
-    bad = ~x.isfinite().all(-1)
-    if bool(bad.any()):
-        first = int(bad.any(0).int().argmax())
+    """Refuse tokens (n, tokens, inner), in the block's order, that are not finite."""
+    nonfinite = ~x.isfinite().all(-1)  # (n, tokens)
+    if bool(nonfinite.any()):
+        first = int(nonfinite.any(0).int().argmax())
         token = x.shape[1] - 1 - first if block.spec.reverse else first
-        sample = int(bad[:, first].int().argmax())
+        sample = int(nonfinite[:, first].int().argmax())
         raise NonFiniteSample(
-            f"block {number} made token {token} of sample {sample} infinite or NaN; guide less, draw another seed, or "
-            "train with soft_clip=4",
+            f"block {number} made token {token} of sample {sample} infinite or NaN; lower guidance, take another seed, "
+            "or train with soft_clip=4",
             step=first,
             block=number,
             token=token,

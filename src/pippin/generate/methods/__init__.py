@@ -1,4 +1,4 @@
-"""Generative methods with one folder each."""
+"""Generative methods, one folder each: DART, EC-DIT and SimGAN."""
 
 import lazy_loader
 

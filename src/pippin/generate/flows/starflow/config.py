@@ -23,15 +23,15 @@ class StarFlowConfig:
         shape: (channels, height, width) of an image, (frames, channels, height, width) of a video.
         patch_size: height and width of the patch of latents that is one token.
         haar_levels: levels of the Haar transform from frames to latents, each of which halves height and width.
-        hidden_size: of the hidden states.
-        num_attention_heads: of the attention.
-        layers_per_block: of each block, from the data to the noise; the last one is the deep block.
-        noise_std: standard deviation of the noise in what it learns, in the units of the samples.
-        condition: what the deep block reads: classes, text, a vector.
-        score: the network that takes the noise off; None for none.
-        source: frames at the start of a video that are always given, and that the rest is made from (video to video).
-        within_frames: whether shallow blocks see one frame each; False lets them see the whole video, which is no
-            longer causal, for comparison.
+        hidden_size: dimension of the hidden states.
+        num_attention_heads: number of attention heads.
+        layers_per_block: transformer layers of each block, from the data to the noise; the last is the deep block.
+        noise_std: standard deviation of the training noise, in the units of the samples.
+        condition: the conditions that the deep block reads: classes, text, a vector.
+        score: configuration of the score network, which denoises samples; None for no score network.
+        source: number of source frames (video to video): first frames of a video that are always given.
+        within_frames: whether shallow blocks see one frame each; with False they see the whole video, which is not
+            causal, for ablations.
 
     Raises:
         InvalidArgument: sizes that do not divide, numbers out of range, or a map as condition.
@@ -65,17 +65,16 @@ class StarFlowConfig:
         if self.hidden_size % (2 * self.num_attention_heads) or self.hidden_size // self.num_attention_heads < 6:
             raise InvalidArgument(
                 f"hidden_size={self.hidden_size} with num_attention_heads={self.num_attention_heads}; the size of a "
-                "head "
-                "must be even, and at least 6"
+                "head must be even, and at least 6"
             )
         if self.condition.map_channels:
             raise InvalidArgument("a StarFlow reads no map; give the condition as classes, text or vector")
         if self.source >= self.frames:
-            raise InvalidArgument(f"source is {self.source} of {self.frames} frames; leave at least one to be made")
+            raise InvalidArgument(f"source is {self.source} of {self.frames} frames; leave at least one to be sampled")
 
     @property
     def frames(self) -> int:
-        """Of a video; 1 of an image."""
+        """Number of frames of a video; 1 for an image."""
         return self.shape[0] if len(self.shape) == 4 else 1
 
     @property
@@ -86,16 +85,16 @@ class StarFlowConfig:
 
     @property
     def tokens_per_frame(self) -> int:
-        """Tokens of a frame."""
+        """Number of tokens of a frame."""
         return self.size[0] * self.size[1]
 
     @property
     def token_dim(self) -> int:
-        """Elements of a token."""
+        """Number of elements of a token."""
         side: int = self.patch_size * 2**self.haar_levels
         return self.shape[-3] * side * side
 
     def rotary_tables(self, frames: int | None, device: torch.device) -> RotaryTables:
-        """Cosines and sines of the positions of the tokens of so many frames; None for one frame without a time."""
+        """Rotary tables over (frame, row, column) of the tokens of ``frames`` frames; over (row, column) for None."""
         positions = grid_positions(*self.size) if frames is None else grid_positions(frames, *self.size)
         return axial_tables(positions.to(device), self.hidden_size // self.num_attention_heads)

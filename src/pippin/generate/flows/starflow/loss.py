@@ -1,8 +1,8 @@
-"""The training objective of STARFlow-V: likelihood, and flow-score matching beside it.
+"""The training objective of STARFlow-V: likelihood and flow-score matching.
 
 Notable here:
-- the target of the score network comes with the gradient that trains the flow: one backward pass gives both
-- the score network's loss does not touch the flow
+- one backward pass gives both the flow's gradient and the target of the score network
+- the score network's loss has no gradient with respect to the flow
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from pippin.train.objective import Loss
 
 
 class LikelihoodAndScore:
-    r"""Both losses of a `StarFlow`, in one pass: an objective for `pippin.train.Trainer`.
+    r"""Likelihood and flow-score matching of a `StarFlow` in one pass; an objective for `pippin.train.Trainer`.
 
-    Samples get noise of the model's σ. The flow's loss is $-\log p(\tilde x)$ per element of a sample; the score
-    network's is $\|s_\phi(\tilde x) - \sigma \nabla_{\tilde x} (-\log p(\tilde x))\|^2$, also for each number. The
-    second does not touch the flow, and its target is a by-product of the first one's backward pass. Without a score
-    network there is only the first. Metrics: "nll" (nats for each number) and "score".
+    Training noise of the model's $\sigma$ is added to samples. The flow's loss is $-\log p(\tilde x)$ per dimension;
+    the score network's is $\|s_\phi(\tilde x) - \sigma \nabla_{\tilde x} (-\log p(\tilde x))\|^2$ per dimension, with
+    no gradient with respect to the flow. Without a score network only the first is used. Metrics: "nll" (nats per
+    dimension) and "score".
 
     Args:
         condition_dropout: probability of replacing a condition by the null condition, as guidance needs.
-        weight: of the score network's loss.
+        weight: weight of the score network's loss.
 
     Raises:
-        InvalidArgument: numbers out of range; later, dropout of a model that has no null condition.
+        InvalidArgument: numbers out of range; when called, condition dropout with a model that has no null condition.
 
     Source: STARFlow-V, arXiv:2511.20462, section on flow-score matching.
     """
@@ -46,46 +46,47 @@ class LikelihoodAndScore:
         self.condition_dropout, self.weight = condition_dropout, weight
 
     def __call__(self, model: nn.Module, batch: Samples, generator: torch.Generator) -> Loss:
-        """The loss of a batch of images or videos from -1 to 1."""
+        """The loss of a batch of images or videos from -1 to 1, summed over samples."""
         flow: StarFlow = model  # type: ignore[assignment]
         condition = batch.condition
         if condition is not None and self.condition_dropout:
             if not flow.condition.null:
                 raise InvalidArgument(
-                    f"condition_dropout={self.condition_dropout} leaves conditions out; make the model's ConditionSpec "
-                    "null=True"
+                    f"condition_dropout={self.condition_dropout} needs a model with a null condition; give its "
+                    "ConditioningSpec null=True"
                 )
             condition = condition.dropout(self.condition_dropout, generator)
         latents = flow.to_latents(batch.x)
-        drawn = torch.randn(latents.shape, generator=generator, device=generator.device).to(latents)
-        noisy = latents + flow.config.noise_std * drawn
-        numbers = noisy[0].numel()
-        learning = torch.is_grad_enabled()
+        noise = torch.randn(latents.shape, generator=generator, device=generator.device).to(latents)
+        noisy = latents + flow.config.noise_std * noise
+        dims = noisy[0].numel()
+        training = torch.is_grad_enabled()
         with torch.enable_grad():
             noisy.requires_grad_()
-            total = -flow.latent_log_prob(noisy, condition).sum()
+            nll = -flow.latent_log_prob(noisy, condition).sum()
             if flow.score_network is None:
-                return Loss(total / numbers, len(batch), {"nll": total.detach() / numbers})
-            parameters = [p for p in flow.flow_parameters() if p.requires_grad] if learning else []
-            into, *slopes = torch.autograd.grad(total, [noisy, *parameters], allow_unused=True)
-        loss = total.detach() / numbers
-        if parameters:
-            known = [None if slope is None else slope / numbers for slope in slopes]
-            loss = _Known.apply(loss, known, *parameters)  # type: ignore[no-untyped-call]
-        guess = flow.score_network(flow.to_tokens(noisy.detach()), condition)
-        off = F.mse_loss(guess, flow.to_tokens(flow.config.noise_std * into), reduction="sum") / guess[0].numel()
-        metrics: dict[str, Tensor | float] = {"nll": total.detach() / numbers, "score": off.detach()}
-        return Loss(loss + self.weight * off, len(batch), metrics)
+                return Loss(nll / dims, len(batch), {"nll": nll.detach() / dims})
+            parameters = [p for p in flow.flow_parameters() if p.requires_grad] if training else []
+            input_gradient, *gradients = torch.autograd.grad(nll, [noisy, *parameters], allow_unused=True)
+        loss = nll.detach() / dims
+        if parameters:  # the backward pass is already done: let the loss return its result
+            scaled = [None if gradient is None else gradient / dims for gradient in gradients]
+            loss = _WithGradients.apply(loss, scaled, *parameters)  # type: ignore[no-untyped-call]
+        score = flow.score_network(flow.to_tokens(noisy.detach()), condition)
+        target = flow.to_tokens(flow.config.noise_std * input_gradient)
+        score_loss = F.mse_loss(score, target, reduction="sum") / score[0].numel()
+        metrics: dict[str, Tensor | float] = {"nll": nll.detach() / dims, "score": score_loss.detach()}
+        return Loss(loss + self.weight * score_loss, len(batch), metrics)
 
 
-class _Known(torch.autograd.Function):
-    """A value whose gradients with respect to parameters are known already."""
+class _WithGradients(torch.autograd.Function):
+    """A value with precomputed gradients with respect to parameters."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, slopes: Sequence[Tensor | None], *parameters: Tensor) -> Tensor:
-        ctx.slopes = slopes
+    def forward(ctx: Any, value: Tensor, gradients: Sequence[Tensor | None], *parameters: Tensor) -> Tensor:
+        ctx.gradients = gradients
         return value.clone()
 
     @staticmethod
-    def backward(ctx: Any, change: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, None, *(None if slope is None else change * slope for slope in ctx.slopes))
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, None, *(None if gradient is None else grad_output * gradient for gradient in ctx.gradients))

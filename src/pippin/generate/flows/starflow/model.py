@@ -1,15 +1,15 @@
-r"""STARFlow: a flow of one deep block and several shallow ones, for images and, frame by frame, for videos.
+r"""STARFlow and STARFlow-V: a deep-shallow autoregressive flow for images and for causal video generation.
 
 From the data to the noise a sample passes shallow autoregressive blocks, which see one frame each and no condition, and
-then one deep block, which reads the condition and all tokens before each token, frame after frame:
+then one deep block, which reads the condition and all earlier tokens, frame after frame:
 $p(x) = \prod_n p_D(u_n \mid u_{<n})\, |\det \partial f_S(x_n) / \partial x_n|$ with $u_n = f_S(x_n)$.
 
 Notable here:
-- an image is a video of one frame: one class serves both
-- nothing of a frame depends on later frames, so videos are drawn as a stream, go on beyond the trained length, and
-  begin with frames that are given: the forward pass tells the noise of these, and the deep block reads them
-- guidance multiplies Gaussians, whose variance stays positive however strong it is; only the deep block is guided
-- a flow learns samples with noise and draws such; a score network that is learned beside it takes the noise off
+- an image is a video of one frame, so one class serves both
+- no frame depends on later ones, so videos can be streamed, extended beyond the trained length, and continued from
+  given frames: the shallow blocks encode these, and the deep block attends to them
+- guidance multiplies Gaussians so that the variance stays positive at any scale; only the deep block is guided
+- the flow is trained on noisy samples, so its samples are noisy; a score network that is trained with it denoises them
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from pippin.generate.noise import Noise
 from pippin.nn.patches import patchify, unpatchify
 
 SOLVER = Jacobi(window=64, tolerance=1e-3)
-"""How windows are solved where nothing else is said; none reaches beyond its frame."""
+"""Default options of Jacobi iteration; windows end at frame boundaries."""
 
 
 class FlowOutput(NamedTuple):
-    """What the forward pass of a flow gives."""
+    """Output of the forward pass of a `StarFlow`."""
 
     z: Float[Tensor, "n frames positions inner"]
     """The noise."""
     u: Float[Tensor, "n frames positions inner"]
-    """What lies between the shallow blocks and the deep one."""
+    """Output of the shallow blocks, which is the input of the deep block."""
     logdet: Float[Tensor, n]
     """Log of the absolute determinant of dz/dx, in nats."""
 
@@ -55,7 +55,7 @@ class StarFlow(GeneratorModule):
     """A flow of images or videos from -1 to 1.
 
     Args:
-        config: the configuration; initialize the weights with `initialize`.
+        config: the configuration. Weights are uninitialized; call `initialize`, or load them.
 
     Source: STARFlow, arXiv:2506.06276; STARFlow-V, arXiv:2511.20462.
 
@@ -79,7 +79,7 @@ class StarFlow(GeneratorModule):
                 config.layers_per_block[number],
                 config.hidden_size,
                 config.num_attention_heads,
-                # the deep block goes with the time, the others turn by turn
+                # the deep block goes forward in time; directions alternate
                 reverse=(last - number) % 2 == 1,
                 start="token",
                 position_embedding="rotary",
@@ -87,8 +87,8 @@ class StarFlow(GeneratorModule):
                 soft_clip=4.0,
                 text=number == last and bool(config.condition.text_dim),
             )
-            whole = number == last or not config.within_frames
-            return FlowBlock(config.token_dim, config.tokens_per_frame * (config.frames if whole else 1), spec)
+            sees_video = number == last or not config.within_frames
+            return FlowBlock(config.token_dim, config.tokens_per_frame * (config.frames if sees_video else 1), spec)
 
         self.shallow = nn.ModuleList(block(number) for number in range(last))
         self.deep = block(last)
@@ -99,7 +99,7 @@ class StarFlow(GeneratorModule):
 
     @torch.no_grad()
     def initialize(self, seed: int = 0) -> StarFlow:
-        """Random weights; the flow is the identity at first, and the score 0."""
+        """Set random weights, with which the flow is the identity and the score network gives 0."""
         generator = torch.Generator().manual_seed(seed)
         self.embedding.initialize(generator)
         for block in (*self.shallow, self.deep):
@@ -118,11 +118,11 @@ class StarFlow(GeneratorModule):
     # --- samples, latents, tokens -------------------------------------------------------------------------------------
 
     def to_latents(self, x: Float[Tensor, "n ..."]) -> Float[Tensor, "n frames bands rows columns"]:
-        """The Haar transform of images or videos of any number of frames.
+        """The Haar transform of images, or of videos of any number of frames.
 
         Raises:
-            InvalidArgument: another shape.
-            InvalidInput: not floating point, or not finite.
+            InvalidArgument: samples of another shape.
+            InvalidInput: samples that are not floating point, or not finite.
         """
         shape = self.shape
         if x.ndim != len(shape) + 1 or tuple(x.shape[-3:]) != shape[-3:]:
@@ -132,7 +132,7 @@ class StarFlow(GeneratorModule):
         return haar(x if len(shape) == 4 else x[:, None], self.config.haar_levels)
 
     def from_latents(self, latents: Float[Tensor, "n frames bands rows columns"]) -> Float[Tensor, "n ..."]:
-        """Undo `to_latents`."""
+        """The inverse of `to_latents`."""
         x = unhaar(latents, self.config.haar_levels)
         return x if len(self.shape) == 4 else x[:, 0]
 
@@ -145,7 +145,7 @@ class StarFlow(GeneratorModule):
     def from_tokens(
         self, tokens: Float[Tensor, "n frames positions inner"]
     ) -> Float[Tensor, "n frames bands rows columns"]:
-        """Undo `to_tokens`."""
+        """The inverse of `to_tokens`."""
         rows, columns = self.config.size
         return unpatchify(
             tokens, self.config.patch_size, (rows * self.config.patch_size, columns * self.config.patch_size)
@@ -154,7 +154,7 @@ class StarFlow(GeneratorModule):
     # --- likelihood ---------------------------------------------------------------------------------------------------
 
     def shallow_pass(self, tokens: Float[Tensor, "n frames positions inner"]) -> tuple[Tensor, Float[Tensor, n]]:
-        """Tokens to what the deep block reads, frame by frame, and the log-determinant in nats."""
+        """Apply the shallow blocks; return u of `FlowOutput` and the log-determinant of the blocks, in nats."""
         n, frames, positions, inner = tokens.shape
         within = self.config.within_frames
         x = tokens.reshape(n * frames, positions, inner) if within else tokens.reshape(n, frames * positions, inner)
@@ -164,12 +164,12 @@ class StarFlow(GeneratorModule):
         for block in self.shallow:
             x, change = block(x, unconditional, cos_sin=cos_sin)
             logdet = logdet + change
-        return x.view(n, frames, positions, inner), logdet.view(n, -1).sum(1)
+        return x.view(n, frames, positions, inner), logdet.view(n, -1).sum(1)  # one log-determinant for each frame
 
     def forward(
         self, latents: Float[Tensor, "n frames bands rows columns"], condition: Conditioning | None = None
     ) -> FlowOutput:
-        """From the data to the noise: videos of up to as many frames as the model's."""
+        """Transform latents, of at most the model's number of frames, into noise."""
         n, frames = latents.shape[:2]
         u, logdet = self.shallow_pass(self.to_tokens(latents))
         z, change = self.deep(
@@ -180,25 +180,28 @@ class StarFlow(GeneratorModule):
     def latent_log_prob(
         self, latents: Float[Tensor, "n frames bands rows columns"], condition: Conditioning | None = None
     ) -> Float[Tensor, n]:
-        """As `log_prob`, of latents."""
+        """Log density of latents, in nats; see `log_prob`."""
         z, _, logdet = self(latents, condition)
-        square = z.square().sum((1, 2, 3)) + z[0].numel() * math.log(2 * math.pi)
-        total: Tensor = logdet - 0.5 * square
-        return total
+        log_prob: Tensor = logdet - 0.5 * (z.square().sum((1, 2, 3)) + z[0].numel() * math.log(2 * math.pi))
+        return log_prob
 
     def log_prob(self, x: Float[Tensor, "n ..."], condition: Conditioning | None = None) -> Float[Tensor, n]:
-        """In nats, of each whole sample: the density of samples with noise of ``config.noise``, which x is to have.
+        """Log density of each sample, in nats, under the density of samples with noise of ``config.noise_std``.
 
-        The Haar transform is a rotation, so the density is that of the pixels.
+        The Haar transform is orthogonal, so the density of latents is that of pixels.
+
+        Args:
+            x: samples from -1 to 1, with training noise.
+            condition: condition of each sample; None for the null condition.
 
         Raises:
-            InvalidArgument: another shape, or a condition that the model does not read.
-            InvalidInput: not floating point, or not finite.
+            InvalidArgument: samples of another shape, or a condition that the model does not read.
+            InvalidInput: samples that are not floating point, or not finite.
         """
-        total: Tensor = self.latent_log_prob(self.to_latents(x), condition)
-        return total
+        log_prob: Tensor = self.latent_log_prob(self.to_latents(x), condition)
+        return log_prob
 
-    # --- noise off ----------------------------------------------------------------------------------------------------
+    # --- denoising ----------------------------------------------------------------------------------------------------
 
     def denoise(
         self,
@@ -207,15 +210,16 @@ class StarFlow(GeneratorModule):
         *,
         method: Literal["score", "tweedie"] = "score",
     ) -> Float[Tensor, "n ..."]:
-        r"""Samples without their noise of ``config.noise``: $x - \sigma s_\phi(x)$.
+        r"""Denoise samples with noise of $\sigma$ = ``config.noise_std``.
 
         Args:
-            x: with noise.
-            condition: of each sample.
-            method: "score" asks the score network; "tweedie" the flow: $x + \sigma^2 \nabla \log p(x)$.
+            x: noisy samples.
+            condition: condition of each sample; None for the null condition.
+            method: "score" for $x - \sigma s_\phi(x)$ with the score network, "tweedie" for
+                $x + \sigma^2 \nabla \log p(x)$ with the flow's own density.
 
         Raises:
-            InvalidArgument: another method or shape, or a model without a score network.
+            InvalidArgument: an unknown method, samples of another shape, or "score" without a score network.
         """
         latents = self.to_latents(x)
         return self.from_latents(self.denoise_latents(latents, condition, method=method))
@@ -224,7 +228,7 @@ class StarFlow(GeneratorModule):
     def denoise_latents(
         self, latents: Tensor, condition: Conditioning | None = None, *, method: Literal["score", "tweedie"] = "score"
     ) -> Tensor:
-        """As `denoise`, of latents."""
+        """Denoise latents; arguments and errors as for `denoise`."""
         sigma = self.config.noise_std
         if method == "score":
             if self.score_network is None:
@@ -234,8 +238,8 @@ class StarFlow(GeneratorModule):
                 return latents - sigma * self.from_tokens(score)
         with torch.enable_grad():
             noisy = latents.detach().requires_grad_()
-            (slope,) = torch.autograd.grad(self.latent_log_prob(noisy, condition).sum(), noisy)
-        return latents + sigma**2 * slope
+            (gradient,) = torch.autograd.grad(self.latent_log_prob(noisy, condition).sum(), noisy)
+        return latents + sigma**2 * gradient
 
     # --- samples ------------------------------------------------------------------------------------------------------
 
@@ -251,34 +255,34 @@ class StarFlow(GeneratorModule):
         known: Float[Tensor, "n given positions inner"] | None = None,
         on_step: OnStep | None = None,
     ) -> tuple[Float[Tensor, "n frames bands rows columns"], list[SolveInfo]]:
-        """From the noise to the latents, not denoised; the inverse of `forward` without guidance.
+        """Compute latents from noise, without denoising; the inverse of `forward` without guidance.
 
         Args:
             z: the noise of the frames to be decoded.
-            condition: what the videos are to show.
+            condition: condition of each video; None for the null condition.
             guidance: see `GeneratorOptions`.
-            solver: how windows of tokens are solved; None for token by token, exactly.
-            warm_start: whether a window's iteration begins from the frame before, rather than from its noise.
-            context_frames: frames that the deep block keeps when the video gets longer than the model's; None for all
+            solver: options of Jacobi iteration over windows of tokens; None to compute one token after another.
+            warm_start: whether a window starts from means and scales of the frame before, rather than from its noise.
+            context_frames: last frames that stay in the context when a video gets longer than the model's; None for all
                 but one.
             known: output of the shallow blocks for the frames before (`FlowOutput.u`).
             on_step: called after each window of the deep block and after each shallow block.
 
         Returns:
-            Latents of the known and the decoded frames, and how each frame of the deep block was solved, then each
-            shallow block.
+            Latents of the known and the decoded frames, and the convergence of each frame in the deep block, then of
+            each shallow block.
 
         Raises:
             InvalidArgument: numbers out of range.
-            NonFiniteSample: the result is not finite; block (0 is the nearest to the data), frame and token are named.
+            NonFiniteSample: the result is not finite; block (0 is the first after the data), frame and token are named.
 
         Warns:
-            JacobiUnconverged: fewer iterations than needed were allowed.
+            JacobiUnconverged: a window did not converge within the solver's maximum number of iterations.
         """
         call = self.prepare(condition, len(z), guidance=guidance, on_step=on_step)
         decoding = self._decoding(call, solver, warm_start, context_frames)
-        tokens, solves = decoding.decode(z, known, lambda made: self.from_latents(self.from_tokens(made)), on_step)
-        return self.from_tokens(tokens), solves
+        tokens, infos = decoding.decode(z, known, lambda tokens: self.from_latents(self.from_tokens(tokens)), on_step)
+        return self.from_tokens(tokens), infos
 
     def sample(
         self,
@@ -296,33 +300,35 @@ class StarFlow(GeneratorModule):
         """Sample images or videos, from about -1 to 1.
 
         Args:
-            condition: what each sample is to show; of one sample for all of them; None for no condition.
+            condition: one for each sample, or one for all; None for no condition.
             n: number of samples; None for as many as the condition or ``given`` has, or 1.
-            frames: of a video, those given among them; None for the model's; may be more than the model's.
-            given: frames that the videos begin with (image to video, extension), or, for a model with a ``source``, the
-                source alone, which is not part of the result.
+            frames: number of frames of a video, including given ones; it may exceed the model's. None for the model's.
+            given: first frames of the videos (image to video, video extension); for a model with a ``source``, the
+                source frames, which are not part of the result.
             solver: see `invert`.
             warm_start: see `invert`.
             context_frames: see `invert`.
             denoise: whether the score network denoises the samples; without one they keep the training noise.
-            **options: see `GeneratorOptions`; ``steps`` bounds the iterations of each window of the solver; ``on_step``
-                is called after each window of the deep block, and after each shallow block.
+            **options: see `GeneratorOptions`; ``steps`` is the maximum number of iterations of a window; ``on_step`` is
+                called after each window of the deep block, and after each shallow block.
 
         Raises:
             InvalidArgument: numbers out of range, given frames of another shape or too many, no source where the model
-                needs one, a condition that it does not read, or guidance that it was not trained for.
+                needs one, a condition that the model does not read, or guidance without a null condition.
             NonFiniteSample: see `invert`.
         """
         call, total = self._call(condition, n, frames, given, options)
         if call.steps is not None:
             if solver is None:
-                raise InvalidArgument(f"steps={call.steps} bounds the iterations of a solver; give a solver")
+                raise InvalidArgument(
+                    f"steps={call.steps} is a maximum number of iterations, which needs a solver; give one, or no steps"
+                )
             solver = replace(solver, max_iterations=call.steps)
         decoding, noise = self._decoding(call, solver, warm_start, context_frames), call.noise()
         known = None if given is None else self._known(given, noise)
-        made = total - (0 if known is None else known.shape[1])
+        new_frames = total - (0 if known is None else known.shape[1])
         size = (self.config.tokens_per_frame, self.config.token_dim)
-        z = torch.stack([noise.normal(size) for _ in range(made)], 1)
+        z = torch.stack([noise.normal(size) for _ in range(new_frames)], 1)  # (n, new_frames, positions, inner)
 
         def finish(tokens: Tensor) -> Tensor:
             latents = self.from_tokens(tokens)
@@ -349,14 +355,18 @@ class StarFlow(GeneratorModule):
     ) -> Iterator[Float[Tensor, "n channels height width"]]:
         """Sample videos frame by frame: the same frames as `sample`, each as soon as it is decoded.
 
-        With denoising a frame comes after the next one is decoded, since the score network looks one frame ahead.
-        Arguments as `sample`; ``frames=None`` never ends.
+        With denoising, a frame is yielded after the next one is decoded, since the score network attends to one frame
+        ahead. Arguments as for `sample`; with ``frames=None`` the stream is endless, except for a model with a
+        ``source``.
 
         Raises:
-            As `sample`, before the first frame; and InvalidArgument for a model of images.
+            InvalidArgument: as `sample`, before the first frame; and for a model of images.
+            NonFiniteSample: see `invert`.
         """
         if self.config.frames < 2:
-            raise InvalidArgument(f"a stream is of videos; the model's samples are of shape {self.shape}")
+            raise InvalidArgument(
+                f"a stream is of videos; the model's samples are of shape {self.shape}; call sample for images"
+            )
         endless = frames is None and not self.config.source
         call, total = self._call(condition, n, frames, given, {"guidance": guidance, "seed": seed})
         decoding, noise = self._decoding(call, solver, warm_start, context_frames), call.noise()
@@ -373,22 +383,23 @@ class StarFlow(GeneratorModule):
         condition: Conditioning | None,
         denoise: bool,
     ) -> Iterator[Float[Tensor, "n channels height width"]]:
-        """The frames of `stream`; those of the model's source are left out."""
+        """The frames of `stream`, without source frames."""
         config = self.config
         past = config.score.past if denoise and config.score is not None else 0
         recent: list[Tensor] = []  # latents of the last frames, not denoised
         if known is not None:
             decoding.read(known)
 
-        def finished(behind: int) -> Tensor:
-            """The frame with so many behind it among the recent ones."""
-            at = len(recent) - 1 - behind
-            latents = torch.stack(recent, 1)
+        def finished(offset: int) -> Tensor:
+            """The recent frame with this offset from the last one, denoised."""
+            index = len(recent) - 1 - offset
+            latents = torch.stack(recent, 1)  # (n, frames, bands, rows, columns)
             if not denoise:
-                return self.from_latents(latents[:, at : at + 1])[:, 0]
-            first = max(at - past, 0)
-            clean = self.denoise_latents(latents[:, first : at + 2], condition)
-            return self.from_latents(clean[:, at - first : at - first + 1])[:, 0]
+                return self.from_latents(latents[:, index : index + 1])[:, 0]
+            first = max(index - past, 0)
+            # the score of a frame depends on `past` earlier frames and on one later frame
+            clean = self.denoise_latents(latents[:, first : index + 2], condition)
+            return self.from_latents(clean[:, index - first : index - first + 1])[:, 0]
 
         done = 0
         while frames is None or done < frames:
@@ -410,13 +421,13 @@ class StarFlow(GeneratorModule):
     def _call(
         self, condition: Conditioning | None, n: int | None, frames: int | None, given: Tensor | None, options: Any
     ) -> tuple[SamplingRun, int]:
-        """The checked arguments, and the number of frames, those given among them."""
+        """The checked arguments of `sample`, and the number of frames, including given ones."""
         if n is None and condition is None and given is not None:
             n = len(given)
         call = self.prepare(condition, n, **options)
         total = self.config.frames if frames is None else frames
         if total < 1 or (self.config.frames == 1 and total != 1):
-            raise InvalidArgument(f"frames is {frames}; give at least 1, and no number to a model of one frame")
+            raise InvalidArgument(f"frames is {frames}; give at least 1, and leave it None for a model of images")
         if given is None and self.config.source:
             raise InvalidArgument(f"the model makes videos from a source of {self.config.source} frames; give them")
         if given is not None:
@@ -424,6 +435,7 @@ class StarFlow(GeneratorModule):
         return call, total
 
     def _check_given(self, given: Tensor, n: int, total: int) -> None:
+        """Refuse given frames of another shape or number."""
         source, shape = self.config.source, self.shape
         if len(shape) != 4 or tuple(given.shape[2:]) != shape[1:] or len(given) != n:
             raise InvalidArgument(
@@ -433,13 +445,15 @@ class StarFlow(GeneratorModule):
         if source and given.shape[1] != source:
             raise InvalidArgument(f"a source of {given.shape[1]} frames; the model was trained with {source}")
         if source and total > self.config.frames:
-            raise InvalidArgument(f"{total} frames would lose the source; the model makes {self.config.frames} with it")
+            raise InvalidArgument(
+                f"{total} frames would lose the source; give at most frames={self.config.frames}, the source included"
+            )
         if not 1 <= given.shape[1] < total:
-            raise InvalidArgument(f"{given.shape[1]} given frames of {total}; leave at least one to be made")
+            raise InvalidArgument(f"{given.shape[1]} given frames of {total}; leave at least one to be sampled")
 
     @torch.no_grad()
     def _known(self, given: Tensor, noise: Noise) -> Float[Tensor, "n given positions inner"]:
-        """The output of the shallow blocks for given frames, with training noise."""
+        """Output of the shallow blocks for given frames, to which training noise is added."""
         latents = self.to_latents(given.to(self.device))
         latents = latents + self.config.noise_std * noise.normal(latents.shape[1:])
         return self.shallow_pass(self.to_tokens(latents))[0]
@@ -447,6 +461,7 @@ class StarFlow(GeneratorModule):
     def _decoding(
         self, call: SamplingRun, solver: Jacobi | None, warm_start: bool, context_frames: int | None
     ) -> VideoDecoding:
+        """The state of decoding for checked arguments."""
         return VideoDecoding(
             self.config,
             self.embedding,

@@ -2,8 +2,8 @@
 
 Notable here:
 - windows of Jacobi iteration end at frame boundaries, so a frame is complete before the next one begins
-- with a warm start, a window begins from the means and scales that the same positions had one frame before
-- videos longer than the deep block go on from the last ``context_frames`` frames, which it reads again in one pass
+- with a warm start, a window starts from the means and scales of the same positions in the frame before
+- when the context of the deep block is full, it is replaced by the last ``context_frames`` frames, in one pass
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from pippin.generate.flows.starflow.config import StarFlowConfig
 OnTokens = Callable[[int, Tensor], None]
 
 
-class _Remembered:
-    """A decoding that remembers the last mean and log scale of each position of a frame, for warm starts."""
+class _WarmStart:
+    """A decoding that stores the last mean and log scale of each position of a frame, for warm starts."""
 
     def __init__(self, decoding: SequentialDecoding, like: Float[Tensor, "n positions inner"]) -> None:
         self.decoding, self.positions = decoding, like.shape[1]
         self.mean, self.log_scale = torch.zeros_like(like), torch.zeros_like(like)
 
     def stats(self, x: Tensor, first: int, stop: int) -> tuple[Tensor, Tensor]:
-        """As `SequentialDecoding.stats`; ``stop`` is the end of a frame if more than a frame is computed."""
+        """See `SequentialDecoding.stats`; ``stop`` is the end of a frame if more than one frame is computed."""
         mean, log_scale = self.decoding.stats(x, first, stop)
         count = min(stop - first, self.positions)
         start = (stop - count) % self.positions
@@ -43,9 +43,9 @@ class _Remembered:
         return mean, log_scale
 
     def guess(self, noise: Tensor, first: int, stop: int) -> Tensor:
-        """Initial values of tokens: their noise, with mean and scale of the same positions one frame before."""
-        at = slice(first % self.positions, (stop - 1) % self.positions + 1)
-        return torch.addcmul(self.mean[:, at], noise[:, first:stop], self.log_scale[:, at].exp())
+        """Initial values of tokens from their noise, with mean and scale of the same positions in the frame before."""
+        positions = slice(first % self.positions, (stop - 1) % self.positions + 1)
+        return torch.addcmul(self.mean[:, positions], noise[:, first:stop], self.log_scale[:, positions].exp())
 
 
 class VideoDecoding:
@@ -56,17 +56,17 @@ class VideoDecoding:
         embedding: embeds the condition for the deep block.
         deep: the deep block.
         shallow: the shallow blocks, from the data to the deep block.
-        condition: of the n videos, on the model's device; None for none.
+        condition: conditions of the n videos, on the model's device; None for the null condition.
         n: number of videos.
         guidance: scale of classifier-free guidance of the deep block; 1 for none.
-        solver: how windows of tokens are solved; None for token by token.
-        warm_start: whether a window's iteration begins from the frame before, rather than from its noise.
-        context_frames: number of last frames that stay in the context when the deep block is full; None for all but
-            one.
+        solver: options of Jacobi iteration over windows of tokens; None to compute one token after another.
+        warm_start: whether a window starts from means and scales of the frame before, rather than from its noise.
+        context_frames: number of last frames that stay in the context of the deep block when it is full; None for all
+            but one.
 
     Raises:
-        InvalidArgument: a number of context frames that leaves no room, or a model whose shallow blocks see whole
-            videos.
+        InvalidArgument: more context frames than the model's frames minus one, or a model whose shallow blocks see
+            whole videos.
     """
 
     @checked
@@ -93,7 +93,7 @@ class VideoDecoding:
         if not config.within_frames:
             raise InvalidArgument("shallow blocks that see whole videos cannot be inverted frame by frame")
         self.config, self.n, self.warm_start, self.context_frames = config, n, warm_start, context_frames
-        # a window never reaches beyond its frame, so that a frame is complete before the next one begins
+        # no window is longer than a frame, so that a frame is complete before the next one begins
         self.solver = None
         if solver is not None:
             window = min(solver.window, config.tokens_per_frame)
@@ -107,16 +107,17 @@ class VideoDecoding:
         self._deep = deep.packed()
         self._shallow = [block.packed() for block in shallow]
         self._cos_sin = config.rotary_tables(config.frames, self.device)
-        # u and its noise for every token that the deep block holds
+        # u and its noise for every token in the context of the deep block
         self._x = torch.zeros(n, config.frames * config.tokens_per_frame, config.token_dim, device=self.device)
         self._z = torch.zeros_like(self._x)
-        self._num_frames = 0  # frames that the deep block has read
+        self._num_frames = 0  # number of frames in the context
         self._decoding = self._begin()
 
-    def _begin(self) -> _Remembered:
+    def _begin(self) -> _WarmStart:
+        """A decoding with an empty context."""
         tokens = self.config.frames * self.config.tokens_per_frame
         decoding = self._deep.decoding(self._embedded, cos_sin=self._cos_sin, tokens=tokens, guide=self._guide)
-        return _Remembered(decoding, self._z[:, : self.config.tokens_per_frame])
+        return _WarmStart(decoding, self._z[:, : self.config.tokens_per_frame])
 
     def read(self, u: Float[Tensor, "n frames positions inner"]) -> None:
         """Replace the context by known frames, in one pass; only the last ``context_frames`` of them are used."""
@@ -133,7 +134,7 @@ class VideoDecoding:
     def frame(
         self, z: Float[Tensor, "n positions inner"], on_tokens: OnTokens | None = None
     ) -> tuple[Float[Tensor, "n positions inner"], SolveInfo]:
-        """Decode the next frame of u from its noise; return it and the convergence of the inversion."""
+        """Decode u of the next frame from its noise; return it and the convergence of the inversion."""
         config = self.config
         positions = config.tokens_per_frame
         if self._num_frames == config.frames:
@@ -160,43 +161,46 @@ class VideoDecoding:
     def shallow_inverse(
         self, u: Float[Tensor, "n frames positions inner"], after: Callable[[], None] | None = None
     ) -> tuple[Float[Tensor, "n frames positions inner"], list[SolveInfo]]:
-        """Compute tokens of the latents from u, each frame by itself; ``after`` is called after each block."""
-        x = u.flatten(0, 1)
+        """Compute tokens of the latents from u, frame by frame; return them and the convergence of each block.
+
+        ``after`` is called after each block.
+        """
+        x = u.flatten(0, 1)  # frames are further samples of the batch
         unconditional, cos_sin = (
             EmbeddedConditioning.zeros(len(x), self.config.hidden_size, x.device),
             self.config.rotary_tables(None, x.device),
         )
         solver = self.solver
         if solver is not None:
-            # near the data, all tokens of a frame converge within a few iterations
+            # a whole frame is one window: in the shallow blocks all tokens converge within a few iterations
             solver = Jacobi(self.config.tokens_per_frame, solver.tolerance, solver.max_iterations)
-        solves = []
+        infos = []
         for block in reversed(self._shallow):
             decoding, z = block.decoding(unconditional, cos_sin=cos_sin), block.ordered(x).float()
             inverse, info = sequential_invert(decoding, z) if solver is None else jacobi_invert(decoding, z, solver)
             x = block.ordered(inverse)
-            solves.append(info)
+            infos.append(info)
             if after is not None:
                 after()
-        return x.view(u.shape), solves
+        return x.view(u.shape), infos
 
     def decode(
         self,
-        z: Float[Tensor, "n made positions inner"],
+        z: Float[Tensor, "n new positions inner"],
         known: Float[Tensor, "n given positions inner"] | None,
         finish: Callable[[Tensor], Tensor],
         on_step: OnStep | None,
     ) -> tuple[Float[Tensor, "n frames positions inner"], list[SolveInfo]]:
-        """Decode whole videos; see `StarFlow.invert`.
+        """Decode complete videos; see `StarFlow.invert`.
 
         Args:
             z: noise of the frames to decode.
             known: u of the frames before them.
-            finish: makes samples of tokens, for `SamplingStep.estimate`.
+            finish: converts tokens of latents to samples, for `SamplingStep.estimate`.
             on_step: called after each window of the deep block and after each shallow block.
 
         Returns:
-            Tokens of the latents of all frames, and how each inversion was solved.
+            Tokens of the latents of all frames, and the convergence of each inversion.
 
         Raises:
             NonFiniteSample: block, frame and token are named.
@@ -206,16 +210,17 @@ class VideoDecoding:
         if known is not None:
             self.read(known)
         window = 1 if self.solver is None else self.solver.window
-        a_frame = -(-config.tokens_per_frame // window)
-        total, done = z.shape[1] * a_frame + len(self._shallow), 0
-        given = len(frames)
-        length = given + z.shape[1]
-        solves: list[SolveInfo] = []
+        windows_per_frame = -(-config.tokens_per_frame // window)
+        total, done = z.shape[1] * windows_per_frame + len(self._shallow), 0
+        num_known = len(frames)
+        length = num_known + z.shape[1]
+        infos: list[SolveInfo] = []
 
         def estimate() -> Tensor:
-            held = self._x.view(self.n, config.frames, config.tokens_per_frame, -1)
-            begun = [*frames] if len(frames) == length else [*frames, held[:, self._num_frames]]
-            tokens, _ = self.shallow_inverse(torch.stack(begun + begun[-1:] * (length - len(begun)), 1))
+            """The videos so far; the frame that is being decoded is repeated for all later ones."""
+            context = self._x.view(self.n, config.frames, config.tokens_per_frame, -1)
+            current = [*frames] if len(frames) == length else [*frames, context[:, self._num_frames]]
+            tokens, _ = self.shallow_inverse(torch.stack(current + current[-1:] * (length - len(current)), 1))
             return finish(tokens)
 
         def advance() -> None:
@@ -227,21 +232,27 @@ class VideoDecoding:
         for index in range(z.shape[1]):
             u, info = self.frame(z[:, index], lambda _, __: advance())
             frames.append(u)
-            solves.append(info)
-            self.check_finite(u, len(config.layers_per_block) - 1, given + index)
-        tokens, more = self.shallow_inverse(torch.stack(frames, 1), advance)
+            infos.append(info)
+            self.check_finite(u, len(config.layers_per_block) - 1, num_known + index)
+        tokens, shallow_infos = self.shallow_inverse(torch.stack(frames, 1), advance)
         self.check_finite(tokens.flatten(2), 0, None)
-        return tokens, [*solves, *more]
+        return tokens, [*infos, *shallow_infos]
 
     def check_finite(self, x: Tensor, block: int, frame: int | None) -> None:
-        """Refuse values that are not finite, in one frame, or in a whole video with ``frame`` None."""
-        bad = (~x.isfinite()).nonzero()
-        if len(bad):
-            token = int(bad[0][1])
+        """Refuse values that are not finite.
+
+        Args:
+            x: tokens of one frame (n, positions, inner); with ``frame`` None, frames of a video (n, frames, elements).
+            block: the block that computed x.
+            frame: index of the frame; None for a whole video.
+        """
+        nonfinite = (~x.isfinite()).nonzero()  # one row of indices for each value
+        if len(nonfinite):
+            token = int(nonfinite[0][1])
             where = f"frame {token if frame is None else frame}" if block == 0 else f"token {token} of frame {frame}"
             raise NonFiniteSample(
-                f"sample {int(bad[0][0])} is not finite in block {block}, {where}; lower guidance, another seed or "
-                "weights in float32",
+                f"sample {int(nonfinite[0][0])} is not finite in block {block}, {where}; lower guidance, take another "
+                "seed, or use weights in float32",
                 step=0 if frame is None else frame,
                 block=block,
                 token=token,

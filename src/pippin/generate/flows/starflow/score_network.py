@@ -1,10 +1,10 @@
-r"""The score network of STARFlow-V: trained on the score of the flow's density, and used to denoise samples.
+r"""The score network of STARFlow-V: it learns the score of the flow's density, and denoises samples.
 
 Notable here:
 - a flow is trained on noisy samples, so its samples are noisy; the score of its density points to the clean ones
-- the exact score needs a backward pass through the flow, and is as rough as the flow; the network is smooth, has no
-  order of tokens, and costs one forward pass
-- frames attend to frames before them and to one frame ahead, whatever the depth, so a stream is one frame late
+- the exact score needs a backward pass through the flow and has its artifacts; the network is smooth, is not
+  autoregressive, and costs one forward pass
+- frames attend to earlier frames and to one frame ahead, at any depth, so a stream is delayed by one frame
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class ScoreConfig:
 
     Attributes:
         num_hidden_layers: number of transformer layers.
-        hidden_size: of its tokens.
-        num_attention_heads: of its attention.
-        window: number of frames that a layer attends to, its own among them.
+        hidden_size: dimension of the hidden states.
+        num_attention_heads: number of attention heads.
+        window: number of frames that a frame attends to in each layer, including itself.
 
     Raises:
         InvalidArgument: a number below 1.
@@ -50,13 +50,13 @@ class ScoreConfig:
 
 
 class ScoreNetwork(nn.Module):
-    r"""$s_\phi(\tilde x)$, about $\sigma \nabla_{\tilde x}(-\log p(\tilde x))$: near the noise that was added, over σ.
+    r"""$s_\phi(\tilde x) \approx \sigma \nabla_{\tilde x}(-\log p(\tilde x))$, the noise in $\tilde x$ over σ.
 
     Args:
-        config: its size.
-        inner: elements of a token.
+        config: the configuration.
+        inner: number of elements of a token.
         size: rows and columns of tokens of a frame.
-        condition: the conditions that it reads.
+        condition: the conditions that the network reads.
     """
 
     def __init__(self, config: ScoreConfig, inner: int, size: tuple[int, int], condition: ConditioningSpec) -> None:
@@ -76,9 +76,9 @@ class ScoreNetwork(nn.Module):
     def forward(
         self, tokens: Float[Tensor, "n frames positions inner"], condition: Conditioning | None = None
     ) -> Float[Tensor, "n frames positions inner"]:
-        """The score of every token, times σ."""
+        r"""$s_\phi$ of every token, float32; None for the null condition."""
         n, frames, positions, inner = tokens.shape
-        hidden = self.into(tokens.reshape(n, frames * positions, inner))
+        hidden = self.into(tokens.reshape(n, frames * positions, inner))  # frames are one sequence
         cos_sin = axial_tables(
             grid_positions(frames, *self.size).to(tokens.device),
             self.config.hidden_size // self.config.num_attention_heads,
@@ -86,14 +86,15 @@ class ScoreNetwork(nn.Module):
         embedded = self.embedding(condition, n)
         vector = None if self.embedding.spec.empty else embedded.vector[:, None]
         for number, block in enumerate(self.blocks):
-            seen = frame_mask(frames, positions, self.config.window, ahead=1 if number == 0 else 0)
-            hidden = block(hidden, cos_sin, MaskedCache(seen.to(tokens.device)), number, vector=vector)
+            # only the first layer attends to the next frame, so that the look-ahead does not grow with depth
+            mask = frame_mask(frames, positions, self.config.window, ahead=1 if number == 0 else 0)
+            hidden = block(hidden, cos_sin, MaskedCache(mask.to(tokens.device)), number, vector=vector)
         out: Tensor = self.head(self.norm(hidden))
         return out.float().view(n, frames, positions, inner)
 
     @torch.no_grad()
     def initialize(self, generator: torch.Generator) -> ScoreNetwork:
-        """Random weights, and scores of zero."""
+        """Set random weights, with which the scores are zero."""
         self.embedding.initialize(generator)
         self.into.weight.normal_(0.0, self.into.inputs**-0.5, generator=generator)
         for block in self.blocks:
@@ -104,11 +105,11 @@ class ScoreNetwork(nn.Module):
 
 
 def frame_mask(frames: int, positions: int, window: int, *, ahead: int = 0) -> Bool[Tensor, "1 1 tokens tokens"]:
-    """Who sees whom: tokens of one frame see each other, ``window - 1`` frames before theirs and ``ahead`` behind it.
+    """Attention mask of tokens to their own frame, to ``window - 1`` frames before it and to ``ahead`` after it.
 
     >>> frame_mask(3, 1, 2, ahead=1)[0, 0].int().tolist()
     [[1, 1, 0], [1, 1, 1], [0, 1, 1]]
     """
-    number = torch.arange(frames).repeat_interleave(positions)
-    back = number[:, None] - number[None, :]
-    return ((back < window) & (back >= -ahead))[None, None]
+    frame = torch.arange(frames).repeat_interleave(positions)  # frame of each token
+    distance = frame[:, None] - frame[None, :]
+    return ((distance < window) & (distance >= -ahead))[None, None]

@@ -1,8 +1,8 @@
-r"""Parts of DART: the attention mask and cache over views, and a flow-matching head for single patches.
+r"""Parts of DART: a KV cache with block-causal attention, and a flow-matching head for single patches.
 
 Notable here:
-- blocks of tokens attend to themselves and all blocks before them, in training and in sampling, with one cache
-- the head is a small flow for each token: it samples from the distribution of a patch, where a mean would be blurred
+- blocks of tokens attend to themselves and to all blocks before them, by one cache in training and in sampling
+- the head samples from the distribution of a patch, where its mean would be blurred
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from pippin.nn.time_embedding import TimedHead, TimeEmbedding
 
 
 class BlockCache:
-    """KV cache of a sequence of blocks; whole blocks are added, one or more at a time.
+    """KV cache of a sequence of blocks; complete blocks are appended, one or more at a time.
 
     Args:
-        layers: layers with keys of their own.
+        layers: number of layers.
         blocks: block index of each position, not decreasing; all blocks attend to block 0.
-        alone: whether a block attends only to itself and block 0, rather than to all before it.
-        there: which of the first positions are present, for each sample; None for all.
+        only_own: whether a block attends only to itself and block 0, rather than to all before it.
+        prefix_mask: false where one of the first positions is padding, for each sample; None without padding.
 
     Raises:
         InvalidArgument: on `append`, more tokens than positions.
@@ -37,13 +37,13 @@ class BlockCache:
         layers: int,
         blocks: Int[Tensor, positions],
         *,
-        alone: bool = False,
-        there: Bool[Tensor, "n first"] | None = None,
+        only_own: bool = False,
+        prefix_mask: Bool[Tensor, "n first"] | None = None,
     ) -> None:
-        self.blocks, self.alone, self.there = blocks, alone, there
+        self.blocks, self.only_own, self.prefix_mask = blocks, only_own, prefix_mask
         self.positions: None = None
         self._length = 0
-        self._kept: list[tuple[Tensor, Tensor] | None] = [None] * layers
+        self._cached: list[tuple[Tensor, Tensor] | None] = [None] * layers
         self._mask: tuple[int, int, Tensor | None] | None = None
 
     @property
@@ -52,19 +52,19 @@ class BlockCache:
         return self._length
 
     def append(self, layer: int, k: New, v: New, window: int | None) -> VisibleKeyValues:
-        """Append the new keys and values to the cached ones; returns what the new tokens attend to."""
+        """Append new keys and values to the cached ones; returns those that the new tokens attend to."""
         start, new, capacity = self._length, k.shape[2], len(self.blocks)
         if start + new > capacity:
             raise InvalidArgument(f"a sequence of {capacity} positions holds {start} tokens and was given {new} more")
         keys, values = k, v
-        if new < capacity:  # a whole sequence at once needs no cache
-            kept = self._kept[layer]
-            if kept is None:
-                kept = self._kept[layer] = tuple(x.new_empty(*x.shape[:2], capacity, x.shape[3]) for x in (k, v))  # type: ignore[assignment]
-            assert kept is not None
-            for cached, x in zip(kept, (k, v), strict=True):
-                cached[:, :, start : start + new] = x
-            keys, values = (x[:, :, : start + new] for x in kept)
+        if new < capacity:  # a complete sequence in one pass needs no cache
+            cached = self._cached[layer]
+            if cached is None:
+                cached = self._cached[layer] = tuple(x.new_empty(*x.shape[:2], capacity, x.shape[3]) for x in (k, v))  # type: ignore[assignment]
+            assert cached is not None
+            for buffer, x in zip(cached, (k, v), strict=True):
+                buffer[:, :, start : start + new] = x
+            keys, values = (x[:, :, : start + new] for x in cached)
         mask = self.mask(start, new)
         return BidirectionalCache().append(layer, keys, values, window) if mask is None else (keys, values, mask)
 
@@ -73,25 +73,25 @@ class BlockCache:
         self._length += new
 
     def mask(self, start: int, new: int) -> Bool[Tensor, "#n 1 new seen"] | None:
-        """The attention mask; None if all attend to everything."""
+        """The attention mask of the new tokens; None if they attend to all positions."""
         if self._mask is None or self._mask[:2] != (start, new):
-            asks, seen = self.blocks[start : start + new, None], self.blocks[None, : start + new]
-            visible = (seen == asks) | (seen == 0) if self.alone else seen <= asks
+            queries, keys = self.blocks[start : start + new, None], self.blocks[None, : start + new]
+            visible = (keys == queries) | (keys == 0) if self.only_own else keys <= queries  # (new, start + new)
             visible = visible[None, None]
-            if self.there is not None:
-                there = F.pad(self.there, (0, start + new - self.there.shape[1]), value=True)
-                visible = visible & there[:, None, None]
+            if self.prefix_mask is not None:
+                mask = F.pad(self.prefix_mask, (0, start + new - self.prefix_mask.shape[1]), value=True)
+                visible = visible & mask[:, None, None]  # (n, 1, new, start + new)
             self._mask = (start, new, None if bool(visible.all()) else visible)
         return self._mask[2]
 
 
 class FlowHead(nn.Module):
-    r"""The velocity $u(z_\tau, \tau, h)$ that carries noise ($\tau = 1$) to one token ($\tau = 0$), given its state h.
+    r"""Flow-matching head: the velocity $u(z_\tau, \tau, h)$ from a token ($\tau = 0$) to noise ($\tau = 1$).
 
     Args:
-        inner: elements of a token.
-        width: of the state and inside.
-        layers: residual layers of two matrices each.
+        inner: number of elements of a token.
+        width: dimension of the transformer's hidden state h and of the head's layers.
+        layers: number of residual layers of two matrices each.
 
     Source: Gu et al. 2025, arXiv:2410.08159, section 3.3; the layers are those of Li et al. 2024, arXiv:2406.11838.
     """
@@ -110,18 +110,18 @@ class FlowHead(nn.Module):
         self, z: Float[Tensor, "*batch inner"], tau: Float[Tensor, "*batch"], state: Float[Tensor, "*batch width"]
     ) -> Float[Tensor, "*batch inner"]:
         """The velocity of each token, float32."""
-        told = self.state(state) + self.time(tau)
+        vector = self.state(state) + self.time(tau)
         x = self.read(z)
         for adapt, up, down in zip(self.adapt, self.up, self.down, strict=True):
-            shift, scale, gate = adapt(F.silu(told)).chunk(3, -1)
+            shift, scale, gate = adapt(F.silu(vector)).chunk(3, -1)
             y = torch.addcmul(shift, F.layer_norm(x, x.shape[-1:]), 1 + scale)
             x = x + gate * down(F.silu(up(y)))
-        out: Tensor = self.out(x[..., None, :], told)[..., 0, :]
+        out: Tensor = self.out(x[..., None, :], vector)[..., 0, :]  # the head reads (..., tokens, width)
         return out
 
     @torch.no_grad()
     def initialize(self, generator: torch.Generator) -> FlowHead:
-        """Random weights; the adaptive parts, and the velocity, start at zero."""
+        """Set random weights; modulation and velocity are zero at first."""
         for layer in [self.read, self.state, *self.up, *self.down, *self.adapt]:
             assert isinstance(layer, Linear)
             assert layer.bias is not None

@@ -1,9 +1,9 @@
 r"""Training objective of DART: all noise levels of each sample in one pass.
 
 Notable here:
-- the weights of the bound fall so fast that with few steps the clearest view takes nearly all; by default each level
-  gets a minimum share
-- the flow of a head is trained together with the mean, from the same states
+- the weights of the likelihood bound fall so fast that with few steps the clearest view dominates; by default each
+  level has a minimum weight
+- a flow-matching head is trained together with the mean, from the same hidden states
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from pippin.train.objective import Loss
 class NoisyViews:
     r"""$\sum_t \omega_t \lVert \hat x_0(x_{t:T}) - x_0 \rVert^2$ in one pass; an objective for `pippin.train.Trainer`.
 
-    Squared errors are means over the elements of a sample, weights have a mean of 1 over the levels. With a flow as
-    head, $\lVert u(z_\tau, \tau, h) - (e - x_0) \rVert^2$ at $z_\tau = (1 - \tau) x_0 + \tau e$ is added, with one
-    uniform $\tau$ for each token. Metrics: "first", "middle" and "last", the squared error from the noisiest view
-    alone, from half of them and from all.
+    Squared errors are means over the elements of a sample, weights have a mean of 1 over the levels. With a
+    flow-matching head, $\lVert u(z_\tau, \tau, h) - (e - x_0) \rVert^2$ at $z_\tau = (1 - \tau) x_0 + \tau e$ is added,
+    with one uniform $\tau$ for each token. Metrics: "first", "middle" and "last", the squared error of the prediction
+    from the noisiest view, from half of the views and from all; and "flow", the loss of the flow-matching head.
 
     Args:
         weighting: see `NomadSchedule.weights`; None for "snr" from 16 steps on, and "clipped" below, where the clearest
-            view would take nearly all of the loss.
+            view would dominate the loss.
         condition_dropout: probability of replacing a condition by the null condition, where the model has one.
 
     Raises:
@@ -49,30 +49,30 @@ class NoisyViews:
         self.weighting, self.condition_dropout = weighting, condition_dropout
 
     def __call__(self, model: nn.Module, batch: Samples, generator: torch.Generator) -> Loss:
-        """The loss of a batch."""
+        """The loss of a batch, summed over samples."""
         config: DartConfig = model.config  # type: ignore[assignment]
         check_samples(batch.x, config.shape)
         condition, n, device = batch.condition, len(batch), batch.x.device
         if condition is not None and self.condition_dropout and config.condition.null:
             condition = condition.dropout(self.condition_dropout, generator)
         noise = torch.randn(n, config.steps, *config.shape, generator=generator, device=device)
-        guess, states = model(batch.x, noise, condition)
-        wanted = patchify(batch.x, config.patch_size)[:, None]
-        wrong = (guess - wanted).square().mean((2, 3))
+        predicted, states = model(batch.x, noise, condition)  # (n, steps, tokens, inner)
+        patches = patchify(batch.x, config.patch_size)[:, None]
+        errors = (predicted - patches).square().mean((2, 3))  # (n, steps), the noisiest first
         weights = config.schedule.weights(self.weighting or ("snr" if config.steps >= 16 else "clipped"))
-        total = (wrong * torch.tensor(weights[::-1], device=device)).mean(1).sum()
-        named = {"first": 0, "middle": config.steps // 2, "last": config.steps - 1}
-        metrics = {name: wrong[:, at].detach().sum() for name, at in named.items()}
+        total = (errors * torch.tensor(weights[::-1], device=device)).mean(1).sum()
+        levels = {"first": 0, "middle": config.steps // 2, "last": config.steps - 1}
+        metrics = {name: errors[:, level].detach().sum() for name, level in levels.items()}
         if config.head == "fm":
-            flowing = _flow_loss(model, wanted.expand_as(guess), states, generator)
-            total, metrics["flow"] = total + flowing, flowing.detach()
+            flow_loss = _flow_loss(model, patches.expand_as(predicted), states, generator)
+            total, metrics["flow"] = total + flow_loss, flow_loss.detach()
         return Loss(total, n, metrics)
 
 
-def _flow_loss(model: Any, wanted: Tensor, states: Tensor, generator: torch.Generator) -> Tensor:
-    """The squared error of the flow's velocity, summed over samples."""
-    noise = torch.randn(wanted.shape, generator=generator, device=wanted.device)
-    tau = torch.rand(wanted.shape[:-1], generator=generator, device=wanted.device)
-    velocity = model.flow(torch.lerp(wanted, noise, tau[..., None]), tau, states)
-    loss: Tensor = (velocity - (noise - wanted)).square().mean((1, 2, 3)).sum()
+def _flow_loss(model: Any, patches: Tensor, states: Tensor, generator: torch.Generator) -> Tensor:
+    """The flow-matching loss: the squared error of the velocity, summed over samples."""
+    noise = torch.randn(patches.shape, generator=generator, device=patches.device)
+    tau = torch.rand(patches.shape[:-1], generator=generator, device=patches.device)
+    velocity = model.flow(torch.lerp(patches, noise, tau[..., None]), tau, states)
+    loss: Tensor = (velocity - (noise - patches)).square().mean((1, 2, 3)).sum()
     return loss

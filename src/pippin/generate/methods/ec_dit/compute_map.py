@@ -1,8 +1,8 @@
-"""Where in an image a network with experts spends its work: experts per token, layer by layer.
+"""Compute maps: the number of experts that process each patch of an image, for each layer with experts.
 
 Notable here:
-- a map is counted in the pass itself, from the tokens that experts took; nothing is estimated
-- a map of a router that was never trained looks like a map, too: compare with one before drawing conclusions
+- experts are counted during a forward pass, from the router's assignments
+- an untrained router also gives a map with structure: compare with it before drawing conclusions
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def compute_map(
     t: float | Float[Tensor, n],
     condition: Conditioning | None = None,
 ) -> Int[Tensor, "n layers rows columns"]:
-    """Experts that work on each patch of noisy images, in every layer that has experts.
+    """Number of experts that process each patch of noised images, in every layer with experts.
 
     Args:
-        model: a `DiT` with experts, or a diffusion model around one.
-        x: noisy images, as the model meets them at these times.
-        t: their times.
-        condition: of each sample.
+        model: a `DiT` with experts, or a diffusion model with one.
+        x: images noised to time t.
+        t: time of all images, or of each.
+        condition: condition of each image; None for the null condition.
 
     Raises:
         InvalidArgument: a network without experts.
@@ -43,44 +43,44 @@ def compute_map(
     network = dit_of(model)
     layers = [m for m in network.modules() if isinstance(m, (ExpertChoiceFFN, TokenChoiceFFN))]
     if not layers:
-        raise InvalidArgument("the network has no experts, so every patch gets the same; see DiTConfig(feed_forward=)")
-    before, training = [layer.capture for layer in layers], network.training
+        raise InvalidArgument("the network has no experts; see feed_forward of DiTConfig")
+    captures, training = [layer.capture for layer in layers], network.training
     times = torch.as_tensor(t, dtype=torch.float32, device=x.device).expand(len(x))
     try:
         network.eval()
         for layer in layers:
             layer.capture = True
         network(x, times, condition)
-        taken = [layer.last_routing.per_token for layer in layers if layer.last_routing is not None]
+        counts = [layer.last_routing.per_token for layer in layers if layer.last_routing is not None]
     finally:
         network.train(training)
-        for layer, capture in zip(layers, before, strict=True):
+        for layer, capture in zip(layers, captures, strict=True):
             layer.capture = capture
             layer.last_routing = None
-    return torch.stack(taken, 1).view(len(x), len(layers), network.rows, network.columns)
+    return torch.stack(counts, 1).view(len(x), len(layers), network.rows, network.columns)
 
 
 def dit_of(model: nn.Module) -> DiT:
-    """The diffusion transformer in a model.
+    """The first `DiT` among a model's modules.
 
     Raises:
-        InvalidArgument: there is none.
+        InvalidArgument: the model has none.
     """
     for module in model.modules():
         if isinstance(module, DiT):
             return module
-    raise InvalidArgument(f"{type(model).__name__} holds no DiT; experts are a part of that network alone")
+    raise InvalidArgument(f"{type(model).__name__} holds no DiT, the only network with experts")
 
 
 def plot_compute_map(
     maps: Int[Tensor, "n layers rows columns"], images: Float[Tensor, "images channels height width"], path: Path
 ) -> None:
-    """Draw each image beside the maps of its layers.
+    """Plot each image next to the maps of its layers.
 
     Args:
-        maps: as `compute_map` counts them.
-        images: from -1 to 1, as clean as they are there.
-        path: of the image; its suffix chooses the format (.png, .svg, .pdf).
+        maps: results of `compute_map`.
+        images: the images without noise, from -1 to 1.
+        path: file to write; its suffix chooses the format (.png, .svg, .pdf).
 
     Raises:
         InvalidArgument: maps and images of different numbers.
@@ -91,17 +91,17 @@ def plot_compute_map(
     layers = maps.shape[1]
     figure = plotting.new(1.6 * (layers + 1), 1.6 * len(maps))
     axes = figure.subplots(len(maps), layers + 1, squeeze=False)
-    shown = None
-    for row, (picture, layered) in enumerate(zip(images, maps, strict=True)):
-        image = ((picture.detach().float().cpu() + 1) / 2).clamp(0, 1).permute(1, 2, 0).numpy()
-        axes[row, 0].imshow(image if image.shape[-1] == 3 else image[..., 0], cmap="gray", vmin=0, vmax=1)
+    mappable = None
+    for row, (image, layer_maps) in enumerate(zip(images, maps, strict=True)):
+        pixels = ((image.detach().float().cpu() + 1) / 2).clamp(0, 1).permute(1, 2, 0).numpy()  # (h, w, channels)
+        axes[row, 0].imshow(pixels if pixels.shape[-1] == 3 else pixels[..., 0], cmap="gray", vmin=0, vmax=1)
         for layer in range(layers):
-            counts = layered[layer].cpu().numpy()
-            shown = axes[row, layer + 1].imshow(counts, cmap="magma", vmin=0, vmax=int(maps.max()))
+            counts = layer_maps[layer].cpu().numpy()
+            mappable = axes[row, layer + 1].imshow(counts, cmap="magma", vmin=0, vmax=int(maps.max()))
             if row == 0:
                 axes[row, layer + 1].set_title(f"layer with experts {layer + 1}", fontsize=7)
     for axis in axes.flat:
         axis.set_xticks([])
         axis.set_yticks([])
-    figure.colorbar(shown, ax=axes, label="experts per patch")  # type: ignore[arg-type]
+    figure.colorbar(mappable, ax=axes, label="experts per patch")  # type: ignore[arg-type]
     plotting.save(figure, path, dpi=120)

@@ -1,4 +1,4 @@
-"""SimGAN: adversarial refinement of simulated images with their labels kept."""
+"""SimGAN: adversarial refinement of simulated images that preserves their labels."""
 
 import lazy_loader
 

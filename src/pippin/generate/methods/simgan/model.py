@@ -1,8 +1,8 @@
 """SimGAN: a refiner that makes synthetic images look real and preserves their annotations, and its local discriminator.
 
 Notable here:
-- the refiner adds to its input and its last layer is zero at first: it starts as the identity, so the paper's first
-  phase, training on self-regularization alone, is not needed
+- the refiner adds a residual to its input and its last layer is zero at first: it starts as the identity, so the
+  paper's first phase, training on self-regularization alone, is not needed
 - the discriminator classifies patches, so that changes stay local
 - a history of refined images keeps the discriminator from forgetting artifacts of earlier refiners
 """
@@ -25,9 +25,10 @@ from pippin.core.errors import InvalidArgument, InvalidInput
 from pippin.core.formats import checkpoint
 
 Regularizer = Literal["identity", "gradient", "channel_mean"] | Callable[[Tensor], Tensor]
-"""What of an image the refiner is to keep: its pixels, their differences (so that brightness may change), the mean
-over its channels (so that color may change), or any function of a batch."""
-_ROWS: Final = 256
+"""Feature map of self-regularization, whose change is penalized: the pixels, their differences (so that brightness may
+change), the mean over channels (so that color may change), or any function of a batch of images."""
+_BATCH_SIZE: Final = 256
+"""Batch size of `SimRefiner.refine`."""
 
 
 @checked
@@ -37,11 +38,11 @@ class RefinerConfig:
 
     Attributes:
         shape: (channels, height, width) of the images.
-        channels: of the refiner's hidden layers.
-        num_blocks: residual blocks of two convolutions each.
-        discriminator_channels: channels of the discriminator's convolutions.
-        discriminator_strides: their strides; more means larger patches.
-        discriminator_pool: whether a maximum over 3 by 3 stands before its last 3 by 3 convolution.
+        channels: channels of the refiner's hidden layers.
+        num_blocks: number of residual blocks of two convolutions each.
+        discriminator_channels: channels of each convolution of the discriminator.
+        discriminator_strides: their strides; larger strides mean larger patches.
+        discriminator_pool: whether 3 by 3 max pooling precedes the last of these convolutions.
 
     Raises:
         InvalidArgument: numbers out of range.
@@ -63,15 +64,15 @@ class RefinerConfig:
 
 
 class SimRefiner(nn.Module):
-    """The refiner R: images of a simulator to images of the same shape that look real.
+    """The refiner R: maps images of a simulator to images of the same shape that look real.
 
     Args:
         config: the configuration.
-        seed: of the first weights.
+        seed: seed of the initial weights.
 
     Attributes:
         config: the configuration.
-        metadata: what is to be known beside it, as JSON values; saved with it.
+        metadata: JSON values that are saved with the model.
 
     Source: "Learning from Simulated and Unsupervised Images through Adversarial Training" (arXiv:1612.07828), 2.1.
 
@@ -88,7 +89,7 @@ class SimRefiner(nn.Module):
         self.config = config
         self.metadata: dict[str, Any] = {}
         channels, width = config.shape[0], config.channels
-        with torch.random.fork_rng([]):  # layers draw their first weights from the global generator
+        with torch.random.fork_rng([]):  # layers sample their initial weights from the global generator
             self.first = nn.Conv2d(channels, width, 3, padding=1)
             self.blocks = nn.Sequential(*(_Block(width) for _ in range(config.num_blocks)))
             self.last = nn.Conv2d(width, channels, 1)
@@ -97,37 +98,37 @@ class SimRefiner(nn.Module):
             self.last.weight.zero_()
 
     def forward(self, x: Float[Tensor, "n channels height width"]) -> Float[Tensor, "n channels height width"]:
-        """Refined images, about from -1 to 1."""
+        """Refined images, from about -1 to 1."""
         return x + torch.as_tensor(self.last(self.blocks(F.relu(self.first(x)))))
 
     @torch.no_grad()
     def refine(self, x: Float[Tensor, "n ..."]) -> Float[Tensor, "n ..."]:
-        """Refine images from -1 to 1, in parts, without gradients; the result is clipped to that range.
+        """Refine images from -1 to 1, in batches, without gradients; the result is clipped to that range.
 
         Raises:
             InvalidArgument: images of another shape.
             InvalidInput: pixels that are not finite, or outside -1 to 1.
         """
         check_images(x, self.config.shape, "images")
-        place = self.first.weight.device
-        parts = [self(part.to(place, torch.float32)).clamp(-1, 1).to(x.device) for part in x.split(_ROWS)]
-        return torch.cat(parts)
+        device = self.first.weight.device
+        batches = [self(batch.to(device, torch.float32)).clamp(-1, 1).to(x.device) for batch in x.split(_BATCH_SIZE)]
+        return torch.cat(batches)
 
     def refine_dataset(self, images: Float[Tensor, "n ..."], labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Refined images with the labels that they came with: what a model for the real world is trained on.
+        """Refined images with their labels, to train a model for real images on.
 
         Raises:
-            InvalidInput: labels of another number of images; and as `refine`.
+            InvalidInput: another number of labels than of images; and as `refine`.
         """
         if len(labels) != len(images):
-            raise InvalidInput(f"{len(labels)} labels for {len(images)} images")
+            raise InvalidInput(f"{len(labels)} labels for {len(images)} images; give one for each")
         return self.refine(images), labels
 
     def save(self, path: str | Path) -> None:
-        """Write a folder that `load` reads; one already there is replaced, whole or not at all.
+        """Write the model to a folder that `load` reads; an existing model there is replaced atomically.
 
         Raises:
-            DiskFull: nothing was written.
+            DiskFull: the disk is full; nothing was written.
         """
         checkpoint.save(self, path, model_type=self.model_type, config=self.config, metadata=self.metadata)
 
@@ -141,7 +142,7 @@ class SimRefiner(nn.Module):
 
         Raises:
             ModelNotFound: there is no such folder.
-            UnsupportedModel: it holds another kind of model.
+            UnsupportedModel: the folder holds another kind of model.
             CorruptedFile: a file is damaged.
         """
 
@@ -167,11 +168,11 @@ class _Block(nn.Module):
 
 
 class PatchDiscriminator(nn.Module):
-    """The discriminator D: for each patch the log-odds that it was refined (the difference of the paper's two logits).
+    """The discriminator D: the logit of each patch being refined (the difference of the paper's two logits).
 
     Args:
         config: the configuration.
-        seed: of the first weights.
+        seed: seed of the initial weights.
 
     Source: arXiv:1612.07828, section 2.2.
     """
@@ -190,7 +191,7 @@ class PatchDiscriminator(nn.Module):
     @property
     def patch(self) -> int:
         """Side of the receptive field of one output, in pixels."""
-        side, step = 1, 1
+        side, step = 1, 1  # a layer over 3 by 3 adds 2 steps, a step being the product of the strides before
         for index, stride in enumerate(self.config.discriminator_strides):
             if self.config.discriminator_pool and index == len(self.layers) - 1:
                 side += 2 * step
@@ -199,7 +200,7 @@ class PatchDiscriminator(nn.Module):
         return side
 
     def forward(self, x: Float[Tensor, "n channels height width"]) -> Float[Tensor, "n rows columns"]:
-        """The log-odds of each patch."""
+        """The logit of each patch; positive for refined."""
         for index, layer in enumerate(self.layers):
             if self.config.discriminator_pool and index == len(self.layers) - 1:
                 x = F.max_pool2d(x, 3, 1, 1)
@@ -208,11 +209,14 @@ class PatchDiscriminator(nn.Module):
 
 
 class HistoryBuffer:
-    """Refined images of earlier steps, some of which the discriminator sees again.
+    """A buffer of refined images of earlier steps, of which the discriminator's batches are partly made.
 
     Args:
         capacity: maximum number of stored images.
         seed: seed of the sampled and replaced images.
+
+    Attributes:
+        images: the stored images; None before the first `mix`.
 
     Source: arXiv:1612.07828, section 2.3.
     """
@@ -220,76 +224,82 @@ class HistoryBuffer:
     @checked
     def __init__(self, capacity: Annotated[int, Ge(2)], *, seed: int = 0) -> None:
         self.capacity = capacity
-        self.pictures: Tensor | None = None
+        self.images: Tensor | None = None
         self._generator = torch.Generator().manual_seed(seed)
 
     def __len__(self) -> int:
-        return 0 if self.pictures is None else len(self.pictures)
+        return 0 if self.images is None else len(self.images)
 
     def mix(self, current: Float[Tensor, "n ..."]) -> Float[Tensor, "n ..."]:
-        """Half of the current images and as many earlier ones; then half of the current replace earlier ones.
+        """A batch of half of the current images and as many stored ones; half of the current ones replace stored ones.
 
-        Before the buffer is full, the current ones go into it and are given back as they are.
+        Until the buffer is full, the current images are stored, and returned unchanged.
 
         Raises:
             InvalidArgument: an odd number of images, or more than twice the capacity.
         """
         if len(current) % 2 or len(current) // 2 > self.capacity:
-            raise InvalidArgument(f"{len(current)} images cannot be halved into a history of {self.capacity}")
+            raise InvalidArgument(
+                f"{len(current)} images cannot be halved into a history of {self.capacity}; give an even number of at "
+                f"most {2 * self.capacity}"
+            )
         current = current.detach()
         if len(self) < self.capacity:
-            known = [] if self.pictures is None else [self.pictures]
-            self.pictures = torch.cat([*known, current])[: self.capacity]
+            stored = [] if self.images is None else [self.images]
+            self.images = torch.cat([*stored, current])[: self.capacity]
             return current
-        assert self.pictures is not None
+        assert self.images is not None
         half = len(current) // 2
 
-        def sample(of: int) -> Tensor:
-            return torch.randperm(of, generator=self._generator)[:half].to(current.device)
+        def sample(count: int) -> Tensor:
+            """Indices of half a batch among ``count`` images, without replacement."""
+            return torch.randperm(count, generator=self._generator)[:half].to(current.device)
 
-        mixed = torch.cat([current[:half], self.pictures[sample(self.capacity)]])
-        self.pictures[sample(self.capacity)] = current[sample(len(current))]
+        mixed = torch.cat([current[:half], self.images[sample(self.capacity)]])
+        self.images[sample(self.capacity)] = current[sample(len(current))]
         return mixed
 
 
-def regularized_features(x: Float[Tensor, "n channels height width"], what: Regularizer) -> Float[Tensor, "n ..."]:
-    """The features of images that self-regularization preserves (the paper's feature map).
+def regularized_features(
+    x: Float[Tensor, "n channels height width"], regularizer: Regularizer
+) -> Float[Tensor, "n ..."]:
+    """The features of images that self-regularization preserves (the paper's feature map psi).
 
     Raises:
         InvalidArgument: an unknown name.
     """
-    if callable(what):
-        return what(x)
-    if what == "identity":
+    if callable(regularizer):
+        return regularizer(x)
+    if regularizer == "identity":
         return x
-    if what == "channel_mean":
+    if regularizer == "channel_mean":
         return x.mean(1, keepdim=True)
-    if what == "gradient":
+    if regularizer == "gradient":
         down, right = x.diff(dim=2), x.diff(dim=3)
         return torch.cat([down.flatten(1), right.flatten(1)], 1)
-    raise InvalidArgument(f"regularizer {what!r}: choose identity, gradient, channel_mean, or give a function")
+    raise InvalidArgument(f"regularizer {regularizer!r}: choose identity, gradient, channel_mean, or give a function")
 
 
 def check_images(x: Tensor, shape: tuple[int, int, int], name: str) -> None:
-    """Refuse images of another shape, none at all, or outside -1 to 1.
+    """Refuse images that a refiner of images of ``shape`` cannot read; ``name`` says in errors which images these are.
 
     Raises:
-        InvalidArgument: another shape.
-        InvalidInput: no images, another type, or values that are not finite or outside of the range.
+        InvalidArgument: images of another shape.
+        InvalidInput: no images, integers, or values that are not finite or outside -1 to 1.
     """
     if tuple(x.shape[1:]) != shape:
         raise InvalidArgument(f"{name} of shape {tuple(x.shape[1:])}; the refiner's are {shape}")
     if not len(x):
-        raise InvalidInput(f"there are no {name}")
+        raise InvalidInput(f"there are no {name}; give at least one")
     if not x.is_floating_point() or not bool(x.isfinite().all()):
-        raise InvalidInput(f"{name} of type {x.dtype} with or without NaN; give finite floating point from -1 to 1")
+        raise InvalidInput(f"{name} are of type {x.dtype} or hold NaN; give finite floating point from -1 to 1")
     low, high = float(x.min()), float(x.max())
     if low < -1.001 or high > 1.001:
-        raise InvalidInput(f"{name} reach from {low:.3g} to {high:.3g}; scale them to -1 to 1 (levels / 127.5 - 1)")
+        raise InvalidInput(f"{name} range from {low:.3g} to {high:.3g}; scale them to -1 to 1 (levels / 127.5 - 1)")
 
 
 def initialize(model: nn.Module, seed: int) -> None:
-    """Random weights for layers with ReLU between them, and no biases."""
+    """Initialize weights for ReLU (He et al. 2015, arXiv:1502.01852), and biases to zero."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
