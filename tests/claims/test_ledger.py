@@ -253,3 +253,14 @@ def test_a_finished_part_is_measured_once_for_each_folder(tmp_path):
     loose = Scale("smoke")
     loose.measured("soup, seed 0", measure)
     assert len(calls) == 2
+
+
+def test_pairs_are_values_of_the_same_seed():
+    evidence = Evidence()
+    for seed, value in enumerate((1.0, 2.0)):
+        evidence.add("x", value, arm="ours", seed=seed)
+        evidence.add("x", -value, arm="theirs", seed=seed)
+    evidence.add("x", 3.0, arm="late", seed=2)
+    assert evidence.pairs("x", "ours", "theirs") == [(1.0, -1.0), (2.0, -2.0)]
+    with pytest.raises(ClaimError, match="not measured on the same seeds of 'x'"):
+        evidence.pairs("x", "ours", "late")

@@ -226,6 +226,17 @@ class Evidence:
         values = self.each(name, arm)
         return math.nan if any(map(math.isnan, values)) else max(values)
 
+    def pairs(self, name: str, arm: str, other: str) -> list[tuple[float, float]]:
+        """The values of two arms, seed by seed.
+
+        Raises:
+            ClaimError: one of the arms was not measured, or they were not measured on the same seeds.
+        """
+        first, second = self._found(name, arm), self._found(name, other)
+        if [figure.seed for figure in first] != [figure.seed for figure in second]:
+            raise ClaimError(f"{arm!r} and {other!r} were not measured on the same seeds of {name!r}")
+        return [(one.value, two.value) for one, two in zip(first, second, strict=True)]
+
     def paired(self, name: str, arm: str, other: str) -> Paired:
         """The difference of two arms, `arm - other`, over the seeds that both have, with its 95 % interval.
 

@@ -2,7 +2,7 @@
 
 Notable here:
 - a run is never replaced: one that failed or crashed stays beside the one that passed
-- every rule that a run was asked is kept whole, so that old rules and their evidence stay readable
+- every rule that a run was asked is kept in full, so that old rules and their evidence stay readable
 - on reading, each verdict is computed again from the outcomes and must be the one in the file
 """
 
@@ -82,12 +82,12 @@ def read(id: str, results: Path) -> Record:
     """
     path = _path(id, results)
     try:
-        kept = json.loads(path.read_text(encoding="utf-8"))
-        if kept["id"] != id:
-            raise ClaimError(f"{path.name} holds the evidence of {kept['id']!r}")
-        record = Record({key: _rule_from_json(rule) for key, rule in kept["rules"].items()})
-        runs = tuple(_run_from_json(run) for run in kept["runs"])
-        for written, run in zip(kept["runs"], runs, strict=True):
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if data["id"] != id:
+            raise ClaimError(f"{path.name} holds the evidence of {data['id']!r}")
+        record = Record({key: _rule_from_json(rule) for key, rule in data["rules"].items()})
+        runs = tuple(_run_from_json(run) for run in data["runs"])
+        for written, run in zip(data["runs"], runs, strict=True):
             for rule, asked in written["asked"].items():
                 found = record.judge(run, rule)[0]
                 if asked["verdict"] != found:
@@ -118,7 +118,7 @@ def append(stated: Stated, run: Run, results: Path) -> Record:
 
 def write(stated: Stated, record: Record, results: Path) -> None:
     """Write the whole file of a claim."""
-    kept = {
+    data = {
         "id": stated.id,
         "source": stated.source,
         "headline": stated.headline,
@@ -129,7 +129,7 @@ def write(stated: Stated, record: Record, results: Path) -> None:
     path = _path(stated.id, results)
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as file:
-        file.write(f"{json.dumps(kept, indent=1, ensure_ascii=False, allow_nan=False)}\n".encode())
+        file.write(f"{json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False)}\n".encode())
 
 
 def _path(id: str, results: Path) -> Path:
@@ -146,11 +146,11 @@ def _rule_to_json(rule: StatedRule) -> dict[str, Any]:
     return {key: value for key, value in asdict(rule).items() if key != "accept"}
 
 
-def _rule_from_json(kept: dict[str, Any]) -> StatedRule:
-    if "accept" in kept:
-        return StatedRule(kept["version"], "", (), None, (), kept["accept"])
-    conditions = tuple(StatedCondition(**each) for each in kept["conditions"])
-    return StatedRule(**kept | {"negative_controls": tuple(kept["negative_controls"]), "conditions": conditions})
+def _rule_from_json(data: dict[str, Any]) -> StatedRule:
+    if "accept" in data:
+        return StatedRule(data["version"], "", (), None, (), data["accept"])
+    conditions = tuple(StatedCondition(**each) for each in data["conditions"])
+    return StatedRule(**data | {"negative_controls": tuple(data["negative_controls"]), "conditions": conditions})
 
 
 def _run_to_json(record: Record, run: Run) -> dict[str, Any]:
@@ -160,14 +160,14 @@ def _run_to_json(record: Record, run: Run) -> dict[str, Any]:
         one = asdict(figure) | {"value": figure.value if math.isfinite(figure.value) else str(figure.value)}
         figures.append({key: value for key, value in one.items() if value not in (None, "") or key == "seed"})
     asked = {rule: {"verdict": record.judge(run, rule)[0], "outcomes": found} for rule, found in run.outcomes.items()}
-    whole = {key: value for key, value in asdict(run).items() if key not in ("figures", "outcomes")}
-    return {"asked": asked} | whole | {"figures": figures}
+    fields = {key: value for key, value in asdict(run).items() if key not in ("figures", "outcomes")}
+    return {"asked": asked} | fields | {"figures": figures}
 
 
-def _run_from_json(kept: dict[str, Any]) -> Run:
-    asked = {rule: found["outcomes"] for rule, found in kept["asked"].items()}
-    figures = tuple(Figure(**figure | {"value": float(figure["value"])}) for figure in kept["figures"])
-    rest = {key: value for key, value in kept.items() if key not in ("asked", "figures")}
-    if Scale(rest["scale"]).name not in SCALES:
-        raise ValueError(rest["scale"])
-    return Run(**rest, figures=figures, outcomes=asked)
+def _run_from_json(data: dict[str, Any]) -> Run:
+    asked = {rule: found["outcomes"] for rule, found in data["asked"].items()}
+    figures = tuple(Figure(**figure | {"value": float(figure["value"])}) for figure in data["figures"])
+    fields = {key: value for key, value in data.items() if key not in ("asked", "figures")}
+    if Scale(fields["scale"]).name not in SCALES:
+        raise ValueError(fields["scale"])
+    return Run(**fields, figures=figures, outcomes=asked)

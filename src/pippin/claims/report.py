@@ -241,9 +241,9 @@ def _note(stated: Stated, record: Record) -> str | None:
     notes = []
     for scale in (*_COUNTING, "smoke"):
         runs = _asked(stated, record, scale)
-        told = Counter(record.judge(run, stated.rule.hash)[0] for run in runs)
-        if len(told) > 1:
-            notes.append(f"the {len(runs)} {scale} runs differ: " + ", ".join(f"{n} {v}" for v, n in told.items()))
+        verdicts = Counter(record.judge(run, stated.rule.hash)[0] for run in runs)
+        if len(verdicts) > 1:
+            notes.append(f"the {len(runs)} {scale} runs differ: " + ", ".join(f"{n} {v}" for v, n in verdicts.items()))
         elif len(runs) > 1:
             notes.append(f"{len(runs)} {scale} runs with this verdict")
         notes += [f"crashed at {scale}: {run.error}" for run in record.runs if run.scale == scale and run.error]

@@ -52,7 +52,7 @@ SCORES: dict[str, Kind] = {
 
 
 def _above(e: Evidence, name: str, arm: str, other: str, margin: float = 0.0) -> bool:
-    return all(a > b + margin for a, b in zip(e.each(name, arm), e.each(name, other), strict=True))
+    return all(a > b + margin for a, b in e.pairs(name, arm, other))
 
 
 @claim(
@@ -74,14 +74,7 @@ def _above(e: Evidence, name: str, arm: str, other: str, margin: float = 0.0) ->
             "seed (published: 0.904 against 0.557)",
             lambda e, arm: (
                 e.min("AUROC, Fashion-MNIST, MNIST", arm) >= 0.8
-                and all(
-                    a >= b + 0.2
-                    for a, b in zip(
-                        e.each("AUROC, Fashion-MNIST, MNIST", arm),
-                        e.each("AUROC, Fashion-MNIST, MNIST", "likelihood"),
-                        strict=True,
-                    )
-                )
+                and all(a >= b + 0.2 for a, b in e.pairs("AUROC, Fashion-MNIST, MNIST", arm, "likelihood"))
             ),
             headline=True,
         ),
@@ -156,9 +149,9 @@ def run(scale: Scale) -> Evidence:
 def _chain(size: _Size, **changes: Any) -> SGHMCConfig:
     from pippin.bayes.predictors.sghmc import SGHMCConfig
 
-    how: dict[str, Any] = {"lr": 1e-3, "friction": 0.05, "batch_size": 64, "warmup_steps": size.warm_up}
-    how |= {"burn_in_steps": size.burn_in, "num_samples": size.samples, "thinning": size.thin}
-    return SGHMCConfig(**how | changes)
+    options: dict[str, Any] = {"lr": 1e-3, "friction": 0.05, "batch_size": 64, "warmup_steps": size.warm_up}
+    options |= {"burn_in_steps": size.burn_in, "num_samples": size.samples, "thinning": size.thin}
+    return SGHMCConfig(**options | changes)
 
 
 def _fitted(case: OODImages, seed: int, chain: SGHMCConfig) -> BayesianVAE:
@@ -183,7 +176,7 @@ def _score(evidence: Evidence, case: OODImages, seed: int, size: _Size) -> None:
 
     # gradients of so narrow a Gaussian are a hundred times those of a Bernoulli: the chain leaves at the other rate
     rate = {"lr": 3e-4} if case.name == "gratings" else {}
-    model, held = _fitted(case, seed, _chain(size, **rate)), case.held_out
+    model, held_out = _fitted(case, seed, _chain(size, **rate)), case.held_out
 
     def ess(some: BayesianVAE, x: Tensor) -> Tensor:
         return some.score(x, "ess").cpu()
@@ -199,7 +192,7 @@ def _score(evidence: Evidence, case: OODImages, seed: int, size: _Size) -> None:
             rows.append(alone.log_likelihood(x, seed=m).cpu())
         return ood_score(torch.cat(rows), "ess")
 
-    known = model.log_likelihood(held).cpu()
+    known = model.log_likelihood(held_out).cpu()
     typical = float(ood_score(known[:, ::2], "ll").mean())
     others: dict[str, Any] = {"ESS, draws of its own": own_draws, "mean and contrast": _statistics(case.train)}
     if case.name in ("rectangles", "Fashion-MNIST"):
@@ -210,21 +203,23 @@ def _score(evidence: Evidence, case: OODImages, seed: int, size: _Size) -> None:
             members = [_fitted(case, 100 * seed + i, short).vae for i in range(size.ensemble)]
             together = BayesianVAE.from_models(members)
             others["ESS of an ensemble"] = lambda x: ess(together, x)
-    for arm, sizes in (("ESS", ess(model, held)), ("ESS, draws of its own", own_draws(held))):
+    for arm, sizes in (("ESS", ess(model, held_out)), ("ESS, draws of its own", own_draws(held_out))):
         evidence.add(f"effective share, {case.name}", sizes.mean() / len(model), arm=arm, seed=seed)
     evidence.add(f"log-likelihood, {case.name}", ood_score(known, "ll").mean(), seed=seed, unit="nats")
     for name, x in case.ood.items():
         found = model.log_likelihood(x).cpu()
         pairs = {arm: (ood_score(known, kind), ood_score(found, kind)) for arm, kind in SCORES.items()}
-        rest = (ood_score(rows, "typicality", training=typical) for rows in (known[:, 1::2], found))
-        pairs |= {"typicality": (next(rest), next(rest))} | {arm: (f(held), f(x)) for arm, f in others.items()}
-        pairs["supervised"] = _supervised(held, x)
+        typicality = (ood_score(rows, "typicality", training=typical) for rows in (known[:, 1::2], found))
+        pairs |= {"typicality": (next(typicality), next(typicality))} | {
+            arm: (f(held_out), f(x)) for arm, f in others.items()
+        }
+        pairs["supervised"] = _supervised(held_out, x)
         for arm, pair in pairs.items():
             evidence.add(f"AUROC, {case.name}, {name}", roc_auc(*pair), arm=arm, seed=seed)
         rate_at = fpr_at_tpr(*pairs["ESS"], tpr=0.8)
         evidence.add(f"FPR at 80 % TPR, {case.name}, {name}", rate_at, arm="ESS", seed=seed)
     if case.name == "rectangles":
-        near, far = _codes(model, held[:100], seed)
+        near, far = _codes(model, held_out[:100], seed)
         inside, outside = (model.latent_score(z, "ess", n_x=10).cpu() for z in (near, far))
         evidence.add("AUROC, codes near and far", roc_auc(inside, outside), arm="ESS", seed=seed)
 
@@ -240,25 +235,25 @@ def _statistics(train: Tensor) -> Any:
     return lambda x: -((features(x) - center) / spread).square().sum(1)
 
 
-def _supervised(held: Tensor, ood: Tensor) -> tuple[Tensor, Tensor]:
+def _supervised(held_out: Tensor, ood: Tensor) -> tuple[Tensor, Tensor]:
     """Scores of a logistic regression that is fitted to one half of the images, on the other half."""
     import torch
     from sklearn.linear_model import LogisticRegression
 
-    x = torch.cat([held[::2], ood[::2]]).flatten(1).numpy()
-    y = [1] * len(held[::2]) + [0] * len(ood[::2])
+    x = torch.cat([held_out[::2], ood[::2]]).flatten(1).numpy()
+    y = [1] * len(held_out[::2]) + [0] * len(ood[::2])
     fitted = LogisticRegression(max_iter=1000).fit(x, y)
-    scores = (torch.from_numpy(fitted.decision_function(part[1::2].flatten(1).numpy())) for part in (held, ood))
+    scores = (torch.from_numpy(fitted.decision_function(part[1::2].flatten(1).numpy())) for part in (held_out, ood))
     return next(scores), next(scores)
 
 
-def _codes(model: BayesianVAE, held: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+def _codes(model: BayesianVAE, held_out: Tensor, seed: int) -> tuple[Tensor, Tensor]:
     """Latent codes of held-out images, and codes in random directions with 3 to 5 times their mean norm."""
     import torch
 
     generator = torch.Generator().manual_seed(4000 + seed)
     with torch.no_grad():
-        near = model.vae.encode(held.to(next(model.vae.parameters()).device))[0].cpu()
+        near = model.vae.encode(held_out.to(next(model.vae.parameters()).device))[0].cpu()
     direction = torch.randn(near.shape, generator=generator)
     reach = near.norm(dim=1).mean() * (3 + 2 * torch.rand(len(near), 1, generator=generator))
     return near, direction / direction.norm(dim=1, keepdim=True) * reach

@@ -190,13 +190,13 @@ def _autoencoders(evidence: Evidence, seed: int, size: _Size) -> None:
     from pippin.evaluate.disentanglement import dci
 
     images, factors = _sprites(size)
-    how: dict[str, Any] = {"train": size.rows, "test": size.rows // 2, "num_trees": size.trees, "names": FACTORS}
-    oracle = dci(factors.float(), factors, seed=seed, **how)
+    options: dict[str, Any] = {"train": size.rows, "test": size.rows // 2, "num_trees": size.trees, "names": FACTORS}
+    oracle = dci(factors.float(), factors, seed=seed, **options)
     for arm, geometry in {"true factors": None, **_terms(size.more)}.items():
         found = []
         for beta in size.betas:
             codes, missed = (None, 0.0) if arm == "true factors" else _codes(images, seed, beta, geometry, size)
-            scores = oracle if codes is None else dci(codes, factors, seed=seed, **how)
+            scores = oracle if codes is None else dci(codes, factors, seed=seed, **options)
             found.append(scores.disentanglement)
             evidence.add(f"DCI-D, beta {beta:g}", scores.disentanglement, arm=arm, seed=seed)
             evidence.add(f"DCI-C, beta {beta:g}", scores.completeness, arm=arm, seed=seed)
@@ -239,10 +239,13 @@ def _codes(
         while True:
             yield images[torch.randint(len(images), (BATCH,), generator=generator)]
 
-    how: dict[str, Any] = {"optimizer": AdamW(lr=RATE, weight_decay=0.0), "schedule": CosineSchedule(warmup_steps=0.02)}
+    options: dict[str, Any] = {
+        "optimizer": AdamW(lr=RATE, weight_decay=0.0),
+        "schedule": CosineSchedule(warmup_steps=0.02),
+    }
     objective = DisentanglingElbo(beta=beta, geometry=geometry)
     training = Trainer(
-        vae, objective, batches(), steps=size.steps, seed=seed, show_progress=False, max_grad_norm=None, **how
+        vae, objective, batches(), steps=size.steps, seed=seed, show_progress=False, max_grad_norm=None, **options
     ).fit()
     with torch.no_grad():
         codes = torch.cat([vae.encode(part.to(device))[0].cpu() for part in images.split(1024)])
@@ -267,9 +270,9 @@ def _cost(evidence: Evidence, size: _Size) -> None:
     for arm, geometry in _terms().items():
         vae = VAE(VAEConfig(tuple(images.shape[1:]), LATENT, size.hidden, architecture=size.kind)).to(device)
         cycle = itertools.cycle(list(images.split(BATCH))[: len(images) // BATCH])
-        how: dict[str, Any] = {"optimizer": AdamW(lr=RATE, weight_decay=0.0), "show_progress": False}
+        options: dict[str, Any] = {"optimizer": AdamW(lr=RATE, weight_decay=0.0), "show_progress": False}
         objective = DisentanglingElbo(geometry=geometry)
-        trainers[arm] = Trainer(vae, objective, cycle, steps=10_000, max_grad_norm=None, **how)
+        trainers[arm] = Trainer(vae, objective, cycle, steps=10_000, max_grad_norm=None, **options)
         trainers[arm].advance(3)
     for _ in range(size.timed):
         for arm, trainer in trainers.items():

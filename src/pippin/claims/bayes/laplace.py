@@ -44,7 +44,7 @@ TRAINED = ("digits", "Fashion-MNIST")
 
 
 def _differences(e: Evidence, name: str, arm: str, other: str) -> list[float]:
-    return [a - b for a, b in zip(e.each(name, arm), e.each(name, other), strict=True)]
+    return [a - b for a, b in e.pairs(name, arm, other)]
 
 
 @claim(
@@ -168,19 +168,19 @@ def _makers(network: nn.Module, world: World, share: float = 1.0) -> dict[str, A
     from pippin.bayes.predictors.temperature_scaling import TemperatureScaling
     from pippin.claims.worlds import ood_classification as ood, small_networks as small
 
-    data, held = small.batches(*world.train), small.batches(*world.tune)
+    data, held_out = small.batches(*world.train), small.batches(*world.tune)
 
-    def laplace(**how: Any) -> Laplace:
-        return Laplace(network, "classification", temperature=share, **how).fit(data)
+    def laplace(**options: Any) -> Laplace:
+        return Laplace(network, "classification", temperature=share, **options).fit(data)
 
     return {
         "MAP network": lambda: MAPNetwork(network),
-        "temperature": lambda: TemperatureScaling(MAPNetwork(network)).fit(held),
+        "temperature": lambda: TemperatureScaling(MAPNetwork(network)).fit(held_out),
         "temperature at equal loss": lambda: ood.at_equal_loss(MAPNetwork(network), laplace().tune(), world),
         "uniform": lambda: ood.uniform(world.outputs),
         "Laplace": lambda: laplace().tune(),
         "Laplace, full EF": lambda: laplace(hessian_structure="full", curvature="ef").tune(),
-        "Laplace, precision by held-out loss": lambda: laplace().tune_on_validation(held),
+        "Laplace, precision by held-out loss": lambda: laplace().tune_on_validation(held_out),
     }
 
 
@@ -258,12 +258,12 @@ def _tables(evidence: Evidence, seed: int, size: _Size) -> None:
         for where, parts in (("loss", tables.split(table, 0.8, seed=seed)), ("loss in gaps", gap)):
             x, y = parts.train.x.float(), parts.train.y.float()[:, None]
             order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
-            kept, held = order[len(x) // 10 :], order[: len(x) // 10]
+            fit_rows, held_out = order[len(x) // 10 :], order[: len(x) // 10]
             model = small.perceptron((x.shape[1], 50, 1), seed)
-            small.train(model, x[kept], y[kept], epochs=size.epochs, seed=seed, lr=1e-2, precision=0.05)
-            noise = float((model(x[held]) - y[held]).detach().square().mean().sqrt())
+            small.train(model, x[fit_rows], y[fit_rows], epochs=size.epochs, seed=seed, lr=1e-2, precision=0.05)
+            noise = float((model(x[held_out]) - y[held_out]).detach().square().mean().sqrt())
             fitted = Laplace(model, Regression(noise), subset_of_weights="all", hessian_structure="full")
-            found = fitted.fit(small.batches(x[kept], y[kept])).tune()(parts.test.x.float())
+            found = fitted.fit(small.batches(x[fit_rows], y[fit_rows])).tune()(parts.test.x.float())
             plain = torch.full_like(found.mean, noise**2)
             for arm, variance in (("MAP network", plain), ("Laplace", found.variance)):
                 loss = metrics.gaussian_nll(found.mean, variance, parts.test.y.float()[:, None])

@@ -116,18 +116,18 @@ def run(scale: Scale) -> Evidence:
     return evidence
 
 
-def _fitted(model: nn.Module, data: Any, max_iterations: int, tolerance: float = 1e-4, **how: Any) -> Any:
+def _fitted(model: nn.Module, data: Any, max_iterations: int, tolerance: float = 1e-4, **options: Any) -> Any:
     """Fit a posterior; warnings are silenced, since the worse arm of each comparison always warns."""
     from pippin.bayes.laplace.linearized.evidence import LinearizedEvidence, NetworkEvidence
     from pippin.bayes.likelihood import Regression
     from pippin.claims.worlds.gap_regression import NOISE
     from pippin.core.errors import InferenceAtRisk
 
-    at = {"linear": LinearizedEvidence, "network": NetworkEvidence}[how.pop("mode", "linear")]
-    likelihood = how.pop("likelihood", None) or Regression(NOISE)
+    at = {"linear": LinearizedEvidence, "network": NetworkEvidence}[options.pop("mode", "linear")]
+    likelihood = options.pop("likelihood", None) or Regression(NOISE)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", InferenceAtRisk)
-        return at(model, likelihood, **how).fit(data, max_iterations, tolerance=tolerance)
+        return at(model, likelihood, **options).fit(data, max_iterations, tolerance=tolerance)
 
 
 def _network(hidden: int, seed: int, *, norm: bool, width: float = 1.0) -> nn.Module:
@@ -222,11 +222,11 @@ def _tables(evidence: Evidence, seed: int, size: _Size) -> None:
         part = tables.split(tables.load(name), 0.9, seed=seed)
         x, y = part.train.x, part.train.y[:, None]
         model = small.tanh((x.shape[1], 20, 20, 1), seed, partial(nn.LayerNorm, 20) if norm else None)
-        kept = len(x) * 9 // 10  # the noise is that of a held-out tenth
-        small.train(model, x[:kept], y[:kept], epochs=epochs, seed=seed, lr=5e-3)
-        noise = Regression(float((model(x[kept:]) - y[kept:]).detach().square().mean().sqrt()))
+        count = len(x) * 9 // 10  # the noise is that of a held-out tenth
+        small.train(model, x[:count], y[:count], epochs=epochs, seed=seed, lr=5e-3)
+        noise = Regression(float((model(x[count:]) - y[count:]).detach().square().mean().sqrt()))
         for mode, values in densities.items():
-            fitted = _fitted(model, small.batches(x[:kept], y[:kept]), 40, 1e-3, mode=mode, likelihood=noise)
+            fitted = _fitted(model, small.batches(x[:count], y[:count]), 40, 1e-3, mode=mode, likelihood=noise)
             values.append(small.log_density(fitted(part.test.x), part.test.y[:, None]))
         what = f"{name}, {'norm' if norm else 'plain'}, {epochs} epochs, linear - network"
         evidence.add(what, densities["linear"][-1] - densities["network"][-1], seed=seed, unit="nats")
@@ -249,7 +249,7 @@ def _images(evidence: Evidence, seed: int, count: int) -> None:
     small.train(model, x, y, epochs=10, seed=seed, batch=128)
     data, test = small.batches(x[:1000], y[:1000], 250), small.batches(*world.test, 250)
     for mode, (groups, word) in product(("linear", "network"), (("auto", "groups"), ("scalar", "one"))):
-        how = {"hessian_structure": "diag", "groups": groups, "mode": mode, "likelihood": Classification()}
-        probs: Any = predict_with_targets(_fitted(model, data, 5, 1e-2, **how), test)[0].probs
+        options = {"hessian_structure": "diag", "groups": groups, "mode": mode, "likelihood": Classification()}
+        probs: Any = predict_with_targets(_fitted(model, data, 5, 1e-2, **options), test)[0].probs
         loss = metrics.log_loss(probs.to(device), world.test[1])
         evidence.add(f"images, loss, {mode}, {word}", loss, seed=seed, unit="nats")

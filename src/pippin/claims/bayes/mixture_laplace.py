@@ -23,7 +23,7 @@ WORLDS = ("digits", "Fashion-MNIST")
 
 
 def _differences(e: Evidence, name: str, arm: str, other: str) -> list[float]:
-    return [a - b for a, b in zip(e.each(name, arm), e.each(name, other), strict=True)]
+    return [a - b for a, b in e.pairs(name, arm, other)]
 
 
 @claim(
@@ -58,11 +58,7 @@ def _differences(e: Evidence, name: str, arm: str, other: str) -> list[float]:
             lambda e, arm: all(
                 a <= share * b and a < b
                 for world, share in (("digits", 0.7), ("Fashion-MNIST", 1.0))
-                for a, b in zip(
-                    e.each(f"loss under shift, {world}", arm),
-                    e.each(f"loss under shift, {world}", "ensemble"),
-                    strict=True,
-                )
+                for a, b in e.pairs(f"loss under shift, {world}", arm, "ensemble")
             ),
             headline=True,
         ),
@@ -121,7 +117,7 @@ def _arms(
 
     trained = [ood.trained(name, world, 100 * seed + i, size, precision=0.0) for i in range(size.members)]
     networks, training = [model for model, _ in trained], sum(seconds for _, seconds in trained)
-    data, held = small.batches(*world.train), small.batches(*world.tune)
+    data, held_out = small.batches(*world.train), small.batches(*world.tune)
     ensemble = DeepEnsemble(networks)
     began = time.process_time()
     mixture = LaplaceMixture.from_models(networks, data, hessian_structure="full" if name == "digits" else "kron")
@@ -139,14 +135,14 @@ def _arms(
     note("Laplace", mixture.components[0])
     note("uniform", ood.uniform(world.outputs))
     note("ensemble, temperature at equal loss", ood.at_equal_loss(ensemble, mixture, world))
-    note("ensemble and temperature", TemperatureScaling(ensemble).fit(held))
+    note("ensemble and temperature", TemperatureScaling(ensemble).fit(held_out))
     chosen = [one.prior_precision for one in mixture.components]
     for precision in precisions:
         _set(mixture, precision)
         note(f"mixture at {precision:g}", mixture)
-    note("mixture, precision by held-out loss", mixture.tune_on_validation(held))
+    note("mixture, precision by held-out loss", mixture.tune_on_validation(held_out))
     _set(mixture, *chosen)
-    note("mixture, evidence and temperature", mixture.fit_temperature(held))
+    note("mixture, evidence and temperature", mixture.fit_temperature(held_out))
 
 
 def _set(mixture: Any, *precisions: Any) -> None:

@@ -158,10 +158,13 @@ def _chosen(
     count: dict[str, Any] = {"n": share} if isinstance(share, int) else {"fraction": share}
     snapshots = min(64, size.snapshots) if isinstance(share, int) else size.snapshots
     options = ScoreOptions(1.0, SWAGConfig(num_snapshots=snapshots, rank=0))
-    how = {"likelihood": likelihood, "options": options, "generator": torch.Generator().manual_seed(seed)}
+    generator = torch.Generator().manual_seed(seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", InertWeights)
-        return Subnetwork(select_subnetwork(model, score=score, loader=data, **count, **how))
+        chosen = select_subnetwork(
+            model, score=score, loader=data, likelihood=likelihood, options=options, generator=generator, **count
+        )
+        return Subnetwork(chosen)
 
 
 def _clusters(evidence: Evidence, seed: int, size: _Size, where: str) -> None:

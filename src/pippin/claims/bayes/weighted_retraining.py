@@ -61,7 +61,7 @@ EXPRESSION_SETTINGS: dict[str, tuple[float, float, float]] = {
 
 
 def _above(e: Evidence, name: str, arm: str, other: str) -> bool:
-    return all(a > b for a, b in zip(e.each(name, arm), e.each(name, other), strict=True))
+    return all(a > b for a, b in e.pairs(name, arm, other))
 
 
 @claim(
@@ -112,10 +112,7 @@ def _above(e: Evidence, name: str, arm: str, other: str) -> bool:
         Condition(
             "still squares",
             "there are filled squares among the queries, the largest at least as large as in a fixed space, every seed",
-            lambda e, arm: all(
-                a >= b and a > 0
-                for a, b in zip(e.each("largest square", arm), e.each("largest square", "LSO"), strict=True)
-            ),
+            lambda e, arm: all(a >= b and a > 0 for a, b in e.pairs("largest square", arm, "LSO")),
         ),
         Condition(
             "expressions",
@@ -124,11 +121,7 @@ def _above(e: Evidence, name: str, arm: str, other: str) -> bool:
             lambda e, arm: (
                 _above(e, "best score", "LSO", arm)
                 and _above(e, "best score", "random search", arm)
-                and all(
-                    a <= b
-                    for part in PARTS
-                    for a, b in zip(e.each("best score", arm), e.each("best score", part), strict=True)
-                )
+                and all(a <= b for part in PARTS for a, b in e.pairs("best score", arm, part))
             ),
         ),
     ],

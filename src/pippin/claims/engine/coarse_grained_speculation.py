@@ -40,35 +40,21 @@ CHECKED = ("exact", "coarse", "random groups", "groups of spectra")
         Condition(
             "accepts more",
             "the share of accepted drafts is at least 0.10 above that of exact acceptance, every seed",
-            lambda e, arm: all(
-                a >= b + 0.10 for a, b in zip(e.each("acceptance", arm), e.each("acceptance", "exact"), strict=True)
-            ),
+            lambda e, arm: all(a >= b + 0.10 for a, b in e.pairs("acceptance", arm, "exact")),
             positive=True,
         ),
         Condition(
             "sounds alike",
             "the log-spectral distance of decoded answers from the nearest stretch of the source is at most 5 % above "
             "that of plain sampling, every seed",
-            lambda e, arm: all(
-                a <= 1.05 * b
-                for a, b in zip(
-                    e.each("distance from the source", arm), e.each("distance from the source", "plain"), strict=True
-                )
-            ),
+            lambda e, arm: all(a <= 1.05 * b for a, b in e.pairs("distance from the source", arm, "plain")),
             positive=True,
         ),
         Condition(
             "exchanged within groups",
             "91.4 % of held-out codes exchanged within their groups raise that distance by at most 5 %, every seed "
             "(published: word error rate by 0.007)",
-            lambda e, arm: all(
-                a <= 1.05 * b
-                for a, b in zip(
-                    e.each("distance, 91.4 % exchanged", arm),
-                    e.each("distance, 91.4 % exchanged", "none exchanged"),
-                    strict=True,
-                )
-            ),
+            lambda e, arm: all(a <= 1.05 * b for a, b in e.pairs("distance, 91.4 % exchanged", arm, "none exchanged")),
             positive=True,
         ),
         Condition(
@@ -76,10 +62,7 @@ CHECKED = ("exact", "coarse", "random groups", "groups of spectra")
             "random groups of the same sizes accept more than exact acceptance, every seed, and raise the distance of "
             "answers by at least 15 %, mean over seeds",
             lambda e, arm: (
-                all(
-                    a > b
-                    for a, b in zip(e.each("acceptance", "random groups"), e.each("acceptance", "exact"), strict=True)
-                )
+                all(a > b for a, b in e.pairs("acceptance", "random groups", "exact"))
                 and e.mean("distance from the source", "random groups")
                 >= 1.15 * e.mean("distance from the source", "plain")
             ),

@@ -121,12 +121,7 @@ METRICS = {"kl": "KL", "entropy_r": "entropy r", "accuracy": "accuracy"}
             "digits: entropy r at least 0.2 above that of the best smoothing, and KL's share at 10 at least 0.8, every "
             "seed",
             lambda e, arm: (
-                all(
-                    a >= b + 0.2
-                    for a, b in zip(
-                        e.each("entropy r, digits", arm), e.each("entropy r, digits", "best smoothing"), strict=True
-                    )
-                )
+                all(a >= b + 0.2 for a, b in e.pairs("entropy r, digits", arm, "best smoothing"))
                 and e.min("share of the gain at 10, digits", f"{arm}, KL") >= 0.8
             ),
         ),

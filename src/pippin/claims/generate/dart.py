@@ -84,12 +84,7 @@ ATTENDS_TO = {"all views": "all", "Markov": "statistic", "own view": "view"}
             "the held-out error at the middle view of 8 is at least 5 % below that of the network that reads its own "
             "view alone, every seed",
             lambda e, arm: all(
-                ours <= 0.95 * theirs
-                for ours, theirs in zip(
-                    e.each("error at the middle view of 8", arm),
-                    e.each("error at the middle view of 8", "own view"),
-                    strict=True,
-                )
+                ours <= 0.95 * theirs for ours, theirs in e.pairs("error at the middle view of 8", arm, "own view")
             ),
         ),
     ],
@@ -103,17 +98,18 @@ ATTENDS_TO = {"all views": "all", "Markov": "statistic", "own view": "view"}
 )
 def run(scale: Scale) -> Evidence:
     """Measure all arms on each seed, at the learning rates that a search on another seed found."""
-    from pippin.claims.worlds.images.scene_pool import SEARCH_SEED, best_rate, device, labeled
+    from pippin.claims.worlds.images.scene_pool import SEARCH_SEED, best_rate, labeled
+    from pippin.claims.worlds.training import device_for
     from pippin.data.synthetic.scenes import sample_scenes
 
-    evidence, size, where = Evidence(), SIZES[scale], device(scale.name)
+    evidence, size, device = Evidence(), SIZES[scale], device_for(scale.name)
     known = labeled(sample_scenes(_spec(size.side), min(size.held_out, 256), seed=20_000))
 
     def search(arm: str) -> float:
         def loss_at(rate: float) -> float:
-            model = _trained(size, SEARCH_SEED, where, 8, rate, size.steps // 3, attends_to=ATTENDS_TO[arm])
+            model = _trained(size, SEARCH_SEED, device, 8, rate, size.steps // 3, attends_to=ATTENDS_TO[arm])
             assert known.condition is not None
-            return sum(model.errors(known.x.to(where), known.condition.to(where)))
+            return sum(model.errors(known.x.to(device), known.condition.to(device)))
 
         return best_rate(size.rates, loss_at)
 
@@ -121,7 +117,7 @@ def run(scale: Scale) -> Evidence:
     for arm, rate in rates.items():
         evidence.add("learning rate", rate, arm=arm)
     for seed in size.seeds:
-        _seed(evidence, size, seed, where, rates)
+        _seed(evidence, size, seed, device, rates)
     return evidence
 
 
@@ -132,7 +128,7 @@ def _spec(side: int) -> SceneSpec:
     return SceneSpec(size=side, objects=(1, 2), cells=2, radius=(1.8 * side / 16, 2.8 * side / 16))
 
 
-def _trained(size: _Size, seed: int, where: str, passes: int, rate: float, steps: int, **form: Any) -> DART:
+def _trained(size: _Size, seed: int, device: str, passes: int, rate: float, steps: int, **form: Any) -> DART:
     """Train one network with that many views."""
     from pippin.claims.worlds.images.scene_pool import PoolBatches, fit, labeled
     from pippin.data.synthetic.scenes import sample_scenes
@@ -154,11 +150,11 @@ def _trained(size: _Size, seed: int, where: str, passes: int, rate: float, steps
     model = DART(config).initialize(seed)
     data = PoolBatches(labeled(sample_scenes(_spec(size.side), size.images, seed=100 + seed)), size.batch, seed)
     optimizer = AdamW(lr=rate, betas=(0.9, 0.95))
-    fit(model, NoisyViews("uniform"), data, max(1, steps), seed, optimizer, where, ema=0.99, max_grad_norm=2.0)
+    fit(model, NoisyViews("uniform"), data, max(1, steps), seed, optimizer, device, ema=0.99, max_grad_norm=2.0)
     return model
 
 
-def _seed(evidence: Evidence, size: _Size, seed: int, where: str, rates: dict[str, float]) -> None:
+def _seed(evidence: Evidence, size: _Size, seed: int, device: str, rates: dict[str, float]) -> None:
     """Record all arms on one seed."""
     import torch
 
@@ -166,19 +162,19 @@ def _seed(evidence: Evidence, size: _Size, seed: int, where: str, rates: dict[st
     from pippin.data.synthetic.scenes import count, sample_scenes
 
     spec = _spec(size.side)
-    held, other, known = (sample_scenes(spec, size.held_out, seed=n + seed) for n in (10_000, 11_000, 100))
-    condition = labeled(held).condition
+    held_out, other, known = (sample_scenes(spec, size.held_out, seed=n + seed) for n in (10_000, 11_000, 100))
+    condition = labeled(held_out).condition
     assert condition is not None
-    condition = condition.to(where)
-    true, distance = other.x, Distance(held.x, spec, size.features)
+    condition = condition.to(device)
+    true, distance = other.x, Distance(held_out.x, spec, size.features)
 
     def judge(x: Any, passes: int, arm: str) -> None:
         evidence.add(f"Frechet distance, {passes} passes", distance(x), arm=arm, seed=seed)
-        right = 100 * (count(x.cpu(), spec) == (other if x is true else held).counts).float().mean()
+        right = 100 * (count(x.cpu(), spec) == (other if x is true else held_out).counts).float().mean()
         evidence.add(f"images of the right number, {passes} passes", right, arm=arm, seed=seed, unit="%")
 
     def sampled(passes: int, arm: str, rate: float, **form: Any) -> DART:
-        model = _trained(size, seed, where, passes, rate, size.steps, **form)
+        model = _trained(size, seed, device, passes, rate, size.steps, **form)
         start = time.perf_counter()
         x = model.sample(condition, seed=1_000_000 * (1 + seed))
         seconds = (time.perf_counter() - start) / len(x)
@@ -186,13 +182,13 @@ def _seed(evidence: Evidence, size: _Size, seed: int, where: str, rates: dict[st
         judge(x, passes, arm)
         return model
 
-    means = torch.stack([known.x[known.counts == n].mean(0) for n in (1, 2)])[held.counts - 1]
+    means = torch.stack([known.x[known.counts == n].mean(0) for n in (1, 2)])[held_out.counts - 1]
     for passes in size.passes:
         for arm, attends_to in ATTENDS_TO.items():
             if arm == "own view" and passes != 8:
                 continue
             model = sampled(passes, arm, rates[arm], attends_to=attends_to)
-            error = model.errors(held.x.to(where), condition, seed=seed)[passes // 2 - 1]
+            error = model.errors(held_out.x.to(device), condition, seed=seed)[passes // 2 - 1]
             evidence.add(f"error at the middle view of {passes}", error, arm=arm, seed=seed)
         if passes == 4 or size.flow:
             sampled(passes, "all views, token by token", rates["all views"], order="ar")
@@ -201,5 +197,5 @@ def _seed(evidence: Evidence, size: _Size, seed: int, where: str, rates: dict[st
         judge(means, passes, "mean image of each class")
         judge(true, passes, "true scenes")
     evidence.add(
-        "error at the middle view of 8", (means - held.x).square().mean(), arm="mean image of each class", seed=seed
+        "error at the middle view of 8", (means - held_out.x).square().mean(), arm="mean image of each class", seed=seed
     )

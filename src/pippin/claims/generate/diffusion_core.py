@@ -82,13 +82,7 @@ GUIDANCE, EVALUATIONS = (1.0, 1.5, 3.0), (10, 20, 40)
             "at 5, 10 and 20 steps of the same network the samples are nearer to the mixture than those of DDPM, every "
             "seed",
             lambda e, arm: all(
-                a < b
-                for n in FEW
-                for a, b in zip(
-                    e.each(f"Wasserstein-1 distance, {n} steps", arm),
-                    e.each(f"Wasserstein-1 distance, {n} steps", "DDPM"),
-                    strict=True,
-                )
+                a < b for n in FEW for a, b in e.pairs(f"Wasserstein-1 distance, {n} steps", arm, "DDPM")
             ),
         ),
         Condition(
@@ -209,13 +203,14 @@ def _scenes(evidence: Evidence, seed: int, size: _Size, scale: str) -> None:
     """Train a short and a long run on one seed, and record the distance of their samples from true scenes."""
     import torch
 
-    from pippin.claims.worlds.images.scene_pool import Distance, PoolBatches, device, fit, labeled
+    from pippin.claims.worlds.images.scene_pool import Distance, PoolBatches, fit, labeled
+    from pippin.claims.worlds.training import device_for
     from pippin.data.synthetic.scenes import SceneSpec, sample_scenes
     from pippin.generate.conditions import Samples
     from pippin.generate.diffusion.diffusion import Denoising
     from pippin.train import AdamW
 
-    large, where = scale == "gpu", device(scale)
+    large, device = scale == "gpu", device_for(scale)
     spec = SceneSpec(size=32, radius=(3.0, 5.0)) if large else SceneSpec()
     known, real, other = (
         sample_scenes(spec, n, seed=1000 * seed + k) for k, n in enumerate((size.known, *[size.images] * 2))
@@ -226,16 +221,16 @@ def _scenes(evidence: Evidence, seed: int, size: _Size, scale: str) -> None:
     def trained(steps: int) -> Diffusion:
         model = _model((spec.channels, spec.size, spec.size), seed, large=large)
         data = PoolBatches(labeled(known) if large else Samples(known.x), size.batch, seed)
-        fit(model, Denoising(), data, steps, seed, AdamW(lr=5e-4 if large else 2e-3), where)
+        fit(model, Denoising(), data, steps, seed, AdamW(lr=5e-4 if large else 2e-3), device)
         return model
 
-    def note(arm: str, model: Diffusion, **how: Any) -> None:
+    def note(arm: str, model: Diffusion, **options: Any) -> None:
         parts = []
         for first in range(0, size.images, 500):
             n = min(500, size.images - first)
             shown = None if condition is None else condition.select(slice(first, first + n))
-            with torch.autocast(where, torch.bfloat16, enabled=where == "cuda"):
-                parts.append(model.sample(shown, n, seed=first, **how).cpu())
+            with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+                parts.append(model.sample(shown, n, seed=first, **options).cpu())
         evidence.add("Frechet distance of scenes", distance(torch.cat(parts)), arm=arm, seed=seed)
 
     evidence.add("Frechet distance of scenes", distance(other.x), arm="true scenes", seed=seed)

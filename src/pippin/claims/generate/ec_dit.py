@@ -105,29 +105,30 @@ LOSS, WORK, ERROR = "held-out loss", "experts on objects / on ground", "correlat
 )
 def run(scale: Scale) -> Evidence:
     """Train four networks on each seed, then measure the routing maps of expert choice."""
-    from pippin.claims.worlds.images.scene_pool import SEARCH_SEED, best_rate, device
+    from pippin.claims.worlds.images.scene_pool import SEARCH_SEED, best_rate
+    from pippin.claims.worlds.training import device_for
     from pippin.generate.diffusion.diffusion import held_out_loss
 
-    evidence, size, where = Evidence(), SIZES[scale], device(scale.name)
+    evidence, size, device = Evidence(), SIZES[scale], device_for(scale.name)
     rates: dict[str, float] = {}
     for arm in ("dense", "token choice", "expert choice"):
 
         def loss_at(rate: float, arm: str = arm) -> float:
-            model = _trained(arm, size, SEARCH_SEED, where, rate, size.steps // 3)[0]
+            model = _trained(arm, size, SEARCH_SEED, device, rate, size.steps // 3)[0]
             return held_out_loss(model, _scenes(size, size.held_out, 899)[0], 7)
 
         rates[arm] = best_rate(size.rates, loss_at)
         evidence.add("learning rate", rates[arm], arm=arm)
     rates["dense, 8 times as wide"] = rates["dense"]
     for seed in size.seeds:
-        held, masks = _scenes(size, size.held_out, 900 + seed)
+        held_out, masks = _scenes(size, size.held_out, 900 + seed)
         for arm, rate in rates.items():
-            model, seconds = _trained(arm, size, seed, where, rate, size.steps)
-            evidence.add(LOSS, held_out_loss(model, held, 7), arm=arm, seed=seed)
+            model, seconds = _trained(arm, size, seed, device, rate, size.steps)
+            evidence.add(LOSS, held_out_loss(model, held_out, 7), arm=arm, seed=seed)
             evidence.add("seconds of a step", seconds, arm=arm, seed=seed, unit="s")
             evidence.add("multiply-adds", cast(Any, model.network).multiply_adds(), arm=arm, seed=seed)
             if arm == "expert choice":
-                _maps(evidence, model, held, masks, seed)
+                _maps(evidence, model, held_out, masks, seed)
     return evidence
 
 
@@ -147,7 +148,7 @@ def _scenes(size: _Size, n: int, seed: int) -> tuple[Samples, Tensor]:
     return labeled(sampled), sampled.masks
 
 
-def _trained(arm: str, size: _Size, seed: int, where: str, rate: float, steps: int) -> tuple[Diffusion, float]:
+def _trained(arm: str, size: _Size, seed: int, device: str, rate: float, steps: int) -> tuple[Diffusion, float]:
     """Train one network; also the seconds of a step."""
     from pippin.claims.worlds.images.scene_pool import PoolBatches, fit
     from pippin.generate.conditions import ConditioningSpec
@@ -174,11 +175,11 @@ def _trained(arm: str, size: _Size, seed: int, where: str, rate: float, steps: i
     model = Diffusion(DiffusionConfig(shape, network, spec, NoiseSchedule.flow(), prediction="flow")).initialize(seed)
     objective = Denoising(condition_dropout=0.0, times="logit_normal")
     data = PoolBatches(_scenes(size, size.images, 100 + seed)[0], size.batch, seed)
-    history = fit(model, objective, data, max(1, steps), seed, AdamW(lr=rate, weight_decay=0.01), where)
+    history = fit(model, objective, data, max(1, steps), seed, AdamW(lr=rate, weight_decay=0.01), device)
     return model, statistics.median(step.seconds for step in history.steps)
 
 
-def _maps(evidence: Evidence, model: Diffusion, held: Samples, masks: Tensor, seed: int) -> None:
+def _maps(evidence: Evidence, model: Diffusion, held_out: Samples, masks: Tensor, seed: int) -> None:
     """Record the routing ratio with its two controls, the correlation with the error, and the busiest patch."""
     import copy
 
@@ -188,8 +189,8 @@ def _maps(evidence: Evidence, model: Diffusion, held: Samples, masks: Tensor, se
     from pippin.generate.diffusion.diffusion import held_out_loss
     from pippin.nn.expert_choice import ExpertChoiceFFN
 
-    few, where = rows(held, slice(0, 256)), masks[:256]
-    ratio, correlation, most = _ratio(model, few, where, seed)
+    few, few_masks = rows(held_out, slice(0, 256)), masks[:256]
+    ratio, correlation, most = _ratio(model, few, few_masks, seed)
     never = []
     for draw in range(DRAWS):
         other, generator = copy.deepcopy(model), torch.Generator().manual_seed(draw)
@@ -197,11 +198,11 @@ def _maps(evidence: Evidence, model: Diffusion, held: Samples, masks: Tensor, se
             if isinstance(layer, ExpertChoiceFFN):
                 weights = torch.randn(layer.router.shape, generator=generator) / layer.router.shape[1] ** 0.5
                 layer.router.data.copy_(weights)
-        never.append((*_ratio(other, few, where, seed), held_out_loss(other, few, 7)))
+        never.append((*_ratio(other, few, few_masks, seed), held_out_loss(other, few, 7)))
     figures = (
         ("expert choice", ratio, correlation),
         ("routers never trained", statistics.mean(n[0] for n in never), statistics.mean(n[1] for n in never)),
-        ("objects of other images", _ratio(model, few, where.roll(1, 0), seed)[0], None),
+        ("objects of other images", _ratio(model, few, few_masks.roll(1, 0), seed)[0], None),
     )
     for arm, work, error in figures:
         evidence.add(WORK, work, arm=arm, seed=seed)
@@ -211,7 +212,7 @@ def _maps(evidence: Evidence, model: Diffusion, held: Samples, masks: Tensor, se
     evidence.add("largest share of experts on one patch", most, arm="expert choice", seed=seed)
 
 
-def _ratio(model: Diffusion, held: Samples, masks: Tensor, seed: int) -> tuple[float, float, float]:
+def _ratio(model: Diffusion, held_out: Samples, masks: Tensor, seed: int) -> tuple[float, float, float]:
     """Means over times of the ratio, the correlation with the error, and the largest share of experts on a patch."""
     import torch
     import torch.nn.functional as F
@@ -223,8 +224,8 @@ def _ratio(model: Diffusion, held: Samples, masks: Tensor, seed: int) -> tuple[f
     objects = F.max_pool2d(covered, 2)[:, 0] > 0
     ground = F.max_pool2d(F.max_pool2d(covered, 5, 1, 2), 2)[:, 0] == 0  # two pixels and more from every object
     network, device = cast(Any, model.network), model.device
-    condition = None if held.condition is None else held.condition.to(device)
-    x, objects, ground = held.x.to(device), objects.to(device), ground.to(device)
+    condition = None if held_out.condition is None else held_out.condition.to(device)
+    x, objects, ground = held_out.x.to(device), objects.to(device), ground.to(device)
     ratios, correlations, most = [], [], []
     for t in TIMES:
         eps = torch.randn(x.shape, generator=generator).to(device)

@@ -129,11 +129,12 @@ OWN = {"many steps": FIXED, SMALL: FIXED[:1], LARGE: FIXED[1:]}
 )
 def run(scale: Scale) -> Evidence:
     """Train and measure three flows on each seed."""
-    from pippin.claims.worlds.images.flow_images import Net, SceneBatches, device, trained
+    from pippin.claims.worlds.images.flow_images import Net, SceneBatches, trained
     from pippin.claims.worlds.images.scene_pool import SEARCH_SEED, best_rate
+    from pippin.claims.worlds.training import device_for
     from pippin.data.synthetic.scenes import SceneSpec, sample_scenes
 
-    evidence, size, where = Evidence(), SIZES[scale], device(scale.name)
+    evidence, size, device = Evidence(), SIZES[scale], device_for(scale.name)
     spec = SceneSpec(size=size.pixels, objects=size.objects)
     net = Net(size.layers, size.width, size.heads)
     noises: dict[str, dict[str, Any]] = {
@@ -141,11 +142,11 @@ def run(scale: Scale) -> Evidence:
         SMALL: {"noise_std": FIXED[0]},
         LARGE: {"noise_std": FIXED[1]},
     }
-    validation = sample_scenes(spec, size.held_out, seed=59_000).x.to(where)
+    validation = sample_scenes(spec, size.held_out, seed=59_000).x.to(device)
 
     def flow(arm: str, rate: float, seed: int, updates: int) -> TarFlow:
         data = SceneBatches(spec, size.batch, seed)
-        return trained(net.config(size.pixels, **noises[arm]), data, max(1, updates), seed, where, rate)
+        return trained(net.config(size.pixels, **noises[arm]), data, max(1, updates), seed, device, rate)
 
     def loss_at(rate: float, arm: str) -> float:
         model = flow(arm, rate, SEARCH_SEED, size.updates // 3)
@@ -155,8 +156,8 @@ def run(scale: Scale) -> Evidence:
     for seed in size.seeds:
         flows = {arm: flow(arm, rates[arm], seed, size.updates) for arm in noises}
         _samples(evidence, flows, spec, size, seed)
-        held = sample_scenes(spec, size.held_out, seed=60_000 + seed).x.to(where)
-        _estimates(evidence, flows, held, seed)
+        held_out = sample_scenes(spec, size.held_out, seed=60_000 + seed).x.to(device)
+        _estimates(evidence, flows, held_out, seed)
     return evidence
 
 
@@ -201,19 +202,19 @@ def _samples(evidence: Evidence, flows: dict[str, TarFlow], spec: SceneSpec, siz
         evidence.add(TEXTURE, abs(math.log(ratio)), arm=arm, seed=seed)
 
 
-def _estimates(evidence: Evidence, flows: dict[str, TarFlow], held: Tensor, seed: int) -> None:
+def _estimates(evidence: Evidence, flows: dict[str, TarFlow], held_out: Tensor, seed: int) -> None:
     """Record denoising and densities on held-out images; a flow of one noise level assumes that level always."""
     import torch
 
-    noise = torch.randn(held.shape, generator=torch.Generator().manual_seed(70_000 + seed)).to(held)
+    noise = torch.randn(held_out.shape, generator=torch.Generator().manual_seed(70_000 + seed)).to(held_out)
     for arm, flow in flows.items():
         for level in LEVELS:
-            noisy = held + level * noise
+            noisy = held_out + level * noise
             score = flow.score(noisy, t=level) if arm == "many steps" else flow.score(noisy)
-            error = (noisy + level**2 * score - held).square().mean()
+            error = (noisy + level**2 * score - held_out).square().mean()
             evidence.add(f"squared error at noise {level}", error, arm=arm, seed=seed)
         for level in OWN[arm]:
-            nats = _nats(flow, held, level, seed)
+            nats = _nats(flow, held_out, level, seed)
             evidence.add(f"nats per dimension at noise {level}", nats, arm=arm, seed=seed, unit="nats/dim")
 
 
@@ -223,5 +224,5 @@ def _nats(flow: TarFlow, x: Tensor, level: float, seed: int) -> float:
 
     noisy = x + level * torch.randn(x.shape, generator=torch.Generator().manual_seed(71_000 + seed)).to(x)
     with torch.no_grad():
-        told = flow.log_prob(noisy, t=level) if flow.config.noise_std_range else flow.log_prob(noisy)
-    return -float(told.mean()) / x[0].numel()
+        log_probs = flow.log_prob(noisy, t=level) if flow.config.noise_std_range else flow.log_prob(noisy)
+    return -float(log_probs.mean()) / x[0].numel()

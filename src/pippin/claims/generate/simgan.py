@@ -84,7 +84,7 @@ ERROR = "gaze error on real images"
             "at least 0.3 of the way down to that of one trained on labeled real images (published: 7.8 against 11.2 "
             "degrees)",
             lambda e, arm: (
-                all(a < b for a, b in zip(e.each(ERROR, arm), e.each(ERROR, "raw"), strict=True))
+                all(a < b for a, b in e.pairs(ERROR, arm, "raw"))
                 and e.mean(ERROR, arm)
                 <= e.mean(ERROR, "raw") - 0.3 * (e.mean(ERROR, "raw") - e.mean(ERROR, "labeled real"))
             ),
@@ -110,7 +110,7 @@ ERROR = "gaze error on real images"
             "the variance over time of the discriminator's loss on early refined images is lower than without the "
             "history on at least 2 of 3 seeds",
             lambda e, arm: (
-                3 * sum(a < b for a, b in _pairs(e, "variance of the discriminator's loss", arm, "no history"))
+                3 * sum(a < b for a, b in e.pairs("variance of the discriminator's loss", arm, "no history"))
                 >= 2 * len(e.each("variance of the discriminator's loss", arm))
             ),
         ),
@@ -134,8 +134,8 @@ ERROR = "gaze error on real images"
 def run(scale: Scale) -> Evidence:
     """Measure all arms on each seed."""
     from pippin.claims.worlds.images.eyes import decoded, matched, photographed, simulated
-    from pippin.claims.worlds.images.gaze_regressors import away, gaze_error, told_apart
-    from pippin.claims.worlds.images.scene_pool import device
+    from pippin.claims.worlds.images.gaze_regressors import away, discriminability, gaze_error
+    from pippin.claims.worlds.training import device_for
 
     evidence, size = Evidence(), SIZES[scale]
     for seed in size.seeds:
@@ -143,7 +143,7 @@ def run(scale: Scale) -> Evidence:
         labeled, test = photographed(size.images, 1000 + seed), photographed(size.tests, 2000 + seed)
         arms = {"raw": made.x, "histograms and noise": matched(made.x, real.x, seed)}
         for arm in size.arms:
-            refiner, variance = _refined(arm, made, real, seed, size, device(scale.name))
+            refiner, variance = _refined(arm, made, real, seed, size, device_for(scale.name))
             evidence.add("variance of the discriminator's loss", variance, arm=arm, seed=seed, unit="nats squared")
             arms[arm] = refiner.refine(made.x)
         for arm, x in arms.items():
@@ -153,18 +153,14 @@ def run(scale: Scale) -> Evidence:
             evidence.add("pupil to label", away(decoded(x), made.gaze), arm=arm, seed=seed, unit="pixels")
             evidence.add("mean change of a pixel", (x - made.x).abs().mean(), arm=arm, seed=seed)
         for arm in ("raw", "refined", "histograms and noise"):
-            told = told_apart(arms[arm], real.x, seed, size.steps, size.rates)
-            evidence.add("told from real images", told, arm=arm, seed=seed)
+            accuracy = discriminability(arms[arm], real.x, seed, size.steps, size.rates)
+            evidence.add("told from real images", accuracy, arm=arm, seed=seed)
         best = gaze_error(labeled.x, labeled.gaze, test, seed, size.steps, size.rates)
         evidence.add(ERROR, best, arm="labeled real", seed=seed, unit="pixels")
     return evidence
 
 
-def _pairs(evidence: Evidence, name: str, arm: str, other: str) -> list[tuple[float, float]]:
-    return list(zip(evidence.each(name, arm), evidence.each(name, other), strict=True))
-
-
-def _refined(arm: str, made: Eyes, real: Eyes, seed: int, size: _Size, where: str) -> tuple[SimRefiner, float]:
+def _refined(arm: str, made: Eyes, real: Eyes, seed: int, size: _Size, device: str) -> tuple[SimRefiner, float]:
     """Train a refiner; also the variance of the discriminator's loss on early images after a quarter of the rounds."""
     import torch
     import torch.nn.functional as F
@@ -173,8 +169,8 @@ def _refined(arm: str, made: Eyes, real: Eyes, seed: int, size: _Size, where: st
     from pippin.generate.methods.simgan.train import RefinerTrainingConfig, fit
 
     config = RefinerConfig((1, 24, 24), size.width, size.blocks, size.judge, (2, 1), discriminator_pool=False)
-    refiner = SimRefiner(config, seed=seed).to(where)
-    how = RefinerTrainingConfig(
+    refiner = SimRefiner(config, seed=seed).to(device)
+    options = RefinerTrainingConfig(
         weight=0.0 if arm == "no regularization" else WEIGHT,
         regularizer="gradient" if arm == "gradient" else "identity",
         batch_size=size.batch,
@@ -190,12 +186,12 @@ def _refined(arm: str, made: Eyes, real: Eyes, seed: int, size: _Size, where: st
     def measure(refiner: SimRefiner, judge: PatchDiscriminator) -> dict[str, float]:
         nonlocal calls
         calls += 1
-        if 4 * calls * how.eval_every >= size.max_rounds:
+        if 4 * calls * options.eval_every >= size.max_rounds:
             if not early:
                 early.append(refiner.refine(made.x[:256]))
             with torch.no_grad():
-                losses.append(float(F.softplus(-judge(early[0].to(where))).mean()))
+                losses.append(float(F.softplus(-judge(early[0].to(device))).mean()))
         return {}
 
-    fit(refiner, made.x, real.x, size.max_rounds, config=how, measure=measure, seed=seed, show_progress=False)
+    fit(refiner, made.x, real.x, size.max_rounds, config=options, measure=measure, seed=seed, show_progress=False)
     return refiner, statistics.pvariance(losses)

@@ -14,7 +14,8 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from pippin.claims import Condition, Evidence, Scale, claim
-from pippin.claims.worlds.images.moving_shapes import ClipSize, device, trained
+from pippin.claims.worlds.images.moving_shapes import ClipSize, trained
+from pippin.claims.worlds.training import device_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -56,7 +57,7 @@ ROUNDS, LATER = "rounds of a frame over its tokens, slowest block", "rounds of t
             "times as fast, mean over seeds (published: about 15 times)",
             lambda e, arm: (
                 e.max(ERROR, arm) <= 10
-                and all(a < b for a, b in zip(e.each(SECONDS, arm), e.each(SECONDS, SLOW), strict=True))
+                and all(a < b for a, b in e.pairs(SECONDS, arm, SLOW))
                 and 1.5 * e.mean(SECONDS, arm) <= e.mean(SECONDS, SLOW)
             ),
             headline=True,
@@ -74,7 +75,7 @@ ROUNDS, LATER = "rounds of a frame over its tokens, slowest block", "rounds of t
         Condition(
             "video-aware",
             "on frames 2 and later the guess from the frame before saves at least 20 % of the rounds, every seed",
-            lambda e, arm: all(a <= 0.8 * b for a, b in zip(e.each(LATER, arm), e.each(LATER, COLD), strict=True)),
+            lambda e, arm: all(a <= 0.8 * b for a, b in e.pairs(LATER, arm, COLD)),
         ),
         Condition(
             "deep and shallow",
@@ -123,12 +124,12 @@ def _solvers(evidence: Evidence, model: StarFlow, size: ClipSize, seed: int) -> 
     for _ in range(size.n):
         z = torch.randn(1, config.frames, tokens, config.token_dim, generator=generator)
         z, right = z.to(next(model.parameters()).device), torch.empty(0)
-        for arm, how in ways.items():  # in turn, so that all meet the same machine
+        for arm, options in ways.items():  # in turn, so that all meet the same machine
             start = time.perf_counter()
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", JacobiUnconverged)
-                    x, solves = model.invert(z, **how)
+                    x, solves = model.invert(z, **options)
             except NonFiniteSample:
                 errors[arm] = math.inf
                 continue
@@ -178,11 +179,11 @@ def _bits(size: ClipSize, seed: int, layers: tuple[int, ...], scale: str) -> flo
         score=None,
     )
     model, optimizer = StarFlow(config).initialize(seed), AdamW(lr=size.rate, weight_decay=1e-4)
-    where = device(scale)
-    fit(model, LikelihoodAndScore(), batches(), size.picture_steps, seed, optimizer, where, precision="float32")
+    device = device_for(scale)
+    fit(model, LikelihoodAndScore(), batches(), size.picture_steps, seed, optimizer, device, precision="float32")
     n = 256 if size.steps > 10 else 8
     levels = sample_video_clips(clip_spec(size, 1), n, seed=9_500 + seed).images[:, 0]
-    x = dequantized(levels, torch.Generator().manual_seed(seed)).to(where)
+    x = dequantized(levels, torch.Generator().manual_seed(seed)).to(device)
     with torch.no_grad():
         nats = -float(model.log_prob(x).mean()) / x[0].numel()
     return nats / math.log(2) + 7

@@ -45,7 +45,7 @@ class _Size:
     noisy_steps: int
     digit_steps: int
     batch: int
-    held: int
+    held_out: int
     samples: int
     judge_steps: int
 
@@ -128,34 +128,36 @@ def run(scale: Scale) -> Evidence:
 
 def _direction(evidence: Evidence, seed: int, size: _Size, scale: str) -> None:
     """Record blocks of alternating direction against blocks of one direction."""
-    from pippin.claims.worlds.images.flow_images import SceneBatches, bits, device, trained
+    from pippin.claims.worlds.images.flow_images import SceneBatches, bits, trained
+    from pippin.claims.worlds.training import device_for
     from pippin.data.synthetic.scenes import SceneSpec, sample_scenes
 
     spec = SceneSpec(size=size.side)
-    held = sample_scenes(spec, size.held, seed=1000 + seed).images
+    held_out = sample_scenes(spec, size.held_out, seed=1000 + seed).images
     for arm, alternate in (("with", True), ("without", False)):
         config = size.net.config(size.side, alternate=alternate)
-        flow = trained(config, SceneBatches(spec, size.batch, seed), size.steps, seed, device(scale))
-        evidence.add("bits/dim, direction", bits(flow, held, seed), arm=arm, seed=seed)
+        flow = trained(config, SceneBatches(spec, size.batch, seed), size.steps, seed, device_for(scale))
+        evidence.add("bits/dim, direction", bits(flow, held_out, seed), arm=arm, seed=seed)
 
 
 def _denoising(evidence: Evidence, seed: int, size: _Size, scale: str) -> None:
     """Record a flow of noisy scenes: its denoising error, and the distance of its samples from true scenes."""
     import torch
 
-    from pippin.claims.worlds.images.flow_images import SceneBatches, device, trained
+    from pippin.claims.worlds.images.flow_images import SceneBatches, trained
+    from pippin.claims.worlds.training import device_for
     from pippin.data.synthetic.scenes import SceneSpec, sample_scenes
     from pippin.evaluate.images.features import scene_features
     from pippin.evaluate.images.sample_quality import frechet_distance
 
-    spec, place = SceneSpec(size=size.side), device(scale)
+    spec, place = SceneSpec(size=size.side), device_for(scale)
     data = SceneBatches(spec, size.batch, seed)
     flow = trained(size.net.config(size.side, noise_std=NOISE), data, size.noisy_steps, seed, place)
-    held = sample_scenes(spec, size.held, seed=1000 + seed).x
-    noise = NOISE * torch.randn(held.shape, generator=torch.Generator().manual_seed(seed))
+    held_out = sample_scenes(spec, size.held_out, seed=1000 + seed).x
+    noise = NOISE * torch.randn(held_out.shape, generator=torch.Generator().manual_seed(seed))
     ways = {"with": lambda x: flow.denoise(x.to(place)).cpu(), "Wiener filter": _wiener, "median filter": _median}
     for arm, denoise in ways.items():
-        error = float((denoise(held + noise) - held).square().mean() / NOISE**2)
+        error = float((denoise(held_out + noise) - held_out).square().mean() / NOISE**2)
         evidence.add("error after denoising / before", error, arm=arm, seed=seed)
 
     plain = trained(size.net.config(size.side), data, size.noisy_steps, seed, place)
@@ -192,28 +194,29 @@ def _guidance(evidence: Evidence, seed: int, size: _Size, scale: str) -> None:
     """Record a class-conditional flow of digits with and without guidance."""
     import torch
 
-    from pippin.claims.worlds.images.flow_images import SMALL, SetBatches, device, digits, trained
+    from pippin.claims.worlds.images.flow_images import SMALL, SetBatches, digits, trained
+    from pippin.claims.worlds.training import device_for
     from pippin.evaluate.images.features import train_features
     from pippin.evaluate.images.sample_quality import frechet_distance
     from pippin.generate.conditions import Conditioning
 
-    known, labels, held, right = digits(seed)
+    known, labels, held_out, right = digits(seed)
     config = SMALL.config(8, LEVELS, classes=10, noise_std=NOISE)
-    flow = trained(config, SetBatches(known, labels, LEVELS, 64, seed), size.digit_steps, seed, device(scale))
+    flow = trained(config, SetBatches(known, labels, LEVELS, 64, seed), size.digit_steps, seed, device_for(scale))
 
-    def pictures(images: Tensor) -> Tensor:
+    def scaled(images: Tensor) -> Tensor:
         return images * (2 / (LEVELS - 1)) - 1
 
     # the judge and the flow share no weights and no random numbers
-    judge = train_features(pictures(known), labels, name="digits", steps=size.judge_steps, seed=500 + seed)
+    judge = train_features(scaled(known), labels, name="digits", steps=size.judge_steps, seed=500 + seed)
 
     def share(x: Tensor, wanted: Tensor) -> float:
         return float((judge.outputs(x)[:, :10].argmax(1) == wanted).float().mean())
 
-    evidence.add("digits as asked for", share(pictures(held), right), arm="held-out digits", seed=seed)
-    true = judge(pictures(held))
+    evidence.add("digits as asked for", share(scaled(held_out), right), arm="held-out digits", seed=seed)
+    true = judge(scaled(held_out))
     wanted = torch.arange(size.samples) % 10
-    condition = Conditioning(labels=wanted.to(device(scale)))
+    condition = Conditioning(labels=wanted.to(device_for(scale)))
     for arm, weight in (("without", 0.0), ("with", 1.0)):
         x = _sampled(flow, condition, seed=seed, guidance=1 + weight, anneal=False)
         evidence.add("digits as asked for", share(x, wanted), arm=arm, seed=seed)
@@ -222,9 +225,9 @@ def _guidance(evidence: Evidence, seed: int, size: _Size, scale: str) -> None:
         evidence.add("distance within a digit", sum(apart) / len(apart), arm=arm, seed=seed)
 
 
-def _sampled(flow: TarFlow, condition: Any = None, **how: Any) -> Tensor:
+def _sampled(flow: TarFlow, condition: Any = None, **options: Any) -> Tensor:
     """Samples on the CPU, by Jacobi windows of tokens where that is faster."""
     from pippin.generate.flows.jacobi import Jacobi
 
     solver: Any = Jacobi(64, tolerance=1e-5) if next(flow.parameters()).is_cuda else "sequential"
-    return flow.sample(condition, solver=solver, **how).cpu()
+    return flow.sample(condition, solver=solver, **options).cpu()

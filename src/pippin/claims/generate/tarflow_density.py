@@ -47,7 +47,7 @@ class _Size:
     batch: int
     digit_steps: int
     toy_steps: int
-    held: int
+    held_out: int
     known: int
     rates: tuple[float, ...]
 
@@ -120,19 +120,22 @@ LEVELS = 17
 def run(scale: Scale) -> Evidence:
     """Measure bits per dimension, classification and total mass on each seed."""
     from pippin.claims.worlds.distributions.ring import ring_density
-    from pippin.claims.worlds.images.flow_images import SceneBatches, SetBatches, device, digits
+    from pippin.claims.worlds.images.flow_images import SceneBatches, SetBatches, digits
     from pippin.claims.worlds.images.scene_pool import SEARCH_SEED
+    from pippin.claims.worlds.training import device_for
     from pippin.data.synthetic.scenes import SceneSpec, sample_scenes
 
-    evidence, size, where = Evidence(), SIZES[scale], device(scale.name)
+    evidence, size, device = Evidence(), SIZES[scale], device_for(scale.name)
     spec = SceneSpec(size=size.side)
-    known, _, held, _ = digits(SEARCH_SEED)
-    scenes = _Pair("scenes", size.net, size.side, 256, size.steps, where)
+    known, _, held_out, _ = digits(SEARCH_SEED)
+    scenes = _Pair("scenes", size.net, size.side, 256, size.steps, device)
     scenes.search(
-        size.rates, SceneBatches(spec, size.batch, SEARCH_SEED), sample_scenes(spec, size.held, seed=SEARCH_SEED).images
+        size.rates,
+        SceneBatches(spec, size.batch, SEARCH_SEED),
+        sample_scenes(spec, size.held_out, seed=SEARCH_SEED).images,
     )
-    numbers = _Pair("digits", size.digit_net, 8, LEVELS, size.digit_steps, where)
-    numbers.search(size.rates, SetBatches(known, None, LEVELS, DIGIT_BATCH, SEARCH_SEED), held)
+    numbers = _Pair("digits", size.digit_net, 8, LEVELS, size.digit_steps, device)
+    numbers.search(size.rates, SetBatches(known, None, LEVELS, DIGIT_BATCH, SEARCH_SEED), held_out)
     for seed in size.seeds:
         _scenes(evidence, seed, size, scenes)
         _digits(evidence, seed, size, numbers)
@@ -145,15 +148,15 @@ def run(scale: Scale) -> Evidence:
 class _Pair:
     """A flow and an autoregressive network of the same layers, width and tokens, each at its best learning rate."""
 
-    def __init__(self, what: str, net: Net, side: int, levels: int, steps: int, where: str) -> None:
-        self.what, self.net, self.side, self.levels, self.steps, self.where = what, net, side, levels, steps, where
+    def __init__(self, what: str, net: Net, side: int, levels: int, steps: int, device: str) -> None:
+        self.what, self.net, self.side, self.levels, self.steps, self.device = what, net, side, levels, steps, device
         self.rates: dict[str, float] = {}
 
     def flow(self, data: object, seed: int, rate: float, steps: int, classes: int = 0) -> TarFlow:
         """Trained on these batches."""
         from pippin.claims.worlds.images.flow_images import trained
 
-        return trained(self.net.config(self.side, self.levels, classes=classes), data, steps, seed, self.where, rate)
+        return trained(self.net.config(self.side, self.levels, classes=classes), data, steps, seed, self.device, rate)
 
     def autoregressive(self, data: Any, seed: int, rate: float, steps: int) -> PatchAutoregression:
         """Trained on these batches."""
@@ -164,9 +167,9 @@ class _Pair:
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             model = PatchAutoregression(self.side, self.levels, sum(self.net.layers), self.net.width, self.net.heads)
-        return trained(model, data, steps, seed, self.where, rate)
+        return trained(model, data, steps, seed, self.device, rate)
 
-    def search(self, rates: tuple[float, ...], data: Any, held: Tensor) -> None:
+    def search(self, rates: tuple[float, ...], data: Any, held_out: Tensor) -> None:
         """Choose the learning rate of each by bits after a third of the steps."""
         from pippin.claims.worlds.images import flow_images, patch_autoregression
         from pippin.claims.worlds.images.scene_pool import SEARCH_SEED, best_rate
@@ -174,26 +177,26 @@ class _Pair:
         steps = max(1, self.steps // 3)
         self.rates = {
             "flow": best_rate(
-                rates, lambda rate: flow_images.bits(self.flow(data, SEARCH_SEED, rate, steps), held, SEARCH_SEED)
+                rates, lambda rate: flow_images.bits(self.flow(data, SEARCH_SEED, rate, steps), held_out, SEARCH_SEED)
             ),
             "autoregressive": best_rate(
                 rates,
-                lambda rate: patch_autoregression.bits(self.autoregressive(data, SEARCH_SEED, rate, steps), held),
+                lambda rate: patch_autoregression.bits(self.autoregressive(data, SEARCH_SEED, rate, steps), held_out),
             ),
         }
 
-    def measure(self, evidence: Evidence, data: Any, known: Tensor, held: Tensor, seed: int) -> TarFlow:
+    def measure(self, evidence: Evidence, data: Any, known: Tensor, held_out: Tensor, seed: int) -> TarFlow:
         """Record bits of both, and of densities without a network; returns the trained flow."""
         from pippin.claims.worlds.images import flow_images, patch_autoregression
 
         flow = self.flow(data, seed, self.rates["flow"], self.steps)
         other = self.autoregressive(data, seed, self.rates["autoregressive"], self.steps)
         for arm, bits in (
-            ("flow", flow_images.bits(flow, held, seed)),
-            ("autoregressive", patch_autoregression.bits(other, held)),
-            ("Gaussian", flow_images.gaussian_bits(known, held, self.levels, seed)),
-            ("pixel histograms", flow_images.histogram_bits(known, held, self.levels)),
-            ("mixture of Gaussians", flow_images.mixture_bits(known, held, self.levels, seed)),
+            ("flow", flow_images.bits(flow, held_out, seed)),
+            ("autoregressive", patch_autoregression.bits(other, held_out)),
+            ("Gaussian", flow_images.gaussian_bits(known, held_out, self.levels, seed)),
+            ("pixel histograms", flow_images.histogram_bits(known, held_out, self.levels)),
+            ("mixture of Gaussians", flow_images.mixture_bits(known, held_out, self.levels, seed)),
         ):
             evidence.add(self.what, bits, arm=arm, seed=seed, unit="bits/dim")
         for arm, model in (("flow", flow), ("autoregressive", other)):
@@ -208,10 +211,10 @@ def _scenes(evidence: Evidence, seed: int, size: _Size, pair: _Pair) -> None:
     from pippin.data.synthetic.scenes import SceneSpec, sample_scenes
 
     spec = SceneSpec(size=size.side)
-    held = sample_scenes(spec, size.held, seed=1000 + seed).images
+    held_out = sample_scenes(spec, size.held_out, seed=1000 + seed).images
     known = sample_scenes(spec, size.known, seed=2000 + seed).images
-    flow = pair.measure(evidence, SceneBatches(spec, size.batch, seed), known, held, seed)
-    evidence.add("error of the inverse", _inverse_error(flow, held[:16]), seed=seed)
+    flow = pair.measure(evidence, SceneBatches(spec, size.batch, seed), known, held_out, seed)
+    evidence.add("error of the inverse", _inverse_error(flow, held_out[:16]), seed=seed)
 
 
 def _inverse_error(flow: TarFlow, images: Tensor) -> float:
@@ -233,21 +236,23 @@ def _digits(evidence: Evidence, seed: int, size: _Size, pair: _Pair) -> None:
     from pippin.claims.worlds.images.flow_images import SetBatches, digits
     from pippin.generate.conditions import Conditioning
 
-    known, labels, held, right = digits(seed)
-    pair.measure(evidence, SetBatches(known, None, LEVELS, DIGIT_BATCH, seed), known, held, seed)
+    known, labels, held_out, right = digits(seed)
+    pair.measure(evidence, SetBatches(known, None, LEVELS, DIGIT_BATCH, seed), known, held_out, seed)
 
     data = SetBatches(known, labels, LEVELS, DIGIT_BATCH, seed)
     flow = pair.flow(data, seed, pair.rates["flow"], size.digit_steps, classes=10)
-    classes = [torch.full((len(held),), label, device=pair.where) for label in range(10)]
-    bits_by_class = [flow.bits_per_dim(held.to(pair.where), Conditioning(labels=one), seed=seed) for one in classes]
+    classes = [torch.full((len(held_out),), label, device=pair.device) for label in range(10)]
+    bits_by_class = [
+        flow.bits_per_dim(held_out.to(pair.device), Conditioning(labels=one), seed=seed) for one in classes
+    ]
     share = (torch.stack(bits_by_class).argmin(0).cpu() == right).float().mean()
     evidence.add("digits classified by density", float(share), arm="flow", seed=seed)
-    evidence.add("digits classified by density", _gaussians(known, labels, held, right), arm="Gaussian", seed=seed)
+    evidence.add("digits classified by density", _gaussians(known, labels, held_out, right), arm="Gaussian", seed=seed)
 
 
-def _gaussians(known: Tensor, labels: Tensor, held: Tensor, right: Tensor) -> float:
+def _gaussians(known: Tensor, labels: Tensor, held_out: Tensor, right: Tensor) -> float:
     """Accuracy of a classifier with one Gaussian for each class."""
     from sklearn.discriminant_analysis import QuadraticDiscriminantAnalysis
 
     model = QuadraticDiscriminantAnalysis(reg_param=0.1).fit(known.flatten(1).numpy(), labels.numpy())
-    return float(model.score(held.flatten(1).numpy(), right.numpy()))
+    return float(model.score(held_out.flatten(1).numpy(), right.numpy()))

@@ -109,12 +109,12 @@ PASTED, TRUE = "pasted in", "true scenes"
 def run(scale: Scale) -> Evidence:
     """Measure every family on each seed, then memory."""
     from pippin.claims.worlds.images.described_scenes import creator_of, trained
-    from pippin.claims.worlds.images.scene_pool import device
+    from pippin.claims.worlds.training import device_for
 
-    evidence, size, where = Evidence(), SIZES[scale], device(scale.name)
+    evidence, size, device = Evidence(), SIZES[scale], device_for(scale.name)
     for seed in size.seeds:
         models = {
-            name: trained(name, size.pixels, size.width, steps, batch, seed, where)
+            name: trained(name, size.pixels, size.width, steps, batch, seed, device)
             for name, steps, batch in zip(TRAINED, size.steps, size.batches, strict=True)
         }
         for family in FAMILIES:
@@ -122,7 +122,7 @@ def run(scale: Scale) -> Evidence:
             _follows(evidence, creator, family, size, seed)
             _fills(evidence, creator, family, size, seed)
     for which, side in zip(WHICH, size.sides, strict=False):
-        _memory(evidence, which, side, size.measured, where, apart=not scale.is_smoke)
+        _memory(evidence, which, side, size.measured, device, apart=not scale.is_smoke)
     return evidence
 
 
@@ -138,28 +138,29 @@ def _follows(evidence: Evidence, creator: ImageCreator, family: str, size: _Size
 
     spec = scene_spec(size.pixels)
     scenes = sample_scenes(spec, 4 * size.prompts, seed=9000 + seed)
-    chosen = [index for index, said in enumerate(scenes.captions) if said != "nothing"]
-    held = chosen[: size.prompts]
-    wanted = [scenes.captions[index] for index in held]
+    chosen = [index for index, text in enumerate(scenes.captions) if text != "nothing"]
+    held_out = chosen[: size.prompts]
+    given = [scenes.captions[index] for index in held_out]
 
     def found(x: Tensor) -> list[str]:
         return [caption([one.thing for one in here]) for here in detect(x, spec)]
 
-    def right(said: list[str], arm: str, suffix: str = "") -> None:
-        share = sum(a == b for a, b in zip(wanted, said, strict=True)) / len(wanted)
+    def right(captions: list[str], arm: str, suffix: str = "") -> None:
+        share = sum(a == b for a, b in zip(given, captions, strict=True)) / len(given)
         evidence.add(f"right images, {family}{suffix}", share, arm=arm, seed=seed)
 
     for guidance, suffix in ((1.0, ", no guidance"), (2.0, "")):
-        made: dict[str, list[str]] = {}
-        for said, n in sorted(Counter(wanted).items()):
-            how: dict[str, Any] = {"limit": n, "batch_size": n, "seed": 1000, "guidance": guidance}
-            made[said] = found(torch.stack([image.x for image in creator.images(concepts(said, family), **how)]))
-        answers = [made[one].pop() for one in wanted]
+        sampled: dict[str, list[str]] = {}
+        for text, n in sorted(Counter(given).items()):
+            options: dict[str, Any] = {"limit": n, "batch_size": n, "seed": 1000, "guidance": guidance}
+            images = creator.images(concepts(text, family), **options)
+            sampled[text] = found(torch.stack([image.x for image in images]))
+        answers = [sampled[one].pop() for one in given]
         right(answers, CREATOR, suffix)
     order = torch.randperm(len(answers), generator=torch.Generator().manual_seed(seed)).tolist()
     right([answers[index] for index in order], SHUFFLED)
-    right([Counter(wanted).most_common(1)[0][0]] * len(wanted), MAJORITY)
-    right(found(scenes.x[held]), TRUE)
+    right([Counter(given).most_common(1)[0][0]] * len(given), MAJORITY)
+    right(found(scenes.x[held_out]), TRUE)
 
 
 def _fills(evidence: Evidence, creator: ImageCreator, family: str, size: _Size, seed: int) -> None:
@@ -171,22 +172,22 @@ def _fills(evidence: Evidence, creator: ImageCreator, family: str, size: _Size, 
     from pippin.kits.image import Mask
 
     pixels = size.pixels
-    held = sample_scenes(scene_spec(pixels), 6 * size.filled, seed=9500 + seed)
-    full = [index for index, caption in enumerate(held.captions) if caption != "nothing"]
+    held_out = sample_scenes(scene_spec(pixels), 6 * size.filled, seed=9500 + seed)
+    full = [index for index, caption in enumerate(held_out.captions) if caption != "nothing"]
     redraw = torch.zeros(1, pixels, pixels, dtype=torch.bool)
     # it cuts objects in their middle, and on the left at their edges
     redraw[:, pixels // 4 : 3 * pixels // 4, 3 * pixels // 8 : 3 * pixels // 4] = True
     changed, energy = 0.0, {CREATOR: list[float](), PASTED: list[float]()}
     for index in full[: size.filled]:
-        words = concepts(held.captions[index], family)
-        how: dict[str, Any] = {"limit": 2, "batch_size": 2, "seed": index, "guidance": 1.0}
-        filled, free = creator.edit(held.x[index], Mask(redraw), words, **how), creator.images(words, **how)
+        words = concepts(held_out.captions[index], family)
+        options: dict[str, Any] = {"limit": 2, "batch_size": 2, "seed": index, "guidance": 1.0}
+        filled, free = creator.edit(held_out.x[index], Mask(redraw), words, **options), creator.images(words, **options)
         for image, other in zip(filled, free, strict=True):
-            away = (image.levels.int() - held.images[index].int()).abs()
+            away = (image.levels.int() - held_out.images[index].int()).abs()
             changed = max(changed, float(away[~redraw].max()))
             energy[CREATOR].append(_border(image.x, redraw))
-            energy[PASTED].append(_border(torch.where(redraw, other.x, held.x[index]), redraw))
-    real = sum(_border(held.x[index], redraw) for index in full) / len(full)
+            energy[PASTED].append(_border(torch.where(redraw, other.x, held_out.x[index]), redraw))
+    real = sum(_border(held_out.x[index], redraw) for index in full) / len(full)
     for arm, change in ((CREATOR, changed), (PASTED, 0.0)):
         ratio = sum(energy[arm]) / len(energy[arm]) / real
         evidence.add(f"border energy over that of true scenes, {family}", ratio, arm=arm, seed=seed)
@@ -200,11 +201,11 @@ def _border(x: Tensor, redraw: Tensor) -> float:
     return float((down.square().sum() + right.square().sum()) / (len(down) + len(right)))
 
 
-def _memory(evidence: Evidence, which: str, side: int, together: int, where: str, *, apart: bool) -> None:
+def _memory(evidence: Evidence, which: str, side: int, together: int, device: str, *, apart: bool) -> None:
     """Record estimated and used memory for images of that side; at smoke scale within this process."""
     from pippin.claims.worlds.images.creator_memory import measured, measured_apart
 
-    estimate, used, seconds, allocated = (measured_apart if apart else measured)(side, together, where)
+    estimate, used, seconds, allocated = (measured_apart if apart else measured)(side, together, device)
     for name, value, unit in (
         ("side", side, "pixels"),
         ("estimate", estimate / 1e6, "MB"),

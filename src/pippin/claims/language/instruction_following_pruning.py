@@ -30,7 +30,7 @@ class _Size(NamedTuple):
     dense_steps: int
     text_steps: int
     width: int
-    stretches: int
+    windows: int
     skill_rates: tuple[float, ...] = (5e-3,)
     text_rates: tuple[float, ...] = (3e-3,)
 
@@ -42,7 +42,7 @@ SIZES = Scale.choose(
     gpu=_Size(3000, 512, 2000, 3000, 256, 200, (2.5e-3, 5e-3), (1.5e-3, 3e-3)),
 )
 EPS, KEPT = 0.3, 48
-TEXT_CHANNELS, TEXT_KEPT, STRETCH = 512, 128, 192
+TEXT_CHANNELS, TEXT_KEPT, WINDOW = 512, 128, 192
 LOSSES = tuple(f"held-out loss, {kind}" for kind in ("modules", "reference", "JSON", "licenses"))
 
 
@@ -129,9 +129,9 @@ def _skills(evidence: Evidence, scale: Scale) -> None:
             evidence.add("accuracy", -loss(module), arm=arm, seed=seed)
             if arm in ("once", "by the prompt"):
                 masks = module.masks().detach()
-                kept = (masks > 0).float()
-                evidence.add("channels of all masks together", kept.any(0).sum(), arm=arm, seed=seed)
-                common = (kept @ kept.T).fill_diagonal_(0).sum() / (KEPT * len(kept) * (len(kept) - 1))
+                selected = (masks > 0).float()
+                evidence.add("channels of all masks together", selected.any(0).sum(), arm=arm, seed=seed)
+                common = (selected @ selected.T).fill_diagonal_(0).sum() / (KEPT * len(selected) * (len(selected) - 1))
                 evidence.add("overlap of two skills' masks", common, arm=arm, seed=seed)
             if arm == "by the prompt":
                 other = skills.accuracy(module, seed, masks.roll(1, 0))
@@ -141,14 +141,14 @@ def _skills(evidence: Evidence, scale: Scale) -> None:
 def _text(evidence: Evidence, scale: Scale) -> None:
     """Record a dense model, one trained mask, and masks predicted from the first half of a text."""
     from pippin.claims.worlds.sequences.byte_text import TUNING_SEED, tuned
-    from pippin.claims.worlds.sequences.text_kinds import stretches
+    from pippin.claims.worlds.sequences.text_kinds import windows
 
     size = SIZES[scale]
     seeds = (*scale.seeds, *([TUNING_SEED] if len(size.text_rates) > 1 else []))
     rate = size.text_rates[-1]
     starts = {seed: _fit(_decoder(size, TEXT_CHANNELS, seed), size.dense_steps, seed, rate) for seed in seeds}
-    held = stretches(size.stretches, STRETCH)
-    validation = stretches(20, STRETCH, validation=True)
+    held_out = windows(size.windows, WINDOW)
+    validation = windows(20, WINDOW, validation=True)
     for arm in ("dense", "once", "by the prompt"):
 
         def train(seed: int, lr: float, arm: str = arm) -> Any:
@@ -160,13 +160,13 @@ def _text(evidence: Evidence, scale: Scale) -> None:
             return sum(_losses(model, validation).values())
 
         for seed, model in tuned(train, size.text_rates, scale.seeds, loss=loss):
-            for kind, value in _losses(model, held).items():
+            for kind, value in _losses(model, held_out).items():
                 evidence.add(f"held-out loss, {kind}", value, arm=arm, seed=seed, unit="nats/byte")
             if arm == "by the prompt":
-                for kind, value in _losses(model, held, another=True).items():
+                for kind, value in _losses(model, held_out, another=True).items():
                     evidence.add(f"held-out loss, {kind}", value, arm="another prompt", seed=seed, unit="nats/byte")
             if arm != "dense":
-                _overlaps(evidence, arm, model, held, seed)
+                _overlaps(evidence, arm, model, held_out, seed)
 
 
 def _decoder(size: _Size, channels: int, seed: int) -> Decoder:
@@ -184,7 +184,7 @@ def _fit(module: Any, steps: int, seed: int, lr: float, objective: Any = None) -
     from pippin.claims.worlds.training import fit
     from pippin.language.objectives import NextToken
 
-    fit(module, objective or NextToken(), MixedBatches(STRETCH, seed), steps=steps, seed=seed, lr=lr)
+    fit(module, objective or NextToken(), MixedBatches(WINDOW, seed), steps=steps, seed=seed, lr=lr)
     return module
 
 
@@ -203,16 +203,16 @@ def _pruned(arm: str, dense: Decoder, size: _Size, seed: int, lr: float) -> Any:
     return _fit(model, size.text_steps, seed + 100, lr, ChunkedPretraining(2, annealing))
 
 
-def _losses(model: Any, held: dict[str, TokenBatch], *, another: bool = False) -> dict[str, float]:
+def _losses(model: Any, held_out: dict[str, TokenBatch], *, another: bool = False) -> dict[str, float]:
     """Loss on the second half of each kind of text, under masks from its first half or from another kind of text."""
     import torch
 
     from pippin.language import Decoder
 
-    half, kinds, found = STRETCH // 2, list(held), {}
+    half, kinds, found = WINDOW // 2, list(held_out), {}
     with torch.no_grad():
-        for index, (kind, batch) in enumerate(held.items()):
-            prompts = held[kinds[index - 1]] if another else batch
+        for index, (kind, batch) in enumerate(held_out.items()):
+            prompts = held_out[kinds[index - 1]] if another else batch
             masks = () if isinstance(model, Decoder) else (model.masks(prompts.ids[:, :half]),)
             logits: Tensor = model(batch.ids, *masks)[:, half - 1 :]
             targets = batch.targets[:, half - 1 :]
@@ -220,12 +220,12 @@ def _losses(model: Any, held: dict[str, TokenBatch], *, another: bool = False) -
     return found
 
 
-def _overlaps(evidence: Evidence, arm: str, model: Any, held: dict[str, TokenBatch], seed: int) -> None:
+def _overlaps(evidence: Evidence, arm: str, model: Any, held_out: dict[str, TokenBatch], seed: int) -> None:
     """Record the overlap of masks within kinds of text and across them."""
     import torch
 
     with torch.no_grad():
-        batches = [batch.ids[:, : STRETCH // 2] for batch in held.values()]
+        batches = [batch.ids[:, : WINDOW // 2] for batch in held_out.values()]
         chosen = torch.stack([(model.masks(ids) > 0).float().expand(len(ids), -1, -1) for ids in batches])
     kinds, rows = chosen.shape[:2]
     flat = chosen.flatten(2).flatten(0, 1)

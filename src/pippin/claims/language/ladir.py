@@ -135,12 +135,12 @@ def run(scale: Scale) -> Evidence:
     for seed in asked.seeds:
         part = Evidence()
         train = countdown.problems(size.problems, seed=seed)
-        held = countdown.problems(asked.once, seed=seed, held_out=True)
-        few = [problem.question for problem in held[: asked.sixteen]]
+        held_out = countdown.problems(asked.once, seed=seed, held_out=True)
+        few = [problem.question for problem in held_out[: asked.sixteen]]
         base = chain_of_thought(train, size, seed)
-        _written(part, base, held, few, seed)
-        _trivial(part, held, few, seed)
-        _latent(part, base, train, held, few, size, seed)
+        _written(part, base, held_out, few, seed)
+        _trivial(part, held_out, few, seed)
+        _latent(part, base, train, held_out, few, size, seed)
         evidence.extend(part, seed=seed)
     return evidence
 
@@ -171,11 +171,13 @@ def _note(evidence: Evidence, arm: str, right: float, sixteen: dict[str, float])
         evidence.add(name, value, arm=arm)
 
 
-def _written(evidence: Evidence, base: LanguageModel, held: Sequence[Problem], few: Sequence[str], seed: int) -> None:
+def _written(
+    evidence: Evidence, base: LanguageModel, held_out: Sequence[Problem], few: Sequence[str], seed: int
+) -> None:
     """Record chains of thought: greedy, and sixteen at the temperature with the most distinct solutions."""
     from pippin.claims.worlds.sequences.countdown import write_chains
 
-    questions = [problem.question for problem in held]
+    questions = [problem.question for problem in held_out]
     repeated = [question for question in few for _ in range(SAMPLES)]
     sixteen = [
         _sixteen(few, write_chains(base, repeated, temperature=temperature, seed=seed)) for temperature in TEMPERATURES
@@ -184,11 +186,11 @@ def _written(evidence: Evidence, base: LanguageModel, held: Sequence[Problem], f
     _note(evidence, "chain of thought", greedy, max(sixteen, key=lambda one: one["distinct solutions"]))
 
 
-def _trivial(evidence: Evidence, held: Sequence[Problem], few: Sequence[str], seed: int) -> None:
+def _trivial(evidence: Evidence, held_out: Sequence[Problem], few: Sequence[str], seed: int) -> None:
     """Record random expressions of the right numbers, and all solutions by brute force."""
     from pippin.claims.worlds.sequences.countdown_reasoners import random_expression, solved
 
-    source, questions = random.Random(seed), [problem.question for problem in held]
+    source, questions = random.Random(seed), [problem.question for problem in held_out]
     once = [random_expression(question, source) for question in questions]
     sixteen = [random_expression(question, source) for question in few for _ in range(SAMPLES)]
     _note(evidence, "random expression", _right(questions, once), _sixteen(few, sixteen))
@@ -201,7 +203,7 @@ def _latent(
     evidence: Evidence,
     base: LanguageModel,
     train: Sequence[Problem],
-    held: Sequence[Problem],
+    held_out: Sequence[Problem],
     few: Sequence[str],
     size: ReasonerSize,
     seed: int,
@@ -212,14 +214,14 @@ def _latent(
     from pippin.claims.worlds.sequences.countdown_reasoners import latent_reasoner, reconstructed, thought_autoencoder
     from pippin.language.methods.ladir.model import LatentReasoner
 
-    arm, questions = "latent reasoning", [problem.question for problem in held]
+    arm, questions = "latent reasoning", [problem.question for problem in held_out]
 
     def share(reasoner: LatentReasoner, steps: int = STEPS[-1]) -> float:
         return _right(questions, [answer.text for answer in reasoner.generate(questions, steps=steps, seed=seed)])
 
     vae = thought_autoencoder(base, train, size, seed)
-    evidence.add("tokens reconstructed", reconstructed(vae, held, seed), arm=arm)
-    evidence.add("tokens reconstructed under noise", reconstructed(vae, held, seed, noise=0.3), arm=arm)
+    evidence.add("tokens reconstructed", reconstructed(vae, held_out, seed), arm=arm)
+    evidence.add("tokens reconstructed under noise", reconstructed(vae, held_out, seed, noise=0.3), arm=arm)
     reasoner = latent_reasoner(
         base, vae, train, size, seed, lambda early: evidence.add("Pass@1 after stage 1", share(early), arm=arm)
     )

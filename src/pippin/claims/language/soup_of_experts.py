@@ -241,7 +241,7 @@ def _text(evidence: Evidence, seed: int, size: _Size) -> None:
     ]
     whole = [len(part) / sum(map(len, parts)) for part in parts]
     weights = {kind: domains.weights(known[kind]) for kind in targets}
-    held = {kind: ByteText(torch.empty(0), _bytes(texts)) for kind, texts in read.items()}
+    held_out = {kind: ByteText(torch.empty(0), _bytes(texts)) for kind, texts in read.items()}
 
     def streams() -> list[Any]:
         return [ByteBatches(1, 128, 100 * seed + i, ByteText(part, part)) for i, part in enumerate(parts)]
@@ -250,7 +250,7 @@ def _text(evidence: Evidence, seed: int, size: _Size) -> None:
         return byte_decoder(byte_config(layers=4, width=64), seed=seed)
 
     def loss(model: Any, kind: str) -> float:
-        return held_out_nats(model, limit=size.held_out, text=held[kind])
+        return held_out_nats(model, limit=size.held_out, text=held_out[kind])
 
     def note(arm: str, values: Sequence[float]) -> None:
         evidence.add("text", statistics.mean(values), arm=arm, seed=seed, unit="nats/byte")

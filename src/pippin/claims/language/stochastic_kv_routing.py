@@ -78,9 +78,7 @@ SAVED = "saved by a second reading"
         Condition(
             "slight cost",
             "at a KV-sharing ratio of 1 within 0.05 nats of the base, every seed (published: 0.037)",
-            lambda e, arm: all(
-                ours - theirs <= 0.05 for ours, theirs in zip(e.each(FULL, arm), e.each(FULL, "base"), strict=True)
-            ),
+            lambda e, arm: all(ours - theirs <= 0.05 for ours, theirs in e.pairs(FULL, arm, "base")),
             headline=True,
         ),
         Condition(
@@ -94,11 +92,7 @@ SAVED = "saved by a second reading"
             "without, every seed",
             lambda e, arm: all(
                 ours <= theirs - 0.1
-                for ours, theirs in zip(
-                    e.each(QUARTER, f"{arm} on top of the base"),
-                    e.each(QUARTER, "base on top of the base"),
-                    strict=True,
-                )
+                for ours, theirs in e.pairs(QUARTER, f"{arm} on top of the base", "base on top of the base")
             ),
         ),
         Condition(

@@ -141,8 +141,8 @@ def _bytes(evidence: Evidence, name: str, seed: int, size: _Size, device: str) -
 
         def objective(model: nn.Module, batch: Any, generator: Any, reports: list[list[Any]] = reports) -> Loss:
             logits = model(batch.ids)
-            for kept, cell in zip(reports, model.cells, strict=True):  # type: ignore[arg-type]
-                kept.append(cell.last_solve)
+            for solves, cell in zip(reports, model.cells, strict=True):  # type: ignore[arg-type]
+                solves.append(cell.last_solve)
             loss = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="sum")
             return Loss(loss, batch.ids.numel())
 
@@ -157,12 +157,12 @@ def _bytes(evidence: Evidence, name: str, seed: int, size: _Size, device: str) -
         evidence.add(f"held-out loss, {mode}, {name}", value, seed=seed, unit="nats per byte")
     apart = abs(held_out["parallel"] - held_out["sequential"])
     evidence.add(f"difference of held-out losses, {name}", apart, seed=seed, unit="nats per byte")
-    fell = sum(report.fell_back for kept in reports for report in kept)
+    fell = sum(report.fell_back for solves in reports for report in solves)
     evidence.add(f"solves that fell back, {name}", fell, seed=seed)
-    for layer, kept in enumerate(reports):
+    for layer, solves in enumerate(reports):
         what = f"layer {layer}, {name}"
-        evidence.add(f"most iterations in training, {what}", max(report.iterations for report in kept), seed=seed)
-        evidence.add(f"largest residual in training, {what}", max(report.residual for report in kept), seed=seed)
+        evidence.add(f"most iterations in training, {what}", max(report.iterations for report in solves), seed=seed)
+        evidence.add(f"largest residual in training, {what}", max(report.residual for report in solves), seed=seed)
         evidence.add(f"largest recurrent weight, {what}", model.cells[layer].recurrent.abs().max(), seed=seed)
     ids = next(iter(ByteBatches(4, size.length, seed + 500))).ids.to(device)
     evidence.add(f"error after 3 iterations, trained, {name}", _error(model, ids, 3), seed=seed)

@@ -190,7 +190,7 @@ def _times(evidence: Evidence, seed: int, decoder: ExportedModel, runs: int) -> 
     unattributed = sum(row["share"] for row in report.rows("module") if row["module"] == "unattributed")
     evidence.add("unattributed to a module", 100 * unattributed, seed=seed, unit="%")
 
-    slow = ExportedModel.capture(SlowNetwork(seed), {"picture": torch.randn(4, 1, 8, 8)})
+    slow = ExportedModel.capture(SlowNetwork(seed), {"image": torch.randn(4, 1, 8, 8)})
     rows = profile(slow, ["torch"], warmup=2, runs=max(3, runs // 20)).rows("op")
     named = [row for row in rows if row["name"] != "unattributed"]
     evidence.add("the softmax is first", "softmax" in named[0]["kind"], seed=seed)
@@ -256,7 +256,7 @@ def _real_time(evidence: Evidence, seed: int, cnn: ExportedModel, runs: int) -> 
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or it says on stderr that it starts and stops
     model = compile(cnn, threads=1)
     call = StaticCall(model, {"batch": 1})
-    call.inputs["picture"].normal_()
+    call.inputs["image"].normal_()
     for _ in range(50):
         call()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:

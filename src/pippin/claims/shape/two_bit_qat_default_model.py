@@ -125,7 +125,7 @@ class Given:
     size: _Size
     teacher: LanguageModel
     train: Path
-    held: str
+    held_out: str
     path: Path
 
 
@@ -139,13 +139,13 @@ def _compare(evidence: Evidence, size: _Size, path: Path, seed: int) -> None:
     from pippin.shape.quantize.calibration import calibration_ids
     from pippin.shape.quantize.config import QuantizationConfig
 
-    original, parent, train, held = _subjects(size, path)
-    given = Given(size, original, train, held, path)
+    original, parent, train, held_out = _subjects(size, path)
+    given = Given(size, original, train, held_out, path)
     settings = QuantizationConfig(group=64)
     assert original.source is not None
     own = original.source.stat().st_size if size.model else _bytes(original.source)
     evidence.add("bytes, original", own, unit="bytes")
-    _measure(evidence, "original", original, held, size)
+    _measure(evidence, "original", original, held_out, size)
     texts = (record.text for record in read_records(train))
     ids = calibration_ids(parent, texts, tokens=size.calibration, length=size.length)
     absmax = replace(settings, init="absmax")
@@ -156,13 +156,13 @@ def _compare(evidence: Evidence, size: _Size, path: Path, seed: int) -> None:
     }
     for arm, codes in made.items():
         save_quantized(path / arm, parent, codes, metadata={"method": arm})
-        _load(evidence, arm, path / arm, held, size)
+        _load(evidence, arm, path / arm, held_out, size)
     student = replace(parent, module=copy.deepcopy(parent.module).requires_grad_(True), source=None)
     qat.prepare(student.module, settings, start=made["GPTQ"])
     _train(student.module, original, train, size, size.steps, RATE, seed=seed)
     codes = qat.convert(student.module)
     save_quantized(path / "trained", student, codes, metadata=qat.metadata(student.module))
-    trained = _load(evidence, "trained", path / "trained", held, size)
+    trained = _load(evidence, "trained", path / "trained", held_out, size)
     layers, ours = dict(student.module.named_modules()), dict(trained.module.named_modules())
     differ = sum(int((ours[name].dense_weight() != layers[name].weight).sum()) for name in codes)
     evidence.add("weights that differ after export", differ)
@@ -172,7 +172,7 @@ def _compare(evidence: Evidence, size: _Size, path: Path, seed: int) -> None:
     _train(longer.module, original, train, size, size.steps + size.adapter_steps, RATE, seed=seed)
     arm = "trained for the adapter's steps too"
     save_quantized(path / arm, longer, qat.convert(longer.module), metadata=qat.metadata(longer.module))
-    _load(evidence, arm, path / arm, held, size)
+    _load(evidence, arm, path / arm, held_out, size)
 
 
 def _subjects(size: _Size, path: Path) -> tuple[LanguageModel, LanguageModel, Path, str]:
@@ -185,19 +185,19 @@ def _subjects(size: _Size, path: Path) -> tuple[LanguageModel, LanguageModel, Pa
 
     if size.model is not None:
         text = store.pull("wikitext-2", show_progress=False)
-        held = "".join(record.text for record in read_records(text / "test.raw.gz"))
+        held_out = "".join(record.text for record in read_records(text / "test.raw.gz"))
         original, parent = (load_language_model(size.model, device="cpu", pack=pack) for pack in (True, False))
-        return original, parent, text / "train.raw.gz", held
+        return original, parent, text / "train.raw.gz", held_out
     module = small.train_bytes(Decoder(small.byte_config(layers=2)).initialize(seed=0), steps=8, seed=0, rows=2)
     small.byte_model(module).save(path / "original")
     texts = small.byte_text()
-    train, held = (
+    train, held_out = (
         bytes(part[part < small.END].tolist()).decode("utf-8", "replace")
         for part in (texts.train[:65_536], texts.held_out[: 4 * size.held_out])
     )
     (path / "train.txt").write_text(train, encoding="utf-8")
     original, parent = (load_language_model(path / "original", device="cpu", pack=pack) for pack in (True, False))
-    return original, parent, path / "train.txt", held
+    return original, parent, path / "train.txt", held_out
 
 
 def _by_row(codes: Mapping[str, Codes], model: LanguageModel, settings: QuantizationConfig) -> dict[str, Codes]:
@@ -244,13 +244,13 @@ def _train(module: Any, teacher: LanguageModel, text: Path, size: _Size, steps: 
     module.eval()
 
 
-def _load(evidence: Evidence, arm: str, path: Path, held: str, size: _Size) -> LanguageModel:
+def _load(evidence: Evidence, arm: str, path: Path, held_out: str, size: _Size) -> LanguageModel:
     """Load an arm, record its bytes, and measure it."""
     from pippin.language.language_model import load as load_language_model
 
     model = load_language_model(path, device="cpu")
     evidence.add(f"bytes, {arm}", _bytes(path), unit="bytes")
-    _measure(evidence, arm, model, held, size)
+    _measure(evidence, arm, model, held_out, size)
     return model
 
 
@@ -258,13 +258,13 @@ def _bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in path.glob("*.safetensors"))
 
 
-def _measure(evidence: Evidence, arm: str, model: LanguageModel, held: str, size: _Size) -> None:
+def _measure(evidence: Evidence, arm: str, model: LanguageModel, held_out: str, size: _Size) -> None:
     """Record held-out perplexity with the kernels that serve the model, and decoding speed."""
     from pippin.engine import Engine
     from pippin.engine.measure_speed import measure_speed, prompt_ids
     from pippin.language.likelihood import text_likelihood
 
-    found = text_likelihood(model, held, max_length=size.length, max_tokens=size.held_out)
+    found = text_likelihood(model, held_out, max_length=size.length, max_tokens=size.held_out)
     evidence.add(f"nats per token, {arm}", found.per_token, unit="nats")
     evidence.add(f"perplexity, {arm}", found.perplexity)
     engine, stops = Engine(model), model.tokenizer.eos_ids
@@ -285,7 +285,7 @@ def _recover(evidence: Evidence, parent: LanguageModel, trained: LanguageModel, 
     _train(adapted, given.teacher, given.train, size, size.adapter_steps, ADAPTER_RATE, seed=1)
     adapted.save(given.path / "adapter", trained)
     found = text_likelihood(
-        replace(trained, module=adapted), given.held, max_length=size.length, max_tokens=size.held_out
+        replace(trained, module=adapted), given.held_out, max_length=size.length, max_tokens=size.held_out
     )
     arm = "trained, with a recovery adapter"
     evidence.add(f"nats per token, {arm}", found.per_token, unit="nats")

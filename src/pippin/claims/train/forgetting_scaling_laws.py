@@ -282,7 +282,7 @@ def _laws(evidence: Evidence, runs: list[_Run], seed: int) -> None:
         return [float(found.predict(one.parameters, one.data, one.share, one.before)) for one in others]
 
     largest = max(one.width for one in runs)
-    small, rest = ([one for one in runs if (one.width < largest) is below] for below in (True, False))
+    small, others = ([one for one in runs if (one.width < largest) is below] for below in (True, False))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Extrapolation)  # eighteen runs leave wide intervals; they are reported
         whole = law(runs, resamples=100)
@@ -296,7 +296,7 @@ def _laws(evidence: Evidence, runs: list[_Run], seed: int) -> None:
             return
         mean = statistics.fmean(one.forgetting for one in small)
         name = "error for the largest size, not fitted"
-        note(name, "law", predicted(law(small), rest), rest)
-        note(name, "mean forgetting", [one.before + mean for one in rest], rest)
+        note(name, "law", predicted(law(small), others), others)
+        note(name, "mean forgetting", [one.before + mean for one in others], others)
         low, high = ([one for one in runs if (one.arm == ARMS[-1]) is last] for last in (False, True))
         note("error for the largest share, not fitted", "law", predicted(law(low), high), high)

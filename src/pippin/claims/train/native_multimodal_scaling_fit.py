@@ -79,9 +79,7 @@ RATE = 6e-3
             lambda e, arm: all(
                 a < b
                 for other in ("next smaller size", "power law of compute")
-                for a, b in zip(
-                    e.each("error for the largest size", arm), e.each("error for the largest size", other), strict=True
-                )
+                for a, b in e.pairs("error for the largest size", arm, other)
             ),
         ),
         Condition(
@@ -174,11 +172,11 @@ def _grid(evidence: Evidence, size: _Size, seed: int) -> None:
         "mean loss": (np.full_like(losses, losses.mean()), np.full_like(losses[largest], losses[small].mean())),
         "next smaller size": (None, losses[below]),
     }
-    for arm, (fit, held) in predicted.items():
+    for arm, (fit, held_out) in predicted.items():
         if fit is not None:
             evidence.add("error of the fit", 100 * goodness(fit, losses).mae, arm=arm, seed=seed, unit="%")
             evidence.add("R2 of the fit", goodness(fit, losses).r2, arm=arm, seed=seed)
-        error = 100 * goodness(held, losses[largest]).mae
+        error = 100 * goodness(held_out, losses[largest]).mae
         evidence.add("error for the largest size", error, arm=arm, seed=seed, unit="%")
     for name, value in law.coefficients.items():
         evidence.add(f"{name} of the grid", value, arm="law", seed=seed)

@@ -62,6 +62,6 @@ def digits(seeds: int) -> Iterator[Annotated]:
         for annotator in range(100):
             seen, pixels = rng.choice(known, 60, replace=False), rng.permutation(64)[:16]
             tree = DecisionTreeClassifier(max_depth=6, random_state=annotator)
-            said = tree.fit(images[seen][:, pixels], labels[seen]).predict(images[items][:, pixels])
-            counts[np.arange(len(items)), said] += 1
+            annotations = tree.fit(images[seen][:, pixels], labels[seen]).predict(images[items][:, pixels])
+            counts[np.arange(len(items)), annotations] += 1
         yield torch.tensor(images[items] / 8 - 1, dtype=torch.float32), torch.from_numpy(counts)

@@ -50,10 +50,10 @@ class SlowNetwork(nn.Module):
         super().__init__()
         self.network = network(seed)
 
-    def forward(self, picture: Tensor) -> Tensor:
+    def forward(self, image: Tensor) -> Tensor:
         """Logits."""
-        large = picture.flatten(1).repeat(1, 4096).softmax(-1)
-        logits: Tensor = self.network(picture) + large.sum(-1, keepdim=True)
+        large = image.flatten(1).repeat(1, 4096).softmax(-1)
+        logits: Tensor = self.network(image) + large.sum(-1, keepdim=True)
         return logits
 
 
@@ -77,8 +77,8 @@ def digits_cnn(seed: int, steps: int) -> ExportedModel:
     (images, labels), _ = digit_halves(seed)
     model = network(seed)
     fit_labels(model, images, labels, steps, seed, 2e-3)
-    sizes = {"picture": {0: SizeRange("batch", 1, 1024)}}
-    return ExportedModel.capture(model.eval(), {"picture": images[:2]}, sizes, outputs=("logits",))
+    sizes = {"image": {0: SizeRange("batch", 1, 1024)}}
+    return ExportedModel.capture(model.eval(), {"image": images[:2]}, sizes, outputs=("logits",))
 
 
 def tuned_codes(cnn: ExportedModel, coded: ExportedModel, seed: int, steps: int) -> ExportedModel:
@@ -94,7 +94,7 @@ def tuned_codes(cnn: ExportedModel, coded: ExportedModel, seed: int, steps: int)
 def accuracy(model: ExportedModel, seed: int) -> float:
     """Accuracy on the held-out digits in percent."""
     _, (images, labels) = digit_halves(seed)
-    logits = model.to("torch").run("main", picture=images)["logits"]
+    logits = model.to("torch").run("main", image=images)["logits"]
     return 100 * float((logits.argmax(-1) == labels).float().mean())
 
 
@@ -131,7 +131,7 @@ def wrong_calls_refused(cnn: ExportedModel, folder: Path) -> bool:
 
     model.compiled.execute = counted
     good = torch.zeros(1, 1, 8, 8)
-    wrong: list[dict[str, Tensor]] = [{"image": good}, {"picture": good.double()}, {"picture": good[0]}]
+    wrong: list[dict[str, Tensor]] = [{"picture": good}, {"image": good.double()}, {"image": good[0]}]
     refused = 0
     for arguments in wrong:
         try:
@@ -139,7 +139,7 @@ def wrong_calls_refused(cnn: ExportedModel, folder: Path) -> bool:
         except (SignatureMismatch, TypeError):
             refused += 1
     before = len(calls)
-    model.main(picture=good)
+    model.main(image=good)
     return refused == 3 and before == 0 and len(calls) == 1
 
 

@@ -78,7 +78,7 @@ class World:
 
 def worlds(size: ClassifierSize, scale: Scale) -> Iterator[tuple[str, int, World]]:
     """Digits and, where the size asks for it and it is available, Fashion-MNIST, for each seed."""
-    from pippin.claims.worlds import small_networks as small
+    from pippin.claims.worlds import small_networks as small, training
 
     warm = digits(0)  # the first training loads and compiles what later ones find ready
     small.train(small.perceptron((64, 8, 5), 0), *warm.train, epochs=1, seed=0)
@@ -87,7 +87,7 @@ def worlds(size: ClassifierSize, scale: Scale) -> Iterator[tuple[str, int, World
         yield "digits", seed, digits(seed)
         if images:
             world = fashion_mnist(seed, size.images, size.image_test)
-            yield "Fashion-MNIST", seed, world.on(small.device_for(scale.name))
+            yield "Fashion-MNIST", seed, world.on(training.device_for(scale.name))
 
 
 def trained(
@@ -142,14 +142,14 @@ def fashion_mnist(seed: int, train: int, test: int) -> World:
     from pippin.data import images
 
     generator = torch.Generator().manual_seed(2_000 + seed)
-    known, rest = images.load("fashion-mnist", split="train"), images.load("fashion-mnist", split="test")
+    known, held_out = images.load("fashion-mnist", split="train"), images.load("fashion-mnist", split="test")
     outside = images.load("mnist", split="test")
     assert known.labels is not None
-    assert rest.labels is not None
+    assert held_out.labels is not None
     first = torch.randperm(len(known), generator=generator)[: train + test]
-    last = torch.randperm(len(rest), generator=generator)[:test]
+    last = torch.randperm(len(held_out), generator=generator)[:test]
     x, y = known.images[first].float() / 255, known.labels[first]
-    test_x, test_y = rest.images[last].float() / 255, rest.labels[last]
+    test_x, test_y = held_out.images[last].float() / 255, held_out.labels[last]
     other = outside.images[torch.randperm(len(outside), generator=generator)[:test]].float() / 255
     return World(
         (x[:train], y[:train]),
@@ -189,12 +189,12 @@ def cifar10_worlds(seeds: tuple[int, ...], limit: int) -> Iterator[tuple[int, Wo
         return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
     own = images.load("cifar-10", split="train", limit=limit)
-    rest = images.load("cifar-10", split="test", limit=limit)
+    held_out = images.load("cifar-10", split="test", limit=limit)
     other = images.load("fashion-mnist", split="test", limit=limit // 2, size=32, channels=3)
     assert own.labels is not None
-    assert rest.labels is not None
-    train, labels = (features(own.images.float() / 255), own.labels), rest.labels
-    levels = rest.images.float() / 255
+    assert held_out.labels is not None
+    train, labels = (features(own.images.float() / 255), own.labels), held_out.labels
+    levels = held_out.images.float() / 255
     x, shifted = features(levels), features((levels + 0.08 * normal(0, *levels.shape)).clamp(0, 1))
     ood, far = features(other.images.float() / 255), features(100 * normal(1, 200, 3, 32, 32))
     head = nn.Linear(64, 10)

@@ -72,15 +72,15 @@ class RecordingProxy:
             while True:
                 near, _ = self._listener.accept()
                 far = socket.create_connection(("127.0.0.1", self._port))
-                for one, other, kept in ((near, far, self.sent), (far, near, self.received)):
-                    self._pumps.append(threading.Thread(target=self._pump, args=(one, other, kept), daemon=True))
+                for one, other, record in ((near, far, self.sent), (far, near, self.received)):
+                    self._pumps.append(threading.Thread(target=self._pump, args=(one, other, record), daemon=True))
                     self._pumps[-1].start()
 
-    def _pump(self, source: socket.socket, target: socket.socket, kept: bytearray) -> None:
+    def _pump(self, source: socket.socket, target: socket.socket, record: bytearray) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(65536):
-                kept += data
-                target.sendall(self.meddle(data) if kept is self.received else data)
+                record += data
+                target.sendall(self.meddle(data) if record is self.received else data)
         for end in (source, target):
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)

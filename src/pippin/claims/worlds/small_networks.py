@@ -20,13 +20,6 @@ if TYPE_CHECKING:
     from pippin.bayes.prediction import Prediction
 
 
-def device_for(scale: str) -> str:
-    """The GPU at the scale that is made for it, where there is one; else the processor."""
-    import torch
-
-    return "cuda" if scale == "gpu" and torch.cuda.is_available() else "cpu"
-
-
 def available(*names: str) -> bool:
     """Whether these datasets are in the store or can be downloaded; if not, prints what is left out."""
     import sys

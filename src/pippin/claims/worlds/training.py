@@ -12,7 +12,7 @@ from pippin.train import AdamW, CosineSchedule, Trainer, TrainingResult
 from pippin.train.objective import Objective
 
 
-def device(scale: str) -> str:
+def device_for(scale: str) -> str:
     """The GPU at scale "gpu" if there is one, else the CPU."""
     return "cuda" if scale == "gpu" and torch.cuda.is_available() else "cpu"
 

@@ -64,10 +64,10 @@ def feature_means(
             ways["many steps"] = (steps[1], None)
         if shear:
             ways["corrected"] = (steps[0], corrector)
-        for way, (count, how) in ways.items():
+        for way, (count, options) in ways.items():
             noise, grid = Noise(1, seed=seed), composed.schedule.grid(count)
             start = composed.schedule.s(grid[0]) * noise.normal((n, 2)).double()
-            x = integrate(row, composed.schedule, start, grid, method="ddim", noise=noise, corrector=how)
+            x = integrate(row, composed.schedule, start, grid, method="ddim", noise=noise, corrector=options)
             features = x[0] @ torch.tensor([[1.0, shear], [0.0, 1.0]], dtype=torch.float64).T
             found[f"{f'shear {shear}' if shear else 'separate'}, {way}"] = float(features.mean())
     return found

@@ -71,15 +71,15 @@ def perceptron(kind: Any, schedule: NoiseSchedule, steps: int, rate: float, seed
     def squares(model: nn.Module, x0: Tensor, generator: torch.Generator) -> Loss:
         t = schedule.max_time * torch.rand(len(x0), generator=generator)
         eps = torch.randn(x0.shape, generator=generator)
-        said = model(_features(add_noise(x0, eps, t, schedule), t))
-        return Loss((said - target(x0, eps, t, kind, schedule)).square().sum(), len(x0))
+        output = model(_features(add_noise(x0, eps, t, schedule), t))
+        return Loss((output - target(x0, eps, t, kind, schedule)).square().sum(), len(x0))
 
     fit(network, squares, batches(), max(1, steps), seed, AdamW(lr=rate, weight_decay=0.0), "cpu")
 
     def denoiser(x: Tensor, t: float) -> Estimate:
         """All samples form one row, so that they share one generator."""
-        said = network(_features(x.view(-1, 1), torch.full((x.numel(),), t))).view(x.shape)
-        return estimate(said, x, t, kind, schedule)
+        output = network(_features(x.view(-1, 1), torch.full((x.numel(),), t))).view(x.shape)
+        return estimate(output, x, t, kind, schedule)
 
     with torch.no_grad():
         loss = squares(network, mixture().sample(20_000, seed=77), torch.Generator().manual_seed(77))

@@ -60,8 +60,11 @@ def trained_map(seed: int, term: Term | None, *, steps: int, points: int) -> nn.
         while True:
             yield four_gaussians(points, generator), square(points, generator)
 
-    how: dict[str, Any] = {"optimizer": AdamW(lr=3e-3, weight_decay=0.0), "schedule": CosineSchedule(warmup_steps=0.0)}
-    Trainer(net, objective, batches(), steps=steps, seed=seed, max_grad_norm=None, show_progress=False, **how).fit()
+    options: dict[str, Any] = {
+        "optimizer": AdamW(lr=3e-3, weight_decay=0.0),
+        "schedule": CosineSchedule(warmup_steps=0.0),
+    }
+    Trainer(net, objective, batches(), steps=steps, seed=seed, max_grad_norm=None, show_progress=False, **options).fit()
     return net.eval()
 
 

@@ -52,11 +52,11 @@ def trained(
     shape = (data.scenes.spec.channels, data.scenes.spec.size, data.scenes.spec.size)
     model = Diffusion(DiffusionConfig(shape, network, spec, method=method)).initialize(seed)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
-    how: dict[str, Any] = {
+    options: dict[str, Any] = {
         "optimizer": AdamW(lr=rate),
         "schedule": CosineSchedule(warmup_steps=0.05),
         "show_progress": False,
     }
-    Trainer(model, Denoising(condition_dropout=0.0), data, steps=steps, seed=seed, **how).fit()
+    Trainer(model, Denoising(condition_dropout=0.0), data, steps=steps, seed=seed, **options).fit()
     model.eval().requires_grad_(False)
     return model

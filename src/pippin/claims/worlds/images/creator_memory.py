@@ -51,9 +51,9 @@ def measured(side: int, batch_size: int, device: str) -> tuple[float, float, flo
             return cost.bytes, peak - before, cost.seconds, watch.peak / cost.bytes_per_image
 
 
-def measured_apart(side: int, batch_size: int, where: str) -> tuple[float, float, float, float]:
+def measured_apart(side: int, batch_size: int, device: str) -> tuple[float, float, float, float]:
     """Run `measured` in a fresh process."""
-    command = [sys.executable, "-c", _CHILD, str(side), str(batch_size), where]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-    estimate, used, seconds, allocated = map(float, said[-4:])
+    command = [sys.executable, "-c", _CHILD, str(side), str(batch_size), device]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    estimate, used, seconds, allocated = map(float, output[-4:])
     return estimate, used, seconds, allocated

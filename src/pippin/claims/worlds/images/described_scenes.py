@@ -96,7 +96,7 @@ def untrained(name: str, pixels: int, factor: int = 1) -> tuple[Any, Any]:
     return DART(dart), NoisyViews(condition_dropout=DROP)
 
 
-def trained(family: str, pixels: int, factor: int, steps: int, batch: int, seed: int, where: str) -> Any:
+def trained(family: str, pixels: int, factor: int, steps: int, batch: int, seed: int, device: str) -> Any:
     """Train a model of a family; it is returned in evaluation mode. `factor` multiplies its width."""
     from pippin.claims.worlds.images.scene_pool import fit
     from pippin.train import AdamW, CosineSchedule
@@ -104,7 +104,7 @@ def trained(family: str, pixels: int, factor: int, steps: int, batch: int, seed:
     model, objective = untrained(family, pixels, factor)
     data, optimizer = Described(pixels, batch, seed), AdamW(lr=RATE, weight_decay=0.0)
     schedule = CosineSchedule(warmup_steps=min(20, steps - 1))
-    fit(model.initialize(seed), objective, data, steps, seed, optimizer, where, schedule=schedule, precision="float32")
+    fit(model.initialize(seed), objective, data, steps, seed, optimizer, device, schedule=schedule, precision="float32")
     return model
 
 

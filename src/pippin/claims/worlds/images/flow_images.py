@@ -123,9 +123,9 @@ def bits(flow: TarFlow, images: Tensor, seed: int, rows: int = 256) -> float:
     """Mean bits per dimension of quantized images."""
     import torch
 
-    place = next(flow.parameters()).device
+    device = next(flow.parameters()).device
     parts = images.split(rows)
-    values = [flow.bits_per_dim(part.long().to(place), seed=seed + rows * i) for i, part in enumerate(parts)]
+    values = [flow.bits_per_dim(part.long().to(device), seed=seed + rows * i) for i, part in enumerate(parts)]
     return float(torch.cat(values).mean())
 
 

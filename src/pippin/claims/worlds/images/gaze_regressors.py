@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from pippin.claims.worlds.images.eyes import Eyes
 
 
-def network(x: Tensor, wanted: Tensor, seed: int, steps: int, rate: float) -> nn.Module:
+def network(x: Tensor, targets: Tensor, seed: int, steps: int, rate: float) -> nn.Module:
     """Train a network of about 30,000 parameters to predict ``wanted`` from the images."""
     from torch import nn
 
@@ -22,12 +22,12 @@ def network(x: Tensor, wanted: Tensor, seed: int, steps: int, rate: float) -> nn
 
     network = nn.Sequential(
         *(nn.Conv2d(1, 16, 3, 2, 1), nn.ReLU(), nn.Conv2d(16, 32, 3, 2, 1), nn.ReLU()),
-        *(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(512, 48), nn.ReLU(), nn.Linear(48, wanted.shape[1])),
+        *(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(512, 48), nn.ReLU(), nn.Linear(48, targets.shape[1])),
     )
     initialize(network, 5000 + seed)
 
     def squares(model: nn.Module, rows: Any, generator: Any) -> Loss:
-        return Loss((model(x[rows]) - wanted[rows]).square().mean(1).sum(), len(rows))
+        return Loss((model(x[rows]) - targets[rows]).square().mean(1).sum(), len(rows))
 
     optimizer = AdamW(lr=rate, weight_decay=0.01)
     data: Any = Shuffled(range(len(x)), 64, seed=seed)
@@ -35,17 +35,17 @@ def network(x: Tensor, wanted: Tensor, seed: int, steps: int, rate: float) -> nn
     return network
 
 
-def best(x: Tensor, wanted: Tensor, seed: int, steps: int, rates: Sequence[float]) -> nn.Module:
+def best(x: Tensor, targets: Tensor, seed: int, steps: int, rates: Sequence[float]) -> nn.Module:
     """Train `network` at the learning rate that is best on the last quarter of images after a third of the steps."""
     from pippin.claims.worlds.images.scene_pool import best_rate
 
     n = 3 * len(x) // 4
 
     def loss_at(rate: float) -> float:
-        said = network(x[:n], wanted[:n], seed, steps // 3, rate)(x[n:])
-        return float((said - wanted[n:]).square().mean())
+        predicted = network(x[:n], targets[:n], seed, steps // 3, rate)(x[n:])
+        return float((predicted - targets[n:]).square().mean())
 
-    return network(x, wanted, seed, steps, best_rate(rates, loss_at))
+    return network(x, targets, seed, steps, best_rate(rates, loss_at))
 
 
 def gaze_error(x: Tensor, gaze: Tensor, test: Eyes, seed: int, steps: int, rates: Sequence[float]) -> float:
@@ -58,7 +58,7 @@ def away(found: Tensor, gaze: Tensor) -> float:
     return float((found - gaze).norm(dim=1).mean())
 
 
-def told_apart(x: Tensor, real: Tensor, seed: int, steps: int, rates: Sequence[float]) -> float:
+def discriminability(x: Tensor, real: Tensor, seed: int, steps: int, rates: Sequence[float]) -> float:
     """Held-out accuracy of a fresh classifier of these images against real ones."""
     import torch
 

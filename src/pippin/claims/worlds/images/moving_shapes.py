@@ -59,6 +59,7 @@ def clip_spec(size: ClipSize, frames: int | None = None) -> VideoClipSpec:
 
 def trained(size: ClipSize, seed: int, scale: str, **changes: Any) -> StarFlow:
     """Train a video flow and its score network together; returned in evaluation mode."""
+    from pippin.claims.worlds.training import device_for
     from pippin.generate.conditions import Samples
     from pippin.generate.flows.starflow.config import StarFlowConfig
     from pippin.generate.flows.starflow.loss import LikelihoodAndScore
@@ -75,8 +76,8 @@ def trained(size: ClipSize, seed: int, scale: str, **changes: Any) -> StarFlow:
         "score": ScoreConfig(2, size.width, size.heads, 4),
     }
     model = StarFlow(StarFlowConfig((size.frames, 1, size.size, size.size), **{**config, **changes})).initialize(seed)
-    where = device(scale)
-    precision: Any = "bfloat16" if where == "cuda" else "float32"
+    device = device_for(scale)
+    precision: Any = "bfloat16" if device == "cuda" else "float32"
 
     def batches() -> Iterator[Samples]:
         yield from (Samples(videos.x) for videos in supply(size, seed))
@@ -90,7 +91,7 @@ def trained(size: ClipSize, seed: int, scale: str, **changes: Any) -> StarFlow:
         schedule=CosineSchedule(warmup_steps=0.05),
         precision=precision,
         seed=seed,
-        device=where,
+        device=device,
         show_progress=False,
     ).fit()
     return model.requires_grad_(False).eval()

@@ -41,9 +41,9 @@ def digits(seed: int, count: int) -> OODImages:
     order = torch.randperm(len(x), generator=generator)
     x, y = x[order], y[order]
     known = x[y < 5]
-    held = known[600 : 600 + count]
-    ood = {"5-9": x[y >= 5][:count], "noise": torch.rand(count, 64, generator=generator), "inverted": 1 - held}
-    return OODImages("digits", known[:600], held, ood, VAEConfig((64,), latent_dim=5))
+    held_out = known[600 : 600 + count]
+    ood = {"5-9": x[y >= 5][:count], "noise": torch.rand(count, 64, generator=generator), "inverted": 1 - held_out}
+    return OODImages("digits", known[:600], held_out, ood, VAEConfig((64,), latent_dim=5))
 
 
 def gratings(seed: int, count: int) -> OODImages:
@@ -85,13 +85,13 @@ def rectangles(seed: int, count: int) -> OODImages:
     from pippin.bayes.latent.vae import VAEConfig
 
     generator = torch.Generator().manual_seed(3000 + seed)
-    known, held = _unions(3000, generator), _unions(count, generator)
+    known, held_out = _unions(3000, generator), _unions(count, generator)
     ood = {}
     for dots in (1, 2, 3, 4):
         at = torch.rand(count, 64, generator=generator).argsort(1)[:, :dots]
         ood["1 dot" if dots == 1 else f"{dots} dots"] = torch.zeros(count, 64).scatter_(1, at, 1.0)
-    ood |= {"noise": torch.rand(count, 64, generator=generator).round(), "inverted": 1 - held}
-    return OODImages("rectangles", known, held, ood, VAEConfig((64,), latent_dim=5))
+    ood |= {"noise": torch.rand(count, 64, generator=generator).round(), "inverted": 1 - held_out}
+    return OODImages("rectangles", known, held_out, ood, VAEConfig((64,), latent_dim=5))
 
 
 def _unions(n: int, generator: Any) -> Tensor:
@@ -119,11 +119,11 @@ def fashion_mnist(count: int, side: int, images: int, *, convolutional: bool = F
         found = sets.load(name, split=split, size=side, limit=limit, show_progress=False).images
         return (found.float() / 255).flatten(1)
 
-    known, held = levels("fashion-mnist", "train", images), levels("fashion-mnist", "test", count)
+    known, held_out = levels("fashion-mnist", "train", images), levels("fashion-mnist", "test", count)
     transposed = images < 1000
-    ood = held.view(-1, side, side).mT.flatten(1) if transposed else levels("mnist", "test", count)
+    ood = held_out.view(-1, side, side).mT.flatten(1) if transposed else levels("mnist", "test", count)
     config = VAEConfig((side**2,), latent_dim=10, hidden_sizes=(200,))
     if convolutional:
         config = VAEConfig((1, side, side), latent_dim=20, hidden_sizes=(32, 64, 256), architecture="conv")
-        known, held, ood = (x.view(-1, *config.shape) for x in (known, held, ood))
-    return OODImages("Fashion-MNIST", known, held, {"transposed" if transposed else "MNIST": ood}, config)
+        known, held_out, ood = (x.view(-1, *config.shape) for x in (known, held_out, ood))
+    return OODImages("Fashion-MNIST", known, held_out, {"transposed" if transposed else "MNIST": ood}, config)

@@ -77,7 +77,7 @@ def trained(
 
 def bits(model: PatchAutoregression, images: Tensor) -> float:
     """Mean bits per dimension."""
-    where = model.out.weight.device
+    device = model.out.weight.device
     with torch.no_grad():
-        nats = torch.cat([model.nats(part.long().to(where)) for part in images.split(256)])
+        nats = torch.cat([model.nats(part.long().to(device)) for part in images.split(256)])
     return float(nats.mean()) / images[0].numel() / torch.log(torch.tensor(2.0)).item()

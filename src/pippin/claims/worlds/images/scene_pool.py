@@ -51,7 +51,7 @@ class PoolBatches:
 
 
 def fit(
-    model: nn.Module, objective: Any, data: Any, steps: int, seed: int, optimizer: Any, where: str, **how: Any
+    model: nn.Module, objective: Any, data: Any, steps: int, seed: int, optimizer: Any, device: str, **options: Any
 ) -> Any:
     """Train in place; averaged weights are loaded at the end where `ema` is given; leaves evaluation mode.
 
@@ -60,9 +60,9 @@ def fit(
     """
     from pippin.train import CosineSchedule, Trainer
 
-    settings: dict[str, Any] = {"precision": "bfloat16" if where == "cuda" else "float32", "show_progress": False}
-    settings |= {"optimizer": optimizer, "schedule": CosineSchedule(warmup_steps=0.05), "seed": seed, "device": where}
-    trainer = Trainer(model, objective, data, steps=steps, **settings | how)
+    settings: dict[str, Any] = {"precision": "bfloat16" if device == "cuda" else "float32", "show_progress": False}
+    settings |= {"optimizer": optimizer, "schedule": CosineSchedule(warmup_steps=0.05), "seed": seed, "device": device}
+    trainer = Trainer(model, objective, data, steps=steps, **settings | options)
     history = trainer.fit()
     if trainer.ema is not None:
         model.load_state_dict({**model.state_dict(), **trainer.ema.averages})

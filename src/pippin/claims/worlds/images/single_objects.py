@@ -68,10 +68,10 @@ def single_object_model(side: int, width: int, steps: int, pool_size: int, batch
     maps = torch.cat([object_map(part.presence, kind, side).map for kind, part in kinds.items()])  # type: ignore[misc]
 
     def condition(rows: Tensor, generator: torch.Generator) -> GeneratorCondition:
-        said = maps[rows].clone()
+        condition_maps = maps[rows].clone()
         unsaid = (torch.rand(len(rows), generator=generator) < 0.25) & (pool.counts[rows] > 0)
-        said[unsaid] = torch.tensor([0.0, 0.0, 1.0]).view(3, 1, 1)
-        return Conditioning(map=said)
+        condition_maps[unsaid] = torch.tensor([0.0, 0.0, 1.0]).view(3, 1, 1)
+        return Conditioning(map=condition_maps)
 
     network, data = UNetConfig(base_channels=width, attention=False), Pool(pool, condition, batch, seed)
     return trained(network, ConditioningSpec(map_channels=3), data, steps=steps, rate=2e-3, seed=seed)

@@ -81,7 +81,7 @@ class ByteBatches:
     """
 
     def __init__(self, rows: int, length: int, seed: int, text: ByteText | None = None) -> None:
-        self.rows, self.length, self.seed, self.drawn = rows, length, seed, 0
+        self.rows, self.length, self.seed, self.batches = rows, length, seed, 0
         self.bytes = (byte_text() if text is None else text).train
         if length >= len(self.bytes):
             raise InvalidArgument(f"stretches of {length} bytes do not fit in a text of {len(self.bytes)}")
@@ -89,19 +89,19 @@ class ByteBatches:
     def __iter__(self) -> Iterator[TokenBatch]:
         """Yield batches from the current one on."""
         while True:
-            generator = torch.Generator().manual_seed((self.seed << 32) + self.drawn)
+            generator = torch.Generator().manual_seed((self.seed << 32) + self.batches)
             starts = torch.randint(len(self.bytes) - self.length, (self.rows, 1), generator=generator)
             rows = self.bytes[starts + torch.arange(self.length + 1)]
-            self.drawn += 1
+            self.batches += 1
             yield TokenBatch(rows[:, :-1], rows[:, 1:])
 
     def state_dict(self) -> dict[str, Any]:
         """The number of batches so far."""
-        return {"drawn": self.drawn}
+        return {"batches": self.batches}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved state."""
-        self.drawn = int(state["drawn"])
+        self.batches = int(state["batches"])
 
 
 def byte_config(
@@ -173,8 +173,8 @@ def held_out_nats(module: Decoder, *, length: int = 256, limit: int = 65_536, te
         limit: most bytes to evaluate.
         text: None for `byte_text`.
     """
-    held = (byte_text() if text is None else text).held_out
-    rows = held[: len(held) // length * length].view(-1, length)
+    held_out = (byte_text() if text is None else text).held_out
+    rows = held_out[: len(held_out) // length * length].view(-1, length)
     rows = rows[:: max(1, len(rows) * length // limit)][: max(1, limit // length)]
     total = 0.0
     for part in rows.split(16):

@@ -75,12 +75,12 @@ def problems(count: int, *, seed: int, held_out: bool = False) -> list[Problem]:
     """
     source = random.Random(2 * seed + held_out)
     made: dict[str, Problem] = {}
-    drawn: list[Problem] = []
-    while len(drawn) < count:
+    sampled: list[Problem] = []
+    while len(sampled) < count:
         numbers = [source.randint(1, LARGEST) for _ in range(3)]
         x, y, z = numbers
         target = x + source.choice((1, -1)) * y + source.choice((1, -1)) * z
-        if target < 0 or _kept(sorted(numbers), target) != held_out:
+        if target < 0 or _is_held_out(sorted(numbers), target) != held_out:
             continue
         found = solutions(numbers, target)
         if not found:
@@ -90,11 +90,11 @@ def problems(count: int, *, seed: int, held_out: bool = False) -> list[Problem]:
         problem = Problem(f"{','.join(map(str, numbers))}={target}", tuple(steps), answer)
         if not (held_out and problem.question in made):
             made[problem.question] = problem
-            drawn.append(problem)
-    return drawn
+            sampled.append(problem)
+    return sampled
 
 
-def _kept(numbers: Sequence[int], target: int) -> bool:
+def _is_held_out(numbers: Sequence[int], target: int) -> bool:
     """Whether a problem is held out; the same for every seed."""
     return random.Random(f"{numbers} {target}").randrange(EVERY) == 0
 

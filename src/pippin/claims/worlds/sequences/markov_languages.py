@@ -69,14 +69,14 @@ class Fresh:
     """Endless stream of triples of the pretraining languages; seed and index determine each."""
 
     def __init__(self, world: Languages, seed: int) -> None:
-        self.world, self.seed, self.drawn = world, seed, 0
+        self.world, self.seed, self.triples = world, seed, 0
 
     def __iter__(self) -> Iterator[Tensor]:
         """Yield the triples from the cursor on."""
         while True:
-            block, place = divmod(self.drawn, BLOCK)
+            block, place = divmod(self.triples, BLOCK)
             for row in self.block(block)[place:].unbind():
-                self.drawn += 1
+                self.triples += 1
                 yield row
 
     def block(self, number: int) -> Tensor:
@@ -88,11 +88,11 @@ class Fresh:
 
     def state_dict(self) -> dict[str, Any]:
         """The number of triples so far."""
-        return {"drawn": self.drawn}
+        return {"triples": self.triples}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state."""
-        self.drawn = int(state["drawn"])
+        self.triples = int(state["triples"])
 
 
 class LanguageBatches:

@@ -60,7 +60,7 @@ class MixedBatches:
             yield TokenBatch(torch.cat([part.ids for part in parts]), torch.cat([part.targets for part in parts]))
 
 
-def stretches(count: int, length: int, *, validation: bool = False) -> dict[str, TokenBatch]:
+def windows(count: int, length: int, *, validation: bool = False) -> dict[str, TokenBatch]:
     """So many windows of each kind, spread evenly over its held-out files."""
     found = {}
     for kind, text in text_kinds(validation=validation).items():
