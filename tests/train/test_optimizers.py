@@ -100,7 +100,7 @@ def test_a_frozen_parameter_is_left_out_and_a_frozen_model_is_refused():
     model.embed.requires_grad_(False)
     (optimizer,) = AdamW().build(model)
     assert all(p is not model.embed.weight for group in optimizer.param_groups for p in group["params"])
-    with pytest.raises(InvalidArgument, match=r"Net has no parameter that wants a gradient.*requires_grad_\(True\)"):
+    with pytest.raises(InvalidArgument, match=r"Net has no trainable parameter.*requires_grad_\(True\)"):
         Muon().build(model.requires_grad_(False))
 
 

@@ -56,7 +56,7 @@ def test_a_saved_run_is_json_with_null_for_what_is_not_finite(tmp_path):
 def test_the_picture_has_losses_their_mean_and_the_evaluations(tmp_path):
     made([3.0, math.nan, 2.0]).plot(tmp_path / "loss.svg")
     picture = (tmp_path / "loss.svg").read_text()
-    for words in ("loss of a step", "running mean", "evaluation", "a test"):
+    for words in ("training loss", "training loss, smoothed", "evaluation", "a test"):
         assert f"<!-- {words} -->" in picture
 
 

@@ -163,7 +163,7 @@ def test_everything_that_differs_is_listed_and_the_model_untouched(tmp_path):
         "AdamW(lr=0.5",
         "seed: 3 in the checkpoint and 4 in this run",
         "data: Cursor in the checkpoint and Plain in this run",
-        "has a cursor",
+        "only one of the two has data with a position",
     ):
         assert line in str(caught.value)
     same(weights(model), before)
@@ -183,7 +183,7 @@ def test_a_cursor_that_the_data_refuses_and_data_that_is_too_short(tmp_path):
             state["place"]
 
     Cursor.__qualname__ = "Cursor"
-    with pytest.raises(ResumeMismatch, match="cannot go on from its cursor there: 'place'"):
+    with pytest.raises(ResumeMismatch, match="the position in the data cannot be restored: 'place'"):
         trainer(tmp_path / "a", steps=6, data=Cursor()).fit()
     batches = [{"x": torch.ones(2, 4), "y": torch.ones(2, 1)}] * 10
     trainer(tmp_path / "b", steps=5, data=batches).fit()
@@ -194,7 +194,7 @@ def test_a_cursor_that_the_data_refuses_and_data_that_is_too_short(tmp_path):
 def test_without_resume_a_run_is_never_overwritten(tmp_path):
     fresh = Checkpoints(tmp_path, save_every=5, resume=False)
     trainer(tmp_path, steps=5, checkpoints=fresh).fit()
-    with pytest.raises(InvalidArgument, match="step-00000005 is there already and resume is off"):
+    with pytest.raises(InvalidArgument, match="step-00000005 exists already and resume is False"):
         trainer(tmp_path, steps=5, checkpoints=fresh).fit()
 
 
@@ -217,7 +217,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_it(tmp_path, monkeypatch, afte
     with monkeypatch.context() as patch:
         patch.setattr(checkpoints, "save_file", full(checkpoints.save_file, after))
         run = trainer(tmp_path, steps=400, evaluation=None, every=5)
-        with pytest.raises(DiskFull, match="the checkpoints before it are whole"):
+        with pytest.raises(DiskFull, match="the earlier checkpoints are complete"):
             run.fit()
     assert list(run.checkpoints.all()) == [5, 10]
     assert {path.name for path in tmp_path.iterdir() if path.is_dir()} - {"tensorboard"} == {
@@ -255,9 +255,9 @@ def test_weights_of_another_model_and_averages_that_are_not_there(tmp_path):
     newest = run.checkpoints.newest_path()
     with pytest.raises(ResumeMismatch, match=r"'extra.weight' is not in the checkpoint"):
         load_weights(newest, Wider())
-    with pytest.raises(ModelNotFound, match="no moving averages there"):
+    with pytest.raises(ModelNotFound, match="has no moving averages"):
         load_weights(newest, Net(), averaged=True)
-    with pytest.raises(ModelNotFound, match="no checkpoint there"):
+    with pytest.raises(ModelNotFound, match="has no checkpoint"):
         load_weights(tmp_path / "none", Net())
 
 

@@ -135,7 +135,7 @@ def test_data_that_ends_ends_the_run():
 
 @pytest.mark.parametrize("data", [[], iter(())])
 def test_data_without_a_batch_is_refused(data):
-    with pytest.raises(InvalidInput, match="holds no batch"):
+    with pytest.raises(InvalidInput, match="has no batch"):
         run(data, 3).fit()
 
 

@@ -1,4 +1,4 @@
-"""Training: one loop, its optimizers and schedules, and how it spreads over processes."""
+"""Training: the trainer, optimizers, schedules, checkpoints, distributed training and scaling laws."""
 
 import lazy_loader
 

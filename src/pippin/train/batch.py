@@ -1,7 +1,7 @@
-"""Batches of any form: their tensors found, moved to a device, and named for a file.
+"""Move the tensors of nested batches to a device, and list them by name.
 
 Notable here:
-- a batch is a tensor, or dictionaries, tuples, lists and dataclasses of batches; anything else in it is left alone
+- a batch is a tensor, or a dictionary, tuple, list or dataclass of batches; other values are left unchanged
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """The same batch with every tensor on ``device``; what is there already is not copied.
+    """The batch with every tensor on ``device``; tensors that are already there are not copied.
 
     >>> to_device({"x": torch.ones(1), "name": "a"}, torch.device("cpu"))
     {'x': tensor([1.]), 'name': 'a'}
@@ -35,7 +35,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def tensors_of(batch: Any, name: str = "batch") -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a batch with a dotted name.
+    """Iterate over the tensors of a batch, each with a dotted name.
 
     >>> [name for name, _ in tensors_of({"x": torch.ones(1), "y": [torch.ones(1)]})]
     ['batch.x', 'batch.y.0']

@@ -1,8 +1,8 @@
-"""Checkpoints of a run: folders written atomically; the last few and the best are kept.
+"""Training checkpoints: folders written atomically, of which the last few and the best are kept.
 
 Notable here:
-- a checkpoint is written under a temporary name, synced, and renamed: a kill or a full disk leaves the one before it
-- tensors are in safetensors and everything else in JSON: nothing that runs code when it is opened
+- a checkpoint is written under a temporary name, synced, and renamed: a kill or a full disk leaves the previous one
+- tensors are stored in safetensors and everything else in JSON, so nothing runs code when it is loaded
 - `step-00000100/` holds `model.safetensors`, `optimizer.safetensors`, `ema.safetensors` and `objective.safetensors`
   (the last two where the run has them) and `state.json`, which is written last
 """
@@ -40,11 +40,11 @@ class Checkpoints:
     """Where and how often a run is saved.
 
     Attributes:
-        path: of this run alone; created where it does not exist. The log stands beside the checkpoints.
+        path: a folder for this run only, created where it does not exist; the training log is written there too.
         save_every: steps between checkpoints; the last step is always saved.
-        keep: number of last checkpoints to keep.
+        keep: number of most recent checkpoints to keep.
         best: whether to keep the checkpoint with the best evaluation too.
-        resume: go on from the newest one; False refuses a folder that holds any, so that none is overwritten.
+        resume: whether to resume from the newest checkpoint; False raises an error if the folder contains one.
     """
 
     path: Path
@@ -57,52 +57,52 @@ class Checkpoints:
         object.__setattr__(self, "path", Path(self.path))
 
     def all(self) -> dict[int, Path]:
-        """The checkpoints there are, by step, oldest first."""
+        """The folders of all checkpoints by step, oldest first."""
         if not self.path.is_dir():
             return {}
-        found = ((_FOLDER.fullmatch(path.name), path) for path in self.path.iterdir())
-        return dict(sorted((int(match[1]), path) for match, path in found if match))
+        matches = ((_FOLDER.fullmatch(path.name), path) for path in self.path.iterdir())
+        return dict(sorted((int(match[1]), path) for match, path in matches if match))
 
     def newest_path(self) -> Path | None:
-        """The folder of the newest checkpoint."""
+        """The folder of the newest checkpoint; None where there is none."""
         return next(reversed(self.all().values()), None)
 
     def best_path(self) -> Path | None:
-        """The folder of the checkpoint with the best evaluation; None where nothing was evaluated."""
+        """The folder of the checkpoint with the best evaluation; None where there was no evaluation."""
         newest = self.newest_path()
         best = read_json(newest / _STATE)["best"] if newest else None
         return self.all().get(best["step"]) if best else None
 
     def save(self, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
-        """Write a checkpoint, then remove the ones beyond ``keep`` and ``best``.
+        """Write a checkpoint, then delete those that ``keep`` and ``best`` do not retain.
 
         Args:
-            step: updates made so far.
-            tensors: by file name without suffix, then by tensor name; a file without tensors is left out.
-            state: JSON values; its "best" is None or names the "step" of the best one.
+            step: number of completed steps.
+            tensors: by file name without suffix, then by tensor name; files without tensors are not written.
+            state: JSON values; its "best" is None or has the "step" of the best checkpoint.
 
         Raises:
-            DiskFull: nothing was changed; the older checkpoints are whole.
+            DiskFull: nothing was written; the older checkpoints are unchanged.
         """
         target = self.path / f"step-{step:08d}"
         self.path.mkdir(parents=True, exist_ok=True)
         require_free_space(self.path, sum(t.nbytes for file in tensors.values() for t in file.values()))
         with disk_errors(target), tempfile.TemporaryDirectory(dir=self.path, prefix=_PARTIAL) as temporary:
-            fresh = Path(temporary) / target.name
-            fresh.mkdir()
+            new = Path(temporary) / target.name
+            new.mkdir()
             for name, entries in tensors.items():
                 if entries:
-                    _write(entries, fresh / f"{name}.safetensors")
-            (fresh / _STATE).write_text(json.dumps(dict(state), indent=1) + "\n", encoding="utf-8")
-            for path in fresh.iterdir():
+                    _write(entries, new / f"{name}.safetensors")
+            (new / _STATE).write_text(json.dumps(dict(state), indent=1) + "\n", encoding="utf-8")
+            for path in new.iterdir():
                 with path.open("rb") as file:
                     os.fsync(file.fileno())
-            os.replace(fresh, target)
+            os.replace(new, target)
         sync_folder(self.path)
         self._prune(state["best"]["step"] if state.get("best") else None)
 
     def clear(self) -> None:
-        """Remove what a killed run left half-written."""
+        """Delete incomplete checkpoints that a killed run left."""
         if self.path.is_dir():
             for path in self.path.glob(f"{_PARTIAL}*"):
                 shutil.rmtree(path, ignore_errors=True)
@@ -112,28 +112,28 @@ class Checkpoints:
         retained = {*list(checkpoints)[-self.keep :], best if self.best else None}
         for step, path in checkpoints.items():
             if step not in retained:
-                # renamed first, so that no half-removed folder looks like a checkpoint
-                doomed = self.path / f"{_PARTIAL}{path.name}"
-                os.replace(path, doomed)
-                shutil.rmtree(doomed)
+                # renamed first, so that no partly deleted folder looks like a checkpoint
+                renamed = self.path / f"{_PARTIAL}{path.name}"
+                os.replace(path, renamed)
+                shutil.rmtree(renamed)
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """The JSON part of a checkpoint.
+    """Read the JSON state of a checkpoint.
 
     Raises:
-        CorruptedFile: it is absent or no JSON object.
+        CorruptedFile: it is missing or not a JSON object.
     """
     if not (path / _STATE).is_file():
-        raise CorruptedFile(f"{path}: no {_STATE}; this is no checkpoint of a run, or it was damaged")
+        raise CorruptedFile(f"{path}: no {_STATE}; this is not a training checkpoint, or it is damaged")
     return read_json(path / _STATE)
 
 
 def read_tensors(folder: Path, name: str) -> dict[str, Tensor]:
-    """The tensors of one file of a checkpoint, as views of the mapped file; none where there is no such file.
+    """The tensors in one file of a checkpoint, as views of the mapped file; empty where there is no such file.
 
     Raises:
-        CorruptedFile: it is damaged.
+        CorruptedFile: the file is damaged.
     """
     path = folder / f"{name}.safetensors"
     if not path.is_file():
@@ -145,50 +145,50 @@ def read_tensors(folder: Path, name: str) -> dict[str, Tensor]:
         raise CorruptedFile(f"{path}: damaged or truncated: {error}; resume from an older checkpoint") from error
 
 
-def differences(what: str, saved: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[str]:
-    """Every tensor that only one side has, or that differs in shape or precision; one line each."""
-    lines = [f"{what} {name!r} is not in the checkpoint" for name in wanted if name not in saved]
-    lines += [f"{what} {name!r} of the checkpoint is not in this run" for name in saved if name not in wanted]
-    for name, tensor in wanted.items():
+def differences(what: str, saved: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
+    """One line for every tensor that only one side has, or that differs in shape or dtype."""
+    lines = [f"{what} {name!r} is not in the checkpoint" for name in expected if name not in saved]
+    lines += [f"{what} {name!r} of the checkpoint is not in this run" for name in saved if name not in expected]
+    for name, tensor in expected.items():
         if name in saved and (saved[name].shape, saved[name].dtype) != (tensor.shape, tensor.dtype):
-            there, here = (f"{tuple(t.shape)} {str(t.dtype)[6:]}" for t in (saved[name], tensor))
-            lines.append(f"{what} {name!r} is {there} in the checkpoint and {here} in this run")
+            theirs, ours = (f"{tuple(t.shape)} {str(t.dtype)[6:]}" for t in (saved[name], tensor))
+            lines.append(f"{what} {name!r} is {theirs} in the checkpoint and {ours} in this run")
     return lines
 
 
 def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """What a checkpoint holds of a model: the parameters that are trained, and the buffers that it would save."""
-    saved = set(model.state_dict(keep_vars=True))
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
+    """The tensors of a model that a checkpoint stores: trainable parameters and persistent buffers."""
+    persistent = set(model.state_dict(keep_vars=True))
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
     return {**{name: p for name, p in model.named_parameters() if p.requires_grad}, **buffers}
 
 
 @torch.no_grad()
 def load_weights(path: Path, model: nn.Module, *, averaged: bool = False) -> None:
-    """Give a model the weights of a checkpoint, the best one, say.
+    """Load the weights of a checkpoint into a model.
 
     Args:
-        path: of the checkpoint.
-        model: of the same form as the one that was trained, with the same parameters trainable.
-        averaged: take the moving averages instead, as far as there are any (buffers have none).
+        path: the folder of the checkpoint, such as `Checkpoints.best_path()`.
+        model: of the same architecture as the trained one, with the same trainable parameters.
+        averaged: load the exponential moving averages instead; buffers, which have none, get their last values.
 
     Raises:
-        ModelNotFound: there is no such folder, or no averages in it.
-        ResumeMismatch: names or shapes differ; all of them are listed.
+        ModelNotFound: there is no such checkpoint, or it has no averages.
+        ResumeMismatch: names or shapes differ; all differences are listed.
     """
     path = Path(path)
     tensors = read_tensors(path, "model")
     averages = read_tensors(path, "ema") if averaged else {}
     if not tensors or (averaged and not averages):
-        raise ModelNotFound(f"{path}: no {'moving averages' if tensors else 'checkpoint'} there")
-    wanted = trained_tensors(model)
-    raise_mismatch(path, differences("tensor", tensors, wanted))
-    for name, tensor in wanted.items():
+        raise ModelNotFound(f"{path} has no {'moving averages' if tensors else 'checkpoint'}")
+    targets = trained_tensors(model)
+    raise_mismatch(path, differences("tensor", tensors, targets))
+    for name, tensor in targets.items():
         tensor.copy_(averages.get(name, tensors[name]))
 
 
 def raise_mismatch(path: Path, lines: list[str]) -> None:
-    """Raise what differs, where anything does."""
+    """Raise `ResumeMismatch` if there are differences."""
     if lines:
         listed = "\n  ".join(lines)
         raise ResumeMismatch(
@@ -198,7 +198,7 @@ def raise_mismatch(path: Path, lines: list[str]) -> None:
 
 
 def _write(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """safetensors wants each tensor contiguous, on the CPU, in memory of its own."""
+    """Write a safetensors file, which requires contiguous CPU tensors that do not share memory."""
     separate: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in tensors.items():
@@ -213,6 +213,6 @@ def _write(tensors: Mapping[str, Tensor], path: Path) -> None:
     except SafetensorError as error:
         if "os error 28" in str(error) or "os error 122" in str(error):  # ENOSPC, EDQUOT
             raise DiskFull(
-                f"the disk filled up while writing {path.parent.name}; the checkpoints before it are whole"
+                f"the disk filled up while writing {path.parent.name}; the earlier checkpoints are complete"
             ) from error
         raise

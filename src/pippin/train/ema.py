@@ -17,11 +17,11 @@ from pippin.core.checks import Fraction, checked
 
 
 class EMA:
-    r"""Averages $\bar w_t = d\, \bar w_{t-1} + (1 - d)\, w_t$ of the trainable parameters, beginning with their values.
+    r"""Averages $\bar w_t = d\, \bar w_{t-1} + (1 - d)\, w_t$ of the trainable parameters, starting at their values.
 
     Attributes:
-        decay: d; about $1 / (1 - d)$ steps are remembered.
-        averages: the averages by parameter name, in the parameters' own dtype and on their device.
+        decay: d, from 0 to below 1; the average is over about the last $1 / (1 - d)$ steps.
+        averages: the averages by parameter name, in the parameters' dtype and on their device.
 
     >>> model = nn.Linear(1, 1, bias=False)
     >>> _ = nn.init.zeros_(model.weight)
@@ -42,7 +42,7 @@ class EMA:
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
-        """Take in the weights as they are now; once after each step."""
+        """Update the averages with the current weights; call it once after each step."""
         weights = dict(_trainable(model))
         torch._foreach_lerp_(
             list(self.averages.values()), [weights[name].detach() for name in self.averages], 1.0 - self.decay
@@ -50,7 +50,7 @@ class EMA:
 
     @contextmanager
     def applied(self, model: nn.Module) -> Iterator[None]:
-        """Give ``model`` the averages while the block runs, and its own weights back after it, whatever happens."""
+        """Replace the model's weights by the averages while the block runs, and restore them afterwards."""
         self._exchange(model)
         try:
             yield

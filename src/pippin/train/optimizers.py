@@ -1,9 +1,9 @@
-"""AdamW and Muon: frozen settings from which torch's own optimizers are built.
+"""AdamW and Muon: frozen settings from which torch's optimizers are built.
 
 Notable here:
-- vectors (biases, gains of norms) are not decayed; `parameter.no_decay = True` says the same of any other parameter
-- `parameter.lr_scale = 16.0` gives one parameter its own multiple of the rate: quantization scales and LoRA+ need it
-- Muon takes the hidden matrices and leaves embeddings, heads and vectors to AdamW, in one run and one checkpoint
+- vectors (biases, norm weights) have no weight decay; `parameter.no_decay = True` excludes any other parameter
+- `parameter.lr_scale = 16.0` multiplies the learning rate of one parameter, as quantization scales and LoRA+ need
+- Muon optimizes the hidden matrices, and AdamW embeddings, heads and vectors, in one run and one checkpoint
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Named = tuple[str, nn.Parameter]
 
 @runtime_checkable
 class Optimizer(Protocol):
-    """A frozen value that builds torch optimizers over a model's trainable parameters."""
+    """Settings that build torch optimizers for a model's trainable parameters."""
 
     def build(self, model: nn.Module) -> list[torch.optim.Optimizer]:
-        """One or more optimizers that share the parameters among them; each group holds its rate as "base_lr"."""
+        """One or more optimizers with disjoint parameters; each parameter group has its learning rate as "base_lr"."""
 
 
 @checked
@@ -35,10 +35,10 @@ class AdamW:
     """Adam with decoupled weight decay; torch's fused implementation where the device has one.
 
     Attributes:
-        lr: the rate at factor 1 of the schedule.
-        betas: decay of the first and second moment.
-        eps: added to the root of the second moment.
-        weight_decay: per unit of rate; not applied to vectors and scalars.
+        lr: the learning rate at factor 1 of the schedule.
+        betas: decay rates of the first and second moment, from 0 to below 1.
+        eps: added to the square root of the second moment.
+        weight_decay: multiplied by the learning rate; not applied to vectors and scalars.
 
     Source: arXiv:1711.05101, algorithm 2.
     """
@@ -49,15 +49,15 @@ class AdamW:
     weight_decay: NonNegativeFloat = 0.1
 
     def build(self, model: nn.Module) -> list[torch.optim.Optimizer]:
-        """One torch.optim.AdamW.
+        """Build one `torch.optim.AdamW`.
 
         Raises:
-            InvalidArgument: no parameter of the model wants a gradient.
+            InvalidArgument: the model has no trainable parameter.
         """
         return [self.for_parameters(_trainable(model))]
 
     def for_parameters(self, parameters: Iterable[Named]) -> torch.optim.AdamW:
-        """The optimizer of some of a model's parameters."""
+        """The optimizer of the given parameters only."""
         parameters = list(parameters)
         fused = all(p.device.type in ("cpu", "cuda", "mps") and p.is_floating_point() for _, p in parameters)
         groups = parameter_groups(parameters, self.lr, self.weight_decay)
@@ -67,15 +67,15 @@ class AdamW:
 @checked
 @dataclass(frozen=True)
 class Muon:
-    """Momentum whose update of each hidden matrix is made orthogonal; AdamW for everything else.
+    """Momentum with orthogonalized updates of hidden matrices; AdamW for all other parameters.
 
     Attributes:
-        lr: the rate of the hidden matrices. Updates are scaled to the size of AdamW's, so its rates carry over.
-        momentum: Nesterov's.
-        weight_decay: per unit of rate.
-        newton_schulz_steps: iterations that make the update orthogonal, in bfloat16.
-        exclude: a matrix whose dotted name has one of these in it is no hidden one; nor is any `nn.Embedding`.
-        other: what the other parameters get.
+        lr: the learning rate of the hidden matrices; updates are scaled to the RMS of AdamW's, so its rates carry over.
+        momentum: coefficient of the Nesterov momentum, from 0 to below 1.
+        weight_decay: multiplied by the learning rate.
+        newton_schulz_steps: iterations that orthogonalize an update, in bfloat16.
+        exclude: a matrix whose name contains one of these gets AdamW, as does the weight of every `nn.Embedding`.
+        other: the settings for the other parameters.
 
     Source: Keller Jordan et al. 2024, "Muon"; scaling of the update: arXiv:2502.16982, eq. 4.
     """
@@ -88,18 +88,18 @@ class Muon:
     other: AdamW = field(default_factory=AdamW)
 
     def build(self, model: nn.Module) -> list[torch.optim.Optimizer]:
-        """A torch.optim.Muon and a torch.optim.AdamW; either is left out where it would have nothing to do.
+        """Build a `torch.optim.Muon` and a `torch.optim.AdamW`; one without parameters is left out.
 
         Raises:
-            InvalidArgument: no parameter of the model wants a gradient.
+            InvalidArgument: the model has no trainable parameter.
         """
-        tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+        embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
         hidden: list[Named] = []
-        rest: list[Named] = []
+        other: list[Named] = []
         for name, parameter in _trainable(model):
-            outer = id(parameter) in tables or any(word in name for word in self.exclude)
-            (hidden if parameter.ndim == 2 and not outer else rest).append((name, parameter))
-        built: list[torch.optim.Optimizer] = []
+            excluded = id(parameter) in embeddings or any(text in name for text in self.exclude)
+            (hidden if parameter.ndim == 2 and not excluded else other).append((name, parameter))
+        optimizers: list[torch.optim.Optimizer] = []
         if hidden:
             groups = parameter_groups(hidden, self.lr, self.weight_decay)
             muon = torch.optim.Muon(
@@ -109,16 +109,16 @@ class Muon:
                 ns_steps=self.newton_schulz_steps,
                 adjust_lr_fn="match_rms_adamw",
             )
-            built.append(muon)
-        return [*built, self.other.for_parameters(rest)] if rest else built
+            optimizers.append(muon)
+        return [*optimizers, self.other.for_parameters(other)] if other else optimizers
 
 
 def parameter_groups(parameters: Iterable[Named], lr: float, weight_decay: float) -> list[dict[str, Any]]:
-    """Parameters sorted into torch's groups, by their own `lr_scale` and by whether they are decayed.
+    """Group parameters for torch's optimizers, by their `lr_scale` and by whether they have weight decay.
 
     Args:
         parameters: names and parameters.
-        lr: the rate of a parameter without `lr_scale`.
+        lr: the learning rate of a parameter without `lr_scale`.
         weight_decay: of a parameter with two or more dimensions and without `no_decay`.
     """
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
@@ -136,6 +136,6 @@ def _trainable(model: nn.Module) -> list[Named]:
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not named:
         raise InvalidArgument(
-            f"{type(model).__name__} has no parameter that wants a gradient; call model.requires_grad_(True) first"
+            f"{type(model).__name__} has no trainable parameter; call model.requires_grad_(True) first"
         )
     return named

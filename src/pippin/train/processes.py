@@ -1,9 +1,10 @@
-"""What the loop asks of the processes that share a run, and the answer of a process that is alone.
+"""The interface between the trainer and the processes of a distributed run, and its single-process implementation.
 
 Notable here:
-- gradients that come out of the last micro-batch of a step are sums over all processes, never means: the loop divides
-  once, by the number of units of all of them
-- every process reads the same data and takes its share of the micro-batches, so a run on more processes is the same run
+- after the last micro-batch of a step, gradients are sums over all processes, never means: the trainer divides once,
+  by the number of units of all processes
+- every process reads the same data and uses its part of the micro-batches, so the number of processes does not change
+  the result
 """
 
 from __future__ import annotations
@@ -18,67 +19,67 @@ from torch import Tensor, nn
 
 @runtime_checkable
 class Processes(Protocol):
-    """One process among those that train a model together.
+    """One process of a group that trains a model together.
 
     Attributes:
-        rank: which one this is, from 0; the first one writes files.
-        size: how many there are.
+        rank: the rank of this process, from 0; rank 0 writes files.
+        size: the number of processes.
     """
 
     rank: int
     size: int
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        """The model as the objective shall call it; spread over the processes, in place where that is possible."""
+        """Replicate or shard the model, in place where possible; the objective is called with the result."""
 
     def micro_batch(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
-        """Around forward and backward of one micro-batch; gradients travel between processes in the ``last`` only."""
+        """Context for forward and backward of one micro-batch; gradients are reduced in the ``last`` one only."""
 
     def all_reduce(self, values: Tensor) -> Tensor:
-        """The values summed over all processes, on each of them."""
+        """Sum the values over all processes; every process gets the result."""
 
     def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The 2-norm of all gradients together, over all processes' parts of them."""
+        """The total 2-norm of all gradients, over the shards of all processes."""
 
     def full_tensor(self, tensor: Tensor) -> Tensor:
-        """A tensor of which each process may hold a part, whole, on each of them."""
+        """Gather a tensor that may be sharded; every process gets the full tensor."""
 
-    def shard(self, whole: Tensor, like: Tensor) -> Tensor:
-        """This process's part of a whole tensor, laid out and placed like ``like``."""
+    def shard(self, full: Tensor, like: Tensor) -> Tensor:
+        """This process's shard of a full tensor, with the layout, device and dtype of ``like``."""
 
     def barrier(self) -> None:
-        """Until all processes are here."""
+        """Wait until all processes have reached this call."""
 
 
 class SingleProcess:
-    """The only process of a run."""
+    """`Processes` for a run with a single process."""
 
     rank = 0
     size = 1
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        """The model itself."""
+        """Return the model unchanged."""
         return model
 
     def micro_batch(self, model: nn.Module, *, last: bool) -> AbstractContextManager[object]:
-        """Nothing to arrange."""
+        """A context that does nothing."""
         return nullcontext()
 
     def all_reduce(self, values: Tensor) -> Tensor:
-        """The values themselves."""
+        """Return the values unchanged."""
         return values
 
     def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The 2-norm of all gradients together."""
+        """The total 2-norm of all gradients."""
         return torch.nn.utils.get_total_norm(gradients)
 
     def full_tensor(self, tensor: Tensor) -> Tensor:
-        """The tensor itself."""
+        """Return the tensor unchanged."""
         return tensor
 
-    def shard(self, whole: Tensor, like: Tensor) -> Tensor:
-        """The tensor, on the device and in the precision of ``like``."""
-        return whole.to(like)
+    def shard(self, full: Tensor, like: Tensor) -> Tensor:
+        """The tensor with the device and dtype of ``like``."""
+        return full.to(like)
 
     def barrier(self) -> None:
-        """Nobody to wait for."""
+        """Return at once."""

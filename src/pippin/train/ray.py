@@ -1,9 +1,9 @@
-"""The same run on a Ray cluster or on local processes: Ray Train starts them, `train.distributed` joins them.
+"""Distributed training on Ray: Ray Train starts the workers, and `train.distributed` connects them.
 
 Notable here:
-- what is run is an ordinary function that trains with ``Trainer(parallel=...)``; nothing in it knows of Ray
-- a cluster that is already there (``RAY_ADDRESS``) is used; otherwise one is started on this machine, and ended again
-- an error of a worker comes back as the error of the run, with the worker's own message
+- the training function is ordinary code with ``Trainer(processes=...)`` and does not depend on Ray
+- the cluster at ``RAY_ADDRESS`` is used; without it, a local one is started on this machine and shut down afterwards
+- an error of a worker is raised as a `TrainingError` with the worker's message
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pippin.core.checks import NonNegativeFloat, PositiveFloat, PositiveInt, che
 from pippin.core.errors import MissingDependency, PippinError, TrainingError
 from pippin.train.distributed import DistributedProcesses
 
-_STORE = 200 * 2**20  # bytes of Ray's own store; only settings and results pass through it
+_OBJECT_STORE = 200 * 2**20  # bytes of Ray's object store, which holds only settings and results
 
 
 @checked
@@ -31,21 +31,22 @@ def run_on_ray(
     gpus_per_worker: NonNegativeFloat = 0.0,
     strategy: Literal["ddp", "fsdp"] = "ddp",
 ) -> Any:
-    """Run a training function on several workers at once.
+    """Run a training function on several Ray workers.
 
     Args:
-        function: called on every worker with the settings and the worker's `DistributedProcesses`; importable there.
-        settings: JSON values; paths in them must mean the same on every machine.
-        num_workers: how many.
-        cpus_per_worker: cores that each worker has to itself.
-        gpus_per_worker: devices that each worker has to itself; with 1 the workers talk over NCCL, with 0 over Gloo.
-        strategy: of `DistributedProcesses`.
+        function: called on every worker with the settings and the worker's `DistributedProcesses`; it must be
+            importable there.
+        settings: JSON values; paths in them must be valid on every machine.
+        num_workers: number of workers.
+        cpus_per_worker: cores reserved for each worker.
+        gpus_per_worker: GPUs reserved for each worker; above 0 the backend is NCCL, else Gloo.
+        strategy: as in `DistributedProcesses`.
 
     Returns:
-        What the function returned on the first worker, a JSON value.
+        The result of the function on the first worker, a JSON value.
 
     Raises:
-        InvalidArgument: fewer than one worker, or more than a cluster on this machine could ever start.
+        InvalidArgument: fewer than one worker.
         MissingDependency: Ray Train is not installed.
         TrainingError: a worker failed.
     """
@@ -54,25 +55,25 @@ def run_on_ray(
         from ray.train import RunConfig, ScalingConfig, TrainingFailedError
         from ray.train.torch import TorchConfig, TorchTrainer
     except ImportError as error:
-        raise MissingDependency("training on Ray needs it: pip install 'pippin[ray]'") from error
+        raise MissingDependency("training on Ray needs Ray Train: pip install 'pippin[ray]'") from error
 
     address = os.environ.get("RAY_ADDRESS")
     local: dict[str, Any] = {}
     if address is None:
-        needed = max(1, round(num_workers * cpus_per_worker))
-        local = {"include_dashboard": False, "num_cpus": needed + 1, "object_store_memory": _STORE}
+        num_cpus = max(1, round(num_workers * cpus_per_worker)) + 1
+        local = {"include_dashboard": False, "num_cpus": num_cpus, "object_store_memory": _OBJECT_STORE}
     started = not ray.is_initialized()
     if started:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **local)
 
-    def work(given: dict[str, Any]) -> Any:
-        return function(given["settings"], DistributedProcesses(given["kind"]))
+    def train(config: dict[str, Any]) -> Any:
+        return function(config["settings"], DistributedProcesses(config["strategy"]))
 
     try:
-        with tempfile.TemporaryDirectory() as place:
+        with tempfile.TemporaryDirectory() as folder:
             trainer = TorchTrainer(
-                work,
-                train_loop_config={"settings": dict(settings), "kind": strategy},
+                train,
+                train_loop_config={"settings": dict(settings), "strategy": strategy},
                 torch_config=TorchConfig(backend="nccl" if gpus_per_worker else "gloo"),
                 scaling_config=ScalingConfig(
                     num_workers=num_workers,
@@ -82,22 +83,22 @@ def run_on_ray(
                         **({"GPU": gpus_per_worker} if gpus_per_worker else {}),
                     },
                 ),
-                run_config=RunConfig(storage_path=place, name="pippin"),
+                run_config=RunConfig(storage_path=folder, name="pippin"),
             )
             try:
-                outcome = trainer.fit()
+                result = trainer.fit()
             except TrainingFailedError as error:
                 raise _reason(error) from error
-        return outcome.return_value  # type: ignore[attr-defined]  # the class of Ray Train's second version has it
+        return result.return_value  # type: ignore[attr-defined]  # exists in version 2 of Ray Train
     finally:
         if started:
             ray.shutdown()
 
 
 def _reason(error: Exception) -> PippinError:
-    """What a worker raised, as far as it can be told."""
+    """The error of the failed worker with the lowest rank."""
     failures = getattr(error, "worker_failures", None) or {}
     for rank, failure in sorted(failures.items()):
-        said = str(getattr(failure, "cause", failure)).strip().splitlines()
-        return TrainingError(f"worker {rank} failed: {said[-1] if said else type(failure).__name__}")
+        lines = str(getattr(failure, "cause", failure)).strip().splitlines()
+        return TrainingError(f"worker {rank} failed: {lines[-1] if lines else type(failure).__name__}")
     return TrainingError(f"training on Ray failed: {error}")

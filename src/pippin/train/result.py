@@ -1,4 +1,4 @@
-"""What a run was: its losses, its evaluations, its speed; as figures, a file and a plot."""
+"""The result of a training run: losses, evaluations and speed; as a report, a JSON file and a plot."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from pippin.core.report import Report, Row
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """One update, as a line of `log.jsonl` has it.
+    """One training step, as logged in `log.jsonl`.
 
     Attributes:
-        step: its number, from 1.
-        loss: sum of the loss over the units of the step, divided by their number; NaN where there were none.
-        lr: rate of the first group of parameters.
-        grad_norm: 2-norm of the gradient of that loss, before clipping.
-        units: how many units it learned from.
-        seconds: from the first batch read to the last parameter written.
-        metrics: what the objective measured, per unit.
+        step: number of the step, from 1.
+        loss: mean loss per unit; NaN for a step without units.
+        lr: learning rate of the first parameter group.
+        grad_norm: 2-norm of the gradient of the mean loss, before clipping.
+        units: number of units (tokens, images, ...) in the step.
+        seconds: duration, from reading the first batch to updating the parameters.
+        metrics: the objective's metrics, per unit.
     """
 
     step: int
@@ -38,25 +38,25 @@ class TrainingStep:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        """One line of JSON; what is not finite becomes null."""
+        """One line of JSON, with null for values that are not finite."""
         return json.dumps({key: finite(value) for key, value in asdict(self).items()})
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> TrainingStep:
-        """The step that a line described."""
+        """The step from the values of such a line."""
         return cls(**{**parse_floats(values), "metrics": parse_floats(values["metrics"])})
 
 
 @dataclass(repr=False)
 class TrainingResult:
-    """A run so far, over all its restarts.
+    """The history of a run up to now, over all restarts.
 
     Attributes:
-        title: what was trained.
-        unit: what is counted ("tokens").
-        steps: every update, in order.
-        evaluations: the step after which each was made, and what it measured.
-        stopped: None where all steps were made; "interrupted" after a signal, "exhausted" where the data ended first.
+        title: title of the run, for plots and reports.
+        unit: the counted unit, such as "tokens".
+        steps: all steps, in order.
+        evaluations: pairs of a step and the metrics measured after it.
+        stopped: None if all steps were completed; "interrupted" after a signal, "exhausted" if the data ended early.
     """
 
     title: str = "training"
@@ -66,9 +66,9 @@ class TrainingResult:
     stopped: Literal["interrupted", "exhausted"] | None = None
 
     def __repr__(self) -> str:
-        last = f", last loss {self.losses[-1]:.4g}" if self.steps else ""
-        ended = "" if self.stopped is None else f", {self.stopped}"
-        return f"<TrainingResult {self.title!r}: {len(self.steps)} steps{last}, {self.seconds:.1f} s{ended}>"
+        loss = f", last loss {self.losses[-1]:.4g}" if self.steps else ""
+        stopped = "" if self.stopped is None else f", {self.stopped}"
+        return f"<TrainingResult {self.title!r}: {len(self.steps)} steps{loss}, {self.seconds:.1f} s{stopped}>"
 
     @property
     def losses(self) -> list[float]:
@@ -77,59 +77,59 @@ class TrainingResult:
 
     @property
     def seconds(self) -> float:
-        """Time spent in steps; not in evaluations, checkpoints and pauses between restarts."""
+        """Time spent in training steps, without evaluations, checkpoints and pauses between restarts."""
         return sum(step.seconds for step in self.steps)
 
     @property
     def units_per_second(self) -> float:
-        """Units learned from per second spent in steps; 0 before the first."""
+        """Units per second of training steps; 0 before the first step."""
         return sum(step.units for step in self.steps) / self.seconds if self.steps else 0.0
 
     def report(self) -> Report:
-        """Steps, losses, last evaluation and speed; figures that are not finite are left out."""
+        """Report steps, losses, the last evaluation and speed; values that are not finite are left out."""
         rows = [Row("steps", len(self.steps))]
         losses = [loss for loss in self.losses if math.isfinite(loss)]
         if losses:
             rows += [Row("first loss", losses[0]), Row("last loss", losses[-1])]
         if self.evaluations:
-            step, measures = self.evaluations[-1]
-            rows += [Row(f"{name} after step {step}", value) for name, value in measures.items()]
+            step, metrics = self.evaluations[-1]
+            rows += [Row(f"{name} after step {step}", value) for name, value in metrics.items()]
         rows += [Row("time", self.seconds, "s"), Row("speed", self.units_per_second, f"{self.unit}/s")]
         return Report(self.title, [row for row in rows if math.isfinite(row.value)])
 
     def save(self, path: str | Path) -> None:
-        """Write the whole run as JSON, whole or not at all."""
+        """Write the history as JSON, atomically."""
         text = json.dumps(
             {
                 "title": self.title,
                 "unit": self.unit,
                 "stopped": self.stopped,
                 "steps": [json.loads(step.to_json()) for step in self.steps],
-                "evaluations": [[step, finite(measures)] for step, measures in self.evaluations],
+                "evaluations": [[step, finite(metrics)] for step, metrics in self.evaluations],
             }
         )
         with atomic_write(Path(path), mode="w") as file:
             file.write(f"{text}\n")
 
     def plot(self, path: Path) -> None:
-        """Draw loss and evaluations over steps.
+        """Plot the training loss and the evaluations over the steps.
 
         Args:
-            path: of the plot; its suffix chooses the format (.png, .svg, .pdf).
+            path: the file; its suffix determines the format (.png, .svg, .pdf).
 
         Raises:
-            InvalidArgument: no step has been made.
+            InvalidArgument: there is no completed step.
             MissingDependency: matplotlib is not installed.
         """
         if not self.steps:
-            raise InvalidArgument(f"{self.title}: no step has been made, there is nothing to plot")
+            raise InvalidArgument(f"{self.title}: no step was completed, so there is nothing to plot")
         figure = plotting.new(7, 4)
         panel = figure.subplots()
         steps = [step.step for step in self.steps]
-        panel.plot(steps, self.losses, color="0.75", linewidth=0.8, label="loss of a step")
-        panel.plot(steps, _smooth(self.losses), color="tab:green", label="running mean")
-        if any("loss" in measures for _, measures in self.evaluations):
-            points = [(step, measures["loss"]) for step, measures in self.evaluations if "loss" in measures]
+        panel.plot(steps, self.losses, color="0.75", linewidth=0.8, label="training loss")
+        panel.plot(steps, _smooth(self.losses), color="tab:green", label="training loss, smoothed")
+        if any("loss" in metrics for _, metrics in self.evaluations):
+            points = [(step, metrics["loss"]) for step, metrics in self.evaluations if "loss" in metrics]
             panel.plot(*zip(*points, strict=True), "o-", color="tab:red", markersize=4, label="evaluation")
         panel.set_xlabel("step")
         panel.set_ylabel("loss")
@@ -144,7 +144,7 @@ def parse_floats(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _smooth(losses: list[float]) -> list[float]:
-    """An exponential moving average over about a twentieth of the run, without values that are not finite."""
+    """Exponential moving average over about a twentieth of the run, ignoring values that are not finite."""
     momentum = 1.0 - 1.0 / max(len(losses) / 20, 1.0)
     smooth, total, weight = [], 0.0, 0.0
     for loss in losses:
@@ -155,7 +155,7 @@ def _smooth(losses: list[float]) -> list[float]:
 
 
 def finite(value: Any) -> Any:
-    """The JSON value with null for NaN and infinity, which JSON does not have."""
+    """Replace NaN and infinity, which JSON cannot represent, by None."""
     if isinstance(value, dict):
         return {key: finite(entry) for key, entry in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,8 +1,8 @@
-"""The log of a run on disk: one line of JSON a step, and TensorBoard's events beside it.
+"""The training log on disk: one line of JSON per step, and TensorBoard events.
 
 Notable here:
-- a run that goes on from a checkpoint cuts off what was logged after it, so every step stands in the log once
-- TensorBoard's events are written where that library is installed (extra `train`), under `tensorboard/`
+- when a run resumes from a checkpoint, lines logged after it are deleted, so every step is in the log once
+- TensorBoard events are written to `tensorboard/` if that library is installed (extra `train`)
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ NAME = "log.jsonl"
 
 
 class RunLog:
-    """An open log; made with the step from which the run goes on.
+    """The log of one run.
 
     Args:
-        path: where it stands, beside the checkpoints; None logs nowhere.
-        step: the updates made so far. Later lines are removed; earlier ones go back into ``training``.
-        training: the run that is logged.
+        path: the folder, the same as for the checkpoints; None disables the log.
+        step: number of completed steps. Later lines are deleted; earlier ones are read into ``result``.
+        result: the history of the run.
     """
 
-    def __init__(self, path: Path | None, step: int, training: TrainingResult) -> None:
+    def __init__(self, path: Path | None, step: int, result: TrainingResult) -> None:
         self._path = None if path is None else path / NAME
         self._events: Any = None
         if path is None or self._path is None:
@@ -37,9 +37,9 @@ class RunLog:
             file.writelines(json.dumps(line) + "\n" for line in retained)
         for line in retained:
             if "evaluation" in line:
-                training.evaluations.append((line["step"], parse_floats(line["evaluation"])))
+                result.evaluations.append((line["step"], parse_floats(line["evaluation"])))
             else:
-                training.steps.append(TrainingStep.from_json(line))
+                result.steps.append(TrainingStep.from_json(line))
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
@@ -47,7 +47,7 @@ class RunLog:
         self._events = SummaryWriter(str(path / "tensorboard"), purge_step=step + 1 if step else None)
 
     def step(self, step: TrainingStep) -> None:
-        """Log one update."""
+        """Log one step."""
         self._write(step.to_json())
         if self._events is not None:
             for name in ("loss", "lr", "grad_norm"):
@@ -56,15 +56,15 @@ class RunLog:
             for name, value in step.metrics.items():
                 self._events.add_scalar(f"train/{name}", value, step.step)
 
-    def evaluation(self, step: int, measures: dict[str, float]) -> None:
-        """Log what was measured after ``step``."""
-        self._write(json.dumps({"step": step, "evaluation": finite(measures)}))
+    def evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        """Log the metrics measured after ``step``."""
+        self._write(json.dumps({"step": step, "evaluation": finite(metrics)}))
         if self._events is not None:
-            for name, value in measures.items():
+            for name, value in metrics.items():
                 self._events.add_scalar(f"evaluation/{name}", value, step)
 
     def sync(self) -> None:
-        """Make sure of what was logged, before a checkpoint says that it happened."""
+        """Sync the log to disk, so that it is never behind a checkpoint."""
         if self._path is not None:
             with disk_errors(self._path), self._path.open("a") as file:
                 os.fsync(file.fileno())
@@ -72,20 +72,20 @@ class RunLog:
             self._events.flush()
 
     def close(self) -> None:
-        """Write out everything; a later step opens TensorBoard's events again by itself."""
+        """Sync and close the log; a later step reopens the TensorBoard events automatically."""
         self.sync()
         if self._events is not None:
             self._events.close()
 
     def _write(self, line: str) -> None:
-        """Opened for each line, so that a run that is dropped half-way leaves no open file."""
+        """Append a line. The file is opened each time, so that an abandoned run leaves no open file."""
         if self._path is not None:
             with disk_errors(self._path), self._path.open("a", encoding="utf-8") as file:
                 file.write(line + "\n")
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a log; one that a kill cut short is left out."""
+    """The complete lines of a log; a line that was truncated by a kill is ignored."""
     if not path.is_file():
         return []
     lines = []

@@ -1,8 +1,8 @@
-"""What of a run is saved, how it comes back, and what makes a checkpoint another run's.
+"""Save the state of a training run to a checkpoint, check that a checkpoint matches the run, and restore it.
 
 Notable here:
-- optimizer states are named by parameter, so a checkpoint says which tensor is missing or has another shape
-- nothing is put back before everything was compared: a refused checkpoint leaves the run as it was
+- optimizer states are named by parameter, so error messages name the tensor that is missing or has another shape
+- everything is compared before anything is restored: a mismatch leaves the run unchanged
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _FORMAT = 1
 
 
 def save(trainer: Trainer, checkpoints: Checkpoints) -> None:
-    """Write a checkpoint of a run; every process must call it, the first one writes.
+    """Write a checkpoint of a run; all processes must call it, and rank 0 writes.
 
     Raises:
-        DiskFull: the checkpoints before it are whole.
+        DiskFull: too little free space; the earlier checkpoints are complete.
     """
     tensors = {
         file: {name: trainer.processes.full_tensor(tensor.detach()) for name, tensor in entries.items()}
@@ -54,14 +54,14 @@ def save(trainer: Trainer, checkpoints: Checkpoints) -> None:
 
 
 def resume(trainer: Trainer) -> int | None:
-    """Go on from the newest checkpoint.
+    """Restore the newest checkpoint.
 
     Returns:
-        Its step; None where there is none.
+        Its step; None if there is no checkpoint.
 
     Raises:
-        InvalidArgument: there is one, and `resume` is off.
-        ResumeMismatch: it was written by another run.
+        InvalidArgument: there is a checkpoint, and `Checkpoints.resume` is False.
+        ResumeMismatch: it was written by another run; the message lists the differences.
     """
     checkpoints = trainer.checkpoints
     if checkpoints is None:
@@ -75,7 +75,7 @@ def resume(trainer: Trainer) -> int | None:
         return None
     if not checkpoints.resume:
         raise InvalidArgument(
-            f"{folder} is there already and resume is off; give another folder, or remove this one to begin again"
+            f"{folder} exists already and resume is False; give another folder, or delete this one to start again"
         )
     state = read_state(folder)
     saved = {file: read_tensors(folder, file) for file in ("model", "optimizer", "ema", "objective")}
@@ -84,8 +84,8 @@ def resume(trainer: Trainer) -> int | None:
     return trainer.step
 
 
-def refuse_non_finite(trainer: Trainer, total: float, norm: float, batches: list[tuple[int, Any]]) -> None:
-    """Save the batches of a step whose loss or gradient is not finite, and stop.
+def raise_non_finite(trainer: Trainer, total: float, norm: float, batches: list[tuple[int, Any]]) -> None:
+    """Save the batches of a step whose loss or gradient is not finite, and raise an error.
 
     Raises:
         NonFiniteLoss: always.
@@ -107,7 +107,7 @@ def refuse_non_finite(trainer: Trainer, total: float, norm: float, batches: list
         saved = str(path)
     raise NonFiniteLoss(
         f"step {step}: {what}; the weights are those of step {trainer.step}. "
-        + (f"The batch is in {saved}. " if saved else "With checkpoints=… the batch would have been saved. ")
+        + (f"The batch is saved in {saved}. " if saved else "With checkpoints=... the batch would have been saved. ")
         + "Try a lower learning rate, a longer warm-up, or max_grad_norm=1.0",
         step=step,
         saved=saved,
@@ -115,7 +115,7 @@ def refuse_non_finite(trainer: Trainer, total: float, norm: float, batches: list
 
 
 def _tensors(trainer: Trainer) -> dict[str, dict[str, Tensor]]:
-    """Every tensor of a run by file and name; as they are, not copied."""
+    """All tensors of a run's state by file and name, not copied."""
     objective = trainer.objective.state_dict() if isinstance(trainer.objective, Stateful) else {}
     for name, value in objective.items():
         if not isinstance(value, Tensor):
@@ -140,7 +140,7 @@ def _named(trainer: Trainer) -> list[tuple[torch.optim.Optimizer, dict[Tensor, s
 
 
 def _settings(trainer: Trainer) -> dict[str, Any]:
-    """What must be the same for the run to be the same; `steps` is not among it, so a run may be made longer."""
+    """The settings that must be equal to resume a run; `steps` is not among them, so a run can be extended."""
     return {
         "objective": _name(trainer.objective),
         "data": _name(trainer.data),
@@ -154,36 +154,36 @@ def _settings(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def _name(thing: Any) -> str:
-    """A frozen value in full, anything else by its type or its own name."""
-    if dataclasses.is_dataclass(thing) and type(thing).__module__.startswith("pippin.train"):
-        return repr(thing)
-    return str(getattr(thing, "__qualname__", type(thing).__qualname__))
+def _name(value: Any) -> str:
+    """The repr of a dataclass of `pippin.train`; the name of a function, or of the type of anything else."""
+    if dataclasses.is_dataclass(value) and type(value).__module__.startswith("pippin.train"):
+        return repr(value)
+    return str(getattr(value, "__qualname__", type(value).__qualname__))
 
 
 def _compare(trainer: Trainer, folder: Path, state: dict[str, Any], saved: dict[str, dict[str, Tensor]]) -> None:
-    here, there = _settings(trainer), state["settings"]
+    ours, theirs = _settings(trainer), state["settings"]
     lines = [
-        f"{key}: {there.get(key)} in the checkpoint and {here[key]} in this run"
-        for key in here
-        if there.get(key) != here[key]
+        f"{key}: {theirs.get(key)} in the checkpoint and {ours[key]} in this run"
+        for key in ours
+        if theirs.get(key) != ours[key]
     ]
-    wanted = _tensors(trainer)
-    lines += differences("tensor", saved["model"], wanted["model"])
-    lines += differences("average", saved["ema"], wanted["ema"])
-    if wanted["objective"]:  # one that begins without memory is told what to remember by `load_state_dict`
-        lines += differences("tensor of the objective", saved["objective"], wanted["objective"])
+    expected = _tensors(trainer)
+    lines += differences("tensor", saved["model"], expected["model"])
+    lines += differences("average", saved["ema"], expected["ema"])
+    if expected["objective"]:  # an objective without state yet gets its tensors from `load_state_dict`
+        lines += differences("tensor of the objective", saved["objective"], expected["objective"])
     if (state["data"] is not None) != isinstance(trainer.data, Stateful):
-        lines.append("the data of one of the two has a cursor (state_dict), and that of the other has none")
+        lines.append("only one of the two has data with a position (state_dict)")
     raise_mismatch(folder, lines)
 
 
 @torch.no_grad()
 def _restore(trainer: Trainer, folder: Path, state: dict[str, Any], saved: dict[str, dict[str, Tensor]]) -> None:
-    part = trainer.processes.shard
+    shard = trainer.processes.shard
     for file in ("model", "ema"):
         for name, tensor in _tensors(trainer)[file].items():
-            tensor.copy_(part(saved[file][name], tensor))
+            tensor.copy_(shard(saved[file][name], tensor))
     for optimizer, names in _named(trainer):
         _restore_optimizer(trainer, optimizer, names, saved["optimizer"])
     if isinstance(trainer.objective, Stateful):
@@ -193,7 +193,7 @@ def _restore(trainer: Trainer, folder: Path, state: dict[str, Any], saved: dict[
         try:
             trainer.data.load_state_dict(state["data"])
         except (LookupError, ValueError, TypeError) as error:
-            raise ResumeMismatch(f"{folder}: the data cannot go on from its cursor there: {error}") from error
+            raise ResumeMismatch(f"{folder}: the position in the data cannot be restored: {error}") from error
     else:
         trainer.skip(state["step"])
 
@@ -201,7 +201,7 @@ def _restore(trainer: Trainer, folder: Path, state: dict[str, Any], saved: dict[
 def _restore_optimizer(
     trainer: Trainer, optimizer: torch.optim.Optimizer, names: dict[Tensor, str], saved: dict[str, Tensor]
 ) -> None:
-    """Through the optimizer's own `load_state_dict`, which knows where each of its tensors must be."""
+    """Restore an optimizer with its `load_state_dict`, which moves each tensor to the right device."""
     by_name: dict[str, dict[str, Tensor]] = {}
     for key, tensor in saved.items():
         name, _, entry = key.rpartition(".")

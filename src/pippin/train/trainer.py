@@ -1,12 +1,12 @@
-"""The one training loop: a model, an objective, data, and nothing that calls back.
+"""The training loop.
 
 Notable here:
-- the loss of a step is the sum over its micro-batches and processes divided by the number of units of all of them, and
-  so is its gradient: how a batch is cut changes nothing
-- randomness is a function of seed, step and micro-batch, so there is no random state to save: a run that was killed
-  goes on with the same losses, bit for bit on a CPU, and it leaves the caller's global generators alone
-- a loss or a gradient that is not finite stops before the parameters are touched, with the batch written to a file
-- `advance` makes some steps and returns, so two trainers can take turns: adversarial training needs no other loop
+- the loss of a step is the sum over its micro-batches and processes divided by the number of their units, and so is its
+  gradient: the split into micro-batches changes nothing
+- random numbers are a function of seed, step and micro-batch, so there is no random state to save: a resumed run has
+  the same losses, bit-identical on a CPU; the caller's global generators are not changed
+- a loss or gradient that is not finite raises before the parameters are updated, and the batch is saved to a file
+- `advance` trains for some steps and returns, so two trainers can alternate, as in adversarial training
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ from pippin.train.schedules import CosineSchedule, Schedule
 @checked
 @dataclass(frozen=True)
 class Evaluation:
-    """A measurement during the run.
+    """An evaluation during training.
 
     Attributes:
-        measure: called with the model (its averages, where there is an EMA) in evaluation mode, without gradients.
-        eval_every: steps between measurements; the last step is always measured.
-        best: the measure that decides which checkpoint is the best, lower is better; None decides nothing.
+        measure: returns metrics by name; called with the model (with averaged weights if there is an EMA) in
+            evaluation mode, under `torch.no_grad()`.
+        eval_every: steps between evaluations; there is always one after the last step.
+        best: the metric that selects the best checkpoint, lower is better; None selects none.
     """
 
     measure: Callable[[nn.Module], Mapping[str, float]]
@@ -55,37 +56,37 @@ class Evaluation:
 
 
 class Trainer:
-    """A run: made once, then `fit` for all of it, or `advance` for some steps of it.
+    """A training run: `fit` trains to the end, `advance` for some steps.
 
     Args:
-        model: what is trained; parameters that want no gradient stay as they are and are not saved.
-        objective: the loss of a batch: a scalar tensor, which is a mean, or a `Loss`; see `pippin.train.objective`.
-        data: batches of any form; tensors in it go to the model's device. With `state_dict` and `load_state_dict` its
-            cursor is saved; without, a resumed run reads the data again from the start up to its position.
-        steps: updates in all.
+        model: the model; parameters with ``requires_grad=False`` are not trained and not saved.
+        objective: computes the loss of a batch: a scalar tensor, the mean, or a `Loss`; see `pippin.train.objective`.
+        data: batches, possibly nested; their tensors are moved to the model's device. If it has `state_dict` and
+            `load_state_dict`, its position is saved; otherwise a resumed run reads the data again up to its position.
+        steps: total number of steps (updates of the parameters).
         optimizer: `AdamW` or `Muon`.
-        schedule: factor of the learning rate over the run.
-        gradient_accumulation_steps: micro-batches a step, for each process.
-        max_grad_norm: bound of the gradient's 2-norm; None for no bound.
-        precision: "bfloat16" computes under autocast; parameters and sums stay as they are.
-        ema: decay of a moving average of the weights; None keeps none.
-        evaluation: a measurement during the run.
+        schedule: factor of the learning rate by step.
+        gradient_accumulation_steps: micro-batches per step, for each process.
+        max_grad_norm: the gradient is clipped to this 2-norm; None does not clip.
+        precision: "bfloat16" computes under autocast; parameters and sums keep their dtype.
+        ema: decay of an exponential moving average of the weights; None has none.
+        evaluation: an evaluation during training.
         checkpoints: where the run is saved and logged; None writes nothing.
-        seed: of everything random.
-        device: where to; None leaves the model where it is.
-        title: for the bar, the plot and the report.
-        show_progress: whether to show a progress bar, on a terminal.
-        processes: the processes that share the run; None is this one alone.
+        seed: of all random numbers.
+        device: moves the model there; None leaves it on its device.
+        title: for the progress bar, the plot and the report.
+        show_progress: whether to show a progress bar.
+        processes: the processes of a distributed run; None is this process only.
 
     Attributes:
-        step: updates made so far.
-        ema: the moving averages, where they were asked for.
-        result: what has happened so far.
+        step: number of completed steps.
+        ema: the moving averages; None if not requested.
+        result: the history so far.
         best: "step" and "value" of the best evaluation; None before the first.
 
     Raises:
-        InvalidArgument: an argument is outside its range, or the model has nothing to train.
-        InvalidInput: the model's weights are not finite; all of them are named.
+        InvalidArgument: an argument is outside its range, or the model has no trainable parameter.
+        InvalidInput: weights of the model are not finite; the message names all of them.
 
     >>> layer = nn.Linear(1, 1)
     >>> def squared_error(model, batch, generator):
@@ -146,17 +147,18 @@ class Trainer:
         self._saved: int | None = None
 
     def fit(self) -> TrainingResult:
-        """The whole run, from its newest checkpoint if there is one.
+        """Train to the end, resuming from the newest checkpoint if there is one.
+
+        On SIGINT or SIGTERM it completes the step, saves and returns; a second signal ends the process.
 
         Returns:
-            What happened; ``stopped`` says whether and why it ended before its last step. SIGINT or SIGTERM finish the
-            step, save and return; a second one ends at once.
+            The history; ``stopped`` says whether and why training ended before its last step.
 
         Raises:
-            InvalidInput: the data holds no batch, or the objective's loss has no gradient.
-            NonFiniteLoss: a loss or a gradient is not finite; the weights are those before the step.
-            ResumeMismatch: the checkpoint was written by another run; everything that differs is listed.
-            DiskFull: a checkpoint could not be written; the one before it is whole.
+            InvalidInput: the data has no batch, or the objective's loss has no gradient.
+            NonFiniteLoss: a loss or gradient is not finite; the weights are those before the step.
+            ResumeMismatch: the checkpoint was written by another run; the message lists the differences.
+            DiskFull: a checkpoint could not be written; the previous one is complete.
         """
         self._begin()
         self.result.stopped = None
@@ -173,33 +175,33 @@ class Trainer:
         return self.result
 
     def advance(self, steps: int) -> list[float]:
-        """Make up to ``steps`` more updates: fewer where the run or its data ends first. Signals are left alone.
+        """Train for ``steps`` more steps, or fewer if the run or its data ends earlier. Signals are not handled.
 
         Returns:
-            The loss of each.
+            The loss of each step.
 
         Raises:
             As `fit`.
         """
         self._begin()
-        done = len(self.result.steps)
+        first = len(self.result.steps)
         with self._running():
             for _ in range(min(steps, self.steps - self.step)):
                 if not self._update(None):
                     break
         if self.step == self.steps:
             self._finish()
-        return [step.loss for step in self.result.steps[done:]]
+        return [step.loss for step in self.result.steps[first:]]
 
     def skip(self, steps: int) -> None:
-        """Read and discard the batches of the given number of first steps, for data without a cursor.
+        """Read and discard the batches of the first ``steps`` steps, for data without `state_dict`.
 
         Raises:
-            ResumeMismatch: it ends before.
+            ResumeMismatch: the data ends earlier.
         """
-        with self._own_randomness():
+        with self._fork_rng():
             for step in range(steps):
-                if not self._draw(step):
+                if not self._read_batches(step):
                     raise ResumeMismatch(
                         f"the data ends after {step} steps, and the checkpoint was written after {steps}"
                     )
@@ -209,7 +211,7 @@ class Trainer:
         return self.processes.rank == 0
 
     def _begin(self) -> None:
-        """Go on from the newest checkpoint and open the log, once."""
+        """Resume from the newest checkpoint and open the log; only at the first call."""
         if self._log is None:
             self._saved = run_state.resume(self)
             folder = self.checkpoints.path if self.checkpoints and self._first else None
@@ -217,50 +219,51 @@ class Trainer:
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        """Every module in training mode, gradients on; afterwards modes and random generators are as they were."""
+        """Enable training mode and gradients in the block; restore modes and random generators afterwards."""
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.train()
         try:
-            with self._own_randomness(), torch.enable_grad():
+            with self._fork_rng(), torch.enable_grad():
                 yield
         finally:
             for module, mode in modes:
                 module.training = mode
 
-    def _own_randomness(self) -> AbstractContextManager[None]:
-        """Keep the caller's global generators as they are; dropout draws from them."""
+    def _fork_rng(self) -> AbstractContextManager[None]:
+        """Restore the caller's global random generators after the block; dropout samples from them."""
         kind = self.device.type
         return torch.random.fork_rng(
             [] if kind == "cpu" else [self.device], device_type="cuda" if kind == "cpu" else kind
         )
 
-    def _reseed(self, what: str, step: int, part: int) -> None:
-        """Seed the random number generators for part ``part`` of ``step``, independently of earlier steps."""
-        digest = hashlib.blake2b(f"{self.seed}/{what}/{step}/{part}".encode(), digest_size=16).digest()
+    def _reseed(self, what: str, step: int, index: int) -> None:
+        """Seed the random generators for micro-batch ``index`` of ``step``, independently of earlier steps."""
+        digest = hashlib.blake2b(f"{self.seed}/{what}/{step}/{index}".encode(), digest_size=16).digest()
         for generator in self._global:
             generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         self._generator.manual_seed(int.from_bytes(digest[8:], "little") >> 1)
 
     def _update(self, interruption: Interruption | None) -> bool:
-        """One step and what is due after it; False where the data has ended."""
-        began = time.perf_counter()
-        batches = self._draw(self.step)
+        """Train one step, then evaluate and save if due; False if the data has ended."""
+        start = time.perf_counter()
+        batches = self._read_batches(self.step)
         if not batches:
             return False
         self._zero()
         sums = self._accumulate(batches)
-        asked = float(interruption is not None and interruption.requested)
+        interrupted = float(interruption is not None and interruption.requested)
         keys = sorted(sums)
-        added = self.processes.all_reduce(_stack([*(sums[key] for key in keys), asked], self.device)).tolist()
-        *values, stop = added
-        figures = dict(zip(keys, values, strict=True))
-        total, count = figures.pop("total"), figures.pop("count")
+        # one all-reduce for all sums; any interrupted process stops all of them
+        reduced = self.processes.all_reduce(_stack([*(sums[key] for key in keys), interrupted], self.device)).tolist()
+        *values, stop = reduced
+        totals = dict(zip(keys, values, strict=True))
+        total, count = totals.pop("total"), totals.pop("count")
         norm, lr = self._apply(total, count, batches)
         self.step += 1
         self._after_update()
         loss = total / count if count else math.nan
-        metrics = {key.removeprefix("metric."): value / count for key, value in figures.items()} if count else {}
-        step = TrainingStep(self.step, loss, lr, norm, count, time.perf_counter() - began, metrics)
+        metrics = {key.removeprefix("metric."): value / count for key, value in totals.items()} if count else {}
+        step = TrainingStep(self.step, loss, lr, norm, count, time.perf_counter() - start, metrics)
         self.result.steps.append(step)
         assert self._log is not None
         self._log.step(step)
@@ -269,17 +272,17 @@ class Trainer:
         self._evaluate_and_save(last=self.step == self.steps or bool(stop))
         return True
 
-    def _draw(self, step: int) -> list[tuple[int, Any]]:
-        """This process's micro-batches of a step, with their indices in it; fewer at the end of the data.
+    def _read_batches(self, step: int) -> list[tuple[int, Any]]:
+        """This process's micro-batches of a step, each with its index in the step; fewer at the end of the data.
 
-        Every process reads all of them, so that all have the same cursor and see the same end.
+        Every process reads the micro-batches of all processes, so that all have the same position in the data.
         """
         size = self.processes.size
-        mine, first = [], 0
+        batches, first = [], 0
         while first < self.gradient_accumulation_steps * size:
             group = []
-            for part in range(first, first + size):
-                self._reseed("data", step, part)
+            for index in range(first, first + size):
+                self._reseed("data", step, index)
                 if self._batches is None:
                     self._batches = iter(self.data)
                 try:
@@ -288,49 +291,49 @@ class Trainer:
                     break
             if len(group) < size:
                 break
-            mine.append((first + self.processes.rank, group[self.processes.rank]))
+            batches.append((first + self.processes.rank, group[self.processes.rank]))
             first += size
-        if not mine and step == 0:
-            raise InvalidInput("the data holds no batch; nothing was trained")
-        return mine
+        if not batches and step == 0:
+            raise InvalidInput("the data has no batch; nothing was trained")
+        return batches
 
     def _accumulate(self, batches: list[tuple[int, Any]]) -> dict[str, Tensor | float]:
-        """Gradients of the micro-batches of a step, summed in place; totals, counts and metrics, summed too."""
+        """Accumulate the gradients of a step's micro-batches; returns the sums of losses, counts and metrics."""
         sums: dict[str, Tensor | float] = {"total": 0.0, "count": 0.0}
-        bfloat16 = torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16")
-        for index, (part, batch) in enumerate(batches):
-            self._reseed("loss", self.step, part)
-            with self.processes.micro_batch(self.model, last=index == len(batches) - 1):
-                with bfloat16:
+        autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16")
+        for number, (index, batch) in enumerate(batches):
+            self._reseed("loss", self.step, index)
+            with self.processes.micro_batch(self.model, last=number == len(batches) - 1):
+                with autocast:
                     loss = as_loss(self.objective(self.model, to_device(batch, self.device), self._generator))
                 _check_loss(loss, self.step + 1)
                 loss.total.backward()
             metrics = {f"metric.{name}": value for name, value in loss.metrics.items()}
-            parts: dict[str, Tensor | float] = {"total": loss.total, "count": float(loss.count), **metrics}
-            for key, value in parts.items():
-                sums[key] = sums.get(key, 0.0) + (_precise(value) if isinstance(value, Tensor) else value)
+            terms: dict[str, Tensor | float] = {"total": loss.total, "count": float(loss.count), **metrics}
+            for key, value in terms.items():
+                sums[key] = sums.get(key, 0.0) + (_accurate(value) if isinstance(value, Tensor) else value)
         return sums
 
     def _apply(self, total: float, count: float, batches: list[tuple[int, Any]]) -> tuple[float, float]:
-        """Divide the gradients, clip them, and update the weights; the norm before clipping, and the rate."""
+        """Divide the gradients by ``count``, clip them and update the weights; returns gradient norm and lr."""
         factor = self.schedule(self.step, self.steps)
         for group in self._groups():
             group["lr"] = group["base_lr"] * factor
         lr = self._groups()[0]["lr"]
         gradients = [p.grad for p in self._parameters if p.grad is not None]
-        summed = self.processes.total_norm(gradients) if gradients else torch.zeros(())
-        norm = summed.item()
+        sum_norm = self.processes.total_norm(gradients) if gradients else torch.zeros(())
+        norm = sum_norm.item()
         if not (math.isfinite(total) and math.isfinite(norm) and math.isfinite(count)):
             self._zero()
-            run_state.refuse_non_finite(self, total, norm, batches)
+            run_state.raise_non_finite(self, total, norm, batches)
         if count == 0:
-            # nothing to learn in this step: no gradient, and no weight decay without one
+            # no unit counts in the loss: no update, and no weight decay either
             self._zero()
             return 0.0, lr
-        # as torch's clip_grad_norm_ has it, bit for bit, but with both divisions in one pass over the gradients
-        bound = math.inf if self.max_grad_norm is None else self.max_grad_norm
-        norm, clipped = torch.stack([summed / count, bound / (summed / count + 1e-6)]).tolist()
-        scale = min(clipped, 1.0) / count
+        # bit-identical to torch's clip_grad_norm_, with division and clipping in one pass over the gradients
+        max_norm = math.inf if self.max_grad_norm is None else self.max_grad_norm
+        norm, clip = torch.stack([sum_norm / count, max_norm / (sum_norm / count + 1e-6)]).tolist()
+        scale = min(clip, 1.0) / count
         if scale != 1.0:
             torch._foreach_mul_(gradients, scale)
         for optimizer in self.optimizers:
@@ -346,7 +349,7 @@ class Trainer:
                 self.objective.after_step(self.model, self.step)
 
     def _evaluate_and_save(self, *, last: bool) -> None:
-        """What is due after a step."""
+        """Evaluate and save after a step, if due."""
         best = False
         if self.evaluation is not None and (self.step % self.evaluation.eval_every == 0 or self.step == self.steps):
             best = self._evaluate(self.evaluation)
@@ -355,28 +358,28 @@ class Trainer:
             self._save()
 
     def _evaluate(self, evaluation: Evaluation) -> bool:
-        """Measure; whether it is the best so far."""
+        """Evaluate the model; returns whether it is the best so far."""
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         averages = self.ema.applied(self.model) if self.ema else nullcontext()
         self._reseed("evaluation", self.step, 0)
         try:
             with averages, torch.no_grad():
-                measures = {name: float(value) for name, value in evaluation.measure(self.model).items()}
+                metrics = {name: float(value) for name, value in evaluation.measure(self.model).items()}
         finally:
             for module, mode in modes:
                 module.training = mode
-        self.result.evaluations.append((self.step, measures))
+        self.result.evaluations.append((self.step, metrics))
         assert self._log is not None
-        self._log.evaluation(self.step, measures)
+        self._log.evaluation(self.step, metrics)
         if evaluation.best is None:
             return False
-        if evaluation.best not in measures:
+        if evaluation.best not in metrics:
             raise InvalidArgument(
-                f"the evaluation measures {sorted(measures)}, and best={evaluation.best!r} is not among them"
+                f"the evaluation measures {sorted(metrics)}, and best={evaluation.best!r} is not among them"
             )
-        # the first process decides for all of them, since a checkpoint needs all
-        value = measures[evaluation.best] if self._first else 0.0
+        # rank 0 decides for all processes, since all of them take part in writing a checkpoint
+        value = metrics[evaluation.best] if self._first else 0.0
         value = self.processes.all_reduce(_stack([value], self.device)).item()
         if math.isfinite(value) and (self.best is None or value < self.best["value"]):
             self.best = {"step": self.step, "value": value}
@@ -391,7 +394,7 @@ class Trainer:
             self._saved = self.step
 
     def _finish(self) -> None:
-        """The last checkpoint, the log on disk, and the plot of the losses beside it."""
+        """Write the last checkpoint, the log and the plot of the losses."""
         self._save()
         if self._log is not None:
             self._log.close()
@@ -399,7 +402,7 @@ class Trainer:
             try:
                 self.result.plot(self.checkpoints.path / "loss.png")
             except MissingDependency:
-                progress.note("no plot of the losses: pip install 'pippin[plot]'", show_progress=self.show_progress)
+                progress.note("no plot of the loss: pip install 'pippin[plot]'", show_progress=self.show_progress)
 
     def _rate(self) -> float:
         """Units per second over the last twenty steps."""
@@ -415,7 +418,7 @@ class Trainer:
 
 
 def _global_generators(device: torch.device) -> list[torch.Generator]:
-    """The default generators; `torch.manual_seed` would take a millisecond for each batch."""
+    """torch's global generators; seeding them directly avoids `torch.manual_seed`, which takes a millisecond."""
     generators = [torch.default_generator]
     if device.type == "cuda":
         generators.append(torch.cuda.default_generators[device.index or 0])
@@ -424,24 +427,24 @@ def _global_generators(device: torch.device) -> list[torch.Generator]:
     return generators
 
 
-def _precise(value: Tensor) -> Tensor:
-    return value.detach().to(_precision(value.device))
+def _accurate(value: Tensor) -> Tensor:
+    return value.detach().to(_sum_dtype(value.device))
 
 
-def _precision(device: torch.device) -> torch.dtype:
-    """For sums over a step; Apple's GPUs have no 64-bit floats."""
+def _sum_dtype(device: torch.device) -> torch.dtype:
+    """The dtype of sums over a step; Apple's GPUs have no float64."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def _stack(values: list[Tensor | float], device: torch.device) -> Tensor:
-    precision = _precision(device)
-    return torch.stack([torch.as_tensor(value, dtype=precision, device=device) for value in values])
+    dtype = _sum_dtype(device)
+    return torch.stack([torch.as_tensor(value, dtype=dtype, device=device) for value in values])
 
 
 def _check_loss(loss: Loss, step: int) -> None:
     if loss.total.ndim or not loss.count >= 0:
         raise InvalidInput(
-            f"step {step}: a loss is a sum (a scalar) over 0 or more units, got shape {tuple(loss.total.shape)} and "
+            f"step {step}: a loss must be a scalar sum over 0 or more units, got shape {tuple(loss.total.shape)} and "
             f"count {loss.count}"
         )
     if not loss.total.requires_grad:
