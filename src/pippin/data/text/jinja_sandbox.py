@@ -1,7 +1,8 @@
-"""Sandboxed Jinja for untrusted chat templates, with limits on time and output size.
+"""Sandboxed Jinja for untrusted chat templates, with limits on loops and output size.
 
 Notable here:
-- the immutable sandbox prevents access to Python; the limits here prevent infinite loops and unlimited growth
+- the immutable sandbox prevents access to Python; the limits here name the usual ways to loop or grow without end, and
+  are no bound: `pippin.data.text.template_process` renders in a process whose time and memory are bounded
 - the limits are inserted into the template's syntax tree: a counter in every loop, a measured join for every `~`
 - the helper functions are the usual ones of templates (`raise_exception`, `strftime_now`, a `tojson` without HTML
   escapes, the `generation` tag), as in transformers
@@ -35,6 +36,10 @@ _BUDGET = f"pippin_{secrets.token_hex(8)}"  # a name that no template can know, 
 _WIDE_FIELD = re.compile(r"[%{:][^%}a-zA-Z]*\d{5}")
 
 
+class Refused(CheckpointError):
+    """A template called `raise_exception`: it cannot write these messages, and says why."""
+
+
 class SandboxedTemplate:
     """A compiled template.
 
@@ -54,7 +59,7 @@ class SandboxedTemplate:
             self._program = environment.from_string(tree.set_environment(environment))
         except jinja2.TemplateSyntaxError as error:
             raise CheckpointError(f"the chat template is not valid: line {error.lineno}: {error.message}") from error
-        except (jinja2.TemplateError, RecursionError, SyntaxError, ValueError) as error:
+        except (jinja2.TemplateError, RecursionError, SyntaxError, ValueError, OverflowError) as error:
             raise CheckpointError(f"the chat template is not valid: {error}") from error
 
     def render(self, variables: dict[str, Any], size: int) -> str:
@@ -65,7 +70,9 @@ class SandboxedTemplate:
             size: number of characters of text in them; the output may be a multiple of it.
 
         Raises:
-            CheckpointError: the template raised, with its own message, or exceeded a limit.
+            Refused: the template raised, with its own message.
+            CheckpointError: it failed or exceeded a limit.
+            MemoryError: it took more memory than the process may.
         """
         pieces, room = [], _MAX_SLACK + _MAX_GROWTH * size
         variables = {**variables, _BUDGET: iter(range(_MAX_ITERATIONS))}
@@ -75,8 +82,10 @@ class SandboxedTemplate:
                 room -= len(piece)
                 if room < 0:
                     raise SecurityError("the output is far longer than the messages")
+        except (MemoryError, Refused):
+            raise
         except Exception as error:  # an expression can raise anything
-            raise CheckpointError(f"the chat template failed: {error}") from error
+            raise CheckpointError(str(error)) from error
         return "".join(pieces)
 
 
@@ -200,7 +209,7 @@ def _refuse_wide(function: Any) -> Any:
 
 
 def _raise(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
+    raise Refused(message)
 
 
 def _strftime_now(form: str) -> str:
