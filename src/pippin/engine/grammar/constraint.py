@@ -58,7 +58,12 @@ class Grammar:
 
     @classmethod
     def json_schema(
-        cls, schema: dict[str, Any] | bool, *, separators: tuple[str, str] = (", ", ": "), strict: bool = False
+        cls,
+        schema: dict[str, Any] | bool,
+        *,
+        separators: tuple[str, str] = (", ", ": "),
+        strict: bool = False,
+        max_items: int | None = json_grammar.MAX_ITEMS,
     ) -> Grammar:
         """JSON texts that are valid under a JSON Schema (drafts 3 to 2020-12): all or a subset of them, and no others.
 
@@ -70,12 +75,14 @@ class Grammar:
             separators: between items and after keys, as in `json.dumps`; blanks only beside the comma and the colon.
             strict: refuse what is no keyword of JSON Schema and formats without a definition, which are otherwise
                 ignored with a note in `notes`; and properties that no value can satisfy.
+            max_items: maximum items of a list without ``maxItems``, and free names of an object without
+                ``maxProperties``, so that an answer ends; at least 1, or None for any number. A note says so.
 
         Raises:
             SchemaError: it is not a JSON Schema. UndefinedReference: a ``$ref`` points at nothing.
             UnsupportedGuide: it has a keyword that cannot be enforced. EmptySchema: no value is valid under it.
         """
-        return cls(*json_grammar.write(schema, separators=separators, strict=strict))
+        return cls(*json_grammar.write(schema, separators=separators, strict=strict, max_items=max_items))
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:

@@ -36,6 +36,8 @@ from pippin.engine.grammar.json_values import (
     join,
 )
 
+MAX_ITEMS: Final = 50
+"""Maximum items of a list without `maxItems`, and free names of an object without `maxProperties`."""
 MAX_LISTED: Final = 2000
 MAX_DISTINCT: Final = 64
 MAX_COUNTED: Final = 4000
@@ -58,7 +60,13 @@ class WrittenGrammar(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-def write(schema: Any, *, separators: tuple[str, str] = (", ", ": "), strict: bool = False) -> WrittenGrammar:
+def write(
+    schema: Any,
+    *,
+    separators: tuple[str, str] = (", ", ": "),
+    strict: bool = False,
+    max_items: int | None = MAX_ITEMS,
+) -> WrittenGrammar:
     """The Lark grammar of the JSON texts that are valid under a schema.
 
     Args:
@@ -66,6 +74,7 @@ def write(schema: Any, *, separators: tuple[str, str] = (", ", ": "), strict: bo
         separators: between items and after keys.
         strict: refuse unknown keywords and formats, and a property or item without any possible value even if it is
             optional: in a declared type these are mistakes.
+        max_items: see `Grammar.json_schema`.
 
     Raises:
         SchemaError, UnsupportedGuide, UndefinedReference, EmptySchema: see `Grammar.json_schema`.
@@ -78,6 +87,8 @@ def write(schema: Any, *, separators: tuple[str, str] = (", ", ": "), strict: bo
     for text, mark in zip(separators, ",:", strict=True):
         if text.strip(" ") != mark:
             raise InvalidArgument(f"a separator is {mark!r} with blanks beside it, got {text!r}")
+    if max_items is not None and max_items < 1:
+        raise InvalidArgument(f"max_items is at least 1, or None for any number, got {max_items}")
     check_size(schema)
     root: Key = (("schema", "#"),)
     try:
@@ -90,7 +101,9 @@ def write(schema: Any, *, separators: tuple[str, str] = (", ", ": "), strict: bo
         satisfiable.check_all()
     if root not in satisfiable.keys:
         raise EmptySchema(f"no value is valid under the schema: {satisfiable.reason(root)}")
-    return WrittenGrammar(_Writer(reader, satisfiable, separators).write(root), tuple(reader.notes))
+    writer = _Writer(reader, satisfiable, separators, max_items)
+    source = writer.write(root)
+    return WrittenGrammar(source, (*reader.notes, *writer.shortened))
 
 
 @contextmanager
@@ -308,8 +321,11 @@ def _decimal(value: Fraction) -> str:
 class _Writer:
     """Collects rules and terminals, each once."""
 
-    def __init__(self, reader: SchemaReader, satisfiable: _Satisfiable, separators: tuple[str, str]) -> None:
-        self.reader, self.satisfiable = reader, satisfiable
+    def __init__(
+        self, reader: SchemaReader, satisfiable: _Satisfiable, separators: tuple[str, str], max_items: int | None
+    ) -> None:
+        self.reader, self.satisfiable, self.max_items = reader, satisfiable, max_items
+        self.shortened: dict[str, None] = {}  # notes on what is held to `max_items`
         self.comma, self.colon = map(json.dumps, separators)
         self.rules: list[str] = []
         self.terminals: dict[str, str] = {}
@@ -392,6 +408,9 @@ class _Writer:
             return self.distinct(shape)
         if high == 0:
             return '"[" "]"'
+        if high is None and self.max_items is not None:
+            high = max(self.max_items, shape.low, len(shape.prefix))
+            self.shortened[f"a list without maxItems has at most {self.max_items} items"] = None
         heads = [self.value(key) for key in shape.prefix[:high]]
         body = ""
         if high is None or high > len(heads):
@@ -502,7 +521,9 @@ class _Writer:
 
     def uncounted(self, entries: list[str], needed: list[bool], other: str, least_others: int) -> str:
         """Entries in order; each after the first begins with a comma."""
-        more = f"({self.comma} {other})*" if other else ""
+        more = self.again(other, 0, None if self.max_items is None else self.max_items - 1) if other else ""
+        if more and self.max_items is not None:
+            self.shortened[f"an object without maxProperties has at most {self.max_items} free names"] = None
         if not entries:
             return f"{other} {more}" if least_others else f"({other} {more})?" if other else ""
         tails = [more]

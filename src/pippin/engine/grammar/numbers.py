@@ -14,8 +14,11 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Final
 
-DIGITS: Final = 25
-"""Maximum digits of an unbounded number before and after its point, so that a model cannot write digits forever."""
+DIGITS: Final = 18
+"""Maximum digits of a number before and after its point where its bounds need no more.
+
+So a model cannot write digits forever, and every such integer fits a signed 64-bit integer.
+"""
 
 FRACTIONAL: Final = r"-?(?:0|[1-9][0-9]{0,9})\x{2E}[0-9]{0,4}[1-9]"
 """Numbers that are no integers, with so few digits that none becomes one when it is read as a float."""
@@ -38,7 +41,7 @@ def digits_needed(bound: Fraction) -> tuple[int, int]:
     """The digits before and after its point that a number near ``bound`` needs, at least `DIGITS`.
 
     >>> digits_needed(Fraction(5)), digits_needed(Fraction("1e-30"))
-    ((25, 25), (25, 32))
+    ((18, 18), (18, 32))
     """
     after = next((k for k in range(400) if 10**k % bound.denominator == 0), 0)
     return max(DIGITS, len(str(abs(int(bound)))) + 1), max(DIGITS, after + 2)

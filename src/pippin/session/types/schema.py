@@ -182,7 +182,8 @@ class Schema(Generic[T]):
                 result = json.loads(text)
             except ValueError as error:
                 raise InvalidInput(f"{text[:200]!r} is not JSON: {error}") from error
-            if not any(map(self.is_valid, (text, json.dumps(result, ensure_ascii=False)))):
+            spellings = (text, json.dumps(result, ensure_ascii=False))
+            if not any(map(self.is_valid, spellings)) and not any(map(self._longer.allows, spellings)):
                 raise InvalidInput(f"{text[:200]!r} does not fit the JSON Schema")
         elif not self.is_valid(text):
             raise InvalidInput(f"{text[:200]!r} does not fit {self!r}")
@@ -191,6 +192,12 @@ class Schema(Generic[T]):
     def is_valid(self, text: str) -> bool:
         """Whether the grammar allows exactly this text."""
         return self.grammar.allows(text)
+
+    @cached_property
+    def _longer(self) -> Grammar:
+        """The grammar with lists of any length: another model's answer may be longer than what ours would write."""
+        assert self.json_schema is not None
+        return Grammar.json_schema(self.json_schema, max_items=None)
 
     def snapshot(self, text: str, *, complete: bool = False, identity: str = "") -> Any:
         """The value of an answer that is still being written.
