@@ -45,7 +45,9 @@ from .likelihood import (
     RewardModel as RewardModel,
 )
 from .prediction import Prediction as Prediction
-from .predictors.baselines import DeepEnsemble as DeepEnsemble, MAPNetwork as MAPNetwork, MCDropout as MCDropout
+from .predictors.deep_ensemble import DeepEnsemble as DeepEnsemble
+from .predictors.map_network import MAPNetwork as MAPNetwork
+from .predictors.mc_dropout import MCDropout as MCDropout
 from .predictors.predictor import (
     Predictor as Predictor,
     mix_predictions as mix_predictions,

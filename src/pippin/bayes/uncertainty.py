@@ -34,7 +34,7 @@ from pippin.bayes.likelihood import (
     to_likelihood,
 )
 from pippin.bayes.prediction import Prediction
-from pippin.bayes.predictors.baselines import MAPNetwork
+from pippin.bayes.predictors.map_network import MAPNetwork
 from pippin.bayes.predictors.predictor import Predictor, predict_all, predict_with_targets
 from pippin.bayes.predictors.temperature_scaling import BOUNDS, TemperatureScaling
 from pippin.bayes.train_test_split import input_batches, split_data, tensor

@@ -10,7 +10,7 @@ from torch import nn
 from pippin.bayes.laplace.laplace import Laplace
 from pippin.bayes.laplace.mixture import LaplaceMixture
 from pippin.bayes.likelihood import Regression
-from pippin.bayes.predictors.baselines import DeepEnsemble
+from pippin.bayes.predictors.deep_ensemble import DeepEnsemble
 from pippin.core.errors import CorruptedFile, InvalidArgument, InvalidInput, ModelNotFound, NotFitted
 from pippin.metrics import entropy
 

@@ -10,7 +10,7 @@ from jaxtyping import TypeCheckError
 from scipy import optimize, special
 
 from pippin.bayes.prediction import Prediction
-from pippin.bayes.predictors.baselines import MAPNetwork
+from pippin.bayes.predictors.map_network import MAPNetwork
 from pippin.bayes.predictors.temperature_scaling import (
     BOUNDS,
     TemperatureScaling,

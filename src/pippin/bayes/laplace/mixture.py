@@ -24,7 +24,7 @@ from pippin.bayes.laplace.io import LaplaceConfig, describe, restore
 from pippin.bayes.laplace.laplace import Laplace
 from pippin.bayes.prediction import Prediction
 from pippin.bayes.predictors.predictor import (
-    check_alike,
+    check_compatible,
     check_weights,
     concatenated,
     mix_predictions,
@@ -128,7 +128,7 @@ class LaplaceMixture:
             InvalidArgument: the networks have different numbers of outputs.
         """
         predictions = [one(x, **options) for one in self.components]
-        check_alike(predictions)
+        check_compatible(predictions)
         return predictions
 
     def __call__(self, x: Any, **options: Any) -> Prediction:

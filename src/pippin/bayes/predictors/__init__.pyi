@@ -1,4 +1,6 @@
-from .baselines import DeepEnsemble as DeepEnsemble, MAPNetwork as MAPNetwork, MCDropout as MCDropout
+from .deep_ensemble import DeepEnsemble as DeepEnsemble
+from .map_network import MAPNetwork as MAPNetwork
+from .mc_dropout import MCDropout as MCDropout
 from .predictor import (
     Predictor as Predictor,
     mix_predictions as mix_predictions,

@@ -1,4 +1,4 @@
-r"""The predictor interface of Laplace posteriors, ensembles, dropout and MAP networks, and mixtures of predictions.
+r"""The interface of predictors (Laplace posteriors, ensembles, dropout, MAP networks), and mixtures of predictions.
 
 Notable here:
 - a predictor is any callable from inputs to a `Prediction`
@@ -20,7 +20,7 @@ from pippin.bayes.batches import inputs_and_targets
 from pippin.bayes.prediction import Prediction
 from pippin.core.errors import InvalidArgument, InvalidInput
 
-_SUM = 1e-6  # tolerance of the sum of weights
+_SUM_TOLERANCE = 1e-6  # of the sum of weights
 
 
 @runtime_checkable
@@ -77,11 +77,11 @@ def predict_all(predictor: Predictor, batches: Iterable[Any]) -> Prediction:
 def concatenated(predictions: Sequence[Prediction]) -> Prediction:
     """Concatenate several predictions of one predictor."""
 
-    def joined(name: str) -> Any:
-        parts = [getattr(one, name) for one in predictions]
+    def cat(name: str) -> Any:
+        parts = [getattr(prediction, name) for prediction in predictions]
         return None if parts[0] is None else torch.cat(parts)
 
-    return replace(predictions[0], mean=joined("mean"), covariance=joined("covariance"), probs=joined("probs"))
+    return replace(predictions[0], mean=cat("mean"), covariance=cat("covariance"), probs=cat("probs"))
 
 
 def check_weights(weights: Sequence[float] | Tensor | None, count: int) -> Float[Tensor, " members"]:
@@ -92,25 +92,25 @@ def check_weights(weights: Sequence[float] | Tensor | None, count: int) -> Float
     """
     if weights is None:
         return torch.full((count,), 1.0 / count, dtype=torch.float64)
-    given = torch.as_tensor(weights, dtype=torch.float64).detach().cpu()
-    if given.shape != (count,):
-        raise InvalidArgument(f"{count} members need {count} weights, got {given.tolist()}")
-    total = float(given.sum())
-    if not bool((given >= 0).all()) or not math.isfinite(total) or abs(total - 1) > _SUM:
-        raise InvalidArgument(f"weights must be 0 or above and add up to 1, got {given.tolist()} (sum {total:g})")
-    return given / total
+    pi = torch.as_tensor(weights, dtype=torch.float64).detach().cpu()
+    if pi.shape != (count,):
+        raise InvalidArgument(f"{count} members need {count} weights, got {pi.tolist()}")
+    total = float(pi.sum())
+    if not bool((pi >= 0).all()) or not math.isfinite(total) or abs(total - 1) > _SUM_TOLERANCE:
+        raise InvalidArgument(f"weights must be 0 or above and add up to 1, got {pi.tolist()} (sum {total:g})")
+    return pi / total
 
 
-def check_alike(predictions: Sequence[Prediction]) -> None:
+def check_compatible(predictions: Sequence[Prediction]) -> None:
     """Check that predictions of the same inputs can be averaged.
 
     Raises:
         InvalidArgument: only some have probabilities, or they have different numbers of outputs.
     """
-    shapes = {tuple(one.mean.shape) for one in predictions}
+    shapes = {tuple(prediction.mean.shape) for prediction in predictions}
     if len(shapes) > 1:
         raise InvalidArgument(f"members must have the same outputs, got the shapes {sorted(shapes)}")
-    if len({one.probs is None for one in predictions}) > 1:
+    if len({prediction.probs is None for prediction in predictions}) > 1:
         raise InvalidArgument("some members classify and some do not; give all of them the same likelihood")
 
 
@@ -118,10 +118,10 @@ def mix_predictions(predictions: Sequence[Prediction], weights: Sequence[float] 
     r"""The prediction of a mixture: probabilities averaged, moments by the law of total variance.
 
     $m = \sum_k \pi_k f_k$, $S = \sum_k \pi_k (S_k + (f_k - m)(f_k - m)^\top)$, $p = \sum_k \pi_k p_k$, and the noise
-    is $\sum_k \pi_k \sigma_k^2$. A member without a covariance counts as certain of its own outputs.
+    is $\sum_k \pi_k \sigma_k^2$. A member without a covariance has $S_k = 0$.
 
     Args:
-        predictions: one of each member, for the same inputs.
+        predictions: the prediction of each member, for the same inputs.
         weights: weights of the members, which sum to 1; None for equal weights.
 
     Raises:
@@ -133,57 +133,57 @@ def mix_predictions(predictions: Sequence[Prediction], weights: Sequence[float] 
     """
     if not predictions:
         raise InvalidArgument("a mixture needs at least one member, got none")
-    check_alike(predictions)
-    shares = check_weights(weights, len(predictions))
-    means = torch.stack([one.mean for one in predictions])
-    pi = shares.to(means)
+    check_compatible(predictions)
+    weights = check_weights(weights, len(predictions))
+    means = torch.stack([member.mean for member in predictions])  # (k, n, outputs)
+    pi = weights.to(means)
     mean = torch.einsum("k,knc->nc", pi, means)
     centered = means - mean
-    if any(one.covariance is not None and one.covariance.ndim == 2 for one in predictions):  # joint over the batch
-        covariance = torch.einsum("k,ki,kj->ij", pi, centered.flatten(1), centered.flatten(1))
+    if any(member.covariance is not None and member.covariance.ndim == 2 for member in predictions):
+        covariance = torch.einsum("k,ki,kj->ij", pi, centered.flatten(1), centered.flatten(1))  # joint over the batch
     else:
         covariance = torch.einsum("k,kni,knj->nij", pi, centered, centered)
-    for share, one in zip(pi, predictions, strict=True):
-        if one.covariance is not None:
-            covariance = covariance + share * one.covariance
+    for weight, member in zip(pi, predictions, strict=True):
+        if member.covariance is not None:
+            covariance = covariance + weight * member.covariance
     probs = None
     if predictions[0].probs is not None:
-        probs = sum(share * one.probs for share, one in zip(pi, predictions, strict=True))
-    noise = sum(float(share) * one.noise for share, one in zip(shares, predictions, strict=True))
+        probs = sum(weight * member.probs for weight, member in zip(pi, predictions, strict=True))
+    noise = sum(float(weight) * member.noise for weight, member in zip(weights, predictions, strict=True))
     return replace(predictions[0], mean=mean, covariance=covariance, probs=probs, noise=noise)
 
 
 def mixture_log_likelihood(predictions: Sequence[Prediction], weights: Tensor, y: Tensor) -> Float[Tensor, " n"]:
-    r"""Log-probability, or log-density, of targets under a mixture, for each row, in nats.
+    r"""Log probability, or log density, of each target under a mixture, in nats.
 
     Classification: $\log \sum_k \pi_k p_k(y)$. Regression: $\log \sum_k \pi_k N(y; f_k, S_k + \sigma_k^2 I)$, which is
     not the density of a Gaussian with the mixture's moments.
 
     Args:
-        predictions: one of each member, for the same inputs.
+        predictions: the prediction of each member, for the same inputs.
         weights: weights of the members.
         y: targets.
 
     Raises:
-        InvalidInput: another number of targets than of rows, or a regression without any variance.
+        InvalidInput: another number of targets than of predictions, or a regression without any variance.
     """
     n, outputs = predictions[0].mean.shape
     if len(y) != n:
         raise InvalidInput(f"{len(y)} targets for {n} predictions")
     logs = []
-    for one in predictions:
-        if one.probs is not None:
-            probs = one.probs.double().gather(1, y.long().view(n, 1))[:, 0]
+    for member in predictions:
+        if member.probs is not None:
+            probs = member.probs.double().gather(1, y.long().view(n, 1))[:, 0]
             logs.append(probs.clamp(min=1e-300).log())
             continue
-        covariance = one.noise * torch.eye(outputs, dtype=torch.float64, device=y.device).expand(n, -1, -1)
-        if one.covariance is not None:
-            covariance = covariance + one.covariance.double()
+        covariance = member.noise * torch.eye(outputs, dtype=torch.float64, device=y.device).expand(n, -1, -1)
+        if member.covariance is not None:
+            covariance = covariance + member.covariance.double()
         factor, failed = torch.linalg.cholesky_ex(covariance)
         if bool(failed.any()):
             raise InvalidInput("a member's prediction has no variance, so no density; give it a noise above 0")
-        residual = (y.double().view(n, outputs) - one.mean.double()).unsqueeze(-1)
-        white = torch.linalg.solve_triangular(factor, residual, upper=False)[..., 0]
+        residual = (y.double().view(n, outputs) - member.mean.double()).unsqueeze(-1)
+        white = torch.linalg.solve_triangular(factor, residual, upper=False)[..., 0]  # whitened, (n, outputs)
         log_det = 2 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
         logs.append(-0.5 * (white.square().sum(-1) + log_det + outputs * math.log(2 * math.pi)))
-    return torch.logsumexp(torch.stack(logs) + weights.to(y.device).log()[:, None], 0)
+    return torch.logsumexp(torch.stack(logs) + weights.to(y.device).log()[:, None], 0)  # over members

@@ -5,7 +5,7 @@ Notable here:
   is divided by N
 - the preconditioner is a running mean of squared gradients, which must be frozen while samples are taken: one that
   changes with the state has another stationary distribution
-- it is a torch optimizer, so it runs in the `Trainer`, beside an AdamW for weights that are not sampled
+- it is a torch optimizer, so it runs in the `Trainer`, with AdamW for weights that are not sampled
 
 Source: Chen, Fox and Guestrin, arXiv:1402.4102 (SGHMC); Springenberg et al., "Bayesian optimization with robust
 Bayesian neural networks", NeurIPS 2016, eq. 10 (the scale-adapted form).
@@ -33,8 +33,9 @@ from pippin.core.checks import (
 from pippin.core.errors import ChainDiverged, InvalidArgument
 
 _DIVERGED = 1e8
-"""A chain whose state has an element beyond this has diverged."""
+"""A chain with a parameter of at least this magnitude has diverged."""
 _STREAM = 0x5347_484D
+"""Changes the seed of the noise, so that it differs from a caller's generator with the same seed."""
 
 
 class SGHMC(torch.optim.Optimizer):
@@ -129,35 +130,36 @@ class SGHMC(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.steps += 1
-        moved = []
+        updated = []
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._move(parameter, group)
-                    moved.append(parameter)
-        if moved:
-            largest = max(torch._foreach_norm(moved, math.inf), key=_nan_is_largest)
+                    self._update(parameter, group)
+                    updated.append(parameter)
+        if updated:
+            largest = max(torch._foreach_norm(updated, math.inf), key=_nan_is_largest)
             if not float(largest) < _DIVERGED:
                 raise ChainDiverged(
-                    f"the chain diverged at step {self.steps}: a parameter reached {float(largest):.3g}; take a "
-                    "smaller lr",
+                    f"the chain diverged at step {self.steps}: a parameter reached {float(largest):.3g}; use a smaller "
+                    "lr",
                     step=self.steps,
                 )
         return loss
 
-    def _move(self, parameter: Tensor, group: dict[str, Any]) -> None:
+    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        """Update the preconditioner, momentum and value of a parameter."""
         state = self.state[parameter]
         if not state:
             state["momentum"] = torch.zeros_like(parameter)
             if self.preconditioner:
-                state["square"], state["seen"] = torch.zeros_like(parameter), 0
+                state["square"], state["count"] = torch.zeros_like(parameter), 0
         gradient = parameter.grad + (group["prior_precision"] / self.num_data) * parameter
         rate: float | Tensor = group["lr"]
         if self.preconditioner:
             if not self.frozen:
                 state["square"].lerp_(gradient.square(), 1 - group["decay"])
-                state["seen"] += 1
-            unbiased = state["square"] / (1 - group["decay"] ** max(state["seen"], 1))
+                state["count"] += 1
+            unbiased = state["square"] / (1 - group["decay"] ** max(state["count"], 1))
             rate = group["lr"] * (unbiased + group["eps"] + group["floor"] * unbiased.mean()).rsqrt()
         variance = 2 * group["friction"] * group["temperature"] / self.num_data * rate
         if group["gradient_noise"]:
@@ -170,8 +172,9 @@ class SGHMC(torch.optim.Optimizer):
         parameter.add_(state["momentum"])
 
     def _generator(self, device: torch.device) -> torch.Generator:
+        """The generator of a device."""
         if device not in self._generators:
-            # not the same stream as a caller's generator with this seed, whose samples correlate with the gradients
+            # a caller's generator with this seed may have sampled the batches, which would correlate with the noise
             self._generators[device] = torch.Generator(device).manual_seed(self._seed ^ _STREAM)
         return self._generators[device]
 
@@ -183,9 +186,9 @@ class SGHMCConfig:
 
     Attributes:
         lr: step size of the sampler.
-        friction: above 0 and below 1.
+        friction: see `SGHMC`; above 0 and below 1.
         warmup_steps: updates of AdamW before the chain.
-        warmup_lr: learning rate of AdamW in warm-up, and of weights that are trained beside the chain in burn-in.
+        warmup_lr: learning rate of AdamW in warm-up, and of weights that are trained, not sampled, in burn-in.
         burn_in_steps: discarded steps, in which the preconditioner converges; it needs a few hundred.
         num_samples: number of samples, at least 2.
         thinning: steps between samples; should exceed the autocorrelation time.
@@ -205,4 +208,5 @@ class SGHMCConfig:
 
 
 def _nan_is_largest(value: Tensor) -> float:
+    """A key for `max` that orders NaN as infinity."""
     return math.inf if value.isnan() else float(value)

@@ -1,11 +1,11 @@
 """SWAG: a Gaussian over weights from snapshots of SGD with a constant learning rate, started at a trained network.
 
 Notable here:
-- mean, diagonal variance and the last deviations are running sums, so memory is (rank + 3) weight vectors
-- training runs on a copy: the given network, its statistics and its mode do not change
-- batch norm keeps the statistics of the trained network, so that samples need no further pass over the data, and the
-  variances belong to the function whose Jacobian a subnetwork posterior uses
-- the variances alone are the published score for choosing a subnetwork
+- mean and variance are running averages, so memory is (rank + 3) weight vectors
+- training runs on a copy: the given network, its batch-norm statistics and its mode do not change
+- batch norm keeps the statistics of the trained network, so samples need no further pass over the data, and the
+  variances are those of the function whose Jacobian a subnetwork posterior uses
+- the variances are also the published score for selecting a subnetwork
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class SGD:
         """One torch.optim.SGD over all parameters that require gradients.
 
         Raises:
-            InvalidArgument: there are none.
+            InvalidArgument: no parameter requires gradients.
         """
-        trained = [p for p in model.parameters() if p.requires_grad]
-        if not trained:
+        trainable = [p for p in model.parameters() if p.requires_grad]
+        if not trainable:
             raise InvalidArgument("no parameter of the model requires gradients; there is nothing to train")
-        group = {"params": trained, "base_lr": self.lr}
+        group = {"params": trainable, "base_lr": self.lr}
         return [torch.optim.SGD([group], lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay)]
 
 
@@ -133,13 +133,13 @@ class SWAG:
             This object.
 
         Raises:
-            InvalidArgument: the loader can be read only once.
-            InvalidInput: the loader is empty, it holds NaN, or its targets do not fit the outputs.
+            InvalidArgument: a loader that can be read only once.
+            InvalidInput: a loader that is empty or holds NaN, or targets that do not fit the outputs.
             NonFiniteLoss: training diverged; use a smaller learning rate.
         """
         check_data(loader)
         for _ in iterate_batches(loader, self.model):
-            pass  # checked as a whole before the first step
+            pass  # check all data before the first step
         config = self.config
         every = config.snapshot_every or _length(loader)
         model = copy.deepcopy(self.model)
@@ -164,14 +164,14 @@ class SWAG:
                 raise InvalidInput(
                     f"the data ended before snapshot {count} of {config.num_snapshots}; give a list or a loader"
                 )
-            moved = _vector(model) - start
-            first += (moved - first) / count
-            second += (moved.square() - second) / count
+            difference = _vector(model) - start
+            first += (difference - first) / count
+            second += (difference.square() - second) / count
             if config.rank:
-                deviations = [*deviations[-(config.rank - 1) :], moved - first]
-        trained = torch.cat([torch.full((p.numel(),), float(p.requires_grad)) for p in self.model.parameters()])
+                deviations = [*deviations[-(config.rank - 1) :], difference - first]
+        trainable = torch.cat([torch.full((p.numel(),), float(p.requires_grad)) for p in self.model.parameters()])
         self.mean = start + first
-        self.variance = (second - first.square()).clamp(min=1e-30) * trained.to(start)
+        self.variance = (second - first.square()).clamp(min=1e-30) * trainable.to(start)
         self.deviations = torch.stack(deviations) if deviations else start.new_zeros(0, len(start))
         return self
 
@@ -187,11 +187,11 @@ class SWAG:
             NotFitted: before `fit`.
         """
         mean, variance, deviations = self._fitted()
-        draw = _normal(generator, mean)
+        normal = _normal_sampler(generator, mean)
         if len(deviations) < 2:
-            return mean + variance.sqrt() * draw(n, len(mean))
-        diagonal = (variance / 2).sqrt() * draw(n, len(mean))
-        return mean + diagonal + draw(n, len(deviations)) @ deviations / math.sqrt(2 * (len(deviations) - 1))
+            return mean + variance.sqrt() * normal(n, len(mean))
+        diagonal = (variance / 2).sqrt() * normal(n, len(mean))
+        return mean + diagonal + normal(n, len(deviations)) @ deviations / math.sqrt(2 * (len(deviations) - 1))
 
     @torch.no_grad()
     @checked
@@ -211,17 +211,17 @@ class SWAG:
         Raises:
             NotFitted: before `fit`.
         """
-        selection, sampled = All().resolve(self.model), []
+        selection, samples = All().resolve(self.model), []
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         try:
             for weights in self.sample(num_samples, generator):
                 with selection.at(self.model, weights) as model:
-                    sampled.append(call_model(model, x))
+                    samples.append(call_model(model, x))
         finally:
             for module, mode in modes:
                 module.training = mode
-        outputs = torch.stack(sampled)
+        outputs = torch.stack(samples)  # (samples, n, outputs)
         mean = outputs.mean(0)
         centered = outputs - mean
         covariance = torch.einsum("snc,snd->ncd", centered, centered) / (num_samples - 1)
@@ -229,6 +229,7 @@ class SWAG:
         return Prediction(mean, covariance, _probabilities(self.likelihood, outputs), noise)
 
     def _fitted(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Mean, variance and deviations, if `fit` was called."""
         if self.mean is None or self.variance is None or self.deviations is None:
             raise NotFitted("there are no snapshots yet; call fit(loader) first")
         return self.mean, self.variance, self.deviations
@@ -261,6 +262,7 @@ def _probabilities(likelihood: Likelihood, outputs: Tensor) -> Tensor | None:
 
 
 def _length(loader: Iterable[Any]) -> int:
+    """Number of batches of a loader, at least 1."""
     length = len(loader) if isinstance(loader, Sized) else sum(1 for _ in loader)
     if length == 0:
         raise InvalidInput("the loader holds no batch; there is nothing to train on")
@@ -268,14 +270,15 @@ def _length(loader: Iterable[Any]) -> int:
 
 
 def _vector(model: nn.Module) -> Tensor:
+    """All parameters as one vector, detached."""
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
-def _normal(generator: torch.Generator | None, like: Tensor) -> Callable[..., Tensor]:
-    """A function that samples standard normal noise without the global generators."""
+def _normal_sampler(generator: torch.Generator | None, like: Tensor) -> Callable[..., Tensor]:
+    """A function that samples standard normal noise of a shape; None uses a generator with seed 0."""
     source = generator or torch.Generator(like.device).manual_seed(0)
 
-    def draw(*shape: int) -> Tensor:
+    def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=source, device=source.device, dtype=like.dtype).to(like.device)
 
-    return draw
+    return normal

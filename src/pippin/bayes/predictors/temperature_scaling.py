@@ -2,8 +2,8 @@ r"""Temperature scaling: calibration of a predictor by one parameter, fitted on 
 
 Notable here:
 - the loss is convex in 1/T, so bisection on its slope finds the temperature to machine precision
-- it acts on log-probabilities, so it calibrates a MAP network, an ensemble or a Laplace posterior in the same way
-- for a regression the counterpart is one factor for all variances, in closed form
+- it acts on log probabilities, so it calibrates a MAP network, an ensemble or a Laplace posterior in the same way
+- for regression the counterpart is a common factor on all variances, in closed form
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pippin.core.errors import InvalidInput, NotFitted
 
 BOUNDS = (0.01, 100.0)
 """The smallest and the largest temperature that a fit returns."""
-_HALVINGS = 60  # bisection steps on log T, whose interval of 9.2 then is below float64's precision
+_BISECTIONS = 60  # on log T, whose interval of 9.2 is then below float64's precision
 
 
 def fit_temperature(logits: Float[Tensor, "n classes"], labels: Int[Tensor, " n"]) -> float:
@@ -33,8 +33,8 @@ def fit_temperature(logits: Float[Tensor, "n classes"], labels: Int[Tensor, " n"
     $\tfrac1n \sum_i (\mathbb{E}_{p_\beta}[z_i] - z_{i, y_i})$, whose sign tells on which side the minimum lies.
 
     Args:
-        logits: logits or log-probabilities; a constant added to a row changes nothing.
-        labels: index of the right class of each row.
+        logits: logits or log probabilities, up to a constant for each row.
+        labels: class index of each row.
 
     Returns:
         T within `BOUNDS`; above 1 for an overconfident model. If the label is always (never) the most probable class,
@@ -53,13 +53,13 @@ def fit_temperature(logits: Float[Tensor, "n classes"], labels: Int[Tensor, " n"
     check_scores(logits, labels)
     z = logits.detach().double()
     z = z - z.amax(1, keepdim=True)  # so that no product with 1/T overflows
-    right = z.gather(1, labels[:, None].long())[:, 0]
+    label_logits = z.gather(1, labels[:, None].long())[:, 0]
     low, high = (math.log(bound) for bound in BOUNDS)
-    for _ in range(_HALVINGS):
+    for _ in range(_BISECTIONS):
         middle = (low + high) / 2
         probs = (z / math.exp(middle)).softmax(1)
-        slope = float(((probs * z).sum(1) - right).mean())
-        low, high = (middle, high) if slope > 0 else (low, middle)  # a positive slope in 1/T: T must rise
+        slope = float(((probs * z).sum(1) - label_logits).mean())
+        low, high = (middle, high) if slope > 0 else (low, middle)  # a positive slope in 1/T: T must increase
     return math.exp((low + high) / 2)
 
 
@@ -157,11 +157,12 @@ def apply_correction(prediction: Prediction, value: float) -> Prediction:
 
 
 def log_probs(probs: Float[Tensor, "n classes"]) -> Float[Tensor, "n classes"]:
-    """Finite log-probabilities: probabilities are clamped to the smallest normal floating-point number."""
+    """Finite log probabilities: probabilities are clamped to the smallest normal floating-point number."""
     return probs.clamp(min=torch.finfo(probs.dtype).tiny).log()
 
 
 def _check_classes(probs: Tensor) -> None:
+    """Refuse probabilities of independent labels, which do not add up to 1."""
     if not bool(((probs.sum(-1) - 1).abs() < 1e-3).all()):
         raise InvalidInput(
             "a temperature is for classes, whose probabilities add up to 1; these are independent labels"

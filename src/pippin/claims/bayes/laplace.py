@@ -164,7 +164,7 @@ def run(scale: Scale) -> Evidence:
 def _makers(network: nn.Module, world: World, share: float = 1.0) -> dict[str, Any]:
     """Constructors of the predictors that use one trained network, by arm."""
     from pippin.bayes.laplace.laplace import Laplace
-    from pippin.bayes.predictors.baselines import MAPNetwork
+    from pippin.bayes.predictors.map_network import MAPNetwork
     from pippin.bayes.predictors.temperature_scaling import TemperatureScaling
     from pippin.claims.worlds import ood_classification as ood, small_networks as small
 
@@ -187,7 +187,8 @@ def _makers(network: nn.Module, world: World, share: float = 1.0) -> dict[str, A
 def _arms(evidence: Evidence, name: str, world: World, seed: int, size: Any) -> None:
     """Record the figures and the cost of every arm on one world."""
     from pippin.bayes.likelihood import Classification
-    from pippin.bayes.predictors.baselines import DeepEnsemble, MCDropout
+    from pippin.bayes.predictors.deep_ensemble import DeepEnsemble
+    from pippin.bayes.predictors.mc_dropout import MCDropout
     from pippin.bayes.predictors.swag import SWAG, SWAGConfig
     from pippin.claims.worlds import ood_classification as ood, small_networks as small
 
@@ -212,7 +213,7 @@ def _ranking(evidence: Evidence, world: World, seed: int, epochs: int) -> None:
     """Record how evidence ranks networks by test loss: five weight decays, then five widths with a tuned precision."""
     from pippin import metrics
     from pippin.bayes.laplace.laplace import Laplace
-    from pippin.bayes.predictors.baselines import MAPNetwork
+    from pippin.bayes.predictors.map_network import MAPNetwork
     from pippin.claims.worlds import ood_classification as ood, small_networks as small
 
     data = small.batches(*world.train)

@@ -111,7 +111,8 @@ def _arms(
 ) -> None:
     """Record the figures of every arm on one world."""
     from pippin.bayes.laplace.mixture import LaplaceMixture
-    from pippin.bayes.predictors.baselines import DeepEnsemble, MAPNetwork
+    from pippin.bayes.predictors.deep_ensemble import DeepEnsemble
+    from pippin.bayes.predictors.map_network import MAPNetwork
     from pippin.bayes.predictors.temperature_scaling import TemperatureScaling
     from pippin.claims.worlds import ood_classification as ood, small_networks as small
 

@@ -209,7 +209,7 @@ def _digits(evidence: Evidence, seed: int, size: _Size) -> None:
     from pippin import metrics
     from pippin.bayes.laplace.laplace import Laplace
     from pippin.bayes.likelihood import Classification
-    from pippin.bayes.predictors.baselines import MAPNetwork
+    from pippin.bayes.predictors.map_network import MAPNetwork
     from pippin.claims.worlds import ood_classification as ood, small_networks as small
 
     world = ood.digits(seed)

@@ -210,7 +210,7 @@ def uniform(outputs: int) -> Predictor:
     """The same probability for every class, whatever the input."""
     from torch import nn
 
-    from pippin.bayes.predictors.baselines import MAPNetwork
+    from pippin.bayes.predictors.map_network import MAPNetwork
 
     class Uniform(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
