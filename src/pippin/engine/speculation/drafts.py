@@ -1,10 +1,9 @@
-"""Drafts of speculative decoding: the interface of a drafter, prompt look-up, and the length of drafts.
+"""Drafts of speculative decoding: the interface of a drafter, sampling of a draft, and the length of drafts.
 
 Notable here:
 - verification preserves the distribution of the answer for any draft
 - whether a position is drafted may depend on the tokens before it, but not on the draft token itself; exact acceptance
   relies on that
-- prompt look-up needs no model, only one dictionary entry per token and n-gram length
 - when draft tokens are rejected, drafts get shorter, then rarer, both within bounds, and longer again once accepted
 """
 
@@ -24,8 +23,6 @@ from pippin.engine.model_runner import Runner
 from pippin.engine.sampling import Sampler, sample_index
 from pippin.nn.lora import Adapter
 
-NGRAMS = (4, 3, 2)
-"""Lengths of the n-grams that are looked up; the longest one that occurred before is continued."""
 MAX_PAUSE = 16
 """Maximum number of passes without a draft, after rejected drafts."""
 
@@ -79,63 +76,6 @@ class Drafter(Protocol):
         position: CachePosition | None,
     ) -> Draft | None:
         """Draft at most ``max_tokens`` tokens after ``token_ids``; sampler and constraint end in their first state."""
-
-
-class NGramDrafter:
-    """Drafts the continuation of an earlier occurrence of the last tokens (prompt look-up).
-
-    Source: Saxena 2023, "Prompt Lookup Decoding"; Yang et al. 2023, arXiv:2304.04487.
-
-    Args:
-        ends: tokens that end an answer; they are never drafted.
-
-    >>> ids = [5, 6, 7, 8, 9, 5, 6]
-    >>> NGramDrafter([]).follow(ids, 3)
-    [7, 8, 9]
-    """
-
-    def __init__(self, ends: Sequence[int]) -> None:
-        self._ends = frozenset(ends)
-        self._seen: dict[tuple[int, ...], int] = {}
-        self._known = 0  # tokens whose predecessors are in the dictionary
-
-    def draft(
-        self,
-        token_ids: Sequence[int],
-        max_tokens: int,
-        sampler: Sampler,
-        constraint: Constraint | None,
-        position: CachePosition | None,
-    ) -> Draft | None:
-        """Draft at most ``max_tokens`` tokens after ``token_ids``, as far as the constraint allows."""
-        tokens = self.follow(token_ids, max_tokens)
-        if constraint is not None and tokens:
-            tokens = tokens[: constraint.reach(tokens)]
-        return Draft(tokens) if tokens else None
-
-    def follow(self, token_ids: Sequence[int], max_tokens: int) -> list[int]:
-        """The continuation of the last earlier occurrence of the newest tokens; it may extend into its own draft.
-
-        Args:
-            token_ids: all tokens so far; from one call to the next, tokens are only appended.
-            max_tokens: maximum number of tokens.
-        """
-        for at in range(self._known, len(token_ids)):
-            for size in NGRAMS:
-                if at >= size:
-                    self._seen[tuple(token_ids[at - size : at])] = at
-        self._known = len(token_ids)
-        positions = (self._seen.get(tuple(token_ids[-size:])) for size in NGRAMS if size <= len(token_ids))
-        found = next((position for position in positions if position is not None), None)
-        if found is None:
-            return []
-        tokens: list[int] = []
-        for at in range(found, found + max_tokens):
-            token = token_ids[at] if at < len(token_ids) else tokens[at - len(token_ids)]
-            if token in self._ends:
-                break
-            tokens.append(token)
-        return tokens
 
 
 class DraftLength:

@@ -18,7 +18,8 @@ from pippin.engine.options import SamplingOptions
 from pippin.engine.sampling import Sampler
 from pippin.engine.speculation.acceptance import AcceptanceRule, ExactAcceptance
 from pippin.engine.speculation.draft_model import DraftPool, ModelDrafter, check_vocabulary
-from pippin.engine.speculation.drafts import CachePosition, Draft, Drafter, DraftLength, NGramDrafter
+from pippin.engine.speculation.drafts import CachePosition, Draft, Drafter, DraftLength
+from pippin.engine.speculation.ngram import NGramDrafter
 from pippin.engine.speculation.self_draft import SelfDrafter, shared_depth
 from pippin.language.language_model import LanguageModel
 
