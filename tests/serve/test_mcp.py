@@ -7,10 +7,16 @@ import math
 import os
 import sys
 import threading
+from contextlib import asynccontextmanager
+from itertools import pairwise
 
+import httpx2
+import mcp_types
 import pytest
 from jsonschema import Draft202012Validator
 from mcp.client import Client
+from mcp.client.streamable_http import streamable_http_client
+from mcp.shared.exceptions import MCPError
 
 from pippin.core.errors import Cancelled, ToolCallError, ToolServerError
 from pippin.engine import Engine
@@ -123,13 +129,58 @@ async def test_embed(tools):
         ("classify", {"text": "x", "labels": ["one", "one"]}, "InvalidArgument"),
         ("summarize", {"text": " "}, "InvalidInput"),
         ("embed", {"texts": []}, "texts"),
-        ("nothing", {}, "nothing"),
     ],
 )
 async def test_errors_are_told(tools, name, arguments, said):
     result = await called(tools, name, **arguments)
     assert result.is_error
     assert said in result.content[0].text
+
+
+@pytest.mark.parametrize("mode", ["auto", "legacy"])
+async def test_what_is_not_there_is_not_advertised_and_has_the_code_of_the_protocol(tools, mode):
+    async with Client(tools, mode=mode) as client:
+        has = client.server_capabilities.model_dump(exclude_none=True)
+        assert set(has) == {"tools"}
+        assert not has["tools"].get("list_changed")
+        for ask, code in (
+            (lambda: client.get_prompt("nothing"), mcp_types.INVALID_PARAMS),
+            (lambda: client.call_tool("nothing", {}), mcp_types.INVALID_PARAMS),
+            (lambda: client.read_resource("file:///nothing"), mcp_types.METHOD_NOT_FOUND),
+            (client.list_prompts, mcp_types.METHOD_NOT_FOUND),
+        ):
+            with pytest.raises(MCPError) as caught:
+                await ask()
+            assert caught.value.error.code == code, caught.value.error
+            assert "nothing" in caught.value.error.message or code == mcp_types.METHOD_NOT_FOUND
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "what", "total"),
+    [
+        ("ask", {"prompt": "Count to ten.", "max_tokens": 12}, "tokens written", None),
+        ("extract", {"text": TEXT, "schema": PERSON}, "tokens written", None),
+        ("summarize", {"text": TEXT, "sentences": 1}, "tokens written", None),
+        ("classify", {"text": TEXT, "labels": ["sport", "medicine"]}, "labels scored", 2),
+        ("embed", {"texts": ["a", "b", "c"]}, "texts read", 3),
+    ],
+)
+async def test_progress_is_told_to_those_who_ask_for_it(tools, name, arguments, what, total):
+    told = []
+
+    async def listen(*progress):
+        told.append(progress)
+
+    async with Client(tools, mode="legacy") as client:
+        assert not (await client.call_tool(name, arguments, progress_callback=listen)).is_error
+        await client.list_tools()  # what was sent before its answer has arrived before it
+    counts = [count for count, _, _ in told]
+    assert counts[0] == 0 < counts[-1]
+    assert all(one < other for one, other in pairwise(counts))
+    assert {of for _, of, _ in told} == {total}
+    assert told[-1][2] == f"{counts[-1]:g} {what}"
+    if total is not None:
+        assert counts[-1] == total
 
 
 class Endless(Provider):
@@ -237,6 +288,60 @@ def test_a_client_that_leaves_frees_its_slot(make_server):
         with pytest.raises(ToolCallError, match="within"):
             ask.call({"prompt": "Hello", "max_tokens": 1900})
         eventually(lambda: server.service.active == 0, 10, "the slot")
+
+
+# --- cancellation, as each version of the protocol has it -------------------------------------------------------------
+
+
+@asynccontextmanager
+async def endless_call(server, mode, **options):
+    """A client of a server, whose endless call has begun."""
+    async with (
+        httpx2.AsyncClient(headers=server.headers, timeout=60) as http,
+        Client(streamable_http_client(f"{server.url}/mcp", http_client=http, **options), mode=mode) as client,
+    ):
+        call = asyncio.create_task(client.call_tool("ask", {"prompt": "Hello", "max_tokens": 1900}))
+        await asyncio.to_thread(eventually, lambda: server.service.active == 1)
+        yield client, call, http
+
+
+@pytest.fixture
+def slow_server(make_server):
+    """A server that answers one request at a time, each for as long as it is asked to."""
+    return make_server(mcp=True, max_num_seqs=1)
+
+
+@pytest.mark.parametrize("mode", ["legacy", "auto"])
+async def test_a_client_cancels_over_http(slow_server, mode):
+    async with endless_call(slow_server, mode) as (client, call, _):
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await asyncio.to_thread(eventually, lambda: slow_server.service.active == 0)
+        assert not (await client.call_tool("ask", {"prompt": "Hello", "max_tokens": 3})).is_error
+
+
+@pytest.mark.parametrize("mode", ["legacy", "auto"])
+async def test_a_client_that_closes_ends_its_calls(slow_server, mode):
+    async with endless_call(slow_server, mode) as (_, call, _):
+        pass
+    await asyncio.gather(call, return_exceptions=True)
+    await asyncio.to_thread(eventually, lambda: slow_server.service.active == 0)
+
+
+async def test_nobody_cancels_the_call_of_another(slow_server):
+    async with endless_call(slow_server, "legacy") as (_, call, http):
+        headers = {"accept": "application/json, text/event-stream", "mcp-protocol-version": "2025-11-25"}
+        sent = [{"method": "notifications/cancelled", "params": {"requestId": id}} for id in range(1, 9)]
+        for session in ({}, {"mcp-session-id": "0" * 32}):
+            for message in sent:
+                answer = await http.post(
+                    f"{slow_server.url}/mcp", json={"jsonrpc": "2.0"} | message, headers=headers | session
+                )
+                assert answer.status_code == 202
+        assert slow_server.service.active == 1
+        assert not call.done()
+        assert (await http.get(f"{slow_server.url}/mcp", headers=headers)).status_code == 405
 
 
 def test_without_the_switch_there_is_nothing(make_server):

@@ -17,9 +17,9 @@ from pippin.session.transcript import ToolCall, ToolOutput
 
 SERVER = '''
 import os, sys, time
-from typing import Literal
+from typing import Annotated, Literal
 from pydantic import BaseModel
-from mcp.server.mcpserver import Image, MCPServer
+from mcp.server.mcpserver import Elicit, Image, MCPServer, Resolve
 from mcp.server.mcpserver.exceptions import ToolError
 
 server = MCPServer("kitchen", instructions="A kitchen.")
@@ -40,6 +40,25 @@ def look_up(name: str) -> Dish:
 @server.tool()
 def picture() -> list:
     return ["Look:", Image(data=b"\\x89PNG", format="png")]
+
+@server.tool()
+def menu() -> list[str]:
+    return ["soup", "pie"]
+
+@server.tool()
+def count(dish: str) -> int:
+    return len(dish)
+
+class Table(BaseModel):
+    guests: int
+    name: str = "Ann"
+
+def ask_for_table() -> Elicit[Table]:
+    return Elicit("How many are you?", Table)
+
+@server.tool()
+def reserve(table: Annotated[Table, Resolve(ask_for_table)]) -> str:
+    return f"{table.guests} guests, {table.name}"
 
 @server.tool()
 def burn() -> str:
@@ -79,6 +98,14 @@ for line in sys.stdin:
 """
 
 
+STUBBORN = """
+import signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+time.sleep(60)
+"""
+
+
 def program(tmp_path, code, **arguments):
     path = tmp_path / "server.py"
     path.write_text(code)
@@ -112,7 +139,7 @@ def test_tools_of_a_program(kitchen):
     assert [each.name for each in kitchen.tools][:3] == ["cook", "look_up_all", "picture"]
     assert kitchen.instructions == "A kitchen."
     assert (kitchen.skipped, kitchen.loosened) == ({}, {})
-    assert "7 tools" in repr(kitchen)
+    assert "10 tools" in repr(kitchen)
     cook = tool(kitchen, "cook")
     assert cook.description == "Cook a dish."
     assert cook.schema.is_valid('{"dish": "pie", "servings": 3}')
@@ -123,6 +150,96 @@ def test_tools_of_a_program(kitchen):
     assert json.loads(tool(kitchen, "look_up_all").call({"name": "jam"})) == {"name": "jam", "minutes": 3}
     assert tool(kitchen, "picture").call({}) == "Look:\n\n[image of type image/png, which cannot be shown here]"
     assert [each.name for each in kitchen.refresh()] == [each.name for each in kitchen.tools]
+
+
+def test_results_are_what_they_are(kitchen):
+    assert tool(kitchen, "menu")() == ["soup", "pie"]
+    assert json.loads(tool(kitchen, "menu").call({})) == ["soup", "pie"]
+    assert tool(kitchen, "count")(dish="pie") == 3
+    assert tool(kitchen, "look_up_all")(name="jam") == {"name": "jam", "minutes": 3}
+    assert tool(kitchen, "cook")(dish="pie") == "2 pie"
+    provider = Scripted(ToolCall(id="1", name="menu", arguments={}))
+    assert Session(provider, tools=kitchen.tools).respond("What is there?").content == 'It is ["soup","pie"].'
+
+
+# Asks its user in the middle of a call, as servers did until protocol 2025-11-25.
+ASKING = """
+import json, sys
+def send(**message):
+    print(json.dumps({"jsonrpc": "2.0"} | message), flush=True)
+fields = {"guests": {"type": "integer"}, "name": {"type": "string", "default": "Ann"}}
+question = {"message": "How many are you?", "requestedSchema": {"type": "object", "properties": fields}}
+for line in sys.stdin:
+    message = json.loads(line)
+    if message.get("method") == "initialize":
+        able = message["params"]["capabilities"]
+        result = {"protocolVersion": "2025-11-25", "capabilities": {"tools": {}}}
+        send(id=message["id"], result=result | {"serverInfo": {"name": "hand", "version": "1"}})
+    elif message.get("method") == "tools/list":
+        send(id=message["id"], result={"tools": [{"name": "reserve", "inputSchema": {"type": "object"}}]})
+    elif message.get("method") == "tools/call":
+        call = message["id"]
+        send(id="question", method="elicitation/create", params=question)
+    elif message.get("id") == "question":
+        said = {"able": "elicitation" in able, "answer": message.get("result"), "error": message.get("error")}
+        send(id=call, result={"content": [{"type": "text", "text": json.dumps(said)}]})
+    elif "id" in message:
+        send(id=message["id"], error={"code": -32601, "message": "unknown"})
+"""
+
+
+def answer_slowly(asked):
+    time.sleep(1.5)
+    return {"guests": 3}
+
+
+def fail(asked):
+    raise RuntimeError("no user")
+
+
+@pytest.mark.parametrize(
+    ("on_elicit", "answer"),
+    [
+        (lambda asked: {"guests": 3}, {"action": "accept", "content": {"guests": 3, "name": "Ann"}}),
+        (lambda asked: {"guests": 3, "name": "Bob"}, {"action": "accept", "content": {"guests": 3, "name": "Bob"}}),
+        (lambda asked: None, {"action": "decline"}),
+        (fail, {"action": "decline"}),
+        (answer_slowly, {"action": "accept", "content": {"guests": 3, "name": "Ann"}}),
+    ],
+)
+def test_what_a_server_asks_is_answered(tmp_path, on_elicit, answer):
+    asked = []
+
+    def listen(question):
+        asked.append(question)
+        return on_elicit(question)
+
+    with program(tmp_path, ASKING, timeout=20, on_elicit=listen) as server:
+        server.timeout = 1.0
+        assert json.loads(tool(server, "reserve")()) == {"able": True, "answer": answer, "error": None}
+    (question,) = asked
+    assert (question.message, question.url) == ("How many are you?", None)
+    assert set(question.schema["properties"]) == {"guests", "name"}
+
+
+def test_without_a_callback_nobody_is_asked(tmp_path, kitchen):
+    with program(tmp_path, ASKING, timeout=20) as server:
+        told = json.loads(tool(server, "reserve")())
+    assert (told["able"], told["answer"]) == (False, None)
+    assert "not supported" in told["error"]["message"]
+    with pytest.raises(ToolCallError, match="elicitation"):
+        tool(kitchen, "reserve").call({})
+
+
+def test_elicitation_of_the_newest_protocol(tmp_path):
+    code = SERVER + '\nserver.run("stdio")\n'
+    with program(tmp_path, code, timeout=60, on_elicit=lambda asked: {"guests": 4}) as server:
+        assert tool(server, "reserve")() == "4 guests, Ann"
+    with (
+        program(tmp_path, code, timeout=60, on_elicit=lambda asked: False) as server,
+        pytest.raises(ToolCallError, match="decline"),
+    ):
+        tool(server, "reserve").call({})
 
 
 def test_a_program_sees_only_what_it_was_given(kitchen, tmp_path_factory):
@@ -200,6 +317,7 @@ def test_a_server_that_hangs_in_a_call_and_then_dies(tmp_path):
     ("code", "timeout", "match"),
     [
         ("import time; time.sleep(60)", 0.5, r"not ready within 0\.5 seconds"),
+        (STUBBORN, 2, "not ready within 2 seconds"),
         ("import sys; sys.exit('no key: set KITCHEN_KEY')", 20, "it said: no key: set KITCHEN_KEY"),
         ("print('hello, I speak no JSON', flush=True)\nimport time; time.sleep(60)", 1, "not ready"),
         (BY_HAND.replace("LIST", "time.sleep(60)"), 2, "not ready"),
@@ -214,7 +332,15 @@ def test_programs_that_are_no_good_servers(tmp_path, code, timeout, match):
     with pytest.raises(ToolServerError, match=match), server:
         pass
     assert time.monotonic() - began < timeout + 12
-    assert children() <= before
+    assert children() <= before  # not even one that hears no signal, nor what it has started
+
+
+def test_a_program_that_is_not_ready_in_time_is_not_given_more(tmp_path):
+    mark = tmp_path / "asked to end"
+    code = f"import pathlib, sys; sys.stdin.read(); pathlib.Path({str(mark)!r}).touch()"
+    with pytest.raises(ToolServerError, match="not ready"), program(tmp_path, code, timeout=2):
+        pass
+    assert not mark.exists()
 
 
 def test_a_program_that_is_not_there():

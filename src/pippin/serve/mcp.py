@@ -2,8 +2,11 @@
 
 Notable here:
 - the tools are the methods of the text kit and the embeddings of a sentence encoder; they return data with a schema
+- there are tools and nothing else, so no other capability is advertised; what a client asks that is not there gets the
+  code that the protocol has for it
 - over HTTP a call uses the same queue, limits and cancellation as any request; over standard input and output there is
   one client
+- a client that asks for progress is told the tokens or texts that are done, a few times a second
 - a client receives the message of Pippin's own errors; of any other error it learns only that there was one
 """
 
@@ -11,8 +14,8 @@ Notable here:
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
@@ -21,6 +24,7 @@ from pydantic import BaseModel, Field
 
 from pippin.core.errors import InvalidArgument, MissingDependency, PippinError
 from pippin.serve import guardrails as guarding
+from pippin.serve.mcp_http import Endpoint, RunningCalls
 from pippin.serve.task_model import TaskCancellation, TaskModel, TaskProvider
 from pippin.session.options import GenerationOptions
 from pippin.session.providers.local import LocalModel
@@ -28,13 +32,15 @@ from pippin.session.providers.provider import Provider
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
-    from mcp.server.mcpserver import MCPServer
+    from mcp.server import Server
+    from mcp.server.mcpserver import Context, MCPServer
 
     from pippin.language.language_model import LanguageModel
     from pippin.serve.service import Service
     from pippin.session.guardrails import Guardrails
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 _ENCODER = "all-minilm-l6-v2"
 _INSTRUCTIONS = (
@@ -42,6 +48,11 @@ _INSTRUCTIONS = (
     "it is to work on. Prefer classify and extract, whose results are held to what you ask for, to free questions."
 )
 _MAX_NUM_SEQS = 4
+_CANCELLED = -32800  # the code of MCP's libraries, which the protocol leaves open
+_PAUSE = 0.2  # seconds between two reports of progress
+
+Advance = Callable[[int], None]
+"""Called, from any thread, with the number of tokens or texts that were done since the last call."""
 
 
 class Extracted(BaseModel):
@@ -80,11 +91,11 @@ class TaskBackend(Protocol):
 
     guardrails: "Guardrails | None"
 
-    async def write(self, work: Callable[[Provider], T], context: Any) -> T:
-        """Run ``work``; when the call is cancelled, it ends before the model's next token."""
+    async def write(self, work: Callable[[Provider], T], context: Any, advance: Advance) -> T:
+        """Run ``work``; when the call is cancelled, it ends before the model's next token. Tokens are reported."""
 
-    async def embed(self, texts: list[str], context: Any) -> tuple[str, list[list[float]]]:
-        """Embeddings of texts."""
+    async def embed(self, texts: list[str], context: Any, advance: Advance) -> tuple[str, list[list[float]]]:
+        """Embeddings of texts, which are reported."""
 
 
 def build(
@@ -92,7 +103,7 @@ def build(
     *,
     encoder: Any = _ENCODER,
     guardrails: "Guardrails | None" = None,
-) -> "MCPServer":
+) -> "Server":
     """A server with the tools ``ask``, ``extract``, ``classify``, ``embed`` and ``summarize``.
 
     Args:
@@ -104,6 +115,11 @@ def build(
         MissingDependency: the extra ``mcp`` is not installed.
         ModelNotFound, DownloadFailed, CheckpointError: the model cannot be loaded.
     """
+    return _build(model, encoder, guardrails, RunningCalls())
+
+
+def _build(model: Any, encoder: Any, guardrails: "Guardrails | None", calls: RunningCalls) -> "Server":
+    """`build`, with the calls that clients may cancel."""
     try:
         from mcp.server.mcpserver import MCPServer
     except ImportError as error:
@@ -112,10 +128,60 @@ def build(
         model if hasattr(model, "write") and hasattr(model, "embed") else _LocalBackend(model, encoder, guardrails)
     )
     with _unchanged_logging():
-        server = MCPServer("pippin", title="Pippin", instructions=_INSTRUCTIONS, version=version("pippin"))
-    _add_generation_tools(server, backend)
-    _add_scoring_tools(server, backend)
-    return server
+        tools = MCPServer("pippin")
+    _add_generation_tools(tools, backend)
+    _add_scoring_tools(tools, backend)
+    return _only_tools(tools, calls)
+
+
+def _only_tools(tools: "MCPServer", calls: RunningCalls) -> "Server":
+    """A server with the tools of another, and without the empty prompts and resources that it would advertise."""
+    from mcp.server import Server, ServerRequestContext
+    from mcp.server.mcpserver import Context
+    from mcp.server.mcpserver.exceptions import ToolError, UnexpectedToolError
+    from mcp.shared.exceptions import MCPError
+    from mcp_types import (
+        INVALID_PARAMS,
+        CallToolRequestParams,
+        CallToolResult,
+        GetPromptRequestParams,
+        GetPromptResult,
+        ListToolsResult,
+        PaginatedRequestParams,
+        TextContent,
+    )
+
+    async def list_tools(context: ServerRequestContext, params: PaginatedRequestParams | None) -> ListToolsResult:
+        return ListToolsResult(tools=await tools.list_tools())
+
+    async def call_tool(context: ServerRequestContext, params: CallToolRequestParams) -> CallToolResult:
+        names = [tool.name for tool in await tools.list_tools()]
+        if params.name not in names:
+            raise MCPError(INVALID_PARAMS, f"there is no tool {params.name[:100]!r}; there are {', '.join(names)}")
+        whole = Context(request_context=context, mcp_server=tools, input_params=params)
+        with calls.entered(context.request, context.request_id):
+            try:
+                found: Any = await tools.call_tool(params.name, params.arguments or {}, whole)
+                return found
+            except ToolError as error:
+                if isinstance(error, UnexpectedToolError):
+                    known = error.__cause__ or error
+                    log.error("tool %s failed: %s", params.name, type(known).__name__, exc_info=known)
+                return CallToolResult(content=[TextContent(type="text", text=str(error))], is_error=True)
+        raise MCPError(_CANCELLED, "the call was cancelled by its client")
+
+    async def get_prompt(context: ServerRequestContext, params: GetPromptRequestParams) -> GetPromptResult:
+        raise MCPError(INVALID_PARAMS, f"there is no prompt {params.name[:100]!r}: this server has tools only")
+
+    return Server(
+        "pippin",
+        title="Pippin",
+        instructions=_INSTRUCTIONS,
+        version=version("pippin"),
+        on_list_tools=list_tools,
+        on_call_tool=call_tool,
+        on_get_prompt=get_prompt,
+    )
 
 
 def _add_generation_tools(server: "MCPServer", backend: TaskBackend) -> None:
@@ -138,8 +204,8 @@ def _add_generation_tools(server: "MCPServer", backend: TaskBackend) -> None:
             session = Session(provider, instructions=instructions, guardrails=backend.guardrails)
             return session.respond(prompt, options=GenerationOptions(max_tokens=max_tokens)).content
 
-        with _tool_errors():
-            return await backend.write(work, context)
+        async with _progress(context, "tokens written") as advance:
+            return await backend.write(work, context, advance)
 
     @server.tool(title="Extract data from a text")
     async def extract(
@@ -154,8 +220,8 @@ def _add_generation_tools(server: "MCPServer", backend: TaskBackend) -> None:
             tasks = TextTasks(provider, guardrails=backend.guardrails)
             return Extracted(value=tasks.extract(text, schema, question=question))
 
-        with _tool_errors():
-            return await backend.write(work, context)
+        async with _progress(context, "tokens written") as advance:
+            return await backend.write(work, context, advance)
 
     @server.tool(title="Summarize a text")
     async def summarize(
@@ -169,8 +235,8 @@ def _add_generation_tools(server: "MCPServer", backend: TaskBackend) -> None:
             found = TextTasks(provider, guardrails=backend.guardrails).summarize(text, length=sentences)
             return Summary(text=found.text, unverified=list(found.unverified))
 
-        with _tool_errors():
-            return await backend.write(work, context)
+        async with _progress(context, "tokens written") as advance:
+            return await backend.write(work, context, advance)
 
 
 def _add_scoring_tools(server: "MCPServer", backend: TaskBackend) -> None:
@@ -192,8 +258,10 @@ def _add_scoring_tools(server: "MCPServer", backend: TaskBackend) -> None:
             found = TextTasks(provider, guardrails=backend.guardrails).classify(text, labels, about=about)
             return Classified(label=found.label, probabilities=found.probabilities)
 
-        with _tool_errors():
-            return await backend.write(work, context)
+        async with _progress(context, "labels scored", len(labels)) as advance:
+            result = await backend.write(work, context, lambda tokens: None)
+            advance(len(labels))
+            return result
 
     @server.tool(title="Embed texts")
     async def embed(
@@ -201,8 +269,8 @@ def _add_scoring_tools(server: "MCPServer", backend: TaskBackend) -> None:
         texts: Annotated[list[str], Field(description="The texts, each read by itself.", min_length=1, max_length=256)],
     ) -> TextVector:
         """Embeddings of texts; similar meanings have similar embeddings."""
-        with _tool_errors():
-            name, vectors = await backend.embed(texts, context)
+        async with _progress(context, "texts read", len(texts)) as advance:
+            name, vectors = await backend.embed(texts, context, advance)
             return TextVector(model=name, vectors=vectors)
 
 
@@ -229,6 +297,52 @@ def _tool_errors() -> Iterator[None]:
         raise ToolError(f"{type(error).__name__}: {error}") from error
 
 
+@asynccontextmanager
+async def _progress(context: "Context[Any, Any]", what: str, total: int | None = None) -> AsyncIterator[Advance]:
+    """Report to a client that asked for it how much of a call is done, and pass on Pippin's errors.
+
+    Args:
+        context: that of the call.
+        what: what is counted.
+        total: how many there will be; None where nobody knows.
+    """
+    loop, changed, done, told = asyncio.get_running_loop(), asyncio.Event(), 0, -1
+
+    def add(more: int) -> None:
+        nonlocal done
+        done += more
+        changed.set()
+
+    async def report() -> None:
+        nonlocal told
+        if done > told:
+            told = done
+            await context.report_progress(done, total, f"{done} {what}")
+
+    async def watch() -> None:
+        while True:
+            await report()
+            await asyncio.sleep(_PAUSE)
+            await changed.wait()
+            changed.clear()
+
+    watching = asyncio.create_task(watch())
+    try:
+        with _tool_errors():
+            yield lambda more: _soon(loop, add, more)
+        await asyncio.sleep(0)  # what the thread added last is counted
+    finally:
+        watching.cancel()
+        with suppress(asyncio.CancelledError):
+            await watching
+    await report()
+
+
+def _soon(loop: asyncio.AbstractEventLoop, add: Advance, more: int) -> None:
+    with suppress(RuntimeError):  # of a loop that has ended: nobody is left to be told
+        loop.call_soon_threadsafe(add, more)
+
+
 # --- where the tasks run ----------------------------------------------------------------------------------------------
 
 
@@ -240,21 +354,23 @@ class _LocalBackend:
         self._model = model if isinstance(model, Provider) else _batched(model)
         self._encoder = encoder
 
-    async def write(self, work: Callable[[Provider], T], context: Any) -> T:
+    async def write(self, work: Callable[[Provider], T], context: Any, advance: Advance) -> T:
         cancellation, inner = TaskCancellation(), self._model
         if isinstance(inner, LocalModel):
-            provider: Provider = TaskModel(inner, cancellation)
+            provider: Provider = TaskModel(inner, cancellation, advance)
         else:
-            provider = TaskProvider(inner, cancellation)
+            provider = TaskProvider(inner, cancellation, advance)
         return await _in_thread(lambda: work(provider), cancellation.cancel)
 
-    async def embed(self, texts: list[str], context: Any) -> tuple[str, list[list[float]]]:
+    async def embed(self, texts: list[str], context: Any, advance: Advance) -> tuple[str, list[list[float]]]:
         def work() -> tuple[str, list[list[float]]]:
             if isinstance(self._encoder, str | Path):
                 from pippin.language.encoder import load_encoder
 
                 self._encoder = load_encoder(self._encoder)
-            return self._encoder.name, self._encoder.embed(texts).tolist()
+            vectors = self._encoder.embed(texts).tolist()
+            advance(len(texts))
+            return self._encoder.name, vectors
 
         return await _in_thread(work, lambda: None)
 
@@ -282,13 +398,13 @@ class _ServiceBackend:
         self._service = service
         self.guardrails = guarding.guardrails(service.settings.guardrails)
 
-    async def write(self, work: Callable[[Provider], T], context: Any) -> T:
-        return await self._service.task("", work, _caller(context))
+    async def write(self, work: Callable[[Provider], T], context: Any, advance: Advance) -> T:
+        return await self._service.task("", work, _caller(context), on_tokens=advance)
 
-    async def embed(self, texts: list[str], context: Any) -> tuple[str, list[list[float]]]:
+    async def embed(self, texts: list[str], context: Any, advance: Advance) -> tuple[str, list[list[float]]]:
         encoders = [model.id for model in self._service.models() if model.kind == "encoder"]
         name = encoders[0] if encoders else _ENCODER
-        vectors, _ = await self._service.embed(name, texts, _caller(context))
+        vectors, _ = await self._service.embed(name, texts, _caller(context), on_texts=advance)
         return name, vectors
 
 
@@ -314,11 +430,19 @@ def run_stdio(
     Raises:
         As `build`.
     """
-    build(model, encoder=encoder, guardrails=guardrails).run("stdio")
+    server = build(model, encoder=encoder, guardrails=guardrails)
+
+    async def serve() -> None:
+        from mcp.server.stdio import stdio_server
+
+        async with stdio_server() as (read_stream, write_stream):
+            await server.run(read_stream, write_stream, server.create_initialization_options())
+
+    asyncio.run(serve())
 
 
 def install(app: "FastAPI", service: "Service") -> None:
-    """Serve the tools at ``/mcp``, over streamable HTTP, without sessions: any replica answers any call.
+    """Serve the tools at ``/mcp``, over streamable HTTP; see `pippin.serve.mcp_http`.
 
     Args:
         app: an app of `create_app`, behind the middleware that sets callers; its ``state.lifespans`` run the MCP
@@ -328,15 +452,16 @@ def install(app: "FastAPI", service: "Service") -> None:
     Raises:
         MissingDependency: the extra ``mcp`` is not installed.
     """
-    server = build(_ServiceBackend(service))
+    calls = RunningCalls()
+    server = _build(_ServiceBackend(service), _ENCODER, None, calls)
     from mcp.server.transport_security import TransportSecuritySettings
+    from starlette.routing import Route
 
-    routes = server.streamable_http_app(
-        streamable_http_path="/mcp",
+    server.streamable_http_app(  # makes the session manager; its one route is the endpoint here
         stateless_http=True,
         max_request_body_size=service.settings.max_body_bytes,
         # hosts and origins are checked by the middleware
         transport_security=TransportSecuritySettings(enable_dns_rebinding_protection=False),
     )
-    app.router.routes.extend(routes.routes)
+    app.router.routes.append(Route("/mcp", endpoint=Endpoint(server.session_manager.handle_request, calls)))
     app.state.lifespans.append(server.session_manager.run)

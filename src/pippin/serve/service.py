@@ -198,8 +198,12 @@ class Service:
             finally:
                 request.cancel()
 
-    async def embed(self, model: str, texts: Sequence[str], caller: Caller) -> tuple[list[list[float]], int]:
+    async def embed(
+        self, model: str, texts: Sequence[str], caller: Caller, *, on_texts: Callable[[int], None] | None = None
+    ) -> tuple[list[list[float]], int]:
         """Embeddings of texts, one each, of length 1, and the number of input tokens.
+
+        ``on_texts`` is called, in the worker thread, with the number of texts that were embedded since its last call.
 
         Raises:
             UnsupportedCapability: the model is not an encoder.
@@ -213,18 +217,28 @@ class Service:
                 if request.cancelled:
                     return
                 vectors.extend(encoder.embed(texts[at : at + _TEXTS_AT_ONCE]).tolist())
+                if on_texts is not None:
+                    on_texts(len(texts[at : at + _TEXTS_AT_ONCE]))
             request.post(Done("stop", Usage(input_tokens=sum(encoder.token_count(texts)))))
 
         await self._run_to_end(request, work, encoder=True)
         return vectors, request.usage.input_tokens
 
-    async def task(self, model: str, work: Callable[[TaskModel], T], caller: Caller) -> T:
+    async def task(
+        self,
+        model: str,
+        work: Callable[[TaskModel], T],
+        caller: Caller,
+        *,
+        on_tokens: Callable[[int], None] | None = None,
+    ) -> T:
         """Run any work with a model as one request, such as a text task of several calls, in a worker thread.
 
         Args:
             model: as for `run`.
             work: called with the model; on cancellation or timeout, its calls end before their next token.
             caller: the sender of the request.
+            on_tokens: called, in the worker thread, with the number of tokens of each part of an answer.
 
         Raises:
             UnsupportedCapability: the model is an encoder.
@@ -242,7 +256,7 @@ class Service:
             return request.provider_request
 
         def run(provider: LocalModel) -> None:
-            watched = TaskModel(provider, change)
+            watched = TaskModel(provider, change, on_tokens)
             try:
                 found.append(work(watched))
             finally:

@@ -9,7 +9,14 @@ from typing import Any
 
 from pippin.core.errors import Cancelled
 from pippin.session.providers.local import LocalModel
-from pippin.session.providers.provider import Done, Provider, ProviderEvent, ProviderRequest
+from pippin.session.providers.provider import (
+    Done,
+    Provider,
+    ProviderEvent,
+    ProviderRequest,
+    ReasoningDelta,
+    TextDelta,
+)
 from pippin.session.response import Usage
 from pippin.session.transcript import Transcript
 
@@ -23,15 +30,18 @@ class TaskModel(LocalModel):
         inner: the model, which continues to serve others.
         change: called with each request before it is sent, and with an empty one before texts are scored; returns the
             request to send.
+        on_tokens: called with the number of tokens of each part of an answer.
 
     ``usage`` counts the tokens of all calls so far, and those of scored texts.
     """
 
-    def __init__(self, inner: LocalModel, change: RequestChange) -> None:
+    def __init__(
+        self, inner: LocalModel, change: RequestChange, on_tokens: Callable[[int], None] | None = None
+    ) -> None:
         engine: Any = _Scoring(inner.engine, self)
         super().__init__(inner.model, engine=engine, speculation=inner.speculation)
         self.usage = Usage()
-        self._change = change
+        self._change, self._on_tokens = change, on_tokens
 
     def stream(self, request: ProviderRequest) -> Iterator[ProviderEvent]:
         """Answer one request; see `Provider.stream`."""
@@ -54,7 +64,7 @@ class TaskModel(LocalModel):
         for event in events:
             if isinstance(event, Done):
                 self.usage += event.usage
-            yield event
+            yield _told(event, self._on_tokens)
 
 
 class _Scoring:
@@ -72,19 +82,28 @@ class _Scoring:
 
 
 class TaskProvider(Provider):
-    """A provider other than a local model, for one task: each request is changed before it is sent."""
+    """A provider other than a local model, for one task; arguments as for `TaskModel`."""
 
-    def __init__(self, inner: Provider, change: RequestChange) -> None:
+    def __init__(self, inner: Provider, change: RequestChange, on_tokens: Callable[[int], None] | None = None) -> None:
         self.name, self.capabilities, self.context_size = inner.name, inner.capabilities, inner.context_size
-        self._inner, self._change = inner, change
+        self._inner, self._change, self._on_tokens = inner, change, on_tokens
 
     def stream(self, request: ProviderRequest) -> Iterator[ProviderEvent]:
         """Answer one request; see `Provider.stream`."""
-        return self._inner.stream(self._change(request))
+        events = self._inner.stream(self._change(request))
+        return (_told(event, self._on_tokens) for event in events)
 
     def token_count(self, item: str | ProviderRequest) -> int:
         """Tokens of a text or of a request; see `Provider.token_count`."""
         return self._inner.token_count(item)
+
+
+def _told(event: ProviderEvent, on_tokens: Callable[[int], None] | None) -> ProviderEvent:
+    """The event, after its tokens are reported; a part without tokens of a provider that knows none counts as one."""
+    if on_tokens is not None and isinstance(event, TextDelta | ReasoningDelta):
+        count = len(event.tokens) if isinstance(event, TextDelta) else 0
+        on_tokens(count or bool(event.text))
+    return event
 
 
 class TaskCancellation:

@@ -1,7 +1,10 @@
 """MCP client: the tools of any MCP server, as tools of a session.
 
 Notable here:
-- the connection runs in a background loop; every wait for the server has a timeout, at startup, in a list, in a call
+- the connection runs in a background loop; every wait for the server has a timeout, at startup, in a list, in a call; a
+  program that is not ready in time is killed, not asked to end
+- a result with structured content is that value, a list a list; any other result is text
+- a server may ask its user something only where there is a callback that answers
 - a tool's schema is closed (no additional properties) and enforced during decoding; a keyword that only restricts
   values and cannot be enforced is removed and reported, since the server checks its arguments itself
 - the error stream of a server is recorded, and quoted when it does not start
@@ -10,18 +13,21 @@ Notable here:
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import re
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Mapping, Sequence
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future, TimeoutError as FutureTimeout
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any, Final
 
 import httpx2
+import psutil
 from annotated_types import Gt, Lt
 
 from pippin.core.checks import checked
@@ -54,6 +60,25 @@ _VALUES: Final = ("enum", "const", "default", "examples")
 _OPEN: Final = frozenset(["additionalProperties", "patternProperties", "unevaluatedProperties", "allOf", "$ref"])
 _MOST_PAGES: Final = 100
 _SECONDS_TO_END: Final = 10.0  # a server that does not exit is killed after less
+_MARK: Final = "PIPPIN_MCP_SERVER"  # a variable of its programs, by which they are found again
+
+
+@dataclass(frozen=True)
+class Elicitation:
+    """What a server asks its user while one of its tools runs.
+
+    ``message`` is the question. ``schema`` is the JSON Schema of the answer, an object of plain fields; None where the
+    user is asked to open ``url`` instead, after which the server goes on.
+    """
+
+    message: str
+    schema: dict[str, Any] | None = None
+    url: str | None = None
+
+
+OnElicit = Callable[[Elicitation], Mapping[str, Any] | bool | None]
+"""Answers a server's question, in a thread of its own: with the fields (those with a default may be left out), or True
+for a URL that was opened; False or None declines."""
 
 
 class McpServer:
@@ -68,7 +93,15 @@ class McpServer:
     """
 
     @checked
-    def __init__(self, name: str, transport: Any, *, timeout: Annotated[float, Gt(0), Lt(1e9)], prefix: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        transport: Any,
+        *,
+        timeout: Annotated[float, Gt(0), Lt(1e9)],
+        prefix: str,
+        on_elicit: OnElicit | None = None,
+    ) -> None:
         if not re.fullmatch(r"[\w-]{0,32}", prefix):
             raise InvalidArgument(f"prefix must be at most 32 letters, digits, _ and -, got {prefix!r}")
         self.name, self.timeout, self.prefix = name, timeout, prefix
@@ -82,6 +115,10 @@ class McpServer:
         self._life: Future[None] | None = None
         self._stop: asyncio.Event | None = None
         self._over = threading.Event()
+        self._on_elicit = on_elicit
+        self._asking = 0  # questions that the user has not answered yet
+        self._answered = 0.0  # when the last one was answered
+        self._mark = uuid.uuid4().hex
 
     @classmethod
     def stdio(
@@ -93,6 +130,7 @@ class McpServer:
         cwd: str | Path | None = None,
         timeout: float = 30.0,
         prefix: str = "",
+        on_elicit: OnElicit | None = None,
     ) -> McpServer:
         """A server that is a program, started here and connected over its standard input and output.
 
@@ -103,18 +141,20 @@ class McpServer:
             cwd: the folder that it runs in.
             timeout: seconds to start and list its tools, and for each call.
             prefix: prefix of its tools' names, to avoid conflicts between two servers.
+            on_elicit: answers what the server asks its user while a tool runs; the time that it takes does not count
+                against ``timeout``. Without it the server is told that nobody can be asked.
 
         Raises:
             InvalidArgument: a value outside its range. MissingDependency: (on entering) the extra ``mcp`` is missing.
             ToolServerError: (on entering) it does not start, does not answer in time, or breaks the protocol.
         """
-        made = cls(command, None, timeout=timeout, prefix=prefix)
+        made = cls(command, None, timeout=timeout, prefix=prefix, on_elicit=on_elicit)
 
         def transport() -> AbstractAsyncContextManager[Any]:
             from mcp.client.stdio import StdioServerParameters, stdio_client
 
             found = StdioServerParameters(
-                command=command, args=list(args), env=None if env is None else dict(env), cwd=cwd,
+                command=command, args=list(args), env={**(env or {}), _MARK: made._mark}, cwd=cwd,
                 encoding_error_handler="replace",
             )  # fmt: skip
             made._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 - closed with the server
@@ -125,7 +165,13 @@ class McpServer:
 
     @classmethod
     def http(
-        cls, url: str, *, headers: Mapping[str, str] | None = None, timeout: float = 30.0, prefix: str = ""
+        cls,
+        url: str,
+        *,
+        headers: Mapping[str, str] | None = None,
+        timeout: float = 30.0,
+        prefix: str = "",
+        on_elicit: OnElicit | None = None,
     ) -> McpServer:
         """A remote server, connected over streamable HTTP.
 
@@ -134,6 +180,7 @@ class McpServer:
             headers: sent with each request (``Authorization``, for example).
             timeout: seconds to connect and list its tools, and for each call.
             prefix: prefix of its tools' names.
+            on_elicit: as for `stdio`.
 
         Raises:
             As `stdio`.
@@ -156,7 +203,7 @@ class McpServer:
             ):
                 yield streams
 
-        return cls(url, transport, timeout=timeout, prefix=prefix)
+        return cls(url, transport, timeout=timeout, prefix=prefix, on_elicit=on_elicit)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, {len(self.tools)} tools)"
@@ -176,6 +223,7 @@ class McpServer:
         try:
             ready.result(self.timeout)
         except FutureTimeout:
+            self._kill()
             said = self._end()
             raise ToolServerError(f"{self.name} was not ready within {self.timeout:g} seconds{said}") from None
         except ToolServerError as error:
@@ -192,6 +240,17 @@ class McpServer:
         """Close the connection, and end the program if one was started. Its tools raise `ToolServerError` from now
         on."""
         self._end()
+
+    def _kill(self) -> None:
+        """Kill the program and what it started, where one was started here."""
+        if self._errors is None:
+            return
+        with suppress(psutil.Error):
+            for process in psutil.Process().children():
+                with suppress(psutil.Error):
+                    if process.environ().get(_MARK) == self._mark:
+                        for one in (*process.children(recursive=True), process):
+                            one.kill()
 
     def _end(self) -> str:
         """Close; return the end of the program's error stream."""
@@ -218,7 +277,8 @@ class McpServer:
         from mcp.client import Client
 
         try:
-            async with Client(self._transport(), cache=None) as client:
+            elicit = None if self._on_elicit is None else self._elicit
+            async with Client(self._transport(), cache=None, elicitation_callback=elicit) as client:
                 self._client = client
                 self.instructions = client.instructions or ""
                 self._take(await self._list(client))
@@ -256,6 +316,28 @@ class McpServer:
         self._take(self._wait(event_loop.run_coroutine(self._list(client)), "list its tools"))
         return self.tools
 
+    async def _elicit(self, context: Any, params: Any) -> Any:
+        """Ask the user; whatever goes wrong with it declines, since the server waits."""
+        from mcp_types import ElicitResult
+
+        assert self._on_elicit is not None
+        schema = getattr(params, "requested_schema", None)
+        asked = Elicitation(params.message, schema, getattr(params, "url", None))
+        self._asking += 1
+        try:
+            answer = await asyncio.to_thread(self._on_elicit, asked)
+        except Exception as error:
+            log.warning("%s: on_elicit raised %s; declined", self.name, _reason(error))
+            answer = None
+        finally:
+            self._asking -= 1
+            self._answered = time.monotonic()
+        if answer is None or answer is False:
+            return ElicitResult(action="decline")
+        if answer is True:
+            return ElicitResult(action="accept", content=None if schema is None else _defaults(schema))
+        return ElicitResult(action="accept", content=_defaults(schema or {}) | dict(answer))
+
     def _connected(self) -> Client:
         if self._client is None:
             raise ToolServerError(f"{self.name} is closed; use its tools inside its with block")
@@ -290,8 +372,8 @@ class McpServer:
         return found
 
     def _tool(self, name: str, listed: Any) -> tuple[Tool[..., Any], tuple[str, ...]]:
-        def call(**arguments: Any) -> str:
-            return self._call(listed.name, arguments)
+        def call(**arguments: Any) -> Any:
+            return self._call(listed, arguments)
 
         schema = closed(listed.input_schema)
         taken_out: list[str] = []
@@ -306,17 +388,25 @@ class McpServer:
                 schema = less
                 taken_out.append(error.guide)
 
-    def _call(self, name: str, arguments: dict[str, Any]) -> str:
-        client = self._connected()
+    def _call(self, listed: Any, arguments: dict[str, Any]) -> Any:
+        client, name = self._connected(), listed.name
         result = self._wait(event_loop.run_coroutine(client.call_tool(name, arguments)), f"answer the call of {name!r}")
-        text = _text(result)
         if result.is_error:
-            raise ToolError(text or "the server says that it failed, not why")
-        return text
+            raise ToolError(_text(result) or "the server says that it failed, not why")
+        return _text(result) if result.structured_content is None else _value(listed, result.structured_content)
 
     def _wait(self, future: Future[Any], what: str) -> Any:
+        """The result of a request; the timeout begins anew when the user has answered a question of the server."""
+        began = time.monotonic()
         try:
-            return future.result(self.timeout)
+            while True:
+                left = max(began, self._answered) + self.timeout - time.monotonic()
+                try:
+                    return future.result(self.timeout if self._asking else max(0.0, left))
+                except FutureTimeout:
+                    late = max(began, self._answered) + self.timeout <= time.monotonic()
+                    if future.done() or (late and not self._asking):
+                        raise
         except FutureTimeout:
             future.cancel()
             raise ToolServerError(f"{self.name} did not {what} within {self.timeout:g} seconds") from None
@@ -367,12 +457,29 @@ def without(schema: Any, keyword: str) -> Any:
     return found
 
 
+def _value(listed: Any, content: Any) -> Any:
+    """The structured content of a result; what had to be put into an object to be sent is taken out of it.
+
+    MCP's library for Python sends a result that is no object as its only field "result", under a schema with the title
+    "NAMEOutput".
+    """
+    schema = listed.output_schema or {}
+    wrapped = schema.get("title") == f"{listed.name}Output" and set(schema.get("properties", ())) == {"result"}
+    return content["result"] if wrapped and isinstance(content, dict) and set(content) == {"result"} else content
+
+
+def _defaults(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """
+    >>> _defaults({"properties": {"name": {"default": "Ann"}, "age": {"type": "integer"}}})
+    {'name': 'Ann'}
+    """
+    fields = schema.get("properties", {})
+    return {name: field["default"] for name, field in fields.items() if "default" in field}
+
+
 def _text(result: Any) -> str:
     """The text of a tool's result; other content is only named."""
-    parts = [_block(block) for block in result.content]
-    if not any(parts) and result.structured_content is not None:
-        return json.dumps(result.structured_content, ensure_ascii=False)
-    return "\n\n".join(part for part in parts if part)
+    return "\n\n".join(part for part in map(_block, result.content) if part)
 
 
 def _block(block: Any) -> str:
