@@ -100,8 +100,8 @@ def test_a_plot_is_drawn(run, tmp_path):
     ("words", "message"),
     [
         (("--answer", "1"), "'--answer': Input should be greater than or equal to 2"),
-        (("--threads", "two"), "--threads must be whole numbers with commas between them, got 'two'"),
-        (("--threads", "1,"), "--threads must be whole numbers with commas between them, got '1,'"),
+        (("--threads", "two"), "--threads must be comma-separated whole numbers, got 'two'"),
+        (("--threads", "1,"), "--threads must be comma-separated whole numbers, got '1,'"),
         (("--threads", "0"), "0 threads were requested; this process may use 1 to"),
         (("--threads", "1,4096"), "4096 threads were requested"),
     ],

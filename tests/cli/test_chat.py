@@ -94,8 +94,8 @@ def test_help_is_on_stdout(chat):
 @pytest.mark.parametrize(
     ("typed", "code", "message"),
     [
-        ("/dance", 2, "there is no command '/dance'; /help lists them"),
-        ("/save", 2, "/save needs the name of a file"),
+        ("/dance", 2, "unknown command '/dance'; /help lists the commands"),
+        ("/save", 2, "/save needs a file name"),
         ("/load no-such-file", 2, "there is no file 'no-such-file'"),
         (
             "/save /no-such-folder/talk.json",
@@ -129,7 +129,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(terminal, default_model_path, 
     screen.type("Count from 1 to 1000, one number in each line.\r")
     screen.wait_for("2")
     screen.type("\x03")
-    screen.wait_for("stopped; this question and its answer are forgotten")
+    screen.wait_for("stopped; the question and its answer were removed")
     screen.wait_for(">")
     screen.type("What is the capital of Japan?\r")
     screen.wait_for("Tokyo")
@@ -156,7 +156,7 @@ def test_several_lines_errors_and_ctrl_d(terminal, default_model_path, tmp_path)
         screen.wait_for("tokens/s")
         screen.wait_for(">")
     screen.type("/dance\r")
-    screen.wait_for("error: there is no command '/dance'")
+    screen.wait_for("error: unknown command '/dance'")
     screen.wait_for(">")
     screen.type(f"/save {saved}\r")
     screen.wait_for("saved to")

@@ -29,8 +29,8 @@ def test_json_agrees_with_the_machine(pippin, tmp_path):
 
 def test_the_table_names_the_way_to_a_missing_model(pippin, tmp_path):
     shown = pippin("doctor", env={"PIPPIN_HOME": str(tmp_path), "COLUMNS": "120"}).stdout.decode()
-    assert "smollm2-135m: not here yet (98.4 MB): pippin pull" in shown
-    assert shown.startswith("Pippin can work here.\n")
+    assert "smollm2-135m: not installed (98.4 MB): pippin pull" in shown
+    assert shown.startswith("Pippin works on this machine.\n")
     lines = [line.strip() for line in shown.splitlines()]
     last_of_users = max(number for number, line in enumerate(lines) if line.startswith("extra "))
     assert [number for number, line in enumerate(lines) if line.startswith("for developers")] == [last_of_users + 1]
@@ -76,7 +76,7 @@ def test_libraries_and_extras_come_from_the_metadata(monkeypatch):
     assert [name.partition(">")[0].partition("<")[0] for name in extras["test"]] == ["hypothesis", "beartype"]
     monkeypatch.setitem(sys.modules, "torch", None)  # import torch raises ImportError
     diagnosis = doctor.diagnose()
-    assert diagnosis.problems[0] == "torch is missing; install pippin again"
+    assert diagnosis.problems[0] == "torch is missing; reinstall pippin"
     assert diagnosis.problems[1].startswith("torch cannot be loaded: ")
     assert not diagnosis.usable
     lines = dict(doctor._extras(diagnosis))
@@ -93,9 +93,9 @@ def test_it_says_what_computes(monkeypatch):
     assert kernels["instruction_set"] == (native.instruction_set() or None)
     assert (kernels["threads"], kernels["why_not"]) == (native.threads(), native.unavailable_reason() or None)
     known = {"instruction_set": "avx2", "available": ["avx2", "generic"], "threads": 1, "why_not": None}
-    assert doctor._kernels_line(known) == "native, for avx2 (also here: generic), 1 thread"
+    assert doctor._kernels_line(known) == "native, for avx2 (also available: generic), 1 thread"
     plain = {"instruction_set": "generic", "available": ["generic"], "threads": 2, "why_not": None}
     assert doctor._kernels_line(plain) == "native, for generic, 2 threads"
     monkeypatch.setattr(native, "library", lambda: None)
     monkeypatch.setattr(native, "unavailable_reason", lambda: "the reason")
-    assert ("kernels", "none, torch does their work: the reason") in doctor._lines(doctor.diagnose())
+    assert ("kernels", "none, torch is used: the reason") in doctor._lines(doctor.diagnose())

@@ -35,7 +35,7 @@ def said(*words):
     return result.stdout
 
 
-def test_pictures_are_files_named_by_their_seeds(painter, tmp_path):
+def test_images_are_files_named_by_their_seeds(painter, tmp_path):
     out = tmp_path / "new" / "folder"
     lines = said("a square", "-m", painter, "-n", 2, "--seed", 7, "--out", out, "--size", "16x16").split()
     assert lines == [str(out / "0007.png"), str(out / "0008.png")]
@@ -43,7 +43,7 @@ def test_pictures_are_files_named_by_their_seeds(painter, tmp_path):
     again = json.loads(
         said("--class", "square", "-m", painter, "--seed", 7, "-o", tmp_path, "--json", "--size", "16x16")
     )
-    (picture,) = again["pictures"]
+    (picture,) = again["images"]
     assert torch.equal(read_image(picture["path"]), read_image(lines[0]))
     assert picture["classes"] == ["square"]
 
@@ -70,7 +70,7 @@ def test_styles_and_costs_are_told(painter, tmp_path):
     cost = json.loads(said("disc", "-m", painter, "--estimate", "--json"))
     assert cost["bytes"] > cost["weight_bytes"] > 0
     assert "of weights" in said("disc", "-m", painter, "--estimate")
-    assert not (tmp_path / "pictures").exists()
+    assert not (tmp_path / "images").exists()
 
 
 @pytest.mark.parametrize(
@@ -78,9 +78,9 @@ def test_styles_and_costs_are_told(painter, tmp_path):
     [
         (["a disc"], InvalidArgument, "--model FOLDER"),
         (["--model", "nowhere"], CreationUnavailable, "is not there"),
-        (["--model", "nowhere", "--mask", "m.png"], InvalidArgument, "give the picture with --edit"),
-        (["--model", "nowhere", "--edit", "a", "--animate", "b"], InvalidArgument, "give one of them"),
-        (["--model", "nowhere", "--strength", "0.5"], InvalidArgument, "give the picture with --edit"),
+        (["--model", "nowhere", "--mask", "m.png"], InvalidArgument, "--edit"),
+        (["--model", "nowhere", "--edit", "a", "--animate", "b"], InvalidArgument, "exclude each other"),
+        (["--model", "nowhere", "--strength", "0.5"], InvalidArgument, "--edit"),
         (["--model", "nowhere", "--memory-budget", "nan"], InvalidArgument, "--memory-budget: 'nan' is not a size"),
         (["--model", "nowhere", "--preview", "now.txt"], InvalidArgument, "--preview writes"),
         (["--model", "nowhere", "--size", "64"], InvalidArgument, "write HEIGHTxWIDTH"),

@@ -252,16 +252,16 @@ def test_extract_fills_in_a_form(in_process):
         (["summarize", "--length", "huge"], "length must be 'short', 'medium' or 'long'"),
         (["summarize", "--length", "²"], "length must be 'short', 'medium' or 'long'"),
         (["summarize", "--method", "guess"], "'guess' is not one of 'write', 'select'"),
-        (["extract"], "give the form that is to be filled in"),
+        (["extract"], "give the type of the result"),
         (["extract", "--schema", "a.json", "--type", "a.py:B"], "exclude each other"),
         (["classify"], "give the labels"),
         (["classify", "--labels", "a,b", "--labels-file", "c"], "give the labels"),
-        (["classify", "--labels", "a"], "at least two labels"),
-        (["classify", "--labels", "a,,b"], "each once, got 'a', '', 'b'"),
+        (["classify", "--labels", "a"], "at least two distinct labels"),
+        (["classify", "--labels", "a,,b"], "distinct labels, got 'a', '', 'b'"),
         (["classify", "--labels", "a,b", "--fit", "nothing.tsv"], "there is no file of examples"),
         (["classify", "--labels", "a,b", "--measure", "nothing.tsv"], "there is no file of examples"),
-        (["classify", "--labels", "a,b", "--plot", "a.png"], "--plot draws what --measure finds"),
-        (["classify", "--labels", "a,b", "--measure", "a.tsv", "--plot", "a.doc"], "it must end in"),
+        (["classify", "--labels", "a,b", "--plot", "a.png"], "--plot needs --measure"),
+        (["classify", "--labels", "a,b", "--measure", "a.tsv", "--plot", "a.doc"], "must end in"),
         (["classify", "--learn", "a.tsv", "--labels", "a,b"], "labels and examples come from its file"),
         (["classify", "--learn", "nothing.tsv"], "there is no file of examples"),
     ],
@@ -277,7 +277,7 @@ def test_what_cannot_be_used_is_refused_before_a_model_is_loaded(monkeypatch, ca
 
 def test_examples_that_are_none(run, tmp_path):
     path = tmp_path / "examples.tsv"
-    for text, message in (("", "holds no examples"), ("good Sun!\n", "line 1 of"), ("good\t \n", "line 1 of")):
+    for text, message in (("", "has no examples"), ("good Sun!\n", "line 1 of"), ("good\t \n", "line 1 of")):
         path.write_text(text)
         code, _, said = run("classify", "--labels", "good,bad", "--fit", path, stdin=b"x")
         assert code == 2

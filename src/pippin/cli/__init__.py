@@ -1,9 +1,9 @@
-"""The `pippin` command: its entry point, and what becomes of an error.
+"""The `pippin` command: its entry point and its error handling.
 
 Notable here:
 - an error that Pippin raises on purpose is one line on stderr and an exit code by its class
-- an unexpected one is a line too; nobody meets a traceback without asking for it with `--debug`
-- nothing heavy is imported until a verb runs, so `pippin --help` comes at once
+- an unexpected error is one line too; `--debug` shows the traceback
+- nothing heavy is imported until a verb runs, so `pippin --help` is fast
 
 `pippin.cli.common.exit_codes` lists the exit codes.
 """
@@ -26,9 +26,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: the words after `pippin`; None takes those of the process.
     """
-    # Read when torch is first imported: its threads spin only briefly before they sleep. By default they spin for
-    # long, which on a busy machine costs all of them most of their time (on two busy cores: 1.1 instead of 43
-    # tokens a second); without any spinning they are slower on an idle one.
+    # Read when torch is first imported: OpenMP threads spin only briefly before they sleep. The long default wastes
+    # most of their time on a busy machine (on two busy cores: 1.1 instead of 43 tokens a second); without any
+    # spinning they are slower on an idle one.
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = _take_debug(words) or os.environ.get("PIPPIN_DEBUG", "") not in {"", "0"}
@@ -42,13 +42,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return BROKEN_PIPE
     except Exception as error:
         if isinstance(error, OSError) and not isinstance(error, errors.PippinError):
-            _discard_output()  # if it was the output that failed, leaving must not fail a second time
+            _discard_output()  # if stdout failed, the flush at exit must not fail again
         return _report(error, debug)
     return code
 
 
 def _run(words: list[str]) -> int:
-    """Hand the words to typer; usage errors come back as exceptions, Ctrl-C as 130."""
+    """Run typer on the arguments; usage errors are raised, Ctrl-C returns 130."""
     from pippin.cli.app import app
 
     try:
@@ -64,11 +64,11 @@ def _run(words: list[str]) -> int:
 
 
 def _note(otherwise: Callable[..., None]) -> Callable[..., None]:
-    """How warnings are shown: one of Pippin's own as a line, without the place in the source that gave it."""
+    """A `warnings.showwarning` that prints Pippin's own warnings as one line, without the source location."""
 
-    def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+    def show(message: Warning | str, category: type[Warning], *location: Any, **options: Any) -> None:
         if not issubclass(category, errors.PippinWarning):
-            return otherwise(message, category, *place, **more)
+            return otherwise(message, category, *location, **options)
         from pippin.cli.common import terminal
 
         terminal.note(str(message))
@@ -77,7 +77,7 @@ def _note(otherwise: Callable[..., None]) -> Callable[..., None]:
 
 
 def _report(error: Exception, debug: bool) -> int:
-    """One line on stderr; the traceback above it when asked for."""
+    """Print the error as one line on stderr, after the traceback in debug mode; return the exit code."""
     import typer
 
     from pippin.cli.common import terminal
@@ -100,7 +100,7 @@ def _report(error: Exception, debug: bool) -> int:
 
 
 def _take_debug(words: list[str]) -> bool:
-    """Remove `--debug` from the words, wherever it stands before a `--`, and say whether it was there."""
+    """Remove `--debug` from the arguments before `--`; return whether it was there."""
     end = words.index("--") if "--" in words else len(words)
     if "--debug" not in words[:end]:
         return False
@@ -109,7 +109,7 @@ def _take_debug(words: list[str]) -> bool:
 
 
 def _discard_output() -> None:
-    """Point stdout at nothing, so that the interpreter's last flush cannot fail."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
-    os.close(nowhere)
+    """Redirect stdout to the null device, so that the flush at exit cannot fail."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)

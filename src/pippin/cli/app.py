@@ -1,4 +1,4 @@
-"""The verbs of `pippin`, put together. Each has a file of its own, which imports what is heavy when it runs."""
+"""The verbs of `pippin`. Each has its own file, which imports heavy modules only when it runs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Documentation of a verb: pippin VERB --help",
+    epilog="Help on a verb: pippin VERB --help",
 )
 
 

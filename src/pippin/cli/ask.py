@@ -1,4 +1,4 @@
-"""`pippin ask`: one question, one answer; free text, a choice, or a value of a type."""
+"""`pippin ask`: one question and its answer: free text, a choice, or a value of a type."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from pippin.session.options import GenerationOptions
 if TYPE_CHECKING:
     from pippin.session.response import Response
 
-_FORM = "Form of the answer"
+_FORM = "Answer format"
 
 
 @with_options
 def ask(
-    prompt: Annotated[str | None, typer.Argument(help="The question. Without it, what is piped in.")] = None,
+    prompt: Annotated[str | None, typer.Argument(help="The question; by default, standard input.")] = None,
     file: Annotated[
-        list[Path] | None, typer.Option("--file", "-f", help="A text the question is about; repeatable.")
+        list[Path] | None, typer.Option("--file", "-f", help="A document that the question is about; repeatable.")
     ] = None,
     instructions: options.Instructions = None,
     schema: Annotated[
-        Path | None, typer.Option(help="Answer with JSON that fits this JSON Schema file.", rich_help_panel=_FORM)
+        Path | None,
+        typer.Option(help="Answer with JSON that this JSON Schema file describes.", rich_help_panel=_FORM),
     ] = None,
     type_: Annotated[
         str | None,
@@ -44,7 +45,7 @@ def ask(
         list[str] | None, typer.Option(help="Answer with one of these; give two or more.", rich_help_panel=_FORM)
     ] = None,
     regex: Annotated[
-        str | None, typer.Option(help="Answer with a text that this expression matches.", rich_help_panel=_FORM)
+        str | None, typer.Option(help="Answer with text that matches this regular expression.", rich_help_panel=_FORM)
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object: content, usage, timing.", rich_help_panel=_FORM)
@@ -57,7 +58,7 @@ def ask(
 ) -> None:
     """Ask a model one question.
 
-    Text piped in is what the question is about:  cat letter.txt | pippin ask "Summarize this letter."
+    Piped text is a document for the question:  cat letter.txt | pippin ask "Summarize this letter."
     A typed answer from a document needs no question:  pippin ask --file letter.txt --schema invoice.json
     """
     target = inputs.target(schema=schema, type_name=type_, choices=choice or (), regex=regex)
@@ -81,7 +82,7 @@ def ask(
 
 
 def _record(response: Response[Any], model: str) -> dict[str, Any]:
-    """What `--json` prints."""
+    """The object that `--json` prints."""
     return {
         "model": model,
         "content": response.content,

@@ -1,4 +1,4 @@
-"""`pippin attest`: a root key, the measurement of this installation, and the log that a client checks against."""
+"""`pippin attest`: root keys, measurements, and the transparency log that clients check."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import typer
 
 from pippin.cli.common import documents, terminal
 
-app = typer.Typer(no_args_is_help=True, help="Make and publish what a client of a sealed server checks.")
+app = typer.Typer(no_args_is_help=True, help="Root keys, measurements and logs for clients of a sealed server.")
 
 
 @app.command()
-def key(file: Annotated[Path, typer.Argument(help="Where the new key is to be kept; only you can read it.")]) -> None:
-    """Make a software root key and print its public half, which clients name in their policy.
+def key(file: Annotated[Path, typer.Argument(help="File for the new key; only you can read it.")]) -> None:
+    """Create a software root key and print its public key, which clients put in their policy.
 
-    It is a key in a file: it proves nothing against whoever has the file.
+    The key is a plain file: whoever has the file can sign with it.
     """
     from pippin.core.trust.attestation import SoftwareRoot
 
@@ -27,7 +27,7 @@ def key(file: Annotated[Path, typer.Argument(help="Where the new key is to be ke
 
 @app.command()
 def measure(
-    model: Annotated[Path | None, typer.Argument(help="A model's file or folder; none measures Pippin itself.")] = None,
+    model: Annotated[Path | None, typer.Argument(help="A model's file or folder; by default, Pippin itself.")] = None,
 ) -> None:
     """Print the measurement of this installation, or of a model."""
     from pippin.core.trust import attestation
@@ -37,11 +37,11 @@ def measure(
 
 @app.command()
 def log(
-    file: Annotated[Path, typer.Argument(help="The log: one measurement a line.")],
-    add: Annotated[bool, typer.Option("--add", help="Add this installation, if it is not in.")] = False,
-    extends: Annotated[str | None, typer.Option("--extends", help="Fail unless the log once had this root.")] = None,
+    file: Annotated[Path, typer.Argument(help="The log file: one measurement per line.")],
+    add: Annotated[bool, typer.Option("--add", help="Add this installation if the log does not contain it.")] = False,
+    extends: Annotated[str | None, typer.Option("--extends", help="Fail unless the log extends this root.")] = None,
 ) -> None:
-    """Print the size and the root of a log; clients pin the root."""
+    """Print the size and the root hash of a log; clients pin the root."""
     from importlib.metadata import version
 
     from pippin.core.errors import NotInLog

@@ -1,8 +1,8 @@
-"""`pippin bench`: how fast a model reads and answers here, beside what this machine's memory allows.
+"""`pippin bench`: prompt and decoding speed of a model, against the limit of memory bandwidth.
 
 Notable here:
-- the limit is that of `pippin.engine.measure_speed`: bytes that a token reads, over the bandwidth that was measured
-- model and memory are measured in turn, several times, so that a busy moment hits both and shows as spread
+- the limit is that of `pippin.engine.measure_speed`: measured bandwidth divided by the bytes read for each token
+- measurements of model and memory alternate, so that other load affects both and shows in the standard deviation
 """
 
 from __future__ import annotations
@@ -40,19 +40,21 @@ def bench(
     prompt: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of the prompt.")] = 512,
     answer: Annotated[int, typer.Option(min=2, metavar="N", help="Tokens of the answer, at least 2.")] = 128,
     threads: Annotated[
-        str | None, typer.Option(metavar="N,N", help="How many threads, one number or several; every core without it.")
+        str | None, typer.Option(metavar="N,N", help="Numbers of threads to measure; by default, all cores.")
     ] = None,
-    repeats: Annotated[int, typer.Option(min=1, metavar="N", help="How often each figure is taken.")] = 5,
+    repeats: Annotated[int, typer.Option(min=1, metavar="N", help="Number of measurements.")] = 5,
     bits: Bits = None,
     kv_cache_dtype: KVCacheChoice = "auto",
     kv_sharing_ratio: KVSharingRatio = None,
     device: Device = None,
     dtype: DType = "auto",
-    profile: Annotated[bool, typer.Option("--profile", help="Say where the time of an answer goes.")] = False,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the figures (.png, .svg, .pdf).")] = None,
+    profile: Annotated[bool, typer.Option("--profile", help="Break down the time of an answer.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Plot the figures to this file (.png, .svg, .pdf).")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Measure prompt and answer speed, and how close the answer comes to the limit of this machine's memory.
+    """Measure prompt and decoding speed, and compare decoding with the memory bandwidth of this machine.
 
     pippin bench smollm2-135m --threads 1,2
     """
@@ -71,7 +73,7 @@ def bench(
     )
     if plot is not None:
         report.plot(plot)
-        terminal.note(f"drawn in {plot}")
+        terminal.note(f"plotted to {plot}")
     if as_json:
         record = {"model": language_model.name, "circumstances": circumstances(language_model)}
         terminal.write(terminal.to_json(record | {"rows": [asdict(row) for row in report.rows]}) + "\n")
@@ -80,14 +82,14 @@ def bench(
 
 
 def _counts(threads: str | None) -> list[int]:
-    """The numbers of threads."""
+    """Parse --threads."""
     from pippin.core import device
 
     if threads is None:
         return [device.threads()]
     parts = [part.strip() for part in threads.split(",")]
     if not all(part.isdecimal() and part.isascii() for part in parts):
-        raise InvalidArgument(f"--threads must be whole numbers with commas between them, got {threads!r}")
+        raise InvalidArgument(f"--threads must be comma-separated whole numbers, got {threads!r}")
     counts = list(dict.fromkeys(map(int, parts)))
     for count in counts:
         device.check_threads(count)
@@ -107,17 +109,17 @@ def run(
     """Measure a loaded model.
 
     Args:
-        model: what `pippin.load` returned.
-        threads: numbers of threads, each measured in turn.
+        model: a loaded model.
+        threads: numbers of threads to measure.
         prompt: tokens of the prompt.
         answer: tokens of the answer, at least 2.
-        repeats: how often each figure is taken.
-        kv_cache_dtype: precision of the cache.
-        profile: whether to tell where the time of an answer goes.
+        repeats: number of measurements.
+        kv_cache_dtype: precision of the KV cache.
+        profile: whether to break down the time of an answer.
 
     Raises:
         ContextOverflow: prompt and answer do not fit the model's context.
-        InvalidArgument: a precision of the cache that there is not.
+        InvalidArgument: an unknown precision of the cache.
     """
     from pippin.core.threads import use_threads
     from pippin.engine import Engine, measure_speed as measure
@@ -125,7 +127,7 @@ def run(
     ids = measure.prompt_ids(model, prompt)
     rows: list[Row] = []
     for count in threads:
-        use_threads(count)  # before the engine starts: torch asks once in each thread
+        use_threads(count)  # before the engine starts, since torch reads it once per thread
         named = f"{count} thread{'s'[: count > 1]}"
         with (
             Engine(model, max_num_seqs=1, kv_cache_dtype=kv_cache_dtype, enable_prefix_caching=False) as engine,
@@ -150,7 +152,7 @@ def _samples(
     repeats: int,
     advance: Callable[[], None],
 ) -> tuple[list[Speed], list[BandwidthLimit]]:
-    """Speeds and limits, taken in turn after one answer that warms up."""
+    """Alternating measurements of speed and bandwidth limit, after one warm-up answer."""
     from pippin.engine import measure_speed as measure
 
     weights = measure.weight_bytes(model.module)
@@ -167,7 +169,7 @@ def _samples(
 
 
 def _rows(speeds: list[Speed], limits: list[BandwidthLimit], label: str) -> list[Row]:
-    """What was measured, with its spread; bytes in the units of a memory's data sheet (10^6, 10^9)."""
+    """Report rows of the measurements; bytes in decimal units, as in data sheets of memory."""
     one = limits[0]
     return [
         _row(f"prompt{label}", [speed.prompt_tokens_per_second for speed in speeds], "tokens/s"),
@@ -186,7 +188,7 @@ def _rows(speeds: list[Speed], limits: list[BandwidthLimit], label: str) -> list
 
 
 def _profile_rows(speeds: list[Speed], label: str) -> list[Row]:
-    """Milliseconds per token in each part of the kernels, and outside of them."""
+    """Report rows of milliseconds per token in each kernel and outside the kernels."""
     steps = len(speeds[0].token_ids) - 1
     parts = {name: [1000 * s.profile[i] / steps for s in speeds] for i, name in enumerate(_PARTS)}
     parts["outside the kernels"] = [1000 * (s.answer_seconds - sum(s.profile)) / steps for s in speeds]
@@ -194,13 +196,13 @@ def _profile_rows(speeds: list[Speed], label: str) -> list[Row]:
 
 
 def _row(name: str, values: list[float], unit: str) -> Row:
-    """The median, with the standard deviation where there are several."""
+    """A report row with the median, and the standard deviation of several values."""
     spread = statistics.stdev(values) if len(values) > 1 else None
     return Row(name, statistics.median(values), unit, spread)
 
 
 def circumstances(model: LanguageModel) -> dict[str, Any]:
-    """What the figures depend on, for a machine to read."""
+    """Hardware and software of the measurement, for `--json`."""
     import os
 
     from pippin.core import device, native

@@ -1,9 +1,9 @@
 """`pippin chat`: a conversation in the terminal.
 
 Notable here:
-- Ctrl-C ends the answer that is being written, not the program; at the prompt, twice in a row leaves
-- what counts as one message is decided by two small functions, the same at a keyboard and in a pipe
-- without a terminal each line is one turn and the first error ends the chat, so a chat can be scripted and tested
+- Ctrl-C stops the current answer, not the program; at the prompt, twice in a row leaves
+- the same two functions split messages at a keyboard and in a pipe
+- without a terminal each line is one turn and the first error ends the chat, so a chat can be scripted
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ if TYPE_CHECKING:
 
 HELP = """\
 Enter sends the message. Alt-Enter starts a new line, and so does Enter after a
-backslash; \""" at the start holds a message open until \""" ends it.
+backslash; a message that starts with \""" continues until \""".
 Ctrl-C stops the answer. Ctrl-D, or Ctrl-C twice, leaves.
 
-/system TEXT   instructions for the model; begins anew
-/reset         begin anew, with the same instructions
-/save FILE     write the conversation as JSON
-/load FILE     go on with a conversation that was saved
-/help          this text
+/system TEXT   start a new conversation with these instructions
+/reset         start a new conversation with the same instructions
+/save FILE     save the conversation as JSON
+/load FILE     continue a saved conversation
+/help          show this text
 /quit          leave"""
 
 _FENCE = '"""'
 
 
 def is_open(message: str) -> bool:
-    r'''Whether a message goes on in the next line: after a backslash, or inside an unclosed triple quote.
+    r'''Whether a message continues on the next line: after a backslash, or in an open triple quote.
 
     >>> is_open("one line"), is_open("more follows \\"), is_open('"""a'), is_open('"""a\nb"""')
     (False, True, True, False)
@@ -57,7 +57,7 @@ def is_open(message: str) -> bool:
 
 
 def finish(message: str) -> str:
-    r'''The message without the marks that held it open.
+    r'''The message without continuation backslashes and triple quotes.
 
     >>> finish("two \\\nlines"), finish('"""\na\nb"""')
     ('two \nlines', 'a\nb')
@@ -68,31 +68,31 @@ def finish(message: str) -> str:
 
 
 def messages(lines: Iterator[str]) -> Iterator[str]:
-    r"""Whole messages out of lines; one that the end of input leaves open is taken as it is.
+    r"""Join lines to messages; a message that is still open at the end of input is yielded as it is.
 
     >>> list(messages(iter(["one", "two \\", "lines"])))
     ['one', 'two \nlines']
     """
-    held: list[str] = []
+    pending: list[str] = []
     for line in lines:
-        held.append(line)
-        if not is_open("\n".join(held)):
-            yield finish("\n".join(held))
-            held = []
-    if held:
-        yield finish("\n".join(held))
+        pending.append(line)
+        if not is_open("\n".join(pending)):
+            yield finish("\n".join(pending))
+            pending = []
+    if pending:
+        yield finish("\n".join(pending))
 
 
 @dataclass
 class Chat:
-    """One conversation: a session, and what the commands do to it."""
+    """A session and the chat commands that act on it."""
 
     session: Session
     given: GenerationOptions
     at_keyboard: bool
 
     def turn(self, message: str) -> bool:
-        """Answer a message or carry out a command; False when it is time to leave."""
+        """Answer a message or run a command; returns False for `/quit`."""
         message = message.strip()
         command, _, argument = message.partition(" ")
         if not message:
@@ -112,7 +112,7 @@ class Chat:
                     response = terminal.show_text(stream)
             except Cancelled:
                 terminal.write("\n")
-                terminal.note("stopped; this question and its answer are forgotten")
+                terminal.note("stopped; the question and its answer were removed from the conversation")
                 return
         if response.finish_reason == "length":
             terminal.note(f"the answer was cut off after {response.usage.output_tokens} tokens (see --max-tokens)")
@@ -124,16 +124,18 @@ class Chat:
             terminal.write(HELP + "\n")
         elif command == "/reset":
             self.session.reset()
-            terminal.note("a new conversation")
+            terminal.note("new conversation")
         elif command == "/system":
             self._begin(instructions=argument or None)
-            terminal.note("a new conversation, with these instructions" if argument else "no instructions")
+            terminal.note(
+                "new conversation with these instructions" if argument else "new conversation without instructions"
+            )
         elif command == "/save":
             self._save(_path(command, argument))
         elif command == "/load":
             self._load(_path(command, argument))
         else:
-            raise InvalidInput(f"there is no command {command!r}; /help lists them")
+            raise InvalidInput(f"unknown command {command!r}; /help lists the commands")
 
     def _begin(self, **given: Any) -> None:
         import pippin
@@ -163,9 +165,9 @@ def chat(
     model_options: ModelOptions = options.HERE,
     sampling: GenerationOptions = options.ANSWER,
 ) -> None:
-    """Talk with a model.
+    """Chat with a model.
 
-    /help, once inside, lists the commands. Without a terminal each line piped in is one turn.
+    /help lists the commands. Without a terminal, each line of standard input is one turn.
     """
     import pippin
 
@@ -182,7 +184,7 @@ def chat(
 
 
 def _at_keyboard(conversation: Chat) -> None:
-    """Read, answer, repeat; an error is shown and the conversation goes on."""
+    """Run turns until the user leaves; errors are printed and the chat continues."""
     prompt = _prompt_session()
     interrupted = False
     while True:
@@ -229,7 +231,7 @@ def _prompt_session() -> PromptSession[str]:
     history: History = InMemoryHistory()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch(mode=0o600)  # what was said is nobody else's business
+        path.touch(mode=0o600)  # prompts are private
         history = FileHistory(str(path))
     except OSError as error:
         terminal.note(f"no history: {path} cannot be written ({error.strerror})")
@@ -238,7 +240,7 @@ def _prompt_session() -> PromptSession[str]:
 
 @contextmanager
 def _interrupt(cancel: Callable[[], object]) -> Iterator[None]:
-    """While this lasts, Ctrl-C calls `cancel` instead of raising KeyboardInterrupt in the middle of a step."""
+    """Within this context, Ctrl-C calls `cancel` instead of raising KeyboardInterrupt in the middle of a step."""
 
     def handle(number: int, frame: FrameType | None) -> Any:
         cancel()
@@ -252,5 +254,5 @@ def _interrupt(cancel: Callable[[], object]) -> Iterator[None]:
 
 def _path(command: str, argument: str) -> Path:
     if not argument:
-        raise InvalidInput(f"{command} needs the name of a file")
+        raise InvalidInput(f"{command} needs a file name")
     return Path(argument).expanduser()

@@ -1,4 +1,4 @@
-"""`pippin claims`: the ledger of published claims, to list, to show, to run again and to report."""
+"""`pippin claims`: list, show, run and report published claims."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ app = typer.Typer(no_args_is_help=True, help="List, show, run and report publish
 
 
 class ClaimScale(StrEnum):
-    """The scales, as words of the command line."""
+    """Choices of --scale."""
 
     smoke = "smoke"
     laptop = "laptop"
@@ -22,7 +22,7 @@ class ClaimScale(StrEnum):
 
 
 class VerdictChoice(StrEnum):
-    """The verdicts, as words of the command line."""
+    """Choices of --verdict."""
 
     reproduced = "reproduced"
     partly = "partly"
@@ -32,19 +32,19 @@ class VerdictChoice(StrEnum):
 
 Results = Annotated[
     Path | None,
-    typer.Option("--results", help="Folder of the evidence. Default: results/ of the clone, or of the current folder."),
+    typer.Option("--results", help="Folder of the evidence; by default, results/ of the clone or current folder."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON list with one object per claim.")]
-Area = Annotated[str | None, typer.Option(help="Only claims of this folder, such as bayes or generate.")]
+Area = Annotated[str | None, typer.Option(help="Only claims about this part, such as bayes or generate.")]
 Ids = Annotated[
     list[str] | None,
-    typer.Argument(help="Ids of claims, or paths of files that hold one.", metavar="ID...", show_default=False),
+    typer.Argument(help="Ids of claims, or paths of claim files.", metavar="ID...", show_default=False),
 ]
 
 
 @app.command("list")
 def list_claims(area: Area = None, as_json: AsJson = False) -> None:
-    """Every claim with what was published; `show` has the rule."""
+    """List the claims with what was published."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -82,7 +82,7 @@ def list_claims(area: Area = None, as_json: AsJson = False) -> None:
 
 @app.command("show")
 def show_claims(ids: Ids = None, results: Results = None, as_json: AsJson = False) -> None:
-    """The rule of a claim, condition by condition, with what each arm made of it, and the figures."""
+    """Show the rule of a claim, the outcome of each condition for each arm, and the figures."""
     from rich.console import Console
     from rich.markdown import Markdown
 
@@ -90,7 +90,7 @@ def show_claims(ids: Ids = None, results: Results = None, as_json: AsJson = Fals
     from pippin.core.errors import InvalidArgument
 
     if not ids:
-        raise InvalidArgument("name the claims to show; `pippin claims list` has them")
+        raise InvalidArgument("name the claims to show; `pippin claims list` lists them")
     claims = [catalog.get(id) for id in ids]
     if as_json:
         typer.echo(_json(report.summaries(claims, results=results)))
@@ -104,19 +104,19 @@ def show_claims(ids: Ids = None, results: Results = None, as_json: AsJson = Fals
 def run_claims(
     ids: Ids = None,
     every: Annotated[bool, typer.Option("--all", help="Run every claim.")] = False,
-    scale: Annotated[ClaimScale, typer.Option(help="How large a run.")] = ClaimScale.laptop,
+    scale: Annotated[ClaimScale, typer.Option(help="Size of the run.")] = ClaimScale.laptop,
     results: Results = None,
 ) -> None:
-    """Measure claims and append the evidence. A claim that does not hold is a result; only a crash fails.
+    """Measure claims and record the evidence.
 
-    A run that was killed goes on from its checkpoints the next time. Without `--results`, code that differs from its
-    commit is measured at smoke scale only.
+    The exit code is 0 unless a run crashes: a claim that is not reproduced is a result. A killed run resumes from its
+    checkpoints. Uncommitted code runs only at smoke scale, or with --results.
     """
     from pippin.claims import catalog, ledger, runner
     from pippin.core.errors import InvalidArgument
 
     if bool(ids) == every:
-        raise InvalidArgument("name the claims to run, or use --all; `pippin claims list` shows them")
+        raise InvalidArgument("name the claims to run, or use --all; `pippin claims list` lists them")
     size = ledger.Scale(scale.value)
     claims = list(catalog.find().values()) if every else [catalog.get(id) for id in ids or ()]
     crashed = []
@@ -143,7 +143,7 @@ def report_claims(
     scale: Annotated[ClaimScale | None, typer.Option(help="Show the runs of this scale only.")] = None,
     results: Results = None,
 ) -> None:
-    """The verdict on every claim, computed from the recorded evidence."""
+    """Print the verdict on every claim, computed from the recorded evidence."""
     from rich.console import Console
 
     from pippin.claims import catalog, report

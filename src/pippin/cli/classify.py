@@ -1,4 +1,4 @@
-"""`pippin classify`: how probable each label is for a text, or for each line of it."""
+"""`pippin classify`: label probabilities of a text, or of each of its lines."""
 
 from __future__ import annotations
 
@@ -24,37 +24,38 @@ if TYPE_CHECKING:
 @with_options
 def classify(
     file: documents.File = None,
-    labels: Annotated[str | None, typer.Option(help="The labels, with commas between them.")] = None,
+    labels: Annotated[str | None, typer.Option(help="Comma-separated labels.")] = None,
     labels_file: Annotated[
-        Path | None, typer.Option(help="A file with a label on each line, or LABEL: DESCRIPTION.")
+        Path | None, typer.Option(help="File with one label per line, or LABEL: DESCRIPTION.")
     ] = None,
     about: Annotated[
         str, typer.Option(help="What the labels say about a text, such as 'the mood of the writer'.")
     ] = "",
     examples: Annotated[
-        Path | None, typer.Option(help="Examples that the model is shown: LABEL, a tab and a text on each line.")
+        Path | None, typer.Option(help="Few-shot examples: LABEL, a tab and a text on each line.")
     ] = None,
     fit: Annotated[
-        Path | None, typer.Option(help="Labeled texts, in the same form, to calibrate the probabilities with.")
+        Path | None, typer.Option(help="Labeled texts in the same format, to calibrate the probabilities.")
     ] = None,
     learn: Annotated[
         Path | None,
-        typer.Option(help="Labeled texts, in the same form, to learn from: no language model, only an encoder."),
+        typer.Option(help="Labeled texts in the same format, to train an encoder-based classifier instead."),
     ] = None,
     measure: Annotated[
-        Path | None, typer.Option(help="Labeled texts, in the same form, to say how far the probabilities hold.")
+        Path | None, typer.Option(help="Labeled texts in the same format, to evaluate the probabilities.")
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="With --measure: draw reliability and selective risk.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="With --measure: plot reliability and selective risk.")] = None,
     calibrate: Annotated[
-        Literal["content-free", "off"], typer.Option(help="content-free takes the model's bias out; off leaves it.")
+        Literal["content-free", "off"],
+        typer.Option(help="content-free removes the bias of the model; off keeps it."),
     ] = "content-free",
-    lines: Annotated[bool, typer.Option("--lines", help="Classify each line by itself.")] = False,
+    lines: Annotated[bool, typer.Option("--lines", help="Classify each line separately.")] = False,
     as_json: documents.Json = False,
     model: options.Model = DEFAULT_MODEL,
     device: Device = None,
     dtype: DType = "auto",
 ) -> None:
-    """Classify a text by labels, with probabilities that add up to 1.
+    """Classify a text, with a probability for each label.
 
     pippin classify mail.txt --labels complaint,question,praise
     """
@@ -62,14 +63,14 @@ def classify(
         raise InvalidArgument("with --learn, labels and examples come from its file; leave the others out")
     if plot is not None:
         if measure is None:
-            raise InvalidArgument("--plot draws what --measure finds; give both")
+            raise InvalidArgument("--plot needs --measure")
         documents.check_plot(plot)
-    wanted = {} if learn is not None else _labels(labels, labels_file)
-    shown = _pairs(examples) if examples is not None else []
+    described = {} if learn is not None else _labels(labels, labels_file)
+    few_shot = _pairs(examples) if examples is not None else []
     fitted = _pairs(fit) if fit is not None else []
     training = _pairs(learn) if learn is not None else []
-    known = _pairs(measure) if measure is not None else []
-    text = "" if known else documents.read(file)[1]
+    test = _pairs(measure) if measure is not None else []
+    text = "" if test else documents.read(file)[1]
     texts = [line.strip() for line in text.splitlines() if line.strip()] if lines else [text]
     if training:
         from pippin.kits.text import TrainedClassifier
@@ -82,18 +83,18 @@ def classify(
         from pippin.kits.text import TextTasks
 
         loaded = options.load(model, ModelOptions(device=device, dtype=dtype))
-        classifier = TextTasks(loaded).classifier(wanted, about=about, examples=shown, calibrate=calibrate)
+        classifier = TextTasks(loaded).classifier(described, about=about, examples=few_shot, calibrate=calibrate)
         name = loaded.name
         if fitted:
             classifier.fit(fitted)
-    if known:
-        _tell(classifier.evaluate(known), as_json, plot)
+    if test:
+        _print_evaluation(classifier.evaluate(test), as_json, plot)
         return
     _write(name, texts, classifier, lines, as_json)
 
 
-def _tell(measured: ClassificationPredictions, as_json: bool, plot: Path | None) -> None:
-    """How far the probabilities hold, and a picture of it."""
+def _print_evaluation(measured: ClassificationPredictions, as_json: bool, plot: Path | None) -> None:
+    """Print the evaluation of the probabilities, and plot it."""
     report = measured.report()
     if plot is not None:
         measured.plot(plot)
@@ -106,7 +107,7 @@ def _tell(measured: ClassificationPredictions, as_json: bool, plot: Path | None)
 def _write(
     name: str, texts: list[str], classifier: TextClassifier | TrainedClassifier, lines: bool, as_json: bool
 ) -> None:
-    """The labels of the texts, as they are found."""
+    """Classify the texts and print their labels."""
     found = []
     with progress.bar(len(texts), "classifying", unit="texts", show_progress=len(texts) > 1) as bar:
         for one in texts:
@@ -131,7 +132,7 @@ def _record(text: str, result: TextClassification) -> dict[str, Any]:
 
 def _labels(given: str | None, file: Path | None) -> dict[str, str]:
     if (given is None) == (file is None):
-        raise InvalidArgument("give the labels, either as --labels a,b,c or in a --labels-file")
+        raise InvalidArgument("give the labels, either as --labels a,b,c or as --labels-file FILE")
     if given is not None:
         pairs = [(label.strip(), "") for label in given.split(",")]
     else:
@@ -140,14 +141,12 @@ def _labels(given: str | None, file: Path | None) -> dict[str, str]:
         pairs = [(label.strip(), description.strip()) for label, _, description in rows]
     names = [label for label, _ in pairs]
     if len(set(names)) < 2 or len(set(names)) < len(names) or not all(names):
-        raise InvalidArgument(
-            f"a classification needs at least two labels, each once, got {', '.join(map(repr, names))}"
-        )
+        raise InvalidArgument(f"a classification needs at least two distinct labels, got {', '.join(map(repr, names))}")
     return dict(pairs)
 
 
 def _pairs(file: Path) -> list[tuple[str, str]]:
-    """Texts with their labels out of lines ``LABEL<tab>TEXT``."""
+    """Parse lines ``LABEL<tab>TEXT`` to pairs of text and label."""
     found = []
     for number, line in enumerate(read_text(file, "file of examples").splitlines(), 1):
         if line.strip():
@@ -156,5 +155,5 @@ def _pairs(file: Path) -> list[tuple[str, str]]:
                 raise InvalidInput(f"line {number} of {str(file)!r} is not LABEL, a tab and a text")
             found.append((text.strip(), label.strip()))
     if not found:
-        raise InvalidInput(f"{str(file)!r} holds no examples")
+        raise InvalidInput(f"{str(file)!r} has no examples")
     return found

@@ -1,9 +1,9 @@
-"""`pippin doctor`: is this installation usable, on what machine, and what is missing.
+"""`pippin doctor`: check the installation and the machine.
 
 Notable here:
-- required and optional libraries are read from the installed package's own metadata, so the list cannot go stale
-- a missing extra or model is a remark with the command that brings it; only what stops an answer is a problem
-- the verdict stands first, then what it is about, and last the extras that only developers of Pippin need
+- required and optional libraries are read from the metadata of the installed package, so the list is never stale
+- only what prevents an answer is a problem; a missing extra or model is a note with the command that installs it
+- the verdict comes first, extras for developers of Pippin last
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from pippin.core.files import format_bytes
 if TYPE_CHECKING:
     from pippin.core.device import MachineInfo
 
-FOR_DEVELOPERS = ("test", "bench", "docs", "nightly", "dev")  # extras that nobody needs who only uses Pippin
+FOR_DEVELOPERS = ("test", "bench", "docs", "nightly", "dev")  # extras that users of Pippin do not need
 
 
 @dataclass
 class Diagnosis:
-    """All that `pippin doctor` finds; `--json` prints its fields."""
+    """The findings of `pippin doctor`; `--json` prints the fields."""
 
     usable: bool
     problems: list[str]
@@ -43,9 +43,9 @@ class Diagnosis:
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Say whether Pippin can work here, and what would help.
+    """Check whether Pippin works on this machine.
 
-    Exit code 0 if it can, 1 if not.
+    Exit code 0 if it does, 1 if not.
     """
     diagnosis = diagnose()
     if as_json:
@@ -57,9 +57,9 @@ def doctor(
 
 
 def diagnose() -> Diagnosis:
-    """Look at the libraries, the machine, the cache folder and the default model."""
+    """Check the libraries, the machine, the cache folder and the default model."""
     required, extras = libraries()
-    problems = [f"{name} is missing; install pippin again" for name, version in required.items() if version is None]
+    problems = [f"{name} is missing; reinstall pippin" for name, version in required.items() if version is None]
     machine = None
     try:
         from pippin.core import device
@@ -87,7 +87,7 @@ def diagnose() -> Diagnosis:
 
 
 def libraries(distribution: str = "pippin") -> tuple[dict[str, str | None], dict[str, list[str]]]:
-    """What a distribution requires, each with its version here (None: not here), and what each extra lacks here."""
+    """The requirements of a distribution with installed versions (None: missing), and what each extra lacks."""
     from importlib import metadata
 
     from packaging.requirements import Requirement
@@ -118,7 +118,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _kernels() -> dict[str, Any]:
-    """The native kernels: what they are compiled for, or why there are none."""
+    """The instruction sets of the native kernels, or why there are no kernels."""
     from pippin.core import native
 
     return {
@@ -130,7 +130,7 @@ def _kernels() -> dict[str, Any]:
 
 
 def _cache() -> dict[str, Any]:
-    """The cache folder; where it does not exist yet, the nearest folder above it answers for it."""
+    """The cache folder; if it does not exist yet, its nearest existing parent is checked."""
     from pippin.core.store import store
 
     folder = store.home()
@@ -156,7 +156,7 @@ def _print(diagnosis: Diagnosis) -> None:
     from rich.table import Table
 
     console = Console(highlight=False)
-    console.print("[green]Pippin can work here.[/]" if diagnosis.usable else "[red]Pippin cannot work here yet.[/]")
+    console.print("[green]Pippin works on this machine.[/]" if diagnosis.usable else "[red]Pippin cannot work yet.[/]")
     for problem in diagnosis.problems:
         console.print(f"[red bold]problem[/]  {escape(problem)}")
     for lines in (_lines(diagnosis), _extras(diagnosis)):
@@ -173,9 +173,9 @@ def _lines(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     model, cache = diagnosis.default_model, diagnosis.cache
     core = ("pippin", "python", "torch")
     others = ", ".join(f"{name} {version}" for name, version in diagnosis.versions.items() if name not in core)
-    here = "here" if model["installed"] else f"not here yet ({format_bytes(model['size'])}): pippin pull"
+    state = "installed" if model["installed"] else f"not installed ({format_bytes(model['size'])}): pippin pull"
     return [
-        ("default model", f"{model['name']}: {here}"),
+        ("default model", f"{model['name']}: {state}"),
         ("cache", f"{_short(cache['folder'])}, {format_bytes(cache['free'])} free"),
         ("versions", ", ".join(f"{name} {diagnosis.versions.get(name, 'missing')}" for name in core)),
         ("libraries", others),
@@ -185,7 +185,7 @@ def _lines(diagnosis: Diagnosis) -> list[tuple[str, str]]:
 
 
 def _extras(diagnosis: Diagnosis) -> list[tuple[str, str]]:
-    """A line for each extra that a user may want, then one for all those of developers."""
+    """One line for each extra of users, and one for all extras of developers."""
     lines = []
     for extra, lacking in diagnosis.extras.items():
         if extra not in FOR_DEVELOPERS:
@@ -203,23 +203,23 @@ def _machine_lines(machine: MachineInfo) -> list[tuple[str, str]]:
     gpus = ", ".join(f"{a.device} ({a.name})" for a in machine.accelerators)
     return [
         ("system", machine.system),
-        ("processor", f"{machine.cpu}, {machine.logical_cores} logical cores, {machine.threads} threads used"),
+        ("CPU", f"{machine.cpu}, {machine.logical_cores} logical cores, {machine.threads} threads used"),
         ("instructions", " ".join(machine.instruction_sets) or "unknown"),
         ("bfloat16", "in hardware" if machine.fast_bf16 else "not in hardware; float32 is used"),
-        ("accelerators", gpus or "none; models run on the processor"),
+        ("accelerators", gpus or "none; models run on the CPU"),
         ("memory", f"{format_bytes(machine.memory_total)}, {format_bytes(machine.memory_available)} free"),
     ]
 
 
 def _kernels_line(kernels: dict[str, Any]) -> str:
     if kernels["instruction_set"] is None:
-        return f"none, torch does their work: {kernels['why_not']}"
+        return f"none, torch is used: {kernels['why_not']}"
     threads = "1 thread" if kernels["threads"] == 1 else f"{kernels['threads']} threads"
     others = ", ".join(name for name in kernels["available"] if name != kernels["instruction_set"])
-    return f"native, for {kernels['instruction_set']}{f' (also here: {others})' if others else ''}, {threads}"
+    return f"native, for {kernels['instruction_set']}{f' (also available: {others})' if others else ''}, {threads}"
 
 
 def _short(folder: str) -> str:
-    """The folder with the home folder written as `~`."""
+    """The folder with the home folder abbreviated to `~`."""
     home = str(Path.home())
     return "~" + folder[len(home) :] if folder == home or folder.startswith(home + os.sep) else folder

@@ -1,4 +1,4 @@
-"""`pippin extract`: a form filled in from a text."""
+"""`pippin extract`: structured data from a text."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from pippin.engine.options import Device, DType, ModelOptions
 @with_options
 def extract(
     file: documents.File = None,
-    schema: Annotated[Path | None, typer.Option(help="A JSON Schema file that describes the form.")] = None,
+    schema: Annotated[Path | None, typer.Option(help="JSON Schema file of the result.")] = None,
     type_: Annotated[
-        str | None, typer.Option("--type", metavar="FILE.py:NAME", help="A Python type. Runs the file.")
+        str | None, typer.Option("--type", metavar="FILE.py:NAME", help="Python type of the result. Runs the file.")
     ] = None,
-    question: Annotated[str, typer.Option(help="What to look for, if the form does not say it.")] = "",
+    question: Annotated[str, typer.Option(help="What to look for, if the schema does not say it.")] = "",
     as_json: documents.Json = False,
     model: options.Model = DEFAULT_MODEL,
     device: Device = None,
     dtype: DType = "auto",
 ) -> None:
-    """Fill in a form from a text, and print it as JSON.
+    """Extract structured data from a text, and print it as JSON.
 
     pippin extract letter.txt --schema invoice.json
     """
     if schema is None and type_ is None:
-        raise InvalidArgument("give the form that is to be filled in: --schema FILE.json or --type FILE.py:NAME")
+        raise InvalidArgument("give the type of the result: --schema FILE.json or --type FILE.py:NAME")
     target = inputs.target(schema=schema, type_name=type_)
     _, text = documents.read(file)
     from pippin.kits.text import TextTasks

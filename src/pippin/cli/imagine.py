@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from pippin.kits.image import CreatedImage, ImageCreator, Progress
 
-_BEGIN = "Beginning from a picture"
-_MEASURE = "What it can do, and costs"
+_BEGIN = "Start from an image"
+_MEASURE = "Capabilities and costs"
 
 
 @with_options
@@ -31,12 +31,12 @@ def imagine(
     ] = None,
     model: Annotated[
         Path | None,
-        typer.Option("--model", "-m", help="What `pippin train images` saved.", show_default=False),
+        typer.Option("--model", "-m", help="Folder that `pippin train images` saved.", show_default=False),
     ] = None,
     style: Annotated[str, typer.Option(help="Name of a style; --styles lists them.")] = "plain",
     limit: Annotated[int, typer.Option("-n", help="Number of images.")] = 1,
     seed: Annotated[int, typer.Option(help="Image i depends on seed + i alone.")] = 0,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the images.")] = Path("pictures"),
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the images.")] = Path("images"),
     label: Annotated[str | None, typer.Option("--class", help="A class of the model, by name or number.")] = None,
     size: Annotated[str | None, typer.Option(help="HEIGHTxWIDTH, a whole multiple of the model's.")] = None,
     quality: Annotated[str, typer.Option(help="draft, normal or best.")] = "normal",
@@ -82,19 +82,19 @@ def imagine(
 ) -> None:
     """Generate images from a description.
 
-    pippin imagine "two white squares" --model painter -n 4 --seed 7 --out pictures
+    pippin imagine "two white squares" --model painter -n 4 --seed 7 --out images
     """
     if model is None:
         raise InvalidArgument("give the model's folder: --model FOLDER; `pippin train images` makes one")
     if mask is not None and edit is None:
-        raise InvalidArgument("--mask marks a part of a picture; give the picture with --edit")
+        raise InvalidArgument("--mask marks a part of an image; give the image with --edit")
     if edit is not None and animate is not None:
-        raise InvalidArgument("--edit and --animate begin from a picture in different ways; give one of them")
+        raise InvalidArgument("--edit and --animate exclude each other")
     if strength is not None and edit is None:
-        raise InvalidArgument("--strength says how far to go from a picture; give the picture with --edit")
+        raise InvalidArgument("--strength needs an image; give it with --edit")
     check_folder(out)
     _check_preview(preview)
-    suffix = _suffix(kind, clip=animate is not None)
+    suffix = _suffix(kind, video=animate is not None)
     settings: dict[str, Any] = {
         "style": style,
         "limit": limit,
@@ -111,7 +111,7 @@ def imagine(
 
     creator = ImageCreator.load(model, device=device, memory_budget=memory_budget, compose=compose)
     if styles:
-        _tell(creator, as_json)
+        _print_capabilities(creator, as_json)
         return
     concepts: list[Any] = list(descriptions or [])
     if label is not None:
@@ -124,18 +124,18 @@ def imagine(
         _cost(plan.cost, as_json)
         return
 
-    def drawing(tell: Callable[[Progress], None]) -> Iterator[CreatedImage]:
+    def sample(on_progress: Callable[[Progress], None]) -> Iterator[CreatedImage]:
         if animate is not None:
-            return creator.animate(animate, concepts, on_progress=tell, **settings)
+            return creator.animate(animate, concepts, on_progress=on_progress, **settings)
         if edit is not None:
-            return creator.edit(edit, marked, concepts, on_progress=tell, **settings)
-        return creator.images(concepts, on_progress=tell, **settings)
+            return creator.edit(edit, marked, concepts, on_progress=on_progress, **settings)
+        return creator.images(concepts, on_progress=on_progress, **settings)
 
-    _draw(drawing, out, suffix, preview, as_json)
+    _save(sample, out, suffix, preview, as_json)
 
 
-def _draw(
-    drawing: Callable[[Callable[[Progress], None]], Iterator[CreatedImage]],
+def _save(
+    sample: Callable[[Callable[[Progress], None]], Iterator[CreatedImage]],
     out: Path,
     suffix: str,
     preview: Path | None,
@@ -147,9 +147,9 @@ def _draw(
 
     begun, shown, done = time.perf_counter(), 0.0, 0
     made: list[dict[str, Any]] = []
-    with progress.bar(None, "drawing", unit="steps") as bar:
+    with progress.bar(None, "sampling", unit="steps") as bar:
 
-        def tell(step: Progress) -> None:
+        def on_progress(step: Progress) -> None:
             nonlocal shown, done
             bar.advance(step.done - done)
             bar.say(f"of {step.total}")
@@ -160,34 +160,34 @@ def _draw(
                 with documents.writing(preview):
                     image_files.write_image(preview, image_files.image_grid(x if x.ndim == 4 else x[:, -1]))
 
-        pictures = drawing(tell)  # all checks are made here, before the folder is
+        images = sample(on_progress)  # checks its arguments before the folder is made
         with documents.writing(out):
             out.mkdir(parents=True, exist_ok=True)
-        for picture in pictures:
-            path = out / f"{picture.seed:04d}{suffix}"
+        for image in images:
+            path = out / f"{image.seed:04d}{suffix}"
             with documents.writing(path):
-                picture.save(path)
-            made.append({"path": str(path), **picture.details})
+                image.save(path)
+            made.append({"path": str(path), **image.details})
             if not as_json:
                 terminal.write(f"{path}\n")
     seconds = time.perf_counter() - begun
     if as_json:
-        terminal.write(terminal.to_json({"seconds": round(seconds, 3), "pictures": made}) + "\n")
+        terminal.write(terminal.to_json({"seconds": round(seconds, 3), "images": made}) + "\n")
     else:
         terminal.note(f"{len(made)} in {seconds:.1f} s")
-        for said in dict.fromkeys(note for one in made for note in one["notes"]):
-            terminal.note(said)
+        for message in dict.fromkeys(note for one in made for note in one["notes"]):
+            terminal.note(message)
 
 
-def _tell(creator: ImageCreator, as_json: bool) -> None:
+def _print_capabilities(creator: ImageCreator, as_json: bool) -> None:
     from dataclasses import asdict
 
-    can = asdict(creator.capabilities)
+    capabilities = asdict(creator.capabilities)
     if as_json:
-        terminal.write(terminal.to_json({"styles": creator.available_styles, **can}) + "\n")
+        terminal.write(terminal.to_json({"styles": creator.available_styles, **capabilities}) + "\n")
         return
     terminal.write(f"styles: {', '.join(creator.available_styles)}\n")
-    for name, value in can.items():
+    for name, value in capabilities.items():
         shown = ", ".join(map(str, value)) if isinstance(value, tuple) else value
         if shown not in ("", 0):
             terminal.write(f"{name}: {shown}\n")
@@ -211,11 +211,11 @@ def _check_preview(path: Path | None) -> None:
         raise InvalidInput(f"{str(path)!r} cannot be written: there is no folder {str(path.parent)!r}")
 
 
-def _suffix(kind: str, *, clip: bool) -> str:
-    known = ("gif", "webp", "png", "mp4") if clip else ("png", "webp", "jpg")
+def _suffix(kind: str, *, video: bool) -> str:
+    known = ("gif", "webp", "png", "mp4") if video else ("png", "webp", "jpg")
     chosen = kind.lower().lstrip(".") or known[0]
     if chosen not in known:
-        raise InvalidArgument(f"--format {kind!r}; {'clips' if clip else 'pictures'} are written as {', '.join(known)}")
+        raise InvalidArgument(f"--format {kind!r}; {'videos' if video else 'images'} are written as {', '.join(known)}")
     return f".{chosen}"
 
 

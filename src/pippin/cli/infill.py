@@ -1,4 +1,4 @@
-"""`pippin infill`: fill the gaps of a text with a masked diffusion model, and show how."""
+"""`pippin infill`: fill the gaps of a text with a masked diffusion model."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _GAP = "░"
 
 @with_options
 def infill(
-    path: Annotated[Path, typer.Argument(help="A folder that `pippin train diffusion` wrote.")],
+    path: Annotated[Path, typer.Argument(help="Folder that `pippin train diffusion` saved.")],
     text: Annotated[
-        str | None, typer.Argument(help="The text; [[12]] is a gap of twelve tokens. Without it, what is piped in.")
+        str | None, typer.Argument(help="The text, where [[12]] is a gap of twelve tokens; by default, standard input.")
     ] = None,
     steps: Annotated[int, typer.Option(help="Most denoising steps; more are slower and better.")] = 64,
-    order: Annotated[str, typer.Option(help="confidence (the most confident tokens first) or random.")] = "confidence",
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
+    order: Annotated[str, typer.Option(help="confidence (most confident tokens first) or random.")] = "confidence",
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 0.0,
     top_p: TopP = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
     device: Device = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object: the text, what fills the gaps, each step.")
+        bool, typer.Option("--json", help="Print one JSON object: the text, the filled gaps and every step.")
     ] = False,
 ) -> None:
     """Fill the gaps of a text.
@@ -46,44 +46,44 @@ def infill(
     from pippin.core.errors import InvalidInput
     from pippin.language import MaskedDiffusionLM, UnmaskingOptions
 
-    how = UnmaskingOptions(steps, cast(Any, order), temperature, top_p)
+    options = UnmaskingOptions(steps, cast(Any, order), temperature, top_p)
     given = inputs.read_stdin() if text is None else check_text(text, "the text")
     if given is None:
-        raise InvalidInput('there is no text; write it as in: pippin infill FOLDER "The cat[[4]] on the mat."')
+        raise InvalidInput('no text was given; for example: pippin infill FOLDER "The cat[[4]] on the mat."')
     lm = MaskedDiffusionLM.load(path, device=device)
     ids, masked = lm.parse_gaps(given)
-    start, made = time.perf_counter(), list["UnmaskingStep"]()
-    filling = lm.steps(ids, masked, how, seed=seed)
+    start, taken = time.perf_counter(), list["UnmaskingStep"]()
+    filling = lm.steps(ids, masked, options, seed=seed)
     if as_json or not terminal.watched(sys.stdout):
-        made += filling
+        taken += filling
     else:
         from rich.live import Live
 
         with Live(refresh_per_second=12, transient=True) as live:
             for step in filling:
-                made.append(step)
+                taken.append(step)
                 live.update(_shown(lm, step))
-    seconds, filled = time.perf_counter() - start, made[-1].ids[0]
-    whole = lm.tokenizer.decode(filled.tolist())
+    seconds, filled = time.perf_counter() - start, taken[-1].ids[0]
+    completed = lm.tokenizer.decode(filled.tolist())
     if not as_json:
-        terminal.write(whole + "\n")
+        terminal.write(completed + "\n")
         if terminal.watched(sys.stderr):
-            terminal.note(f"{int(masked.sum())} tokens in {len(made)} passes, {seconds:.2f} s")
+            terminal.note(f"{int(masked.sum())} tokens in {len(taken)} passes, {seconds:.2f} s")
         return
     gaps = [lm.tokenizer.decode(filled[gap].tolist()) for gap in _runs(masked[0].tolist())]
-    states = [{"step": step.step, "text": _shown(lm, step).plain} for step in made]
-    facts = {"text": whole, "gaps": gaps, "masked": int(masked.sum()), "passes": len(made), "seconds": seconds}
-    terminal.write(terminal.to_json(facts | {"steps": states}) + "\n")
+    states = [{"step": step.step, "text": _shown(lm, step).plain} for step in taken]
+    record = {"text": completed, "gaps": gaps, "masked": int(masked.sum()), "passes": len(taken), "seconds": seconds}
+    terminal.write(terminal.to_json(record | {"steps": states}) + "\n")
 
 
 def _runs(masked: list[bool]) -> list[slice]:
-    """The gaps, each as a slice of the tokens."""
+    """Slices of the masked runs of tokens."""
     edges = [i for i in range(len(masked) + 1) if [*masked, False][i] != [False, *masked][i]]
     return [slice(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True)]
 
 
 def _shown(lm: MaskedDiffusionLM, step: UnmaskingStep) -> Text:
-    """The text after a step: what was fixed just now stands out, and a masked token is a shade."""
+    """The text after a step, with new tokens highlighted and masked tokens shaded."""
     from rich.text import Text
 
     shown = Text()

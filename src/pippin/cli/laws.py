@@ -1,4 +1,4 @@
-"""`pippin laws`: fit a scaling law to a table of runs; ask it what a run would come to, or what a budget should buy."""
+"""`pippin laws`: fit scaling laws to training runs, predict losses, and find the optimal size for a budget."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from pippin.core.errors import InvalidArgument, PippinWarning
 from pippin.recipes import laws as recipe
 from pippin.recipes.laws import number
 
-app = typer.Typer(no_args_is_help=True, help="Fit scaling laws and laws of forgetting to runs of yours.")
+app = typer.Typer(no_args_is_help=True, help="Fit scaling laws and laws of forgetting to training runs.")
 
-File = Annotated[Path, typer.Argument(metavar="LAW", help="A law that `pippin laws fit --out LAW` saved.")]
-Size = Annotated[str, typer.Option("--parameters", "-N", metavar="N", help="Of the model: 135M, 1.7B, 2e9.")]
-Tokens = Annotated[str, typer.Option("--tokens", "-D", metavar="D", help="It is trained on: 300K, 20B.")]
+File = Annotated[Path, typer.Argument(metavar="LAW", help="Law that `pippin laws fit --out LAW` saved.")]
+Size = Annotated[str, typer.Option("--parameters", "-N", metavar="N", help="Model parameters, such as 135M or 2e9.")]
+Tokens = Annotated[str, typer.Option("--tokens", "-D", metavar="D", help="Training tokens, such as 300K or 20B.")]
 
 
 @app.command()
@@ -42,7 +42,7 @@ def fit(config: recipe.Config, as_json: AsJson = False) -> None:
         terminal.write(terminal.to_json(finite(found.summary() | out)) + "\n")
         return
     _table(found)
-    for path, done in ((config.out, "saved in"), (config.plot, "drawn in")):
+    for path, done in ((config.out, "saved in"), (config.plot, "plotted to")):
         if path is not None:
             terminal.note(f"{done} {path}")
 
@@ -52,15 +52,15 @@ def predict(
     law: File,
     parameters: Size,
     tokens: Tokens,
-    share: Annotated[float, typer.Option(help="Of pretraining data, for laws of fine-tuning.")] = 0.0,
+    share: Annotated[float, typer.Option(help="Share of pretraining data, for laws of fine-tuning.")] = 0.0,
     before: Annotated[
         float | None,
         typer.Option(metavar="LOSS", help="Forgetting: the model's loss on pretraining data before fine-tuning."),
     ] = None,
-    sparsity: Annotated[float | None, typer.Option(help="For sparse laws.")] = None,
+    sparsity: Annotated[float | None, typer.Option(help="Sparsity of the model, for sparse laws.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Predict the loss of a run, or how much it forgets.
+    """Predict the loss of a run, or its forgetting.
 
     pippin laws predict law.json --parameters 1.7B --tokens 40B
     """
@@ -69,34 +69,34 @@ def predict(
     from pippin.train.laws.scaling import ScalingLaw
 
     found, N, D = load_law(law), number(parameters), number(tokens)
-    made: dict[str, Any] = {"form": found.form, "N": N, "D": D}
+    result: dict[str, Any] = {"form": found.form, "N": N, "D": D}
     if isinstance(found, ForgettingLaw):
-        made["forgetting"] = float(found.forgetting(N, D, share))
-        made["interval"] = found.band(N, D, share).tolist()
+        result["forgetting"] = float(found.forgetting(N, D, share))
+        result["interval"] = found.band(N, D, share).tolist()
         if before is not None:
-            made["loss"] = float(found.predict(N, D, share, before))
+            result["loss"] = float(found.predict(N, D, share, before))
     elif isinstance(found, FinetuningLaw):
-        made |= {"loss": float(found.predict(N, D, share)), "interval": found.band(N, D, share).tolist()}
+        result |= {"loss": float(found.predict(N, D, share)), "interval": found.band(N, D, share).tolist()}
     elif isinstance(found, ScalingLaw):
-        made["loss"] = float(found.predict(N, D, sparsity=sparsity))
-        made["interval"] = found.band(N, D, sparsity=sparsity).tolist()
-    _tell(made, as_json=as_json)
+        result["loss"] = float(found.predict(N, D, sparsity=sparsity))
+        result["interval"] = found.band(N, D, sparsity=sparsity).tolist()
+    _print_result(result, as_json=as_json)
 
 
 @app.command()
 def optimal(
     law: File,
-    compute: Annotated[str, typer.Option("--compute", "-C", metavar="FLOPS", help="The budget: 1e21.")],
+    compute: Annotated[str, typer.Option("--compute", "-C", metavar="FLOPS", help="Compute budget, such as 1e21.")],
     encoder: Annotated[
         str | None,
-        typer.Option(metavar="N", help="Parameters of a vision encoder beside the decoder, of those that are counted."),
+        typer.Option(metavar="N", help="Parameters of the vision encoder, out of the model parameters."),
     ] = None,
     encoder_share: Annotated[
         float, typer.Option(min=0, max=1, help="Share of the tokens that go through the encoder.")
     ] = 0.544,
     as_json: AsJson = False,
 ) -> None:
-    """The size and data that a budget of compute should buy; 6 N D without an encoder.
+    """Compute-optimal model size and training tokens; compute is 6 N D without an encoder.
 
     pippin laws optimal law.json --compute 1e21
     """
@@ -108,13 +108,13 @@ def optimal(
 
     found = load_law(law)
     if not isinstance(found, ScalingLaw):
-        raise InvalidArgument(f"{law} is a {found.form} law; the optimum is that of a chinchilla law")
-    beside = None if encoder is None else number(encoder)
-    flops = None if beside is None else late_fusion_flops(lambda N: np.minimum(beside, 0.9 * N), encoder_share)
-    with _said() as said:
+        raise InvalidArgument(f"{law} is a {found.form} law; only chinchilla laws have an optimal size")
+    fixed = None if encoder is None else number(encoder)
+    flops = None if fixed is None else late_fusion_flops(lambda N: np.minimum(fixed, 0.9 * N), encoder_share)
+    with _collected_warnings() as messages:
         best = found.optimal(number(compute), flops)
-    made = {"compute": best.compute, "N": best.N, "D": best.D, "loss": best.loss, "intervals": dict(best.intervals)}
-    _tell(made | {"tokens_per_parameter": best.D / best.N, "warnings": said}, as_json=as_json)
+    result = {"compute": best.compute, "N": best.N, "D": best.D, "loss": best.loss, "intervals": dict(best.intervals)}
+    _print_result(result | {"tokens_per_parameter": best.D / best.N, "warnings": messages}, as_json=as_json)
 
 
 @app.command("required-share")
@@ -123,11 +123,11 @@ def required_share(
     parameters: Size,
     tokens: Tokens,
     max_forgetting: Annotated[
-        float, typer.Option(metavar="NATS", help="By how much the loss on pretraining data may rise.")
+        float, typer.Option(metavar="NATS", help="Largest increase of the loss on pretraining data.")
     ],
     as_json: AsJson = False,
 ) -> None:
-    """The share of pretraining data that keeps forgetting within a tolerance; for `pippin train … --inject`.
+    """Smallest share of pretraining data that limits forgetting; for `pippin train … --inject`.
 
     pippin laws required-share forgetting.json --parameters 135M --tokens 2M --max-forgetting 0.05
     """
@@ -136,22 +136,22 @@ def required_share(
 
     found = load_law(law)
     if not isinstance(found, ForgettingLaw):
-        raise InvalidArgument(f"{law} is a {found.form} law; the required share is that of a forgetting law")
-    with _said() as said:
+        raise InvalidArgument(f"{law} is a {found.form} law; only forgetting laws have a required share")
+    with _collected_warnings() as messages:
         given = found.required_share(number(parameters), number(tokens), max_forgetting)
-    made = {"share": given.share, "interval": list(given.interval), "reached": given.reached, "warnings": said}
-    _tell(made, as_json=as_json)
+    result = {"share": given.share, "interval": list(given.interval), "reached": given.reached, "warnings": messages}
+    _print_result(result, as_json=as_json)
 
 
 @contextmanager
-def _said() -> Iterator[list[str]]:
-    """Collect what is warned about, and say it in a line each."""
-    said: list[str] = []
+def _collected_warnings() -> Iterator[list[str]]:
+    """Collect warnings as strings, and print one line for each."""
+    messages: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", PippinWarning)
-        yield said
+        yield messages
     for warning in caught:
-        said.append(str(warning.message))
+        messages.append(str(warning.message))
         terminal.note(f"warning: {warning.message}")
 
 
@@ -161,7 +161,7 @@ def _table(found: recipe.LawFit) -> None:
 
     law = found.law
     table = Table(title=f"{law.form} law, {len(law.runs['N'])} runs", title_justify="left")
-    for heading in ("coefficient", "value", "sd", "95 % of the resamples"):
+    for heading in ("coefficient", "value", "sd", "95 % interval"):
         table.add_column(heading, justify="left" if heading == "coefficient" else "right")
     for name, value in law.coefficients.items():
         low, high = law.intervals[name]
@@ -179,21 +179,19 @@ def _table(found: recipe.LawFit) -> None:
     lines = [f"R2 of the loss {law.r2:.4f}, mean absolute error {100 * law.mae:.2f} %"]
     forgotten = getattr(law, "r2_forgetting", None)
     if forgotten is not None:
-        lines.append(f"R2 of the forgetting alone {forgotten:.4f}")
+        lines.append(f"R2 of the forgetting {forgotten:.4f}")
     held = found.held_out
     if held is not None:
         error = 100 * held["mean_absolute_error"]
-        lines.append(
-            f"fitted without N = {held['N']:.4g}, it is predicted within {error:.2f} % ({held['runs']:.0f} runs)"
-        )
+        lines.append(f"held out N = {held['N']:.4g}: predicted within {error:.2f} % ({held['runs']:.0f} runs)")
     terminal.write("\n".join(lines) + "\n")
 
 
-def _tell(made: dict[str, Any], *, as_json: bool) -> None:
+def _print_result(result: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
-        terminal.write(terminal.to_json(finite(made)) + "\n")
+        terminal.write(terminal.to_json(finite(result)) + "\n")
         return
-    for name, value in made.items():
+    for name, value in result.items():
         if name == "intervals":
             for which, (low, high) in value.items():
                 terminal.write(f"{which}, 95 %: {low:.5g} – {high:.5g}\n")

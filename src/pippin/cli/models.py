@@ -1,4 +1,4 @@
-"""`pippin models`: what the catalog offers and what is here."""
+"""`pippin models`: the catalog, and what is installed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pippin.cli.common import terminal
 def models(
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
 ) -> None:
-    """List the catalog, and what of it is installed."""
+    """List the models and datasets of the catalog, and which are installed."""
     rows = _rows()
     if as_json:
         terminal.write(terminal.to_json(rows) + "\n")

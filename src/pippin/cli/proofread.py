@@ -1,8 +1,8 @@
-"""`pippin proofread`: the corrections of a text, shown as a diff, or made.
+"""`pippin proofread`: corrections of a text, shown as a diff or applied.
 
 Notable here:
-- `--write` changes the file in one step: there is never half a file, and line ends and encoding stay as they are
-- every edit is shown with its place, its kind and its reason; nothing is changed without `--write`
+- `--write` replaces the file atomically, and keeps its line ends and encoding
+- every edit is shown with position, kind and reason; nothing is changed without `--write`
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 def proofread(
     file: documents.File = None,
     write: Annotated[
-        bool, typer.Option("--write", help="Make the corrections in the file; text piped in is printed.")
+        bool, typer.Option("--write", help="Apply the corrections to the file; piped text is printed corrected.")
     ] = False,
     method: Annotated[
         Literal["auto", "choose", "write"],
-        typer.Option(help="choose among proposals (English), write with the model, or auto."),
+        typer.Option(help="choose among rule-based proposals (English), write a correction with the model, or auto."),
     ] = "auto",
     as_json: documents.Json = False,
     model: options.Model = DEFAULT_MODEL,
@@ -42,10 +42,10 @@ def proofread(
 ) -> None:
     """Correct spelling, grammar and punctuation.
 
-    Code, quotes, links and e-mail addresses are left alone.
+    Code, quotes, links and e-mail addresses are not changed.
     """
     name, text = documents.read(file)
-    path = file if file is not None and file.is_file() else None  # a pipe can be read once, and not be written
+    path = file if file is not None and file.is_file() else None  # a pipe cannot be reread or written
     if path is not None:
         data = path.read_bytes()
         encoding = detect_encoding(data, name)
@@ -68,10 +68,10 @@ def proofread(
 
 
 def _save(path: Path, text: str, encoding: str) -> None:
-    """Write a file in the encoding that it had.
+    """Write a file in its original encoding.
 
     Raises:
-        InvalidInput: a correction has a character that the encoding lacks; the file is as it was.
+        InvalidInput: a correction has a character that the encoding lacks; the file is unchanged.
     """
     from pippin.core.files import atomic_write
 
@@ -79,21 +79,21 @@ def _save(path: Path, text: str, encoding: str) -> None:
         data = text.encode(encoding)
     except UnicodeEncodeError as error:
         raise InvalidInput(
-            f"{str(path)!r} is {encoding}, which has no {error.object[error.start]!r}; convert the file to UTF-8 first"
+            f"{str(path)!r} is encoded in {encoding}, which lacks {error.object[error.start]!r}; convert it to UTF-8"
         ) from None
     with documents.writing(path), atomic_write(path) as file:
         file.write(data)
 
 
 def _show(name: str, revision: Revision) -> None:
-    """Changed lines as they were and as they become, and the edits with their reasons."""
+    """Print changed lines before and after, and the edits with their reasons."""
     color = terminal.watched(sys.stdout)
     lines: dict[int, list[Edit]] = {}
     for edit in revision.edits:
         lines.setdefault(revision.original.count("\n", 0, edit.span.start), []).append(edit)
     for number, edits in lines.items():
         begin = revision.original.rfind("\n", 0, edits[0].span.start) + 1
-        begin += revision.original.startswith("\ufeff", begin)  # no editor counts the byte-order mark
+        begin += revision.original.startswith("\ufeff", begin)  # editors do not count the byte-order mark as a column
         end = revision.original.find("\n", edits[-1].span.end)
         end = len(revision.original) if end < 0 else end
         typer.echo(_line("-", revision.original, begin, end, edits, color))
@@ -107,7 +107,7 @@ def _show(name: str, revision: Revision) -> None:
 
 
 def _line(sign: str, text: str, begin: int, end: int, edits: list[Edit], color: bool) -> str:
-    """One line with its deletions or insertions."""
+    """One line with its deletions or insertions highlighted."""
     tone = "red" if sign == "-" else "green"
     parts = [sign, " "]
     at = begin

@@ -1,4 +1,4 @@
-"""`pippin pull`: fetch a model or a data set into the cache."""
+"""`pippin pull`: download a model or a dataset into the cache."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ def pull(
         str, typer.Argument(metavar="[NAME]", help="Catalog name or hub repository.", autocompletion=_complete)
     ] = catalog.DEFAULT_MODEL,
     source: Annotated[
-        Path | None, typer.Option("--from", metavar="FILE", help="Take it from this file, if its hash is right.")
+        Path | None,
+        typer.Option("--from", metavar="FILE", help="Use this file, if its hash matches, and download nothing."),
     ] = None,
 ) -> None:
-    """Fetch a model or a data set into the cache.
+    """Download a model or a dataset into the cache, and print its path.
 
-    Prints where it lies. What is there already is not fetched again.
+    What is installed is not downloaded again.
     """
     from pippin.core.store import store
 

@@ -1,8 +1,8 @@
-"""`pippin reason`: ask a latent reasoner (LaDiR), and watch its thoughts being denoised.
+"""`pippin reason`: ask a latent reasoner (LaDiR), optionally showing its thoughts.
 
 Notable here:
-- `--steps` is how long it thinks, `--samples` and `--diversity` how many different ways it tries
-- on a terminal, `--show-thoughts` reads the vectors out after every step: what is written there can still change
+- `--steps` sets the compute for each thought, `--samples` and `--diversity` the number and variety of attempts
+- on a terminal, `--show-thoughts` decodes the latent vectors after every step, while they still change
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
 @with_options
 def reason(
-    path: Annotated[Path, typer.Argument(help="A folder that `pippin train reasoner` wrote.")],
-    question: Annotated[str | None, typer.Argument(help="The question. Without it, what is piped in.")] = None,
+    path: Annotated[Path, typer.Argument(help="Folder that `pippin train reasoner` saved.")],
+    question: Annotated[str | None, typer.Argument(help="The question; by default, standard input.")] = None,
     steps: Annotated[int, typer.Option(help="Denoising steps of each block of thought.")] = 30,
-    samples: Annotated[int, typer.Option(help="Number of answers sampled.")] = 1,
+    samples: Annotated[int, typer.Option(help="Number of sampled answers.")] = 1,
     diversity: Annotated[
         float, typer.Option(help="Repulsion between samples, such as 0.3 to 0.5; needs three samples or more.")
     ] = 0.0,
     init_std: Annotated[float, typer.Option(help="Standard deviation of the initial noise.")] = 1.0,
     guidance: Annotated[float, typer.Option(help="Guidance scale; 1 for none.")] = 1.0,
     max_blocks: Annotated[
-        int | None, typer.Option(help="Most blocks of thought; the model's own limit without it.")
+        int | None, typer.Option(help="Most blocks of thought; by default, the model's limit.")
     ] = None,
     show_thoughts: Annotated[bool, typer.Option("--show-thoughts", help="Decode the thoughts and print them.")] = False,
     seed: Seed = None,
@@ -47,31 +47,31 @@ def reason(
 
     pippin reason thinker "3,8,5=6" --samples 16 --diversity 0.4
     """
-    asked = inputs.read_stdin() if question is None else question
-    if asked is None or not asked.strip():
-        raise InvalidInput('there is no question; write it as in: pippin reason FOLDER "3,8,5=6", or pipe it in')
+    prompt = inputs.read_stdin() if question is None else question
+    if prompt is None or not prompt.strip():
+        raise InvalidInput('no question was given; for example: pippin reason FOLDER "3,8,5=6", or pipe it in')
     from pippin.language.methods.ladir.model import LatentReasoner
 
     reasoner = LatentReasoner.load(path, device=device)
-    how: dict[str, Any] = {"steps": steps, "samples": samples, "diversity": diversity, "init_std": init_std}
-    how |= {"guidance": guidance, "max_blocks": max_blocks, "seed": seed}
+    options: dict[str, Any] = {"steps": steps, "samples": samples, "diversity": diversity, "init_std": init_std}
+    options |= {"guidance": guidance, "max_blocks": max_blocks, "seed": seed}
     live = show_thoughts and samples == 1 and not as_json and terminal.watched(sys.stdout)
     think = _watched if live else _think
-    answers = think(reasoner, asked.strip(), how | {"return_thoughts": show_thoughts})
+    answers = think(reasoner, prompt.strip(), options | {"return_thoughts": show_thoughts})
     if as_json:
-        terminal.write(terminal.to_json({"question": asked.strip(), "answers": list(map(_record, answers))}) + "\n")
+        terminal.write(terminal.to_json({"question": prompt.strip(), "answers": list(map(_record, answers))}) + "\n")
     else:
         _show(answers, thoughts=show_thoughts and not live)
     if not all(answer.complete for answer in answers):
-        terminal.note("a thought was ended by --max-blocks before the model chose to answer")
+        terminal.note("--max-blocks ended a chain of thoughts before the model chose to answer")
 
 
-def _think(reasoner: LatentReasoner, question: str, how: dict[str, Any]) -> list[ReasonerAnswer]:
-    return reasoner.generate([question], **how)
+def _think(reasoner: LatentReasoner, question: str, options: dict[str, Any]) -> list[ReasonerAnswer]:
+    return reasoner.generate([question], **options)
 
 
-def _watched(reasoner: LatentReasoner, question: str, how: dict[str, Any]) -> list[ReasonerAnswer]:
-    """The same, with the thought on the screen while it changes."""
+def _watched(reasoner: LatentReasoner, question: str, options: dict[str, Any]) -> list[ReasonerAnswer]:
+    """Generate, showing the thoughts while they are denoised."""
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text
@@ -84,13 +84,13 @@ def _watched(reasoner: LatentReasoner, question: str, how: dict[str, Any]) -> li
             lines.append(terminal.plain(reasoner.vae.decode(now.estimate[:1])[0]))
             live.update(Text("\n".join([*lines, f"step {now.step} of {now.steps}"]), style="dim"))
 
-        answers = reasoner.generate([question], **how, on_step=on_step)
+        answers = reasoner.generate([question], **options, on_step=on_step)
         live.update(Text("\n".join(map(terminal.plain, answers[0].thoughts)), style="dim"))
     return answers
 
 
 def _show(answers: list[ReasonerAnswer], *, thoughts: bool) -> None:
-    """Each answer once, with how many samples gave it where there are several; before it, the thoughts of the first."""
+    """Print each distinct answer with its count, after the thoughts of its first sample."""
     first: dict[str, ReasonerAnswer] = {}
     for answer in answers:
         first.setdefault(answer.text, answer)

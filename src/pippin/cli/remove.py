@@ -1,4 +1,4 @@
-"""`pippin remove`: take a model or a data set out of the cache."""
+"""`pippin remove`: delete a model or a dataset from the cache."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ def _complete(incomplete: str) -> list[str]:
 
 
 def remove(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="As `pippin models` lists it.", autocompletion=_complete)],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="A name that `pippin models` lists.", autocompletion=_complete)
+    ],
 ) -> None:
-    """Delete an installed model or data set from the cache.
-
-    `pippin pull` brings it back.
-    """
+    """Delete an installed model or dataset from the cache."""
     from pippin.core import files
     from pippin.core.store import store
 

@@ -1,8 +1,8 @@
-"""`pippin serve`: models behind OpenAI's HTTP interface, with a page, keys, limits and figures.
+"""`pippin serve`: models behind OpenAI's HTTP API, with a web page, keys, limits and metrics.
 
 Notable here:
-- what is wrong with the settings, the models or the address is told before anything is loaded
-- the one line on stdout is the address; the log goes to stderr, one line of JSON for each request
+- errors in the settings, the models or the address are raised before anything is loaded
+- stdout gets one line, the address; stderr gets the log, one line of JSON for each request
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from pippin.core.errors import InvalidArgument, MissingDependency, ModelNotFound
 from pippin.serve.settings import ServerSettings
 
 UseRay = Annotated[
-    bool, typer.Option("--ray", help="Run copies of the server on Ray Serve.", rich_help_panel="Capacity")
+    bool, typer.Option("--ray", help="Run replicas of the server on Ray Serve.", rich_help_panel="Capacity")
 ]
 Replicas = Annotated[
     str,
-    typer.Option(help="With --ray: how many; 1-4 grows and shrinks with the load.", rich_help_panel="Capacity"),
+    typer.Option(help="With --ray: number of replicas; 1-4 scales with the load.", rich_help_panel="Capacity"),
 ]
 Stdio = Annotated[
     bool,
     typer.Option(
         "--stdio",
-        help="With --mcp: speak to one client over standard input and output, open no port.",
+        help="With --mcp: serve one client over standard input and output, without a port.",
         rich_help_panel="Parts",
     ),
 ]
@@ -37,17 +37,17 @@ Stdio = Annotated[
 
 @with_options
 def serve(settings: ServerSettings, ray: UseRay = False, replicas: Replicas = "1", stdio: Stdio = False) -> None:
-    """Serve models over HTTP, as OpenAI's interface has it.
+    """Serve models over HTTP with OpenAI's API.
 
-    Ctrl-C or SIGTERM lets it finish what it answers and sends new requests away; a second one ends it at once.
+    Ctrl-C or SIGTERM finishes running requests and refuses new ones; a second one stops at once.
     """
     from pippin.core.threads import use_threads
 
     low, high = parse_replicas(replicas)
     if high != 1 and not ray:
-        raise InvalidArgument(f"--replicas is {replicas}, and only Ray runs more than one; add --ray")
+        raise InvalidArgument(f"--replicas is {replicas}, which needs --ray")
     if stdio and (ray or not settings.mcp):
-        raise InvalidArgument("--stdio is a way to offer MCP tools to one client; add --mcp, leave out --ray")
+        raise InvalidArgument("--stdio serves MCP tools to one client; use it with --mcp and without --ray")
     use_threads(settings.threads)
     _fetch(settings)
     if stdio:
@@ -61,14 +61,14 @@ def serve(settings: ServerSettings, ray: UseRay = False, replicas: Replicas = "1
 
 
 def _fetch(settings: ServerSettings) -> None:
-    """Make sure that every model is here, fetching what is not: the owner of the server may, its clients may not."""
+    """Download models that are not installed: the owner of the server may, its clients may not."""
     from pippin.core.store import reference
 
     for name, folder in settings.adapters.items():
         if not Path(folder).is_dir():
             raise ModelNotFound(f"--adapter {name}: there is no folder {folder}")
-    guesser = [] if settings.speculate in (None, "ngram", "self") else [settings.speculate]
-    for ref in (*settings.references.values(), *guesser):
+    draft = [] if settings.speculate in (None, "ngram", "self") else [settings.speculate]
+    for ref in (*settings.references.values(), *draft):
         reference.resolve(ref)
 
 
@@ -81,7 +81,7 @@ def _run(settings: ServerSettings) -> None:
     listener = uvicorn_server.listen(settings)
     try:
         app = create_app(settings)
-        listener.listen(uvicorn_server.BACKLOG)  # whoever reads the line may connect at once
+        listener.listen(uvicorn_server.BACKLOG)  # clients may connect as soon as the address is printed
         _announce(uvicorn_server.url_of(listener))
         uvicorn_server.run(app, listener, app.state.service)
     finally:
@@ -108,10 +108,10 @@ def _missing(error: ImportError) -> Exception:
 
 
 def parse_replicas(text: str) -> tuple[int, int]:
-    """Fewest and most copies.
+    """Parse the smallest and largest number of replicas.
 
     Raises:
-        InvalidArgument: not a number from 1 to 1,000, or two with the smaller first.
+        InvalidArgument: neither a number from 1 to 1,000 nor a range of them.
 
     >>> parse_replicas("2"), parse_replicas("1-4")
     ((2, 2), (1, 4))
@@ -119,5 +119,5 @@ def parse_replicas(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", text)
     low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= low <= high <= 1000:
-        raise InvalidArgument(f"--replicas must be a number, or two as in 1-4, from 1 to 1,000, got {text!r}")
+        raise InvalidArgument(f"--replicas must be a number or a range such as 1-4, from 1 to 1,000, got {text!r}")
     return low, high

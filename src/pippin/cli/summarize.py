@@ -1,4 +1,4 @@
-"""`pippin summarize`: a text in a few sentences, checked against the text."""
+"""`pippin summarize`: a summary of a text, with unsupported names and numbers reported."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def summarize(
     file: documents.File = None,
     length: Annotated[str, typer.Option(help="short, medium, long, or a number of sentences.")] = "medium",
     method: Annotated[
-        Literal["write", "select"], typer.Option(help="write the summary, or select sentences of the text.")
+        Literal["write", "select"], typer.Option(help="write a summary, or select sentences of the text.")
     ] = "write",
-    language: Annotated[str | None, typer.Option(help="Tag of the language to write in, such as de.")] = None,
+    language: Annotated[str | None, typer.Option(help="Language tag of the summary, such as de.")] = None,
     as_json: documents.Json = False,
     model: options.Model = DEFAULT_MODEL,
     device: Device = None,
@@ -32,7 +32,7 @@ def summarize(
 ) -> None:
     """Summarize a text of any length.
 
-    Numbers and names of the summary that the text does not hold are named on standard error.
+    Numbers and names of the summary that are not in the text are listed on standard error.
     """
     size: Any = int(length) if length.isdecimal() else length
     from pippin.kits.text import TextTasks
@@ -58,7 +58,7 @@ def summarize(
 def _written(
     tasks: TextTasks, text: str, length: Literal["short", "medium", "long"] | int, language: str | None
 ) -> Passage:
-    """Write a summary; a terminal sees it grow, part by part."""
+    """Write a summary, showing drafts on a terminal."""
     drafts = tasks.summarize_drafts(text, length=length, language=language)
     last: SummaryDraft | None = None
     if terminal.watched(sys.stdout):
