@@ -411,7 +411,7 @@ class Failed:
                 UnsupportedGuide,
                 f"^the grammar is too large for the engine: it took {word} of it$",
             )
-            for word in ("fuel", "limit", "too many", "too large", "too big", "complex")
+            for word in ("fuel", "limit", "too many", "too large", "too big", "complex", "symbols.len")
         ),
         ("no rule", SchemaError, "^the grammar is malformed: no rule$"),
     ],

@@ -161,7 +161,9 @@ def _compile(source: str, vocabulary: LLTokenizer) -> LLMatcher:
     matcher = with_stack(source, lambda: LLMatcher(vocabulary, source, log_level=0, limits=LIMITS))
     if matcher.is_error():
         message = regular.first_line(matcher)
-        if any(word in message for word in ("fuel", "limit", "too many", "too large", "too big", "complex")):
+        if any(
+            word in message for word in ("fuel", "limit", "too many", "too large", "too big", "complex", "symbols.len")
+        ):
             raise UnsupportedGuide(f"the grammar is too large for the engine: {message}")
         raise SchemaError(f"the grammar is malformed: {message}")
     return matcher

@@ -34,7 +34,23 @@ def can_generate(
     grammar: Grammar | None = None,
     separators: tuple[str, str] = (", ", ": "),
 ) -> bool:
-    """Whether some JSON text of a value is generated under a schema.
+    """Whether some JSON text of a value is generated under a schema; arguments and errors as `generated_text`.
+
+    >>> schema = {"type": "object", "properties": {"a": {}, "b": {}}}
+    >>> Grammar.json_schema(schema).allows('{"b": 1.0, "a": 2}'), can_generate(schema, {"b": 1.0, "a": 2})
+    (False, True)
+    """
+    return generated_text(schema, value, grammar=grammar, separators=separators) is not None
+
+
+def generated_text(
+    schema: dict[str, Any] | bool,
+    value: Any,
+    *,
+    grammar: Grammar | None = None,
+    separators: tuple[str, str] = (", ", ": "),
+) -> str | None:
+    """A JSON text of a value that is generated under a schema; None if there is none.
 
     Args:
         schema: JSON Schema.
@@ -45,14 +61,13 @@ def can_generate(
     Raises:
         InvalidInput: so many orders that the answer would take too long.
 
-    >>> schema = {"type": "object", "properties": {"a": {}, "b": {}}}
-    >>> Grammar.json_schema(schema).allows('{"b": 1.0, "a": 2}'), can_generate(schema, {"b": 1.0, "a": 2})
-    (False, True)
+    >>> generated_text({"type": "object", "properties": {"a": {}, "b": {}}}, {"b": 1.0, "a": 2})
+    '{"a": 2, "b": 1.0}'
     """
     grammar = grammar or Grammar.json_schema(schema, separators=separators)
     search = _Search(SchemaReader(schema), separators)
     found = search.after(grammar.start(_ByteTokenizer()), value, (("schema", "#"),))
-    return any(state.may_end for _, state in found)
+    return next((text for text, state in found if state.may_end), None)
 
 
 class _Search:

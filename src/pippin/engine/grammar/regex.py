@@ -390,5 +390,5 @@ def _failure(matcher: LLMatcher) -> str:
 
 
 def first_line(matcher: LLMatcher) -> str:
-    """The engine's error message, without the dump of its state."""
-    return matcher.get_error().split("<state>")[0].removesuffix("<non-verbose/>").strip()
+    """The engine's error message, without the dump of its state or its stack."""
+    return matcher.get_error().split("<state>")[0].split("<backtrace>")[0].split("<non-verbose/>")[0].strip()
