@@ -30,8 +30,8 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 SYSTEMS = ROOT / "src" / "pippin" / "claims" / "systems.json"
 API_FOLDERS = (
-    "session", "kits", "evaluate", "shape", "language", "generate", "bayes", "train", "engine", "data", "nn", "metrics",
-    "core", "claims",
+    "session", "serve", "recipes", "kits", "evaluate", "shape", "language", "generate", "bayes", "train", "engine",
+    "data", "nn", "metrics", "core", "claims",
 )  # fmt: skip
 NOTICE = "<!-- Written by tools/generate_docs.py; edits are lost. -->"
 
