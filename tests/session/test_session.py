@@ -5,7 +5,7 @@ import gc
 import threading
 import time
 from itertools import pairwise
-from typing import Literal
+from typing import Annotated, Literal
 
 import pytest
 from pydantic import BaseModel, Field
@@ -24,6 +24,7 @@ from pippin.core.errors import (
     UnsupportedGuide,
 )
 from pippin.engine import Engine
+from pippin.engine.grammar.constraint import Grammar
 from pippin.session import (
     Answer,
     GenerationOptions,
@@ -39,7 +40,7 @@ from pippin.session import (
     ToolOutput,
     Transcript,
 )
-from pippin.session.providers.provider import Done, TextDelta
+from pippin.session.providers.provider import Done, ProviderRequest, TextDelta, ToolCallsMade
 from pippin.session.types.schema import Schema
 
 SHORT = GenerationOptions(max_tokens=12)
@@ -56,6 +57,12 @@ class Mood(BaseModel):
 def look(where: Literal["up", "down"]) -> str:
     """Look somewhere."""
     return f"nothing {where} there"
+
+
+@pippin.tool
+def count(n: Annotated[int, Field(ge=0, le=9)]) -> int:
+    """Count."""
+    return n
 
 
 def ids(response):
@@ -378,6 +385,62 @@ def test_several_calls_in_one_turn_keep_their_order_and_repeated_ones_run_once(t
     assert len({call.id for call in calls}) == len(calls)
 
 
+CALL = '<tool_call>\n{"name": "look", "arguments": {"where": "%s"}}\n</tool_call>'
+UP, DOWN, OFF = (CALL % where for where in ("up", "down", "off"))
+
+
+def written(monkeypatch, *answers):
+    """The model writes these texts, one in each round, as far as the budget goes: every byte is a token."""
+    from pippin.session.providers import local
+
+    left = [Grammar.choice([text]) for text in answers]
+    monkeypatch.setattr(local, "grammar", lambda *a, **k: left.pop(0))
+
+
+@pytest.mark.parametrize("within", ["\n</tool", "\n</tool_call>\n<tool_call>\n{", f"\n</tool_call>\n{DOWN[:-20]}"])
+def test_calls_that_were_whole_when_the_budget_ended_are_run(tiny, monkeypatch, within):
+    whole = UP.removesuffix("\n</tool_call>")
+    written(monkeypatch, f"{UP}\n{DOWN}", "done")
+    options = GenerationOptions(max_tokens=len(whole + within))
+    response = Session(tiny, tools=[look]).respond("What is there?", options=options)
+    _, calls, output, _ = response.transcript_entries
+    assert [call.arguments for call in calls.calls] == [{"where": "up"}]
+    assert calls.partial == (within.removeprefix("\n</tool_call>\n") if "<tool_call>" in within else "")
+    assert (output.text, response.content) == ("nothing up there", "done")
+
+
+def test_a_call_that_was_cut_alone_is_an_error_with_its_text(tiny, monkeypatch):
+    written(monkeypatch, f"Well. {UP}")
+    with pytest.raises(AnswerTruncated, match="a tool call was not complete after 40 tokens") as caught:
+        Session(tiny, tools=[look]).respond("What is there?", options=GenerationOptions(max_tokens=40))
+    assert caught.value.partial == UP[: 40 - len("Well. ")]
+
+
+def test_a_call_that_is_written_again_ends_the_round_and_runs_once(tiny, monkeypatch):
+    written(monkeypatch, "\n".join([UP, DOWN, UP, OFF]), "done")
+    response = Session(tiny, tools=[look]).respond("What is there?", options=GenerationOptions(max_tokens=400))
+    assert [call.arguments["where"] for call in response.transcript_entries[1].calls] == ["up", "down"]
+    assert (response.content, response.finish_reason) == ("done", "stop")
+    written_tokens = len(UP) + len(DOWN) + len(UP) + 2 - len("\n</tool_call>") + len("done")
+    assert response.usage.output_tokens == written_tokens, "nothing is counted after the repetition"
+
+
+def test_calls_of_one_round_are_limited(tiny):
+    for options, most in (({}, 8), ({"max_tool_calls": 2}, 2), ({"parallel_tool_calls": False}, 1)):
+        counts = []
+        for seed in range(4):
+            chosen = GenerationOptions(tool_calling="required", temperature=5.0, seed=seed, max_tokens=900, **options)
+            events = Session(tiny, tools=[count]).provider.stream(
+                ProviderRequest(Transcript(entries=(Prompt("Count"),)), (count,), options=chosen)
+            )
+            counts += [len(event.calls) for event in events if isinstance(event, ToolCallsMade)]
+        assert max(counts) == min(most, max(counts)), "no more than the limit"
+        assert most > 2 or max(counts) == most, "a hot model calls as often as it may"
+    for wrong in (0, 65):
+        with pytest.raises(InvalidArgument, match="max_tool_calls"):
+            GenerationOptions(max_tool_calls=wrong)
+
+
 @pytest.mark.parametrize(
     ("decision", "text"),
     [
@@ -432,10 +495,10 @@ def test_a_replacement_must_fit_the_signature(tiny):
 
 def test_rounds_are_bounded(tiny, monkeypatch):
     session = Session(tiny, tools=[look], max_tool_rounds=3)
-    from pippin.session import chat_format
+    from pippin.session.providers import local
 
-    original = chat_format.grammar
-    monkeypatch.setattr(chat_format, "grammar", lambda *a, **k: original(*a, **(k | {"required": True})))
+    original = local.grammar
+    monkeypatch.setattr(local, "grammar", lambda *a, **k: original(*a, **(k | {"required": True})))
     with pytest.raises(TooManyToolRounds, match="called tools in 3 rounds and again"):
         session.respond("What is there?", options=ONE_CALL)
     assert len(session.transcript) == 0

@@ -91,6 +91,7 @@ class OutputProcessor:
         if request.grammar is not None:
             self.constraint = request.grammar.start(model.tokenizer)
         self.text = Detokenizer(self.options.stop)
+        self._spell = model.tokenizer.token_bytes if request.skip_special_tokens else model.tokenizer.spelled_bytes
         self.sampler = Sampler(self.options, request.prompt, model.config.vocab_size)
         self.finish_reason: FinishReason | None = None
         self.num_tokens = self.num_cached_tokens = self.drafted = self.accepted = 0
@@ -196,7 +197,7 @@ class OutputProcessor:
         return tokens
 
     def _token(self, id: int, logprobs: Float[Tensor, vocab] | None) -> Token:
-        text = self.text.push(self.model.tokenizer.token_bytes(id))
+        text = self.text.push(self._spell(id))
         if logprobs is None:
             return Token(id, text)
         best, ids = logprobs.topk(self.options.logprobs or 0)

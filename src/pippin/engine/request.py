@@ -70,6 +70,7 @@ class Request:
         owner: owner of the request; cached blocks are shared only among requests of one owner.
         priority: -10 to 10; higher ones are admitted first and preempted last.
         speculation: speculative decoding; None for one token at a time.
+        skip_special_tokens: leave control tokens out of the text; False spells them, for formats that consist of them.
     """
 
     prompt: Sequence[int]
@@ -80,3 +81,4 @@ class Request:
     owner: str = ""
     priority: Annotated[int, Ge(-10), Le(10)] = 0
     speculation: Speculation | None = None
+    skip_special_tokens: bool = True

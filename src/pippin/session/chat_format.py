@@ -1,8 +1,8 @@
-"""Encoding of transcripts as tokens, and the grammar of the model's output.
+"""Encoding of transcripts as tokens.
 
 Notable here:
 - a model whose chat template supports tools gets them through the template; any other reads them in its instructions
-- tool calls are always written the same way, as JSON between <tool_call> and </tool_call>
+- calls and outputs go through the template where it shows them, and are text in the dialect of the model elsewhere
 - a base model without a template reads the plain text of the conversation
 - reasoning of earlier turns is not shown to the model again, as the authors of such models recommend
 """
@@ -10,42 +10,32 @@ Notable here:
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pippin.core.errors import UnsupportedCapability
-from pippin.engine.grammar.constraint import Grammar
-from pippin.engine.grammar.lark import compose
+from pippin.data.text.chat_template import CallForm
 from pippin.language.language_model import LanguageModel
+from pippin.session.tool_dialects.dialect import HERMES, ToolDialect, detect, writes
 from pippin.session.tools import ToolDefinition
 from pippin.session.transcript import (
     Answer,
     Instructions,
     Prompt,
     Reasoning,
-    ToolCall,
     ToolCalls,
     ToolOutput,
     Transcript,
 )
-from pippin.session.types.schema import Schema
-
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
-CALL = re.compile(rf"{OPEN}\n(.*?)\n{CLOSE}", re.DOTALL)
 
 # Start and end of a model's reasoning.
 THINK, ANSWER = "<think>", "</think>"
-
-MOST_CALLS = 8  # in one turn; a model that repeats itself would otherwise never stop
 
 TOOL_TEXT = """You can call these tools:
 {tools}
 
 To call a tool, write its name and its arguments as JSON:
-{open}
-{{"name": "tool name", "arguments": {{"argument": "value"}}}}
-{close}
+{example}
 You will then read what the tool returned, and answer with it."""
 
 
@@ -80,13 +70,18 @@ def encode(
         text = "\n\n".join([*said, *([hint] if hint else []), ""])
         bos = [model.tokenizer.bos_id] if model.tokenizer.add_bos and model.tokenizer.bos_id is not None else []
         return bos + model.tokenizer.encode(text)
-    native = bool(tools) and model.template.accepts_tool_results and OPEN in model.template.source
+    template, dialect = model.template, dialect_of(model)
+    native = writes(template, dialect)
     definitions = [tool.definition() for tool in tools]
-    turns = _messages(transcript, "" if native or not tools else _tool_text(definitions), hint, native)
-    if turns and turns[0]["role"] == "system" and not model.template.accepts_system:
+    described = native and template.accepts_tools
+    tool_text = "" if described or not tools else _tool_text(definitions, dialect)
+    if native and template.call_form is not None and not template.accepts_parallel_calls:
+        transcript = Transcript(entries=tuple(_one_by_one(list(transcript))))
+    turns = _messages(transcript, tool_text, hint, dialect, template.call_form if native else None)
+    if turns and turns[0]["role"] == "system" and not template.accepts_system:
         system = turns.pop(0)["content"]
         turns[0] = turns[0] | {"content": f"{system}\n\n{turns[0]['content']}"}
-    ids = model.template.encode(turns, tools=definitions if native else None, enable_thinking=thinking)
+    ids = template.encode(turns, tools=definitions if described and tools else None, enable_thinking=thinking)
     if thinking and not model.tokenizer.decode(ids[-8:]).rstrip().endswith(THINK):
         ids += model.tokenizer.encode(f"{THINK}\n")
     return ids
@@ -97,18 +92,26 @@ def can_think(model: LanguageModel) -> bool:
     return model.template is not None and ANSWER in model.template.source
 
 
-def _tool_text(definitions: list[dict[str, Any]]) -> str:
+def dialect_of(model: LanguageModel) -> ToolDialect:
+    """The dialect in which a model writes calls of tools."""
+    return HERMES if model.template is None else detect(model.template)
+
+
+def _tool_text(definitions: list[dict[str, Any]], dialect: ToolDialect) -> str:
     lines = "\n".join(json.dumps(definition["function"], ensure_ascii=False) for definition in definitions)
-    return TOOL_TEXT.format(tools=lines, open=OPEN, close=CLOSE)
+    return TOOL_TEXT.format(tools=lines, example=dialect.write([("tool name", {"argument": "value"})]))
 
 
-def _messages(transcript: Transcript, tool_text: str, hint: str, native: bool) -> list[dict[str, Any]]:
-    """Chat messages; with ``native`` false, tool calls and outputs are written as text."""
+def _messages(
+    transcript: Transcript, tool_text: str, hint: str, dialect: ToolDialect, form: CallForm | None
+) -> list[dict[str, Any]]:
+    """Chat messages; without ``form``, calls and outputs of tools are written as text."""
     entries = list(transcript)
     last_prompt = max((i for i, entry in enumerate(entries) if isinstance(entry, Prompt)), default=-1)
     said = [entry.text for entry in entries if isinstance(entry, Instructions)]
     system = "\n\n".join(text for text in (*said, tool_text) if text)
     turns: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    numbers: dict[str, str] = {}  # templates of Mistral refuse ids of another length
     for index, entry in enumerate(entries):
         if isinstance(entry, Prompt):
             text = f"{entry.text}\n\n{hint}" if hint and index == last_prompt else entry.text
@@ -116,82 +119,34 @@ def _messages(transcript: Transcript, tool_text: str, hint: str, native: bool) -
         elif isinstance(entry, Answer):
             turns.append({"role": "assistant", "content": entry.text})
         elif isinstance(entry, ToolCalls):
-            turns.append(_calls_message(entry, native))
+            called = [(call.name, call.arguments) for call in entry.calls]
+            if form is None:
+                content = "\n".join(part for part in (entry.text, dialect.write(called)) if part)
+                turns.append({"role": "assistant", "content": content})
+                continue
+            for call in entry.calls:
+                numbers[call.id] = f"{len(numbers):09d}"
+            ids = [numbers[call.id] for call in entry.calls]
+            turns.append(form.message(entry.text, [(id, *call) for id, call in zip(ids, called, strict=True)]))
         elif isinstance(entry, ToolOutput):
-            if native:
-                turns.append({"role": "tool", "name": entry.name, "tool_call_id": entry.call_id, "content": entry.text})
+            if form is None:
+                turns.append({"role": "user", "content": dialect.output.format(output=entry.text)})
             else:
-                turns.append({"role": "user", "content": f"<tool_response>\n{entry.text}\n</tool_response>"})
+                number = numbers.get(entry.call_id, entry.call_id)
+                turns.append({"role": "tool", "name": entry.name, "tool_call_id": number, "content": entry.text})
     return turns
 
 
-def _calls_message(entry: ToolCalls, native: bool) -> dict[str, Any]:
-    if native:
-        calls = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in entry.calls
-        ]
-        return {"role": "assistant", "content": entry.text, "tool_calls": calls}
-    written = (
-        f"{OPEN}\n{json.dumps({'name': call.name, 'arguments': call.arguments}, ensure_ascii=False)}\n{CLOSE}"
-        for call in entry.calls
-    )
-    return {"role": "assistant", "content": "\n".join(part for part in (entry.text, *written) if part)}
-
-
-def grammar(
-    schema: Schema[Any] | None, tools: Iterable[ToolDefinition], *, required: bool, parallel: bool
-) -> Grammar | None:
-    """The grammar of the model's output in one turn; None for no constraint.
-
-    Args:
-        schema: schema of the answer; None for free text.
-        tools: tools that it may call instead of answering (free text may precede a call).
-        required: whether it must call a tool.
-        parallel: whether it may make several calls.
-    """
-    calls = [_call_schema(tool) for tool in tools]
-    if not calls:
-        return None if schema is None else schema.grammar
-    body = Grammar.json_schema({"anyOf": calls} if len(calls) > 1 else calls[0])
-    parts = {"body": body}
-    more = f'"\\n" body "\\n{CLOSE}"'
-    if parallel:
-        more += f' ("\\n{OPEN}\\n" body "\\n{CLOSE}"){{0,{MOST_CALLS - 1}}}'
-    if required:
-        return compose(f'start: "{OPEN}" {more}', parts)
-    if schema is not None:
-        return compose(f'start: answer | "{OPEN}" {more}', {"answer": schema.grammar, **parts})
-    return compose(
-        f"start: FREE | open {more}\n"
-        rf"open[lazy]: /(.|\n)*{OPEN}/"
-        "\n"
-        rf"FREE: /(.|\n)*/ & ~/(.|\n)*{OPEN}(.|\n)*/",
-        parts,
-    )
-
-
-def _call_schema(tool: ToolDefinition) -> dict[str, Any]:
-    """The JSON Schema of one call: its name and its arguments, with definitions moved to the root."""
-    arguments = dict(tool.schema.json_schema or {})
-    definitions = arguments.pop("$defs", {})
-    call: dict[str, Any] = {
-        "type": "object",
-        "properties": {"name": {"const": tool.name}, "arguments": arguments},
-        "required": ["name", "arguments"],
-        "additionalProperties": False,
-    }
-    return call | ({"$defs": definitions} if definitions else {})
-
-
-def calls(raw: str, transcript: Transcript) -> tuple[ToolCall, ...]:
-    """The calls in output under `grammar`, with ids that continue those of the transcript.
-
-    A call that is written twice is one call.
-    """
-    before = sum(len(entry.calls) for entry in transcript if isinstance(entry, ToolCalls))
-    written = (json.loads(text) for text in dict.fromkeys(CALL.findall(raw)))
-    return tuple(
-        ToolCall(id=f"call_{before + index}", name=call["name"], arguments=call["arguments"])
-        for index, call in enumerate(written)
-    )
+def _one_by_one(entries: list[Any]) -> Iterator[Any]:
+    """The conversation with one call at a time, each before its output."""
+    outputs = {entry.call_id: entry for entry in entries if isinstance(entry, ToolOutput)}
+    moved: set[str] = set()
+    for entry in entries:
+        if isinstance(entry, ToolCalls) and len(entry.calls) > 1:
+            for at, call in enumerate(entry.calls):
+                yield ToolCalls(calls=(call,), text="" if at else entry.text)
+                if call.id in outputs:
+                    moved.add(call.id)
+                    yield outputs[call.id]
+        elif not (isinstance(entry, ToolOutput) and entry.call_id in moved):
+            yield entry

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Le
 
 from pippin.core.checks import PositiveFloat, PositiveInt, checked
 from pippin.engine.options import SamplingOptions
@@ -14,6 +16,9 @@ ReasoningLevel = Literal["off", "light", "moderate", "deep"]
 # Reasoning budgets in tokens.
 BUDGETS = {"off": 0, "light": 256, "moderate": 1024, "deep": 4096}
 
+# Calls in one answer: each makes the grammar larger.
+MOST_CALLS = 64
+
 
 @checked
 @dataclass(frozen=True)
@@ -22,7 +27,8 @@ class GenerationOptions(SamplingOptions):
 
     Args:
         tool_calling: whether the model may, must (before it answers) or must not call tools.
-        parallel_tool_calls: whether the model may make several calls at once, at most 8.
+        parallel_tool_calls: whether the model may make several calls at once.
+        max_tool_calls: how many calls it may make at once, 1 to 64.
         include_schema_in_prompt: whether the prompt includes a typed answer's schema. The grammar enforces it either
             way; without it the prompt is shorter and the model sees only what the prompt itself says.
         reasoning: budget for reasoning before the answer: "off", "light" (256 tokens), "moderate" (1,024), "deep"
@@ -39,6 +45,7 @@ class GenerationOptions(SamplingOptions):
 
     tool_calling: ToolCalling = "allowed"
     parallel_tool_calls: bool = True
+    max_tool_calls: Annotated[int, Ge(1), Le(MOST_CALLS)] = 8
     include_schema_in_prompt: bool = True
     reasoning: ReasoningLevel | PositiveInt = "off"
     timeout: PositiveFloat | None = None

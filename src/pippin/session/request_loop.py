@@ -4,6 +4,7 @@ Notable here:
 - everything that can be checked is checked before the first token: prompt, capabilities, constraints, context
 - what is streamed has passed the guardrails; what is stored has passed the hooks
 - tool calls are approved in their order and run in parallel; their outputs keep that order
+- calls that were whole when max_tokens cut the answer are run; without any, the request ends with `AnswerTruncated`
 """
 
 from __future__ import annotations
@@ -177,7 +178,8 @@ class RequestLoop:
                     f"the model called tools in {round} rounds and again ({output.calls[0].name}); raise "
                     "max_tool_rounds, give it less to do in one prompt, or set tool_calling to 'disallowed'"
                 )
-            self.entries.append(ToolCalls(calls=output.calls, text=self._text_before_calls(output)))
+            partial = "" if output.done is None else output.done.partial_call
+            self.entries.append(ToolCalls(calls=output.calls, text=self._text_before_calls(output), partial=partial))
             self.output = _RoundOutput()
             self.entries += self._call(output.calls)
             events = self.ask(round + 1)
@@ -224,6 +226,7 @@ class RequestLoop:
             output.signature = event.signature or output.signature
         elif isinstance(event, ToolCallsMade):
             output.calls += self._numbered(event.calls)
+            output.calls = output.calls[: self._max_calls]
             if self.session.guardrails is not None:
                 for call in event.calls:
                     self.session.guardrails.enforce_value(call.arguments, role="output")
@@ -231,6 +234,12 @@ class RequestLoop:
             output.refusal = event.explanation
         elif isinstance(event, Done):
             output.done = event
+
+    @property
+    def _max_calls(self) -> int:
+        """How many calls of one round are run; a model that is not constrained may write more."""
+        options = self.settings.options
+        return options.max_tool_calls if options.parallel_tool_calls else 1
 
     def _numbered(self, calls: tuple[ToolCall, ...]) -> tuple[ToolCall, ...]:
         """The calls with ids that no other call of the conversation has, not even one the model did not read."""
@@ -277,7 +286,7 @@ class RequestLoop:
         if done.finish_reason == "cancelled":
             raise self.stopped(done)
         typed = self.schema is not None and not output.calls
-        if done.finish_reason == "length" and (done.partial_call or typed):
+        if done.finish_reason == "length" and not output.calls and (done.partial_call or typed):
             what = "a tool call" if done.partial_call else "the typed answer"
             raise AnswerTruncated(
                 f"{what} was not complete after {done.usage.output_tokens} tokens; raise max_tokens or ask for less",

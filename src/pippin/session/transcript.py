@@ -172,11 +172,15 @@ class ToolCall(_Frozen):
 
 
 class ToolCalls(_Frozen):
-    """The tool calls of one round, with the model's text before them."""
+    """The tool calls of one round, with the model's text before them.
+
+    ``partial`` is a further call, as far as it was written when ``max_tokens`` cut it; it was not run.
+    """
 
     kind: Literal["tool_calls"] = "tool_calls"
     calls: tuple[ToolCall, ...]
     text: str = ""
+    partial: str = ""
 
 
 class ToolOutput(_Segmented):

@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from pippin.core.errors import CheckpointError, InvalidInput
-from pippin.data.text.chat_template import ChatTemplate
+from pippin.data.text.chat_template import CallForm, ChatTemplate
 from pippin.data.text.tokenizer import Tokenizer
 
 # Four manners of writing a chat: tool calls in tags and thinking cut out of old answers; a system message inside the
@@ -158,7 +158,7 @@ def compare(ours, theirs, messages, variables):
     except Exception as error:
         refusal = str(error)
     if refusal:
-        with pytest.raises(CheckpointError, match=re.escape(refusal)):
+        with pytest.raises((CheckpointError, InvalidInput), match=re.escape(refusal)):
             ours.encode(messages, **variables)
     else:
         assert ours.render(messages, **variables) == expected
@@ -216,7 +216,7 @@ def test_no_content_brings_a_control_token(pair, texts):
     shapes = [([user(first), assistant(spoken(second)), user(third)], {})]
     if template.accepts_system:
         shapes.append(([{"role": "system", "content": first}, user(second)], {}))
-    if template.accepts_tool_results:
+    if template.call_form is not None:
         messages = [
             user(first),
             assistant("", tool_calls=[call(**{second: third})]),
@@ -298,18 +298,28 @@ def test_first_words_are_marked_once_when_text_is_cut():
 # --- what a template can do -------------------------------------------------------------------------------------------
 
 
+OBJECTS, TEXT = CallForm(), CallForm(None, arguments_as_text=True)
+# As DeepSeek's: calls only where there is no text, and their arguments are joined to text.
+JOINED = """{% for m in messages %}{% if m.role == 'assistant' and m.content is none %}{% for c in m.tool_calls %}
+{{- '<call>' + c.function.name + '\n' + c.function.arguments }}{% endfor %}
+{%- else %}{{ m.role + m.content }}{% endif %}{% endfor %}"""
+
+
 @pytest.mark.parametrize(
-    ("name", "system", "tools", "results"),
+    ("name", "system", "tools", "calls", "parallel"),
     [
-        ("tags", True, True, True),
-        ("turns", True, False, False),
-        ("headers", True, True, True),
-        ("brackets", False, False, False),
+        ("tags", True, True, OBJECTS, True),
+        ("turns", True, False, None, False),
+        ("headers", True, True, OBJECTS, False),
+        ("brackets", False, False, None, False),
+        ("joined", True, False, TEXT, True),
     ],
 )
-def test_abilities_are_found_by_trying(byte_level_backend, name, system, tools, results):
+def test_abilities_are_found_by_trying(byte_level_backend, monkeypatch, name, system, tools, calls, parallel):
+    monkeypatch.setitem(MANNERS, "joined", (JOINED, ["<s>", "</s>"], []))
     template, _ = make(name, byte_level_backend)
-    assert (template.accepts_system, template.accepts_tools, template.accepts_tool_results) == (system, tools, results)
+    assert (template.accepts_system, template.accepts_tools) == (system, tools)
+    assert (template.call_form, template.accepts_parallel_calls) == (calls, parallel)
 
 
 def test_abilities_of_the_default_model(default_tokenizer):

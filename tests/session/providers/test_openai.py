@@ -325,9 +325,25 @@ def test_calls_that_meet_the_limit(server):
     provider = server.provider(send(sse(delta(tool_calls=[whole]), delta("length"))))
     calls, done = provider.stream(ProviderRequest(Transcript(entries=(Prompt("?"),))))
     assert (calls.calls[0].arguments, done.finish_reason) == ({"city": "Rome"}, "length")
+    answers = send(sse(delta(tool_calls=[whole, cut]), delta("length"))), send(sse(*HELLO))
+    response = Session(server.provider(*answers), tools=[weather]).respond("?")
+    assert [entry.kind for entry in response.transcript_entries] == ["prompt", "tool_calls", "tool_output", "response"]
+    assert ([call.id for call in response.transcript_entries[1].calls], response.transcript_entries[1].partial) == (
+        ["a"],
+        '{"ci',
+    )
     with pytest.raises(AnswerTruncated, match="max_tokens") as caught:
-        Session(server.provider(send(sse(delta(tool_calls=[whole, cut]), delta("length"))))).respond("?")
+        Session(server.provider(send(sse(delta(tool_calls=[cut]), delta("length"))))).respond("?")
     assert caught.value.partial == '{"ci'
+
+
+def test_more_calls_than_asked_for_are_not_run(server):
+    four = [part(at, f"id{at}", "weather", f'{{"city": "{city}"}}') for at, city in enumerate(["Rome", "Oslo"] * 2)]
+    for options, count in (({"max_tool_calls": 2}, 2), ({"parallel_tool_calls": False}, 1)):
+        provider = server.provider(send(sse(delta(tool_calls=four), delta("tool_calls"))), send(sse(*HELLO)))
+        response = Session(provider, tools=[weather]).respond("?", options=GenerationOptions(**options))
+        assert len(response.transcript_entries[1].calls) == count
+    assert "max_tool_calls" not in server.requests[0][2], "which is not OpenAI's"
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ Notable here:
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from itertools import chain
 from typing import Any
 
 from pippin.core.errors import CheckpointError, InvalidInput
-from pippin.data.text.jinja_sandbox import SandboxedTemplate
+from pippin.data.text.template_process import TemplateProcess
 from pippin.data.text.tokenizer import TextOnlyEncoder, Tokenizer
 
 Message = Mapping[str, Any]
@@ -29,11 +30,48 @@ _MARKUP = re.compile(r"[<\[{].*[>\]}]")
 _PROBE = "probe7f3a"
 
 
+@dataclass(frozen=True)
+class CallForm:
+    """How a template takes the calls of tools.
+
+    Args:
+        empty_content: the content of a message of calls without text; templates ask for "" or for None.
+        arguments_as_text: whether arguments are given as JSON text instead of as an object.
+    """
+
+    empty_content: str | None = ""
+    arguments_as_text: bool = False
+
+    def message(self, text: str, calls: Sequence[tuple[str, str, Mapping[str, Any]]]) -> dict[str, Any]:
+        """The message of an assistant that calls tools.
+
+        Args:
+            text: text before the calls.
+            calls: id, name and arguments of each.
+        """
+        functions = [
+            {"name": name, "arguments": json.dumps(values, ensure_ascii=False) if self.arguments_as_text else values}
+            for _, name, values in calls
+        ]
+        return {
+            "role": "assistant",
+            "content": text or self.empty_content,
+            "tool_calls": [
+                {"id": id, "type": "function", "function": function}
+                for (id, _, _), function in zip(calls, functions, strict=True)
+            ],
+        }
+
+
+# Templates that take an object write text in quotation marks, so that text is tried last.
+_CALL_FORMS = tuple(CallForm(empty, as_text) for as_text in (False, True) for empty in ("", None))
+
+
 class ChatTemplate:
     """Converts a conversation to the prompt format that a model was trained on."""
 
     def __init__(self, source: str, tokenizer: Tokenizer) -> None:
-        """Compile the template.
+        """Compile the template, in a process of its own, which renders it too.
 
         Args:
             source: the Jinja template of the checkpoint.
@@ -44,7 +82,7 @@ class ChatTemplate:
         """
         self.source = source
         self.tokenizer = tokenizer
-        self._template = SandboxedTemplate(source)
+        self._template = TemplateProcess(source)
         # Added tokens that are not control tokens, such as <tool_call>, act as such where the template writes them.
         mentioned = (text for text in tokenizer.markup_strings if text in source)
         self._markup = frozenset(text for text in mentioned if _MARKUP.fullmatch(text))
@@ -63,14 +101,36 @@ class ChatTemplate:
         return self._shows({"role": "user", "content": "a"}, tools=[{"type": "function", "function": function}])
 
     @cached_property
-    def accepts_tool_results(self) -> bool:
-        """Whether the result of a tool reaches the prompt, as a message with the role "tool" after the call."""
-        call = {"type": "function", "id": "abcdefghi", "function": {"name": "b", "arguments": {}}}
-        return self._shows(
-            {"role": "user", "content": "a"},
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": "abcdefghi", "name": "b", "content": _PROBE},
+    def call_form(self) -> CallForm | None:
+        """The form in which the template takes the calls of tools, and their results in messages of the role "tool".
+
+        None for a template that does not show both.
+        """
+        return next((form for form in _CALL_FORMS if self._shows_calls(form, 1)), None)
+
+    @cached_property
+    def accepts_parallel_calls(self) -> bool:
+        """Whether one message may have several calls."""
+        return self.call_form is not None and self._shows_calls(self.call_form, 2)
+
+    def _shows_calls(self, form: CallForm, count: int) -> bool:
+        """Whether names, arguments and results of this many calls reach the prompt."""
+        numbers = range(count)
+        calls = [(f"{at:09d}", f"name{at}{_PROBE}", {"x": f"value{at}{_PROBE}"}) for at in numbers]
+        shown = self._probe(
+            *map(
+                self._shaped,
+                [
+                    {"role": "user", "content": "a"},
+                    form.message("", calls),
+                    *(
+                        {"role": "tool", "tool_call_id": id, "name": name, "content": f"result{at}{_PROBE}"}
+                        for at, (id, name, _) in enumerate(calls)
+                    ),
+                ],
+            )
         )
+        return all(f"{part}{at}{_PROBE}" in shown for at in numbers for part in ("name", "value", "result"))
 
     def render(
         self,
@@ -90,8 +150,8 @@ class ChatTemplate:
             variables: other variables of the template, e.g. ``enable_thinking=False``.
 
         Raises:
-            InvalidInput: a message that is not as above.
-            CheckpointError: the template refuses these messages or fails, with its own message.
+            InvalidInput: a message that is not as above, or that the template refuses, with its own message.
+            CheckpointError: the template fails, or takes more time or memory than it may.
         """
         prompt = self._prompt(messages, tools, add_generation_prompt, variables)
         return prompt.reveal(prompt.text)
@@ -202,7 +262,7 @@ class ChatTemplate:
         fixed = {"tools": None, "documents": None, "add_generation_prompt": True, **self.tokenizer.special_tokens}
         try:
             return self._template.render({**fixed, "messages": list(messages), **variables}, 0)
-        except CheckpointError:
+        except (CheckpointError, InvalidInput):
             return ""
 
 

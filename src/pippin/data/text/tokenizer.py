@@ -40,6 +40,8 @@ _ENDS = re.compile(
     r"<\|(im_end|endoftext|end_of_text|eot_id|eom_id|eot|end|end_of_turn|END_OF_TURN_TOKEN|return|call)\|>"
     r"|<end_of_turn>|<turn\|>|<eos>|</s>|<EOT>|\[EOS\]|<｜end▁of▁sentence｜>"
 )
+# Control tokens of the Harmony format, whose answers consist of messages on several channels.
+_CHANNELS = frozenset({"<|channel|>", "<|message|>"})
 # Files often do not mark such a token as special; its form identifies it.
 _LOOKS_SPECIAL = re.compile(r"<[|｜][^\s<>]+[|｜]>")
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
@@ -78,7 +80,9 @@ class Tokenizer:
         self.control_ids: frozenset[int] = frozenset(
             index for index, token in self._added.items() if token.special or _LOOKS_SPECIAL.fullmatch(token.content)
         )
-        ends = [index for index in sorted(self.control_ids) if _ENDS.fullmatch(self._added[index].content)]
+        ends = [index for text, index in self.control_tokens.items() if _ENDS.fullmatch(text)]
+        if self.control_strings >= _CHANNELS:  # an answer is several messages, and <|end|> ends one of them
+            ends = [index for index in ends if index != self.control_tokens.get("<|end|>")]
         self.vocab_size: int = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
         self.bos_id = bos_id
         self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys([*eos_ids, *ends]))
@@ -177,9 +181,14 @@ class Tokenizer:
         return {name: self._text(index) for name, index in named.items() if index is not None}
 
     @cached_property
+    def control_tokens(self) -> dict[str, int]:
+        """The control tokens: ids by text."""
+        return {self._added[index].content: index for index in sorted(self.control_ids)}
+
+    @cached_property
     def control_strings(self) -> frozenset[str]:
         """The texts of the control tokens."""
-        return frozenset(self._added[index].content for index in self.control_ids)
+        return frozenset(self.control_tokens)
 
     @cached_property
     def markup_strings(self) -> frozenset[str]:
@@ -224,6 +233,10 @@ class Tokenizer:
         if index < 0:
             raise InvalidArgument(f"token id {index} is negative")
         return self._bytes[index] if index < self.vocab_size else b""
+
+    def spelled_bytes(self, index: int) -> bytes:
+        """As `token_bytes`, but a control token is spelled as in the vocabulary."""
+        return self._text(index).encode() if index in self.control_ids else self.token_bytes(index)
 
     @cached_property
     def longest_token(self) -> int:

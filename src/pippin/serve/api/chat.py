@@ -121,6 +121,7 @@ def maker(body: types.ChatRequest, index: int) -> Callable[[LocalModel], Provide
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             tool_calling="required" if required else "allowed",
             parallel_tool_calls=provider_requests.several(body.parallel_tool_calls, body.tool_choice),
+            max_tool_calls=provider_requests.max_tool_calls(body.max_tool_calls),
             include_schema_in_prompt=body.include_schema_in_prompt is not False,
             reasoning=provider_requests.reasoning(
                 body.reasoning_effort, local.capabilities.reasoning, "reasoning_effort"

@@ -115,6 +115,9 @@ class ChatRequest(Penalties, PriorityFields):
     tools: Annotated[Several[FunctionTool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    max_tool_calls: Positive | None = Field(
+        None, description="Most calls in one answer; None is 8, and no more than 64 are made. Not OpenAI's."
+    )
     reasoning_effort: Effort | None = None
     user: str | None = Field(None, description="Taken and not used, as metadata and store.")
 

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from pippin.core.errors import InvalidArgument, InvalidRequest, InvalidTool, SchemaError
 from pippin.serve.api import fields
-from pippin.session.options import GenerationOptions, ReasoningLevel
+from pippin.session.options import MOST_CALLS, GenerationOptions, ReasoningLevel
 from pippin.session.tools import ToolDefinition
 from pippin.session.transcript import Attachment
 from pippin.session.types.schema import Choice, Lark, Regex, Schema
@@ -197,6 +197,15 @@ def several(asked: bool | None, choice: fields.ToolChoice | None) -> bool:
     (True, False)
     """
     return asked is not False and not isinstance(choice, fields.NamedTool)
+
+
+def max_tool_calls(asked: int | None) -> int:
+    """How many calls one answer may have.
+
+    >>> max_tool_calls(None), max_tool_calls(2), max_tool_calls(1000)
+    (8, 2, 64)
+    """
+    return GenerationOptions().max_tool_calls if asked is None else min(asked, MOST_CALLS)
 
 
 def schema(wanted: fields.Format | None, param: str) -> Schema[Any] | None:

@@ -146,6 +146,7 @@ def provider_request(
         logprobs=logprobs(body),
         tool_calling="required" if required else "allowed",
         parallel_tool_calls=provider_requests.several(body.parallel_tool_calls, choice),
+        max_tool_calls=provider_requests.max_tool_calls(body.max_tool_calls),
         reasoning=provider_requests.reasoning(effort, local.capabilities.reasoning, "reasoning.effort"),
     )
     first = (Instructions(body.instructions),) if body.instructions else ()

@@ -3,6 +3,8 @@
 Notable here:
 - an answer that is not streamed uses the same code: its events are created and not sent
 - items are in the order in which the model generated them: reasoning, message, calls
+- a response with calls that were whole when max_output_tokens cut it is completed, and says in ``incomplete_details``
+  that it was cut
 """
 
 from __future__ import annotations
@@ -85,6 +87,8 @@ class ResponseWriter:
         yield from self._close("incomplete" if reason else "completed")
         if reason:
             self.response["incomplete_details"] = {"reason": reason}
+        if self.answer.calls and self.answer.finish_reason == "length":
+            reason = None  # agents discard an incomplete response, and its calls can be run
         self.response["usage"] = usage(self.answer.usage)
         status = self.response["status"] = "incomplete" if reason else "completed"
         self.response["completed_at"] = None if reason else int(time.time())

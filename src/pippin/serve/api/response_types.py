@@ -188,6 +188,9 @@ class ResponseRequest(SamplingFields, PriorityFields):
     tools: Annotated[Several[ResponseTool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    max_tool_calls: Positive | None = Field(
+        None, description="Most calls of functions in one response; None is 8, and no more than 64 are made."
+    )
     text: TextSettings | None = None
     reasoning: ReasoningSettings | None = None
     max_output_tokens: Positive | None = None
@@ -316,6 +319,7 @@ class ResponseObject(BaseModel):
     tools: list[dict[str, Any]]
     tool_choice: str | dict[str, Any]
     parallel_tool_calls: bool
+    max_tool_calls: int | None
     text: dict[str, Any]
     reasoning: dict[str, Any]
     temperature: float

@@ -158,6 +158,7 @@ def response_object(body: types.ResponseRequest, model: str, stores: bool) -> di
         "tools": [{"parameters": None, "strict": True} | dumped(tool) for tool in body.tools or ()],
         "tool_choice": dumped(body.tool_choice) or "auto",
         "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "max_tool_calls": body.max_tool_calls,
         "text": {"format": {"type": "text"}} | text,
         "reasoning": {"effort": effort, "summary": None},
         "temperature": 1.0 if body.temperature is None else body.temperature,

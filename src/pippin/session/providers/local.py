@@ -1,7 +1,9 @@
 """Provider for local models: prompts, grammars and tool calls around an engine.
 
 Notable here:
-- tool calls are decoded under the grammar of their signatures and hidden from the text that is shown
+- tool calls are decoded under the grammar of their signatures, in the dialect of the model, and hidden from the text
+- an answer that writes a call again is ended: forbidding the repetition in the grammar would make the model change an
+  argument, and run a tool that nobody asked for
 - reasoning is a pass of its own with its own budget: it is not constrained, only the answer is
 - the engine's prefix cache is shared: the next request of a conversation, a round of tool calls, or another session
   with the same beginning computes only what is new
@@ -10,14 +12,14 @@ Notable here:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from pippin.core.errors import ContextOverflow
-from pippin.engine.detokenizer import Detokenizer
 from pippin.engine.engine import Engine, shared_engine
 from pippin.engine.options import SamplingOptions
 from pippin.engine.request import Finished, Request, Token
@@ -30,13 +32,16 @@ from pippin.session.providers.provider import (
     Provider,
     ProviderEvent,
     ProviderRequest,
+    Reason,
     ReasoningDelta,
     TextDelta,
     ToolCallsMade,
     require,
 )
 from pippin.session.response import Timing, Usage
-from pippin.session.transcript import Prompt
+from pippin.session.tool_dialects.grammar import grammar
+from pippin.session.tool_dialects.reader import reader
+from pippin.session.transcript import Prompt, ToolCall, ToolCalls, Transcript
 
 if TYPE_CHECKING:
     from pippin.engine.grammar.constraint import Grammar
@@ -122,30 +127,39 @@ class LocalModel(Provider):
         return chat_format.encode(self.model, request.transcript, request.tools, hint, thinking=thinking)
 
     def _events(
-        self, request: ProviderRequest, ids: list[int], options: SamplingOptions, grammar: Grammar | None = None
+        self,
+        request: ProviderRequest,
+        ids: list[int],
+        options: SamplingOptions,
+        constraint: Grammar | None = None,
+        *,
+        stop: threading.Event | None = None,
     ) -> Generator[Token | Finished]:
         """The events of one pass; after cancellation no token more, not even one that is generated already.
 
-        The engine generates ahead of the reader.
+        The engine generates ahead of the reader. With ``stop``, which ends the pass as cancellation does, control
+        tokens are spelled.
         """
+        cancel = request.cancel if stop is None else stop
         engine_request = Request(
             ids,
             options,
-            grammar,
-            cancel=request.cancel,
+            constraint,
+            cancel=cancel,
             adapter=request.adapter,
             owner=request.owner,
             priority=request.priority,
             speculation=self.speculation,
+            skip_special_tokens=stop is None,
         )
         shown, stream = 0, cast("Generator[Token | Finished]", self.engine.stream(engine_request))
         with closing(stream) as events:
             for event in events:
                 if isinstance(event, Finished):
-                    if shown < event.answer_tokens and request.cancel.is_set():
+                    if shown < event.answer_tokens and cancel.is_set():
                         event = replace(event, finish_reason="cancelled", text="", answer_tokens=shown)
                     yield event
-                elif not request.cancel.is_set():
+                elif not cancel.is_set():
                     shown += 1
                     yield event
 
@@ -191,40 +205,74 @@ class LocalModel(Provider):
     def _answer(
         self, request: ProviderRequest, ids: list[int], usage: Usage, timing: Timing
     ) -> Iterator[ProviderEvent]:
-        tools, schema = request.tools, request.schema
-        grammar = chat_format.grammar(
+        tools, schema, options = request.tools, request.schema, request.options
+        dialect = chat_format.dialect_of(self.model)
+        constraint = grammar(
+            dialect,
+            self.model.tokenizer,
             schema,
             tools,
-            required=request.options.tool_calling == "required",
-            parallel=request.options.parallel_tool_calls,
+            required=bool(tools) and options.tool_calling == "required",
+            max_calls=options.max_tool_calls if options.parallel_tool_calls else 1,
         )
-        visible = Detokenizer([chat_format.OPEN] if tools and schema is None else [])
-        raw = sent = ""
-        with closing(self._events(request, ids, request.options, grammar)) as events:
+        if not tools and not dialect.channels:
+            yield from self._text(request, ids, constraint, usage, timing)
+            return
+        answer = reader(dialect, [tool.name for tool in tools], typed=schema is not None)
+        stop = _StopOrCancel(request.cancel)
+        with closing(self._events(request, ids, options, constraint, stop=stop)) as events:
             for event in events:
-                raw += event.text
-                visible.push(event.text.encode("utf-8", "surrogatepass"))
+                text = answer.push(event.text)
                 if isinstance(event, Finished):
-                    visible.finish()
-                # a typed answer never starts like a call, so what does is one, or is about to be
-                calling = bool(schema and tools) and chat_format.OPEN.startswith(raw[: len(chat_format.OPEN)])
-                tokens = (event,) if isinstance(event, Token) else ()
-                if not calling and (visible.text != sent or tokens):
-                    yield TextDelta(visible.text[len(sent) :], tokens)
-                    sent = visible.text
+                    text += answer.finish(cut=event.finish_reason == "length")
+                if answer.repeated:
+                    stop.set()
+                if thought := answer.take_reasoning():
+                    yield ReasoningDelta(thought)
+                # tokens of a typed answer are its own: those of calls are not among them
+                tokens = (event,) if isinstance(event, Token) and not (schema and answer.begun) else ()
+                if text or tokens:
+                    yield TextDelta(text, tokens)
         assert isinstance(event, Finished)
         usage, timing = _account(event, usage, timing)
-        # an incomplete call is not a call
-        cut = (
-            event.finish_reason == "length"
-            and bool(tools)
-            and raw.rfind(chat_format.OPEN) > raw.rfind(chat_format.CLOSE)
-        )
-        calls = chat_format.calls(raw, request.transcript) if tools and not cut else ()
-        if calls:
+        stopped = answer.repeated and not request.cancel.is_set()
+        reason: Reason = "stop" if stopped else event.finish_reason
+        if calls := _numbered(answer.calls, request.transcript):
             yield ToolCallsMade(calls)
-        called = bool(calls) and event.finish_reason == "stop"
-        yield Done("tool_calls" if called else event.finish_reason, usage, timing, raw if cut else "", event.exact)
+        called = bool(calls) and reason == "stop"
+        yield Done("tool_calls" if called else reason, usage, timing, answer.partial, event.exact)
+
+    def _text(
+        self, request: ProviderRequest, ids: list[int], constraint: Grammar | None, usage: Usage, timing: Timing
+    ) -> Iterator[ProviderEvent]:
+        """An answer without tools."""
+        with closing(self._events(request, ids, request.options, constraint)) as events:
+            for event in events:
+                tokens = (event,) if isinstance(event, Token) else ()
+                if event.text or tokens:
+                    yield TextDelta(event.text, tokens)
+        assert isinstance(event, Finished)
+        usage, timing = _account(event, usage, timing)
+        yield Done(event.finish_reason, usage, timing, exact=event.exact)
+
+
+class _StopOrCancel(threading.Event):
+    """Set when the reader of an answer has enough, or when the request is cancelled."""
+
+    def __init__(self, cancel: threading.Event) -> None:
+        super().__init__()
+        self._cancel = cancel
+
+    def is_set(self) -> bool:
+        return super().is_set() or self._cancel.is_set()
+
+
+def _numbered(calls: Sequence[tuple[str, dict[str, Any]]], transcript: Transcript) -> tuple[ToolCall, ...]:
+    """The calls with ids that continue those of the transcript."""
+    before = sum(len(entry.calls) for entry in transcript if isinstance(entry, ToolCalls))
+    return tuple(
+        ToolCall(id=f"call_{before + index}", name=name, arguments=values) for index, (name, values) in enumerate(calls)
+    )
 
 
 def speculation(name: str, *, load: Callable[[str], LanguageModel] = load) -> Speculation:

@@ -130,6 +130,8 @@ def _options(options: GenerationOptions, *, extensions: bool) -> dict[str, Any]:
                     "if this server knows it"
                 )
             found[name] = getattr(options, name)
+    if extensions and options.max_tool_calls != GenerationOptions().max_tool_calls:
+        found["max_tool_calls"] = options.max_tool_calls
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -304,7 +306,7 @@ class EventReader:
 
         Raises:
             NetworkFailure: the answer was not complete. InvalidProviderAnswer: an invalid tool call.
-            AnswerTruncated: a tool call that reached ``max_tokens``.
+            AnswerTruncated: ``max_tokens`` cut the first tool call.
         """
         if self.reason is None:
             raise NetworkFailure(f"{self.name} broke off before its answer was complete; ask again")
@@ -312,17 +314,20 @@ class EventReader:
             return [Refused(self.refusal or "The provider's content filter stopped the answer."), self._done("stop")]
         reason = _REASONS.get(self.reason, "stop")
         if self.calls:
-            reason = "length" if reason == "length" else "tool_calls"
-            return [ToolCallsMade(self._calls(transcript)), self._done(reason)]
+            calls, partial = self._calls(transcript)
+            return [ToolCallsMade(calls), self._done("length" if reason == "length" else "tool_calls", partial)]
         return [self._done(reason)]
 
-    def _calls(self, transcript: Transcript) -> tuple[ToolCall, ...]:
+    def _calls(self, transcript: Transcript) -> tuple[tuple[ToolCall, ...], str]:
+        """The calls that are whole, and the arguments of one that was cut after them."""
         before = sum(len(entry.calls) for entry in transcript if isinstance(entry, ToolCalls))
-        found = []
+        found: list[ToolCall] = []
         for index, (_, call) in enumerate(sorted(self.calls.items())):
             try:
                 arguments = json.loads(call["arguments"] or "{}")
             except (ValueError, RecursionError) as error:
+                if self.reason == "length" and found:
+                    return tuple(found), call["arguments"]
                 if self.reason == "length":
                     raise AnswerTruncated(
                         f"a call of {call['name']!r} was not complete when {self.name} ended its answer; raise "
@@ -333,10 +338,10 @@ class EventReader:
             if not isinstance(arguments, dict) or not call["name"]:
                 raise self.junk(f"a tool call without name or arguments: {call!r:.120}")
             found.append(ToolCall(id=call["id"] or f"call_{before + index}", name=call["name"], arguments=arguments))
-        return tuple(found)
+        return tuple(found), ""
 
-    def _done(self, reason: Reason) -> Done:
-        return Done(reason, self.usage, self.timing())
+    def _done(self, reason: Reason, partial: str = "") -> Done:
+        return Done(reason, self.usage, self.timing(), partial)
 
     def timing(self) -> Timing:
         """Seconds so far."""

@@ -112,8 +112,8 @@ class Refused:
 class Done:
     """The end of a request, always the last event.
 
-    ``partial_call`` is an incomplete tool call that reached ``max_tokens``; ``exact`` whether speculation preserved the
-    model's distribution of every token, or only of groups of tokens.
+    ``partial_call`` is the text of a tool call that ``max_tokens`` cut, beside the whole ones; ``exact`` whether
+    speculation preserved the model's distribution of every token, or only of groups of tokens.
     """
 
     finish_reason: Reason

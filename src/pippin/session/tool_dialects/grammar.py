@@ -1,0 +1,186 @@
+"""The grammar of an answer with tools: text, or calls of declared tools, in the dialect of the model.
+
+Notable here:
+- names and arguments are held to the declared tools, whichever way a call is written
+- text is free up to the point where it begins a call, and cannot begin one that it does not finish
+- JSON in a code block is a call only if it names a declared tool and goes on to its arguments: other JSON stays text
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, Final
+
+from pippin.data.text.tokenizer import Tokenizer
+from pippin.engine.grammar.constraint import Grammar
+from pippin.engine.grammar.lark import compose
+from pippin.session.tool_dialects.dialect import ARGUMENTS, NAME, ToolDialect
+from pippin.session.tools import ToolDefinition
+from pippin.session.types.schema import Schema
+
+SPACE: Final = r"[ \t\n]{0,64}"
+"""White space inside a call, as a regular expression."""
+_ANY: Final = r"(.|\n)*"
+_BLOCK, _END_OF_BLOCK = "\n```json\n", "\n```"
+_MOST_MESSAGES: Final = 8  # of reasoning and comments before the answer, where answers consist of messages
+
+
+def grammar(
+    dialect: ToolDialect,
+    tokenizer: Tokenizer,
+    schema: Schema[Any] | None,
+    tools: Sequence[ToolDefinition],
+    *,
+    required: bool = False,
+    max_calls: int = 1,
+) -> Grammar | None:
+    """The grammar of the model's output in one turn; None for no constraint.
+
+    Args:
+        dialect: how the model writes calls.
+        tokenizer: has the markers of the dialect as control tokens, or not.
+        schema: schema of the answer; None for free text.
+        tools: tools that it may call instead of answering (free text may precede a call).
+        required: whether it must call a tool.
+        max_calls: how many calls it may make.
+    """
+    rules = _Rules(dialect, tokenizer, tools, max_calls)
+    if dialect.channels:
+        return rules.channels(schema, required)
+    if not tools:
+        return None if schema is None else schema.grammar
+    if required:
+        return rules.compose([f"start: {rules.calls()}"])
+    if schema is not None:
+        return rules.compose([f"start: answer | {rules.calls()}"], schema)
+    return rules.free()
+
+
+def opening(fence: str, name: str) -> str:
+    """The regular expression of a call inside ``fence`` up to its arguments, for the engine and for Python's `re`."""
+    keys = "|".join(ARGUMENTS)
+    return rf'{fence}{SPACE}\{{{SPACE}"name":{SPACE}"{name}",{SPACE}"(?:{keys})":'
+
+
+class _Rules:
+    """The rules of one grammar, in Lark; ``parts`` are the grammars that they refer to."""
+
+    def __init__(
+        self, dialect: ToolDialect, tokenizer: Tokenizer, tools: Sequence[ToolDefinition], max_calls: int
+    ) -> None:
+        self.dialect, self.tools, self.max_calls = dialect, tools, max_calls
+        self.tokens = tokenizer.control_tokens
+        self.parts: dict[str, Grammar] = {}
+
+    def compose(self, rules: Sequence[str], answer: Schema[Any] | None = None) -> Grammar:
+        """All rules as one grammar."""
+        return compose("\n".join(rules), self.parts if answer is None else {"answer": answer.grammar, **self.parts})
+
+    def free(self) -> Grammar:
+        """Text, and calls after it or instead of it."""
+        dialect, marker = self.dialect, self.dialect.marker
+        starts, rules, calls = ["FREE"], [], []
+        if any(marker.startswith(token) for token in self.tokens):
+            starts += [self.calls(), f"FREE {self.calls()}"]  # no text can spell a control token
+        elif marker:
+            starts.append(f"open {self.calls(without=marker)}")
+            calls.append(_ANY + re.escape(marker).replace("/", r"\/"))
+            rules.append(f"open[lazy]: /{calls[-1]}/")
+        elif (python := self.tokens.get("<|python_tag|>")) is not None:
+            starts.append(f"<[{python}]> {self.calls()}")
+        more = f"({_text(_BLOCK)} {self.body()} {_text(_END_OF_BLOCK)}){{0,{self.max_calls - 1}}}"
+        for index, tool in enumerate(self.tools):
+            rest = f'" "? {self.arguments(index)} /{SPACE}/ "}}"'
+            if dialect.fenced:
+                starts.append(f'fence_{index} {rest} /{SPACE}/ "```" {more if self.max_calls > 1 else ""}')
+                calls.append(_ANY + opening("```(?:json)?", tool.name))
+                rules.append(f"fence_{index}[lazy]: /{calls[-1]}/")
+            if dialect.bare:
+                starts.append(f"bare_{index} {rest}")
+                calls.append(opening(SPACE, tool.name))
+                rules.append(f"bare_{index}[lazy]: /{calls[-1]}/")
+        rules.append(f"FREE: /{_ANY}/" + (f" & ~/(?:{'|'.join(calls)}){_ANY}/" if calls else ""))
+        return self.compose([f"start: {' | '.join(starts)}", *rules])
+
+    def calls(self, without: str = "") -> str:
+        """One call or more; ``without`` is the marker that they begin with, where it is written already."""
+        dialect = self.dialect
+        more = ""
+        if self.max_calls > 1 and not dialect.bare:
+            more = f"({self.text(dialect.between)} {self.call()}){{0,{self.max_calls - 1}}}"
+        return f"{self.call(dialect.begin, without)} {more} {self.text(dialect.end)}"
+
+    def call(self, begin: str = "", without: str = "") -> str:
+        """One call, after ``begin`` and without the text that is written already."""
+        dialect = self.dialect
+        before, after = begin + dialect.before, self.text(dialect.after)
+        if dialect.key is not None:
+            return f"{self.text(before.removeprefix(without))} {self.body()} {after}"
+        calls = (
+            f"{self.text(before.replace(NAME, tool.name).removeprefix(without))} {self.arguments(index)} {after}"
+            for index, tool in enumerate(self.tools)
+        )
+        return f"({' | '.join(calls)})"
+
+    def body(self) -> str:
+        """The JSON of a call with its name."""
+        if "body" not in self.parts:
+            calls = [_with_name(tool, self.dialect.key or ARGUMENTS[0]) for tool in self.tools]
+            self.parts["body"] = Grammar.json_schema({"anyOf": calls} if len(calls) > 1 else calls[0])
+        return "body"
+
+    def arguments(self, index: int) -> str:
+        """The JSON of the arguments of a tool."""
+        self.parts[f"arguments_{index}"] = self.tools[index].schema.grammar
+        return f"arguments_{index}"
+
+    def text(self, text: str) -> str:
+        """A fixed text, with control tokens as tokens."""
+        pattern = "|".join(map(re.escape, sorted(self.tokens, key=len, reverse=True))) or "(?!)"
+        pieces = (piece for piece in re.split(f"({pattern})", text) if piece)
+        return " ".join(self.token(piece) if piece in self.tokens else _text(piece) for piece in pieces)
+
+    def token(self, text: str) -> str:
+        """A control token; SentencePiece may write a space at the beginning of the text after Mistral's marker."""
+        return f"<[{self.tokens[text]}]>" + (' " "?' if text == "[TOOL_CALLS]" else "")
+
+    def channels(self, schema: Schema[Any] | None, required: bool) -> Grammar:
+        """Messages of reasoning and comments, then the answer or one call."""
+        ends = (
+            []
+            if required
+            else [f"{self.text('<|channel|>final<|message|>')} {'FREE?' if schema is None else 'answer'}"]
+        )
+        for index, tool in enumerate(self.tools):
+            header = self.dialect.before.replace(NAME, tool.name)
+            addressed = f" to=functions.{tool.name}<|channel|>commentary json<|message|>"
+            ends.append(f"({self.text(header)} | {self.text(addressed)}) {self.arguments(index)}")
+        side = (
+            f"{self.text('<|channel|>')} SIDE {self.text('<|message|>')} FREE? {self.text('<|end|><|start|>assistant')}"
+        )
+        rules = [
+            f"start: message{{0,{_MOST_MESSAGES}}} ({' | '.join(ends)})",
+            f"message: {side}",
+            "SIDE: /analysis|commentary/",
+            f"FREE: /{_ANY}/",
+        ]
+        return self.compose(rules, None if required else schema)
+
+
+def _text(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _with_name(tool: ToolDefinition, key: str) -> dict[str, Any]:
+    """The JSON Schema of one call: its name and its arguments, with definitions moved to the root."""
+    arguments = dict(tool.schema.json_schema or {})
+    definitions = arguments.pop("$defs", {})
+    call: dict[str, Any] = {
+        "type": "object",
+        "properties": {"name": {"const": tool.name}, key: arguments},
+        "required": ["name", key],
+        "additionalProperties": False,
+    }
+    return call | ({"$defs": definitions} if definitions else {})

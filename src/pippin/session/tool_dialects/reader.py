@@ -1,0 +1,302 @@
+"""Reading an answer with tools while it is written: its text, its reasoning, and the calls that are whole.
+
+Notable here:
+- what may be the beginning of a call is withheld until it is known, so that no part of a call is shown as text
+- a call is whole once its JSON is: one that the budget cuts within its closing marker is not lost
+- the same call again (name and arguments) is not a second call; it shows that the model repeats itself
+- what begins like a call and is none of a declared tool is text
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import Any, Final
+
+from pippin.session.tool_dialects.dialect import ARGUMENTS, NAME, ToolDialect
+from pippin.session.tool_dialects.grammar import SPACE, opening
+
+_STRUCTURE: Final = re.compile(r'\\.|["{}\[\]]', re.DOTALL)
+_FENCE: Final = "```(?:json)?"
+_HEADER: Final = re.compile(
+    r"(?:<\|start\|>assistant)?(?: to=functions\.(?P<to>[\w-]+))?<\|channel\|>(?P<channel>\w+)"
+    r"(?: to=functions\.(?P<name>[\w-]+))?[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>"
+)
+_END_OF_MESSAGE: Final = "<|end|>"
+
+
+def reader(dialect: ToolDialect, names: Iterable[str], *, typed: bool = False) -> CallReader:
+    """A reader of one answer.
+
+    Args:
+        dialect: how the model writes calls; its control tokens are spelled in the text.
+        names: names of the declared tools.
+        typed: the answer is no free text: calls stand at its start only, and in the dialect's own form.
+    """
+    return _Channels(names) if dialect.channels else _Calls(dialect, names, typed)
+
+
+class CallReader(ABC):
+    """Reads one answer, piece by piece.
+
+    Attributes:
+        calls: name and arguments of the calls that are whole, without repetitions.
+        repeated: whether a call was written again; what follows is not read.
+        partial: after `finish`, the text of a call that was cut; empty if none was.
+        reasoning: reasoning that has not been taken yet.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.names = frozenset(names)
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.repeated = False
+        self.partial = self.reasoning = ""
+        self._seen: set[str] = set()
+        self._buffer = ""
+
+    @property
+    @abstractmethod
+    def begun(self) -> bool:
+        """Whether a call has begun."""
+
+    @abstractmethod
+    def push(self, text: str) -> str:
+        """Add the next piece of the answer; return the text that can be shown now."""
+
+    @abstractmethod
+    def finish(self, *, cut: bool) -> str:
+        """End the answer, which the budget cut or not; return the rest of the text."""
+
+    def take_reasoning(self) -> str:
+        """The reasoning since the last time."""
+        taken, self.reasoning = self.reasoning, ""
+        return taken
+
+    def _add(self, name: str | None, text: str) -> bool:
+        """Add the call whose JSON this is; with its name inside if ``name`` is None. False if it is none."""
+        try:
+            values = json.loads(text)
+        except (ValueError, RecursionError):
+            return False
+        if name is None:
+            name = values.get("name")
+            values = next((values[key] for key in ARGUMENTS if key in values), None)
+        if not isinstance(name, str) or name not in self.names or not isinstance(values, dict):
+            return False
+        key = json.dumps([name, values], sort_keys=True)
+        self.repeated = key in self._seen
+        if not self.repeated:
+            self._seen.add(key)
+            self.calls.append((name, values))
+        return True
+
+
+class _Calls(CallReader):
+    """Text, then calls; the buffer is the text that is withheld, or what follows the last whole call."""
+
+    def __init__(self, dialect: ToolDialect, names: Iterable[str], typed: bool) -> None:
+        super().__init__(names)
+        self._dialect, self._typed = dialect, typed
+        self._calling = self._malformed = self._shown = False
+        self._extent: _Extent | None = None
+        self._name: str | None = None
+        any_name = f"(?:{'|'.join(map(re.escape, sorted(self.names))) or '(?!)'})"
+        heads = [f'{{"name":"{name}","{key}":' for name in sorted(self.names) for key in ARGUMENTS]
+        marker = dialect.marker or "<|python_tag|>"
+        self._openings, self._prefixes = [re.escape(marker)], [_squeezed(marker)]
+        first, following = [], []
+        if dialect.bare:
+            first.append(r"(?:<\|python_tag\|>)?\s*")
+        else:
+            first.append(_flexible(dialect.begin + dialect.before))
+            following.append(_flexible(dialect.after + dialect.between + dialect.before))
+        if dialect.fenced and not typed:
+            self._openings.append(opening(_FENCE, any_name))
+            self._prefixes += [fence + head for fence in ("```json", "```") for head in heads]
+            first.append(rf"{_FENCE}\s*")
+            following.append(rf"\s*```\s*{_FENCE}\s*")
+        self._opening = re.compile("|".join(self._openings))
+        self._bare = re.compile(opening(SPACE, any_name)) if dialect.bare else None
+        self._bare_prefixes = heads if dialect.bare else []
+        self._first, self._following = (
+            re.compile(f"(?:{'|'.join(each) or '(?!)'})(?={{)") for each in (first, following)
+        )
+
+    @property
+    def begun(self) -> bool:
+        return self._calling
+
+    def push(self, text: str) -> str:
+        self._buffer += text
+        if self._calling:
+            self._read()
+            return ""
+        start = self._start()
+        if start is None:
+            return self._release(self._withheld())
+        shown = self._release(start)
+        self._calling = True
+        self._read()
+        return shown
+
+    def finish(self, *, cut: bool) -> str:
+        if self._calling and (self.repeated or self._is_closing()):
+            return ""
+        if cut and not self._malformed and (self._calling or self._has_begun()):
+            rest = self._buffer.lstrip()
+            self.partial = rest.removeprefix(self._dialect.after.strip()).lstrip() if self.calls else rest
+            return ""
+        return self._release(len(self._buffer))
+
+    def _start(self) -> int | None:
+        """Where a call begins in the buffer."""
+        if self._bare is not None and not self._shown and self._bare.match(self._buffer):
+            return 0
+        match = self._opening.match(self._buffer) if self._typed else self._opening.search(self._buffer)
+        return None if match is None or (self._typed and self._shown) else match.start()
+
+    def _withheld(self) -> int:
+        """The first position from which on the buffer may be the beginning of a call."""
+        if self._typed and self._shown:
+            return len(self._buffer)
+        for at, character in enumerate(self._buffer):
+            if at and self._typed:
+                break
+            at_start = at == 0 and not self._shown and self._bare_prefixes
+            if not at_start and not any(prefix[0] == character for prefix in self._prefixes):
+                continue
+            rest = _squeezed(self._buffer[at:])
+            prefixes = [*self._prefixes, *self._bare_prefixes] if at_start else self._prefixes
+            if any(prefix.startswith(rest) for prefix in prefixes):
+                return at
+        return len(self._buffer)
+
+    def _has_begun(self) -> bool:
+        """Whether more than half of what begins a call is withheld."""
+        rest = _squeezed(self._buffer)
+        prefixes = self._prefixes if self._shown else [*self._prefixes, *self._bare_prefixes]
+        return any(each.startswith(rest) and 2 * len(rest) > len(each) for each in prefixes)
+
+    def _release(self, count: int) -> str:
+        shown, self._buffer = self._buffer[:count], self._buffer[count:]
+        self._shown = self._shown or bool(shown)
+        return shown
+
+    def _read(self) -> None:
+        """Take the calls that are whole from the buffer."""
+        while not self.repeated and not self._malformed:
+            if self._extent is None:
+                match = (self._following if self.calls else self._first).match(self._buffer)
+                if match is None:
+                    return
+                self._name = match.groupdict().get("name")
+                self._extent = _Extent(match.end())
+            end = self._extent.end(self._buffer)
+            if end is None:
+                return
+            if self._add(self._name, self._buffer[self._extent.start : end]):
+                self._buffer, self._extent = self._buffer[end:], None
+            else:
+                self._malformed = True
+
+    def _is_closing(self) -> bool:
+        """Whether what follows the last call only closes it."""
+        rest = _squeezed(self._buffer)
+        closings = (_squeezed(self._dialect.after + self._dialect.end), "```")
+        return bool(self.calls) and not self._malformed and any(each.startswith(rest) for each in closings)
+
+
+class _Channels(CallReader):
+    """Messages on channels: reasoning, comments, the answer, or a call to a function."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        super().__init__(names)
+        self._channel = ""
+        self._name: str | None = None
+        self._extent: _Extent | None = None
+
+    @property
+    def begun(self) -> bool:
+        return self._name is not None
+
+    def push(self, text: str) -> str:
+        self._buffer += text
+        shown = ""
+        while self._buffer:
+            if not self._channel:
+                match = _HEADER.match(self._buffer)
+                if match is None:
+                    break
+                self._channel, self._name = match["channel"], match["to"] or match["name"]
+                self._buffer = self._buffer[match.end() :]
+                self._extent = _Extent(0)
+            if self._name is not None:
+                end = self._extent.end(self._buffer) if self._extent is not None else None
+                if end is not None and self._add(self._name, self._buffer[:end]):
+                    self._buffer, self._extent = self._buffer[end:], None
+                break
+            end = self._buffer.find(_END_OF_MESSAGE)
+            part = self._buffer[: end if end >= 0 else self._withheld()]
+            if self._channel == "analysis":
+                self.reasoning += part
+            else:
+                shown += part
+            self._buffer = self._buffer[len(part) :]
+            if end < 0:
+                break
+            self._buffer, self._channel = self._buffer[len(_END_OF_MESSAGE) :], ""
+        return shown
+
+    def finish(self, *, cut: bool) -> str:
+        if self._name is not None and self._extent is None:
+            return ""
+        rest, self._buffer = self._buffer, ""
+        if cut and (self._name is not None or not self._channel):
+            self.partial = rest if self._name is not None else ""
+            return ""
+        if self._channel == "analysis":
+            self.reasoning += rest
+            return ""
+        return rest
+
+    def _withheld(self) -> int:
+        at = self._buffer.rfind("<")
+        return at if at >= 0 and _END_OF_MESSAGE.startswith(self._buffer[at:]) else len(self._buffer)
+
+
+class _Extent:
+    """Finds the end of a JSON object that is being written, in one pass over its characters."""
+
+    def __init__(self, start: int) -> None:
+        self.start = self._at = start
+        self._depth, self._in_string = 0, False
+
+    def end(self, text: str) -> int | None:
+        """The position after the object; None if it goes on. From one call to the next, text is only appended."""
+        while match := _STRUCTURE.search(text, self._at):
+            self._at, found = match.end(), match.group()
+            if found == '"':
+                self._in_string = not self._in_string
+            elif self._in_string or len(found) == 2:
+                continue
+            elif found in "{[":
+                self._depth += 1
+            else:
+                self._depth -= 1
+                if self._depth <= 0:
+                    return self._at
+        self._at = len(text) - text[self._at :].endswith("\\")  # half an escape is looked at again
+        return None
+
+
+def _squeezed(text: str) -> str:
+    """The text without white space."""
+    return "".join(text.split())
+
+
+def _flexible(text: str) -> str:
+    """A fixed text as a regular expression, with any white space where it has some, and the name as a group."""
+    words = (re.escape(word).replace(re.escape(NAME), r"(?P<name>[\w-]+)") for word in re.split(r"\s+|(?=\[$)", text))
+    return r"\s*" + r"\s*".join(words) + r"\s*"
