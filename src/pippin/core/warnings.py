@@ -56,3 +56,7 @@ class GuessedEncoding(PippinWarning):
 
 class ExposedKeys(PippinWarning):
     """A file of API keys can be read or changed by other users of the machine."""
+
+
+class QualityLoss(PippinWarning):
+    """A model was quantized and lost much of its quality; the message has the figure."""

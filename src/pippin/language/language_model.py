@@ -31,6 +31,7 @@ from pippin.data.text.chat_template import ChatTemplate
 from pippin.data.text.tokenizer import Tokenizer
 from pippin.language import adapter_files, families
 from pippin.language.decoder import Decoder, DecoderConfig, DecoderLayer
+from pippin.language.model_license import find_license
 from pippin.language.quantized_checkpoint import StoredMatrix, stored_matrices
 from pippin.language.weight_packing import DType, Packing, choose_packing, group_of, stored_kind
 from pippin.nn.embedding import TokenEmbedding
@@ -159,7 +160,9 @@ class LanguageModel:
         eos = list(self.tokenizer.eos_ids)
         generation = {"eos_token_id": eos, "bos_token_id": self.tokenizer.bos_id}
         dtype = {"dtype": str(self.dtype).removeprefix("torch.")}
-        config = families.to_hf(self.config) | generation | dtype | dict(metadata or {})
+        license_name = find_license(self)
+        license_field = {} if license_name is None else {"license": license_name}
+        config = families.to_hf(self.config) | generation | dtype | license_field | dict(metadata or {})
         save_folder(Path(path), config=config, tensors=stored, tokenizer=self.tokenizer, generation_config=generation)
 
 

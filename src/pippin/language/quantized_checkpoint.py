@@ -24,6 +24,7 @@ from pippin.core.formats.checkpoint import Checkpoint, open_folder, save_folder
 from pippin.data.text.tokenizer import Tokenizer
 from pippin.language import families
 from pippin.language.decoder import Decoder
+from pippin.language.model_license import find_license
 from pippin.nn.embedding import TokenEmbedding
 from pippin.nn.linear import Linear
 from pippin.nn.quantization.codes import Codes, native_group, words_of
@@ -49,6 +50,10 @@ class QuantizedModel(Protocol):
     @property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer, which is saved with the weights."""
+
+    @property
+    def source(self) -> Path | None:
+        """The file or folder that the model was read from."""
 
 
 def save_quantized(
@@ -94,6 +99,8 @@ def save_quantized(
         | generation
         | {"dtype": str(model.module.embed_tokens.dtype).removeprefix("torch.")}
     )
+    license_name = find_license(model)
+    config |= {} if license_name is None else {"license": license_name}
     config["quantization_config"] = {"quant_method": METHOD, "weights": entries, "note": dict(metadata or {})}
     save_folder(Path(path), config=config, tensors=stored, tokenizer=model.tokenizer, generation_config=generation)
 

@@ -1,17 +1,22 @@
 """Quantization on a small model of random weights: folders that open, figures that are theirs."""
 
 import json
+import math
+import warnings
 from dataclasses import replace
 
 import pytest
 import torch
 
 import pippin
-from pippin.core.errors import InvalidArgument
+from pippin.core.errors import InvalidArgument, QualityLoss
 from pippin.language import Decoder, DecoderConfig, LanguageModel, LayerSpec
+from pippin.language.likelihood import text_likelihood
 from pippin.nn.attention import AttentionSpec
 from pippin.nn.feedforward import FeedForwardSpec
 from pippin.recipes import shape
+from pippin.recipes.shape import quantize as recipe
+from pippin.recipes.shape.stored_bits import stored_bits
 
 TEXT = "It was a bright cold day in April, and the clocks were striking thirteen. " * 60
 
@@ -60,13 +65,55 @@ def test_the_folder_opens_and_the_figures_are_its_own(folder, tmp_path, given, m
     assert {bits: count for bits, count in result.widths.items() if count} == widths
     assert result.bytes_after < 0.4 * result.bytes_before
     assert result.bytes_after == (tmp_path / "out" / "model.safetensors").stat().st_size
-    assert (result.held_out_after is None) == ("text" not in given)
+    assert result.measured_on == ("held-out data" if "text" in given else "a passage")
+    passage = text_likelihood(pippin.load(tmp_path / "out", device="cpu"), recipe.PASSAGE, max_length=256)
+    assert (result.held_out_after["loss"] == pytest.approx(passage.per_token)) == ("text" not in given)
+    assert result.source_bits == 32
     config = json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))
     assert config["quantization_config"]["note"]["method"] == method
     dense = pippin.load(tmp_path / "out", device="cpu", dtype="float32", pack=False)
     packed = pippin.load(tmp_path / "out", device="cpu")
     ids = torch.tensor([dense.tokenizer.encode("a bright cold day")])
     torch.testing.assert_close(packed.module(ids), dense.module(ids), rtol=0.05, atol=0.02)
+
+
+def test_a_model_that_quantization_destroys_is_warned_of(folder, tmp_path, monkeypatch):
+    """One matrix is halved by the quantizer that is tried; the loss grows by what a model with that matrix loses."""
+    sharp = pippin.load(folder / "model", device="cpu", dtype="float32", pack=False)
+    with torch.no_grad():  # predictions that a passage of its own would make likely: those that it makes most surely
+        sharp.module.embed_tokens.dense_weight().mul_(30)
+    sharp.save(tmp_path / "sharp")
+    before = text_likelihood(sharp, recipe.PASSAGE, max_length=256).per_token
+
+    def run(bits):
+        config = shape.quantize.Config(
+            model=str(tmp_path / "sharp"), out=tmp_path / str(bits), bits=bits, embedding_bits=bits, device="cpu"
+        )
+        with warnings.catch_warnings(record=True) as given:
+            warnings.simplefilter("always")
+            result = shape.quantize.run(config, show_progress=False)
+        return result, [str(one.message) for one in given if issubclass(one.category, QualityLoss)]
+
+    for bits in (8, 2):
+        result, given = run(bits)
+        after = text_likelihood(pippin.load(result.out, device="cpu"), recipe.PASSAGE, max_length=256).per_token
+        assert result.loss_growth == pytest.approx(after - before, abs=1e-3)
+        assert bool(given) == (result.loss_growth > math.log(2))
+    monkeypatch.setattr(recipe, "DESTROYED", -10.0)
+    _, (message,) = run(2)
+    assert "much worse than sharp" in message
+    assert message.endswith("give text to calibrate on (--data FILE), or more bits")
+
+
+def test_a_model_that_has_few_bits_already_is_said(folder, tmp_path, capsys):
+    quantize(folder, tmp_path / "four", bits=4)
+    assert stored_bits(tmp_path / "four") == pytest.approx(4 + 16 / 64, abs=0.01)
+    assert stored_bits(folder / "model") == 32
+    config = shape.quantize.Config(model=str(tmp_path / "four"), out=tmp_path / "again", bits=4, device="cpu")
+    shape.quantize.run(config)
+    assert "four is stored in 4.2 bits per weight already, so 4 bits save little" in capsys.readouterr().err
+    shape.quantize.run(replace(config, bits=2, out=tmp_path / "two"))
+    assert "already" not in capsys.readouterr().err
 
 
 def test_an_average_gives_more_bits_to_some(folder, tmp_path):

@@ -3,12 +3,15 @@
 Notable here:
 - `choose_method` says which of RTN, GPTQ, AWQ and QAT suits the settings that were given
 - QAT starts from GPTQ's codes, and distills the model before quantization beside the text
-- what it cost is measured on the model that was saved, as it will run
+- what it cost is measured on the model that was saved, as it will run: on the held-out data, or without data on a
+  short passage; a model that lost much of what it knew is warned of
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,10 +21,11 @@ from annotated_types import Ge, Le
 
 from pippin.core import progress
 from pippin.core.checks import checked
-from pippin.core.errors import InvalidArgument
+from pippin.core.errors import InvalidArgument, QualityLoss
 from pippin.core.options import Option
 from pippin.recipes import options
 from pippin.recipes.options import DATA
+from pippin.recipes.shape.stored_bits import stored_bits
 from pippin.recipes.train.text_training import TextTrainingConfig, TrainingBatches, TrainingOutcome, read_batches, train
 
 if TYPE_CHECKING:
@@ -35,6 +39,22 @@ if TYPE_CHECKING:
 Method = Literal["rtn", "gptq", "awq", "qat"]
 MAX_EVALUATED = 8192
 """Held-out tokens that the loss is evaluated on, at most."""
+DESTROYED = math.log(2)
+"""Nats per token by which the loss may grow before a warning: twice the perplexity."""
+PASSAGE = """\
+The library on Mill Street opens at nine. On Mondays, children from the school next door come in pairs and return the
+books that they borrowed a week before. Most of them read about animals, ships or planets; a few ask for recipes. The
+librarian, who has worked there for almost thirty years, knows what each of them liked last time and puts two or three
+new titles on the table by the window.
+
+A bridge carries its own weight and that of the traffic. When engineers design one, they first estimate the largest load
+that could ever stand on it, then multiply that number by a safety factor, because materials vary and estimates are
+sometimes wrong. Steel stretches a little before it breaks, so a beam that is overloaded gives a warning.
+
+To make bread you need flour, water, salt and yeast. Mix them, cover the bowl and wait until the dough has doubled in
+size, which takes about an hour in a warm kitchen. Bake it for forty minutes, and let it cool before you cut it.
+"""
+"""What the loss is measured on where no data are given."""
 SENSITIVE_BITS = 8
 """Bits of the embedding where the layers have four or more: at four bits it alone costs as much as all of them."""
 
@@ -81,7 +101,9 @@ class QuantizationResult:
         widths: how many matrices have how many bits.
         clipped: mean share of weights outside the range of their codes; None for "qat".
         most_clipped: the matrix with the largest such share, and the share.
-        held_out_before: of the model before; None where nothing is held out.
+        source_bits: of each weight of the model before, as it is stored.
+        measured_on: what the losses below are of: "held-out data", or "a passage" where none are held out.
+        held_out_before: of the model before.
         held_out_rounded: "qat": of the model before it was trained, at its initial codes.
         held_out_after: of the model that was saved.
         outcome: "qat": the run.
@@ -96,6 +118,8 @@ class QuantizationResult:
     widths: Mapping[int, int]
     clipped: float | None = None
     most_clipped: tuple[str, float] | None = None
+    source_bits: float = 32.0
+    measured_on: Literal["held-out data", "a passage"] = "held-out data"
     held_out_before: Mapping[str, float] | None = None
     held_out_rounded: Mapping[str, float] | None = None
     held_out_after: Mapping[str, float] | None = None
@@ -105,6 +129,12 @@ class QuantizationResult:
     def stopped(self) -> str | None:
         """Why training ended before its last step, if it did."""
         return None if self.outcome is None else self.outcome.training.stopped
+
+    @property
+    def loss_growth(self) -> float:
+        """By how many nats per token the loss grew; infinite where it is no number any more."""
+        before, after = ((losses or {}).get("loss", math.nan) for losses in (self.held_out_before, self.held_out_after))
+        return after - before if math.isfinite(after) else math.inf
 
     def summary(self) -> dict[str, Any]:
         """The result as JSON values; of the steps only the first and the last loss."""
@@ -131,7 +161,7 @@ class QuantizationResult:
         rows += [Row(f"matrices of {bits} bits", count) for bits, count in self.widths.items() if count]
         for when in ("before", "rounded", "after"):
             loss = (getattr(self, f"held_out_{when}") or {}).get("loss")
-            rows += [] if loss is None else [Row(f"held-out loss {when}", loss, "nats/token")]
+            rows += [] if loss is None else [Row(f"loss on {self.measured_on} {when}", loss, "nats/token")]
         if self.clipped is not None and self.most_clipped is not None:
             name, share = self.most_clipped
             rows += [Row("clipped weights", 100 * self.clipped, "%"), Row(f"most, in {name}", 100 * share, "%")]
@@ -172,6 +202,7 @@ def run(config: Config, *, show_progress: bool = True) -> QuantizationResult:
         TrainingError: "qat": the loss is not finite, or the checkpoints in the folder are of another run.
     """
     import pippin
+    from pippin.language.likelihood import text_likelihood
     from pippin.language.objectives import held_out
     from pippin.language.quantized_checkpoint import save_quantized
 
@@ -184,8 +215,23 @@ def run(config: Config, *, show_progress: bool = True) -> QuantizationResult:
     if batches is not None and batches.held_out:
         most = max(1, MAX_EVALUATED // (config.max_length * config.batch_size))
         batches = dataclasses.replace(batches, held_out=batches.held_out[:most])
-    measure = held_out(batches.held_out) if batches is not None and batches.held_out else None
-    before = None if measure is None else dict(measure(model.module))
+    source_bits = stored_bits(model.source)
+    bits = config.bits or config.average_bits or 0
+    if source_bits < bits + 1.5:  # a format of b bits has up to b + 1 with its scales
+        progress.note(
+            f"{model.name} is stored in {source_bits:.2g} bits per weight already, so {bits:.3g} bits save little or "
+            "nothing, and every weight is rounded a second time; take the original weights if there are any",
+            show_progress=show_progress,
+        )
+    has_held_out = batches is not None and bool(batches.held_out)
+
+    def measure(measured: LanguageModel) -> dict[str, float]:
+        if batches is not None and batches.held_out:
+            return dict(held_out(batches.held_out)(measured.module))
+        found = text_likelihood(measured, PASSAGE, max_length=min(512, measured.context_size))
+        return {"loss": found.per_token}
+
+    before = measure(model)
     outcome, clipped = None, dict[str, float]()
     if method == "qat":
         assert batches is not None
@@ -196,10 +242,10 @@ def run(config: Config, *, show_progress: bool = True) -> QuantizationResult:
     save_quantized(config.out_path, model, codes, metadata=note)
     name, (bytes_before, bytes_after) = model.name, sizes_on_disk(model, config.out_path)
     del model
-    after = None if measure is None else dict(measure(pippin.load(config.out_path, device=config.device).module))
+    after = measure(pippin.load(config.out_path, device=config.device))
     worst = max(clipped, key=lambda matrix: clipped[matrix], default=None)
     weights = sum(matrix.codes.numel() for matrix in codes.values())
-    return QuantizationResult(
+    result = QuantizationResult(
         model=name,
         method=method,
         out=config.out_path,
@@ -209,10 +255,31 @@ def run(config: Config, *, show_progress: bool = True) -> QuantizationResult:
         widths={bits: sum(matrix.bits == bits for matrix in codes.values()) for bits in (2, 3, 4, 8)},
         clipped=None if worst is None else sum(clipped.values()) / len(clipped),
         most_clipped=None if worst is None else (worst, clipped[worst]),
+        source_bits=source_bits,
+        measured_on="held-out data" if has_held_out else "a passage",
         held_out_before=before,
         held_out_rounded=None if outcome is None else outcome.held_out_before,
         held_out_after=after,
         outcome=outcome,
+    )
+    if result.loss_growth > DESTROYED:
+        warnings.warn(_destroyed(config, result), QualityLoss, stacklevel=2)
+    return result
+
+
+def _destroyed(config: Config, result: QuantizationResult) -> str:
+    """What to do where quantization has cost too much."""
+    ways = {
+        "rtn": "give text to calibrate on (--data FILE), or more bits",
+        "gptq": "give more bits, or train (--method qat)" if config.bits == 2 else "give more bits",
+        "awq": "use --method gptq, or give more bits",
+        "qat": "train longer (--steps), or give more bits",
+    }
+    growth = result.loss_growth
+    times = f"{math.exp(growth):.3g} times as large" if growth < 100 else "beyond measure"
+    return (
+        f"{config.out} is much worse than {result.model}: its perplexity on {result.measured_on} is {times}; "
+        f"{ways[result.method]}"
     )
 
 

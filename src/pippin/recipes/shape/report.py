@@ -94,7 +94,7 @@ def run(config: Config, *, show_progress: bool = True) -> ProfilingResult:
     if unknown := [name for name in config.backends if name not in NAMES]:
         raise InvalidArgument(f"backends (--backends) are {', '.join(NAMES)}, not {unknown[0]!r}")
     quality = None if config.data is None else _quality(config.model, Path(config.data))
-    asset = open_asset(config.model, config.max_context)
+    asset = open_asset(config.model, config.max_context, show_progress=show_progress)
     dynamic = asset.signature().ranges
     given = {"batch": config.batch_size, "length": config.length}
     sizes = {name: size for name, size in given.items() if name in dynamic}

@@ -3,6 +3,7 @@ r"""Compression of the weights of an exported program, identical for every back 
 Notable here:
 - a weight is replaced by its codes and the operators that decode them, so every file format shrinks, and no back end
   quantizes
+- codes of a model that is quantized already are kept as they are
 - codes below 8 bits are unpacked with multiplication and floor, as not every back end has bit shifts
 - scales and palettes are floating-point parameters of the program, which `ExportedModel.module` can train
 
@@ -12,7 +13,7 @@ a palette is k-means with $2^b$ centers per group of rows; pruning stores the la
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -25,6 +26,7 @@ from torch.fx.node import map_arg
 
 from pippin.core.checks import OpenFraction, PositiveInt, checked
 from pippin.core.errors import InvalidArgument
+from pippin.nn.quantization.codes import Codes
 from pippin.shape.export.compiled_model import quiet
 from pippin.shape.export.exported_model import ExportedModel
 
@@ -110,6 +112,57 @@ def compress(
     if not coded:
         raise InvalidArgument(f"no weight of at least {min_size} elements is left to compress; skipped: {skip}")
     return ExportedModel(programs, {**model.note, "compression": str(config)})
+
+
+def with_codes(model: ExportedModel, codes: Mapping[str, Codes]) -> ExportedModel:
+    """The model with weights that were quantized before it was captured; they decode to the same values, bit for bit.
+
+    Args:
+        model: the exported model, with the dequantized weights; it is not changed.
+        codes: quantized matrices by the names of their weights in the programs. Another weight with the same memory,
+            such as a tied output matrix, is given the same codes. Three bits are stored as four.
+
+    Raises:
+        InvalidArgument: no program has a weight of this name, or it has another shape.
+    """
+    coded: dict[int, _Coded] = {}
+    left = dict(codes)
+    for program in model.programs.values():
+        for key, weight in program.exported.state_dict.items():
+            matrix = left.pop(key, None)
+            if matrix is None:
+                continue
+            if tuple(weight.shape) != matrix.shape:
+                raise InvalidArgument(f"codes of {key} have shape {matrix.shape}, the weight has {tuple(weight.shape)}")
+            coded[weight.data_ptr()] = _given(matrix)
+    if left:
+        raise InvalidArgument(f"no program has a weight {next(iter(left))!r}, for which codes were given")
+    programs = {}
+    for name, program in model.programs.items():
+        state = program.exported.state_dict.items()
+        chosen = {key: coded[weight.data_ptr()] for key, weight in state if weight.data_ptr() in coded}
+        programs[name] = replace(program, exported=_rewrite(program.exported, chosen))
+    widths = sorted({matrix.bits for matrix in codes.values()})
+    return ExportedModel(programs, {**model.note, "compression": f"codes of {', '.join(map(str, widths))} bits"})
+
+
+def _given(matrix: Codes) -> _Coded:
+    """The stored tensors of a matrix that is quantized already."""
+    bits = 4 if matrix.bits == 3 else matrix.bits
+    scales = matrix.scales.float().expand(matrix.shape[0], -1).reshape(-1, 1).contiguous()
+    # eight bits need no unpacking, but are unsigned
+    stored = {
+        "codes": matrix.codes.flatten().cpu() if bits == 8 else _packed(matrix.codes.cpu(), bits),
+        "scales": scales,
+    }
+    parts, shape = [len(scales), matrix.group_size], list(matrix.shape)
+
+    def dense(build: _Build) -> Node:
+        flat = build.floats("codes") if bits == 8 else build.unpack("codes", bits, matrix.codes.numel())
+        centered = build(_ATEN.sub.Tensor, build(_ATEN.view.default, flat, parts), matrix.zero_point)
+        return build(_ATEN.view.default, build(_ATEN.mul.Tensor, centered, build["scales"]), shape)
+
+    return stored, dense
 
 
 def palette_of(values: Tensor, bits: int, *, steps: int = 40) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ Notable here:
 - balanced codes of up to four bits become Q4_1, $w = d\,q + m$, with $d = s$ and $m = -z s$: nothing is rounded but
   $m$, to half precision, by at most $2^{-11} z s$, a 270th of a step at four bits
 - balanced codes of eight bits are rounded anew to Q8_0, whose levels are whole multiples of its step
-- tokenizer, chat template and special tokens go along, so that the file answers as the folder did
+- tokenizer, chat template, special tokens and license go along, so that the file answers as the folder did
 - written tensor by tensor under another name, and renamed when it is whole
 
 Source: the GGUF specification, ggml-org/ggml docs/gguf.md; the names are those of llama.cpp's converter.
@@ -33,6 +33,7 @@ from pippin.core.formats.ggml_quants import FORMATS, BlockFormat
 from pippin.language import families
 from pippin.language.decoder import Decoder, DecoderConfig
 from pippin.language.language_model import LanguageModel
+from pippin.language.model_license import find_license
 from pippin.language.quantized_checkpoint import stored_matrices
 from pippin.nn.embedding import TokenEmbedding
 from pippin.nn.linear import Linear
@@ -80,7 +81,7 @@ def export_gguf(
     gguf = _library()
     path, config = Path(path), model.config
     metadata = describe(config) | model.tokenizer.to_gguf(config.vocab_size)
-    codes = _stored_codes(model) if codes is None else codes
+    codes = stored_codes(model) if codes is None else codes
     entries = _entries(model.module, kind, codes)
     total = sum(entry.nbytes for entry in entries)
     require_free_space(path.absolute().parent, total)
@@ -88,6 +89,8 @@ def export_gguf(
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     writer = gguf.GGUFWriter(temporary, _architecture(config))
     writer.add_name(model.name)
+    if license_name := find_license(model):
+        writer.add_license(license_name)
     writer.add_file_type(_FILE_TYPES[kind])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     for key, value in metadata.items():
@@ -270,7 +273,7 @@ def _kind(name: str, shape: tuple[int, ...], kind: str, codes: Codes | None) -> 
     return "F16" if kind.startswith("Q") and shape[1] % _BLOCK else kind
 
 
-def _stored_codes(model: LanguageModel) -> dict[str, Codes]:
+def stored_codes(model: LanguageModel) -> dict[str, Codes]:
     """The codes of the quantized folder that a model was read from; none of other models."""
     if model.source is None or not model.source.is_dir():
         return {}

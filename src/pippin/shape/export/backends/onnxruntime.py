@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,6 +30,7 @@ from pippin.shape.export.compiled_model import (
     require,
     require_device,
 )
+from pippin.shape.export.exported_model import size_names
 from pippin.shape.export.signature import DTYPES, SizeRange
 
 if TYPE_CHECKING:
@@ -103,6 +105,7 @@ def convert(asset: ExportedModel, function: str, path: Path) -> None:
         cause = str(error.__cause__ or error)
         raise UnsupportedOperator(f"ONNX has no form of {operator_at_fault(asset, function, cause)}") from error
     assert program is not None
+    _name_axes(program.model, size_names(asset.program(function)))
     # small constants only: folding a compressed weight would store it dense again
     require("onnxscript.optimizer", backend="onnxruntime", wheel="onnxscript", extra="export").optimize_ir(
         program.model, input_size_limit=_FOLDED, output_size_limit=_FOLDED
@@ -113,6 +116,21 @@ def convert(asset: ExportedModel, function: str, path: Path) -> None:
         return
     program.save(str(temporary))
     temporary.replace(path)
+
+
+def _name_axes(model: Any, names: Mapping[str, str]) -> None:
+    """Give symbolic sizes their names in the signature, in place of those that torch invented ("s27 + 1")."""
+    import onnx_ir as ir
+
+    symbol = re.compile("|".join(rf"\b{re.escape(name)}\b" for name in names) or r"(?!)")
+    for graph in (model.graph, *(function.graph for function in model.functions.values())):
+        values = [*graph.inputs, *(value for node in graph.all_nodes() for value in node.outputs)]
+        for value in values:
+            if value.shape is None:
+                continue
+            for axis, size in enumerate(value.shape):
+                if isinstance(size, ir.SymbolicDim) and size.value is not None:
+                    value.shape[axis] = symbol.sub(lambda found: names[found[0]], size.value)
 
 
 class OnnxModel(CompiledModel):
