@@ -58,7 +58,7 @@ def test_a_table_of_runs_becomes_a_law_a_plot_and_a_budget(tables, tmp_path, cap
     assert late["N"] == pytest.approx(1e20 / 6 / late["D"] + 0.456e8, rel=1e-5)
     code, out, err = run(capsys, "laws", "optimal", tmp_path / "law.json", "-C", "1e27")
     assert "tokens_per_parameter" in out
-    assert "warning: the best N" in err
+    assert "warning: the optimal N" in err
 
 
 def test_a_law_of_forgetting_gives_the_required_share(tables, tmp_path, capsys):

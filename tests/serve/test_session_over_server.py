@@ -118,6 +118,6 @@ def test_the_command_asks_an_address(server, monkeypatch, capsys, tmp_path):
     said = json.loads(capsys.readouterr().out)
     assert Mood.model_validate(said["content"])
     assert main([*words, "--device", "cpu", "--kv-cache-dtype", "int8"]) == 2
-    assert "--device, --kv-cache-dtype: for a model of this machine; leave that out with" in capsys.readouterr().err
+    assert "--device, --kv-cache-dtype: only for local models; leave out with" in capsys.readouterr().err
     with pytest.raises(InvalidArgument):
         OpenAIProvider("ftp://example", "tiny")

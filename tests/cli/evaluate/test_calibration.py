@@ -30,7 +30,7 @@ def test_table_json_and_plot(file, tmp_path, capsys):
     [
         (["--bins", "0"], "'--bins': Input should be greater than or equal to 1 "),
         (["--label", "sky"], "no column 'sky'"),
-        (["--plot", "r.txt"], "it must end in"),
+        (["--plot", "r.txt"], "must end in"),
         (["--plot", "missing/r.png"], "no folder"),
     ],
 )

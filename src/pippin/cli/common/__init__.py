@@ -1,1 +1,1 @@
-"""What several verbs share: options, input, output and exit codes."""
+"""Shared by the verbs: options, input, output and exit codes."""

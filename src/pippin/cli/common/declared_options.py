@@ -1,9 +1,9 @@
-"""The options of a command, read off the settings that it takes: each field or argument with an `Option` is one.
+"""Derive the options of a command from its settings: each field or argument with an `Option` becomes one.
 
 Notable here:
-- name, type, default and description of an option stand once, where the setting is declared: in a recipe, in
+- name, type, default and help of an option are declared once, with the setting: in a recipe, in
   `pippin.engine.options`, in the settings of the server; `eval_every` becomes `--eval-every`
-- what typer does not know is put in its words: a tuple of any length is a list, a mapping is KEY=VALUE, repeated
+- types that typer lacks are translated: a tuple becomes a list, a mapping becomes a repeatable KEY=VALUE
 """
 
 from __future__ import annotations
@@ -28,21 +28,20 @@ from pippin.recipes.options import StrPath
 
 
 def with_options(verb: Callable[..., None]) -> Callable[..., None]:
-    """Make a typer command of a function whose arguments are settings.
+    """Make a typer command from a function whose arguments are settings.
 
-    An argument that is a frozen dataclass becomes the options of those fields that have an `Option`; its default, where
-    there is one, says what the fields are that are not given. An argument with an `Option` becomes that option, any
-    other stays as it is.
+    An argument that is a frozen dataclass becomes one option for each field that has an `Option`; its default, if any,
+    supplies the fields that are not given. An argument with an `Option` becomes that option; others are unchanged.
     """
-    taken = inspect.signature(verb, eval_str=True).parameters.values()
+    arguments = inspect.signature(verb, eval_str=True).parameters.values()
     parameters: list[inspect.Parameter] = []
-    for one in taken:
+    for one in arguments:
         parameters += _fields(one) if dataclasses.is_dataclass(one.annotation) else [_argument(one)]
     parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters]
 
     @functools.wraps(verb)
     def command(**given: Any) -> None:
-        verb(**{one.name: _made(one, given) for one in taken})
+        verb(**{one.name: _made(one, given) for one in arguments})
 
     # typer reads the options of a command off its signature
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -51,15 +50,15 @@ def with_options(verb: Callable[..., None]) -> Callable[..., None]:
 
 
 def complete_model(incomplete: str) -> list[tuple[str, str]]:
-    """Chat models of the catalog whose name begins like this, with their titles, for shell completion."""
+    """Shell completion: names of chat models with this prefix, and their titles."""
     return [(e.name, e.title) for e in catalog.entries().values() if e.chat and e.name.startswith(incomplete)]
 
 
-# --- what typer is told -----------------------------------------------------------------------------------------------
+# --- parameters for typer ---------------------------------------------------------------------------------------------
 
 
 def _fields(taken: inspect.Parameter) -> list[inspect.Parameter]:
-    """One argument of a typer command for each setting of a dataclass."""
+    """A typer parameter for each option of a dataclass."""
     plain, found = get_type_hints(taken.annotation), []
     for field, option in _settings(taken.annotation):
         default = _default(field, option, taken.default)
@@ -68,7 +67,7 @@ def _fields(taken: inspect.Parameter) -> list[inspect.Parameter]:
 
 
 def _argument(taken: inspect.Parameter) -> inspect.Parameter:
-    """An argument of the command's own."""
+    """A typer parameter for an argument of the command itself."""
     option = _option(taken.annotation)
     if option is None:
         return taken
@@ -98,7 +97,7 @@ def _option(annotation: Any) -> Option | None:
 
 
 def _kind(hint: Any, option: Option) -> Any:
-    """The type of an option, as typer knows it."""
+    """The type of an option that typer supports."""
     members = [each for each in get_args(hint) if each is not types.NoneType]
     optional = get_origin(hint) in (Union, types.UnionType) and len(members) < len(get_args(hint))
     inner = functools.reduce(operator.or_, members) if optional else hint
@@ -115,15 +114,15 @@ def _kind(hint: Any, option: Option) -> Any:
     return kind | None if optional else kind
 
 
-def _default(field: dataclasses.Field[Any], option: Option, whole: Any) -> Any:
-    """What typer shows where the option is not given; None for what has no words."""
-    value = field.default if whole is inspect.Parameter.empty else getattr(whole, field.name)
+def _default(field: dataclasses.Field[Any], option: Option, config: Any) -> Any:
+    """The default that typer shows; None where it cannot be written on the command line."""
+    value = field.default if config is inspect.Parameter.empty else getattr(config, field.name)
     if field.default_factory is not dataclasses.MISSING:
         return None
     if value is dataclasses.MISSING:
         return inspect.Parameter.empty
     if value is None or value == ():
-        return None  # an empty list has no words to parse: not given, it is the config's own
+        return None  # the config supplies its default if the option is not given
     if option.parse is not None:
         return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
     return value
@@ -143,11 +142,11 @@ def _flag(name: str, option: Option) -> str:
     return option.flag or f"--{name.replace('_', '-')}"
 
 
-# --- what the command is given ----------------------------------------------------------------------------------------
+# --- values from typer ----------------------------------------------------------------------------------------
 
 
 def _made(taken: inspect.Parameter, given: Mapping[str, Any]) -> Any:
-    """The value of an argument, from what typer read."""
+    """The value of an argument, from the values that typer parsed."""
     config: Any = taken.annotation
     if not dataclasses.is_dataclass(taken.annotation):
         option, value = _option(taken.annotation), given[taken.name]
@@ -176,9 +175,9 @@ def _made(taken: inspect.Parameter, given: Mapping[str, Any]) -> Any:
 
 
 def _with_flags(message: str, flags: Mapping[str, str]) -> str:
-    """The message of a config, in the words of the command line: a field's name as its option.
+    """Replace field names in a message by option names.
 
-    A name of one word is one only where the message begins with it: elsewhere it may be prose.
+    A name of one word is replaced only at the beginning, since elsewhere it may be prose.
 
     >>> _with_flags("host (--host) is open; set any_key or another host", {"host": "--host", "any_key": "--any-key"})
     '--host is open; set --any-key or another host'

@@ -1,4 +1,4 @@
-"""The document that a text verb works on: a file, or what is piped in; and files that a verb writes."""
+"""Input documents of the text verbs, from a file or standard input, and checks of output files."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from pippin.core import plotting
 from pippin.core.errors import DiskFull, InvalidInput, MissingDependency
 from pippin.core.text_files import read_text
 
-File = Annotated[Path | None, typer.Argument(help="The text; without it, or with -, what is piped in.")]
+File = Annotated[Path | None, typer.Argument(help="The text file; by default, or for -, standard input.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 def read(file: Path | None) -> tuple[str, str]:
-    """The name of a document and its text.
+    """Read the name and the text of a document.
 
     Raises:
-        InvalidInput: there is none, it is empty, or it cannot be used.
+        InvalidInput: there is no document, it is empty, or it cannot be read.
     """
     if file is None or str(file) == "-":
         name, text = "standard input", inputs.read_stdin()
@@ -37,7 +37,7 @@ def read(file: Path | None) -> tuple[str, str]:
 
 
 def check_plot(path: Path | None) -> None:
-    """Refuse a picture that could not be drawn, before anything is computed; None is no picture.
+    """Refuse a plot that could not be saved, before anything is computed; None means no plot.
 
     Raises:
         InvalidArgument: another suffix than .png, .svg and .pdf.
@@ -53,10 +53,10 @@ def check_plot(path: Path | None) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """While this lasts, what the system says against writing a file is an error of the user's.
+    """Within this context, turn an OSError from writing a file into InvalidInput.
 
     Raises:
-        InvalidInput: the file cannot be written. DiskFull: there is no room for it.
+        InvalidInput: the file cannot be written. DiskFull: the disk is full.
     """
     try:
         yield

@@ -1,9 +1,9 @@
-"""The exit codes of the command, and which class of errors gives which.
+"""Exit codes of the command, by class of error.
 
-0 done; 1 any other error; 2 something given cannot be used (an option, a file, a schema, an empty prompt); 3 a model or
-file could not be found, fetched or stored; 4 a model file cannot be loaded; 5 the answer could not be completed; 6 an
-optional library is missing; 7 a model behind a network could not be asked; 8 a training run or an export could not go
-on; 130 stopped with Ctrl-C; 141 the reader of the output went away.
+0 success; 1 any other error; 2 invalid input (an option, a file, a schema, an empty prompt); 3 a model or file cannot
+be found, downloaded or stored; 4 a model file cannot be loaded; 5 the answer could not be completed; 6 an optional
+library is missing; 7 a remote model could not be reached; 8 a training run or an export failed; 130 interrupted with
+Ctrl-C; 141 the reader of the output closed the pipe.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _EXIT_CODES: tuple[tuple[type[errors.PippinError], int], ...] = (
 
 
 def exit_code(error: BaseException) -> int:
-    """The exit code of a class of errors, as the lines above list them.
+    """The exit code of an error.
 
     >>> exit_code(errors.ModelNotFound("no such model")), exit_code(RuntimeError())
     (3, 1)

@@ -1,9 +1,9 @@
-"""What the user gives to work on: prompts, files, standard input, schemas, types. All of it is checked here first.
+"""User input: prompts, files, standard input, schemas and types, validated before a model is loaded.
 
 Notable here:
-- text is UTF-8 without NUL bytes and within 64 MB; anything else is refused by name before a model is loaded
-- documents stand before the question, because small models answer what they read last
-- `--type FILE.py:NAME` runs that Python file: it is the user's own, as with `python FILE.py`
+- text is UTF-8 without NUL bytes and at most 64 MB; anything else is refused with its name
+- documents come before the question, because small models answer what they read last
+- `--type FILE.py:NAME` runs that Python file, as `python FILE.py` does
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pippin.core.text_files import MAX_BYTES, check_text, decode, read_text
 
 
 def read_stdin() -> str | None:
-    """All of standard input if something is piped in; None if it is a terminal, closed or empty.
+    """Read standard input; None if it is a terminal, closed or empty.
 
     Raises:
         InvalidInput: it is too large, or not text.
@@ -31,7 +31,7 @@ def read_stdin() -> str | None:
 
 
 def stdin_lines() -> Iterator[str]:
-    """The lines of standard input as they come, without their ends.
+    """Yield the lines of standard input as they arrive, without line ends.
 
     Raises:
         InvalidInput: a line is too large, or not text.
@@ -43,13 +43,13 @@ def stdin_lines() -> Iterator[str]:
 
 
 def compose_prompt(question: str | None, files: Sequence[Path], piped: str | None, *, typed: bool = False) -> str:
-    """The prompt: the documents, then the question. Piped text is a document if there is a question, else it is one.
+    """Join documents and question to a prompt. Piped text is a document if there is a question, else the question.
 
     Args:
-        question: the words on the command line.
+        question: the question on the command line.
         files: documents to read.
-        piped: what came through standard input.
-        typed: the answer has a form of its own, so that a document needs no question.
+        piped: text from standard input.
+        typed: whether the answer has a type, so that a document needs no question.
 
     Raises:
         InvalidInput: there is no question, or it is empty; a document is empty or cannot be used.
@@ -80,7 +80,7 @@ def compose_prompt(question: str | None, files: Sequence[Path], piped: str | Non
 def target(
     *, schema: Path | None = None, type_name: str | None = None, choices: Sequence[str] = (), regex: str | None = None
 ) -> Any:
-    """What the answer must be, for `generating=`; None for free text.
+    """The `generating=` argument of a session for these options; None for free text.
 
     Raises:
         InvalidArgument: more than one of these is given.
@@ -90,7 +90,7 @@ def target(
     given = {"--schema": schema, "--type": type_name, "--choice": choices or None, "--regex": regex}
     names = [name for name, value in given.items() if value is not None]
     if len(names) > 1:
-        raise InvalidArgument(f"{' and '.join(names)} exclude each other: an answer has one form")
+        raise InvalidArgument(f"{' and '.join(names)} exclude each other")
     if not names:
         return None
     form = load_json_schema(schema) if schema is not None else load_type(type_name) if type_name is not None else None
@@ -102,7 +102,7 @@ def target(
 
 
 def load_json_schema(path: Path) -> dict[str, Any]:
-    """The JSON Schema in a file.
+    """Load a JSON Schema from a file.
 
     Raises:
         InvalidInput: the file cannot be read or is not a JSON object.
@@ -123,10 +123,10 @@ def load_json_schema(path: Path) -> dict[str, Any]:
 
 
 def load_type(reference: str) -> Any:
-    """The class, or other type, that `FILE.py:NAME` means. Runs the file.
+    """Run a Python file and return the type that `FILE.py:NAME` names.
 
     Raises:
-        InvalidArgument: the reference has not this form, or the file has no such name.
+        InvalidArgument: the reference is malformed, or the file does not define the name.
         InvalidInput: the file cannot be read, or raises.
     """
     file, _, name = reference.rpartition(":")
@@ -145,14 +145,14 @@ _MODULE = "pippin_user_types"
 
 
 def _run_file(path: Path, source: str) -> dict[str, Any]:
-    """The names that a Python file defines, after running it as a module of its own."""
+    """Run a Python file as a separate module; returns its global names."""
     import types
 
     module = types.ModuleType(_MODULE)
     module.__file__ = str(path)
     sys.modules[_MODULE] = module  # pydantic and dataclasses look a class's module up to resolve its annotations
     folder = str(path.resolve().parent)
-    sys.path.append(folder)  # the file may import its neighbors; last, so that none of them hides a library
+    sys.path.append(folder)  # the file may import its neighbors; appended, so that none shadows a library
     try:
         exec(compile(source, str(path), "exec", dont_inherit=True), module.__dict__)
     except SyntaxError as error:

@@ -1,4 +1,4 @@
-"""What the verbs that ask a language model share: their further options, and the model that answers."""
+"""Options that the verbs with a language model share, and the provider that they select."""
 
 from __future__ import annotations
 
@@ -36,21 +36,19 @@ Url = Annotated[
 ]
 Adapter = Annotated[
     list[Path] | None,
-    typer.Option(
-        metavar="FOLDER", help="Answer with this LoRA adapter; several are added up.", rich_help_panel=MACHINE
-    ),
+    typer.Option(metavar="FOLDER", help="LoRA adapter to use; several are summed.", rich_help_panel=MACHINE),
 ]
-Instructions = Annotated[str | None, typer.Option("--instructions", "-i", help="Who the model is, how it answers.")]
+Instructions = Annotated[str | None, typer.Option("--instructions", "-i", help="System instructions for the model.")]
 
-# Small models, asked for the likeliest token every time, may go round in circles until the context is full.
+# Small models with greedy decoding may repeat themselves until the context is full.
 ANSWER: Final = GenerationOptions(max_tokens=512)
 HERE: Final = ModelOptions()
 ADAPTER: Final = "given"
-"""What sessions call the sum of the adapters."""
+"""Name of the summed adapters in sessions."""
 
 
 def load(model: str, model_options: ModelOptions = HERE) -> LanguageModel:
-    """Load a model, for as many threads as are asked for, or as are worth starting here.
+    """Load a model for the requested or the default number of threads.
 
     Raises:
         InvalidArgument: an option that `pippin.load` refuses.
@@ -70,12 +68,12 @@ def load(model: str, model_options: ModelOptions = HERE) -> LanguageModel:
 def provider(
     model: str, url: str | None, model_options: ModelOptions = HERE, adapters: Sequence[Path] | None = None
 ) -> Iterator[Provider]:
-    """The model to ask: one of this machine, or the one of that name behind an address.
+    """A provider for a local model, or for the model of that name at an address.
 
-    At the end, what was computed of the conversation is kept where ``model_options.prompt_cache`` says so.
+    On exit, the KV cache of the conversation is saved to ``model_options.prompt_cache`` if that is given.
 
     Raises:
-        InvalidArgument: an address together with what concerns this machine, or one that is not http(s).
+        InvalidArgument: an address together with options of a local model, or one that is not http(s).
         CorruptedFile, PromptCacheMismatch: the prompt cache cannot be used.
         InvalidInput, DiskFull: it cannot be read or written.
     """
@@ -84,7 +82,7 @@ def provider(
             yield local
         return
     if given := _given(model_options, adapters):
-        raise InvalidArgument(f"{given}: for a model of this machine; leave that out with --url")
+        raise InvalidArgument(f"{given}: only for local models; leave out with --url")
     from pippin.session.providers.openai import OpenAIProvider
 
     yield OpenAIProvider(url, model, api_key=os.environ.get("PIPPIN_API_KEY"))
@@ -102,7 +100,7 @@ def _given(model_options: ModelOptions, adapters: Sequence[Path] | None, *, besi
 
 @contextmanager
 def _local(model: str, model_options: ModelOptions, adapters: Sequence[Path]) -> Iterator[Provider]:
-    """A model of this machine under an engine of its own."""
+    """A local model with its own engine."""
     from pippin.core.formats.checkpoint import model_type
     from pippin.engine.cache import prompt_cache
     from pippin.engine.engine import Engine
@@ -125,19 +123,19 @@ def _local(model: str, model_options: ModelOptions, adapters: Sequence[Path]) ->
     try:
         yield LocalModel(loaded, engine=engine, speculation=guess)
     except BaseException:
-        with suppress(PippinError):  # the first error is the one to be told
+        with suppress(PippinError):  # keep the first error
             engine.close()
         raise
     engine.close()
 
 
 def _filling(model: str, model_options: ModelOptions, adapters: Sequence[Path]) -> Provider:
-    """A masked diffusion model of this machine, which has no engine."""
+    """A local masked diffusion model, which has no engine."""
     from pippin.core.threads import use_threads
     from pippin.language import MaskedDiffusionLM
     from pippin.session.providers.masked_diffusion import DiffusionModel
 
     if given := _given(model_options, adapters, besides=("device", "dtype", "threads")):
-        raise InvalidArgument(f"{given}: not for {model}, which fills masked tokens; leave that out")
+        raise InvalidArgument(f"{given}: not for masked diffusion models such as {model}; leave out")
     use_threads(model_options.threads)
     return DiffusionModel(MaskedDiffusionLM.load(model, device=model_options.device, dtype=model_options.dtype))

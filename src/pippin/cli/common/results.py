@@ -1,4 +1,4 @@
-"""What a verb prints of a recipe's result: a table and where things are, or one JSON object."""
+"""Printing the result of a recipe: a table with hints, or one JSON object."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 class Result(Protocol):
-    """What a recipe returns."""
+    """The result of a recipe."""
 
     def summary(self) -> dict[str, Any]:
-        """The result as JSON values."""
+        """The result as JSON-serializable values."""
 
     def report(self) -> Report:
-        """Its figures."""
+        """A report of its figures."""
 
 
 def print_result(result: Result, *, as_json: bool, hints: tuple[str, ...] = ()) -> None:
-    """Print a result, and after its table some hints on stderr.
+    """Print a result as a table, with hints on stderr, or as JSON.
 
     Raises:
-        typer.Exit: the run was stopped with Ctrl-C; with the exit code that says so.
+        typer.Exit: the run was interrupted with Ctrl-C; with exit code 130.
     """
     made = result.summary()
     if as_json:
@@ -48,12 +48,12 @@ def print_result(result: Result, *, as_json: bool, hints: tuple[str, ...] = ()) 
 
 
 def saved(out: object) -> str:
-    """Where a training recipe left its files."""
+    """A hint at the files of a training recipe."""
     return f"saved in {out}; log, checkpoints and loss curve in {Path(str(out)) / 'run'}"
 
 
 def finite(value: Any) -> Any:
-    """The same JSON value with null where a number is not finite."""
+    """The JSON value with non-finite numbers replaced by null."""
     if isinstance(value, dict):
         return {name: finite(entry) for name, entry in value.items()}
     if isinstance(value, list | tuple):

@@ -1,8 +1,8 @@
-"""What the verbs print: answers to stdout; errors, notes and figures to stderr.
+"""Terminal output: answers to stdout; errors, notes and figures to stderr.
 
 Notable here:
-- control characters of a model's answer never reach a terminal: an escape sequence could rewrite what stands there
-- color and live output only where a terminal is watching; a pipe gets plain text, whole values, and no figures
+- control characters of an answer never reach a terminal, since escape sequences could rewrite its content
+- color and live output are for terminals only; a pipe gets plain text, complete values, and no figures
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def error(message: str) -> None:
-    """`error: MESSAGE` in one line on stderr."""
+    """Print `error: MESSAGE` as one line on stderr."""
     typer.echo(f"{typer.style('error:', fg='red', bold=True)} {one_line(message)}", err=True)
 
 
 def note(message: str) -> None:
-    """A dim line on stderr."""
+    """Print a dim line on stderr."""
     typer.echo(typer.style(one_line(message), dim=True), err=True)
 
 
 def one_line(text: str) -> str:
-    """The text with line breaks and control characters made spaces.
+    """Replace line breaks and control characters by spaces.
 
     >>> one_line("two\\nlines \\x1b[31m")
     'two lines [31m'
@@ -41,7 +41,7 @@ def one_line(text: str) -> str:
 
 
 def plain(text: str) -> str:
-    r"""The text without what a terminal would act on; line ends and tabs stay.
+    r"""Remove control characters except line ends and tabs.
 
     >>> plain("a\x1b[31mb\n")
     'a[31mb\n'
@@ -50,18 +50,18 @@ def plain(text: str) -> str:
 
 
 def watched(stream: TextIO | None) -> bool:
-    """Whether a terminal is at the other end of this stream."""
+    """Whether the stream is a terminal."""
     return stream is not None and stream.isatty()
 
 
 def write(text: str) -> None:
-    """Part of a streamed answer to stdout, at once."""
+    """Write text to stdout and flush."""
     sys.stdout.write(_CONTROL.sub("", text) if watched(sys.stdout) else text)
     sys.stdout.flush()
 
 
 def show_text(stream: ResponseStream[Any]) -> Response[Any]:
-    """Write an answer as it comes, and end its line."""
+    """Print a streamed answer with a final newline."""
     for snapshot in stream:
         write(snapshot.delta)
     write("\n")
@@ -69,7 +69,7 @@ def show_text(stream: ResponseStream[Any]) -> Response[Any]:
 
 
 def show_value(stream: ResponseStream[Any]) -> Response[Any]:
-    """Show a typed answer filling up on the terminal, then write the whole."""
+    """Show partial values of a typed answer on the terminal, then print the complete value."""
     from rich.console import Console
     from rich.json import JSON
     from rich.live import Live
@@ -86,7 +86,7 @@ def show_value(stream: ResponseStream[Any]) -> Response[Any]:
 
 
 def to_json(value: Any) -> str:
-    """Any typed answer as indented JSON, with the letters of all scripts as they are.
+    """A value as indented JSON, without escaping non-ASCII letters.
 
     >>> print(to_json({"café": [1, None]}))
     {
@@ -102,7 +102,7 @@ def to_json(value: Any) -> str:
 
 
 def figures(response: Response[Any]) -> str:
-    """What an answer cost, in one line: tokens per second of the answer, and the time to its first token."""
+    """Tokens per second of an answer and the time to its first token, in one line."""
     usage, timing = response.usage, response.timing
     rate = usage.output_tokens / timing.answer_seconds if timing.answer_seconds > 0 else float("nan")
     return f"{usage.output_tokens} tokens, {rate:.1f} tokens/s, the first after {timing.first_token_seconds:.2f} s"

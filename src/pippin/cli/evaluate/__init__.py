@@ -1,1 +1,1 @@
-"""The verbs below `pippin evaluate`."""
+"""The verbs of `pippin evaluate`."""

@@ -1,4 +1,4 @@
-"""`pippin evaluate annotators`: how many people must label each item."""
+"""`pippin evaluate annotators`: how many annotations each item needs."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from pippin.cli.common.declared_options import with_options
 from pippin.cli.common.results import AsJson
 from pippin.recipes.evaluate import annotators as recipe
 
-Plot = Annotated[Path | None, typer.Option(help="Draw the curves into this file (.png, .svg).")]
+Plot = Annotated[Path | None, typer.Option(help="Plot the curves to this file (.png, .svg).")]
 
 
 @with_options
 def annotators(config: recipe.Config, as_json: AsJson = False, plot: Plot = None) -> None:
-    """Divergence, correlation of entropies and accuracy over the number of annotations, and where each saturates.
+    """Measure divergence, entropy correlation and accuracy by number of annotations, and where each saturates.
 
-    With --features a small network is trained on fewer and more annotations, on winners and on smoothed winners;
-    without, some annotations of each item are compared with others of it.
+    With --features, a small network is trained on subsets of the annotations, on majority labels and on smoothed
+    ones; without, subsets of the annotations of each item are compared with the others.
 
     pippin evaluate annotators labels.csv --counts yes,no,unsure --features length,year --plot annotations.png
     """

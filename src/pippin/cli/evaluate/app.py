@@ -1,4 +1,4 @@
-"""`pippin evaluate`: models, guardrails, predictions, judges and images, measured."""
+"""`pippin evaluate`: evaluate models, guardrails, predictions, judges and images."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`pippin evaluate calibration`: whether stated probabilities come true, from a file of predictions."""
+"""`pippin evaluate calibration`: calibration of the predictions in a file."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pippin.cli.common import documents, terminal
 def calibration(
     predictions: Annotated[
         Path,
-        typer.Argument(help="CSV: a column for each class with its probability, or 'mean' and 'sd'; and the truth."),
+        typer.Argument(help="CSV with a probability column for each class, or 'mean' and 'sd'; and a label column."),
     ],
-    label: Annotated[str, typer.Option(help="The column that says what came true.")] = "label",
-    bins: Annotated[int, typer.Option(min=1, help="Bins of confidence.")] = 15,
+    label: Annotated[str, typer.Option(help="Name of the label column.")] = "label",
+    bins: Annotated[int, typer.Option(min=1, help="Number of confidence bins.")] = 15,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw reliability into this file (.png, .svg, .pdf).")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Plot reliability to this file (.png, .svg, .pdf).")] = None,
 ) -> None:
-    """Calibration error, proper scores and selective risk of predictions that any program made.
+    """Measure calibration error, proper scores and selective risk of predictions, from any program.
 
     pippin evaluate calibration predictions.csv --plot reliability.png
     """

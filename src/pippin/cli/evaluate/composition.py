@@ -1,4 +1,4 @@
-"""`pippin evaluate composition`: whether several classes or texts of a model go together in one image, beforehand."""
+"""`pippin evaluate composition`: predict whether several classes or texts of a model can be composed in one image."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pippin.recipes.evaluate import composition as recipe
 
 @with_options
 def composition(config: recipe.Config, as_json: AsJson = False) -> None:
-    """Say whether the scores of several parts may be added, and why not where they may not.
+    """Check whether the scores of several parts can be added, and if not, why.
 
     pippin evaluate composition my-model --part disc --part square --background nothing --draw both.png
     """

@@ -1,4 +1,4 @@
-"""`pippin evaluate images`: how near a set of images is to a set of real ones."""
+"""`pippin evaluate images`: distance of a set of images to real ones."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pippin.cli.common.declared_options import with_options
 from pippin.cli.common.results import AsJson
 from pippin.recipes.evaluate import images as recipe
 
-Plot = Annotated[Path | None, typer.Option(help="Draw the figures into this file (.png, .svg).")]
+Plot = Annotated[Path | None, typer.Option(help="Plot the figures to this file (.png, .svg).")]
 
 
 @with_options
 def images(config: recipe.Config, as_json: AsJson = False, plot: Plot = None) -> None:
-    """Fréchet and kernel distance, precision, recall, and fine detail of images against real ones.
+    """Measure Fréchet and kernel distance, precision, recall and fine detail of images against real ones.
 
-    Distances depend on the features and on the number of images: compare figures of equal ones only.
+    Distances depend on the features and on the number of images: compare only figures with equal ones.
 
     pippin evaluate images samples fashion-mnist --limit 1000
     """

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Missing(StrEnum):
-    """What to do about cells without a vote, as words of the command line."""
+    """Choices of --missing."""
 
     error = "error"
     pairwise = "pairwise"
@@ -28,40 +28,42 @@ class Missing(StrEnum):
 
 def panel(
     votes: Annotated[Path, typer.Argument(help="A CSV file in UTF-8: a row per item, a column per judge.")],
-    gold: Annotated[str, typer.Option(help="The column of right labels.")] = "gold",
+    gold: Annotated[str, typer.Option(help="Column of true labels.")] = "gold",
     judges: Annotated[
-        str | None, typer.Option(help="Columns of votes, by commas; without it all but gold, difficulty, id and item.")
+        str | None,
+        typer.Option(help="Comma-separated vote columns; default: all but gold, difficulty, id and item."),
     ] = None,
     difficulty: Annotated[
-        str | None, typer.Option(help="A column of numbers, larger is harder; judges are compared within levels of it.")
+        str | None,
+        typer.Option(help="Column of item difficulty, larger is harder; bins of it are compared separately."),
     ] = None,
     labels: Annotated[
-        str | None, typer.Option(help="All labels that may occur, by commas; without it those of the gold column.")
+        str | None, typer.Option(help="Comma-separated labels that may occur; by default, those of the gold column.")
     ] = None,
     missing: Annotated[
         Missing,
-        typer.Option(help="Empty cells: refuse them, compare judges on common items, or fill in labels by a hash."),
+        typer.Option(help="Empty cells: refuse them, compare judges on common items, or fill them pseudorandomly."),
     ] = Missing.error,
-    bins: Annotated[int, typer.Option(min=1, help="Levels of difficulty.")] = 3,
+    bins: Annotated[int, typer.Option(min=1, help="Number of difficulty bins.")] = 3,
     samples: Annotated[
         int, typer.Option(min=100, help="Bootstrap samples of the items for the intervals, and permutations.")
     ] = 10_000,
-    seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw the error correlations and the curve over panel sizes (.png, .svg).")
+        Path | None, typer.Option(help="Plot the error correlations and the curve over panel sizes (.png, .svg).")
     ] = None,
 ) -> None:
-    """Effective votes, the cost of common mistakes, the best judge, ways to count, and whom to drop.
+    """Measure how many independent votes a panel of judges is worth, and which judge to drop.
 
-    What counts is whether judges err together. Items should be 200 or more, and their right labels known.
+    Correlated errors make a panel worth fewer votes. Use at least 200 items with known labels.
 
     pippin evaluate panel votes.csv --difficulty entropy --plot panel.png
     """
     from pippin.evaluate.judges.panel import JudgePanel
 
     documents.check_plot(plot)
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         measured = JudgePanel.from_csv(
             votes,
@@ -71,7 +73,7 @@ def panel(
             classes=None if labels is None else list(names_of(labels, option="--labels")),
             missing=missing.value,
         ).report(num_bootstrap=samples, num_permutations=samples, num_bins=bins, seed=seed)
-    for message in dict.fromkeys(str(warning.message) for warning in said):
+    for message in dict.fromkeys(str(warning.message) for warning in caught):
         terminal.note(message)
     if plot is not None:
         with documents.writing(plot):
@@ -104,7 +106,7 @@ def _show(measured: PanelReport) -> None:
 
 
 def _cells(measured: PanelReport) -> list[tuple[str, str, str, str]]:
-    """Rows of the judges' table as text."""
+    """Rows of the table of judges as text."""
     found = []
     for name, accuracy, votes, change, (low, high) in measured.judge_table():
         interval = f"{100 * change:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"

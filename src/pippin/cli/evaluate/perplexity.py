@@ -9,9 +9,9 @@ from pippin.recipes.evaluate import perplexity as recipe
 
 @with_options
 def perplexity(config: recipe.Config, as_json: AsJson = False) -> None:
-    """Perplexity of a language model on text files, with its standard error.
+    """Measure the perplexity of a language model on text files, with its standard error.
 
-    Compare models of the same tokenizer by it, and any others by nats per byte.
+    Compare models of one tokenizer by perplexity, and other models by nats per byte.
 
     pippin evaluate perplexity smollm2-135m notes.txt --bits 4
     """

@@ -1,4 +1,4 @@
-"""`pippin evaluate safety`: harm let through and harmless prompts refused, by a model, by guardrails, or by both."""
+"""`pippin evaluate safety`: violations and over-refusals of a model, of guardrails, or of both."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from pippin.cli.common import documents, terminal
 from pippin.cli.common.declared_options import with_options
 from pippin.recipes.evaluate import safety as recipe
 
-Plot = Annotated[Path | None, typer.Option(help="Draw the figures into this file (.png, .svg).")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, without any answer.")]
+Plot = Annotated[Path | None, typer.Option(help="Plot the figures to this file (.png, .svg).")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, without answers.")]
 
 
 @with_options
 def safety(config: recipe.Config, as_json: AsJson = False, plot: Plot = None) -> None:
-    """Measure violation and over-refusal on harmful, look-alike and neutral prompts, per locale.
+    """Measure violations and over-refusals on harmful, look-alike and neutral prompts, per locale.
 
-    In seconds, of the guardrails by themselves:  pippin evaluate safety --guardrails-only --locale en --locale ja
+    Guardrails alone take seconds:  pippin evaluate safety --guardrails-only --locale en --locale ja
     """
     from pippin.evaluate.safety.evaluation import ENOUGH
 
@@ -34,4 +34,4 @@ def safety(config: recipe.Config, as_json: AsJson = False, plot: Plot = None) ->
         return
     report.report().print()
     if not all(result.sufficient for result in report.locales) and terminal.watched(sys.stderr):
-        terminal.note(f"fewer than {ENOUGH} prompts of a kind: the intervals are wide (see --num-prompts)")
+        terminal.note(f"fewer than {ENOUGH} prompts of a kind, so the intervals are wide (see --num-prompts)")

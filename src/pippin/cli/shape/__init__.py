@@ -1,1 +1,1 @@
-"""The verbs below `pippin shape`."""
+"""The verbs of `pippin shape`."""

@@ -1,4 +1,4 @@
-"""`pippin shape`: make a model smaller or faster, see what that cost, and take it elsewhere."""
+"""`pippin shape`: make a model smaller or faster, profile it, and export it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pippin.cli.shape.report import report
 from pippin.cli.shape.share import share
 from pippin.cli.shape.specialize import specialize
 
-app = typer.Typer(no_args_is_help=True, help="Make a model smaller or faster, and export it.")
+app = typer.Typer(no_args_is_help=True, help="Make a model smaller or faster, profile it, and export it.")
 
 app.command()(merge)
 app.command()(quantize)

@@ -1,4 +1,4 @@
-"""`pippin shape export`: a model in the format of another runtime."""
+"""`pippin shape export`: export a model for another runtime."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pippin.recipes.shape import export as recipe
 
 @with_options
 def export(config: recipe.Config, as_json: AsJson = False) -> None:
-    """Write a model for another runtime: ONNX, Core AI, Core ML, OpenVINO, ExecuTorch, GGUF, safetensors.
+    """Export a model for another runtime: ONNX, Core AI, Core ML, OpenVINO, ExecuTorch, GGUF, safetensors.
 
     pippin shape export smollm2-135m --to onnx --out smollm2.onnx
     """

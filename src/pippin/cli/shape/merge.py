@@ -1,4 +1,4 @@
-"""`pippin shape merge`: adapters into the weights of their model, or several adapters into one."""
+"""`pippin shape merge`: merge adapters into the weights of their model, or into one adapter."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pippin.recipes.shape import merge as recipe
 
 @with_options
 def merge(config: recipe.Config, as_json: AsJson = False) -> None:
-    """Merge adapters into a model that needs none any more, or several into one adapter.
+    """Merge adapters into the weights of a model, or several adapters into one.
 
     pippin shape merge smollm2-135m --adapter mine --out merged
     """

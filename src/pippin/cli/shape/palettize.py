@@ -9,10 +9,9 @@ from pippin.recipes.shape import palettize as recipe
 
 @with_options
 def palettize(config: recipe.Config, as_json: AsJson = False) -> None:
-    """Turn matrices into indices and tables, and save a folder that opens like any other.
+    """Palettize a model: replace each matrix by indices into a lookup table, and save it.
 
-    The file is as small as the indices and tables are. There are no kernels for tables: loaded, the weights are
-    ordinary ones, so that the folder saves disk and not time; `pippin shape quantize` saves both.
+    This saves disk space, not time: weights are expanded when the model is loaded. `pippin shape quantize` saves both.
 
     pippin shape palettize smollm2-135m --average-bits 3.5 --data notes.txt --out small
     """

@@ -1,4 +1,4 @@
-"""`pippin shape quantize`: a model in fewer bits, by rounding, by calibration on text, or by training."""
+"""`pippin shape quantize`: quantize a model by rounding, by calibration on text, or by training."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pippin.recipes.shape import quantize as recipe
 
 @with_options
 def quantize(config: recipe.Config, as_json: AsJson = False) -> None:
-    """Quantize a model and save a folder that opens like any other; say what it cost.
+    """Quantize a model, measure the loss in quality, and save it.
 
     pippin shape quantize smollm2-135m --bits 4 --data notes.txt --out small
     """

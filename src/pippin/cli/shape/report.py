@@ -13,9 +13,9 @@ from pippin.cli.common.declared_options import with_options
 from pippin.cli.common.results import AsJson
 from pippin.recipes.shape import report as recipe
 
-By = Annotated[Literal["op", "module", "layer", "device"], typer.Option("--by", help="What the time is split by.")]
-Limit = Annotated[int, typer.Option(min=1, metavar="N", help="Rows for each backend.")]
-Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it (.png, .svg, .pdf).")]
+By = Annotated[Literal["op", "module", "layer", "device"], typer.Option("--by", help="Group the time by this.")]
+Limit = Annotated[int, typer.Option(min=1, metavar="N", help="Most rows for each backend.")]
+Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Plot the profile to this file (.png, .svg, .pdf).")]
 
 
 @with_options
@@ -30,7 +30,7 @@ def report(
     performance = found.performance
     if plot is not None:
         performance.plot(plot, by="op" if by == "op" else "module")
-        terminal.note(f"drawn in {plot}")
+        terminal.note(f"plotted to {plot}")
     if as_json:
         rows = found.layers() if by == "layer" else performance.rows(by)
         made = json.loads(performance.to_json()) | {"by": by, "rows": rows, "quality": found.quality}
@@ -45,7 +45,7 @@ def report(
 
 def _table(found: recipe.ProfilingResult, limit: int) -> str:
     """The whole model, then the layers of each backend."""
-    whole = found.performance.to_table("module", limit=0).split("\n\n")[0]
+    total = found.performance.to_table("module", limit=0).split("\n\n")[0]
     lines = [f"{'backend':14}{'layer':24}{'p50 ms':>10}{'share':>9}{'MFLOP':>12}"]
     seen: dict[str, int] = {}
     for row in found.layers():
@@ -53,4 +53,4 @@ def _table(found: recipe.ProfilingResult, limit: int) -> str:
         if seen[row["label"]] <= limit:
             figures = f"{row['p50_ms']:10.4f}{100 * row['share']:7.1f} %{row['flops'] / 1e6:12.2f}"
             lines.append(f"{row['label']:14}{row['layer']:24}{figures}")
-    return whole + "\n\n" + "\n".join(lines)
+    return total + "\n\n" + "\n".join(lines)

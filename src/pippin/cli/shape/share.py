@@ -1,4 +1,4 @@
-"""`pippin shape share`: layers of a model read the cache of an earlier layer, and a distillation heals it."""
+"""`pippin shape share`: share KV caches between layers, and restore quality by distillation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pippin.recipes.shape import share as recipe
 
 @with_options
 def share(config: recipe.Config, as_json: AsJson = False) -> None:
-    """Let layers share caches, heal the model by distillation from the original, and save it.
+    """Share KV caches between layers, distill the model from the original, and save it.
 
     pippin shape share smollm2-135m --shared-layers 11 --data notes.txt --steps 200 --out shared
     pippin shape share routed --kv-sharing-ratio 0.25 --out quarter

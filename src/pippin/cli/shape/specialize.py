@@ -1,4 +1,4 @@
-"""`pippin shape specialize`: the small model for a task, out of one that holds many."""
+"""`pippin shape specialize`: extract the small model for a task from a pruned model or a soup."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pippin.recipes.shape import specialize as recipe
 
 @with_options
 def specialize(config: recipe.Config, as_json: AsJson = False) -> None:
-    """Make a small, ordinary model of a large one, for one prompt, one task, or one kind of text.
+    """Extract a small dense model for one prompt, one task or one kind of text from a larger one.
 
     pippin shape specialize pruned --prompt "You are a maths teacher." --out maths
     """

@@ -1,1 +1,1 @@
-"""The verbs below `pippin train`."""
+"""The verbs of `pippin train`."""

@@ -1,4 +1,4 @@
-"""`pippin train`: all weights of a model, or an adapter beside it."""
+"""`pippin train`: train all weights of a model, an adapter, or a model of another kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`pippin train diffusion`: make a masked diffusion model of one that continues text, or train such a model further."""
+"""`pippin train diffusion`: adapt a causal language model to masked diffusion, or continue such training."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pippin.recipes.train import diffusion as recipe
 def diffusion(config: recipe.Config, as_json: AsJson = False) -> None:
     """Train a model to fill masked tokens in any order, and save it for `pippin infill`.
 
-    The losses are bounds on nats per token: they do not compare with those of `pippin train full`.
+    The losses are upper bounds in nats per token, and not comparable with those of `pippin train full`.
 
     pippin train diffusion smollm2-135m --data notes.txt --out filler --steps 200
     """

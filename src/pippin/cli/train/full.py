@@ -1,4 +1,4 @@
-"""`pippin train full`: train all weights of a model, further or from random ones."""
+"""`pippin train full`: train all weights of a model, from its own or from random ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pippin.recipes.train import full as recipe
 
 @with_options
 def full(config: recipe.Config, ray: Ray = False, workers: Workers = None, as_json: AsJson = False) -> None:
-    """Train all weights of a model on data of yours, and save a model that opens like any other.
+    """Train all weights of a model on your data, and save it.
 
     pippin train full smollm2-135m --data notes.txt --out mine --steps 100
     """

@@ -1,4 +1,4 @@
-"""`pippin train images`: a generator of images, from a folder or a data set of the catalog."""
+"""`pippin train images`: train an image generator on a folder or a dataset of the catalog."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pippin.recipes.train import images as recipe
 
 @with_options
 def images(config: recipe.Config, as_json: AsJson = False) -> None:
-    """Train a generator of images, and save it for `pippin imagine`.
+    """Train an image generator, and save it for `pippin imagine`.
 
     The folder holds the model, samples.png with some of its samples, and run/ with checkpoints, log and loss curve.
 

@@ -1,4 +1,4 @@
-"""`pippin train lora`: train a LoRA adapter beside a model that stays as it is."""
+"""`pippin train lora`: train a LoRA adapter of a frozen model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pippin.recipes.train import lora as recipe
 
 @with_options
 def lora(config: recipe.Config, ray: Ray = False, workers: Workers = None, as_json: AsJson = False) -> None:
-    """Train a LoRA adapter on data of yours; PEFT reads it, and so does `pippin ask --adapter`.
+    """Train a LoRA adapter on your data, in PEFT's format, for `pippin ask --adapter`.
 
     pippin train lora smollm2-135m --data chats.jsonl --out mine --steps 200
     pippin ask --adapter mine "What is new?"

@@ -1,4 +1,4 @@
-"""`pippin train prune`: a model whose feed-forward channels are chosen by the prompt."""
+"""`pippin train prune`: train a model whose feed-forward channels are selected by the prompt."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pippin.recipes.train import prune as recipe
 
 @with_options
 def prune(config: recipe.Config, as_json: AsJson = False) -> None:
-    """Train which part of a model each prompt needs; `pippin shape specialize` makes the small models.
+    """Train a model that selects its channels by prompt; `pippin shape specialize` extracts the small models.
 
     pippin train prune smollm2-135m --keep 512 --data notes.txt --out pruned
     pippin train prune pruned --stage instruct --data questions.jsonl --out tuned

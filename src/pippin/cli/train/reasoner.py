@@ -1,4 +1,4 @@
-"""`pippin train reasoner`: train a language model to think in vectors and to write only the answer."""
+"""`pippin train reasoner`: train a language model to reason in latent vectors and to write only the answer."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pippin.recipes.train import reasoner as recipe
 
 @with_options
 def reasoner(config: recipe.Config, as_json: AsJson = False) -> None:
-    """Train a model to think in blocks of vectors, from questions with written solutions.
+    """Train a latent reasoner from questions with written solutions.
 
-    A record has a prompt and a completion: sentences, then "The answer is …" or "#### …".
+    A record has a prompt and a completion: the reasoning, then "The answer is …" or "#### …".
 
     pippin train reasoner smollm2-135m --data sums.jsonl --out thinker --steps 2000
     pippin reason thinker "3,8,5=6" --steps 16

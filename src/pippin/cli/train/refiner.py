@@ -1,4 +1,4 @@
-"""`pippin train refiner`: make images of a simulator look like real ones, and keep their labels."""
+"""`pippin train refiner`: refine simulated images toward real ones, keeping their labels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def refiner(config: recipe.Config, as_json: AsJson = False) -> None:
     """Train a refiner on synthetic and real images, and refine the synthetic ones.
 
     The folder holds the refiner, refined.npz (8-bit images, with the labels they came with), samples.png (synthetic
-    images above refined ones) and checks.json: how far edges moved and how well labels can still be read.
+    images above refined ones) and checks.json, which measures how far edges moved and whether labels are preserved.
 
     pippin train refiner rendered photographs --out refiner --image-size 32
     """

@@ -1,4 +1,4 @@
-"""`pippin train soup`: one training run, then a small model for each mixture of domains."""
+"""`pippin train soup`: train a soup of experts, which holds a small model for any mixture of domains."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pippin.recipes.train import soup as recipe
 
 @with_options
 def soup(config: recipe.Config, as_json: AsJson = False) -> None:
-    """Train shared weights and experts on mixtures of domains; `pippin shape specialize` makes the small models.
+    """Train shared weights and experts on mixtures of domains; `pippin shape specialize` extracts small models.
 
     pippin train soup smollm2-135m --preset nano --data notes --domains 16 --experts 8 --out soup
     pippin shape specialize soup --documents mine.txt --out specialist

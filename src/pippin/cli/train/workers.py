@@ -1,4 +1,4 @@
-"""Where a training verb runs: in this process, in those that torchrun started, or on workers of Ray."""
+"""Run a training recipe in this process, in processes of torchrun, or on Ray workers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from pippin.recipes.train import distributed
 _RUN = "Run"
 Ray = Annotated[bool, typer.Option("--ray", help="Train on workers of a Ray cluster.", rich_help_panel=_RUN)]
 Workers = Annotated[
-    int | None, typer.Option(min=1, help="With --ray: how many; one for each core without it.", rich_help_panel=_RUN)
+    int | None,
+    typer.Option(min=1, help="With --ray: number of workers; default: one per core.", rich_help_panel=_RUN),
 ]
 
 
 def launch(recipe: ModuleType, config: Any, *, ray: bool, workers: int | None, show_progress: bool) -> Any:
-    """Run a recipe; its result on the first process, None on any other, which has nothing to print.
+    """Run a recipe; returns its result on the first process and None on the others.
 
     Raises:
         InvalidArgument: workers without Ray.
