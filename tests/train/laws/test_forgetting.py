@@ -76,7 +76,7 @@ def test_a_dose_is_where_the_law_meets_the_tolerance(law):
 def test_doses_out_of_reach_or_far_from_the_runs_are_warned_about(law):
     with pytest.warns(Extrapolation, match="over 4 times the largest of the fit"):
         law.required_share(1e8, 3e6, 0.05)
-    with pytest.warns(Extrapolation, match="no share of old data"):
+    with pytest.warns(Extrapolation, match="no share of pretraining data"):
         dose = law.required_share(3e5, 3e7, 0.001)
     assert not dose.reached
     assert dose.share < 1
@@ -123,7 +123,7 @@ N, D, P, BEFORE, AFTER = runs()
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"p": P - 0.001}, "share of old data is -0.001"),
+        ({"p": P - 0.001}, "share of pretraining data is -0.001"),
         ({"p": P + 1}, "from 0 to below 1"),
         ({"N": N * 0}, "N of run 0"),
         ({"D": -D}, "D of run 0"),
@@ -146,15 +146,15 @@ def test_what_is_asked_is_checked(law):
         law.required_share(1e6, 1e6, 0)
     with pytest.raises(InvalidArgument, match="D must be above 0"):
         law.required_share(1e6, 0, 0.1)
-    with pytest.raises(InvalidArgument, match="share of old data is 1"):
+    with pytest.raises(InvalidArgument, match="share of pretraining data is 1"):
         law.forgetting(1e6, 1e6, 1.0)
     with pytest.raises(NotPrepared, match="call fit first"):
         ForgettingLaw().required_share(1e6, 1e6, 0.1)
     with pytest.raises(InvalidArgument, match="2 different values of D"):
         FinetuningLaw().fit(N, D * 0 + 1, AFTER)
     growing = ForgettingLaw()
-    growing._take({k: np.array([v]) for k, v in (TRUTH | {"alpha": -0.1}).items()}, {}, law.runs)
-    with pytest.raises(InvalidInput, match="neither size nor old data helps"):
+    growing._set({k: np.array([v]) for k, v in (TRUTH | {"alpha": -0.1}).items()}, {}, law.runs)
+    with pytest.raises(InvalidInput, match="neither size nor pretraining data helps"):
         growing.required_share(1e6, 1e6, 0.1)
 
 

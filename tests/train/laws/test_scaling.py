@@ -190,7 +190,7 @@ def test_the_hull_is_that_of_scipy_and_its_slope_that_of_a_power_law():
     assert exact.exponent == pytest.approx(-0.0492, abs=1e-9)
     assert exact.scale == pytest.approx(29.574, rel=1e-6)
     assert min(loss_hull(N, compute, 30 * compute**-0.05, above=50).compute) > 50
-    with pytest.raises(InvalidArgument, match="corners"):
+    with pytest.raises(InvalidArgument, match="vertices"):
         loss_hull(N, compute, loss, above=1e9)
 
 
@@ -243,7 +243,7 @@ def test_what_is_asked_is_checked(law):
         ScalingLaw("other")
     with pytest.raises(InvalidArgument, match="compute must be above 0"):
         law.optimal(0)
-    with pytest.raises(InvalidArgument, match="no size costs"):
+    with pytest.raises(InvalidArgument, match="no model size costs"):
         law.optimal(1e21, flops=lambda N, D: 1.0 + 0 * N)
     with pytest.raises(InvalidArgument, match="above 0"):
         law.predict(-1, 1e9)

@@ -1,9 +1,9 @@
-r"""What a budget of compute should buy: the best division by a law, and the least loss that runs have reached.
+r"""Compute-optimal training: the model size and amount of data for a compute budget, and the hull of measured losses.
 
 Notable here:
-- $C = 6 N D$ has a closed form; any other cost that grows with N and D is searched along the line where it equals the
-  budget, all resamples of a law at once
-- the hull of the runs needs no law: it is what the best of them came to at each compute
+- the optimum has a closed form for $C = 6 N D$; for any other cost that grows with N and D it is searched along the
+  curve of equal cost, for all bootstrap resamples of a law at once
+- the convex hull of the runs needs no law: it is the lowest loss reached at each compute
 
 Source: Shukor et al., arXiv:2504.07951, section A.
 """
@@ -23,32 +23,32 @@ from pippin.train.laws import fitting
 from pippin.train.laws.fitting import Array
 
 Flops = Callable[[Array, Array], Array]
-"""Floating-point operations of a run, from N and D; grows with both."""
+"""Floating-point operations of a run as a function of N and D, increasing in both."""
 
 
 @dataclass(frozen=True)
 class ScalingExponents:
-    r"""How the best size and data grow with compute: $N^* \sim C^a$, $D^* \sim C^b$, $d = b / a$."""
+    r"""Exponents of compute-optimal model size and data: $N^* \sim C^a$, $D^* \sim C^b$, $d = b / a$."""
 
     a: float
     b: float
 
     @property
     def d(self) -> float:
-        """How data grows with size: D ~ N^d."""
+        """Exponent of the optimal data as a function of model size: D ~ N^d."""
         return self.b / self.a
 
 
 @dataclass(frozen=True)
 class ComputeOptimum:
-    """What a budget should buy.
+    """The compute-optimal model size and data.
 
     Attributes:
         compute: the budget.
-        N: parameters.
-        D: tokens.
-        loss: that the law predicts for them.
-        intervals: for "N", "D" and "loss", from 2.5 % to 97.5 % of the resamples; NaN without any.
+        N: number of parameters.
+        D: number of tokens.
+        loss: the predicted loss.
+        intervals: for "N", "D" and "loss", the 2.5 % and 97.5 % quantiles of the resamples; NaN without resamples.
     """
 
     compute: float
@@ -59,12 +59,12 @@ class ComputeOptimum:
 
 
 def late_fusion_flops(vision: Callable[[Array], Array], share: float = 0.544) -> Flops:
-    r"""The cost of a model with an encoder of its own for pictures: $6 (N_v D_v + N_t D)$ with $N = N_v + N_t$.
+    r"""The cost of a late-fusion model, with a separate image encoder: $6 (N_v D_v + N_t D)$ with $N = N_v + N_t$.
 
     Args:
-        vision: parameters of the encoder, from those of the whole.
-        share: of all tokens that the encoder sees; 0.544 in a mixture of 45 % captions, 45 % interleaved pages and
-            10 % text.
+        vision: the encoder's number of parameters as a function of the total.
+        share: fraction of all tokens that pass through the encoder; 0.544 in a mixture of 45 % captions, 45 %
+            interleaved documents and 10 % text.
 
     Source: arXiv:2504.07951, section 2.2.
 
@@ -81,13 +81,13 @@ def late_fusion_flops(vision: Callable[[Array], Array], share: float = 0.544) ->
 
 @dataclass(frozen=True)
 class LossHull:
-    """The least loss that any of the runs reached with so much compute: L = scale * C^exponent.
+    """A power law through the lowest losses of all runs by compute: L = scale * C^exponent.
 
     Attributes:
-        exponent: c, below 0 where compute helps.
-        scale: at a compute of 1.
-        compute: of the corners of the hull.
-        loss: there.
+        exponent: negative where more compute lowers the loss.
+        scale: the loss at a compute of 1.
+        compute: the compute at the vertices of the hull.
+        loss: the loss at the vertices.
     """
 
     exponent: float
@@ -99,17 +99,17 @@ class LossHull:
 def loss_hull(N: ArrayLike, compute: ArrayLike, loss: ArrayLike, *, above: float = 0.0, points: int = 50) -> LossHull:
     """Fit a power law to the lower convex hull of the runs' losses over their compute.
 
-    The runs of each size are joined by straight lines of the logarithms first, with so many points over all compute.
+    The runs of each size are first interpolated linearly in the logarithms, on a common grid of the compute.
 
     Args:
-        N: size of each run.
-        compute: of each.
-        loss: that each came to.
-        above: compute up to which the hull is left out.
-        points: into which the range of the compute is divided.
+        N: model size of each run.
+        compute: compute of each run.
+        loss: final loss of each run.
+        above: vertices of the hull up to this compute are ignored.
+        points: number of grid points.
 
     Raises:
-        InvalidArgument: a number that is not positive, or a hull of fewer than two corners.
+        InvalidArgument: a value that is not positive, or a hull with fewer than two vertices.
 
     Source: arXiv:2504.07951, section A.
     """
@@ -117,40 +117,40 @@ def loss_hull(N: ArrayLike, compute: ArrayLike, loss: ArrayLike, *, above: float
     fitting.check_positive(**runs)
     x, y = np.log(runs["compute"]), np.log(runs["loss"])
     grid = np.linspace(x.min(), x.max(), points)
-    found: list[tuple[float, float]] = []
+    curves: list[tuple[float, float]] = []
     for size in np.unique(runs["N"]):
-        of = np.flatnonzero(runs["N"] == size)
-        of = of[np.argsort(x[of], kind="stable")]
-        inside = grid[(grid > x[of[0]]) & (grid < x[of[-1]])]
-        found += zip([*x[of], *inside], [*y[of], *np.interp(inside, x[of], y[of])], strict=True)
-    corners: list[tuple[float, float]] = []
-    for point in sorted(found):
-        while len(corners) > 1 and _turns_down(corners[-2], corners[-1], point):
-            corners.pop()
-        corners.append(point)
-    lowest = min(range(len(corners)), key=lambda index: corners[index][1])
-    used = [(c, loss) for c, loss in corners[: lowest + 1] if above <= 0 or c > math.log(above)]
+        rows = np.flatnonzero(runs["N"] == size)
+        rows = rows[np.argsort(x[rows], kind="stable")]
+        between = grid[(grid > x[rows[0]]) & (grid < x[rows[-1]])]
+        curves += zip([*x[rows], *between], [*y[rows], *np.interp(between, x[rows], y[rows])], strict=True)
+    vertices: list[tuple[float, float]] = []
+    for point in sorted(curves):
+        while len(vertices) > 1 and _is_above_line(vertices[-2], vertices[-1], point):
+            vertices.pop()
+        vertices.append(point)
+    lowest = min(range(len(vertices)), key=lambda index: vertices[index][1])
+    used = [(c, loss) for c, loss in vertices[: lowest + 1] if above <= 0 or c > math.log(above)]
     if len(used) < 2:
-        raise InvalidArgument(f"above a compute of {above:g} the hull has {len(used)} corners; lower it")
-    slope, start = np.polyfit([c for c, _ in used], [value for _, value in used], 1)
+        raise InvalidArgument(f"the hull has {len(used)} vertices above a compute of {above:g}; lower `above`")
+    slope, intercept = np.polyfit([c for c, _ in used], [value for _, value in used], 1)
     return LossHull(
         float(slope),
-        math.exp(start),
+        math.exp(intercept),
         tuple(math.exp(c) for c, _ in used),
         tuple(math.exp(value) for _, value in used),
     )
 
 
-def _turns_down(first: tuple[float, float], middle: tuple[float, float], last: tuple[float, float]) -> bool:
+def _is_above_line(first: tuple[float, float], middle: tuple[float, float], last: tuple[float, float]) -> bool:
     """Whether the middle point lies on or above the line between the others."""
     (x0, y0), (x1, y1), (x2, y2) = first, middle, last
     return (x1 - x0) * (y2 - y0) <= (y1 - y0) * (x2 - x0)
 
 
-def optimum_in_closed_form(compute: float, known: Mapping[str, Any]) -> tuple[Any, Any]:
-    """The best division of 6 N D."""
-    alpha, beta = known["alpha"], known["beta"]
-    scale = (alpha * known["A"] / (beta * known["B"])) ** (1 / (alpha + beta))
+def optimum_in_closed_form(compute: float, coefficients: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The optimal N and D for the cost 6 N D."""
+    alpha, beta = coefficients["alpha"], coefficients["beta"]
+    scale = (alpha * coefficients["A"] / (beta * coefficients["B"])) ** (1 / (alpha + beta))
     N = scale * (compute / 6) ** (beta / (alpha + beta))
     return N, compute / 6 / N
 
@@ -158,34 +158,40 @@ def optimum_in_closed_form(compute: float, known: Mapping[str, Any]) -> tuple[An
 def optimum_by_search(
     flops: Flops, middle: float, losses: Callable[[Mapping[str, Any], Array, Array], Array]
 ) -> Callable[[float, Mapping[str, Any]], tuple[Any, Any]]:
-    """A search for the least loss among all N and D of a given cost, over eight decades of D around ``middle``."""
+    """A function that searches the lowest loss among all N and D of a given cost, over 8 decades of D.
 
-    def search(compute: float, known: Mapping[str, Any]) -> tuple[Any, Any]:
+    Args:
+        flops: the cost of a run.
+        middle: center of the range of D.
+        losses: the loss from coefficients, N and D.
+    """
+
+    def search(compute: float, coefficients: Mapping[str, Any]) -> tuple[Any, Any]:
         D = middle * np.logspace(-4, 4, 4001)
         N = _size_of(flops, compute, D)
         D, N = D[np.isfinite(N)], N[np.isfinite(N)]
         if not len(D):
-            raise InvalidArgument(f"no size costs {compute:g}; the cost of a run must grow with N and D")
-        found = np.atleast_2d(losses(known, N, D))
-        best = np.clip(found.argmin(1), 1, len(D) - 2)[:, None]
-        # the lowest point of the parabola through the best and its neighbors, over the logarithm of D
-        rows = np.arange(len(found))[:, None]
-        low, here, high = (found[rows, best + step] for step in (-1, 0, 1))
-        bend = low - 2 * here + high
-        step = np.where(bend > 0, 0.5 * (low - high) / np.where(bend > 0, bend, 1), 0).clip(-1, 1)
+            raise InvalidArgument(f"no model size costs {compute:g}; the cost of a run must grow with N and D")
+        values = np.atleast_2d(losses(coefficients, N, D))  # [resamples, grid]
+        best = np.clip(values.argmin(1), 1, len(D) - 2)[:, None]
+        # minimum of the parabola through the best grid point and its neighbors, in log D
+        rows = np.arange(len(values))[:, None]
+        left, center, right = (values[rows, best + step] for step in (-1, 0, 1))
+        curvature = left - 2 * center + right
+        step = np.where(curvature > 0, 0.5 * (left - right) / np.where(curvature > 0, curvature, 1), 0).clip(-1, 1)
         data = D[best] * (D[1] / D[0]) ** step
         size = _size_of(flops, compute, np.ravel(data)).reshape(data.shape)
-        return (size, data) if np.ndim(known["E"]) else (size[0, 0], data[0, 0])
+        return (size, data) if np.ndim(coefficients["E"]) else (size[0, 0], data[0, 0])
 
     return search
 
 
 def _size_of(flops: Flops, compute: float, D: Array) -> Array:
-    """The N for which each D costs so much, by halving; NaN where there is none."""
+    """The N for which each D costs ``compute``, by bisection; NaN where there is none."""
     low, high = np.full(D.shape, -50.0), np.full(D.shape, 100.0)
     for _ in range(80):
         middle = (low + high) / 2
         above = flops(np.exp(middle), D) > compute
         low, high = np.where(above, low, middle), np.where(above, middle, high)
-    found = np.exp((low + high) / 2)
-    return np.where(np.abs(flops(found, D) / compute - 1) < 1e-6, found, math.nan)
+    N = np.exp((low + high) / 2)
+    return np.where(np.abs(flops(N, D) / compute - 1) < 1e-6, N, math.nan)

@@ -1,12 +1,11 @@
-r"""How much a model forgets while it is fine-tuned, and how much old data it takes to prevent that.
+r"""Forgetting laws: how much a model forgets in fine-tuning, and how much pretraining data prevents that.
 
 Notable here:
-- forgetting grows with the target data and shrinks with size, and a share p of old data acts as if the model were
-  1 + B p times as large: $L' = L_0 + A D^\beta / ((1 + B p) N)^\alpha$
-- the loss before is the measured one of each model, and no second law
-- the fit is evaluated for the forgetting alone, too: the total loss is mostly the loss before, which any law fits well
-- a run's figures are those of the checkpoint with the least target loss: `forgetting_evaluation` measures both losses
-  and says so
+- forgetting grows with the target data and shrinks with model size, and a share p of pretraining data acts as if the
+  model were 1 + B p times as large: $L' = L_0 + A D^\beta / ((1 + B p) N)^\alpha$
+- the loss before fine-tuning is measured for each model, not predicted
+- goodness of fit is also reported for the forgetting alone, since the total loss is mostly the loss before
+- a run is measured at the checkpoint with the lowest target loss: `forgetting_evaluation` selects it
 
 Source: Bethune et al., arXiv:2502.06042 (the law of forgetting); the fit and the law of the target loss are ours, after
 arXiv:2504.07951 and the multiplicative form of arXiv:2402.17193.
@@ -36,20 +35,20 @@ from pippin.train.laws.law import Law
 from pippin.train.trainer import Evaluation
 
 FAR = 4.0
-"""Beyond so many times the largest model, or the largest share, of the fit a dose is warned about."""
-_NOISE = 0.05  # nats by which the loss may fall before it is no forgetting
+"""Factor over the largest model or share of the fit beyond which `required_share` warns."""
+_NOISE = 0.05  # decrease of the loss in nats that still counts as noise around no forgetting
 
 Measure = Callable[[nn.Module], Mapping[str, float]]
 
 
 @dataclass(frozen=True)
 class RequiredShare:
-    """How much old data a tolerance takes.
+    """The share of pretraining data that limits forgetting.
 
     Attributes:
-        share: of the training data, from 0 to below 1.
-        interval: from 2.5 % to 97.5 % of the resamples; NaN without any.
-        reached: False where even all old data would not do, by the law; the share is then the largest below 1.
+        share: fraction of the training data, from 0 to below 1.
+        interval: the 2.5 % and 97.5 % quantiles of the resamples; NaN without resamples.
+        reached: False if by the law no share is enough; ``share`` is then the largest number below 1.
     """
 
     share: float
@@ -61,7 +60,7 @@ class ForgettingLaw(Law):
     r"""The loss on pretraining data after fine-tuning: $L_0 + A D^\beta / ((1 + B p) N)^\alpha\;[+ E]$.
 
     Args:
-        with_offset: whether E, a part that neither size nor old data takes away, is fitted too.
+        with_offset: whether to fit E, forgetting that neither model size nor pretraining data reduces.
 
     >>> N, D, p = np.meshgrid([1e6, 4e6, 16e6], [1e5, 1e6], [0.0, 0.01, 0.05])
     >>> forgotten = 2.0 * D**0.2 / ((1 + 100 * p) * N) ** 0.4
@@ -89,24 +88,24 @@ class ForgettingLaw(Law):
         num_resamples: int = 200,
         seed: int = 0,
     ) -> Self:
-        """Find the coefficients of these runs, all of one target domain.
+        """Fit the coefficients to runs of one target domain.
 
         Args:
-            N: parameters of each run.
-            D: different tokens of its target data.
-            p: share of old data in training, from 0 to below 1.
-            loss_before: of the model on pretraining data before fine-tuning; one number, or one for each run.
-            loss_after: at the checkpoint with the least target loss.
-            delta: Huber's, on differences of logarithms.
-            num_resamples: how often the runs are resampled; 0 for no intervals.
+            N: number of parameters of each run.
+            D: unique tokens of its target data.
+            p: share of pretraining data in training, from 0 to below 1.
+            loss_before: loss on pretraining data before fine-tuning; one number, or one for each run.
+            loss_after: the same at the checkpoint with the lowest target loss.
+            delta: threshold of the Huber loss, on differences of log losses.
+            num_resamples: number of bootstrap resamples of the runs; 0 for no intervals.
             seed: of the resamples.
 
         Raises:
-            InvalidArgument: a share outside of its range, a size, amount or loss that is not positive, fewer than 8
-                runs, fewer than 2 different sizes or shares, or a run without forgetting: its loss fell by over 0.05.
+            InvalidArgument: a share outside its range, a size, number of tokens or loss that is not positive, fewer
+                than 8 runs, fewer than 2 different sizes or shares, or a run whose loss fell by more than 0.05.
 
         Warns:
-            Extrapolation: an exponent is uncertain by over 30 %, or the starts disagree.
+            Extrapolation: an exponent is uncertain by more than 30 %, or the initial values converge differently.
         """
         after = np.atleast_1d(np.asarray(loss_after, dtype=float))
         before = np.broadcast_to(np.asarray(loss_before, dtype=float), after.shape)
@@ -119,13 +118,13 @@ class ForgettingLaw(Law):
             run = int(fallen[0])
             raise InvalidArgument(
                 f"no forgetting in run {run}: its loss fell from {before[run]:.4g} to {after[run]:.4g} (and in "
-                f"{len(fallen) - 1} more runs); leave them out, the law is of losses that rise"
+                f"{len(fallen) - 1} more runs); leave such runs out"
             )
         forgotten = runs["loss_after"] - runs["loss_before"]
         if forgotten.mean() <= 0:
             raise InvalidArgument(f"no forgetting: the loss rises by {forgotten.mean():.2g} on average; nothing to fit")
         center = {name: float(np.log(runs[name]).mean()) for name in ("N", "D")}
-        found = fitting.fit(
+        fitted = fitting.fit(
             self._terms(runs, center),
             runs["loss_after"],
             self._starts(float(forgotten.mean())),
@@ -134,8 +133,8 @@ class ForgettingLaw(Law):
             seed=seed,
             distinct=[(runs["N"], 2), (runs["p"], 2)] + [(runs["D"], 2)] * (len(np.unique(runs["D"])) > 1),
         )
-        self._take(self._named(found.theta[None], center), self._named(found.samples, center), runs)
-        fitting.warn_if_uncertain(found, {"alpha": (self.coefficients["alpha"], self.samples["alpha"])})
+        self._set(self._named(fitted.theta[None], center), self._named(fitted.samples, center), runs)
+        fitting.warn_if_uncertain(fitted, {"alpha": (self.coefficients["alpha"], self.samples["alpha"])})
         return self
 
     def predict(self, N: ArrayLike, D: ArrayLike, p: ArrayLike, loss_before: ArrayLike) -> Array:
@@ -143,72 +142,74 @@ class ForgettingLaw(Law):
         return np.asarray(loss_before, dtype=float) + self.forgetting(N, D, p)
 
     def forgetting(self, N: ArrayLike, D: ArrayLike, p: ArrayLike) -> Array:
-        """By how much the loss on pretraining data rises, in nats.
+        """The increase of the loss on pretraining data, in nats.
 
         Raises:
             NotPrepared: the law was not fitted.
-            InvalidArgument: a size or amount that is not positive, or a share outside of its range.
+            InvalidArgument: a size or number of tokens that is not positive, or a share outside its range.
         """
-        return _forgotten(self._known(), *_asked(N, D, p))
+        return _forgotten(self._fitted(), *_checked_arrays(N, D, p))
 
     def band(self, N: ArrayLike, D: ArrayLike, p: ArrayLike) -> Array:
-        """From 2.5 % to 97.5 % of the resamples' `forgetting`, as the first dimension; NaN without resamples."""
-        size, data, share = _asked(N, D, p)
+        """The 2.5 % and 97.5 % quantiles of `forgetting` [2, *shape] over the resamples; NaN without resamples."""
+        size, data, share = _checked_arrays(N, D, p)
         dimensions = np.broadcast(size, data, share).ndim
         samples = {name: values.reshape(-1, *[1] * dimensions) for name, values in self.samples.items()}
         return percentile_interval(_forgotten(samples, size, data, share), skip_nan=True)
 
     @checked
     def required_share(self, N: float, D: float, max_forgetting: PositiveFloat) -> RequiredShare:
-        r"""The share of old data that keeps forgetting within a tolerance.
+        r"""The share of pretraining data that keeps forgetting within a tolerance.
 
-        $p = \big((A D^\beta / t)^{1 / \alpha} / N - 1\big) / B$, within 0 and 1; t is the tolerance less E.
+        $p = \big((A D^\beta / t)^{1 / \alpha} / N - 1\big) / B$, clipped to 0 and 1; t is the tolerance minus E.
 
         Args:
-            N: parameters of the model.
-            D: different tokens of the target data.
-            max_forgetting: by how many nats the loss on pretraining data may rise.
+            N: number of parameters of the model.
+            D: unique tokens of the target data.
+            max_forgetting: allowed increase of the loss on pretraining data, in nats.
 
         Raises:
             InvalidArgument: a number that is not positive.
-            InvalidInput: by the fitted law more capacity does not help: alpha is not above 0.
+            InvalidInput: alpha is not positive, so by the fitted law more capacity does not help.
 
         Warns:
-            Extrapolation: the model is over 4 times as large as the largest of the fit, the share over 4 times the
-                largest there, or no share is enough.
+            Extrapolation: the model is more than 4 times as large as the largest of the fit, the share more than 4
+                times the largest of the fit, or no share is enough.
         """
-        known = self._known()
-        size, data, _ = _asked(N, D, 0.0)
-        if known["alpha"] <= 0:
-            raise InvalidInput(f"alpha is {known['alpha']:.3g}: by this law neither size nor old data helps")
-        needed = float(_needed(known, size, data, max_forgetting))
+        coefficients = self._fitted()
+        size, data, _ = _checked_arrays(N, D, 0.0)
+        if coefficients["alpha"] <= 0:
+            raise InvalidInput(
+                f"alpha is {coefficients['alpha']:.3g}: by this law neither size nor pretraining data helps"
+            )
+        needed = float(_needed(coefficients, size, data, max_forgetting))
         samples = _needed(self.samples, size, data, max_forgetting)
         low, high = percentile_interval(np.clip(samples, 0, 1), skip_nan=True) if len(samples) else (math.nan, math.nan)
-        largest, most = self.runs["N"].max(), self.runs["p"].max()
+        max_size, max_share = self.runs["N"].max(), self.runs["p"].max()
         share = float(np.clip(needed, 0.0, np.nextafter(1.0, 0.0)))
-        said = None
-        if size > FAR * largest:
-            said = f"a model of {N:.3g} parameters is over {FAR:g} times the largest of the fit ({largest:.3g})"
+        warning = None
+        if size > FAR * max_size:
+            warning = f"a model of {N:.3g} parameters is over {FAR:g} times the largest of the fit ({max_size:.3g})"
         elif needed >= 1:
-            said = f"no share of old data keeps forgetting within {max_forgetting:g} nats, by this law"
-        elif share > FAR * most:
-            said = f"a share of {share:.2g} is over {FAR:g} times the largest of the fit ({most:.2g})"
-        if said is not None:
-            warnings.warn(said, Extrapolation, stacklevel=2)
+            warning = f"no share of pretraining data keeps forgetting within {max_forgetting:g} nats, by this law"
+        elif share > FAR * max_share:
+            warning = f"a share of {share:.2g} is over {FAR:g} times the largest of the fit ({max_share:.2g})"
+        if warning is not None:
+            warnings.warn(warning, Extrapolation, stacklevel=2)
         return RequiredShare(share, (float(low), float(high)), needed < 1)
 
     def report(self) -> Report:
-        """Coefficients with their spread; how well they fit the losses, and the forgetting alone."""
-        made = super().report()
-        return Report(made.title, [*made.rows, Row("R2 of the forgetting", self.r2_forgetting)])
+        """Report coefficients with standard errors, and goodness of fit of the losses and of the forgetting alone."""
+        report = super().report()
+        return Report(report.title, [*report.rows, Row("R2 of the forgetting", self.r2_forgetting)])
 
     def plot(self, path: str | Path) -> None:
-        """Draw forgetting over the share of old data, a curve for each size, and predicted against measured."""
-        self._known()
+        """Plot forgetting over the share of pretraining data by model size, and predicted against measured."""
+        self._fitted()
         plots.forgetting(self, Path(path))
 
-    def _take(self, coefficients: Mapping[str, Array], samples: Mapping[str, Array], runs: Mapping[str, Array]) -> None:
-        super()._take(coefficients, samples, runs)
+    def _set(self, coefficients: Mapping[str, Array], samples: Mapping[str, Array], runs: Mapping[str, Array]) -> None:
+        super()._set(coefficients, samples, runs)
         self._measure()
 
     def _measure(self) -> None:
@@ -221,7 +222,7 @@ class ForgettingLaw(Law):
         return {"with_offset": self.with_offset}
 
     def _terms(self, runs: Mapping[str, Array], center: Mapping[str, float]) -> fitting.Terms:
-        """The loss before, the forgetting, and the offset where it is asked for."""
+        """The terms of the law: loss before, forgetting, and the offset if it is fitted."""
         n, d = (np.log(runs[name]) - center[name] for name in ("N", "D"))
         share, before = runs["p"], np.log(runs["loss_before"])
         offset = self.with_offset
@@ -242,12 +243,12 @@ class ForgettingLaw(Law):
         return terms
 
     def _starts(self, level: float) -> Array:
-        """Around the mean forgetting; 96 starts, and for each of them two offsets."""
-        height = math.log(level)
-        choices = itertools.product((-1.0, 0.0, 1.0), (0.1, 0.3, 0.6, 1.0), (0.0, 0.3), (1.0, 3.0, 5.0, 7.0))
-        starts = [[height + up, alpha, beta, log_b] for up, alpha, beta, log_b in choices]
+        """96 initial values around the mean forgetting ``level``; with an offset, two for each of them."""
+        log_level = math.log(level)
+        grid = itertools.product((-1.0, 0.0, 1.0), (0.1, 0.3, 0.6, 1.0), (0.0, 0.3), (1.0, 3.0, 5.0, 7.0))
+        starts = [[log_level + shift, alpha, beta, log_b] for shift, alpha, beta, log_b in grid]
         if self.with_offset:
-            starts = [[*start, height + math.log(part)] for start in starts for part in (0.05, 0.5)]
+            starts = [[*start, log_level + math.log(fraction)] for start in starts for fraction in (0.05, 0.5)]
         return np.asarray(starts)
 
     @staticmethod
@@ -263,7 +264,7 @@ class FinetuningLaw(Law):
     r"""The target loss after fine-tuning: $E + A / (((1 + B p) N)^\alpha D^\beta)$.
 
     Args:
-        with_share: whether the share p of old data has a part in it, through B; without it, B is 0.
+        with_share: whether to fit the effect B of the share p of pretraining data; otherwise B is 0.
 
     >>> N, D = (x.ravel() for x in np.meshgrid([1e6, 4e6, 16e6], [1e5, 1e6, 1e7]))
     >>> law = FinetuningLaw().fit(N, D, 1.5 + 30 / (N**0.2 * D**0.1), num_resamples=0)
@@ -288,15 +289,15 @@ class FinetuningLaw(Law):
         num_resamples: int = 200,
         seed: int = 0,
     ) -> Self:
-        """Find the coefficients of these runs; arguments and errors as in `ForgettingLaw.fit`.
+        """Fit the coefficients to runs; errors as in `ForgettingLaw.fit`.
 
         Args:
-            N: parameters of each run.
-            D: different tokens of its target data.
-            loss: the least target loss that it came to.
-            p: share of old data; None for none.
-            delta: Huber's, on differences of logarithms.
-            num_resamples: how often the runs are resampled; 0 for no intervals.
+            N: number of parameters of each run.
+            D: unique tokens of its target data.
+            loss: its lowest target loss.
+            p: share of pretraining data; None for none.
+            delta: threshold of the Huber loss, on differences of log losses.
+            num_resamples: number of bootstrap resamples of the runs; 0 for no intervals.
             seed: of the resamples.
         """
         shares = np.zeros(np.shape(np.atleast_1d(np.asarray(loss)))) if p is None else p
@@ -324,46 +325,46 @@ class FinetuningLaw(Law):
         level = float(np.log(runs["loss"]).mean())
         powers, bs = (0.05, 0.2, 0.5, 1.0), ((0.0, 2.0, 5.0) if with_share else (None,))
         starts = [
-            [level + math.log(1 - rest), level + math.log(rest), alpha, beta, *([] if b is None else [b])]
-            for rest, alpha, beta, b in itertools.product((0.1, 0.4, 0.7, 0.95), powers, powers, bs)
+            [level + math.log(1 - share_e), level + math.log(share_e), alpha, beta, *([] if b is None else [b])]
+            for share_e, alpha, beta, b in itertools.product((0.1, 0.4, 0.7, 0.95), powers, powers, bs)
         ]
-        found = fitting.fit(
+        fitted = fitting.fit(
             terms,
             runs["loss"],
             np.asarray(starts, dtype=float),
             delta=delta,
             num_resamples=num_resamples,
             seed=seed,
-            distinct=[(runs[name], least) for name, least in distinct.items()],
+            distinct=[(runs[name], required) for name, required in distinct.items()],
         )
 
         def named(theta: Array) -> dict[str, Array]:
             a, e, alpha, beta = theta.T[:4]
             scale = np.exp(a + alpha * center["N"] + beta * center["D"])
-            made = {"E": np.exp(e), "A": scale, "alpha": alpha, "beta": beta}
-            return made | ({"B": np.exp(theta[:, 4])} if with_share else {})
+            coefficients = {"E": np.exp(e), "A": scale, "alpha": alpha, "beta": beta}
+            return coefficients | ({"B": np.exp(theta[:, 4])} if with_share else {})
 
-        self._take(named(found.theta[None]), named(found.samples), runs)
+        self._set(named(fitted.theta[None]), named(fitted.samples), runs)
         self.goodness = fitting.goodness(self.predict(N, D, runs["p"]), runs["loss"])
         fitting.warn_if_uncertain(
-            found, {name: (self.coefficients[name], self.samples[name]) for name in ("alpha", "beta")}
+            fitted, {name: (self.coefficients[name], self.samples[name]) for name in ("alpha", "beta")}
         )
         return self
 
     def predict(self, N: ArrayLike, D: ArrayLike, p: ArrayLike = 0.0) -> Array:
-        """The target loss that such runs would come to, in the shape of the arguments."""
-        return _target_loss(self._known(), *_asked(N, D, p))
+        """The predicted target loss, in the shape of the arguments."""
+        return _target_loss(self._fitted(), *_checked_arrays(N, D, p))
 
     def band(self, N: ArrayLike, D: ArrayLike, p: ArrayLike = 0.0) -> Array:
-        """From 2.5 % to 97.5 % of the resamples' predictions, as the first dimension; NaN without resamples."""
-        size, data, share = _asked(N, D, p)
+        """The 2.5 % and 97.5 % quantiles of `predict` [2, *shape] over the resamples; NaN without resamples."""
+        size, data, share = _checked_arrays(N, D, p)
         dimensions = np.broadcast(size, data, share).ndim
         samples = {name: values.reshape(-1, *[1] * dimensions) for name, values in self.samples.items()}
         return percentile_interval(_target_loss(samples, size, data, share), skip_nan=True)
 
     def plot(self, path: str | Path) -> None:
-        """Draw the target loss over the target data, a curve for each size."""
-        self._known()
+        """Plot the target loss over the target data, a curve for each size."""
+        self._fitted()
         plots.finetuning(self, Path(path))
 
     def _settings(self) -> dict[str, Any]:
@@ -371,40 +372,40 @@ class FinetuningLaw(Law):
 
 
 def forgetting_evaluation(target: Measure, pretraining: Measure, eval_every: int) -> Evaluation:
-    """An evaluation of both losses during fine-tuning, for which the best checkpoint is that of the least target loss.
+    """An evaluation of both losses during fine-tuning; the best checkpoint is that with the lowest target loss.
 
     Args:
-        target: measures "loss" on held-out target data, as `pippin.language.objectives.held_out` makes it.
-        pretraining: the same on held-out pretraining data; its measures are logged as "pretraining loss" and so on.
-        eval_every: steps between measurements.
+        target: measures "loss" on held-out target data, such as `pippin.language.objectives.held_out(batches)`.
+        pretraining: the same on held-out pretraining data; its metrics are logged as "pretraining loss" etc.
+        eval_every: steps between evaluations.
     """
 
     def measure(model: nn.Module) -> Mapping[str, float]:
-        old = {f"pretraining {name}": value for name, value in pretraining(model).items()}
-        return {**target(model), **old}
+        metrics = {f"pretraining {name}": value for name, value in pretraining(model).items()}
+        return {**target(model), **metrics}
 
     return Evaluation(measure, eval_every, best="loss")
 
 
-def _forgotten(known: Mapping[str, Any], N: Array, D: Array, p: Array) -> Array:
-    capacity = (1 + known["B"] * p) * N
-    return np.asarray(known["A"] * D ** known["beta"] * capacity ** -known["alpha"] + known.get("E", 0.0))
+def _forgotten(c: Mapping[str, Any], N: Array, D: Array, p: Array) -> Array:
+    capacity = (1 + c["B"] * p) * N
+    return np.asarray(c["A"] * D ** c["beta"] * capacity ** -c["alpha"] + c.get("E", 0.0))
 
 
-def _target_loss(known: Mapping[str, Any], N: Array, D: Array, p: Array) -> Array:
-    capacity = (1 + known.get("B", 0.0) * p) * N
-    return np.asarray(known["E"] + known["A"] * capacity ** -known["alpha"] * D ** -known["beta"])
+def _target_loss(c: Mapping[str, Any], N: Array, D: Array, p: Array) -> Array:
+    capacity = (1 + c.get("B", 0.0) * p) * N
+    return np.asarray(c["E"] + c["A"] * capacity ** -c["alpha"] * D ** -c["beta"])
 
 
-def _needed(known: Mapping[str, Any], N: Array, D: Array, tolerance: float) -> Array:
-    """The share that the law gives, unbounded; infinite where the offset alone is beyond the tolerance."""
-    left = np.asarray(tolerance - known.get("E", 0.0))
+def _needed(c: Mapping[str, Any], N: Array, D: Array, tolerance: float) -> Array:
+    """The share by the law, not clipped; infinite where the offset alone exceeds the tolerance."""
+    margin = np.asarray(tolerance - c.get("E", 0.0))
     with np.errstate(all="ignore"):
-        capacity = (known["A"] * D ** known["beta"] / np.where(left > 0, left, np.nan)) ** (1 / known["alpha"])
-        return np.asarray(np.where(left > 0, (capacity / N - 1) / known["B"], np.inf))
+        capacity = (c["A"] * D ** c["beta"] / np.where(margin > 0, margin, np.nan)) ** (1 / c["alpha"])
+        return np.asarray(np.where(margin > 0, (capacity / N - 1) / c["B"], np.inf))
 
 
-def _asked(N: ArrayLike, D: ArrayLike, p: ArrayLike) -> tuple[Array, Array, Array]:
+def _checked_arrays(N: ArrayLike, D: ArrayLike, p: ArrayLike) -> tuple[Array, Array, Array]:
     size, data, share = (np.asarray(value, dtype=float) for value in (N, D, p))
     for name, values in (("N", size), ("D", data)):
         if not ((values > 0) & np.isfinite(values)).all():
@@ -416,4 +417,4 @@ def _asked(N: ArrayLike, D: ArrayLike, p: ArrayLike) -> tuple[Array, Array, Arra
 def _check_shares(p: Array) -> None:
     bad = p[~((p >= 0) & (p < 1))]
     if len(bad):
-        raise InvalidArgument(f"a share of old data is {bad[0]:g}; give numbers from 0 to below 1")
+        raise InvalidArgument(f"a share of pretraining data is {bad[0]:g}; give numbers from 0 to below 1")

@@ -1,4 +1,4 @@
-"""Fitted laws of any form, read back from the file that `Law.save` wrote."""
+"""Load fitted laws of any form from the files that `Law.save` wrote."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from pippin.train.laws.scaling import ScalingLaw
 
 
 def load_law(path: str | Path) -> Law:
-    """A law of any form that was saved, with the resamples of its coefficients and the runs of its fit.
+    """Load a fitted law of any form, with the resamples of its coefficients and the runs of its fit.
 
     Raises:
-        CorruptedFile: the file holds none.
+        CorruptedFile: the file cannot be read, or does not contain a law.
     """
     classes = {law.form: law for law in (ForgettingLaw, FinetuningLaw)}
     try:
@@ -26,11 +26,11 @@ def load_law(path: str | Path) -> Law:
         form, settings = values["form"], values["settings"]
         law: Law = ScalingLaw(form) if form in ("chinchilla", "sparse") else classes[form](**settings)
         coefficients, samples, runs = (
-            {name: np.asarray(value, dtype=float) for name, value in values[part].items()}
-            for part in ("coefficients", "samples", "runs")
+            {name: np.asarray(value, dtype=float) for name, value in values[key].items()}
+            for key in ("coefficients", "samples", "runs")
         )
-        law._take(coefficients, samples, runs)
+        law._set(coefficients, samples, runs)
         law.goodness = fitting.Goodness(**values["goodness"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CorruptedFile(f"{path} holds no law; make one with `pippin laws fit --out {path}`: {error}") from error
+        raise CorruptedFile(f"{path} holds no law; fit one with `pippin laws fit --out {path}`: {error}") from error
     return law

@@ -1,8 +1,8 @@
-"""What every fitted law has: coefficients with their spread, a report, and a file.
+"""The base class of fitted laws: coefficients with intervals, a report, and a file.
 
 Notable here:
-- a law keeps the resamples of its coefficients and the runs that it was fitted on, so what is asked of it
-  later, also by a program that only has the file, comes with an interval and knows where the runs ended
+- a law stores the resamples of its coefficients and the runs of its fit, so predictions have intervals and
+  extrapolation is noticed, also in a program that loads it from a file
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from pippin.train.laws.fitting import Array
 
 
 class Law:
-    """What every law has once it is fitted.
+    """A fitted law.
 
     Attributes:
         coefficients: by name, in the units of the runs.
-        se: standard deviation of each over the resamples.
-        intervals: from 2.5 % to 97.5 % of the resamples.
-        goodness: of the predictions for the runs of the fit.
-        runs: the variables of these runs.
+        se: standard error of each coefficient: the standard deviation over the resamples.
+        intervals: the 2.5 % and 97.5 % quantiles of the resamples, by coefficient.
+        goodness: goodness of fit on the runs.
+        runs: the variables of the runs.
+        samples: the coefficients of the resamples.
     """
 
     form: str
@@ -47,16 +48,16 @@ class Law:
 
     @property
     def r2(self) -> float:
-        """Share of the variance of the runs' loss that is explained."""
+        """Coefficient of determination of the runs' loss."""
         return self.goodness.r2
 
     @property
     def mae(self) -> float:
-        """Mean absolute error over the runs of the fit, as a share of the loss."""
+        """Mean relative absolute error over the runs of the fit."""
         return self.goodness.mae
 
-    def _take(self, coefficients: Mapping[str, Array], samples: Mapping[str, Array], runs: Mapping[str, Array]) -> None:
-        """Keep what was found: each coefficient, and its values over the resamples."""
+    def _set(self, coefficients: Mapping[str, Array], samples: Mapping[str, Array], runs: Mapping[str, Array]) -> None:
+        """Set the fitted coefficients and compute their standard errors and intervals from the resamples."""
         self.runs = dict(runs)
         self.samples = dict(samples)
         self.coefficients = {name: float(np.ravel(value)[0]) for name, value in coefficients.items()}
@@ -66,44 +67,49 @@ class Law:
             low, high = percentile_interval(values, skip_nan=True)
             self.intervals[name] = (float(low), float(high))
 
-    def _known(self) -> dict[str, float]:
+    def _fitted(self) -> dict[str, float]:
+        """The coefficients.
+
+        Raises:
+            NotPrepared: the law was not fitted.
+        """
         if not self.coefficients:
             raise NotPrepared(f"this {type(self).__name__} was not fitted; call fit first, or load one with load_law")
         return self.coefficients
 
     def report(self) -> Report:
-        """Coefficients with their spread, and how well they fit the runs."""
+        """Report the coefficients with their standard errors, and the goodness of fit."""
         rows = [
             Row(name, value, "", None if math.isnan(self.se[name]) else self.se[name])
-            for name, value in self._known().items()
+            for name, value in self._fitted().items()
         ]
-        fits = [Row("runs", len(next(iter(self.runs.values()))))]
-        fits += [Row("R2", self.goodness.r2), Row("mean absolute error", 100 * self.goodness.mae, "%")]
-        return Report(f"{self.form} law", rows + fits)
+        rows += [Row("runs", len(next(iter(self.runs.values()))))]
+        rows += [Row("R2", self.goodness.r2), Row("mean absolute error", 100 * self.goodness.mae, "%")]
+        return Report(f"{self.form} law", rows)
 
     def to_json(self) -> dict[str, Any]:
         """The law as JSON values: coefficients, resamples and the runs of the fit."""
         return {
             "form": self.form,
             "settings": self._settings(),
-            "coefficients": self._known(),
+            "coefficients": self._fitted(),
             "samples": fitting.plain(self.samples),
             "goodness": asdict(self.goodness),
             "runs": fitting.plain(self.runs),
         }
 
     def _settings(self) -> dict[str, Any]:
-        """The arguments that make such a law."""
+        """The constructor arguments of the law."""
         return {}
 
     def save(self, path: str | Path) -> None:
-        """Write the law to a file, whole or not at all."""
+        """Write the law to a JSON file, atomically."""
         text = json.dumps(self.to_json(), allow_nan=False)
         with atomic_write(Path(path)) as file:
             file.write(f"{text}\n".encode())
 
     def plot(self, path: str | Path) -> None:
-        """Draw runs, curves and their bands; the suffix chooses the format (.png, .svg, .pdf).
+        """Plot runs, curves and their intervals; the suffix determines the format (.png, .svg, .pdf).
 
         Raises:
             NotPrepared: the law was not fitted.

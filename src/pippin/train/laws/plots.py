@@ -1,4 +1,4 @@
-"""Pictures of fitted laws: the runs, the law's curves with the band of the bootstrap, and where the two part."""
+"""Plots of fitted laws: the runs, and the law's curves with bootstrap intervals."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from pippin.train.laws.forgetting import FinetuningLaw, ForgettingLaw
     from pippin.train.laws.scaling import ScalingLaw
 
-_CURVES = 8  # of so many sizes at most is a curve drawn
+_MAX_CURVES = 8  # model sizes with a curve
 
 
 def scaling(law: ScalingLaw, path: Path) -> None:
-    """Loss over data and over compute."""
+    """Plot the loss over data and over compute."""
     figure, (left, right) = _figure(2)
     runs = law.runs
     sizes, colors = _sizes(runs["N"])
@@ -35,10 +35,8 @@ def scaling(law: ScalingLaw, path: Path) -> None:
             right.plot(6 * size * over, law.predict(size, over), color=color, linewidth=0.6, alpha=0.7)
     if dense and law.coefficients["alpha"] > 0 and law.coefficients["beta"] > 0:
         compute = 6 * np.geomspace((runs["N"] * runs["D"]).min(), (runs["N"] * runs["D"]).max(), 80)
-        N, D = (
-            np.asarray([optimum_in_closed_form(float(c), law.coefficients)[place] for c in compute]) for place in (0, 1)
-        )
-        right.plot(compute, law.predict(N, D), "--", color="black", linewidth=1.2, label="best division, by the law")
+        N, D = np.asarray([optimum_in_closed_form(float(c), law.coefficients) for c in compute]).T
+        right.plot(compute, law.predict(N, D), "--", color="black", linewidth=1.2, label="compute-optimal, by the law")
         right.legend(fontsize=8)
     left.set_xlabel("tokens D")
     right.set_xlabel("compute 6 N D")
@@ -53,7 +51,7 @@ def scaling(law: ScalingLaw, path: Path) -> None:
 
 
 def forgetting(law: ForgettingLaw, path: Path) -> None:
-    """Forgetting over the share of old data, and predicted against measured."""
+    """Plot the forgetting over the share of pretraining data, and predicted against measured forgetting."""
     figure, (left, right) = _figure(2)
     runs = law.runs
     sizes, colors = _sizes(runs["N"])
@@ -61,8 +59,8 @@ def forgetting(law: ForgettingLaw, path: Path) -> None:
     shown = amounts[[0, -1]] if len(amounts) > 1 else amounts
     forgotten = runs["loss_after"] - runs["loss_before"]
     predicted = law.forgetting(runs["N"], runs["D"], runs["p"])
-    least = runs["p"][runs["p"] > 0].min()
-    over = np.concatenate([[0.0], np.geomspace(least / 4, min(2 * runs["p"].max(), 0.99), 80)])
+    smallest = runs["p"][runs["p"] > 0].min()
+    over = np.concatenate([[0.0], np.geomspace(smallest / 4, min(2 * runs["p"].max(), 0.99), 80)])
     for size, color in zip(sizes, colors, strict=True):
         for amount, line, mark in zip(shown, ("-", "--"), ("o", "s"), strict=False):
             of = (runs["N"] == size) & (runs["D"] == amount)
@@ -72,9 +70,9 @@ def forgetting(law: ForgettingLaw, path: Path) -> None:
             _fill(left, 100 * over, law.band(np.full_like(over, size), np.full_like(over, amount), over), color)
         of = runs["N"] == size
         right.plot(forgotten[of], predicted[of], "o", color=color, markersize=4, label=f"N = {_short(size)}")
-    left.set_xscale("symlog", linthresh=100 * least / 2)
+    left.set_xscale("symlog", linthresh=100 * smallest / 2)
     left.set_xlim(left=0)
-    left.set_xlabel("share of old data (%)")
+    left.set_xlabel("share of pretraining data (%)")
     left.set_ylabel("forgetting (nats)")
     ends = [min(0.0, forgotten.min()), 1.05 * max(forgotten.max(), predicted.max())]
     right.plot(ends, ends, color="0.6", linewidth=1)
@@ -87,7 +85,7 @@ def forgetting(law: ForgettingLaw, path: Path) -> None:
 
 
 def finetuning(law: FinetuningLaw, path: Path) -> None:
-    """Target loss over target data."""
+    """Plot the target loss over the target data."""
     figure, (panel,) = _figure(1)
     runs = law.runs
     sizes, colors = _sizes(runs["N"])
@@ -101,7 +99,7 @@ def finetuning(law: FinetuningLaw, path: Path) -> None:
     panel.set_xlabel("target tokens D")
     panel.set_ylabel("target loss")
     panel.legend(fontsize=8)
-    figure.suptitle(f"fine-tuning law (curves without old data): R² {law.r2:.4f}")
+    figure.suptitle(f"fine-tuning law (curves without pretraining data): R² {law.r2:.4f}")
     plotting.save(figure, path)
 
 
@@ -111,13 +109,13 @@ def _figure(panels: int) -> tuple[Any, Any]:
 
 
 def _sizes(N: Array) -> tuple[Array, list[Any]]:
-    """Sizes that get a curve, spread evenly, and their colors."""
+    """Up to `_MAX_CURVES` evenly spaced model sizes to plot curves for, and their colors."""
     from matplotlib import colormaps
 
     sizes = np.unique(N)
-    if len(sizes) > _CURVES:
-        sizes = sizes[np.linspace(0, len(sizes) - 1, _CURVES).round().astype(int)]
-    return sizes, [colormaps["viridis"](place) for place in np.linspace(0, 0.9, len(sizes))]
+    if len(sizes) > _MAX_CURVES:
+        sizes = sizes[np.linspace(0, len(sizes) - 1, _MAX_CURVES).round().astype(int)]
+    return sizes, [colormaps["viridis"](value) for value in np.linspace(0, 0.9, len(sizes))]
 
 
 def _fill(panel: Any, x: Array, band: Array, color: Any) -> None:
@@ -126,7 +124,7 @@ def _fill(panel: Any, x: Array, band: Array, color: Any) -> None:
 
 
 def _short(number: float) -> str:
-    """12,345,678 is "12.3M"."""
+    """Format a number with a metric suffix: 12,345,678 is "12.3M"."""
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
         if number >= size:
             return f"{number / size:.3g}{letter}"
