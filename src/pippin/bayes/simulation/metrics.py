@@ -1,7 +1,7 @@
 r"""Metrics of simulation-based inference: sharpness and calibration of posteriors, and simulator misspecification.
 
 Notable here:
-- sharpness (`lpp`) and calibration (`acauc`) must be read together: the prior itself is calibrated but not sharp
+- sharpness (`lpp`) and calibration (`acauc`) must be read together: the prior is calibrated, but not sharp
 - under a correct posterior the ranks of true parameters are exactly uniform, which `simulation_based_calibration` tests
 - misspecification is tested by a two-sample test between features of real observations and of simulations, with an
   exact permutation p-value for any number of observations
@@ -42,27 +42,28 @@ def lpp(log_probs: Float[Tensor, " n"]) -> float:
     return float(log_probs.double().mean())
 
 
-def posterior_ranks(samples: Float[Tensor, "draws n k"], theta: Float[Tensor, "n k"]) -> Float[Tensor, "n k"]:
-    """The share of posterior samples below each true parameter.
+def posterior_ranks(samples: Float[Tensor, "samples n k"], theta: Float[Tensor, "n k"]) -> Float[Tensor, "n k"]:
+    """The fraction of posterior samples below each true parameter.
 
     Raises:
         InvalidInput: no samples, other shapes, or values that are not finite.
     """
     if not samples.numel() or samples.shape[1:] != theta.shape:
         raise InvalidInput(
-            f"draws of shape {list(samples.shape)}, theta of shape {list(theta.shape)}; give [draws, n, k] and [n, k]"
+            f"samples of shape {list(samples.shape)}, theta of shape {list(theta.shape)}; give [samples, n, k] and "
+            "[n, k]"
         )
     if not (samples.isfinite().all() and theta.isfinite().all()):
-        raise InvalidInput("draws or parameters are not finite; a posterior that diverged cannot be ranked")
+        raise InvalidInput("samples or parameters are not finite; remove them, or fit the posterior again")
     return (samples < theta).float().mean(0)
 
 
 def acauc(ranks: Float[Tensor, "n k"]) -> float:
-    r"""Area between the calibration curve and the diagonal: 0 calibrated, above over-confident, below under-confident.
+    r"""Area between the calibration curve and the diagonal: 0 calibrated, above 0 overconfident, below underconfident.
 
     With equal-tailed intervals, the smallest that covers a parameter of rank r has the level $u = 2 |r - 1/2|$, and
-    $\int_0^1 (a - 1[u \le a])\, da = u - 1/2$; the mean over observations and parameters is returned. It sees each
-    parameter by itself, not how they depend on each other.
+    $\int_0^1 (a - 1[u \le a])\, da = u - 1/2$; the mean over observations and parameters is returned. It measures the
+    marginal posteriors, not the dependence between parameters.
 
     Args:
         ranks: posterior mass below each true parameter, 0 to 1: from `posterior_ranks` or `MixturePosterior.ranks`.
@@ -71,7 +72,7 @@ def acauc(ranks: Float[Tensor, "n k"]) -> float:
         -0.5 to 0.5.
 
     Raises:
-        InvalidInput: no values, or values outside of 0 to 1.
+        InvalidInput: no values, or values outside 0 to 1.
 
     Source: Wehenkel et al. 2024, arXiv:2405.08719, section 4 (ACAUC).
 
@@ -79,7 +80,7 @@ def acauc(ranks: Float[Tensor, "n k"]) -> float:
     (0.5, -0.5, 0.0)
     """
     if not ranks.numel() or not ((ranks >= 0) & (ranks <= 1)).all():
-        raise InvalidInput(f"ranks of shape {list(ranks.shape)} must be shares between 0 and 1, at least one")
+        raise InvalidInput(f"ranks of shape {list(ranks.shape)} must be between 0 and 1, at least one")
     return float((2 * (ranks.double() - 0.5).abs() - 0.5).mean())
 
 
@@ -118,18 +119,23 @@ def c2st(
         raise MissingDependency("c2st needs scikit-learn: pip install 'pippin[bayes]'") from error
     count = min(len(first), len(second), max_samples)
     if first.shape[1] != second.shape[1] or count < folds:
-        raise InvalidInput(f"samples of shapes {list(first.shape)} and {list(second.shape)} in {folds} folds")
+        raise InvalidInput(
+            f"samples of shapes {list(first.shape)} and {list(second.shape)} in {folds} folds; give equal numbers of "
+            "columns, and at least one row for each fold"
+        )
     for name, sample in (("first", first), ("second", second)):
         refuse_rows(~sample.isfinite().all(-1), f"the {name} sample is not finite")
     generator = torch.Generator().manual_seed(seed)
-    rows = [sample[torch.randperm(len(sample), generator=generator)[:count]].double() for sample in (first, second)]
-    mean, sd = rows[0].mean(0), rows[0].std(0).clamp_min(1e-12)
-    data = ((torch.cat(rows) - mean) / sd).numpy()
+    subsets = [sample[torch.randperm(len(sample), generator=generator)[:count]].double() for sample in (first, second)]
+    mean, sd = subsets[0].mean(0), subsets[0].std(0).clamp_min(1e-12)
+    data = ((torch.cat(subsets) - mean) / sd).numpy()
     labels = torch.arange(2).repeat_interleave(count).numpy()
     width = 10 * first.shape[1]
-    network = MLPClassifier((width, width), max_iter=300, early_stopping=True, n_iter_no_change=20, random_state=seed)
-    split = KFold(folds, shuffle=True, random_state=seed)
-    return float(cross_val_score(network, data, labels, cv=split, scoring="accuracy").mean())
+    classifier = MLPClassifier(
+        (width, width), max_iter=300, early_stopping=True, n_iter_no_change=20, random_state=seed
+    )
+    splits = KFold(folds, shuffle=True, random_state=seed)
+    return float(cross_val_score(classifier, data, labels, cv=splits, scoring="accuracy").mean())
 
 
 @dataclass(frozen=True)
@@ -148,28 +154,29 @@ class SBCResult:
 
 
 def simulation_based_calibration(
-    theta: Float[Tensor, "n k"], samples: Float[Tensor, "draws n k"], *, seed: int = 0
+    theta: Float[Tensor, "n k"], samples: Float[Tensor, "samples n k"], *, seed: int = 0
 ) -> SBCResult:
-    """Test whether posteriors of simulated observations are calibrated.
+    """Simulation-based calibration: test whether the ranks of true parameters are uniform.
 
     Args:
         theta: samples of the prior.
         samples: posterior samples for a simulated observation of each theta, such as
             ``npe.sample(99, simulator(theta))``.
-        seed: seed of the randomization of ranks within steps, which makes their null distribution exactly uniform.
+        seed: seed of the randomization within discrete ranks, which makes their null distribution exactly uniform.
 
     Raises:
         InvalidInput: fewer than 20 observations; see also `posterior_ranks`.
 
-    Source: Talts et al. 2018, arXiv:1804.06788; the test is Kolmogorov and Smirnov's.
+    Source: Talts et al. 2018, arXiv:1804.06788, with the test of Kolmogorov and Smirnov.
     """
-    found = posterior_ranks(samples, theta)
+    ranks = posterior_ranks(samples, theta)
     if len(theta) < 20:
         raise InvalidInput(f"{len(theta)} observations are too few to judge calibration; give 20 or more, best 200")
-    draws = len(samples)
-    within = torch.rand(found.shape, generator=torch.Generator().manual_seed(seed))
-    smooth = ((found.cpu() * draws + within) / (draws + 1)).double()
-    return SBCResult(found, tuple(ks_uniform(smooth[:, index]) for index in range(smooth.shape[1])), acauc(found))
+    n = len(samples)
+    u = torch.rand(ranks.shape, generator=torch.Generator().manual_seed(seed))
+    uniform_ranks = ((ranks.cpu() * n + u) / (n + 1)).double()
+    p_values = tuple(ks_uniform(uniform_ranks[:, index]) for index in range(uniform_ranks.shape[1]))
+    return SBCResult(ranks, p_values, acauc(ranks))
 
 
 def ks_uniform(values: Float[Tensor, " n"]) -> float:
@@ -181,11 +188,11 @@ def ks_uniform(values: Float[Tensor, " n"]) -> float:
     n = len(values)
     ordered = values.double().sort().values
     steps = torch.arange(n, dtype=torch.float64)
-    gap = float(torch.maximum((steps + 1) / n - ordered, ordered - steps / n).max())
-    scaled = (math.sqrt(n) + 0.12 + 0.11 / math.sqrt(n)) * gap
-    if scaled < 0.2:  # the series converges too slowly; the probability is 1 to ten digits
+    d = float(torch.maximum((steps + 1) / n - ordered, ordered - steps / n).max())
+    lambda_ = (math.sqrt(n) + 0.12 + 0.11 / math.sqrt(n)) * d
+    if lambda_ < 0.2:  # the series converges too slowly; the probability is 1 to ten digits
         return 1.0
-    terms = (2 * (-1) ** (j - 1) * math.exp(-2 * j * j * scaled * scaled) for j in range(1, 101))
+    terms = (2 * (-1) ** (j - 1) * math.exp(-2 * j * j * lambda_ * lambda_) for j in range(1, 101))
     return min(1.0, max(0.0, math.fsum(terms)))
 
 
@@ -195,8 +202,8 @@ class MMDResult:
 
     Attributes:
         mmd: maximum mean discrepancy (MMD), the square root of its biased estimate; 0 for equal samples.
-        null: mean MMD over permutations, which is its size for equal distributions.
-        p_value: share of permutations, including the identity, with at least this MMD.
+        null: mean MMD over permutations, its expected value for equal distributions.
+        p_value: fraction of permutations, including the identity, with at least this MMD.
     """
 
     mmd: float
@@ -229,21 +236,24 @@ def mmd_test(
     Source: Gretton et al. 2012, JMLR 13, section 2 and 5 (the biased estimate).
     """
     if not len(first) or not len(second) or first.shape[1] != second.shape[1]:
-        raise InvalidInput(f"samples of shapes {list(first.shape)} and {list(second.shape)}; same width, no empty one")
+        raise InvalidInput(
+            f"samples of shapes {list(first.shape)} and {list(second.shape)}; give equal numbers of columns, and at "
+            "least one row in each"
+        )
     for name, sample in (("first", first), ("second", second)):
         refuse_rows(~sample.isfinite().all(-1), f"the {name} sample is not finite")
     n, m = len(first), len(second)
     pooled = torch.cat([first, second]).double().cpu()
     squared = torch.cdist(pooled, pooled).square()
-    apart = squared[~torch.eye(n + m, dtype=torch.bool)]
-    kernel = (-squared / (2 * apart.median().clamp_min(1e-12))).exp()
+    off_diagonal = squared[~torch.eye(n + m, dtype=torch.bool)]
+    kernel = (-squared / (2 * off_diagonal.median().clamp_min(1e-12))).exp()
     generator = torch.Generator().manual_seed(seed)
-    weights = torch.cat([torch.full((k,), share, dtype=torch.float64) for k, share in ((n, 1 / n), (m, -1 / m))])
+    weights = torch.cat([torch.full((k,), weight, dtype=torch.float64) for k, weight in ((n, 1 / n), (m, -1 / m))])
     orders = torch.stack([torch.randperm(n + m, generator=generator) for _ in range(permutations)])
-    shuffled = weights[torch.cat([torch.arange(n + m)[None], orders])]
-    found = (shuffled @ kernel * shuffled).sum(-1).clamp_min(0)
-    p_value = float((found[1:] >= found[0] * (1 - 1e-9)).sum() + 1) / (permutations + 1)
-    return MMDResult(math.sqrt(found[0]), float(found[1:].sqrt().mean()), p_value)
+    permuted = weights[torch.cat([torch.arange(n + m)[None], orders])]  # (1 + permutations, n + m), the identity first
+    mmd_squared = (permuted @ kernel * permuted).sum(-1).clamp_min(0)
+    p_value = float((mmd_squared[1:] >= mmd_squared[0] * (1 - 1e-9)).sum() + 1) / (permutations + 1)
+    return MMDResult(math.sqrt(mmd_squared[0]), float(mmd_squared[1:].sqrt().mean()), p_value)
 
 
 @checked
@@ -262,14 +272,14 @@ def detect_misspecification(
     Args:
         npe: a fitted posterior.
         x: real observations, at least one.
-        simulator: None takes the one that was given to `NPE.fit`, or its stored simulations.
+        simulator: None for that of `NPE.fit`, or for its stored simulations.
         simulations: number of simulations to compare with.
         level: p-value below which a warning is given.
         permutations: number of permutations; the p-value is at least 1 / (permutations + 1).
         seed: seed of simulations and permutations.
 
     Raises:
-        InvalidArgument: there is nothing to simulate with.
+        InvalidArgument: no simulator, and no stored simulations.
         InvalidInput: observations of another shape, or not finite.
         NotFitted: before `NPE.fit`.
 
@@ -283,19 +293,19 @@ def detect_misspecification(
     with torch.no_grad():
         real = npe.encode(x)
         if simulator is not None:
-            made = npe.encode(npe.simulate(simulations, simulator, generator)[1])
+            simulated = npe.encode(npe.simulate(simulations, simulator, generator)[1])
         elif npe.stored is not None:
             stored = npe.stored[1]
-            made = npe.encode(stored[torch.randperm(len(stored), generator=generator)[:simulations]])
+            simulated = npe.encode(stored[torch.randperm(len(stored), generator=generator)[:simulations]])
         else:
             raise InvalidArgument("there is nothing to simulate with; give a simulator")
-    found = mmd_test(real, made, permutations=permutations, seed=seed)
-    if found.p_value < level:
+    result = mmd_test(real, simulated, permutations=permutations, seed=seed)
+    if result.p_value < level:
         warnings.warn(
-            f"{len(real)} observations differ from simulations: {found.mmd:.3g} apart, {found.null:.3g} by chance "
-            f"(p = {found.p_value:.3g}); posteriors of this network may be wrong and over-confident, "
-            "RobustPosteriorEstimation is made for this",
+            f"{len(real)} observations differ from simulations: MMD {result.mmd:.3g}, {result.null:.3g} by chance "
+            f"(p = {result.p_value:.3g}); posteriors of this network may be wrong and overconfident; use "
+            "RobustPosteriorEstimation",
             Misspecified,
             stacklevel=2,
         )
-    return found
+    return result

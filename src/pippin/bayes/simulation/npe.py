@@ -1,4 +1,4 @@
-r"""Neural posterior estimation: a conditional flow from an observation to the posterior of its parameters.
+r"""Neural posterior estimation (NPE): a conditional density estimator of parameters given an observation.
 
 Notable here:
 - an encoder computes features of the observation, and a zuko flow models the parameters given these; both are trained
@@ -72,14 +72,14 @@ class DensityEstimatorConfig:
             import zuko
         except ImportError as error:
             raise MissingDependency("conditional flows need zuko: pip install 'pippin[bayes]'") from error
-        how: dict[str, Any] = {"hidden_features": self.hidden_sizes}
+        options: dict[str, Any] = {"hidden_features": self.hidden_sizes}
         flow: nn.Module
         if self.architecture == "mixture":
-            flow = zuko.flows.GMM(parameters, features, components=self.num_components, **how)
+            flow = zuko.flows.GMM(parameters, features, components=self.num_components, **options)
         elif self.architecture == "affine":
-            flow = zuko.flows.MAF(parameters, features, transforms=self.num_transforms, **how)
+            flow = zuko.flows.MAF(parameters, features, transforms=self.num_transforms, **options)
         else:
-            flow = zuko.flows.NSF(parameters, features, transforms=self.num_transforms, bins=self.num_bins, **how)
+            flow = zuko.flows.NSF(parameters, features, transforms=self.num_transforms, bins=self.num_bins, **options)
         return flow
 
 
@@ -191,12 +191,12 @@ class NPE(nn.Module):
         r"""Minimize $-\log p(\theta | h_w(x))$ over simulations, and use the weights that are best on held-out ones.
 
         Args:
-            data: a simulator, called with new samples of the prior in every step; or stored simulations
+            data: a simulator, which is called with new samples of the prior in every step; or stored simulations
                 ``(theta [n, k], x [n, ...])``.
             steps: number of updates.
             batch_size: simulations per update.
             lr: peak learning rate of AdamW; it decays to 0 along a cosine.
-            num_held_out: simulations for choosing the best weights; at most a fifth of stored ones.
+            num_held_out: number of simulations for choosing the best weights; at most a fifth of stored ones.
             seed: seed of simulations and their order.
             show_progress: whether to show a progress bar.
 
@@ -204,20 +204,20 @@ class NPE(nn.Module):
             The posterior itself.
 
         Raises:
-            InvalidArgument: data of another form, or fewer than 10 stored simulations.
+            InvalidArgument: data of another type, or fewer than 10 stored simulations.
             InvalidInput: parameters outside the prior, or observations that are not finite or of another number.
             NonFiniteLoss: training diverged; lower ``lr``.
         """
         if callable(data):
-            first = self.simulate(4096, data, torch.Generator().manual_seed(seed + 1_000_003))
+            reference = self.simulate(4096, data, torch.Generator().manual_seed(seed + 1_000_003))
             stream: Any = Numbered(lambda n, start: self.simulate(n, data, _seeded(seed, start)), batch_size)
             theta, x = (part[:num_held_out] for part in self.simulate(num_held_out, data, _seeded(seed, -1)))
             self.simulator, self.stored = data, None
         else:
-            first = self._checked(data)
-            theta, x, stream = _split(*first, num_held_out, batch_size, seed)
-            self.simulator, self.stored = None, first
-        self._build(first[1])
+            reference = self._checked(data)
+            theta, x, stream = _split(*reference, num_held_out, batch_size, seed)
+            self.simulator, self.stored = None, reference
+        self._build(reference[1])
         best = BestWeights(lambda model: -float(self.log_prob(theta, x).mean()))
         self.result = Trainer(
             self,
@@ -246,6 +246,7 @@ class NPE(nn.Module):
         return theta, observations(simulator(theta, generator), n, None, "the simulator's observations")
 
     def _checked(self, data: Any) -> tuple[Tensor, Tensor]:
+        """Check stored simulations and convert them to float32."""
         if not (isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, Tensor) for part in data)):
             raise InvalidArgument(f"data is a {type(data).__name__}; give a simulator or a pair of tensors (theta, x)")
         theta, x = data[0].float(), data[1].float()
@@ -260,6 +261,7 @@ class NPE(nn.Module):
         self.shape = tuple(x.shape[1:])
         scale = x.std(0)
         self.center = x.mean(0).to(device)
+        # elements that are constant in simulations are not scaled
         self.scale = torch.where(scale > 1e-6 * scale.max().clamp_min(1e-12), scale, 1.0).to(device)
         with torch.no_grad():
             features = self.encode(x[:2])
@@ -282,12 +284,12 @@ class NPE(nn.Module):
             InvalidArgument: the encoder's output is not [n, features].
         """
         if self.shape is None:
-            raise NotFitted("this posterior knows no observations yet; call fit() first")
+            raise NotFitted("this posterior is not fitted; call fit() first")
         x = observations(x, len(x), self.shape, "x").to(self.center)
         features: Tensor = (encoder or self.encoder)((x - self.center) / self.scale)
         if features.ndim != 2 or len(features) != len(x):
             raise InvalidArgument(
-                f"the encoder made {list(features.shape)} of {len(x)} rows; it must make [n, features]"
+                f"the encoder's output has shape {list(features.shape)} for {len(x)} rows; it must be [n, features]"
             )
         return features
 
@@ -307,28 +309,30 @@ class NPE(nn.Module):
         flow = self._fitted()
         if theta.ndim != 2 or theta.shape[1] != len(self.support) or len(theta) != len(features):
             raise InvalidInput(
-                f"theta is {list(theta.shape)} for {len(features)} observations of {len(self.support)} parameters each"
+                f"theta has shape {list(theta.shape)}; give [{len(features)}, {len(self.support)}], a row for each "
+                "observation"
             )
         theta = theta.to(features)
-        u, gradient = self.support.free(theta)
-        log_prob: Tensor = flow(features).log_prob(u) + gradient
+        u, log_det = self.support.free(theta)
+        log_prob: Tensor = flow(features).log_prob(u) + log_det
         return torch.where(self.support.inside(theta), log_prob, -torch.inf)
 
     @torch.no_grad()
     def log_prob_pairs(self, theta: Float[Tensor, "n k"], features: Float[Tensor, "m l"]) -> Float[Tensor, "n m"]:
         """Log density of every theta under the posterior of every row of features, in chunks."""
-        flow, rows, parts = self._fitted(), max(1, CHUNK // len(features)), []
-        if self.config.architecture == "mixture":  # its densities do not depend on theta, so one pass makes all of them
+        flow, rows, chunks = self._fitted(), max(1, CHUNK // len(features)), []
+        if self.config.architecture == "mixture":  # the mixtures do not depend on theta: one pass of the network
             theta = theta.to(features)
-            u, gradient = self.support.free(theta)
+            u, log_det = self.support.free(theta)
             mixture = flow(features)
-            found = torch.cat([mixture.log_prob(part[:, None]) for part in u.split(rows)]) + gradient[:, None]
-            return torch.where(self.support.inside(theta)[:, None], found, -torch.inf)
-        for part in theta.split(rows):
-            left = part.repeat_interleave(len(features), 0)
-            right = features.repeat(len(part), 1)
-            parts.append(self.log_prob_from_features(left, right).view(len(part), len(features)))
-        return torch.cat(parts)
+            log_prob = torch.cat([mixture.log_prob(chunk[:, None]) for chunk in u.split(rows)]) + log_det[:, None]
+            return torch.where(self.support.inside(theta)[:, None], log_prob, -torch.inf)
+        for chunk in theta.split(rows):
+            repeated_theta = chunk.repeat_interleave(len(features), 0)
+            repeated_features = features.repeat(len(chunk), 1)
+            log_prob = self.log_prob_from_features(repeated_theta, repeated_features)
+            chunks.append(log_prob.view(len(chunk), len(features)))
+        return torch.cat(chunks)
 
     @checked
     def sample(
@@ -355,24 +359,26 @@ class NPE(nn.Module):
     ) -> Float[Tensor, "n b k"]:
         """`sample` given features instead of observations."""
         flow, generator = self._fitted(), generator or torch.Generator().manual_seed(0)
-        samples = [self._sample(flow, part, generator) for part in features.repeat(n, 1).split(CHUNK)]
+        samples = [self._sample(flow, chunk, generator) for chunk in features.repeat(n, 1).split(CHUNK)]
         return torch.cat(samples).view(n, len(features), len(self.support))
 
     def _sample(self, flow: nn.Module, features: Tensor, generator: torch.Generator) -> Tensor:
+        """One sample for each row of features, (n, k), with random numbers of the generator only."""
         noise = torch.randn(len(features), len(self.support), generator=generator).to(features)
         distribution = flow(features)
         if self.config.architecture != "mixture":
             return self.support.bound(distribution.transform.inv(noise))
         weights = distribution.logits.softmax(-1)
         uniform = torch.rand(len(features), 1, generator=generator).to(features)
-        chosen = torch.searchsorted(weights.cumsum(-1), uniform).clamp_max(weights.shape[-1] - 1)
+        component = torch.searchsorted(weights.cumsum(-1), uniform).clamp_max(weights.shape[-1] - 1)  # (n, 1)
         base, rows = distribution.base, torch.arange(len(features), device=features.device)
-        mean, factor = base.loc[rows, chosen[:, 0]], base.scale_tril[rows, chosen[:, 0]]
+        mean, factor = base.loc[rows, component[:, 0]], base.scale_tril[rows, component[:, 0]]
         return self.support.bound(mean + (factor @ noise[..., None])[..., 0])
 
     def _fitted(self) -> nn.Module:
+        """The density estimator, if `fit` was called."""
         if self.flow is None:
-            raise NotFitted("this posterior has not seen a simulation yet; call fit() first")
+            raise NotFitted("this posterior is not fitted; call fit() first")
         return self.flow
 
     # --- files ----------------------------------------------------------------------------------------------------
@@ -399,7 +405,7 @@ class NPE(nn.Module):
 
         Raises:
             ModelNotFound: there is no such folder.
-            UnsupportedModel: it holds another kind of model.
+            UnsupportedModel: the folder holds another kind of model.
             CorruptedFile: a file is damaged, or the tensors do not fit the prior or the encoder.
         """
         saved = checkpoint.open_model(path, model_type=cls.model_type, config_type=NPEConfig)
@@ -417,20 +423,20 @@ class NPE(nn.Module):
         """Rebuild a fitted posterior from the result of `describe` and the tensors.
 
         Raises:
-            CorruptedFile: they do not fit each other, the prior or the encoder; the message names ``where``.
+            CorruptedFile: config, tensors, prior and encoder do not fit each other; the message names ``where``.
         """
         try:
-            made = cls(prior, encoder, config.flow, seed=config.seed)
-            made.shape = config.shape
-            made.center, made.scale = tensors["center"].clone(), tensors["scale"].clone()
+            npe = cls(prior, encoder, config.flow, seed=config.seed)
+            npe.shape = config.shape
+            npe.center, npe.scale = tensors["center"].clone(), tensors["scale"].clone()
             with torch.random.fork_rng([]):
-                made.flow = made.config.build(len(made.support), config.features)
-            made.support.check_same(tensors)
-            made.load_state_dict(tensors)
+                npe.flow = npe.config.build(len(npe.support), config.features)
+            npe.support.check_same(tensors)
+            npe.load_state_dict(tensors)
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            said = str(error).splitlines()[0]
-            raise CorruptedFile(f"{where}: no posterior of this prior and this encoder: {said}") from error
-        return made.eval()
+            reason = str(error).splitlines()[0]
+            raise CorruptedFile(f"{where}: no posterior of this prior and this encoder: {reason}") from error
+        return npe.eval()
 
 
 class BestWeights:
@@ -441,14 +447,14 @@ class BestWeights:
     """
 
     def __init__(self, score: Callable[[nn.Module], float]) -> None:
-        self.score, self.least = score, math.inf
+        self.score, self.best_score = score, math.inf
         self.weights: dict[str, Tensor] = {}
 
     def __call__(self, model: nn.Module) -> dict[str, float]:
         """Score a model, and store its weights if they are the best."""
         score = self.score(model)
-        if score < self.least:
-            self.least, self.weights = score, copy.deepcopy(model.state_dict())
+        if score < self.best_score:
+            self.best_score, self.weights = score, copy.deepcopy(model.state_dict())
         return {"loss": score}
 
     def restore(self, model: nn.Module) -> None:
@@ -470,12 +476,13 @@ def observations(x: Any, n: int, shape: tuple[int, ...] | None, name: str) -> Te
         raise InvalidInput(f"{name} of shape {list(x.shape)} for {n} rows; give [n, ...], a row for each")
     if shape is not None and tuple(x.shape[1:]) != shape:
         raise InvalidInput(f"{name} of shape {list(x.shape)}; one observation must have the shape {list(shape)}")
-    found: Tensor = x.float()
-    refuse_rows(~found.flatten(1).isfinite().all(-1), f"{name}: not finite")
-    return found
+    converted: Tensor = x.float()
+    refuse_rows(~converted.flatten(1).isfinite().all(-1), f"{name}: not finite")
+    return converted
 
 
 def _posterior_loss(model: nn.Module, batch: tuple[Tensor, Tensor], generator: torch.Generator) -> Loss:
+    """Negative log density of the parameters, summed over the batch."""
     assert isinstance(model, NPE)
     theta, x = batch
     return Loss(-model.log_prob(theta, x).sum(), len(theta))
@@ -486,13 +493,13 @@ def _seeded(seed: int, number: int) -> torch.Generator:
     return torch.Generator().manual_seed((seed * 1_000_003 + number + 1) % 2**62)
 
 
-def _split(theta: Tensor, x: Tensor, held_out: int, batch: int, seed: int) -> tuple[Tensor, Tensor, Any]:
+def _split(theta: Tensor, x: Tensor, num_held_out: int, batch_size: int, seed: int) -> tuple[Tensor, Tensor, Any]:
     """Held-out parameters and observations, and a stream of batches of the others."""
     order = torch.randperm(len(theta), generator=torch.Generator().manual_seed(seed))
-    cut = max(1, min(held_out, len(theta) // 5))
-    rest = order[cut:].tolist()
+    cut = max(1, min(num_held_out, len(theta) // 5))
+    train_rows = order[cut:].tolist()
 
     def collate(rows: list[int]) -> tuple[Tensor, Tensor]:
         return theta[rows], x[rows]
 
-    return theta[order[:cut]], x[order[:cut]], Shuffled(rest, batch, seed=seed, collate=collate)
+    return theta[order[:cut]], x[order[:cut]], Shuffled(train_rows, batch_size, seed=seed, collate=collate)

@@ -20,7 +20,7 @@ from pippin.bayes.batches import refuse_rows
 from pippin.core.errors import InvalidArgument, InvalidInput
 
 EDGE = 1e-6
-"""Margin at the bounds of a parameter, as a share of its range, as the logit is infinite at the bounds."""
+"""Margin at the bounds of a parameter, as a fraction of its range, since the logit is infinite at the bounds."""
 
 
 @runtime_checkable
@@ -50,7 +50,8 @@ class BoxPrior:
         high: upper bounds.
 
     Raises:
-        InvalidArgument: bounds of different lengths, none at all, not finite, or a lower one not below its upper one.
+        InvalidArgument: bounds of different lengths, no bounds, bounds that are not finite, or a lower bound that is
+            not below the upper one.
 
     >>> BoxPrior([0.0, -1.0], [2.0, 1.0]).log_prob(torch.tensor([[1.0, 0.0], [3.0, 0.0]])).tolist()
     [-1.3862943649291992, -inf]
@@ -59,13 +60,15 @@ class BoxPrior:
     def __init__(self, low: Sequence[float] | Tensor, high: Sequence[float] | Tensor) -> None:
         self.low, self.high = _vector(low, "low"), _vector(high, "high")
         if len(self.low) != len(self.high):
-            raise InvalidArgument(f"{len(self.low)} lower bounds and {len(self.high)} upper bounds")
+            raise InvalidArgument(
+                f"{len(self.low)} lower bounds and {len(self.high)} upper bounds; give both for each parameter"
+            )
         for index, (low_, high_) in enumerate(zip(self.low.tolist(), self.high.tolist(), strict=True)):
             if not low_ < high_:
                 raise InvalidArgument(f"parameter {index} lies between {low_} and {high_}; low must be below high")
 
     def __repr__(self) -> str:
-        return f"Box({self.low.tolist()}, {self.high.tolist()})"
+        return f"BoxPrior({self.low.tolist()}, {self.high.tolist()})"
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Float[Tensor, "n k"]:
         """``n`` independent samples."""
@@ -95,7 +98,9 @@ class GaussianPrior:
     def __init__(self, mean: Sequence[float] | Tensor, sd: Sequence[float] | Tensor) -> None:
         self.mean, self.sd = _vector(mean, "mean"), _vector(sd, "sd")
         if len(self.mean) != len(self.sd):
-            raise InvalidArgument(f"{len(self.mean)} means and {len(self.sd)} standard deviations")
+            raise InvalidArgument(
+                f"{len(self.mean)} means and {len(self.sd)} standard deviations; give both for each parameter"
+            )
         if not (self.sd > 0).all():
             raise InvalidArgument(f"standard deviations must be above 0, got {self.sd.tolist()}")
         self.low, self.high = torch.full_like(self.mean, -math.inf), torch.full_like(self.mean, math.inf)
@@ -139,9 +144,9 @@ class Support(nn.Module):
         count = len(self.low)
         self.register_buffer("mean", torch.zeros(count))
         self.register_buffer("sd", torch.ones(count))
-        draws = prior.sample(4096, torch.Generator().manual_seed(seed))
-        self.check(draws)
-        free, _ = self.free(draws)
+        samples = prior.sample(4096, torch.Generator().manual_seed(seed))
+        self.check(samples)
+        free, _ = self.free(samples)
         self.mean.copy_(free.mean(0))
         self.sd.copy_(free.std(0).clamp_min(1e-8))
 
@@ -157,20 +162,21 @@ class Support(nn.Module):
         """
         for name, own in (("low", self.low), ("high", self.high), ("mean", self.mean), ("sd", self.sd)):
             saved = tensors[f"support.{name}"]
-            room = 0.1 * self.sd if name in ("mean", "sd") else torch.zeros_like(own)
-            if saved.shape != own.shape or not bool(((saved == own) | ((saved - own).abs() <= room)).all()):
+            # bounds are exact; mean and sd are estimates from samples
+            tolerance = 0.1 * self.sd if name in ("mean", "sd") else torch.zeros_like(own)
+            if saved.shape != own.shape or not bool(((saved == own) | ((saved - own).abs() <= tolerance)).all()):
                 raise InvalidArgument(f"it was trained with the {name} {saved.tolist()}, the prior has {own.tolist()}")
 
     def inside(self, theta: Float[Tensor, "n k"]) -> Bool[Tensor, " n"]:
-        """A mask of the rows that lie within all bounds, including the bounds themselves."""
+        """A mask of the rows within all bounds; the bounds are included."""
         return ((theta >= self.low) & (theta <= self.high)).all(-1)
 
     def check(self, theta: Tensor) -> None:
         """Check parameters.
 
         Raises:
-            InvalidInput: another number of parameters, values that are not finite or outside the bounds; the message
-                names the first rows.
+            InvalidInput: another number of parameters, or values that are not finite or outside the bounds; the message
+                names the first such rows.
         """
         if theta.ndim != 2 or theta.shape[1] != len(self):
             raise InvalidInput(
@@ -180,32 +186,33 @@ class Support(nn.Module):
         refuse_rows(~self.inside(theta.to(self.low)), "theta lies outside of the prior's bounds", theta)
 
     def free(self, theta: Float[Tensor, "n k"]) -> tuple[Float[Tensor, "n k"], Float[Tensor, " n"]]:
-        """Map parameters to unbounded space; returns the points and the log-determinants of the derivative."""
+        """Map parameters to unbounded space; returns u and the log-determinant of du/dtheta."""
         low, high = self.low, self.high
-        below, above = low.isfinite(), high.isfinite()
-        width = torch.where(below & above, high - low, torch.ones_like(low))
-        p = ((theta - torch.where(below, low, 0.0)) / width).clamp(EDGE, 1 - EDGE)
-        left = (theta - torch.where(below, low, 0.0)).clamp_min(EDGE)
-        right = (torch.where(above, high, 0.0) - theta).clamp_min(EDGE)
-        boxed, slope = p.log() - (-p).log1p(), -width.log() - p.log() - (-p).log1p()
-        u = torch.where(below & above, boxed, torch.where(below, left.log(), torch.where(above, -right.log(), theta)))
-        gradient = torch.where(below, -left.log(), torch.where(above, -right.log(), 0.0))
-        gradient = torch.where(below & above, slope, gradient)
-        return (u - self.mean) / self.sd, (gradient - self.sd.log()).sum(-1)
+        has_low, has_high = low.isfinite(), high.isfinite()
+        width = torch.where(has_low & has_high, high - low, torch.ones_like(low))
+        p = ((theta - torch.where(has_low, low, 0.0)) / width).clamp(EDGE, 1 - EDGE)
+        above_low = (theta - torch.where(has_low, low, 0.0)).clamp_min(EDGE)
+        below_high = (torch.where(has_high, high, 0.0) - theta).clamp_min(EDGE)
+        logit, logit_log_det = p.log() - (-p).log1p(), -width.log() - p.log() - (-p).log1p()
+        one_sided = torch.where(has_low, above_low.log(), torch.where(has_high, -below_high.log(), theta))
+        u = torch.where(has_low & has_high, logit, one_sided)
+        log_det = torch.where(has_low, -above_low.log(), torch.where(has_high, -below_high.log(), 0.0))
+        log_det = torch.where(has_low & has_high, logit_log_det, log_det)
+        return (u - self.mean) / self.sd, (log_det - self.sd.log()).sum(-1)
 
     def bound(self, u: Float[Tensor, "n k"]) -> Float[Tensor, "n k"]:
         """Map points in unbounded space to parameters: the inverse of `free`."""
         low, high = self.low, self.high
-        below, above = low.isfinite(), high.isfinite()
+        has_low, has_high = low.isfinite(), high.isfinite()
         s = u * self.sd + self.mean
-        lower, upper = torch.where(below, low, 0.0), torch.where(above, high, 0.0)
-        boxed = torch.minimum(lower + (upper - lower) * s.sigmoid(), high)
-        return torch.where(
-            below & above, boxed, torch.where(below, lower + s.exp(), torch.where(above, upper - (-s).exp(), s))
-        )
+        lower, upper = torch.where(has_low, low, 0.0), torch.where(has_high, high, 0.0)
+        two_sided = torch.minimum(lower + (upper - lower) * s.sigmoid(), high)  # rounding may exceed the bound
+        one_sided = torch.where(has_low, lower + s.exp(), torch.where(has_high, upper - (-s).exp(), s))
+        return torch.where(has_low & has_high, two_sided, one_sided)
 
 
 def _vector(values: Sequence[float] | Tensor, name: str) -> Tensor:
+    """Finite numbers as a float32 vector, one for each parameter."""
     vector = torch.as_tensor(values, dtype=torch.float32)
     if vector.ndim != 1 or not len(vector) or not vector.isfinite().all():
         raise InvalidArgument(f"{name} must be a list of finite numbers, one for each parameter, got {values}")

@@ -1,14 +1,14 @@
-r"""Gromov-Wasserstein couplings, and the Gromov-Monge gap that asks a map to keep geometry as far as it can be kept.
+r"""Gromov-Wasserstein couplings, and the Gromov-Monge gap, a regularizer for maps that preserve geometry.
 
 Notable here:
-- two sets of points are compared by their own cost matrices, so they may lie in spaces of different dimension
-- the entropic plan is polished: assignments that solve the linearized problem until they stop moving. The identity is
-  among the starts, so a gap is never negative; without the polish it can be, by far more than what is measured
-- a gradient goes through the costs at a fixed plan (the envelope theorem), never through the iterations
-- costs of few dimensions stay in factors, which makes a product with a plan quadratic in the points
+- each set of points has its own cost matrix, so the two may be in spaces of different dimension
+- the entropic plan is polished by local search over permutations. The identity is among its starts, so a gap is never
+  negative; without the polish it can be, by much more than the gap itself
+- gradients go through the costs at a fixed plan (the envelope theorem), not through the iterations
+- low-rank costs stay factored, so that a product with a plan is quadratic in the number of points
 
-Source: entropic solver Peyre, Cuturi and Solomon, "Gromov-Wasserstein averaging of kernel and distance matrices",
-ICML 2016; the gap arXiv:2407.07829, definition of the Gromov-Monge gap; the polish is ours.
+Source: entropic solver: Peyre, Cuturi and Solomon, "Gromov-Wasserstein averaging of kernel and distance matrices",
+ICML 2016; the gap: arXiv:2407.07829, definition of the Gromov-Monge gap; the polish is our own.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ CostName: TypeAlias = Literal["l2", "scl2", "cos"]
 CostFunction: TypeAlias = Callable[[Tensor], Tensor]
 Cost: TypeAlias = CostName | tuple[CostFunction, CostFunction]
 
-_NORM = 1e-6
-"""Shortest length that a vector is divided by."""
+_MIN_NORM = 1e-6
+"""Vectors are normalized by at least this norm."""
 
 
 @checked
 def cost_matrix(points: Float[Tensor, "n ..."], cost: CostName | CostFunction = "l2") -> Float[Tensor, "n n"]:
-    """How far each point is from each other one; differentiable.
+    """Pairwise costs of points; differentiable.
 
     Args:
-        points: flattened where they have several dimensions.
-        cost: "l2" squared distance, "scl2" the same divided by its mean over all pairs, "cos" the cosine of the angle
-            seen from the origin (a likeness; the gap does not mind), or a function of the points.
+        points: points; further dimensions are flattened.
+        cost: "l2" for squared distances, "scl2" for squared distances over their mean over all pairs, "cos" for cosine
+            similarities (the gap does not depend on the sign), or a function of the points.
 
     >>> cost_matrix(torch.tensor([[0.0, 3.0], [4.0, 0.0]]), "l2").tolist()
     [[0.0, 25.0], [25.0, 0.0]]
     """
     if callable(cost):
-        found: Tensor = cost(points)
-        return found
+        costs: Tensor = cost(points)
+        return costs
     x = points.flatten(1)
     if cost == "cos":
-        unit: Tensor = x / x.norm(dim=1, keepdim=True).clamp_min(_NORM)
+        unit: Tensor = x / x.norm(dim=1, keepdim=True).clamp_min(_MIN_NORM)
         return unit @ unit.T
-    x = x - x.mean(0)  # distances stay, and nothing large cancels below
+    x = x - x.mean(0)  # distances do not change, and cancellation below is small
     square = x.square().sum(1)
     distances = (square[:, None] + square[None, :] - 2 * x @ x.T).clamp_min(0)
     distances = distances * (1 - torch.eye(len(x), dtype=x.dtype, device=x.device))
@@ -63,7 +63,7 @@ def cost_matrix(points: Float[Tensor, "n ..."], cost: CostName | CostFunction = 
 
 @checked
 def cost_factors(points: Float[Tensor, "n ..."], cost: CostName = "l2") -> Factored:
-    """The matrix of `cost_matrix` in factors of rank features + 2 (squared distances) or features (cosine).
+    """The factored matrix of `cost_matrix`, of rank features + 2 (squared distances) or features (cosine).
 
     >>> x = torch.tensor([[0.0, 3.0], [4.0, 0.0]])
     >>> cost_factors(x, "l2").matrix.tolist()
@@ -71,7 +71,7 @@ def cost_factors(points: Float[Tensor, "n ..."], cost: CostName = "l2") -> Facto
     """
     x = points.flatten(1)
     if cost == "cos":
-        unit = x / x.norm(dim=1, keepdim=True).clamp_min(_NORM)
+        unit = x / x.norm(dim=1, keepdim=True).clamp_min(_MIN_NORM)
         return Factored(unit, unit)
     x = x - x.mean(0)
     square = x.square().sum(1, keepdim=True)
@@ -86,16 +86,16 @@ def cost_factors(points: Float[Tensor, "n ..."], cost: CostName = "l2") -> Facto
 def distortion(x: Float[Tensor, "n ..."], y: Float[Tensor, "n ..."], cost: Cost = "cos") -> Float[Tensor, ""]:
     r"""Mean of $\tfrac12 (A_{ij} - B_{ij})^2$ over all pairs, where row i of ``y`` is the image of row i of ``x``.
 
-    It also punishes what no map between the two sets could avoid; `gromov_monge_gap` does not.
+    It includes the distortion that no map between the two sets can avoid; `gromov_monge_gap` does not.
 
     Args:
         x: points.
-        y: their images; any dimension.
-        cost: for both sides; or a function for each.
+        y: their images, of any dimension.
+        cost: cost of both sides, or a function for each.
 
     Raises:
         InvalidArgument: an unknown cost.
-        InvalidInput: fewer than 2 points, sets of different length, or numbers that are not finite.
+        InvalidInput: fewer than 2 points, sets of different length, or values that are not finite.
 
     Source: arXiv:2407.07829, definition of the distortion.
 
@@ -113,44 +113,43 @@ def gromov_monge_gap(
     cost: Cost = "cos",
     solver: GromovSolver = QUICK,
 ) -> Float[Tensor, ""]:
-    r"""How much more a map distorts than the best way to carry the points to the same images: `distortion` minus GW.
+    r"""The distortion of a map minus the minimal distortion between the same points and images (Gromov-Wasserstein).
 
-    Zero where no rearrangement of the images would distort less; it is weakly convex in the map, so plain gradient
-    descent may be used. As both plans have the same marginals, the squares cancel and what is left is
-    $\langle A P B, P \rangle - \tfrac1{n^2} \langle A, B \rangle$ with P held fixed.
+    It is zero if no permutation of the images has less distortion; it is weakly convex in the map. As both plans have
+    the same marginals, squares cancel, and it is $\langle A P B, P \rangle - \tfrac1{n^2} \langle A, B \rangle$ with P
+    fixed.
 
     Args:
         x: points.
-        y: their images, row by row; the gradient goes through both.
-        cost: "cos" (angles), "scl2" (distances up to scale), "l2", or a function for each side. With pixels on one
-            side take one of the first two: squared distances of pixels dwarf those of codes.
-        solver: how the plan is found. A ``value`` of "polished" is never negative; "plain" is biased down and can be
-            far below zero; "entropic" is biased up, by eps times log n at most where the plan is the best one.
+        y: their images, row by row; gradients go through both.
+        cost: "cos" (angles), "scl2" (distances up to scale), "l2", or a function for each side. If one side is pixels,
+            use one of the first two, since squared distances of pixels are much larger than those of codes.
+        solver: options of the solver. A ``value`` of "polished" is never negative; "plain" is biased down and can be
+            far below zero; "entropic" is biased up, by at most eps times log n if the plan is optimal.
 
     Returns:
-        A scalar with its graph, in the dtype of ``y`` (float32 where that is shorter).
+        A differentiable scalar, in the dtype of ``y``, or float32 for half precision.
 
     Raises:
         InvalidArgument: an unknown cost.
-        InvalidInput: fewer than 2 points, sets of different length, or numbers that are not finite.
+        InvalidInput: fewer than 2 points, sets of different length, or values that are not finite.
         NotConverged: no finite plan at this regularization.
         MissingDependency: scipy is not installed and the value is "polished".
 
     Warns:
-        InferenceAtRisk: the solver had not converged ("plain", "entropic"), or a "plain" gap is below -0.001.
+        InferenceAtRisk: the solver did not converge ("plain", "entropic"), or a "plain" gap is below -0.001.
 
     Source: arXiv:2407.07829, definition of the Gromov-Monge gap and its sample version.
 
     >>> x = torch.tensor([[0.0, 0.0], [1.0, 0.0], [1.0, 3.0], [7.0, 2.0]])
-    >>> float(gromov_monge_gap(x, 2 * x, "l2"))  # larger everywhere: unavoidable, as the images lie so far apart
+    >>> float(gromov_monge_gap(x, 2 * x, "l2"))  # no permutation of the images has less distortion
     0.0
     """
     a, b = _costs(x, y, cost)
     best = solve(*_sides(x, y, a, b, cost), solver)
     if best.permutation is not None:
         order = best.permutation.to(b.device)
-        # the same products in the same order as the subtrahend: at the identity the difference is zero, and so is its
-        # gradient
+        # both means are computed in the same way, so that at the identity the gap and its gradient are exactly zero
         return (a * b[order][:, order]).mean() - (a * b).mean()
     plan = best.plan.to(a)
     gap = (plan * (a @ plan @ b)).sum() - (a * b).mean()
@@ -167,47 +166,49 @@ def gromov_wasserstein(
 ) -> Coupling:
     r"""The plan P with uniform marginals that minimizes $Q(P) = \sum \tfrac12 (A_{ik} - B_{jl})^2 P_{ij} P_{kl}$.
 
-    The problem is not convex, and the polished value is an upper bound of the minimum that is close to it. For squared
+    The problem is not convex: the polished value is an upper bound of the minimum, and close to it. For squared
     distances and cosines on both sides Q is concave over plans, so some permutation is optimal.
 
     Args:
-        a: symmetric costs between the points of one side; in factors where these are thin.
-        b: the same of the other; as many points.
-        solver: how the plan is found, and which value of it is given.
+        a: symmetric costs between the points of one side, possibly factored.
+        b: costs of the other side, for the same number of points.
+        solver: options of the solver, and which value is returned.
 
     Returns:
-        The plan and its value. No gradient: see `gromov_monge_gap`.
+        The plan and its value, without gradients; see `gromov_monge_gap` for these.
 
     Raises:
-        InvalidInput: matrices that are not square, of one size, symmetric and finite, or of fewer than 2 points.
-        NotConverged: costs so large against ``eps0`` that no finite scalings exist.
+        InvalidInput: matrices that are not square, symmetric, finite and of equal size, or of fewer than 2 points.
+        NotConverged: costs so large compared to ``eps0`` that no plan is finite.
         MissingDependency: scipy is not installed and the value is "polished".
 
     Source: Peyre, Cuturi and Solomon 2016, section 3, with the loss halved.
 
     >>> x = torch.tensor([[0.0], [1.0], [5.0]])
-    >>> turned = x[[2, 0, 1]]
-    >>> best = gromov_wasserstein(cost_matrix(x), cost_matrix(turned))
+    >>> permuted = x[[2, 0, 1]]
+    >>> best = gromov_wasserstein(cost_matrix(x), cost_matrix(permuted))
     >>> best.value, (3 * best.plan).round().argmax(1).tolist()
     (0.0, [1, 2, 0])
     """
-    one, other = (Side(side.matrix, side) if isinstance(side, Factored) else Side(side) for side in (a, b))
-    _check_matrices(one.matrix, other.matrix)
-    return solve(one, other, solver)
+    first, second = (Side(side.matrix, side) if isinstance(side, Factored) else Side(side) for side in (a, b))
+    _check_matrices(first.matrix, second.matrix)
+    return solve(first, second, solver)
 
 
 def _costs(x: Tensor, y: Tensor, cost: Cost) -> tuple[Tensor, Tensor]:
-    """Both cost matrices with their graph, after the checks."""
+    """Check the points, and compute both cost matrices, differentiably."""
     _check_points(x, y)
-    ours, theirs = (cost, cost) if isinstance(cost, str) else cost
-    return cost_matrix(_wide(x), ours), cost_matrix(_wide(y), theirs)
+    x_cost, y_cost = (cost, cost) if isinstance(cost, str) else cost
+    return cost_matrix(_at_least_float32(x), x_cost), cost_matrix(_at_least_float32(y), y_cost)
 
 
-def _wide(x: Tensor) -> Tensor:
+def _at_least_float32(x: Tensor) -> Tensor:
+    """Convert half precision and integers to float32."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 def _sides(x: Tensor, y: Tensor, a: Tensor, b: Tensor, cost: Cost) -> tuple[Side, Side]:
+    """Both sides for the solver, with factored costs where their rank is at most about half of the points."""
     if not isinstance(cost, str):
         return Side(a.detach()), Side(b.detach())
     return (
@@ -217,23 +218,24 @@ def _sides(x: Tensor, y: Tensor, a: Tensor, b: Tensor, cost: Cost) -> tuple[Side
 
 
 def _warn(best: Coupling, gap: float, solver: GromovSolver) -> None:
-    """Say what is wrong with a gap at an entropic plan."""
+    """Warn about the gap of an entropic plan that did not converge, or that is negative."""
     if not best.converged:
         message = (
-            f"the Gromov-Wasserstein plan still moved after {best.iterations} steps; give a larger eps0 than "
-            f"{solver.eps0}, more steps or scalings than {solver.max_iterations} and {solver.max_sinkhorn_iterations}, "
-            "or value='polished'"
+            f"the Gromov-Wasserstein plan had not converged after {best.iterations} steps; raise eps0={solver.eps0}, "
+            f"max_iterations={solver.max_iterations} or max_sinkhorn_iterations={solver.max_sinkhorn_iterations}, or "
+            "use value='polished'"
         )
         warnings.warn(message, InferenceAtRisk, stacklevel=3)
     if solver.value == "plain" and gap < -1e-3:
         message = (
-            f"the gap is {gap:.3g}: the entropic plan costs more than the map itself; take value='polished', or a "
-            f"smaller eps0 than {solver.eps0}"
+            f"the gap is {gap:.3g}: the entropic plan costs more than the map itself; use value='polished', or lower "
+            f"eps0={solver.eps0}"
         )
         warnings.warn(message, InferenceAtRisk, stacklevel=3)
 
 
 def _check_points(x: Tensor, y: Tensor) -> None:
+    """Refuse points and images that `distortion` cannot compare."""
     if len(x) != len(y):
         raise InvalidInput(f"{len(x)} points but {len(y)} images; row i of one is the image of row i of the other")
     if len(x) < 2:
@@ -241,7 +243,7 @@ def _check_points(x: Tensor, y: Tensor) -> None:
     for name, points in (("the points", x), ("the images", y)):
         if points.ndim < 2:
             raise InvalidInput(
-                f"{name} have the shape {tuple(points.shape)}; give rows, [n, features]: points[:, None]"
+                f"{name} have the shape {tuple(points.shape)}; give [n, features], such as points[:, None]"
             )
         if not points[0].numel():
             raise InvalidInput(f"{name} have no features: their shape is {tuple(points.shape)}")
@@ -251,13 +253,14 @@ def _check_points(x: Tensor, y: Tensor) -> None:
 
 
 def _check_matrices(a: Tensor, b: Tensor) -> None:
+    """Refuse cost matrices that are not square, finite, symmetric and of equal size."""
     for name, matrix in (("a", a), ("b", b)):
         if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or len(matrix) < 2:
             raise InvalidInput(f"{name} must be a square matrix of at least 2 points, got shape {tuple(matrix.shape)}")
         if not bool(matrix.isfinite().all()):
             raise InvalidInput(f"{name} holds NaN or infinity")
-        apart = float((matrix - matrix.T).abs().max())
-        if apart > 1e-4 * float(matrix.abs().max()):
-            raise InvalidInput(f"{name} is not symmetric: entries differ from their mirror by up to {apart:.3g}")
+        asymmetry = float((matrix - matrix.T).abs().max())
+        if asymmetry > 1e-4 * float(matrix.abs().max()):
+            raise InvalidInput(f"{name} is not symmetric: it differs from its transpose by up to {asymmetry:.3g}")
     if len(a) != len(b):
-        raise InvalidInput(f"a is over {len(a)} points and b over {len(b)}; give as many")
+        raise InvalidInput(f"a is over {len(a)} points and b over {len(b)}; give equal numbers of points")
