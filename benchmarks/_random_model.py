@@ -18,7 +18,7 @@ STEP = 0.004  # between two of the sixteen values of a weight, which makes their
 
 
 def write(target: Path, tokenizer_from: Path, *, layers: int = LAYERS) -> Path:
-    """Write the file; ``tokenizer_from`` is a GGUF file whose tokenizer is taken."""
+    """Write the file; ``tokenizer_from`` is a GGUF file whose tokenizer is copied."""
     source = gguf.GGUFReader(tokenizer_from)
     writer = gguf.GGUFWriter(target, "llama")
     writer.add_block_count(layers)
@@ -67,7 +67,7 @@ def _add(writer: gguf.GGUFWriter, rng: np.random.Generator, name: str, outputs: 
 
 
 def _copy_tokenizer(source: gguf.GGUFReader, writer: gguf.GGUFWriter) -> int:
-    """Copy all fields of the tokenizer; how many tokens it has."""
+    """Copy all fields of the tokenizer; returns their number."""
     count = 0
     for name, field in source.fields.items():
         if not name.startswith("tokenizer."):

@@ -1,4 +1,4 @@
-"""What every benchmark shares: its options, measuring in turn, and rows that print as a table or as JSON."""
+"""Shared by the benchmarks: options, interleaved measurements, and rows printed as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SETTLE = 0.1
 class Row:
     """One comparison; ``ratio`` above 1 means that we are better, ``goal`` is the ratio we want.
 
-    ``peer_value`` is None where the peer is not installed. ``note`` says what else is to be known, such as the load.
+    ``peer_value`` is None where the peer is not installed. ``note`` holds further context, such as the load.
     """
 
     what: str
@@ -40,13 +40,13 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """How many times better we are; None without a peer."""
+        """Ratio to the peer, above 1 where Pippin is better; None without a peer."""
         if self.peer_value is None:
             return None
         return self.ours / self.peer_value if self.higher_is_better else self.peer_value / self.ours
 
     def to_dict(self) -> dict[str, object]:
-        """The row as it is kept."""
+        """The row as recorded."""
         row = asdict(self)
         del row["higher_is_better"]
         return row | {"ratio": self.ratio, "met": None if self.ratio is None else bool(self.ratio >= self.goal)}
@@ -82,13 +82,13 @@ def thread_counts() -> list[int]:
 
 
 def interleaved(ours: Callable[[], float], peer: Callable[[], float], repeats: int) -> tuple[float, float]:
-    """Medians of two measurements taken in turn, so that a busy moment of the machine hits both."""
+    """Medians of two alternating measurements, so that other load affects both."""
     pairs = [(ours(), peer()) for _ in range(repeats)]
     return statistics.median(a for a, _ in pairs), statistics.median(b for _, b in pairs)
 
 
 def in_turn(measures: dict[str, Callable[[], T]], repeats: int, what: str) -> dict[str, list[T]]:
-    """Several measurements taken in turn, each round in another order, after one round that warms up.
+    """Alternating measurements in rounds of changing order, after a warm-up round.
 
     Returns all values of each, and says on stderr how far it is.
     """
@@ -106,12 +106,12 @@ def in_turn(measures: dict[str, Callable[[], T]], repeats: int, what: str) -> di
 
 
 def say(text: str) -> None:
-    """A line of progress, on stderr."""
+    """Print a line of progress on stderr."""
     print(f"{time.strftime('%H:%M:%S')}  {text}", file=sys.stderr, flush=True)
 
 
 class Watch:
-    """How busy the machine was with other things while the block ran: what the notes of rows say about it."""
+    """Load of the machine by other processes while the block runs, for the notes of rows."""
 
     def __enter__(self) -> Watch:
         self.load = os.getloadavg()[0]
@@ -126,7 +126,7 @@ class Watch:
         self.load_after = os.getloadavg()[0]
 
     def _now(self) -> tuple[float, float, float, float]:
-        """Clock; seconds of cores used by this process and those it started, by all, and taken by the host."""
+        """Clock; seconds of cores used by this process and those it started, by all, and stolen by the host."""
         here = psutil.Process()
         times = [process.cpu_times() for process in (here, *here.children(recursive=True))]
         ended = here.cpu_times()
@@ -136,7 +136,7 @@ class Watch:
         return time.monotonic(), own, busy, getattr(machine, "steal", 0.0)
 
     def __str__(self) -> str:
-        host = f", {100 * self.stolen:.0f} % taken by the host" if self.stolen >= 0.005 else ""
+        host = f", {100 * self.stolen:.0f} % stolen by the host" if self.stolen >= 0.005 else ""
         return (
             f"load {self.load:.1f} before, {self.load_after:.1f} after; other processes used "
             f"{100 * self.others:.0f} % of the cores{host}"

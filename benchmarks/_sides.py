@@ -1,9 +1,9 @@
-"""The engines that are compared, each in a process of its own, asked one at a time.
+"""The engines that are compared, each in its own process, one measured at a time.
 
 Notable here:
-- a process that is not asked waits at a pipe: its threads do not spin, and its libraries' settings are its own
-- llama.cpp is driven through its C interface, without Python between the tokens but for the choice of the likeliest
-- every side reads the same token ids and chooses greedily, and end tokens do not end an answer
+- an idle process waits at a pipe: its threads do not spin, and its library settings are its own
+- llama.cpp is called through its C interface; the only Python between tokens is the argmax
+- every side gets the same token ids, decodes greedily and ignores end tokens
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def has_llama_cpp() -> bool:
 
 
 def llama_cpp_name() -> str:
-    """How rows call it."""
+    """Name of llama.cpp in rows."""
     return f"llama.cpp ({peer_version('llama-cpp-python')})" if has_llama_cpp() else "llama.cpp (not installed)"
 
 
@@ -75,7 +75,7 @@ class Side(AbstractContextManager["Side"]):
         self._result()
 
     def call(self, method: str, *arguments: Any, **named: Any) -> Any:
-        """Call a method over there.
+        """Call a method in the child process.
 
         Raises:
             SystemExit: it failed; the message is the other process's.
@@ -102,7 +102,7 @@ class Side(AbstractContextManager["Side"]):
 
 
 def _serve(pipe: Any, kind: type, settings: dict[str, Any]) -> None:
-    """What the other process does: build the engine, then answer calls until the pipe closes."""
+    """The loop of the child process: build the engine, then answer calls until the pipe closes."""
     import traceback
 
     def attempt(work: Any) -> Any:
@@ -156,13 +156,13 @@ class Ours:
         self.owner = 0
 
     def threads(self, count: int) -> None:
-        """Use so many."""
+        """Set the number of threads."""
         from pippin.core.threads import use_threads
 
         use_threads(count)
 
     def answer(self, prompt: list[int], count: int) -> Timed:
-        """A request that shares nothing with those before."""
+        """A request without cached prefix."""
         from pippin.engine import measure_speed as measure
 
         self.owner += 1
@@ -170,7 +170,7 @@ class Ours:
         return Timed(len(prompt) / speed.prompt_tokens_per_second, speed.answer_seconds, list(speed.token_ids))
 
     def together(self, prompts: list[list[int]], count: int) -> float:
-        """Seconds for an answer of so many tokens to each prompt, all at once."""
+        """Seconds to answer all prompts concurrently."""
         from concurrent.futures import ThreadPoolExecutor
 
         from pippin.engine import Request, SamplingOptions
@@ -189,7 +189,7 @@ class Ours:
         return time.perf_counter() - began
 
     def limit(self, threads: int, prompt: int, answer: int) -> float:
-        """Tokens per second that the memory allows, its bandwidth measured now."""
+        """Bandwidth limit in tokens per second, with the bandwidth measured now."""
         from pippin.engine import measure_speed as measure
 
         weights = measure.weight_bytes(self.model.module)
@@ -197,7 +197,7 @@ class Ours:
         return measure.BandwidthLimit(weights, cache, measure.read_bandwidth(threads)).tokens_per_second
 
     def kernels(self) -> str:
-        """What computes, for a note."""
+        """Name of the kernels, for a note."""
         from pippin.core import native
 
         return f"{native.instruction_set()} kernels" if native.library() is not None else "torch, without kernels"
@@ -220,7 +220,7 @@ class Ours:
         return list(self.model.template.encode(messages))
 
     def text(self, ids: list[int]) -> str:
-        """What token ids say."""
+        """Text of token ids."""
         return str(self.model.tokenizer.decode(ids))
 
     def memory(self) -> float:
@@ -257,7 +257,7 @@ class LlamaCpp:
         self.batch = api.llama_batch_init(context, 0, 1)
 
     def threads(self, count: int) -> None:
-        """Use so many."""
+        """Set the number of threads."""
         self.api.llama_set_n_threads(self.context, count, count)
 
     def answer(self, prompt: list[int], count: int) -> Timed:
@@ -265,7 +265,7 @@ class LlamaCpp:
         return self.turn(prompt, 0, count)
 
     def turn(self, ids: list[int], held: int, count: int) -> Timed:
-        """A request whose first ``held`` tokens are in the cache already; what follows them there is forgotten."""
+        """A request whose first ``held`` tokens are cached; later cached tokens are dropped."""
         self.api.llama_memory_seq_rm(self.memory_of, 0, held, -1)
         began = time.perf_counter()
         self._decode([(id, held + i, 0) for i, id in enumerate(ids[held:])], wanted={len(ids) - held - 1})
@@ -277,7 +277,7 @@ class LlamaCpp:
         return Timed(first - began, time.perf_counter() - first, answer)
 
     def together(self, prompts: list[list[int]], count: int) -> float:
-        """Seconds for an answer of so many tokens to each prompt, all in one batch."""
+        """Seconds to answer all prompts in one batch."""
         self.api.llama_memory_clear(self.memory_of, True)
         began = time.perf_counter()
         entries, wanted = [], []
@@ -331,7 +331,7 @@ class Transformers:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
 
     def threads(self, count: int) -> None:
-        """Use so many."""
+        """Set the number of threads."""
         self.torch.set_num_threads(count)
 
     def answer(self, prompt: list[int], count: int) -> Timed:
@@ -353,7 +353,7 @@ class Transformers:
 
 
 def check(ours: Side, others: dict[str, Side]) -> None:
-    """Refuse to measure a side that does not know the capital of France.
+    """Refuse to measure a side that does not answer a question correctly.
 
     Raises:
         SystemExit: one does not.

@@ -1,9 +1,9 @@
-"""The loops that are compared in training, each in a process of its own (`_sides.Side`).
+"""The training loops that are compared, each in its own process (`_sides.Side`).
 
 Notable here:
 - every side starts from the same file of weights, reads the same batches and has the same AdamW, clipping and precision
 - the peers are written as their own documentation writes them, with the fused optimizer, which is their fastest
-- each keeps its losses, so that a side that does less work than the others is found out
+- losses are recorded, to detect a side that does less work than the others
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BETAS = (0.9, 0.95)
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder of the Llama family and the batches it learns from; by default 30.3 million weights."""
+    """A Llama decoder and its training batches; by default 30.3 million weights."""
 
     vocabulary: int = 32_000
     width: int = 384
@@ -38,7 +38,7 @@ class Shape:
         return self.rows * self.length
 
     def batches(self) -> Iterator[Any]:
-        """Token ids (rows, length + 1), more frequent ones drawn more often, so that there is something to learn."""
+        """Token ids (rows, length + 1), with skewed frequencies, so that there is something to learn."""
         import torch
 
         generator = torch.Generator().manual_seed(0)
@@ -50,29 +50,29 @@ class Shape:
 
 @dataclass(frozen=True)
 class Ran:
-    """Some steps: their losses, and how long they took."""
+    """Losses and time of some steps."""
 
     losses: list[float]
     seconds: float
 
 
 class Loop:
-    """What every side has: threads, steps, and the most memory that its process ever held."""
+    """Interface of all sides: threads, steps and peak memory."""
 
     def threads(self, count: int) -> None:
-        """Use so many."""
+        """Set the number of threads."""
         import torch
 
         torch.set_num_threads(count)
 
     def run(self, steps: int) -> Ran:
-        """So many more steps."""
+        """Run further steps."""
         began = time.perf_counter()
         losses = self._advance(steps)
         return Ran(losses, time.perf_counter() - began)
 
     def peak(self) -> float:
-        """The most memory held so far, in MB."""
+        """Peak memory in MB."""
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
 
     def _advance(self, steps: int) -> list[float]:
@@ -80,7 +80,7 @@ class Loop:
 
 
 def our_decoder(shape: Shape) -> Any:
-    """The decoder as Pippin has it, of random weights."""
+    """Pippin's decoder with random weights."""
     from pippin.language.decoder import Decoder, DecoderConfig, LayerSpec
     from pippin.nn.attention import AttentionSpec
     from pippin.nn.feedforward import FeedForwardSpec
@@ -100,7 +100,7 @@ def our_decoder(shape: Shape) -> Any:
 
 
 def write_weights(shape: Shape, path: str) -> int:
-    """Write the random weights under the names of Hugging Face; how many there are."""
+    """Write the random weights under the names of Hugging Face; returns their number."""
     from safetensors.torch import save_file
 
     weights = {f"model.{name}": value.data for name, value in our_decoder(shape).named_parameters()}

@@ -1,12 +1,12 @@
-"""What is not computed twice: the second turn of a chat, and a prompt that comes back from disk.
+"""Prefix caching: the second turn of a chat, and a prompt cache restored from disk.
 
     python benchmarks/cpu_cache.py [--quick] [--json]
 
 A chat with about 1,000 tokens of history gets its second question; the time to the first token of the answer, with what
 the first turn left in the cache and without it. llama.cpp keeps the first turn in its cache too and computes what is
 new. From disk: a new engine that opens a saved prompt cache, opening included, beside one that computes the prompt. The
-135M model in its Q4_1 file, every core; the same tokens for both; sides in processes of their own, asked in turn.
-"""
+135M model in its Q4_1 file, every core; the same tokens for both; each side has its own process, and measurements
+alternate."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Chatting(Ours):
     """Our engine, asked for the second turn of a chat in several ways. Times are milliseconds to the first token."""
 
     def first(self, prompt: list[int]) -> list[int]:
-        """The first turn's answer, which stays in the cache under a new owner."""
+        """Answer the first turn, which stays cached for a new owner."""
         self.owner += 1
         return self._ask(prompt, ANSWER)[1]
 
@@ -42,12 +42,12 @@ class Chatting(Ours):
         return self._ask(prompt, 1)[0]
 
     def cold(self, prompt: list[int]) -> float:
-        """The second turn, for an owner who has nothing in the cache."""
+        """The second turn, for an owner without a cache."""
         self.owner += 1
         return self._ask(prompt, 1)[0]
 
     def save(self, prompt: list[int], path: str) -> None:
-        """Keep the prompt in a file."""
+        """Save the prompt cache to a file."""
         with self._engine() as engine:
             engine.prefill(prompt)
             engine.save_prompt_cache(Path(path))
@@ -105,12 +105,12 @@ def conversation(ours: Side) -> tuple[list[int], list[int], list[int]]:
 
 
 def common(one: list[int], other: list[int]) -> int:
-    """How many tokens two lists begin with alike."""
+    """Length of the common prefix of two lists."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def measure(quick: bool) -> list[Row]:
-    """All rows."""
+    """Measure all rows."""
     path = Path(store.pull("smollm2-135m"))
     repeats = 1 if quick else 7
     with tempfile.TemporaryDirectory() as place, ExitStack() as stack:
@@ -145,16 +145,16 @@ def measure(quick: bool) -> list[Row]:
             measures["llama"] = theirs
         with Watch() as watch:
             found = in_turn(measures, repeats, "second turn")
-        note = f"{len(second):,} tokens of which {held:,} are known, {threads} threads; {watch}"
+        note = f"{len(second):,} tokens of which {held:,} are cached, {threads} threads; {watch}"
         return _rows(found, note)
 
 
 def _rows(found: dict[str, list[float]], note: str) -> list[Row]:
-    """What was measured."""
+    """Rows of the measurements."""
     rows = (
-        ("second turn of a chat, first token", "warm", "pippin, nothing cached", "cold", 10),
-        ("second turn of a chat, first token", "warm", f"{llama_cpp_name()}, first turn cached", "llama", 1),
-        ("prompt cache from disk, first token", "restored", "pippin, prompt computed", "fresh", 5),
+        ("second turn of a chat, first token", "warm", "pippin, no cache", "cold", 10),
+        ("second turn of a chat, first token", "warm", f"{llama_cpp_name()}, prefix cached", "llama", 1),
+        ("prompt cache from disk, first token", "restored", "pippin, prefill", "fresh", 5),
     )
     return [
         compared(what, "ms", found[ours], peer, found.get(theirs), goal, higher_is_better=False, note=note)

@@ -1,4 +1,4 @@
-"""Sixteen requests at once on the processor, beside llama.cpp's batched decoding.
+"""Sixteen concurrent requests on a CPU, against llama.cpp's batched decoding.
 
     python benchmarks/cpu_concurrent.py [--quick] [--json]
 
@@ -6,7 +6,7 @@ Sixteen different prompts of about 64 tokens and 96 tokens of answer to each, gr
 prompts included. We get sixteen requests at the same moment from sixteen threads of a client, as a server does, and
 each token comes back as text. llama.cpp gets its best case: all prompts in one batch, then all sequences in each step
 (one cache for all of them), and nothing but the choice of the likeliest token between the steps. The 135M model in its
-Q4_1 file, for both; each has a process of its own and they are asked in turn.
+Q4_1 file, for both; each has its own process, and measurements alternate.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def questions() -> list[list[dict[str, str]]]:
 
 
 def measure(quick: bool) -> list[Row]:
-    """All rows."""
+    """Measure all rows."""
     path = Path(store.pull("smollm2-135m"))
     repeats, count = (1, 8) if quick else (4, 96)
     rows: list[Row] = []
@@ -57,11 +57,11 @@ def measure(quick: bool) -> list[Row]:
                 measures["llama"] = lambda: total / llama.call("together", prompts, count)
             with Watch() as watch:
                 found = in_turn(measures, repeats, f"threads: {threads}")
-            what = f"{REQUESTS} requests at once, {threads} thread{'s'[: threads > 1]}"
+            what = f"{REQUESTS} concurrent requests, {threads} thread{'s'[: threads > 1]}"
             peer = f"{llama_cpp_name()}, batched"
             rows += [
                 compared(what, "tokens/s", found["ours"], peer, found.get("llama"), 1.5, note=watch),
-                compared(what, "tokens/s", found["ours"], "pippin, one by one", found["alone"], 2, note=watch),
+                compared(what, "tokens/s", found["ours"], "pippin, sequential", found["alone"], 2, note=watch),
             ]
     return rows
 

@@ -1,13 +1,12 @@
-"""Answer speed on the processor: beside llama.cpp and transformers, and beside what the memory allows.
+"""Decoding speed on a CPU, against llama.cpp, transformers and the memory bandwidth limit.
 
     python benchmarks/cpu_decode.py [--quick] [--json]
 
 One greedy answer after a short prompt, tokens per second after the first one, with one thread and with every core. The
-135M model is its Q4_1 file for llama.cpp and for us (and once our 2 bits, packed from that file); transformers gets the
-dequantized weights. The 1B model is random, in the shape of TinyLlama, Q4_1 for both. The memory's limit is counted in
-bytes per token (weights and cache) over the bandwidth measured in the same round. Every side has a process of its own
-and they are asked in turn.
-"""
+135M model is its Q4_1 file for llama.cpp and Pippin (and once Pippin's 2 bits, packed from that file); transformers
+gets the dequantized weights. The 1B model is random, in the shape of TinyLlama, Q4_1 for both. The memory bandwidth
+limit is the bandwidth measured in the same round, divided by the bytes per token (weights and cache). Every side has a
+process of its own and they are asked in turn."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ from _sides import (
 from pippin.core.store import store
 
 STORY = [{"role": "user", "content": "Write a long story about an apple tree."}]
-LIMIT = "the memory's limit"
+LIMIT = "memory bandwidth limit"
 
 
 def small(path: Path, folder: Path, quick: bool) -> list[Row]:
@@ -76,14 +75,14 @@ def small(path: Path, folder: Path, quick: bool) -> list[Row]:
 def _small_rows(
     found: dict[str, list[float]], others: list[str], threads: int, note: str, profiles: list[str]
 ) -> list[Row]:
-    """What was measured with so many threads."""
+    """Measure the rows for a number of threads."""
     named = f"{threads} thread{'s'[: threads > 1]}"
     llama, theirs = llama_cpp_name(), found.get("llama")
     what = f"decode, 135M, Q4_1 file, {named}"
     rows = [
         compared(what, "tokens/s", found["ours"], llama, theirs, 2, note=note),
         compared(
-            f"decode, 135M, our 2 bits, {named}",
+            f"decode, 135M, Pippin 2 bits, {named}",
             "tokens/s",
             found["2 bits"],
             f"{llama}, Q4_1",
@@ -127,7 +126,7 @@ def large(tokenizer_from: Path, folder: Path, quick: bool) -> list[Row]:
 
 
 def measure(quick: bool) -> list[Row]:
-    """All rows."""
+    """Measure all rows."""
     path = Path(store.pull("smollm2-135m"))
     with tempfile.TemporaryDirectory() as place:
         return [*small(path, Path(place), quick), *large(path, Path(place), quick)]

@@ -1,4 +1,4 @@
-"""What a grammar costs on the processor: the mask of real schemas beside the time of a decode step.
+"""Cost of a grammar on a CPU: masks of real schemas against the time of a decode step.
 
     python benchmarks/cpu_grammar.py [--quick] [--json]
 
@@ -86,7 +86,7 @@ def _schema(node: Any) -> Any:
 
 
 def measure(quick: bool) -> list[Row]:
-    """All rows."""
+    """Measure all rows."""
     model = pippin.load("smollm2-135m", device="cpu")
     chosen = schemas(3 if quick else 40)
     rows = []

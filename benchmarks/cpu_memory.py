@@ -1,4 +1,4 @@
-"""What a loaded model holds in memory and how long loading takes, in fresh processes.
+"""Memory of a loaded model and loading time, in fresh processes.
 
     python benchmarks/cpu_memory.py [--quick] [--json]
 
@@ -23,7 +23,7 @@ from pippin.core.store import store
 
 HERE = Path(__file__).resolve().parent
 LIMIT = 150.0
-"""Megabytes that a process may hold over weights and cache."""
+"""Megabytes that a process may use beyond weights and cache."""
 
 OURS = """
 import json, resource, sys, time
@@ -92,7 +92,7 @@ def fresh(code: str, path: Path, bits: str = "") -> dict[str, float]:
 
 
 def measure(quick: bool) -> list[Row]:
-    """All rows."""
+    """Measure all rows."""
     path = Path(store.pull("smollm2-135m"))
     path.read_bytes()  # into the page cache
     repeats = 1 if quick else 3
@@ -114,18 +114,18 @@ def measure(quick: bool) -> list[Row]:
 
 
 def _rows(found: dict[str, list[dict[str, float]]], watch: Watch) -> list[Row]:
-    """What was measured."""
+    """Rows of the measurements."""
     transformers = f"{peer_version('transformers')}, bfloat16"
     rows = []
-    for name, what in (("ours", "Q4_1 file"), ("2 bits", "our 2 bits")):
+    for name, what in (("ours", "Q4_1 file"), ("2 bits", "Pippin 2 bits")):
         runs = found[name]
         one = runs[0]
         note = (
             f"{one['rss']:.0f} MB resident, of them {one['weights']:.0f} weights and {one['cache']:.1f} cache; "
-            f"{one['bare']:.0f} with the libraries alone, {one['peak']:.0f} at the most while loading"
+            f"{one['bare']:.0f} after imports, {one['peak']:.0f} peak while loading"
         )
         over = [run["rss"] - run["weights"] - run["cache"] for run in runs]
-        what = f"memory over weights and cache, {what}"
+        what = f"memory beyond weights and cache, {what}"
         rows.append(compared(what, "MB", over, "limit", [LIMIT], 1, higher_is_better=False, note=note))
     for figure, unit, what in (("rss", "MB", "resident memory, Q4_1 file"), ("seconds", "s", "load")):
         ours = [run[figure] for run in found["ours"]]

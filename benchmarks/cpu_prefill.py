@@ -1,10 +1,10 @@
-"""Prompt speed on the processor, and answers after a long prompt, beside llama.cpp and transformers.
+"""Prefill speed on a CPU, and decoding after a long prompt, against llama.cpp and transformers.
 
     python benchmarks/cpu_prefill.py [--quick] [--json]
 
 A prompt of 1,024 tokens of prose that no side has seen before, tokens per second up to the first token of the answer;
 then 32 tokens of answer, which read the whole cache. The 135M model: its Q4_1 file for llama.cpp and for us, the
-dequantized weights for transformers. Every side has a process of its own and they are asked in turn.
+dequantized weights for transformers. Every side has its own process, and measurements alternate.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PROSE = "The old orchard lies behind the mill. In April its trees stand white, a
 
 
 def measure(quick: bool) -> list[Row]:
-    """All rows."""
+    """Measure all rows."""
     path = Path(store.pull("smollm2-135m"))
     repeats, answer = (1, 4) if quick else (4, 32)
     rows: list[Row] = []
@@ -60,7 +60,7 @@ def measure(quick: bool) -> list[Row]:
 
 
 def _rows(found: dict[str, list[Timed]], threads: int, note: str) -> list[Row]:
-    """What was measured with so many threads."""
+    """Measure the rows for a number of threads."""
     named = f"{threads} thread{'s'[: threads > 1]}"
     read = {name: [LENGTH / timed.prompt_seconds for timed in every] for name, every in found.items()}
     wrote = {name: [timed.rate for timed in every] for name, every in found.items()}

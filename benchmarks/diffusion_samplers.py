@@ -1,12 +1,12 @@
-"""Diffusion sampling beside the schedulers of diffusers: the same network, the same noise, the same number of steps.
+"""Diffusion sampling against the schedulers of diffusers: same network, noise and number of steps.
 
     python benchmarks/diffusion_samplers.py [--quick] [--json]
 
-Both sides draw 4 pictures of 3 by 32 by 32 with one U-Net of random weights in 20 steps: DDIM and DPM-Solver++(2M)
+Both sides sample 4 images of 3 by 32 by 32 with one U-Net of random weights in 20 steps: DDIM and DPM-Solver++(2M)
 with v-prediction on the linear-beta schedule, at the times that diffusers visits; Euler and Heun on the straight path.
-Before anything is measured both must end in the same pictures within 1e-4, or nothing is printed. The overhead is what
+Before anything is measured both must end in the same images within 1e-4, or nothing is printed. The overhead is what
 a step costs outside of the network: there the network is replaced by one that returns what it was given, for small
-pictures (where calls cost) and for batches of latents of 16 by 4 by 64 by 64 (where arithmetic does).
+images (where calls cost) and for batches of latents of 16 by 4 by 64 by 64 (where arithmetic does).
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ _schedulers: dict[str, Any] = {}
 
 
 def _network() -> Network:
-    """A U-Net of random weights, none of them zero, that says numbers of about the size of noise."""
+    """A U-Net with random weights and outputs of about unit scale."""
     generator = torch.Generator().manual_seed(0)
     net = UNetConfig(base_channels=32, num_levels=3).build(SMALL[1:], ConditioningSpec()).initialize(generator)
     with torch.no_grad():
@@ -115,7 +115,7 @@ def _seconds(run: Callable[[], object]) -> float:
 
 
 def measure(quick: bool) -> list[Row]:
-    """All rows."""
+    """Measure all rows."""
     try:
         import diffusers
     except ImportError as error:
@@ -131,15 +131,15 @@ def measure(quick: bool) -> list[Row]:
         )
         say(f"{pair.name}: largest difference {apart:.2g}")
         if not apart <= TOLERANCE or math.isnan(apart):
-            raise SystemExit(f"{pair.name}: the two sides draw different pictures ({apart:.3g}); nothing was measured")
+            raise SystemExit(f"{pair.name}: the two sides sample different images ({apart:.3g}); nothing was measured")
         sides = {"ours": ours, "theirs": theirs}
         with Watch() as watch:
             draws = {
                 key: partial(_seconds, partial(run, pair, network, noise[SMALL], steps)) for key, run in sides.items()
             }
             whole = in_turn(draws, repeats, pair.name)
-        note = f"{watch}; pictures differ by at most {apart:.1e}"
-        what = f"{pair.name}, {steps} steps, 4 pictures of 32 by 32"
+        note = f"{watch}; images differ by at most {apart:.1e}"
+        what = f"{pair.name}, {steps} steps, 4 images of 32 by 32"
         rows.append(compared(what, "s", whole["ours"], peer, whole["theirs"], 0.98, higher_is_better=False, note=note))
         for shape in (SMALL, LARGE):
             with Watch() as watch:

@@ -1,4 +1,4 @@
-"""Gromov-Wasserstein beside POT: entropic plans at equal plan, then the exact problem at its best value.
+"""Gromov-Wasserstein against POT: entropic plans at equal plan, then the exact problem at its best value.
 
     python benchmarks/gromov.py [--quick] [--json]
 
@@ -103,7 +103,7 @@ def permutation(n: int, repeats: int) -> Row:
 
 
 def measure(quick: bool) -> list[Row]:
-    """All rows."""
+    """Measure all rows."""
     torch.set_num_threads(1)
     sizes, repeats = ((64,), 2) if quick else ((64, 128, 256), 5)
     return [row(n, repeats) for row in (entropic, permutation) for n in sizes]

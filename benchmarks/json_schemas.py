@@ -6,7 +6,7 @@ FOLDER (or the variable JSON_SCHEMAS) has one JSON file for each schema, {"schem
 "valid": true}, ...]}, as `maskbench/data` of guidance-ai/jsonschemabench has them; `--count 0` takes all of them, any
 other number that many, chosen by a fixed seed.
 
-Every engine gets the tokenizer of the default model and is a process of its own; a schema that takes it more than 10
+Every engine gets the tokenizer of the default model and has its own process; a schema that takes it more than 10
 seconds counts as refused. A schema compiles if it gives a grammar and a first mask; the time is that of both, for a
 schema that was not seen before. An instance is offered to all engines in its own order of properties and in the order
 in which Pippin would write it, and counts as generated if one of the two is. Only schemas that an engine compiles count
@@ -230,7 +230,7 @@ def cases(folder: Path, count: int) -> Iterator[tuple[str, Any, list[dict[str, A
 
 
 def measure(folder: Path, count: int) -> list[Row]:
-    """All rows."""
+    """Measure all rows."""
     names = [name for name in ENGINES if importlib.util.find_spec(name) is not None]
     workers, tallies = {name: Worker(name) for name in names}, {name: Tally() for name in names}
     with Watch() as watch:

@@ -1,4 +1,4 @@
-"""The default model beside transformers: same weights, same precision, same threads, measured in turn.
+"""The default model against transformers: same weights, precision and threads, interleaved measurements.
 
     python benchmarks/language_model.py [--quick] [--json]
 
@@ -53,7 +53,7 @@ def load_seconds(code: str, path: Path) -> float:
 
 
 def measure(quick: bool) -> list[Row]:
-    """All rows."""
+    """Measure all rows."""
     path = Path(store.pull("smollm2-135m"))
     path.read_bytes()  # into the page cache
     ours, peer = interleaved(

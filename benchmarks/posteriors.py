@@ -1,23 +1,23 @@
-"""Posteriors over weights beside laplace-torch, and one over an adapter of the default language model.
+"""Posteriors over weights against laplace-torch, and one over an adapter of the default language model.
 
     python benchmarks/posteriors.py [--quick] [--json] [--only WORD]
 
-Two networks with random weights, in evaluation mode: one of the size of LeNet (35,000 weights, pictures of 28 by 28
+Two networks with random weights, in evaluation mode: one of the size of LeNet (35,000 weights, images of 28 by 28
 pixels, batches of 64) and one of that of ResNet-18 (11 million, 32 by 32, batches of 16; normalization layers frozen,
-since the other side's Kronecker factors have no rule for them). For the last layer with Kronecker factors, for all
+since laplace-torch's Kronecker factors have no rule for them). For the last layer with Kronecker factors, for all
 weights with a diagonal and with Kronecker factors:
 
-- the fit and the evidence, the curvature being the exact GGN, each side with its default back end; the evidence is
-  part of it, since the other side takes its factors apart in the fit and ours are taken apart where they are needed
-- the covariance of the outputs for 10,000 pictures; where a side would take many minutes it is timed on fewer, and its
+- the fit and the evidence, the curvature being the exact GGN, each side with its default backend; the evidence is
+  part of it, since laplace-torch decomposes its factors in the fit and Pippin where they are needed
+- the covariance of the outputs for 10,000 images; where a side would take many minutes it is timed on fewer, and its
   time multiplied (the note says which)
 - the peak of a process's memory above what it held before the fit
 
-Log-determinants of the posterior precision and covariances of a few pictures (for a diagonal, the variances of all
-weights) must agree to 1e-4 of their size, or nothing is printed. Over 11 million weights the other side adds products
+Log-determinants of the posterior precision and covariances of a few images (for a diagonal, the variances of all
+weights) must agree to 1e-4 of their size, or nothing is printed. Over 11 million weights laplace-torch adds products
 in float32, which puts the log-determinant of its diagonal 1.4 % and its covariances 0.2 to 0.3 % from those in float64;
 ours are within 1e-4. The covariances under Kronecker factors are therefore compared on a narrow copy in float64.
-Convolutions have no bias: there the other side approximates what is exact here. The adapter has rank 8, on queries and
+Convolutions have no bias: there laplace-torch approximates what is exact here. The adapter has rank 8, on queries and
 values; its answers are restricted to two words, and it is fitted on 64 sentences. One thread on both sides; the
 process's own time is taken, which does not count what else the machine does.
 """
@@ -69,7 +69,7 @@ class Block(nn.Module):
             self.skip = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
 
     def forward(self, x: Tensor) -> Tensor:
-        """A picture of features."""
+        """Feature maps in, feature maps out."""
         y = self.norm_b(self.b(F.relu(self.norm_a(self.a(x)))))
         return F.relu(y + self.skip(x))
 
@@ -101,7 +101,7 @@ def network(name: str) -> nn.Module:
 
 
 def data(name: str, n: int, batch: int) -> Batches:
-    """Random pictures and classes."""
+    """Random images and classes."""
     generator = torch.Generator().manual_seed(99)
     shape = (1, 28, 28) if name == "lenet" else (3, 32, 32)
     x = torch.randn(n, *shape, generator=generator)
@@ -174,11 +174,11 @@ class Size:
     """How much is measured.
 
     Args:
-        fitted: pictures of the fit.
+        fitted: images of the fit.
         batch: of them in each batch.
         repeats: of the fit; 1 goes without a round that warms up.
-        ours: pictures that we predict.
-        theirs: pictures that the other side predicts.
+        ours: images that Pippin predicts.
+        theirs: images that laplace-torch predicts.
     """
 
     fitted: int
@@ -205,7 +205,7 @@ QUICK = {
 
 
 def compare(name: str, quick: bool) -> list[Row]:
-    """Seconds of the fits, with the evidence, and of the covariances of 10,000 outputs."""
+    """Measure seconds of the fits, with the evidence, and of the covariances of 10,000 outputs."""
     sizes = {case: size for (net, case), size in (QUICK if quick else SIZES).items() if net == name}
     return [row for case, size in sizes.items() for row in _compared(name, case, size)]
 
@@ -228,7 +228,7 @@ def _compared(name: str, case: str, size: Size) -> list[Row]:
     few = data(name, 8 if name == "lenet" else 2, 8)[0][0]
     first = seconds(lambda: mine.outputs_at(few[:1]))  # finds the eigenvectors
     difference = apart(name, case, mine, other, few)
-    note = f"{size.fitted} pictures in batches of {size.batch}; apart by {difference:.1g}; {watch}"
+    note = f"{size.fitted} images in batches of {size.batch}; differing by {difference:.1g}; {watch}"
     goal = 20.0 if case == "all, diag" else 2.0
     what = f"{name}, {case}: fit with evidence"
     rows = [compared(what, "s", found["ours"], PEER, found["theirs"], goal, higher_is_better=False, note=note)]
@@ -237,7 +237,7 @@ def _compared(name: str, case: str, size: Size) -> list[Row]:
     with Watch() as watch:
         spent = first + seconds(lambda: mine.outputs_at(most[: size.ours])) * POINTS / size.ours
         taken = seconds(lambda: [other._glm_predictive_distribution(x) for x in parts]) * POINTS / size.theirs
-    note = f"ours timed on {size.ours} pictures (the eigenvectors took {first:.2g} s of it), theirs on {size.theirs}"
+    note = f"ours timed on {size.ours} images ({first:.2g} s of it for eigenvectors), theirs on {size.theirs}"
     what = f"{name}, {case}: covariance of 10,000 outputs"
     return [*rows, Row(what, "s", spent, PEER, taken, 2.0, False, f"{note}; {watch}")]
 

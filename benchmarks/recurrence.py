@@ -1,10 +1,10 @@
-"""Nonlinear recurrent cells over whole sequences: solved, step by step, and torch's own GRU and LSTM.
+"""Nonlinear recurrent cells over whole sequences: parallel solver, sequential scan, and torch's GRU and LSTM.
 
 One pass forward and backward of one layer, 4 sequences, width 128, float32, from 2^8 to 2^16 steps; on a GPU where
-there is one, else on one thread of the CPU. Every way is measured in turn, and the median is taken (beyond 2^14 steps,
-of one). "The loop" is the cell step by step under autograd, with what the inputs add computed beforehand; it is left
-out where it would take too long. "Step by step" is `mode="sequential"`: the same loop without a graph, and the gradient
-by one scan.
+there is one, else on one thread of the CPU. Measurements alternate, and the median is taken (beyond 2^14 steps,
+of one). "Sequential scan, autograd" is the cell in a Python loop under autograd, with input projections computed
+beforehand; it is left out where it would take too long. "Sequential scan" is `mode="sequential"`: the same loop without
+a graph, and the gradient by one scan.
 
     python benchmarks/recurrence.py --plot build/recurrence.png
 """
@@ -33,7 +33,7 @@ GOAL = 1.5
 
 
 def loop(cell: Any, x: Tensor) -> Tensor:
-    """The cell in plain torch, step by step."""
+    """The cell in plain torch, in a Python loop."""
     pre, state = cell._pre(x), cell.initial_state(len(x), x.device)
     matrices, states = cell._recurrence(pre.dtype), []
     for one in pre.unbind(1):
@@ -73,11 +73,11 @@ def ways(kind: type[ParaGRU] | type[ParaLSTM], steps: int, device: str) -> dict[
 
     found = {
         "solved": timed(ours("parallel"), x),
-        "step by step": timed(ours("sequential"), x),
+        "sequential scan": timed(ours("sequential"), x),
         f"torch.nn.{type(peer).__name__}": timed(lambda x: peer(x)[0], x),
     }
     if steps <= LONGEST_LOOP:
-        found["the loop"] = timed(lambda x: loop(cell, x), x)
+        found["sequential scan, autograd"] = timed(lambda x: loop(cell, x), x)
     return found
 
 
@@ -93,7 +93,7 @@ def plot(found: dict[tuple[str, int], dict[str, list[float]]], path: Path, devic
         lengths = [steps for name, steps in found if name == kind]
         for way in found[kind, lengths[0]]:
             points = [(steps, median(found[kind, steps][way])) for steps in lengths if way in found[kind, steps]]
-            style = {"solved": "o-", "the loop": "s:", "step by step": "s-"}.get(way, "^--")
+            style = {"solved": "o-", "sequential scan, autograd": "s:", "sequential scan": "s-"}.get(way, "^--")
             panel.plot(*zip(*points, strict=True), style, label=way, markersize=4)
         panel.set(
             xscale="log", yscale="log", xlabel="steps", ylabel="ms, forward and backward", title=f"{kind}, {device}"
@@ -108,7 +108,7 @@ def plot(found: dict[tuple[str, int], dict[str, list[float]]], path: Path, devic
 def main() -> None:
     """Every length, both cells."""
     words = parser(__doc__)
-    words.add_argument("--plot", type=Path, help="a picture of the curves")
+    words.add_argument("--plot", type=Path, help="file for a plot of the curves")
     options = words.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
@@ -125,7 +125,7 @@ def main() -> None:
             everything[kind.__name__, steps] = found
             for way in (way for way in found if way != "solved"):
                 what = f"{kind.__name__}, {steps} steps"
-                goal = GOAL if way == "the loop" else 1.0
+                goal = GOAL if way == "sequential scan, autograd" else 1.0
                 rows.append(
                     compared(
                         what,

@@ -1,4 +1,4 @@
-"""The server beside `transformers serve`, and beside itself: the default model over HTTP, all figures from the client.
+"""The server over HTTP against `transformers serve`, and concurrent against sequential requests.
 
     python benchmarks/serving.py [--quick] [--json]
 
@@ -62,7 +62,7 @@ class Answer:
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """A free port."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
 
@@ -111,7 +111,7 @@ def ours(reference: str, *options: str) -> contextmanager[Server]:
 
 
 def theirs(folder: Path) -> contextmanager[Server]:
-    """`transformers serve`, as it is without options of its own."""
+    """`transformers serve` with default options."""
     port = free_port()
     words = [
         str(BIN / "transformers"),
@@ -128,7 +128,7 @@ def theirs(folder: Path) -> contextmanager[Server]:
 
 
 def question(number: int) -> dict[str, object]:
-    """Request number so and so; the same number is the same request."""
+    """The request of this number."""
     rng = random.Random(number)
     text = (
         f"{rng.choice(WORDS).title()} {rng.choice(WORDS)} {rng.choice(WORDS)} {number}: write a short story about it."
@@ -255,15 +255,15 @@ def loads(path: Path, folder: Path, count: int, few: int) -> list[Row]:
         peer = rate(server, alone, 1), rate(server, at_once, 16), first_token(server, firsts)
     return [
         Row(f"{count:,} requests from 64 clients: whole answers", "requests", whole, "all", count, 1),
-        Row("16 at once beside one at a time", "tokens/s", batched, "pippin, one at a time", single, 2),
+        Row("16 concurrent requests", "tokens/s", batched, "pippin, sequential", single, 2),
         Row("one client", "tokens/s", single, PEER, peer[0], 1),
-        Row("16 clients at once", "tokens/s", batched, PEER, peer[1], 2),
+        Row("16 concurrent clients", "tokens/s", batched, PEER, peer[1], 2),
         Row("first token, one client", "ms", first, PEER, peer[2], 1, False),
     ]
 
 
 def leaks(tiny: Path, count: int) -> Row:
-    """Memory before and after many requests whose clients went away."""
+    """Memory before and after many cancelled requests."""
     with ours(str(tiny), "--max-num-seqs", "8") as server:
         asyncio.run(cancel(server, count // 10))
         before = settled(server)
@@ -272,7 +272,7 @@ def leaks(tiny: Path, count: int) -> Row:
 
 
 def measure(quick: bool) -> list[Row]:
-    """All rows."""
+    """Measure all rows."""
     path = Path(store.pull("smollm2-135m"))
     count, cancels, few = (32, 300, 8) if quick else (1000, 10_000, 32)
     with tempfile.TemporaryDirectory() as place:

@@ -1,4 +1,4 @@
-"""Semi-balanced Sinkhorn beside POT: the same cost, the same plan, from distances to the plan.
+"""Semi-balanced Sinkhorn against POT: the same cost, the same plan, from distances to the plan.
 
     python benchmarks/sinkhorn.py [--quick] [--json]
 
@@ -78,7 +78,7 @@ def timed(solve: Solver, tolerance: float) -> float:
 
 
 def measure(quick: bool) -> list[Row]:
-    """All rows."""
+    """Measure all rows."""
     import warnings
 
     warnings.simplefilter("ignore")  # POT warns wherever a tolerance that is tried is not met

@@ -1,11 +1,11 @@
-"""Making specialists of a soup of experts: their memory and time, beside a sum of state dictionaries in plain torch.
+"""Instantiating specialists of a soup of experts: memory and time, against a sum of state dictionaries in torch.
 
     python benchmarks/soups.py [--quick] [--json]
 
 A decoder of 30.3 million weights (the Llama family: 12 layers of width 384, a tied vocabulary of 32,000) has 4
 experts, dense ones or of rank 16. Each side makes 8 specialists for 8 mixtures in a process of its own, and keeps
 them. Memory is what the process holds at its peak above what the soup itself takes; beside it stands the memory of as
-many copies of the model, below which nothing can be. The plain sum adds expert after expert, as model soups are made
+many copies of the model, a lower bound. The sequential sum adds one expert after another, as in model soups
 (arXiv:2203.05482), and loads the result into a copy. Both must give the same parameters, or nothing is printed.
 """
 
@@ -127,7 +127,7 @@ def _config(shape: Shape) -> Any:
 
 
 def measure(quick: bool) -> list[Row]:
-    """All rows."""
+    """Measure all rows."""
     from dataclasses import replace
 
     from pippin.language import Decoder
@@ -155,9 +155,9 @@ def measure(quick: bool) -> list[Row]:
         low = {"higher_is_better": False}
         rows += [
             compared(what, "MB", peaks, f"{SPECIALISTS} copies of the model", [copies / 1e6], 0.9, **low, note=watch),
-            compared(what, "MB", peaks, "plain sum", theirs, 1, **low, note=watch),
+            compared(what, "MB", peaks, "sequential sum", theirs, 1, **low, note=watch),
             compared(
-                f"specialists, {name}, 1 thread", "1/s", rates["ours"], "plain sum", rates["plain"], 1, note=watch
+                f"specialists, {name}, 1 thread", "1/s", rates["ours"], "sequential sum", rates["plain"], 1, note=watch
             ),
         ]
         say(f"{name}: done")

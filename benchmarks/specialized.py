@@ -1,13 +1,12 @@
-"""How much quicker a model becomes when a prompt has chosen its channels, beside what the sizes promise.
+"""Speedup of a model pruned by prompt, against the limit by bytes read.
 
     python benchmarks/specialized.py [--quick] [--json]
 
-The 135M model, its feed-forward layers cut to a part of their channels by a predictor of random weights: speed does not
-depend on which ones. One greedy answer after a short prompt, tokens per second after the first one, one thread. The
-promise is the whole model's rate times the bytes that it reads for a token (attention, embedding and norms too) over
-those that the small one reads. Choosing and gathering is done once for a prompt, and is held against 2 % of an answer
-of 128 tokens. Every side has a process of its own and they are asked in turn.
-"""
+The 135M model, its feed-forward layers pruned to a part of their channels by a predictor of random weights: speed does
+not depend on which ones. One greedy answer after a short prompt, tokens per second after the first one, one thread. The
+limit is the dense model's rate times the bytes that it reads for a token (attention, embedding and norms too) over
+those that the small one reads. Selecting and gathering is done once for a prompt, and is held against 2 % of an answer
+of 128 tokens. Every side has its own process, and measurements alternate."""
 
 from __future__ import annotations
 
@@ -68,7 +67,7 @@ def made(base: Path, keeps: tuple[int, ...], place: Path, repeats: int) -> dict[
 
 
 def measure(quick: bool) -> list[Row]:
-    """All rows."""
+    """Measure all rows."""
     count, few, repeats = (16, 8, 1) if quick else (96, 32, 5)
     keeps = (512,) if quick else KEEPS
     rows: list[Row] = []
@@ -93,14 +92,14 @@ def measure(quick: bool) -> list[Row]:
             share = models[0].reads / models[keep].reads
             promise = [rate * share for rate in whole]
             note = f"{watch}; reads {models[keep].reads / 1e6:.0f} of {models[0].reads / 1e6:.0f} MB a token"
-            name = f"{peer_version('transformers')}, whole, float32"
+            name = f"{peer_version('transformers')}, dense, float32"
             limit = ANSWER / statistics.median(rates) * 0.02
             rows += [
-                compared(what, "tokens/s", rates, "the bytes' promise", promise, WITHIN, note=note),
-                compared(what, "tokens/s", rates, "ours, whole", whole, 1, note=note),
+                compared(what, "tokens/s", rates, "limit by bytes read", promise, WITHIN, note=note),
+                compared(what, "tokens/s", rates, "pippin, dense", whole, 1, note=note),
                 compared(what, "tokens/s", rates, name, found["transformers"], 2, note=note),
                 compared(
-                    f"choose and gather, 135M, {keep} of 1536 channels",
+                    f"select and gather, 135M, {keep} of 1536 channels",
                     "s",
                     models[keep].seconds,
                     f"2 % of {ANSWER} tokens",

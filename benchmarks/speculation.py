@@ -1,13 +1,12 @@
-"""Guessing several tokens ahead, beside the same engine one token at a time.
+"""Speculative decoding, against the same engine without speculation.
 
     python benchmarks/speculation.py [--quick] [--json]
 
-Look-up in the prompt where the answer quotes it (a function to be repeated with one change, a text to be repeated) and
-where it does not (a story); a draft model (the same weights in 8 bits guess for those in float32, which gives the
-answers of float32); coarse acceptance beside exact acceptance, drawn at temperature 1, with a draft in 4 bits and
-groups from the model's embeddings. Tokens per second after the first one, every core, each pair in turn. Greedy answers
-must be the same with and without guessing, token for token, or the benchmark fails.
-"""
+N-gram drafts from the prompt where the answer quotes it (a function to be repeated with one change, a text to be
+repeated) and where it does not (a story); a draft model (the same weights in 8 bits draft for those in float32, which
+gives the answers of float32); coarse-grained against exact acceptance, sampled at temperature 1, with a draft in 4 bits
+and groups from the model's embeddings. Tokens per second after the first one, every core, each pair in turn. Greedy
+answers must be the same with and without speculation, token for token, or the benchmark fails."""
 
 from __future__ import annotations
 
@@ -55,7 +54,7 @@ def load_prices(path, currency="EUR", skip_header=True):
 
 @dataclass
 class Run:
-    """One answer: its speed, its tokens, and how many of the guesses were right."""
+    """One answer: its speed, its tokens, and the share of accepted drafts."""
 
     rate: float
     ids: list[int]
@@ -85,7 +84,7 @@ class Asked:
 def pair(
     asked: Asked, what: str, goal: float, repeats: int, ours: Speculation, theirs: Speculation | None, *, same: bool
 ) -> Row:
-    """Two ways of guessing, measured in turn.
+    """Two alternating speculation settings.
 
     Raises:
         SystemExit: the answers should be the same and are not.
@@ -94,26 +93,26 @@ def pair(
         found = in_turn({"ours": lambda: asked(ours), "theirs": lambda: asked(theirs)}, repeats, what)
     if same and {tuple(run.ids) for run in found["ours"]} != {tuple(run.ids) for run in found["theirs"]}:
         raise SystemExit(f"{what}: the answer is another one with guessing")
-    peer = "pippin, one token at a time" if theirs is None else "pippin, exact acceptance"
+    peer = "pippin, without speculation" if theirs is None else "pippin, exact acceptance"
     last = found["ours"][-1]
-    note = f"{len(last.ids)} tokens, {100 * last.right:.0f} % of the guesses right; {watch}"
+    note = f"{len(last.ids)} tokens, {100 * last.right:.0f} % of the drafts accepted; {watch}"
     rates = {name: [run.rate for run in runs] for name, runs in found.items()}
     return compared(what, "tokens/s", rates["ours"], peer, rates["theirs"], goal, note=note)
 
 
 def lookups(engine: Engine, texts: Sequence[tuple[str, str, float]], tokens: int, repeats: int) -> list[Row]:
-    """Look-up in the prompt."""
+    """N-gram drafts from the prompt."""
     greedy = SamplingOptions(temperature=0.0, max_tokens=tokens)
     guess = Speculation("ngram", num_speculative_tokens=8)
     name = engine.model.name
     return [
-        pair(Asked(engine, text, greedy), f"look-up, {name}, {what}", goal, repeats, guess, None, same=True)
+        pair(Asked(engine, text, greedy), f"n-gram, {name}, {what}", goal, repeats, guess, None, same=True)
         for what, text, goal in texts
     ]
 
 
 def drafts(path: Path, tokens: int, repeats: int) -> list[Row]:
-    """A draft model, and coarse acceptance."""
+    """A draft model, and coarse-grained acceptance."""
     near, far = (pippin.load(path, device="cpu", bits=bits) for bits in (8, 4))
     target = pippin.load(path, device="cpu", dtype="float32")
     embeddings = pippin.load(path, device="cpu", dtype="float32", pack=False).module.embed_tokens.weight
@@ -126,27 +125,27 @@ def drafts(path: Path, tokens: int, repeats: int) -> list[Row]:
         greedy = Asked(engine, STORY, SamplingOptions(temperature=0.0, max_tokens=tokens))
         drawn = Asked(engine, STORY, SamplingOptions(temperature=1.0, seed=0, max_tokens=tokens))
         return [
-            pair(greedy, "8-bit draft for float32, a story", 1.5, repeats, Speculation(near), None, same=True),
-            pair(drawn, f"coarse acceptance, groups at {THETA}", 1, repeats, coarse, exact, same=False),
+            pair(greedy, "8-bit draft for float32, story", 1.5, repeats, Speculation(near), None, same=True),
+            pair(drawn, f"coarse-grained acceptance, threshold {THETA}", 1, repeats, coarse, exact, same=False),
         ]
 
 
 def measure(quick: bool) -> list[Row]:
-    """All rows."""
+    """Measure all rows."""
     path = Path(store.pull("smollm2-135m"))
     tokens, repeats = (24, 1) if quick else (128, 3)
     use_threads(thread_counts()[-1])
     rows: list[Row] = []
     with ExitStack() as stack:
         engine = stack.enter_context(Engine(pippin.load(path, device="cpu")))
-        rows += lookups(engine, [("a text repeated", TEXT, 1.5), ("a story", STORY, 0.95)], tokens, repeats)
+        rows += lookups(engine, [("repeated text", TEXT, 1.5), ("story", STORY, 0.95)], tokens, repeats)
     try:
         coder = Path(store.pull("qwen2.5-coder-0.5b"))
     except AssetError as error:
         say(f"without the coding model: {error}")
     else:
         with Engine(pippin.load(coder, device="cpu")) as engine:
-            rows += lookups(engine, [("a function changed", CODE, 1.5)], tokens, repeats)
+            rows += lookups(engine, [("code editing", CODE, 1.5)], tokens, repeats)
     return rows + drafts(path, tokens, repeats)
 
 

@@ -1,16 +1,16 @@
-"""Drawing pictures from a transformer flow beside the published implementation, apple/ml-tarflow, with equal weights.
+"""Sampling from a transformer flow, against the published implementation, apple/ml-tarflow, with equal weights.
 
     python benchmarks/tarflow_sampling.py --peer FOLDER [--quick] [--json] [--device cuda]
 
-FOLDER is a copy of that repository. Two flows of gray pictures with 3 classes are trained here for a minute, since an
-untrained flow is the identity and settles at once: a small one (16 by 16 pixels in patches of 2 by 2, 64 tokens, 4
+FOLDER is a copy of that repository. Two flows of grayscale images with 3 classes are trained here for a minute, since
+an untrained flow is the identity and settles at once: a small one (16 by 16 pixels in patches of 2 by 2, 64 tokens, 4
 blocks of 2 layers, 128 wide) and one of the size of the published demo on digits (28 by 28 pixels in patches of 4 by 4,
 49 tokens, 4 blocks of 4 layers, 128 wide). Their weights are copied to the other side.
 
-Both sides read the same pictures and draw from the same noise; what they read must agree within 1e-4, pictures drawn
+Both sides encode the same images and decode the same noise; encodings must agree within 1e-4, images sampled
 token by token within 1e-3 and in windows (tolerance 1e-3) within 2e-2, or nothing is printed. The other side has the
 token-by-token inverse alone, with its own cache of keys; with guidance it makes two passes for each token. Windows are
-as wide as `Jacobi.fitting` says, which is one token where many pictures are drawn on a CPU. One thread on both sides;
+as wide as `Jacobi.fitting` says, which is one token where many images are sampled on a CPU. One thread on both sides;
 on a CPU its own time is taken, which does not count what else the machine does.
 """
 
@@ -45,7 +45,7 @@ GOAL = 3.0
 
 
 class Data:
-    """Pictures of one object, its kind as the label.
+    """Images of one object, its kind as the label.
 
     Args:
         size: pixels of a side.
@@ -133,7 +133,7 @@ Sides = dict[str, Callable[[], Tensor]]
 
 
 def drawing(flow: TarFlow, peer: Any, n: int, guided: bool, device: str) -> tuple[Sides, int]:
-    """Ours token by token and in windows, and theirs; each draws the same pictures. And how wide the windows are."""
+    """Ours token by token and in windows, and theirs; from the same noise; and the width of the windows."""
     labels = (torch.arange(n) % 3).to(device)
     condition = Conditioning(labels=labels)
     z = Noise(n, seed=7, device=device).normal((flow.config.num_tokens, flow.config.token_dim))
@@ -155,7 +155,7 @@ def drawing(flow: TarFlow, peer: Any, n: int, guided: bool, device: str) -> tupl
 
 
 def reading(flow: TarFlow, peer: Any, n: int, device: str) -> Sides:
-    """Both sides' noise of the same pictures."""
+    """Both sides' encoding of the same images."""
     labels = (torch.arange(n) % 3).to(device)
     condition = Conditioning(labels=labels)
     x = (2 * Noise(n, seed=7, device=device).uniform(flow.config.shape) - 1).to(device)
@@ -200,7 +200,7 @@ def rows_of(what: str, sides: Sides, most: dict[str, float], repeats: int, devic
             found["peer"],
             GOAL,
             higher_is_better=False,
-            note=f"{device}; results apart by up to {apart[name]:.1g}; {watch}",
+            note=f"{device}; results differ by at most {apart[name]:.1g}; {watch}",
         )
         for name in sides
         if name != "peer"
@@ -219,13 +219,13 @@ def measure(peer_folder: Path, quick: bool, device: str) -> list[Row]:
         peer = peer_of(flow, peer_folder).to(device)
         flow = flow.to(device)
         for n in PICTURES:
-            what = f"{size}, {n} picture{'s' * (n > 1)}"
+            what = f"{size}, {n} image{'s' * (n > 1)}"
             rows += rows_of(what, reading(flow, peer, n, device), {"forward": 1e-4}, repeats, device)
             for guided in (False, True):
                 sides, window = drawing(flow, peer, n, guided, device)
                 name = f"in windows of {window}"
                 sides[name] = sides.pop("in windows")
-                said = f"{what}, {'guided' if guided else 'not guided'}"
+                said = f"{what}, {'guidance' if guided else 'no guidance'}"
                 rows += rows_of(said, sides, {"token by token": 1e-3, name: 2e-2}, repeats, device)
     return rows
 

@@ -1,7 +1,7 @@
-"""Text tasks of the default model: corrections chosen and written, and what calibration does to probabilities.
+"""Text tasks of the default model: proofreading, calibration of a classifier, and grouping by topic.
 
-Rows: F0.5 (precision counts double) of proofreading made mistakes in prose, choosing against writing with the same
-model and against a dictionary alone; edits per 100 clean sentences; the calibration error of a classifier, raw against
+Rows: F0.5 (precision counts double) of proofreading synthetic mistakes in prose, choosing against writing with the same
+model and against a dictionary only; edits per 100 clean sentences; the ECE of a classifier, raw against
 calibrated; the share of texts grouped with others of their topic, against grouping by shared words.
 """
 
@@ -41,7 +41,7 @@ SLIPS = {
 
 
 def corpus() -> list[str]:
-    """Sentences of the articles, the letter and the short texts: prose that nobody wrote for this test."""
+    """Sentences of the articles, the letter and the short texts: prose that was not written for this test."""
     text = "\n\n".join((HERE.parent / "examples" / name).read_text() for name in ("article.txt", "letter.txt"))
     short = [one for label in LABELS for one in json.loads((HERE / "data" / "short_texts.json").read_text())[label]]
     found = [" ".join(one.of(text).split()) for one in sentences(text)] + short
@@ -108,7 +108,7 @@ def by_dictionary(lexicon: Lexicon) -> Callable[[str], list[Edit]]:
 
 
 def proofreading(tasks: TextTasks, count: int) -> list[Row]:
-    """Corrections of one made mistake in each sentence, and of none."""
+    """Corrections of one synthetic mistake in each sentence, and of none."""
     dice = random.Random(7)
     clean = corpus()
     pairs = [(corrupt(one, dice), one) for one in (dice.choice(clean) for _ in range(count))]
@@ -122,15 +122,15 @@ def proofreading(tasks: TextTasks, count: int) -> list[Row]:
         for how in ("choose", "write")
     ]  # type: ignore[arg-type]
     return [
-        Row("proofread, F0.5", "share", chosen[2], "same model writing", written[2], 1.2),
-        Row("proofread, precision", "share", chosen[0], "same model writing", written[0], 1.2),
-        Row("proofread, recall", "share", chosen[1], "same model writing", written[1], 1.0),
-        Row("proofread, F0.5", "share", chosen[2], "dictionary alone", listed[2], 1.2),
+        Row("proofread, F0.5", "share", chosen[2], "same model, generating", written[2], 1.2),
+        Row("proofread, precision", "share", chosen[0], "same model, generating", written[0], 1.2),
+        Row("proofread, recall", "share", chosen[1], "same model, generating", written[1], 1.0),
+        Row("proofread, F0.5", "share", chosen[2], "dictionary only", listed[2], 1.2),
         Row(
             "clean sentences changed",
             "%",
             max(needless[0], 0.1),
-            "same model writing",
+            "same model, generating",
             needless[1],
             2.0,
             higher_is_better=False,
@@ -152,7 +152,7 @@ def calibration(tasks: TextTasks, count: int) -> list[Row]:
     fitted = measure(TextClassifier.fit(classifier, fit), scores, answers)
     return [
         Row(
-            "calibration error, content-free",
+            "ECE, content-free",
             "ECE",
             free[0],
             "raw probabilities",
@@ -160,7 +160,7 @@ def calibration(tasks: TextTasks, count: int) -> list[Row]:
             1.2,
             higher_is_better=False,
         ),
-        Row("calibration error, fitted", "ECE", fitted[0], "raw probabilities", plain[0], 1.5, higher_is_better=False),
+        Row("ECE, fitted", "ECE", fitted[0], "raw probabilities", plain[0], 1.5, higher_is_better=False),
         Row("accuracy, content-free", "share", free[1], "raw probabilities", plain[1], 1.0),
         Row("accuracy, fitted", "share", fitted[1], "raw probabilities", plain[1], 1.0),
     ]
@@ -184,7 +184,7 @@ def grouping(tasks: TextTasks, count: int) -> list[Row]:
         return sum(np.bincount(topics[members]).max() for members in clusters(vectors, len(LABELS), 0)) / len(texts)
 
     ours, words = purity(likelihood_gain_vectors(tasks.sessions, texts)), purity(word_vectors(texts))
-    return [Row("topics, purity of four groups", "share", ours, "shared words", words, 1.2)]
+    return [Row("topics, purity of four clusters", "share", ours, "shared words", words, 1.2)]
 
 
 def measure_all(quick: bool) -> list[Row]:

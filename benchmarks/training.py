@@ -1,15 +1,14 @@
-"""Speed and memory of training: beside a loop of transformers and accelerate, and beside litgpt.
+"""Speed and memory of training, against a loop of transformers and accelerate, and against litgpt.
 
     python benchmarks/training.py [--quick] [--json]
 
 A decoder of 30.3 million weights (the Llama family: 12 layers of width 384, 6 heads that share 2 pairs of keys and
-values, inner width 960, a tied vocabulary of 32,000) learns from batches of 8 rows of 512 tokens, in float32 and under
-bfloat16 autocast, with one thread and with every core. All sides start from the same weights and read the same batches;
-their losses must agree step by step, or nothing is printed. Tokens per second are those of whole steps, with clipping
-and optimizer. Peak memory is the most that the process ever held, libraries included. litgpt asks for older versions of
-other libraries, and works without them: `pip install --no-deps litgpt lightning pytorch-lightning
-lightning-utilities torchmetrics jsonargparse`.
-"""
+values, inner width 960, a tied vocabulary of 32,000) is trained on batches of 8 rows of 512 tokens, in float32 and
+under bfloat16 autocast, with one thread and with every core. All sides start from the same weights and read the same
+batches; their losses must agree step by step, or nothing is printed. Tokens per second are those of whole steps, with
+clipping and optimizer. Peak memory is the most that the process ever held, libraries included. litgpt asks for older
+versions of other libraries, and works without them: `pip install --no-deps litgpt lightning pytorch-lightning
+lightning-utilities torchmetrics jsonargparse`."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ TOLERANCE = {"float32": 2e-4, "bfloat16": 5e-3}
 
 
 def measure(quick: bool) -> list[Row]:
-    """All rows."""
+    """Measure all rows."""
     shape = replace(Shape(), layers=2, rows=2, length=256) if quick else Shape()
     with tempfile.TemporaryDirectory() as place:
         path = str(Path(place) / "weights.safetensors")

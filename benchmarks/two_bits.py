@@ -5,7 +5,7 @@
 3. The comparison, in the engine: the original as its file has it (4 bits), the teacher at 8 and at 4 bits, and at 2
 bits
    rounded, by GPTQ, and with training, which begins where GPTQ ends. Size, speed, held-out loss on new problems and on
-   an encyclopaedia that no stage saw, problems solved, and five answers.
+   an encyclopedia that no stage saw, problems solved, and five answers.
 
     python benchmarks/two_bits.py --out build/two_bits [--keep]
 
@@ -77,7 +77,7 @@ class Size:
     qat_steps: int
     test_batches: int
     """Of new problems, 2,048 tokens each; those after them are measured during training."""
-    encyclopaedia: int
+    encyclopedia: int
     """Tokens."""
     problems: int
     speeds: int
@@ -172,12 +172,12 @@ def compare(out: Path, size: Size) -> dict[str, dict[str, Any]]:
         test = [
             batch for batch, _ in zip(batches(model, "test.jsonl", epochs=1), range(size.test_batches), strict=False)
         ]
-        encyclopaedia = gzip.decompress((store.pull("wikitext-2") / "test.raw.gz").read_bytes()).decode()
+        encyclopedia = gzip.decompress((store.pull("wikitext-2") / "test.raw.gz").read_bytes()).decode()
         found[name] = {
             "megabytes": weight_bytes(model.module) / 1e6,
             "problems_nats": held_out(test)(model.module)["loss"],
-            "encyclopaedia_nats": text_likelihood(
-                model, encyclopaedia, max_length=LENGTH, max_tokens=size.encyclopaedia
+            "encyclopedia_nats": text_likelihood(
+                model, encyclopedia, max_length=LENGTH, max_tokens=size.encyclopedia
             ).per_token,
             "solved": solved(model, size.problems),
             "answers": [answer(model, question, 120) for question in QUESTIONS],
@@ -242,7 +242,7 @@ def rows_of(found: dict[str, dict[str, Any]], note: str) -> list[Row]:
         Row("answers", "tokens/s", speeds[0], "the 4-bit original", speeds[1], 1.5, note=note),
         less("loss on new problems", "problems_nats", "nats", "2 bits, GPTQ", solved, 1.5),
         less("loss on new problems", "problems_nats", "nats", "the 4-bit original", original, 1.0),
-        less("loss on an encyclopaedia", "encyclopaedia_nats", "nats", "the 4-bit original", original, 1.0),
+        less("loss on an encyclopedia", "encyclopedia_nats", "nats", "the 4-bit original", original, 1.0),
     ]
 
 
@@ -291,7 +291,7 @@ def draw_comparison(found: dict[str, dict[str, Any]], path: Path) -> None:
         "weights, MB": [one["megabytes"] for one in found.values()],
         "answer, tokens/s": [one["tokens_per_second"] for one in found.values()],
         "perplexity, new problems": [math.exp(one["problems_nats"]) for one in found.values()],
-        "perplexity, encyclopaedia": [math.exp(one["encyclopaedia_nats"]) for one in found.values()],
+        "perplexity, encyclopedia": [math.exp(one["encyclopedia_nats"]) for one in found.values()],
     }
     for panel, (title, values) in zip(figure.subplots(2, 2).flat, panels.items(), strict=True):
         bars = panel.barh(names, values)

@@ -105,7 +105,7 @@ def systems_page() -> str:
 def claims_page() -> str:
     """`docs/claims.md`."""
     head = (
-        "# Claims\n\nWhat was published, what it was measured as here, and what came out. The rule of a claim\n"
+        "# Claims\n\nThe published sentence, our setting, and the result of each claim. The rule of a claim\n"
         "is asked of the method and of controls that must fail it; the verdict is computed from what was recorded.\n"
         "*Stale* means that the rule or the code changed since the run. See\n"
         "[how to run a claim](tutorials/claims.md).\n\n"
@@ -118,8 +118,8 @@ def benchmarks_page() -> str:
     lines = [
         "# Benchmarks",
         "",
-        "Speed side by side with named peers, on one machine at one time. A ratio above 1 means that Pippin is better.",
-        "`make bench` measures again. The engine by itself, on the processor, has [a page of its own](performance.md).",
+        "Speed against named peers, measured on one machine at one time. A ratio above 1 means that Pippin is better.",
+        "`make bench` measures again. [Performance](performance.md) covers the engine on a CPU.",
     ]
     folder = ROOT / "results" / "benchmarks"
     files = sorted(path for path in folder.glob("*.json") if path.stem not in ENGINE_BENCHMARKS)
@@ -176,14 +176,14 @@ def _between(path: Path, **blocks: str) -> str:
 
 # Benchmarks of the engine, in the order of the page: file in results/benchmarks/, heading.
 ENGINE_BENCHMARKS = {
-    "cpu_decode": "Answers",
-    "cpu_prefill": "Prompts",
-    "cpu_concurrent": "Sixteen at once",
-    "cpu_cache": "Nothing twice",
+    "cpu_decode": "Decoding",
+    "cpu_prefill": "Prefill",
+    "cpu_concurrent": "Sixteen concurrent requests",
+    "cpu_cache": "Prefix and prompt caches",
     "cpu_grammar": "Grammars",
     "cpu_memory": "Memory and loading",
-    "speculation": "Speculation",
-    "soak": "Half an hour of everything",
+    "speculation": "Speculative decoding",
+    "soak": "Soak test",
 }
 
 
@@ -248,11 +248,11 @@ def _two_bits_figures(kept: dict[str, Any]) -> str:
         )
     lines += [
         "",
-        "| model | weights, MB | answer, tokens/s | perplexity, new problems | perplexity, encyclopaedia | solved |",
+        "| model | weights, MB | answer, tokens/s | perplexity, new problems | perplexity, encyclopedia | solved |",
         "|---|--:|--:|--:|--:|--:|",
     ]
     for name, one in kept["models"].items():
-        new, old = (math.exp(one[key]) for key in ("problems_nats", "encyclopaedia_nats"))
+        new, old = (math.exp(one[key]) for key in ("problems_nats", "encyclopedia_nats"))
         lines.append(
             f"| {name} | {one['megabytes']:.1f} | {one['tokens_per_second']:.0f} | {new:.3g} | {old:.3g} "
             f"| {one['solved']:.1%} |"
