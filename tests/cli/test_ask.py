@@ -162,6 +162,18 @@ def test_a_prompt_far_beyond_the_context_is_refused_soon_with_both_numbers(refus
     assert "holds 8,192" in line
 
 
+def test_what_of_a_schema_is_ignored_is_noted_or_refused(in_process, tmp_path):
+    path = tmp_path / "schema.json"
+    path.write_text('{"type": "boolean", "minLenght": 3}')
+    words = ["Is water wet?", "--schema", path]
+    code, answer, message = in_process("ask", *words)
+    assert (code, answer in ("true\n", "false\n")) == (0, True)
+    assert "did you mean 'minLength'?" in message
+    code, answer, message = in_process("ask", *words, "--strict")
+    assert (code, answer) == (2, "")
+    assert "is not a keyword of JSON Schema; did you mean 'minLength'?" in message
+
+
 def test_a_typed_answer_that_does_not_fit_is_refused(in_process):
     words = ["Invent an invoice.", "--schema", EXAMPLES / "invoice.json", "--max-tokens", 3]
     code, answer, message = in_process("ask", *words)

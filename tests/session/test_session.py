@@ -97,6 +97,12 @@ def test_a_typed_answer_is_of_its_type(session):
     assert response.finish_reason == "stop"
 
 
+def test_a_response_says_what_of_its_schema_was_not_enforced(session):
+    [note] = session.respond("Yes?", generating={"type": "boolean", "colour": "red"}).notes
+    assert note == "#: 'colour' is not a keyword of JSON Schema and is ignored"
+    assert session.respond("Yes?", generating=bool).notes == session.respond("Hm?").notes == ()
+
+
 def test_the_schema_is_shown_to_the_model_unless_it_is_left_out(session):
     shown = session.respond("Who?", generating=Mood).usage.input_tokens
     session.reset()

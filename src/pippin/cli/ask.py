@@ -47,6 +47,12 @@ def ask(
     regex: Annotated[
         str | None, typer.Option(help="Answer with text that matches this regular expression.", rich_help_panel=_FORM)
     ] = None,
+    strict: Annotated[
+        bool,
+        typer.Option(
+            "--strict", help="Refuse a schema with parts that would be ignored with a note.", rich_help_panel=_FORM
+        ),
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object: content, usage, timing.", rich_help_panel=_FORM)
     ] = False,
@@ -61,7 +67,7 @@ def ask(
     Piped text is a document for the question:  cat letter.txt | pippin ask "Summarize this letter."
     A typed answer from a document needs no question:  pippin ask --file letter.txt --schema invoice.json
     """
-    target = inputs.target(schema=schema, type_name=type_, choices=choice or (), regex=regex)
+    target = inputs.target(schema=schema, type_name=type_, choices=choice or (), regex=regex, strict=strict)
     text = inputs.compose_prompt(prompt, file or [], inputs.read_stdin(), typed=target is not None)
     import pippin
 
@@ -77,6 +83,8 @@ def ask(
                 response = terminal.show_text(stream) if is_text else terminal.show_value(stream)
     if response.finish_reason == "length":
         terminal.note(f"the answer was cut off after {response.usage.output_tokens} tokens (see --max-tokens)")
+    for each in response.notes if schema else ():
+        terminal.note(each)
     if terminal.watched(sys.stderr):
         terminal.note(terminal.figures(response))
 

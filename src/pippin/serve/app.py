@@ -27,7 +27,7 @@ OPEN = ("/health", "/ready", "/openapi.json")
 _RATES = tuple(
     f"x-ratelimit-{what}-{unit}" for what in ("limit", "remaining", "reset") for unit in ("requests", "tokens")
 )
-_EXPOSED = ("x-request-id", "retry-after", "x-should-retry", *_RATES)
+_EXPOSED = ("x-request-id", "x-pippin-notes", "retry-after", "x-should-retry", *_RATES)
 
 
 def create_app(settings: ServerSettings, *, service: Service | None = None, middleware: bool = True) -> FastAPI:

@@ -335,7 +335,8 @@ class RequestLoop:
         reason = "length" if self.output.done.finish_reason == "length" else "stop"
         entries = (*self.entries, self._answer(raw))
         tokens, exact = tuple(self.output.tokens), self.output.done.exact
-        response = Response(content, raw, self.usage, reason, entries, self.timing, tokens, exact)  # type: ignore[arg-type]
+        notes = () if self.schema is None else self.schema.notes
+        response = Response(content, raw, self.usage, reason, entries, self.timing, tokens, exact, notes)  # type: ignore[arg-type]
         decision = self.settings.hooks.decide("on_response", response)
         if isinstance(decision, Deny):
             raise Denied(decision.reason)

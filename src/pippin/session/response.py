@@ -63,7 +63,8 @@ class Response(Generic[T]):
     ``content`` is a value of the requested type (text, if there was none), ``raw_content`` the text that the model
     wrote, ``finish_reason`` "stop" or "length", ``transcript_entries`` what the request added to the transcript, and
     ``tokens`` the answer's tokens, with log-probabilities if they were requested. ``exact`` is "group" if speculation
-    preserved the model's distribution of groups of tokens only, and not of every token.
+    preserved the model's distribution of groups of tokens only, and not of every token. ``notes`` say what of the
+    requested schema was not enforced, and which lists end by default (see `Schema.notes`).
     """
 
     content: T
@@ -74,6 +75,7 @@ class Response(Generic[T]):
     timing: Timing
     tokens: tuple[Token, ...] = ()
     exact: Literal["token", "group"] = "token"
+    notes: tuple[str, ...] = ()
 
 
 class PartialOf(Generic[T]):

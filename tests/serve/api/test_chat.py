@@ -186,6 +186,25 @@ def test_a_schema_is_enforced_strict_or_not(client, strict):
     assert value["kind"] in ("cat", "dog")
 
 
+NOTED = {"type": "object", "properties": {"ok": {"type": "boolean", "minLenght": 3}}, "required": ["ok"]}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_what_is_not_enforced_is_said_in_a_header(post, stream):
+    wanted = {"type": "json_schema", "json_schema": {"name": "form", "schema": NOTED}}
+    body = {"model": "tiny", "messages": HI, "response_format": wanted, "max_tokens": 50, "stream": stream}
+    [note] = json.loads(post("chat/completions", body).headers["x-pippin-notes"])
+    assert "'minLenght' is not a keyword of JSON Schema and is ignored; did you mean 'minLength'?" in note
+    wanted["json_schema"]["schema"] = FORM
+    assert "x-pippin-notes" not in post("chat/completions", body).headers
+
+
+def test_a_strict_schema_has_nothing_that_is_ignored(client):
+    wanted = {"type": "json_schema", "json_schema": {"name": "form", "schema": NOTED, "strict": True}}
+    with pytest.raises(openai.BadRequestError, match="did you mean 'minLength'"):
+        ask(client, response_format=wanted)
+
+
 def test_a_schema_out_of_the_prompt_makes_it_shorter(client):
     wanted = {"type": "json_schema", "json_schema": {"name": "form", "schema": FORM}}
     with_it = ask(client, response_format=wanted, max_tokens=200)

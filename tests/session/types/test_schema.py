@@ -25,6 +25,7 @@ from pippin.core.errors import (
     UndefinedReference,
     UnsupportedGuide,
 )
+from pippin.engine.grammar.json_grammar import MAX_ITEMS
 from pippin.session.types.schema import AnyOf, Choice, Lark, Regex, Schema
 
 
@@ -332,3 +333,22 @@ def test_the_partial_type_of_each_kind():
     assert Schema(Person).partial_type().name is None
     assert Schema(Choice(["a"])).partial_type is str
     assert Schema({"type": "string"}).partial_type is Any
+
+
+def test_what_is_ignored_is_noted_and_a_strict_schema_refuses_it():
+    noted = {"type": "array", "items": {"type": "boolean"}, "colour": "red", "format": "nothing"}
+    ignored, *others = Schema(noted).notes
+    assert ignored == "#: 'colour' is not a keyword of JSON Schema and is ignored"
+    assert others == [f"a list without maxItems has at most {MAX_ITEMS} items"]
+    with pytest.raises(UnsupportedGuide, match="colour"):
+        Schema(noted, strict=True)
+    assert Schema(bool).notes == Schema(Regex("a+")).notes == ()
+
+
+def test_a_list_that_another_model_wrote_may_be_longer_than_ours():
+    schema = Schema({"type": "array", "items": {"type": "boolean"}})
+    text = json.dumps([True] * (MAX_ITEMS + 1))
+    assert not schema.is_valid(text)
+    assert schema.parse(text) == [True] * (MAX_ITEMS + 1)
+    with pytest.raises(InvalidInput):
+        schema.parse("[1]")

@@ -78,7 +78,12 @@ def compose_prompt(question: str | None, files: Sequence[Path], piped: str | Non
 
 
 def target(
-    *, schema: Path | None = None, type_name: str | None = None, choices: Sequence[str] = (), regex: str | None = None
+    *,
+    schema: Path | None = None,
+    type_name: str | None = None,
+    choices: Sequence[str] = (),
+    regex: str | None = None,
+    strict: bool = False,
 ) -> Any:
     """The `generating=` argument of a session for these options; None for free text.
 
@@ -98,7 +103,7 @@ def target(
 
     if form is None:
         form = Choice(list(choices)) if choices else Regex(regex or "")
-    return Schema(form)
+    return Schema(form, strict=strict)
 
 
 def load_json_schema(path: Path) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from pippin.serve.api.generation import (
     collect,
     fingerprint,
     merged,
+    noted,
     opened,
     total,
 )
@@ -73,9 +74,9 @@ def router(service: Service) -> APIRouter:
         }
         if not body.stream:
             answers = await collect(jobs)
-            return JSONResponse(completion(head, body, jobs, answers))
+            return JSONResponse(completion(head, body, jobs, answers), headers=noted(jobs))
         events = await opened(merged(jobs))
-        return sse.EventStreamResponse(frames(head, body, jobs, events), events)
+        return sse.EventStreamResponse(frames(head, body, jobs, events), events, noted(jobs))
 
     return routes
 

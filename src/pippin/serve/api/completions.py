@@ -38,6 +38,7 @@ from pippin.serve.api.generation import (
     collect,
     fingerprint,
     merged,
+    noted,
     opened,
     total,
 )
@@ -187,9 +188,9 @@ def router(service: Service) -> APIRouter:
         }
         if not body.stream:
             answers = await collect(jobs)
-            return JSONResponse(completion(head, body, texts, jobs, answers))
+            return JSONResponse(completion(head, body, texts, jobs, answers), headers=noted(jobs))
         events = await opened(merged(jobs))
-        return sse.EventStreamResponse(frames(head, body, texts, jobs, events), events)
+        return sse.EventStreamResponse(frames(head, body, texts, jobs, events), events, noted(jobs))
 
     return routes
 

@@ -7,7 +7,7 @@ Notable here:
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
@@ -241,13 +241,16 @@ class ObjectFormat(RequestPart):
     type: Literal["json_object"]
 
 
+STRICT: Final = "Refuse what is no keyword of JSON Schema; else it is ignored, and the header x-pippin-notes says so."
+
+
 class NamedSchema(RequestPart):
     """A JSON Schema with a name."""
 
     name: ToolName
     description: str | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema", description="Enforced, strict or not.")
-    strict: bool | None = None
+    strict: bool | None = Field(None, description=STRICT)
 
 
 class SchemaFormat(RequestPart):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
@@ -60,6 +61,10 @@ class StoppedEarly:
 
 
 Event = ProviderEvent | StoppedEarly
+
+
+MAX_NOTES: Final = 4000
+"""Bytes of the header of notes; proxies allow about 8,000 for all headers."""
 
 
 class GenerationJob:
@@ -205,6 +210,18 @@ def total(answers: Sequence[GeneratedAnswer]) -> Usage:
     most = max(answers, key=lambda answer: answer.usage.input_tokens, default=GeneratedAnswer()).usage
     whole = sum((answer.usage for answer in answers), Usage())
     return replace(whole, input_tokens=most.input_tokens, cached_tokens=most.cached_tokens)
+
+
+def noted(jobs: Sequence[GenerationJob]) -> dict[str, str]:
+    """The header that says what of the response format is not enforced, as a JSON list; none where all is."""
+    request = jobs[0].provider_request
+    schema = None if request is None else request.schema
+    notes: list[str] = []
+    for note in () if schema is None else schema.notes:
+        if len(json.dumps([*notes, note])) > MAX_NOTES:
+            break
+        notes.append(note.replace("\x7f", "?"))
+    return {"x-pippin-notes": json.dumps(notes)} if notes else {}
 
 
 async def merged(jobs: Sequence[GenerationJob]) -> AsyncGenerator[tuple[int, Event]]:

@@ -215,13 +215,14 @@ def schema(wanted: fields.Format | None, param: str) -> Schema[Any] | None:
         SchemaError: it is malformed, has no values, or cannot be enforced.
     """
     target: Any
+    strict = False
     match wanted:
         case None | fields.TextFormat():
             return None
         case fields.ObjectFormat():
             target = {"type": "object"}
         case fields.SchemaFormat():
-            given = wanted.json_schema.schema_
+            given, strict = wanted.json_schema.schema_, bool(wanted.json_schema.strict)
             target, param = {"type": "object"} if given is None else closed(given), f"{param}.json_schema.schema"
         case fields.RegexFormat():
             target, param = Regex(wanted.pattern), f"{param}.pattern"
@@ -231,7 +232,7 @@ def schema(wanted: fields.Format | None, param: str) -> Schema[Any] | None:
             target, param = Lark(wanted.grammar), f"{param}.grammar"
     check_size(param, target if isinstance(target, dict) else dataclasses.astuple(target))
     with about(param):
-        return Schema(target)
+        return Schema(target, strict=strict)
 
 
 def sampling(asked: fields.SamplingFields, **more: Any) -> dict[str, Any]:

@@ -205,5 +205,5 @@ def _schema(text: types.TextSettings | None) -> Schema[Any] | None:
     if isinstance(wanted, types.ResponseSchemaFormat):
         provider_requests.check_size("text.format.schema", wanted.schema_)
         with provider_requests.about("text.format.schema"):
-            return Schema(provider_requests.closed(wanted.schema_))
+            return Schema(provider_requests.closed(wanted.schema_), strict=bool(wanted.strict))
     return provider_requests.schema(wanted, "text.format")

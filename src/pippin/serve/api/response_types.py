@@ -10,6 +10,7 @@ from pippin.serve.api.body import RequestPart
 from pippin.serve.api.fields import (
     MOST_MESSAGES,
     MOST_TOOLS,
+    STRICT,
     Effort,
     Metadata,
     ObjectFormat,
@@ -152,7 +153,7 @@ class ResponseSchemaFormat(RequestPart):
     name: ToolName
     schema_: dict[str, Any] = Field(alias="schema", description="Enforced, strict or not.")
     description: str | None = None
-    strict: bool | None = None
+    strict: bool | None = Field(None, description=STRICT)
 
 
 class TextSettings(RequestPart):

@@ -19,7 +19,7 @@ from fastapi.responses import JSONResponse
 
 from pippin.serve.api import errors, priority as priorities, response_input, response_types as types, sse
 from pippin.serve.api.body import JSONRoute
-from pippin.serve.api.generation import Event, GenerationJob, OpenStream, merged, opened
+from pippin.serve.api.generation import Event, GenerationJob, OpenStream, merged, noted, opened
 from pippin.serve.api.response_output import ResponseWriter
 from pippin.serve.api.store import ResponseStore, StoredResponse
 
@@ -70,9 +70,9 @@ def router(service: Service, store: ResponseStore | None = None) -> APIRouter:
         if not body.stream:
             await _write(writer, job)
             store_response(writer)
-            return JSONResponse(writer.response)
+            return JSONResponse(writer.response, headers=noted([job]))
         events = await opened(merged([job]))
-        return sse.EventStreamResponse(frames(writer, events, store_response), events)
+        return sse.EventStreamResponse(frames(writer, events, store_response), events, noted([job]))
 
     @routes.post(
         "/v1/responses/input_tokens",

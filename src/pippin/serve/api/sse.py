@@ -51,8 +51,8 @@ class EventStreamResponse(StreamingResponse):
 
     media_type = "text/event-stream"
 
-    def __init__(self, frames: AsyncGenerator[str], source: Any) -> None:
-        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+    def __init__(self, frames: AsyncGenerator[str], source: Any, more: dict[str, str] | None = None) -> None:
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no", **(more or {})}
         super().__init__(frames, headers=headers)
         self._frames, self._source = frames, source
 

@@ -79,6 +79,8 @@ class Schema(Generic[T]):
     Args:
         target: a Pydantic model, dataclass, TypedDict, Enum, Literal, ``list[T]``, ``dict[str, T]``, tuple, set, union
             or anything else that Pydantic validates; a JSON Schema as a dict; `Regex`, `Choice` or `Lark`.
+        strict: whether a JSON Schema given as a dict is refused where something in it would be ignored with a note:
+            what is no keyword, formats without a definition, properties without any possible value. Types always are.
 
     Build a schema at run time with `object`, `array`, `any_of`, `ref` and the primitives. Wherever they take a schema,
     they also take a Python type or a JSON Schema. Answers are plain dicts (in the order of the properties) and lists. A
@@ -106,7 +108,7 @@ class Schema(Generic[T]):
     json_schema: dict[str, Any] | None
     grammar: Grammar
 
-    def __init__(self, target: type[T] | dict[str, Any] | Regex | Choice | Lark | Any) -> None:
+    def __init__(self, target: type[T] | dict[str, Any] | Regex | Choice | Lark | Any, *, strict: bool = False) -> None:
         self.target: Any = target
         self._adapter = None
         self._has_ids = False
@@ -125,7 +127,7 @@ class Schema(Generic[T]):
             self.grammar = Grammar.lark(target.source)
         elif isinstance(target, dict):
             self.json_schema = target
-            self.grammar = Grammar.json_schema(target)
+            self.grammar = Grammar.json_schema(target, strict=strict)
         else:
             self._adapter, self.json_schema = python_types.describe(target)
             self.grammar = Grammar.json_schema(self.json_schema, strict=True)
@@ -147,6 +149,11 @@ class Schema(Generic[T]):
 
     def __repr__(self) -> str:
         return f"Schema({self.target!r})"
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What of the schema is not enforced, and which lists end by default; a sentence each."""
+        return self.grammar.notes
 
     @cached_property
     def partial_type(self) -> Any:
