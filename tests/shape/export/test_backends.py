@@ -1,4 +1,4 @@
-"""Back ends against torch on random inputs, and the errors that need none of their libraries."""
+"""Backends against torch on random inputs, and the errors that need none of their libraries."""
 
 import importlib
 import platform
@@ -127,7 +127,7 @@ def test_a_report_names_modules_adds_up_and_draws(asset, tmp_path):
     assert report.compare(report) == {"torch": 1.0, "onnxruntime": 1.0}
     with pytest.raises(ExportError, match=r"onnxruntime takes .* ms"):
         report.check(max_p90_ms=0.0)
-    with pytest.raises(ExportError, match=r"no back end is within .*torch: its error"):
+    with pytest.raises(ExportError, match=r"no backend is within .*torch: its error"):
         choose_backend(report, max_error=-1.0)
 
 
@@ -176,7 +176,7 @@ def test_the_interface_is_typed_and_checks_before_the_back_end(asset, tmp_path, 
     assert all(line.startswith("use.py:8") for line in wrong), done.stdout
     monkeypatch.syspath_prepend(tmp_path)
     model = importlib.import_module("digits").Digits(asset, backend="torch")
-    monkeypatch.setattr(model.compiled, "execute", lambda *_: pytest.fail("the back end was called"))
+    monkeypatch.setattr(model.compiled, "execute", lambda *_: pytest.fail("the backend was called"))
     with pytest.raises(SignatureMismatch, match="float64, not float32"):
         model.main(picture=torch.zeros(1, 1, 8, 8).double())
     with pytest.raises(SignatureMismatch, match="outside batch"):

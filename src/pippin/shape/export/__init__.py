@@ -1,4 +1,4 @@
-"""Exporting: one captured program, every format from it, and reports of where its time goes."""
+"""Export: capture a model as one program, convert it to other formats, compress it, and profile it."""
 
 import lazy_loader
 

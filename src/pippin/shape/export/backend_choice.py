@@ -1,7 +1,7 @@
-"""Choosing a back end from a performance report.
+"""Choosing a backend from a performance report.
 
 Notable here:
-- back ends whose error or memory exceeds a bound are excluded; the choice lists them with the reason
+- backends whose error or memory exceeds a bound are excluded; the choice lists them with the reason
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FIGURES = {"latency": "p50_ms", "memory": "memory", "size": "nbytes"}
 
 @dataclass(frozen=True)
 class BackendChoice:
-    """The back end that was chosen, and why the others were not."""
+    """The backend that was chosen, and why the others were not."""
 
     label: str
     backend: str
@@ -31,7 +31,7 @@ class BackendChoice:
     refused: Mapping[str, str]
 
     def open(self, asset: ExportedModel) -> CompiledModel:
-        """Compile an exported model for the chosen back end."""
+        """Compile an exported model for the chosen backend."""
         return asset.to(self.backend, **self.options)
 
 
@@ -43,7 +43,7 @@ def choose_backend(
     max_error: float | None = None,
     max_memory: int | None = None,
 ) -> BackendChoice:
-    """The best back end of a report within bounds.
+    """The best backend of a report within bounds.
 
     Args:
         report: the report of `profile`.
@@ -52,12 +52,12 @@ def choose_backend(
         max_memory: maximum growth of memory, in bytes.
 
     Raises:
-        ExportError: no back end is within the bounds; the message lists the reasons.
+        ExportError: no backend is within the bounds; the message lists the reasons.
     """
     refused = {row.label: why for row in report.backends if (why := _reason(row, max_error, max_memory))}
     left = [row for row in report.backends if row.label not in refused]
     if not left:
-        raise ExportError("no back end is within the bounds: " + "; ".join(f"{k}: {v}" for k, v in refused.items()))
+        raise ExportError("no backend is within the bounds: " + "; ".join(f"{k}: {v}" for k, v in refused.items()))
     best = min(left, key=lambda row: getattr(row, _FIGURES[objective]))
     return BackendChoice(best.label, best.backend, best.options, refused)
 

@@ -1,8 +1,8 @@
 """The interface of compiled models: execution, devices, precision and times per node.
 
 Notable here:
-- every call is checked against the signature before the back end runs
-- the precision is requested and then queried; a back end that computes in another one is an error
+- every call is checked against the signature before the backend runs
+- the precision is requested and then queried; a backend that computes in another one is an error
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ class ComputeUnit:
 
 @dataclass(frozen=True)
 class NodeTime:
-    """The time of one node of a back end's graph."""
+    """The time of one node of a backend's graph."""
 
     name: str
     kind: str
-    """The back end's name of the operator."""
+    """The backend's name of the operator."""
     milliseconds: tuple[float, ...]
     """Milliseconds of each run."""
     module: str | None = None
-    """Path of its module; None if the back end does not report it."""
+    """Path of its module; None if the backend does not report it."""
     device: str = "cpu"
     sources: tuple[str, ...] = field(default=(), compare=False)
     """Names of the operators of the exported program that the node computes, if known."""
 
 
 class CompiledModel(ABC):
-    """An exported model compiled for one back end; not thread-safe."""
+    """An exported model compiled for one backend; not thread-safe."""
 
     backend: str = ""
     """Its name, as for `ExportedModel.to`."""
     precision: str = "float32"
-    """The precision of its computation, as reported by the back end."""
+    """The precision of its computation, as reported by the backend."""
     nbytes: int = 0
     """Size of the artifact, in bytes."""
 
@@ -108,15 +108,15 @@ class CompiledModel(ABC):
         return [f"{node} ({where})" for node, where in self.provider_map().items() if where != wanted]
 
     def times(self, function: str, tensors: Mapping[str, Tensor], runs: int) -> list[NodeTime]:
-        """The time of every node in instrumented runs; empty if the back end does not report it."""
+        """The time of every node in instrumented runs; empty if the backend does not report it."""
         return []
 
     def state(self) -> dict[str, Tensor]:
         """State between calls: empty, as the states of an exported function are inputs and outputs."""
         return {}
 
-    def close(self) -> None:  # noqa: B027 - most back ends hold no resources
-        """Release the resources of the back end."""
+    def close(self) -> None:  # noqa: B027 - most backends hold no resources
+        """Release the resources of the backend."""
 
 
 @contextlib.contextmanager
@@ -134,7 +134,7 @@ def quiet(logger: str = "") -> Iterator[None]:
 
 
 def require(module: str, *, backend: str, wheel: str, extra: str) -> Any:
-    """Import a library of a back end.
+    """Import a library of a backend.
 
     Raises:
         BackendUnavailable: it is not installed; the message names the wheel and the extra.
@@ -144,18 +144,18 @@ def require(module: str, *, backend: str, wheel: str, extra: str) -> Any:
             return importlib.import_module(module)
     except ImportError as error:
         raise BackendUnavailable(
-            f"the back end {backend!r} needs {wheel}: pip install 'pippin[{extra}]' ({error})"
+            f"the backend {backend!r} needs {wheel}: pip install 'pippin[{extra}]' ({error})"
         ) from error
 
 
 def refuse_options(backend: str, options: Mapping[str, Any]) -> None:
-    """Raise `InvalidArgument` for options that a back end does not have."""
+    """Raise `InvalidArgument` for options that a backend does not have."""
     if options:
-        raise InvalidArgument(f"the back end {backend!r} has no option {', '.join(map(repr, options))}")
+        raise InvalidArgument(f"the backend {backend!r} has no option {', '.join(map(repr, options))}")
 
 
 def require_precision(backend: str, wanted: str, got: str) -> None:
-    """Raise `PrecisionMismatch` if a back end computes in another precision than requested."""
+    """Raise `PrecisionMismatch` if a backend computes in another precision than requested."""
     if wanted != got:
         raise PrecisionMismatch(f"{backend} was asked to compute in {wanted} and computes in {got}")
 
@@ -184,8 +184,8 @@ def compute_units(asset: ExportedModel, function: str) -> dict[str, ComputeUnit]
 
 
 def operator_at_fault(asset: ExportedModel, function: str, message: str) -> str:
-    """The operators of a function that an error message of a back end names, each with its origin."""
-    # a back end may have decomposed an operator: "prims.bessel_j0" comes from "aten.special_bessel_j0"
+    """The operators of a function that an error message of a backend names, each with its origin."""
+    # a backend may have decomposed an operator: "prims.bessel_j0" comes from "aten.special_bessel_j0"
     named = re.findall(r"(?:torch\.ops\.|op='|aten[.:]+|prims[.:]+)(?:\w+[.:]+)?(\w{4,})", message)
     found: dict[str, str] = {}
     for node in asset.program(function).exported.graph.nodes:

@@ -1,10 +1,10 @@
-r"""Compression of the weights of an exported program, identical for every back end.
+r"""Compression of the weights of an exported program, identical for every backend.
 
 Notable here:
-- a weight is replaced by its codes and the operators that decode them, so every file format shrinks, and no back end
+- a weight is replaced by its codes and the operators that decode them, so every file format shrinks, and no backend
   quantizes
 - codes of a model that is quantized already are kept as they are
-- codes below 8 bits are unpacked with multiplication and floor, as not every back end has bit shifts
+- codes below 8 bits are unpacked with multiplication and floor, as not every backend has bit shifts
 - scales and palettes are floating-point parameters of the program, which `ExportedModel.module` can train
 
 With $s = \max|w| / (2^{b-1} - 1)$ for a row or a group of a row, linear codes are $q = \mathrm{round}(w / s)$;

@@ -1,7 +1,7 @@
 """Capturing a language model: a pass over whole sequences, and a decoding step with keys and values as inputs.
 
 Notable here:
-- the cache of the step is two tensors, inputs and outputs of the program, so it runs in every back end
+- the cache of the step is two tensors, inputs and outputs of the program, so it runs in every backend
 - rotary tables are computed for the longest sequence beforehand, so that they are constants of the program
 """
 
@@ -94,7 +94,7 @@ class _Whole(nn.Module):
 
 
 class _RepeatedHeads(NoCache):
-    """Keys and values repeated for every query head: several back ends have no attention with shared heads."""
+    """Keys and values repeated for every query head: several backends have no attention with shared heads."""
 
     def __init__(self, heads: int) -> None:
         super().__init__()

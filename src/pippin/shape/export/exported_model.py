@@ -1,7 +1,7 @@
 """A model outside of its Python code: exported programs, their signatures and weights, in one folder with one hash.
 
 Notable here:
-- the record is `torch.export.ExportedProgram`; every back end starts from it and none from another back end's file
+- the record is `torch.export.ExportedProgram`; every backend starts from it and none from another backend's file
 - a folder is JSON and safetensors; every byte of it is hashed, and compared before it is read
 - a weight that two functions share (prefill and step of a decoder) is stored once
 """
@@ -81,7 +81,7 @@ class ExportedModel:
     ) -> None:
         self.programs = dict(programs)
         self.note = dict(note or {})
-        # as they are written; kept, because back ends may write into the sizes of a program while they convert it
+        # as they are written; kept, because backends may write into the sizes of a program while they convert it
         self.texts = dict(texts or {name: serialization.to_bytes(one.exported) for name, one in programs.items()})
         self._hash: str | None = None
 
@@ -231,12 +231,12 @@ class ExportedModel:
         return ExportedModel(programs, self.note, self.texts)
 
     def to(self, backend: str, **options: Any) -> CompiledModel:
-        """Compile for a back end, ready to run; see `pippin.shape.export.backends`.
+        """Compile for a backend, ready to run; see `pippin.shape.export.backends`.
 
         Raises:
             BackendUnavailable: it is not installed, or does not run on this system.
-            UnsupportedOperator: it has no form of an operator.
-            InvalidArgument: there is no such back end, or it has no such option.
+            UnsupportedOperator: it does not support an operator.
+            InvalidArgument: there is no such backend, or it has no such option.
         """
         from pippin.shape.export.backends import find
 

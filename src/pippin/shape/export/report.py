@@ -1,10 +1,10 @@
-"""Where an exported model spends its time, on every back end: per operator, per module, per device.
+"""Profile an exported model on several backends: time per operator, module and device.
 
 Notable here:
-- the total is that of a plain run, shares are those of an instrumented one, and what no operator accounts for is a row
+- total times are of uninstrumented runs, shares of instrumented ones; the time that no operator accounts for has a row
   of its own, "unattributed"
-- back ends fuse differently, so their nodes are brought back to the modules of the source before they are compared
-- errors are measured against torch on the same inputs; a back end that is not here is a row that says why
+- backends fuse differently, so their nodes are mapped back to the modules of the source model before comparison
+- errors are relative to torch on the same inputs; a backend that is not installed has a row that says so
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ By = Literal["op", "module", "device"]
 
 @dataclass(frozen=True)
 class Variant:
-    """A back end with options, under a name of its own."""
+    """A backend with options, and a label for the report."""
 
     backend: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class BackendRow:
-    """One back end as a whole. Times in milliseconds, sizes in bytes; ``missing`` says why nothing was measured."""
+    """Totals of one backend; sizes in bytes. ``missing`` says why nothing was measured."""
 
     label: str
     backend: str
@@ -58,7 +58,7 @@ class BackendRow:
     load_ms: float = 0.0
     nbytes: int = 0
     memory: int = 0
-    """Growth of this process's resident memory from loading to the end of the runs; 0 where older memory sufficed."""
+    """Growth of this process's resident memory from loading to the end of the runs; 0 if freed memory was reused."""
     max_error: float = 0.0
     fallbacks: tuple[str, ...] = ()
     missing: str = ""
@@ -66,7 +66,7 @@ class BackendRow:
 
 @dataclass(frozen=True)
 class OperatorRow:
-    """One node of one back end's graph; ``flops`` and ``nbytes`` are 0 where its operator is not known."""
+    """One node of a backend's graph; ``flops`` and ``nbytes`` are 0 if its operator is unknown."""
 
     label: str
     name: str
@@ -78,12 +78,12 @@ class OperatorRow:
     share: float
     flops: int = 0
     nbytes: int = 0
-    """Bytes of the tensors that it reads and writes."""
+    """Bytes of its input and output tensors."""
 
 
 @dataclass(frozen=True)
 class PerformanceReport:
-    """What `profile` measured."""
+    """The measurements of `profile`."""
 
     function: str
     sizes: dict[str, int]
@@ -92,10 +92,10 @@ class PerformanceReport:
     hash: str
 
     def backend(self, label: str) -> BackendRow:
-        """The row of one back end.
+        """The row of one backend.
 
         Raises:
-            InvalidArgument: none has this label.
+            InvalidArgument: no row has this label.
         """
         for row in self.backends:
             if row.label == label:
@@ -103,15 +103,15 @@ class PerformanceReport:
         raise InvalidArgument(f"{label!r} was not measured; measured: {', '.join(row.label for row in self.backends)}")
 
     def coverage(self, label: str) -> float:
-        """Time of all operators in the instrumented run, as a share of the plain run's; about 1 in a good report."""
-        spent = sum(row.p50_ms for row in self.operators if row.label == label and row.name != UNATTRIBUTED)
-        return spent / self.backend(label).p50_ms
+        """Total time of the operators over that of the uninstrumented run; about 1 in a reliable report."""
+        total = sum(row.p50_ms for row in self.operators if row.label == label and row.name != UNATTRIBUTED)
+        return total / self.backend(label).p50_ms
 
     @checked
     def rows(self, by: By = "op") -> list[dict[str, Any]]:
-        """The operators, or their sums per module or device, the slowest first within each back end."""
+        """The operators, or their sums per module or device, slowest first for each backend."""
         if by == "op":
-            found = [asdict(row) for row in self.operators]
+            rows = [asdict(row) for row in self.operators]
         else:
             sums: dict[tuple[str, str], dict[str, Any]] = {}
             for row in self.operators:
@@ -120,15 +120,15 @@ class PerformanceReport:
                     (row.label, key),
                     {"label": row.label, by: key, "p50_ms": 0.0, "p90_ms": 0.0, "share": 0.0, "flops": 0, "nbytes": 0},
                 )
-                for figure in ("p50_ms", "p90_ms", "share", "flops", "nbytes"):
-                    entry[figure] += getattr(row, figure)
-            found = list(sums.values())
+                for metric in ("p50_ms", "p90_ms", "share", "flops", "nbytes"):
+                    entry[metric] += getattr(row, metric)
+            rows = list(sums.values())
         order = [row.label for row in self.backends]
-        return sorted(found, key=lambda row: (order.index(row["label"]), -row["share"]))
+        return sorted(rows, key=lambda row: (order.index(row["label"]), -row["share"]))
 
     def to_table(self, by: By = "op", *, limit: int | None = None) -> str:
-        """The back ends, then the rows of `rows`, as text; ``limit``: so many rows for each back end."""
-        whole = [
+        """Format the backends, then the rows of `rows`, as text; at most ``limit`` rows per backend."""
+        totals = [
             [
                 row.label,
                 row.precision,
@@ -143,15 +143,15 @@ class PerformanceReport:
             for row in self.backends
             if not row.missing
         ]
-        heads = ["back end", "precision", "p50 ms", "p90 ms", "load ms", "MB", "memory MB", "max error", "fallbacks"]
-        parts: list[list[str]] = []
-        seen: dict[str, int] = {}
+        heads = ["backend", "precision", "p50 ms", "p90 ms", "load ms", "MB", "memory MB", "max error", "fallbacks"]
+        details: list[list[str]] = []
+        counts: dict[str, int] = {}
         for row in self.rows(by):
-            seen[row["label"]] = seen.get(row["label"], 0) + 1
-            if limit is not None and seen[row["label"]] > limit:
+            counts[row["label"]] = counts.get(row["label"], 0) + 1
+            if limit is not None and counts[row["label"]] > limit:
                 continue
             names = [row["name"], row["kind"], row["module"]] if by == "op" else [row[by] or "(the model itself)"]
-            parts.append(
+            details.append(
                 [
                     row["label"],
                     *names,
@@ -162,39 +162,39 @@ class PerformanceReport:
             )
         columns = ["name", "operator", "module"] if by == "op" else [by]
         missing = "".join(f"\n{row.label}: {row.missing}" for row in self.backends if row.missing)
-        below = [["back end", *columns, "p50 ms", "share", "MFLOP"], *parts]
-        return _text([heads, *whole]) + missing + "\n\n" + _text(below)
+        detail_heads = ["backend", *columns, "p50 ms", "share", "MFLOP"]
+        return _text([heads, *totals]) + missing + "\n\n" + _text([detail_heads, *details])
 
     def to_json(self) -> str:
-        """Everything, as one JSON object."""
+        """The report as a JSON object."""
         return json.dumps(asdict(self), indent=1)
 
     def compare(self, other: PerformanceReport) -> dict[str, float]:
-        """For each back end that both measured: the other's median time over this one's; above 1, this is faster."""
-        theirs = {row.label: row for row in other.backends if not row.missing}
+        """The speedup over another report by backend: the other's median time over this one's."""
+        others = {row.label: row for row in other.backends if not row.missing}
         return {
-            row.label: theirs[row.label].p50_ms / row.p50_ms
+            row.label: others[row.label].p50_ms / row.p50_ms
             for row in self.backends
-            if not row.missing and row.label in theirs
+            if not row.missing and row.label in others
         }
 
     def check(self, *, max_p90_ms: float | None = None, max_error: float | None = None) -> None:
-        """Compare what was measured with bounds.
+        """Check the measurements against limits.
 
         Raises:
-            ExportError: the message lists every back end that is over a bound.
+            ExportError: a limit is exceeded; the message lists all such backends.
         """
-        wrong = []
+        problems = []
         for row in self.backends:
             if not row.missing and max_p90_ms is not None and row.p90_ms > max_p90_ms:
-                wrong.append(f"{row.label} takes {row.p90_ms:.3f} ms (p90), allowed are {max_p90_ms}")
+                problems.append(f"{row.label} takes {row.p90_ms:.3f} ms (p90), the limit is {max_p90_ms}")
             if not row.missing and max_error is not None and row.max_error > max_error:
-                wrong.append(f"{row.label} is off by {row.max_error:.1e}, allowed are {max_error:.1e}")
-        if wrong:
-            raise ExportError("; ".join(wrong))
+                problems.append(f"{row.label} has an error of {row.max_error:.1e}, the limit is {max_error:.1e}")
+        if problems:
+            raise ExportError("; ".join(problems))
 
     def plot(self, path: str | Path, *, by: By = "module", limit: int = 12) -> None:
-        """Draw the slowest rows of each back end as bars of milliseconds.
+        """Plot the slowest rows of each backend as bars, in milliseconds.
 
         Raises:
             MissingDependency: matplotlib is not installed.
@@ -203,13 +203,13 @@ class PerformanceReport:
         measured = [row for row in self.backends if not row.missing]
         figure = plotting.new(8, 1 + 2.6 * len(measured))
         panels = figure.subplots(len(measured), squeeze=False)[:, 0]
-        for panel, whole in zip(panels, measured, strict=True):
-            rows = [row for row in self.rows(by) if row["label"] == whole.label][:limit]
+        for panel, total in zip(panels, measured, strict=True):
+            rows = [row for row in self.rows(by) if row["label"] == total.label][:limit]
             names = [(row["name"] if by == "op" else row[by]) or "(the model itself)" for row in rows]
-            panel.barh(range(len(rows)), [row["share"] * whole.p50_ms for row in rows])
+            panel.barh(range(len(rows)), [row["share"] * total.p50_ms for row in rows])
             panel.set_yticks(range(len(rows)), names)
             panel.invert_yaxis()
-            panel.set_title(f"{whole.label}: {whole.p50_ms:.3f} ms, error {whole.max_error:.0e}", loc="left")
+            panel.set_title(f"{total.label}: {total.p50_ms:.3f} ms, error {total.max_error:.0e}", loc="left")
             panel.set_xlabel("ms")
         plotting.save(figure, path)
 
@@ -225,20 +225,20 @@ def profile(
     runs: PositiveInt = 30,
     seed: int = 0,
 ) -> PerformanceReport:
-    """Measure an asset on several back ends.
+    """Profile an exported model on several backends.
 
     Args:
-        asset: the model.
-        backends: names, or variants with options. One that is not installed becomes a row that says so.
-        function: which function.
-        sizes: of the dynamic dimensions by name; those of the captured example where none are given.
-        warmup: runs before the measurement.
-        runs: runs that are measured, and again as many that are instrumented.
-        seed: of the inputs.
+        asset: the exported model.
+        backends: names, or variants with options. One that is not installed gets a row that says so.
+        function: name of the function to run.
+        sizes: sizes of the dynamic dimensions by name; by default those of the captured example.
+        warmup: number of runs before the measurement.
+        runs: number of measured runs, followed by as many instrumented ones.
+        seed: of the random inputs.
 
     Raises:
-        InvalidArgument: no runs, or two variants under one label.
-        UnsupportedOperator: a back end has no form of an operator.
+        InvalidArgument: no runs, or two variants with the same label.
+        UnsupportedOperator: a backend does not support an operator.
     """
     variants = [one if isinstance(one, Variant) else Variant(one) for one in backends]
     if len({str(one) for one in variants}) < len(variants):
@@ -247,13 +247,13 @@ def profile(
     with reference.TorchModel(asset) as model:
         expected = model.run(function, **inputs)
         costs = _costs(model.modules[function], asset.signature(function).check(inputs))
-    wholes: list[BackendRow] = []
+    totals: list[BackendRow] = []
     operators: list[OperatorRow] = []
     for variant in variants:
-        whole, rows = _measure(asset, variant, function, inputs, expected, costs, warmup, runs)
-        wholes.append(whole)
+        total, rows = _measure(asset, variant, function, inputs, expected, costs, warmup, runs)
+        totals.append(total)
         operators += rows
-    return PerformanceReport(function, dict(sizes or {}), tuple(wholes), tuple(operators), asset.hash)
+    return PerformanceReport(function, dict(sizes or {}), tuple(totals), tuple(operators), asset.hash)
 
 
 def _measure(
@@ -266,7 +266,7 @@ def _measure(
     warmup: int,
     runs: int,
 ) -> tuple[BackendRow, list[OperatorRow]]:
-    """Load, run and time one back end."""
+    """Load the model on one backend, compare its outputs with torch's, and time it."""
     import psutil
 
     process, label = psutil.Process(), str(variant)
@@ -276,42 +276,46 @@ def _measure(
     except BackendUnavailable as error:
         return BackendRow(label, variant.backend, dict(variant.options), missing=str(error)), []
     with model:
-        loaded = 1e3 * (time.perf_counter() - start)
-        found = model.run(function, **inputs)
-        off = max(float((found[name].double() - expected[name].double()).abs().max()) for name in expected)
-        times = _plain(model, function, inputs, warmup, runs)
-        whole = BackendRow(
+        load_ms = 1e3 * (time.perf_counter() - start)
+        outputs = model.run(function, **inputs)
+        max_error = max(float((outputs[name].double() - expected[name].double()).abs().max()) for name in expected)
+        times = _uninstrumented(model, function, inputs, warmup, runs)
+        total = BackendRow(
             label,
             variant.backend,
             dict(variant.options),
             model.precision,
             statistics.median(times),
             _p90(times),
-            loaded,
+            load_ms,
             model.nbytes,
             max(0, process.memory_info().rss - before),
-            off,
+            max_error,
             tuple(
                 model.fallbacks("xnnpack" if variant.backend == "executorch" else variant.options.get("device", "cpu"))
             ),
         )
         nodes = model.times(function, inputs, runs)
     medians = [statistics.median(node.milliseconds) for node in nodes]
-    whole_ms = max(sum(medians), whole.p50_ms)
+    total_ms = max(sum(medians), total.p50_ms)
     rows = []
     for node, median in zip(nodes, medians, strict=True):
         cost = [costs[source] for source in node.sources if source in costs]
         module = UNATTRIBUTED if node.module is None else node.module
         flops, nbytes = sum(flops for flops, _ in cost), sum(nbytes for _, nbytes in cost)
-        p90, share = _p90(node.milliseconds), median / whole_ms
+        p90, share = _p90(node.milliseconds), median / total_ms
         rows.append(OperatorRow(label, node.name, node.kind, module, node.device, median, p90, share, flops, nbytes))
-    rest = max(0.0, whole.p50_ms - sum(medians))
-    rows.append(OperatorRow(label, UNATTRIBUTED, "", UNATTRIBUTED, "", rest, rest, rest / whole_ms))
-    return whole, rows
+    unattributed = max(0.0, total.p50_ms - sum(medians))
+    rows.append(
+        OperatorRow(label, UNATTRIBUTED, "", UNATTRIBUTED, "", unattributed, unattributed, unattributed / total_ms)
+    )
+    return total, rows
 
 
-def _plain(model: CompiledModel, function: str, inputs: dict[str, torch.Tensor], warmup: int, runs: int) -> list[float]:
-    """Milliseconds of whole runs."""
+def _uninstrumented(
+    model: CompiledModel, function: str, inputs: dict[str, torch.Tensor], warmup: int, runs: int
+) -> list[float]:
+    """Durations of complete runs in milliseconds."""
     times = []
     for index in range(warmup + runs):
         start = time.perf_counter()
@@ -326,32 +330,32 @@ def _p90(times: Sequence[float]) -> float:
 
 
 class _Costs(Interpreter):
-    """Runs a graph once and counts the work of each operator."""
+    """Runs a graph and counts operations and bytes of each operator."""
 
     def __init__(self, module: GraphModule) -> None:
         super().__init__(module)
-        self.found: dict[str, tuple[int, int]] = {}
+        self.costs: dict[str, tuple[int, int]] = {}
 
     def run_node(self, n: Node) -> Any:
-        """Count one node."""
+        """Run and count one node."""
         if n.op != "call_function":
             return super().run_node(n)
         from torch.utils.flop_counter import FlopCounterMode
 
-        read = [tensor for tensor in map(self.env.get, n.all_input_nodes) if isinstance(tensor, torch.Tensor)]
+        inputs = [tensor for tensor in map(self.env.get, n.all_input_nodes) if isinstance(tensor, torch.Tensor)]
         with FlopCounterMode(display=False) as counter:
             result = super().run_node(n)
-        written = [tensor for tensor in torch.utils._pytree.tree_leaves(result) if isinstance(tensor, torch.Tensor)]
-        self.found[n.name] = counter.get_total_flops(), sum(tensor.nbytes for tensor in [*read, *written])
+        outputs = [tensor for tensor in torch.utils._pytree.tree_leaves(result) if isinstance(tensor, torch.Tensor)]
+        self.costs[n.name] = counter.get_total_flops(), sum(tensor.nbytes for tensor in [*inputs, *outputs])
         return result
 
 
 def _costs(module: GraphModule, tensors: list[torch.Tensor]) -> dict[str, tuple[int, int]]:
-    """Floating-point operations (a multiplication and an addition are two) and bytes of each operator by its name."""
+    """Floating-point operations (a multiply-add counts as two) and bytes of each operator, by node name."""
     counter = _Costs(module)
     with torch.no_grad():
         counter.run(*tensors)
-    return counter.found
+    return counter.costs
 
 
 def _text(lines: list[list[str]]) -> str:

@@ -1,7 +1,7 @@
 """Signatures of exported functions: names, dtypes and shapes of inputs and outputs, with named ranges of dynamic sizes.
 
 Notable here:
-- every call is checked here before a back end runs: unknown and missing names, dtype, rank, fixed sizes, ranges of
+- every call is checked here before a backend runs: unknown and missing names, dtype, rank, fixed sizes, ranges of
   dynamic sizes, and equality of sizes with the same name
 - all mismatches of a call are reported in one error
 """

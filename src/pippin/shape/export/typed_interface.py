@@ -1,8 +1,7 @@
 """A typed Python class for an exported model: typed names, with shapes and dtypes checked at each call.
 
 Notable here:
-- the class checks the model's hash, so it refuses another model with the same signatures
-- all other checks are those of the signature
+- the class checks the model's hash, so it rejects another model with the same signatures
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ HASH = "{hash}"
 _CLASS = '''
 
 class {name}:
-    """The model, compiled for one back end."""
+    """The model, compiled for one backend."""
 
     def __init__(self, asset: ExportedModel | str | Path, backend: str = "onnxruntime", **options: Any) -> None:
-        """Open the model; CorruptedFile if it is another one than this interface was written for."""
+        """Load the model; raises CorruptedFile if it is not the one that this interface was generated for."""
         if not isinstance(asset, ExportedModel):
             asset = ExportedModel.load(asset, hash=HASH)
         asset.require(HASH)
@@ -50,7 +49,7 @@ class {name}:
 
 _CLOSE = '''
     def close(self) -> None:
-        """Give back what the back end holds."""
+        """Release the backend's resources."""
         self.compiled.close()
 '''
 
@@ -58,10 +57,10 @@ _RESERVED = {"compiled", "close"}
 
 
 def generate_interface(asset: ExportedModel, path: str | Path, class_name: str = "Model") -> str:
-    """Write a module with one class, a method for each function.
+    """Generate a Python module with a class that has a method for each function of the model.
 
     Args:
-        asset: the model.
+        asset: the exported model.
         path: the file to write.
         class_name: name of the class.
 
@@ -69,7 +68,7 @@ def generate_interface(asset: ExportedModel, path: str | Path, class_name: str =
         The source code of the module.
 
     Raises:
-        InvalidArgument: a name of the class, a function, an input or an output that is not a valid identifier.
+        InvalidArgument: the name of the class, a function, an input or an output is not a valid identifier.
     """
     names = [class_name, *asset.functions]
     for function in asset.functions:
@@ -93,11 +92,11 @@ def generate_interface(asset: ExportedModel, path: str | Path, class_name: str =
 
 
 def _outputs(function: str, signature: Signature) -> str:
-    """A named tuple, for a function with several outputs."""
+    """The source of a named tuple of the outputs; empty for a function with one output."""
     if len(signature.outputs) == 1:
         return ""
     fields = "".join(f'    {port.name}: Tensor\n    """{port}"""\n' for port in signature.outputs)
-    return f'\n\nclass {_tuple(function)}(NamedTuple):\n    """What `{function}` gives."""\n\n{fields}'
+    return f'\n\nclass {_tuple(function)}(NamedTuple):\n    """The outputs of `{function}`."""\n\n{fields}'
 
 
 def _tuple(function: str) -> str:
@@ -105,19 +104,19 @@ def _tuple(function: str) -> str:
 
 
 def _method(function: str, signature: Signature) -> str:
-    """One function with its names, sizes in its docstring."""
-    arguments = ", ".join(f"{port.name}: Tensor" for port in signature.inputs)
-    given = ", ".join(f"{port.name}={port.name}" for port in signature.inputs)
-    described = "\n".join(f"            {port}" for port in signature.inputs)
+    """The source of the method of one function; its docstring lists the inputs with shapes and dtypes."""
+    parameters = ", ".join(f"{port.name}: Tensor" for port in signature.inputs)
+    arguments = ", ".join(f"{port.name}={port.name}" for port in signature.inputs)
+    inputs = "\n".join(f"            {port}" for port in signature.inputs)
     single = len(signature.outputs) == 1
     result = "Tensor" if single else _tuple(function)
-    gives = f'outputs["{signature.outputs[0].name}"]' if single else f"{result}(**outputs)"
+    returned = f'outputs["{signature.outputs[0].name}"]' if single else f"{result}(**outputs)"
     return f'''
-    def {function}(self, *, {arguments}) -> {result}:
-        """Run `{function}`; SignatureMismatch before anything is computed, unless the inputs are:
+    def {function}(self, *, {parameters}) -> {result}:
+        """Run `{function}`; raises SignatureMismatch before computing anything unless the inputs are:
 
-{described}
+{inputs}
         """
-        outputs = self.compiled.run("{function}", {given})
-        return {gives}
+        outputs = self.compiled.run("{function}", {arguments})
+        return {returned}
 '''

@@ -1,7 +1,7 @@
-"""The back ends, one file each: compiling an exported model, and writing it in the back end's file format.
+"""The backends, one file each: compiling an exported model, and writing it in the backend's file format.
 
 Notable here:
-- a back end is a module with `compile(asset, **options)` and `write(asset, path, **options)`
+- a backend is a module with `compile(asset, **options)` and `write(asset, path, **options)`
 - its library is imported when it is used; if it is missing, `BackendUnavailable` names the wheel
 """
 
@@ -19,24 +19,24 @@ if TYPE_CHECKING:
 
 BackendName = Literal["torch", "onnxruntime", "openvino", "coreai", "coreml", "executorch"]
 NAMES: tuple[BackendName, ...] = get_args(BackendName)
-"""The back ends; "torch" is the reference of comparisons, "onnxruntime" the default."""
+"""The backends; "torch" is the reference of comparisons, "onnxruntime" the default."""
 
 
 class ExportBackend(Protocol):
-    """The interface of a back end's module."""
+    """The interface of a backend's module."""
 
     def compile(self, asset: ExportedModel, **options: Any) -> CompiledModel:
         """Compile the model."""
 
     def write(self, asset: ExportedModel, path: Path, **options: Any) -> None:
-        """Write it in the format of the back end."""
+        """Write it in the format of the backend."""
 
 
 @checked
 def find(backend: BackendName) -> ExportBackend:
-    """The module of a back end.
+    """The module of a backend.
 
     Raises:
-        InvalidArgument: an unknown back end.
+        InvalidArgument: an unknown backend.
     """
     return cast(ExportBackend, importlib.import_module(f"{__name__}.{backend}"))

@@ -1,9 +1,9 @@
-"""Core AI: Apple's `.aimodel`, converted and run on Linux as well.
+"""Core AI: Apple's `.aimodel` format, converted and run on macOS and Linux.
 
 Notable here:
-- conversion decomposes with Apple's own table, which keeps the composite operators that its runtime has kernels for
-- off macOS the runtime does not read an `.aimodel`: it is compiled into a folder of another form first, and that is run
-- the runtime is asynchronous; each model keeps one event loop, and a call waits for it
+- conversion uses Apple's decomposition table, which preserves the composite operators that its runtime has kernels for
+- outside macOS the runtime cannot read an `.aimodel`: it is compiled to a folder in another format first
+- the runtime is asynchronous; each model has one event loop, and a call blocks until it has finished
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 
 def compile(asset: ExportedModel, **options: Any) -> CoreAIModel:
-    """Convert, compile and load; there are no options.
+    """Convert, compile and load an exported model; there are no options.
 
     Raises:
         BackendUnavailable: coreai-core or coreai-torch is not installed.
-        UnsupportedOperator: Core AI has no form of an operator.
+        UnsupportedOperator: Core AI does not support an operator.
     """
     refuse_options("coreai", options)
     return CoreAIModel(asset)
@@ -42,14 +42,14 @@ def write(asset: ExportedModel, path: Path, **options: Any) -> None:
 
     Raises:
         BackendUnavailable: coreai-core or coreai-torch is not installed.
-        UnsupportedOperator: Core AI has no form of an operator.
+        UnsupportedOperator: Core AI does not support an operator.
     """
     refuse_options("coreai", options)
     convert(asset, path)
 
 
 def convert(asset: ExportedModel, path: Path) -> Any:
-    """Write the asset and give Core AI's handle of it."""
+    """Convert all functions, write the `.aimodel` folder, and return Core AI's handle of it."""
     library = require("coreai_torch", backend="coreai", wheel="coreai-torch", extra="export-apple")
     converter = library.TorchConverter(mode=library.TorchConverter.Mode.RELEASE)
     for name in asset.functions:
@@ -65,18 +65,20 @@ def convert(asset: ExportedModel, path: Path) -> Any:
                     entrypoint_name=name,
                 )
         except (ValueError, NotImplementedError, KeyError) as error:
-            raise UnsupportedOperator(f"Core AI has no form of {operator_at_fault(asset, name, str(error))}") from error
+            raise UnsupportedOperator(
+                f"Core AI does not support {operator_at_fault(asset, name, str(error))}"
+            ) from error
     with quiet(), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         return converter.to_coreai().save_asset(path)
 
 
-def _narrow(tensor: Tensor) -> Tensor:
-    """Core AI takes whole numbers of 32 bits at most."""
+def _to_int32(tensor: Tensor) -> Tensor:
+    """Convert int64, which Core AI does not support, to int32."""
     return tensor.to(torch.int32) if tensor.dtype == torch.int64 else tensor
 
 
 class CoreAIModel(CompiledModel):
-    """A loaded model, and the event loop that its runtime lives in."""
+    """A loaded model with the event loop of its runtime."""
 
     backend = "coreai"
 
@@ -85,7 +87,7 @@ class CoreAIModel(CompiledModel):
         self.folder = tempfile.TemporaryDirectory(prefix="pippin-coreai-")
         path = Path(self.folder.name) / "model.aimodel"
         try:
-            written = convert(asset, path)
+            handle = convert(asset, path)
         except BaseException:
             self.folder.cleanup()
             raise
@@ -93,27 +95,29 @@ class CoreAIModel(CompiledModel):
         self.runtime = require("coreai.runtime", backend="coreai", wheel="coreai-core", extra="export-apple")
         self.loop = asyncio.new_event_loop()
         self.scope = contextlib.AsyncExitStack()
-        model = self.loop.run_until_complete(self.scope.enter_async_context(written.executable()))
+        model = self.loop.run_until_complete(self.scope.enter_async_context(handle.executable()))
         self.functions = {name: model.load_function(name) for name in asset.functions}
 
     def execute(self, function: str, tensors: list[Tensor]) -> list[Tensor]:
         """See `CompiledModel.execute`."""
         signature = self.asset.signature(function)
-        given = {
-            port.name: self.runtime.NDArray(_narrow(tensor).contiguous().numpy(force=True))
+        inputs = {
+            port.name: self.runtime.NDArray(_to_int32(tensor).contiguous().numpy(force=True))
             for port, tensor in zip(signature.inputs, tensors, strict=True)
         }
-        found = self.loop.run_until_complete(self.functions[function](given))
-        return [torch.from_numpy(found[port.name].numpy().copy()).to(DTYPES[port.dtype]) for port in signature.outputs]
+        outputs = self.loop.run_until_complete(self.functions[function](inputs))
+        return [
+            torch.from_numpy(outputs[port.name].numpy().copy()).to(DTYPES[port.dtype]) for port in signature.outputs
+        ]
 
     def provider_map(self, function: str = "main") -> dict[str, str]:
-        """See `CompiledModel.provider_map`; off macOS, Core AI has the processor only."""
+        """See `CompiledModel.provider_map`; outside macOS, Core AI uses the CPU only."""
         return {
             node.name: "cpu" for node in self.asset.program(function).exported.graph.nodes if node.op == "call_function"
         }
 
     def close(self) -> None:
-        """Unload the model, end the loop, remove the files."""
+        """Unload the model, close the event loop, and delete the temporary files."""
         if not self.loop.is_closed():
             self.functions = {}
             self.loop.run_until_complete(self.scope.aclose())

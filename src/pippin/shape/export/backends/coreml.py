@@ -94,7 +94,7 @@ def convert(asset: ExportedModel, function: str = "main", precision: Precision =
                 )
         except (NotImplementedError, ValueError, RuntimeError, TypeError) as error:
             fault = operator_at_fault(asset, function, str(error))
-            raise UnsupportedOperator(f"Core ML has no form of {fault}: {str(error)[:200]}") from error
+            raise UnsupportedOperator(f"Core ML does not support {fault}: {str(error)[:200]}") from error
 
 
 def output_names(asset: ExportedModel, function: str) -> list[str]:

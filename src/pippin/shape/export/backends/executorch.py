@@ -1,10 +1,10 @@
-"""ExecuTorch: a `.pte` file for phones and small devices, run here by the same runtime.
+"""ExecuTorch: a `.pte` file for phones and embedded devices, run here by the same runtime.
 
 Notable here:
-- operators that XNNPACK has go to it, the rest to the portable kernels; `provider_map` tells which
-- before a convolution, lowering narrows a dynamic batch to 15 rows without a word, because torch asks whether the batch
-  is below 16 to choose a layout; so it is not asked
-- memory is planned for the largest sizes when the file is written, so ranges of dynamic sizes cost memory
+- operators that XNNPACK supports are delegated to it, the others run in portable kernels; `provider_map` says which
+- lowering a convolution silently limits a dynamic batch to 15, because torch selects the layout by whether the batch is
+  below 16; so the selection is disabled during lowering
+- memory is planned for the largest sizes when the file is written, so large ranges of dynamic sizes use memory
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ if TYPE_CHECKING:
 
 
 def compile(asset: ExportedModel, *, xnnpack: bool = True, strict: bool = False, **options: Any) -> ExecuTorchModel:
-    """Lower and load.
+    """Lower and load an exported model.
 
     Args:
-        asset: the model.
-        xnnpack: whether operators go to XNNPACK where it has them.
-        strict: refuse a model of which any operator is left to the portable kernels.
-        options: none.
+        asset: the exported model.
+        xnnpack: whether to delegate operators to XNNPACK where it supports them.
+        strict: whether an operator in portable kernels raises an error.
+        options: there are no others.
 
     Raises:
         BackendUnavailable: executorch is not installed.
-        UnsupportedOperator: it does not support an operator.
-        SilentFallback: ``strict``, and an operator is left to the portable kernels.
+        UnsupportedOperator: ExecuTorch does not support an operator.
+        SilentFallback: ``strict``, and an operator runs in portable kernels.
         InvalidArgument: an unknown option.
     """
     refuse_options("executorch", options)
@@ -58,11 +58,11 @@ def compile(asset: ExportedModel, *, xnnpack: bool = True, strict: bool = False,
 
 
 def write(asset: ExportedModel, path: Path, *, xnnpack: bool = True, **options: Any) -> None:
-    """Write all functions into one `.pte` file; "main" is called "forward" there, as its runtime expects.
+    """Write all functions into one `.pte` file; "main" is renamed to "forward", as the runtime expects.
 
     Raises:
         BackendUnavailable: executorch is not installed.
-        UnsupportedOperator: it does not support an operator.
+        UnsupportedOperator: ExecuTorch does not support an operator.
     """
     refuse_options("executorch", options)
     with atomic_write(path) as file:
@@ -70,24 +70,24 @@ def write(asset: ExportedModel, path: Path, *, xnnpack: bool = True, **options: 
 
 
 def lower(asset: ExportedModel, xnnpack: bool) -> Any:
-    """The lowered program manager, with all functions."""
+    """Lower all functions; returns ExecuTorch's program manager."""
     with quiet():
         exir = require("executorch.exir", backend="executorch", wheel="executorch", extra="export-extra")
         partitioners = []
         if xnnpack:
             module = "executorch.backends.xnnpack.partition.xnnpack_partitioner"
-            found = require(module, backend="executorch", wheel="executorch", extra="export-extra")
-            partitioners = [found.XnnpackPartitioner()]
+            xnnpack_module = require(module, backend="executorch", wheel="executorch", extra="export-extra")
+            partitioners = [xnnpack_module.XnnpackPartitioner()]
         try:
-            with _any_layout():
+            with _no_layout_selection():
                 return _edge(exir, asset, partitioners).to_executorch()
         except (RuntimeError, NotImplementedError, ValueError) as error:
             faults = "; ".join(operator_at_fault(asset, name, str(error)) for name in asset.functions)
-            raise UnsupportedOperator(f"ExecuTorch has no form of {faults}: {str(error)[:200]}") from error
+            raise UnsupportedOperator(f"ExecuTorch does not support {faults}: {str(error)[:200]}") from error
 
 
 class ExecuTorchModel(CompiledModel):
-    """Loaded methods, one for each function."""
+    """A loaded `.pte` program, with a method for each function."""
 
     backend = "executorch"
 
@@ -108,11 +108,11 @@ class ExecuTorchModel(CompiledModel):
 
     def provider_map(self, function: str = "main") -> dict[str, str]:
         """See `CompiledModel.provider_map`: "xnnpack" or "portable"."""
-        found = {}
-        for node in self.graphs[function].nodes:
-            if node.op == "call_function" and "getitem" not in node.name and "sym_size" not in node.name:
-                found[node.name] = "xnnpack" if "delegate" in node.name else "portable"
-        return found
+        return {
+            node.name: "xnnpack" if "delegate" in node.name else "portable"
+            for node in self.graphs[function].nodes
+            if node.op == "call_function" and "getitem" not in node.name and "sym_size" not in node.name
+        }
 
     def close(self) -> None:
         """Unload the program."""
@@ -126,21 +126,21 @@ def _copy(program: Program) -> ExportedProgram:
 
 
 def _edge(exir: Any, asset: ExportedModel, partitioners: list[Any]) -> Any:
-    """All functions in ExecuTorch's dialect; lowering writes into a program's table of sizes, so it gets a copy."""
+    """All functions in ExecuTorch's Edge dialect; lowering modifies a program's size table, so it gets copies."""
     programs = {_method(name): _copy(asset.program(name)) for name in asset.functions}
-    parts = {name: partitioners for name in programs} if partitioners else None
-    return exir.to_edge_transform_and_lower(programs, partitioner=parts)
+    by_method = {name: partitioners for name in programs} if partitioners else None
+    return exir.to_edge_transform_and_lower(programs, partitioner=by_method)
 
 
 @contextlib.contextmanager
-def _any_layout() -> Iterator[None]:
-    """While a graph is lowered, let torch not choose the layout of a convolution by the size of the batch."""
-    choose = torch._C._select_conv_backend
+def _no_layout_selection() -> Iterator[None]:
+    """Prevent torch from selecting the layout of a convolution by the batch size while a graph is lowered."""
+    original = torch._C._select_conv_backend
     torch._C._select_conv_backend = lambda *_, **__: torch._C._ConvBackend.Overrideable  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        torch._C._select_conv_backend = choose
+        torch._C._select_conv_backend = original
 
 
 def _method(function: str) -> str:

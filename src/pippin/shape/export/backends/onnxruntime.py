@@ -1,4 +1,4 @@
-"""ONNX Runtime: the default back end on any processor.
+"""ONNX Runtime: the default backend on any processor.
 
 Notable here:
 - the model is converted from the exported program and never quantized by the runtime
@@ -103,7 +103,7 @@ def convert(asset: ExportedModel, function: str, path: Path) -> None:
             )
     except torch.onnx.errors.OnnxExporterError as error:
         cause = str(error.__cause__ or error)
-        raise UnsupportedOperator(f"ONNX has no form of {operator_at_fault(asset, function, cause)}") from error
+        raise UnsupportedOperator(f"ONNX does not support {operator_at_fault(asset, function, cause)}") from error
     assert program is not None
     _name_axes(program.model, size_names(asset.program(function)))
     # small constants only: folding a compressed weight would store it dense again

@@ -83,7 +83,7 @@ def convert(asset: ExportedModel, function: str) -> Any:
             model = openvino.convert_model(program.exported)
     except (openvino.frontend.OpConversionFailure, RuntimeError) as error:
         raise UnsupportedOperator(
-            f"OpenVINO has no form of {operator_at_fault(asset, function, str(error))}"
+            f"OpenVINO does not support {operator_at_fault(asset, function, str(error))}"
         ) from error
     for ports, nodes in ((signature.inputs, model.inputs), (signature.outputs, model.outputs)):
         for port, node in zip(ports, nodes, strict=True):
@@ -133,7 +133,7 @@ class OpenVINOModel(CompiledModel):
         ]
 
     def provider_map(self, function: str = "main") -> dict[str, str]:
-        """See `CompiledModel.provider_map`; this back end compiles for the processor only."""
+        """See `CompiledModel.provider_map`; this backend compiles for the processor only."""
         return {
             node.get_friendly_name(): "cpu" for node in self.compiled[function].get_runtime_model().get_ordered_ops()
         }

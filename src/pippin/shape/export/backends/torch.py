@@ -1,8 +1,8 @@
-"""The reference: the exported program, run by torch itself.
+"""The torch backend: runs the exported program in torch, as the reference for the other backends.
 
 Notable here:
-- what depends on weights only (the decoding of a compressed weight) is computed once, when it is compiled
-- the same walk over the graph that runs it can time it, so that a report names operators as torch does
+- constants are folded at compilation: operators that depend on weights only (such as dequantization) run once
+- operators can be timed in the same graph, so a report has torch's operator names
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ if TYPE_CHECKING:
 
 
 def compile(asset: ExportedModel, **options: Any) -> CompiledModel:
-    """Make the programs ready to run; there are no options."""
+    """Prepare the programs for running; there are no options."""
     refuse_options("torch", options)
     return TorchModel(asset)
 
 
 def write(asset: ExportedModel, path: Path, **options: Any) -> None:
-    """Write the asset's own folder; there are no options."""
+    """Save the exported model's folder; there are no options."""
     refuse_options("torch", options)
     asset.save(path)
 
 
 class TorchModel(CompiledModel):
-    """Runs the operators of the program one after another."""
+    """Runs the program's graph module."""
 
     backend = "torch"
 
     def __init__(self, asset: ExportedModel) -> None:
         super().__init__(asset)
-        self.modules = {name: folded(program.exported) for name, program in asset.programs.items()}
+        self.modules = {name: fold_constants(program.exported) for name, program in asset.programs.items()}
         self.nbytes = asset.nbytes
 
     def execute(self, function: str, tensors: list[Tensor]) -> list[Tensor]:
@@ -57,55 +57,56 @@ class TorchModel(CompiledModel):
 
     def times(self, function: str, tensors: Mapping[str, Tensor], runs: int) -> list[NodeTime]:
         """See `CompiledModel.times`."""
-        clock = _Clock(self.modules[function])
+        timer = _Timer(self.modules[function])
         ordered = self.asset.signature(function).check(tensors)
         with torch.inference_mode():
             for _ in range(runs + 1):
-                clock.run(*ordered)
+                timer.run(*ordered)
         return [
-            NodeTime(node.name, str(node.target), tuple(spent[1:]), compute_unit(node).module, sources=(node.name,))
-            for node, spent in clock.spent.items()
+            # without the first run, which warms up
+            NodeTime(node.name, str(node.target), tuple(times[1:]), compute_unit(node).module, sources=(node.name,))
+            for node, times in timer.milliseconds.items()
         ]
 
 
-class _Clock(Interpreter):
-    """Runs a graph and keeps the time of each operator."""
+class _Timer(Interpreter):
+    """Runs a graph and records the time of each operator."""
 
     def __init__(self, module: GraphModule) -> None:
         super().__init__(module)
-        self.spent: dict[Node, list[float]] = {}
+        self.milliseconds: dict[Node, list[float]] = {}
 
     def run_node(self, n: Node) -> Any:
-        """Time one node."""
+        """Run and time one node."""
         if n.op != "call_function":
             return super().run_node(n)
         start = time.perf_counter()
         result = super().run_node(n)
-        self.spent.setdefault(n, []).append(1e3 * (time.perf_counter() - start))
+        self.milliseconds.setdefault(n, []).append(1e3 * (time.perf_counter() - start))
         return result
 
 
-def folded(exported: ExportedProgram) -> GraphModule:
-    """The program as a module, with all that depends on weights only computed once and kept."""
+def fold_constants(exported: ExportedProgram) -> GraphModule:
+    """The program as a module in which operators that depend on weights only are replaced by their results."""
     module = exported.module(check_guards=False)
     assert isinstance(module, GraphModule)
-    known: dict[Node, Tensor] = {}
+    constants: dict[Node, Tensor] = {}
     with torch.inference_mode():
         for node in list(module.graph.nodes):
             if node.op == "get_attr":
-                known[node] = _attribute(module, str(node.target))
-            elif node.op == "call_function" and node.all_input_nodes and set(node.all_input_nodes) <= set(known):
-                arguments, settings = torch.fx.map_arg((node.args, node.kwargs), known.__getitem__)
-                known[node] = node.target(*arguments, **settings)
+                constants[node] = _attribute(module, str(node.target))
+            elif node.op == "call_function" and node.all_input_nodes and set(node.all_input_nodes) <= set(constants):
+                args, kwargs = torch.fx.map_arg((node.args, node.kwargs), constants.__getitem__)
+                constants[node] = node.target(*args, **kwargs)
     for node in list(module.graph.nodes):
-        outside = [user for user in node.users if user not in known]
-        if node in known and node.op == "call_function" and outside:
+        users = [user for user in node.users if user not in constants]
+        if node in constants and node.op == "call_function" and users:
             name = f"folded_{node.name}"
-            module.register_buffer(name, known[node].clone(), persistent=False)
+            module.register_buffer(name, constants[node].clone(), persistent=False)
             with module.graph.inserting_before(node):
-                kept = module.graph.get_attr(name)
-            for user in outside:
-                user.replace_input_with(node, kept)
+                folded = module.graph.get_attr(name)
+            for user in users:
+                user.replace_input_with(node, folded)
     module.graph.eliminate_dead_code()
     module.recompile()
     return module
@@ -113,5 +114,5 @@ def folded(exported: ExportedProgram) -> GraphModule:
 
 def _attribute(module: GraphModule, path: str) -> Tensor:
     owner, _, name = path.rpartition(".")
-    found: Tensor = getattr(module.get_submodule(owner), name)
-    return found.detach()
+    tensor: Tensor = getattr(module.get_submodule(owner), name)
+    return tensor.detach()
