@@ -9,10 +9,12 @@ import httpx2
 import pytest
 import torch
 from fastapi import FastAPI
+from uvicorn.config import HTTP_PROTOCOLS
+from uvicorn.importer import import_from_string
 
 from pippin.language import LanguageModel
 from pippin.language.adapter_files import save_adapter
-from pippin.serve import logs, ray_app
+from pippin.serve import logs, ray_app, uvicorn_server
 from pippin.serve.api.errors import failure
 from pippin.serve.settings import ServerSettings
 
@@ -99,6 +101,39 @@ def keyless(build_app):
 )
 def test_without_keys_only_this_machine_is_answered(keyless, headers, status):
     assert httpx2.get(f"{keyless}/v1/models", headers=headers).status_code == status
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"host": "box.lan:1"}, 200),  # others than this machine ask, under whatever name they know it by
+        ({"origin": "https://evil.example"}, 403),
+        ({"origin": "null"}, 403),
+        ({"origin": "http://box.lan:1", "host": "box.lan:1"}, 200),
+        ({"origin": "https://told.example"}, 200),
+    ],
+)
+def test_open_to_all_still_refuses_pages_of_other_sites(make_server, headers, status):
+    server = make_server(api_keys={}, open_to_all=True, cors_origins=("https://told.example",))
+    assert httpx2.get(f"{server.url}/v1/models", headers=headers).status_code == status
+
+
+@pytest.mark.parametrize("http", ["httptools", "h11"])
+def test_a_body_with_two_ends_is_refused(build_app, monkeypatch, http):
+    """A proxy that believes the other of the two headers would take the rest for a request of somebody else."""
+    monkeypatch.setattr(uvicorn_server, "_Protocol", import_from_string(HTTP_PROTOCOLS[http]))
+    server = start(build_app())
+    try:
+        content = json.dumps(body()).encode()
+        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer test\r\n"
+        head += (
+            f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\nTransfer-Encoding: chunked\r\n\r\n"
+        )
+        with server.connect() as connection:
+            connection.sendall(head.encode() + b"%x\r\n%s\r\n0\r\n\r\n" % (len(content), content))
+            assert connection.recv(100).startswith(b"HTTP/1.1 400 ")
+    finally:
+        server.stop()
 
 
 def test_pages_of_other_origins_only_if_told(server, make_server):

@@ -1,9 +1,13 @@
 """`pippin serve` as a process of its own: its address, its log, and how it stops."""
 
 import json
+import os
 import signal
 import socket
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import httpx2
 import pytest
@@ -144,3 +148,54 @@ def test_a_port_that_is_taken_is_one_line(folder, capsys):
     assert capsys.readouterr().err == (
         f"error: cannot listen on 127.0.0.1 port {port}: Address already in use; choose another host or port\n"
     )
+
+
+STUCK = """
+import threading
+
+import tiny_model
+
+from pippin.serve import uvicorn_server
+from pippin.serve.app import create_app
+from pippin.serve.service import Service
+from pippin.serve.settings import ServerSettings
+from pippin.session.providers.local import LocalModel
+
+LocalModel.stream = lambda self, request: threading.Event().wait()
+uvicorn_server._LINGER = uvicorn_server._CLOSING = 0.2
+settings = ServerSettings(models=("tiny",), port=0, drain_timeout=0.2)
+service = Service(settings, load=lambda _: tiny_model.build())
+listener = uvicorn_server.listen(settings)
+listener.listen()
+print(uvicorn_server.url_of(listener), flush=True)
+uvicorn_server.run(create_app(settings, service=service), listener, service)
+"""
+
+
+def test_a_worker_that_is_stuck_does_not_keep_the_process():
+    """Its thread hears nothing, and Python would wait for it at its end."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", STUCK],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "tools")},
+    )
+    try:
+        url = process.stdout.readline().strip()
+        while httpx2.get(f"{url}/ready").status_code != 200:
+            time.sleep(0.05)
+        body = json.dumps(ask(5)).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
+        with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as connection:
+            connection.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
+            while not httpx2.get(f"{url}/v1/stats").json()["active"]:
+                time.sleep(0.01)
+            process.send_signal(signal.SIGTERM)
+            _, log = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 128 + signal.SIGTERM
+    (forced,) = [json.loads(line) for line in log.splitlines() if "ended by force" in line]
+    assert any(name.startswith("request") for name in forced["stuck"]), forced

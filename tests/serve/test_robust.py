@@ -13,6 +13,7 @@ import time
 import httpx2
 import psutil
 import pytest
+import tiny_model
 
 from .conftest import eventually
 
@@ -134,6 +135,22 @@ def test_a_client_that_reads_nothing_is_cut_off(make_server):
         assert 0 < server.uvicorn.server_state.total_requests < 3000
     with server.client() as client:
         assert client.get("/health").status_code == 200
+
+
+def test_a_stream_that_nobody_reads_frees_its_slot(make_server):
+    """Long before its answer is complete: the system's buffers do not hide that nobody reads."""
+    tokens = 100_000
+    long = tiny_model.build(max_position_embeddings=2 * tokens)
+    server = make_server(load=lambda _: long, write_timeout=0.3, max_num_seqs=1, request_timeout=600)
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect(("127.0.0.1", server.port))
+    with connection:
+        connection.sendall(request(body(1, tokens, stream=True)))
+        eventually(lambda: server.service.active == 1)
+        eventually(lambda: is_idle(server), 60)
+    written = server.service.metrics.tokens.labels("tiny", "output")._value.get()
+    assert 0 < written < tokens / 2
 
 
 def test_a_slow_reader_holds_no_slot(make_server):

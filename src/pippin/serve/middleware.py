@@ -4,8 +4,8 @@ Notable here:
 - a path needs a key unless it is listed as open; all keys are compared, in constant time
 - a body is counted as it arrives, whatever its headers declare
 - when a client disconnects, its request is cancelled, also if no answer is being streamed
-- without keys, only pages and programs of this machine are answered: a page from another site is refused, even if its
-  host name was made to resolve to this machine (DNS rebinding)
+- without keys, a page from another site is refused, also where the server is open to all; where it is not, only pages
+  and programs of this machine are answered, even if a host name was made to resolve to it (DNS rebinding)
 """
 
 from __future__ import annotations
@@ -81,6 +81,8 @@ class RequestMiddleware:
 
     def _check(self, scope: Scope, headers: Headers, record: logs.RequestRecord) -> None:
         """Reject requests that are not allowed, before any of their body is read."""
+        if "content-length" in headers and "transfer-encoding" in headers:  # a proxy may see another end of the body
+            raise HTTPException(400, "a request has either a Content-Length or a Transfer-Encoding, not both")
         self._check_origin(headers)
         caller = self._caller(scope, headers)
         if caller is None:
@@ -115,16 +117,16 @@ class RequestMiddleware:
         return scope["method"] in ("GET", "HEAD") and _path(scope) in self._open
 
     def _check_origin(self, headers: Headers) -> None:
-        """Without keys, reject pages of other sites, from which a browser on this machine could send requests."""
+        """Without keys, reject pages of other sites, from which a browser near this machine could send requests."""
         settings = self.settings
-        if self._keys or settings.open_to_all:
+        if self._keys:
             return
         try:
             host = urlsplit(f"//{headers.get('host', '')}").hostname or ""
             own = urlsplit(headers.get("origin", "")).netloc == headers.get("host", "")
         except ValueError as error:
             raise HTTPException(400, f"the headers Host and Origin must be addresses: {error}") from None
-        if not is_local(host):
+        if not settings.open_to_all and not is_local(host):
             raise HTTPException(403, f"this server has no keys and answers to localhost only, not {host[:80]!r}")
         origin = headers.get("origin")
         if origin is None or origin in settings.cors_origins or "*" in settings.cors_origins:

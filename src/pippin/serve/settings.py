@@ -149,7 +149,14 @@ class ServerSettings(ModelOptions):
             parse_variable=lambda text: read_keys(text, "PIPPIN_API_KEYS"),
         ),
     ] = field(default_factory=dict, repr=False)
-    open_to_all: Annotated[bool, Option("Serve others than this machine without keys.", _ACCESS)] = False
+    open_to_all: Annotated[
+        bool,
+        Option(
+            "Serve others than this machine without keys, under any host name; pages of other sites are refused "
+            "nevertheless.",
+            _ACCESS,
+        ),
+    ] = False
 
     max_requests_per_caller: Annotated[
         Annotated[int, Ge(1), Le(100_000)] | None,

@@ -3,7 +3,7 @@
 Notable here:
 - the headers of a request and the reading of an answer have timeouts, after which the connection is closed
 - the first signal lets running answers finish while new requests are rejected; the second ends at once
-- a requested shutdown is success: exit code 0
+- a requested shutdown is success: exit code 0; where a worker is stuck and nothing more is closed, the process is ended
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import contextlib
 import os
 import signal
 import socket
+import threading
 from collections.abc import Generator
 from dataclasses import asdict
 from types import FrameType
@@ -31,6 +32,8 @@ from pippin.serve.settings import ServerSettings
 BACKLOG = 2048  # connections that the system queues until they are accepted
 _LONGEST_HEAD = 64 * 1024  # bytes
 _LINGER = 5  # seconds for written data to be read, once all requests have ended
+_CLOSING = 20  # seconds after that to free models and write prompt caches
+_UNSENT = 16 * 1024  # bytes of an answer that wait in the system for the client
 _Protocol: Any = AutoHTTPProtocol  # the installed implementation decides which of the two it is
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -56,6 +59,13 @@ def uvicorn_config(app: Any, settings: ServerSettings) -> uvicorn.Config:
     )
 
 
+def _keep_little(transport: asyncio.Transport) -> None:
+    """Let the system accept little beyond what the client has room for; its buffers hide an unread answer."""
+    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+        connection = transport.get_extra_info("socket")
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT)
+
+
 def patient_protocol(settings: ServerSettings) -> type[asyncio.Protocol]:
     """Uvicorn's HTTP protocol with timeouts for slow clients.
 
@@ -71,6 +81,7 @@ def patient_protocol(settings: ServerSettings) -> type[asyncio.Protocol]:
         def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)
             transport.set_write_buffer_limits(high=0)  # whatever the system does not accept at once counts as unread
+            _keep_little(transport)
             self._wait_for_head()
 
         def connection_lost(self, exc: Exception | None) -> None:
@@ -145,6 +156,16 @@ class Server(uvicorn.Server):
         if self._stopping:
             os._exit(128 + sig)
         self._stopping = self._service.draining = True
+        # Python waits for every worker at its end, and one that is stuck would keep the process forever.
+        seconds = self._service.settings.drain_timeout + _LINGER + _CLOSING
+        watchdog = threading.Timer(seconds, self._end, (128 + sig,))
+        watchdog.daemon = True
+        watchdog.start()
+
+    def _end(self, code: int) -> None:
+        stuck = [thread.name for thread in threading.enumerate() if not thread.daemon]
+        logs.log.error("ended by force", extra={"fields": {"stuck": stuck}})
+        os._exit(code)
 
     async def on_tick(self, counter: int) -> bool:
         """Uvicorn's periodic tick, ten times a second."""

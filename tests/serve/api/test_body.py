@@ -1,14 +1,16 @@
 """The strict reader of bodies, apart from any route."""
 
 import json
+import threading
 
 import pytest
 from fastapi import FastAPI
 from hypothesis import given, strategies as st
 from pydantic import ValidationError
+from starlette.exceptions import HTTPException
 from starlette.testclient import TestClient
 
-from pippin.serve.api import errors
+from pippin.serve.api import body, errors
 from pippin.serve.api.body import JSONRoute, RequestPart
 
 
@@ -62,3 +64,37 @@ def test_kinds_of_json(echo, kind):
 @pytest.mark.parametrize("kind", ["text/json", "application/jsonx", "multipart/form-data; boundary=x", "nonsense"])
 def test_other_kinds(echo, kind):
     assert echo.post("/echo", content=b"{}", headers={"content-type": kind}).status_code == 415
+
+
+def test_values_are_counted_before_they_are_made(monkeypatch):
+    made = []
+    monkeypatch.setattr(body, "from_json", lambda *_, **__: made.append(1))
+    for item in (b"[]", b"{}", b"1", b'""', b'{"":0}', b"[[[["):
+        with pytest.raises(HTTPException, match="262,144 values") as caught:
+            body.parse(b"[" + b",".join([item] * body.MAX_VALUES) + b"]")
+        assert caught.value.status_code == 413
+    assert not made
+    body.parse(b"[" + b"0," * (body.MAX_VALUES - 2) + b"0]")
+    assert made
+
+
+@pytest.mark.parametrize("piece", [",", "[", '":"', "\\", '\\",', "é,", "\n,"])
+def test_separators_in_texts_are_no_values(piece):
+    text = piece * (body.MAX_VALUES + 1)
+    assert body.parse(json.dumps({"a": [text, text]}).encode()) == {"a": [text, text]}
+
+
+def test_a_text_without_an_end_is_no_json_however_long():
+    for end in (b"", b"\\", b"\\\\"):
+        with pytest.raises(body.InvalidJSON):
+            body.parse(b'["' + b',"",' * body.MAX_VALUES + b'\\",' + end)
+
+
+def test_a_large_body_is_parsed_off_the_loop_and_a_small_one_on_it(echo, monkeypatch):
+    threads, parse = [], body.parse
+    monkeypatch.setattr(body, "parse", lambda data: threads.append(threading.current_thread().name) or parse(data))
+    for size in (10, 1 << 17):
+        sent = {"text": "a" * size}
+        answer = echo.post("/echo", content=json.dumps(sent), headers={"content-type": "application/json"})
+        assert answer.json()["text"] == sent["text"]
+    assert [name.startswith("asyncio_") for name in threads] == [False, True]
