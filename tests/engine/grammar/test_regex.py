@@ -59,6 +59,26 @@ def test_ecma_is_wider_than_what_all_engines_agree_on():
 
 
 @pytest.mark.parametrize(
+    "pattern",
+    ["^(?!ab)[abc]+$", "^(?=.*a)(?=.*b)[abc]*$", "^(?!a$|b)c?a", "^(?!.*bb)", "^(?=a{2}$)", "^(?!a)(?!b)(?=.c)"],
+)
+@given(text=st.text(st.sampled_from("abc"), max_size=5))
+def test_look_ahead_at_the_beginning_means_what_python_means(pattern, text):
+    include, exclude = regex.conditions(pattern)
+    spelled = json.dumps(text)
+    found = all(regex.matches(f"/{each}/", spelled) for each in include)
+    assert (found and not any(regex.matches(f"/{each}/", spelled) for each in exclude)) is (
+        re.search(pattern, text) is not None
+    )
+
+
+@pytest.mark.parametrize("pattern", ["(?=a)b", "^a(?!b)", "^(?<=a)b", "^(?!a(?=b))c", "^((?!a)b)$"])
+def test_look_around_elsewhere_is_refused(pattern):
+    with pytest.raises(UnsupportedGuide, match="not a regular operation"):
+        regex.conditions(pattern)
+
+
+@pytest.mark.parametrize(
     ("pattern", "reason"),
     [
         ("(?=a)b", "assert is not a regular"),

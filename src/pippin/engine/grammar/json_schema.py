@@ -211,20 +211,23 @@ class SchemaReader:
         return Null() if kind == "null" else Boolean()
 
     def _string(self, schema: dict[str, Any], where: str) -> String:
-        include = []
+        include: list[str] = []
+        exclude: tuple[str, ...] = ()
         try:
             if "pattern" in schema:
                 pattern = keywords.text(schema, "pattern", where)
-                include.append(f"/{regex.search(pattern, narrow=not self._wide)}/")
+                found, unwanted = regex.conditions(pattern, narrow=not self._wide)
+                include += [f"/{each}/" for each in found]
+                exclude = tuple(f"/{each}/" for each in unwanted)
             if "format" in schema and (terminal := self._format(keywords.text(schema, "format", where), where)):
                 include.append(terminal)
             low, high = keywords.count(schema, "minLength", where) or 0, keywords.count(schema, "maxLength", where)
-            found = String(low, high, tuple(include))
+            shape = String(low, high, tuple(include), exclude)
             if "pattern" in schema and not self._wide:
-                regex.check_cost(found.terminal)
+                regex.check_cost(shape.terminal)
         except UnsupportedGuide as error:
             raise UnsupportedGuide(f"{where}: {error}", field=keywords.field_name(where), guide=error.guide) from error
-        return found
+        return shape
 
     def _format(self, name: str, where: str) -> str | None:
         """The terminal of a format; None where it has no definition, or where everything is read widely.

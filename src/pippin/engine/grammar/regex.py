@@ -120,7 +120,38 @@ def search(pattern: str, *, narrow: bool = True) -> str:
     >>> search("^a$")
     '\\x{22}a\\x{22}'
     """
-    return rf"\x{{22}}{_Writer(pattern, in_json=True, narrow=narrow).search()}\x{{22}}"
+    writer = _Writer(pattern, in_json=True, narrow=narrow)
+    return writer.string(list(writer.tree))
+
+
+def conditions(pattern: str, *, narrow: bool = True) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    r"""The JSON strings in which ``pattern`` is found, where look-ahead right after its ``^`` is allowed.
+
+    Such a look-ahead is a condition on the whole string of its own, so it needs no regular expression that holds both.
+
+    Args:
+        pattern, narrow: as `search`; what must not be found is read the other way.
+
+    Returns:
+        Expressions that all must match, and expressions of which none may.
+
+    Raises:
+        UnsupportedGuide, SchemaError: as `search`.
+
+    >>> conditions("^(?!b)a$") == ((search("^a$"),), (search("^b"),))
+    True
+    """
+    writer, opposite = (_Writer(pattern, in_json=True, narrow=each) for each in (narrow, not narrow))
+    begin, items = (op.AT, op.AT_BEGINNING), list(writer.tree)
+    include, exclude = [], []
+    if items[:1] == [begin]:
+        while len(items) > 1 and items[1][0] in (op.ASSERT, op.ASSERT_NOT) and items[1][1][0] == 1:
+            code, (_, inner) = items.pop(1)
+            if code is op.ASSERT:
+                include.append(writer.string([begin, *inner]))
+            else:
+                exclude.append(opposite.string([begin, *inner]))
+    return (*include, writer.string(items)), tuple(exclude)
 
 
 def whole(pattern: str) -> str:
@@ -151,6 +182,10 @@ class _Writer:
 
     def refused(self, reason: str) -> UnsupportedGuide:
         return UnsupportedGuide(f"the pattern {self.pattern!r} cannot be enforced: {reason}", guide="pattern")
+
+    def string(self, items: Any) -> str:
+        """The JSON strings in which the items match."""
+        return rf"\x{{22}}{self.search(items)}\x{{22}}"
 
     def search(self, tree: Any = None, left: bool = True, right: bool = True) -> str:
         """A whole string that contains a match of the tree; ``left`` and ``right``: whether text may surround it."""
