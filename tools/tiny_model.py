@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tokenizers import Tokenizer as Backend, decoders, models, pre_tokenizers
 
 from pippin.data.text.chat_template import ChatTemplate
@@ -10,19 +12,29 @@ from pippin.language import Decoder, DecoderConfig, LanguageModel, LayerSpec
 from pippin.nn.attention import AttentionSpec
 from pippin.nn.feedforward import FeedForwardSpec
 
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
-def build(max_position_embeddings: int = 2048) -> LanguageModel:
-    """The model: every token is one byte, id 256 ends an answer."""
+
+def build(
+    max_position_embeddings: int = 2048,
+    *,
+    control: Sequence[str] = ("<|im_end|>", "<|im_start|>"),
+    template: str = CHATML,
+) -> LanguageModel:
+    """The model: every token is one byte, or one of the control tokens, of which the first (id 256) ends an answer."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Backend(models.BPE({char: index for index, char in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<|im_end|>", "<|im_start|>"])
+    backend.add_special_tokens(list(control))
     tokenizer = Tokenizer(backend, eos_ids=[256])
     layer = LayerSpec(AttentionSpec(), FeedForwardSpec(48))
     config = DecoderConfig(
         "llama",
-        260,
+        max(260, 256 + len(control)),
         32,
         (layer, layer),
         num_attention_heads=4,
@@ -30,9 +42,5 @@ def build(max_position_embeddings: int = 2048) -> LanguageModel:
         head_dim=8,
         max_position_embeddings=max_position_embeddings,
     )
-    template = ChatTemplate(
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
-        tokenizer,
-    )
-    return LanguageModel("tiny", Decoder(config).initialize(seed=0).eval(), tokenizer, template)
+    decoder = Decoder(config).initialize(seed=0).eval()
+    return LanguageModel("tiny", decoder, tokenizer, ChatTemplate(template, tokenizer))

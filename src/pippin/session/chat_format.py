@@ -129,11 +129,15 @@ def _messages(
             ids = [numbers[call.id] for call in entry.calls]
             turns.append(form.message(entry.text, [(id, *call) for id, call in zip(ids, called, strict=True)]))
         elif isinstance(entry, ToolOutput):
-            if form is None:
-                turns.append({"role": "user", "content": dialect.output.format(output=entry.text)})
-            else:
+            if form is not None:
                 number = numbers.get(entry.call_id, entry.call_id)
                 turns.append({"role": "tool", "name": entry.name, "tool_call_id": number, "content": entry.text})
+                continue
+            text = dialect.output.format(output=entry.text)
+            if index and isinstance(entries[index - 1], ToolOutput):  # some templates want roles to alternate
+                turns[-1] = turns[-1] | {"content": f"{turns[-1]['content']}\n{text}"}
+            else:
+                turns.append({"role": "user", "content": text})
     return turns
 
 

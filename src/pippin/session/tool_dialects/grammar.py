@@ -90,11 +90,14 @@ class _Rules:
             rules.append(f"open[lazy]: /{calls[-1]}/")
         elif (python := self.tokens.get("<|python_tag|>")) is not None:
             starts.append(f"<[{python}]> {self.calls()}")
-        more = f"({_text(_BLOCK)} {self.body()} {_text(_END_OF_BLOCK)}){{0,{self.max_calls - 1}}}"
+        more = ""
+        if dialect.fenced and self.max_calls > 1:
+            named = " | ".join(self.named(index) for index in range(len(self.tools)))
+            more = f"({_text(_BLOCK)} ({named}) {_text(_END_OF_BLOCK)}){{0,{self.max_calls - 1}}}"
         for index, tool in enumerate(self.tools):
             rest = f'" "? {self.arguments(index)} /{SPACE}/ "}}"'
             if dialect.fenced:
-                starts.append(f'fence_{index} {rest} /{SPACE}/ "```" {more if self.max_calls > 1 else ""}')
+                starts.append(f'fence_{index} {rest} /{SPACE}/ "```" {more}')
                 calls.append(_ANY + opening("```(?:json)?", tool.name))
                 rules.append(f"fence_{index}[lazy]: /{calls[-1]}/")
             if dialect.bare:
@@ -115,21 +118,17 @@ class _Rules:
     def call(self, begin: str = "", without: str = "") -> str:
         """One call, after ``begin`` and without the text that is written already."""
         dialect = self.dialect
-        before, after = begin + dialect.before, self.text(dialect.after)
-        if dialect.key is not None:
-            return f"{self.text(before.removeprefix(without))} {self.body()} {after}"
         calls = (
-            f"{self.text(before.replace(NAME, tool.name).removeprefix(without))} {self.arguments(index)} {after}"
+            f"{self.text((begin + dialect.before).replace(NAME, tool.name).removeprefix(without))} "
+            f"{self.arguments(index) if dialect.key is None else self.named(index)} {self.text(dialect.after)}"
             for index, tool in enumerate(self.tools)
         )
         return f"({' | '.join(calls)})"
 
-    def body(self) -> str:
+    def named(self, index: int) -> str:
         """The JSON of a call with its name."""
-        if "body" not in self.parts:
-            calls = [_with_name(tool, self.dialect.key or ARGUMENTS[0]) for tool in self.tools]
-            self.parts["body"] = Grammar.json_schema({"anyOf": calls} if len(calls) > 1 else calls[0])
-        return "body"
+        head = f'{{"name": {json.dumps(self.tools[index].name)}, "{self.dialect.key or ARGUMENTS[0]}": '
+        return f'{_text(head)} {self.arguments(index)} "}}"'
 
     def arguments(self, index: int) -> str:
         """The JSON of the arguments of a tool."""
@@ -171,16 +170,3 @@ class _Rules:
 
 def _text(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
-
-
-def _with_name(tool: ToolDefinition, key: str) -> dict[str, Any]:
-    """The JSON Schema of one call: its name and its arguments, with definitions moved to the root."""
-    arguments = dict(tool.schema.json_schema or {})
-    definitions = arguments.pop("$defs", {})
-    call: dict[str, Any] = {
-        "type": "object",
-        "properties": {"name": {"const": tool.name}, key: arguments},
-        "required": ["name", key],
-        "additionalProperties": False,
-    }
-    return call | ({"$defs": definitions} if definitions else {})

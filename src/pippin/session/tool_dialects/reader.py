@@ -24,6 +24,7 @@ _HEADER: Final = re.compile(
     r"(?:<\|start\|>assistant)?(?: to=functions\.(?P<to>[\w-]+))?<\|channel\|>(?P<channel>\w+)"
     r"(?: to=functions\.(?P<name>[\w-]+))?[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>"
 )
+_GAP: Final = re.compile(r"\s+|(?<=\[TOOL_CALLS\])")
 _END_OF_MESSAGE: Final = "<|end|>"
 
 
@@ -35,7 +36,7 @@ def reader(dialect: ToolDialect, names: Iterable[str], *, typed: bool = False) -
         names: names of the declared tools.
         typed: the answer is no free text: calls stand at its start only, and in the dialect's own form.
     """
-    return _Channels(names) if dialect.channels else _Calls(dialect, names, typed)
+    return _Channels(names, typed) if dialect.channels else _Calls(dialect, names, typed)
 
 
 class CallReader(ABC):
@@ -211,8 +212,9 @@ class _Calls(CallReader):
 class _Channels(CallReader):
     """Messages on channels: reasoning, comments, the answer, or a call to a function."""
 
-    def __init__(self, names: Iterable[str]) -> None:
+    def __init__(self, names: Iterable[str], typed: bool) -> None:
         super().__init__(names)
+        self._hidden = {"analysis", "commentary"} if typed else {"analysis"}
         self._channel = ""
         self._name: str | None = None
         self._extent: _Extent | None = None
@@ -239,7 +241,7 @@ class _Channels(CallReader):
                 break
             end = self._buffer.find(_END_OF_MESSAGE)
             part = self._buffer[: end if end >= 0 else self._withheld()]
-            if self._channel == "analysis":
+            if self._channel in self._hidden:
                 self.reasoning += part
             else:
                 shown += part
@@ -256,7 +258,7 @@ class _Channels(CallReader):
         if cut and (self._name is not None or not self._channel):
             self.partial = rest if self._name is not None else ""
             return ""
-        if self._channel == "analysis":
+        if self._channel in self._hidden:
             self.reasoning += rest
             return ""
         return rest
@@ -298,5 +300,5 @@ def _squeezed(text: str) -> str:
 
 def _flexible(text: str) -> str:
     """A fixed text as a regular expression, with any white space where it has some, and the name as a group."""
-    words = (re.escape(word).replace(re.escape(NAME), r"(?P<name>[\w-]+)") for word in re.split(r"\s+|(?=\[$)", text))
+    words = (re.escape(word).replace(re.escape(NAME), r"(?P<name>[\w-]+)") for word in re.split(_GAP, text))
     return r"\s*" + r"\s*".join(words) + r"\s*"
