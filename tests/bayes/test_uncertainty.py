@@ -151,6 +151,52 @@ def test_a_regressions_intervals_hold_what_they_promise():
         sure.reliability()
 
 
+def test_intervals_cover_as_they_promise_and_conformal_ones_whatever_the_noise():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4000, 2, generator=generator)
+    model = network(1)
+    with torch.no_grad():
+        y = model(x) + 0.1 * torch.randn(4000, 1, generator=generator) / torch.rand(4000, 1, generator=generator)
+    sure = quantify_uncertainty(model, (x[:2000], y[:2000]))
+    new, targets = x[2000:], y[2000:]
+
+    def coverage(ends):
+        return float(((ends[0] <= targets) & (targets <= ends[1])).float().mean())
+
+    prediction = sure(new)
+    for ours, plain in zip(sure.interval(new, 0.9), prediction.interval(0.9), strict=True):
+        assert torch.equal(ours, plain)
+    n = 400  # held out for the report
+    deviation = (0.25 * (1 / n + 1 / len(new))) ** 0.5
+    assert coverage(sure.interval(new, 0.5, method="conformal")) == pytest.approx(0.5, abs=4 * deviation)
+    assert coverage(sure.interval(new, 0.5)) > 0.5 + 8 * deviation  # the variance is that of rare, large errors
+    with pytest.raises(InvalidArgument, match="intervals are for regressions"):
+        quantify_uncertainty(network(3), labeled(network(3), 400, 1)).interval(x, method="conformal")
+
+
+def test_the_better_of_posterior_and_network_is_named():
+    """The negative log-likelihoods of the report decide, and their paired difference tells what is noise."""
+    model = network(3)
+    data = labeled(
+        model, 60, 15
+    )  # from the model's own probabilities: no posterior can do better, and few may do worse
+    with pytest.warns(InferenceAtRisk, match="the network alone predicts better than with this posterior") as said:
+        worse = quantify_uncertainty(model, data, held_out=0.5)
+    assert worse.advice == str(said[0].message)
+    found = rows(worse.report)
+    ours, plain = found["negative log-likelihood"], found["negative log-likelihood, MAP"]
+    assert ours > 1.01 * plain
+    assert f"({ours:.3g} against {plain:.3g} nats on 15 held-out examples" in worse.advice
+    careful = quantify_uncertainty(
+        model, labeled(model, 3000, 1), prior="conservative"
+    )  # as it promises, and no warning
+    assert careful.advice.startswith("the network alone predicts better")
+    assert "equally well" in quantify_uncertainty(model, labeled(model, 400, 1)).advice
+    overconfident = network(3, sharper=4)
+    better = quantify_uncertainty(overconfident, labeled(overconfident, 3000, 1, temperature=4.0))
+    assert better.advice.startswith("the posterior predicts better than the network alone")
+
+
 def test_foreign_inputs_are_in_the_report_and_change_nothing():
     model = network(3)
     data = labeled(model, 400, 1)

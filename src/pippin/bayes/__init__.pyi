@@ -45,6 +45,7 @@ from .likelihood import (
     RewardModel as RewardModel,
 )
 from .prediction import Prediction as Prediction
+from .predictors.conformal import ConformalPredictor as ConformalPredictor
 from .predictors.deep_ensemble import DeepEnsemble as DeepEnsemble
 from .predictors.map_network import MAPNetwork as MAPNetwork
 from .predictors.mc_dropout import MCDropout as MCDropout

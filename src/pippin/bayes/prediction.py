@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Literal
 
 import torch
@@ -53,6 +54,40 @@ class Prediction:
         if self.covariance.ndim == 2:
             return self.covariance.diagonal().reshape(self.mean.shape)
         return self.covariance.diagonal(dim1=-2, dim2=-1)
+
+    def interval(self, level: float = 0.95) -> tuple[Float[Tensor, "n c"], Float[Tensor, "n c"]]:
+        """The central interval that has a new target of a regression with this probability, if it is Gaussian.
+
+        For intervals that need no Gaussian, see `pippin.bayes.ConformalPredictor`.
+
+        Args:
+            level: the probability, above 0 and below 1.
+
+        Returns:
+            The lower and the upper ends, [n, C] each.
+
+        Raises:
+            InvalidArgument: a level outside (0, 1), or a prediction of classes.
+
+        >>> low, high = Prediction(torch.zeros(1, 1), noise=1.0).interval(0.95)
+        >>> round(high.item(), 2), low.item() == -high.item()
+        (1.96, True)
+        """
+        check_level(level)
+        if self.probs is not None:
+            raise InvalidArgument("classes have probabilities, not intervals; intervals are for regressions")
+        half = NormalDist().inv_cdf((1 + level) / 2) * self.variance.sqrt()
+        return self.mean - half, self.mean + half
+
+
+def check_level(level: float) -> None:
+    """Check the probability of an interval.
+
+    Raises:
+        InvalidArgument: it is not above 0 and below 1.
+    """
+    if not 0 < level < 1:
+        raise InvalidArgument(f"level must be above 0 and below 1, got {level}")
 
 
 @checked

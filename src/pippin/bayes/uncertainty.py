@@ -10,6 +10,7 @@ Notable here:
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -34,9 +35,10 @@ from pippin.bayes.likelihood import (
     to_likelihood,
 )
 from pippin.bayes.prediction import Prediction
+from pippin.bayes.predictors.conformal import ConformalPredictor
 from pippin.bayes.predictors.map_network import MAPNetwork
 from pippin.bayes.predictors.predictor import Predictor, predict_all, predict_with_targets
-from pippin.bayes.predictors.temperature_scaling import BOUNDS, TemperatureScaling
+from pippin.bayes.predictors.temperature_scaling import TemperatureScaling, log_probs
 from pippin.bayes.train_test_split import input_batches, split_data, tensor
 from pippin.core import plotting
 from pippin.core.checks import OpenFraction, PositiveFloat, PositiveInt, checked
@@ -98,7 +100,9 @@ def quantify_uncertainty(
         UnsupportedLayer: the structure does not support a layer.
 
     Warns:
-        InferenceAtRisk: all (or no) labels for the temperature were predicted right; the temperature stays 1.
+        InferenceAtRisk: all (or no) labels for the temperature were predicted right, and the temperature stays 1; or,
+            with the calibrated prior, the network alone predicts the held-out examples better, by more than two
+            standard errors and 1 %.
 
     Source: Daxberger et al. 2021, arXiv:2106.14806 (posterior); Guo et al. 2017, arXiv:1706.04599 (temperature).
 
@@ -136,9 +140,12 @@ def quantify_uncertainty(
         posterior = _with_prior(conservative, conservative.prior_precision).tune_on_validation(tune)
     uncertainty = Uncertainty(model, posterior, conservative=conservative, seed=seed)
     if prior == "calibrated":
-        uncertainty._calibrate(tune)
+        uncertainty._scaled.fit(iterate_batches(tune, model))
     uncertainty.report = uncertainty._scores(test, ood_inputs)
     uncertainty._held_out = test
+    uncertainty.advice, network_wins = uncertainty._compare(test)
+    if network_wins and prior == "calibrated":  # a conservative prior is less confident here on purpose
+        warnings.warn(uncertainty.advice, InferenceAtRisk, stacklevel=2)
     return uncertainty
 
 
@@ -171,6 +178,8 @@ class Uncertainty:
 
     Attributes:
         report: the evaluation on held-out data; None after loading.
+        advice: in a sentence, whether the posterior or the network alone predicts the held-out data better; None after
+            loading.
     """
 
     model_type: ClassVar[str] = "pippin_uncertainty"
@@ -191,6 +200,7 @@ class Uncertainty:
         self._scaled.value = temperature
         self._scoring: Predictor = self._scaled if conservative is None else _two_sided(conservative, self.likelihood)
         self.report: Report | None = None
+        self.advice: str | None = None
         self._held_out: Iterable[Any] | None = None
 
     @property
@@ -218,6 +228,30 @@ class Uncertainty:
         as calibrated probabilities are close to the network's own, which are overconfident on OOD inputs.
         """
         return _ood_scores(self._scoring(to_model(tensor(x, self.model), self.model)))
+
+    @checked
+    def interval(
+        self, x: Any, level: OpenFraction = 0.95, *, method: Literal["gaussian", "conformal"] = "gaussian"
+    ) -> tuple[Float[Tensor, "n outputs"], Float[Tensor, "n outputs"]]:
+        """The interval of a regression's targets for a batch of inputs.
+
+        Args:
+            x: a batch of the model's inputs.
+            level: the probability that the interval has a new target.
+            method: "gaussian" takes the predicted variance; "conformal" calibrates the width on the examples that were
+                held out for the report, and keeps its level for any distribution of the targets.
+
+        Returns:
+            The lower and the upper ends, [n, outputs].
+
+        Raises:
+            InvalidArgument: a classification, or "conformal" after loading, when nothing is held out.
+            InvalidInput: too few held-out examples for the level.
+        """
+        inputs = to_model(tensor(x, self.model), self.model)
+        if method == "gaussian" or self.likelihood.name != "regression":
+            return self._scaled(inputs).interval(level)
+        return ConformalPredictor(self._scaled).fit(self._batches(None)).interval(inputs, level)
 
     @checked
     def evaluate(self, data: Any, ood: Any = None, *, batch_size: PositiveInt = 256) -> Report:
@@ -249,6 +283,28 @@ class Uncertainty:
                 scores = _ood_scores(predict_all(self._scoring, inputs)), _ood_scores(near)
                 rows += _ood_metrics(*scores, ", by ood_score")
         return Report("Uncertainty on held-out data", rows)
+
+    def _compare(self, batches: Iterable[Any]) -> tuple[str, bool]:
+        """What the held-out negative log-likelihoods say of posterior and network, and whether the network wins."""
+        losses = []
+        for predictor in (self._plain, self._scaled):
+            prediction, targets = predict_with_targets(predictor, iterate_batches(batches, self.model))
+            losses.append(_losses(prediction, targets))
+        plain, ours = (float(loss.mean()) for loss in losses)
+        difference = losses[1] - losses[0]
+        error = float(difference.std() / math.sqrt(len(difference))) if len(difference) > 1 else math.inf
+        found = (
+            f"({ours:.3g} against {plain:.3g} nats on {len(difference)} held-out examples, difference ± {error:.2g})"
+        )
+        if ours - plain > max(2 * error, 0.01 * abs(plain)):
+            return (
+                f"the network alone predicts better than with this posterior {found}: use the network, or "
+                "TemperatureScaling(MAPNetwork(...)), or fit on more examples",
+                True,
+            )
+        if plain - ours > 2 * error:
+            return f"the posterior predicts better than the network alone {found}", False
+        return f"posterior and network predict equally well, as far as these examples tell {found}", False
 
     def reliability(self, data: Any = None) -> metrics.ReliabilityDiagram:
         """The reliability diagram: accuracy by confidence.
@@ -323,17 +379,6 @@ class Uncertainty:
             except InvalidArgument as error:
                 raise CorruptedFile(f"the uncertainty in {path} contradicts itself: {error}") from error
         return cls(model, posterior, temperature=config.temperature, conservative=conservative, seed=config.seed)
-
-    def _calibrate(self, batches: Iterable[Any]) -> None:
-        self._scaled.fit(iterate_batches(batches, self.model))
-        if self.likelihood.name != "regression" and not BOUNDS[0] * 1.01 < self.temperature < BOUNDS[1] / 1.01:
-            warnings.warn(
-                "every held-out label was predicted right (or none), so no temperature is best and it stays 1; if "
-                "the model was trained on this data, give examples that are new to it as validation=",
-                InferenceAtRisk,
-                stacklevel=3,
-            )
-            self._scaled.value = 1.0
 
     def _batches(self, data: Any) -> Sequence[Any]:
         if data is not None:
@@ -441,6 +486,15 @@ def _two_sided(predictor: Predictor, likelihood: Likelihood) -> Predictor:
 
 def _ood_scores(prediction: Prediction) -> Float[Tensor, " n"]:
     return prediction.variance.sum(-1) if prediction.probs is None else metrics.entropy(prediction.probs)
+
+
+def _losses(prediction: Prediction, targets: Tensor) -> Float[Tensor, " n"]:
+    """Negative log-likelihood of each example, in nats."""
+    if prediction.probs is not None:
+        labels = targets.flatten().long()
+        return -log_probs(prediction.probs).double().gather(1, labels[:, None])[:, 0]
+    residual, variance = (targets.view_as(prediction.mean) - prediction.mean).double(), prediction.variance.double()
+    return ((2 * math.pi * variance).log() + residual.square() / variance).sum(-1) / 2
 
 
 def _class_rows(plain: Prediction, ours: Prediction, targets: Tensor) -> list[Row]:

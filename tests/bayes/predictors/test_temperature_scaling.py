@@ -18,7 +18,7 @@ from pippin.bayes.predictors.temperature_scaling import (
     fit_temperature,
     fit_variance_scale,
 )
-from pippin.core.errors import InvalidInput, NotFitted
+from pippin.core.errors import InferenceAtRisk, InvalidInput, NotFitted
 
 
 def world(seed, n=300, classes=4, sharper=3.0):
@@ -140,3 +140,13 @@ def test_independent_labels_have_no_temperature():
 def test_an_empty_loader_is_refused():
     with pytest.raises(InvalidInput, match="no batches"):
         TemperatureScaling(lambda x: None).fit([])
+
+
+def test_labels_that_are_all_right_give_no_doubtless_predictions():
+    probs = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.7, 0.3]])
+    scaled = TemperatureScaling(lambda x: Prediction(probs.log(), probs=probs))
+    with pytest.warns(InferenceAtRisk, match="no temperature is best and it stays 1"):
+        scaled.fit([(torch.zeros(3, 1), torch.tensor([0, 1, 0]))])
+    torch.testing.assert_close(scaled(None).probs, probs)
+    scaled.fit([(torch.zeros(3, 1), torch.tensor([0, 1, 1]))])
+    assert scaled.value > 1

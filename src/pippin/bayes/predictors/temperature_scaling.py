@@ -9,6 +9,7 @@ Notable here:
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from pippin.bayes.prediction import Prediction
 from pippin.bayes.predictors.predictor import Predictor, predict_with_targets
-from pippin.core.errors import InvalidInput, NotFitted
+from pippin.core.errors import InferenceAtRisk, InvalidInput, NotFitted
 
 BOUNDS = (0.01, 100.0)
 """The smallest and the largest temperature that a fit returns."""
@@ -118,8 +119,14 @@ class TemperatureScaling:
     def fit(self, validation: Iterable[Any]) -> TemperatureScaling:
         """Fit the temperature or the variance factor on held-out batches (inputs, targets).
 
+        Where every label is the most probable class (or none is), no temperature is best: any would be made more
+        extreme by the fit, up to predictions of no doubt at all. It stays 1 then.
+
         Returns:
             The predictor itself.
+
+        Warns:
+            InferenceAtRisk: every label was predicted right, or none; the temperature is 1.
 
         Raises:
             InvalidInput: no batches, values that are not finite, labels out of range, one class only, or a regression
@@ -127,6 +134,14 @@ class TemperatureScaling:
         """
         prediction, targets = predict_with_targets(self.predictor, validation)
         self.value = fit_correction(prediction, targets)
+        if prediction.probs is not None and not BOUNDS[0] * 1.01 < self.value < BOUNDS[1] / 1.01:
+            warnings.warn(
+                "every held-out label was predicted right (or none), so no temperature is best and it stays 1; if the "
+                "model was trained on this data, calibrate on examples that are new to it",
+                InferenceAtRisk,
+                stacklevel=2,
+            )
+            self.value = 1.0
         return self
 
     def __call__(self, x: Any) -> Prediction:
