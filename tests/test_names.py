@@ -63,6 +63,10 @@ NOT_PROSE = {
     r"\bto the bit\b": "bit-identical",
     r"\bnoise (?:is )?taken off\b": "denoised",
     r"\bmade (?:data|scenes)\b": "synthetic data, synthetic scenes",
+    r"\bback ends?\b": "backend",
+    r"\bwhole or not at all\b": "atomically",
+    r"\bhas no form of\b": "does not support",
+    r"\bnever half there\b": "atomic",
 }
 
 FILES = {"rows", "pairs", "recorder", "stored", "readout", "desk", "door", "flight", "regular", "folder"}

@@ -2,7 +2,7 @@
 
 Notable here:
 - an image has text about its origin in its metadata
-- files are written whole or not at all
+- files are written atomically
 """
 
 from __future__ import annotations

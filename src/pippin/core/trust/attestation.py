@@ -1,11 +1,11 @@
-"""What a node says about itself (a quote), who signs it, the public log of software, and the policy that judges it.
+"""Remote attestation: quotes of a node, the key that signs them, the transparency log, and the client's policy.
 
 Notable here:
-- a quote is signed as the text that is sent, so there is nothing to be made canonical and nothing to be parsed first
-- the root is a key in a file (`SoftwareRoot`): it shows that the one who runs the server says so, and protects from
-  everyone but that one. Whoever has the key can sign any quote; no hardware stands behind it
-- the log is a text file, one measurement a line, over which a Merkle tree shows that a line is in it
-- a check fails with the error that names its cause, and all of them come before anything is sent
+- the signature covers the text of the quote as sent, so no canonical form is needed and nothing is parsed before it
+- the root of trust is a key in a file (`SoftwareRoot`), not hardware: whoever has the key can sign any quote, so it
+  protects against everyone but the operator of the server
+- the log is a text file with one measurement per line; a Merkle tree proves that a line is in it
+- each check has an error of its own, and all checks are done before anything is sent
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ from pippin.core.trust import merkle
 
 _HEX64 = re.compile(r"[0-9a-f]{64}")
 _PREFIX = b"pippin quote 1\n"
-_CLOCKS_APART = 30.0  # seconds that a node's clock may be ahead
+_CLOCK_SKEW = 30.0  # seconds that a node's clock may be ahead
 STATELESS = {"stateless": True, "log_prompts": False}
 
 
 @dataclass(frozen=True)
 class Quote:
-    """What a node says about itself.
+    """A node's statement about itself.
 
     Args:
-        measurement: of the software, as `measure` gives it.
-        models: name to hash of what it serves, as `model_hash` gives it.
-        settings: what it keeps and logs.
-        key: the X25519 key that requests are to be sealed to, in hexadecimal.
-        nonce: the client's, in hexadecimal.
+        measurement: hash of the software, from `measure`.
+        models: hash of each served model by name, from `model_hash`.
+        settings: what the node stores and logs.
+        key: the X25519 public key to seal requests to, in hexadecimal.
+        nonce: the client's nonce, in hexadecimal.
         time: seconds since 1970 by the node's clock.
-        root: what stands behind the signature. "software" is a key in a file.
+        root: kind of the root of trust; "software" is a key in a file.
     """
 
     measurement: str
@@ -69,12 +69,12 @@ class Quote:
 
     @property
     def binding(self) -> bytes:
-        """What a sealed request is bound to: all but nonce and time, 32 bytes."""
+        """The state that a sealed request is bound to, everything but nonce and time; 32 bytes."""
         return binding(self.measurement, self.models, self.settings, bytes.fromhex(self.key))
 
 
 def binding(measurement: str, models: Mapping[str, str], settings: Mapping[str, Any], key: bytes) -> bytes:
-    """A hash over the state of a node; a request that is sealed under another state does not open.
+    """A hash of the state of a node; a request sealed under another state cannot be opened.
 
     >>> binding("0", {"a": "1"}, {}, b"k") == binding("0", {"a": "2"}, {}, b"k")
     False
@@ -88,9 +88,9 @@ def binding(measurement: str, models: Mapping[str, str], settings: Mapping[str, 
 
 @cache
 def measure() -> str:
-    """A hash over the files of the installed Pippin and the versions of Python and of what Pippin requires.
+    """A hash of Pippin's installed files and the versions of Python and Pippin's dependencies.
 
-    It is taken by the program that it measures: it tells versions apart, and does not convict a liar.
+    The program measures itself: the hash distinguishes versions, but a modified program can report any hash.
     """
     folder = Path(__file__).resolve().parents[2]
     digest = hashlib.sha256(_listing((path for path in folder.rglob("*") if path.suffix != ".pyc"), folder))
@@ -100,7 +100,7 @@ def measure() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python, Pippin and the libraries that a server requires, as far as they are here."""
+    """Versions of Python, Pippin and those of the server's dependencies that are installed."""
     import platform
 
     from packaging.requirements import Requirement
@@ -118,12 +118,12 @@ def versions() -> dict[str, str]:
 
 
 def model_hash(path: Path) -> str:
-    """The SHA-256 of a model file, or of the list that ``sha256sum`` would print of a folder's files, by name.
+    """The SHA-256 of a model file, or of the output of ``sha256sum`` for all files of a folder, sorted by name.
 
-    Hidden files do not count.
+    Hidden files are ignored.
 
     Raises:
-        InvalidInput: there is nothing.
+        InvalidInput: the folder has no files.
     """
     if path.is_file():
         return files.sha256_of(path)
@@ -143,7 +143,7 @@ def _listing(paths: Iterable[Path], folder: Path) -> bytes:
 
 
 class SoftwareRoot:
-    """An Ed25519 key in a file, which signs quotes. It proves nothing against the one who holds it.
+    """An Ed25519 key in a file that signs quotes; it does not protect against its owner.
 
     Raises:
         MissingDependency: cryptography is not installed.
@@ -155,10 +155,10 @@ class SoftwareRoot:
 
     @classmethod
     def create(cls, path: Path | None = None) -> SoftwareRoot:
-        """A new key, written to ``path`` where only its owner can read it; None keeps it in memory.
+        """Generate a key and write it to ``path``, readable by its owner only; None keeps it in memory.
 
         Raises:
-            InvalidInput: there is a file already.
+            InvalidInput: the file exists already.
         """
         _, ed25519, serialization = _crypto()
         private = ed25519.Ed25519PrivateKey.generate()
@@ -179,7 +179,8 @@ class SoftwareRoot:
         """Read a key that `create` wrote.
 
         Raises:
-            InvalidInput: it cannot be read, or others can read it too. CorruptedFile: it holds no Ed25519 key.
+            InvalidInput: the file cannot be read, or other users can read it too.
+            CorruptedFile: it does not contain an Ed25519 key.
         """
         _, ed25519, serialization = _crypto()
         try:
@@ -208,7 +209,7 @@ class SoftwareRoot:
 
 @dataclass(frozen=True)
 class TransparencyLog:
-    """Measurements that were published, oldest first; each entry is one line of JSON, kept as it was written.
+    """Published measurements, oldest first; each entry is a line of JSON, stored as it was written.
 
     >>> log = TransparencyLog().add("0" * 64, version="0.1.0")
     >>> log.entries
@@ -222,7 +223,8 @@ class TransparencyLog:
         """Read a log file.
 
         Raises:
-            InvalidInput: it cannot be read. CorruptedFile: a line is no entry.
+            InvalidInput: the file cannot be read.
+            CorruptedFile: a line is not an entry.
         """
         try:
             lines = path.read_bytes().split(b"\n")
@@ -236,15 +238,15 @@ class TransparencyLog:
         return cls(tuple(lines[:-1]))
 
     def write(self, path: Path) -> None:
-        """Write the log file, whole or not at all."""
+        """Write the log file atomically."""
         with files.atomic_write(path) as file:
             file.write(b"".join(entry + b"\n" for entry in self.entries))
 
     def add(self, measurement: str, **notes: str) -> TransparencyLog:
-        """The log with one more entry.
+        """A new log with one more entry.
 
         Raises:
-            InvalidArgument: this is no measurement.
+            InvalidArgument: ``measurement`` is not 64 hexadecimal digits.
         """
         _require_hash("measurement", measurement)
         return TransparencyLog((*self.entries, json.dumps({"measurement": measurement, **notes}).encode()))
@@ -255,9 +257,9 @@ class TransparencyLog:
         return merkle.root_hash(self.entries).hex()
 
     def prove(self, measurement: str, root: str | None = None) -> dict[str, Any] | None:
-        """A proof that a measurement is in the log with that root (None: the newest); None where it is not.
+        """An inclusion proof of a measurement for a root (None: the newest); None if it is not in the log.
 
-        ``root`` may be one that the log had when it was shorter, so that a client that pinned it is served.
+        ``root`` may be an earlier root of the log, for clients that pinned it.
         """
         size = len(self.entries) if root is None else _roots(self.entries).get(root, 0)
         for index, entry in enumerate(self.entries[:size]):
@@ -267,13 +269,13 @@ class TransparencyLog:
         return None
 
     def extends(self, root: str) -> bool:
-        """Whether this log began as the one with that root, so that nothing was taken out or changed."""
+        """Whether ``root`` is an earlier root of this log, so that no entry was removed or changed since."""
         return root in _roots(self.entries)
 
 
 @cache
 def _roots(entries: tuple[bytes, ...]) -> dict[str, int]:
-    """The roots that a log has had, with its size at the time."""
+    """All roots that a log had, each with its size at the time."""
     return {root.hex(): size for size, root in enumerate(merkle.root_hashes(entries))}
 
 
@@ -291,19 +293,19 @@ def _measurement_of(entry: bytes) -> str | None:
 @checked
 @dataclass(frozen=True)
 class AttestationPolicy:
-    """What a client demands of a node before it sends anything.
+    """A client's requirements on a node, checked before anything is sent.
 
     Args:
-        measurements: software that it trusts.
-        roots: public keys of the roots whose signatures it accepts, in hexadecimal.
-        max_age: seconds that a quote may be old.
-        require_log: whether the measurement must be in the public log too.
-        log_root: the root of that log, as the client learned it from elsewhere than the node.
-        models: name to hash; a model that is not named here must be one file of the catalog.
-        settings: what the node must say that it keeps and logs.
+        measurements: hashes of trusted software.
+        roots: accepted public keys of signers, in hexadecimal.
+        max_age: maximum age of a quote in seconds.
+        require_log: whether the measurement must also be in the public log.
+        log_root: the root of that log, from another source than the node.
+        models: hash of each model by name; a model that is not listed must be a single file of the catalog.
+        settings: required settings of the node on what it stores and logs.
 
     Raises:
-        InvalidArgument: a hash or key that is none, no roots, a log without its root.
+        InvalidArgument: a malformed hash or key, no measurements or roots, or ``require_log`` without ``log_root``.
     """
 
     measurements: Collection[str]
@@ -329,13 +331,13 @@ class AttestationPolicy:
             _require_hash("log_root", self.log_root)
 
     def check(self, document: Any, *, nonce: str, model: str, now: float) -> Quote:
-        """Judge what a node sent.
+        """Verify a node's quote.
 
         Args:
-            document: its answer, out of JSON.
-            nonce: what it was asked with, in hexadecimal.
-            model: what is to be used.
-            now: seconds since 1970.
+            document: the node's response, parsed from JSON.
+            nonce: the nonce of the request, in hexadecimal.
+            model: the model that will be requested.
+            now: the current time in seconds since 1970.
 
         Raises:
             BadSignature, ReplayedQuote, StaleQuote, UnknownMeasurement, SettingsMismatch, NotInLog, ModelMismatch: the
@@ -358,13 +360,13 @@ class AttestationPolicy:
         return quote
 
     def check_age(self, quote: Quote, now: float) -> None:
-        """Raises `StaleQuote` unless the quote was made within the last ``max_age`` seconds."""
+        """Raise `StaleQuote` unless the quote was created within the last ``max_age`` seconds."""
         age = now - quote.time
-        if not -_CLOCKS_APART <= age <= self.max_age:
+        if not -_CLOCK_SKEW <= age <= self.max_age:
             raise StaleQuote(f"the quote is {age:.0f} seconds old, the policy allows 0 to {self.max_age:g}")
 
     def check_model(self, quote: Quote, model: str) -> None:
-        """Raises `ModelMismatch` unless the node serves that model with the hash that the client knows."""
+        """Raise `ModelMismatch` unless the node serves the model with the hash in the policy or the catalog."""
         wanted = self.models.get(model) or _catalog_hash(model)
         if wanted is None:
             raise ModelMismatch(f"there is no hash to know {model!r} by; give one in the policy's models")
@@ -403,26 +405,26 @@ class AttestationPolicy:
 
 
 def _read(fields: Any) -> Quote:
-    """The quote in a statement; TypeError or ValueError where it is none."""
+    """Parse the quote of a statement; raises TypeError or ValueError if it is malformed."""
     quote = Quote(**fields)
     texts = (quote.measurement, quote.key, quote.nonce, *quote.models.values())
     if not all(isinstance(text, str) and _HEX64.fullmatch(text) for text in texts):
-        raise ValueError("a hash, a key or a nonce is none")
+        raise ValueError("a hash, a key or a nonce is not 64 hexadecimal digits")
     if not isinstance(quote.settings, dict) or not isinstance(quote.time, int | float):
-        raise TypeError("settings or time are none")
+        raise TypeError("settings or time have the wrong type")
     return quote
 
 
 def _catalog_hash(model: str) -> str | None:
-    """The hash of a model that is one file of the catalog."""
+    """The hash of a model that is a single file in the catalog; None for other models."""
     entry = catalog.find(model)
-    known: Sequence[catalog.File] = entry.files if entry else ()
-    return known[0].sha256 if len(known) == 1 and entry and known[0].size == entry.size else None
+    entry_files: Sequence[catalog.File] = entry.files if entry else ()
+    return entry_files[0].sha256 if len(entry_files) == 1 and entry and entry_files[0].size == entry.size else None
 
 
 def _require_hash(name: str, text: Any) -> None:
     if not isinstance(text, str) or not _HEX64.fullmatch(text):
-        raise InvalidArgument(f"{name}: 64 lower-case hexadecimal digits are wanted, got {text!r:.80}")
+        raise InvalidArgument(f"{name} must be 64 lower-case hexadecimal digits, got {text!r:.80}")
 
 
 @cache

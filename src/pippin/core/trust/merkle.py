@@ -1,8 +1,8 @@
-"""An append-only log as a Merkle tree: its root, and proofs that are checked without the log.
+"""Merkle trees of append-only logs: roots, inclusion proofs and consistency proofs.
 
 Notable here:
-- the tree of RFC 6962: leaves and nodes are hashed behind different bytes, so a node can never pass for a leaf
-- an inclusion proof shows that an entry is in the log behind a root; a consistency proof, that a log only grew
+- the tree of RFC 6962: leaves and nodes are hashed with different prefixes, so a node can never be taken for a leaf
+- an inclusion proof shows that an entry is in the log with a given root; a consistency proof, that a log only grew
 
 Source: B. Laurie, A. Langley, E. Kasper, "Certificate Transparency", RFC 6962, section 2.1; the checks follow
 RFC 9162, sections 2.1.3.2 and 2.1.4.2.
@@ -31,27 +31,27 @@ def root_hash(entries: Sequence[bytes]) -> bytes:
 
 
 def root_hashes(entries: Sequence[bytes]) -> list[bytes]:
-    """The roots that a log had on its way: of none of its entries, of the first, of the first two, and so on.
+    """The roots of all prefixes of a log: of no entry, of the first, of the first two, and so on.
 
     >>> root_hashes([b"a", b"b"]) == [root_hash([]), root_hash([b"a"]), root_hash([b"a", b"b"])]
     True
     """
-    found = [_root([])]
-    whole: list[tuple[int, bytes]] = []  # the full subtrees so far, largest first, each with its size
+    roots = [_root([])]
+    subtrees: list[tuple[int, bytes]] = []  # size and root of the perfect subtrees so far, largest first
     for entry in entries:
         size, top = 1, leaf_hash(entry)
-        while whole and whole[-1][0] == size:
-            size, top = 2 * size, _node(whole.pop()[1], top)
-        whole.append((size, top))
+        while subtrees and subtrees[-1][0] == size:
+            size, top = 2 * size, _node(subtrees.pop()[1], top)
+        subtrees.append((size, top))
         root = top
-        for _, left in reversed(whole[:-1]):
+        for _, left in reversed(subtrees[:-1]):
             root = _node(left, root)
-        found.append(root)
-    return found
+        roots.append(root)
+    return roots
 
 
 def prove_inclusion(entries: Sequence[bytes], index: int) -> list[bytes]:
-    """The hashes beside the way from entry ``index`` to the root, lowest first.
+    """The sibling hashes on the path from entry ``index`` to the root, lowest first.
 
     Raises:
         InvalidArgument: there is no such entry.
@@ -72,7 +72,7 @@ def prove_inclusion(entries: Sequence[bytes], index: int) -> list[bytes]:
 
 
 def verify_inclusion(entry: bytes, index: int, size: int, proof: Sequence[bytes], root: bytes) -> bool:
-    """Whether ``entry`` stands at ``index`` in the log of ``size`` entries with that root."""
+    """Verify that ``entry`` is at ``index`` in the log of ``size`` entries with this root."""
     if not 0 <= index < size:
         return False
     here, last, found = index, size - 1, leaf_hash(entry)
@@ -90,18 +90,18 @@ def verify_inclusion(entry: bytes, index: int, size: int, proof: Sequence[bytes]
 
 
 def prove_consistency(entries: Sequence[bytes], old_size: int) -> list[bytes]:
-    """The hashes that show that the log of the first ``old_size`` entries is the beginning of this one.
+    """The hashes that prove that the log of the first ``old_size`` entries is a prefix of this one.
 
     Raises:
-        InvalidArgument: ``old_size`` is 0 or more than there are.
+        InvalidArgument: ``old_size`` is 0 or more than the number of entries.
     """
     if not 0 < old_size <= len(entries):
         raise InvalidArgument(f"old_size must be 1 to {len(entries)}, got {old_size}")
-    return _subproof([leaf_hash(entry) for entry in entries], old_size, whole=True)
+    return _subproof([leaf_hash(entry) for entry in entries], old_size, is_old_tree=True)
 
 
 def verify_consistency(old_size: int, new_size: int, old_root: bytes, new_root: bytes, proof: Sequence[bytes]) -> bool:
-    """Whether the log behind ``new_root`` begins with the one behind ``old_root``.
+    """Verify that the log with ``old_root`` is a prefix of the log with ``new_root``.
 
     >>> log = [b"a", b"b", b"c"]
     >>> verify_consistency(2, 3, root_hash(log[:2]), root_hash(log), prove_consistency(log, 2))
@@ -149,10 +149,11 @@ def _root(leaves: Sequence[bytes]) -> bytes:
     return _node(_root(leaves[:split]), _root(leaves[split:]))
 
 
-def _subproof(leaves: Sequence[bytes], size: int, *, whole: bool) -> list[bytes]:
+def _subproof(leaves: Sequence[bytes], size: int, *, is_old_tree: bool) -> list[bytes]:
+    """SUBPROOF of RFC 6962; ``is_old_tree`` is its flag b: the subtree may be the complete old tree."""
     if size == len(leaves):
-        return [] if whole else [_root(leaves)]
+        return [] if is_old_tree else [_root(leaves)]
     split = _split(len(leaves))
     if size <= split:
-        return [*_subproof(leaves[:split], size, whole=whole), _root(leaves[split:])]
-    return [*_subproof(leaves[split:], size - split, whole=False), _root(leaves[:split])]
+        return [*_subproof(leaves[:split], size, is_old_tree=is_old_tree), _root(leaves[split:])]
+    return [*_subproof(leaves[split:], size - split, is_old_tree=False), _root(leaves[:split])]

@@ -1,14 +1,14 @@
-"""Sealed messages: a request that one node can read, and a streamed reply that only its sender can read.
+"""Sealed messages: end-to-end encrypted requests to one node, and streamed replies that only the sender can read.
 
 Notable here:
-- the request is HPKE (RFC 9180, base mode) to the node's key; what the client verified about the node is bound into it
-  (``info``), so a node whose model, code or settings changed since cannot open it
-- the reply key travels inside the request; every part of the reply carries its number and whether it is the last, so
-  that one left out, doubled, swapped or cut off is an error and never an answer
-- lengths are rounded up, since the lengths of the parts of a streamed answer tell words
+- the request is encrypted with HPKE (RFC 9180, base mode) to the node's key; the attested state of the node is bound to
+  it (``info``), so a node whose model, code or settings have changed cannot open it
+- the reply key is sent inside the request; every part of the reply is authenticated with its number and whether it is
+  the last, so that a missing, repeated, reordered or truncated part is an error
+- lengths are padded, since the lengths of the parts of a streamed answer reveal words
 
-Suite: DHKEM(X25519, HKDF-SHA256), HKDF-SHA256, ChaCha20-Poly1305. What it does not hide: who asks, when, how often, the
-rounded lengths, and the time between the parts.
+Suite: DHKEM(X25519, HKDF-SHA256), HKDF-SHA256, ChaCha20-Poly1305. Not hidden are the sender, the times and number of
+requests, the padded lengths, and the time between parts.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _SALT = 32
 _ENC = 32
 _KEY_ID = 16
 _TAG = 16
-_LONGEST = (MAX_PART + 4 + REPLY_BLOCK) // REPLY_BLOCK * REPLY_BLOCK + _TAG
+_MAX_SEALED_PART = (MAX_PART + 4 + REPLY_BLOCK) // REPLY_BLOCK * REPLY_BLOCK + _TAG
 
 
 def key_id(public_key: bytes) -> bytes:
-    """What a request calls the key it is sealed to, 16 bytes."""
+    """The identifier of a public key in requests, 16 bytes."""
     return hashlib.sha256(public_key).digest()[:_KEY_ID]
 
 
 def wipe(buffer: bytearray) -> None:
-    """Overwrite a buffer with zeros. Copies that Python or a library made of it are not reached.
+    """Overwrite a buffer with zeros. Copies that Python or a library made of it are not overwritten.
 
     >>> secret = bytearray(b"word"); wipe(secret); bytes(secret)
     b'\\x00\\x00\\x00\\x00'
@@ -53,12 +53,12 @@ def seal_request(public_key: bytes, binding: bytes, payload: bytes) -> tuple[byt
     """Seal a request to a node's key.
 
     Args:
-        public_key: the node's X25519 key, 32 bytes, out of a quote that was verified.
-        binding: what was verified about the node; it must say the same to open the request.
+        public_key: the node's X25519 key, 32 bytes, from a verified quote.
+        binding: the verified state of the node, `Quote.binding`; the node needs the same to open the request.
         payload: the request.
 
     Returns:
-        The envelope, and what opens the reply to it.
+        The envelope, and the opener of its reply.
 
     Raises:
         MissingDependency: cryptography is not installed.
@@ -71,14 +71,14 @@ def seal_request(public_key: bytes, binding: bytes, payload: bytes) -> tuple[byt
 
 @dataclass(frozen=True)
 class OpenedRequest:
-    """A request that was opened: what it says, and what seals the reply to it."""
+    """An opened request: its payload, and the sealer of its reply."""
 
     payload: bytearray
     reply: ReplySealer
 
 
 class NodeKey:
-    """A key pair of a node, in memory only.
+    """A node's X25519 key pair, in memory only.
 
     Raises:
         MissingDependency: cryptography is not installed.
@@ -90,10 +90,10 @@ class NodeKey:
         self.id = key_id(self.public)
 
     def open(self, envelope: bytes, binding: bytes) -> OpenedRequest:
-        """Open a request that was sealed to this key under this binding.
+        """Open a request that was sealed to this key with this binding.
 
         Raises:
-            SealBroken: it was not, or it was changed.
+            SealBroken: it was sealed to another key or state, or modified.
         """
         sealed = envelope[len(MAGIC) + _KEY_ID :]
         if addressed_to(envelope) != self.id:
@@ -110,7 +110,7 @@ def addressed_to(envelope: bytes) -> bytes:
     """The id of the key that an envelope is sealed to.
 
     Raises:
-        SealBroken: this is no envelope.
+        SealBroken: the bytes are not an envelope.
     """
     if not envelope.startswith(MAGIC) or len(envelope) < len(MAGIC) + _KEY_ID + _ENC + 32 + 4 + _TAG:
         raise SealBroken("this is not a sealed request")
@@ -118,7 +118,7 @@ def addressed_to(envelope: bytes) -> bytes:
 
 
 def identity(envelope: bytes) -> bytes:
-    """What tells two envelopes apart: the sender's one-time key, 32 bytes, new for every request."""
+    """A unique identifier of an envelope, to detect replays: the sender's ephemeral key, 32 bytes."""
     start = len(MAGIC) + _KEY_ID
     return envelope[start : start + _ENC]
 
@@ -132,7 +132,7 @@ class ReplySealer:
         self._count = 0
 
     def seal(self, content: bytes, *, last: bool = False) -> bytes:
-        """The next part or parts of the reply; after the last one there is no more."""
+        """Seal content as the next part or parts of the reply; nothing may follow the last one."""
         pieces = [content[at : at + MAX_PART] for at in range(0, len(content), MAX_PART)] or [b""]
         sealed = b"" if self._count else self._salt
         for number, piece in enumerate(pieces):
@@ -144,7 +144,7 @@ class ReplySealer:
 
 
 class ReplyOpener:
-    """Opens one reply as its bytes come in."""
+    """Opens one reply while its bytes arrive."""
 
     def __init__(self, reply_key: bytes, enc: bytes) -> None:
         self._reply_key, self._enc = reply_key, enc
@@ -154,24 +154,24 @@ class ReplyOpener:
         self._done = False
 
     def feed(self, received: bytes) -> Iterator[bytes]:
-        """The parts that are complete with these bytes.
+        """Add received bytes, and iterate over the contents of the parts that are now complete.
 
         Raises:
-            SealBroken: a part was changed, left out, doubled or swapped, or comes after the last.
+            SealBroken: a part was modified, omitted, repeated or reordered, or follows the last one.
         """
         self._buffer += received
         if self._cipher is None and len(self._buffer) >= _SALT:
             self._cipher = _reply_cipher(self._reply_key, self._enc, bytes(self._take(_SALT)))
         while self._cipher is not None and len(self._buffer) >= 4:
             (length,) = struct.unpack(">I", self._buffer[:4])
-            if self._done or length > _LONGEST:
+            if self._done or length > _MAX_SEALED_PART:
                 raise SealBroken("the sealed reply goes on after its end" if self._done else "no part is that long")
             if len(self._buffer) < 4 + length:
                 return
             yield self._open(bytes(self._take(4 + length)[4:]))
 
     def finish(self) -> None:
-        """Say that no more bytes come.
+        """Check at the end of the stream that the reply is complete.
 
         Raises:
             SealBroken: the last part is missing.
@@ -196,7 +196,7 @@ class ReplyOpener:
 
 
 def _pad(content: bytes, block: int) -> bytes:
-    """Length, content, and zeros up to a multiple of ``block``."""
+    """The length, the content, and zeros up to a multiple of ``block`` bytes."""
     return struct.pack(">I", len(content)) + content + bytes(-(len(content) + 4) % block)
 
 
@@ -225,7 +225,7 @@ def _suite() -> Any:
 
 
 def _reply_cipher(reply_key: bytes, enc: bytes, salt: bytes) -> Any:
-    """The cipher of one reply: its key depends on the request, on the client's secret and on the node's salt."""
+    """The cipher of one reply; its key is derived from the request, the client's secret and the node's salt."""
     crypto = _crypto()
     derived = crypto.HKDF(crypto.SHA256(), 32, salt=salt, info=b"pippin sealed reply 1\x00" + enc).derive(reply_key)
     return crypto.ChaCha20Poly1305(derived)

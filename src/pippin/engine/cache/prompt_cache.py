@@ -6,7 +6,7 @@ Notable here:
 - a block that several prompts share is written once
 - the whole file is checked against its SHA-256 before the first block is returned; it contains arrays and JSON, no
   code, and is never unpickled
-- a file appears whole or not at all, and only its owner may read it, since it contains the prompts
+- a file is written atomically, and only its owner may read it, since it contains the prompts
 
 Format: 8 bytes of name, version and length of the header (32-bit, little endian), the header as JSON, the blocks, the
 token ids (32-bit), and the SHA-256 of all of it.
