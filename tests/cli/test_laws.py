@@ -105,7 +105,7 @@ def test_what_cannot_be_fitted_is_refused(tables, tmp_path, capsys):
         ([tmp_path / "word.csv"], "line 2: loss is 'many'"),
         ([tmp_path / "none.csv"], "holds no runs"),
         ([tmp_path / "broken.jsonl"], "line 1"),
-        ([tmp_path / "list.jsonl"], "a run is an object"),
+        ([tmp_path / "list.jsonl"], "a run must be a JSON object"),
         ([tmp_path / "runs.txt"], "neither .csv nor .jsonl"),
         ([tmp_path / "missing.csv"], "missing.csv"),
     ):
@@ -119,8 +119,8 @@ def test_a_law_answers_only_what_it_is_a_law_of(tables, tmp_path, capsys):
     run(capsys, "laws", "fit", tables / "runs.csv", "--column", "loss=val", "--out", law, "--num-resamples", 0)
     for words, message in (
         (["required-share", law, "-N", "1M", "-D", "1M", "--max-forgetting", "0.1"], "only forgetting laws have a required share"),
-        (["predict", law, "-N", "many", "-D", "1M"], "is no number above 0"),
-        (["optimal", law, "-C", "-1"], "is no number above 0"),
+        (["predict", law, "-N", "many", "-D", "1M"], "is not a number above 0"),
+        (["optimal", law, "-C", "-1"], "is not a number above 0"),
         (["optimal", law, "-C", "1e20", "--encoder", "1M", "--encoder-share", "2"], "--encoder-share"),
     ):
         code, _, err = run(capsys, "laws", *words)
@@ -135,5 +135,5 @@ def test_a_law_answers_only_what_it_is_a_law_of(tables, tmp_path, capsys):
 def test_a_number_is_read_or_refused(text):
     assert number("1.5t") == 1.5e12
     assert math.isclose(number("12"), 12)
-    with pytest.raises(InvalidArgument, match="no number above 0"):
+    with pytest.raises(InvalidArgument, match="not a number above 0"):
         number(text)

@@ -1,8 +1,8 @@
-"""Law fitting: a scaling law, or a law of forgetting, from a table of training runs.
+"""Fit a scaling law or a forgetting law to a table of training runs.
 
 Notable here:
-- columns are found by the names that people give them, or as the config says
-- ``hold_out`` fits a second law without the largest size, and measures how well it predicts that size
+- columns are recognized by their usual names, or named by the config
+- ``hold_out`` fits a second law without the largest model size, and measures how well it predicts that size
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ COLUMN_NAMES = {
     "before": ("loss_before", "before", "loss_pt_before"),
     "after": ("loss_after", "after", "loss_pt"),
 }
-"""What the columns of a table may be called."""
+"""Accepted names of each column."""
 
 COLUMNS: Mapping[str, tuple[str, ...]] = {
     "chinchilla": ("N", "D", "loss"),
@@ -47,13 +47,13 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     "forgetting": ("N", "D", "p", "before", "after"),
     "finetuning": ("N", "D", "loss"),
 }
-"""The columns that each law takes; "finetuning" takes p, too, where there is one."""
+"""The columns that each law needs; "finetuning" also uses p where the table has it."""
 
 
 @checked
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The settings of a fit."""
+    """Settings of a fit."""
 
     runs: Annotated[
         StrPath, Option("A table of runs: .csv with a heading, or .jsonl; one run a line.", positional=True)
@@ -80,13 +80,13 @@ class Config:
 
 @dataclass(frozen=True)
 class LawFit:
-    """A fitted law.
+    """The result of a fit.
 
     Attributes:
-        law: with its coefficients, their intervals and the runs of the fit.
-        held_out: the largest size ("N"), its number of "runs", and the "mean_absolute_error" (a share of the loss) of
-            a law that was fitted without it; None where nothing was held out.
-        warnings: what the fit warned about.
+        law: the fitted law.
+        held_out: the largest size ("N"), its number of "runs", and the relative "mean_absolute_error" of a law fitted
+            without it; None without ``hold_out``.
+        warnings: messages of the warnings during the fit.
     """
 
     law: Law
@@ -95,7 +95,7 @@ class LawFit:
 
     @property
     def exponents(self) -> dict[str, Any] | None:
-        """How the best size and data grow with compute; None where the law has no optimum."""
+        """Exponents of the compute-optimal size and data, with an interval; None where the law has no optimum."""
         from pippin.train.laws.scaling import ScalingLaw
 
         law = self.law
@@ -106,35 +106,35 @@ class LawFit:
         return {"a": law.exponents.a, "b": law.exponents.b, "a_interval": list(law.exponents_interval)}
 
     def summary(self) -> dict[str, Any]:
-        """The fit as JSON values, without resamples and runs."""
-        law, made = self.law, self.law.to_json()
-        kept = {name: made[name] for name in ("form", "coefficients", "goodness")}
-        kept |= {"se": law.se, "intervals": law.intervals, "runs": len(law.runs["N"])}
-        return kept | {"held_out": self.held_out, "exponents": self.exponents, "warnings": list(self.warnings)}
+        """The result as JSON values, without resamples and runs."""
+        law, values = self.law, self.law.to_json()
+        summary = {name: values[name] for name in ("form", "coefficients", "goodness")}
+        summary |= {"se": law.se, "intervals": law.intervals, "runs": len(law.runs["N"])}
+        return summary | {"held_out": self.held_out, "exponents": self.exponents, "warnings": list(self.warnings)}
 
     def report(self) -> Report:
-        """Coefficients with their spread, and how well they fit the runs."""
+        """Report the coefficients with their standard errors, and the goodness of fit."""
         return self.law.report()
 
 
 def run(config: Config, *, show_progress: bool = True) -> LawFit:
-    """Fit a law to a table of runs; save and draw it where the config says so.
+    """Fit a law to a table of runs; save and plot it if the config says so.
 
     Args:
         config: the settings.
         show_progress: whether progress is shown on stderr.
 
     Raises:
-        InvalidArgument: settings that do not fit together, or runs that cannot determine the law.
+        InvalidArgument: incompatible settings, or runs that cannot determine the law.
         InvalidInput: the table cannot be read, or lacks a column.
-        MissingDependency: a plot without matplotlib.
+        MissingDependency: a plot is requested and matplotlib is not installed.
     """
     if config.offset and config.form != "forgetting":
         raise InvalidArgument(f"offset (--offset) belongs to form 'forgetting', not to {config.form!r}")
     runs = read_runs(Path(config.runs), config.form, config.columns)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", PippinWarning)
-        law = _fitted(config, runs, config.num_resamples)
+        law = _fit(config, runs, config.num_resamples)
         held_out = _predict_largest(config, runs) if config.hold_out else None
     if config.out is not None:
         law.save(Path(config.out))
@@ -144,44 +144,44 @@ def run(config: Config, *, show_progress: bool = True) -> LawFit:
 
 
 def read_runs(path: Path, form: Form, columns: Mapping[str, str] | None = None) -> dict[str, list[float]]:
-    """The columns of a table that a law takes, by our names for them.
+    """Read the columns that a law needs from a table of runs.
 
     Args:
-        path: of the table.
-        form: the law.
-        columns: what the table calls a column, by our name, where it is none of `COLUMN_NAMES`.
+        path: the table, .csv or .jsonl.
+        form: the form of the law.
+        columns: the table's name of a column, by its key in `COLUMN_NAMES`, where it is not one of the names there.
 
     Raises:
-        InvalidArgument: a column that there is not, or a file of another kind.
-        InvalidInput: the table is empty, lacks a column, or holds something that is no number.
+        InvalidArgument: an unknown column key, or a file of another type.
+        InvalidInput: the table is empty, lacks a column, or has a value that is not a number.
     """
-    known: dict[str, tuple[str, ...]] = dict(COLUMN_NAMES)
-    for ours, theirs in (columns or {}).items():
-        if ours not in COLUMN_NAMES or not theirs:
+    accepted: dict[str, tuple[str, ...]] = dict(COLUMN_NAMES)
+    for key, name in (columns or {}).items():
+        if key not in COLUMN_NAMES or not name:
             raise InvalidArgument(
-                f"column (--column) {ours}={theirs}: write it as loss=val_loss, with one of {', '.join(COLUMN_NAMES)}"
+                f"column (--column) {key}={name}: write it as loss=val_loss, with one of {', '.join(COLUMN_NAMES)}"
             )
-        known[ours] = (theirs,)
+        accepted[key] = (name,)
     rows = list(_rows(path))
     if not rows:
         raise InvalidInput(f"{path} holds no runs")
-    found: dict[str, list[float]] = {}
+    values: dict[str, list[float]] = {}
     optional = ("p",) if form == "finetuning" else ()
-    for ours in (*COLUMNS[form], *optional):
-        name = next((name for name in known[ours] if name in rows[0][1]), None)
-        if name is None and ours in optional:
+    for key in (*COLUMNS[form], *optional):
+        column = next((name for name in accepted[key] if name in rows[0][1]), None)
+        if column is None and key in optional:
             continue
-        if name is None:
+        if column is None:
             raise InvalidInput(
-                f"{path} has no column for {ours} (one of {', '.join(known[ours])}); it has {', '.join(rows[0][1])}; "
-                f"name it with --column {ours}=NAME"
+                f"{path} has no column for {key} (one of {', '.join(accepted[key])}); it has {', '.join(rows[0][1])}; "
+                f"name it with --column {key}=NAME"
             )
-        found[ours] = [_number(path, line, row, name) for line, row in rows]
-    return found
+        values[key] = [_number(path, line, row, column) for line, row in rows]
+    return values
 
 
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Each run with the number of its line."""
+    """Iterate over the runs, each with its line number."""
     text = read_text(path)
     if path.suffix == ".csv":
         reader = csv.DictReader(text.splitlines(), skipinitialspace=True)
@@ -190,14 +190,14 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         return
     if path.suffix not in (".jsonl", ".json"):
         raise InvalidArgument(f"{path} is neither .csv nor .jsonl")
-    for line, words in enumerate(text.splitlines(), 1):
-        if words.strip():
+    for line, content in enumerate(text.splitlines(), 1):
+        if content.strip():
             try:
-                row = json.loads(words)
+                row = json.loads(content)
             except ValueError as error:
                 raise InvalidInput(f"{path}, line {line}: {error}") from error
             if not isinstance(row, dict):
-                raise InvalidInput(f"{path}, line {line}: a run is an object, got {type(row).__name__}")
+                raise InvalidInput(f"{path}, line {line}: a run must be a JSON object, got {type(row).__name__}")
             yield line, row
 
 
@@ -205,17 +205,17 @@ def _number(path: Path, line: int, row: dict[str, Any], name: str) -> float:
     try:
         return float(row[name])
     except (KeyError, TypeError, ValueError):
-        raise InvalidInput(f"{path}, line {line}: {name} is {row.get(name)!r}, which is no number") from None
+        raise InvalidInput(f"{path}, line {line}: {name} is {row.get(name)!r}, which is not a number") from None
 
 
-def _fitted(config: Config, runs: Mapping[str, Any], num_resamples: int) -> Law:
+def _fit(config: Config, runs: Mapping[str, Any], num_resamples: int) -> Law:
     from pippin.train.laws.forgetting import FinetuningLaw, ForgettingLaw
     from pippin.train.laws.scaling import ScalingLaw
 
     settings: dict[str, Any] = {"delta": config.delta, "seed": config.seed, "num_resamples": num_resamples}
     if config.form == "forgetting":
-        given = (runs[name] for name in ("N", "D", "p", "before", "after"))
-        return ForgettingLaw(with_offset=config.offset).fit(*given, **settings)
+        variables = (runs[name] for name in ("N", "D", "p", "before", "after"))
+        return ForgettingLaw(with_offset=config.offset).fit(*variables, **settings)
     if config.form == "finetuning":
         shares = runs.get("p")
         with_share = shares is not None and len(set(shares)) > 1
@@ -224,7 +224,7 @@ def _fitted(config: Config, runs: Mapping[str, Any], num_resamples: int) -> Law:
 
 
 def _predict_largest(config: Config, runs: Mapping[str, list[float]]) -> dict[str, float]:
-    """How well the largest size is predicted by a law of the others."""
+    """The error of a law fitted to all other sizes, on the runs of the largest size."""
     import numpy as np
 
     from pippin.train.laws import fitting
@@ -233,24 +233,24 @@ def _predict_largest(config: Config, runs: Mapping[str, list[float]]) -> dict[st
 
     arrays = {name: np.asarray(values) for name, values in runs.items()}
     largest = arrays["N"] == arrays["N"].max()
-    law = _fitted(config, {name: values[~largest].tolist() for name, values in arrays.items()}, 0)
-    held = {name: values[largest] for name, values in arrays.items()}
+    law = _fit(config, {name: values[~largest].tolist() for name, values in arrays.items()}, 0)
+    test = {name: values[largest] for name, values in arrays.items()}
     if isinstance(law, ForgettingLaw):
-        measured, predicted = held["after"], law.predict(held["N"], held["D"], held["p"], held["before"])
+        measured, predicted = test["after"], law.predict(test["N"], test["D"], test["p"], test["before"])
     elif isinstance(law, FinetuningLaw):
-        measured, predicted = held["loss"], law.predict(held["N"], held["D"], held.get("p", 0.0))
+        measured, predicted = test["loss"], law.predict(test["N"], test["D"], test.get("p", 0.0))
     else:
         assert isinstance(law, ScalingLaw)
-        measured, predicted = held["loss"], law.predict(held["N"], held["D"], sparsity=held.get("S"))
+        measured, predicted = test["loss"], law.predict(test["N"], test["D"], sparsity=test.get("S"))
     error = fitting.goodness(predicted, measured).mae
     return {"N": float(arrays["N"].max()), "runs": int(largest.sum()), "mean_absolute_error": error}
 
 
 def number(text: str) -> float:
-    """A number with a letter for thousands, millions, (American) billions or trillions, or without.
+    """Parse a number with an optional suffix K, M, B or T, for powers of 1000.
 
     Raises:
-        InvalidArgument: it is none, or not above 0.
+        InvalidArgument: the text is not a number, or not above 0.
 
     >>> number("1.7B"), number("2e9"), number("300k")
     (1700000000.0, 2000000000.0, 300000.0)
@@ -261,5 +261,5 @@ def number(text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 < value < math.inf:
-        raise InvalidArgument(f"{text!r} is no number above 0; write 135M, 1.7B or 2e9")
+        raise InvalidArgument(f"{text!r} is not a number above 0; write 135M, 1.7B or 2e9")
     return value

@@ -1,8 +1,8 @@
-"""The settings that recipes share, each declared once: its type, its range, and the sentence that describes it.
+"""Settings shared by recipes, each declared once with its type, range and help text.
 
 Notable here:
-- the description stands in the annotation, so that the command line, the documentation and an editor show the same one
-- a setting of a `Config` is an option of the command: `eval_every` is `--eval-every`
+- the help text is part of the annotation, so that the command line, the documentation and editors show the same one
+- a field of a `Config` is an option of the command: `eval_every` is `--eval-every`
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ GeneratorMethod = Literal["unet", "dit", "ec-dit", "tarflow", "itarflow", "starf
 
 
 def share_or_path(text: str) -> float | Path:
-    """A number is a share; anything else names a file.
+    """Parse a number as a fraction, and any other text as the path of a file.
 
     >>> share_or_path("0.1"), share_or_path("test.jsonl")
     (0.1, PosixPath('test.jsonl'))
@@ -111,15 +111,15 @@ SkipBad = Annotated[bool, Option("Leave out files that cannot be read.", DATA)]
 
 
 def refuse_existing_run(path: Path, resume: bool) -> None:
-    """Refuse a folder with checkpoints of an earlier run, unless that run is to be resumed.
+    """Check that a folder has no checkpoints of an earlier run, unless that run is to be resumed.
 
     Raises:
-        InvalidArgument: there is a run.
+        InvalidArgument: the folder has checkpoints, and ``resume`` is False.
     """
     if not resume and (any(path.glob("step-*")) or any(path.glob("*/step-*"))):
         raise InvalidArgument(f"{path} holds a run; continue it with --resume (resume=True), or give another --out")
 
 
 def paths(values: StrPath | tuple[StrPath, ...]) -> tuple[Path, ...]:
-    """One or several paths, as paths; a lone text is one path and not its letters."""
+    """Convert one or several paths to a tuple of `Path`; a single string is one path."""
     return tuple(Path(value) for value in ((values,) if isinstance(values, str | Path) else values))

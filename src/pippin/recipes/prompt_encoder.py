@@ -1,9 +1,9 @@
-"""Texts as image models read them: the hidden states of a sentence encoder's tokens.
+"""Text conditions for image generators: the hidden states of a sentence encoder.
 
 Notable here:
-- all-MiniLM-L6-v2 by default: a real encoder of 22 million parameters, whose tokens of width 384 know their neighbors
-- every token is scaled to mean 0 and variance 1, which is what a fresh projection in a generator expects
-- a text is encoded once: captions of a training set repeat
+- the default encoder is all-MiniLM-L6-v2, with 22 million parameters and hidden states of size 384
+- hidden states are normalized to mean 0 and variance 1, as an untrained projection in a generator expects
+- encoded texts are cached, since captions in a training set are repeated
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from pippin.language import encoder as encoders
 
 DEFAULT: Final = "all-minilm-l6-v2"
 TOKENS: Final = 48
-"""Tokens that are read of a text; a description of one picture is shorter."""
-_KEPT: Final = 8192
+"""Default maximum number of tokens of a text; captions of images are shorter."""
+_MAX_CACHED: Final = 8192  # texts
 
 
 @dataclass(frozen=True)
 class PromptEncoder:
-    """Turns descriptions into the conditions of a generator.
+    """Encodes texts as conditions of a generator.
 
     Attributes:
-        name: by which it is loaded again.
-        sha256: of its weights; a generator that was trained with others understands nothing.
+        name: catalog name or folder, to load the encoder again.
+        sha256: of its weights; a generator works only with the encoder that it was trained with.
         encoder: the sentence encoder.
-        max_tokens: most tokens that are read of a text.
+        max_tokens: texts are truncated to this number of tokens.
     """
 
     name: str
     sha256: str
     encoder: encoders.TextEncoder
     max_tokens: int = TOKENS
-    _seen: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
+    _cache: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def load(
@@ -55,74 +55,74 @@ class PromptEncoder:
 
         Args:
             name: a catalog name, or a folder with a BERT encoder in Hugging Face layout.
-            device: where it computes; None chooses.
-            max_tokens: most tokens that are read of a text, with the two that frame it.
-            download: False never fetches.
+            device: as in `pippin.load`; None takes the best device available.
+            max_tokens: texts are truncated to this number of tokens, including the two special tokens.
+            download: False never downloads.
 
         Raises:
-            InvalidArgument: ``max_tokens`` is out of the encoder's range.
-            ModelNotFound: nothing answers to the name, or it would have to be fetched.
+            InvalidArgument: ``max_tokens`` is outside the encoder's range.
+            ModelNotFound: an unknown name, or the model needs a download and ``download`` is False.
             DownloadFailed, CorruptedFile, UnsupportedModel: as `pippin.load_encoder`.
 
-        >>> encoder = TextEncoder.load()                          # doctest: +SKIP
+        >>> encoder = PromptEncoder.load()                        # doctest: +SKIP
         >>> states, mask = encoder.encode(["two white squares"])  # doctest: +SKIP
         >>> states.shape                                          # doctest: +SKIP
         torch.Size([1, 5, 384])
         """
         folder = resolve(name, download=download).path
         encoder = encoders.load_encoder(folder, device=device)
-        made = cls(str(name), sha256_of(folder / "model.safetensors"), encoder, max_tokens)
-        encoder.hidden([""], max_tokens=max_tokens)
-        return made
+        encoder.hidden([""], max_tokens=max_tokens)  # checks max_tokens
+        return cls(str(name), sha256_of(folder / "model.safetensors"), encoder, max_tokens)
 
     @property
     def width(self) -> int:
-        """Numbers of each token: what `ConditionSpec.text` is to be."""
+        """Size of the hidden states, for `ConditioningSpec(text_dim=...)`."""
         return self.encoder.embedding_size
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """What a generator's facts say of it, under "text_encoder"."""
+        """The entry "text_encoder" in the metadata of a generator."""
         return {"name": self.name, "sha256": self.sha256, "width": self.width, "tokens": self.max_tokens}
 
     def encode(
         self, texts: Sequence[str], *, batch_size: int = 64
     ) -> tuple[Float[Tensor, "texts tokens width"], Bool[Tensor, "texts tokens"]]:
-        """Read texts; an empty one has no token, and says nothing.
+        """Encode texts; an empty text has no tokens, which means no condition.
 
         Args:
-            texts: descriptions, in English for the default encoder.
-            batch_size: texts computed in one pass.
+            texts: captions, in English for the default encoder.
+            batch_size: number of texts per forward pass.
 
         Returns:
-            Tokens of mean 0 and variance 1, float32 on the CPU, and which of them are there.
+            Normalized hidden states, padded, in float32 on the CPU; and the mask of real tokens.
 
         Raises:
-            InvalidArgument: one text instead of a list of them, or none.
-            InvalidInput: something that is no text.
+            InvalidArgument: a string instead of a list, or an empty list.
+            InvalidInput: an element that is not a string.
         """
         if isinstance(texts, str) or not texts:
-            raise InvalidArgument(f"texts are a list with at least one text, got {texts!r:.40}")
+            raise InvalidArgument(f"texts must be a list with at least one text, got {texts!r:.40}")
         for index, text in enumerate(texts):
             if not isinstance(text, str):
-                raise InvalidInput(f"text {index} is no text but {type(text).__name__}")
-        fresh = sorted({text for text in texts if text.strip() and text not in self._seen}, key=len)
-        if len(self._seen) + len(fresh) > _KEPT:
-            self._seen.clear()
-            fresh = sorted({text for text in texts if text.strip()}, key=len)
-        for start in range(0, len(fresh), batch_size):
-            batch = fresh[start : start + batch_size]
-            states, real = self.encoder.hidden(batch, max_tokens=self.max_tokens)
-            for text, state, there in zip(batch, states, real, strict=True):
-                self._seen[text] = F.layer_norm(state[there], (self.width,))
-        nothing = torch.zeros(0, self.width)
-        found = [self._seen[text] if text.strip() else nothing for text in texts]
-        lengths = torch.tensor([len(states) for states in found])
+                raise InvalidInput(f"text {index} is not a string but {type(text).__name__}")
+        new = sorted({text for text in texts if text.strip() and text not in self._cache}, key=len)
+        if len(self._cache) + len(new) > _MAX_CACHED:
+            self._cache.clear()
+            new = sorted({text for text in texts if text.strip()}, key=len)
+        for start in range(0, len(new), batch_size):
+            batch = new[start : start + batch_size]
+            states, mask = self.encoder.hidden(batch, max_tokens=self.max_tokens)
+            for text, state, real in zip(batch, states, mask, strict=True):
+                self._cache[text] = F.layer_norm(state[real], (self.width,))  # [tokens, width] without padding
+        empty = torch.zeros(0, self.width)
+        encoded = [self._cache[text] if text.strip() else empty for text in texts]
+        lengths = torch.tensor([len(states) for states in encoded])
         longest = max(1, int(lengths.max()))
-        padded = nn.utils.rnn.pad_sequence([*found, torch.zeros(longest, self.width)], batch_first=True)[:-1]
+        # the extra row makes the padded length at least 1 where all texts are empty
+        padded = nn.utils.rnn.pad_sequence([*encoded, torch.zeros(longest, self.width)], batch_first=True)[:-1]
         return padded, torch.arange(longest) < lengths[:, None]
 
     def condition(self, texts: Sequence[str]) -> Conditioning:
-        """The condition of one sample for each text; of a generator that reads text and nothing else."""
+        """The conditions of one sample per text, for a generator with text conditions only."""
         states, mask = self.encode(texts)
         return Conditioning(text=states, text_mask=mask)

@@ -65,7 +65,7 @@ def test_a_model_learns_where_there_are_features(folder, capsys):
         (["silent.csv"], "line 5 of"),
         (["negative.csv", "--counts", ",".join(WORDS)], "item 1 has -1 votes"),
         (["three.csv", "--counts", ",".join(WORDS)], "an item has 3 votes"),
-        (["one.csv"], "1 columns of people's labels"),
+        (["one.csv"], "1 columns of annotators"),
         (["empty.csv"], "is empty"),
         (["people.csv", "--counts", "p0,p1"], "is not a finite number"),
         (["people.csv", "--labels", "oui,non"], "unknown label 'peut-être'"),

@@ -9,7 +9,7 @@ import pytest
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from pippin.core.errors import CheckpointError
-from pippin.data.text.jinja_sandbox import Refused, SandboxedTemplate
+from pippin.data.text.jinja_sandbox import SandboxedTemplate, TemplateRejection
 
 VARIABLES = {"items": [1, 2, 3], "text": "Größe <b>&'\"</b>", "data": {"b": [1, {"a": "é<"}], "a": None}}
 
@@ -93,7 +93,7 @@ def test_python_and_the_inputs_are_out_of_reach(source):
 
 
 def test_errors_carry_the_words_of_the_template():
-    with pytest.raises(Refused, match=r"^Roles must alternate!$"):
+    with pytest.raises(TemplateRejection, match=r"^Roles must alternate!$"):
         SandboxedTemplate("{{ raise_exception('Roles must alternate!') }}").render({}, 0)
     with pytest.raises(CheckpointError, match=r"not valid: line 2: .*endfor"):
         SandboxedTemplate("a\n{% for x in y %}")

@@ -36,7 +36,7 @@ _BUDGET = f"pippin_{secrets.token_hex(8)}"  # a name that no template can know, 
 _WIDE_FIELD = re.compile(r"[%{:][^%}a-zA-Z]*\d{5}")
 
 
-class Refused(CheckpointError):
+class TemplateRejection(CheckpointError):
     """A template called `raise_exception`: it cannot write these messages, and says why."""
 
 
@@ -70,7 +70,7 @@ class SandboxedTemplate:
             size: number of characters of text in them; the output may be a multiple of it.
 
         Raises:
-            Refused: the template raised, with its own message.
+            TemplateRejection: the template raised, with its own message.
             CheckpointError: it failed or exceeded a limit.
             MemoryError: it took more memory than the process may.
         """
@@ -82,7 +82,7 @@ class SandboxedTemplate:
                 room -= len(piece)
                 if room < 0:
                     raise SecurityError("the output is far longer than the messages")
-        except (MemoryError, Refused):
+        except (MemoryError, TemplateRejection):
             raise
         except Exception as error:  # an expression can raise anything
             raise CheckpointError(str(error)) from error
@@ -209,7 +209,7 @@ def _refuse_wide(function: Any) -> Any:
 
 
 def _raise(message: str) -> NoReturn:
-    raise Refused(message)
+    raise TemplateRejection(message)
 
 
 def _strftime_now(form: str) -> str:

@@ -178,7 +178,7 @@ def main(max_seconds: float) -> None:
     """Compile the template that comes first, then render until the parent closes the socket."""
     import resource
 
-    from pippin.data.text.jinja_sandbox import Refused, SandboxedTemplate
+    from pippin.data.text.jinja_sandbox import SandboxedTemplate, TemplateRejection
 
     for number in (signal.SIGINT, signal.SIGTERM):  # meant for the parent, which may still need an answer
         signal.signal(number, signal.SIG_IGN)
@@ -200,7 +200,7 @@ def main(max_seconds: float) -> None:
                 template = SandboxedTemplate(data.decode("utf-8", "surrogatepass"))
             else:
                 text = template.render(*json.loads(data))
-        except Refused as error:
+        except TemplateRejection as error:
             status, text = _REFUSED, str(error)
         except MemoryError:
             status, text = _FAILED, f"it took more than {MAX_BYTES >> 20} MB"

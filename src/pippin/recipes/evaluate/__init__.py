@@ -1,4 +1,4 @@
-"""Recipes that measure: what `pippin evaluate` does."""
+"""Evaluation recipes, behind the commands of `pippin evaluate`."""
 
 import lazy_loader
 

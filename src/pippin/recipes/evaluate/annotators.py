@@ -1,9 +1,9 @@
-"""Annotation curves: how many annotators must label each item, from a table of labels.
+"""Annotation curves: estimate from a table of labels how many annotators each item needs.
 
 Notable here:
-- with features, a small network is trained on fewer and on more annotations, on winners and on smoothed winners;
-  without, some annotations of each item are compared with others of it
-- an item's annotations are columns that count labels, or columns of people's labels
+- with features, a small network is trained on increasing numbers of annotations, on their distributions, on majority
+  labels and on smoothed ones; without features, subsets of each item's annotations are compared with the rest
+- annotations are given as columns of label counts, or as one column of labels per annotator
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
     from pippin.evaluate.judges.votes import Sheet
 
 METRICS = ("kl", "entropy_r", "accuracy")
-"""The metrics that are reported: divergence, correlation of entropies, and accuracy."""
+"""The reported metrics: KL divergence, correlation of entropies, and accuracy."""
 
 
 def names_of(text: str, *, option: str) -> tuple[str, ...]:
-    """Names between commas.
+    """Parse comma-separated names.
 
     Args:
         text: the names.
-        option: how an error calls them.
+        option: the option's name, for error messages.
 
     Raises:
-        InvalidArgument: one is empty or stands twice.
+        InvalidArgument: a name is empty or repeated.
     """
     names = tuple(name.strip() for name in text.split(","))
     if not all(names) or len(set(names)) < len(names):
@@ -56,7 +56,7 @@ def _sizes(text: str) -> tuple[int, ...]:
 @checked
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The settings of a measurement."""
+    """Settings of a measurement."""
 
     table: Annotated[StrPath, Option("A CSV file in UTF-8: a row per item, its labels in columns.", positional=True)]
     counts: Annotated[
@@ -103,15 +103,15 @@ class Config:
 
 
 def run(config: Config, *, show_progress: bool = True) -> BudgetReport:
-    """Divergence, correlation of entropies and accuracy over the number of annotations.
+    """Measure KL divergence, correlation of entropies and accuracy over the number of annotations per item.
 
     Args:
         config: the settings.
         show_progress: whether progress is shown on stderr.
 
     Raises:
-        InvalidArgument: columns that there are not, or that do not go together.
-        InvalidInput: a table that cannot be read, or an item without a label.
+        InvalidArgument: columns that do not exist, or incompatible settings.
+        InvalidInput: the table cannot be read, or an item has no label.
     """
     from pippin.evaluate.annotators.annotation_budget import annotation_curve
     from pippin.evaluate.judges.votes import read_csv
@@ -124,27 +124,27 @@ def run(config: Config, *, show_progress: bool = True) -> BudgetReport:
 
 
 def saturation(report: BudgetReport, share: float) -> list[str]:
-    """Where each metric saturates, a sentence for each."""
-    found = []
+    """One sentence per metric on the number of annotations at which it saturates."""
+    sentences = []
     for metric in METRICS:
         try:
-            settled = report.saturation(metric, share)
+            result = report.saturation(metric, share)
         except InvalidArgument as error:
-            found.append(str(error))
+            sentences.append(str(error))
             continue
-        gained = {size: statistics.fmean(shares) for size, shares in settled.shares.items()}
-        if settled.size is None:
-            last = list(gained)[-2]
-            found.append(f"{metric}: {100 * gained[last]:.0f} % of the gain at {last} annotations; more still help")
-        elif gained[settled.size] > 1:
-            found.append(f"{metric}: all of the gain at {settled.size} annotations; more did not help")
+        gain = {size: statistics.fmean(shares) for size, shares in result.shares.items()}
+        if result.size is None:
+            last = list(gain)[-2]
+            sentences.append(f"{metric}: {100 * gain[last]:.0f} % of the gain at {last} annotations; more still help")
+        elif gain[result.size] > 1:
+            sentences.append(f"{metric}: all of the gain at {result.size} annotations; more did not help")
         else:
-            found.append(f"{metric}: {100 * gained[settled.size]:.0f} % of the gain at {settled.size} annotations")
-    return found
+            sentences.append(f"{metric}: {100 * gain[result.size]:.0f} % of the gain at {result.size} annotations")
+    return sentences
 
 
 def _counts(config: Config, sheet: Sheet) -> Tensor:
-    """Counts of labels [items, labels], from columns that count or from columns of labels."""
+    """Label counts [items, labels], from columns of counts or from columns of labels."""
     import torch
 
     from pippin.evaluate.annotators.soft_labels import check_counts
@@ -154,31 +154,31 @@ def _counts(config: Config, sheet: Sheet) -> Tensor:
         if config.annotators or config.labels:
             raise InvalidArgument("give counts (--counts), or annotators and labels; not both")
         return check_counts(torch.from_numpy(sheet.floats(list(config.counts))))
-    taken = {"id", "item", *config.features}
-    free = [name for name in sheet.columns if name not in taken and name.lower() not in taken]
-    chosen = list(config.annotators) or free
-    if len(chosen) < 2:
-        raise InvalidInput(f"{sheet.name} has {len(chosen)} columns of people's labels; give 2 or more, or --counts")
-    codes, _, known = encode(
-        sheet.texts(chosen),
+    not_labels = {"id", "item", *config.features}
+    candidates = [name for name in sheet.columns if name not in not_labels and name.lower() not in not_labels]
+    annotators = list(config.annotators) or candidates
+    if len(annotators) < 2:
+        raise InvalidInput(f"{sheet.name} has {len(annotators)} columns of annotators; give 2 or more, or --counts")
+    codes, _, labels = encode(
+        sheet.texts(annotators),
         classes=list(config.labels) or None,
-        judges=chosen,
+        judges=annotators,
         where=lambda row: f"line {sheet.lines[row]} of {sheet.name}",
     )
-    if not config.labels and len(known) > max(20, len(codes) // 10):
+    if not config.labels and len(labels) > max(20, len(codes) // 10):
         raise InvalidInput(
-            f"{sheet.name} holds {len(known)} different labels in {', '.join(chosen[:6])}; name the columns of "
-            "people's labels by --annotators, or those that count annotations by --counts"
+            f"{sheet.name} holds {len(labels)} different labels in {', '.join(annotators[:6])}; name the columns of "
+            "annotators with --annotators, or those of label counts with --counts"
         )
-    found = torch.from_numpy((codes[..., None] == range(len(known))).sum(1))
-    silent = (found.sum(1) == 0).nonzero()[:, 0]
-    if len(silent):
-        raise InvalidInput(f"line {sheet.lines[int(silent[0])]} of {sheet.name} has no label at all; leave it out")
-    return found
+    counts = torch.from_numpy((codes[..., None] == range(len(labels))).sum(1))  # [items, labels]
+    unlabeled = (counts.sum(1) == 0).nonzero()[:, 0]
+    if len(unlabeled):
+        raise InvalidInput(f"line {sheet.lines[int(unlabeled[0])]} of {sheet.name} has no label at all; leave it out")
+    return counts
 
 
 def _trained(config: Config, sheet: Sheet, counts: Tensor, *, show_progress: bool) -> BudgetReport:
-    """Train on standardized features; nothing of the test items is known before."""
+    """Train on features standardized with the statistics of the training items, and evaluate on the test items."""
     import torch
     from torch import nn
 

@@ -1,4 +1,4 @@
-"""Composability: whether the scores of several classes or texts of a diffusion model may be added, beforehand."""
+"""Composability: predict whether the scores of several conditions of a diffusion model can be added."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NOTHING = "nothing"
 @checked
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The settings of a measurement."""
+    """Settings of a measurement."""
 
     model: Annotated[
         StrPath, Option("Folder of a diffusion model, as `pippin train images` makes it.", positional=True)
@@ -54,14 +54,15 @@ class Config:
 
 
 def run(config: Config, *, show_progress: bool = True) -> Composability:
-    """Say whether the scores of several parts may be added, and why not where they may not.
+    """Measure whether the scores of several conditions can be added, and the reason if not.
 
     Args:
         config: the settings.
         show_progress: whether progress is shown on stderr.
 
     Raises:
-        InvalidArgument: a folder without a diffusion model, a part that it does not know, or a file that is no .png.
+        InvalidArgument: a folder without a diffusion model, a condition that it does not have, or an output file that
+            is not .png.
     """
     from pippin.generate.composition.compose import composability, compose
     from pippin.generate.contract import GeneratorModule
@@ -83,7 +84,7 @@ def run(config: Config, *, show_progress: bool = True) -> Composability:
 
 
 def _conditions(model: Diffusion, words: Sequence[str]) -> list[Conditioning]:
-    """What each word means to the model."""
+    """The condition of each class name or text."""
     import torch
 
     from pippin.generate.conditions import Conditioning
@@ -92,10 +93,10 @@ def _conditions(model: Diffusion, words: Sequence[str]) -> list[Conditioning]:
     spec = model.condition
     if spec.map_channels or spec.vector_dim or bool(spec.num_classes) == bool(spec.text_dim):
         raise InvalidArgument(
-            "parts are classes or texts, and the model reads something else; use pippin.generate.compose"
+            "parts must be classes or texts, and the model has other conditions; use pippin.generate.compose"
         )
     if NOTHING in words and not spec.null:
-        raise InvalidArgument("'nothing' is no background of this model: it was not trained without its condition")
+        raise InvalidArgument("'nothing' needs a model that was also trained without its condition; name a background")
     if spec.num_classes:
         names = [str(name) for name in model.metadata.get("classes") or range(spec.num_classes)]
         labels = [-1 if word == NOTHING else _label(word, names) for word in words]

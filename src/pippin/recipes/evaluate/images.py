@@ -1,7 +1,7 @@
-"""Image quality: how near a set of generated images is to a set of real ones.
+"""Sample quality: compare a set of generated images with a set of real ones.
 
 Notable here:
-- distances depend on the features and on the number of images: compare figures of equal ones only
+- distances depend on the features and on the number of images: compare only values with the same features and number
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 MIN_IMAGES = 16
 RELIABLE_IMAGES = 1000
-"""With fewer images the Fréchet distance is much too large; the kernel distance is not."""
+"""With fewer images the Fréchet distance has a large positive bias; the kernel distance is unbiased."""
 
 
 @checked
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The settings of a comparison."""
+    """Settings of a comparison."""
 
     samples: Annotated[str, Option("Images to judge: a folder, or a .npz file with 'images'.", positional=True)]
     real: Annotated[
@@ -51,14 +51,14 @@ class Config:
 
 
 def run(config: Config, *, show_progress: bool = True) -> Report:
-    """Fréchet and kernel distance, precision, recall, and fine detail of images against real ones.
+    """Measure Fréchet and kernel distance, precision, recall and fine detail of generated against real images.
 
     Args:
         config: the settings.
         show_progress: whether progress is shown on stderr.
 
     Raises:
-        InvalidInput: images that cannot be read, too few of them, or two sets of different shapes.
+        InvalidInput: images cannot be read, there are too few, or the two sets have different shapes.
     """
     from pippin.data import images
     from pippin.evaluate.images.sample_quality import compare
@@ -99,7 +99,7 @@ def run(config: Config, *, show_progress: bool = True) -> Report:
 
 
 def _channels(samples: str, real: ImageSet) -> Any:
-    """Files take the channels of the real images, as gray files are read in color otherwise; a .npz keeps its own."""
+    """The channels to read image files with: those of the real images, since gray files could be read as RGB too."""
     return None if Path(samples).suffix == ".npz" else real.shape[0]
 
 

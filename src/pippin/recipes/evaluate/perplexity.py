@@ -34,7 +34,7 @@ MAX_LENGTH = 512
 @checked
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The settings of a measurement."""
+    """Settings of a measurement."""
 
     model: options.Model
     data: Annotated[

@@ -1,7 +1,7 @@
-"""Safety evaluation: harm let through and harmless prompts refused, by a model, by guardrails, or by both.
+"""Safety evaluation: violation and over-refusal rates of a model, of guardrails, or of both.
 
 Notable here:
-- with ``guardrails_only`` no model is loaded: what the guardrails let through counts as answered
+- with ``guardrails_only`` no model is loaded: a prompt that the guardrails pass counts as answered
 """
 
 from __future__ import annotations
@@ -63,16 +63,16 @@ class Config:
 
 
 def run(config: Config, *, show_progress: bool = True) -> SafetyReport:
-    """Measure violation and over-refusal on harmful, look-alike and neutral prompts, per locale.
+    """Measure violation and over-refusal rates on harmful, look-alike and neutral prompts, by locale.
 
     Args:
         config: the settings.
         show_progress: whether progress is shown on stderr.
 
     Raises:
-        InvalidArgument: a suite, locale or variant that there is not, or a correction without labels by people.
-        InvalidInput: labels that cannot be read.
-        ModelNotFound: the model or the judge.
+        InvalidArgument: an unknown suite, locale or variant, or a correction without human labels.
+        InvalidInput: the human labels cannot be read.
+        ModelNotFound: the model or the judge does not exist.
     """
     from pippin.evaluate.safety import evaluation
     from pippin.evaluate.safety.judge import model_judge
@@ -107,7 +107,7 @@ def _guardrails(preset: str, locales: list[str]) -> dict[str, Guardrails]:
 
 
 def _guardrails_alone(guards: dict[str, Guardrails]) -> Callable[[SafetyPrompt], str]:
-    """Answers every prompt that the guardrails let through."""
+    """A stand-in for a model that answers every prompt that the guardrails pass."""
 
     def answer(prompt: SafetyPrompt) -> str:
         guards[prompt.locale].enforce(prompt.text, role="input")
@@ -117,7 +117,7 @@ def _guardrails_alone(guards: dict[str, Guardrails]) -> Callable[[SafetyPrompt],
 
 
 def _answers(config: Config, guards: dict[str, Guardrails]) -> Callable[[SafetyPrompt], str]:
-    """A model between guardrails, a new conversation for each prompt."""
+    """A model with guardrails on input and output, and a new conversation for each prompt."""
     import pippin
     from pippin.session.options import GenerationOptions
 
@@ -134,7 +134,7 @@ def _answers(config: Config, guards: dict[str, Guardrails]) -> Callable[[SafetyP
 
 
 def _judge(config: Config, ref: str) -> Callable[[str], str]:
-    """A model that can answer with nothing but a label."""
+    """A judge model whose output is constrained to the labels."""
     import pippin
     from pippin.evaluate.safety.judge import LABELS
 
@@ -148,7 +148,7 @@ def _judge(config: Config, ref: str) -> Callable[[str], str]:
 
 
 def _score(guards: dict[str, Guardrails]) -> Callable[[SafetyPrompt], float]:
-    """The highest score of a rule that may act."""
+    """The highest score of all rules that have a threshold."""
 
     def score(prompt: SafetyPrompt) -> float:
         verdict = guards[prompt.locale].check(prompt.text, role="input")

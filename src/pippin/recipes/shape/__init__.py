@@ -1,4 +1,4 @@
-"""Recipes that change a trained model: what `pippin shape` does."""
+"""Recipes that convert a trained model, behind the commands of `pippin shape`."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""Adapter merging: LoRA adapters added to the weights of their model, or several adapters into one."""
+"""Adapter merging: merge LoRA adapters into the weights of their model, or several adapters into one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pippin.recipes.options import StrPath, paths
 @checked
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The settings of a merge."""
+    """Settings of a merge."""
 
     model: options.Model
     adapter: Annotated[tuple[StrPath, ...], Option("An adapter of this model; may be repeated.", metavar="PATH")]
@@ -30,13 +30,13 @@ class Config:
 
 @dataclass(frozen=True)
 class MergedAdapters:
-    """What was saved.
+    """The result of a merge.
 
     Attributes:
         model: name of the model.
         adapters: names of the adapters' folders.
-        out: folder of the merged model, or of the one adapter.
-        rank: of the one adapter; None for a merged model.
+        out: folder of the merged model or adapter.
+        rank: rank of the merged adapter; None for a merged model.
     """
 
     model: str
@@ -57,7 +57,7 @@ def run(config: Config, *, show_progress: bool = True) -> MergedAdapters:
         show_progress: whether progress is shown on stderr.
 
     Raises:
-        InvalidArgument: not one weight for each adapter.
+        InvalidArgument: the number of weights differs from the number of adapters.
         ModelNotFound, CheckpointError: the model or an adapter cannot be loaded.
     """
     import pippin

@@ -1,8 +1,8 @@
-"""Palettization: a language model whose matrices are indices into small tables of values.
+"""Palettization: store the matrices of a language model as indices into small lookup tables.
 
 Notable here:
-- the file is as small as indices and tables are; there are no kernels for tables, so that loaded weights are ordinary
-  ones: the folder saves disk and not time (`pippin.recipes.shape.quantize` saves both)
+- palettization saves disk space but no time or memory, since weights are decoded when they are loaded;
+  `pippin.recipes.shape.quantize` saves all of these
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 @checked
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The settings of a run."""
+    """Settings of a run."""
 
     model: options.Model
     out: Annotated[StrPath, Option("Folder of the result.", None, "PATH")]
@@ -54,11 +54,11 @@ class PalettizationResult:
     Attributes:
         model: name of the model before.
         out: folder that it was saved to.
-        bytes_before: of the weights on disk; 0 where they came from no file.
-        bytes_after: of those that were saved.
-        bits_per_weight: with the tables.
-        widths: how many matrices have indices of how many bits.
-        squared_error: of the weights, over the sum of their squares.
+        bytes_before: size of the weights on disk; 0 if they were not loaded from a file.
+        bytes_after: size of the saved weights.
+        bits_per_weight: average bits, including the tables.
+        widths: number of matrices by bits of their indices.
+        squared_error: squared error of the weights, relative to the sum of their squares.
     """
 
     model: str
@@ -74,7 +74,7 @@ class PalettizationResult:
         return vars(self) | {"out": str(self.out)}
 
     def report(self) -> Report:
-        """Sizes and the error of the weights."""
+        """Report sizes and the error of the weights."""
         from pippin.core.report import Report, Row
 
         rows = [
@@ -88,14 +88,14 @@ class PalettizationResult:
 
 
 def run(config: Config, *, show_progress: bool = True) -> PalettizationResult:
-    """Palettize a model and save a folder that `pippin.load` opens like any other.
+    """Palettize a model and save it as a folder for `pippin.load`.
 
     Args:
         config: the settings.
         show_progress: whether progress is shown on stderr.
 
     Raises:
-        InvalidArgument: settings that do not fit together or to the model.
+        InvalidArgument: settings that are incompatible with each other or with the model.
         ModelNotFound, InvalidRecord: the model or the data cannot be read.
     """
     import pippin

@@ -1,7 +1,7 @@
-"""KV sharing: layers of a language model that read the key-value cache of an earlier layer, healed by distillation.
+"""KV sharing: layers of a language model use the KV cache of an earlier layer, with distillation to recover quality.
 
 Notable here:
-- a model that was trained with routed caches needs no healing: without data, it is cut and saved as it is
+- a model that was trained with routed caches needs no distillation: without data, it is converted and saved
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pippin.core.report import Report
 
 PROMPT_TOKENS = 512
-"""Tokens of the prompt whose time is measured."""
+"""Length of the prompt for which the time to the first token is measured."""
 REPETITIONS = 3
 
 
@@ -39,7 +39,7 @@ def _layers(text: str) -> tuple[int, ...]:
 @checked
 @dataclass(frozen=True, kw_only=True)
 class Config(TextTrainingConfig):
-    """The settings of a run: which layers share caches, and how the model is healed."""
+    """Settings of a run: which layers share caches, and the distillation."""
 
     data: options.Data = ()
     shared_layers: Annotated[
@@ -72,16 +72,16 @@ class Config(TextTrainingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class KVSharingResult:
-    """A model with shared caches, and what that saves and costs.
+    """A model with shared caches: savings, and change of the loss.
 
     Attributes:
-        model: name of the model before.
-        out: folder that it was saved to.
-        cache_bytes: of a token in the cache, before and after.
-        prompt_tokens: of the prompt that was timed.
+        model: name of the original model.
+        out: folder of the result.
+        cache_bytes: bytes per token in the KV cache, before and after.
+        prompt_tokens: length of the timed prompt.
         first_token_seconds: median time to the first token after that prompt, before and after.
-        losses: held-out losses "of the original", "untrained" and "trained"; empty where nothing was held out.
-        outcome: the run that healed the model; None where there was none.
+        losses: held-out losses "of the original", "untrained" and "trained"; empty if nothing is held out.
+        outcome: the distillation run; None without data.
     """
 
     model: str
@@ -94,7 +94,7 @@ class KVSharingResult:
 
     @property
     def stopped(self) -> str | None:
-        """Why training ended before its last step, if it did."""
+        """Why training stopped before its last step; None if it did not."""
         return None if self.outcome is None else self.outcome.training.stopped
 
     def summary(self) -> dict[str, Any]:
@@ -117,32 +117,32 @@ class KVSharingResult:
         return made
 
     def report(self) -> Report:
-        """Cache and time to the first token, before and after, and the held-out losses."""
+        """Report cache size and time to the first token before and after, and the held-out losses."""
         from pippin.core.report import Report, Row
 
-        (was, now), (first, second) = self.cache_bytes, self.first_token_seconds
+        (bytes_before, bytes_after), (seconds_before, seconds_after) = self.cache_bytes, self.first_token_seconds
         return Report(
             "sharing caches",
             [
-                Row("cache of a token before", was, "bytes"),
-                Row("cache of a token after", now, "bytes"),
-                Row(f"first token after {self.prompt_tokens} before", first, "s"),
-                Row(f"first token after {self.prompt_tokens} after", second, "s"),
-                Row("time to first token, after / before", second / first, "x"),
+                Row("cache of a token before", bytes_before, "bytes"),
+                Row("cache of a token after", bytes_after, "bytes"),
+                Row(f"first token after {self.prompt_tokens} before", seconds_before, "s"),
+                Row(f"first token after {self.prompt_tokens} after", seconds_after, "s"),
+                Row("time to first token, after / before", seconds_after / seconds_before, "x"),
                 *(Row(f"held-out loss {which}", loss, "nats/token") for which, loss in self.losses.items()),
             ],
         )
 
 
 def run(config: Config, *, show_progress: bool = True) -> KVSharingResult:
-    """Let layers share caches, heal the model by distillation from the original, and save it.
+    """Let layers share KV caches, train the model by distillation from the original, and save it.
 
     Args:
         config: the settings.
         show_progress: whether progress is shown on stderr.
 
     Raises:
-        InvalidArgument: settings that do not fit together or to the model.
+        InvalidArgument: settings that are incompatible with each other or with the model.
         ModelNotFound, InvalidRecord, InvalidInput: the model or the data cannot be read.
         TrainingError: the loss is not finite, or the checkpoints in the folder are of another run.
     """
@@ -157,7 +157,7 @@ def run(config: Config, *, show_progress: bool = True) -> KVSharingResult:
             "kv_sharing_ratio and kv_sharing_layers say which layers share; leave shared_layers and group_size out"
         )
     if not (routed or config.data):
-        raise InvalidArgument("a model that was not trained with shared caches must be healed: give data (--data FILE)")
+        raise InvalidArgument("a model that was not trained with shared caches needs training: give data (--data FILE)")
     options.refuse_existing_run(config.run_path, config.resume)
     original = pippin.load(config.model, device=config.device, dtype="float32", pack=False)
     if routed:
@@ -204,7 +204,7 @@ def run(config: Config, *, show_progress: bool = True) -> KVSharingResult:
 
 
 def _measure(model: str, out: Path, device: str | None) -> tuple[tuple[float, float], int, tuple[float, float]]:
-    """Bytes of a token in the cache, tokens of the prompt, and seconds to the first token; original, then result."""
+    """Bytes per token in the cache, length of the prompt, seconds to the first token; pairs are original and result."""
     import pippin
     from pippin.engine import Engine
     from pippin.engine.measure_speed import cache_bytes, prompt_ids
@@ -215,20 +215,20 @@ def _measure(model: str, out: Path, device: str | None) -> tuple[tuple[float, fl
         Engine(before, max_num_seqs=1, cache_tokens=count + 32) as one,
         Engine(after, max_num_seqs=1, cache_tokens=count + 32) as other,
     ):
-        was, now = (cache_bytes(engine.model.config, engine.kv_cache_dtype, 1) for engine in (one, other))
-        first, second = _time_to_first_token([one, other], prompt_ids(before, count))
-    return (was, now), count, (first, second)
+        sizes = tuple(cache_bytes(engine.model.config, engine.kv_cache_dtype, 1) for engine in (one, other))
+        seconds = _time_to_first_token([one, other], prompt_ids(before, count))
+    return (sizes[0], sizes[1]), count, (seconds[0], seconds[1])
 
 
 def _time_to_first_token(engines: Sequence[Any], prompt: Sequence[int]) -> list[float]:
-    """Median seconds to the first token, for each engine; nothing is found in a cache."""
+    """Median seconds to the first token by engine, without hits in the prefix cache."""
     from pippin.engine.measure_speed import measure_speed
 
     seconds: list[list[float]] = [[] for _ in engines]
     for repetition in range(REPETITIONS + 1):
-        for engine, found in zip(engines, seconds, strict=True):
+        for engine, times in zip(engines, seconds, strict=True):
             stops = engine.model.tokenizer.eos_ids
-            took = measure_speed(engine, prompt, 2, stops=stops, owner=str(repetition)).first_token_seconds
-            if repetition:  # the first is for warming up
-                found.append(took)
-    return [statistics.median(found) for found in seconds]
+            duration = measure_speed(engine, prompt, 2, stops=stops, owner=str(repetition)).first_token_seconds
+            if repetition:  # the first run is a warm-up
+                times.append(duration)
+    return [statistics.median(times) for times in seconds]

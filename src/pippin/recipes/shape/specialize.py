@@ -1,8 +1,8 @@
-"""Specialization: the small, ordinary model for one prompt, task or kind of text, out of one that holds many.
+"""Specialization: extract a small standard model for one prompt, task or kind of text from a larger one.
 
 Notable here:
-- of a model that was trained with `pippin.recipes.train.prune`, the channels that a prompt needs
-- of a soup of `pippin.recipes.train.soup`, the weighted sum for a mixture of domains
+- from a model trained with `pippin.recipes.train.prune`, the channels that a prompt needs are selected
+- from a soup of experts trained with `pippin.recipes.train.soup`, the weighted sum for a mixture of domains is computed
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class Config:
 
 @dataclass(frozen=True)
 class SpecializationResult:
-    """A small model.
+    """The result of a specialization.
 
     Attributes:
-        model: name of the large one's folder.
-        out: folder of the small one.
-        figures: its size beside that of the large one; for a soup, the shares of domains and experts.
+        model: name of the large model's folder.
+        out: folder of the small model.
+        figures: sizes of both models; for a soup, the weights of domains and experts.
     """
 
     model: str
@@ -61,21 +61,21 @@ class SpecializationResult:
         return {"out": str(self.out), **self.figures}
 
     def report(self) -> Report:
-        """The figures."""
+        """Report the figures."""
         from pippin.core.report import Report, Row
 
         return Report(f"{self.model}, specialized", [Row(name, value) for name, value in self.figures.items()])
 
 
 def run(config: Config, *, show_progress: bool = True) -> SpecializationResult:
-    """Make the small model and save it.
+    """Create the small model and save it.
 
     Args:
         config: the settings.
         show_progress: whether progress is shown on stderr.
 
     Raises:
-        InvalidArgument: the folder holds neither kind of model, or settings of the other kind were given.
+        InvalidArgument: the folder contains neither type of model, or a setting is for the other type.
     """
     from pippin.core.formats.checkpoint import model_type
     from pippin.language.methods.instruction_pruning.pruned_model import PrunedModel
@@ -103,9 +103,9 @@ def _by_prompt(path: Path, prompt: str | None, out: Path, device: str | None) ->
     from pippin.language.methods.instruction_pruning.pruned_model import PrunedModel
 
     large = PrunedModel.load(path, device=device)
-    began = time.perf_counter()
+    start = time.perf_counter()
     small = large.specialize(prompt)
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - start
     small.save(out)
     before, after = (sum(p.numel() for p in module.parameters()) for module in (large.module.base, small.module))
     return {

@@ -1,4 +1,4 @@
-"""Recipes that train: what `pippin train` does."""
+"""Training recipes, behind the commands of `pippin train`."""
 
 import lazy_loader
 

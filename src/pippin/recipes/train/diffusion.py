@@ -1,7 +1,7 @@
-"""Masked diffusion: a language model that fills masked tokens in any order, made from one that predicts the next token.
+"""Masked diffusion: convert an autoregressive language model to one that fills masked tokens in any order.
 
 Notable here:
-- the losses are bounds on nats per token; they do not compare with those of next-token training
+- losses are upper bounds in nats per token; they are not comparable with those of next-token training
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Config(TextTrainingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedDiffusionResult(TextTrainingResult):
-    """A finished run; its losses are bounds.
+    """The result of a run; its losses are upper bounds.
 
     Attributes:
         mask_id: token id of the mask token.
@@ -56,7 +56,7 @@ def run(config: Config, *, show_progress: bool = True) -> MaskedDiffusionResult:
         show_progress: whether progress is shown on stderr.
 
     Raises:
-        InvalidArgument: settings that do not fit together or to the model.
+        InvalidArgument: settings that are incompatible with each other or with the model.
         ModelNotFound, InvalidRecord, InvalidInput: the model or the data cannot be read.
         TrainingError: the loss is not finite, or the checkpoints in the folder are of another run.
     """

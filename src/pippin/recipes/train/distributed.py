@@ -1,8 +1,8 @@
-"""A recipe on several processes: those that torchrun started, or workers of a Ray cluster.
+"""Distributed recipes: on processes started by torchrun, or on workers of a Ray cluster.
 
 Notable here:
-- `run` of a recipe joins the processes that torchrun started by itself; nothing has to be passed
-- on Ray a config travels as JSON values and is validated again by each worker
+- `run` of a recipe joins the process group of torchrun automatically
+- on Ray, a config is sent as JSON values and validated again by each worker
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def joined(processes: DistributedProcesses | None = None) -> Iterator[DistributedProcesses | None]:
-    """The processes that share a run: those given, those that torchrun started, or None where this one is alone."""
+    """The processes of a run: those given, those started by torchrun, or None for a single process."""
     from pippin.train.distributed import DistributedProcesses, is_distributed
 
     if processes is not None or not is_distributed():
@@ -36,7 +36,7 @@ def joined(processes: DistributedProcesses | None = None) -> Iterator[Distribute
 
 
 def is_first() -> bool:
-    """Whether this process is alone, or the first of those that torchrun started: the one that prints the result."""
+    """Whether this process prints the result: it is the only one, or rank 0."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -44,16 +44,16 @@ def is_first() -> bool:
 def run_on_ray(
     recipe: ModuleType, config: Any, *, num_workers: PositiveInt | None = None, show_progress: bool = True
 ) -> Any:
-    """Run a recipe on workers of a Ray cluster, or of one that is started on this machine.
+    """Run a recipe on workers of a Ray cluster; without a cluster, a local one is started.
 
     Args:
-        recipe: a module of this package whose `run` takes ``processes``: `full` or `lora`.
-        config: its `Config`; paths in it must mean the same on every machine.
-        num_workers: None for one on each core.
+        recipe: a module of this package whose `run` has the argument ``processes``: `full` or `lora`.
+        config: its `Config`; paths in it must be valid on every machine.
+        num_workers: number of workers; None for one per core.
         show_progress: whether the first worker shows progress.
 
     Returns:
-        What the recipe returned on the first worker.
+        The result of the recipe on the first worker.
 
     Raises:
         MissingDependency: Ray is not installed.
@@ -73,7 +73,7 @@ def run_on_ray(
 
 
 def _work(settings: dict[str, Any], processes: DistributedProcesses) -> Any:
-    """One worker's part of the run."""
+    """Run the recipe on one worker."""
     from pydantic import TypeAdapter
 
     recipe = importlib.import_module(settings["recipe"])

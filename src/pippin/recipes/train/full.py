@@ -1,8 +1,8 @@
-"""Full fine-tuning: all weights of a language model, trained further or from random ones.
+"""Full training: fine-tune all weights of a language model, or train from random weights.
 
 Notable here:
-- with `route_caches` the model is trained to run with any share of its key-value caches (stochastic KV routing), and
-  the held-out loss is evaluated at several of them
+- with `route_caches` the model is trained to run with any fraction of its KV caches (stochastic KV routing), and the
+  held-out loss is evaluated at several fractions
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from pippin.train.distributed import DistributedProcesses
 
 KV_SHARING_RATIOS = (1.0, 0.5, 0.25)
-"""Shares of the caches at which a model with routed caches is evaluated."""
+"""KV-sharing ratios at which a model with routed caches is evaluated."""
 
 
 @checked
 @dataclass(frozen=True, kw_only=True)
 class Config(TextTrainingConfig):
-    """The settings of a run."""
+    """Settings of a run."""
 
     inject: options.Inject = 0.0
     pretrain_data: options.PretrainData = ()
@@ -48,19 +48,18 @@ class Config(TextTrainingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class FullFinetuningResult(TextTrainingResult):
-    """A finished run.
+    """The result of a run.
 
     Attributes:
-        fresh: whether it began with random weights.
-        held_out_by_kv_sharing_ratio: the held-out loss with a share of the caches, by that share; empty where caches
-            were not routed.
+        fresh: whether training started from random weights.
+        held_out_by_kv_sharing_ratio: held-out loss by KV-sharing ratio; empty without ``route_caches``.
     """
 
     fresh: bool
     held_out_by_kv_sharing_ratio: Mapping[float, float] = field(default_factory=dict)
 
     def extra_rows(self) -> list[Any]:
-        """The held-out loss at each share of the caches."""
+        """The held-out loss at each KV-sharing ratio."""
         from pippin.core.report import Row
 
         return [
@@ -72,15 +71,15 @@ class FullFinetuningResult(TextTrainingResult):
 def run(
     config: Config, *, show_progress: bool = True, processes: DistributedProcesses | None = None
 ) -> FullFinetuningResult:
-    """Train all weights, and save a model that `pippin.load` opens like any other.
+    """Train all weights, and save a model for `pippin.load`.
 
     Args:
         config: the settings.
         show_progress: whether progress is shown on stderr.
-        processes: those that share the run; None joins those that torchrun started, if any.
+        processes: the processes of a distributed run; None joins those started by torchrun, if any.
 
     Raises:
-        InvalidArgument: settings that do not fit together or to the model.
+        InvalidArgument: settings that are incompatible with each other or with the model.
         ModelNotFound, InvalidRecord, InvalidInput: the model or the data cannot be read.
         TrainingError: the loss is not finite, or the checkpoints in the folder are of another run.
     """
@@ -130,13 +129,13 @@ def run(
 def load_for_training(
     ref: str, device: str | None, *, fresh: bool = False, preset: str | None = None, seed: int = 0
 ) -> LanguageModel:
-    """A model in float32 with all its weights trainable: as it was saved, or with random weights.
+    """Load a model in float32 with all weights trainable, or create one with random weights.
 
     Args:
-        ref: what `pippin.load` opens; its tokenizer is kept in any case.
-        device: where to; None for the best available.
-        fresh: random weights of the same architecture.
-        preset: random weights of another architecture, by its name in `pippin.language.presets`.
+        ref: a model reference as in `pippin.load`; its tokenizer is used in any case.
+        device: as in `pippin.load`; None takes the best device available.
+        fresh: whether to use random weights of the same architecture.
+        preset: name of another architecture in `pippin.language.presets`, with random weights.
         seed: of the random weights.
     """
     from pippin.language.language_model import load as load_language_model

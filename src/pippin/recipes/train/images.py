@@ -1,8 +1,8 @@
-"""Image generation: a generator of images trained on a folder, on a data set of the catalog, or on synthetic scenes.
+"""Image generation: train a generator on a folder of images, a data set of the catalog, or synthetic scenes.
 
 Notable here:
-- seven methods behind one contract (`image_generators` beside this file); the condition is what the images come with
-- the moving average of the weights is saved, with a sheet of samples beside it
+- seven methods with one interface (see `image_generators`), conditioned on the classes or captions of the images
+- the moving average of the weights is saved, with a grid of samples
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 _MODEL = "Model"
 MAX_HELD_OUT = 512
-"""Images that the loss is evaluated on, at most."""
+"""Maximum number of images that the loss is evaluated on."""
 
 
 @checked
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The settings of a run."""
+    """Settings of a run."""
 
     data: Annotated[
         str,
@@ -86,7 +86,7 @@ class Config:
 
 @dataclass(frozen=True)
 class ImageGenerationResult:
-    """A finished run.
+    """The result of a run.
 
     Attributes:
         out: folder of the generator and of samples.png.
@@ -145,7 +145,7 @@ def run(config: Config, *, show_progress: bool = True) -> ImageGenerationResult:
         show_progress: whether progress is shown on stderr.
 
     Raises:
-        InvalidArgument: settings that do not fit together or to the images.
+        InvalidArgument: settings that are incompatible with each other or with the images.
         InvalidInput: images that cannot be read.
         TrainingError: the loss is not finite, or the checkpoints in the folder are of another run.
     """
@@ -236,7 +236,7 @@ def _images(config: Config, *, show_progress: bool) -> ImageSet:
 
 
 def _condition_kind(images: ImageSet, wanted: str | None) -> str:
-    """What the generator is conditioned on: as asked for, or what the images come with."""
+    """The kind of condition: as requested, or by default the captions or classes of the images."""
     kind = wanted or ("text" if images.captions else "class" if images.labels is not None else "nothing")
     if kind == "class" and images.labels is None:
         raise InvalidArgument(f"{images.name} has no classes; put the images of each class into a folder of its own")
@@ -262,7 +262,7 @@ def _condition_spec(images: ImageSet, kind: str, encoder: PromptEncoder | None) 
 
 
 def _divide(count: int, share: float, seed: int) -> tuple[list[int], list[int]]:
-    """Indices of the images to train on, and of those that the loss is evaluated on."""
+    """Split into indices of training images and of held-out images."""
     import numpy as np
 
     held_out = min(MAX_HELD_OUT, round(share * count))
@@ -275,13 +275,13 @@ def _divide(count: int, share: float, seed: int) -> tuple[list[int], list[int]]:
 
 
 class _Collate:
-    """Makes batches from indices of images."""
+    """Collates images and their conditions into a batch."""
 
     def __init__(self, images: ImageSet, kind: str, encoder: PromptEncoder | None, flip: bool, seed: int) -> None:
         self.images, self.kind, self.encoder, self.flip, self.seed = images, kind, encoder, flip, seed
 
     def __call__(self, chosen: list[int]) -> Samples:
-        """The images and their condition; which are mirrored follows from their indices."""
+        """The batch of the chosen indices; they also seed the choice of images to flip."""
         import torch
 
         from pippin.generate.conditions import Samples
@@ -302,7 +302,7 @@ class _Collate:
 
 
 def _measure(made: UntrainedGenerator, collate: _Collate, held_out: list[int]) -> Any:
-    """The loss on what is held out, with noise that stays the same."""
+    """A function that computes the loss on the held-out images, with the same noise in every evaluation."""
 
     def measure(model: Any) -> dict[str, float]:
         import torch
@@ -322,7 +322,7 @@ def _measure(made: UntrainedGenerator, collate: _Collate, held_out: list[int]) -
 def _write_samples(
     model: Any, images: ImageSet, encoder: PromptEncoder | None, path: Path, *, show_progress: bool
 ) -> None:
-    """Some samples as one image."""
+    """Write a grid of samples as one image."""
     import torch
 
     from pippin.data import image_files

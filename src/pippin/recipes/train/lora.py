@@ -1,9 +1,9 @@
-"""LoRA: a small adapter trained beside a language model whose own weights stay as they are.
+"""LoRA: train a low-rank adapter for a language model whose weights are frozen.
 
 Notable here:
-- the model is loaded as it will run, packed where it is packed: the adapter is trained on the weights that will answer,
-  in a third of the memory
-- what the adapter was made from (hashes of the data, steps, losses) is saved beside it, and no path of this machine
+- the base model is loaded as for inference, with packed weights where there are kernels for them: the adapter is
+  trained on exactly the weights that it will be used with, in a third of the memory
+- the adapter's provenance (hashes of the data, steps, losses) is saved with it, without paths of this machine
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _names(text: str) -> tuple[str, ...]:
 @checked
 @dataclass(frozen=True, kw_only=True)
 class Config(TextTrainingConfig):
-    """The settings of a run."""
+    """Settings of a run."""
 
     lr: options.LearningRate = 1e-3
     batch_size: options.BatchSize = 4
@@ -83,7 +83,7 @@ class Config(TextTrainingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class LoRAResult(TextTrainingResult):
-    """A finished run; `out` holds the adapter.
+    """The result of a run; `out` is the folder of the adapter.
 
     Attributes:
         rank: of each pair of matrices.
@@ -100,10 +100,10 @@ def run(config: Config, *, show_progress: bool = True, processes: DistributedPro
     Args:
         config: the settings.
         show_progress: whether progress is shown on stderr.
-        processes: those that share the run; None joins those that torchrun started, if any.
+        processes: the processes of a distributed run; None joins those started by torchrun, if any.
 
     Raises:
-        InvalidArgument: settings that do not fit together or to the model.
+        InvalidArgument: settings that are incompatible with each other or with the model.
         VocabularyMismatch: ``recover`` or ``teacher`` names a model with another vocabulary.
         ModelNotFound, InvalidRecord, InvalidInput: the model or the data cannot be read.
         TrainingError: the loss is not finite, or the checkpoints in the folder are of another run.
@@ -173,10 +173,10 @@ def _load_base(ref: str, device: str | None, bits: Any) -> LanguageModel:
 
 
 def _load_same_vocabulary(ref: str, device: str | None, base: LanguageModel) -> LanguageModel:
-    """The model before quantization, or a teacher: only read.
+    """Load the model before quantization, or a teacher.
 
     Raises:
-        VocabularyMismatch: its tokens are not those of the base.
+        VocabularyMismatch: its vocabulary differs from that of the base model.
     """
     from pippin.language.language_model import load as load_language_model
 

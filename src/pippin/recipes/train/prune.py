@@ -1,9 +1,9 @@
-"""Instruction-following pruning: training which feed-forward channels of a model each prompt needs.
+"""Instruction-following pruning: train a predictor of the feed-forward channels that each prompt needs.
 
 Notable here:
-- two stages: "continue" predicts the mask from a part of a text, for the next part; "instruct" from a prompt
-- the number of channels falls from all to ``keep`` over the first part of a new run, so that training is not shocked
-- `pippin.recipes.shape.specialize` makes the small model of a prompt
+- two stages: "continue" predicts the mask from a chunk of text, for the next chunk; "instruct" from a prompt
+- the number of channels is annealed from all to ``keep`` over the first part of a new run, for stability
+- `pippin.recipes.shape.specialize` extracts the small model for a prompt
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pippin.language.methods.instruction_pruning.pruned_model import PrunedModel
 
 FIRST_BATCHES = 8
-"""Batches on which the importance of channels is computed, and in which a prompt is looked for."""
+"""Number of batches on which the channel importance is computed, and which must contain a prompt."""
 
 
 @checked
@@ -76,11 +76,11 @@ class Config(TextTrainingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class InstructionPruningResult(TextTrainingResult):
-    """A finished run.
+    """The result of a run.
 
     Attributes:
-        keep: channels that are left in each layer.
-        width: channels that there are.
+        keep: number of channels that remain in each layer.
+        width: number of channels before pruning.
         stage: "continue" or "instruct".
     """
 
@@ -97,8 +97,8 @@ def run(config: Config, *, show_progress: bool = True) -> InstructionPruningResu
         show_progress: whether progress is shown on stderr.
 
     Raises:
-        InvalidArgument: settings that do not fit together or to the model, or data without prompts in the stage
-            "instruct".
+        InvalidArgument: settings that are incompatible with each other or with the model, or data without prompts in
+            the stage "instruct".
         VocabularyMismatch: the predictor's tokens are not those of the model.
         ModelNotFound, InvalidRecord, InvalidInput: the model or the data cannot be read.
         TrainingError: the loss is not finite, or the checkpoints in the folder are of another run.
@@ -162,7 +162,7 @@ def run(config: Config, *, show_progress: bool = True) -> InstructionPruningResu
 
 
 def _new(config: Config) -> PrunedModel:
-    """A model with an untrained predictor."""
+    """Create a pruned model with an untrained predictor."""
     import pippin
     from pippin.language.methods.instruction_pruning.pruned_model import PrunedModel
 
@@ -174,7 +174,7 @@ def _new(config: Config) -> PrunedModel:
 
 
 def _further(config: Config) -> PrunedModel:
-    """A pruned model, with another number of channels or another temperature where the config gives them."""
+    """Load a pruned model, with the number of channels and the temperature of the config, if given."""
     from pippin.language.methods.instruction_pruning.model import InstructionFollowingPruning
     from pippin.language.methods.instruction_pruning.pruned_model import PrunedModel
 
@@ -210,8 +210,8 @@ def _predictor(model: LanguageModel, name: str, seed: int) -> MaskPredictor | St
 
 
 def _first(batches: TrainingBatches) -> list[TokenBatch]:
-    """A few batches; the stream is left where it was."""
-    cursor: Any = batches.training.state_dict()
-    found = list(itertools.islice(batches.training, FIRST_BATCHES))
-    batches.training.load_state_dict(cursor)
-    return found
+    """The first batches; the position in the stream is restored."""
+    position: Any = batches.training.state_dict()
+    first = list(itertools.islice(batches.training, FIRST_BATCHES))
+    batches.training.load_state_dict(position)
+    return first

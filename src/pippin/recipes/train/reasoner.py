@@ -1,9 +1,9 @@
-"""Latent reasoning (LaDiR): a language model that thinks in blocks of vectors and writes only the answer.
+"""Latent reasoning (LaDiR): train a language model that reasons in blocks of latent vectors before it answers.
 
 Notable here:
-- three runs, each with its log and its checkpoints: the autoencoder of sentences, stage 1 (teacher forcing) and stage 2
-  (rollouts on the model's own thoughts)
-- held-out problems are answered at the end, from the questions alone, with few denoising steps and with many
+- three runs, each with its own log and checkpoints: the autoencoder of sentences, stage 1 (teacher forcing) and stage 2
+  (rollouts on sampled latents)
+- at the end, held-out problems are answered from their questions, with several numbers of denoising steps
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 _THOUGHT = "Thought"
 SAMPLING_STEPS = (1, 4, 16)
-"""Denoising steps of a thought at which the result is evaluated."""
+"""Numbers of denoising steps for the evaluation."""
 MAX_EVALUATED = 64
-"""Held-out problems that are answered at most."""
+"""Maximum number of held-out problems in the evaluation."""
 
 
 @checked
@@ -80,13 +80,13 @@ class Config:
 
 @dataclass(frozen=True)
 class LatentReasoningResult:
-    """A finished run.
+    """The result of a run.
 
     Attributes:
-        out: folder of the reasoner; nothing was saved there where the run was interrupted.
-        runs: "autoencoder", "stage 1" and "stage 2", as far as they were begun.
-        reconstructed: share of the sentences that the autoencoder gives back exactly.
-        solved: share of the held-out problems that are answered exactly as written, by denoising steps.
+        out: folder of the reasoner; empty if the run was interrupted.
+        runs: the started ones of "autoencoder", "stage 1" and "stage 2".
+        reconstructed: fraction of sentences that the autoencoder reconstructs exactly.
+        solved: exact-match accuracy on the held-out problems, by denoising steps.
     """
 
     out: Path
@@ -96,7 +96,7 @@ class LatentReasoningResult:
 
     @property
     def stopped(self) -> str | None:
-        """ "interrupted" where a signal ended one of the runs."""
+        """The value "interrupted" if a signal ended one of the runs; None otherwise."""
         return next((run.stopped for run in self.runs.values() if run.stopped == "interrupted"), None)
 
     def _figures(self) -> dict[str, float]:
@@ -115,7 +115,7 @@ class LatentReasoningResult:
         }
 
     def report(self) -> Report:
-        """First and last losses of each run, and what the reasoner solves."""
+        """Report first and last losses of each run, and the accuracies."""
         from pippin.core.report import Report, Row
 
         rows = [
@@ -135,7 +135,7 @@ def run(config: Config, *, show_progress: bool = True) -> LatentReasoningResult:
         show_progress: whether progress is shown on stderr.
 
     Raises:
-        InvalidArgument: settings that do not fit together, to the model or to the data.
+        InvalidArgument: settings that are incompatible with each other, the model or the data.
         ModelNotFound, InvalidRecord, InvalidInput: the model or the data cannot be read.
         TrainingError: the loss is not finite, or the checkpoints in the folder are of another run.
     """
@@ -195,7 +195,7 @@ def run(config: Config, *, show_progress: bool = True) -> LatentReasoningResult:
 
 
 def _problems(config: Config) -> tuple[list[Problem], list[Problem]]:
-    """Problems to train on, and those that are held out."""
+    """Read the training problems and the held-out problems."""
     from pippin.language.methods.ladir import read_problems
 
     training = read_problems(paths(config.data), fields=config.fields)
@@ -230,7 +230,7 @@ def _train_stage(
     *,
     show_progress: bool,
 ) -> TrainingResult:
-    """One of the two stages after the autoencoder."""
+    """Train stage 1 or stage 2."""
     from pippin.language.methods.ladir import fit_reasoner
 
     return fit_reasoner(
@@ -249,11 +249,11 @@ def _train_stage(
 
 
 def _solved(reasoner: LatentReasoner, held_out: Sequence[Problem]) -> dict[int, float]:
-    """Share of held-out problems that are answered exactly as written, by denoising steps."""
+    """Exact-match accuracy on held-out problems, by denoising steps."""
     problems = held_out[:MAX_EVALUATED]
-    solved = {}
+    accuracy = {}
     for steps in SAMPLING_STEPS if problems else ():
         answers = reasoner.generate([problem.question for problem in problems], steps=steps, seed=0)
-        right = sum(answer.text.strip() == problem.answer for answer, problem in zip(answers, problems, strict=True))
-        solved[steps] = right / len(problems)
-    return solved
+        correct = sum(answer.text.strip() == problem.answer for answer, problem in zip(answers, problems, strict=True))
+        accuracy[steps] = correct / len(problems)
+    return accuracy

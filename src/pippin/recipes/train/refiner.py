@@ -1,8 +1,9 @@
 """SimGAN: adversarial refinement of simulated images that preserves their labels.
 
 Notable here:
-- refiner and discriminator are trained alternately; a probe checks that labels still fit the refined images
-- the folder holds the refiner, refined.npz (8-bit images with the labels they came with), samples.png (synthetic images
+- refiner and discriminator are trained alternately; a probe classifier checks that labels are still valid for the
+  refined images
+- the folder contains the refiner, refined.npz (8-bit images with the original labels), samples.png (synthetic images
   above refined ones) and checks.json
 """
 
@@ -30,13 +31,13 @@ if TYPE_CHECKING:
 
 _MODEL = "Model"
 MIN_PROBED = 20
-"""Labeled images from which a probe can be trained."""
+"""Minimum number of labeled images to train the probe."""
 
 
 @checked
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The settings of a run."""
+    """Settings of a run."""
 
     synthetic: Annotated[
         str,
@@ -73,7 +74,7 @@ class Config:
 
 @dataclass(frozen=True)
 class SimGANResult:
-    """A finished run.
+    """The result of a run.
 
     Attributes:
         out: folder of the refiner, the refined images and the checks.
@@ -111,7 +112,7 @@ def run(config: Config, *, show_progress: bool = True) -> SimGANResult:
         show_progress: whether progress is shown on stderr.
 
     Raises:
-        InvalidArgument: settings that do not fit together or to the images.
+        InvalidArgument: settings that are incompatible with each other or with the images.
         InvalidInput: images that cannot be read, or of two shapes.
     """
     from pippin.core import device as devices
@@ -189,7 +190,7 @@ def _image_sets(config: Config, *, show_progress: bool) -> tuple[ImageSet, Image
 
 
 def _write(out: Path, synthetic: ImageSet, refined: Tensor, checks: list[tuple[int, dict[str, Any]]]) -> None:
-    """The refined set, a sheet of some images, and the checks; each whole or not at all."""
+    """Write the refined images, a grid of samples, and the checks; each file atomically."""
     import numpy as np
     import torch
 

@@ -1,9 +1,9 @@
-"""Soup of experts: one training run over many domains, then a small model for any mixture of them.
+"""Soup of experts: one training run over many domains, from which a model for any mixture of them is computed.
 
 Notable here:
-- domains are found in the data by k-means over its documents; or each file of ``data`` is one
-- long documents are cut into passages, so that one large file does not make one domain
-- `pippin.recipes.shape.specialize` makes the small model of a mixture
+- domains are clusters of the documents (k-means), or each file of ``data`` is one domain
+- long documents are split into passages, so that one large file does not become one domain
+- `pippin.recipes.shape.specialize` computes the small model for a mixture
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
     from pippin.language.methods.soup_of_experts.domains import Domains
 
 PASSAGE = 4000
-"""Characters of a passage, about: it ends with a line where there are lines."""
+"""Approximate number of characters of a passage; it ends at a line break where there is one."""
 _SOUP = "Soup"
 
 
 @checked
 @dataclass(frozen=True, kw_only=True)
 class Config(TextTrainingConfig):
-    """The settings of a run."""
+    """Settings of a run."""
 
     max_length: options.MaxLength = 256
     lr: options.LearningRate = 1e-3
@@ -65,12 +65,12 @@ class Config(TextTrainingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SoupResult(TextTrainingResult):
-    """A finished run.
+    """The result of a run.
 
     Attributes:
-        experts: how many.
-        rank: of their matrices; None for full ones.
-        domains: share of the tokens by name of the domain.
+        experts: number of experts.
+        rank: rank of their matrices; None for full rank.
+        domains: fraction of the tokens by domain name.
     """
 
     experts: int
@@ -86,7 +86,7 @@ def run(config: Config, *, show_progress: bool = True) -> SoupResult:
         show_progress: whether progress is shown on stderr.
 
     Raises:
-        InvalidArgument: settings that do not fit together, to the model or to the data.
+        InvalidArgument: settings that are incompatible with each other, the model or the data.
         ModelNotFound, InvalidRecord, InvalidInput: the model or the data cannot be read.
         TrainingError: the loss is not finite, or the checkpoints in the folder are of another run.
     """
@@ -103,7 +103,7 @@ def run(config: Config, *, show_progress: bool = True) -> SoupResult:
     tokens = [0 if part is None else part.tokens for part in training]
     shares = [count / sum(tokens) for count in tokens]
     sampler = MetaSampler(len(domains), tuple(n for n in (1, 2, 4, 8) if n <= sum(n > 0 for n in tokens)), shares)
-    # experts of a trained model begin at zero, so that every mixture begins as the model itself
+    # experts of a trained model are initialized to zero, so that every mixture starts as the model itself
     scale = 0.3 if config.fresh or config.preset is not None else 0.0
     soup = SoupOfExperts(
         base, config.experts, domains, rank=config.rank, shared=config.shared, init_scale=scale, seed=config.seed
@@ -153,7 +153,7 @@ def run(config: Config, *, show_progress: bool = True) -> SoupResult:
 
 
 def _find_domains(config: Config, *, show_progress: bool) -> tuple[Domains, list[list[TrainingRecord]]]:
-    """The domains of the data, and the passages of each.
+    """Determine the domains of the data, and the passages of each.
 
     Raises:
         InvalidArgument: fewer different passages than domains, two files of one name, or a path that does not exist.
@@ -189,7 +189,7 @@ def _find_domains(config: Config, *, show_progress: bool) -> tuple[Domains, list
 
 
 def passages(records: Iterable[TrainingRecord]) -> list[TrainingRecord]:
-    """Records with long texts cut at ends of lines.
+    """Split long texts into passages at line breaks.
 
     >>> from pippin.data.records import TrainingRecord
     >>> [len(part.text) for part in passages([TrainingRecord("a.txt", text="0123456789\\n" * 500)])]
@@ -214,7 +214,7 @@ def passages(records: Iterable[TrainingRecord]) -> list[TrainingRecord]:
 def _divide(
     config: Config, model: LanguageModel, domains: Domains, parts: Sequence[Sequence[TrainingRecord]]
 ) -> tuple[list[Corpus | CorpusSubset | None], list[Corpus | CorpusSubset | None]]:
-    """The tokens of each domain, to train on and to evaluate on; None where a domain has none.
+    """Tokenize each domain and split it into training and held-out data; None where a domain has no tokens.
 
     Raises:
         InvalidInput: no token of the data counts in the loss.
@@ -227,7 +227,7 @@ def _divide(
 
     training: list[Any] = [_tokens(config, model, part) for part in parts]
     if not any(part is not None for part in training):
-        raise InvalidInput("nothing in the data can be trained on: no record has two tokens, or none of them counts")
+        raise InvalidInput("no token of the data counts in the loss: give records with at least two tokens")
     held_out: list[Any] = [None] * len(parts)
     if isinstance(config.held_out, float | int):
         for index, part in enumerate(training):
@@ -244,7 +244,7 @@ def _divide(
 
 
 def _tokens(config: Config, model: LanguageModel, records: Sequence[TrainingRecord]) -> Corpus | None:
-    """The pieces of some passages, each a document of its own, as its neighbors may belong to other domains."""
+    """Tokenize passages, each as a separate document, since its neighbors may belong to other domains."""
     from pippin.data.corpus import Corpus, Tokenization, cut
 
     tokenization = Tokenization(model.tokenizer, model.template, config.loss_on)

@@ -1,9 +1,10 @@
-"""What the recipes for language models share: their data, the run itself with its best checkpoint, and its result.
+"""Shared parts of the recipes that train language models: data, training with the best checkpoint, and results.
 
 Notable here:
-- a recipe's `Config` extends `TextTrainingConfig` by the settings of its method; `read_batches` and `train` do the rest
-- the model is left with the weights that were best on the held-out data, where that is not the last checkpoint
-- pretraining data may be injected into the new data; the loss on a part of it that is held out measures forgetting
+- a recipe's `Config` extends `TextTrainingConfig` with the settings of its method; `read_batches` and `train` do the
+  rest
+- after training, the model has the weights of the checkpoint with the lowest held-out loss
+- pretraining data may be injected into the new data; the loss on a held-out part of it measures forgetting
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 @checked
 @dataclass(frozen=True, kw_only=True)
 class TextTrainingConfig:
-    """The settings of every recipe that trains a language model; each is described in `pippin.recipes.options`."""
+    """Settings of all recipes that train a language model; `pippin.recipes.options` describes them."""
 
     model: options.Model
     data: options.Data
@@ -70,13 +71,13 @@ class TextTrainingConfig:
 
 @dataclass(frozen=True)
 class TrainingOutcome:
-    """What a run was, and which weights it left.
+    """The history of a training run, and the checkpoint that was selected.
 
     Attributes:
         training: every step and evaluation.
-        held_out_before: what was evaluated before the first step; None where nothing is held out.
-        held_out_after: the same for the weights that were left.
-        best_step: the step whose weights were left, where it is not the last.
+        held_out_before: held-out metrics before the first step; None if nothing is held out.
+        held_out_after: the same for the selected weights.
+        best_step: the step of the selected checkpoint; None if it is the last.
     """
 
     training: TrainingResult
@@ -87,16 +88,16 @@ class TrainingOutcome:
 
 @dataclass(frozen=True, kw_only=True)
 class TextTrainingResult:
-    """A finished run; a recipe's own result extends it by what its method adds.
+    """The result of a run; recipes extend it with the results of their method.
 
     Attributes:
-        model: name of what was trained.
-        out: folder that it was saved to.
+        model: name of the trained model.
+        out: folder of the saved model.
         parameters: number of trained parameters.
         training: every step and evaluation.
-        held_out_before: what was evaluated before the first step; None where nothing is held out.
-        held_out_after: the same for the weights that were saved.
-        best_step: the step whose weights were saved, where it is not the last.
+        held_out_before: held-out metrics before the first step; None if nothing is held out.
+        held_out_after: the same for the saved weights.
+        best_step: the step of the saved weights; None if it is the last.
     """
 
     model: str
@@ -116,7 +117,7 @@ class TextTrainingResult:
 
     @property
     def forgetting(self) -> float | None:
-        """Rise of the loss on pretraining data, in nats per token; None where it was not measured."""
+        """Increase of the loss on pretraining data, in nats per token; None if it was not measured."""
         name = "pretraining loss"
         if self.held_out_before is None or self.held_out_after is None or name not in self.held_out_before:
             return None
@@ -139,7 +140,7 @@ class TextTrainingResult:
         }
 
     def report(self) -> Report:
-        """Losses before and after, forgetting, time and speed."""
+        """Report losses before and after, forgetting, time and speed."""
         from pippin.core.report import Report, Row
 
         training = self.training
@@ -159,17 +160,17 @@ class TextTrainingResult:
         return Report(training.title, rows)
 
     def extra_rows(self) -> list[Any]:
-        """What a method adds to the report."""
+        """Further rows of the report, for subclasses."""
         return []
 
 
 @dataclass(frozen=True)
 class Injection:
-    """Pretraining data beside the new data.
+    """Injection of pretraining data into the new data.
 
     Attributes:
-        data: its files; the part that is held out measures forgetting.
-        share: of the training tokens that come from it; 0 only measures.
+        data: files of pretraining data; a held-out part measures forgetting.
+        share: fraction of the training tokens that come from it; 0 only measures forgetting.
     """
 
     data: tuple[Path, ...]
@@ -177,10 +178,10 @@ class Injection:
 
     @classmethod
     def of(cls, data: Sequence[options.StrPath], share: float, held_out: float | Path) -> Injection | None:
-        """The injection of a config; None where there is no pretraining data.
+        """The injection that a config requests; None without pretraining data.
 
         Raises:
-            InvalidArgument: a share without data, or data that is neither trained nor evaluated on.
+            InvalidArgument: a share without data, or data that is used neither for training nor for evaluation.
         """
         if share and not data:
             raise InvalidArgument("inject needs the text to inject: give pretrain_data (--pretrain-data FILE)")
@@ -196,7 +197,7 @@ class TrainingBatches:
     Attributes:
         training: an endless stream of batches.
         steps: optimizer steps of the run.
-        held_out: batches that the loss is evaluated on; None where nothing is held out.
+        held_out: batches that the loss is evaluated on; None if nothing is held out.
         pretraining: held-out batches of pretraining data, which measure forgetting.
     """
 
@@ -214,7 +215,7 @@ def read_batches(
     num_processes: int = 1,
     show_progress: bool = True,
 ) -> TrainingBatches:
-    """Tokenize the data of a config and divide it; ``num_processes`` share each step.
+    """Tokenize the data of a config and split off the held-out part; ``num_processes`` share each step.
 
     Raises:
         InvalidRecord, InvalidInput, InvalidArgument, MissingDependency: as `pippin.data.packing.tokenized`.
@@ -276,23 +277,23 @@ def read_batches(
 
 
 def check_max_length(config: TextTrainingConfig, model: LanguageModel) -> None:
-    """Refuse sequences that the model was not made for.
+    """Check that the sequences fit into the model's context.
 
     Raises:
-        InvalidArgument: they are longer than its context.
+        InvalidArgument: they are longer.
     """
     if config.max_length > model.context_size:
         raise InvalidArgument(
-            f"max_length is {config.max_length}; {model.name} was made for {model.context_size} tokens"
+            f"max_length is {config.max_length}, but the context of {model.name} is {model.context_size} tokens"
         )
 
 
 def _at_most(pieces: CorpusSubset, tokens: int) -> CorpusSubset:
-    """So many of the pieces, spread evenly, that they hold about so many tokens."""
+    """An evenly spaced subset of the pieces with about ``tokens`` tokens."""
     from pippin.data.corpus import CorpusSubset
 
     count = max(1, round(len(pieces) * min(1.0, tokens / pieces.tokens)))
-    return CorpusSubset(pieces, [place * len(pieces) // count for place in range(count)])
+    return CorpusSubset(pieces, [index * len(pieces) // count for index in range(count)])
 
 
 def _injected(
@@ -302,7 +303,7 @@ def _injected(
     share: float,
     config: TextTrainingConfig,
 ) -> Packed:
-    """Batches of new pieces with old ones among them, by the share of tokens; each side is shuffled every epoch."""
+    """Batches of new pieces with injected old ones, by the share of tokens; both are shuffled every epoch."""
     from pippin.data.injection import Injected
     from pippin.data.packing import Packed
     from pippin.data.streams import Mapped, Shuffled
@@ -328,18 +329,18 @@ def train(
     processes: DistributedProcesses | None = None,
     show_progress: bool = True,
 ) -> TrainingOutcome:
-    """Train a module on the batches, and leave it with the weights that were best on the held-out data.
+    """Train a module, then load the weights with the lowest held-out loss into it.
 
     Args:
         config: the settings of the run.
-        module: what is trained.
-        batches: its data.
+        module: the module to train.
+        batches: the data.
         title: of the progress bar, the report and the loss curve.
-        objective: of the training; None for the cross-entropy of the next token.
-        measure: a function from the module to figures, "loss" among them; None for the cross-entropy of the next token
-            on the held-out batches, where there are any.
-        optimizer: None for AdamW with the config's learning rate.
-        processes: those that share the run.
+        objective: the training objective; None for next-token cross-entropy.
+        measure: a function from the module to metrics including "loss"; None for next-token cross-entropy on the
+            held-out batches, if there are any.
+        optimizer: the optimizer; None for AdamW with the config's learning rate.
+        processes: the processes of a distributed run.
         show_progress: whether progress is shown.
 
     Raises:
