@@ -84,8 +84,8 @@ def systems_page() -> str:
     lines = [
         "# Systems",
         "",
-        "The published systems that Pippin sets out to hold, what stands for each today, and whether its claims",
-        "reproduce. A row without a module is not there yet.",
+        "The published systems that Pippin aims to implement, the module of each, and whether its claims",
+        "reproduce. A system without a module is not implemented yet.",
         "",
         count(rows, verdicts),
     ]

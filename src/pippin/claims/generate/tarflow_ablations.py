@@ -109,7 +109,7 @@ NOISE, LEVELS = 0.1, 17
             lambda e, arm: e.mean("distance within a digit", arm) >= 0.8 * e.mean("distance within a digit", "without"),
         ),
     ],
-    reported="the error of denoising where the clean picture is known",
+    reported="the denoising error where the clean image is known",
     version=2,
     superseded={
         1: "no flow was trained without noise, its bound on denoising was passed by ordinary filters, and guidance was "

@@ -65,7 +65,7 @@ LEVELS = 17
 @claim(
     id="tarflow-density",
     source="arXiv:2412.06329",
-    headline="a transformer flow of pictures has an exact density: 2.99 bits per dimension on ImageNet-64, the best "
+    headline="a transformer flow of images has an exact density: 2.99 bits per dimension on ImageNet-64, the best "
     "when it was published",
     setting="gray scenes of 16 by 16 pixels with 1 to 3 objects, without end (300 steps of 48), and scikit-learn's "
     "digits, 8 by 8 pixels of 17 levels, 360 of 1,797 held out (900 steps of 64); 4 blocks of 2 layers, 48 wide, "
