@@ -197,7 +197,7 @@ def run(config: Config, *, show_progress: bool = True) -> QuantizationResult:
         show_progress: whether progress is shown on stderr.
 
     Raises:
-        InvalidArgument: settings that do not fit together or to the model.
+        InvalidArgument: settings that are incompatible with each other or with the model.
         ModelNotFound, InvalidRecord, InvalidInput: the model or the data cannot be read.
         TrainingError: "qat": the loss is not finite, or the checkpoints in the folder are of another run.
     """

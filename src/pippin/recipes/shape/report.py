@@ -32,7 +32,7 @@ def _names(text: str) -> tuple[str, ...]:
 @checked
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The settings of a measurement."""
+    """Settings of a measurement."""
 
     model: Source
     backends: Annotated[
