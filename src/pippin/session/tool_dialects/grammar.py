@@ -73,9 +73,11 @@ class _Rules:
         self.dialect, self.tools, self.max_calls = dialect, tools, max_calls
         self.tokens = tokenizer.control_tokens
         self.parts: dict[str, Grammar] = {}
+        self.shared: dict[str, str] = {}  # rules that are used more than once
 
     def compose(self, rules: Sequence[str], answer: Schema[Any] | None = None) -> Grammar:
         """All rules as one grammar."""
+        rules = [*rules, *(f"{name}: {body}" for name, body in self.shared.items())]
         return compose("\n".join(rules), self.parts if answer is None else {"answer": answer.grammar, **self.parts})
 
     def free(self) -> Grammar:
@@ -93,7 +95,8 @@ class _Rules:
         more = ""
         if dialect.fenced and self.max_calls > 1:
             named = " | ".join(self.named(index) for index in range(len(self.tools)))
-            more = f"({_text(_BLOCK)} ({named}) {_text(_END_OF_BLOCK)}){{0,{self.max_calls - 1}}}"
+            self.shared["block"] = f"{_text(_BLOCK)} ({named}) {_text(_END_OF_BLOCK)}"
+            more = f"block{{0,{self.max_calls - 1}}}"
         for index, tool in enumerate(self.tools):
             rest = f'" "? {self.arguments(index)} /{SPACE}/ "}}"'
             if dialect.fenced:
@@ -112,7 +115,8 @@ class _Rules:
         dialect = self.dialect
         more = ""
         if self.max_calls > 1 and not dialect.bare:
-            more = f"({self.text(dialect.between)} {self.call()}){{0,{self.max_calls - 1}}}"
+            self.shared["more"] = f"{self.text(dialect.between)} {self.call()}"
+            more = f"more{{0,{self.max_calls - 1}}}"
         return f"{self.call(dialect.begin, without)} {more} {self.text(dialect.end)}"
 
     def call(self, begin: str = "", without: str = "") -> str:
@@ -126,9 +130,10 @@ class _Rules:
         return f"({' | '.join(calls)})"
 
     def named(self, index: int) -> str:
-        """The JSON of a call with its name."""
-        head = f'{{"name": {json.dumps(self.tools[index].name)}, "{self.dialect.key or ARGUMENTS[0]}": '
-        return f'{_text(head)} {self.arguments(index)} "}}"'
+        """The JSON of a call with its name, in the lexemes of the grammars of JSON: a longer one would hide theirs."""
+        name, key = f'"{self.tools[index].name}"', f'"{self.dialect.key or ARGUMENTS[0]}"'
+        pieces = ("{", '"name"', ": ", name, ", ", key, ": ")
+        return f'{" ".join(map(_text, pieces))} {self.arguments(index)} "}}"'
 
     def arguments(self, index: int) -> str:
         """The JSON of the arguments of a tool."""
