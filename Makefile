@@ -44,7 +44,7 @@ docs: $(VENV)/.dev
 
 nightly: nightly-tests fuzz sanitize mutation
 
-nightly-tests: $(VENV)/.dev
+nightly-tests: $(VENV)/.nightly
 	$(BIN)/python -m pytest $(PYTEST) -m nightly
 	$(BIN)/python -m pytest --hypothesis-profile=nightly tests/serve/test_schemathesis.py
 

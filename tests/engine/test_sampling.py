@@ -24,7 +24,7 @@ DRAWS = 4000
 def expected(logits: torch.Tensor, options: SamplingOptions, prompt: torch.Tensor) -> torch.Tensor:
     """The distribution that transformers samples from."""
     steps = LogitsProcessorList()
-    if options.repetition_penalty != 1.0:
+    if options.repetition_penalty is not None:
         steps.append(RepetitionPenaltyLogitsProcessor(options.repetition_penalty))
     steps.append(TemperatureLogitsWarper(options.temperature))
     if options.top_k is not None:
@@ -177,7 +177,6 @@ def test_no_choice_is_an_error(value, message):
     ("field", "value"),
     [
         ("temperature", -0.1),
-        ("temperature", None),
         ("temperature", "hot"),
         ("top_k", 0),
         ("top_k", 2.5),

@@ -20,7 +20,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from pippin.engine.loop import EngineLoop
 from pippin.engine.model_runner import BLOCK_SIZE, KVCacheDtype, KVCacheDtypeChoice
 from pippin.engine.options import SamplingOptions
 from pippin.engine.output_processor import OutputProcessor
+from pippin.engine.recommended_sampling import recommended, resolved
 from pippin.engine.request import Finished, Request, Token
 from pippin.engine.request_state import EventStream, RequestState, blocks_for
 from pippin.engine.runners.select import make_runner, runner_class
@@ -115,12 +116,13 @@ class Engine:
     Attributes:
         context_size: tokens that prompt and answer may take together.
         kv_cache_dtype: precision of keys and values.
+        recommended_sampling: fields of `SamplingOptions` that the model recommends to requests that name none.
 
     Raises:
         InvalidArgument: a number outside its range, fewer ``cache_tokens`` than sequences need, or a prompt cache of a
             recurrent model.
         NotEnoughMemory: there is no memory for the cache.
-        InvalidInput, CorruptedFile, PromptCacheMismatch: the prompt cache cannot be used.
+        InvalidInput, CorruptedFile, PromptCacheMismatch: the prompt cache, or the recommended sampling, cannot be used.
     """
 
     @checked
@@ -149,6 +151,7 @@ class Engine:
             else cache_tokens // BLOCK_SIZE
         )
         self.model, self.max_waiting = model, max_waiting
+        self.recommended_sampling = recommended(model.source)
         self.max_num_batched_tokens = max_num_batched_tokens or (256 if model.device.type == "cpu" else 1024)
         self.prompt_cache = None if prompt_cache is None else Path(prompt_cache)
         if self.prompt_cache is not None:
@@ -201,6 +204,8 @@ class Engine:
             GenerationError: (while iterating) the step that the request took part in failed.
         """
         self.check(request.prompt, request.options)
+        options = resolved(request.options, self.recommended_sampling, self.model.config.vocab_size)
+        request = replace(request, options=options)
         adapter = self.model.adapter(request.adapter)
         self._loop.refuse_if_full()
         speculation = request.speculation

@@ -58,8 +58,8 @@ def generate(
         model: what `pippin.load` returned; ``model.generate(...)`` is the same call.
         prompt: one text, or a list of prompts: texts, lists of messages, or lists of token ids.
         adapter: name of a loaded adapter to generate with; None for the base model.
-        options: fields of `pippin.engine.SamplingOptions`: temperature (0, the default, is greedy), top_k, top_p,
-            min_p, seed, max_tokens, stop, logprobs and others.
+        options: fields of `pippin.engine.SamplingOptions`: temperature (0 is greedy), top_k, top_p, min_p, seed,
+            max_tokens, stop, logprobs and others.
 
     Returns:
         A `Generation` for a text, a list of them, in order, for a list of prompts.

@@ -22,7 +22,12 @@ from pippin.core.options import Option
 
 SAMPLING, MACHINE, SPEED = "Sampling", "Model and machine", "Speed and memory"
 
-Temperature = Annotated[NonNegativeFloat, Option("0 takes the likeliest token; higher is more varied.", SAMPLING)]
+Temperature = Annotated[
+    NonNegativeFloat | None,
+    Option(
+        "0 takes the likeliest token; higher is more varied. By default what the model recommends, else 0.", SAMPLING
+    ),
+]
 TopK = Annotated[PositiveInt | None, Option("Choose among the K likeliest tokens.", SAMPLING, "K")]
 TopP = Annotated[
     Annotated[float, Gt(0), Le(1)] | None,
@@ -30,7 +35,7 @@ TopP = Annotated[
 ]
 MinP = Annotated[Probability | None, Option("Leave out tokens less likely than P times the likeliest.", SAMPLING, "P")]
 RepetitionPenalty = Annotated[
-    PositiveFloat, Option("Above 1, tokens that occurred before become less likely.", SAMPLING)
+    PositiveFloat | None, Option("Above 1, tokens that occurred before become less likely.", SAMPLING)
 ]
 Seed = Annotated[Annotated[int, Ge(0), Lt(2**63)] | None, Option("The same seed gives the same answer.", SAMPLING)]
 MaxTokens = Annotated[PositiveInt | None, Option("Maximum length of the answer in tokens.", SAMPLING, "N")]
@@ -103,11 +108,14 @@ class ModelOptions:
 class SamplingOptions:
     """How a token is chosen and when to stop.
 
+    The first five are what the model recommends (`pippin.engine.recommended_sampling`) where they are None; where it
+    recommends nothing, decoding is greedy, among all tokens and without a penalty.
+
     Args:
         temperature: 0 is greedy decoding; otherwise logits are divided by it.
-        top_k: only the k likeliest tokens; None for all.
-        top_p: only the smallest set of likeliest tokens whose probabilities reach p, in (0, 1]; None for all.
-        min_p: only tokens at least this share as likely as the likeliest, in [0, 1]; None for all.
+        top_k: only the k likeliest tokens.
+        top_p: only the smallest set of likeliest tokens whose probabilities reach p, in (0, 1]; 1 for all.
+        min_p: only tokens at least this share as likely as the likeliest, in [0, 1]; 0 for all.
         repetition_penalty: divides positive and multiplies negative logits of tokens seen so far, including the
             prompt's; 1 for none.
         frequency_penalty: subtracted from a token's logit once for each of its occurrences in the answer so far, in
@@ -125,11 +133,11 @@ class SamplingOptions:
         InvalidArgument: a value outside its range.
     """
 
-    temperature: Temperature = 0.0
+    temperature: Temperature = None
     top_k: TopK = None
     top_p: TopP = None
     min_p: MinP = None
-    repetition_penalty: RepetitionPenalty = 1.0
+    repetition_penalty: RepetitionPenalty = None
     frequency_penalty: Annotated[float, Ge(-2), Le(2)] = 0.0
     presence_penalty: Annotated[float, Ge(-2), Le(2)] = 0.0
     logit_bias: Mapping[int, float] | None = None

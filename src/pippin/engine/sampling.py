@@ -3,7 +3,7 @@
 Notable here:
 - the order is fixed and documented: repetition penalty, frequency and presence penalty, logit bias, constraint,
   temperature, top-k, top-p, min-p, sampling
-- greedy decoding is temperature 0, the default: the likeliest token, the first one of equals
+- greedy decoding is temperature 0: the likeliest token, the first one of equals
 - one pass over the vocabulary finds the candidates; the rest works on those few and costs little
 - `probabilities` gives the distribution that `sample` samples from, for speculative decoding
 """
@@ -35,14 +35,15 @@ class Sampler:
     """
 
     def __init__(self, options: SamplingOptions, prompt: Sequence[int] | Int[Tensor, tokens], vocab_size: int) -> None:
-        self.options = options
+        self.options, self.temperature = options, options.temperature or 0.0
+        self.repetition_penalty = 1.0 if options.repetition_penalty is None else options.repetition_penalty
         self.generator = torch.Generator()
         if options.seed is None:
             self.generator.seed()
         else:
             self.generator.manual_seed(options.seed)
         self.seen: Bool[Tensor, vocab] | None = None
-        if options.repetition_penalty != 1.0:
+        if self.repetition_penalty != 1.0:
             self.seen = torch.zeros(vocab_size, dtype=torch.bool)
             self.seen[torch.as_tensor(prompt)] = True
         self.counts: Float[Tensor, vocab] | None = None
@@ -62,7 +63,7 @@ class Sampler:
         """
         options = self.options
         if self.seen is not None:
-            penalty = within_float32(options.repetition_penalty)
+            penalty = within_float32(self.repetition_penalty)
             torch.where(self.seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits, out=logits)
         if self.counts is not None:
             logits -= options.frequency_penalty * self.counts + options.presence_penalty * (self.counts > 0)
@@ -76,7 +77,7 @@ class Sampler:
             DecodingFailure: no token is allowed, or a logit is not a number.
         """
         best, max_logit = self._best(logits)
-        token = best if self.options.temperature == 0 else self._sample(logits, max_logit)
+        token = best if self.temperature == 0 else self._sample(logits, max_logit)
         self.observe(token)
         return token
 
@@ -88,7 +89,7 @@ class Sampler:
         """
         best, max_logit = self._best(logits)
         distribution = torch.zeros(len(logits), dtype=torch.float64)
-        if self.options.temperature == 0:
+        if self.temperature == 0:
             distribution[best] = 1
             return distribution
         ids, weights = self._weights(logits, max_logit)
@@ -130,7 +131,7 @@ class Sampler:
     def _weights(self, logits: Tensor, max_logit: float) -> tuple[Tensor | None, Tensor]:
         """The candidates (None for all tokens, in order), and weights proportional to their probabilities."""
         options = self.options
-        scores = (logits - max_logit) / within_float32(options.temperature)
+        scores = (logits - max_logit) / within_float32(self.temperature)
         if options.top_k is None and options.top_p is None and options.min_p is None:
             return None, scores.exp()
         total = scores.exp().sum()

@@ -8,6 +8,8 @@ import pydantic
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
+from pippin.session import GenerationOptions, Session
+
 HI = [{"role": "user", "content": "hi"}]
 FORM = {
     "type": "object",
@@ -66,8 +68,17 @@ def test_the_prompt_is_what_the_template_writes(client, tiny):
 
 
 def test_a_seed_gives_the_same_answer_and_another_seed_another(client):
-    texts = [ask(client, seed=seed).choices[0].message.content for seed in (7, 7, 8)]
+    texts = [ask(client, seed=seed, temperature=1).choices[0].message.content for seed in (7, 7, 8)]
     assert texts[0] == texts[1] != texts[2]
+
+
+def test_a_request_that_names_nothing_is_answered_as_a_session_answers(client, tiny):
+    said = Session(tiny).respond("hi", options=GenerationOptions(max_tokens=8)).content
+    messages = [{"role": "user", "content": "hi"}]
+    made = client.chat.completions.create(model="tiny", messages=messages, max_tokens=8, n=2, seed=1)
+    assert made.choices[0].message.content != made.choices[1].message.content  # several are sampled
+    alone = client.chat.completions.create(model="tiny", messages=messages, max_tokens=8, seed=3)
+    assert alone.choices[0].message.content == said
 
 
 def test_temperature_zero_is_the_likeliest_whatever_the_seed(client):
@@ -120,11 +131,11 @@ def test_several_answers_count_the_prompt_once(client):
 
 
 def test_stop_cuts_before_its_text(client):
-    text = ask(client).choices[0].message.content
+    text = ask(client, temperature=1).choices[0].message.content
     stop = next(letter for letter in text[1:] if letter != "�" and letter not in text[0])
-    cut = ask(client, stop=stop).choices[0]
+    cut = ask(client, temperature=1, stop=stop).choices[0]
     assert (cut.message.content, cut.finish_reason) == (text[: text.index(stop)], "stop")
-    assert ask(client, stop=["nowhere", stop]).choices[0].message.content == cut.message.content
+    assert ask(client, temperature=1, stop=["nowhere", stop]).choices[0].message.content == cut.message.content
 
 
 def test_a_bias_decides(client):

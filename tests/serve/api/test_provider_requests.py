@@ -1,6 +1,7 @@
 """Parts of requests become parts of turns, and what cannot is refused by name."""
 
 import base64
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, strategies as st
@@ -14,6 +15,7 @@ from pippin.core.errors import (
     UndefinedReference,
     UnsupportedGuide,
 )
+from pippin.engine.recommended_sampling import resolved
 from pippin.serve.api import fields, provider_requests
 from pippin.session.options import GenerationOptions
 from pippin.session.types.schema import Schema
@@ -168,9 +170,27 @@ def test_formats_that_cannot_be_enforced_name_the_field(wanted, error, param):
     assert caught.value.param == param
 
 
-def test_the_defaults_are_those_of_the_interface():
-    options = GenerationOptions(**provider_requests.sampling(fields.Penalties()))
-    assert (options.temperature, options.top_p, options.top_k, options.stop) == (1.0, None, None, ())
+def plain(**recommended):
+    """A model with 100 tokens that recommends this."""
+    config = SimpleNamespace(vocab_size=100)
+    return SimpleNamespace(
+        engine=SimpleNamespace(recommended_sampling=recommended), model=SimpleNamespace(config=config)
+    )
+
+
+def test_what_is_not_named_is_left_to_the_model():
+    options = GenerationOptions(**provider_requests.sampling(fields.Penalties(), plain()))
+    assert options == GenerationOptions()
+    assert options.temperature is None
+
+
+def test_several_answers_are_sampled():
+    def temperature(local, **asked):
+        return provider_requests.sampling(fields.SamplingFields(**asked), local, answers=2)["temperature"]
+
+    assert temperature(plain()) == 1.0
+    assert temperature(plain(), temperature=0.0) == 0.0
+    assert temperature(plain(temperature=0.6)) is None
 
 
 def test_sampling_is_passed_on():
@@ -178,16 +198,22 @@ def test_sampling_is_passed_on():
         temperature=0.5, top_p=0.9, top_k=3, min_p=0.1, frequency_penalty=1.0, presence_penalty=-1.0,
         repetition_penalty=1.1, logit_bias={"7": -100.0}, stop="end",
     )  # fmt: skip
-    options = GenerationOptions(**provider_requests.sampling(asked, seed=4))
+    options = GenerationOptions(**provider_requests.sampling(asked, plain(), seed=4))
     assert (options.temperature, options.top_p, options.top_k, options.min_p) == (0.5, 0.9, 3, 0.1)
     assert (options.frequency_penalty, options.presence_penalty, options.repetition_penalty) == (1.0, -1.0, 1.1)
     assert (options.logit_bias, options.stop, options.seed) == ({7: -100.0}, ["end"], 4)
 
 
 def test_a_nucleus_of_nothing_leaves_the_likeliest_token():
-    options = GenerationOptions(**provider_requests.sampling(fields.SamplingFields(top_p=0.0)))
+    options = GenerationOptions(**provider_requests.sampling(fields.SamplingFields(top_p=0.0), plain()))
     assert (options.top_k, options.top_p) == (1, None)
-    assert provider_requests.sampling(fields.SamplingFields(top_k=-1))["top_k"] is None
+
+
+def test_a_filter_can_be_switched_off_that_the_model_recommends():
+    asked = fields.SamplingFields(top_k=-1, top_p=1.0, min_p=0.0)
+    options = GenerationOptions(**provider_requests.sampling(asked, plain()))
+    found = resolved(options, {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "min_p": 0.1}, 100)
+    assert (found.temperature, found.top_k, found.top_p, found.min_p) == (0.6, None, None, None)
 
 
 @given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 127))

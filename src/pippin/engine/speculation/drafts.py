@@ -137,7 +137,7 @@ def sample_draft(
         ends: tokens that end an answer, and with it a draft.
         skip_forced: append tokens that the constraint forces without sampling, as the request will.
     """
-    sampler, greedy = sampler.fork(generator), sampler.options.temperature == 0
+    sampler, greedy = sampler.fork(generator), sampler.temperature == 0
     tokens: list[int] = []
     distributions: list[Tensor] = []
     while True:

@@ -56,6 +56,12 @@ class SessionPool:
     _free: dict[Preset, deque[Session]] = field(default_factory=dict)
     _lexicon: Lexicon | None = None
 
+    def __post_init__(self) -> None:
+        # a task has one result for a text: what a model recommends is for conversations
+        greedy = {"temperature": 0.0, "repetition_penalty": 1.0}
+        unnamed = {name: value for name, value in greedy.items() if getattr(self.options, name) is None}
+        self.options = replace(self.options, **unnamed)
+
     @classmethod
     def open(
         cls,

@@ -117,6 +117,8 @@ def maker(body: types.ChatRequest, index: int) -> Callable[[LocalModel], Provide
         tools, required = provider_requests.chosen(named, body.tool_choice)
         values = provider_requests.sampling(
             body,
+            local,
+            answers=body.n or 1,
             seed=provider_requests.seed(body.seed, index),
             max_tokens=body.max_completion_tokens or body.max_tokens,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,

@@ -73,6 +73,8 @@ class CompletionText:
         ids, text = read(model, self.prompt, self.limit)
         values = provider_requests.sampling(
             body,
+            local,
+            answers=max(body.n or 1, body.best_of or 1),
             seed=provider_requests.seed(body.seed, self.index),
             max_tokens=max(self.limit, 1),
             logprobs=0 if body.logprobs is None and body.best_of else body.logprobs,

@@ -57,7 +57,7 @@ class SamplingFields(RequestPart):
     """Sampling options."""
 
     temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(
-        None, description="0 takes the likeliest token; None is 1."
+        None, description="0 takes the likeliest token; None is what the model recommends, else 0."
     )
     top_p: Annotated[float, Field(ge=0, le=1)] | None = Field(
         None, description="Only the likeliest tokens whose probabilities reach this."

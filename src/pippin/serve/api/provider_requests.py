@@ -16,7 +16,7 @@ import re
 from base64 import b64decode, b64encode
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from pippin.core.errors import InvalidArgument, InvalidRequest, InvalidTool, SchemaError
 from pippin.serve.api import fields
@@ -24,6 +24,9 @@ from pippin.session.options import MOST_CALLS, GenerationOptions, ReasoningLevel
 from pippin.session.tools import ToolDefinition
 from pippin.session.transcript import Attachment
 from pippin.session.types.schema import Choice, Lark, Regex, Schema
+
+if TYPE_CHECKING:
+    from pippin.session.providers.local import LocalModel
 
 _DATA_URL: Final = re.compile(r"data:([\w.+-]+/[\w.+-]+)(?:;[\w=.+-]+)*;base64,", re.ASCII)
 # With these keywords an object may be described in several places, and closing one would close the others.
@@ -235,18 +238,29 @@ def schema(wanted: fields.Format | None, param: str) -> Schema[Any] | None:
         return Schema(target, strict=strict)
 
 
-def sampling(asked: fields.SamplingFields, **more: Any) -> dict[str, Any]:
-    """Sampling options of `GenerationOptions` from a request; ``more`` are options that its fields do not have.
+def sampling(asked: fields.SamplingFields, local: LocalModel, *, answers: int = 1, **more: Any) -> dict[str, Any]:
+    """Sampling options of `GenerationOptions` from a request.
 
-    OpenAI's defaults apply: temperature 1, top-p 1. A top-p of 0 leaves the most likely token.
+    What it names none of is None, for which the model's recommendation applies; see `pippin.engine.SamplingOptions`.
+    A top-p of 0 leaves the most likely token.
+
+    Args:
+        asked: the request.
+        local: the model.
+        answers: how many answers to one prompt are wanted. Several are sampled, at OpenAI's default of 1, where neither
+            the request nor the model names a temperature: greedy ones would all be the same.
+        more: options that its fields do not have.
     """
-    options: dict[str, Any] = {"temperature": 1.0 if asked.temperature is None else asked.temperature}
+    options: dict[str, Any] = {"temperature": asked.temperature}
+    if answers > 1 and asked.temperature is None and "temperature" not in local.engine.recommended_sampling:
+        options["temperature"] = 1.0
     if asked.top_p == 0:
         options["top_k"] = 1
     else:
-        options["top_p"] = None if asked.top_p == 1 else asked.top_p
-        options["top_k"] = None if (asked.top_k or 0) < 1 else asked.top_k
-    options["min_p"] = asked.min_p or None
+        options["top_p"] = asked.top_p
+        every = asked.top_k is not None and asked.top_k < 1
+        options["top_k"] = local.model.config.vocab_size if every else asked.top_k
+    options["min_p"] = asked.min_p
     if isinstance(asked, fields.Penalties):
         for name in ("frequency_penalty", "presence_penalty", "repetition_penalty"):
             if getattr(asked, name) is not None:

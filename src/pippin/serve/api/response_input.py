@@ -142,6 +142,7 @@ def provider_request(
     effort = body.reasoning.effort if body.reasoning is not None else None
     values = provider_requests.sampling(
         body,
+        local,
         max_tokens=body.max_output_tokens,
         logprobs=logprobs(body),
         tool_calling="required" if required else "allowed",

@@ -323,8 +323,8 @@ class ResponseObject(BaseModel):
     max_tool_calls: int | None
     text: dict[str, Any]
     reasoning: dict[str, Any]
-    temperature: float
-    top_p: float
+    temperature: float | None
+    top_p: float | None
     top_logprobs: int
     max_output_tokens: int | None
     previous_response_id: str | None

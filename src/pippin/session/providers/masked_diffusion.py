@@ -99,7 +99,9 @@ class DiffusionModel(Provider):
                 context_size=self.context_size,
                 token_count=len(prompt) + 1,
             )
-        how = UnmaskingOptions(self.how.steps, self.how.order, options.temperature, options.top_p, self.how.block_size)
+        how = UnmaskingOptions(
+            self.how.steps, self.how.order, options.temperature or 0.0, options.top_p, self.how.block_size
+        )
         ids = torch.tensor([prompt + [self.model.mask_id] * length])
         masked = torch.arange(ids.shape[1])[None] >= len(prompt)
         seed = torch.seed() % 2**63 if options.seed is None else options.seed

@@ -63,7 +63,7 @@ _REASONS: Final[dict[str, Reason]] = {
     "tool_calls": "tool_calls",
     "function_call": "tool_calls",
 }
-_EXTENSIONS: Final = {"top_k": None, "min_p": None, "repetition_penalty": 1.0}
+_EXTENSIONS: Final = {"top_k": None, "min_p": 0.0, "repetition_penalty": 1.0}  # with what leaves all as it is
 _UNKNOWN_ID: Final = -1
 _MOST_CALLS: Final = 64
 _CONTEXT_SIZE: Final = re.compile(
@@ -94,7 +94,6 @@ def request_body(request: ProviderRequest, model: str, *, extensions: bool) -> d
         "messages": messages(request.transcript, hint),
         "stream": True,
         "stream_options": {"include_usage": True},
-        "temperature": options.temperature,
         **_options(options, extensions=extensions),
     }
     if request.tools:
@@ -110,6 +109,7 @@ def request_body(request: ProviderRequest, model: str, *, extensions: bool) -> d
 
 def _options(options: GenerationOptions, *, extensions: bool) -> dict[str, Any]:
     found: dict[str, Any] = {
+        "temperature": options.temperature,
         "top_p": options.top_p,
         "seed": options.seed,
         "max_tokens": options.max_tokens,
@@ -122,14 +122,15 @@ def _options(options: GenerationOptions, *, extensions: bool) -> dict[str, Any]:
         found.update(logprobs=True, top_logprobs=options.logprobs or None)
     if budget := options.reasoning_budget:
         found["reasoning_effort"] = next((name for name, most in _EFFORTS.items() if budget <= most), "high")
-    for name, default in _EXTENSIONS.items():
-        if getattr(options, name) != default:
+    for name, neutral in _EXTENSIONS.items():
+        value = getattr(options, name)
+        if value is not None and (extensions or value != neutral):
             if not extensions:
                 raise UnsupportedCapability(
                     f"{name} is not part of this interface; leave it out, or say OpenAIProvider(…, extensions=True) "
                     "if this server knows it"
                 )
-            found[name] = getattr(options, name)
+            found[name] = value
     if extensions and options.max_tool_calls != GenerationOptions().max_tool_calls:
         found["max_tool_calls"] = options.max_tool_calls
     return {name: value for name, value in found.items() if value is not None}

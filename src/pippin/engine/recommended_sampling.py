@@ -1,0 +1,72 @@
+"""The sampling options that a model recommends, for requests that name none.
+
+Notable here:
+- they stand in the model's `generation_config.json`, or in a GGUF file's `general.sampling` metadata
+- what a request names takes precedence, each option by itself; where neither says anything, decoding is greedy
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from pippin.core.errors import CorruptedFile, InvalidArgument
+from pippin.core.formats.checkpoint import read_json
+from pippin.core.formats.gguf import open_gguf
+from pippin.engine.options import SamplingOptions
+
+# Name of the option: key in `generation_config.json`, and of GGUF metadata.
+_KEYS: Final = {
+    "temperature": ("temperature", "general.sampling.temp"),
+    "top_k": ("top_k", "general.sampling.top_k"),
+    "top_p": ("top_p", "general.sampling.top_p"),
+    "min_p": ("min_p", "general.sampling.min_p"),
+    "repetition_penalty": ("repetition_penalty", "general.sampling.penalty_repeat"),
+}
+
+
+def recommended(source: Path | None) -> dict[str, Any]:
+    """The options that a model's file or folder recommends, by their names in `SamplingOptions`.
+
+    Args:
+        source: the file or folder; None for a model made in memory, which recommends nothing.
+
+    Raises:
+        CorruptedFile: an option is out of its range.
+    """
+    kind = 0 if source is not None and source.is_dir() else 1
+    path = source / "generation_config.json" if source is not None and kind == 0 else source
+    if path is None or not path.is_file():
+        return {}
+    config = read_json(path) if kind == 0 else open_gguf(path).metadata
+    found = {name: config[keys[kind]] for name, keys in _KEYS.items() if config.get(keys[kind]) is not None}
+    if kind == 0 and config.get("do_sample") is False:
+        found["temperature"] = 0
+    if found.get("top_k", 1) in (0, -1):
+        del found["top_k"]
+    try:
+        SamplingOptions(**found)
+    except (InvalidArgument, TypeError) as error:
+        raise CorruptedFile(f"{source}: the recommended sampling cannot be used: {error}") from error
+    return found
+
+
+def resolved(options: SamplingOptions, recommendation: Mapping[str, Any], vocab_size: int) -> SamplingOptions:
+    """The options with the model's recommendation where they name nothing, and None where a filter keeps all tokens.
+
+    >>> resolved(SamplingOptions(top_p=1.0), {"temperature": 0.6, "top_p": 0.9}, 100).temperature
+    0.6
+    >>> resolved(SamplingOptions(top_p=1.0), {"temperature": 0.6, "top_p": 0.9}, 100).top_p is None
+    True
+    """
+    named = {name: getattr(options, name) for name in _KEYS}
+    found = {name: recommendation.get(name) if value is None else value for name, value in named.items()}
+    if found["top_k"] is not None and found["top_k"] >= vocab_size:
+        found["top_k"] = None
+    if found["top_p"] == 1:
+        found["top_p"] = None
+    if not found["min_p"]:
+        found["min_p"] = None
+    return replace(options, **found) if found != named else options
