@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from pippin.engine.grammar.json_values import (
     NEVER,
     Array,
@@ -14,6 +16,7 @@ from pippin.engine.grammar.json_values import (
     Shape,
     Shapes,
     String,
+    fraction,
 )
 
 
@@ -34,6 +37,10 @@ def complement(shape: Shape) -> Shapes | None:
             return (*below, *above, *((Number(fractional=True),) if shape.integer else ()))
         case Number(integer=False, fractional=True, step=None, low=None, high=None, values=None):
             return (Number(integer=True),)
+        case Number(values=tuple(values)):
+            ends = sorted(map(fraction, values))
+            between = (Number(low=a, low_open=True, high=b, high_open=True) for a, b in pairwise(ends))
+            return (Number(high=ends[0], high_open=True), *between, Number(low=ends[-1], low_open=True))
         case String(values=None):
             without = (String(exclude=(terminal,)) for terminal in shape.include)
             within = (String(include=(terminal,)) for terminal in shape.exclude)
@@ -93,5 +100,5 @@ def _negated(key: Key) -> list[Key] | None:
     """The keys of what violates a key, one for each of its parts; None where a part has no opposite."""
     if NEVER[0] in key:
         return [()]
-    other = {"schema": "not", "not": "schema"}
+    other = {"schema": "not", "not": "schema", "value": "unlike", "unlike": "value"}
     return None if any(kind not in other for kind, _ in key) else [((other[kind], where),) for kind, where in key]

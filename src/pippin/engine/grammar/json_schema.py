@@ -14,7 +14,6 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from difflib import get_close_matches
-from itertools import combinations
 from typing import Any, Final
 
 from pippin.core.errors import SchemaError, UnsupportedGuide
@@ -65,7 +64,7 @@ KINDS: Final[dict[str, type]] = {
     "object": Object,
 }  # fmt: skip
 _CONTENT: Final = frozenset({"contentEncoding", "contentMediaType"})
-_MAX_PATTERNS: Final = 5
+_MAX_CLASSES: Final = 64
 
 
 class SchemaReader:
@@ -131,7 +130,12 @@ class SchemaReader:
             return ()
         if kind == "value":
             return (of_value(json.loads(where)),)
+        if kind == "unlike":
+            return self._complement((of_value(json.loads(where)),), where)
         if kind == "not":
+            schema = self.references.at(where)
+            if isinstance(schema, dict) and "not" in schema and schema.keys() <= ANNOTATIONS | {"not"}:
+                return self.part(("schema", f"{where}/not"))
             return self._complement(self.part(("schema", where), wide=not self._wide), where)
         return self._schema(self.references.at(where), where)
 
@@ -313,23 +317,18 @@ class SchemaReader:
             rest: key of what a name that matches no pattern must satisfy.
             where: pointer of the schema.
         """
-        if len(patterns) > _MAX_PATTERNS:
-            raise self._refused(where, "patternProperties", f"has more than {_MAX_PATTERNS} patterns")
-        keys: dict[str, Key] = {}  # by the terminal of each pattern, the key of its schema
+        classes = [Names()]
         for pattern in patterns:
-            terminal = f"/{regex.search(pattern, narrow=False)}/"
-            keys[terminal] = self._child(f"{where}/patternProperties/{escape(pattern)}")
-        classes = []
-        for size in range(len(keys), -1, -1):
-            for matched in combinations(keys, size):
-                unmatched = tuple(terminal for terminal in keys if terminal not in matched)
-                key: Key = () if matched else rest
-                for terminal in matched:
-                    key = join(key, keys[terminal])
-                names = Names(include=matched, exclude=unmatched, key=key)
-                if key != NEVER and not is_void(names):
-                    classes.append(names)
-        return tuple(classes)
+            include, exclude = regex.conditions(pattern, narrow=False, exclude_narrow=False)
+            terminal = " & ".join([f"(/{each}/)" for each in include] + [f"~(/{each}/)" for each in exclude])
+            key = self._child(f"{where}/patternProperties/{escape(pattern)}")
+            matched = [Names((*c.include, terminal), c.exclude, join(c.key, key)) for c in classes]
+            unmatched = [Names(c.include, (*c.exclude, terminal), c.key) for c in classes]
+            classes = [names for names in (*matched, *unmatched) if not is_void(names)]
+            if len(classes) > _MAX_CLASSES:
+                raise self._refused(where, "patternProperties", f"makes more than {_MAX_CLASSES} classes of names")
+        classes = [names if names.include else replace(names, key=rest) for names in classes]
+        return tuple(names for names in classes if names.key != NEVER)
 
     def _with_property_names(self, found: Object, where: str) -> Object:
         strings = [shape for shape in self.part(("schema", where)) if isinstance(shape, String)]

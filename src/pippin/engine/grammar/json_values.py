@@ -19,7 +19,7 @@ from pippin.core.errors import SchemaError, UnsupportedGuide
 from pippin.engine.grammar import regex
 
 Part = tuple[str, str]
-"""("schema" | "not", JSON pointer), ("value", JSON text) or ("never", "")."""
+"""("schema" | "not", JSON pointer), ("value" | "unlike", JSON text) or ("never", "")."""
 Key = tuple[Part, ...]
 """All of these hold; the empty key is any value."""
 NEVER: Final[Key] = (("never", ""),)

@@ -21,7 +21,7 @@ import random
 import re
 from collections.abc import Iterable, Sequence
 from re import _constants as op, _parser  # type: ignore[attr-defined]
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
@@ -124,13 +124,16 @@ def search(pattern: str, *, narrow: bool = True) -> str:
     return writer.string(list(writer.tree))
 
 
-def conditions(pattern: str, *, narrow: bool = True) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def conditions(
+    pattern: str, *, narrow: bool = True, exclude_narrow: bool | None = None
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
     r"""The JSON strings in which ``pattern`` is found, where look-ahead right after its ``^`` is allowed.
 
     Such a look-ahead is a condition on the whole string of its own, so it needs no regular expression that holds both.
 
     Args:
-        pattern, narrow: as `search`; what must not be found is read the other way.
+        pattern, narrow: as `search`.
+        exclude_narrow: the same for what must not be found; None for the opposite of ``narrow``.
 
     Returns:
         Expressions that all must match, and expressions of which none may.
@@ -141,7 +144,8 @@ def conditions(pattern: str, *, narrow: bool = True) -> tuple[tuple[str, ...], t
     >>> conditions("^(?!b)a$") == ((search("^a$"),), (search("^b"),))
     True
     """
-    writer, opposite = (_Writer(pattern, in_json=True, narrow=each) for each in (narrow, not narrow))
+    modes = narrow, not narrow if exclude_narrow is None else exclude_narrow
+    writer, opposite = (_Writer(pattern, in_json=True, narrow=each) for each in modes)
     begin, items = (op.AT, op.AT_BEGINNING), list(writer.tree)
     include, exclude = [], []
     if items[:1] == [begin]:
@@ -291,8 +295,8 @@ class _Bytes:
 
     eos_token_id = 256
     bos_token_id = None
-    tokens: Final = [bytes([value]) for value in range(256)] + [b"<end>"]
-    special_token_ids: Final = [256]
+    tokens: ClassVar = [bytes([value]) for value in range(256)] + [b"<end>"]
+    special_token_ids: ClassVar = [256]
 
     def __call__(self, text: bytes) -> list[int]:
         return list(text)
@@ -302,12 +306,12 @@ class _Pairs(_Bytes):
     """A vocabulary of an end token, the 256 bytes, and all pairs of printable ASCII."""
 
     eos_token_id = 0
-    tokens: Final = [
+    tokens: ClassVar = [
         b"<end>",
         *_Bytes.tokens[:256],
         *(bytes(p) for p in itertools.product(range(0x20, 0x7F), repeat=2)),
     ]
-    special_token_ids: Final = [0]
+    special_token_ids: ClassVar = [0]
 
     def __call__(self, text: bytes) -> list[int]:
         return [value + 1 for value in text]
