@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -28,6 +28,10 @@ def ask(
         list[Path] | None, typer.Option("--file", "-f", help="A document that the question is about; repeatable.")
     ] = None,
     instructions: options.Instructions = None,
+    guardrails: Annotated[
+        Literal["strict", "default", "permissive", "off"],
+        typer.Option(help="Block harmful questions and answers, by the rules of all languages."),
+    ] = "off",
     schema: Annotated[
         Path | None,
         typer.Option(help="Answer with JSON that this JSON Schema file describes.", rich_help_panel=_FORM),
@@ -70,10 +74,16 @@ def ask(
     target = inputs.target(schema=schema, type_name=type_, choices=choice or (), regex=regex, strict=strict)
     text = inputs.compose_prompt(prompt, file or [], inputs.read_stdin(), typed=target is not None)
     import pippin
+    from pippin.session.guardrails import Guardrails
 
     is_text = target is None or bool(choice or regex)
     with options.provider(model, url, model_options, adapter) as provider:
-        session = pippin.Session(provider, instructions=instructions, adapter=options.ADAPTER if adapter else None)
+        session = pippin.Session(
+            provider,
+            instructions=instructions,
+            adapter=options.ADAPTER if adapter else None,
+            guardrails=None if guardrails == "off" else getattr(Guardrails, guardrails)(locale="*"),
+        )
         if as_json or not (is_text or terminal.watched(sys.stdout)):
             response = session.respond(text, generating=target, options=sampling)
             value = _record(response, provider.name) if as_json else response.content

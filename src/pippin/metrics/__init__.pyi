@@ -1,4 +1,4 @@
-from .agreement import cohen_kappa as cohen_kappa
+from .agreement import cohen_kappa as cohen_kappa, krippendorff_alpha as krippendorff_alpha
 from .calibration import (
     ReliabilityDiagram as ReliabilityDiagram,
     expected_calibration_error as expected_calibration_error,

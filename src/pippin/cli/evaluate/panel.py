@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pippin.cli.common import documents, terminal
+from pippin.core.errors import InvalidArgument
 from pippin.recipes.evaluate.annotators import names_of
 
 if TYPE_CHECKING:
@@ -28,7 +29,10 @@ class Missing(StrEnum):
 
 def panel(
     votes: Annotated[Path, typer.Argument(help="A CSV file in UTF-8: a row per item, a column per judge.")],
-    gold: Annotated[str, typer.Option(help="Column of true labels.")] = "gold",
+    gold: Annotated[
+        str | None,
+        typer.Option(help="Column of true labels; default: gold. A file without it is measured by agreement."),
+    ] = None,
     judges: Annotated[
         str | None,
         typer.Option(help="Comma-separated vote columns; default: all but gold, difficulty, id and item."),
@@ -50,18 +54,32 @@ def panel(
     ] = 10_000,
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Without true labels: write label and confidence of each item, as CSV.")
+    ] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Plot the error correlations and the curve over panel sizes (.png, .svg).")
     ] = None,
 ) -> None:
     """Measure how many independent votes a panel of judges is worth, and which judge to drop.
 
-    Correlated errors make a panel worth fewer votes. Use at least 200 items with known labels.
+    Correlated errors make a panel worth fewer votes. Use at least 200 items with known labels. Without true labels:
+    agreement (Krippendorff's alpha), and by Dawid and Skene's model a label for each item and each judge's accuracy.
 
     pippin evaluate panel votes.csv --difficulty entropy --plot panel.png
+    pippin evaluate panel votes.csv --out labels.csv
     """
     from pippin.evaluate.judges.panel import JudgePanel
+    from pippin.evaluate.judges.votes import read_csv
 
+    if gold is None and "gold" not in read_csv(votes).columns:
+        if plot is not None or difficulty is not None:
+            raise InvalidArgument("--plot and --difficulty need true labels; name their column with --gold")
+        _consensus(votes, judges, labels, out, as_json=as_json)
+        return
+    if out is not None:
+        raise InvalidArgument("--out writes labels where none are known; this file has true labels")
+    gold = gold or "gold"
     documents.check_plot(plot)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -82,6 +100,28 @@ def panel(
         terminal.write(measured.to_json() + "\n")
         return
     _show(measured)
+
+
+def _consensus(votes: Path, judges: str | None, labels: str | None, out: Path | None, *, as_json: bool) -> None:
+    """Agreement and labels from votes alone."""
+    from pippin.evaluate.judges.consensus import consensus_of_csv
+
+    found = consensus_of_csv(
+        votes,
+        judges=None if judges is None else names_of(judges, option="--judges"),
+        classes=None if labels is None else names_of(labels, option="--labels"),
+    )
+    if out is not None:
+        with documents.writing(out):
+            found.save(out)
+    if as_json:
+        terminal.write(found.to_json() + "\n")
+        return
+    found.report().print()
+    terminal.write(found.advice + "\n")
+    terminal.note(
+        f"labels in {out}" if out else "a label and its confidence for each item: --out labels.csv, or --json"
+    )
 
 
 def _show(measured: PanelReport) -> None:

@@ -121,11 +121,23 @@ class Measurement:
         share = len(self.tied) / len(self.right)
         if share > TIED:
             warnings.warn(
-                f"{len(self.tied)} of {len(self.right)} items are ties, which are broken by a hash; an odd number of "
-                "judges has fewer ties",
+                f"{len(self.tied)} of {len(self.right)} items are ties, which are broken by a hash; "
+                f"{self._fewer_ties()}",
                 InferenceAtRisk,
                 4,
             )
+
+    def _fewer_ties(self) -> str:
+        """What this panel, of an even or odd number of judges and of labels, can do about ties."""
+        judges = len(self.panel.judges)
+        if bool((self.panel.codes < 0).any()):
+            return "votes are missing, so that some items have an even number of them: fill in the missing votes"
+        if judges % 2 == 0:
+            return f"a panel of {judges - 1} or {judges + 1} judges has fewer"
+        return (
+            f"{judges} judges tie as they choose among {len(self.panel.classes)} labels: decide by Dawid-Skene, which "
+            "weighs the judges, or merge labels"
+        )
 
     def _unanimous(self) -> tuple[float, float]:
         voted = ~np.isnan(self.errors)

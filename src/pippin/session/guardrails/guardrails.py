@@ -127,8 +127,8 @@ class Guardrails:
         """The same guardrails for text that is to be summarized, translated or classified: the input is quoted, not
         requested.
 
-        Input is checked with the permissive profile, so that only your rules and the most certain packaged ones block
-        it; output is checked as before.
+        Only scores of 0.97 or more block input, which your own rules and those about minors reach; output is checked as
+        before.
         """
         other = Guardrails(
             self.rules,
@@ -138,7 +138,7 @@ class Guardrails:
             detect_refusals=self.detect_refusals,
         )
         if self.profile in ("strict", "default"):
-            other._policies["input"] = Policy.profile("permissive", self.thresholds)
+            other._policies["input"] = Policy.profile("transforming", self.thresholds)
         return other
 
     def check(self, text: str, *, role: Role = "input", locale: str | None = None) -> Verdict:
