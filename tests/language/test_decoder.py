@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pippin.core.errors import InvalidArgument, UnsupportedModel
+from pippin.core.errors import CorruptedFile, InvalidArgument, UnsupportedModel
 from pippin.language import families
 from pippin.language.decoder import Decoder, DecoderConfig, LayerSpec
 from pippin.nn.attention import AttentionSpec
@@ -237,3 +237,29 @@ def test_no_tokens_is_an_error():
 def test_what_the_decoder_lacks_is_refused_by_name(config, message):
     with pytest.raises(UnsupportedModel, match=message):
         families.from_hf(config)
+
+
+MOE = {"model_type": "qwen3_moe", "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": 100_000}, "num_hidden_layers must be an integer from 1 to 1,024, got 100000"),
+        ({"num_hidden_layers": True}, "num_hidden_layers must be an integer from 1 to 1,024, got True"),
+        ({"hidden_size": 2**62}, "hidden_size must be an integer from 1 to 1,048,576"),
+        ({"vocab_size": 2**100}, "vocab_size must be an integer from 1 to 16,777,216"),
+        ({"intermediate_size": 2**61}, "intermediate_size must be an integer"),
+        ({"max_position_embeddings": 2**70}, "max_position_embeddings must be an integer"),
+        ({"sliding_window": -1, "use_sliding_window": True}, "sliding_window must be an integer"),
+        ({"rope_theta": float("nan")}, "rope_theta must be positive and finite, got nan"),
+        ({"rope_theta": "x"}, "rope_theta must be positive and finite, got 'x'"),
+        (MOE | {"num_experts": 10**7}, "num_experts must be an integer from 1 to 65,536"),
+        (MOE | {"num_experts": 60_000}, "num_experts in all layers must be an integer from 1 to 65,536"),
+        (MOE | {"num_experts": 1}, "num_experts_per_tok must be an integer from 1 to 1, got 2"),
+        ({"model_type": "gemma3", "text_config": 3}, "no object 'text_config'"),
+    ],
+)
+def test_impossible_sizes_are_refused_before_anything_is_built(changes, message):
+    with pytest.raises(CorruptedFile, match=message):
+        families.from_hf(SMALL | {"model_type": "llama"} | changes)

@@ -43,6 +43,19 @@ KV_SHARED = "pippin_kv_shared"
 """The model type of decoders with KV-sharing layers; ``base_model_type`` is their family."""
 RECURRENT = "pippin_recurrent"
 """The model type of decoders with recurrent layers; ``base_model_type`` is their family."""
+MAX_LAYERS = 1024
+MAX_EXPERTS = 1 << 16
+"""Most experts in all layers together."""
+# Sizes beyond any model, below what overflows: building the modules takes time and memory before a tensor is compared.
+_MAX_SIZES = {
+    "vocab_size": 1 << 24,
+    "hidden_size": 1 << 20,
+    "num_attention_heads": 1 << 16,
+    "num_key_value_heads": 1 << 16,
+    "head_dim": 1 << 16,
+    "max_position_embeddings": (1 << 31) - 1,
+}
+_MAX_INTERMEDIATE_SIZE = 1 << 24
 PERMUTED = ("llama", "smollm3")  # GGUF architectures with interleaved query and key rows
 
 
@@ -59,6 +72,8 @@ def from_hf(config: Mapping[str, Any]) -> DecoderConfig:
     if shared or recurrent:
         family = config.get("base_model_type")
     if family == "gemma3":  # the multimodal wrapper; its text part is the decoder
+        if not isinstance(config.get("text_config"), dict):
+            raise CorruptedFile("config.json has no object 'text_config', which the model needs")
         config = {**config["text_config"], "model_type": "gemma3_text"}
         family = "gemma3_text"
     if isinstance(family, str) and family in MODEL_TYPES:
@@ -67,7 +82,8 @@ def from_hf(config: Mapping[str, Any]) -> DecoderConfig:
     if family not in FAMILIES:
         raise UnsupportedModel(f"model_type {family!r} is not supported; supported are {', '.join(FAMILIES)}")
     with _contradictions("config.json"):
-        base = _from_hf(family, config)
+        _check_size("num_hidden_layers", config["num_hidden_layers"], MAX_LAYERS)
+        base = _bounded(_from_hf(family, config))
         base = base.with_kv_sources(config["kv_sources"]) if shared else base
         return _with_recurrence(base, config["recurrent"]) if recurrent else base
 
@@ -104,6 +120,34 @@ def _from_hf(family: str, config: Mapping[str, Any]) -> DecoderConfig:
         tie_word_embeddings=tied,
         training_methods=dict(config.get("training_methods", {})),
     )
+
+
+def _check_size(name: str, value: Any, most: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise ValueError(f"{name} must be an integer from 1 to {most:,}, got {value!r:.40}")
+
+
+def _bounded(config: DecoderConfig) -> DecoderConfig:
+    """The config, if each of its sizes is possible."""
+    for name, most in _MAX_SIZES.items():
+        _check_size(name, getattr(config, name), most)
+    for spec in {layer.feedforward for layer in config.layers}:
+        _check_size("intermediate_size", spec.intermediate_size, _MAX_INTERMEDIATE_SIZE)
+        if spec.num_experts:
+            _check_size("num_experts", spec.num_experts, MAX_EXPERTS)
+            _check_size("num_experts_per_tok", spec.num_experts_per_tok, spec.num_experts)
+    _check_size(
+        "num_experts in all layers", 1 + sum(layer.feedforward.num_experts for layer in config.layers), MAX_EXPERTS
+    )
+    for attention in {layer.attention for layer in config.layers}:
+        if attention.window is not None:
+            _check_size("sliding_window", attention.window, _MAX_SIZES["max_position_embeddings"])
+        if attention.rotary is not None:
+            rotary = attention.rotary
+            for name, value in (("rope_theta", rotary.theta), ("factor", rotary.factor)):
+                if not isinstance(value, int | float) or not 0 < value < math.inf:
+                    raise ValueError(f"{name} must be positive and finite, got {value!r:.40}")
+    return config
 
 
 def _with_recurrence(config: DecoderConfig, specs: Sequence[Mapping[str, Any] | None]) -> DecoderConfig:
@@ -182,7 +226,7 @@ def from_gguf(file: GGUFFile) -> DecoderConfig:
             f"{file.path}: GGUF architecture {file.architecture!r} is not supported; supported are {supported}"
         )
     with _contradictions(str(file.path)):
-        return _from_gguf(file, GGUF_FAMILIES[file.architecture])
+        return _bounded(_from_gguf(file, GGUF_FAMILIES[file.architecture]))
 
 
 def _from_gguf(file: GGUFFile, family: str) -> DecoderConfig:
@@ -207,7 +251,8 @@ def _from_gguf(file: GGUFFile, family: str) -> DecoderConfig:
         attention = AttentionSpec(window=window if local else None, rotary=rotary_spec)
         return LayerSpec(attention, FeedForwardSpec(size, "gelu_tanh" if gemma else "silu"))
 
-    if not 0 < count <= len(file.tensors):
+    _check_size("block_count", count, MAX_LAYERS)
+    if count > len(file.tensors):
         raise CorruptedFile(f"{file.path}: {count} layers cannot lie in {len(file.tensors)} tensors")
     return DecoderConfig(
         family=family,

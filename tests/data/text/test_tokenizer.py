@@ -373,3 +373,51 @@ def test_vocabularies_differ_at_the_lowest_id_that_means_something_else():
     assert one.first_difference(made("a", "c", "b")) == 1
     assert one.first_difference(made("a", "b")) == 2
     assert made("a", "b").first_difference(one) == 2
+
+
+# --- files of strangers -----------------------------------------------------------------------------------------------
+
+
+def changed(folder, tmp_path, change):
+    """A folder whose tokenizer.json was changed."""
+    file = json.loads((folder / "tokenizer.json").read_text())
+    change(file)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(file))
+    return tmp_path
+
+
+def replacing(count, content):
+    step = {"type": "Replace", "pattern": {"String": "a"}, "content": content}
+    return {"type": "Sequence", "normalizers": [{"type": "Sequence", "normalizers": [step] * count}]}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda file: file["model"]["vocab"].update(zz=2**32 - 1), "token id 4294967295 is far beyond"),
+        (lambda file: file["model"]["vocab"].update(zz=2**28), "token id 268435456 is far beyond"),
+        (lambda file: file["added_tokens"].append(file["added_tokens"][0] | {"id": 2**32 - 1}), "is far beyond"),
+        (lambda file: file.update(normalizer=replacing(12, "a" * 100)), r"up to 1e\+24 times as long"),
+        (lambda file: file.update(normalizer=replacing(400, "a" * 100)), r"up to 1e\+300 times as long"),
+        (lambda file: file.update(normalizer={"type": "Prepend", "prepend": "a" * 10**6}), "times as long"),
+    ],
+)
+def test_a_file_that_would_end_the_process_is_refused(folder, tmp_path, change, message):
+    with pytest.raises(CorruptedFile, match=message):
+        Tokenizer.from_folder(changed(folder, tmp_path, change))
+
+
+def test_a_normalizer_that_adds_little_and_gaps_between_ids_are_fine(folder, tmp_path):
+    def change(file):
+        steps = [{"type": "Prepend", "prepend": "\u2581"}, *replacing(5, "aa")["normalizers"]]
+        file["normalizer"] = {"type": "Sequence", "normalizers": steps}
+        file["model"]["vocab"]["zz"] = 50_000
+
+    assert Tokenizer.from_folder(changed(folder, tmp_path, change)).vocab_size == 50_001
+
+
+def test_a_pattern_that_the_library_gives_up_is_the_models_fault(folder, tmp_path):
+    split = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated", "invert": False}
+    tokenizer = Tokenizer.from_folder(changed(folder, tmp_path, lambda file: file.update(pre_tokenizer=split)))
+    with pytest.raises(CheckpointError, match=r"the tokenizer failed: .*retry-limit"):
+        tokenizer.encode("x" * 40)

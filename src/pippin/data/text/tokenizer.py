@@ -44,6 +44,8 @@ _ENDS = re.compile(
 _CHANNELS = frozenset({"<|channel|>", "<|message|>"})
 # Files often do not mark such a token as special; its form identifies it.
 _LOOKS_SPECIAL = re.compile(r"<[|｜][^\s<>]+[|｜]>")
+_MAX_GAP = 1 << 16  # ids without a token, beside as many as there are tokens
+_MAX_GROWTH = 64.0  # of a text in a normalizer
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -150,6 +152,7 @@ class Tokenizer:
                     "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
                 )
             raise ModelNotFound(f"{folder}: no tokenizer.json")
+        check_file(path)
         try:
             backend = Backend.from_file(str(path))
             begun = backend.encode("a").ids[:1]
@@ -373,7 +376,49 @@ def _encode(backend: Backend, text: str) -> list[int]:
         ids: list[int] = backend.encode(text, add_special_tokens=False).ids
     except (UnicodeEncodeError, TypeError) as error:
         raise InvalidInput(f"not text that can be encoded: {text!r:.80}: {error}") from error
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # which the library cannot be asked for, and is no `Exception`
+            raise
+        raise CheckpointError(f"the tokenizer failed: {error}; use a model with another tokenizer") from error
     return ids
+
+
+def check_file(path: Path) -> None:
+    """Refuse a `tokenizer.json` with which the library would end the process, for want of memory.
+
+    Raises:
+        CorruptedFile: it is no JSON object, a token's id is far beyond the number of tokens, or the normalizer makes a
+            text more than 64 times as long.
+    """
+    file = read_json(path)
+    model, added = file.get("model"), file.get("added_tokens")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else []
+    ids += [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
+    highest = max((index for index in ids if isinstance(index, int)), default=0)
+    if highest > 2 * len(ids) + _MAX_GAP:
+        raise CorruptedFile(f"{path}: token id {highest} is far beyond the {len(ids)} tokens of the vocabulary")
+    growth = _growth(file.get("normalizer"))
+    if growth > _MAX_GROWTH:
+        raise CorruptedFile(f"{path}: the normalizer makes a text up to {growth:.3g} times as long")
+
+
+def _growth(normalizer: Any) -> float:
+    """How many times longer a normalizer can make a text of one character."""
+    if not isinstance(normalizer, dict):
+        return 1.0
+    steps = normalizer.get("normalizers")
+    if isinstance(steps, list):
+        growth = 1.0
+        for step in steps:
+            growth = min(growth * _growth(step), 1e300)
+        return growth
+    content, pattern = normalizer.get("content"), normalizer.get("pattern")
+    if isinstance(content, str):
+        literal = pattern.get("String") if isinstance(pattern, dict) else None
+        return max(1.0, len(content) / max(1, len(literal) if isinstance(literal, str) else 1))
+    prefix = normalizer.get("prepend")
+    return 1.0 + len(prefix) if isinstance(prefix, str) else 1.0
 
 
 def _reduced(origin: Backend, excluded: frozenset[str]) -> Backend:
