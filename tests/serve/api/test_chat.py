@@ -210,6 +210,15 @@ def test_what_is_not_enforced_is_said_in_a_header(post, stream):
     assert "x-pippin-notes" not in post("chat/completions", body).headers
 
 
+def test_a_pattern_with_counts_is_written_again_and_again_and_others_after_it(client):
+    words = {"type": "string", "pattern": r"^(?:\S+\s+){0,49}\S+$", "maxLength": 500}
+    for schema in (words, words, FORM):
+        wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+        choice = ask(client, response_format=wanted, max_tokens=30).choices[0]
+        assert choice.finish_reason in ("stop", "length")
+        assert choice.message.content[0] in '"{'
+
+
 def test_a_strict_schema_has_nothing_that_is_ignored(client):
     wanted = {"type": "json_schema", "json_schema": {"name": "form", "schema": NOTED, "strict": True}}
     with pytest.raises(openai.BadRequestError, match="did you mean 'minLength'"):
@@ -305,6 +314,33 @@ def test_a_call_that_is_cut_off_ends_by_length(client):
     assert whole.usage.prompt_tokens > 100
     chunks = stream(client, tools=TOOLS, tool_choice="required", max_tokens=25)
     assert chunks[-1].choices[0].finish_reason == "length"
+
+
+def test_a_call_that_is_whole_survives_a_cut(client):
+    options = {"tools": TOOLS, "tool_choice": "required", "temperature": 0}
+    once = ask(client, **options, parallel_tool_calls=False, max_tokens=300)
+    call = once.choices[0].message.tool_calls[0].function
+    cut = options | {"max_tokens": once.usage.completion_tokens - len("_call>")}  # a token is a byte
+    choice = ask(client, **cut).choices[0]
+    assert (choice.finish_reason, choice.message.content) == ("length", None)
+    assert [made.function for made in choice.message.tool_calls] == [call]
+    last = stream(client, **cut)[-2:]
+    assert last[0].choices[0].delta.tool_calls[0].function.arguments == call.arguments
+    assert last[1].choices[0].finish_reason == "length"
+
+
+def test_the_calls_of_an_answer_are_limited_and_never_the_same(client):
+    options = {"tools": TOOLS, "tool_choice": "required", "temperature": 2, "max_tokens": 1200}
+    counts = []
+    for seed in range(6):
+        choice = ask(client, **options, seed=seed, extra_body={"max_tool_calls": 2}).choices[0]
+        calls = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or ()]
+        assert len(set(calls)) == len(calls) <= 2
+        counts.append(len(calls))
+    assert max(counts) == 2
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, **options, extra_body={"max_tool_calls": 0})
+    assert caught.value.param == "max_tool_calls"
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

@@ -114,6 +114,17 @@ def test_input_may_be_items(client, tiny):
     assert long.usage.input_tokens > one.usage.input_tokens + len("Be brief.And kind.yesonetwo")
 
 
+def test_a_response_with_whole_calls_is_completed_and_says_that_it_was_cut(client):
+    options = {"tools": [TOOL], "tool_choice": "required", "max_tool_calls": 1}
+    once = ask(client, **options, max_output_tokens=300)
+    assert (once.status, once.incomplete_details, once.max_tool_calls) == ("completed", None, 1)
+    cut = ask(client, **options, max_output_tokens=once.usage.output_tokens - len("_call>"))  # a token is a byte
+    assert (cut.status, cut.incomplete_details.reason) == ("completed", "max_output_tokens")
+    assert [(item.type, item.arguments) for item in cut.output] == [("function_call", once.output[0].arguments)]
+    none = ask(client, **options, max_output_tokens=25)
+    assert (none.status, none.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+
+
 def test_a_stream_is_told_in_order(server):
     found = events(server, temperature=0)
     kinds = [event["type"] for event in found]
