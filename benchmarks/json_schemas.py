@@ -10,7 +10,8 @@ Every engine gets the tokenizer of the default model and has its own process; a 
 seconds counts as refused. A schema compiles if it gives a grammar and a first mask; the time is that of both, for a
 schema that was not seen before. An instance is offered to all engines in its own order of properties and in the order
 in which Pippin would write it, and counts as generated if one of the two is. Only schemas that an engine compiles count
-for its instances. xgrammar runs without its strict mode, which would forbid properties that the schema allows.
+for its instances. xgrammar (where it is installed: `pip install xgrammar`) runs without its strict mode, which would
+forbid properties that the schema allows.
 """
 
 from __future__ import annotations

@@ -116,7 +116,8 @@ class Grammar:
         """
         if len(source) > MAX_SOURCE:
             raise UnsupportedGuide(
-                f"the grammar has {len(source):,} characters and may have {MAX_SOURCE:,}; write lists of texts as a choice"
+                f"the grammar has {len(source):,} characters and may have {MAX_SOURCE:,}; "
+                "write lists of texts as a choice"
             )
         if message := with_stack(source, lambda: LLMatcher.validate_grammar(source, limits=LIMITS)):
             raise SchemaError(f"the grammar is malformed: {message.strip()}")
