@@ -16,6 +16,9 @@ from pippin.engine.options import Device, DType, ModelOptions
 if TYPE_CHECKING:
     from pippin.kits.text import Passage, SummaryDraft, TextTasks
 
+LONG = 4000
+"""Characters of a text that takes some seconds to read."""
+
 
 @with_options
 def summarize(
@@ -42,6 +45,9 @@ def summarize(
     _, text = documents.read(file)
     language_model = options.load(model, ModelOptions(device=device, dtype=dtype))
     tasks = TextTasks(language_model)
+    if not as_json:
+        what = "selecting sentences of" if method == "select" else "summarizing"
+        progress.note(f"{what} {len(text):,} characters with {language_model.name}", show_progress=len(text) > LONG)
     if method == "select":
         done = tasks.summarize(text, length=size, method="select")
     else:
@@ -67,6 +73,7 @@ def _written(
         from rich.text import Text
 
         with Live(console=Console(), transient=True, refresh_per_second=12) as live:
+            live.update(Text("reading the text …", style="dim"))
             for last in drafts:
                 part = f"part {last.part + 1} of {last.parts}\n" if last.parts > 1 else ""
                 live.update(Text(part, style="dim") + Text(terminal.plain(last.text), style="none"))

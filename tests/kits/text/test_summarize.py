@@ -117,3 +117,32 @@ def test_key_points_are_checked_and_counted(scripted):
 def test_a_list_keeps_whole_items(scripted):
     tasks = TextTasks(scripted(lambda prompt: "- Pay Ann. Now.\n- call Bob", grammars=True))
     assert [str(item) for item in tasks.to_list("We must pay Ann and call Bob.")] == ["Pay Ann. Now.", "call Bob"]
+
+
+def test_selecting_from_a_long_text_costs_no_more_than_from_a_short_one(tiny, monkeypatch):
+    """What the model scores is bounded, and the sentence that says what all others are about is among it."""
+    from pippin.kits.text import summarize
+    from pippin.kits.text.session_pool import SessionPool
+
+    monkeypatch.setattr(summarize, "_SELECT_TOKENS", 200)
+    scored = []
+    score = SessionPool.score_text
+    monkeypatch.setattr(
+        SessionPool,
+        "score_text",
+        lambda self, before, texts: scored.append(sum(map(len, texts))) or score(self, before, texts),
+    )
+    topics = ["harbor", "lighthouse", "ferry", "captain"]
+    filler = [f"In year {n} someone bought {n} apples and {n + 1} pears." for n in range(10_000, 10_400)]
+    about = [f"The {a} near the {b} was painted." for a in topics for b in topics if a != b]
+    text = " ".join(filler[:200] + about + filler[200:])
+    budget = 2 * 200
+    kept = summarize._typical(text, len, budget)
+    assert len(kept) <= budget + kept.count(".")
+    assert sum(word in kept for word in topics) > 0
+    assert summarize._typical(text[:300], len, budget) == text[:300]
+    for size in (3, 30):
+        scored.clear()
+        chosen = TextTasks(tiny).summarize(" ".join(filler[: 10 * size]), length=2, method="select").text
+        assert chosen
+        assert sum(scored) < 20 * budget

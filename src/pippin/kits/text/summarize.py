@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -26,6 +27,7 @@ from pippin.session.types.schema import Regex
 SHARE = 0.7  # of the context, for one part of a text
 TOKENS_PER_SENTENCE = 60
 _SELECT_TOKENS = 700  # longer parts would make `select` slow: its cost grows with the square
+_SELECT_PARTS = 2  # of a longer text only the sentences with the most typical words are scored by the model
 
 
 @dataclass(frozen=True)
@@ -148,8 +150,11 @@ def first_sentences(text: str, count: int) -> str:
 def select(pool: SessionPool, text: str, count: int) -> Passage:
     """The ``count`` sentences of a text with the most information about the rest of it, in their order.
 
-    The score of a sentence s is Σ (log P(other | s) - log P(other)) / √(tokens of s), over the other sentences.
+    The score of a sentence s is Σ (log P(other | s) - log P(other)) / √(tokens of s), over the other sentences. The
+    sentences of a text of more than two parts are ranked by their words first, and only the best are scored, so that
+    the time is bounded whatever the length.
     """
+    text = _typical(text, pool.token_count, _SELECT_PARTS * _SELECT_TOKENS)
     parts = chunks(text, lambda part: pool.token_count(part) <= _SELECT_TOKENS)
     share = max(1, math.ceil(2 * count / len(parts))) if len(parts) > 1 else count
     selected = [one for part in parts for one in _best(pool, part.of(text), share)]
@@ -161,6 +166,35 @@ def select(pool: SessionPool, text: str, count: int) -> Passage:
             else Passage(" ".join(chosen[:count]))
         )
     return Passage(" ".join(chosen))
+
+
+def _typical(text: str, token_count: Callable[[str], int], budget: int) -> str:
+    """The sentences with the most typical words, in their order, up to so many tokens; a shorter text as it is.
+
+    A sentence's words are weighted by tf-idf; its score is the cosine with the sum over all sentences. Sentences of
+    fewer than four words, or without an end, are left out.
+    """
+    if len(text) <= budget or token_count(text) <= budget:
+        return text
+    said = [" ".join(one.of(text).split()) for one in sentences(text)]
+    said = list(dict.fromkeys(one for one in said if is_whole(one) and len(one.split()) > 3)) or said
+    words = [Counter(re.findall(r"\w+", one.casefold())) for one in said]
+    seen_in = Counter(word for each in words for word in each)
+    weights = [{word: n * math.log(len(said) / seen_in[word]) for word, n in each.items()} for each in words]
+    center: Counter[str] = Counter()
+    for each in weights:
+        center.update(each)
+    scores = []
+    for each in weights:
+        length = math.sqrt(sum(weight * weight for weight in each.values()))
+        scores.append(sum(weight * center[word] for word, weight in each.items()) / length if length else 0.0)
+    kept, used = [], 0
+    for index in sorted(range(len(said)), key=lambda index: -scores[index]):
+        used += token_count(said[index])
+        if used > budget:
+            break
+        kept.append(index)
+    return " ".join(said[index] for index in sorted(kept))
 
 
 def _best(pool: SessionPool, text: str, count: int) -> list[str]:
