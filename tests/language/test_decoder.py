@@ -253,7 +253,7 @@ MOE = {"model_type": "qwen3_moe", "num_experts_per_tok": 2, "moe_intermediate_si
         ({"max_position_embeddings": 2**70}, "max_position_embeddings must be an integer"),
         ({"sliding_window": -1, "use_sliding_window": True}, "sliding_window must be an integer"),
         ({"rope_theta": float("nan")}, "rope_theta must be positive and finite, got nan"),
-        ({"rope_theta": "x"}, "rope_theta must be positive and finite, got 'x'"),
+        ({"rope_theta": float("inf")}, "rope_theta must be positive and finite, got inf"),
         (MOE | {"num_experts": 10**7}, "num_experts must be an integer from 1 to 65,536"),
         (MOE | {"num_experts": 60_000}, "num_experts in all layers must be an integer from 1 to 65,536"),
         (MOE | {"num_experts": 1}, "num_experts_per_tok must be an integer from 1 to 1, got 2"),

@@ -78,6 +78,7 @@ def alone(settings: ServerSettings) -> Iterator[LocalModel]:
 
 def _engine(settings: ServerSettings, model: LanguageModel, cache_bytes: int) -> Engine:
     """The engine of a model, with its stored prompt cache (a model with recurrent layers has none)."""
+    from pippin.engine.cache.prompt_cache import remove_partials
     from pippin.engine.engine import Engine
     from pippin.engine.model_runner import BLOCK_SIZE
 
@@ -99,6 +100,7 @@ def _engine(settings: ServerSettings, model: LanguageModel, cache_bytes: int) ->
         file = prompt_file(settings.prompt_cache, model.name)
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
+            remove_partials(file)
             if file.exists():
                 engine.load_prompt_cache(file)
         except (PippinError, OSError) as error:

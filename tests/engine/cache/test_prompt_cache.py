@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import stat
 import struct
 from dataclasses import replace
@@ -322,3 +323,27 @@ def test_a_real_disk_that_is_full_while_writing(model, tmp_path, monkeypatch):
         save(path, model, Memory(block_bytes=1 << 18), PROMPTS)
     assert path.read_bytes() == b"older"
     assert [file.name for file in tmp_path.iterdir()] == ["cache"]
+
+
+def test_what_a_killed_writer_left_is_deleted_and_what_is_being_written_stays(model, tmp_path):
+    path, runner = tmp_path / "a[1].prompts", Memory()
+    pid = os.fork()
+    if pid == 0:
+        runner.read = lambda blocks: os.kill(os.getpid(), signal.SIGKILL)
+        save(path, model, runner, PROMPTS)
+        os._exit(1)
+    assert os.waitpid(pid, 0)[1] == signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    assert left.name.endswith(".partial")
+    seen = []
+    read = runner.read
+
+    def look(blocks):
+        seen.append(left.exists())
+        prompt_cache.remove_partials(path)  # as another process would
+        return read(blocks)
+
+    runner.read = look
+    save(path, model, runner, PROMPTS)
+    assert set(seen) == {False}
+    assert list(tmp_path.iterdir()) == [path]

@@ -14,6 +14,8 @@ token ids (32-bit), and the SHA-256 of all of it.
 
 from __future__ import annotations
 
+import fcntl
+import glob
 import hashlib
 import json
 import os
@@ -21,6 +23,7 @@ import shutil
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, Final
@@ -136,6 +139,17 @@ def check_writable(path: Path) -> None:
         raise InvalidInput(f"the prompt cache {path} cannot be written: no right to write into {folder}")
 
 
+def remove_partials(path: Path) -> None:
+    """Delete what a process that was killed while it wrote this file left beside it: it holds prompts.
+
+    A file that another process is writing is locked, and stays.
+    """
+    for partial in path.absolute().parent.glob(f".{glob.escape(path.name)}.*.partial"):
+        with suppress(OSError), partial.open("rb") as file:  # locked, or gone meanwhile
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            partial.unlink()
+
+
 def _check_kind(path: Path) -> None:
     """Raise for anything but a regular file: a device would be replaced, and reading a pipe could block forever."""
     if path.exists() and not path.is_file():
@@ -159,6 +173,7 @@ def save(path: Path, model: LanguageModel, runner: Runner, sequences: Iterable[C
         InvalidInput: nothing may be written there.
     """
     check_writable(path)
+    remove_partials(path)
     prompts = [(key, list(ids), list(blocks)) for key, ids, blocks in sequences if len(ids)]
     index_of = {
         block: at for at, block in enumerate(dict.fromkeys(block for *_, blocks in prompts for block in blocks))
@@ -185,6 +200,7 @@ def save(path: Path, model: LanguageModel, runner: Runner, sequences: Iterable[C
         if free < size:
             raise DiskFull(f"{format_bytes(free)} are free")
         with atomic_write(path) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.chmod(file.name, 0o600)
             _write(file, text, runner, list(index_of), tokens)
     except DiskFull as error:
