@@ -61,8 +61,10 @@ def resolved(options: SamplingOptions, recommendation: Mapping[str, Any], vocab_
     >>> resolved(SamplingOptions(top_p=1.0), {"temperature": 0.6, "top_p": 0.9}, 100).top_p is None
     True
     """
-    named = {name: getattr(options, name) for name in _KEYS}
-    found = {name: recommendation.get(name) if value is None else value for name, value in named.items()}
+    named: dict[str, Any] = {name: getattr(options, name) for name in _KEYS}
+    found: dict[str, Any] = {
+        name: recommendation.get(name) if value is None else value for name, value in named.items()
+    }
     if found["top_k"] is not None and found["top_k"] >= vocab_size:
         found["top_k"] = None
     if found["top_p"] == 1:

@@ -146,6 +146,7 @@ def _only_tools(tools: "MCPServer", calls: RunningCalls) -> "Server":
         CallToolResult,
         GetPromptRequestParams,
         GetPromptResult,
+        InputRequiredResult,
         ListToolsResult,
         PaginatedRequestParams,
         TextContent,
@@ -154,15 +155,16 @@ def _only_tools(tools: "MCPServer", calls: RunningCalls) -> "Server":
     async def list_tools(context: ServerRequestContext, params: PaginatedRequestParams | None) -> ListToolsResult:
         return ListToolsResult(tools=await tools.list_tools())
 
-    async def call_tool(context: ServerRequestContext, params: CallToolRequestParams) -> CallToolResult:
+    async def call_tool(
+        context: ServerRequestContext, params: CallToolRequestParams
+    ) -> CallToolResult | InputRequiredResult:
         names = [tool.name for tool in await tools.list_tools()]
         if params.name not in names:
             raise MCPError(INVALID_PARAMS, f"there is no tool {params.name[:100]!r}; there are {', '.join(names)}")
         whole = Context(request_context=context, mcp_server=tools, input_params=params)
         with calls.entered(context.request, context.request_id):
             try:
-                found: Any = await tools.call_tool(params.name, params.arguments or {}, whole)
-                return found
+                return await tools.call_tool(params.name, params.arguments or {}, whole)
             except ToolError as error:
                 if isinstance(error, UnexpectedToolError):
                     known = error.__cause__ or error

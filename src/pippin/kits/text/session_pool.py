@@ -58,7 +58,7 @@ class SessionPool:
 
     def __post_init__(self) -> None:
         # a task has one result for a text: what a model recommends is for conversations
-        greedy = {"temperature": 0.0, "repetition_penalty": 1.0}
+        greedy: dict[str, Any] = {"temperature": 0.0, "repetition_penalty": 1.0}
         unnamed = {name: value for name, value in greedy.items() if getattr(self.options, name) is None}
         self.options = replace(self.options, **unnamed)
 
