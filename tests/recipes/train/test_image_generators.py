@@ -52,3 +52,13 @@ def test_mistakes():
         untrained("gan", (1, 8, 8), ConditioningSpec())
     with pytest.raises(InvalidArgument, match="num_hidden_layers must be at least 1, got 0"):
         untrained("dit", (1, 8, 8), ConditioningSpec(), num_hidden_layers=0)
+
+
+def test_a_flow_without_noise_has_bits_per_dimension():
+    levels = torch.randint(0, 256, (3, 1, 8, 8), generator=torch.Generator().manual_seed(0))
+    flow = untrained("tarflow", (1, 8, 8), ConditioningSpec(), noise_std=0.0).model
+    assert flow.bits_per_dim(levels).shape == (3,)
+    with pytest.raises(InvalidArgument, match=r"noise_std=0 \(--noise-std 0\)"):
+        untrained("tarflow", (1, 8, 8), ConditioningSpec()).model.bits_per_dim(levels)
+    with pytest.raises(InvalidArgument, match=r"noise_std \(--noise-std\) is for method 'tarflow', not for 'unet'"):
+        untrained("unet", (1, 8, 8), ConditioningSpec(), noise_std=0.0)

@@ -9,7 +9,8 @@ import pippin
 from pippin.core.errors import InvalidArgument, PippinError
 from pippin.data import images
 from pippin.generate.conditions import Conditioning
-from pippin.recipes.train.images import Config, run
+from pippin.recipes.train.images import Config, run, still_falling
+from pippin.train import TrainingResult
 
 SMALL = {"image_size": 8, "channels": 1, "hidden_size": 16, "num_hidden_layers": 1, "batch_size": 8}
 
@@ -76,3 +77,18 @@ def test_damaged_images_are_named_and_left_out_if_asked(folder, tmp_path, capsys
         train(folder, tmp_path / "made", steps=1)
     run(Config(data=str(folder), out=tmp_path / "made", steps=1, skip_bad=True, **SMALL))
     assert "left out 1 files" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("losses", "words"),
+    [
+        ([1.0, 0.8, 0.6, 0.5, 0.4, 0.3], "by 50 % in the second half"),
+        ([1.0, 0.5, 0.4, 0.4, 0.4, 0.4], None),
+        ([-1.0, -2.0, -2.0, -3.0], "by 50 % in the second half"),
+        ([1.0, 0.2], None),
+    ],
+)
+def test_a_run_that_is_too_short_is_said(losses, words):
+    result = TrainingResult(evaluations=[(step, {"loss": loss}) for step, loss in enumerate(losses)])
+    hint = still_falling(result)
+    assert hint is None if words is None else words in hint

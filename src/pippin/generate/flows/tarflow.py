@@ -228,7 +228,7 @@ class TarFlow(GeneratorModule):
         if config.noise_std or config.noise_std_range:
             raise InvalidArgument(
                 f"bits per dimension mean nothing for a model trained with Gaussian noise "
-                f"({config.noise_std_range or config.noise_std}); train one with noise_std=0"
+                f"({config.noise_std_range or config.noise_std}); train one with noise_std=0 (--noise-std 0)"
             )
         if images.is_floating_point() or images.dtype == torch.bool:
             raise InvalidInput(f"bits per dimension are those of integer levels, got {images.dtype}; give integers")

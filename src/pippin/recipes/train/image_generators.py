@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 
 from torch import nn
 
-from pippin.core.checks import PositiveInt, checked
+from pippin.core.checks import NonNegativeFloat, PositiveInt, checked
 from pippin.core.errors import InvalidArgument
 from pippin.generate.conditions import ConditioningSpec
 from pippin.recipes.options import GeneratorMethod
@@ -46,6 +46,7 @@ class _ModelSpec:
     layers: int
     patch: int
     seed: int
+    noise_std: float | None = None
 
     @property
     def condition_dropout(self) -> float:
@@ -62,6 +63,7 @@ def untrained(
     hidden_size: PositiveInt | None = None,
     num_hidden_layers: PositiveInt | None = None,
     patch_size: PositiveInt | None = None,
+    noise_std: NonNegativeFloat | None = None,
     seed: int = 0,
 ) -> UntrainedGenerator:
     """A generator for images of a shape.
@@ -73,19 +75,29 @@ def untrained(
         hidden_size: width of the hidden states (U-Net: channels of its first level); None for the method's default.
         num_hidden_layers: number of layers (flows: in each block; U-Net: levels); None for the method's default.
         patch_size: side of a patch in pixels; None for the smallest within the method's maximum number of tokens.
+        noise_std: tarflow: standard deviation of the Gaussian noise that it is trained with; 0 for the uniform noise of
+            a level, which `TarFlow.bits_per_dim` needs; None for the method's default, 0.1.
         seed: seed of the random weights.
 
     Raises:
-        InvalidArgument: an unknown method, or a size that does not fit.
+        InvalidArgument: an unknown method, noise for another method than tarflow, or a size that does not fit.
 
     >>> untrained("unet", (1, 28, 28), ConditioningSpec(num_classes=10, null=True)).model.shape
     (1, 28, 28)
     """
+    if noise_std is not None and method != "tarflow":
+        raise InvalidArgument(f"noise_std (--noise-std) is for method 'tarflow', not for {method!r}")
     make, default_width, default_layers, max_tokens = METHODS[method]
     patch_size = patch_size or patch_size_for(shape[1], shape[2], max_tokens)
     return make(
         _ModelSpec(
-            shape, condition, hidden_size or default_width, num_hidden_layers or default_layers, patch_size, seed
+            shape,
+            condition,
+            hidden_size or default_width,
+            num_hidden_layers or default_layers,
+            patch_size,
+            seed,
+            noise_std,
         )
     )
 
@@ -153,7 +165,7 @@ def _tarflow(spec: _ModelSpec, noise_range: tuple[float, float] | None = None) -
         hidden_size=spec.width,
         layers_per_block=(spec.layers,) * 4,
         condition=spec.condition,
-        noise_std=0.0 if noise_range else 0.1,
+        noise_std=0.0 if noise_range else 0.1 if spec.noise_std is None else spec.noise_std,
         noise_std_range=noise_range,
         soft_clip=4.0,
     )

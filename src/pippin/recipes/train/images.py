@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pippin.core import progress
-from pippin.core.checks import Fraction, PositiveFloat, PositiveInt, checked
+from pippin.core.checks import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, checked
 from pippin.core.errors import InvalidArgument
 from pippin.core.options import Option
 from pippin.engine.options import Device
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 _MODEL = "Model"
 MAX_HELD_OUT = 512
 """Maximum number of images that the loss is evaluated on."""
+
+FALLING = 0.02
+"""Share by which the loss falls in the second half of a run that is too short."""
 
 
 @checked
@@ -61,6 +64,12 @@ class Config:
         PositiveInt | None, Option("Layers in all (flows: of each block; unet: levels).", _MODEL)
     ] = None
     patch_size: Annotated[PositiveInt | None, Option("Side of a token in pixels.", _MODEL)] = None
+    noise_std: Annotated[
+        NonNegativeFloat | None,
+        Option(
+            "tarflow: Gaussian noise of the training, 0.1 without it; 0 for exact likelihoods (bits_per_dim).", _MODEL
+        ),
+    ] = None
     image_size: options.ImageSize = None
     channels: Annotated[Literal[1, 3] | None, Option("1 for gray, 3 for color.", DATA)] = None
     limit: options.Limit = None
@@ -171,6 +180,7 @@ def run(config: Config, *, show_progress: bool = True) -> ImageGenerationResult:
         hidden_size=config.hidden_size,
         num_hidden_layers=config.num_hidden_layers,
         patch_size=config.patch_size,
+        noise_std=config.noise_std,
         seed=config.seed,
     )
     model: Any = made.model
@@ -212,7 +222,21 @@ def run(config: Config, *, show_progress: bool = True) -> ImageGenerationResult:
         model.eval()
         model.save(config.out)
         _write_samples(model, images, encoder, Path(config.out) / "samples.png", show_progress=show_progress)
+    if (hint := still_falling(result)) is not None and result.stopped is None:
+        progress.note(f"{hint}: train longer with --steps {4 * steps}", show_progress=show_progress)
     return ImageGenerationResult(Path(config.out), parameters, made.unit, result)
+
+
+def still_falling(result: TrainingResult) -> str | None:
+    """A sentence if the held-out loss fell by more than `FALLING` in the second half of the run; None if it did not."""
+    losses = [measures["loss"] for _, measures in result.evaluations]
+    if len(losses) < 4:
+        return None
+    half, last = losses[len(losses) // 2 - 1], losses[-1]
+    fallen = (half - last) / abs(half) if half else 0.0
+    if not fallen > FALLING:
+        return None
+    return f"the held-out loss was still falling, by {100 * fallen:.0f} % in the second half of the run"
 
 
 def _images(config: Config, *, show_progress: bool) -> ImageSet:
