@@ -121,7 +121,9 @@ def _regex() -> str:
     escape = r"\\[dDwWsSnrt.^$*+?()\[\]{}|/\\]"
     in_class = rf"(?:a-z|A-Z|0-9|a-f|A-F|[A-Za-z0-9 _.,:;=@#%!<>/+*()|$?]|{escape})"
     atom = rf"(?:[A-Za-z0-9 _,:;=@#%&~!<>/'\"-]|\.|{escape}|\[\^?{in_class}+\])"
-    repeat = r"(?:(?:[*+?]|\{[0-9]{1,3},?\})\??)?"
+    ordered = "|".join(f"{low},[{low}-9]" for low in range(10))  # and fewer digits before the comma than after it
+    counts = f"[0-9]{{1,3}},?|{ordered}|[0-9],[1-9][0-9]{{1,2}}|[1-9][0-9],[1-9][0-9]{{2}}"
+    repeat = rf"(?:(?:[*+?]|\{{(?:{counts})\}})\??)?"
     inner = f"(?:{atom}{repeat})+"
     for _ in range(2):
         group = rf"\((?:\?:)?{inner}(?:\|{inner})*\)"
