@@ -167,6 +167,16 @@ def responses_request(data: bytes) -> None:
     post("/v1/responses", data)
 
 
+def completions_request(data: bytes) -> None:
+    """The body of a request to /v1/completions."""
+    post("/v1/completions", data)
+
+
+def embeddings_request(data: bytes) -> None:
+    """The body of a request to /v1/embeddings."""
+    post("/v1/embeddings", data)
+
+
 def post(path: str, data: bytes) -> None:
     """Send a body to a server without a model."""
     status = loop().run_until_complete(answered(path, data))
@@ -190,6 +200,8 @@ TARGETS: dict[str, Target] = {
         transcript,
         chat_request,
         responses_request,
+        completions_request,
+        embeddings_request,
     )
 }
 
