@@ -138,14 +138,14 @@ def run(config: Config, *, show_progress: bool = True) -> ExportResult:
     if config.to == "safetensors":
         _language_model(config.model).save(out)
         return _result(config, out, _inside(out))
-    asset, model = _open(config.model, config.max_context, show_progress=show_progress)
+    asset, captured = _open(config.model, config.max_context, show_progress=show_progress)
     target = out / f"model{ending}" if is_folder and ending else out
     find(PROGRAMS[config.to][0]).write(asset, target)
     if config.interface is not None:
         generate_interface(asset, Path(config.interface))
-    if is_folder and model is not None:
-        _save_tokenizer(model, out)
-    elif model is not None:
+    if is_folder and captured is not None:
+        _save_tokenizer(captured, out)
+    elif captured is not None:
         progress.note(
             f"the program takes token ids; for the tokenizer beside it, give a folder: --out {out.with_suffix('')}",
             show_progress=show_progress,
