@@ -127,8 +127,8 @@ class _Child:
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", _START, str(max_seconds), package, *filter(None, sys.path)],
-                stdin=theirs,
-                stdout=theirs,
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
                 stderr=subprocess.DEVNULL,
                 env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
             )
