@@ -180,7 +180,7 @@ def test_the_better_of_posterior_and_network_is_named():
     data = labeled(
         model, 60, 15
     )  # from the model's own probabilities: no posterior can do better, and few may do worse
-    with pytest.warns(InferenceAtRisk, match="the network alone predicts better than with this posterior") as said:
+    with pytest.warns(InferenceAtRisk, match="the MAP network predicts better than with this posterior") as said:
         worse = quantify_uncertainty(model, data, held_out=0.5)
     assert worse.advice == str(said[0].message)
     found = rows(worse.report)
@@ -190,11 +190,11 @@ def test_the_better_of_posterior_and_network_is_named():
     careful = quantify_uncertainty(
         model, labeled(model, 3000, 1), prior="conservative"
     )  # as it promises, and no warning
-    assert careful.advice.startswith("the network alone predicts better")
+    assert careful.advice.startswith("the MAP network predicts better")
     assert "equally well" in quantify_uncertainty(model, labeled(model, 400, 1)).advice
     overconfident = network(3, sharper=4)
     better = quantify_uncertainty(overconfident, labeled(overconfident, 3000, 1, temperature=4.0))
-    assert better.advice.startswith("the posterior predicts better than the network alone")
+    assert better.advice.startswith("the posterior predicts better than the MAP network")
 
 
 def test_foreign_inputs_are_in_the_report_and_change_nothing():

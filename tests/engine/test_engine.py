@@ -299,7 +299,7 @@ def test_every_kind_of_layer_works_in_a_batch(tiny, kind, packed):
         "windows and no positions": {"layers": (layer(window=16), layer(rotary=None), layer(window=16))},
         "shared keys": {"layers": (layer(), layer(window=20), layer(kv_source=1), layer(kv_source=0))},
         "experts": {"layers": (layer(num_experts=4, num_experts_per_tok=2), layer())},
-        "norms everywhere": {"qk_norm": True, "post_norms": True, "qkv_bias": True, "embedding_scale": 5.0},
+        "norms everywhere": {"qk_norm": "head", "residual": "pre and post", "qkv_bias": True, "embedding_scale": 5.0},
     }[kind]
     module = Decoder(replace(tiny.config, **fields)).initialize(seed=1).eval()
     plain = LanguageModel(kind, module, tiny.tokenizer, None)

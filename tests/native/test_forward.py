@@ -157,7 +157,7 @@ def test_equals_the_decoder_in_torch():
         LayerSpec(AttentionSpec(rotary=None), FeedForwardSpec(64, "gelu_tanh", num_experts=3, num_experts_per_tok=2)),
     )
     options = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512}
-    norms = {"qk_norm": True, "post_norms": True, "qkv_bias": True, "embedding_scale": 5.0}
+    norms = {"qk_norm": "head", "residual": "pre and post", "qkv_bias": True, "embedding_scale": 5.0}
     config = DecoderConfig("gemma3_text", 50, 32, specs, tie_word_embeddings=False, **options, **norms)
     module = Decoder(config).initialize(seed=3).eval()
     generator = torch.Generator().manual_seed(0)

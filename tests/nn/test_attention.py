@@ -74,8 +74,8 @@ PROJECTIONS = {"q_proj.weight", "o_proj.weight", "k_proj.weight", "v_proj.weight
         ({}, set(), 3),
         ({"bias": True}, {"q_proj.bias", "k_proj.bias", "v_proj.bias"}, None),
         ({"output_bias": True}, {"o_proj.bias"}, None),
-        ({"qk_norm": True}, {"q_norm.weight", "k_norm.weight"}, None),
-        ({"qk_norm": True, "eps": 0.5}, {"q_norm.weight", "k_norm.weight"}, 3),
+        ({"qk_norm": "head"}, {"q_norm.weight", "k_norm.weight"}, None),
+        ({"qk_norm": "head", "eps": 0.5}, {"q_norm.weight", "k_norm.weight"}, 3),
         ({"scale": 2.0}, set(), None),
     ],
 )
@@ -92,10 +92,10 @@ def test_a_layer_is_its_formula_head_by_head(options, more, window, rotated, new
 
 
 def test_a_layer_that_reads_anothers_keys_has_projections_for_queries_and_output_only():
-    reader = random_layer(AttentionSpec(kv_source=0), qk_norm=True)
+    reader = random_layer(AttentionSpec(kv_source=0), qk_norm="head")
     assert {name for name, _ in reader.named_parameters()} == {"q_proj.weight", "o_proj.weight", "q_norm.weight"}
     x = normal(1, 5, 12, seed=9)
-    source = random_layer(AttentionSpec(), qk_norm=True)
+    source = random_layer(AttentionSpec(), qk_norm="head")
     _, shared = source(normal(1, 5, 12, seed=8), LayerContext(NoCache()))
     found, read = reader(x, LayerContext(NoCache(), layer=1, shared=shared))
     assert read is shared

@@ -33,7 +33,7 @@ def decoder():
         num_key_value_heads=2,
         head_dim=4,
         max_position_embeddings=64,
-        qk_norm=True,
+        qk_norm="head",
     )
     return Decoder(config).initialize(seed=3).double()
 

@@ -101,7 +101,7 @@ def quantify_uncertainty(
 
     Warns:
         InferenceAtRisk: all (or no) labels for the temperature were predicted right, and the temperature stays 1; or,
-            with the calibrated prior, the network alone predicts the held-out examples better, by more than two
+            with the calibrated prior, the MAP network predicts the held-out examples better, by more than two
             standard errors and 1 %.
 
     Source: Daxberger et al. 2021, arXiv:2106.14806 (posterior); Guo et al. 2017, arXiv:1706.04599 (temperature).
@@ -178,7 +178,7 @@ class Uncertainty:
 
     Attributes:
         report: the evaluation on held-out data; None after loading.
-        advice: in a sentence, whether the posterior or the network alone predicts the held-out data better; None after
+        advice: in a sentence, whether the posterior or the MAP network predicts the held-out data better; None after
             loading.
     """
 
@@ -298,12 +298,12 @@ class Uncertainty:
         )
         if ours - plain > max(2 * error, 0.01 * abs(plain)):
             return (
-                f"the network alone predicts better than with this posterior {found}: use the network, or "
+                f"the MAP network predicts better than with this posterior {found}: use the network, or "
                 "TemperatureScaling(MAPNetwork(...)), or fit on more examples",
                 True,
             )
         if plain - ours > 2 * error:
-            return f"the posterior predicts better than the network alone {found}", False
+            return f"the posterior predicts better than the MAP network {found}", False
         return f"posterior and network predict equally well, as far as these examples tell {found}", False
 
     def reliability(self, data: Any = None) -> metrics.ReliabilityDiagram:

@@ -148,7 +148,7 @@ def read_factors(model: AdaptedModel, path: str | Path) -> dict[str, Factors]:
     path = Path(path)
     config = read_json(_find(path))
     scale = _scale(config, path)
-    pairs = _pairs(path, int(config["r"]))
+    pairs = _pairs(path, int(config["r"]), model.module.config)
     _compare_base(model, path)
     targets = dict(target_modules(model.module))
     for layer, (down, up) in pairs.items():
@@ -214,11 +214,12 @@ def save_adapter(
     if len(ranks) != 1:
         raise InvalidArgument(f"an adapter needs weights of one rank, got {sorted(ranks) or 'no weights'}")
     targets = dict(target_modules(model.module))
-    tensors = {}
+    decoder, tensors = model.module.config, {}
+    family = families.FAMILIES[decoder.family]
     for layer, pair in factors.items():
         _target(targets, layer, model, path)
         for which, tensor in zip("AB", pair, strict=True):
-            key = f"base_model.model.{families.to_hf_name(layer)}.lora_{which}.weight"
+            key = f"base_model.model.{families.stored_layer(family, decoder, layer)}.lora_{which}.weight"
             tensors[key] = tensor.detach().cpu().contiguous().clone()
     config = {
         "peft_type": "LORA",
@@ -310,18 +311,19 @@ def _scale(config: dict[str, Any], folder: Path) -> float:
     return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
-def _pairs(folder: Path, rank: int) -> dict[str, tuple[Tensor, Tensor]]:
+def _pairs(folder: Path, rank: int, config: DecoderConfig) -> dict[str, tuple[Tensor, Tensor]]:
     """A and B of each layer, by the layer's name in the decoder."""
     try:
         tensors = load_file(str(folder / WEIGHTS))
     except (SafetensorError, OSError, ValueError) as error:
         raise CorruptedFile(f"{folder / WEIGHTS}: damaged or truncated: {error}; download it again") from error
     found: dict[str, dict[str, Tensor]] = {}
+    family = families.FAMILIES[config.family]
     for name, tensor in tensors.items():
         match = _TENSOR.fullmatch(name)
         if match is None:
             raise UnsupportedModel(f"{folder}: the tensor {name!r} is not part of a plain LoRA adapter")
-        found.setdefault(families.hf_name(match["layer"]) or match["layer"], {})[match["which"]] = tensor
+        found.setdefault(families.layer_of(family, config, match["layer"]), {})[match["which"]] = tensor
     if not found:
         raise CorruptedFile(f"{folder}: {WEIGHTS} holds no tensors")
     for layer, pair in found.items():

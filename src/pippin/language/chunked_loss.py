@@ -16,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from pippin.data.token_batches import TokenBatch
+from pippin.language.decoder import logits_of
 from pippin.nn.kv_cache import PackedDocuments
 from pippin.nn.linear import Linear
 
@@ -53,7 +54,7 @@ def sum_in_chunks(
     sums: dict[str, Tensor] = {}
 
     def chunk_loss(states: Tensor, part: slice) -> Tensor:
-        total, logged = score(model.lm_head(states), part)
+        total, logged = score(logits_of(model, states), part)
         for name, value in logged.items():
             sums[name] = sums[name] + value.detach() if name in sums else value.detach()
         return total

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from pippin.core.checks import NonNegativeFloat, PositiveInt, checked
 from pippin.core.errors import InvalidArgument
-from pippin.nn.attention import Attention, AttentionSpec
+from pippin.nn.attention import Attention, AttentionSpec, QKNorm
 from pippin.nn.context import LayerContext
 from pippin.nn.embedding import TokenEmbedding
 from pippin.nn.feedforward import FeedForward, FeedForwardSpec, MixtureOfExperts
@@ -56,6 +56,31 @@ class LayerSpec:
         return cls(AttentionSpec(rotary=None), feedforward, recurrent)
 
 
+Residual = Literal["pre", "post", "pre and post", "parallel", "parallel two norms"]
+"""Norms of a layer: before attention and feed-forward layer ("pre"), after each ("post", OLMo 2), both (Gemma); or both
+in parallel, on one normalized input (Cohere) or on two (GPT-NeoX)."""
+
+
+def logits_of(model: Any, hidden: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch vocab"]:
+    """Logits of hidden states after the last norm, scaled and bounded as the config says.
+
+    Args:
+        model: a decoder, or another model with ``lm_head`` and ``config``.
+        hidden: inputs of the output matrix.
+    """
+    logits: Tensor = model.lm_head(hidden)
+    scale, softcap = logit_scaling(model)
+    if scale != 1.0:
+        logits = logits * scale
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def logit_scaling(model: Any) -> tuple[float, float | None]:
+    """Multiplier and bound of a model's logits; 1 and None where its config has neither."""
+    config = getattr(model, "config", None)
+    return getattr(config, "logit_scale", 1.0), getattr(config, "logit_softcap", None)
+
+
 @checked
 @dataclass(frozen=True)
 class DecoderConfig:
@@ -71,11 +96,18 @@ class DecoderConfig:
         head_dim: width of a head, even.
         max_position_embeddings: longest sequence that the model was trained for, in tokens.
         rms_norm_eps: epsilon of the RMS norms.
+        norm: kind of the norms: "rms", or "layer" for layer norms, which also subtract the mean.
+        norm_weight: whether norms have a weight. norm_bias: whether layer norms have a bias.
+        residual: where a layer's norms are, in the order of `Residual`.
         qkv_bias: biases on the query, key and value projections.
-        qk_norm: RMS norms on query and key heads.
-        post_norms: a second norm after attention and after the feed-forward layer (Gemma).
+        output_bias: bias on the output projection of attention.
+        qk_norm: RMS norms of queries and keys; see `pippin.nn.attention.Attention`.
         embedding_scale: multiplier on embeddings.
         attention_scale: multiplier on attention scores; None for ``head_dim ** -0.5``.
+        residual_scale: multiplier on what attention and feed-forward layers add to the hidden states (Granite).
+        logit_scale: multiplier on logits.
+        logit_softcap: bound of the logits, which become ``softcap * tanh(logit / softcap)``; None for no bound.
+        learned_positions: whether an embedding of each position is added to that of the token (GPT-2).
         tie_word_embeddings: whether the output matrix is the embedding.
         training_methods: metadata about training methods, by the method's name; JSON values, saved with the config.
             They do not change the computation.
@@ -93,11 +125,19 @@ class DecoderConfig:
     head_dim: PositiveInt
     max_position_embeddings: PositiveInt
     rms_norm_eps: NonNegativeFloat = 1e-6
+    norm: Literal["rms", "layer"] = "rms"
+    norm_weight: bool = True
+    norm_bias: bool = False
+    residual: Residual = "pre"
     qkv_bias: bool = False
-    qk_norm: bool = False
-    post_norms: bool = False
+    output_bias: bool = False
+    qk_norm: QKNorm | None = None
     embedding_scale: float = 1.0
     attention_scale: float | None = None
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+    learned_positions: bool = False
     tie_word_embeddings: bool = True
     training_methods: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
@@ -164,40 +204,74 @@ class DecoderLayer(nn.Module):
                 num_key_value_heads=config.num_key_value_heads,
                 head_dim=config.head_dim,
                 bias=config.qkv_bias,
+                output_bias=config.output_bias,
                 qk_norm=config.qk_norm,
                 scale=config.attention_scale,
                 eps=config.rms_norm_eps,
             )
         mlp = MixtureOfExperts if spec.feedforward.num_experts else FeedForward
         self.mlp = mlp(spec.feedforward, config.hidden_size)
-        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.pre_feedforward_layernorm: RMSNorm | None = None
-        self.post_feedforward_layernorm: RMSNorm | None = None
-        if config.post_norms:
-            self.pre_feedforward_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-            self.post_feedforward_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.residual, self.residual_scale = config.residual, config.residual_scale
+        names = _NORMS[config.residual]
+        self.input_layernorm = make_norm(config) if "input" in names else None
+        # before the feed-forward layer where the layer has norms before, after attention where it has norms after
+        self.post_attention_layernorm = make_norm(config) if "post_attention" in names else None
+        self.pre_feedforward_layernorm = make_norm(config) if "pre_feedforward" in names else None
+        self.post_feedforward_layernorm = make_norm(config) if "post_feedforward" in names else None
 
     def forward(
         self, x: Float[Tensor, "batch new width"], context: LayerContext
     ) -> tuple[Float[Tensor, "batch kept width"], VisibleKeyValues | None]:
         """Return the new hidden states (of the selected tokens), and the keys, values and mask that were read."""
         read: VisibleKeyValues | None = None
+        normalized = x if self.input_layernorm is None else self.input_layernorm(x)
         if self.recurrent is not None:
-            y = self.recurrent(self.input_layernorm(x), context)
+            y = self.recurrent(normalized, context)
         else:
-            y, read = self.self_attn(self.input_layernorm(x), context)
+            y, read = self.self_attn(normalized, context)
         if context.selection is not None:
-            x = x.index_select(1, context.selection.rows)
+            rows = context.selection.rows
+            x, normalized = x.index_select(1, rows), normalized.index_select(1, rows)
             if x.shape[1] == 0:
                 return x, read
             context = context.after_selection()
-        if self.pre_feedforward_layernorm is None or self.post_feedforward_layernorm is None:
-            x = x + y
-            return x + self.mlp(self.post_attention_layernorm(x), context), read
-        x = x + self.post_attention_layernorm(y)
-        inner = self.mlp(self.pre_feedforward_layernorm(x), context)
-        return x + self.post_feedforward_layernorm(inner), read
+        return self._add(x, normalized, y, context), read
+
+    def _add(self, x: Tensor, normalized: Tensor, y: Tensor, context: LayerContext) -> Tensor:
+        """The hidden states plus the output ``y`` of attention and that of the feed-forward layer."""
+        scale = self.residual_scale
+        if self.residual == "parallel":
+            return x + scale * (y + self.mlp(normalized, context))
+        if self.residual == "parallel two norms":
+            return x + scale * (y + self.mlp(_apply(self.post_attention_layernorm, x), context))
+        if self.residual == "pre":
+            x = x + y if scale == 1.0 else x + scale * y
+            inner = self.mlp(_apply(self.post_attention_layernorm, x), context)
+            return x + inner if scale == 1.0 else x + scale * inner
+        x = x + _apply(self.post_attention_layernorm, y)
+        inner = self.mlp(_apply(self.pre_feedforward_layernorm, x), context)
+        return x + _apply(self.post_feedforward_layernorm, inner)
+
+
+_NORMS: Final[dict[Residual, tuple[str, ...]]] = {
+    "pre": ("input", "post_attention"),
+    "post": ("post_attention", "post_feedforward"),
+    "pre and post": ("input", "post_attention", "pre_feedforward", "post_feedforward"),
+    "parallel": ("input",),
+    "parallel two norms": ("input", "post_attention"),
+}
+
+
+def _apply(norm: nn.Module | None, x: Tensor) -> Tensor:
+    return x if norm is None else norm(x)
+
+
+def make_norm(config: DecoderConfig) -> nn.Module:
+    """A norm of the hidden states."""
+    width, eps = config.hidden_size, config.rms_norm_eps
+    if config.norm == "layer":
+        return nn.LayerNorm(width, eps, elementwise_affine=config.norm_weight, bias=config.norm_bias)
+    return RMSNorm(width, eps=eps) if config.norm_weight else nn.RMSNorm(width, eps, elementwise_affine=False)
 
 
 class Decoder(nn.Module):
@@ -218,7 +292,10 @@ class Decoder(nn.Module):
         self.config = config
         self.embed_tokens = TokenEmbedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, spec) for spec in config.layers)
-        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.embed_positions: TokenEmbedding | None = None
+        if config.learned_positions:
+            self.embed_positions = TokenEmbedding(config.max_position_embeddings, config.hidden_size)
+        self.norm = make_norm(config)
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
         self.tie_weights()
         self._sources = {spec.attention.kv_source for spec in config.layers}
@@ -248,8 +325,11 @@ class Decoder(nn.Module):
             InvalidArgument: no tokens, or positions that do not fit the cache.
         """
         hidden = self.hidden(ids, cache=cache, padding=padding, adapters=adapters)
-        logits: Tensor = self.lm_head(hidden if logits_to_keep is None else hidden[:, -logits_to_keep:])
-        return logits
+        return self.logits(hidden if logits_to_keep is None else hidden[:, -logits_to_keep:])
+
+    def logits(self, hidden: Float[Tensor, "batch new width"]) -> Float[Tensor, "batch new vocab"]:
+        """Logits of hidden states after the last norm."""
+        return logits_of(self, hidden)
 
     def hidden(
         self,
@@ -263,16 +343,36 @@ class Decoder(nn.Module):
         if ids.shape[1] == 0:
             raise InvalidArgument("the decoder was given no tokens")
         cache = NoCache(padding) if cache is None else cache
-        x = self.forward_layers(self.embed(ids), cache, padding=padding, adapters=adapters)
+        x = self.embed(ids, self._positions(cache, ids.shape[1], padding, ids.device))
+        x = self.forward_layers(x, cache, padding=padding, adapters=adapters)
         cache.advance(ids.shape[1])
         hidden: Tensor = self.norm(x)
         return hidden
 
-    def embed(self, ids: Int[Tensor, "batch new"]) -> Float[Tensor, "batch new width"]:
-        """Scaled embeddings: the hidden states before the first layer."""
+    def embed(
+        self, ids: Int[Tensor, "batch new"], positions: Int[Tensor, "*batch new"] | None = None
+    ) -> Float[Tensor, "batch new width"]:
+        """Scaled embeddings: the hidden states before the first layer.
+
+        Args:
+            ids: token ids.
+            positions: position of each token, used by models with learned positions; None for 0, 1, 2, ...
+        """
         x: Tensor = self.embed_tokens(ids)
         scale = self.config.embedding_scale
-        return x if scale == 1.0 else x * torch.tensor(scale, dtype=x.dtype)
+        x = x if scale == 1.0 else x * torch.tensor(scale, dtype=x.dtype)
+        if self.embed_positions is None:
+            return x
+        return x + self.embed_positions(torch.arange(ids.shape[1], device=x.device) if positions is None else positions)
+
+    def _positions(self, cache: KVCache, new: int, padding: Tensor | None, device: torch.device) -> Tensor:
+        """Position of each new token, (new,) or (batch, new)."""
+        if cache.positions is not None:
+            if len(cache.positions) != new and cache.positions.ndim == 1:
+                raise InvalidArgument(f"the cache has {len(cache.positions)} positions for {new} tokens")
+            return cache.positions
+        positions = torch.arange(cache.length, cache.length + new, device=device)
+        return positions if padding is None else (positions - padding[:, None]).clamp(min=0)
 
     def forward_layers(
         self,

@@ -32,7 +32,7 @@ from pippin.data.text.tokenizer import Tokenizer
 from pippin.language import adapter_files, families
 from pippin.language.decoder import Decoder, DecoderConfig, DecoderLayer
 from pippin.language.model_license import find_license
-from pippin.language.quantized_checkpoint import StoredMatrix, stored_matrices
+from pippin.language.quantized_checkpoint import stored_matrices
 from pippin.language.weight_packing import DType, Packing, choose_packing, group_of, stored_kind
 from pippin.nn.embedding import TokenEmbedding
 from pippin.nn.linear import Linear
@@ -153,10 +153,7 @@ class LanguageModel:
             raise InvalidArgument(f"{self.name} is packed for inference; load it with pack=False to save it")
         if self.config.tie_word_embeddings:
             del tensors["lm_head.weight"]
-        stored = {}
-        for name, tensor in tensors.items():
-            offset = families.norm_offset(name, self.config)
-            stored[families.to_hf_name(name)] = tensor - offset if offset else tensor
+        stored = families.to_stored(families.FAMILIES[self.config.family], self.config, tensors)
         eos = list(self.tokenizer.eos_ids)
         generation = {"eos_token_id": eos, "bos_token_id": self.tokenizer.bos_id}
         dtype = {"dtype": str(self.dtype).removeprefix("torch.")}
@@ -295,8 +292,11 @@ def _read_gguf(path: Path) -> CheckpointHeaders:
     def blocks(name: str) -> Tensor:
         return families.gguf_tensor(name, file.raw(names[name]), config, file.architecture)
 
+    module = _empty(config)
+    left_over = names.keys() - _shapes(module).keys()
+    _compare(module, {ours: file.tensors[theirs].shape for ours, theirs in names.items()}, left_over, path)
     return CheckpointHeaders(
-        _module(config, {ours: file.tensors[theirs].shape for ours, theirs in names.items()}, path),
+        module,
         tuple(names),
         tensor,
         tokenizer=lambda: Tokenizer.from_gguf(file),
@@ -308,36 +308,35 @@ def _read_gguf(path: Path) -> CheckpointHeaders:
 
 def _read_folder(path: Path, given: Mapping[str, Any] | None = None) -> CheckpointHeaders:
     folder = open_folder(path)
-    quantized = {part: matrix for matrix in stored_matrices(folder).values() for part in matrix.parts}
+    matrices = {families.without_prefix(f"{one.stem}.weight"): one for one in stored_matrices(folder).values()}
+    quantized = {part for matrix in matrices.values() for part in matrix.parts}
     config = families.from_hf(folder.config if given is None else given)
-    names: dict[str, str] = {}
-    matrices: dict[str, StoredMatrix] = {}
-    for name in folder.names():
-        matrix = quantized.get(name)
-        ours = families.hf_name(name if matrix is None else f"{matrix.stem}.weight")
-        if (
-            ours is not None
-            and not ours.endswith("rotary_emb.inv_freq")
-            and not (config.tie_word_embeddings and ours == "lm_head.weight")
-        ):
-            names[ours] = name
-            if matrix is not None:
-                matrices[ours] = matrix
+    # the tensors of a folder with codes have Pippin's own names and layouts
+    family = None if matrices else families.FAMILIES[config.family]
+    stored = {families.without_prefix(name, family): name for name in folder.names() if name not in quantized}
+    module = _empty(config)
+    sources, unused = families.locate(family, config, _shapes(module), {*stored, *matrices})
 
     def tensor(name: str, dtype: torch.dtype) -> Tensor:
-        values = matrices[name].dense() if name in matrices else folder.tensor(names[name])
-        offset = families.norm_offset(name, config)
-        return (values.float() + offset if offset else values).to(dtype)
+        if name in matrices:
+            return matrices[name].dense().to(dtype)
+        source = sources[name]
+        return source.take(folder.tensor(stored[source.stored]), config).to(dtype)
 
     def shape(name: str) -> tuple[int, ...]:
-        return matrices[name].shape if name in matrices else tuple(folder.shape(names[name]))
+        if name in matrices:
+            return matrices[name].shape
+        source = sources[name]
+        return source.shape(tuple(folder.shape(stored[source.stored])), config)
 
     def parts(name: str) -> tuple[str, ...]:
-        return matrices[name].parts if name in matrices else (names[name],)
+        return matrices[name].parts if name in matrices else (stored[sources[name].stored],)
 
+    left_over = [name for name in unused if not _may_be_left(name, config)]
+    _compare(module, {name: shape(name) for name in sources}, left_over, path)
     return CheckpointHeaders(
-        _module(config, {ours: shape(ours) for ours in names}, path),
-        tuple(names),
+        module,
+        tuple(sources),
         tensor,
         tokenizer=lambda: Tokenizer.from_folder(path),
         release=lambda done: folder.release(part for name in done for part in parts(name)),
@@ -402,17 +401,32 @@ def _packed(headers: CheckpointHeaders, packing: Packing, name: str, form: int) 
     return NativeWeight.from_dense(headers.tensor(name, dense))
 
 
-def _module(config: DecoderConfig, shapes: dict[str, tuple[int, ...]], path: Path) -> Decoder:
-    """The decoder on the meta device, after its names and shapes were compared with those of the file.
+def _empty(config: DecoderConfig) -> Decoder:
+    """The decoder on torch's meta device."""
+    with torch.device("meta"):
+        return Decoder(config)
+
+
+_COMPUTED = ("rotary_emb.inv_freq", ".attn.bias", ".attention.bias", ".masked_bias")  # causal masks, for instance
+_BESIDE = ("vision_tower", "vision_model", "visual", "audio_tower", "multi_modal_projector", "connector")
+
+
+def _may_be_left(name: str, config: DecoderConfig) -> bool:
+    """Whether a stored tensor may stay unread: a table that is computed, or a part beside the decoder."""
+    if name == "lm_head.weight":
+        return config.tie_word_embeddings
+    return name.endswith(_COMPUTED) or name.partition(".")[0] in _BESIDE
+
+
+def _compare(module: Decoder, shapes: Mapping[str, tuple[int, ...]], left_over: Iterable[str], path: Path) -> None:
+    """Compare a decoder with the names and shapes of a file.
 
     Raises:
         CorruptedFile: a tensor is missing, left over, or of another shape than the configuration says.
     """
-    with torch.device("meta"):
-        module = Decoder(config)
-    wanted = _shapes(module)
+    config, wanted = module.config, _shapes(module)
     problems = [f"{name!r} is missing" for name in sorted(wanted.keys() - shapes.keys())]
-    problems += [f"{name!r} is not expected{_why(name, config)}" for name in sorted(shapes.keys() - wanted.keys())]
+    problems += [f"{name!r} is not expected{_why(name, config)}" for name in sorted(left_over)]
     problems += [
         f"{name!r} has shape {shapes[name]} instead of {shape}"
         for name, shape in wanted.items()
@@ -423,7 +437,6 @@ def _module(config: DecoderConfig, shapes: dict[str, tuple[int, ...]], path: Pat
         raise CorruptedFile(
             f"{path} does not fit its configuration in {len(problems)} tensors: {'; '.join(problems[:LISTED] + more)}"
         )
-    return module
 
 
 def _shapes(module: Decoder) -> dict[str, tuple[int, ...]]:

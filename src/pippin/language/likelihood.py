@@ -23,6 +23,7 @@ from pippin.core import progress
 from pippin.core.checks import PositiveInt, checked
 from pippin.core.errors import InvalidArgument, InvalidInput
 from pippin.language.chunked_loss import MAX_LOGITS
+from pippin.language.decoder import logits_of
 from pippin.language.language_model import LanguageModel
 from pippin.nn.kv_cache import PackedDocuments
 
@@ -202,7 +203,7 @@ def _nats(model: LanguageModel, group: Sequence[_Window]) -> Float[Tensor, " new
     hidden = hidden[torch.cat(wanted).to(device)]
     rows = max(64, MAX_LOGITS // model.config.vocab_size)
     losses = [
-        F.cross_entropy(module.lm_head(part).float(), right, reduction="none").cpu().double()
+        F.cross_entropy(logits_of(module, part).float(), right, reduction="none").cpu().double()
         for part, right in zip(hidden.split(rows), targets.split(rows), strict=True)
     ]
     return torch.cat(losses)

@@ -22,6 +22,7 @@ from pippin.core.checks import PositiveInt, checked
 from pippin.core.errors import InvalidArgument
 from pippin.data.token_batches import IGNORE, TokenBatch
 from pippin.language.chunked_loss import MAX_LOGITS, hidden_states, sum_in_chunks
+from pippin.language.decoder import logit_scaling
 from pippin.nn.linear import Linear
 from pippin.nn.matmul import onednn_product, slow_blas, traced
 from pippin.train.objective import Loss, as_loss
@@ -77,7 +78,7 @@ def cross_entropy(
     """
     module: Any = model
     head = module.lm_head
-    if len(targets) and _is_plain(head):
+    if len(targets) and _is_plain(head) and logit_scaling(module) == (1.0, None):
         chunk_size = chunk_size or max(64, MAX_LOGITS // head.outputs)
         total, correct = _Fused.apply(hidden, head.weight, targets, chunk_size)  # type: ignore[no-untyped-call]
         return total, correct

@@ -87,12 +87,11 @@ def save_quantized(
             raise InvalidArgument(f"{model.name} has no matrix {name!r} to be stored as codes")
         if matrix.shape != shapes[name]:
             raise InvalidArgument(f"codes of {name} have shape {matrix.shape}, the layer is {shapes[name]}")
-        stem = families.to_hf_name(f"{name}.weight").removesuffix(".weight")
+        stem = _stored(name)
         stored |= _parts(stem, matrix)
         entries[stem] = _entry(matrix)
     for name, tensor in _plain(model, codes).items():
-        offset = families.norm_offset(name, model.module.config)
-        stored[families.to_hf_name(name)] = tensor.detach() - offset if offset else tensor.detach()
+        stored[_stored(name)] = tensor.detach()
     generation = {"eos_token_id": list(model.tokenizer.eos_ids), "bos_token_id": model.tokenizer.bos_id}
     config = (
         families.to_hf(model.module.config)
@@ -116,7 +115,7 @@ def read_quantized(path: str | Path) -> dict[str, Codes | Palette]:
     found = {stem: matrix.read() for stem, matrix in stored_matrices(open_folder(path)).items()}
     if not found:
         raise UnsupportedModel(f"{path} holds no quantized matrices; `pippin shape quantize` makes such folders")
-    return {families.hf_name(stem) or stem: matrix for stem, matrix in found.items()}
+    return {families.without_prefix(stem): matrix for stem, matrix in found.items()}
 
 
 def matrix_shapes(model: QuantizedModel) -> dict[str, tuple[int, int]]:
@@ -149,6 +148,11 @@ def _plain(model: QuantizedModel, codes: Mapping[str, Codes | Palette]) -> dict[
             if not (name in matrices and owned == "weight"):
                 plain[f"{name}.{owned}" if name else owned] = parameter
     return plain
+
+
+def _stored(name: str) -> str:
+    """The name in the file: Pippin's own, with the usual prefix."""
+    return name if name.startswith("lm_head") else f"model.{name}"
 
 
 def _parts(stem: str, matrix: Codes | Palette) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ Notable here:
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -116,10 +117,10 @@ class AdaptiveBlock(nn.Module):
             head_dim=width // heads,
             bias=bias,
             output_bias=bias,
-            qk_norm=qk_norm,
+            qk_norm="head" if qk_norm else None,
         )
         inner = FeedForwardSpec(hidden or 4 * width, "silu" if gated else activation, gated=gated)
-        self.feed_forward = feed_forward or FeedForward(inner, width, bias=not gated)
+        self.feed_forward = feed_forward or FeedForward(replace(inner, bias=not gated), width)
         self.looks_ahead = bool(getattr(self.feed_forward, "looks_ahead", False))
         self.adapt = Linear(vector, 6 * width, bias=True) if vector else None
         self.attention_norm = nn.LayerNorm(width, elementwise_affine=not vector)

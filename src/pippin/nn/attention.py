@@ -10,6 +10,7 @@ Notable here:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,8 @@ from pippin.nn.lora import AdapterSlices
 from pippin.nn.norm import RMSNorm
 from pippin.nn.rotary import Rotary, apply_rotary
 
+QKNorm = Literal["head", "full", "rotated head"]
+
 
 @dataclass(frozen=True)
 class AttentionSpec:
@@ -33,11 +36,14 @@ class AttentionSpec:
         window: a token attends to itself and the ``window - 1`` tokens before it; None for all earlier tokens.
         rotary: rotary position encoding; None for none (NoPE).
         kv_source: index of the earlier layer whose keys and values this layer uses; None for its own.
+        softcap: bound of the scores, which become ``softcap * tanh(score / softcap)`` (Gemma 2, arXiv:2408.00118);
+            None for no bound.
     """
 
     window: int | None = None
     rotary: Rotary | None = Rotary()
     kv_source: int | None = None
+    softcap: float | None = None
 
 
 class Attention(nn.Module):
@@ -51,7 +57,8 @@ class Attention(nn.Module):
         head_dim: size of a head, even.
         bias: whether the query, key and value projections have biases.
         output_bias: whether the output projection has a bias.
-        qk_norm: whether to apply RMS norms to each query and key head, before the rotation.
+        qk_norm: RMS norms of queries and keys: "head" for each head, "full" for all heads together, both before the
+            rotation; "rotated head" for each head after it. None for none.
         scale: factor of the attention scores; None for ``head_dim ** -0.5``.
         eps: epsilon of the norms.
     """
@@ -66,7 +73,7 @@ class Attention(nn.Module):
         head_dim: int,
         bias: bool = False,
         output_bias: bool = False,
-        qk_norm: bool = False,
+        qk_norm: QKNorm | None = None,
         scale: float | None = None,
         eps: float = 1e-6,
     ) -> None:
@@ -75,13 +82,15 @@ class Attention(nn.Module):
         self.heads, self.kv_heads, self.head_dim, self.scale = num_attention_heads, num_key_value_heads, head_dim, scale
         self.q_proj = Linear(hidden_size, num_attention_heads * head_dim, bias=bias)
         self.o_proj = Linear(num_attention_heads * head_dim, hidden_size, bias=output_bias)
-        self.q_norm = RMSNorm(head_dim, eps=eps) if qk_norm else None
+        self.qk_norm = qk_norm
+        full = qk_norm == "full"
+        self.q_norm = RMSNorm(num_attention_heads * head_dim if full else head_dim, eps=eps) if qk_norm else None
         self.k_norm: RMSNorm | None = None
         self.qkv_proj: Linear | None = None  # the three projections as one, where packing fused them
         if spec.kv_source is None:
             self.k_proj = Linear(hidden_size, num_key_value_heads * head_dim, bias=bias)
             self.v_proj = Linear(hidden_size, num_key_value_heads * head_dim, bias=bias)
-            self.k_norm = RMSNorm(head_dim, eps=eps) if qk_norm else None
+            self.k_norm = RMSNorm(num_key_value_heads * head_dim if full else head_dim, eps=eps) if qk_norm else None
 
     def forward(
         self,
@@ -99,13 +108,13 @@ class Attention(nn.Module):
         """
         adapters, selection, shared = context.adapters, context.selection, context.shared
         q, k, v = self._project(x, adapters)
-        if self.q_norm is not None:
-            q = self.q_norm(q)
-        if k is not None and self.k_norm is not None:
-            k = self.k_norm(k)
+        if self.qk_norm != "rotated head":
+            q, k = self._normalize(self.q_norm, q), self._normalize(self.k_norm, k)
         if context.cos_sin is not None:
             q = apply_rotary(q, *context.cos_sin)
             k = None if k is None else apply_rotary(k, *context.cos_sin)
+        if self.qk_norm == "rotated head":
+            q, k = self._normalize(self.q_norm, q), self._normalize(self.k_norm, k)
         if k is not None and v is not None:
             shared = context.cache.append(context.layer, k, v, self.spec.window)
         assert shared is not None, f"layer {context.layer} reads layer {self.spec.kv_source}, which was not given"
@@ -122,9 +131,18 @@ class Attention(nn.Module):
             y = shared.attend(q, self.scale)
         return self.o_proj(y, adapters), shared
 
+    def _normalize(self, norm: RMSNorm | None, x: Tensor | None) -> Tensor | None:
+        """Normalize queries or keys, (batch, heads, new, head_dim)."""
+        if norm is None or x is None or self.qk_norm != "full":
+            return x if norm is None or x is None else norm(x)
+        flat = norm(x.transpose(1, 2).flatten(2))  # all heads of a token are one vector
+        return flat.unflatten(2, (-1, self.head_dim)).transpose(1, 2)
+
     def _attend(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
         """Attention of queries (batch, heads, new, head_dim), as (batch, new, heads * head_dim)."""
         batch, _, new, _ = q.shape
+        if self.spec.softcap is not None:
+            return self._attend_softcapped(q, keys, values, mask)
         if new == 1:
             groups = q.reshape(batch, self.kv_heads, -1, self.head_dim)
             y = F.scaled_dot_product_attention(groups, keys, values, attn_mask=mask, scale=self.scale)
@@ -136,6 +154,21 @@ class Attention(nn.Module):
                 q, keys, values, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=True
             )
         return y.transpose(1, 2).reshape(batch, new, -1)
+
+    def _attend_softcapped(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        """`_attend` with bounded scores, which no fused kernel computes."""
+        assert self.spec.softcap is not None
+        batch, _, new, _ = q.shape
+        scale = self.head_dim**-0.5 if self.scale is None else self.scale
+        groups = q.unflatten(1, (self.kv_heads, -1)) * scale  # (batch, kv_heads, heads per key head, new, head_dim)
+        scores = groups @ keys[:, :, None].transpose(-1, -2)
+        scores = self.spec.softcap * torch.tanh(scores / self.spec.softcap)
+        if mask is None and new > 1:  # causal order
+            mask = torch.ones(new, keys.shape[2], dtype=torch.bool, device=q.device).tril()
+        if mask is not None:
+            scores = scores.masked_fill(~mask.view(*mask.shape[:-2], 1, *mask.shape[-2:]), -torch.inf)
+        y = scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ values[:, :, None]
+        return y.flatten(1, 2).transpose(1, 2).reshape(batch, new, -1)
 
     def _project(self, x: Tensor, adapters: AdapterSlices | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Queries, and keys and values if the layer has its own: each (batch, heads, new, head_dim)."""

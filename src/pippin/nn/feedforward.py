@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from pippin.nn.context import LayerContext
 from pippin.nn.linear import Linear
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,9 @@ class FeedForwardSpec:
         num_experts: number of experts; 0 for a single dense layer.
         num_experts_per_tok: number of experts for each token.
         norm_topk_prob: whether the weights of the chosen experts are normalized to sum to one.
+        bias: whether the matrices of a dense layer have biases.
+        shared_intermediate_size: inner size of a dense layer beside the experts that every token takes, weighted by a
+            sigmoid gate of its own; 0 for none.
     """
 
     intermediate_size: int
@@ -39,6 +42,8 @@ class FeedForwardSpec:
     num_experts: int = 0
     num_experts_per_tok: int = 0
     norm_topk_prob: bool = True
+    bias: bool = False
+    shared_intermediate_size: int = 0
 
 
 def activate(x: Tensor, activation: Activation) -> Tensor:
@@ -47,15 +52,17 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
         return F.silu(x)
     if activation == "relu":
         return F.relu(x)
+    if activation == "relu2":
+        return F.relu(x).square()
     return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
 class FeedForward(nn.Module):
     """A dense feed-forward layer, gated or plain."""
 
-    def __init__(self, spec: FeedForwardSpec, width: int, *, bias: bool = False) -> None:
+    def __init__(self, spec: FeedForwardSpec, width: int) -> None:
         super().__init__()
-        self.spec = spec
+        self.spec, bias = spec, spec.bias
         self.gate_proj = Linear(width, spec.intermediate_size, bias=bias) if spec.gated else None
         self.up_proj: Linear | None = Linear(width, spec.intermediate_size, bias=bias)
         self.down_proj = Linear(spec.intermediate_size, width, bias=bias)
@@ -88,11 +95,21 @@ class MixtureOfExperts(nn.Module):
         self.spec = spec
         self.gate = Linear(width, spec.num_experts)
         self.experts = nn.ModuleList(FeedForward(spec, width) for _ in range(spec.num_experts))
+        self.shared_expert: FeedForward | None = None
+        if spec.shared_intermediate_size:
+            dense = FeedForwardSpec(spec.shared_intermediate_size, spec.activation, spec.gated)
+            self.shared_expert, self.shared_expert_gate = FeedForward(dense, width), Linear(width, 1)
 
     def forward(
         self, x: Float[Tensor, "batch seq width"], context: LayerContext | None = None
     ) -> Float[Tensor, "batch seq width"]:
         """Route each token to its experts and add up their weighted outputs in float32; experts have no adapters."""
+        routed = self._routed(x)
+        if self.shared_expert is None:
+            return routed
+        return routed + self.shared_expert(x) * self.shared_expert_gate(x).sigmoid()
+
+    def _routed(self, x: Tensor) -> Tensor:
         tokens = x.reshape(-1, x.shape[-1])
         weights, chosen = self.gate(tokens).float().softmax(-1).topk(self.spec.num_experts_per_tok, -1)
         if self.spec.norm_topk_prob:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -28,8 +29,10 @@ class Rotary:
         original_max_position_embeddings: trained context length, used by "llama3" and "yarn".
         low: "llama3": low frequency factor; "yarn": beta_slow.
         high: "llama3": high frequency factor; "yarn": beta_fast.
-        attention_factor: "yarn": multiplier on cosine and sine; None means ``0.1 ln(factor) + 1``.
+        attention_factor: multiplier on cosine and sine; None means ``0.1 ln(factor) + 1`` for "yarn" and 1 otherwise.
         divisors: one divisor for each frequency, for checkpoints that store the scaling as a table.
+        dims: number of dimensions that are rotated, even; the others have frequency 0. None for all. The rotated pairs
+            are (i, i + head_dim / 2) for i < dims / 2.
 
     Source: Su et al. 2021, arXiv:2104.09864; YaRN arXiv:2309.00071; Llama 3 arXiv:2407.21783.
     """
@@ -42,9 +45,15 @@ class Rotary:
     high: float = 4.0
     attention_factor: float | None = None
     divisors: tuple[float, ...] | None = None
+    dims: int | None = None
 
     def frequencies(self, head_dim: int) -> Float[Tensor, half]:
         """Angle per position of each pair of dimensions, in radians."""
+        if self.dims is not None and self.dims < head_dim:
+            return F.pad(self._frequencies(self.dims), (0, (head_dim - self.dims) // 2))
+        return self._frequencies(head_dim)
+
+    def _frequencies(self, head_dim: int) -> Float[Tensor, half]:
         exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
         frequency = 1.0 / self.theta**exponent
         if self.divisors is not None:
@@ -74,11 +83,11 @@ class Rotary:
 
     @property
     def magnitude(self) -> float:
-        """Factor of cosine and sine; other than 1 only for YaRN."""
-        if self.scaling != "yarn":
-            return 1.0
+        """Factor of cosine and sine; other than 1 for YaRN, or where `attention_factor` says so."""
         if self.attention_factor is not None:
             return self.attention_factor
+        if self.scaling != "yarn":
+            return 1.0
         return 0.1 * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
     def tables(
@@ -87,6 +96,8 @@ class Rotary:
         """Cosine and signed sine of every position, float32."""
         angles = positions[..., None].float() * self.frequencies(head_dim).to(positions.device)
         cos, sin = angles.cos() * self.magnitude, angles.sin() * self.magnitude
+        if self.dims is not None:
+            cos[..., self.dims // 2 :] = 1.0  # the magnitude is that of rotated dimensions
         return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 
 

@@ -1,12 +1,11 @@
 """The torch runner against the decoder without a cache, and against transformers: any cut, any table, any precision."""
 
-import json
 import random
 from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from tests.language.families.checkpoints import read
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -14,7 +13,7 @@ from pippin.core.errors import InvalidArgument, NotEnoughMemory
 from pippin.engine.cache.paged import block_bytes
 from pippin.engine.model_runner import BLOCK_SIZE, ModelInput
 from pippin.engine.runners.torch_runner import TorchRunner
-from pippin.language import Decoder, DecoderConfig, LanguageModel, LayerSpec, families
+from pippin.language import Decoder, DecoderConfig, LanguageModel, LayerSpec
 from pippin.nn.attention import AttentionSpec
 from pippin.nn.feedforward import FeedForwardSpec
 from pippin.nn.lora import Adapter, LowRankUpdate
@@ -49,7 +48,7 @@ def build(tiny):
             "head_dim": 8,
             "max_position_embeddings": 512,
         } | fields
-        config = DecoderConfig("llama", 97, layers=layers, qk_norm=True, embedding_scale=3.0, **sizes)
+        config = DecoderConfig("llama", 97, layers=layers, qk_norm="head", embedding_scale=3.0, **sizes)
         module = Decoder(config).initialize(seed=1).requires_grad_(False).eval()
         for name, parameter in module.named_parameters():
             if "layers" in name and parameter.ndim == 2:
@@ -151,12 +150,7 @@ def test_a_prompt_in_two_parts_equals_transformers(tmp_path, tiny):
     description = AutoConfig.for_model("gemma3_text", **fields, **heads, sliding_window_pattern=2)
     reference = AutoModelForCausalLM.from_config(description, attn_implementation="eager").eval()
     reference.save_pretrained(tmp_path)
-    module = Decoder(families.from_hf(json.loads((tmp_path / "config.json").read_text())))
-    stored = {families.hf_name(name): value for name, value in load_file(tmp_path / "model.safetensors").items()}
-    for name, value in stored.items():
-        value += families.norm_offset(name, module.config)
-    module.load_state_dict(stored, strict=False)
-    module.tie_weights()
+    module = read(tmp_path)
     ids = tokens(40)
     with torch.inference_mode():
         expected = reference(torch.tensor([ids])).logits[0]

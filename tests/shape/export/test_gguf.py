@@ -38,14 +38,14 @@ FAMILIES = {
     "mistral": {"tie_word_embeddings": False},
     "qwen2": {"qkv_bias": True},
     "qwen3": {
-        "qk_norm": True,
+        "qk_norm": "head",
         "head_dim": 24,
         "layers": (LayerSpec(AttentionSpec(rotary=Rotary(500.0, "yarn", 4.0, 16, 1.0, 32.0)), FEED),) * 2,
     },
     "smollm3": {"layers": (GLOBAL,) * 3 + (LayerSpec(AttentionSpec(rotary=None), FEED),)},
     "gemma3_text": {
-        "qk_norm": True,
-        "post_norms": True,
+        "qk_norm": "head",
+        "residual": "pre and post",
         "embedding_scale": 8.0,
         "layers": (LayerSpec(AttentionSpec(window=4, rotary=Rotary()), GEMMA),) * 5
         + (LayerSpec(AttentionSpec(rotary=Rotary(1e6)), GEMMA),),

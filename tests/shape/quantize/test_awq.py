@@ -16,7 +16,7 @@ DECODERS = {
     "llama": {},
     "one head each": {"num_key_value_heads": 4},
     "biases": {"qkv_bias": True},
-    "norms around": {"post_norms": True, "qk_norm": True, "embedding_scale": 2.0},
+    "norms around": {"residual": "pre and post", "qk_norm": "head", "embedding_scale": 2.0},
     "shared keys": {"layers": (PLAIN, LayerSpec(AttentionSpec(kv_source=0), FEED))},
     "experts": {"layers": (LayerSpec(AttentionSpec(), FeedForwardSpec(32, num_experts=3, num_experts_per_tok=2)),) * 2},
     "no gate": {"layers": (LayerSpec(AttentionSpec(), FeedForwardSpec(64, gated=False)),) * 2},

@@ -104,7 +104,7 @@ def panel(
 
 def _consensus(votes: Path, judges: str | None, labels: str | None, out: Path | None, *, as_json: bool) -> None:
     """Agreement and labels from votes alone."""
-    from pippin.evaluate.judges.consensus import consensus_of_csv
+    from pippin.evaluate.judges.unlabeled_panel import consensus_of_csv
 
     found = consensus_of_csv(
         votes,

@@ -138,7 +138,9 @@ class DecodeSteps:
     @staticmethod
     def supports(model: LanguageModel) -> bool:
         """Whether steps of this model can be recorded."""
-        return not any(layer.feedforward.num_experts for layer in model.config.layers)
+        if model.config.learned_positions:
+            return False
+        return not any(layer.feedforward.num_experts or layer.attention.softcap for layer in model.config.layers)
 
     def forward(self, inputs: Sequence[ModelInput]) -> Float[Tensor, "sequences vocab"]:
         """Logits of one new token of each sequence, float32 on the CPU."""

@@ -24,7 +24,7 @@ from pippin.core import native
 from pippin.core.checks import PositiveInt, checked
 from pippin.core.errors import AdapterMismatch, InvalidArgument, NotEnoughMemory
 from pippin.engine.model_runner import BLOCK_SIZE, KVCacheDtype, KVCacheDtypeChoice, ModelInput
-from pippin.language.decoder import Decoder, DecoderLayer
+from pippin.language.decoder import Decoder, DecoderConfig, DecoderLayer
 from pippin.language.language_model import LanguageModel
 from pippin.nn.embedding import TokenEmbedding
 from pippin.nn.feedforward import FeedForward, MixtureOfExperts
@@ -304,8 +304,8 @@ class _NativeDecoder:
         found = native.library()
         if found is None:
             raise InvalidArgument(f"the native kernels are not available: {native.unavailable_reason()}")
-        if module.config.recurrent_layers:
-            raise InvalidArgument(f"layer {module.config.recurrent_layers[0]} is recurrent, which the kernels are not")
+        if missing := _not_in_kernels(module.config):
+            raise InvalidArgument(f"the native kernels have no {', no '.join(missing)}")
         self.native = found
         self._alive: list[Any] = [module]
         self._head_dim = module.config.head_dim
@@ -420,6 +420,27 @@ class _NativeDecoder:
         values = tensor.detach().contiguous()
         self._alive.append(values)
         return values.data_ptr()
+
+
+def _not_in_kernels(config: DecoderConfig) -> list[str]:
+    """What a decoder has beyond the kernels: they compute RMS norms before, or before and after, each part of a layer,
+    attention with norms of heads before the rotation, and gated or plain feed-forward layers and experts."""
+    inner = [layer.feedforward for layer in config.layers]
+    extras = {
+        "recurrent layers": bool(config.recurrent_layers),
+        "layer norms": config.norm != "rms",
+        "norms without weights": not config.norm_weight,
+        f"residual connections of the kind {config.residual!r}": config.residual not in ("pre", "pre and post"),
+        f"norms of queries and keys of the kind {config.qk_norm!r}": config.qk_norm not in (None, "head"),
+        "scaled residual connections": config.residual_scale != 1.0,
+        "scaled or bounded logits": config.logit_scale != 1.0 or config.logit_softcap is not None,
+        "learned positions": config.learned_positions,
+        "bounded scores": any(layer.attention.softcap is not None for layer in config.layers),
+        "feed-forward layers with biases": any(spec.bias for spec in inner),
+        "shared experts": any(spec.shared_intermediate_size for spec in inner),
+        "activation relu2": any(spec.activation not in native.ACTIVATIONS for spec in inner),
+    }
+    return [name for name, there in extras.items() if there]
 
 
 class _AdapterArrays:

@@ -194,7 +194,7 @@ class TorchRunner:
             )
         cache = PagedPass(store, inputs, model.dtype)
         x = decoder.forward_layers(
-            self._first_input(inputs, layers[0]), cache, layers=layers, adapters=adapters, selection=selection
+            self._first_input(inputs, layers[0], cache), cache, layers=layers, adapters=adapters, selection=selection
         )
         if keep_residual:
             for model_input, (start, end) in zip(inputs, pairwise(starts), strict=True):
@@ -205,17 +205,17 @@ class TorchRunner:
         counts = [len(model_input.outputs) for model_input in inputs]
         if not rows:
             return [torch.empty(0, model.config.vocab_size) for _ in inputs]
-        logits: Tensor = decoder.lm_head(decoder.norm(x))
+        logits = decoder.logits(decoder.norm(x))
         return list(logits[0].to("cpu").float().split(counts))
 
-    def _first_input(self, inputs: Sequence[ModelInput], first: int) -> Tensor:
+    def _first_input(self, inputs: Sequence[ModelInput], first: int, cache: PagedPass) -> Tensor:
         """Input of the first layer of a pass, (1, tokens, width)."""
         model = self.model
         if first == 0:
             ids = torch.tensor(
                 [[token for model_input in inputs for token in model_input.token_ids]], device=model.device
             )
-            return model.module.embed(ids)
+            return model.module.embed(ids, cache.positions)
         parts = [model_input.residual for model_input in inputs if model_input.residual is not None]
         return torch.cat(parts).to(model.device, model.dtype)[None]
 

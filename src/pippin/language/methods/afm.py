@@ -116,7 +116,7 @@ class AFMConfig:
             head_dim=self.head_dim,
             max_position_embeddings=self.max_position_embeddings,
             rms_norm_eps=self.rms_norm_eps,
-            qk_norm=self.qk_norm,
+            qk_norm="head" if self.qk_norm else None,
             tie_word_embeddings=True,
         )
 

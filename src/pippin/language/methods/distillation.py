@@ -21,6 +21,7 @@ from pippin.core.checks import PositiveFloat, PositiveInt, Probability, checked
 from pippin.core.errors import VocabularyMismatch
 from pippin.data.token_batches import IGNORE, TokenBatch
 from pippin.language.chunked_loss import hidden_states, sum_in_chunks
+from pippin.language.decoder import logits_of
 from pippin.language.language_model import LanguageModel
 from pippin.train.objective import Loss
 
@@ -87,7 +88,7 @@ class Distillation:
 
         def score(logits: Tensor, part: slice) -> tuple[Tensor, Mapping[str, Tensor]]:
             with torch.no_grad():
-                ids, teacher_probs = self._teacher_distribution(self.teacher.lm_head(teacher_hidden[part]).float())
+                ids, teacher_probs = self._teacher_distribution(logits_of(self.teacher, teacher_hidden[part]).float())
             return self._score(logits.float(), labels[part], ids, teacher_probs)
 
         total, sums = sum_in_chunks(model, hidden, score, chunk_size=self.chunk_size)

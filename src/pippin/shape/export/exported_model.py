@@ -23,7 +23,7 @@ from torch.export import Dim, ExportedProgram
 from pippin.core.errors import CorruptedFile, ExportError, InvalidArgument, ModelNotFound
 from pippin.core.files import atomic_write, require_free_space, sha256_of
 from pippin.shape.export import serialization
-from pippin.shape.export.signature import DTYPES, Signature, SizeRange, TensorSpec
+from pippin.shape.export.signature import DTYPES, Signature, SizeRange, TensorSpec, symbols_of
 
 if TYPE_CHECKING:
     from pippin.shape.export.backends import BackendName
@@ -405,7 +405,7 @@ def _outputs(
 ) -> tuple[TensorSpec, ...]:
     """The outputs; a dynamic size that is the same expression as an input's has its name, any other is -1."""
     nodes = {node.name: node for node in exported.graph.nodes}
-    symbols = _symbols(exported, inputs)
+    symbols = symbols_of(exported, inputs)
     values = [nodes[str(name)].meta["val"] for name in exported.graph_signature.user_outputs]
     many = len(values) > 1
     names = names or tuple(f"output_{i}" if many else "output" for i in range(len(values)))
@@ -419,22 +419,6 @@ def _outputs(
         )
         for name, value in zip(names, values, strict=True)
     )
-
-
-def _symbols(exported: ExportedProgram, inputs: tuple[TensorSpec, ...]) -> dict[str, int | SizeRange]:
-    """The sizes of the inputs by the symbols that torch has for them."""
-    nodes = {node.name: node for node in exported.graph.nodes}
-    return {
-        str(symbol): size
-        for port, given in zip(inputs, exported.graph_signature.user_inputs, strict=True)
-        for size, symbol in zip(port.shape, nodes[str(given)].meta["val"].shape, strict=True)
-    }
-
-
-def size_names(program: Program) -> dict[str, str]:
-    """The names of dynamic sizes by the symbols that torch has for them, such as {"s27": "batch"}."""
-    symbols = _symbols(program.exported, program.signature.inputs)
-    return {symbol: size.name for symbol, size in symbols.items() if isinstance(size, SizeRange)}
 
 
 def _shorten(exported: ExportedProgram) -> None:

@@ -279,9 +279,9 @@ def stored_codes(model: LanguageModel) -> dict[str, Codes]:
         return {}
     found = {}
     for stem, matrix in stored_matrices(open_folder(model.source)).items():
-        name, values = families.hf_name(f"{stem}.weight"), matrix.read()
-        if name is not None and isinstance(values, Codes):
-            found[name.removesuffix(".weight")] = values
+        values = matrix.read()
+        if isinstance(values, Codes):
+            found[families.without_prefix(stem)] = values
     return found
 
 

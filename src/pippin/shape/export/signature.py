@@ -154,3 +154,19 @@ def _problems(port: TensorSpec, tensor: Any, sizes: dict[str, tuple[int, str]]) 
             other, where = sizes[wanted.name]
             problems.append(f"{port.name}: {wanted.name} is {size} here and {other} in {where}")
     return problems
+
+
+def symbols_of(exported: Any, inputs: tuple[TensorSpec, ...]) -> dict[str, int | SizeRange]:
+    """The sizes of the inputs by the symbols that torch has for them."""
+    nodes = {node.name: node for node in exported.graph.nodes}
+    return {
+        str(symbol): size
+        for port, given in zip(inputs, exported.graph_signature.user_inputs, strict=True)
+        for size, symbol in zip(port.shape, nodes[str(given)].meta["val"].shape, strict=True)
+    }
+
+
+def size_names(program: Any) -> dict[str, str]:
+    """The names of dynamic sizes by the symbols that torch has for them, such as {"s27": "batch"}."""
+    symbols = symbols_of(program.exported, program.signature.inputs)
+    return {symbol: size.name for symbol, size in symbols.items() if isinstance(size, SizeRange)}

@@ -27,7 +27,7 @@ from pippin.core.checks import PositiveInt, checked
 from pippin.core.errors import InvalidArgument, UnsupportedLayer, VocabularyMismatch
 from pippin.data.token_batches import TokenBatch
 from pippin.language.chunked_loss import hidden_states
-from pippin.language.decoder import Decoder
+from pippin.language.decoder import Decoder, logits_of
 from pippin.language.methods.instruction_pruning.config import InstructionPruningConfig, MaskPredictorConfig
 from pippin.nn.feedforward import FeedForward
 from pippin.nn.kv_cache import PackedDocuments
@@ -233,7 +233,7 @@ class InstructionFollowingPruning(nn.Module):
             ids: token ids.
             masks: mask of each row; rows may differ, and a row uses only the channels that it selected.
         """
-        logits: Tensor = self.base.lm_head(self.hidden(ids, masks))
+        logits: Tensor = logits_of(self.base, self.hidden(ids, masks))
         return logits
 
     def hidden(

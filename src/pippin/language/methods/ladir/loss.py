@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from pippin.core.checks import Fraction, NonNegativeFloat, PositiveInt, checked
 from pippin.core.errors import InvalidArgument, NotPrepared
 from pippin.data.token_batches import IGNORE
+from pippin.language.decoder import logits_of
 from pippin.language.methods.ladir.autoencoder import ThoughtVAE
 from pippin.language.methods.ladir.model import LatentReasoner
 from pippin.language.methods.ladir.sample import denoise
@@ -212,7 +213,7 @@ def _hidden_questions(reasoner: LatentReasoner, batch: ThoughtBatch, generator: 
 
 def _answer_loss(reasoner: LatentReasoner, hidden: Tensor, batch: ThoughtBatch) -> tuple[Tensor, Tensor]:
     """Mean cross-entropy of each answer, and the accuracy of its tokens."""
-    logits: Tensor = reasoner.decoder.lm_head(hidden).float()
+    logits: Tensor = logits_of(reasoner.decoder, hidden).float()
     real = batch.targets != IGNORE
     tokens = real.sum(1)
     nats = F.cross_entropy(logits.transpose(1, 2), batch.targets, ignore_index=IGNORE, reduction="none")

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from pippin.language.decoder import Decoder
+from pippin.language.decoder import Decoder, logits_of
 from pippin.nn.kv_cache import MaskedCache, PastKeyValues
 
 Velocity = Callable[[Float[Tensor, "batch tokens latent"], float], Float[Tensor, "batch tokens latent"]]
@@ -174,7 +174,7 @@ def decode_text(
         hidden = decoder.norm(decoder.forward_layers(x, cache)[:, -1])
         cache.advance(new)
         seen, positions = torch.cat([seen, seen.new_ones(len(x), new)], 1), positions + new
-        logits: Tensor = decoder.lm_head(hidden).float()
+        logits: Tensor = logits_of(decoder, hidden).float()
         ids = logits.argmax(-1) if choose is None else choose(logits)
         for row, token in enumerate(ids.tolist()):
             if row in unfinished and token in end_ids:

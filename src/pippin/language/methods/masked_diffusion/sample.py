@@ -22,6 +22,7 @@ from torch import Tensor
 from pippin.core.checks import NonNegativeFloat, PositiveInt, checked
 from pippin.core.errors import DecodingFailure
 from pippin.language.chunked_loss import MAX_LOGITS
+from pippin.language.decoder import logits_of
 from pippin.nn.kv_cache import MaskedCache, PastKeyValues
 
 # Hidden states for the tokens of some rows of the batch, shifted to the position of the token that each predicts.
@@ -173,7 +174,7 @@ def _sample(
     """A sampled token for each hidden state, and its log-probability under the model at temperature 1."""
     sampled, confidence = [], []
     for part in hidden.split(max(1, MAX_LOGITS // (4 * model.config.vocab_size))):
-        logits = model.lm_head(part).float()
+        logits = logits_of(model, part).float()
         logits[:, mask_id] = -torch.inf
         scores = logits.log_softmax(-1)
         if bool(scores.isnan().any()):

@@ -30,8 +30,7 @@ from pippin.shape.export.compiled_model import (
     require,
     require_device,
 )
-from pippin.shape.export.exported_model import size_names
-from pippin.shape.export.signature import DTYPES, SizeRange
+from pippin.shape.export.signature import DTYPES, SizeRange, size_names
 
 if TYPE_CHECKING:
     from pippin.shape.export.exported_model import ExportedModel
@@ -120,8 +119,6 @@ def convert(asset: ExportedModel, function: str, path: Path) -> None:
 
 def _name_axes(model: Any, names: Mapping[str, str]) -> None:
     """Give symbolic sizes their names in the signature, in place of those that torch invented ("s27 + 1")."""
-    import onnx_ir as ir
-
     symbol = re.compile("|".join(rf"\b{re.escape(name)}\b" for name in names) or r"(?!)")
     for graph in (model.graph, *(function.graph for function in model.functions.values())):
         values = [*graph.inputs, *(value for node in graph.all_nodes() for value in node.outputs)]
@@ -129,8 +126,8 @@ def _name_axes(model: Any, names: Mapping[str, str]) -> None:
             if value.shape is None:
                 continue
             for axis, size in enumerate(value.shape):
-                if isinstance(size, ir.SymbolicDim) and size.value is not None:
-                    value.shape[axis] = symbol.sub(lambda found: names[found[0]], size.value)
+                if isinstance(name := getattr(size, "value", None), str):  # a symbol, and no number
+                    value.shape[axis] = symbol.sub(lambda found: names[found[0]], name)
 
 
 class OnnxModel(CompiledModel):

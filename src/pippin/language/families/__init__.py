@@ -1,0 +1,5 @@
+"""Checkpoint families: which decoder a file describes, and where its tensors are."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

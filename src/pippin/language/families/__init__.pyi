@@ -1,0 +1,24 @@
+from .config_json import (
+    FAMILIES as FAMILIES,
+    KV_SHARED as KV_SHARED,
+    RECURRENT as RECURRENT,
+    from_hf as from_hf,
+    to_hf as to_hf,
+)
+from .family import ACTIVATIONS as ACTIVATIONS, Family as Family, TensorRule as TensorRule
+from .gguf import (
+    GEMMA_GGUF_NAMES as GEMMA_GGUF_NAMES,
+    GGUF_FAMILIES as GGUF_FAMILIES,
+    GGUF_NAMES as GGUF_NAMES,
+    PERMUTED as PERMUTED,
+    from_gguf as from_gguf,
+    gguf_name as gguf_name,
+    gguf_tensor as gguf_tensor,
+)
+from .tensor_names import (
+    layer_of as layer_of,
+    locate as locate,
+    stored_layer as stored_layer,
+    to_stored as to_stored,
+    without_prefix as without_prefix,
+)

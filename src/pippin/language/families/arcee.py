@@ -1,0 +1,23 @@
+"""Arcee (AFM): Llama with a feed-forward layer without gate and a squared rectifier."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pippin.language.decoder import DecoderConfig
+from pippin.language.families.family import Family, Fields, activation_of, read_decoder
+from pippin.nn.feedforward import FeedForwardSpec
+
+
+def _read(config: Fields) -> DecoderConfig:
+    bias = bool(config.get("attention_bias"))
+    activation = activation_of(config, default="relu2")
+    inner = FeedForwardSpec(config["intermediate_size"], activation, gated=False, bias=bool(config.get("mlp_bias")))
+    return read_decoder("arcee", config, feedforward=inner, qkv_bias=bias, output_bias=bias)
+
+
+def _write(config: DecoderConfig) -> dict[str, Any]:
+    return {"attention_bias": config.qkv_bias, "mlp_bias": config.layers[0].feedforward.bias}
+
+
+ARCEE = Family("arcee", "ArceeForCausalLM", _read, _write)

@@ -1,0 +1,161 @@
+"""`config.json` of Hugging Face's layout to a `DecoderConfig` and back.
+
+Notable here:
+- decoders with KV-sharing or recurrent layers are saved under Pippin's own model types, so that other libraries refuse
+  them instead of initializing the missing weights
+- an unknown family is refused with the nearest names
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from pippin.core.errors import CorruptedFile, UnsupportedModel
+from pippin.core.formats.model_types import MODEL_TYPES
+from pippin.language.decoder import DecoderConfig, LayerSpec
+from pippin.language.families import (
+    arcee,
+    cohere,
+    ernie,
+    exaone4,
+    gemma,
+    glm,
+    gpt2,
+    gpt_neox,
+    granite,
+    helium,
+    hunyuan,
+    llama,
+    mixtral,
+    nemotron,
+    olmo,
+    phi,
+    qwen,
+    seed_oss,
+    stablelm,
+    starcoder2,
+)
+from pippin.language.families.family import Family, common_fields
+from pippin.language.families.sizes import bounded, contradictions
+from pippin.nn.recurrent.layer import RecurrentSpec
+
+FAMILIES: dict[str, Family] = {
+    family.model_type: family
+    for family in (
+        llama.LLAMA,
+        llama.MISTRAL,
+        llama.MINISTRAL,
+        llama.SMOLLM3,
+        qwen.QWEN2,
+        qwen.QWEN3,
+        qwen.QWEN2_MOE,
+        qwen.QWEN3_MOE,
+        gemma.GEMMA,
+        gemma.GEMMA2,
+        gemma.GEMMA3,
+        arcee.ARCEE,
+        cohere.COHERE,
+        cohere.COHERE2,
+        ernie.ERNIE4_5,
+        exaone4.EXAONE4,
+        glm.GLM,
+        glm.GLM4,
+        gpt2.GPT2,
+        gpt_neox.GPT_NEOX,
+        granite.GRANITE,
+        helium.HELIUM,
+        hunyuan.HUNYUAN,
+        mixtral.MIXTRAL,
+        nemotron.NEMOTRON,
+        olmo.OLMO,
+        olmo.OLMO2,
+        olmo.OLMO3,
+        olmo.OLMOE,
+        phi.PHI3,
+        seed_oss.SEED_OSS,
+        stablelm.STABLELM,
+        starcoder2.STARCODER2,
+    )
+}
+"""The families by their model type."""
+KV_SHARED = "pippin_kv_shared"
+"""The model type of decoders with KV-sharing layers; ``base_model_type`` is their family."""
+RECURRENT = "pippin_recurrent"
+"""The model type of decoders with recurrent layers; ``base_model_type`` is their family."""
+
+
+def from_hf(config: Mapping[str, Any]) -> DecoderConfig:
+    """Read the contents of a `config.json`.
+
+    Raises:
+        UnsupportedModel: a family, an activation or a position scheme that the decoder does not have.
+        CorruptedFile: a field that every decoder needs is missing, or two contradict each other.
+    """
+    family = config.get("model_type")
+    recurrent = family == RECURRENT
+    shared = family == KV_SHARED or (recurrent and "kv_sources" in config)
+    if shared or recurrent:
+        family = config.get("base_model_type")
+    if family == "gemma3":  # the multimodal wrapper; its text part is the decoder
+        if not isinstance(config.get("text_config"), dict):
+            raise CorruptedFile("config.json has no object 'text_config', which the model needs")
+        config = {**config["text_config"], "model_type": "gemma3_text"}
+        family = "gemma3_text"
+    if isinstance(family, str) and family in MODEL_TYPES:
+        name = MODEL_TYPES[family].partition(":")[2]
+        raise UnsupportedModel(f"this is a {name} (model type {family!r}); open it with {name}.load")
+    if not isinstance(family, str) or family not in FAMILIES:
+        near = difflib.get_close_matches(str(family), FAMILIES, 3, 0.0)
+        raise UnsupportedModel(
+            f"model_type {family!r} is not supported; the nearest that are: {', '.join(near)}; all: "
+            f"{', '.join(sorted(FAMILIES))}"
+        )
+    with contradictions("config.json"):
+        base = bounded(FAMILIES[family].read(config))
+        base = base.with_kv_sources(config["kv_sources"]) if shared else base
+        return _with_recurrence(base, config["recurrent"]) if recurrent else base
+
+
+def to_hf(config: DecoderConfig) -> dict[str, Any]:
+    """The `config.json` that describes this decoder to Hugging Face's transformers.
+
+    For KV-sharing or recurrent layers, which transformers does not have in these families, the model type is
+    `KV_SHARED` or `RECURRENT`.
+
+    Raises:
+        UnsupportedModel: feed-forward layers or rotary frequencies that no family of transformers has.
+    """
+    fields = _fields(config)
+    if from_hf(fields) != config:
+        raise UnsupportedModel(
+            f"this decoder differs from {config.family} models in ways that have no Hugging Face configuration"
+        )
+    return fields
+
+
+def _fields(config: DecoderConfig) -> dict[str, Any]:
+    """The fields of a configuration, not yet compared with what they are read as."""
+    if config.recurrent_layers:
+        specs = [None if layer.recurrent is None else asdict(layer.recurrent) for layer in config.layers]
+        base = _fields(replace(config, layers=tuple(replace(layer, recurrent=None) for layer in config.layers)))
+        own: dict[str, Any] = {"model_type": RECURRENT, "architectures": [], "base_model_type": config.family}
+        return base | own | {"recurrent": specs}
+    sources = [layer.attention.kv_source for layer in config.layers]
+    if any(source is not None for source in sources):
+        base = _fields(config.with_kv_sources([None] * len(sources)))
+        own = {"model_type": KV_SHARED, "architectures": [], "base_model_type": config.family, "kv_sources": sources}
+        return base | own
+    family = FAMILIES[config.family]
+    return common_fields(family, config) | family.write(config)
+
+
+def _with_recurrence(config: DecoderConfig, specs: Sequence[Mapping[str, Any] | None]) -> DecoderConfig:
+    """The config with recurrent layers: for each layer the recurrence that replaces attention (None: attention)."""
+    layers = tuple(
+        layer if spec is None else LayerSpec.recurring(RecurrentSpec(**spec), layer.feedforward)
+        for layer, spec in zip(config.layers, specs, strict=True)
+    )
+    return replace(config, layers=layers)

@@ -1,0 +1,72 @@
+"""Llama, and families that differ from it only in biases, windows and layers without rotation.
+
+Notable here:
+- Mistral's window, where its configuration names one, is that of every layer
+- every fourth layer of SmolLM3 is not rotated
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pippin.language.decoder import DecoderConfig
+from pippin.language.families.family import Family, Fields, activation_of, read_decoder, read_rotary
+from pippin.nn.feedforward import FeedForwardSpec
+from pippin.nn.rotary import Rotary
+
+
+def _dense(config: Fields) -> FeedForwardSpec:
+    return FeedForwardSpec(config["intermediate_size"], activation_of(config), bias=bool(config.get("mlp_bias")))
+
+
+def _llama(config: Fields) -> DecoderConfig:
+    bias = bool(config.get("attention_bias"))
+    return read_decoder("llama", config, feedforward=_dense(config), qkv_bias=bias, output_bias=bias)
+
+
+def _mistral(config: Fields) -> DecoderConfig:
+    windowed = bool(config.get("sliding_window")) and config.get("use_sliding_window", True)
+    kinds = config.get("layer_types")
+    local = None if kinds is not None else (lambda index: windowed)
+    return read_decoder("mistral", config, local=local)
+
+
+def _ministral(config: Fields) -> DecoderConfig:
+    return read_decoder("ministral", config)
+
+
+def _smollm3(config: Fields) -> DecoderConfig:
+    rotates, interval = config.get("no_rope_layers"), config.get("no_rope_layer_interval", 4)
+
+    def rotary(index: int, local: bool) -> Rotary | None:
+        rotated = (index + 1) % interval != 0 if rotates is None else rotates[index]
+        return read_rotary(config) if rotated else None
+
+    bias = bool(config.get("attention_bias"))
+    windowed = bool(config.get("sliding_window")) and bool(config.get("use_sliding_window"))
+    local = None if config.get("layer_types") is not None else (lambda index: windowed)
+    return read_decoder(
+        "smollm3",
+        config,
+        feedforward=_dense(config),
+        rotary=rotary,
+        local=local,
+        tied=True,
+        qkv_bias=bias,
+        output_bias=bias,
+    )
+
+
+def _write_biases(config: DecoderConfig) -> dict[str, Any]:
+    return {"attention_bias": config.qkv_bias, "mlp_bias": config.layers[0].feedforward.bias}
+
+
+def _write_smollm3(config: DecoderConfig) -> dict[str, Any]:
+    rotated = [int(layer.attention.rotary is not None) for layer in config.layers]
+    return _write_biases(config) | {"no_rope_layers": rotated}
+
+
+LLAMA = Family("llama", "LlamaForCausalLM", _llama, _write_biases)
+MISTRAL = Family("mistral", "MistralForCausalLM", _mistral)
+MINISTRAL = Family("ministral", "MinistralForCausalLM", _ministral)
+SMOLLM3 = Family("smollm3", "SmolLM3ForCausalLM", _smollm3, _write_smollm3)

@@ -1,0 +1,40 @@
+"""Mixtral: Mistral with experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pippin.language.decoder import DecoderConfig
+from pippin.language.families.experts import expert_rules
+from pippin.language.families.family import Family, Fields, activation_of, read_decoder
+from pippin.nn.feedforward import FeedForwardSpec
+
+
+def _read(config: Fields) -> DecoderConfig:
+    inner = FeedForwardSpec(
+        config["intermediate_size"],
+        activation_of(config),
+        num_experts=config["num_local_experts"],
+        num_experts_per_tok=config["num_experts_per_tok"],
+    )
+    windowed = bool(config.get("sliding_window"))
+    return read_decoder("mixtral", config, feedforward=inner, local=lambda index: windowed)
+
+
+def _write(config: DecoderConfig) -> dict[str, Any]:
+    inner = config.layers[0].feedforward
+    return {"num_local_experts": inner.num_experts, "num_experts_per_tok": inner.num_experts_per_tok}
+
+
+# the files of old name an expert's matrices w1 (gate), w2 (down) and w3 (up)
+_SINGLE = {
+    part: f"block_sparse_moe.experts.{{}}.{stored}"
+    for part, stored in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2"))
+}
+
+
+def _rules(config: DecoderConfig) -> Any:
+    return expert_rules(_SINGLE, router="block_sparse_moe.gate")(config) + expert_rules()(config)
+
+
+MIXTRAL = Family("mixtral", "MixtralForCausalLM", _read, _write, _rules)

@@ -1,0 +1,93 @@
+"""Qwen 2 (biases on queries, keys and values), Qwen 3 (norms of heads instead) and their mixtures of experts.
+
+Notable here:
+- experts lie one by one in older files and as one tensor in newer ones; the matrices of a shared expert, which every
+  token of Qwen 2 takes, are named as those of a dense layer
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pippin.language.decoder import DecoderConfig
+from pippin.language.families.experts import expert_rules
+from pippin.language.families.family import Family, Fields, activation_of, expert_fields, read_decoder
+from pippin.nn.feedforward import FeedForwardSpec
+
+
+def _local(config: Fields) -> Any:
+    if config.get("layer_types") is not None:
+        return None
+    windowed = bool(config.get("sliding_window")) and bool(config.get("use_sliding_window"))
+    return lambda index: windowed and index >= config.get("max_window_layers", 0)
+
+
+def _qwen2(config: Fields) -> DecoderConfig:
+    return read_decoder("qwen2", config, local=_local(config), qkv_bias=True)
+
+
+def _qwen3(config: Fields) -> DecoderConfig:
+    bias = bool(config.get("attention_bias"))
+    return read_decoder("qwen3", config, local=_local(config), qkv_bias=bias, output_bias=bias, qk_norm="head")
+
+
+def _mixture(config: Fields, shared: int, normalized: bool) -> Any:
+    def feedforward(index: int) -> FeedForwardSpec:
+        activation = activation_of(config)
+        sparse = (index + 1) % config.get("decoder_sparse_step", 1) == 0
+        if index in (config.get("mlp_only_layers") or ()) or not sparse:
+            return FeedForwardSpec(config["intermediate_size"], activation)
+        return FeedForwardSpec(
+            config["moe_intermediate_size"],
+            activation,
+            num_experts=config.get("num_experts") or config["num_local_experts"],
+            num_experts_per_tok=config["num_experts_per_tok"],
+            norm_topk_prob=config.get("norm_topk_prob", normalized),
+            shared_intermediate_size=shared,
+        )
+
+    return feedforward
+
+
+def _qwen2_moe(config: Fields) -> DecoderConfig:
+    shared = config["shared_expert_intermediate_size"]
+    feedforward = _mixture(config, shared, False)
+    return read_decoder(
+        "qwen2_moe", config, local=_local(config), feedforward=feedforward, qkv_bias=config.get("qkv_bias", True)
+    )
+
+
+def _qwen3_moe(config: Fields) -> DecoderConfig:
+    bias = bool(config.get("attention_bias"))
+    feedforward = _mixture(config, 0, False)
+    return read_decoder(
+        "qwen3_moe",
+        config,
+        local=_local(config),
+        feedforward=feedforward,
+        qkv_bias=bias,
+        output_bias=bias,
+        qk_norm="head",
+    )
+
+
+def _write(config: DecoderConfig) -> dict[str, Any]:
+    return {"attention_bias": config.output_bias}
+
+
+def _write_mixture(config: DecoderConfig) -> dict[str, Any]:
+    specs = [layer.feedforward for layer in config.layers]
+    dense = [index for index, spec in enumerate(specs) if not spec.num_experts]
+    sparse = next(spec for spec in specs if spec.num_experts)
+    fields = {"mlp_only_layers": dense, **expert_fields(sparse), **_write(config)}
+    if dense:
+        fields["intermediate_size"] = specs[dense[0]].intermediate_size
+    if sparse.shared_intermediate_size:
+        fields |= {"shared_expert_intermediate_size": sparse.shared_intermediate_size, "qkv_bias": config.qkv_bias}
+    return fields
+
+
+QWEN2 = Family("qwen2", "Qwen2ForCausalLM", _qwen2)
+QWEN3 = Family("qwen3", "Qwen3ForCausalLM", _qwen3, _write)
+QWEN2_MOE = Family("qwen2_moe", "Qwen2MoeForCausalLM", _qwen2_moe, _write_mixture, expert_rules())
+QWEN3_MOE = Family("qwen3_moe", "Qwen3MoeForCausalLM", _qwen3_moe, _write_mixture, expert_rules())

@@ -1,0 +1,31 @@
+"""Seed-OSS: Llama with biases on queries, keys and values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pippin.language.decoder import DecoderConfig
+from pippin.language.families.family import Family, Fields, activation_of, read_decoder
+from pippin.nn.feedforward import FeedForwardSpec
+
+
+def _read(config: Fields) -> DecoderConfig:
+    inner = FeedForwardSpec(config["intermediate_size"], activation_of(config), bias=bool(config.get("mlp_bias")))
+    return read_decoder(
+        "seed_oss",
+        config,
+        feedforward=inner,
+        qkv_bias=config.get("attention_bias", True),
+        output_bias=config.get("attention_out_bias", False),
+    )
+
+
+def _write(config: DecoderConfig) -> dict[str, Any]:
+    return {
+        "attention_bias": config.qkv_bias,
+        "attention_out_bias": config.output_bias,
+        "mlp_bias": config.layers[0].feedforward.bias,
+    }
+
+
+SEED_OSS = Family("seed_oss", "SeedOssForCausalLM", _read, _write)

@@ -1,0 +1,37 @@
+"""StarCoder 2: layer norms, biases everywhere, and a feed-forward layer without gate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pippin.language.decoder import DecoderConfig
+from pippin.language.families.family import Family, Fields, TensorRule, activation_of, read_decoder, rename
+from pippin.nn.feedforward import FeedForwardSpec
+
+
+def _read(config: Fields) -> DecoderConfig:
+    bias, windowed = bool(config.get("use_bias", True)), bool(config.get("sliding_window"))
+    activation = activation_of(config, default="gelu_pytorch_tanh")
+    return read_decoder(
+        "starcoder2",
+        config,
+        eps="norm_epsilon",
+        feedforward=FeedForwardSpec(config["intermediate_size"], activation, gated=False, bias=bias),
+        local=lambda index: windowed,
+        tied=True,
+        norm="layer",
+        norm_bias=True,
+        qkv_bias=bias,
+        output_bias=bias,
+    )
+
+
+def _write(config: DecoderConfig) -> dict[str, Any]:
+    return {"use_bias": config.qkv_bias}
+
+
+def _rules(config: DecoderConfig) -> list[TensorRule]:
+    return rename(mlp__up_proj="mlp.c_fc", mlp__down_proj="mlp.c_proj")
+
+
+STARCODER2 = Family("starcoder2", "Starcoder2ForCausalLM", _read, _write, _rules, eps="norm_epsilon")

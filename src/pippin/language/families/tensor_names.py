@@ -1,0 +1,183 @@
+"""Which stored tensors a decoder's tensors are made of, by the rules of its family.
+
+Notable here:
+- the search goes from Pippin's names to those of the file, so one stored tensor may be several of ours; what is left
+  over in the file was not expected
+- a family may list several rules for a tensor, for the layouts of older and newer files; the first that the file has
+  is taken, and the first is what is written
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pippin.core.errors import UnsupportedModel
+from pippin.language.decoder import DecoderConfig
+from pippin.language.families.family import Family, TensorRule, same
+
+PREFIXES = ("language_model.model.", "model.language_model.", "language_model.", "model.", "transformer.", "gpt_neox.")
+"""What names in checkpoints may begin with, that of wrappers around a decoder included."""
+_HEADS = ("lm_head.", "embed_out.")
+
+
+class TensorSource(NamedTuple):
+    """A stored tensor that contains one of Pippin's.
+
+    Args:
+        stored: its name, without the prefix of its family.
+        index: which part of it is meant.
+        rule: the rule that splits it; None for a tensor that is the same in the file.
+    """
+
+    stored: str
+    index: int = 0
+    rule: TensorRule | None = None
+
+    def take(self, tensor: Tensor, config: DecoderConfig) -> Tensor:
+        """The part of the stored tensor."""
+        return tensor if self.rule is None else self.rule.split(tensor, config)[self.index]
+
+    def shape(self, stored: tuple[int, ...], config: DecoderConfig) -> tuple[int, ...]:
+        """The part's shape, for the stored tensor's; that of the whole if it cannot be split."""
+        if self.rule is None:
+            return stored
+        try:
+            return tuple(self.take(torch.empty(stored, device="meta"), config).shape)
+        except (RuntimeError, ValueError, IndexError):  # a tensor of a wrong size, which is reported with its own shape
+            return stored
+
+
+def without_prefix(name: str, family: Family | None = None) -> str:
+    """A stored name without the prefix of its family or of a wrapper; names of Pippin's own layers stay."""
+    for prefix in PREFIXES if family is None else (family.prefix, *PREFIXES):
+        if prefix and name.startswith(prefix):
+            return name.removeprefix(prefix)
+    return name
+
+
+class TensorSources:
+    """Where a family's files hold the tensors of a decoder.
+
+    Args:
+        family: the family of the file; None for a file with Pippin's own names.
+        config: the decoder.
+    """
+
+    def __init__(self, family: Family | None, config: DecoderConfig) -> None:
+        self._layers = "layers" if family is None else family.layers
+        self._rules: dict[str, list[tuple[TensorRule, int]]] = {}
+        for rule in () if family is None else family.rules(config):
+            for index, ours in enumerate(rule.ours):
+                self._rules.setdefault(ours, []).append((rule, index))
+
+    def __call__(self, name: str) -> list[TensorSource]:
+        """The stored tensors that may contain one of a decoder's, the preferred one first."""
+        layer, stem, leaf = _split(name)
+        there = "" if layer is None else f"{self._layers}.{layer}."
+        found = [
+            TensorSource(f"{there}{rule.stored}" if rule.whole else f"{there}{rule.stored}.{leaf}", index, rule)
+            for rule, index in self._rules.get(stem, ())
+            if leaf in rule.leaves
+        ]
+        return found or [TensorSource(name if layer is None else f"{there}{stem}.{leaf}")]
+
+
+def locate(
+    family: Family | None, config: DecoderConfig, ours: Iterable[str], stored: Iterable[str]
+) -> tuple[dict[str, TensorSource], set[str]]:
+    """Where each of a decoder's tensors is in a file.
+
+    Args:
+        family: the family of the file; None for a file with Pippin's own names.
+        config: the decoder.
+        ours: names of its tensors.
+        stored: names in the file, without prefix.
+
+    Returns:
+        The source of each tensor that the file has, and the names in the file that are the source of none.
+    """
+    there = set(stored)
+    found: dict[str, TensorSource] = {}
+    sources = TensorSources(family, config)
+    for name in ours:
+        source = next((one for one in sources(name) if one.stored in there), None)
+        if source is not None:
+            found[name] = source
+    return found, there - {source.stored for source in found.values()}
+
+
+def to_stored(family: Family, config: DecoderConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A decoder's tensors as they are stored.
+
+    Args:
+        family: the family of the file.
+        config: the decoder.
+        tensors: its tensors by name.
+    """
+    parts: dict[str, dict[int, Tensor]] = {}
+    rules: dict[str, TensorRule | None] = {}
+    sources = TensorSources(family, config)
+    for name, tensor in tensors.items():
+        source = sources(name)[0]
+        parts.setdefault(source.stored, {})[source.index] = tensor
+        rules[source.stored] = source.rule
+    joined = {}
+    for name, found in parts.items():
+        rule = rules[name]
+        ordered = [found[index] for index in sorted(found)]
+        full_name = name if name.startswith(_HEADS) else f"{family.prefix}{name}"
+        joined[full_name] = ordered[0] if rule is None else rule.join(ordered, config)
+    return joined
+
+
+def stored_layer(family: Family, config: DecoderConfig, layer: str) -> str:
+    """The full name in a file of one of Pippin's layers; the inverse of `layer_of`.
+
+    Raises:
+        UnsupportedModel: as `layer_of`.
+    """
+    stored = TensorSources(family, config)(f"{layer}.weight")[0].stored.removesuffix(".weight")
+    layer_of(family, config, stored)
+    return stored if f"{stored}.".startswith(_HEADS) else f"{family.prefix}{stored}"
+
+
+def layer_of(family: Family, config: DecoderConfig, stored: str) -> str:
+    """Pippin's name of a stored layer, such as the target of an adapter.
+
+    Args:
+        family: the family of the file.
+        config: the decoder.
+        stored: name of the layer in the file, without ".weight".
+
+    Raises:
+        UnsupportedModel: the layer is only a part of one of Pippin's, or several, or has its rows in another order.
+    """
+    layer, stem, _ = _split(f"{without_prefix(stored, family)}.weight".replace(f"{family.layers}.", "layers.", 1))
+    for rule in family.rules(config):
+        if rule.stored == stem:
+            if rule.split is not same:
+                raise UnsupportedModel(
+                    f"adapters of {stored} are not supported: {family.model_type} models lay its rows out otherwise"
+                )
+            stem = rule.ours[0]
+            break
+    return stem if layer is None else f"layers.{layer}.{stem}"
+
+
+def _split(name: str) -> tuple[str | None, str, str]:
+    """Index of its layer (None outside the layers), name of its module, and "weight" or "bias".
+
+    >>> _split("layers.3.mlp.up_proj.weight")
+    ('3', 'mlp.up_proj', 'weight')
+    >>> _split("embed_tokens.weight")
+    (None, 'embed_tokens', 'weight')
+    """
+    stem, _, leaf = name.rpartition(".")
+    if not stem.startswith("layers."):
+        return None, stem, leaf
+    _, layer, stem = stem.split(".", 2)
+    return layer, stem, leaf

@@ -1,0 +1,111 @@
+"""Tiny random checkpoints of every family, as transformers saves them, and their decoders as Pippin reads them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from pippin.language import Decoder, families
+
+SMALL = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_HALF = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}}
+_LOCAL = {"sliding_window": 6}
+_HEADS = {"head_dim": 16}
+# what makes each family itself: windows shorter than the text, norms, bounds, biases, multipliers
+CHECKPOINTS: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "mistral": _LOCAL,
+    "ministral": {**_HEADS, **_LOCAL, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "smollm3": {},
+    "qwen2": {},
+    "qwen3": {**_HEADS, "attention_bias": True},
+    "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 48},
+    "qwen3_moe": {**_HEADS, **_EXPERTS},
+    "gemma": _HEADS,
+    "gemma2": {
+        **_HEADS,
+        **_LOCAL,
+        "query_pre_attn_scalar": 20,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    },
+    "gemma3_text": {**_HEADS, **_LOCAL, "query_pre_attn_scalar": 20},
+    "arcee": {"mlp_bias": True},
+    "cohere": {"logit_scale": 0.3},
+    "cohere2": {**_LOCAL, "logit_scale": 0.3},
+    "ernie4_5": {**_HEADS, "use_bias": True},
+    "exaone4": _LOCAL,
+    "glm": _HEADS,
+    "glm4": _HEADS,
+    "gpt2": {},
+    "gpt_neox": _HALF,
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.2,
+    },
+    "helium": _HEADS,
+    "hunyuan_v1_dense": {
+        **_HEADS,
+        "rope_parameters": {"rope_type": "dynamic", "alpha": 100.0, "factor": 1.0, "rope_theta": 10_000.0},
+    },
+    "mixtral": {**_LOCAL, "num_local_experts": 6},
+    "nemotron": {},
+    "olmo": {},
+    "olmo2": {},
+    "olmo3": _LOCAL,
+    "olmoe": {"num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True},
+    "phi3": {**_HALF, **_LOCAL},
+    "seed_oss": {**_HEADS, "attention_out_bias": True, "mlp_bias": True},
+    "stablelm": {"use_qkv_bias": True},
+    "starcoder2": _LOCAL,
+}
+
+
+def save_random(model_type: str, folder: Path, **changes: Any) -> Any:
+    """Save a random model of a family; every norm and bias is far from its trivial value."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **(SMALL | CHECKPOINTS.get(model_type, {}) | changes))
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter += 0.3 * torch.randn_like(parameter)
+            else:
+                parameter.copy_(0.15 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return model
+
+
+def read(folder: Path) -> Decoder:
+    """The decoder of a folder, in float32, read by the rules of its family."""
+    config = families.from_hf(json.loads((folder / "config.json").read_text()))
+    family = families.FAMILIES[config.family]
+    stored = {
+        families.without_prefix(name, family): value for name, value in load_file(folder / "model.safetensors").items()
+    }
+    decoder = Decoder(config)
+    sources, _ = families.locate(family, config, decoder.state_dict(), stored)
+    state = {name: source.take(stored[source.stored], config) for name, source in sources.items()}
+    if config.tie_word_embeddings:
+        state["lm_head.weight"] = state["embed_tokens.weight"]
+    decoder.load_state_dict(state)
+    return decoder.eval()

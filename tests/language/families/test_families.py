@@ -1,0 +1,200 @@
+"""Every family against transformers, on tiny random checkpoints: in one pass, in chunks and batches, and saved."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from pippin.core.errors import UnsupportedModel
+from pippin.engine.model_runner import ModelInput
+from pippin.engine.runners.torch_runner import TorchRunner
+from pippin.language import Decoder, LanguageModel, families
+from pippin.language.families.family import pair_order
+from pippin.nn.kv_cache import PackedDocuments
+from pippin.nn.rotary import apply_rotary
+
+from .checkpoints import CHECKPOINTS, SMALL, read, save_random
+
+IDS = torch.randint(0, 97, (2, 40), generator=torch.Generator().manual_seed(1))
+CLOSE = {"rtol": 1e-5, "atol": 2e-5}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """The folder, the reference and the decoder of a family; each is made once."""
+    made = {}
+
+    def get(model_type):
+        if model_type not in made:
+            folder = tmp_path_factory.mktemp(model_type)
+            made[model_type] = folder, save_random(model_type, folder), read(folder)
+        return made[model_type]
+
+    return get
+
+
+def test_every_family_has_a_checkpoint_here():
+    assert set(CHECKPOINTS) == set(families.FAMILIES)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("model_type", CHECKPOINTS)
+def test_logits_equal_transformers(checkpoints, model_type):
+    _, reference, decoder = checkpoints(model_type)
+    torch.testing.assert_close(decoder(IDS), reference(IDS).logits, **CLOSE)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("model_type", CHECKPOINTS)
+def test_chunks_batches_and_single_tokens_equal_one_pass(checkpoints, tiny, model_type):
+    _, reference, decoder = checkpoints(model_type)
+    expected = reference(IDS).logits
+    runner = TorchRunner(LanguageModel("small", decoder, tiny.tokenizer, None), 8, "float32")
+    tables, (first, second) = ([3, 1, 5], [0, 2, 4]), IDS.tolist()
+    # the second sequence is 7 tokens behind, and only its last logits are wanted at first
+    parts = runner.forward(
+        [ModelInput(first[:19], 0, tables[0], range(19)), ModelInput(second[:12], 0, tables[1], (11,))]
+    )
+    torch.testing.assert_close(parts[0], expected[0, :19], **CLOSE)
+    torch.testing.assert_close(parts[1], expected[1, 11:12], **CLOSE)
+    parts = runner.forward(
+        [ModelInput(first[19:39], 19, tables[0], (5, 19)), ModelInput(second[12:39], 12, tables[1], ())]
+    )
+    torch.testing.assert_close(parts[0], expected[0, [24, 38]], **CLOSE)
+    last = [ModelInput(ids[39:], 39, table, (0,)) for ids, table in zip((first, second), tables, strict=True)]
+    for row, logits in zip(expected, runner.forward(last), strict=True):
+        torch.testing.assert_close(logits, row[39:], **CLOSE)
+    runner.close()
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("model_type", CHECKPOINTS)
+def test_packed_documents_equal_each_alone(checkpoints, model_type):
+    _, reference, decoder = checkpoints(model_type)
+    hidden = decoder.hidden(IDS.reshape(1, -1)[:, 28:52], cache=PackedDocuments([12, 12]))
+    expected = torch.cat([reference(IDS[:1, 28:]).logits[0], reference(IDS[1:, :12]).logits[0]])
+    torch.testing.assert_close(decoder.logits(hidden)[0], expected, **CLOSE)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("model_type", CHECKPOINTS)
+def test_what_is_saved_is_read_by_transformers_and_again(checkpoints, tiny, tmp_path, model_type):
+    _, reference, decoder = checkpoints(model_type)
+    LanguageModel("small", decoder, tiny.tokenizer, None).save(tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path, attn_implementation="eager", dtype="float32", pad_token_id=0
+    )
+    torch.testing.assert_close(theirs(IDS).logits, reference(IDS).logits, **CLOSE)
+    ours = read(tmp_path)
+    assert ours.config == decoder.config
+    for (name, a), b in zip(ours.state_dict().items(), decoder.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6, msg=name)  # norms that are stored minus one are rounded
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe"])
+def test_experts_in_one_tensor_are_those_of_one_by_one(checkpoints, model_type):
+    """The layouts of today's models in memory and of older files."""
+    _, reference, decoder = checkpoints(model_type)
+    family, config = families.FAMILIES[model_type], decoder.config
+    memory = {families.without_prefix(name, family): value for name, value in reference.state_dict().items()}
+    assert any(name.endswith("experts.gate_up_proj") for name in memory)
+    sources, left = families.locate(family, config, decoder.state_dict(), memory)
+    assert not left
+    for name, value in decoder.state_dict().items():
+        torch.testing.assert_close(sources[name].take(memory[sources[name].stored], config), value)
+
+
+def test_a_fused_matrix_of_a_wrong_size_is_reported_with_its_own_shape(tmp_path, checkpoints):
+    from safetensors.torch import load_file, save_file
+
+    from pippin.core.errors import CorruptedFile
+    from pippin.core.store.reference import resolve
+    from pippin.language.language_model import read_headers
+
+    folder, _, _ = checkpoints("phi3")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.self_attn.qkv_proj.weight"] = torch.zeros(100, 64)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    with pytest.raises(CorruptedFile, match=r"q_proj.weight' has shape \(100, 64\) instead of \(64, 64\)"):
+        read_headers(resolve(tmp_path))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dims", [4, 8])
+def test_reordered_rows_have_the_same_scores(interleaved, dims):
+    """Rotating the stored pairs one by one, against rotating halves of reordered heads."""
+    from pippin.nn.rotary import Rotary
+
+    generator = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 5, 8, generator=generator).double()
+    positions = torch.arange(5)
+
+    def rotated(x):
+        x = x.clone()
+        angles = positions[:, None] / 10_000 ** (torch.arange(0, dims, 2).double() / dims)
+        pairs = [(2 * i, 2 * i + 1) if interleaved else (i, i + dims // 2) for i in range(dims // 2)]
+        for index, (a, b) in enumerate(pairs):
+            cos, sin = angles[:, index].cos(), angles[:, index].sin()
+            x[:, a], x[:, b] = x[:, a] * cos - x[:, b] * sin, x[:, b] * cos + x[:, a] * sin
+        return x
+
+    order = pair_order(interleaved=interleaved, dims=dims, head_dim=8)
+    cos, sin = (table.double() for table in Rotary(dims=dims).tables(positions, 8))
+    ours = [apply_rotary(x[:, order], cos, sin) for x in (q, k)]
+    torch.testing.assert_close(ours[0] @ ours[1].T, rotated(q) @ rotated(k).T, rtol=0, atol=1e-5)
+
+
+def test_an_unknown_family_is_refused_with_the_nearest():
+    with pytest.raises(UnsupportedModel, match=r"'olmo4' is not supported; the nearest that are: olmo, olmoe, olmo3"):
+        families.from_hf(SMALL | {"model_type": "olmo4"})
+
+
+def test_long_context_phi_is_opened_with_its_short_table(tmp_path):
+    scaling = {"rope_type": "longrope", "short_factor": [1.5] * 8, "long_factor": [4.0] * 8, "rope_theta": 10_000.0}
+    scaling["original_max_position_embeddings"] = 64
+    reference = save_random("phi3", tmp_path, rope_parameters=scaling, original_max_position_embeddings=64)
+    decoder = read(tmp_path)
+    assert decoder.config.max_position_embeddings == 64
+    with torch.inference_mode():
+        torch.testing.assert_close(decoder(IDS), reference(IDS).logits, **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        ("olmo", {"clip_qkv": 8.0}, "clip_qkv=8.0 is not supported"),
+        ("cohere", {"use_qk_norm": True}, "use_qk_norm=True is not supported"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
+    ],
+)
+def test_settings_that_the_decoder_lacks_are_refused_by_name(checkpoints, family, change, message):
+    folder, _, _ = checkpoints(family)
+    with pytest.raises(UnsupportedModel, match=message):
+        families.from_hf(json.loads((folder / "config.json").read_text()) | change)
+
+
+def test_a_decoder_that_is_no_longer_of_its_family_is_not_saved_as_one(checkpoints):
+    _, _, decoder = checkpoints("qwen3")
+    with pytest.raises(UnsupportedModel, match="differs from qwen3 models"):
+        families.to_hf(replace(decoder.config, logit_softcap=3.0))
+
+
+def test_adapters_of_rows_in_another_order_are_refused(checkpoints):
+    _, _, decoder = checkpoints("glm")
+    family = families.FAMILIES["glm"]
+    assert families.layer_of(family, decoder.config, "model.layers.1.mlp.down_proj") == "layers.1.mlp.down_proj"
+    with pytest.raises(UnsupportedModel, match=r"adapters of model.layers.1.self_attn.q_proj are not supported"):
+        families.layer_of(family, decoder.config, "model.layers.1.self_attn.q_proj")
+    family = families.FAMILIES["starcoder2"]
+    _, _, decoder = checkpoints("starcoder2")
+    assert families.layer_of(family, decoder.config, "model.layers.1.mlp.c_fc") == "layers.1.mlp.up_proj"
+    assert families.stored_layer(family, decoder.config, "layers.1.mlp.up_proj") == "model.layers.1.mlp.c_fc"
+
+
+def test_random_weights_of_every_family_are_finite(checkpoints):
+    for model_type in CHECKPOINTS:
+        decoder = Decoder(checkpoints(model_type)[2].config).initialize(seed=0)
+        assert decoder(IDS[:, :8]).isfinite().all(), model_type
