@@ -118,7 +118,10 @@ def test_a_law_answers_only_what_it_is_a_law_of(tables, tmp_path, capsys):
     law = tmp_path / "law.json"
     run(capsys, "laws", "fit", tables / "runs.csv", "--column", "loss=val", "--out", law, "--num-resamples", 0)
     for words, message in (
-        (["required-share", law, "-N", "1M", "-D", "1M", "--max-forgetting", "0.1"], "only forgetting laws have a required share"),
+        (
+            ["required-share", law, "-N", "1M", "-D", "1M", "--max-forgetting", "0.1"],
+            "only forgetting laws have a required share",
+        ),
         (["predict", law, "-N", "many", "-D", "1M"], "is not a number above 0"),
         (["optimal", law, "-C", "-1"], "is not a number above 0"),
         (["optimal", law, "-C", "1e20", "--encoder", "1M", "--encoder-share", "2"], "--encoder-share"),

@@ -241,12 +241,14 @@ class DecoderLayer(nn.Module):
         """The hidden states plus the output ``y`` of attention and that of the feed-forward layer."""
         scale = self.residual_scale
         if self.residual == "parallel":
-            return x + scale * (y + self.mlp(normalized, context))
+            y = y + self.mlp(normalized, context)
+            return x + scale * y
         if self.residual == "parallel two norms":
-            return x + scale * (y + self.mlp(_apply(self.post_attention_layernorm, x), context))
+            y = y + self.mlp(_apply(self.post_attention_layernorm, x), context)
+            return x + scale * y
         if self.residual == "pre":
             x = x + y if scale == 1.0 else x + scale * y
-            inner = self.mlp(_apply(self.post_attention_layernorm, x), context)
+            inner: Tensor = self.mlp(_apply(self.post_attention_layernorm, x), context)
             return x + inner if scale == 1.0 else x + scale * inner
         x = x + _apply(self.post_attention_layernorm, y)
         inner = self.mlp(_apply(self.pre_feedforward_layernorm, x), context)
@@ -263,7 +265,8 @@ _NORMS: Final[dict[Residual, tuple[str, ...]]] = {
 
 
 def _apply(norm: nn.Module | None, x: Tensor) -> Tensor:
-    return x if norm is None else norm(x)
+    y: Tensor = x if norm is None else norm(x)
+    return y
 
 
 def make_norm(config: DecoderConfig) -> nn.Module:
@@ -363,7 +366,9 @@ class Decoder(nn.Module):
         x = x if scale == 1.0 else x * torch.tensor(scale, dtype=x.dtype)
         if self.embed_positions is None:
             return x
-        return x + self.embed_positions(torch.arange(ids.shape[1], device=x.device) if positions is None else positions)
+        numbers = torch.arange(ids.shape[1], device=x.device) if positions is None else positions
+        learned: Tensor = self.embed_positions(numbers)
+        return x + learned
 
     def _positions(self, cache: KVCache, new: int, padding: Tensor | None, device: torch.device) -> Tensor:
         """Position of each new token, (new,) or (batch, new)."""

@@ -109,12 +109,12 @@ class Attention(nn.Module):
         adapters, selection, shared = context.adapters, context.selection, context.shared
         q, k, v = self._project(x, adapters)
         if self.qk_norm != "rotated head":
-            q, k = self._normalize(self.q_norm, q), self._normalize(self.k_norm, k)
+            q, k = self._normalize(self.q_norm, q), None if k is None else self._normalize(self.k_norm, k)
         if context.cos_sin is not None:
             q = apply_rotary(q, *context.cos_sin)
             k = None if k is None else apply_rotary(k, *context.cos_sin)
         if self.qk_norm == "rotated head":
-            q, k = self._normalize(self.q_norm, q), self._normalize(self.k_norm, k)
+            q, k = self._normalize(self.q_norm, q), None if k is None else self._normalize(self.k_norm, k)
         if k is not None and v is not None:
             shared = context.cache.append(context.layer, k, v, self.spec.window)
         assert shared is not None, f"layer {context.layer} reads layer {self.spec.kv_source}, which was not given"
@@ -131,11 +131,14 @@ class Attention(nn.Module):
             y = shared.attend(q, self.scale)
         return self.o_proj(y, adapters), shared
 
-    def _normalize(self, norm: RMSNorm | None, x: Tensor | None) -> Tensor | None:
+    def _normalize(self, norm: RMSNorm | None, x: Tensor) -> Tensor:
         """Normalize queries or keys, (batch, heads, new, head_dim)."""
-        if norm is None or x is None or self.qk_norm != "full":
-            return x if norm is None or x is None else norm(x)
-        flat = norm(x.transpose(1, 2).flatten(2))  # all heads of a token are one vector
+        if norm is None:
+            return x
+        if self.qk_norm != "full":
+            normalized: Tensor = norm(x)
+            return normalized
+        flat: Tensor = norm(x.transpose(1, 2).flatten(2))  # all heads of a token are one vector
         return flat.unflatten(2, (-1, self.head_dim)).transpose(1, 2)
 
     def _attend(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:

@@ -107,7 +107,8 @@ class MixtureOfExperts(nn.Module):
         routed = self._routed(x)
         if self.shared_expert is None:
             return routed
-        return routed + self.shared_expert(x) * self.shared_expert_gate(x).sigmoid()
+        shared: Tensor = self.shared_expert(x) * self.shared_expert_gate(x).sigmoid()
+        return routed + shared
 
     def _routed(self, x: Tensor) -> Tensor:
         tokens = x.reshape(-1, x.shape[-1])

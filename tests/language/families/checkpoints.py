@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pippin.language import Decoder, families
 
 SMALL = {
-    "vocab_size": 97,
+    "vocab_size": 259,
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 4,

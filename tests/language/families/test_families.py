@@ -7,7 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import pippin
 from pippin.core.errors import UnsupportedModel
+from pippin.engine import Engine, Request, SamplingOptions
 from pippin.engine.model_runner import ModelInput
 from pippin.engine.runners.torch_runner import TorchRunner
 from pippin.language import Decoder, LanguageModel, families
@@ -19,6 +21,7 @@ from .checkpoints import CHECKPOINTS, SMALL, read, save_random
 
 IDS = torch.randint(0, 97, (2, 40), generator=torch.Generator().manual_seed(1))
 CLOSE = {"rtol": 1e-5, "atol": 2e-5}
+NO_END = {256: -100.0, 257: -100.0, 258: -100.0}  # the tokenizer has 258 tokens
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +94,22 @@ def test_what_is_saved_is_read_by_transformers_and_again(checkpoints, tiny, tmp_
     assert ours.config == decoder.config
     for (name, a), b in zip(ours.state_dict().items(), decoder.state_dict().values(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6, msg=name)  # norms that are stored minus one are rounded
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("model_type", CHECKPOINTS)
+def test_an_opened_model_is_packed_and_answers_as_transformers_does(checkpoints, tiny, tmp_path, model_type):
+    _, reference, decoder = checkpoints(model_type)
+    LanguageModel("small", decoder, tiny.tokenizer, None).save(tmp_path)
+    model = pippin.load(tmp_path, device="cpu", dtype="float32")
+    with Engine(model, max_num_seqs=2, cache_tokens=256) as engine:
+        *tokens, _ = engine.stream(Request(IDS[0].tolist(), options=SamplingOptions(max_tokens=6, logit_bias=NO_END)))
+    ids = IDS[:1]
+    for _ in range(6):
+        logits = reference(ids).logits[:, -1]
+        logits[:, list(NO_END)] = -torch.inf
+        ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], 1)
+    assert [token.id for token in tokens] == ids[0, IDS.shape[1] :].tolist()
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe"])

@@ -18,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 from jaxtyping import Float, UInt8
-from torch import Tensor
+from torch import Tensor, nn
 
 from pippin.core import native
 from pippin.core.checks import PositiveInt, checked
@@ -410,7 +410,8 @@ class _NativeDecoder:
             )
         return packed.matrix
 
-    def _norm(self, norm: RMSNorm | None) -> int | None:
+    def _norm(self, norm: nn.Module | None) -> int | None:
+        assert norm is None or isinstance(norm, RMSNorm)
         return None if norm is None else self._floats(norm.weight)
 
     def _floats(self, tensor: Tensor | None) -> int:

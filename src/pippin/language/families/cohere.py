@@ -13,6 +13,7 @@ from pippin.language.decoder import DecoderConfig
 from pippin.language.families.family import (
     Family,
     Fields,
+    TensorRule,
     layer_types,
     read_decoder,
     read_rotary,
@@ -56,7 +57,7 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
     return fields | ({"layer_types": layer_types(config)} if config.family == "cohere2" else {})
 
 
-def _rules(config: DecoderConfig) -> Any:
+def _rules(config: DecoderConfig) -> list[TensorRule]:
     return rotated_rows(interleaved=True)
 
 

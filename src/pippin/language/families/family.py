@@ -181,13 +181,13 @@ def read_rotary(config: Fields, local: bool = False, *, theta: float = 10_000.0)
     rope = dict(config.get("rope_parameters") or {})
     kind = "sliding_attention" if local else "full_attention"
     rope = dict(rope[kind]) if kind in rope else rope
-    scaling = rope or dict(config.get("rope_scaling") or {})
-    base = rope.get("rope_theta", config.get("rope_theta", config.get("rotary_emb_base", theta)))
+    scaling: dict[str, Any] = rope or dict(config.get("rope_scaling") or {})
+    base: Any = rope.get("rope_theta", config.get("rope_theta", config.get("rotary_emb_base", theta)))
     part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", config.get("rotary_pct", 1.0)))
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     dims = None if part == 1.0 else int(head_dim * part)
     how = scaling.get("rope_type", scaling.get("type", "default"))
-    original = scaling.get("original_max_position_embeddings", config["max_position_embeddings"])
+    original: Any = scaling.get("original_max_position_embeddings", config["max_position_embeddings"])
     if how == "default":
         return Rotary(base, dims=dims)
     if how == "linear":
@@ -381,7 +381,7 @@ def _order(config: DecoderConfig, interleaved: bool) -> Tensor:
 
 
 def _reordered(rows: Tensor, head_dim: int, order: Tensor) -> Tensor:
-    heads = rows.unflatten(0, (-1, head_dim))
+    heads: Tensor = rows.unflatten(0, (-1, head_dim))
     return heads.index_select(1, order.to(rows.device)).flatten(0, 1)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from pippin.language.decoder import DecoderConfig
 from pippin.language.families.experts import expert_rules
-from pippin.language.families.family import Family, Fields, activation_of, read_decoder
+from pippin.language.families.family import Family, Fields, TensorRule, activation_of, read_decoder
 from pippin.nn.feedforward import FeedForwardSpec
 
 
@@ -33,8 +33,8 @@ _SINGLE = {
 }
 
 
-def _rules(config: DecoderConfig) -> Any:
-    return expert_rules(_SINGLE, router="block_sparse_moe.gate")(config) + expert_rules()(config)
+def _rules(config: DecoderConfig) -> list[TensorRule]:
+    return [*expert_rules(_SINGLE, router="block_sparse_moe.gate")(config), *expert_rules()(config)]
 
 
 MIXTRAL = Family("mixtral", "MixtralForCausalLM", _read, _write, _rules)

@@ -27,8 +27,8 @@ from pippin.nn.feedforward import FeedForwardSpec
 def _olmo(config: Fields) -> DecoderConfig:
     refuse("olmo", config, "clip_qkv")
     bias = bool(config.get("attention_bias"))
-    fields = {"norm": "layer", "norm_weight": False, "qkv_bias": bias, "output_bias": bias}
-    return read_decoder("olmo", {**config, "rms_norm_eps": 1e-5}, **fields)
+    plain = {**config, "rms_norm_eps": 1e-5}
+    return read_decoder("olmo", plain, norm="layer", norm_weight=False, qkv_bias=bias, output_bias=bias)
 
 
 def _olmo2(config: Fields) -> DecoderConfig:

@@ -10,7 +10,7 @@ Notable here:
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,7 +24,8 @@ PREFIXES = ("language_model.model.", "model.language_model.", "language_model.",
 _HEADS = ("lm_head.", "embed_out.")
 
 
-class TensorSource(NamedTuple):
+@dataclass(frozen=True)
+class TensorSource:
     """A stored tensor that contains one of Pippin's.
 
     Args:

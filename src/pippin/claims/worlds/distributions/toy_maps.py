@@ -78,7 +78,7 @@ def _sinkhorn_divergence(y: Tensor, target: Tensor) -> Tensor:
     costs = torch.stack([(a[:, None] - b[None]).square().sum(2) for a, b in pairs])
     eps = torch.full((3,), 0.01 * SIDE**2, dtype=torch.float64)
     with torch.no_grad():
-        plans, _ = sinkhorn_plans(costs.double(), eps, inner=50, tolerance=1e-3)
+        plans, _ = sinkhorn_plans(costs.double(), eps, max_iterations=50, tolerance=1e-3)
     parts = (costs * plans.to(costs)).sum((1, 2))
     divergence: Tensor = parts[0] - 0.5 * parts[1] - 0.5 * parts[2]
     return divergence

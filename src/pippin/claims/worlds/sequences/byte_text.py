@@ -119,7 +119,7 @@ def byte_config(
         intermediate_size=3 * width,
         rope_theta=10_000.0,
         max_position_embeddings=4096,
-        qk_norm="head" if qk_norm else None,
+        qk_norm=qk_norm,
     ).decoder()
 
 
