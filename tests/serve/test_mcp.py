@@ -342,6 +342,9 @@ async def test_nobody_cancels_the_call_of_another(slow_server):
         assert slow_server.service.active == 1
         assert not call.done()
         assert (await http.get(f"{slow_server.url}/mcp", headers=headers)).status_code == 405
+        many = b'{"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {"x": [' + b"[]," * 300_000 + b"[]]}}"
+        answer = await http.post(f"{slow_server.url}/mcp", headers=headers, content=many)
+        assert (answer.status_code, "262,144 values" in answer.text) == (413, True)
 
 
 def test_without_the_switch_there_is_nothing(make_server):

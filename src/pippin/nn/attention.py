@@ -138,8 +138,9 @@ class Attention(nn.Module):
         if self.qk_norm != "full":
             normalized: Tensor = norm(x)
             return normalized
-        flat: Tensor = norm(x.transpose(1, 2).flatten(2))  # all heads of a token are one vector
-        return flat.unflatten(2, (-1, self.head_dim)).transpose(1, 2)
+        together = norm(x.transpose(1, 2).flatten(2))  # all heads of a token are one vector
+        heads: Tensor = together.unflatten(2, (-1, self.head_dim))
+        return heads.transpose(1, 2)
 
     def _attend(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
         """Attention of queries (batch, heads, new, head_dim), as (batch, new, heads * head_dim)."""

@@ -22,6 +22,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from pippin.serve.api.body import check_values
+
 SESSION: Final = "mcp-session-id"
 _LONGEST: Final = 64 * 1024  # bytes of a message that is looked at here; those that matter are far shorter
 
@@ -78,7 +80,7 @@ class Endpoint:
         """Serve one request.
 
         Raises:
-            HTTPException: neither POST nor the end of a session.
+            HTTPException: neither POST nor the end of a session, or a body of too many values.
         """
         session, caller = Headers(scope=scope).get(SESSION), scope["state"]["caller"].id
         if scope["method"] == "DELETE" and session is not None:
@@ -90,7 +92,9 @@ class Endpoint:
                 405, f"/mcp takes no {scope['method']}: POST a message", headers={"Allow": "POST, DELETE"}
             )
         messages = await _body(receive)
-        message = _message(b"".join(part.get("body", b"") for part in messages))
+        body = b"".join(part.get("body", b"") for part in messages)
+        check_values(body)
+        message = _message(body)
         method, params = message.get("method"), message.get("params")
         if method == "notifications/cancelled" and session is not None and isinstance(params, dict):
             id = params.get("requestId")

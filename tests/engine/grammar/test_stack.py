@@ -102,9 +102,10 @@ def test_the_size_of_the_stack_follows_the_length_and_is_put_back(monkeypatch):
     set_size = threading.stack_size
     monkeypatch.setattr(stack.threading, "stack_size", lambda size: sizes.append(size) or set_size(size))
     before = set_size()
-    for length in (0, 1000, 10**7):
+    for length in (0, 5000, 10**7):
         stack.with_stack("x" * length, lambda: None)
-    assert sizes[::2] == [1 << 23, (1 << 23) + 2048 * 1000, (1 << 23) + 2048 * stack.MAX_SOURCE]
+    # short sources share threads with one size of stack
+    assert sizes[::2] == [(1 << 23) + 2048 * 4096, (1 << 23) + 2048 * 5000, (1 << 23) + 2048 * stack.MAX_SOURCE]
     assert set_size() == before
 
 
@@ -113,5 +114,29 @@ def test_no_room_for_a_stack_is_an_overload(monkeypatch):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(stack.threading.Thread, "start", start)
-    with pytest.raises(Overloaded, match="no memory for a stack of 8 MB"):
-        stack.with_stack("", lambda: None)
+    with pytest.raises(Overloaded, match="no memory for a stack of 17 MB"):
+        stack.with_stack("x" * 5000, lambda: None)
+
+
+def test_a_forked_process_compiles_too():
+    code = """
+import os
+from pippin.engine.grammar import stack
+assert stack.with_stack("", lambda: 1) == 1
+child = os.fork()
+if not child:
+    os._exit(stack.with_stack("", lambda: 7))
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=120)
+
+
+def test_many_members_of_one_of_are_compared_once_each(monkeypatch):
+    from pippin.engine.grammar.json_schema import SchemaReader
+
+    asked = []
+    disjoint = SchemaReader._disjoint
+    monkeypatch.setattr(SchemaReader, "_disjoint", lambda self, a, b: asked.append((a, b)) or disjoint(self, a, b))
+    members = [{"type": "string", "pattern": f"^a{{{i}}}b$"} for i in range(8)]
+    Grammar.json_schema({"oneOf": members})
+    assert len(asked) == 8 * 7 // 2

@@ -296,6 +296,12 @@ def _number(number: Number) -> str | None:
         (number.high, True, number.high_open, numerals.at_most),
     ):
         if bound is not None:
+            if (length := max(numerals.digits_needed(bound))) > numerals.MAX_DIGITS:
+                guide = "maximum" if below else "minimum"
+                raise UnsupportedGuide(
+                    f"{guide} has {length:,} digits and may have {numerals.MAX_DIGITS}; take a bound that fits a float",
+                    guide=guide,
+                )
             inner = numerals.inner(bound, below=below, exclusive=is_open, integer=number.integer)
             if inner is None:
                 return None

@@ -14,6 +14,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from difflib import get_close_matches
+from itertools import combinations
 from typing import Any, Final
 
 from pippin.core.errors import SchemaError, UnsupportedGuide
@@ -377,10 +378,13 @@ class SchemaReader:
     def _one_of(self, value: Any, schema: dict[str, Any], where: str) -> Shapes:
         members = self._each(value, where)
         widely = [self.part(("schema", f"{where}/{i}"), wide=True) for i in range(len(members))]
+        overlapping = {
+            pair for pair in combinations(range(len(members)), 2) if not self._disjoint(*(widely[at] for at in pair))
+        }
         found: list[Shape] = []
         for i, only in enumerate(members):
-            for j, other in enumerate(widely):
-                if i != j and not self._disjoint(widely[i], other):
+            for j in range(len(members)):
+                if i != j and (min(i, j), max(i, j)) in overlapping:
                     try:
                         only = meet_all(only, self.part(("not", f"{where}/{j}")))
                     except UnsupportedGuide as error:

@@ -24,6 +24,10 @@ FRACTIONAL: Final = r"-?(?:0|[1-9][0-9]{0,9})\x{2E}[0-9]{0,4}[1-9]"
 """Numbers that are no integers, with so few digits that none becomes one when it is read as a float."""
 
 
+MAX_DIGITS = 400
+"""Most digits of a bound before or after its point; those of floats have fewer."""
+
+
 def notation(before: int, after: int, *, integer: bool, scientific: bool = False) -> str:
     """Notations with at most ``before`` digits before the point and ``after`` behind it; all are finite floats.
 

@@ -60,14 +60,19 @@ def parse(body: bytes) -> Any:
     >>> parse(b'{"a": [1, 2.5]}')
     {'a': [1, 2.5]}
     """
-    _check_values(body)
+    check_values(body)
     try:
         return from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise InvalidJSON(400, f"the body is not JSON in UTF-8: {error}") from None
 
 
-def _check_values(body: bytes) -> None:
+def check_values(body: bytes) -> None:
+    """Count the values of a body before they are made.
+
+    Raises:
+        HTTPException: there are more than `MAX_VALUES`.
+    """
     if sum(map(body.count, _SEPARATORS)) < MAX_VALUES:
         return
     left = MAX_VALUES  # texts may hold as many commas as they like
