@@ -135,8 +135,8 @@ def imported_libraries() -> dict[str, set[str]]:
 def test_src_imports_what_it_requires_and_requires_what_it_imports():
     imported = {name.lower(): files for name, files in imported_libraries().items()}
     optional = set().union(*(required(extra) for extra in PROJECT["project"]["optional-dependencies"]))
-    # The second halves of pydantic and fastapi, released with them, and other names of Pillow and scikit-learn.
-    known = required() | optional | {"pydantic_core", "starlette", "anyio", "pil", "sklearn"}
+    # The second halves of pydantic, fastapi and mcp, released with them, and other names of Pillow and scikit-learn.
+    known = required() | optional | {"pydantic_core", "starlette", "anyio", "mcp_types", "pil", "sklearn"}
     assert {name: files for name, files in imported.items() if name not in known} == {}
     assert required() - set(imported) == set()
 

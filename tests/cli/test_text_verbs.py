@@ -285,7 +285,7 @@ def test_examples_that_are_none(run, tmp_path):
 
 
 def test_bytes_that_are_no_text(run):
-    code, _, said = run("summarize", stdin=b"\xff\xfe")
+    code, _, said = run("summarize", stdin=b"\x81\x8d\x90 and so on")
     assert code == 2
     assert "standard input is not UTF-8 text" in said
 

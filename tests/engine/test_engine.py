@@ -681,7 +681,7 @@ import torch
 config = SimpleNamespace(vocab_size=260, recurrent_layers=())
 model = SimpleNamespace(
     name="none", device=torch.device("cpu"), context_size=2048, config=config, adapter=lambda name: None,
-    module=torch.nn.Linear(2, 2),
+    module=torch.nn.Linear(2, 2), source=None,
 )
 engine = module.Engine(model, prompt_cache=sys.argv[2])
 import threading

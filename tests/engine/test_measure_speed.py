@@ -131,7 +131,7 @@ def test_bandwidth_is_measured_with_kernels_and_without(monkeypatch):
 
 @pytest.mark.parametrize("threads", [0, -1, device.threads() + 1])
 def test_threads_that_there_are_no_cores_for_are_refused(threads):
-    with pytest.raises(InvalidArgument, match=f"{threads} threads were requested, .* 1 to {device.threads()}"):
+    with pytest.raises(InvalidArgument, match=f"{threads} threads were requested; .* 1 to {device.threads()}"):
         measure_speed.read_bandwidth(threads)
 
 

@@ -109,7 +109,7 @@ def test_the_second_signal_ends_at_once(serve, patient):
         (["--max-num-seqs", "0"], 2, "--max-num-seqs must be from 1 to 256, got 0"),
         (["--port", "70000"], 2, "--port must be from 0 to 65535, got 70000"),
         (["--memory-budget", "much"], 2, "--memory-budget: 'much' is not a size; write it like 500MB or 8GiB"),
-        (["--replicas", "2"], 2, "add --ray"),
+        (["--replicas", "2"], 2, "--replicas is 2, which needs --ray"),
         (["--replicas", "3-1"], 2, "--replicas must be a number"),
         (["--adapter", "pirate"], 2, "--adapter is 'pirate'; write it as NAME=FOLDER"),
         (["--adapter", "pirate=/nowhere"], 3, "--adapter pirate: there is no folder /nowhere"),

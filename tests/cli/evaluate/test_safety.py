@@ -86,7 +86,7 @@ def test_errors_are_one_line(capsys, tmp_path):
         (["--variant", "rot13"], 2, "rot13"),
         (["--human", broken], 2, "cannot be read"),
         (["--suite", "nowhere.json"], 2, "nowhere.json"),
-        (["--plot", tmp_path / "curve.xyz"], 2, "it must end in .png, .svg, .pdf"),
+        (["--plot", tmp_path / "curve.xyz"], 2, "the name must end in .png, .svg, .pdf"),
         (["--plot", tmp_path / "nowhere" / "curve.png"], 2, "there is no folder"),
     ):
         assert main(["evaluate", "safety", "--guardrails-only", *map(str, words)]) == code

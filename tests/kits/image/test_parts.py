@@ -50,7 +50,7 @@ def test_a_text_is_encoded_the_same_in_any_company(encoder):
     [
         ("abc", InvalidArgument, "at least one"),
         ([], InvalidArgument, "at least one"),
-        ([3], InvalidInput, "is no text"),
+        ([3], InvalidInput, "is not a string"),
     ],
 )
 def test_what_is_no_list_of_texts_is_refused(encoder, texts, error, message):

@@ -100,7 +100,7 @@ def test_saved_and_loaded_it_says_the_same(trained, tmp_path):
         TrainedClassifier.load(tmp_path / "kept", other)
     fields = json.loads((tmp_path / "kept" / "config.json").read_text())
     (tmp_path / "kept" / "config.json").write_text(json.dumps(fields | {"labels": ["cat"]}))
-    with pytest.raises(CorruptedFile, match="does not match its config"):
+    with pytest.raises(CorruptedFile, match="does not fit its config"):
         TrainedClassifier.load(tmp_path / "kept", Made())
 
 

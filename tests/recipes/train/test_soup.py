@@ -65,7 +65,7 @@ def test_each_file_is_a_domain_and_a_trained_model_begins_as_itself(files):
     [
         ({"domains": 900}, "900 clusters need as many different items"),
         ({"domains": 2, "shared": ("nothing",)}, "no parameter is named 'nothing'"),
-        ({"domains": 2, "max_length": 4096}, "made for 2048 tokens"),
+        ({"domains": 2, "max_length": 4096}, "the context of tiny is 2048 tokens"),
     ],
 )
 def test_what_is_refused(files, given, message):

@@ -35,8 +35,8 @@ def with_schema(schema):
         b'{"model": "\\udc00\\ud800"}',
         b'{"temperature": NaN}',
         b'{"temperature": -Infinity}',
-        b"[" * 1_000_000,
-        b'{"a":' * 1_000_000,
+        b"[" * 200_000,
+        b'{"a":' * 100_000,
         b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
         b'{"seed": ' + b"9" * 100_000 + b"}",
         b"\xef\xbb\xbf{}",
@@ -126,9 +126,9 @@ BOMBS = {
     "a pattern of lookaheads": {"type": "string", "pattern": "(?=a)" * 1000},
     "a length without measure": {"type": "string", "minLength": 10**9},
     "a list without measure": {"type": "array", "minItems": 10**9, "items": {"type": "boolean"}},
-    "a hundred thousand properties": {
+    "fifty thousand properties": {
         "type": "object",
-        "properties": {f"p{i}": {"type": "null"} for i in range(100_000)},
+        "properties": {f"p{i}": {"type": "null"} for i in range(50_000)},
     },
     "a hundred levels": nested(190),
     "choices in choices": nested(60, "anyOf"),
@@ -165,12 +165,12 @@ def test_a_pattern_or_grammar_bomb_is_defused(post):
         ("chat/completions", {"messages": [{"role": "user", "content": "word " * 1_000_000}]}),
         ("chat/completions", {"messages": [{"role": "user", "content": "hi"}] * 3_000}),
         ("completions", {"prompt": "word " * 1_000_000}),
-        ("completions", {"prompt": [65] * 1_000_000}),
+        ("completions", {"prompt": [65] * 200_000}),
         ("responses", {"input": "word " * 1_000_000}),
         ("responses", {"input": "hi", "instructions": "word " * 1_000_000}),
     ],
 )
-def test_a_prompt_of_a_million_tokens(post, route, body):
+def test_a_prompt_of_far_too_many_tokens(post, route, body):
     began = time.monotonic()
     error = refused(post(route, body))
     assert (error["code"], error["param"]) == ("context_length_exceeded", next(iter(body)))
@@ -181,11 +181,11 @@ def test_a_prompt_of_a_million_tokens(post, route, body):
     ("route", "body", "param"),
     [
         ("chat/completions", {"messages": [{"role": "user", "content": "hi"}] * 10_001}, "messages"),
-        ("chat/completions", HI | {"logit_bias": {f"{i}x": "y" for i in range(300_000)}}, "logit_bias"),
-        ("completions", {"prompt": [["a"] * 1_000_000]}, "prompt[0][0]"),
+        ("chat/completions", HI | {"logit_bias": {f"{i}x": "y" for i in range(100_000)}}, "logit_bias"),
+        ("completions", {"prompt": [["a"] * 200_000]}, "prompt[0][0]"),
         ("completions", {"prompt": ["a"] * 257}, "prompt"),
         ("completions", {"prompt": ["a"] * 200, "n": 2}, "n"),
-        ("responses", {"input": "hi", "metadata": {str(i): i for i in range(300_000)}}, "metadata"),
+        ("responses", {"input": "hi", "metadata": {str(i): i for i in range(100_000)}}, "metadata"),
         ("embeddings", {"model": "tiny-encoder", "input": ["a"] * 2049}, "input"),
     ],
 )

@@ -425,7 +425,7 @@ def test_a_real_model_answers_and_can_be_stopped(server, real):
     )
     real.fill("#prompt", "Go on")
     real.press("#prompt", "Enter")
-    real.wait_for_selector("article.reply:nth-of-type(4) .text")
+    real.wait_for_selector("article.reply:nth-of-type(4) .text", state="attached")
     real.wait_for_selector("#log[aria-busy=false]")
     assert "Stopped." in real.inner_text("article.reply:nth-of-type(4)")
     real.until(

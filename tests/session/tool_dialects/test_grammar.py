@@ -15,8 +15,8 @@ from pydantic import BaseModel, Field
 
 from pippin.session import Regex, Tool
 from pippin.session.tool_dialects.dialect import DIALECTS
-from pippin.session.tool_dialects.grammar import grammar
-from pippin.session.tool_dialects.reader import reader
+from pippin.session.tool_dialects.grammar import tool_grammar
+from pippin.session.tool_dialects.reader import call_reader
 from pippin.session.types.schema import Schema
 
 from .speakers import speaker
@@ -51,7 +51,7 @@ GOOD = [("weather", {"place": {"city": "Rome", "label": "x"}, "days": 3}), ("loo
 
 def constraint(name, schema=None, tools=TOOLS, **options):
     tokenizer = speaker(name).tokenizer
-    return grammar(BY_NAME[name], tokenizer, schema, tools, **options).start(tokenizer)
+    return tool_grammar(BY_NAME[name], tokenizer, schema, tools, **options).start(tokenizer)
 
 
 def tokens(name, text):
@@ -80,7 +80,7 @@ def walk(name, state, rng, most=400):
 
 
 def read(name, ids, *, cut, typed=False):
-    found = reader(BY_NAME[name], SCHEMAS, typed=typed)
+    found = call_reader(BY_NAME[name], SCHEMAS, typed=typed)
     text, decoder = "", codecs.getincrementaldecoder("utf-8")()
     for token in ids:
         text += found.push(decoder.decode(speaker(name).tokenizer.spelled_bytes(token)))

@@ -39,8 +39,8 @@ from pippin.session.providers.provider import (
     require,
 )
 from pippin.session.response import Timing, Usage
-from pippin.session.tool_dialects.grammar import grammar
-from pippin.session.tool_dialects.reader import reader
+from pippin.session.tool_dialects.grammar import tool_grammar
+from pippin.session.tool_dialects.reader import call_reader
 from pippin.session.transcript import Prompt, ToolCall, ToolCalls, Transcript
 
 if TYPE_CHECKING:
@@ -207,7 +207,7 @@ class LocalModel(Provider):
     ) -> Iterator[ProviderEvent]:
         tools, schema, options = request.tools, request.schema, request.options
         dialect = chat_format.dialect_of(self.model)
-        constraint = grammar(
+        constraint = tool_grammar(
             dialect,
             self.model.tokenizer,
             schema,
@@ -218,7 +218,7 @@ class LocalModel(Provider):
         if not tools and not dialect.channels:
             yield from self._text(request, ids, constraint, usage, timing)
             return
-        answer = reader(dialect, [tool.name for tool in tools], typed=schema is not None)
+        answer = call_reader(dialect, [tool.name for tool in tools], typed=schema is not None)
         stop = _StopOrCancel(request.cancel)
         with closing(self._events(request, ids, options, constraint, stop=stop)) as events:
             for event in events:

@@ -1,3 +1,3 @@
 from .dialect import ToolDialect as ToolDialect, detect as detect
-from .grammar import grammar as grammar
-from .reader import CallReader as CallReader, reader as reader
+from .grammar import tool_grammar as tool_grammar
+from .reader import CallReader as CallReader, call_reader as call_reader

@@ -27,7 +27,7 @@ _BLOCK, _END_OF_BLOCK = "\n```json\n", "\n```"
 _MOST_MESSAGES: Final = 8  # of reasoning and comments before the answer, where answers consist of messages
 
 
-def grammar(
+def tool_grammar(
     dialect: ToolDialect,
     tokenizer: Tokenizer,
     schema: Schema[Any] | None,

@@ -28,7 +28,7 @@ _GAP: Final = re.compile(r"\s+|(?<=\[TOOL_CALLS\])")
 _END_OF_MESSAGE: Final = "<|end|>"
 
 
-def reader(dialect: ToolDialect, names: Iterable[str], *, typed: bool = False) -> CallReader:
+def call_reader(dialect: ToolDialect, names: Iterable[str], *, typed: bool = False) -> CallReader:
     """A reader of one answer.
 
     Args:
