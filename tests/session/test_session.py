@@ -400,7 +400,7 @@ def written(monkeypatch, *answers):
     from pippin.session.providers import local
 
     left = [Grammar.choice([text]) for text in answers]
-    monkeypatch.setattr(local, "grammar", lambda *a, **k: left.pop(0))
+    monkeypatch.setattr(local, "tool_grammar", lambda *a, **k: left.pop(0))
 
 
 @pytest.mark.parametrize("within", ["\n</tool", "\n</tool_call>\n<tool_call>\n{", f"\n</tool_call>\n{DOWN[:-20]}"])
@@ -503,8 +503,8 @@ def test_rounds_are_bounded(tiny, monkeypatch):
     session = Session(tiny, tools=[look], max_tool_rounds=3)
     from pippin.session.providers import local
 
-    original = local.grammar
-    monkeypatch.setattr(local, "grammar", lambda *a, **k: original(*a, **(k | {"required": True})))
+    original = local.tool_grammar
+    monkeypatch.setattr(local, "tool_grammar", lambda *a, **k: original(*a, **(k | {"required": True})))
     with pytest.raises(TooManyToolRounds, match="called tools in 3 rounds and again"):
         session.respond("What is there?", options=ONE_CALL)
     assert len(session.transcript) == 0
