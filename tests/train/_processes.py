@@ -80,7 +80,7 @@ if __name__ == "__main__":
     if parallel.rank == 0:
         print(json.dumps(losses))
     parallel.close()
-    # All is done and written; what torch's own threads do while an interpreter ends is not what is tested here: on a busy
-    # machine they abort it now and then ("terminate called without an active exception").
+    # All is written. While an interpreter ends, torch's own threads abort it now and then on a busy machine
+    # ("terminate called without an active exception"), which is not what is tested here.
     sys.stdout.flush()
     os._exit(0)
