@@ -90,7 +90,7 @@ def test_default_refuses_no_unseen_harmless_prompt_of_unknown_language():
 def test_the_english_part_of_the_suite(profile, harm, refused):
     found = {kind: blocked(profile, [p.text for p in suite.load().prompts("en", kind)]) for kind in suite.KINDS}
     assert len(found["harmful"]) == pytest.approx(harm, abs=2)
-    assert len(found["look-alike"]) + len(found["neutral"]) == pytest.approx(refused, abs=1)
+    assert len(found["look-alike"]) + len(found["neutral"]) == refused
 
 
 def test_each_profile_blocks_what_the_next_one_does():
