@@ -1,11 +1,14 @@
 """One layer of attention: its formula head by head, its adapters, and queries that are cut to some tokens."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
 
 from pippin.nn import blocked_attention, matmul
-from pippin.nn.attention import Attention, AttentionSpec
+from pippin.nn.attention import Attention, AttentionSpec, PositionScale
 from pippin.nn.context import LayerContext
 from pippin.nn.kv_cache import NoCache, PackedDocuments, QuerySelection
 from pippin.nn.linear import Linear
@@ -42,7 +45,7 @@ def attention():
     return random_layer(AttentionSpec())
 
 
-def written_out(layer, x, cos_sin, *, scale=0.5, eps=1e-6, window=None):
+def written_out(layer, x, cos_sin, *, scale=0.5, eps=1e-6, window=None, bound=None):
     """The output of a layer with 4 heads of width 4 that share 2 heads of keys: each query by itself."""
 
     def heads(projection, norm):
@@ -58,7 +61,9 @@ def written_out(layer, x, cos_sin, *, scale=0.5, eps=1e-6, window=None):
             first = 0 if window is None else max(0, at - window + 1)
             seen = slice(first, at + 1)
             scores = scale * torch.einsum("bd,bkd->bk", q[:, head, at], k[:, head // 2, seen])
-            y[:, head, at] = torch.einsum("bk,bkd->bd", scores.softmax(-1), v[:, head // 2, seen])
+            scores = scores if bound is None else bound * torch.tanh(scores / bound)
+            total = scores.exp().sum(-1) + (0 if layer.sinks is None else layer.sinks[head].exp())
+            y[:, head, at] = torch.einsum("bk,bkd->bd", scores.exp() / total[:, None], v[:, head // 2, seen])
     return F.linear(y.transpose(1, 2).flatten(2), layer.o_proj.weight, layer.o_proj.bias)
 
 
@@ -89,6 +94,43 @@ def test_a_layer_is_its_formula_head_by_head(options, more, window, rotated, new
     given = {"scale": options.get("scale", 0.5), "eps": options.get("eps", 1e-6), "window": window}
     torch.testing.assert_close(found, written_out(layer, x, cos_sin, **given), rtol=1e-9, atol=1e-9)
     assert keys.shape == values.shape == (2, 2, new, 4)
+
+
+@pytest.mark.parametrize("most", [1, 1 << 25])
+@pytest.mark.parametrize("new", [1, 7])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize(("bound", "sinks"), [(0.7, False), (None, True), (0.7, True)])
+def test_bounded_scores_and_sinks_are_their_formula_in_blocks_of_any_size(monkeypatch, bound, sinks, window, new, most):
+    monkeypatch.setattr("pippin.nn.attention._MAX_SCORES", most)
+    layer = random_layer(AttentionSpec(window=window, softcap=bound, sinks=sinks))
+    x = normal(2, new, 12, seed=9)
+    found, _ = layer(x, LayerContext(NoCache()))
+    torch.testing.assert_close(found, written_out(layer, x, None, window=window, bound=bound), rtol=1e-9, atol=1e-9)
+
+
+def test_causal_masks_of_torch_are_understood_without_a_fused_kernel():
+    layer = random_layer(AttentionSpec(sinks=True))
+    x = normal(1, 7, 12, seed=9)
+    whole, _ = layer(x, LayerContext(NoCache()))
+
+    class Later(NoCache):
+        def append(self, layer, k, v, window):
+            return k, v, causal_lower_right(3, 7)
+
+    rows = torch.arange(4, 7)
+    found, _ = layer(x, LayerContext(Later(), selection=QuerySelection(0, rows)))
+    torch.testing.assert_close(found, whole[:, 4:])
+
+
+def test_queries_grow_with_their_position_beyond_the_trained_context():
+    scaled = random_layer(AttentionSpec(position_scale=PositionScale(0.5, 4)))
+    plain = random_layer(AttentionSpec())
+    x = normal(1, 9, 12, seed=9)
+    found, _ = scaled(x, LayerContext(NoCache(), positions=torch.arange(9)))
+    for at in range(9):
+        plain.scale = 0.5 * (1 + 0.5 * math.log(1 + at // 4))
+        row, _ = plain(x[:, : at + 1], LayerContext(NoCache()))
+        torch.testing.assert_close(found[:, at], row[:, at], rtol=1e-6, atol=1e-6)
 
 
 def test_a_layer_that_reads_anothers_keys_has_projections_for_queries_and_output_only():

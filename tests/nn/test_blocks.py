@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 
 from pippin.nn.attention import Attention, AttentionSpec
 from pippin.nn.context import LayerContext
-from pippin.nn.feedforward import FeedForward, FeedForwardSpec, MixtureOfExperts
+from pippin.nn.feedforward import XIELU, FeedForward, FeedForwardSpec, MixtureOfExperts
 from pippin.nn.kv_cache import NoCache, causal_mask
 from pippin.nn.linear import Linear
 from pippin.nn.norm import RMSNorm
@@ -159,6 +159,17 @@ def test_feed_forward_equals_its_formula_packed_or_not(activation, gated):
         torch.testing.assert_close(layer(x), expected, atol=1e-5, rtol=0)
         pack(layer)
         torch.testing.assert_close(layer(x), expected, atol=1e-5, rtol=0)
+
+
+def test_xielu_is_smooth_at_zero_and_its_gradient_is_finite_everywhere():
+    function, x = XIELU(), torch.tensor([-1e4, -1.0, -1e-5, 1e-5, 1.0, 1e4], requires_grad=True)
+    y = function(x)
+    y.sum().backward()
+    # 0.8 x^2 + x / 2, and 0.8 (e^x - 1 - x) + x / 2
+    torch.testing.assert_close(y[[1, 4]], torch.tensor([0.8 * math.exp(-1.0) - 0.5, 1.3]))
+    assert x.grad.isfinite().all()
+    torch.testing.assert_close(x.grad[2:4], torch.full((2,), 0.5), rtol=0, atol=1e-4)
+    assert all(parameter.grad.isfinite().all() for parameter in function.parameters())
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])

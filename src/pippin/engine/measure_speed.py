@@ -95,7 +95,7 @@ def weight_bytes(decoder: Decoder) -> int:
     """Bytes of weights that one token of an answer reads.
 
     Every matrix, bias and norm counts once, in its format in memory; of the embedding one row, unless it is tied to the
-    output matrix; of a mixture, the router and as many experts as a token uses.
+    output matrix; of a mixture, the router, shared experts and as many others as a token uses.
     """
     embedding: nn.Module = decoder.embed_tokens
     inner = sum(_weight_bytes(part) for part in decoder.children() if part is not embedding)
@@ -110,7 +110,7 @@ def _weight_bytes(module: nn.Module) -> int:
         own += packed.nbytes
     if isinstance(module, MixtureOfExperts):
         used = sum(map(_weight_bytes, module.experts)) * module.spec.num_experts_per_tok // module.spec.num_experts
-        return own + used + _weight_bytes(module.gate)
+        return own + used + sum(_weight_bytes(part) for part in module.children() if part is not module.experts)
     return own + sum(map(_weight_bytes, module.children()))
 
 

@@ -41,6 +41,7 @@ from pippin.language import families
 from pippin.language.decoder import Decoder, DecoderConfig, DecoderLayer
 from pippin.nn.attention import Attention
 from pippin.nn.feedforward import FeedForward
+from pippin.nn.latent_attention import LatentAttention
 from pippin.nn.linear import Linear
 from pippin.nn.lora import Adapter, LowRankUpdate, combine
 from pippin.nn.packed_layers import PackedLinear, PackedTokenEmbedding
@@ -371,8 +372,16 @@ def target_modules(module: Decoder) -> Iterator[tuple[str, TargetModule]]:
             yield f"{prefix}.mlp.down_proj", TargetModule(layer.mlp.down_proj, 0, config.hidden_size)
 
 
-def _of_attention(prefix: str, attention: Attention, config: DecoderConfig) -> Iterator[tuple[str, TargetModule]]:
+def _of_attention(
+    prefix: str, attention: Attention | LatentAttention, config: DecoderConfig
+) -> Iterator[tuple[str, TargetModule]]:
     """The projections of an attention layer."""
+    if isinstance(attention, LatentAttention):
+        for name in ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"):
+            projection: Linear | None = getattr(attention, name, None)
+            if projection is not None:
+                yield f"{prefix}.{name}", TargetModule(projection, 0, projection.outputs)
+        return
     sizes = {
         "q_proj": config.num_attention_heads,
         "k_proj": config.num_key_value_heads,
@@ -390,7 +399,7 @@ def _of_attention(prefix: str, attention: Attention, config: DecoderConfig) -> I
 def _target(targets: dict[str, TargetModule], layer: str, model: AdaptedModel, folder: Path) -> TargetModule:
     if layer in targets:
         return targets[layer]
-    if layer.endswith(("embed_tokens", "lm_head")) or ".experts." in layer or layer.endswith("mlp.gate"):
+    if layer.endswith(("embed_tokens", "lm_head", "mlp.gate", "kv_b_proj")) or "expert" in layer:
         raise UnsupportedModel(
             f"{folder}: an adapter of {layer!r} is not supported; only attention and dense layers are"
         )

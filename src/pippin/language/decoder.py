@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -22,8 +23,9 @@ from pippin.core.errors import InvalidArgument
 from pippin.nn.attention import Attention, AttentionSpec, QKNorm
 from pippin.nn.context import LayerContext
 from pippin.nn.embedding import TokenEmbedding
-from pippin.nn.feedforward import FeedForward, FeedForwardSpec, MixtureOfExperts
+from pippin.nn.feedforward import XIELU, FeedForward, FeedForwardSpec, MixtureOfExperts
 from pippin.nn.kv_cache import KVCache, NoCache, QuerySelection, ResumableCache, VisibleKeyValues
+from pippin.nn.latent_attention import LatentAttention
 from pippin.nn.linear import Linear
 from pippin.nn.lora import AdapterSlices
 from pippin.nn.norm import RMSNorm
@@ -92,8 +94,8 @@ class DecoderConfig:
         hidden_size: width of the hidden states.
         layers: one spec per layer.
         num_attention_heads: query heads.
-        num_key_value_heads: key and value heads; divides ``num_attention_heads``.
-        head_dim: width of a head, even.
+        num_key_value_heads: key and value heads; divides ``num_attention_heads``. One in latent attention.
+        head_dim: width of a head, even; in latent attention that of a cached vector.
         max_position_embeddings: longest sequence that the model was trained for, in tokens.
         rms_norm_eps: epsilon of the RMS norms.
         norm: kind of the norms: "rms", or "layer" for layer norms, which also subtract the mean.
@@ -103,12 +105,14 @@ class DecoderConfig:
         output_bias: bias on the output projection of attention.
         qk_norm: RMS norms of queries and keys; see `pippin.nn.attention.Attention`.
         embedding_scale: multiplier on embeddings.
+        embedding_norm: whether embeddings are normalized to unit root mean square.
         attention_scale: multiplier on attention scores; None for ``head_dim ** -0.5``.
         residual_scale: multiplier on what attention and feed-forward layers add to the hidden states (Granite).
         logit_scale: multiplier on logits.
         logit_softcap: bound of the logits, which become ``softcap * tanh(logit / softcap)``; None for no bound.
         learned_positions: whether an embedding of each position is added to that of the token (GPT-2).
         tie_word_embeddings: whether the output matrix is the embedding.
+        head_bias: whether the output matrix has a bias.
         training_methods: metadata about training methods, by the method's name; JSON values, saved with the config.
             They do not change the computation.
 
@@ -133,12 +137,14 @@ class DecoderConfig:
     output_bias: bool = False
     qk_norm: QKNorm | None = None
     embedding_scale: float = 1.0
+    embedding_norm: bool = False
     attention_scale: float | None = None
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     learned_positions: bool = False
     tie_word_embeddings: bool = True
+    head_bias: bool = False
     training_methods: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -157,6 +163,21 @@ class DecoderConfig:
                 raise InvalidArgument(
                     f"layer {index} reads layer {source}, which is not an earlier layer with its own keys"
                 )
+            latent = layer.attention.latent
+            if latent is not None and (self.num_key_value_heads, self.head_dim) != (
+                1,
+                latent.kv_rank + latent.rotated_dim,
+            ):
+                raise InvalidArgument(
+                    f"latent attention of {latent.kv_rank} + {latent.rotated_dim} dimensions needs one key head of "
+                    f"that size, got {self.num_key_value_heads} of {self.head_dim}"
+                )
+
+    @property
+    def rotary_dim(self) -> int:
+        """Width of the vectors that rotary tables are for: a head, or its rotated part in latent attention."""
+        latent = next((layer.attention.latent for layer in self.layers if layer.attention.latent), None)
+        return self.head_dim if latent is None else latent.rotated_dim
 
     @property
     def cached_layers(self) -> tuple[int, ...]:
@@ -196,6 +217,13 @@ class DecoderLayer(nn.Module):
         self.recurrent: Recurrent | None = None
         if spec.recurrent is not None:
             self.recurrent = Recurrent(spec.recurrent, config.hidden_size, eps=config.rms_norm_eps)
+        elif spec.attention.latent is not None:
+            self.self_attn = LatentAttention(
+                spec.attention,
+                hidden_size=config.hidden_size,
+                num_attention_heads=config.num_attention_heads,
+                output_bias=config.output_bias,
+            )
         else:
             self.self_attn = Attention(
                 spec.attention,
@@ -208,6 +236,7 @@ class DecoderLayer(nn.Module):
                 qk_norm=config.qk_norm,
                 scale=config.attention_scale,
                 eps=config.rms_norm_eps,
+                norm_weight=config.norm_weight,
             )
         mlp = MixtureOfExperts if spec.feedforward.num_experts else FeedForward
         self.mlp = mlp(spec.feedforward, config.hidden_size)
@@ -299,11 +328,12 @@ class Decoder(nn.Module):
         if config.learned_positions:
             self.embed_positions = TokenEmbedding(config.max_position_embeddings, config.hidden_size)
         self.norm = make_norm(config)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=config.head_bias)
         self.tie_weights()
         self._sources = {spec.attention.kv_source for spec in config.layers}
         self._rotaries = {spec.attention.rotary for spec in config.layers if spec.attention.rotary is not None}
         self._tables: dict[Rotary, tuple[Tensor, Tensor]] = {}
+        self._scaled_by_position = any(spec.attention.position_scale is not None for spec in config.layers)
 
     def forward(
         self,
@@ -362,6 +392,8 @@ class Decoder(nn.Module):
             positions: position of each token, used by models with learned positions; None for 0, 1, 2, ...
         """
         x: Tensor = self.embed_tokens(ids)
+        if self.config.embedding_norm:
+            x = F.rms_norm(x, x.shape[-1:], eps=self.config.rms_norm_eps)
         scale = self.config.embedding_scale
         x = x if scale == 1.0 else x * torch.tensor(scale, dtype=x.dtype)
         if self.embed_positions is None:
@@ -406,6 +438,9 @@ class Decoder(nn.Module):
         for adapter, _ in adapters or ():
             adapter.check(self)
         cos_sin = self._rotations(cache, x.shape[1], padding, x.dtype, x.device)
+        positions = None
+        if self._scaled_by_position:
+            positions = self._positions(cache, x.shape[1], padding, x.device)
         read: dict[int, VisibleKeyValues] = {}
         for index in range(len(self.layers)) if layers is None else layers:
             spec = self.config.layers[index].attention
@@ -415,13 +450,14 @@ class Decoder(nn.Module):
                 cache.narrow()
                 read.clear()
             shared = None if spec.kv_source is None else self._shared(spec.kv_source, read, cache)
-            context = LayerContext(cache, index, cos_sin.get(spec.rotary), shared, adapters, here)
+            context = LayerContext(cache, index, cos_sin.get(spec.rotary), shared, adapters, here, positions)
             x, visible = self.layers[index](x, context)
             if index in self._sources:
                 read[index] = visible
             if here is not None:
                 adapters = here.adapters
                 cos_sin = {rotary: (cos[here.rows], sin[here.rows]) for rotary, (cos, sin) in cos_sin.items()}
+                positions = None if positions is None else positions[here.rows]
             if x.shape[1] == 0:
                 break
         return x
@@ -459,7 +495,7 @@ class Decoder(nn.Module):
         if cos is None or sin is None or cos.shape[0] < length or cos.dtype != dtype or cos.device != device:
             size = max(512, 1 << (length - 1).bit_length())
             with torch.inference_mode(False):  # the tables are cached and may be used in training later
-                tables = rotary.tables(torch.arange(size, device=device), self.config.head_dim)
+                tables = rotary.tables(torch.arange(size, device=device), self.config.rotary_dim)
                 cos, sin = (table.to(dtype) for table in tables)
             self._tables[rotary] = (cos, sin)
         return cos, sin
@@ -495,7 +531,7 @@ class Decoder(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
             if parameter.ndim == 1:
-                nn.init.constant_(parameter, 0.0 if name.endswith("bias") else 1.0)
+                nn.init.constant_(parameter, 0.0 if name.endswith(("bias", "sinks")) else 1.0)
                 continue
             deep = name.endswith(("o_proj.weight", "down_proj.weight", "out_proj.weight"))
             std = 0.02 / math.sqrt(2 * len(self.layers)) if deep else 0.02
@@ -504,6 +540,8 @@ class Decoder(nn.Module):
         for part in self.modules():
             if isinstance(part, Recurrent):
                 part.initialize(generator)
+            elif isinstance(part, XIELU):
+                part.reset_parameters()
         return self
 
     def pack(self) -> Decoder:

@@ -332,7 +332,8 @@ def _read_folder(path: Path, given: Mapping[str, Any] | None = None) -> Checkpoi
     def parts(name: str) -> tuple[str, ...]:
         return matrices[name].parts if name in matrices else (stored[sources[name].stored],)
 
-    left_over = [name for name in unused if not _may_be_left(name, config)]
+    more = families.FAMILIES[config.family].predicts_more
+    left_over = [name for name in unused if not _may_be_left(name, config, more)]
     _compare(module, {name: shape(name) for name in sources}, left_over, path)
     return CheckpointHeaders(
         module,
@@ -357,7 +358,9 @@ def _fill(headers: CheckpointHeaders, packing: Packing, pack: bool) -> None:
             owner = headers.module.get_submodule(name.rpartition(".")[0])
             form = packing.format(owner, name, headers.kinds.get(name))
             if form is None:
-                tensor = headers.tensor(name, packing.dtype).to(packing.device)
+                # rounding the bias of a choice changes the choice
+                dtype = torch.float32 if name.endswith(".e_score_correction_bias") else packing.dtype
+                tensor = headers.tensor(name, dtype).to(packing.device)
                 # a view would keep the whole file in memory for the sake of a norm
                 plain[name.removeprefix(f"{prefix}.")] = tensor.clone() if packing.native else tensor
             else:
@@ -411,10 +414,14 @@ _COMPUTED = ("rotary_emb.inv_freq", ".attn.bias", ".attention.bias", ".masked_bi
 _BESIDE = ("vision_tower", "vision_model", "visual", "audio_tower", "multi_modal_projector", "connector")
 
 
-def _may_be_left(name: str, config: DecoderConfig) -> bool:
-    """Whether a stored tensor may stay unread: a table that is computed, or a part beside the decoder."""
+def _may_be_left(name: str, config: DecoderConfig, predicts_more: bool) -> bool:
+    """Whether a stored tensor may stay unread: a table that is computed, a part beside the decoder, or one after it."""
     if name == "lm_head.weight":
         return config.tie_word_embeddings
+    first, second, *_ = (*name.split("."), "")
+    after = first == "layers" and second.isdigit() and int(second) >= len(config.layers)
+    if predicts_more and (after or first.startswith("mtp")):
+        return True
     return name.endswith(_COMPUTED) or name.partition(".")[0] in _BESIDE
 
 

@@ -5,17 +5,19 @@ Notable here:
 - a layer may have no keys and values of its own and use those of an earlier layer (KV sharing)
 - for a single new token the query heads that share keys are treated as a sequence, so that no keys are copied
 - packed sequences share every matrix product and are separated only in the attention itself
+- scores that no fused kernel computes (bounded, or with sinks) are computed for some queries at a time
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.nn.attention.bias import CausalBias
 
 from pippin.nn import blocked_attention
 from pippin.nn.context import LayerContext
@@ -26,6 +28,48 @@ from pippin.nn.norm import RMSNorm
 from pippin.nn.rotary import Rotary, apply_rotary
 
 QKNorm = Literal["head", "full", "rotated head"]
+_MAX_SCORES: Final = 1 << 25
+"""Most scores that are in memory at once where no fused kernel computes them: 128 MiB in float32."""
+
+
+@dataclass(frozen=True)
+class LatentSpec:
+    """The sizes of latent attention (`pippin.nn.latent_attention`).
+
+    Args:
+        kv_rank: size of the latent vector that keys and values are computed from.
+        rotated_dim: dimensions of a head that are rotated, even; all heads share those of the keys.
+        plain_dim: dimensions of a head that are not rotated.
+        value_dim: size of a head's values.
+        q_rank: size of the latent vector of queries; None to compute them from the hidden states.
+        bias: whether the projections to the latent vectors have biases.
+    """
+
+    kv_rank: int
+    rotated_dim: int
+    plain_dim: int
+    value_dim: int
+    q_rank: int | None = None
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class PositionScale:
+    r"""A factor of queries that grows with their position p: $1 + \beta \ln(1 + \lfloor p / \mathrm{length} \rfloor)$.
+
+    Args:
+        beta: strength; 0 for none.
+        length: the trained context, within which the factor is 1.
+
+    Source: Llama 4's attention temperature, also that of Ministral 3; Nakanishi 2025, arXiv:2501.19399, is its idea.
+    """
+
+    beta: float
+    length: int
+
+    def at(self, positions: Int[Tensor, "*batch new"]) -> Float[Tensor, "*batch new"]:
+        """The factor at each position, float32."""
+        return 1 + self.beta * torch.log1p((positions // self.length).float())
 
 
 @dataclass(frozen=True)
@@ -38,12 +82,18 @@ class AttentionSpec:
         kv_source: index of the earlier layer whose keys and values this layer uses; None for its own.
         softcap: bound of the scores, which become ``softcap * tanh(score / softcap)`` (Gemma 2, arXiv:2408.00118);
             None for no bound.
+        sinks: whether each head has a learned score that takes part in the softmax and has no value (gpt-oss).
+        latent: sizes of latent attention; None for keys and values of each head.
+        position_scale: factor of the queries by position; None for none.
     """
 
     window: int | None = None
     rotary: Rotary | None = Rotary()
     kv_source: int | None = None
     softcap: float | None = None
+    sinks: bool = False
+    latent: LatentSpec | None = None
+    position_scale: PositionScale | None = None
 
 
 class Attention(nn.Module):
@@ -61,6 +111,7 @@ class Attention(nn.Module):
             rotation; "rotated head" for each head after it. None for none.
         scale: factor of the attention scores; None for ``head_dim ** -0.5``.
         eps: epsilon of the norms.
+        norm_weight: whether the norms have weights.
     """
 
     def __init__(
@@ -76,6 +127,7 @@ class Attention(nn.Module):
         qk_norm: QKNorm | None = None,
         scale: float | None = None,
         eps: float = 1e-6,
+        norm_weight: bool = True,
     ) -> None:
         super().__init__()
         self.spec = spec
@@ -83,14 +135,21 @@ class Attention(nn.Module):
         self.q_proj = Linear(hidden_size, num_attention_heads * head_dim, bias=bias)
         self.o_proj = Linear(num_attention_heads * head_dim, hidden_size, bias=output_bias)
         self.qk_norm = qk_norm
-        full = qk_norm == "full"
-        self.q_norm = RMSNorm(num_attention_heads * head_dim if full else head_dim, eps=eps) if qk_norm else None
-        self.k_norm: RMSNorm | None = None
+        self.sinks = nn.Parameter(torch.zeros(num_attention_heads)) if spec.sinks else None
+
+        def norm(heads: int) -> nn.Module | None:
+            width = heads * head_dim if qk_norm == "full" else head_dim
+            if qk_norm is None:
+                return None
+            return RMSNorm(width, eps=eps) if norm_weight else nn.RMSNorm(width, eps, elementwise_affine=False)
+
+        self.q_norm = norm(num_attention_heads)
+        self.k_norm: nn.Module | None = None
         self.qkv_proj: Linear | None = None  # the three projections as one, where packing fused them
         if spec.kv_source is None:
             self.k_proj = Linear(hidden_size, num_key_value_heads * head_dim, bias=bias)
             self.v_proj = Linear(hidden_size, num_key_value_heads * head_dim, bias=bias)
-            self.k_norm = RMSNorm(num_key_value_heads * head_dim if full else head_dim, eps=eps) if qk_norm else None
+            self.k_norm = norm(num_key_value_heads)
 
     def forward(
         self,
@@ -115,6 +174,8 @@ class Attention(nn.Module):
             k = None if k is None else apply_rotary(k, *context.cos_sin)
         if self.qk_norm == "rotated head":
             q, k = self._normalize(self.q_norm, q), None if k is None else self._normalize(self.k_norm, k)
+        if self.spec.position_scale is not None:
+            q = scaled_by_position(q, self.spec.position_scale, context)
         if k is not None and v is not None:
             shared = context.cache.append(context.layer, k, v, self.spec.window)
         assert shared is not None, f"layer {context.layer} reads layer {self.spec.kv_source}, which was not given"
@@ -122,16 +183,10 @@ class Attention(nn.Module):
             q, adapters = q.index_select(2, selection.rows), selection.adapters
             if q.shape[2] == 0:
                 return x[:, :0], shared
-        if isinstance(shared, PackedKeyValues):
-            parts = q.split(shared.counts, dim=2)
-            y = torch.cat([self._attend(part, *read) for part, read in zip(parts, shared.reads, strict=True)], 1)
-        elif isinstance(shared, tuple):
-            y = self._attend(q, *shared)
-        else:
-            y = shared.attend(q, self.scale)
+        y = attend(q, shared, self.scale, softcap=self.spec.softcap, sinks=self.sinks)
         return self.o_proj(y, adapters), shared
 
-    def _normalize(self, norm: RMSNorm | None, x: Tensor) -> Tensor:
+    def _normalize(self, norm: nn.Module | None, x: Tensor) -> Tensor:
         """Normalize queries or keys, (batch, heads, new, head_dim)."""
         if norm is None:
             return x
@@ -141,38 +196,6 @@ class Attention(nn.Module):
         together = norm(x.transpose(1, 2).flatten(2))  # all heads of a token are one vector
         heads: Tensor = together.unflatten(2, (-1, self.head_dim))
         return heads.transpose(1, 2)
-
-    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-        """Attention of queries (batch, heads, new, head_dim), as (batch, new, heads * head_dim)."""
-        batch, _, new, _ = q.shape
-        if self.spec.softcap is not None:
-            return self._attend_softcapped(q, keys, values, mask)
-        if new == 1:
-            groups = q.reshape(batch, self.kv_heads, -1, self.head_dim)
-            y = F.scaled_dot_product_attention(groups, keys, values, attn_mask=mask, scale=self.scale)
-            return y.reshape(batch, 1, -1)
-        if mask is None and blocked_attention.supports(q, keys, values):
-            y = blocked_attention.attend(q, keys, values, self.scale)
-        else:
-            y = F.scaled_dot_product_attention(
-                q, keys, values, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=True
-            )
-        return y.transpose(1, 2).reshape(batch, new, -1)
-
-    def _attend_softcapped(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-        """`_attend` with bounded scores, which no fused kernel computes."""
-        assert self.spec.softcap is not None
-        batch, _, new, _ = q.shape
-        scale = self.head_dim**-0.5 if self.scale is None else self.scale
-        groups = q.unflatten(1, (self.kv_heads, -1)) * scale  # (batch, kv_heads, heads per key head, new, head_dim)
-        scores = groups @ keys[:, :, None].transpose(-1, -2)
-        scores = self.spec.softcap * torch.tanh(scores / self.spec.softcap)
-        if mask is None and new > 1:  # causal order
-            mask = torch.ones(new, keys.shape[2], dtype=torch.bool, device=q.device).tril()
-        if mask is not None:
-            scores = scores.masked_fill(~mask.view(*mask.shape[:-2], 1, *mask.shape[-2:]), -torch.inf)
-        y = scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ values[:, :, None]
-        return y.flatten(1, 2).transpose(1, 2).reshape(batch, new, -1)
 
     def _project(self, x: Tensor, adapters: AdapterSlices | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Queries, and keys and values if the layer has its own: each (batch, heads, new, head_dim)."""
@@ -188,3 +211,92 @@ class Attention(nn.Module):
             )
         )
         return q, *(kv or (None, None))
+
+
+def scaled_by_position(q: Tensor, scale: PositionScale, context: LayerContext) -> Tensor:
+    """Queries, (batch, heads, new, head_dim), times the factor of their position."""
+    assert context.positions is not None, "the queries are scaled by position, and the context has none"
+    factor = scale.at(context.positions).to(q.dtype)[..., None]
+    return q * (factor if factor.ndim == 2 else factor[:, None])
+
+
+def attend(
+    q: Float[Tensor, "batch heads new head_dim"],
+    read: VisibleKeyValues,
+    scale: float | None,
+    *,
+    softcap: float | None = None,
+    sinks: Float[Tensor, heads] | None = None,
+) -> Float[Tensor, "batch new all_heads"]:
+    """Attention over what a cache returned, the heads concatenated.
+
+    Args:
+        q: queries.
+        read: keys, values and mask; of several sequences, or of a cache that attends by itself.
+        scale: factor of the scores; None for ``head_dim ** -0.5``.
+        softcap: bound of the scores; None for none.
+        sinks: a score of each head that takes part in the softmax and has no value; None for none.
+    """
+    if isinstance(read, PackedKeyValues):
+        parts = q.split(read.counts, dim=2)
+        rows = [_attend(part, *one, scale, softcap, sinks) for part, one in zip(parts, read.reads, strict=True)]
+        return torch.cat(rows, 1)
+    if isinstance(read, tuple):
+        return _attend(q, *read, scale, softcap, sinks)
+    assert softcap is None, "a cache that attends by itself knows no bounds"
+    assert sinks is None, "a cache that attends by itself knows no sinks"
+    return read.attend(q, scale)
+
+
+def _attend(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention of queries (batch, heads, new, head_dim), as (batch, new, heads * head_dim)."""
+    batch, _, new, head_dim = q.shape
+    if softcap is not None or sinks is not None:
+        scale = head_dim**-0.5 if scale is None else scale
+        return _attend_unfused(q * scale, keys, values, mask, softcap, sinks)
+    if new == 1:
+        groups = q.reshape(batch, keys.shape[1], -1, head_dim)
+        y = F.scaled_dot_product_attention(groups, keys, values, attn_mask=mask, scale=scale)
+        return y.reshape(batch, 1, -1)
+    if mask is None and blocked_attention.supports(q, keys, values):
+        y = blocked_attention.attend(q, keys, values, scale)
+    else:
+        y = F.scaled_dot_product_attention(
+            q, keys, values, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+        )
+    return y.transpose(1, 2).reshape(batch, new, -1)
+
+
+def _attend_unfused(
+    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """`_attend` of scaled queries with bounded scores or sinks, which no fused kernel computes."""
+    batch, heads, new, _ = q.shape
+    seen = keys.shape[2]
+    if isinstance(mask, CausalBias) or (mask is None and new > 1):  # causal order
+        mask = torch.ones(new, seen, dtype=torch.bool, device=q.device).tril(seen - new)
+    groups = q.unflatten(1, (keys.shape[1], -1))  # (batch, kv_heads, heads per key head, new, head_dim)
+    transposed = keys[:, :, None].transpose(-1, -2)
+    outputs = []
+    for part in torch.arange(new).split(max(1, _MAX_SCORES // (batch * heads * seen))):
+        rows = slice(int(part[0]), int(part[-1]) + 1)
+        scores = groups[..., rows, :] @ transposed
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        if mask is not None:
+            visible = mask[..., rows, :] if mask.shape[-2] > 1 else mask
+            scores = scores.masked_fill(~visible.unsqueeze(-3), -torch.inf)
+        if sinks is not None:
+            sink = sinks.to(scores.dtype).view(1, keys.shape[1], -1, 1, 1).expand(*scores.shape[:-1], 1)
+            scores = torch.cat([scores, sink], -1)
+        weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))[..., :seen].to(q.dtype)
+        outputs.append(weights @ values[:, :, None])
+    return torch.cat(outputs, -2).flatten(1, 2).transpose(1, 2).reshape(batch, new, -1)

@@ -28,6 +28,7 @@ class LayerContext:
         adapters: low-rank adapters, each with the tokens that it applies to.
         selection: the new tokens for which the layer computes outputs; None for all. The cache must have been narrowed
             to them.
+        positions: position of each new token, (new,) or (batch, new); None where no layer needs them.
     """
 
     cache: KVCache
@@ -36,6 +37,7 @@ class LayerContext:
     shared: VisibleKeyValues | None = None
     adapters: AdapterSlices | None = None
     selection: QuerySelection | None = None
+    positions: Tensor | None = None
 
     def after_selection(self) -> LayerContext:
         """The context of the parts of the layer after the selection of tokens."""

@@ -6,18 +6,21 @@ Notable here:
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from pippin.nn.context import LayerContext
 from pippin.nn.linear import Linear
+from pippin.nn.routing import RouterSpec, route
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "gelu_sigmoid", "relu", "relu2", "xielu"]
+"""Names of nonlinearities: "gelu_sigmoid" is ``x * sigmoid(1.702 x)``, "xielu" that of `XIELU`."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +34,12 @@ class FeedForwardSpec:
         num_experts: number of experts; 0 for a single dense layer.
         num_experts_per_tok: number of experts for each token.
         norm_topk_prob: whether the weights of the chosen experts are normalized to sum to one.
-        bias: whether the matrices of a dense layer have biases.
-        shared_intermediate_size: inner size of a dense layer beside the experts that every token takes, weighted by a
-            sigmoid gate of its own; 0 for none.
+        bias: whether the matrices of a dense layer or of each expert have biases.
+        shared_intermediate_size: inner size of a dense layer beside the experts that every token takes; 0 for none.
+        shared_gate: whether the output of that layer is weighted by a sigmoid gate of its own.
+        router: how tokens choose experts.
+        limit: bound of what enters a gated layer's product, which becomes ``act(min(gate, limit)) * (clamp(up) + 1)``
+            with ``up`` within plus and minus the limit (gpt-oss); None for the product as it is.
     """
 
     intermediate_size: int
@@ -44,6 +50,9 @@ class FeedForwardSpec:
     norm_topk_prob: bool = True
     bias: bool = False
     shared_intermediate_size: int = 0
+    shared_gate: bool = True
+    router: RouterSpec = RouterSpec()
+    limit: float | None = None
 
 
 def activate(x: Tensor, activation: Activation) -> Tensor:
@@ -54,7 +63,41 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
         return F.relu(x)
     if activation == "relu2":
         return F.relu(x).square()
+    if activation == "gelu_sigmoid":
+        return x * torch.sigmoid(1.702 * x)
     return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
+class XIELU(nn.Module):
+    r"""xIELU: $a_p x^2 + b x$ for positive x, $a_n (e^x - 1 - x) + b x$ for others, with learned $a_p$ and $a_n$.
+
+    Source: Huang and Schlag 2024, arXiv:2411.13010.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alpha_p, self.alpha_n = nn.Parameter(torch.empty(1)), nn.Parameter(torch.empty(1))
+        # constants that files hold
+        self.beta: Tensor
+        self.eps: Tensor
+        self.register_buffer("beta", torch.empty(()))
+        self.register_buffer("eps", torch.empty(()))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """The paper's initial values: both slopes 0.8, and b = 0.5."""
+        self.beta.fill_(0.5)
+        self.eps.fill_(-1e-6)
+        self.alpha_p.fill_(math.log(math.expm1(0.8)))
+        self.alpha_n.fill_(math.log(math.expm1(0.8 - 0.5)))
+
+    def forward(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
+        """Apply the function to each element."""
+        positive, negative = F.softplus(self.alpha_p), self.beta + F.softplus(self.alpha_n)
+        # what is not taken must stay finite, or its gradient is not a number
+        curved = torch.where(x > 0, positive * x * x, (torch.expm1(torch.min(x, self.eps)) - x) * negative)
+        return curved + self.beta * x
 
 
 class FeedForward(nn.Module):
@@ -67,6 +110,7 @@ class FeedForward(nn.Module):
         self.up_proj: Linear | None = Linear(width, spec.intermediate_size, bias=bias)
         self.down_proj = Linear(spec.intermediate_size, width, bias=bias)
         self.gate_up_proj: Linear | None = None  # gate and up as one, where packing fused them
+        self.act_fn = XIELU() if spec.activation == "xielu" else None
 
     def forward(
         self, x: Float[Tensor, "*batch width"], context: LayerContext | None = None
@@ -79,9 +123,40 @@ class FeedForward(nn.Module):
             assert self.up_proj is not None
             up = self.up_proj(x, adapters)
             gate = None if self.gate_proj is None else self.gate_proj(x, adapters)
-        inner = activate(up, self.spec.activation) if gate is None else activate(gate, self.spec.activation) * up
+        if gate is None:
+            inner = self._activate(up)
+        elif (limit := self.spec.limit) is None:
+            inner = self._activate(gate) * up
+        else:
+            inner = self._activate(gate.clamp(max=limit)) * (up.clamp(-limit, limit) + 1)
         y: Tensor = self.down_proj(inner, adapters)
         return y
+
+    def _activate(self, x: Tensor) -> Tensor:
+        return activate(x, self.spec.activation) if self.act_fn is None else self.act_fn(x)
+
+
+class Router(Linear):
+    """The router of a mixture: which experts each token takes, and with which weights."""
+
+    def __init__(self, spec: FeedForwardSpec, width: int) -> None:
+        super().__init__(width, spec.num_experts, bias=spec.router.bias)
+        self.spec = spec
+        # a buffer: balancing moves it, not a gradient
+        bias = torch.zeros(spec.num_experts) if spec.router.choice_bias else None
+        self.register_buffer("e_score_correction_bias", bias)
+
+    def choose(
+        self, x: Float[Tensor, "tokens width"]
+    ) -> tuple[Float[Tensor, "tokens chosen"], Int[Tensor, "tokens chosen"]]:
+        """Weights and indices of each token's experts, computed in float32."""
+        return route(
+            self(x).float(),
+            self.spec.router,
+            self.spec.num_experts_per_tok,
+            normalized=self.spec.norm_topk_prob,
+            choice_bias=self.e_score_correction_bias,
+        )
 
 
 class MixtureOfExperts(nn.Module):
@@ -93,12 +168,14 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, spec: FeedForwardSpec, width: int) -> None:
         super().__init__()
         self.spec = spec
-        self.gate = Linear(width, spec.num_experts)
+        self.gate = Router(spec, width)
         self.experts = nn.ModuleList(FeedForward(spec, width) for _ in range(spec.num_experts))
         self.shared_expert: FeedForward | None = None
         if spec.shared_intermediate_size:
             dense = FeedForwardSpec(spec.shared_intermediate_size, spec.activation, spec.gated)
-            self.shared_expert, self.shared_expert_gate = FeedForward(dense, width), Linear(width, 1)
+            self.shared_expert = FeedForward(dense, width)
+            if spec.shared_gate:
+                self.shared_expert_gate = Linear(width, 1)
 
     def forward(
         self, x: Float[Tensor, "batch seq width"], context: LayerContext | None = None
@@ -107,14 +184,14 @@ class MixtureOfExperts(nn.Module):
         routed = self._routed(x)
         if self.shared_expert is None:
             return routed
-        shared: Tensor = self.shared_expert(x) * self.shared_expert_gate(x).sigmoid()
+        shared: Tensor = self.shared_expert(x)
+        if self.spec.shared_gate:
+            shared = shared * self.shared_expert_gate(x).sigmoid()
         return routed + shared
 
     def _routed(self, x: Tensor) -> Tensor:
         tokens = x.reshape(-1, x.shape[-1])
-        weights, chosen = self.gate(tokens).float().softmax(-1).topk(self.spec.num_experts_per_tok, -1)
-        if self.spec.norm_topk_prob:
-            weights = weights / weights.sum(-1, keepdim=True)
+        weights, chosen = self.gate.choose(tokens)
         order = chosen.flatten().argsort(stable=True)
         rows = order // self.spec.num_experts_per_tok
         counts = chosen.flatten().bincount(minlength=self.spec.num_experts).tolist()

@@ -154,6 +154,7 @@ def pack(module: nn.Module) -> nn.Module:
         _pack_children(module, "in_proj", "out_proj", "norm")
     elif isinstance(module, MixtureOfExperts):
         pack(module.experts)
+        _pack_children(module, "shared_expert")
     else:
         _pack_children(module, *(name for name, _ in module.named_children()))
     return module

@@ -8,7 +8,7 @@ Notable here:
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -29,12 +29,19 @@ class Rotary:
         original_max_position_embeddings: trained context length, used by "llama3" and "yarn".
         low: "llama3": low frequency factor; "yarn": beta_slow.
         high: "llama3": high frequency factor; "yarn": beta_fast.
-        attention_factor: multiplier on cosine and sine; None means ``0.1 ln(factor) + 1`` for "yarn" and 1 otherwise.
+        attention_factor: multiplier on cosine and sine; None means that of "yarn" (see `magnitude`) and 1 otherwise.
+        truncate: "yarn": whether the range of interpolated dimensions begins and ends at whole ones.
+        mscale: "yarn": weight of ``ln(factor)`` in the multiplier on cosine and sine; 0 for 1.
+        mscale_all_dim: "yarn": likewise in the multiplier on all dimensions of a head; 0 for none.
         divisors: one divisor for each frequency, for checkpoints that store the scaling as a table.
+        long_divisors: those of sequences that are longer than the trained context (LongRoPE), whose first position is
+            given as ``original_max_position_embeddings``; None if there are none.
+        long_attention_factor: ``attention_factor`` of such sequences; None for the same.
         dims: number of dimensions that are rotated, even; the others have frequency 0. None for all. The rotated pairs
             are (i, i + head_dim / 2) for i < dims / 2.
 
-    Source: Su et al. 2021, arXiv:2104.09864; YaRN arXiv:2309.00071; Llama 3 arXiv:2407.21783.
+    Source: Su et al. 2021, arXiv:2104.09864; YaRN arXiv:2309.00071; Llama 3 arXiv:2407.21783;
+    LongRoPE arXiv:2402.13753.
     """
 
     theta: float = 10_000.0
@@ -44,7 +51,12 @@ class Rotary:
     low: float = 1.0
     high: float = 4.0
     attention_factor: float | None = None
+    truncate: bool = True
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
     divisors: tuple[float, ...] | None = None
+    long_divisors: tuple[float, ...] | None = None
+    long_attention_factor: float | None = None
     dims: int | None = None
 
     def frequencies(self, head_dim: int) -> Float[Tensor, half]:
@@ -67,7 +79,9 @@ class Rotary:
             return frequency * (1 - stretched) + frequency / self.factor * stretched
         if self.scaling == "yarn":
             first, last = (self._dimension_with(turns, head_dim) for turns in (self.high, self.low))
-            first, last = max(math.floor(first), 0), min(math.ceil(last), head_dim - 1)
+            if self.truncate:
+                first, last = math.floor(first), math.ceil(last)
+            first, last = max(first, 0), min(last, head_dim - 1)
             ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - first) / max(last - first, 0.001)
             stretched = ramp.clamp(0, 1)
             return frequency * (1 - stretched) + frequency / self.factor * stretched
@@ -83,22 +97,53 @@ class Rotary:
 
     @property
     def magnitude(self) -> float:
-        """Factor of cosine and sine; other than 1 for YaRN, or where `attention_factor` says so."""
+        """Factor of cosine and sine; other than 1 for YaRN, or where `attention_factor` says so.
+
+        With both ``mscale`` and ``mscale_all_dim`` it is the ratio of their multipliers, as attention then multiplies
+        all scores by the latter (`score_scale`).
+        """
         if self.attention_factor is not None:
             return self.attention_factor
         if self.scaling != "yarn":
             return 1.0
-        return 0.1 * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+        if self.mscale and self.mscale_all_dim:
+            return self._multiplier(self.mscale) / self._multiplier(self.mscale_all_dim)
+        return self._multiplier(1.0)
+
+    @property
+    def score_scale(self) -> float:
+        """Factor of the scores of latent attention, over all dimensions of a head.
+
+        Source: DeepSeek-V2, arXiv:2405.04434, section 3.1.4.
+        """
+        return self._multiplier(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
+
+    def _multiplier(self, weight: float) -> float:
+        return 0.1 * weight * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
     def tables(
         self, positions: Int[Tensor, "*batch seq"], head_dim: int
     ) -> tuple[Float[Tensor, "*batch seq dim"], Float[Tensor, "*batch seq dim"]]:
         """Cosine and signed sine of every position, float32."""
+        if self.long_divisors is not None:
+            return self._tables_of_both(positions, head_dim)
         angles = positions[..., None].float() * self.frequencies(head_dim).to(positions.device)
         cos, sin = angles.cos() * self.magnitude, angles.sin() * self.magnitude
         if self.dims is not None:
             cos[..., self.dims // 2 :] = 1.0  # the magnitude is that of rotated dimensions
         return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+
+    def _tables_of_both(self, positions: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+        """Tables of positions of short sequences and, from the trained context on, of long ones."""
+        factor = self.long_attention_factor
+        short = replace(self, long_divisors=None)
+        long = replace(
+            short, divisors=self.long_divisors, attention_factor=self.attention_factor if factor is None else factor
+        )
+        start = self.original_max_position_embeddings
+        tables = zip(short.tables(positions, head_dim), long.tables(positions - start, head_dim), strict=True)
+        cos, sin = (torch.where(positions[..., None] < start, near, far) for near, far in tables)
+        return cos, sin
 
 
 def apply_rotary(

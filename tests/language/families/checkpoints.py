@@ -28,6 +28,16 @@ _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size":
 _HALF = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}}
 _LOCAL = {"sliding_window": 6}
 _HEADS = {"head_dim": 16}
+_YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 40,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+}
+_SHARED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 2}
 # what makes each family itself: windows shorter than the text, norms, bounds, biases, multipliers
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True},
@@ -47,15 +57,54 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 3.0,
     },
     "gemma3_text": {**_HEADS, **_LOCAL, "query_pre_attn_scalar": 20},
+    "apertus": _HEADS,
     "arcee": {"mlp_bias": True},
     "cohere": {"logit_scale": 0.3},
     "cohere2": {**_LOCAL, "logit_scale": 0.3},
+    "deepseek_v2": {
+        **_LATENT,
+        **_SHARED,
+        "q_lora_rank": None,
+        "n_group": 4,
+        "topk_group": 2,
+        "topk_method": "group_limited_greedy",
+        "routed_scaling_factor": 1.5,
+        "rope_parameters": {**_YARN, "mscale": 0.7, "mscale_all_dim": 0.7},
+        "first_k_dense_replace": 1,
+    },
+    "deepseek_v3": {
+        **_LATENT,
+        **_SHARED,
+        "n_group": 4,
+        "topk_group": 2,
+        "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.5},
+        "first_k_dense_replace": 1,
+        "attention_bias": True,
+    },
+    "ernie4_5_moe": {
+        **_HEADS,
+        "moe_num_experts": 6,
+        "moe_k": 2,
+        "moe_num_shared_experts": 2,
+        "moe_intermediate_size": 32,
+    },
     "ernie4_5": {**_HEADS, "use_bias": True},
     "exaone4": _LOCAL,
     "glm": _HEADS,
     "glm4": _HEADS,
+    "glm4_moe": {**_HEADS, **_SHARED, **_HALF, "use_qk_norm": True, "attention_bias": True, "n_group": 2},
     "gpt2": {},
     "gpt_neox": _HALF,
+    "gpt_oss": {
+        **_HEADS,
+        **_LOCAL,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "swiglu_limit": 0.7,
+        "rope_parameters": {**_YARN, "truncate": False},
+    },
+    "granitemoe": {"num_local_experts": 6, "residual_multiplier": 0.5, "attention_multiplier": 0.2},
+    "granitemoeshared": {"num_local_experts": 6, "shared_intermediate_size": 48, "attention_multiplier": 0.2},
     "granite": {
         "embedding_multiplier": 3.0,
         "logits_scaling": 2.0,
@@ -67,6 +116,13 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         **_HEADS,
         "rope_parameters": {"rope_type": "dynamic", "alpha": 100.0, "factor": 1.0, "rope_theta": 10_000.0},
     },
+    "hunyuan_v1_moe": {**_HEADS, "num_experts": 6, "moe_topk": 2},
+    "minimax_m2": {**_HEADS, **_HALF, "num_local_experts": 6, "num_experts_per_tok": 2},
+    "ministral3": {
+        **_HEADS,
+        "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3},
+    },
+    "nanochat": {"final_logit_softcapping": 3.0},
     "mixtral": {**_LOCAL, "num_local_experts": 6},
     "nemotron": {},
     "olmo": {},
@@ -74,6 +130,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "olmo3": _LOCAL,
     "olmoe": {"num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True},
     "phi3": {**_HALF, **_LOCAL},
+    "phimoe": {"num_local_experts": 6, "attention_bias": True, "lm_head_bias": True, "router_jitter_noise": 0.2},
     "seed_oss": {**_HEADS, "attention_out_bias": True, "mlp_bias": True},
     "stablelm": {"use_qkv_bias": True},
     "starcoder2": _LOCAL,
@@ -91,6 +148,9 @@ def save_random(model_type: str, folder: Path, **changes: Any) -> Any:
                 parameter += 0.3 * torch.randn_like(parameter)
             else:
                 parameter.copy_(0.15 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer += 0.3 * torch.randn_like(buffer)
     model.save_pretrained(folder)
     return model
 

@@ -19,6 +19,10 @@ from pippin.nn.rotary import apply_rotary
 
 from .checkpoints import CHECKPOINTS, SMALL, read, save_random
 
+EXPERTS = (
+    *("deepseek_v2", "deepseek_v3", "ernie4_5_moe", "glm4_moe", "gpt_oss", "granitemoe", "granitemoeshared"),
+    *("hunyuan_v1_moe", "minimax_m2", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe"),
+)
 IDS = torch.randint(0, 97, (2, 40), generator=torch.Generator().manual_seed(1))
 CLOSE = {"rtol": 1e-5, "atol": 2e-5}
 NO_END = {256: -100.0, 257: -100.0, 258: -100.0}  # the tokenizer has 258 tokens
@@ -112,7 +116,7 @@ def test_an_opened_model_is_packed_and_answers_as_transformers_does(checkpoints,
     assert [token.id for token in tokens] == ids[0, IDS.shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("model_type", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe"])
+@pytest.mark.parametrize("model_type", EXPERTS)
 def test_experts_in_one_tensor_are_those_of_one_by_one(checkpoints, model_type):
     """The layouts of today's models in memory and of older files."""
     _, reference, decoder = checkpoints(model_type)
@@ -171,10 +175,13 @@ def test_an_unknown_family_is_refused_with_the_nearest():
         families.from_hf(SMALL | {"model_type": "olmo4"})
 
 
-def test_long_context_phi_is_opened_with_its_short_table(tmp_path):
+@pytest.mark.parametrize("model_type", ["phi3", "phimoe"])
+def test_long_context_phi_is_opened_with_its_short_table(tmp_path, model_type):
     scaling = {"rope_type": "longrope", "short_factor": [1.5] * 8, "long_factor": [4.0] * 8, "rope_theta": 10_000.0}
     scaling["original_max_position_embeddings"] = 64
-    reference = save_random("phi3", tmp_path, rope_parameters=scaling, original_max_position_embeddings=64)
+    if model_type == "phimoe":
+        scaling |= {"short_mscale": 1.2, "long_mscale": 1.3}
+    reference = save_random(model_type, tmp_path, rope_parameters=scaling, original_max_position_embeddings=64)
     decoder = read(tmp_path)
     assert decoder.config.max_position_embeddings == 64
     with torch.inference_mode():

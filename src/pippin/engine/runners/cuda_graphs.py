@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
@@ -25,6 +25,7 @@ from torch import Tensor
 from pippin.engine.cache.paged import PagedStore
 from pippin.engine.model_runner import BLOCK_SIZE, ModelInput
 from pippin.language.language_model import LanguageModel
+from pippin.nn.attention import AttentionSpec
 from pippin.nn.kv_cache import New
 from pippin.nn.triton.triton_attention import available, paged_attention
 
@@ -140,7 +141,12 @@ class DecodeSteps:
         """Whether steps of this model can be recorded."""
         if model.config.learned_positions:
             return False
-        return not any(layer.feedforward.num_experts or layer.attention.softcap for layer in model.config.layers)
+        # what `StepRead.attend` computes, and experts route on the CPU
+        return all(
+            replace(layer.attention, window=None, rotary=None, kv_source=None) == AttentionSpec(rotary=None)
+            and not layer.feedforward.num_experts
+            for layer in model.config.layers
+        )
 
     def forward(self, inputs: Sequence[ModelInput]) -> Float[Tensor, "sequences vocab"]:
         """Logits of one new token of each sequence, float32 on the CPU."""

@@ -33,6 +33,7 @@ from pippin.nn.lora import Adapter, LowRankUpdate
 from pippin.nn.norm import RMSNorm
 from pippin.nn.quantization.packed import NativeWeight
 from pippin.nn.rotary import Rotary
+from pippin.nn.routing import RouterSpec
 
 _ALIGNMENT: Final = 64
 _FEWEST_POSITIONS: Final = 1024  # positions of the smallest rotary tables
@@ -437,9 +438,16 @@ def _not_in_kernels(config: DecoderConfig) -> list[str]:
         "scaled or bounded logits": config.logit_scale != 1.0 or config.logit_softcap is not None,
         "learned positions": config.learned_positions,
         "bounded scores": any(layer.attention.softcap is not None for layer in config.layers),
+        "attention sinks": any(layer.attention.sinks for layer in config.layers),
+        "latent attention": any(layer.attention.latent is not None for layer in config.layers),
+        "queries scaled by position": any(layer.attention.position_scale is not None for layer in config.layers),
+        "normalized embeddings": config.embedding_norm,
+        "bias of the output matrix": config.head_bias,
         "feed-forward layers with biases": any(spec.bias for spec in inner),
+        "bounded feed-forward layers": any(spec.limit is not None for spec in inner),
+        "routers of this kind": any(spec.num_experts and spec.router != RouterSpec() for spec in inner),
         "shared experts": any(spec.shared_intermediate_size for spec in inner),
-        "activation relu2": any(spec.activation not in native.ACTIVATIONS for spec in inner),
+        "such activation": any(spec.activation not in native.ACTIVATIONS for spec in inner),
     }
     return [name for name, there in extras.items() if there]
 

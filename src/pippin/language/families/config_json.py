@@ -17,19 +17,24 @@ from pippin.core.errors import CorruptedFile, UnsupportedModel
 from pippin.core.formats.model_types import MODEL_TYPES
 from pippin.language.decoder import DecoderConfig, LayerSpec
 from pippin.language.families import (
+    apertus,
     arcee,
     cohere,
+    deepseek,
     ernie,
     exaone4,
     gemma,
     glm,
     gpt2,
     gpt_neox,
+    gpt_oss,
     granite,
     helium,
     hunyuan,
     llama,
+    minimax,
     mixtral,
+    nanochat,
     nemotron,
     olmo,
     phi,
@@ -48,6 +53,7 @@ FAMILIES: dict[str, Family] = {
         llama.LLAMA,
         llama.MISTRAL,
         llama.MINISTRAL,
+        llama.MINISTRAL3,
         llama.SMOLLM3,
         qwen.QWEN2,
         qwen.QWEN3,
@@ -56,31 +62,45 @@ FAMILIES: dict[str, Family] = {
         gemma.GEMMA,
         gemma.GEMMA2,
         gemma.GEMMA3,
+        apertus.APERTUS,
         arcee.ARCEE,
         cohere.COHERE,
         cohere.COHERE2,
+        deepseek.DEEPSEEK_V2,
+        deepseek.DEEPSEEK_V3,
         ernie.ERNIE4_5,
+        ernie.ERNIE4_5_MOE,
         exaone4.EXAONE4,
         glm.GLM,
         glm.GLM4,
+        glm.GLM4_MOE,
         gpt2.GPT2,
         gpt_neox.GPT_NEOX,
+        gpt_oss.GPT_OSS,
         granite.GRANITE,
+        granite.GRANITE_MOE,
+        granite.GRANITE_MOE_SHARED,
         helium.HELIUM,
         hunyuan.HUNYUAN,
+        hunyuan.HUNYUAN_MOE,
+        minimax.MINIMAX_M2,
         mixtral.MIXTRAL,
+        nanochat.NANOCHAT,
         nemotron.NEMOTRON,
         olmo.OLMO,
         olmo.OLMO2,
         olmo.OLMO3,
         olmo.OLMOE,
         phi.PHI3,
+        phi.PHIMOE,
         seed_oss.SEED_OSS,
         stablelm.STABLELM,
         starcoder2.STARCODER2,
     )
 }
 """The families by their model type."""
+WRAPPERS = {"gemma3": "gemma3_text", "mistral3": "mistral"}
+"""Multimodal models, whose text part is the decoder, with its model type where the file does not say it."""
 KV_SHARED = "pippin_kv_shared"
 """The model type of decoders with KV-sharing layers; ``base_model_type`` is their family."""
 RECURRENT = "pippin_recurrent"
@@ -99,11 +119,12 @@ def from_hf(config: Mapping[str, Any]) -> DecoderConfig:
     shared = family == KV_SHARED or (recurrent and "kv_sources" in config)
     if shared or recurrent:
         family = config.get("base_model_type")
-    if family == "gemma3":  # the multimodal wrapper; its text part is the decoder
+    if family in WRAPPERS:
         if not isinstance(config.get("text_config"), dict):
             raise CorruptedFile("config.json has no object 'text_config', which the model needs")
-        config = {**config["text_config"], "model_type": "gemma3_text"}
-        family = "gemma3_text"
+        text = config["text_config"]
+        family = text.get("model_type", WRAPPERS[family])
+        config = {**text, "model_type": family}
     if isinstance(family, str) and family in MODEL_TYPES:
         name = MODEL_TYPES[family].partition(":")[2]
         raise UnsupportedModel(f"this is a {name} (model type {family!r}); open it with {name}.load")

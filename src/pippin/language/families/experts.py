@@ -31,46 +31,82 @@ class _Parts(Sequence[Tensor]):
 
 
 def expert_rules(
-    single: dict[str, str] | None = None, router: str = "mlp.gate", fused: str = "mlp.experts"
+    single: dict[str, str] | None = None,
+    router: str = "mlp.gate",
+    fused: tuple[str, str] = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
 ) -> Callable[[DecoderConfig], Sequence[TensorRule]]:
     """Rules of a family's experts.
 
     Args:
         single: stored names of an expert's matrices where they lie one by one, with "{}" for its number, by Pippin's
-            name of the matrix; None for those that are the same.
+            name of the matrix; None for those that are the same; none if they are never one by one.
         router: stored name of the router.
-        fused: stored name of the room of all experts.
+        fused: stored names of all experts' gate and up matrices, and of their down matrices.
     """
-    names = single or {part: f"mlp.experts.{{}}.{part}" for part in ("gate_proj", "up_proj", "down_proj")}
+    names = {part: f"mlp.experts.{{}}.{part}" for part in _MATRICES} if single is None else single
 
     def rules(config: DecoderConfig) -> list[TensorRule]:
-        count = max(layer.feedforward.num_experts for layer in config.layers)
+        count = most_experts(config)
         found = [TensorRule(router, ("mlp.gate",))]
         for part, stored in names.items():
             found += [TensorRule(stored.format(index), (f"mlp.experts.{index}.{part}",)) for index in range(count)]
-        gates = tuple(f"mlp.experts.{index}.{part}" for index in range(count) for part in ("gate_proj", "up_proj"))
-        downs = tuple(f"mlp.experts.{index}.down_proj" for index in range(count))
         # (experts, gate rows and up rows, width) and (experts, width, inner size)
-        found.append(
-            TensorRule(
-                f"{fused}.gate_up_proj",
-                gates,
-                lambda tensor, config: _Parts(2 * len(tensor), lambda at: tensor[at // 2].chunk(2)[at % 2]),
-                lambda parts, config: torch.stack(
-                    [torch.cat(pair) for pair in zip(parts[0::2], parts[1::2], strict=True)]
-                ),
-                whole=True,
-            )
+        gate_up = stacked(
+            fused[0],
+            gates_and_ups(count),
+            lambda tensor, at: tensor[at // 2].chunk(2)[at % 2],
+            lambda parts: torch.stack([torch.cat(pair) for pair in zip(parts[0::2], parts[1::2], strict=True)]),
         )
-        found.append(
-            TensorRule(
-                f"{fused}.down_proj",
-                downs,
-                lambda tensor, config: _Parts(len(tensor), lambda at: tensor[at]),
-                lambda parts, config: torch.stack(list(parts)),
-                whole=True,
-            )
-        )
-        return found
+        down = stacked(fused[1], downs(count), lambda tensor, at: tensor[at], torch.stack)
+        return [*found, gate_up, down]
 
     return rules
+
+
+_MATRICES = ("gate_proj", "up_proj", "down_proj")
+
+
+def most_experts(config: DecoderConfig) -> int:
+    """Experts of the layer with most."""
+    return max(layer.feedforward.num_experts for layer in config.layers)
+
+
+def gates_and_ups(count: int) -> tuple[str, ...]:
+    """Pippin's names of the gate and up matrices of all experts, one expert after the other."""
+    return tuple(f"mlp.experts.{index}.{part}" for index in range(count) for part in _MATRICES[:2])
+
+
+def downs(count: int) -> tuple[str, ...]:
+    """Pippin's names of the down matrices of all experts."""
+    return tuple(f"mlp.experts.{index}.down_proj" for index in range(count))
+
+
+def stacked(
+    stored: str,
+    ours: tuple[str, ...],
+    part: Callable[[Tensor, int], Tensor],
+    join: Callable[[list[Tensor]], Tensor],
+    leaf: str = "weight",
+) -> TensorRule:
+    """A rule for a tensor that holds those of all experts.
+
+    Args:
+        stored: its whole name.
+        ours: Pippin's names of the parts.
+        part: the part of the stored tensor with this index.
+        join: the stored tensor of all parts.
+        leaf: whether they are weights or biases.
+    """
+    return TensorRule(
+        stored,
+        ours,
+        lambda tensor, config: _Parts(len(ours), lambda at: part(tensor, at)),
+        lambda parts, config: join(list(parts)),
+        leaves=(leaf,),
+        whole=True,
+    )
+
+
+def shared_expert(stored: str = "mlp.shared_experts") -> list[TensorRule]:
+    """Rules of a shared expert that is stored under another name."""
+    return [TensorRule(f"{stored}.{part}", (f"mlp.shared_expert.{part}",)) for part in _MATRICES]

@@ -13,7 +13,7 @@ Notable here:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -38,6 +38,8 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_new": "gelu_tanh",
     "relu": "relu",
     "relu2": "relu2",
+    "xielu": "xielu",
+    "quick_gelu": "gelu_sigmoid",
 }
 
 
@@ -80,6 +82,7 @@ class Family:
         prefix: what all stored names but that of the output matrix begin with.
         layers: the stored name of "layers".
         eps: the stored name of the epsilon of norms.
+        predicts_more: whether files may hold layers after the last that predict further tokens; they are not read.
     """
 
     model_type: str
@@ -90,6 +93,7 @@ class Family:
     prefix: str = "model."
     layers: str = "layers"
     eps: str = "rms_norm_eps"
+    predicts_more: bool = False
 
 
 # --- reading a configuration ------------------------------------------------------------------------------------------
@@ -104,6 +108,7 @@ def read_decoder(
     rotary: Callable[[int, bool], Rotary | None] | None = None,
     local: Callable[[int], bool] | None = None,
     softcap: float | None = None,
+    attention: AttentionSpec | None = None,
     tied: bool = False,
     **fields: Any,
 ) -> DecoderConfig:
@@ -117,6 +122,7 @@ def read_decoder(
         rotary: rotary encoding of a layer, by its index and whether it attends locally; None to read the usual fields.
         local: whether a layer attends within the window; None to read ``layer_types``.
         softcap: bound of attention scores.
+        attention: what else the attention of every layer has; window and rotary encoding are those of the layer.
         tied: whether embedding and output matrix are one where the file does not say so.
         fields: further fields of the `DecoderConfig`.
     """
@@ -137,7 +143,8 @@ def read_decoder(
         inner = feedforward(index) if callable(feedforward) else feedforward
         if inner is None:
             inner = FeedForwardSpec(config["intermediate_size"], activation_of(config))
-        return LayerSpec(AttentionSpec(window=window if here else None, rotary=turning, softcap=softcap), inner)
+        every = AttentionSpec(softcap=softcap) if attention is None else attention
+        return LayerSpec(replace(every, window=window if here else None, rotary=turning), inner)
 
     return DecoderConfig(
         family=family,
@@ -196,8 +203,19 @@ def read_rotary(config: Fields, local: bool = False, *, theta: float = 10_000.0)
         low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
         return Rotary(base, "llama3", scaling["factor"], original, low, high, dims=dims)
     if how == "yarn":
-        slow, fast = scaling.get("beta_slow") or 1.0, scaling.get("beta_fast") or 32.0
-        return Rotary(base, "yarn", scaling["factor"], original, slow, fast, scaling.get("attention_factor"), dims=dims)
+        return Rotary(
+            base,
+            "yarn",
+            scaling["factor"],
+            original,
+            low=scaling.get("beta_slow") or 1.0,
+            high=scaling.get("beta_fast") or 32.0,
+            attention_factor=scaling.get("attention_factor"),
+            truncate=scaling.get("truncate", True),
+            mscale=scaling.get("mscale") or 0.0,
+            mscale_all_dim=scaling.get("mscale_all_dim") or 0.0,
+            dims=dims,
+        )
     raise UnsupportedModel(f"rope type {how!r} is not supported; supported are default, linear, llama3 and yarn")
 
 
@@ -272,7 +290,7 @@ def rope_fields(config: DecoderConfig) -> dict[str, Any]:
         layer.attention.window is None: layer.attention.rotary for layer in config.layers if layer.attention.rotary
     }
     main = rotaries.get(True) or rotaries.get(False) or Rotary()
-    if main.divisors is not None:
+    if main.divisors is not None and main.long_divisors is None:
         raise UnsupportedModel("rotary frequencies given as a table have no Hugging Face configuration")
     fields: dict[str, Any] = {"rope_theta": main.theta}
     if main.dims is not None:
@@ -284,8 +302,10 @@ def rope_fields(config: DecoderConfig) -> dict[str, Any]:
         scaling |= {"low_freq_factor": main.low, "high_freq_factor": main.high}
     if main.scaling == "yarn":
         scaling |= {"beta_slow": main.low, "beta_fast": main.high}
-        if main.attention_factor is not None:
-            scaling["attention_factor"] = main.attention_factor
+        optional = {"attention_factor": main.attention_factor, "mscale": main.mscale}
+        scaling |= {name: value for name, value in optional.items() if value} | {"truncate": main.truncate}
+        if main.mscale_all_dim:
+            scaling["mscale_all_dim"] = main.mscale_all_dim
     if main.scaling != "none":
         fields["rope_scaling"] = scaling
     return fields
@@ -348,20 +368,21 @@ def one_added(*names: str) -> list[TensorRule]:
     ]
 
 
-def rotated_rows(*, interleaved: bool) -> list[TensorRule]:
+def rotated_rows(*, interleaved: bool, norms: bool = False) -> list[TensorRule]:
     """Rules for queries and keys whose rotated pairs are not the halves of a head.
 
     Args:
         interleaved: pairs are (2i, 2i + 1); otherwise (i, i + dims / 2) for ``dims`` rotated dimensions.
+        norms: whether queries and keys have norms before the rotation, whose weights are in the same order.
     """
     return [
         TensorRule(
-            name,
-            (name,),
+            f"self_attn.{name}",
+            (f"self_attn.{name}",),
             lambda tensor, config: [to_halves(tensor, config, interleaved=interleaved)],
             lambda parts, config: from_halves(parts[0], config, interleaved=interleaved),
         )
-        for name in ("self_attn.q_proj", "self_attn.k_proj")
+        for name in ("q_proj", "k_proj", *(("q_norm", "k_norm") if norms else ()))
     ]
 
 

@@ -1,10 +1,16 @@
-"""GLM and GLM-4: interleaved rotation of half of each head, gate and up in one matrix; GLM-4 has norms after, too."""
+"""GLM and GLM-4: interleaved rotation of half of each head, gate and up in one matrix; GLM-4 has norms after, too.
+
+Notable here:
+- the mixtures of experts (GLM-4.5 and later) are routed as those of DeepSeek 3, and rotate the halves of a head's half
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 from pippin.language.decoder import DecoderConfig
+from pippin.language.families.deepseek import balanced_router, expert_layers, write_experts
+from pippin.language.families.experts import expert_rules, shared_expert
 from pippin.language.families.family import (
     Family,
     Fields,
@@ -25,6 +31,16 @@ def _glm4(config: Fields) -> DecoderConfig:
     return read_decoder("glm4", _with_part(config), residual="pre and post", qkv_bias=bias)
 
 
+def _glm4_moe(config: Fields) -> DecoderConfig:
+    return read_decoder(
+        "glm4_moe",
+        _with_part(config),
+        feedforward=expert_layers(config, balanced_router(config)),
+        qk_norm="head" if config.get("use_qk_norm") else None,
+        qkv_bias=bool(config.get("attention_bias")),
+    )
+
+
 def _with_part(config: Fields) -> dict[str, Any]:
     """The fields, with the share of each head that is rotated, which is half where they do not say."""
     return {"partial_rotary_factor": 0.5, **config}
@@ -32,6 +48,10 @@ def _with_part(config: Fields) -> dict[str, Any]:
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
     return {"attention_bias": config.qkv_bias}
+
+
+def _write_moe(config: DecoderConfig) -> dict[str, Any]:
+    return {**_write(config), **write_experts(config), "use_qk_norm": config.qk_norm is not None}
 
 
 def _rules(config: DecoderConfig) -> list[TensorRule]:
@@ -47,5 +67,10 @@ def _glm4_rules(config: DecoderConfig) -> list[TensorRule]:
     return [*_rules(config), *norms]
 
 
+def _moe_rules(config: DecoderConfig) -> list[TensorRule]:
+    return [*expert_rules()(config), *shared_expert(), *rotated_rows(interleaved=False, norms=True)]
+
+
 GLM = Family("glm", "GlmForCausalLM", _glm, _write, _rules)
 GLM4 = Family("glm4", "Glm4ForCausalLM", _glm4, _write, _glm4_rules)
+GLM4_MOE = Family("glm4_moe", "Glm4MoeForCausalLM", _glm4_moe, _write_moe, _moe_rules, predicts_more=True)

@@ -1,6 +1,9 @@
-"""Granite: Llama with multipliers on embeddings, attention, residual connections and logits.
+"""Granite: Llama with multipliers on embeddings, attention, residual connections and logits; with experts, too.
 
-TensorSource: Granite 3.0 language models, IBM 2024; the multipliers are those of maximal update parametrization.
+Notable here:
+- the experts lie in one tensor; a shared expert, which has no gate, stands beside the mixture in the file
+
+Source: Granite 3.0 language models, IBM 2024; the multipliers are those of maximal update parametrization.
 """
 
 from __future__ import annotations
@@ -8,15 +11,32 @@ from __future__ import annotations
 from typing import Any
 
 from pippin.language.decoder import DecoderConfig
-from pippin.language.families.family import Family, Fields, activation_of, read_decoder
+from pippin.language.families.experts import expert_rules
+from pippin.language.families.family import Family, Fields, TensorRule, activation_of, fused, read_decoder, rename
 from pippin.nn.feedforward import FeedForwardSpec
 
 
-def _read(config: Fields) -> DecoderConfig:
-    bias = bool(config.get("attention_bias"))
+def _dense(config: Fields) -> DecoderConfig:
     inner = FeedForwardSpec(config["intermediate_size"], activation_of(config), bias=bool(config.get("mlp_bias")))
+    return _read("granite", config, inner)
+
+
+def _mixture(config: Fields) -> DecoderConfig:
+    inner = FeedForwardSpec(
+        config["intermediate_size"],
+        activation_of(config),
+        num_experts=config["num_local_experts"],
+        num_experts_per_tok=config["num_experts_per_tok"],
+        shared_intermediate_size=config.get("shared_intermediate_size") or 0,
+        shared_gate=False,
+    )
+    return _read(config["model_type"], config, inner)
+
+
+def _read(family: str, config: Fields, inner: FeedForwardSpec) -> DecoderConfig:
+    bias = bool(config.get("attention_bias"))
     return read_decoder(
-        "granite",
+        family,
         config,
         feedforward=inner,
         qkv_bias=bias,
@@ -29,14 +49,38 @@ def _read(config: Fields) -> DecoderConfig:
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
-    return {
+    inner = config.layers[0].feedforward
+    fields: dict[str, Any] = {
         "attention_bias": config.qkv_bias,
-        "mlp_bias": config.layers[0].feedforward.bias,
+        "mlp_bias": inner.bias,
         "embedding_multiplier": config.embedding_scale,
         "attention_multiplier": config.attention_scale,
         "residual_multiplier": config.residual_scale,
         "logits_scaling": 1.0 / config.logit_scale,
     }
+    if inner.num_experts:
+        fields |= {"num_local_experts": inner.num_experts, "num_experts_per_tok": inner.num_experts_per_tok}
+    if inner.shared_intermediate_size:
+        fields["shared_intermediate_size"] = inner.shared_intermediate_size
+    return fields
 
 
-GRANITE = Family("granite", "GraniteForCausalLM", _read, _write)
+def _rules(config: DecoderConfig) -> list[TensorRule]:
+    room = "block_sparse_moe"
+    found = [
+        *expert_rules({}, f"{room}.router.layer", (f"{room}.input_linear.weight", f"{room}.output_linear.weight"))(
+            config
+        ),
+        *expert_rules({}, f"{room}.router", (f"{room}.experts.gate_up_proj", f"{room}.experts.down_proj"))(config),
+    ]
+    size = config.layers[0].feedforward.shared_intermediate_size
+    if size:
+        gates = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")
+        found.append(fused("shared_mlp.input_linear", gates, lambda config: [size, size]))
+        found += rename(mlp__shared_expert__down_proj="shared_mlp.output_linear")
+    return found
+
+
+GRANITE = Family("granite", "GraniteForCausalLM", _dense, _write)
+GRANITE_MOE = Family("granitemoe", "GraniteMoeForCausalLM", _mixture, _write, _rules)
+GRANITE_MOE_SHARED = Family("granitemoeshared", "GraniteMoeSharedForCausalLM", _mixture, _write, _rules)

@@ -3,6 +3,7 @@
 Notable here:
 - Mistral's window, where its configuration names one, is that of every layer
 - every fourth layer of SmolLM3 is not rotated
+- queries of Ministral 3 grow with their position beyond the trained context
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 from pippin.language.decoder import DecoderConfig
-from pippin.language.families.family import Family, Fields, activation_of, read_decoder, read_rotary
+from pippin.language.families.family import Family, Fields, activation_of, read_decoder, read_rotary, rope_fields
+from pippin.nn.attention import AttentionSpec, PositionScale
 from pippin.nn.feedforward import FeedForwardSpec
 from pippin.nn.rotary import Rotary
 
@@ -33,6 +35,17 @@ def _mistral(config: Fields) -> DecoderConfig:
 
 def _ministral(config: Fields) -> DecoderConfig:
     return read_decoder("ministral", config)
+
+
+def _ministral3(config: Fields) -> DecoderConfig:
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    scale = None
+    if beta := rope.get("llama_4_scaling_beta"):
+        scale = PositionScale(beta, rope["original_max_position_embeddings"])
+    windowed = bool(config.get("sliding_window"))
+    return read_decoder(
+        "ministral3", config, local=lambda index: windowed, attention=AttentionSpec(position_scale=scale)
+    )
 
 
 def _smollm3(config: Fields) -> DecoderConfig:
@@ -66,7 +79,22 @@ def _write_smollm3(config: DecoderConfig) -> dict[str, Any]:
     return _write_biases(config) | {"no_rope_layers": rotated}
 
 
+def _write_ministral3(config: DecoderConfig) -> dict[str, Any]:
+    attention = config.layers[0].attention
+    if attention.position_scale is None or attention.rotary is None:
+        return {}
+    fields = rope_fields(config)
+    theta, scaling = fields["rope_theta"], fields.get("rope_scaling", {"rope_type": "default"})
+    own = {
+        "rope_theta": theta,
+        "llama_4_scaling_beta": attention.position_scale.beta,
+        "original_max_position_embeddings": attention.position_scale.length,
+    }
+    return {"rope_scaling": None, "rope_parameters": scaling | own}
+
+
 LLAMA = Family("llama", "LlamaForCausalLM", _llama, _write_biases)
 MISTRAL = Family("mistral", "MistralForCausalLM", _mistral)
 MINISTRAL = Family("ministral", "MinistralForCausalLM", _ministral)
+MINISTRAL3 = Family("ministral3", "Ministral3ForCausalLM", _ministral3, _write_ministral3)
 SMOLLM3 = Family("smollm3", "SmolLM3ForCausalLM", _smollm3, _write_smollm3)

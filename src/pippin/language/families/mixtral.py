@@ -27,14 +27,15 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
 
 
 # the files of old name an expert's matrices w1 (gate), w2 (down) and w3 (up)
-_SINGLE = {
+SINGLE = {
     part: f"block_sparse_moe.experts.{{}}.{stored}"
     for part, stored in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2"))
 }
 
 
-def _rules(config: DecoderConfig) -> list[TensorRule]:
-    return [*expert_rules(_SINGLE, router="block_sparse_moe.gate")(config), *expert_rules()(config)]
+def mixtral_rules(config: DecoderConfig, router: str = "mlp.gate") -> list[TensorRule]:
+    """Rules of experts in Mixtral's files, and in memory with another name of the router."""
+    return [*expert_rules(SINGLE, router="block_sparse_moe.gate")(config), *expert_rules({}, router)(config)]
 
 
-MIXTRAL = Family("mixtral", "MixtralForCausalLM", _read, _write, _rules)
+MIXTRAL = Family("mixtral", "MixtralForCausalLM", _read, _write, mixtral_rules)

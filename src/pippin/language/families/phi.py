@@ -1,6 +1,7 @@
-"""Phi-3 and Phi-4: Llama with fused matrices; heads of Phi-4 mini are rotated in part.
+"""Phi-3 and Phi-4: Llama with fused matrices; heads of Phi-4 mini are rotated in part. Phi-3.5-MoE has experts.
 
 Notable here:
+- Phi-3.5-MoE has layer norms, and weighs each expert among those that are nearly as good (SparseMixer)
 - the long-context variants have two tables of divisors, one for short and one for long sequences; keys of one cannot be
   read with the other, so a model is opened with the short table and for the context that it is for
 """
@@ -18,6 +19,7 @@ from pippin.language.families.family import (
     Family,
     Fields,
     TensorRule,
+    activation_of,
     from_halves,
     fused_gate_up,
     fused_qkv,
@@ -25,32 +27,106 @@ from pippin.language.families.family import (
     read_rotary,
     to_halves,
 )
+from pippin.language.families.mixtral import mixtral_rules
+from pippin.nn.feedforward import FeedForwardSpec
 from pippin.nn.rotary import Rotary
+from pippin.nn.routing import RouterSpec
 
 
-def _read(config: Fields) -> DecoderConfig:
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+def _phi3(config: Fields) -> DecoderConfig:
     windowed = bool(config.get("sliding_window"))
-    if scaling.get("rope_type", scaling.get("type")) not in ("longrope", "su"):
+    rotary = _long_rotary(config)
+    if rotary is None:
         return read_decoder("phi3", config, local=lambda index: windowed)
-    original = scaling.get("original_max_position_embeddings") or config["original_max_position_embeddings"]
-    plain = {**config, "rope_parameters": {**scaling, "rope_type": "default"}, "rope_scaling": None}
-    base = read_rotary(plain)
-    factor = config["max_position_embeddings"] / original
-    attention = scaling.get("attention_factor")
-    if attention is None:
-        attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-    rotary = Rotary(base.theta, attention_factor=attention, divisors=tuple(scaling["short_factor"]), dims=base.dims)
     return read_decoder(
-        "phi3",
-        {**config, "max_position_embeddings": original},
-        rotary=lambda index, local: rotary,
-        local=lambda index: windowed,
+        "phi3", _of_short_table(config, rotary), rotary=lambda index, local: rotary, local=lambda index: windowed
     )
 
 
-def _write(config: DecoderConfig) -> dict[str, Any]:
-    return {"original_max_position_embeddings": config.max_position_embeddings}
+def _phimoe(config: Fields) -> DecoderConfig:
+    inner = FeedForwardSpec(
+        config["intermediate_size"],
+        activation_of(config),
+        num_experts=config["num_local_experts"],
+        num_experts_per_tok=config["num_experts_per_tok"],
+        router=RouterSpec(scores="sparsemixer", jitter=config.get("router_jitter_noise", 0.01)),
+    )
+    bias, windowed = bool(config.get("attention_bias")), bool(config.get("sliding_window"))
+    fields = {"rope_theta": 1_000_000.0, **config}
+    rotary = _long_rotary(fields)
+    return read_decoder(
+        "phimoe",
+        fields if rotary is None else _of_short_table(fields, rotary),
+        feedforward=inner,
+        rotary=None if rotary is None else (lambda index, local: rotary),
+        local=lambda index: windowed,
+        norm="layer",
+        norm_bias=True,
+        qkv_bias=bias,
+        output_bias=bias,
+        head_bias=bool(config.get("lm_head_bias")),
+    )
+
+
+def _long_rotary(config: Fields) -> Rotary | None:
+    """The rotary encoding of a long-context variant; None for others."""
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if scaling.get("rope_type", scaling.get("type")) not in ("longrope", "su"):
+        return None
+    original = scaling.get("original_max_position_embeddings") or config["original_max_position_embeddings"]
+    base = read_rotary({**config, "rope_parameters": {**scaling, "rope_type": "default"}, "rope_scaling": None})
+    factor = scaling.get("factor") or config["max_position_embeddings"] / original
+    attention = scaling.get("short_mscale", scaling.get("attention_factor"))
+    if attention is None:
+        attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return Rotary(
+        base.theta,
+        original_max_position_embeddings=original,
+        attention_factor=attention,
+        divisors=tuple(scaling["short_factor"]),
+        long_divisors=tuple(scaling["long_factor"]),
+        long_attention_factor=scaling.get("long_mscale"),
+        dims=base.dims,
+    )
+
+
+def _of_short_table(config: Fields, rotary: Rotary) -> dict[str, Any]:
+    """The fields, for the context that the short table is for."""
+    return {**config, "max_position_embeddings": rotary.original_max_position_embeddings}
+
+
+def _write_long(config: DecoderConfig) -> dict[str, Any]:
+    """The fields of positions."""
+    rotary = config.layers[0].attention.rotary
+    original = {"original_max_position_embeddings": config.max_position_embeddings}
+    if rotary is None or rotary.long_divisors is None or rotary.divisors is None:
+        return original
+    scaling = {
+        "rope_type": "longrope",
+        "rope_theta": rotary.theta,
+        "short_factor": list(rotary.divisors),
+        "long_factor": list(rotary.long_divisors),
+        **original,
+    }
+    if rotary.dims is not None:
+        scaling["partial_rotary_factor"] = rotary.dims / config.head_dim
+    if rotary.long_attention_factor is None:
+        scaling["attention_factor"] = rotary.attention_factor
+    else:
+        scaling |= {"short_mscale": rotary.attention_factor, "long_mscale": rotary.long_attention_factor}
+    return {"rope_scaling": None, "rope_parameters": scaling, **original}
+
+
+def _write_phimoe(config: DecoderConfig) -> dict[str, Any]:
+    inner = config.layers[0].feedforward
+    return {
+        **_write_long(config),
+        "num_local_experts": inner.num_experts,
+        "num_experts_per_tok": inner.num_experts_per_tok,
+        "router_jitter_noise": inner.router.jitter,
+        "attention_bias": config.qkv_bias,
+        "lm_head_bias": config.head_bias,
+    }
 
 
 def _rules(config: DecoderConfig) -> list[TensorRule]:
@@ -67,4 +143,9 @@ def _rules(config: DecoderConfig) -> list[TensorRule]:
     return [TensorRule(qkv.stored, qkv.ours, split, join), fused_gate_up()]
 
 
-PHI3 = Family("phi3", "Phi3ForCausalLM", _read, _write, _rules)
+def _phimoe_rules(config: DecoderConfig) -> list[TensorRule]:
+    return mixtral_rules(config, "mlp.router")
+
+
+PHI3 = Family("phi3", "Phi3ForCausalLM", _phi3, _write_long, _rules)
+PHIMOE = Family("phimoe", "PhimoeForCausalLM", _phimoe, _write_phimoe, _phimoe_rules)

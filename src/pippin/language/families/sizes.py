@@ -63,6 +63,16 @@ def bounded(config: DecoderConfig) -> DecoderConfig:
         if spec.num_experts:
             check_size("num_experts", spec.num_experts, MAX_EXPERTS)
             check_size("num_experts_per_tok", spec.num_experts_per_tok, spec.num_experts)
+            router = spec.router
+            check_size("n_group", router.num_groups, spec.num_experts)
+            check_size("topk_group", router.num_chosen_groups, router.num_groups)
+            size, odd = divmod(spec.num_experts, router.num_groups)
+            if odd or size < (2 if router.group_score == "top two" and router.num_groups > 1 else 1):
+                raise ValueError(f"{spec.num_experts} experts cannot form {router.num_groups} groups")
+            if spec.num_experts_per_tok > size * router.num_chosen_groups:
+                raise ValueError(
+                    f"{router.num_chosen_groups} groups of {size} experts are fewer than {spec.num_experts_per_tok}"
+                )
         if spec.shared_intermediate_size:
             check_size("shared_expert_intermediate_size", spec.shared_intermediate_size, _MAX_INTERMEDIATE_SIZE)
     experts = sum(layer.feedforward.num_experts for layer in config.layers)
@@ -70,6 +80,11 @@ def bounded(config: DecoderConfig) -> DecoderConfig:
     for attention in {layer.attention for layer in config.layers}:
         if attention.window is not None:
             check_size("sliding_window", attention.window, _MAX_SIZES["max_position_embeddings"])
+        if (latent := attention.latent) is not None:
+            for name in ("kv_rank", "rotated_dim", "plain_dim", "value_dim"):
+                check_size(name, getattr(latent, name), _MAX_SIZES["head_dim"])
+            if latent.q_rank is not None:
+                check_size("q_lora_rank", latent.q_rank, _MAX_SIZES["hidden_size"])
         if attention.rotary is not None:
             rotary = attention.rotary
             for name, value in (("rope_theta", rotary.theta), ("factor", rotary.factor)):

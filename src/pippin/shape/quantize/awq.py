@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from pippin.core.checks import PositiveInt, checked
 from pippin.language.decoder import Decoder, DecoderLayer
 from pippin.language.language_model import LanguageModel
+from pippin.nn.attention import Attention
 from pippin.nn.feedforward import FeedForward, MixtureOfExperts
 from pippin.nn.linear import Linear
 from pippin.nn.norm import RMSNorm
@@ -161,23 +162,45 @@ def folds_of(module: Decoder, index: int) -> list[Fold]:
     """
     config, layer = module.config, module.layers[index]
     assert isinstance(layer, DecoderLayer)
+    attention, mlp = layer.self_attn, layer.mlp
     shared = {spec.attention.kv_source for spec in config.layers}
     own = config.layers[index].attention.kv_source is None
-    names = ("q_proj", "k_proj", "v_proj") if own else ("q_proj",)
-    folds = [Fold("input_layernorm", tuple(f"self_attn.{name}" for name in names))]
-    if own and index not in shared:
+    names = ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa")
+    into_attention = [f"self_attn.{name}" for name in names if hasattr(attention, name)]
+    into_mlp, exact = _inputs_of(mlp)
+    if config.residual == "parallel":
+        folds = [Fold("input_layernorm", (*into_attention, *into_mlp), exact_readers=exact)]
+    else:
+        before = "post_attention_layernorm" if layer.pre_feedforward_layernorm is None else "pre_feedforward_layernorm"
+        folds = [Fold("input_layernorm", tuple(into_attention)), Fold(before, into_mlp, exact_readers=exact)]
+    # a norm after a part reads nothing that could be scaled, and layer norms have biases or no weights
+    folds = [] if config.residual == "post" else [f for f in folds if isinstance(getattr(layer, f.source), RMSNorm)]
+    if own and index not in shared and isinstance(attention, Attention):
         heads = (config.num_key_value_heads, config.num_attention_heads // config.num_key_value_heads, config.head_dim)
         folds.append(Fold("self_attn.v_proj", ("self_attn.o_proj",), heads=heads))
-    norm = "post_attention_layernorm" if layer.pre_feedforward_layernorm is None else "pre_feedforward_layernorm"
-    if isinstance(layer.mlp, FeedForward):
-        gated = layer.mlp.gate_proj is not None
-        folds.append(Fold(norm, ("mlp.gate_proj", "mlp.up_proj") if gated else ("mlp.up_proj",)))
-        return [*folds, Fold("mlp.up_proj", ("mlp.down_proj",))] if gated else folds
-    assert isinstance(layer.mlp, MixtureOfExperts)
-    experts = [f"mlp.experts.{number}" for number in range(len(layer.mlp.experts))]
-    inner = tuple(f"{name}.{part}" for name in experts for part in ("gate_proj", "up_proj"))
-    folds.append(Fold(norm, inner, exact_readers=("mlp.gate",)))
-    return [*folds, *(Fold(f"{name}.up_proj", (f"{name}.down_proj",)) for name in experts)]
+    if mlp.spec.limit is None:
+        folds += [Fold(f"{name}.up_proj", (f"{name}.down_proj",)) for name in _dense_parts(mlp) if mlp.spec.gated]
+    return folds
+
+
+def _dense_parts(mlp: FeedForward | MixtureOfExperts) -> list[str]:
+    """Names of the feed-forward layer or of all experts."""
+    if isinstance(mlp, FeedForward):
+        return ["mlp"]
+    shared = [] if mlp.shared_expert is None else ["mlp.shared_expert"]
+    return [*(f"mlp.experts.{number}" for number in range(len(mlp.experts))), *shared]
+
+
+def _inputs_of(mlp: FeedForward | MixtureOfExperts) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names of the matrices that read the input of a feed-forward layer: those that are quantized, and the others."""
+    parts = ("gate_proj", "up_proj") if mlp.spec.gated else ("up_proj",)
+    found = tuple(f"{name}.{part}" for name in _dense_parts(mlp) for part in parts)
+    if isinstance(mlp, FeedForward):
+        return found, ()
+    gates = (
+        ("mlp.gate",) if getattr(mlp, "shared_expert_gate", None) is None else ("mlp.gate", "mlp.shared_expert_gate")
+    )
+    return found, gates
 
 
 def _search(

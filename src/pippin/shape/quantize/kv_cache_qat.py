@@ -24,6 +24,7 @@ from pippin.core.errors import NotPrepared
 from pippin.nn.attention import Attention
 from pippin.nn.context import LayerContext
 from pippin.nn.kv_cache import KVCache, New, VisibleKeyValues
+from pippin.nn.latent_attention import LatentAttention
 
 MOMENTUM = 0.99
 """Momentum of the moving average of the ranges, per batch."""
@@ -109,7 +110,7 @@ class RoundedCache:
 
 def attach(module: nn.Module) -> None:
     """Wrap every cache that is passed to the layers of a decoder in a `RoundedCache`."""
-    attentions = [part for part in module.modules() if isinstance(part, Attention)]
+    attentions = [part for part in module.modules() if isinstance(part, Attention | LatentAttention)]
     found = CacheRanges(len(attentions))
     found.layers = [index for index, part in enumerate(attentions) if part.spec.kv_source is None]
     found.train(module.training)
@@ -122,7 +123,7 @@ def attach(module: nn.Module) -> None:
 def detach(module: nn.Module) -> None:
     """Undo `attach`."""
     for part in module.modules():
-        if isinstance(part, Attention):
+        if isinstance(part, Attention | LatentAttention):
             for key, hook in list(part._forward_pre_hooks.items()):
                 if isinstance(hook, _WrapCache):
                     del part._forward_pre_hooks[key]

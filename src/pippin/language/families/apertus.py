@@ -1,0 +1,26 @@
+"""Apertus: norms of heads, and feed-forward layers without a gate, whose nonlinearity xIELU has learned slopes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pippin.language.decoder import DecoderConfig
+from pippin.language.families.family import Family, Fields, TensorRule, activation_of, read_decoder, rename
+from pippin.nn.feedforward import FeedForwardSpec
+
+
+def _read(config: Fields) -> DecoderConfig:
+    bias = bool(config.get("attention_bias"))
+    inner = FeedForwardSpec(config["intermediate_size"], activation_of(config, default="xielu"), gated=False)
+    return read_decoder("apertus", config, feedforward=inner, qk_norm="head", qkv_bias=bias, output_bias=bias)
+
+
+def _write(config: DecoderConfig) -> dict[str, Any]:
+    return {"attention_bias": config.qkv_bias}
+
+
+def _rules(config: DecoderConfig) -> list[TensorRule]:
+    return rename(input_layernorm="attention_layernorm", post_attention_layernorm="feedforward_layernorm")
+
+
+APERTUS = Family("apertus", "ApertusForCausalLM", _read, _write, _rules)

@@ -1,0 +1,190 @@
+"""DeepSeek 2 and 3: latent attention, experts in groups, shared experts, and dense layers first.
+
+Notable here:
+- rotated dimensions of queries and of the shared key are stored as interleaved pairs
+- DeepSeek 3 scores experts by sigmoids, and a bias that balances their load moves the choice, not the weights
+- layers after the last predict further tokens; they are not read
+
+Source: DeepSeek-V2, arXiv:2405.04434; DeepSeek-V3, arXiv:2412.19437.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pippin.core.errors import UnsupportedModel
+from pippin.language.decoder import DecoderConfig
+from pippin.language.families.experts import expert_rules, shared_expert
+from pippin.language.families.family import (
+    Family,
+    Fields,
+    TensorRule,
+    activation_of,
+    pair_order,
+    read_decoder,
+    read_rotary,
+    refuse,
+)
+from pippin.language.families.sizes import check_size
+from pippin.nn.attention import AttentionSpec, LatentSpec
+from pippin.nn.feedforward import FeedForwardSpec
+from pippin.nn.routing import RouterSpec
+
+
+def _v2(config: Fields) -> DecoderConfig:
+    refuse("deepseek_v2", config, "norm_topk_prob", "mlp_bias")
+    method = config.get("topk_method", "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise UnsupportedModel(f"topk_method {method!r} is not supported, only 'greedy' and 'group_limited_greedy' are")
+    router = RouterSpec(scale=config.get("routed_scaling_factor", 1.0))
+    if method == "group_limited_greedy":
+        router = RouterSpec(num_groups=config["n_group"], num_chosen_groups=config["topk_group"], scale=router.scale)
+    return _latent("deepseek_v2", config, expert_layers(config, router, normalized=False))
+
+
+def _v3(config: Fields) -> DecoderConfig:
+    if not config.get("rope_interleave", True):
+        raise UnsupportedModel("rope_interleave=False is not supported for the deepseek_v3 family")
+    return _latent("deepseek_v3", config, expert_layers(config, balanced_router(config)))
+
+
+def balanced_router(config: Fields) -> RouterSpec:
+    """DeepSeek 3's router, also that of GLM-4."""
+    return RouterSpec(
+        scores="sigmoid",
+        choice_bias=True,
+        num_groups=config.get("n_group") or 1,
+        num_chosen_groups=config.get("topk_group") or 1,
+        group_score="top two",
+        scale=config.get("routed_scaling_factor", 1.0),
+    )
+
+
+def expert_layers(
+    config: Fields, router: RouterSpec, *, normalized: bool | None = None
+) -> Callable[[int], FeedForwardSpec]:
+    """Dense layers first, then experts with shared ones, which are as one dense layer.
+
+    Args:
+        config: the contents of `config.json`.
+        router: how tokens choose experts.
+        normalized: whether weights sum to one; None to read it.
+    """
+    activation = activation_of(config)
+
+    def feedforward(index: int) -> FeedForwardSpec:
+        if index < config.get("first_k_dense_replace", 0):
+            return FeedForwardSpec(config["intermediate_size"], activation)
+        return FeedForwardSpec(
+            config["moe_intermediate_size"],
+            activation,
+            num_experts=config["n_routed_experts"],
+            num_experts_per_tok=config["num_experts_per_tok"],
+            norm_topk_prob=config.get("norm_topk_prob", True) if normalized is None else normalized,
+            shared_intermediate_size=config["moe_intermediate_size"] * (config.get("n_shared_experts") or 0),
+            shared_gate=False,
+            router=router,
+        )
+
+    return feedforward
+
+
+def write_experts(config: DecoderConfig) -> dict[str, Any]:
+    """The fields that `expert_layers` and `balanced_router` read."""
+    specs = [layer.feedforward for layer in config.layers]
+    dense = [spec for spec in specs if not spec.num_experts]
+    sparse = next(spec for spec in specs if spec.num_experts)
+    return {
+        "first_k_dense_replace": len(dense),
+        "intermediate_size": (dense or specs)[0].intermediate_size,
+        "moe_intermediate_size": sparse.intermediate_size,
+        "n_routed_experts": sparse.num_experts,
+        "num_experts_per_tok": sparse.num_experts_per_tok,
+        "n_shared_experts": sparse.shared_intermediate_size // sparse.intermediate_size,
+        "norm_topk_prob": sparse.norm_topk_prob,
+        "routed_scaling_factor": sparse.router.scale,
+        "n_group": sparse.router.num_groups,
+        "topk_group": sparse.router.num_chosen_groups,
+    }
+
+
+def _latent(family: str, config: Fields, feedforward: Callable[[int], FeedForwardSpec]) -> DecoderConfig:
+    bias = bool(config.get("attention_bias"))
+    latent = LatentSpec(
+        kv_rank=config["kv_lora_rank"],
+        rotated_dim=config["qk_rope_head_dim"],
+        plain_dim=config["qk_nope_head_dim"],
+        value_dim=config["v_head_dim"],
+        q_rank=config.get("q_lora_rank"),
+        bias=bias,
+    )
+    check_size("kv_lora_rank", latent.kv_rank, 1 << 16)
+    rotary = read_rotary({**config, "head_dim": latent.rotated_dim})
+    return read_decoder(
+        family,
+        {**config, "num_key_value_heads": 1, "head_dim": latent.kv_rank + latent.rotated_dim},
+        feedforward=feedforward,
+        rotary=lambda index, local: rotary,
+        attention=AttentionSpec(latent=latent),
+        output_bias=bias,
+    )
+
+
+def _write(config: DecoderConfig) -> dict[str, Any]:
+    latent = config.layers[0].attention.latent
+    if latent is None:
+        raise UnsupportedModel(f"{config.family} models have latent attention in every layer")
+    fields = {
+        **write_experts(config),
+        "num_key_value_heads": config.num_attention_heads,
+        "kv_lora_rank": latent.kv_rank,
+        "q_lora_rank": latent.q_rank,
+        "qk_rope_head_dim": latent.rotated_dim,
+        "qk_nope_head_dim": latent.plain_dim,
+        "v_head_dim": latent.value_dim,
+        "head_dim": latent.rotated_dim,
+        "attention_bias": latent.bias,
+    }
+    if config.family == "deepseek_v3":
+        return fields | {"rope_interleave": True}
+    grouped = fields["topk_group"] < fields["n_group"]
+    return fields | {"topk_method": "group_limited_greedy" if grouped else "greedy"}
+
+
+def _rules(config: DecoderConfig) -> list[TensorRule]:
+    latent = config.layers[0].attention.latent
+    assert latent is not None
+    size = latent.plain_dim + latent.rotated_dim
+    found = [*expert_rules()(config), *shared_expert()]
+    for name, period, kept in (
+        ("q_proj", size, latent.plain_dim),
+        ("q_b_proj", size, latent.plain_dim),
+        ("kv_a_proj_with_mqa", latent.kv_rank + latent.rotated_dim, latent.kv_rank),
+    ):
+        found.append(_last_interleaved(f"self_attn.{name}", period, kept))
+    return found
+
+
+def _last_interleaved(name: str, period: int, kept: int) -> TensorRule:
+    """A rule for rows of which, in every ``period``, those after the first ``kept`` are interleaved pairs."""
+    rotated = pair_order(interleaved=True, dims=period - kept, head_dim=period - kept)
+    order = torch.cat([torch.arange(kept), kept + rotated])
+
+    def reordered(rows: Tensor, order: Tensor) -> Tensor:
+        parts: Tensor = rows.unflatten(0, (-1, period))
+        return parts.index_select(1, order.to(rows.device)).flatten(0, 1)
+
+    return TensorRule(
+        name,
+        (name,),
+        lambda tensor, config: [reordered(tensor, order)],
+        lambda parts, config: reordered(parts[0], order.argsort()),
+    )
+
+
+DEEPSEEK_V2 = Family("deepseek_v2", "DeepseekV2ForCausalLM", _v2, _write, _rules, predicts_more=True)
+DEEPSEEK_V3 = Family("deepseek_v3", "DeepseekV3ForCausalLM", _v3, _write, _rules, predicts_more=True)

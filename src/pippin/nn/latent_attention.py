@@ -1,0 +1,106 @@
+r"""Multi-head latent attention: keys and values of all heads come from one small vector per token, which is cached.
+
+Notable here:
+- the projections from the latent vector to keys and values are moved to the queries and the outputs, so that attention
+  is that of many query heads over one key head of ``kv_rank + rotated_dim`` dimensions: no key or value of a head is
+  ever computed, and the cache of a token is as small as its latent vector
+- any cache and any attention kernel of one key head serves; values are the keys, of which the first ``kv_rank``
+  dimensions are used
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from pippin.nn.attention import AttentionSpec, LatentSpec, attend, scaled_by_position
+from pippin.nn.context import LayerContext
+from pippin.nn.kv_cache import VisibleKeyValues
+from pippin.nn.linear import Linear
+from pippin.nn.norm import RMSNorm
+from pippin.nn.rotary import apply_rotary
+
+_EPS = 1e-6
+"""Epsilon of the norms of latent vectors, which no configuration names."""
+
+
+class HeadProjection(nn.Module):
+    """The matrix from latent vectors to the keys and values of each head; it is never packed."""
+
+    def __init__(self, latent: LatentSpec, heads: int) -> None:
+        super().__init__()
+        self.latent, self.heads = latent, heads
+        self.weight = nn.Parameter(torch.empty(heads * (latent.plain_dim + latent.value_dim), latent.kv_rank))
+
+    def split(self) -> tuple[Float[Tensor, "heads plain_dim kv_rank"], Float[Tensor, "heads value_dim kv_rank"]]:
+        """The parts for keys and for values."""
+        keys, values = self.weight.unflatten(0, (self.heads, -1)).split(
+            [self.latent.plain_dim, self.latent.value_dim], 1
+        )
+        return keys, values
+
+
+class LatentAttention(nn.Module):
+    r"""One layer of latent attention.
+
+    With the latent vector $c$ of a token, a head's key is $[W_k c, r]$ with the rotated part $r$ that all heads share,
+    and its value $W_v c$. A score is $q_p \cdot W_k c + q_r \cdot r = (W_k^\top q_p) \cdot c + q_r \cdot r$.
+
+    Args:
+        spec: window, position encoding and sizes (``latent``).
+        hidden_size: hidden size of the model.
+        num_attention_heads: number of heads.
+        output_bias: whether the output projection has a bias.
+
+    Source: DeepSeek-V2, arXiv:2405.04434, section 2.1; the order of products is that of its appendix C.
+    """
+
+    def __init__(
+        self, spec: AttentionSpec, *, hidden_size: int, num_attention_heads: int, output_bias: bool = False
+    ) -> None:
+        super().__init__()
+        assert spec.latent is not None, "latent attention needs its sizes"
+        self.spec, self.latent, self.heads = spec, spec.latent, num_attention_heads
+        latent = spec.latent
+        size = latent.plain_dim + latent.rotated_dim
+        self.scale = size**-0.5 * (1.0 if spec.rotary is None else spec.rotary.score_scale)
+        if latent.q_rank is None:
+            self.q_proj = Linear(hidden_size, num_attention_heads * size)
+        else:
+            self.q_a_proj = Linear(hidden_size, latent.q_rank, bias=latent.bias)
+            self.q_a_layernorm = RMSNorm(latent.q_rank, eps=_EPS)
+            self.q_b_proj = Linear(latent.q_rank, num_attention_heads * size)
+        self.kv_a_proj_with_mqa = Linear(hidden_size, latent.kv_rank + latent.rotated_dim, bias=latent.bias)
+        self.kv_a_layernorm = RMSNorm(latent.kv_rank, eps=_EPS)
+        self.kv_b_proj = HeadProjection(latent, num_attention_heads)
+        self.o_proj = Linear(num_attention_heads * latent.value_dim, hidden_size, bias=output_bias)
+
+    def forward(
+        self, x: Float[Tensor, "batch new width"], context: LayerContext
+    ) -> tuple[Float[Tensor, "batch kept width"], VisibleKeyValues]:
+        """Apply the layer; arguments and results as of `pippin.nn.attention.Attention`."""
+        latent, adapters = self.latent, context.adapters
+        if latent.q_rank is None:
+            q = self.q_proj(x, adapters)
+        else:
+            q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x, adapters)), adapters)
+        q = q.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        plain, rotated = q.split([latent.plain_dim, latent.rotated_dim], -1)
+        compressed, shared_key = self.kv_a_proj_with_mqa(x, adapters).split([latent.kv_rank, latent.rotated_dim], -1)
+        shared_key = shared_key[:, None]
+        if context.cos_sin is not None:
+            rotated, shared_key = (apply_rotary(part, *context.cos_sin) for part in (rotated, shared_key))
+        to_keys, to_values = self.kv_b_proj.split()
+        q = torch.cat([plain @ to_keys.to(plain.dtype), rotated], -1)
+        if self.spec.position_scale is not None:
+            q = scaled_by_position(q, self.spec.position_scale, context)
+        keys = torch.cat([self.kv_a_layernorm(compressed)[:, None], shared_key], -1)
+        read = context.cache.append(context.layer, keys, keys, self.spec.window)
+        if context.selection is not None:
+            q, adapters = q.index_select(2, context.selection.rows), context.selection.adapters
+            if q.shape[2] == 0:
+                return x[:, :0], read
+        y = attend(q, read, self.scale).unflatten(-1, (self.heads, -1))[..., : latent.kv_rank]
+        y = torch.einsum("bnhr,hvr->bnhv", y, to_values.to(y.dtype)).flatten(2)
+        return self.o_proj(y, adapters), read
