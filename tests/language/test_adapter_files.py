@@ -248,7 +248,6 @@ def test_memory_models_are_told_apart_packed_or_not(base, tiny):
     [
         ("use_dora", True),
         ("bias", "lora_only"),
-        ("fan_in_fan_out", True),
         ("modules_to_save", ["lm_head"]),
         ("rank_pattern", {"q_proj": 8}),
         ("alpha_pattern", {"q_proj": 8}),

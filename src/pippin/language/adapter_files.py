@@ -5,6 +5,8 @@ Notable here:
   the SHA-256 of the base model; PEFT reads the first two and ignores the third
 - only plain LoRA is supported, $W x + \frac{\alpha}{r} B A x$, or with $\frac{\alpha}{\sqrt r}$; a setting that would
   change this formula is refused by name
+- layers that a file fuses, or whose rows it orders otherwise, are split and ordered with their $B$; saved, the
+  parts of a fused layer are one adapter of it, whose rank is that of all parts together
 - the hash, all names and all shapes are checked before anything is attached
 - an adapter of a quantized model belongs to the quantized file or folder: the hash is that of the codes
 """
@@ -23,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -216,20 +219,22 @@ def save_adapter(
         raise InvalidArgument(f"an adapter needs weights of one rank, got {sorted(ranks) or 'no weights'}")
     targets = dict(target_modules(model.module))
     decoder, tensors = model.module.config, {}
-    family = families.FAMILIES[decoder.family]
-    for layer, pair in factors.items():
+    for layer in factors:
         _target(targets, layer, model, path)
+    fused, rank = _fused(factors, families.FAMILIES[decoder.family], decoder, targets)
+    own = next(iter(ranks))
+    for layer, pair in fused.items():
         for which, tensor in zip("AB", pair, strict=True):
-            key = f"base_model.model.{families.stored_layer(family, decoder, layer)}.lora_{which}.weight"
-            tensors[key] = tensor.detach().cpu().contiguous().clone()
+            tensors[f"base_model.model.{layer}.lora_{which}.weight"] = tensor.detach().cpu().contiguous().clone()
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": model.name,
-        "r": ranks.pop(),
-        "lora_alpha": alpha,
+        "r": rank,
+        # the scale is that of the given rank
+        "lora_alpha": alpha if rank == own else alpha * (math.sqrt(rank / own) if rslora else rank / own),
         "use_rslora": rslora,
-        "target_modules": sorted({layer.rpartition(".")[2] for layer in factors}),
+        "target_modules": sorted({layer.rpartition(".")[2] for layer in fused}),
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
@@ -298,7 +303,7 @@ def _scale(config: dict[str, Any], folder: Path) -> float:
     if kind != "LORA":
         raise UnsupportedModel(f"{folder}: peft_type {kind!r} is not supported, only 'LORA' is")
     refused = {key: value for key, value in config.items() if value and key not in _HARMLESS}
-    for key, plain in (("bias", (None, "none")), ("fan_in_fan_out", (None, False)), ("task_type", (None, "CAUSAL_LM"))):
+    for key, plain in (("bias", (None, "none")), ("task_type", (None, "CAUSAL_LM"))):
         if config.get(key) not in plain:
             refused[key] = config[key]
     if config.get("init_lora_weights") not in _PLAIN_BEGINNINGS:
@@ -318,22 +323,48 @@ def _pairs(folder: Path, rank: int, config: DecoderConfig) -> dict[str, tuple[Te
         tensors = load_file(str(folder / WEIGHTS))
     except (SafetensorError, OSError, ValueError) as error:
         raise CorruptedFile(f"{folder / WEIGHTS}: damaged or truncated: {error}; download it again") from error
-    found: dict[str, dict[str, Tensor]] = {}
-    family = families.FAMILIES[config.family]
+    stored: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         match = _TENSOR.fullmatch(name)
         if match is None:
             raise UnsupportedModel(f"{folder}: the tensor {name!r} is not part of a plain LoRA adapter")
-        found.setdefault(families.layer_of(family, config, match["layer"]), {})[match["which"]] = tensor
-    if not found:
+        stored.setdefault(match["layer"], {})[match["which"]] = tensor
+    if not stored:
         raise CorruptedFile(f"{folder}: {WEIGHTS} holds no tensors")
-    for layer, pair in found.items():
+    family, found = families.FAMILIES[config.family], {}
+    for layer, pair in stored.items():
         if missing := {"A", "B"} - pair.keys():
             raise CorruptedFile(f"{folder}: {layer} has no lora_{missing.pop()}")
         shapes = tuple(pair["A"].shape), tuple(pair["B"].shape)
         if len(shapes[0]) != 2 or len(shapes[1]) != 2 or not shapes[0][0] == shapes[1][1] == rank:
             raise CorruptedFile(f"{folder}: {layer} has shapes {shapes[0]} and {shapes[1]}, {CONFIG} says rank {rank}")
-    return {layer: (pair["A"], pair["B"]) for layer, pair in found.items()}
+        for part in families.parts_of(family, config, layer, len(pair["B"])):
+            found[part.layer] = pair["A"], pair["B"] if part.rows is None else pair["B"][part.rows]
+    return found
+
+
+def _fused(
+    factors: Mapping[str, Factors], family: families.Family, config: DecoderConfig, targets: Mapping[str, TargetModule]
+) -> tuple[dict[str, Factors], int]:
+    """Factors by the full names of a family's files, and their rank.
+
+    The parts of a fused layer have an $A$ each, which become one; all are filled up with zeros to the same rank.
+    """
+    found: dict[str, Factors] = {}
+    for layer in factors:
+        name, parts = families.stored_parts(family, config, layer, lambda one: targets[one].outputs)
+        given = [(factors[part.layer], part.rows) for part in parts if part.layer in factors]
+        outputs = sum(targets[part.layer].outputs for part in parts)
+        ups = []
+        for (_, up), rows in given:
+            ups.append(up if rows is None else up.new_zeros(outputs, up.shape[1]).index_copy(0, rows.to(up.device), up))
+        found[name] = torch.cat([down for (down, _), _ in given]), torch.cat(ups, 1)
+    rank = max(len(down) for down, _ in found.values())
+    filled = {
+        name: (F.pad(down, (0, 0, 0, rank - len(down))), F.pad(up, (0, rank - len(down))))
+        for name, (down, up) in found.items()
+    }
+    return filled, rank
 
 
 def _compare_base(model: AdaptedModel, folder: Path) -> None:

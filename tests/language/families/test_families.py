@@ -208,18 +208,6 @@ def test_a_decoder_that_is_no_longer_of_its_family_is_not_saved_as_one(checkpoin
         families.to_hf(replace(decoder.config, logit_softcap=3.0))
 
 
-def test_adapters_of_rows_in_another_order_are_refused(checkpoints):
-    _, _, decoder = checkpoints("glm")
-    family = families.FAMILIES["glm"]
-    assert families.layer_of(family, decoder.config, "model.layers.1.mlp.down_proj") == "layers.1.mlp.down_proj"
-    with pytest.raises(UnsupportedModel, match=r"adapters of model.layers.1.self_attn.q_proj are not supported"):
-        families.layer_of(family, decoder.config, "model.layers.1.self_attn.q_proj")
-    family = families.FAMILIES["starcoder2"]
-    _, _, decoder = checkpoints("starcoder2")
-    assert families.layer_of(family, decoder.config, "model.layers.1.mlp.c_fc") == "layers.1.mlp.up_proj"
-    assert families.stored_layer(family, decoder.config, "layers.1.mlp.up_proj") == "model.layers.1.mlp.c_fc"
-
-
 def test_random_weights_of_every_family_are_finite(checkpoints):
     for model_type in CHECKPOINTS:
         decoder = Decoder(checkpoints(model_type)[2].config).initialize(seed=0)

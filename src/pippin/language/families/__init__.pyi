@@ -16,9 +16,9 @@ from .gguf import (
     gguf_tensor as gguf_tensor,
 )
 from .tensor_names import (
-    layer_of as layer_of,
     locate as locate,
-    stored_layer as stored_layer,
+    parts_of as parts_of,
+    stored_parts as stored_parts,
     to_stored as to_stored,
     without_prefix as without_prefix,
 )

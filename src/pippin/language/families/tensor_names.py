@@ -9,7 +9,7 @@ Notable here:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -135,38 +135,72 @@ def to_stored(family: Family, config: DecoderConfig, tensors: Mapping[str, Tenso
     return joined
 
 
-def stored_layer(family: Family, config: DecoderConfig, layer: str) -> str:
-    """The full name in a file of one of Pippin's layers; the inverse of `layer_of`.
+@dataclass(frozen=True)
+class LayerPart:
+    """One of Pippin's layers, as rows of a stored layer.
 
-    Raises:
-        UnsupportedModel: as `layer_of`.
+    Args:
+        layer: its name.
+        rows: for each of its rows the row of the stored layer; None if both are the same.
     """
-    stored = TensorSources(family, config)(f"{layer}.weight")[0].stored.removesuffix(".weight")
-    layer_of(family, config, stored)
-    return stored if f"{stored}.".startswith(_HEADS) else f"{family.prefix}{stored}"
+
+    layer: str
+    rows: Tensor | None = None
 
 
-def layer_of(family: Family, config: DecoderConfig, stored: str) -> str:
-    """Pippin's name of a stored layer, such as the target of an adapter.
+def parts_of(family: Family, config: DecoderConfig, stored: str, outputs: int) -> list[LayerPart]:
+    """Pippin's layers that a stored layer consists of, such as the targets of an adapter.
 
     Args:
         family: the family of the file.
         config: the decoder.
         stored: name of the layer in the file, without ".weight".
+        outputs: its number of rows; one that it cannot have gives parts without rows.
 
     Raises:
-        UnsupportedModel: the layer is only a part of one of Pippin's, or several, or has its rows in another order.
+        UnsupportedModel: its rows are more than reordered.
     """
     layer, stem, _ = _split(f"{without_prefix(stored, family)}.weight".replace(f"{family.layers}.", "layers.", 1))
-    for rule in family.rules(config):
-        if rule.stored == stem:
-            if rule.split is not same:
-                raise UnsupportedModel(
-                    f"adapters of {stored} are not supported: {family.model_type} models lay its rows out otherwise"
-                )
-            stem = rule.ours[0]
-            break
-    return stem if layer is None else f"layers.{layer}.{stem}"
+    prefix = "" if layer is None else f"layers.{layer}."
+    rule = next((one for one in family.rules(config) if one.stored == stem and "weight" in one.leaves), None)
+    if rule is None or rule.split is same:
+        return [LayerPart(f"{prefix}{stem if rule is None else rule.ours[0]}")]
+    numbers = torch.arange(outputs)
+    try:
+        parts = rule.split(numbers, config)  # as it would split a bias
+    except (RuntimeError, ValueError, IndexError):
+        return [LayerPart(f"{prefix}{ours}") for ours in rule.ours]
+    if any(part.dtype != numbers.dtype for part in parts):
+        raise UnsupportedModel(
+            f"adapters of {stored} are not supported: {family.model_type} models store it in another form"
+        )
+    return [LayerPart(f"{prefix}{ours}", part) for ours, part in zip(rule.ours, parts, strict=True)]
+
+
+def stored_parts(
+    family: Family, config: DecoderConfig, layer: str, outputs: Callable[[str], int]
+) -> tuple[str, list[LayerPart]]:
+    """The full name in a file of the layer that contains one of Pippin's, and all parts of it.
+
+    Args:
+        family: the family of the file.
+        config: the decoder.
+        layer: Pippin's name of the layer.
+        outputs: number of rows of one of Pippin's layers.
+
+    Raises:
+        UnsupportedModel: as `parts_of`; or it is stored together with other experts.
+    """
+    source = TensorSources(family, config)(f"{layer}.weight")[0]
+    if source.rule is not None and source.rule.whole:
+        raise UnsupportedModel(
+            f"adapters of {layer} are not supported: {family.model_type} models store experts as one"
+        )
+    stored = source.stored.removesuffix(".weight")
+    prefix = "".join(f"{part}." for part in layer.split(".")[:2]) if layer.startswith("layers.") else ""
+    ours = [layer] if source.rule is None else [f"{prefix}{name}" for name in source.rule.ours]
+    parts = parts_of(family, config, stored, sum(outputs(name) for name in ours))
+    return (stored if f"{stored}.".startswith(_HEADS) else f"{family.prefix}{stored}"), parts
 
 
 def _split(name: str) -> tuple[str | None, str, str]:
