@@ -393,7 +393,7 @@ def target_modules(module: Decoder) -> Iterator[tuple[str, TargetModule]]:
             for name, linear in (("in_proj", layer.recurrent.in_proj), ("out_proj", layer.recurrent.out_proj)):
                 yield f"{prefix}.recurrent.{name}", TargetModule(linear, 0, linear.outputs)
         else:
-            yield from _of_attention(f"{prefix}.self_attn", layer.self_attn, config)
+            yield from _of_attention(f"{prefix}.self_attn", layer.self_attn)
         if isinstance(layer.mlp, FeedForward):
             size, fused = layer.mlp.spec.intermediate_size, layer.mlp.gate_up_proj
             for name, start in (("gate_proj", 0), ("up_proj", 0 if fused is None else size)):
@@ -401,11 +401,12 @@ def target_modules(module: Decoder) -> Iterator[tuple[str, TargetModule]]:
                 if matrix is not None:
                     yield f"{prefix}.mlp.{name}", TargetModule(matrix, start, size)
             yield f"{prefix}.mlp.down_proj", TargetModule(layer.mlp.down_proj, 0, config.hidden_size)
+        if layer.layer_input is not None:
+            for name, linear in (("gate", layer.layer_input.gate), ("proj", layer.layer_input.proj)):
+                yield f"{prefix}.layer_input.{name}", TargetModule(linear, 0, linear.outputs)
 
 
-def _of_attention(
-    prefix: str, attention: Attention | LatentAttention, config: DecoderConfig
-) -> Iterator[tuple[str, TargetModule]]:
+def _of_attention(prefix: str, attention: Attention | LatentAttention) -> Iterator[tuple[str, TargetModule]]:
     """The projections of an attention layer."""
     if isinstance(attention, LatentAttention):
         for name in ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"):
@@ -413,18 +414,15 @@ def _of_attention(
             if projection is not None:
                 yield f"{prefix}.{name}", TargetModule(projection, 0, projection.outputs)
         return
-    sizes = {
-        "q_proj": config.num_attention_heads,
-        "k_proj": config.num_key_value_heads,
-        "v_proj": config.num_key_value_heads,
-    }
+    sizes = {"q_proj": attention.heads, "k_proj": attention.kv_heads, "v_proj": attention.kv_heads}
     start = 0
     for name, heads in sizes.items():
+        size = heads * attention.head_dim
         linear: Linear | None = attention.qkv_proj or getattr(attention, name, None)
         if linear is not None:
-            yield f"{prefix}.{name}", TargetModule(linear, start, heads * config.head_dim)
-        start += 0 if attention.qkv_proj is None else heads * config.head_dim
-    yield f"{prefix}.o_proj", TargetModule(attention.o_proj, 0, config.hidden_size)
+            yield f"{prefix}.{name}", TargetModule(linear, start, size)
+        start += 0 if attention.qkv_proj is None else size
+    yield f"{prefix}.o_proj", TargetModule(attention.o_proj, 0, attention.o_proj.outputs)
 
 
 def _target(targets: dict[str, TargetModule], layer: str, model: AdaptedModel, folder: Path) -> TargetModule:

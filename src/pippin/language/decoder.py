@@ -23,13 +23,14 @@ from pippin.core.errors import InvalidArgument
 from pippin.nn.attention import Attention, AttentionSpec, QKNorm
 from pippin.nn.context import LayerContext
 from pippin.nn.embedding import TokenEmbedding
-from pippin.nn.feedforward import XIELU, FeedForward, FeedForwardSpec, MixtureOfExperts
+from pippin.nn.feedforward import XIELU, ExpertBranch, FeedForward, FeedForwardSpec, MixtureOfExperts
 from pippin.nn.kv_cache import KVCache, NoCache, QuerySelection, ResumableCache, VisibleKeyValues
 from pippin.nn.latent_attention import LatentAttention
 from pippin.nn.linear import Linear
 from pippin.nn.lora import AdapterSlices
 from pippin.nn.norm import RMSNorm
 from pippin.nn.packed_layers import PackedLinear, PackedTokenEmbedding, pack
+from pippin.nn.per_layer_input import PerLayerEmbedding, PerLayerInput
 from pippin.nn.recurrent.layer import Recurrent, RecurrentSpec
 
 if TYPE_CHECKING:
@@ -40,6 +41,12 @@ if TYPE_CHECKING:
 class LayerSpec:
     """One decoder layer: attention, or a recurrence that replaces it, and a feed-forward layer.
 
+    Args:
+        attention: the attention layer.
+        feedforward: the feed-forward layer.
+        recurrent: the recurrence; None for none.
+        experts: experts beside a dense feed-forward layer, in layers with norms before and after; None for none.
+
     Raises:
         InvalidArgument: a recurrent layer with attention; see `recurring`.
     """
@@ -47,6 +54,7 @@ class LayerSpec:
     attention: AttentionSpec
     feedforward: FeedForwardSpec
     recurrent: RecurrentSpec | None = None
+    experts: FeedForwardSpec | None = None
 
     def __post_init__(self) -> None:
         if self.recurrent is not None and self.attention != AttentionSpec(rotary=None):
@@ -105,6 +113,8 @@ class DecoderConfig:
         output_bias: bias on the output projection of attention.
         qk_norm: RMS norms of queries and keys; see `pippin.nn.attention.Attention`.
         embedding_scale: multiplier on embeddings.
+        per_layer_size: size of the input that each layer has beside the hidden states; 0 for none (Gemma 4).
+        layer_scalar: whether the output of each layer is multiplied by a number of its own.
         embedding_norm: whether embeddings are normalized to unit root mean square.
         attention_scale: multiplier on attention scores; None for ``head_dim ** -0.5``.
         residual_scale: multiplier on what attention and feed-forward layers add to the hidden states (Granite).
@@ -138,6 +148,8 @@ class DecoderConfig:
     qk_norm: QKNorm | None = None
     embedding_scale: float = 1.0
     embedding_norm: bool = False
+    per_layer_size: int = 0
+    layer_scalar: bool = False
     attention_scale: float | None = None
     residual_scale: float = 1.0
     logit_scale: float = 1.0
@@ -150,7 +162,8 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         if not self.layers:
             raise InvalidArgument("a decoder needs at least one layer")
-        if self.num_attention_heads % self.num_key_value_heads:
+        own = all(layer.attention.num_key_value_heads for layer in self.layers)
+        if self.num_attention_heads % self.num_key_value_heads and not own:
             raise InvalidArgument(
                 f"num_attention_heads ({self.num_attention_heads}) must be a multiple of num_key_value_heads "
                 f"({self.num_key_value_heads})"
@@ -163,6 +176,7 @@ class DecoderConfig:
                 raise InvalidArgument(
                     f"layer {index} reads layer {source}, which is not an earlier layer with its own keys"
                 )
+            self._check_heads(index, layer.attention)
             latent = layer.attention.latent
             if latent is not None and (self.num_key_value_heads, self.head_dim) != (
                 1,
@@ -173,11 +187,19 @@ class DecoderConfig:
                     f"that size, got {self.num_key_value_heads} of {self.head_dim}"
                 )
 
-    @property
-    def rotary_dim(self) -> int:
-        """Width of the vectors that rotary tables are for: a head, or its rotated part in latent attention."""
-        latent = next((layer.attention.latent for layer in self.layers if layer.attention.latent), None)
-        return self.head_dim if latent is None else latent.rotated_dim
+    def _check_heads(self, index: int, spec: AttentionSpec) -> None:
+        """Raise if the heads of a layer do not fit the query heads or the cache."""
+        heads, size = spec.num_key_value_heads or self.num_key_value_heads, spec.head_dim or self.head_dim
+        fits = size % self.head_dim == 0 and heads * size <= self.num_key_value_heads * self.head_dim
+        if self.num_attention_heads % heads or not fits:
+            raise InvalidArgument(
+                f"layer {index} has {heads} key heads of {size} dimensions, which do not fit "
+                f"{self.num_attention_heads} query heads and {self.num_key_value_heads} cached heads of {self.head_dim}"
+            )
+
+    def rotary_dim(self, spec: AttentionSpec) -> int:
+        """Width of the vectors that a layer rotates: a head, or its rotated part in latent attention."""
+        return spec.latent.rotated_dim if spec.latent is not None else spec.head_dim or self.head_dim
 
     @property
     def cached_layers(self) -> tuple[int, ...]:
@@ -247,6 +269,16 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = make_norm(config) if "post_attention" in names else None
         self.pre_feedforward_layernorm = make_norm(config) if "pre_feedforward" in names else None
         self.post_feedforward_layernorm = make_norm(config) if "post_feedforward" in names else None
+        self.expert_branch: ExpertBranch | None = None
+        if spec.experts is not None:
+            self.expert_branch = ExpertBranch(spec.experts, config.hidden_size, eps=config.rms_norm_eps)
+        self.layer_input: PerLayerInput | None = None
+        if config.per_layer_size:
+            self.layer_input = PerLayerInput(
+                config.per_layer_size, config.hidden_size, spec.feedforward.activation, eps=config.rms_norm_eps
+            )
+        self.layer_scalar: Tensor | None
+        self.register_buffer("layer_scalar", torch.ones(1) if config.layer_scalar else None)
 
     def forward(
         self, x: Float[Tensor, "batch new width"], context: LayerContext
@@ -264,7 +296,11 @@ class DecoderLayer(nn.Module):
             if x.shape[1] == 0:
                 return x, read
             context = context.after_selection()
-        return self._add(x, normalized, y, context), read
+        x = self._add(x, normalized, y, context)
+        if self.layer_input is not None:
+            assert context.per_layer is not None, f"layer {context.layer} needs an input of its own"
+            x = x + self.layer_input(x, context.per_layer, context.adapters)
+        return x if self.layer_scalar is None else x * self.layer_scalar.to(x.dtype), read
 
     def _add(self, x: Tensor, normalized: Tensor, y: Tensor, context: LayerContext) -> Tensor:
         """The hidden states plus the output ``y`` of attention and that of the feed-forward layer."""
@@ -281,6 +317,8 @@ class DecoderLayer(nn.Module):
             return x + inner if scale == 1.0 else x + scale * inner
         x = x + _apply(self.post_attention_layernorm, y)
         inner = self.mlp(_apply(self.pre_feedforward_layernorm, x), context)
+        if self.expert_branch is not None:
+            inner = self.expert_branch(x, inner)
         return x + _apply(self.post_feedforward_layernorm, inner)
 
 
@@ -327,12 +365,21 @@ class Decoder(nn.Module):
         self.embed_positions: TokenEmbedding | None = None
         if config.learned_positions:
             self.embed_positions = TokenEmbedding(config.max_position_embeddings, config.hidden_size)
+        self.per_layer: PerLayerEmbedding | None = None
+        if config.per_layer_size:
+            self.per_layer = PerLayerEmbedding(
+                config.vocab_size,
+                len(config.layers),
+                config.per_layer_size,
+                config.hidden_size,
+                eps=config.rms_norm_eps,
+            )
         self.norm = make_norm(config)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=config.head_bias)
         self.tie_weights()
         self._sources = {spec.attention.kv_source for spec in config.layers}
-        self._rotaries = {spec.attention.rotary for spec in config.layers if spec.attention.rotary is not None}
-        self._tables: dict[Rotary, tuple[Tensor, Tensor]] = {}
+        self._rotaries = {(spec.attention.rotary, config.rotary_dim(spec.attention)) for spec in config.layers}
+        self._tables: dict[tuple[Rotary, int], tuple[Tensor, Tensor]] = {}
         self._scaled_by_position = any(spec.attention.position_scale is not None for spec in config.layers)
 
     def forward(
@@ -377,7 +424,7 @@ class Decoder(nn.Module):
             raise InvalidArgument("the decoder was given no tokens")
         cache = NoCache(padding) if cache is None else cache
         x = self.embed(ids, self._positions(cache, ids.shape[1], padding, ids.device))
-        x = self.forward_layers(x, cache, padding=padding, adapters=adapters)
+        x = self.forward_layers(x, cache, padding=padding, adapters=adapters, per_layer=self.per_layer_inputs(ids, x))
         cache.advance(ids.shape[1])
         hidden: Tensor = self.norm(x)
         return hidden
@@ -402,6 +449,17 @@ class Decoder(nn.Module):
         learned: Tensor = self.embed_positions(numbers)
         return x + learned
 
+    def per_layer_inputs(
+        self, ids: Int[Tensor, "batch new"], x: Float[Tensor, "batch new width"]
+    ) -> Float[Tensor, "layers batch new per_layer_size"] | None:
+        """The inputs that layers have beside the hidden states; None in decoders without.
+
+        Args:
+            ids: token ids.
+            x: the hidden states before the first layer.
+        """
+        return None if self.per_layer is None else self.per_layer(ids, x)
+
     def _positions(self, cache: KVCache, new: int, padding: Tensor | None, device: torch.device) -> Tensor:
         """Position of each new token, (new,) or (batch, new)."""
         if cache.positions is not None:
@@ -420,6 +478,7 @@ class Decoder(nn.Module):
         padding: Int[Tensor, batch] | None = None,
         adapters: AdapterSlices | None = None,
         selection: QuerySelection | None = None,
+        per_layer: Float[Tensor, "layers batch new per_layer_size"] | None = None,
     ) -> Float[Tensor, "batch kept width"]:
         """Run some layers and return the hidden states after the last; the caller calls ``cache.advance``.
 
@@ -431,6 +490,7 @@ class Decoder(nn.Module):
             adapters: LoRA adapters, each with its range of tokens.
             selection: a layer from whose queries on only some tokens are computed, in a batch of one row. Exact if no
                 later layer has its own KV cache or a state.
+            per_layer: the result of `per_layer_inputs`.
 
         Raises:
             AdapterMismatch: an adapter changes layers that are not this decoder's.
@@ -450,7 +510,11 @@ class Decoder(nn.Module):
                 cache.narrow()
                 read.clear()
             shared = None if spec.kv_source is None else self._shared(spec.kv_source, read, cache)
-            context = LayerContext(cache, index, cos_sin.get(spec.rotary), shared, adapters, here, positions)
+            if here is not None and per_layer is not None:
+                per_layer = per_layer.index_select(2, here.rows)
+            turned = None if spec.rotary is None else cos_sin[spec.rotary, self.config.rotary_dim(spec)]
+            own = None if per_layer is None else per_layer[index]
+            context = LayerContext(cache, index, turned, shared, adapters, here, positions, own)
             x, visible = self.layers[index](x, context)
             if index in self._sources:
                 read[index] = visible
@@ -471,33 +535,37 @@ class Decoder(nn.Module):
 
     def _rotations(
         self, cache: KVCache, new: int, padding: Tensor | None, dtype: torch.dtype, device: torch.device
-    ) -> dict[Rotary | None, tuple[Tensor, Tensor]]:
-        """Cosine and sine of the new positions, for each `Rotary` that occurs in the layers."""
+    ) -> dict[tuple[Rotary, int], tuple[Tensor, Tensor]]:
+        """Cosine and sine of the new positions, for each `Rotary` in the layers and each width of heads."""
         start, positions = cache.length, cache.positions
         if positions is not None and positions.ndim == 1 and len(positions) != new:
             raise InvalidArgument(f"the cache has {len(positions)} positions for {new} tokens")
         if positions is None and padding is not None:
             positions = (torch.arange(start, start + new, device=device) - padding[:, None]).clamp(min=0)
-        cos_sin: dict[Rotary | None, tuple[Tensor, Tensor]] = {}
-        for rotary in self._rotaries:
-            cos, sin = self._table(rotary, start + new, dtype, device)
+        cos_sin: dict[tuple[Rotary, int], tuple[Tensor, Tensor]] = {}
+        for rotary, width in self._rotaries:
+            if rotary is None:
+                continue
+            cos, sin = self._table(rotary, width, start + new, dtype, device)
             if positions is None:
-                cos_sin[rotary] = (cos[start : start + new], sin[start : start + new])
+                cos_sin[rotary, width] = (cos[start : start + new], sin[start : start + new])
             elif positions.ndim == 1:
-                cos_sin[rotary] = (cos[positions], sin[positions])
+                cos_sin[rotary, width] = (cos[positions], sin[positions])
             else:
-                cos_sin[rotary] = (cos[positions][:, None], sin[positions][:, None])
+                cos_sin[rotary, width] = (cos[positions][:, None], sin[positions][:, None])
         return cos_sin
 
-    def _table(self, rotary: Rotary, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    def _table(
+        self, rotary: Rotary, width: int, length: int, dtype: torch.dtype, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
         """Cosine and sine tables of at least ``length`` positions; they double in length when they are too short."""
-        cos, sin = self._tables.get(rotary, (None, None))
+        cos, sin = self._tables.get((rotary, width), (None, None))
         if cos is None or sin is None or cos.shape[0] < length or cos.dtype != dtype or cos.device != device:
             size = max(512, 1 << (length - 1).bit_length())
             with torch.inference_mode(False):  # the tables are cached and may be used in training later
-                tables = rotary.tables(torch.arange(size, device=device), self.config.rotary_dim)
+                tables = rotary.tables(torch.arange(size, device=device), width)
                 cos, sin = (table.to(dtype) for table in tables)
-            self._tables[rotary] = (cos, sin)
+            self._tables[rotary, width] = (cos, sin)
         return cos, sin
 
     def rotary_tables(self) -> list[tuple[Tensor, Tensor]]:
@@ -505,8 +573,10 @@ class Decoder(nn.Module):
         return list(self._tables.values())
 
     def pack_head(self) -> None:
-        """Pack the embedding, the last norm and the output matrix."""
+        """Pack the embeddings, the last norm and the output matrix."""
         pack(self.norm)
+        if self.per_layer is not None:
+            pack(self.per_layer)
         self._modules["embed_tokens"] = pack(self.embed_tokens)
         self.tie_weights()
         self._modules["lm_head"] = pack(self.lm_head)

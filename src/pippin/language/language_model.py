@@ -332,8 +332,7 @@ def _read_folder(path: Path, given: Mapping[str, Any] | None = None) -> Checkpoi
     def parts(name: str) -> tuple[str, ...]:
         return matrices[name].parts if name in matrices else (stored[sources[name].stored],)
 
-    more = families.FAMILIES[config.family].predicts_more
-    left_over = [name for name in unused if not _may_be_left(name, config, more)]
+    left_over = [name for name in unused if not _may_be_left(name, config)]
     _compare(module, {name: shape(name) for name in sources}, left_over, path)
     return CheckpointHeaders(
         module,
@@ -411,16 +410,29 @@ def _empty(config: DecoderConfig) -> Decoder:
 
 
 _COMPUTED = ("rotary_emb.inv_freq", ".attn.bias", ".attention.bias", ".masked_bias")  # causal masks, for instance
-_BESIDE = ("vision_tower", "vision_model", "visual", "audio_tower", "multi_modal_projector", "connector")
+_BESIDE = (
+    "vision_tower",
+    "vision_model",
+    "visual",
+    "audio_tower",
+    "multi_modal_projector",
+    "connector",
+    "embed_vision",
+    "embed_audio",
+)
 
 
-def _may_be_left(name: str, config: DecoderConfig, predicts_more: bool) -> bool:
+def _may_be_left(name: str, config: DecoderConfig) -> bool:
     """Whether a stored tensor may stay unread: a table that is computed, a part beside the decoder, or one after it."""
     if name == "lm_head.weight":
         return config.tie_word_embeddings
+    family = families.FAMILIES[config.family]
     first, second, *_ = (*name.split("."), "")
     after = first == "layers" and second.isdigit() and int(second) >= len(config.layers)
-    if predicts_more and (after or first.startswith("mtp")):
+    source = config.layers[int(second)].attention.kv_source if first == "layers" and not after else None
+    if family.shares_kv and source is not None and name.split(".")[-2] in ("k_proj", "v_proj", "k_norm", "v_norm"):
+        return True
+    if family.predicts_more and (after or first.startswith("mtp")):
         return True
     return name.endswith(_COMPUTED) or name.partition(".")[0] in _BESIDE
 

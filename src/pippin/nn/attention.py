@@ -85,6 +85,10 @@ class AttentionSpec:
         sinks: whether each head has a learned score that takes part in the softmax and has no value (gpt-oss).
         latent: sizes of latent attention; None for keys and values of each head.
         position_scale: factor of the queries by position; None for none.
+        num_key_value_heads: key and value heads, where they are not the decoder's (Gemma 4's global layers).
+        head_dim: size of a head, likewise.
+        keys_are_values: whether the key projection, before norm and rotation, gives the values, too.
+        value_norm: whether values are normalized to unit root mean square.
     """
 
     window: int | None = None
@@ -94,6 +98,10 @@ class AttentionSpec:
     sinks: bool = False
     latent: LatentSpec | None = None
     position_scale: PositionScale | None = None
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    keys_are_values: bool = False
+    value_norm: bool = False
 
 
 class Attention(nn.Module):
@@ -103,8 +111,9 @@ class Attention(nn.Module):
         spec: window, position encoding and KV sharing.
         hidden_size: hidden size of the model.
         num_attention_heads: number of query heads; a multiple of ``num_key_value_heads``.
-        num_key_value_heads: number of key and value heads.
-        head_dim: size of a head, even.
+        num_key_value_heads: number of key and value heads that the cache stores, and of the layer's own where its spec
+            gives none.
+        head_dim: size of a head, likewise; even.
         bias: whether the query, key and value projections have biases.
         output_bias: whether the output projection has a bias.
         qk_norm: RMS norms of queries and keys: "head" for each head, "full" for all heads together, both before the
@@ -130,7 +139,9 @@ class Attention(nn.Module):
         norm_weight: bool = True,
     ) -> None:
         super().__init__()
-        self.spec = spec
+        self.spec, self.eps = spec, eps
+        self.stored = (num_key_value_heads, head_dim)
+        num_key_value_heads, head_dim = spec.num_key_value_heads or num_key_value_heads, spec.head_dim or head_dim
         self.heads, self.kv_heads, self.head_dim, self.scale = num_attention_heads, num_key_value_heads, head_dim, scale
         self.q_proj = Linear(hidden_size, num_attention_heads * head_dim, bias=bias)
         self.o_proj = Linear(num_attention_heads * head_dim, hidden_size, bias=output_bias)
@@ -148,7 +159,9 @@ class Attention(nn.Module):
         self.qkv_proj: Linear | None = None  # the three projections as one, where packing fused them
         if spec.kv_source is None:
             self.k_proj = Linear(hidden_size, num_key_value_heads * head_dim, bias=bias)
-            self.v_proj = Linear(hidden_size, num_key_value_heads * head_dim, bias=bias)
+            self.v_proj: Linear | None = None
+            if not spec.keys_are_values:
+                self.v_proj = Linear(hidden_size, num_key_value_heads * head_dim, bias=bias)
             self.k_norm = norm(num_key_value_heads)
 
     def forward(
@@ -167,6 +180,8 @@ class Attention(nn.Module):
         """
         adapters, selection, shared = context.adapters, context.selection, context.shared
         q, k, v = self._project(x, adapters)
+        if v is not None and self.spec.value_norm:
+            v = F.rms_norm(v, v.shape[-1:], eps=self.eps)
         if self.qk_norm != "rotated head":
             q, k = self._normalize(self.q_norm, q), None if k is None else self._normalize(self.k_norm, k)
         if context.cos_sin is not None:
@@ -177,14 +192,39 @@ class Attention(nn.Module):
         if self.spec.position_scale is not None:
             q = scaled_by_position(q, self.spec.position_scale, context)
         if k is not None and v is not None:
-            shared = context.cache.append(context.layer, k, v, self.spec.window)
+            shared = context.cache.append(context.layer, self._to_stored(k), self._to_stored(v), self.spec.window)
         assert shared is not None, f"layer {context.layer} reads layer {self.spec.kv_source}, which was not given"
         if selection is not None:
             q, adapters = q.index_select(2, selection.rows), selection.adapters
             if q.shape[2] == 0:
                 return x[:, :0], shared
-        y = attend(q, shared, self.scale, softcap=self.spec.softcap, sinks=self.sinks)
+        y = attend(q, self._of_stored(shared), self.scale, softcap=self.spec.softcap, sinks=self.sinks)
         return self.o_proj(y, adapters), shared
+
+    def _to_stored(self, x: Tensor) -> Tensor:
+        """Keys or values as a cache of another number of heads or size stores them: split, and filled up with zeros."""
+        heads, dim = self.stored
+        if (heads, dim) == (self.kv_heads, self.head_dim):
+            return x
+        split = x.unflatten(-1, (-1, dim)).transpose(2, 3).flatten(1, 2)  # (batch, own heads * parts, new, dim)
+        return F.pad(split, (0, 0, 0, 0, 0, heads - split.shape[1]))
+
+    def _of_stored(self, read: VisibleKeyValues) -> VisibleKeyValues:
+        """The layer's own heads of what a cache returned; the inverse of `_to_stored`."""
+        dim = self.stored[1]
+        if self.stored == (self.kv_heads, self.head_dim):
+            return read
+        parts = self.head_dim // dim
+
+        def own(x: Tensor) -> Tensor:
+            heads: Tensor = x[:, : self.kv_heads * parts].unflatten(1, (-1, parts))
+            return heads.transpose(2, 3).flatten(3) if parts > 1 else heads.squeeze(2)
+
+        if isinstance(read, PackedKeyValues):
+            return read._replace(reads=[(own(keys), own(values), mask) for keys, values, mask in read.reads])
+        assert isinstance(read, tuple), "a cache that attends by itself stores heads as they are"
+        keys, values, mask = read
+        return own(keys), own(values), mask
 
     def _normalize(self, norm: nn.Module | None, x: Tensor) -> Tensor:
         """Normalize queries or keys, (batch, heads, new, head_dim)."""
@@ -204,12 +244,14 @@ class Attention(nn.Module):
             heads = self.qkv_proj(x, adapters).view(batch, new, -1, self.head_dim).transpose(1, 2)
             q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
             return q, k, v
+        names = ["q_proj"] if self.spec.kv_source is not None else ["q_proj", "k_proj", "v_proj"]
         q, *kv = (
             projection(x, adapters).view(batch, new, -1, self.head_dim).transpose(1, 2)
-            for projection in (
-                [self.q_proj] if self.spec.kv_source is not None else [self.q_proj, self.k_proj, self.v_proj]
-            )
+            for projection in (getattr(self, name) for name in names)
+            if projection is not None
         )
+        if self.spec.keys_are_values and kv:
+            kv = [*kv, *kv]
         return q, *(kv or (None, None))
 
 

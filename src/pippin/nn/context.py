@@ -29,6 +29,7 @@ class LayerContext:
         selection: the new tokens for which the layer computes outputs; None for all. The cache must have been narrowed
             to them.
         positions: position of each new token, (new,) or (batch, new); None where no layer needs them.
+        per_layer: the input of this layer beside the hidden states, of the selected tokens; None for none.
     """
 
     cache: KVCache
@@ -38,6 +39,7 @@ class LayerContext:
     adapters: AdapterSlices | None = None
     selection: QuerySelection | None = None
     positions: Tensor | None = None
+    per_layer: Tensor | None = None
 
     def after_selection(self) -> LayerContext:
         """The context of the parts of the layer after the selection of tokens."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from pippin.nn.context import LayerContext
 from pippin.nn.linear import Linear
+from pippin.nn.norm import RMSNorm
 from pippin.nn.routing import RouterSpec, route
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "gelu_sigmoid", "relu", "relu2", "xielu"]
@@ -136,6 +137,10 @@ class FeedForward(nn.Module):
         return activate(x, self.spec.activation) if self.act_fn is None else self.act_fn(x)
 
 
+_EPS: Final = 1e-6
+"""Epsilon of the norm of a router's input."""
+
+
 class Router(Linear):
     """The router of a mixture: which experts each token takes, and with which weights."""
 
@@ -145,18 +150,25 @@ class Router(Linear):
         # a buffer: balancing moves it, not a gradient
         bias = torch.zeros(spec.num_experts) if spec.router.choice_bias else None
         self.register_buffer("e_score_correction_bias", bias)
+        if spec.router.scaled:
+            self.scale = nn.Parameter(torch.ones(width))
+            self.per_expert_scale = nn.Parameter(torch.ones(spec.num_experts))
 
     def choose(
         self, x: Float[Tensor, "tokens width"]
     ) -> tuple[Float[Tensor, "tokens chosen"], Int[Tensor, "tokens chosen"]]:
         """Weights and indices of each token's experts, computed in float32."""
-        return route(
+        scaled = self.spec.router.scaled
+        if scaled:
+            x = F.rms_norm(x, x.shape[-1:], eps=_EPS) * self.scale.to(x.dtype) * x.shape[-1] ** -0.5
+        weights, chosen = route(
             self(x).float(),
             self.spec.router,
             self.spec.num_experts_per_tok,
             normalized=self.spec.norm_topk_prob,
             choice_bias=self.e_score_correction_bias,
         )
+        return weights * self.per_expert_scale.float()[chosen] if scaled else weights, chosen
 
 
 class MixtureOfExperts(nn.Module):
@@ -178,10 +190,20 @@ class MixtureOfExperts(nn.Module):
                 self.shared_expert_gate = Linear(width, 1)
 
     def forward(
-        self, x: Float[Tensor, "batch seq width"], context: LayerContext | None = None
+        self,
+        x: Float[Tensor, "batch seq width"],
+        context: LayerContext | None = None,
+        *,
+        routed_by: Float[Tensor, "batch seq width"] | None = None,
     ) -> Float[Tensor, "batch seq width"]:
-        """Route each token to its experts and add up their weighted outputs in float32; experts have no adapters."""
-        routed = self._routed(x)
+        """Route each token to its experts and add up their weighted outputs in float32; experts have no adapters.
+
+        Args:
+            x: inputs of the experts.
+            context: not used.
+            routed_by: inputs of the router; None for ``x``.
+        """
+        routed = self._routed(x, x if routed_by is None else routed_by)
         if self.shared_expert is None:
             return routed
         shared: Tensor = self.shared_expert(x)
@@ -189,9 +211,9 @@ class MixtureOfExperts(nn.Module):
             shared = shared * self.shared_expert_gate(x).sigmoid()
         return routed + shared
 
-    def _routed(self, x: Tensor) -> Tensor:
+    def _routed(self, x: Tensor, routed_by: Tensor) -> Tensor:
         tokens = x.reshape(-1, x.shape[-1])
-        weights, chosen = self.gate.choose(tokens)
+        weights, chosen = self.gate.choose(routed_by.reshape(-1, x.shape[-1]))
         order = chosen.flatten().argsort(stable=True)
         rows = order // self.spec.num_experts_per_tok
         counts = chosen.flatten().bincount(minlength=self.spec.num_experts).tolist()
@@ -200,3 +222,30 @@ class MixtureOfExperts(nn.Module):
         )
         weighted = outputs.float() * weights.flatten()[order, None]
         return torch.zeros_like(tokens, dtype=torch.float32).index_add_(0, rows, weighted).to(x.dtype).view_as(x)
+
+
+class ExpertBranch(nn.Module):
+    """Experts beside a dense feed-forward layer, both with norms of their own (Gemma 4).
+
+    Args:
+        spec: the experts.
+        width: hidden size of the decoder.
+        eps: epsilon of the norms.
+    """
+
+    def __init__(self, spec: FeedForwardSpec, width: int, *, eps: float) -> None:
+        super().__init__()
+        self.mlp = MixtureOfExperts(spec, width)
+        self.input_norm, self.output_norm, self.dense_norm = (RMSNorm(width, eps=eps) for _ in range(3))
+
+    def forward(
+        self, x: Float[Tensor, "batch seq width"], dense: Float[Tensor, "batch seq width"]
+    ) -> Float[Tensor, "batch seq width"]:
+        """The normalized outputs of both.
+
+        Args:
+            x: hidden states before any norm.
+            dense: output of the dense layer.
+        """
+        y: Tensor = self.dense_norm(dense) + self.output_norm(self.mlp(self.input_norm(x), routed_by=x))
+        return y

@@ -39,6 +39,7 @@ class Rotary:
         long_attention_factor: ``attention_factor`` of such sequences; None for the same.
         dims: number of dimensions that are rotated, even; the others have frequency 0. None for all. The rotated pairs
             are (i, i + head_dim / 2) for i < dims / 2.
+        proportional: whether the frequencies of ``dims`` rotated dimensions are the first ones of the whole head.
 
     Source: Su et al. 2021, arXiv:2104.09864; YaRN arXiv:2309.00071; Llama 3 arXiv:2407.21783;
     LongRoPE arXiv:2402.13753.
@@ -58,9 +59,12 @@ class Rotary:
     long_divisors: tuple[float, ...] | None = None
     long_attention_factor: float | None = None
     dims: int | None = None
+    proportional: bool = False
 
     def frequencies(self, head_dim: int) -> Float[Tensor, half]:
         """Angle per position of each pair of dimensions, in radians."""
+        if self.dims is not None and self.proportional:
+            return F.pad(self._frequencies(head_dim)[: self.dims // 2], (0, (head_dim - self.dims) // 2))
         if self.dims is not None and self.dims < head_dim:
             return F.pad(self._frequencies(self.dims), (0, (head_dim - self.dims) // 2))
         return self._frequencies(head_dim)

@@ -29,6 +29,8 @@ class RouterSpec:
         group_score: affinity of a group: that of its best expert ("max"), or the sum of its best two ("top two").
         scale: multiplier on the weights.
         jitter: "sparsemixer": the relative distance within which experts compete.
+        scaled: whether the router normalizes its input and has weights for it, and a multiplier for each expert (Gemma
+            4).
 
     Source: DeepSeek-V2, arXiv:2405.04434, section 2.2.2; DeepSeek-V3, arXiv:2412.19437, section 2.1.2.
     """
@@ -41,6 +43,7 @@ class RouterSpec:
     group_score: Literal["max", "top two"] = "max"
     scale: float = 1.0
     jitter: float = 0.0
+    scaled: bool = False
 
 
 def route(

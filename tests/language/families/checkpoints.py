@@ -58,6 +58,18 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     },
     "gemma3_text": {**_HEADS, **_LOCAL, "query_pre_attn_scalar": 20},
     "apertus": _HEADS,
+    "gemma4_text": {
+        **_HEADS,
+        **_LOCAL,
+        "num_hidden_layers": 6,
+        "global_head_dim": 32,
+        "num_kv_shared_layers": 3,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        "hidden_size_per_layer_input": 12,
+        "vocab_size_per_layer_input": 259,
+        "use_double_wide_mlp": True,
+        "final_logit_softcapping": 3.0,
+    },
     "arcee": {"mlp_bias": True},
     "cohere": {"logit_scale": 0.3},
     "cohere2": {**_LOCAL, "logit_scale": 0.3},
@@ -137,10 +149,30 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
 }
 
 
+# a second kind of a family, under its name and what is special
+MORE = {
+    "gemma4_text with experts and keys as values": {
+        **CHECKPOINTS["gemma4_text"],
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 0,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "enable_moe_block": True,
+        "num_experts": 6,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 32,
+    },
+    "deepseek_v2 without groups": {**CHECKPOINTS["deepseek_v2"], "topk_method": "greedy", "q_lora_rank": 32},
+    "gpt_neox in sequence": {**CHECKPOINTS["gpt_neox"], "use_parallel_residual": False},
+}
+CHECKPOINTS |= MORE
+
+
 def save_random(model_type: str, folder: Path, **changes: Any) -> Any:
     """Save a random model of a family; every norm and bias is far from its trivial value."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, **(SMALL | CHECKPOINTS.get(model_type, {}) | changes))
+    known = SMALL | CHECKPOINTS.get(model_type, {}) | changes
+    config = AutoConfig.for_model(model_type.partition(" ")[0], **known)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -149,7 +181,7 @@ def save_random(model_type: str, folder: Path, **changes: Any) -> Any:
             else:
                 parameter.copy_(0.15 * torch.randn_like(parameter))
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "layer_scalar")):
                 buffer += 0.3 * torch.randn_like(buffer)
     model.save_pretrained(folder)
     return model

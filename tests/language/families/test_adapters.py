@@ -15,6 +15,7 @@ IDS = torch.randint(0, 97, (2, 20), generator=torch.Generator().manual_seed(1))
 TARGETS = {
     "cohere": ["q_proj", "k_proj"],
     "deepseek_v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"],
+    "gemma4_text": ["q_proj", "k_proj", "v_proj", "o_proj", "per_layer_input_gate", "per_layer_projection"],
     "glm": ["q_proj", "k_proj", "v_proj", "gate_up_proj", "down_proj"],
     "gpt2": ["c_attn", "c_proj", "c_fc"],
     "gpt_neox": ["query_key_value", "dense_h_to_4h"],

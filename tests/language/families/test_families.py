@@ -5,15 +5,18 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import pippin
-from pippin.core.errors import UnsupportedModel
+from pippin.core.errors import CorruptedFile, InvalidArgument, UnsupportedModel
+from pippin.core.store.reference import resolve
 from pippin.engine import Engine, Request, SamplingOptions
 from pippin.engine.model_runner import ModelInput
 from pippin.engine.runners.torch_runner import TorchRunner
 from pippin.language import Decoder, LanguageModel, families
 from pippin.language.families.family import pair_order
+from pippin.language.language_model import read_headers
 from pippin.nn.kv_cache import PackedDocuments
 from pippin.nn.rotary import apply_rotary
 
@@ -43,7 +46,7 @@ def checkpoints(tmp_path_factory):
 
 
 def test_every_family_has_a_checkpoint_here():
-    assert set(CHECKPOINTS) == set(families.FAMILIES)
+    assert {name.partition(" ")[0] for name in CHECKPOINTS} == set(families.FAMILIES)
 
 
 @torch.inference_mode()
@@ -130,12 +133,6 @@ def test_experts_in_one_tensor_are_those_of_one_by_one(checkpoints, model_type):
 
 
 def test_a_fused_matrix_of_a_wrong_size_is_reported_with_its_own_shape(tmp_path, checkpoints):
-    from safetensors.torch import load_file, save_file
-
-    from pippin.core.errors import CorruptedFile
-    from pippin.core.store.reference import resolve
-    from pippin.language.language_model import read_headers
-
     folder, _, _ = checkpoints("phi3")
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.1.self_attn.qkv_proj.weight"] = torch.zeros(100, 64)
@@ -193,6 +190,12 @@ def test_long_context_phi_is_opened_with_its_short_table(tmp_path, model_type):
     [
         ("olmo", {"clip_qkv": 8.0}, "clip_qkv=8.0 is not supported"),
         ("cohere", {"use_qk_norm": True}, "use_qk_norm=True is not supported"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob=True is not supported"),
+        ("deepseek_v2", {"topk_method": "noaux"}, "topk_method 'noaux' is not supported"),
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=False is not supported"),
+        ("ernie4_5_moe", {"use_bias": True}, "use_bias=True is not supported"),
+        ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha=1.0 is not supported"),
+        ("gemma4_text", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all' is not supported"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
     ],
 )
@@ -202,10 +205,51 @@ def test_settings_that_the_decoder_lacks_are_refused_by_name(checkpoints, family
         families.from_hf(json.loads((folder / "config.json").read_text()) | change)
 
 
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        ("deepseek_v3", {"n_group": 3}, "8 experts cannot form 3 groups"),
+        ("deepseek_v3", {"topk_group": 5}, "topk_group must be an integer from 1 to 4"),
+        ("deepseek_v3", {"topk_group": 1, "num_experts_per_tok": 3}, "1 groups of 2 experts are fewer than 3"),
+        ("deepseek_v3", {"kv_lora_rank": 10**9}, "kv_lora_rank must be an integer"),
+        ("gemma4_text", {"num_key_value_heads": 3}, "3 key heads of 16 dimensions, which do not fit 4 query heads"),
+    ],
+)
+def test_configurations_that_contradict_themselves_are_told_apart(checkpoints, family, change, message):
+    folder, _, _ = checkpoints(family)
+    with pytest.raises((CorruptedFile, InvalidArgument), match=message):
+        families.from_hf(json.loads((folder / "config.json").read_text()) | change)
+
+
 def test_a_decoder_that_is_no_longer_of_its_family_is_not_saved_as_one(checkpoints):
     _, _, decoder = checkpoints("qwen3")
     with pytest.raises(UnsupportedModel, match="differs from qwen3 models"):
         families.to_hf(replace(decoder.config, logit_softcap=3.0))
+
+
+def test_layers_that_share_keys_may_have_unused_ones_in_the_file(checkpoints, tmp_path):
+    """The files of Gemma 4 hold them, as those of the wrapper with encoders, whose text part is opened."""
+    folder, reference, _ = checkpoints("gemma4_text")
+    tensors = load_file(folder / "model.safetensors")
+    named = {name.replace("model.", "model.language_model.", 1): value for name, value in tensors.items()}
+    unused = {f"model.language_model.layers.3.self_attn.{name}.weight": torch.ones(1) for name in ("k_proj", "v_norm")}
+    save_file(named | unused | {"model.embed_vision.proj.weight": torch.ones(1)}, tmp_path / "model.safetensors")
+    text = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma4", "text_config": text}))
+    headers = read_headers(resolve(tmp_path))
+    assert headers.module.config == families.from_hf(text)
+    torch.testing.assert_close(headers.tensor("norm.weight", torch.float32), reference.model.norm.weight.data)
+
+
+def test_layers_that_predict_further_tokens_are_not_read(checkpoints, tmp_path):
+    folder, _, _ = checkpoints("deepseek_v3")
+    tensors = load_file(folder / "model.safetensors") | {"model.layers.4.eh_proj.weight": torch.ones(1)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    assert len(read_headers(resolve(tmp_path)).module.layers) == 4
+    save_file(tensors | {"model.layers.3.eh_proj.weight": torch.ones(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(CorruptedFile, match=r"'layers.3.eh_proj.weight' is not expected"):
+        read_headers(resolve(tmp_path))
 
 
 def test_random_weights_of_every_family_are_finite(checkpoints):

@@ -145,6 +145,7 @@ class DecodeSteps:
         return all(
             replace(layer.attention, window=None, rotary=None, kv_source=None) == AttentionSpec(rotary=None)
             and not layer.feedforward.num_experts
+            and layer.experts is None
             for layer in model.config.layers
         )
 

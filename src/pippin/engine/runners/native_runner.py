@@ -441,6 +441,15 @@ def _not_in_kernels(config: DecoderConfig) -> list[str]:
         "attention sinks": any(layer.attention.sinks for layer in config.layers),
         "latent attention": any(layer.attention.latent is not None for layer in config.layers),
         "queries scaled by position": any(layer.attention.position_scale is not None for layer in config.layers),
+        "heads of different layers that differ": any(
+            layer.attention.num_key_value_heads or layer.attention.head_dim for layer in config.layers
+        ),
+        "norms of values, or keys as values": any(
+            layer.attention.value_norm or layer.attention.keys_are_values for layer in config.layers
+        ),
+        "experts beside dense layers": any(layer.experts is not None for layer in config.layers),
+        "inputs of each layer": bool(config.per_layer_size),
+        "scaled layers": config.layer_scalar,
         "normalized embeddings": config.embedding_norm,
         "bias of the output matrix": config.head_bias,
         "feed-forward layers with biases": any(spec.bias for spec in inner),

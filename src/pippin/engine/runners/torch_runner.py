@@ -194,7 +194,12 @@ class TorchRunner:
             )
         cache = PagedPass(store, inputs, model.dtype)
         x = decoder.forward_layers(
-            self._first_input(inputs, layers[0], cache), cache, layers=layers, adapters=adapters, selection=selection
+            self._first_input(inputs, layers[0], cache),
+            cache,
+            layers=layers,
+            adapters=adapters,
+            selection=selection,
+            per_layer=self._per_layer_inputs(inputs),
         )
         if keep_residual:
             for model_input, (start, end) in zip(inputs, pairwise(starts), strict=True):
@@ -212,12 +217,22 @@ class TorchRunner:
         """Input of the first layer of a pass, (1, tokens, width)."""
         model = self.model
         if first == 0:
-            ids = torch.tensor(
-                [[token for model_input in inputs for token in model_input.token_ids]], device=model.device
-            )
-            return model.module.embed(ids, cache.positions)
+            return model.module.embed(_ids(inputs, model.device), cache.positions)
         parts = [model_input.residual for model_input in inputs if model_input.residual is not None]
         return torch.cat(parts).to(model.device, model.dtype)[None]
+
+    def _per_layer_inputs(self, inputs: Sequence[ModelInput]) -> Tensor | None:
+        """Inputs of all layers beside the hidden states, in decoders that have them."""
+        module = self.model.module
+        if not self.model.config.per_layer_size:
+            return None
+        ids = _ids(inputs, self.model.device)
+        return module.per_layer_inputs(ids, module.embed(ids))
+
+
+def _ids(inputs: Sequence[ModelInput], device: torch.device) -> Tensor:
+    """The new tokens of all sequences, (1, tokens)."""
+    return torch.tensor([[token for model_input in inputs for token in model_input.token_ids]], device=device)
 
 
 def _wants_residual(model_input: ModelInput) -> bool:

@@ -24,6 +24,7 @@ from pippin.language.families import (
     ernie,
     exaone4,
     gemma,
+    gemma4,
     glm,
     gpt2,
     gpt_neox,
@@ -62,6 +63,7 @@ FAMILIES: dict[str, Family] = {
         gemma.GEMMA,
         gemma.GEMMA2,
         gemma.GEMMA3,
+        gemma4.GEMMA4,
         apertus.APERTUS,
         arcee.ARCEE,
         cohere.COHERE,
@@ -99,7 +101,7 @@ FAMILIES: dict[str, Family] = {
     )
 }
 """The families by their model type."""
-WRAPPERS = {"gemma3": "gemma3_text", "mistral3": "mistral"}
+WRAPPERS = {"gemma3": "gemma3_text", "gemma4": "gemma4_text", "mistral3": "mistral"}
 """Multimodal models, whose text part is the decoder, with its model type where the file does not say it."""
 KV_SHARED = "pippin_kv_shared"
 """The model type of decoders with KV-sharing layers; ``base_model_type`` is their family."""
@@ -165,7 +167,7 @@ def _fields(config: DecoderConfig) -> dict[str, Any]:
         own: dict[str, Any] = {"model_type": RECURRENT, "architectures": [], "base_model_type": config.family}
         return base | own | {"recurrent": specs}
     sources = [layer.attention.kv_source for layer in config.layers]
-    if any(source is not None for source in sources):
+    if any(source is not None for source in sources) and not FAMILIES[config.family].shares_kv:
         base = _fields(config.with_kv_sources([None] * len(sources)))
         own = {"model_type": KV_SHARED, "architectures": [], "base_model_type": config.family, "kv_sources": sources}
         return base | own

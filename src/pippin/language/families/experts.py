@@ -50,17 +50,27 @@ def expert_rules(
         found = [TensorRule(router, ("mlp.gate",))]
         for part, stored in names.items():
             found += [TensorRule(stored.format(index), (f"mlp.experts.{index}.{part}",)) for index in range(count)]
-        # (experts, gate rows and up rows, width) and (experts, width, inner size)
-        gate_up = stacked(
-            fused[0],
-            gates_and_ups(count),
-            lambda tensor, at: tensor[at // 2].chunk(2)[at % 2],
-            lambda parts: torch.stack([torch.cat(pair) for pair in zip(parts[0::2], parts[1::2], strict=True)]),
-        )
-        down = stacked(fused[1], downs(count), lambda tensor, at: tensor[at], torch.stack)
-        return [*found, gate_up, down]
+        return [*found, *fused_experts(fused, count)]
 
     return rules
+
+
+def fused_experts(stored: tuple[str, str] | str, count: int, room: str = "mlp.experts") -> list[TensorRule]:
+    """Rules of all experts in two tensors, (experts, gate and up rows, width) and (experts, width, inner size).
+
+    Args:
+        stored: names of both; or of what they are in.
+        count: number of experts.
+        room: Pippin's name of what the experts are in.
+    """
+    names = stored if isinstance(stored, tuple) else (f"{stored}.gate_up_proj", f"{stored}.down_proj")
+    gate_up = stacked(
+        names[0],
+        gates_and_ups(count, room),
+        lambda tensor, at: tensor[at // 2].chunk(2)[at % 2],
+        lambda parts: torch.stack([torch.cat(pair) for pair in zip(parts[0::2], parts[1::2], strict=True)]),
+    )
+    return [gate_up, stacked(names[1], downs(count, room), lambda tensor, at: tensor[at], torch.stack)]
 
 
 _MATRICES = ("gate_proj", "up_proj", "down_proj")
@@ -71,14 +81,14 @@ def most_experts(config: DecoderConfig) -> int:
     return max(layer.feedforward.num_experts for layer in config.layers)
 
 
-def gates_and_ups(count: int) -> tuple[str, ...]:
+def gates_and_ups(count: int, room: str = "mlp.experts") -> tuple[str, ...]:
     """Pippin's names of the gate and up matrices of all experts, one expert after the other."""
-    return tuple(f"mlp.experts.{index}.{part}" for index in range(count) for part in _MATRICES[:2])
+    return tuple(f"{room}.{index}.{part}" for index in range(count) for part in _MATRICES[:2])
 
 
-def downs(count: int) -> tuple[str, ...]:
+def downs(count: int, room: str = "mlp.experts") -> tuple[str, ...]:
     """Pippin's names of the down matrices of all experts."""
-    return tuple(f"mlp.experts.{index}.down_proj" for index in range(count))
+    return tuple(f"{room}.{index}.down_proj" for index in range(count))
 
 
 def stacked(

@@ -82,6 +82,7 @@ class Family:
         prefix: what all stored names but that of the output matrix begin with.
         layers: the stored name of "layers".
         eps: the stored name of the epsilon of norms.
+        shares_kv: whether layers may read the keys and values of others in this family's own format.
         predicts_more: whether files may hold layers after the last that predict further tokens; they are not read.
     """
 
@@ -93,6 +94,7 @@ class Family:
     prefix: str = "model."
     layers: str = "layers"
     eps: str = "rms_norm_eps"
+    shares_kv: bool = False
     predicts_more: bool = False
 
 
@@ -109,6 +111,7 @@ def read_decoder(
     local: Callable[[int], bool] | None = None,
     softcap: float | None = None,
     attention: AttentionSpec | None = None,
+    layer: Callable[[int], LayerSpec] | None = None,
     tied: bool = False,
     **fields: Any,
 ) -> DecoderConfig:
@@ -123,6 +126,7 @@ def read_decoder(
         local: whether a layer attends within the window; None to read ``layer_types``.
         softcap: bound of attention scores.
         attention: what else the attention of every layer has; window and rotary encoding are those of the layer.
+        layer: each layer as a whole, in place of the five above.
         tied: whether embedding and output matrix are one where the file does not say so.
         fields: further fields of the `DecoderConfig`.
     """
@@ -137,7 +141,7 @@ def read_decoder(
             return local(index)
         return kinds is not None and kinds[index] == "sliding_attention"
 
-    def layer(index: int) -> LayerSpec:
+    def usual(index: int) -> LayerSpec:
         here = is_local(index)
         turning = read_rotary(config, here) if rotary is None else rotary(index, here)
         inner = feedforward(index) if callable(feedforward) else feedforward
@@ -150,7 +154,7 @@ def read_decoder(
         family=family,
         vocab_size=config["vocab_size"],
         hidden_size=width,
-        layers=tuple(layer(index) for index in range(config["num_hidden_layers"])),
+        layers=tuple((layer or usual)(index) for index in range(config["num_hidden_layers"])),
         num_attention_heads=heads,
         num_key_value_heads=config.get("num_key_value_heads") or heads,
         head_dim=head_dim,

@@ -58,7 +58,9 @@ def bounded(config: DecoderConfig) -> DecoderConfig:
     """
     for name, most in _MAX_SIZES.items():
         check_size(name, getattr(config, name), most)
-    for spec in {layer.feedforward for layer in config.layers}:
+    inner = [layer.feedforward for layer in config.layers]
+    inner += [layer.experts for layer in config.layers if layer.experts is not None]
+    for spec in set(inner):
         check_size("intermediate_size", spec.intermediate_size, _MAX_INTERMEDIATE_SIZE)
         if spec.num_experts:
             check_size("num_experts", spec.num_experts, MAX_EXPERTS)
@@ -75,7 +77,7 @@ def bounded(config: DecoderConfig) -> DecoderConfig:
                 )
         if spec.shared_intermediate_size:
             check_size("shared_expert_intermediate_size", spec.shared_intermediate_size, _MAX_INTERMEDIATE_SIZE)
-    experts = sum(layer.feedforward.num_experts for layer in config.layers)
+    experts = sum(spec.num_experts for spec in inner)
     check_size("num_experts in all layers", 1 + experts, MAX_EXPERTS)
     for attention in {layer.attention for layer in config.layers}:
         if attention.window is not None:
@@ -90,6 +92,7 @@ def bounded(config: DecoderConfig) -> DecoderConfig:
             for name, value in (("rope_theta", rotary.theta), ("factor", rotary.factor)):
                 if not isinstance(value, int | float) or not 0 < value < math.inf:
                     raise ValueError(f"{name} must be positive and finite, got {value!r:.40}")
-            if rotary.dims is not None and not (0 < rotary.dims <= config.head_dim and rotary.dims % 2 == 0):
-                raise ValueError(f"{rotary.dims} of {config.head_dim} dimensions of a head cannot be rotated")
+            width = config.rotary_dim(attention)
+            if rotary.dims is not None and not (0 < rotary.dims <= width and rotary.dims % 2 == 0):
+                raise ValueError(f"{rotary.dims} of {width} dimensions of a head cannot be rotated")
     return config

@@ -54,10 +54,9 @@ class TensorSource:
 
 def without_prefix(name: str, family: Family | None = None) -> str:
     """A stored name without the prefix of its family or of a wrapper; names of Pippin's own layers stay."""
-    for prefix in PREFIXES if family is None else (family.prefix, *PREFIXES):
-        if prefix and name.startswith(prefix):
-            return name.removeprefix(prefix)
-    return name
+    prefixes = PREFIXES if family is None else (family.prefix, *PREFIXES)
+    longest = max((prefix for prefix in prefixes if name.startswith(prefix)), key=len, default="")
+    return name.removeprefix(longest)
 
 
 class TensorSources:
@@ -84,7 +83,8 @@ class TensorSources:
             for rule, index in self._rules.get(stem, ())
             if leaf in rule.leaves
         ]
-        return found or [TensorSource(name if layer is None else f"{there}{stem}.{leaf}")]
+        same_name = f"{stem}.{leaf}" if stem else leaf
+        return found or [TensorSource(name if layer is None else f"{there}{same_name}")]
 
 
 def locate(
@@ -208,11 +208,13 @@ def _split(name: str) -> tuple[str | None, str, str]:
 
     >>> _split("layers.3.mlp.up_proj.weight")
     ('3', 'mlp.up_proj', 'weight')
+    >>> _split("layers.3.layer_scalar")
+    ('3', '', 'layer_scalar')
     >>> _split("embed_tokens.weight")
     (None, 'embed_tokens', 'weight')
     """
     stem, _, leaf = name.rpartition(".")
     if not stem.startswith("layers."):
         return None, stem, leaf
-    _, layer, stem = stem.split(".", 2)
+    _, layer, stem = (*stem.split(".", 2), "")[:3]
     return layer, stem, leaf

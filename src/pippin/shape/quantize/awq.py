@@ -175,8 +175,9 @@ def folds_of(module: Decoder, index: int) -> list[Fold]:
         folds = [Fold("input_layernorm", tuple(into_attention)), Fold(before, into_mlp, exact_readers=exact)]
     # a norm after a part reads nothing that could be scaled, and layer norms have biases or no weights
     folds = [] if config.residual == "post" else [f for f in folds if isinstance(getattr(layer, f.source), RMSNorm)]
-    if own and index not in shared and isinstance(attention, Attention):
-        heads = (config.num_key_value_heads, config.num_attention_heads // config.num_key_value_heads, config.head_dim)
+    plain = isinstance(attention, Attention) and not (attention.spec.value_norm or attention.spec.keys_are_values)
+    if own and index not in shared and plain:
+        heads = (attention.kv_heads, attention.heads // attention.kv_heads, attention.head_dim)
         folds.append(Fold("self_attn.v_proj", ("self_attn.o_proj",), heads=heads))
     if mlp.spec.limit is None:
         folds += [Fold(f"{name}.up_proj", (f"{name}.down_proj",)) for name in _dense_parts(mlp) if mlp.spec.gated]
