@@ -133,6 +133,40 @@ def test_queries_grow_with_their_position_beyond_the_trained_context():
         torch.testing.assert_close(found[:, at], row[:, at], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize(("heads", "size"), [(1, 8), (2, 8), (1, 4), (4, 4)])
+def test_heads_of_a_layers_own_are_stored_as_those_of_the_cache(heads, size):
+    """The cache stores 4 heads of 4; outputs are those of a layer whose cache stores its own heads."""
+
+    def make(spec, kv_heads, head_dim):
+        layer = Attention(
+            spec, hidden_size=12, num_attention_heads=4, num_key_value_heads=kv_heads, head_dim=head_dim, qk_norm="head"
+        ).double()
+        for seed, weight in enumerate(layer.requires_grad_(False).parameters()):
+            weight.copy_(normal(*weight.shape, seed=seed))
+        return layer
+
+    own = make(AttentionSpec(num_key_value_heads=heads, head_dim=size), 4, 4)
+    plain = make(AttentionSpec(), heads, size)
+    x = normal(1, 7, 12, seed=9)
+    expected, _ = plain(x, LayerContext(NoCache()))
+    found, (keys, values, _) = own(x, LayerContext(NoCache()))
+    torch.testing.assert_close(found, expected)
+    assert keys.shape == values.shape == (1, 4, 7, 4)
+    together, _ = own(x, LayerContext(PackedDocuments([3, 4])))
+    torch.testing.assert_close(together[:, :3], expected[:, :3])
+
+
+def test_normalized_values_are_those_of_the_key_projection_before_its_norm():
+    layer = random_layer(AttentionSpec(keys_are_values=True, value_norm=True), qk_norm="head")
+    assert {name for name, _ in layer.named_parameters()} == (PROJECTIONS | {"q_norm.weight", "k_norm.weight"}) - {
+        "v_proj.weight"
+    }
+    x = normal(1, 7, 12, seed=9)
+    _, (_, values, _) = layer(x, LayerContext(NoCache()))
+    raw = F.linear(x, layer.k_proj.weight).unflatten(-1, (2, 4)).transpose(1, 2)
+    torch.testing.assert_close(values, raw / (raw.square().mean(-1, keepdim=True) + 1e-6).sqrt())
+
+
 def test_a_layer_that_reads_anothers_keys_has_projections_for_queries_and_output_only():
     reader = random_layer(AttentionSpec(kv_source=0), qk_norm="head")
     assert {name for name, _ in reader.named_parameters()} == {"q_proj.weight", "o_proj.weight", "q_norm.weight"}

@@ -237,6 +237,7 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: DecoderConfig, spec: LayerSpec) -> None:
         super().__init__()
         self.recurrent: Recurrent | None = None
+        self.self_attn: Attention | LatentAttention
         if spec.recurrent is not None:
             self.recurrent = Recurrent(spec.recurrent, config.hidden_size, eps=config.rms_norm_eps)
         elif spec.attention.latent is not None:

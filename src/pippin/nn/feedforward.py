@@ -149,6 +149,7 @@ class Router(Linear):
         self.spec = spec
         # a buffer: balancing moves it, not a gradient
         bias = torch.zeros(spec.num_experts) if spec.router.choice_bias else None
+        self.e_score_correction_bias: Tensor | None
         self.register_buffer("e_score_correction_bias", bias)
         if spec.router.scaled:
             self.scale = nn.Parameter(torch.ones(width))

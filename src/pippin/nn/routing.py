@@ -89,7 +89,8 @@ def _within_groups(choice: Tensor, spec: RouterSpec) -> Tensor:
     kept = torch.zeros_like(best, dtype=torch.bool).scatter_(
         -1, best.topk(spec.num_chosen_groups, -1).indices, value=True
     )
-    return grouped.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
+    masked: Tensor = grouped.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
+    return masked
 
 
 def sparsemixer(

@@ -26,6 +26,7 @@ from pippin.core.errors import AdapterMismatch, InvalidArgument, NotEnoughMemory
 from pippin.engine.model_runner import BLOCK_SIZE, KVCacheDtype, KVCacheDtypeChoice, ModelInput
 from pippin.language.decoder import Decoder, DecoderConfig, DecoderLayer
 from pippin.language.language_model import LanguageModel
+from pippin.nn.attention import Attention
 from pippin.nn.embedding import TokenEmbedding
 from pippin.nn.feedforward import FeedForward, MixtureOfExperts
 from pippin.nn.linear import Linear
@@ -357,6 +358,7 @@ class _NativeDecoder:
     def _fill(self, to: native.Layer, layer: DecoderLayer) -> None:
         """Describe a layer, except for its rotary tables."""
         attention, spec = layer.self_attn, layer.self_attn.spec
+        assert isinstance(attention, Attention)
         if attention.qkv_proj is not None:
             raise InvalidArgument(
                 "the layers of this decoder were fused for torch, which the native kernels cannot read"
@@ -364,6 +366,7 @@ class _NativeDecoder:
         to.q, to.q_bias = self._linear(attention.q_proj)
         to.output, to.output_bias = self._linear(attention.o_proj)
         if spec.kv_source is None:
+            assert attention.v_proj is not None
             to.k, to.k_bias = self._linear(attention.k_proj)
             to.v, to.v_bias = self._linear(attention.v_proj)
         to.source, to.window = -1 if spec.kv_source is None else spec.kv_source, spec.window or 0
@@ -493,6 +496,7 @@ def _changeable(module: Decoder) -> Iterator[Linear | None]:
     for layer in module.layers:
         assert isinstance(layer, DecoderLayer)
         attention, mlp = layer.self_attn, layer.mlp
+        assert isinstance(attention, Attention)
         own = attention.spec.kv_source is None
         yield attention.q_proj
         yield attention.k_proj if own else None
