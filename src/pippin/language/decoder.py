@@ -379,7 +379,11 @@ class Decoder(nn.Module):
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=config.head_bias)
         self.tie_weights()
         self._sources = {spec.attention.kv_source for spec in config.layers}
-        self._rotaries = {(spec.attention.rotary, config.rotary_dim(spec.attention)) for spec in config.layers}
+        self._rotaries = {
+            (spec.attention.rotary, config.rotary_dim(spec.attention))
+            for spec in config.layers
+            if spec.attention.rotary
+        }
         self._tables: dict[tuple[Rotary, int], tuple[Tensor, Tensor]] = {}
         self._scaled_by_position = any(spec.attention.position_scale is not None for spec in config.layers)
 
@@ -545,8 +549,6 @@ class Decoder(nn.Module):
             positions = (torch.arange(start, start + new, device=device) - padding[:, None]).clamp(min=0)
         cos_sin: dict[tuple[Rotary, int], tuple[Tensor, Tensor]] = {}
         for rotary, width in self._rotaries:
-            if rotary is None:
-                continue
             cos, sin = self._table(rotary, width, start + new, dtype, device)
             if positions is None:
                 cos_sin[rotary, width] = (cos[start : start + new], sin[start : start + new])
@@ -568,6 +570,11 @@ class Decoder(nn.Module):
                 cos, sin = (table.to(dtype) for table in tables)
             self._tables[rotary, width] = (cos, sin)
         return cos, sin
+
+    def ensure_tables(self, length: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Compute the cosine and sine tables of at least ``length`` positions."""
+        for rotary, width in self._rotaries:
+            self._table(rotary, width, length, dtype, device)
 
     def rotary_tables(self) -> list[tuple[Tensor, Tensor]]:
         """The cosine and sine tables in use; a longer sequence replaces them by longer ones."""

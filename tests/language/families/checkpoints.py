@@ -93,6 +93,15 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
         "attention_bias": True,
     },
+    "dots1": {
+        **_HEADS,
+        **_SHARED,
+        **_LOCAL,
+        "first_k_dense_replace": 1,
+        "max_window_layers": 2,
+        "attention_bias": True,
+    },
+    "glm4_moe_lite": {**_LATENT, **_SHARED, "routed_scaling_factor": 1.8},
     "ernie4_5_moe": {
         **_HEADS,
         "moe_num_experts": 6,

@@ -70,6 +70,8 @@ FAMILIES: dict[str, Family] = {
         cohere.COHERE2,
         deepseek.DEEPSEEK_V2,
         deepseek.DEEPSEEK_V3,
+        deepseek.DOTS1,
+        deepseek.GLM4_MOE_LITE,
         ernie.ERNIE4_5,
         ernie.ERNIE4_5_MOE,
         exaone4.EXAONE4,

@@ -1,9 +1,10 @@
-"""DeepSeek 2 and 3: latent attention, experts in groups, shared experts, and dense layers first.
+"""DeepSeek 2 and 3: latent attention, experts in groups, shared experts, and dense layers first; and what follows them.
 
 Notable here:
 - rotated dimensions of queries and of the shared key are stored as interleaved pairs
 - DeepSeek 3 scores experts by sigmoids, and a bias that balances their load moves the choice, not the weights
 - layers after the last predict further tokens; they are not read
+- GLM-4.7-Flash (glm4_moe_lite) is DeepSeek 3; dots.llm1 has its experts, with attention as in Qwen 3
 
 Source: DeepSeek-V2, arXiv:2405.04434; DeepSeek-V3, arXiv:2412.19437.
 """
@@ -24,6 +25,7 @@ from pippin.language.families.family import (
     Fields,
     TensorRule,
     activation_of,
+    layer_types,
     pair_order,
     read_decoder,
     read_rotary,
@@ -50,6 +52,37 @@ def _v3(config: Fields) -> DecoderConfig:
     if not config.get("rope_interleave", True):
         raise UnsupportedModel("rope_interleave=False is not supported for the deepseek_v3 family")
     return _latent("deepseek_v3", config, expert_layers(config, balanced_router(config)))
+
+
+def _glm_lite(config: Fields) -> DecoderConfig:
+    refuse("glm4_moe_lite", config, "mlp_bias")
+    if not config.get("rope_interleave", True):
+        raise UnsupportedModel("rope_interleave=False is not supported for the glm4_moe_lite family")
+    kinds = config.get("mlp_layer_types") or ["dense", *["sparse"] * (config["num_hidden_layers"] - 1)]
+    fields = {**config, "first_k_dense_replace": kinds.count("dense")}
+    if "sparse" in kinds[: kinds.count("dense")]:
+        raise UnsupportedModel("mlp_layer_types with dense layers after sparse ones is not supported")
+    return _latent("glm4_moe_lite", fields, expert_layers(fields, balanced_router(config)))
+
+
+def _dots1(config: Fields) -> DecoderConfig:
+    bias = bool(config.get("attention_bias"))
+    return read_decoder(
+        "dots1",
+        config,
+        feedforward=expert_layers(config, balanced_router(config), normalized=config.get("norm_topk_prob", False)),
+        qk_norm="head",
+        qkv_bias=bias,
+        output_bias=bias,
+    )
+
+
+def _write_dots1(config: DecoderConfig) -> dict[str, Any]:
+    return {**write_experts(config), "attention_bias": config.qkv_bias, "layer_types": layer_types(config)}
+
+
+def _dots1_rules(config: DecoderConfig) -> list[TensorRule]:
+    return [*expert_rules()(config), *shared_expert()]
 
 
 def balanced_router(config: Fields) -> RouterSpec:
@@ -149,8 +182,10 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
         "head_dim": latent.rotated_dim,
         "attention_bias": latent.bias,
     }
-    if config.family == "deepseek_v3":
-        return fields | {"rope_interleave": True}
+    if config.family != "deepseek_v2":
+        first = fields["first_k_dense_replace"]
+        kinds = ["dense"] * first + ["sparse"] * (len(config.layers) - first)
+        return fields | {"rope_interleave": True, "mlp_layer_types": kinds}
     grouped = fields["topk_group"] < fields["n_group"]
     return fields | {"topk_method": "group_limited_greedy" if grouped else "greedy"}
 
@@ -188,3 +223,5 @@ def _last_interleaved(name: str, period: int, kept: int) -> TensorRule:
 
 DEEPSEEK_V2 = Family("deepseek_v2", "DeepseekV2ForCausalLM", _v2, _write, _rules, predicts_more=True)
 DEEPSEEK_V3 = Family("deepseek_v3", "DeepseekV3ForCausalLM", _v3, _write, _rules, predicts_more=True)
+GLM4_MOE_LITE = Family("glm4_moe_lite", "Glm4MoeLiteForCausalLM", _glm_lite, _write, _rules, predicts_more=True)
+DOTS1 = Family("dots1", "Dots1ForCausalLM", _dots1, _write_dots1, _dots1_rules)

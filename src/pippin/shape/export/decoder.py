@@ -57,9 +57,7 @@ def capture_decoder(
         )
     if context > decoder.config.max_position_embeddings:
         raise InvalidArgument(f"context must be at most {decoder.config.max_position_embeddings}, got {context}")
-    for rotary in {spec.attention.rotary for spec in decoder.config.layers} - {None}:
-        assert rotary is not None
-        decoder._table(rotary, context, decoder.embed_tokens.dtype, decoder.embed_tokens.device)
+    decoder.ensure_tables(context, decoder.embed_tokens.dtype, decoder.embed_tokens.device)
     rows, vocabulary = SizeRange("batch", 1, max_batch_size), decoder.config.vocab_size
     length, past = SizeRange("length", 2, context), SizeRange("past", 1, context - 1)
     # the example spans the vocabulary, so that inputs sampled from its range do too

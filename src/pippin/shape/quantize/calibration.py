@@ -150,6 +150,10 @@ class LayerwiseCalibration:
         device = module.embed_tokens.device
         with torch.no_grad():
             self.states = [module.embed(rows.to(device)) for rows in ids.split(batch_size)]
+            self._inputs = [
+                module.per_layer_inputs(rows.to(device), x)
+                for rows, x in zip(ids.split(batch_size), self.states, strict=True)
+            ]
         sources = {spec.attention.kv_source for spec in module.config.layers} - {None}
         self._caches = [_SourceCache({source for source in sources if source is not None}) for _ in self.states]
 
@@ -167,8 +171,9 @@ class LayerwiseCalibration:
     @torch.no_grad()
     def advance(self, index: int) -> None:
         """Compute the hidden states after one layer."""
-        for number, (x, cache) in enumerate(zip(self.states, self._caches, strict=True)):
-            self.states[number] = self.module.forward_layers(x, cache, layers=range(index, index + 1))
+        for number, (x, cache, own) in enumerate(zip(self.states, self._caches, self._inputs, strict=True)):
+            one = range(index, index + 1)
+            self.states[number] = self.module.forward_layers(x, cache, layers=one, per_layer=own)
 
     @torch.no_grad()
     def moments(self, index: int, names: Sequence[str]) -> dict[str, Float[Tensor, "inputs inputs"]]:
@@ -184,10 +189,10 @@ class LayerwiseCalibration:
         layer = self.module.layers[index]
         sums = _Sums({name: layer.get_submodule(name) for name in names})
         try:
-            for x, cache in zip(self.states, self._caches, strict=True):
+            for x, cache, own in zip(self.states, self._caches, self._inputs, strict=True):
                 sums.begin()
                 with suppress(_AllSeen):
-                    self.module.forward_layers(x, cache, layers=range(index, index + 1))
+                    self.module.forward_layers(x, cache, layers=range(index, index + 1), per_layer=own)
         finally:
             sums.close()
         return sums.means()
