@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from transformers.modeling_rope_utils import _compute_longrope_parameters
 
 import pippin
 from pippin.core.errors import CorruptedFile, InvalidArgument, UnsupportedModel
@@ -183,6 +184,31 @@ def test_long_context_phi_is_opened_with_its_short_table(tmp_path, model_type):
     assert decoder.config.max_position_embeddings == 64
     with torch.inference_mode():
         torch.testing.assert_close(decoder(IDS), reference(IDS).logits, **CLOSE)
+    assert families.from_hf(families.to_hf(decoder.config)) == decoder.config
+    assert families.to_hf(decoder.config)["max_position_embeddings"] == SMALL["max_position_embeddings"]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("model_type", ["phi3", "phimoe"])
+def test_long_context_phi_reads_long_texts_with_its_long_table(tmp_path, tiny, model_type):
+    scaling = {"rope_type": "longrope", "short_factor": [1.5] * 8, "long_factor": [4.0] * 8, "rope_theta": 10_000.0}
+    scaling["original_max_position_embeddings"] = 24
+    if model_type == "phimoe":
+        scaling |= {"short_mscale": 1.2, "long_mscale": 1.3}
+    first = tmp_path / "first"
+    reference = save_random(model_type, first, rope_parameters=scaling, original_max_position_embeddings=24)
+    if model_type == "phimoe":  # transformers always takes the short divisors there, with the long multiplier
+        reference.model.rotary_emb.rope_init_fn = lambda config: _compute_longrope_parameters(config, seq_len=25)
+    short = read(first)
+    LanguageModel("small", short, tiny.tokenizer, None).save(tmp_path / "saved")
+    model = pippin.load(tmp_path / "saved", device="cpu", dtype="float32", transform=families.long_context)
+    assert model.context_size == SMALL["max_position_embeddings"]
+    runner = TorchRunner(model, 4, "float32")
+    (logits,) = runner.forward([ModelInput(IDS[0].tolist(), 0, [0, 1, 2], range(40))])
+    torch.testing.assert_close(logits, reference(IDS[:1]).logits[0], **CLOSE)
+    assert (short(IDS[:1])[0] - logits).abs().max() > 0.01
+    with pytest.raises(InvalidArgument, match="has no table of rotary divisors for a longer context"):
+        families.long_context(model.config)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from .gguf import (
     gguf_name as gguf_name,
     gguf_tensor as gguf_tensor,
 )
+from .phi import long_context as long_context
 from .tensor_names import (
     locate as locate,
     parts_of as parts_of,

@@ -3,18 +3,21 @@
 Notable here:
 - Phi-3.5-MoE has layer norms, and weighs each expert among those that are nearly as good (SparseMixer)
 - the long-context variants have two tables of divisors, one for short and one for long sequences; keys of one cannot be
-  read with the other, so a model is opened with the short table and for the context that it is for
+  read with the other, so a model is opened with the short table and for the context that it is for, or by
+  `long_context` with the long one
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pippin.language.decoder import DecoderConfig
+from pippin.core.errors import InvalidArgument
+from pippin.language.decoder import DecoderConfig, LayerSpec
 from pippin.language.families.family import (
     Family,
     Fields,
@@ -81,12 +84,40 @@ def _long_rotary(config: Fields) -> Rotary | None:
         attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     return Rotary(
         base.theta,
+        factor=config["max_position_embeddings"] / original,
         original_max_position_embeddings=original,
         attention_factor=attention,
         divisors=tuple(scaling["short_factor"]),
         long_divisors=tuple(scaling["long_factor"]),
         long_attention_factor=scaling.get("long_mscale"),
         dims=base.dims,
+    )
+
+
+def long_context(config: DecoderConfig) -> DecoderConfig:
+    """The config of a long-context Phi for its whole context: a ``transform`` of `pippin.load`.
+
+    Its long table then serves sequences of every length. Short ones are computed a little worse with it than with the
+    short table, which is what a model is opened with otherwise.
+
+    Raises:
+        InvalidArgument: a decoder without a long table.
+    """
+
+    def long(layer: LayerSpec) -> LayerSpec:
+        rotary = layer.attention.rotary
+        if rotary is None or rotary.long_divisors is None:
+            raise InvalidArgument(f"this {config.family} model has no table of rotary divisors for a longer context")
+        factor = rotary.attention_factor if rotary.long_attention_factor is None else rotary.long_attention_factor
+        plain = Rotary(rotary.theta, divisors=rotary.long_divisors, attention_factor=factor, dims=rotary.dims)
+        return replace(layer, attention=replace(layer.attention, rotary=plain))
+
+    rotary = config.layers[0].attention.rotary
+    factor = 1.0 if rotary is None else rotary.factor
+    return replace(
+        config,
+        layers=tuple(long(layer) for layer in config.layers),
+        max_position_embeddings=round(config.max_position_embeddings * factor),
     )
 
 
@@ -98,7 +129,7 @@ def _of_short_table(config: Fields, rotary: Rotary) -> dict[str, Any]:
 def _write_long(config: DecoderConfig) -> dict[str, Any]:
     """The fields of positions."""
     rotary = config.layers[0].attention.rotary
-    original = {"original_max_position_embeddings": config.max_position_embeddings}
+    original: dict[str, Any] = {"original_max_position_embeddings": config.max_position_embeddings}
     if rotary is None or rotary.long_divisors is None or rotary.divisors is None:
         return original
     scaling = {
@@ -114,7 +145,8 @@ def _write_long(config: DecoderConfig) -> dict[str, Any]:
         scaling["attention_factor"] = rotary.attention_factor
     else:
         scaling |= {"short_mscale": rotary.attention_factor, "long_mscale": rotary.long_attention_factor}
-    return {"rope_scaling": None, "rope_parameters": scaling, **original}
+    whole = {"max_position_embeddings": round(config.max_position_embeddings * rotary.factor)}
+    return {"rope_scaling": None, "rope_parameters": scaling, **original, **whole}
 
 
 def _write_phimoe(config: DecoderConfig) -> dict[str, Any]:
