@@ -215,7 +215,7 @@ def test_no_tokens_is_an_error():
     ("config", "message"),
     [
         ({"model_type": "mamba2"}, "model_type 'mamba2' is not supported"),
-        (SMALL | {"model_type": "llama", "hidden_act": "xielu"}, "activation 'xielu' is not supported"),
+        (SMALL | {"model_type": "llama", "hidden_act": "snake"}, "activation 'snake' is not supported"),
         (SMALL | {"model_type": "llama", "rope_scaling": {"rope_type": "longrope"}}, "rope type 'longrope'"),
     ],
 )
