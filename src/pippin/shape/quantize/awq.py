@@ -175,8 +175,8 @@ def folds_of(module: Decoder, index: int) -> list[Fold]:
         folds = [Fold("input_layernorm", tuple(into_attention)), Fold(before, into_mlp, exact_readers=exact)]
     # a norm after a part reads nothing that could be scaled, and layer norms have biases or no weights
     folds = [] if config.residual == "post" else [f for f in folds if isinstance(getattr(layer, f.source), RMSNorm)]
-    plain = isinstance(attention, Attention) and not (attention.spec.value_norm or attention.spec.keys_are_values)
-    if own and index not in shared and plain:
+    normed = attention.spec.value_norm or attention.spec.keys_are_values
+    if own and index not in shared and isinstance(attention, Attention) and not normed:
         heads = (attention.kv_heads, attention.heads // attention.kv_heads, attention.head_dim)
         folds.append(Fold("self_attn.v_proj", ("self_attn.o_proj",), heads=heads))
     if mlp.spec.limit is None:
