@@ -5,7 +5,7 @@ import torch
 
 from pippin.core.errors import InvalidArgument
 from pippin.language import Decoder, DecoderConfig, LayerSpec
-from pippin.nn.attention import AttentionSpec
+from pippin.nn.attention import AttentionSpec, LatentSpec
 from pippin.nn.feedforward import FeedForwardSpec
 from pippin.shape.quantize import awq, rtn
 from pippin.shape.quantize.config import QuantizationConfig
@@ -19,6 +19,29 @@ DECODERS = {
     "norms around": {"residual": "pre and post", "qk_norm": "head", "embedding_scale": 2.0},
     "shared keys": {"layers": (PLAIN, LayerSpec(AttentionSpec(kv_source=0), FEED))},
     "experts": {"layers": (LayerSpec(AttentionSpec(), FeedForwardSpec(32, num_experts=3, num_experts_per_tok=2)),) * 2},
+    "a shared expert": {
+        "layers": (
+            LayerSpec(
+                AttentionSpec(), FeedForwardSpec(32, num_experts=3, num_experts_per_tok=2, shared_intermediate_size=64)
+            ),
+        )
+        * 2
+    },
+    "bounded gates": {
+        "layers": (
+            LayerSpec(
+                AttentionSpec(),
+                FeedForwardSpec(32, "gelu_sigmoid", num_experts=3, num_experts_per_tok=2, bias=True, limit=0.5),
+            ),
+        )
+        * 2
+    },
+    "parallel": {"residual": "parallel"},
+    "latent attention": {
+        "layers": (LayerSpec(AttentionSpec(latent=LatentSpec(24, 8, 16, 16, q_rank=32)), FEED),) * 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+    },
     "no gate": {"layers": (LayerSpec(AttentionSpec(), FeedForwardSpec(64, gated=False)),) * 2},
 }
 
