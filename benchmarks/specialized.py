@@ -23,7 +23,7 @@ from _sides import Ours, Side, Transformers, hugging_face_folder, peer_version
 
 from pippin.core.store import store
 
-TASK = "You are a maths tutor. Explain every step."
+TASK = "You are a math teacher. Explain every step."
 STORY = [{"role": "user", "content": "Write a long story about an apple tree."}]
 KEEPS = (1024, 768, 512, 256)
 """Of 1536 channels."""

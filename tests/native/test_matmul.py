@@ -3,7 +3,7 @@
 Notable here:
 - bounds are derived, not tuned: exact activations leave rounding errors of float32 sums alone (`rounding_bound`), any
   others add half a step of their own quantization (`quantization_bound`)
-- results are compared to the bit across tiles, threads and companions, on every instruction set of this machine
+- results are bit-identical across tiles, threads and companions, on every instruction set of this machine
 """
 
 from itertools import pairwise
@@ -205,7 +205,7 @@ def test_a_scale_that_is_not_finite_spoils_its_row_only(kernels):
     assert np.array_equal(bits(np.delete(y, [4, 17], 1)), bits(np.delete(good, [4, 17], 1)))
 
 
-# --- the same to the bit ---------------------------------------------------------------------------------------------
+# --- bit-identical ---------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_token_does_not_depend_on_its_company(kernels, name):
     rng = np.random.default_rng(13)

@@ -15,7 +15,7 @@ from uvicorn.importer import import_from_string
 from pippin.language import LanguageModel
 from pippin.language.adapter_files import save_adapter
 from pippin.serve import logs, ray_app, uvicorn_server
-from pippin.serve.api.errors import failure
+from pippin.serve.api.common.errors import failure
 from pippin.serve.settings import ServerSettings
 
 from .conftest import eventually, start

@@ -98,8 +98,8 @@ def test_a_typed_answer_is_of_its_type(session):
 
 
 def test_a_response_says_what_of_its_schema_was_not_enforced(session):
-    [note] = session.respond("Yes?", generating={"type": "boolean", "colour": "red"}).notes
-    assert note == "#: 'colour' is not a keyword of JSON Schema and is ignored"
+    [note] = session.respond("Yes?", generating={"type": "boolean", "color": "red"}).notes
+    assert note == "#: 'color' is not a keyword of JSON Schema and is ignored"
     assert session.respond("Yes?", generating=bool).notes == session.respond("Hm?").notes == ()
 
 

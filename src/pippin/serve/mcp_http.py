@@ -22,7 +22,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pippin.serve.api.body import check_values
+from pippin.serve.api.common.body import check_values
 
 SESSION: Final = "mcp-session-id"
 _LONGEST: Final = 64 * 1024  # bytes of a message that is looked at here; those that matter are far shorter

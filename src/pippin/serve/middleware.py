@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pippin.core.errors import Overloaded, PippinError
 from pippin.serve import logs
-from pippin.serve.api.errors import failure
+from pippin.serve.api.common.errors import failure
 from pippin.serve.limits import Caller
 from pippin.serve.service import Service
 from pippin.serve.settings import is_local

@@ -24,8 +24,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from pippin.core import device as devices
 from pippin.core.errors import InvalidArgument, MissingDependency, Overloaded
 from pippin.serve import app as whole, logs, uvicorn_server
-from pippin.serve.api import sse
-from pippin.serve.api.errors import failure
+from pippin.serve.api.common import sse
+from pippin.serve.api.common.errors import failure
 from pippin.serve.limits import Caller
 from pippin.serve.service import Service
 from pippin.serve.settings import ServerSettings

@@ -1,4 +1,4 @@
-"""The small extractor against what is known of made scenes: it counts, it tells spoilt images, distances follow."""
+"""The small extractor on synthetic scenes: it counts, it separates degraded images, distances follow."""
 
 import pytest
 import torch

@@ -71,16 +71,16 @@ def test_the_first_message_of_the_user_decides(made):
 
 
 def test_a_small_model_is_made_once_for_a_key(made):
-    maths = made.specialize("You are a maths tutor.", key="maths")
-    assert made.specialize(key="maths") is maths
-    assert made.specialize("You are a maths tutor.", key="maths") is maths
-    other = made.specialize("Write a poem.", key="maths")
-    assert other is made.specialize(key="maths") is not maths
-    made.forget("maths")
-    with pytest.raises(ModelNotFound, match="has no small model 'maths'; cached: none"):
-        made.specialize(key="maths")
-    with pytest.raises(ModelNotFound, match="'maths'"):
-        made.forget("maths")
+    math = made.specialize("You are a math teacher.", key="math")
+    assert made.specialize(key="math") is math
+    assert made.specialize("You are a math teacher.", key="math") is math
+    other = made.specialize("Write a poem.", key="math")
+    assert other is made.specialize(key="math") is not math
+    made.forget("math")
+    with pytest.raises(ModelNotFound, match="has no small model 'math'; cached: none"):
+        made.specialize(key="math")
+    with pytest.raises(ModelNotFound, match="'math'"):
+        made.forget("math")
 
 
 @pytest.mark.parametrize("static", [False, True])

@@ -336,11 +336,11 @@ def test_the_partial_type_of_each_kind():
 
 
 def test_what_is_ignored_is_noted_and_a_strict_schema_refuses_it():
-    noted = {"type": "array", "items": {"type": "boolean"}, "colour": "red", "format": "nothing"}
+    noted = {"type": "array", "items": {"type": "boolean"}, "color": "red", "format": "nothing"}
     ignored, *others = Schema(noted).notes
-    assert ignored == "#: 'colour' is not a keyword of JSON Schema and is ignored"
+    assert ignored == "#: 'color' is not a keyword of JSON Schema and is ignored"
     assert others == [f"a list without maxItems has at most {MAX_ITEMS} items"]
-    with pytest.raises(UnsupportedGuide, match="colour"):
+    with pytest.raises(UnsupportedGuide, match="color"):
         Schema(noted, strict=True)
     assert Schema(bool).notes == Schema(Regex("a+")).notes == ()
 

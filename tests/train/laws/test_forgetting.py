@@ -54,12 +54,12 @@ def test_intervals_hold_the_truth_and_the_total_flatters_the_fit(law):
     assert rows["R2 of the forgetting"] == law.r2_forgetting
 
 
-def test_a_larger_size_is_foretold_from_smaller_ones():
+def test_a_larger_size_is_predicted_from_smaller_ones():
     N, D, p, before, after = runs(0.002, seed=1)
     small = N < 1e7
     found = ForgettingLaw().fit(N[small], D[small], p[small], before[small], after[small], num_resamples=0)
-    foretold = found.predict(N[~small], D[~small], p[~small], before[~small])
-    assert np.mean(np.abs(foretold - after[~small]) / after[~small]) < 0.01
+    predicted = found.predict(N[~small], D[~small], p[~small], before[~small])
+    assert np.mean(np.abs(predicted - after[~small]) / after[~small]) < 0.01
 
 
 def test_a_dose_is_where_the_law_meets_the_tolerance(law):

@@ -160,8 +160,8 @@ def test_the_sparse_law_foretells_sparsities_between_those_of_the_fit():
 
     found = ScalingLaw("sparse").fit(N, D, truth(N, D, S), sparsity=S, num_resamples=0)
     assert found.mae < 2e-3
-    foretold = found.predict(8e8, 5e10, sparsity=0.6)
-    assert float(foretold) == pytest.approx(truth(8e8, 5e10, 0.6), rel=5e-3)
+    predicted = found.predict(8e8, 5e10, sparsity=0.6)
+    assert float(predicted) == pytest.approx(truth(8e8, 5e10, 0.6), rel=5e-3)
     with pytest.raises(InvalidArgument, match="chinchilla"):
         found.optimal(1e20)
     with pytest.raises(InvalidArgument, match="sparsity"):
@@ -170,7 +170,7 @@ def test_the_sparse_law_foretells_sparsities_between_those_of_the_fit():
         ScalingLaw("sparse").fit(N, D, truth(N, D, S), sparsity=S + 0.2)
 
 
-def test_held_out_sizes_are_foretold():
+def test_held_out_sizes_are_predicted():
     N, D, loss = runs(0.002, seed=1)
     small = N.max() > N
     found = ScalingLaw().fit(N[small], D[small], loss[small], num_resamples=0)

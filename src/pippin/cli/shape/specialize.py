@@ -11,7 +11,7 @@ from pippin.recipes.shape import specialize as recipe
 def specialize(config: recipe.Config, as_json: AsJson = False) -> None:
     """Extract a small dense model for one prompt, one task or one kind of text from a larger one.
 
-    pippin shape specialize pruned --prompt "You are a maths teacher." --out maths
+    pippin shape specialize pruned --prompt "You are a math teacher." --out math
     """
     result = recipe.run(config, show_progress=not as_json)
     hint = f"saved in {config.out}; try it: pippin ask -m {config.out} QUESTION"

@@ -7,7 +7,11 @@ from typing import TYPE_CHECKING, Any
 from fastapi import FastAPI, Security
 from fastapi.security import HTTPBearer
 
-from pippin.serve.api import chat, completions, embeddings, errors, models, responses
+from pippin.serve.api import embeddings, models
+from pippin.serve.api.chat import endpoint as chat
+from pippin.serve.api.common import errors
+from pippin.serve.api.completions import endpoint as completions
+from pippin.serve.api.responses import endpoint as responses
 
 if TYPE_CHECKING:
     from pippin.serve.service import Service

@@ -18,10 +18,9 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from pippin.core.errors import InvalidRequest
-from pippin.serve.api import errors
-from pippin.serve.api.body import JSONRoute, RequestPart
-from pippin.serve.api.completion_types import TokenIds
-from pippin.serve.api.fields import Positive, Several
+from pippin.serve.api.common import errors
+from pippin.serve.api.common.body import JSONRoute, RequestPart
+from pippin.serve.api.common.fields import Positive, Several, TokenIds
 
 if TYPE_CHECKING:
     from pippin.serve.service import Service

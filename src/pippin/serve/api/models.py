@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict
 
 from pippin.core.errors import ModelNotFound
-from pippin.serve.api import errors
+from pippin.serve.api.common import errors
 
 if TYPE_CHECKING:
     from pippin.serve.service import ModelInfo, Service

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
-from pippin.serve.api import errors, priority as priorities, response_input, response_types as types, sse
-from pippin.serve.api.body import JSONRoute
-from pippin.serve.api.generation import Event, GenerationJob, OpenStream, merged, noted, opened
-from pippin.serve.api.response_output import ResponseWriter
-from pippin.serve.api.store import ResponseStore, StoredResponse
+from pippin.serve.api.common import errors, priority as priorities, sse
+from pippin.serve.api.common.body import JSONRoute
+from pippin.serve.api.common.generation import Event, GenerationJob, OpenStream, merged, noted, opened
+from pippin.serve.api.responses import input as response_input, types
+from pippin.serve.api.responses.output import ResponseWriter
+from pippin.serve.api.responses.store import ResponseStore, StoredResponse
 
 if TYPE_CHECKING:
     from pippin.serve.service import Service

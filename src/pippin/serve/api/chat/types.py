@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from pippin.serve.api.body import RequestPart
-from pippin.serve.api.fields import (
+from pippin.serve.api.common.body import RequestPart
+from pippin.serve.api.common.fields import (
     MOST_CHOICES,
     MOST_MESSAGES,
     MOST_TOOLS,
@@ -26,6 +26,7 @@ from pippin.serve.api.fields import (
     ToolName,
     UserPart,
 )
+from pippin.serve.api.common.usage import CompletionUsage
 
 # --- messages ---------------------------------------------------------------------------------------------------------
 
@@ -180,30 +181,6 @@ class ChatChoice(BaseModel):
     finish_reason: Literal["stop", "length", "tool_calls", "content_filter"]
 
 
-class PromptDetails(BaseModel):
-    """Details of the prompt's tokens."""
-
-    cached_tokens: int
-
-
-class CompletionDetails(BaseModel):
-    """Details of the answer's tokens; with speculative decoding, the drafted tokens that were accepted and rejected."""
-
-    reasoning_tokens: int
-    accepted_prediction_tokens: int | None = None
-    rejected_prediction_tokens: int | None = None
-
-
-class ChatUsage(BaseModel):
-    """Input and output tokens."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptDetails
-    completion_tokens_details: CompletionDetails
-
-
 class ChatCompletion(BaseModel):
     """A complete answer."""
 
@@ -213,7 +190,7 @@ class ChatCompletion(BaseModel):
     model: str
     system_fingerprint: str
     choices: list[ChatChoice]
-    usage: ChatUsage
+    usage: CompletionUsage
     service_tier: str | None = None
 
 

@@ -23,9 +23,10 @@ from pippin.core.errors import (
     SchemaError,
 )
 from pippin.engine.request import Token
-from pippin.serve.api import chat, response_output, responses, sse
-from pippin.serve.api.chat_types import ChatRequest
-from pippin.serve.api.generation import (
+from pippin.serve.api.chat import endpoint as chat
+from pippin.serve.api.chat.types import ChatRequest
+from pippin.serve.api.common import sse
+from pippin.serve.api.common.generation import (
     AT_ONCE,
     GeneratedAnswer,
     GenerationJob,
@@ -35,7 +36,8 @@ from pippin.serve.api.generation import (
     opened,
     total,
 )
-from pippin.serve.api.response_types import ResponseRequest
+from pippin.serve.api.responses import endpoint as responses, output as response_output
+from pippin.serve.api.responses.types import ResponseRequest
 from pippin.session.providers.provider import Done, ProviderRequest, ReasoningDelta, Refused, TextDelta, ToolCallsMade
 from pippin.session.response import Usage
 from pippin.session.transcript import Prompt, ToolCall, Transcript

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from pippin.serve.api.body import RequestPart
+from pippin.serve.api.common.body import RequestPart
 
 T = TypeVar("T")
 
@@ -44,6 +44,8 @@ StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 Stop = StopText | Annotated[Several[StopText], Field(max_length=4)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+TokenIds = Annotated[Several[TokenId], Field(min_length=1)]
 Positive = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],

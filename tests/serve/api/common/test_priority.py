@@ -3,8 +3,8 @@
 import pytest
 
 from pippin.core.errors import InvalidRequest
-from pippin.serve.api import priority
-from pippin.serve.api.fields import PriorityFields
+from pippin.serve.api.common import priority
+from pippin.serve.api.common.fields import PriorityFields
 from pippin.serve.settings import ServerSettings
 
 MESSAGES = [{"role": "user", "content": "Hello"}]

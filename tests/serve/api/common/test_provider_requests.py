@@ -16,7 +16,7 @@ from pippin.core.errors import (
     UnsupportedGuide,
 )
 from pippin.engine.recommended_sampling import resolved
-from pippin.serve.api import fields, provider_requests
+from pippin.serve.api.common import fields, provider_requests
 from pippin.session.options import GenerationOptions
 from pippin.session.types.schema import Schema
 

@@ -10,8 +10,8 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.testclient import TestClient
 
-from pippin.serve.api import body, errors
-from pippin.serve.api.body import JSONRoute, RequestPart
+from pippin.serve.api.common import body, errors
+from pippin.serve.api.common.body import JSONRoute, RequestPart
 
 
 class Thing(RequestPart):

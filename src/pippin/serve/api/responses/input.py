@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from pippin.core.errors import CheckpointError, InvalidRequest, UnsupportedContent
-from pippin.serve.api import conversation, fields, provider_requests, response_types as types
+from pippin.serve.api.common import calls, fields, provider_requests
+from pippin.serve.api.responses import types
 from pippin.session.providers.provider import ProviderRequest, require
 from pippin.session.transcript import (
     Answer,
@@ -48,14 +49,14 @@ def entries(given: str | Sequence[types.Item], before: Sequence[Any] = ()) -> tu
             case types.InputMessage():
                 found.append(_message(item, param))
             case types.InputCall():
-                call = conversation.call(item.call_id, item.name, item.arguments, f"{param}.arguments")
+                call = calls.call(item.call_id, item.name, item.arguments, f"{param}.arguments")
                 called[call.id] = call.name
                 if found and isinstance(found[-1], ToolCalls) and index:
                     found[-1] = ToolCalls(calls=(*found[-1].calls, call), text=found[-1].text)
                 else:
                     found.append(ToolCalls(calls=(call,)))
             case types.InputOutput():
-                found.append(conversation.output(item.call_id, _segments(item.output, param), called, param))
+                found.append(calls.output(item.call_id, _segments(item.output, param), called, param))
             case types.InputReasoning() if item.content:
                 found.append(Reasoning(text="".join(part.text for part in item.content)))
     return tuple(found)

@@ -11,7 +11,7 @@ from typing import Any
 from starlette.responses import StreamingResponse
 from starlette.types import Send
 
-from pippin.serve.api.errors import ErrorResponse, failure
+from pippin.serve.api.common.errors import ErrorResponse, failure
 
 log = logging.getLogger(__name__)
 

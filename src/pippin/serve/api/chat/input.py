@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pydantic import ValidationError
-from pydantic_core import from_json
-
 from pippin.core.errors import InvalidRequest
-from pippin.serve.api import chat_types as types, fields, provider_requests
+from pippin.serve.api.chat import types
+from pippin.serve.api.common import fields, provider_requests
+from pippin.serve.api.common.calls import call, output
 from pippin.session.transcript import (
     Answer,
     Attachment,
@@ -18,9 +17,7 @@ from pippin.session.transcript import (
     Reasoning,
     Segment,
     TextSegment,
-    ToolCall,
     ToolCalls,
-    ToolOutput,
     Transcript,
 )
 
@@ -89,34 +86,6 @@ def file(given: fields.FileData, param: str) -> Attachment:
     if given.file_data is None:
         raise InvalidRequest(f"{param}: this server keeps no files; give file_data", param=param, code="invalid_value")
     return provider_requests.attachment(given.file_data, f"{param}.file_data", label=given.filename or "")
-
-
-def output(call_id: str, content: tuple[Segment, ...], called: dict[str, str], param: str) -> ToolOutput:
-    """The output of a tool call, with the name of the tool.
-
-    Raises:
-        InvalidRequest: no earlier message made this call.
-    """
-    if call_id not in called:
-        raise InvalidRequest(
-            f"{param}: no call before it has the id {call_id[:100]!r}", param=param, code="unknown_tool_call"
-        )
-    return ToolOutput(segments=content, call_id=call_id, name=called[call_id])
-
-
-def call(id: str, name: str, arguments: str, param: str) -> ToolCall:
-    """A tool call that the model made earlier.
-
-    Raises:
-        InvalidRequest: its arguments are not a JSON object.
-    """
-    try:
-        value = from_json(arguments or "{}", allow_inf_nan=False)
-        return ToolCall(id=id, name=name, arguments=value)
-    except (ValueError, ValidationError) as error:
-        raise InvalidRequest(
-            f"{param}: the arguments {arguments[:60]!r} are no JSON object", param=param, code="invalid_json"
-        ) from error
 
 
 def _assistant(message: types.AssistantMessage, param: str) -> list[Any]:

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from pippin.core.errors import InvalidArgument, InvalidRequest, InvalidTool, SchemaError
-from pippin.serve.api import fields
+from pippin.serve.api.common import fields
 from pippin.session.options import MOST_CALLS, GenerationOptions, ReasoningLevel
 from pippin.session.tools import ToolDefinition
 from pippin.session.transcript import Attachment

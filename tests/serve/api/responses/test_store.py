@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from pippin.core.errors import InvalidArgument, ResponseNotFound
-from pippin.serve.api.store import ResponseStore, StoredResponse
+from pippin.serve.api.responses.store import ResponseStore, StoredResponse
 
 
 def kept(id, owner="ann", nbytes=1):

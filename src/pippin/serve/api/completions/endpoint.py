@@ -19,18 +19,10 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
 from pippin.core.errors import ContextOverflow, InvalidRequest
-from pippin.serve.api import (
-    chat_types,
-    completion_types as types,
-    errors,
-    priority as priorities,
-    provider_requests,
-    sse,
-)
-from pippin.serve.api.body import JSONRoute
-from pippin.serve.api.chat import usage
-from pippin.serve.api.fields import MOST_CHOICES
-from pippin.serve.api.generation import (
+from pippin.serve.api.common import errors, priority as priorities, provider_requests, sse
+from pippin.serve.api.common.body import JSONRoute
+from pippin.serve.api.common.fields import MOST_CHOICES
+from pippin.serve.api.common.generation import (
     Event,
     GeneratedAnswer,
     GenerationJob,
@@ -42,7 +34,9 @@ from pippin.serve.api.generation import (
     opened,
     total,
 )
-from pippin.serve.api.tokens import completion_logprobs
+from pippin.serve.api.common.logprobs import completion_logprobs
+from pippin.serve.api.common.usage import usage
+from pippin.serve.api.completions import types
 from pippin.session.providers.provider import ProviderRequest, TextDelta
 from pippin.session.response import Usage
 from pippin.session.transcript import Prompt, Transcript
@@ -166,7 +160,7 @@ def router(service: Service) -> APIRouter:
         operation_id="createCompletion",
         summary="Continue a text",
         response_model=types.Completion,
-        responses={200: {"content": chat_types.STREAM}, **errors.responses(*errors.ALL)},
+        responses={200: {"content": types.STREAM}, **errors.responses(*errors.ALL)},
     )
     async def create(request: Request, body: types.CompletionRequest) -> Any:
         check(body)

@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from pippin.core import errors as core
-from pippin.serve.api.errors import ALL, TABLE, _path, failure, responses
+from pippin.serve.api.common.errors import ALL, TABLE, _path, failure, responses
 from pippin.session.providers.openai_messages import context_numbers
 
 EXTRA = {

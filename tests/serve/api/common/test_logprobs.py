@@ -8,7 +8,7 @@ from openai.types import CompletionChoice
 from openai.types.chat.chat_completion import ChoiceLogprobs
 
 from pippin.engine.request import Token
-from pippin.serve.api.tokens import IMPOSSIBLE, chat_logprobs, completion_logprobs, token_text
+from pippin.serve.api.common.logprobs import IMPOSSIBLE, chat_logprobs, completion_logprobs, token_text
 
 
 @given(st.binary(max_size=8))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Final
 
 from pippin.core.errors import InvalidRequest
-from pippin.serve.api.fields import PriorityFields
+from pippin.serve.api.common.fields import PriorityFields
 from pippin.serve.settings import ServerSettings
 
 TIERS: Final = {"flex": -5, "priority": 5, "fast": 5}

@@ -5,7 +5,7 @@ from openai.types.chat import ChatCompletionMessage
 from pydantic import TypeAdapter
 
 from pippin.core.errors import InvalidRequest
-from pippin.serve.api import chat_types as types, conversation
+from pippin.serve.api.chat import input as conversation, types
 from pippin.session.transcript import Answer, Instructions, Prompt, Reasoning, ToolCalls, ToolOutput
 
 MESSAGES = TypeAdapter(list[types.Message])

@@ -14,10 +14,10 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from pippin.serve.api import tokens
-from pippin.serve.api.chat import arguments
-from pippin.serve.api.errors import ErrorResponse
-from pippin.serve.api.generation import Event, GeneratedAnswer, GenerationJob
+from pippin.serve.api.common.calls import arguments
+from pippin.serve.api.common.errors import ErrorResponse
+from pippin.serve.api.common.generation import Event, GeneratedAnswer, GenerationJob
+from pippin.serve.api.common.logprobs import chat_logprobs
 from pippin.session.providers.provider import ReasoningDelta, Refused, TextDelta, ToolCallsMade
 from pippin.session.response import Usage
 from pippin.session.transcript import Answer as AnswerEntry, Reasoning, ToolCall, ToolCalls
@@ -190,7 +190,7 @@ class ResponseWriter:
 
     def _take(self) -> list[dict[str, Any]]:
         taken, self._waiting = self._waiting, []
-        return tokens.chat_logprobs(self._job.local.model.tokenizer, taken) if self._with_logprobs else []
+        return chat_logprobs(self._job.local.model.tokenizer, taken) if self._with_logprobs else []
 
     def _snapshot(self) -> dict[str, Any]:
         return {**self.response, "output": [_copy(item) for item in self._output]}

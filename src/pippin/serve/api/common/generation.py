@@ -30,7 +30,7 @@ from pippin.core.errors import (
     UnsupportedContent,
 )
 from pippin.engine.request import Token
-from pippin.serve.api import provider_requests
+from pippin.serve.api.common import provider_requests
 from pippin.session.providers.provider import (
     Done,
     ProviderEvent,

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
-from pippin.serve.api.body import RequestPart
-from pippin.serve.api.fields import (
+from pippin.serve.api.common.body import RequestPart
+from pippin.serve.api.common.fields import (
     MOST_MESSAGES,
     MOST_TOOLS,
     STRICT,

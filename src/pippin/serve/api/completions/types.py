@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from pippin.serve.api.chat_types import ChatUsage
-from pippin.serve.api.fields import MOST_CHOICES, Format, Penalties, PriorityFields, Several, StreamOptions
+from pippin.serve.api.common.fields import (
+    MOST_CHOICES,
+    Format,
+    Penalties,
+    PriorityFields,
+    Several,
+    StreamOptions,
+    TokenIds,
+)
+from pippin.serve.api.common.usage import CompletionUsage
 
 MOST_PROMPTS = 256
-
-TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
-TokenIds = Annotated[Several[TokenId], Field(min_length=1)]
 
 
 class CompletionRequest(Penalties, PriorityFields):
@@ -75,5 +80,13 @@ class Completion(BaseModel):
     model: str
     system_fingerprint: str
     choices: list[CompletionChoice]
-    usage: ChatUsage
+    usage: CompletionUsage
     service_tier: str | None = None
+
+
+STREAM: dict[str, Any] = {
+    "text/event-stream": {
+        "schema": {"type": "string", "description": "Events, where the request says `stream: true`."},
+        "example": 'data: {"id":"cmpl-…","object":"text_completion",…}\n\ndata: [DONE]\n\n',
+    }
+}

@@ -7,7 +7,6 @@ Notable here:
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
@@ -17,17 +16,12 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
 from pippin.core.errors import InvalidRequest
-from pippin.serve.api import (
-    chat_types as types,
-    conversation,
-    errors,
-    priority as priorities,
-    provider_requests,
-    sse,
-    tokens,
-)
-from pippin.serve.api.body import JSONRoute
-from pippin.serve.api.generation import (
+from pippin.serve.api.chat import types
+from pippin.serve.api.chat.input import transcript
+from pippin.serve.api.common import errors, priority as priorities, provider_requests, sse
+from pippin.serve.api.common.body import JSONRoute
+from pippin.serve.api.common.calls import arguments
+from pippin.serve.api.common.generation import (
     Event,
     GeneratedAnswer,
     GenerationJob,
@@ -39,6 +33,8 @@ from pippin.serve.api.generation import (
     opened,
     total,
 )
+from pippin.serve.api.common.logprobs import chat_logprobs
+from pippin.serve.api.common.usage import usage
 from pippin.session.providers.provider import ProviderRequest, ReasoningDelta, Refused, TextDelta, ToolCallsMade
 from pippin.session.response import Usage
 from pippin.session.transcript import ToolCall
@@ -132,7 +128,7 @@ def maker(body: types.ChatRequest, index: int) -> Callable[[LocalModel], Provide
         )
         provider_requests.check_vocabulary(values.get("logit_bias"), local.model.config.vocab_size)
         schema = provider_requests.schema(body.response_format, "response_format")
-        return ProviderRequest(conversation.transcript(body.messages), tools, schema, provider_requests.options(values))
+        return ProviderRequest(transcript(body.messages), tools, schema, provider_requests.options(values))
 
     return make
 
@@ -173,32 +169,12 @@ def _choice(body: types.ChatRequest, job: GenerationJob, answer: GeneratedAnswer
 
 
 def _logprobs(job: GenerationJob, said: list[Token]) -> dict[str, Any]:
-    return {"content": tokens.chat_logprobs(job.local.model.tokenizer, said), "refusal": None}
+    return {"content": chat_logprobs(job.local.model.tokenizer, said), "refusal": None}
 
 
 def tool_call(call: ToolCall) -> dict[str, Any]:
     """A tool call in the format of the API."""
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments(call)}}
-
-
-def arguments(call: ToolCall) -> str:
-    """The arguments of a call as JSON text."""
-    return json.dumps(call.arguments, ensure_ascii=False)
-
-
-def usage(used: Usage) -> dict[str, Any]:
-    """Token usage in the format of the API."""
-    guessed = {}
-    if used.drafted_tokens:
-        wrong = used.drafted_tokens - used.accepted_tokens
-        guessed = {"accepted_prediction_tokens": used.accepted_tokens, "rejected_prediction_tokens": wrong}
-    return {
-        "prompt_tokens": used.input_tokens,
-        "completion_tokens": used.output_tokens,
-        "total_tokens": used.input_tokens + used.output_tokens,
-        "prompt_tokens_details": {"cached_tokens": used.cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": used.reasoning_tokens, **guessed},
-    }
 
 
 # --- a stream ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,1 @@
+"""What the endpoints share: bodies, fields, errors, jobs, streams, log-probabilities."""
