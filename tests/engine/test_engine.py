@@ -157,7 +157,7 @@ def test_greedy_answers_in_a_batch_equal_transformers(tiny, tmp_path):
 
 @pytest.mark.parametrize("how", ["alone", "together", "in pieces", "warm", "preempted"])
 def test_the_real_model_writes_what_transformers_generates(model, reference, how):
-    questions = ["What is the capital of France?", "Name three colors.", "Write a haiku about the sea."]
+    questions = ["What is the capital of France?", "Tell me about a river.", "Write a haiku about the sea."]
     prompts = [model.template.encode([{"role": "user", "content": text}]) for text in questions]
     fields = {"in pieces": {"max_num_batched_tokens": 5}, "preempted": {"cache_tokens": 96, "max_num_seqs": 3}}.get(
         how, {}

@@ -64,7 +64,8 @@ class SequenceState:
         extras: PromptExtras | None = None,
     ) -> None:
         self.token_ids, self.adapter, self.rank = token_ids, adapter, rank
-        self.keys, self.extras = (token_ids, None) if extras is None else (extras.keys(token_ids), extras)
+        self.extras = extras
+        self.keys = token_ids if extras is None else extras.keys(token_ids)
         self.num_computed_tokens = 0
         self.tables: list[list[int]] = [[]]
         self.first_rows: dict[int, int] = {}

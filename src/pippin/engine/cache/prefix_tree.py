@@ -151,7 +151,8 @@ class PrefixTree:
     def _partial(self, node: PrefixNode, token_ids: Sequence[int], at: int, limit: int) -> tuple[Row, int]:
         """The node after ``node`` that has most of the next tokens in common, and how many."""
         rest = tuple(token_ids[at : min(at + BLOCK_SIZE, limit)])
-        best, tokens = (), 0
+        best: Row = ()
+        tokens = 0
         if rest:
             for branch in (node.children, node.tails):
                 for spelled, child in branch.items():
