@@ -2,7 +2,8 @@
  *
  * Notable here:
  * - a matrix is cut into panels of 16 outputs; each panel is one stream that is read from front to back
- * - a panel is a sequence of blocks: scales of the block (half precision, 16 rows each), then its units of 32 inputs
+ * - a panel is a sequence of blocks: scales, and minima if there are any, of the block (16 rows each, half precision;
+ *   float32 in the affine formats), then its units of 32 inputs
  * - a unit's codes: quad k holds inputs 4k to 4k + 3; byte 4r + j of a vector belongs to row r, input 4k + j
  *     4 bits: quad 2v in the low half of vector v, quad 2v + 1 in the high half
  *     2 bits: quads 4v to 4v + 3 in vector v, from the lowest bits up;  1 bit: eight quads in one vector
@@ -44,11 +45,18 @@ static inline Format format_of(int format) {
     case PIPPIN_INT3: return {"INT3", 3, 0, 32, 0, 0.f, 0};
     case PIPPIN_INT4: return {"INT4", 4, 0, 32, 0, 0.f, 0};
     case PIPPIN_INT8: return {"INT8", 8, 0, 32, 0, 0.f, 0};
+    case PIPPIN_AFFINE2: return {"AFFINE2", 2, 0, 128, 0, 0.f, 0};
+    case PIPPIN_AFFINE3: return {"AFFINE3", 3, 0, 128, 0, 0.f, 0};
+    case PIPPIN_AFFINE4: return {"AFFINE4", 4, 0, 128, 0, 0.f, 0};
+    case PIPPIN_AFFINE5: return {"AFFINE5", 5, 0, 128, 0, 0.f, 0};
+    case PIPPIN_AFFINE6: return {"AFFINE6", 6, 0, 128, 0, 0.f, 0};
+    case PIPPIN_AFFINE8: return {"AFFINE8", 8, 0, 128, 0, 0.f, 0};
     default: return {nullptr, 0, 0, 0, 0, 0.f, 0};
     }
 }
 static inline bool is_dense(const Format &f) { return f.bits >= 16; }
 static inline bool is_ours(const Format &f) { return f.block == 0; }
+static inline bool is_affine(const Format &f) { return f.block_head == 128; }
 static inline int64_t block_inputs(const Format &f, int group) { return f.block != 0 ? f.block : group; }
 /* Bytes of the codes of 16 rows and 32 inputs. */
 static inline int64_t code_bytes(const Format &f) { return 64 * f.bits; }

@@ -23,10 +23,11 @@ using pippin_generic::half_to_float;
 constexpr int kRows = PIPPIN_PANEL;
 constexpr int kMost = 256;  // inputs of the largest block
 
-/* One row's block, whatever its format: codes >= 0, half-precision scale and minimum, 8-bit scales and minima. */
+/* One row's block, whatever its format: codes >= 0, half-precision or float32 scale and minimum, 8-bit ones. */
 struct Block {
     uint8_t codes[kMost];
     uint16_t scale, minimum;
+    float wide_scale, wide_minimum;
     uint8_t scales[16], minima[8];
 };
 
@@ -34,6 +35,11 @@ uint16_t half_at(const uint8_t *p) {
     uint16_t half;
     std::memcpy(&half, p, 2);
     return half;
+}
+float float_at(const uint8_t *p) {
+    float value;
+    std::memcpy(&value, p, 4);
+    return value;
 }
 uint32_t word_at(const uint8_t *p) {
     uint32_t word;
@@ -142,6 +148,11 @@ void read_block(int format, const uint8_t *p, Block &block) {
 /* --- one block of a panel ---------------------------------------------------------------------------------------- */
 void put_block(int format, const Format &f, int64_t inputs, const Block *blocks, uint8_t *target) {
     for (int row = 0; row < kRows; ++row) {
+        if (is_affine(f)) {
+            std::memcpy(target + 4 * row, &blocks[row].wide_scale, 4);
+            std::memcpy(target + 64 + 4 * row, &blocks[row].wide_minimum, 4);
+            continue;
+        }
         std::memcpy(target + 2 * row, &blocks[row].scale, 2);
         if (f.block_head == 64) std::memcpy(target + 32 + 2 * row, &blocks[row].minimum, 2);
     }
@@ -159,8 +170,11 @@ void put_block(int format, const Format &f, int64_t inputs, const Block *blocks,
 /* The values of one row of a block, in ggml's order of roundings. */
 void get_values(const pippin_matrix &weight, const Format &f, int64_t inputs, const uint8_t *source, int row,
                 float *target) {
-    const float scale = half_to_float(half_at(source + 2 * row));
-    const float minimum = f.block_head == 64 ? half_to_float(half_at(source + 32 + 2 * row)) : 0.f;
+    const bool affine = is_affine(f);
+    const float scale = affine ? float_at(source + 4 * row) : half_to_float(half_at(source + 2 * row));
+    const float minimum = affine              ? float_at(source + 64 + 4 * row)
+                          : f.block_head == 64 ? half_to_float(half_at(source + 32 + 2 * row))
+                                               : 0.f;
     const float zero = is_ours(f) ? weight.zero : f.zero;
     source += f.block_head;
     for (int unit = 0; unit < inputs / 32; ++unit, source += f.unit_head + code_bytes(f), target += 32) {
@@ -173,7 +187,7 @@ void get_values(const pippin_matrix &weight, const Format &f, int64_t inputs, co
         } else if (f.unit_head != 0) {
             const float by = scale * source[row], less = minimum * source[16 + row];
             for (int i = 0; i < 32; ++i) target[i] = by * codes[i] - less;
-        } else if (f.block_head == 64) {
+        } else if (f.block_head >= 64) {
             for (int i = 0; i < 32; ++i) target[i] = codes[i] * scale + minimum;
         } else {
             for (int i = 0; i < 32; ++i) target[i] = (codes[i] - zero) * scale;
@@ -248,6 +262,37 @@ template <class T> void pack_dense(const T *source, int64_t stride, int64_t colu
     }
 }
 
+/* Codes of one byte, and what set(block, group) writes of their scales; `first` and `second` must not be NULL. */
+template <class F>
+int pack_groups(int format, int group, const uint8_t *codes, const void *first, const void *second, int64_t rows,
+                int64_t columns, void *target, const F &set) {
+    const Format f = format_of(format);
+    if (const int bad = check_shape(format, group, rows, columns)) return bad;
+    if (const int bad = check_buffers(codes, target)) return bad;
+    if (first == nullptr || second == nullptr) return fail(PIPPIN_BAD_ARGUMENT, "the scales are NULL");
+    const int64_t count = columns / group;
+    std::atomic<int64_t> wrong{-1};  // a row with a code that is too large
+    each_panel(rows, [&](int64_t panel, int present) {
+        Block block[kRows];
+        std::memset(block, 0, sizeof(block));
+        uint8_t *out = static_cast<uint8_t *>(target) + panel * panel_bytes(f, group, columns);
+        for (int64_t i = 0; i < count; ++i, out += block_bytes(f, group)) {
+            for (int row = 0; row < present; ++row) {
+                const int64_t index = panel * kRows + row;
+                std::memcpy(block[row].codes, codes + index * columns + i * group, static_cast<size_t>(group));
+                set(block[row], index * count + i);
+                uint8_t used = 0;
+                for (int j = 0; j < group; ++j) used |= block[row].codes[j];
+                if (used >> f.bits != 0) wrong.store(index);
+            }
+            put_block(format, f, group, block, out);
+        }
+    });
+    if (wrong.load() < 0) return PIPPIN_OK;
+    return fail(PIPPIN_BAD_ARGUMENT, "row %lld has a code above %d, the largest of %s", (long long)wrong.load(),
+                (1 << f.bits) - 1, f.name);
+}
+
 }  // namespace
 }  // namespace pippin
 
@@ -308,33 +353,23 @@ extern "C" int pippin_pack_dense(int format, const void *source, int64_t row_str
 extern "C" int pippin_pack_codes(int format, int group, const uint8_t *codes, const uint16_t *scales, int64_t rows,
                                  int64_t columns, void *target) {
     const Format f = format_of(format);
-    if (f.name != nullptr && !is_ours(f)) {
+    if (f.name != nullptr && (!is_ours(f) || is_affine(f))) {
         return fail(PIPPIN_BAD_ARGUMENT, "%s is not a format of codes and scales", f.name);
     }
-    if (const int bad = check_shape(format, group, rows, columns)) return bad;
-    if (const int bad = check_buffers(codes, target)) return bad;
-    if (scales == nullptr) return fail(PIPPIN_BAD_ARGUMENT, "the scales are NULL");
-    const int64_t count = columns / group;
-    std::atomic<int64_t> wrong{-1};  // a row with a code that is too large
-    each_panel(rows, [&](int64_t panel, int present) {
-        Block block[kRows];
-        std::memset(block, 0, sizeof(block));
-        uint8_t *out = static_cast<uint8_t *>(target) + panel * panel_bytes(f, group, columns);
-        for (int64_t i = 0; i < count; ++i, out += block_bytes(f, group)) {
-            for (int row = 0; row < present; ++row) {
-                const int64_t index = panel * kRows + row;
-                std::memcpy(block[row].codes, codes + index * columns + i * group, static_cast<size_t>(group));
-                block[row].scale = scales[index * count + i];
-                uint8_t used = 0;
-                for (int j = 0; j < group; ++j) used |= block[row].codes[j];
-                if (used >> f.bits != 0) wrong.store(index);
-            }
-            put_block(format, f, group, block, out);
-        }
+    return pack_groups(format, group, codes, scales, scales, rows, columns, target,
+                       [=](Block &block, int64_t at) { block.scale = scales[at]; });
+}
+
+extern "C" int pippin_pack_affine(int format, int group, const uint8_t *codes, const float *scales, const float *minima,
+                                  int64_t rows, int64_t columns, void *target) {
+    const Format f = format_of(format);
+    if (f.name != nullptr && !is_affine(f)) {
+        return fail(PIPPIN_BAD_ARGUMENT, "%s is not a format of codes, scales and minima", f.name);
+    }
+    return pack_groups(format, group, codes, scales, minima, rows, columns, target, [=](Block &block, int64_t at) {
+        block.wide_scale = scales[at];
+        block.wide_minimum = minima[at];
     });
-    if (wrong.load() < 0) return PIPPIN_OK;
-    return fail(PIPPIN_BAD_ARGUMENT, "row %lld has a code above %d, the largest of %s", (long long)wrong.load(),
-                (1 << f.bits) - 1, f.name);
 }
 
 extern "C" int pippin_rows(const pippin_matrix *weight, const int64_t *ids, int64_t count, float *target) {

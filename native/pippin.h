@@ -41,14 +41,21 @@ enum pippin_format {
     PIPPIN_INT2 = 102,
     PIPPIN_INT3 = 103,
     PIPPIN_INT4 = 104,
-    PIPPIN_INT8 = 108
+    PIPPIN_INT8 = 108,
+    /* affine: codes of 2 to 6 or 8 bits, a float32 scale and minimum for each row and group of 32, 64 or 128 inputs */
+    PIPPIN_AFFINE2 = 202,
+    PIPPIN_AFFINE3 = 203,
+    PIPPIN_AFFINE4 = 204,
+    PIPPIN_AFFINE5 = 205,
+    PIPPIN_AFFINE6 = 206,
+    PIPPIN_AFFINE8 = 208
 };
 
 enum pippin_cache { PIPPIN_CACHE_F32 = 0, PIPPIN_CACHE_BF16 = 1, PIPPIN_CACHE_INT8 = 2 };
 enum pippin_activation { PIPPIN_SILU = 0, PIPPIN_GELU = 1, PIPPIN_GELU_TANH = 2, PIPPIN_RELU = 3 };
 
 /* A packed weight of `rows` outputs and `columns` inputs. `data` is 64-byte aligned and made by a pippin_pack function.
- * group: inputs per scale (our own formats; else 0). zero: the code that means 0 (our own formats; else 0). */
+ * group: inputs per scale (our own formats; else 0). zero: the code that means 0 (INT2 to INT8; else 0). */
 typedef struct pippin_matrix {
     int32_t format;
     int32_t group;
@@ -87,6 +94,9 @@ int pippin_pack_dense(int format, const void *source, int64_t row_stride, int64_
 /* Our own formats: one code per byte, and half-precision scales (rows, columns / group). */
 int pippin_pack_codes(int format, int group, const uint8_t *codes, const uint16_t *scales, int64_t rows,
                       int64_t columns, void *target);
+/* The affine formats: the same with float32 scales and minima (rows, columns / group): w = scale * code + minimum. */
+int pippin_pack_affine(int format, int group, const uint8_t *codes, const float *scales, const float *minima,
+                       int64_t rows, int64_t columns, void *target);
 /* The rows of `ids` as float32 (rows, columns): the values that the format stands for, with ggml's own roundings. */
 int pippin_rows(const pippin_matrix *weight, const int64_t *ids, int64_t count, float *target);
 /* y = x W^T + bias for x of (tokens, columns) and y of (tokens, rows); strides in elements; bias may be NULL. */
@@ -111,7 +121,7 @@ typedef struct pippin_layer {
     int32_t rope;                                             /* rotary table; -1: none */
     int32_t activation;
     int32_t experts, active, renormalize; /* a mixture if experts > 0; then gate, up, down are unused */
-    int32_t group;                        /* the group of layers whose block table it has; from 0, none left out */
+    int32_t reserved;
     const float *router; /* (experts, width) */
     const pippin_expert *expert;
 } pippin_layer;
@@ -132,11 +142,8 @@ void pippin_model_free(pippin_model *model);
  * copied, and may be replaced by longer ones while a pass is running. */
 int pippin_model_rope(pippin_model *model, int table, const float *cos, const float *sin, int64_t positions);
 
-/* The axis of a position by which each of head_dim / 2 frequencies rotates; at first all rotate by axis 0. */
-int pippin_model_rope_axes(pippin_model *model, int table, const uint8_t *axes);
-
-/* One block of the cache holds PIPPIN_BLOCK tokens of the layers of one group that have keys of their own; all blocks
- * are as large as those of the largest group: [cached layer][kv head]: keys transposed (head_dim, 16), then values (16, head_dim), in the cache's precision; int8
+/* One block of the cache holds PIPPIN_BLOCK tokens of all layers that have keys of their own:
+ * [cached layer][kv head]: keys transposed (head_dim, 16), then values (16, head_dim), in the cache's precision; int8
  * adds, after the values of each kv head, 16 float32 scales of the keys and 16 of the values (one for each token). */
 int64_t pippin_block_bytes(const pippin_model *model, int cache);
 
@@ -152,41 +159,15 @@ typedef struct pippin_share { /* an adapter and the tokens that it works on */
     int32_t begin, end;
 } pippin_share;
 
-/* Rows in place of the scaled embeddings of the tokens [begin, begin + count). */
-typedef struct pippin_given {
-    const float *rows; /* (count, width) */
-    int32_t begin, count;
-} pippin_given;
-
-/* Places where hidden states are steered, PIPPIN_SITES of each layer and then the last norm: behind the norms (before
- * attention, after it, before the feed-forward layer, after it) and behind the layer. */
-#define PIPPIN_SITES 5
-typedef struct pippin_steering { /* h = scale * h + shift at each site, for the tokens [begin, end) */
-    const float *const *scale;   /* (PIPPIN_SITES * layers + 1) vectors of `width`; NULL: 1 and 0, both or neither */
-    const float *const *shift;
-    int32_t begin, end;
-} pippin_steering;
-
-/* The attention that the tokens of one sequence receive. `received` is (cached layers, kv_heads, stride), zero at first;
- * stride is at least the sequence's length. max: the largest weight that any query and head gives; else their sum.
- * cached_only: weights are shared among the tokens that were there before the pass. */
-typedef struct pippin_observed {
-    float *received;
-    int64_t stride;
-    int32_t sequence, max, cached_only, reserved;
-} pippin_observed;
-
 /* One pass over the new tokens of several sequences, laid end to end. */
 typedef struct pippin_batch {
     int64_t tokens;
     const int32_t *ids;       /* (tokens) */
     int64_t sequences;
     const int32_t *starts;    /* (sequences + 1): where the tokens of each sequence begin */
-    const int32_t *held;      /* (sequences): tokens in the cache before, which is the slot of the first new one */
-    /* Block tables, end to end: those of all sequences for the layers of the first group, then for the next. A block
-     * behind a sliding window of all layers of its group, which no new token sees, may be -1. */
-    const int32_t *tables;
-    const int32_t *table_starts; /* (groups * sequences + 1) */
+    const int32_t *held;      /* (sequences): tokens in the cache before, which is the position of the first new one */
+    const int32_t *tables;    /* blocks of each sequence, end to end */
+    const int32_t *table_starts; /* (sequences + 1) */
     int64_t outputs;
     const int32_t *rows;      /* (outputs), ascending: tokens whose results are wanted */
     float *logits;            /* (outputs, vocab), or NULL */
@@ -197,20 +178,6 @@ typedef struct pippin_batch {
     float *residual;          /* NULL for a whole pass; given with to < layers: what left layer to - 1, for all tokens */
     int64_t shares;
     const pippin_share *share;
-    /* All that follows may be 0. */
-    int64_t axes;             /* of the positions: 1 to 4; 0: the position of a token is its slot */
-    const int32_t *positions; /* (axes, tokens): what rotations depend on */
-    const int32_t *visible;   /* (tokens): the last slot that each token sees, not decreasing within a sequence; NULL: its
-                                 own. Below the end of the sequence. */
-    int64_t givens;
-    const pippin_given *given;
-    int64_t steerings;
-    const pippin_steering *steering;
-    const uint8_t *const *experts; /* (sequences): NULL for all experts, or (layers, expert_columns) of 0 and 1 */
-    int64_t expert_columns;
-    float *before_norm;            /* (outputs, width): hidden states before the final norm, or NULL */
-    int64_t observations;
-    const pippin_observed *observed;
 } pippin_batch;
 
 /* pool: blocks of pippin_block_bytes each, 64-byte aligned. Layers after the last one with keys of its own are computed

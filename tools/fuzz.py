@@ -23,6 +23,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -183,12 +184,27 @@ def post(path: str, data: bytes) -> None:
     assert status < 500, f"status {status}"
 
 
+def quantized_folder(data: bytes) -> None:
+    """Matrices that another library quantized: its settings and the weights, apart by a zero byte."""
+    from pippin.core.formats.checkpoint import open_folder
+    from pippin.language.quantized import read_matrices, settings_of
+
+    settings, _, weights = data.partition(b"\0")
+    config = b'{"quantization_config": ' + settings + b"}"
+    opened = open_folder(written({"config.json": config, "model.safetensors": weights}))
+    if (found := settings_of(opened)) is not None:
+        for matrix in read_matrices(opened, *found).values():
+            if prod(matrix.shape) < MOST_ELEMENTS:
+                matrix.dense()
+
+
 TARGETS: dict[str, Target] = {
     target.__name__: target
     for target in (
         gguf,
         safetensors,
         checkpoint_json,
+        quantized_folder,
         tokenizer,
         chat_template,
         json_schema,

@@ -90,12 +90,19 @@ Weight weight_of(int format, int64_t rows, int64_t columns, int group = 0) {
         }
         require(pippin_pack_dense(format, values.data(), columns, rows, columns, weight.data.get()) == 0, "pack");
     } else if (format >= PIPPIN_INT2) {
-        const int bits = format - 100;
-        weight.matrix.zero = float((1 << bits) - 1) / 2.f;
+        const bool affine = format >= PIPPIN_AFFINE2;
+        const int bits = format % 100;
+        const float middle = float((1 << bits) - 1) / 2.f;
+        weight.matrix.zero = affine ? 0.f : middle;
         std::vector<uint8_t> codes(size_t(rows * columns));
         for (uint8_t &code : codes) code = uint8_t(int((uniform() + 1.f) * 128.f) & ((1 << bits) - 1));
-        const std::vector<uint16_t> scales(size_t(rows * (columns / group)), 0x2400); // 1/64
-        require(pippin_pack_codes(format, group, codes.data(), scales.data(), rows, columns, weight.data.get()) == 0,
+        const size_t groups = size_t(rows * (columns / group));
+        const std::vector<uint16_t> scales(groups, 0x2400); // 1/64
+        const std::vector<float> wide(groups, 1.f / 64.f), minima(groups, -middle / 64.f);
+        require(affine ? pippin_pack_affine(format, group, codes.data(), wide.data(), minima.data(), rows, columns,
+                                            weight.data.get()) == 0 :
+                         pippin_pack_codes(format, group, codes.data(), scales.data(), rows, columns,
+                                           weight.data.get()) == 0,
                 "pack");
     } else {
         const auto blocks = ggml_blocks(format, rows, columns);
@@ -353,7 +360,8 @@ int main(int count, char **names) {
         require(pippin_use_instruction_set(name.c_str()) == 0, name);
         for (int format : {PIPPIN_Q4_0, PIPPIN_Q4_1, PIPPIN_Q5_0, PIPPIN_Q5_1, PIPPIN_Q8_0}) check_product(format, 37, 96, 0);
         for (int format : {PIPPIN_Q4_K, PIPPIN_Q5_K, PIPPIN_Q6_K}) check_product(format, 19, 512, 0);
-        for (int format : {PIPPIN_INT2, PIPPIN_INT3, PIPPIN_INT4, PIPPIN_INT8})
+        for (int format : {PIPPIN_INT2, PIPPIN_INT3, PIPPIN_INT4, PIPPIN_INT8, PIPPIN_AFFINE2, PIPPIN_AFFINE3,
+                           PIPPIN_AFFINE4, PIPPIN_AFFINE5, PIPPIN_AFFINE6, PIPPIN_AFFINE8})
             for (int group : {32, 64, 128}) check_product(format, 50, 256, group);
         for (int format : {PIPPIN_F32, PIPPIN_BF16}) check_product(format, 33, 45, 0);
         check_decoder();

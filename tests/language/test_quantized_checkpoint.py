@@ -167,7 +167,7 @@ STEM = "model.layers.0.self_attn.q_proj"
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (lambda c, t: c["quantization_config"].update(quant_method="awq"), UnsupportedModel, "quantized by awq"),
+        (lambda c, t: c["quantization_config"].update(quant_method="exl3"), UnsupportedModel, "quantized by exl3"),
         (lambda c, t: c["quantization_config"].pop("weights"), CorruptedFile, "has no 'weights'"),
         (lambda c, t: c["quantization_config"]["weights"][STEM].update(form="tree"), UnsupportedModel, "form 'tree'"),
         (lambda c, t: c["quantization_config"]["weights"][STEM].update(bits=5), CorruptedFile, f"{STEM} is no such"),

@@ -27,14 +27,18 @@ GGML = {
     "Q6_K": (14, 256, 210, 208, None),
 }
 OURS = {f"INT{bits}/{group}": (bits, group) for bits in (2, 3, 4, 8) for group in (32, 64, 128)}
+AFFINE = {
+    f"AFFINE{bits}/{group}": (bits, group)
+    for bits, group in ((2, 64), (3, 32), (4, 64), (4, 128), (5, 32), (6, 64), (8, 128))
+}
 DENSE = ("F32", "BF16")
-FORMATS = (*GGML, *OURS, *DENSE)
+FORMATS = (*GGML, *OURS, *AFFINE, *DENSE)
 UNIT_ROUNDOFF = 2.0**-24
 
 
 def block_of(name: str) -> int:
     """Inputs that share a scale: columns must be a multiple of it."""
-    return GGML[name][1] if name in GGML else OURS[name][1] if name in OURS else 1
+    return GGML[name][1] if name in GGML else {**OURS, **AFFINE}.get(name, (0, 1))[1]
 
 
 def aligned(size: int) -> np.ndarray:
@@ -98,6 +102,13 @@ def halves(rng: np.random.Generator, shape: tuple[int, ...], kind: str) -> np.nd
     return rng.choice(extremes, shape)
 
 
+def wide(rng: np.random.Generator, shape: tuple[int, ...], kind: str) -> np.ndarray:
+    """Random float32 scales: "usual", or some beyond half precision."""
+    if kind == "usual":
+        return (rng.standard_normal(shape) * 0.05).astype(np.float32)
+    return rng.choice(np.array([0.0, -0.0, 1e-30, -1e-30, 1e9, -1e9, 1.0], np.float32), shape)
+
+
 def random_blocks(rng: np.random.Generator, name: str, rows: int, columns: int, kind: str = "usual") -> np.ndarray:
     """Rows of random blocks (rows, bytes)."""
     _, size, nbytes, scale, minimum = GGML[name]
@@ -149,6 +160,21 @@ def pack_codes(name: str, codes: np.ndarray, scales: np.ndarray, zero: float | N
     return Packed(name, matrix, data, values, np.abs(values.astype(np.float64)), (codes, scales))
 
 
+def pack_affine(name: str, codes: np.ndarray, scales: np.ndarray, minima: np.ndarray) -> Packed:
+    """Pack codes (rows, columns) with float32 scales and minima (rows, columns / group)."""
+    (bits, group), (rows, columns) = AFFINE[name], codes.shape
+    form = native.AFFINE_FORMATS[bits]
+    data = aligned(library().packed_bytes(form, group, rows, columns))
+    library().pack_affine(form, group, address(codes), address(scales), address(minima), rows, columns, address(data))
+    wide, low = (np.repeat(values, group, axis=1) for values in (scales, minima))
+    with np.errstate(invalid="ignore", over="ignore"):
+        products = codes.astype(np.float32) * wide
+        values = products + low
+    matrix = native.NativeMatrix(form, group, rows, columns, 0.0, 0, address(data))
+    parts = np.abs(products.astype(np.float64)) + np.abs(low.astype(np.float64))
+    return Packed(name, matrix, data, values, parts, (codes, scales, minima))
+
+
 def bf16(x: np.ndarray) -> np.ndarray:
     """The nearest bfloat16 values, ties to even, as float32: by float64 arithmetic, not by bits."""
     exponent = np.frexp(np.where(x == 0, 1, x).astype(np.float64))[1]
@@ -177,6 +203,11 @@ def random_matrix(rng: np.random.Generator, name: str, rows: int, columns: int, 
         bits, group = OURS[name]
         codes = rng.integers(0, 2**bits, (rows, columns), dtype=np.uint8)
         return pack_codes(name, codes, halves(rng, (rows, columns // group), kind))
+    if name in AFFINE:
+        bits, group = AFFINE[name]
+        codes = rng.integers(0, 2**bits, (rows, columns), dtype=np.uint8)
+        scales, minima = (wide(rng, (rows, columns // group), kind) for _ in range(2))
+        return pack_affine(name, codes, scales, minima)
     values = rng.standard_normal((rows, columns)).astype(np.float32)
     return pack_dense(name, bf16(values) if name == "BF16" else values)
 

@@ -16,6 +16,7 @@ from pippin.core import native
 from pippin.core.errors import InvalidArgument
 
 from .matrices import (
+    AFFINE,
     DENSE,
     FORMATS,
     GGML,
@@ -25,6 +26,7 @@ from .matrices import (
     block_of,
     exact_activations,
     library,
+    pack_affine,
     pack_codes,
     pack_dense,
     pack_ggml,
@@ -100,6 +102,12 @@ def test_the_largest_codes_times_the_largest_activations(kernels, name):
                 if start is not None:
                     blocks[:, start : start + 2] = np.array([value], np.float16).view(np.uint8)
             packed = pack_ggml(name, blocks, size)
+        elif name in AFFINE:
+            bits, group = AFFINE[name]
+            codes = np.full((16, 128), fill & (2**bits - 1), np.uint8)
+            packed = pack_affine(
+                name, codes, *(np.full((16, 128 // group), value, np.float32) for value in (3.0, -5.0))
+            )
         else:
             codes = np.full((16, 128), fill & (2 ** OURS[name][0] - 1), np.uint8)
             packed = pack_codes(name, codes, np.full((16, 128 // OURS[name][1]), 3.0, np.float16))

@@ -10,6 +10,7 @@ from pippin.core import native
 from pippin.core.errors import InvalidArgument
 
 from .matrices import (
+    AFFINE,
     DENSE,
     FORMATS,
     GGML,
@@ -18,6 +19,7 @@ from .matrices import (
     aligned,
     block_of,
     library,
+    pack_affine,
     pack_codes,
     pack_dense,
     pack_ggml,
@@ -81,7 +83,7 @@ def test_dense_rows_may_lie_apart_and_have_any_length(name, columns):
     [
         *[("Q4_0", 4.5), ("Q4_1", 5), ("Q5_0", 5.5), ("Q5_1", 6), ("Q8_0", 8.5), ("Q6_K", 6.5625), ("F32", 32)],
         *[("Q4_K", 4.625), ("Q5_K", 5.625), ("INT2/64", 2.25), ("INT3/128", 3.125), ("INT4/32", 4.5)],
-        *[("INT8/64", 8.25), ("BF16", 16)],
+        *[("INT8/64", 8.25), ("BF16", 16), ("AFFINE4/64", 5), ("AFFINE4/128", 4.5), ("AFFINE5/32", 7)],
     ],
 )
 def test_size_is_that_of_the_file_but_for_wider_inner_scales(name, bits):
@@ -139,6 +141,13 @@ def test_formats_that_do_not_fit_the_source():
         library().pack_dense(2, address(codes), 64, 16, 64, address(buffer))
     with pytest.raises(InvalidArgument, match="Q8_0 is not a format of codes and scales"):
         library().pack_codes(8, 64, address(codes), address(codes), 16, 64, address(buffer))
+    affine, ours = native.AFFINE_FORMATS[4], native.GROUP_FORMATS[4]
+    with pytest.raises(InvalidArgument, match="AFFINE4 is not a format of codes and scales"):
+        library().pack_codes(affine, 64, address(codes), address(codes), 16, 64, address(buffer))
+    with pytest.raises(InvalidArgument, match="INT4 is not a format of codes, scales and minima"):
+        library().pack_affine(ours, 64, address(codes), address(codes), address(codes), 16, 64, address(buffer))
+    with pytest.raises(InvalidArgument, match="the scales are NULL"):
+        library().pack_affine(affine, 64, address(codes), address(codes), 0, 16, 64, address(buffer))
     for call in (library().pack_ggml, library().pack_dense, library().pack_codes):
         shape = (64, address(codes)) if call == library().pack_codes else (address(codes),)
         extra = (address(codes),) if call == library().pack_codes else (64,) if call == library().pack_dense else ()
@@ -175,6 +184,16 @@ def test_a_code_that_is_too_large_is_named_by_its_row(name):
     codes[33, group + 7] = 2**bits
     with pytest.raises(InvalidArgument, match=f"row 33 has a code above {2**bits - 1}, the largest of INT{bits}"):
         pack_codes(name, codes, scales)
+
+
+@pytest.mark.parametrize("name", [name for name in AFFINE if AFFINE[name][0] < 8])
+def test_an_affine_code_that_is_too_large_is_named_by_its_row(name):
+    bits, group = AFFINE[name]
+    codes, values = np.full((40, 2 * group), 2**bits - 1, np.uint8), np.ones((40, 2), np.float32)
+    assert pack_affine(name, codes, values, values).rows().max() == 2**bits
+    codes[33, group + 7] = 2**bits
+    with pytest.raises(InvalidArgument, match=f"row 33 has a code above {2**bits - 1}, the largest of AFFINE{bits}"):
+        pack_affine(name, codes, values, values)
 
 
 @pytest.mark.parametrize("wrong", [-1, 21, 2**40])

@@ -32,6 +32,9 @@ GGML_FORMATS: Final = {
 GROUP_FORMATS: Final = {2: 102, 3: 103, 4: 104, 8: 108}
 """Format numbers of Pippin's own group-quantized formats, by bits per weight."""
 
+AFFINE_FORMATS: Final = {bits: 200 + bits for bits in (2, 3, 4, 5, 6, 8)}
+"""Format numbers of the formats with a float32 scale and minimum for each group, by bits per weight."""
+
 CACHE_TYPES: Final = {"float32": 0, "bfloat16": 1, "int8": 2}
 ACTIVATIONS: Final = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 
@@ -69,7 +72,7 @@ class Layer(ctypes.Structure):
         *((name, c_void_p) for name in ("attention_norm", "feedforward_norm")),
         *((name, c_void_p) for name in ("post_attention_norm", "post_feedforward_norm", "q_norm", "k_norm")),
         *((name, c_int32) for name in ("source", "window", "rope", "activation")),
-        *((name, c_int32) for name in ("experts", "active", "renormalize", "group")),
+        *((name, c_int32) for name in ("experts", "active", "renormalize", "reserved")),
         ("router", c_void_p),
         ("expert", POINTER(Expert)),
     )
@@ -106,28 +109,6 @@ class SequenceShare(ctypes.Structure):
     _fields_ = (("changes", POINTER(Change)), ("begin", c_int32), ("end", c_int32))
 
 
-class Given(ctypes.Structure):
-    """`pippin_given`: rows in place of the embeddings of some tokens."""
-
-    _fields_ = (("rows", c_void_p), ("begin", c_int32), ("count", c_int32))
-
-
-class NativeSteering(ctypes.Structure):
-    """`pippin_steering`: a change of hidden states and the range of tokens that it applies to."""
-
-    _fields_ = (("scale", c_void_p), ("shift", c_void_p), ("begin", c_int32), ("end", c_int32))
-
-
-class Observed(ctypes.Structure):
-    """`pippin_observed`: where to add the attention that the tokens of one sequence receive."""
-
-    _fields_ = (
-        ("received", c_void_p),
-        ("stride", c_int64),
-        *((name, c_int32) for name in ("sequence", "max", "cached_only", "reserved")),
-    )
-
-
 class NativeBatch(ctypes.Structure):
     """`pippin_batch`: one forward pass over the new tokens of several sequences."""
 
@@ -148,18 +129,6 @@ class NativeBatch(ctypes.Structure):
         ("residual", c_void_p),
         ("shares", c_int64),
         ("share", POINTER(SequenceShare)),
-        ("axes", c_int64),
-        ("positions", c_void_p),
-        ("visible", c_void_p),
-        ("givens", c_int64),
-        ("given", POINTER(Given)),
-        ("steerings", c_int64),
-        ("steering", POINTER(NativeSteering)),
-        ("experts", c_void_p),
-        ("expert_columns", c_int64),
-        ("before_norm", c_void_p),
-        ("observations", c_int64),
-        ("observed", POINTER(Observed)),
     )
 
 
@@ -212,12 +181,12 @@ _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
     "pack_ggml": (c_int, c_int, c_void_p, c_int64, c_int64, c_void_p),
     "pack_dense": (c_int, c_int, c_void_p, c_int64, c_int64, c_int64, c_void_p),
     "pack_codes": (c_int, c_int, c_int, c_void_p, c_void_p, c_int64, c_int64, c_void_p),
+    "pack_affine": (c_int, c_int, c_int, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p),
     "rows": (c_int, POINTER(NativeMatrix), c_void_p, c_int64, c_void_p),
     "matmul": (c_int, POINTER(NativeMatrix), c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64),
     "model_new": (c_void_p, POINTER(NativeConfig), POINTER(Layer)),
     "model_free": (None, c_void_p),
     "model_rope": (c_int, c_void_p, c_int, c_void_p, c_void_p, c_int64),
-    "model_rope_axes": (c_int, c_void_p, c_int, c_void_p),
     "block_bytes": (c_int64, c_void_p, c_int),
     "forward": (c_int, c_void_p, c_void_p, c_int64, c_int, POINTER(NativeBatch)),
     "flow_read": (c_int, POINTER(Flow), POINTER(FlowBatch), c_void_p, c_int64, c_int64, c_void_p),
@@ -282,6 +251,12 @@ class Native:
         """Pack quantization codes of one byte each with their half-precision scales."""
         self.check(self._c["pack_codes"](form, group, codes, scales, rows, columns, target))
 
+    def pack_affine(
+        self, form: int, group: int, codes: int, scales: int, minima: int, rows: int, columns: int, target: int
+    ) -> None:
+        """Pack quantization codes of one byte each with their float32 scales and minima."""
+        self.check(self._c["pack_affine"](form, group, codes, scales, minima, rows, columns, target))
+
     def rows(self, weight: NativeMatrix, ids: int, count: int, target: int) -> None:
         """Write the rows with the int64 indices ``ids`` as float32."""
         self.check(self._c["rows"](weight, ids, count, target))
@@ -307,10 +282,6 @@ class Native:
     def model_rope(self, handle: int, table: int, cos: int, sin: int, positions: int) -> None:
         """Set the model's cos/sin tables for ``positions`` positions."""
         self.check(self._c["model_rope"](handle, table, cos, sin, positions))
-
-    def model_rope_axes(self, handle: int, table: int, axes: int) -> None:
-        """Set the axis of a position that each frequency of a table rotates by."""
-        self.check(self._c["model_rope_axes"](handle, table, axes))
 
     def block_bytes(self, handle: int, cache: int) -> int:
         """Size of one block of the KV cache in bytes."""

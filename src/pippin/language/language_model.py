@@ -32,12 +32,14 @@ from pippin.data.text.tokenizer import Tokenizer
 from pippin.language import adapter_files, families
 from pippin.language.decoder import Decoder, DecoderConfig, DecoderLayer
 from pippin.language.model_license import find_license
-from pippin.language.quantized_checkpoint import stored_matrices
-from pippin.language.weight_packing import DType, Packing, choose_packing, group_of, stored_kind
+from pippin.language.quantized import Blocks, Packable, QuantizedMatrix, is_setting
+from pippin.language.quantized_checkpoint import METHOD, StoredMatrix, quantized_matrices
+from pippin.language.weight_packing import DType, Packing, choose_packing, group_of, quantization_notes
 from pippin.nn.embedding import TokenEmbedding
 from pippin.nn.linear import Linear
 from pippin.nn.lora import Adapter
 from pippin.nn.packed_layers import PackedLinear, PackedTokenEmbedding, pack as pack_module, replace_submodule
+from pippin.nn.quantization.affine import AffineCodes
 from pippin.nn.quantization.codes import Codes
 from pippin.nn.quantization.packed import BITS, Bits, NativeWeight, quantize
 from pippin.nn.quantization.palette import Palette
@@ -63,6 +65,8 @@ class LanguageModel:
         template: the chat template; None for a base model, which continues text but has no conversation format.
         source: the file or folder that it was read from; None for a model created in memory.
         adapters: loaded adapters by name.
+        notes: for a model that another library quantized: which matrices are computed in the format that they are
+            stored in, and which are widened, with the memory that both take.
     """
 
     name: str
@@ -71,6 +75,7 @@ class LanguageModel:
     template: ChatTemplate | None
     source: Path | None = None
     adapters: dict[str, Adapter] = field(default_factory=dict, compare=False, repr=False)
+    notes: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def config(self) -> DecoderConfig:
@@ -215,9 +220,11 @@ def assemble(found: Resolved, headers: CheckpointHeaders, packing: Packing, *, p
     if packing.bits is not None:
         packing.nbytes(headers.module, headers.kinds)  # refuses matrices that cannot be quantized
     tokenizer = headers.tokenizer()
+    reasons = {name: headers.reasons[name] for name in headers.names if name in headers.reasons}
+    notes = quantization_notes(headers.quantized, headers.module, headers.kinds, reasons, packing)
     _fill(headers, packing, pack)
     template = ChatTemplate(tokenizer.chat_template, tokenizer) if tokenizer.chat_template else None
-    return LanguageModel(found.name, headers.module, tokenizer, template, found.path)
+    return LanguageModel(found.name, headers.module, tokenizer, template, found.path, notes=notes)
 
 
 @dataclass(frozen=True)
@@ -235,11 +242,15 @@ class CheckpointHeaders:
     release: Callable[[Iterable[str]], None]
     """Releases the memory-mapped pages of tensors."""
     kinds: Mapping[str, str] = field(default_factory=dict)
-    """Stored types by tensor name: for a GGUF file ggml's names, for a quantized folder Pippin's ("INT2/64")."""
+    """Stored types by tensor name: ggml's names, and for a quantized folder Pippin's ("INT2/64", "AFFINE4/64") too."""
     blocks: Callable[[str], Tensor] | None = None
     """For a GGUF file: reads the quantized blocks of one tensor, with rows in Pippin's order."""
-    codes: Callable[[str], Codes | Palette] | None = None
-    """For a quantized folder: reads the codes of one matrix."""
+    codes: Callable[[str], Codes | Palette | Packable | Tensor] | None = None
+    """For a quantized folder: reads one matrix in the form that its kind names."""
+    quantized: str = ""
+    """For a folder that another library quantized: the method."""
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    """For a quantized folder: why each matrix has no form in the kernels; empty where it has one."""
 
 
 def read_headers(found: Resolved, config: Mapping[str, Any] | None = None) -> CheckpointHeaders:
@@ -308,14 +319,21 @@ def _read_gguf(path: Path) -> CheckpointHeaders:
 
 def _read_folder(path: Path, given: Mapping[str, Any] | None = None) -> CheckpointHeaders:
     folder = open_folder(path)
-    matrices = {families.without_prefix(f"{one.stem}.weight"): one for one in stored_matrices(folder).values()}
-    quantized = {part for matrix in matrices.values() for part in matrix.parts}
     config = families.from_hf(folder.config if given is None else given)
-    # the tensors of a folder with codes have Pippin's own names and layouts
-    family = None if matrices else families.FAMILIES[config.family]
-    stored = {families.without_prefix(name, family): name for name in folder.names() if name not in quantized}
+    method, found = quantized_matrices(folder)
+    # the tensors of a folder that Pippin quantized have its own names and layouts
+    family = None if method == METHOD else families.FAMILIES[config.family]
+    parts_of_matrices = {part for matrix in found.values() for part in matrix.parts}
+    stored = {families.without_prefix(name, family): name for name in folder.names() if name not in parts_of_matrices}
+    stored = {name: full for name, full in stored.items() if method is None or not is_setting(name)}
+    quantized = {families.without_prefix(name, family): matrix for name, matrix in found.items()}
     module = _empty(config)
-    sources, unused = families.locate(family, config, _shapes(module), {*stored, *matrices})
+    sources, unused = families.locate(family, config, _shapes(module), {*stored, *quantized})
+    matrices: dict[str, StoredMatrix | QuantizedMatrix] = {
+        name: quantized[source.stored].taken(source, config)
+        for name, source in sources.items()
+        if source.stored in quantized
+    }
 
     def tensor(name: str, dtype: torch.dtype) -> Tensor:
         if name in matrices:
@@ -342,6 +360,8 @@ def _read_folder(path: Path, given: Mapping[str, Any] | None = None) -> Checkpoi
         release=lambda done: folder.release(part for name in done for part in parts(name)),
         kinds={name: matrix.kind for name, matrix in matrices.items() if matrix.kind},
         codes=lambda name: matrices[name].read(),
+        quantized="" if method in (None, METHOD) else method,
+        reasons={name: matrix.reason for name, matrix in matrices.items()},
     )
 
 
@@ -385,9 +405,9 @@ def _fill(headers: CheckpointHeaders, packing: Packing, pack: bool) -> None:
 def _packed(headers: CheckpointHeaders, packing: Packing, name: str, form: int) -> NativeWeight | TritonWeight:
     """Read one matrix and pack it in the kernels' format with number ``form``."""
     kind = headers.kinds.get(name, "")
-    if packing.bits is None and headers.codes is not None and stored_kind(kind) is not None and packing.keep:
+    if packing.bits is None and headers.codes is not None and kind and packing.keep:
         stored = headers.codes(name)
-        assert isinstance(stored, Codes)
+        assert isinstance(stored, Codes | AffineCodes | Blocks)
         return stored.pack()
     if form in native.GROUP_FORMATS.values():
         bits = next(bits for bits in BITS if native.GROUP_FORMATS[bits] == form)

@@ -23,8 +23,9 @@ from pippin.core.errors import CorruptedFile, InvalidArgument, UnsupportedModel
 from pippin.core.formats.checkpoint import Checkpoint, open_folder, save_folder
 from pippin.data.text.tokenizer import Tokenizer
 from pippin.language import families
-from pippin.language.decoder import Decoder
+from pippin.language.decoder import Decoder, DecoderConfig
 from pippin.language.model_license import find_license
+from pippin.language.quantized import QuantizedMatrix, read_matrices, settings_of
 from pippin.nn.embedding import TokenEmbedding
 from pippin.nn.linear import Linear
 from pippin.nn.quantization.codes import Codes, native_group, words_of
@@ -183,6 +184,11 @@ class StoredMatrix:
     entry: dict[str, Any]
 
     @property
+    def name(self) -> str:
+        """Name of the tensor that it stands for."""
+        return f"{self.stem}.weight"
+
+    @property
     def parts(self) -> tuple[str, str]:
         """Names of its tensors: words, then scales or tables."""
         words, values = PARTS[self.entry["form"]]
@@ -203,6 +209,17 @@ class StoredMatrix:
             return ""
         group = native_group(self.entry["columns"] // self.path.shape(self.parts[1])[1])
         return f"INT{self.entry['bits']}/{group}" if group else ""
+
+    @property
+    def reason(self) -> str:
+        """Why the kernels have no form for it; empty if they have one."""
+        if self.kind:
+            return ""
+        return "palettes have no kernels" if self.entry["form"] == "palette" else "their groups have no kernels"
+
+    def taken(self, source: families.TensorSource, config: DecoderConfig) -> StoredMatrix:
+        """The matrix itself: such a folder holds a decoder's own matrices."""
+        return self
 
     def read(self) -> Codes | Palette:
         """The matrix as it is stored.
@@ -225,11 +242,26 @@ class StoredMatrix:
         return self.read().dense()
 
 
-def stored_matrices(path: Checkpoint) -> dict[str, StoredMatrix]:
-    """The quantized matrices of a folder, by their names in the file without ".weight"; none of an ordinary one.
+def quantized_matrices(path: Checkpoint) -> tuple[str | None, Mapping[str, StoredMatrix | QuantizedMatrix]]:
+    """The method that quantized a folder (None for an ordinary one) and the matrices, by the names of their tensors.
 
     Raises:
-        UnsupportedModel: weights quantized by another method, or in a form that this version does not know.
+        UnsupportedModel: weights quantized in a way that this version does not know.
+        CorruptedFile: the configuration contradicts itself or the tensors, or a scale is not usable.
+    """
+    found = settings_of(path)
+    if found is None:
+        return None, {}
+    if found[0] != METHOD:
+        return found[0], read_matrices(path, *found)
+    return METHOD, {matrix.name: matrix for matrix in stored_matrices(path).values()}
+
+
+def stored_matrices(path: Checkpoint) -> dict[str, StoredMatrix]:
+    """The quantized matrices that Pippin saved, by their names in the file without ".weight"; none of other folders.
+
+    Raises:
+        UnsupportedModel: weights quantized by another library, or in a form that this version does not know.
         CorruptedFile: the configuration contradicts itself or the tensors.
     """
     if "quantization_config" not in path.config:
@@ -237,9 +269,7 @@ def stored_matrices(path: Checkpoint) -> dict[str, StoredMatrix]:
     described = path.config["quantization_config"]
     method = described.get("quant_method", "unknown") if isinstance(described, dict) else "unknown"
     if method != METHOD:
-        raise UnsupportedModel(
-            f"{path.folder} holds weights quantized by {method}; take the unquantized folder or a GGUF file"
-        )
+        raise UnsupportedModel(f"{path.folder} holds weights quantized by {method}, not by Pippin")
     weights = described.get("weights")
     if not isinstance(weights, dict):
         raise CorruptedFile(f"{path.folder}: quantization_config has no 'weights'; save the model again")

@@ -17,6 +17,7 @@ from torch import nn
 from pippin.core import device as devices, native
 from pippin.core.checks import checked
 from pippin.core.errors import InvalidArgument
+from pippin.core.files import format_bytes
 from pippin.language.decoder import Decoder
 from pippin.nn.embedding import TokenEmbedding
 from pippin.nn.linear import Linear
@@ -26,6 +27,7 @@ from pippin.nn.triton.triton_matvec import TritonWeight
 
 # Minimum bits of the embedding and the output matrix, which every token uses.
 _EMBEDDING_BITS: Final = 4
+_WITH_GROUPS: Final = (*native.GROUP_FORMATS.values(), *native.AFFINE_FORMATS.values())
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -66,7 +68,7 @@ class Packing:
         Args:
             owner: the module that it belongs to.
             name: Pippin's name of the tensor.
-            kind: the stored type: ggml's name, or Pippin's ("INT2/64"); None in other files.
+            kind: the stored type: ggml's name, or Pippin's ("INT2/64", "AFFINE4/64"); None in other files.
         """
         if (
             not (self.native or self.bits)
@@ -82,7 +84,7 @@ class Packing:
         if self.keep and kind in native.GGML_FORMATS:
             return native.GGML_FORMATS[kind]
         if self.keep and (stored := stored_kind(kind)) is not None:
-            return native.GROUP_FORMATS[stored[0]]
+            return stored[0]
         return native.GGML_FORMATS[self.dense]
 
     def nbytes(self, module: Decoder, kinds: Mapping[str, str]) -> int:
@@ -100,7 +102,7 @@ class Packing:
             else:
                 rows, columns = parameter.shape
                 group = group_of(name, columns) if self.bits else (stored_kind(kinds.get(name)) or (0, 0))[1]
-                group = group if form in native.GROUP_FORMATS.values() else 0
+                group = group if form in _WITH_GROUPS else 0
                 size = packed_size if self.native else _triton_size
                 total += size(form, rows, columns, group)
         return total + self._second_copy(module)
@@ -148,16 +150,52 @@ def _check_bits(bits: Bits, dtype: str, device: torch.device, pack: bool) -> Non
         raise InvalidArgument(f"bits={bits} has kernels for the CPU and for CUDA, not for {device}")
 
 
-def stored_kind(kind: str | None) -> tuple[int, int] | None:
-    """Bits and group size of a matrix that is stored in one of Pippin's formats; None for all others.
+def quantization_notes(
+    method: str, module: Decoder, kinds: Mapping[str, str], reasons: Mapping[str, str], packing: Packing
+) -> tuple[str, ...]:
+    """What becomes of the matrices that another library quantized, for a person to read.
 
-    >>> stored_kind("INT2/64"), stored_kind("Q4_0")
-    ((2, 64), None)
+    Args:
+        method: what it is called; empty for other models, which have no notes.
+        module: the decoder, on the meta device.
+        kinds: stored types of tensors by name.
+        reasons: for each quantized matrix, why the kernels have no form for it.
+        packing: of the model.
     """
-    if not kind or not kind.startswith("INT"):
-        return None
-    bits, _, group = kind.removeprefix("INT").partition("/")
-    return int(bits), int(group)
+    if not method:
+        return ()
+    sizes: dict[tuple[str, str], list[int]] = {}
+    names = {number: name for name, number in native.GGML_FORMATS.items()}
+    for name, reason in reasons.items():
+        owner, (rows, columns) = module.get_submodule(name.rpartition(".")[0]), module.get_parameter(name).shape
+        kind, form = kinds.get(name, ""), packing.format(owner, name, kinds.get(name))
+        if kind and form is not None and packing.keep and packing.bits is None:
+            group = (stored_kind(kind) or (0, 0))[1]
+            sizes.setdefault(("", kind), []).append(packed_size(form, rows, columns, group))
+        elif packing.bits is None:
+            target = names[form] if form is not None else str(packing.dtype).removeprefix("torch.")
+            nbytes = rows * columns * (packing.dtype.itemsize if form is None else 4 if target == "F32" else 2)
+            why = "torch computes with them" if form is None else reason or "another precision was asked for"
+            sizes.setdefault((why, target), []).append(nbytes)
+    return tuple(
+        f"{method}: {len(found)} matrices are widened to {kind} and take {format_bytes(sum(found))}: {reason}"
+        if reason
+        else f"{method}: {len(found)} matrices stay as they are ({kind}) and take {format_bytes(sum(found))}"
+        for (reason, kind), found in sizes.items()
+    )
+
+
+def stored_kind(kind: str | None) -> tuple[int, int] | None:
+    """Format number and group size of a matrix that is stored in one of Pippin's formats; None for all others.
+
+    >>> stored_kind("INT2/64"), stored_kind("AFFINE4/32"), stored_kind("Q4_0")
+    ((102, 64), (204, 32), None)
+    """
+    for name, numbers in (("INT", native.GROUP_FORMATS), ("AFFINE", native.AFFINE_FORMATS)):
+        if kind and kind.startswith(name):
+            bits, _, group = kind.removeprefix(name).partition("/")
+            return numbers[int(bits)], int(group)
+    return None
 
 
 def group_of(name: str, columns: int) -> int:

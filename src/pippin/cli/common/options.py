@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from pippin.cli.common import terminal
 from pippin.cli.common.declared_options import complete_model
 from pippin.core.errors import InvalidArgument, PippinError
 from pippin.engine.options import MACHINE, ModelOptions
@@ -59,9 +60,12 @@ def load(model: str, model_options: ModelOptions = HERE) -> LanguageModel:
 
     use_threads(model_options.threads)
     transform = None if model_options.kv_sharing_ratio is None else fewer_caches(model_options.kv_sharing_ratio)
-    return load_language_model(
+    loaded = load_language_model(
         model, device=model_options.device, dtype=model_options.dtype, bits=model_options.bits, transform=transform
     )
+    for each in loaded.notes:
+        terminal.note(each)
+    return loaded
 
 
 @contextmanager

@@ -93,6 +93,14 @@ class Checkpoint:
         """
         return tuple(self._owner(name).get_slice(name).get_shape())
 
+    def dtype(self, name: str) -> str:
+        """The type of a tensor's values as the file names it ("BF16", "F8_E4M3"), without touching them.
+
+        Raises:
+            CorruptedFile: there is no tensor of this name.
+        """
+        return str(self._owner(name).get_slice(name).get_dtype())
+
     def tensor(self, name: str) -> Tensor:
         """A tensor as a view of the mapped file; clone it before writing to it.
 

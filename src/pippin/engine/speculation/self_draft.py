@@ -84,7 +84,6 @@ class SelfDrafter:
                 position.adapter,
                 self.depth,
                 part,
-                other_tables=position.other_tables,
             )
             (logits,) = position.runner.forward([model_input])
             done += len(tokens)

@@ -17,8 +17,10 @@ from .gguf import (
 )
 from .phi import long_context as long_context
 from .tensor_names import (
+    TensorSource as TensorSource,
     locate as locate,
     parts_of as parts_of,
+    stored_name as stored_name,
     stored_parts as stored_parts,
     to_stored as to_stored,
     without_prefix as without_prefix,

@@ -130,9 +130,17 @@ def to_stored(family: Family, config: DecoderConfig, tensors: Mapping[str, Tenso
     for name, found in parts.items():
         rule = rules[name]
         ordered = [found[index] for index in sorted(found)]
-        full_name = name if name.startswith(_HEADS) else f"{family.prefix}{name}"
-        joined[full_name] = ordered[0] if rule is None else rule.join(ordered, config)
+        joined[_full(family, name)] = ordered[0] if rule is None else rule.join(ordered, config)
     return joined
+
+
+def stored_name(family: Family, config: DecoderConfig, name: str) -> str:
+    """The full name in a file of the tensor that one of a decoder's is stored in, alone or with others."""
+    return _full(family, TensorSources(family, config)(name)[0].stored)
+
+
+def _full(family: Family, name: str) -> str:
+    return name if name.startswith(_HEADS) else f"{family.prefix}{name}"
 
 
 @dataclass(frozen=True)

@@ -125,12 +125,7 @@ class Codes:
             raise InvalidArgument(
                 f"{columns} codes of {bits} bits take {words_of(columns, bits)} words a row, not {words.shape[1]}"
             )
-        bytes_ = torch.from_numpy(words.cpu().contiguous().numpy().astype("<i4", copy=False).view(np.uint8))
-        if bits == 3:
-            return cls(_unstream(bytes_, bits, columns), scales, bits, zero_point)
-        shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
-        codes = (bytes_[:, :, None] >> shifts).bitwise_and_((1 << bits) - 1).view(len(words), -1)[:, :columns]
-        return cls(codes.contiguous(), scales, bits, zero_point)
+        return cls(unpack_words(words, bits, columns), scales, bits, zero_point)
 
     @property
     def native_group(self) -> int | None:
@@ -153,6 +148,25 @@ class Codes:
             raise InvalidArgument(f"groups of {self.group_size} inputs have no kernels: 32, 64 or 128 must divide them")
         scales = self.scales.repeat_interleave(self.group_size // group, dim=1).expand(len(self.codes), -1)
         return NativeWeight.from_codes(self.codes, scales, self.bits, group, self.zero_point)
+
+
+def unpack_words(words: Int32[Tensor, "rows words"], bits: int, columns: int) -> UInt8[Tensor, "rows columns"]:
+    """The codes of rows that are little-endian bit streams in 32-bit words.
+
+    Args:
+        words: at least `words_of` a row.
+        bits: of each code, 1 to 8.
+        columns: number of codes in a row.
+
+    >>> unpack_words(torch.tensor([[228]], dtype=torch.int32), 2, 4).tolist()
+    [[0, 1, 2, 3]]
+    """
+    bytes_ = torch.from_numpy(words.cpu().contiguous().numpy().astype("<i4", copy=False).view(np.uint8))
+    if 8 % bits:
+        return _unstream(bytes_, bits, columns)
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
+    codes = (bytes_[:, :, None] >> shifts).bitwise_and_((1 << bits) - 1).view(len(words), -1)[:, :columns]
+    return codes.contiguous()
 
 
 def words_of(columns: int, bits: int) -> int:

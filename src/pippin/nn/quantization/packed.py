@@ -21,7 +21,7 @@ from contextlib import suppress
 from typing import Any, Final, Literal, Protocol, get_args, runtime_checkable
 
 import torch
-from jaxtyping import Float, Float16, Int, UInt8
+from jaxtyping import Float, Float16, Float32, Int, UInt8
 from torch import Tensor
 
 from pippin.core import native
@@ -290,6 +290,50 @@ class NativeWeight:
         )
         return packed
 
+    @classmethod
+    def from_affine(
+        cls,
+        codes: UInt8[Tensor, "rows columns"],
+        scales: Float32[Tensor, "rows groups"],
+        minima: Float32[Tensor, "rows groups"],
+        bits: int,
+        group_size: int,
+    ) -> NativeWeight:
+        """Pack codes with a scale and a minimum for each group: ``scale * code + minimum``.
+
+        Args:
+            codes: integers below ``2 ** bits``.
+            scales: one for each row and group.
+            minima: likewise.
+            bits: 2 to 6 or 8.
+            group_size: 32, 64 or 128.
+
+        Raises:
+            InvalidArgument: unsupported bits or group size, codes that are too large, or shapes that do not match.
+        """
+        rows, columns = codes.shape
+        if bits not in native.AFFINE_FORMATS or not tuple(scales.shape) == tuple(minima.shape) == (
+            rows,
+            columns // group_size,
+        ):
+            raise InvalidArgument(
+                f"codes of {rows} x {columns} with scales of {tuple(scales.shape)} and minima of "
+                f"{tuple(minima.shape)} are not a weight of {bits} bits in groups of {group_size}"
+            )
+        codes, scales, minima = codes.contiguous(), scales.contiguous(), minima.contiguous()
+        packed = cls(native.AFFINE_FORMATS[bits], rows, columns, group_size)
+        packed._native.pack_affine(
+            packed.format,
+            group_size,
+            codes.data_ptr(),
+            scales.data_ptr(),
+            minima.data_ptr(),
+            rows,
+            columns,
+            packed.matrix.data,
+        )
+        return packed
+
     def __repr__(self) -> str:
         return f"NativeWeight({self.kind}, {self.rows} x {self.columns})"
 
@@ -298,12 +342,11 @@ class NativeWeight:
 
     @property
     def kind(self) -> str:
-        """Name of the format: ggml's, or "INT2" to "INT8" for Pippin's."""
+        """Name of the format: ggml's, or "INT2" to "INT8" and "AFFINE2" to "AFFINE8" for Pippin's."""
         names = {number: name for name, number in native.GGML_FORMATS.items()}
-        return (
-            names.get(self.format)
-            or f"INT{next(b for b, number in native.GROUP_FORMATS.items() if number == self.format)}"
-        )
+        names |= {number: f"INT{bits}" for bits, number in native.GROUP_FORMATS.items()}
+        names |= {number: f"AFFINE{bits}" for bits, number in native.AFFINE_FORMATS.items()}
+        return names[self.format]
 
     @property
     def device(self) -> torch.device:

@@ -77,12 +77,19 @@ class Config(TextTrainingConfig):
         Option("rtn, gptq, awq or qat; without it rtn, with data gptq, with data and 2 bits qat."),
     ] = None
     group_size: Annotated[Literal[32, 64, 128], Option("Neighboring weights that share a scale: 32, 64 or 128.")] = 64
-    levels: Annotated[Literal["balanced", "unbalanced"], Option("balanced (no level is 0) or unbalanced (one is).")] = (
-        "balanced"
-    )
+    levels: Annotated[
+        Literal["balanced", "unbalanced"] | None,
+        Option("balanced (no level is 0) or unbalanced (one is); without it balanced, with --to unbalanced."),
+    ] = None
     embedding_bits: Annotated[
         Literal[2, 3, 4, 8, 16] | None,
         Option("2, 3, 4, 8, or 16 for exact; without it 4, or 8 where the layers have 4 bits or more."),
+    ] = None
+    to: Annotated[
+        Literal["awq", "gptq", "mlx"] | None,
+        Option(
+            "Save in the layout of AutoAWQ, AutoGPTQ or MLX, which other programs read; without it in Pippin's own."
+        ),
     ] = None
     calibration_tokens: Annotated[int, Ge(2), Option("Tokens that gptq, awq and average bits look at.", DATA)] = 16_384
 
@@ -184,6 +191,14 @@ def choose_method(config: Config) -> Method:
         raise InvalidArgument(f"{what} looks at text; give some with data (--data FILE)")
     if method == "qat" and config.average_bits is not None:
         raise InvalidArgument("average_bits is for 'rtn', 'gptq' and 'awq'; give bits (--bits) to train")
+    if config.to is not None and config.levels == "balanced":
+        raise InvalidArgument(f"{config.to} folders hold unbalanced levels only; leave out levels (--levels)")
+    if config.to == "awq" and config.bits != 4:
+        raise InvalidArgument("awq folders have 4 bits; give bits=4 (--bits 4)")
+    if config.to in ("awq", "gptq") and config.average_bits is not None:
+        raise InvalidArgument(f"{config.to} folders have one number of bits; give bits (--bits), or --to mlx")
+    if config.to in ("awq", "gptq") and config.embedding_bits not in (None, 16):
+        raise InvalidArgument(f"{config.to} folders hold the embedding as it is; leave out embedding_bits")
     if method != "qat" and (config.steps is not None or config.resume):
         raise InvalidArgument(f"steps and resume (--steps, --resume) are for method 'qat', not for {method!r}")
     return method
@@ -205,6 +220,7 @@ def run(config: Config, *, show_progress: bool = True) -> QuantizationResult:
     from pippin.language.likelihood import text_likelihood
     from pippin.language.objectives import held_out
     from pippin.language.quantized_checkpoint import save_quantized
+    from pippin.shape.export.quantized_folder import save_quantized_as
 
     method = choose_method(config)
     settings = _settings(config)
@@ -239,7 +255,10 @@ def run(config: Config, *, show_progress: bool = True) -> QuantizationResult:
     else:
         codes, clipped = _round(config, method, model, settings, batches, show_progress=show_progress)
         note = {"method": method, "settings": dataclasses.asdict(settings), "average_bits": config.average_bits}
-    save_quantized(config.out_path, model, codes, metadata=note)
+    if config.to is None:
+        save_quantized(config.out_path, model, codes, metadata=note)
+    else:
+        save_quantized_as(config.to, config.out_path, model, codes)
     name, (bytes_before, bytes_after) = model.name, sizes_on_disk(model, config.out_path)
     del model
     after = measure(pippin.load(config.out_path, device=config.device))
@@ -309,11 +328,13 @@ def _settings(config: Config) -> QuantizationConfig:
     from pippin.shape.quantize.config import QuantizationConfig
 
     embedding_bits: Any = config.embedding_bits
-    if embedding_bits is None:
+    if config.to in ("awq", "gptq"):
+        embedding_bits = 16
+    elif embedding_bits is None:
         embedding_bits = SENSITIVE_BITS if (config.bits or config.average_bits or 0) >= 4 else 4
     return QuantizationConfig(
         bits=config.bits or 4,
-        levels=config.levels,
+        levels=config.levels or ("balanced" if config.to is None else "unbalanced"),
         group=config.group_size,
         embedding_bits=None if embedding_bits == 16 else embedding_bits,
     )

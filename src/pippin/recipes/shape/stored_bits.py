@@ -15,7 +15,7 @@ def stored_bits(source: Path | None) -> float:
     """
     from pippin.core.formats.checkpoint import open_folder
     from pippin.core.formats.gguf import open_gguf
-    from pippin.language.quantized_checkpoint import stored_matrices
+    from pippin.language.quantized_checkpoint import quantized_matrices
 
     if source is None:
         return FULL
@@ -26,7 +26,7 @@ def stored_bits(source: Path | None) -> float:
                 sizes.append((8 * stored.nbytes / prod(stored.shape), prod(stored.shape)))
     else:
         folder = open_folder(source)
-        matrices = stored_matrices(folder)
+        _, matrices = quantized_matrices(folder)
         for matrix in matrices.values():
             nbytes = sum(folder.tensor(part).nbytes for part in matrix.parts)
             sizes.append((8 * nbytes / prod(matrix.shape), prod(matrix.shape)))

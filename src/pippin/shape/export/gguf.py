@@ -28,13 +28,12 @@ from pippin.core import progress
 from pippin.core.checks import checked
 from pippin.core.errors import InvalidArgument, MissingDependency, UnsupportedModel
 from pippin.core.files import disk_errors, require_free_space, sync_folder
-from pippin.core.formats.checkpoint import open_folder
 from pippin.core.formats.ggml_quants import FORMATS, BlockFormat
+from pippin.core.store.reference import Resolved
 from pippin.language import families
 from pippin.language.decoder import Decoder, DecoderConfig
-from pippin.language.language_model import LanguageModel
+from pippin.language.language_model import LanguageModel, read_headers
 from pippin.language.model_license import find_license
-from pippin.language.quantized_checkpoint import stored_matrices
 from pippin.nn.embedding import TokenEmbedding
 from pippin.nn.linear import Linear
 from pippin.nn.norm import RMSNorm
@@ -66,7 +65,7 @@ def export_gguf(
             it has fewer than eight bits, the embedding and the output matrix are Q8_0. Matrices whose rows are no
             multiple of 32 are F16. Norms and biases are F32.
         codes: quantized matrices by the names of their layers; None for those of the folder that the model was read
-            from, if it is one of ours. Codes of up to four bits become Q4_0 (unbalanced) or Q4_1, of eight bits Q8_0.
+            from (see `stored_codes`). Codes of up to four bits become Q4_0 (unbalanced) or Q4_1, of eight bits Q8_0.
         show_progress: whether progress is shown.
 
     Returns:
@@ -274,14 +273,19 @@ def _kind(name: str, shape: tuple[int, ...], kind: str, codes: Codes | None) -> 
 
 
 def stored_codes(model: LanguageModel) -> dict[str, Codes]:
-    """The codes of the quantized folder that a model was read from; none of other models."""
+    """The codes of the quantized folder that a model was read from; none of other models.
+
+    Of a folder that another library quantized, those of the matrices that have one zero point.
+    """
     if model.source is None or not model.source.is_dir():
         return {}
+    headers = read_headers(Resolved(model.name, "folder", model.source))
     found = {}
-    for stem, matrix in stored_matrices(open_folder(model.source)).items():
-        values = matrix.read()
+    for name in headers.reasons:
+        assert headers.codes is not None
+        values = headers.codes(name)
         if isinstance(values, Codes):
-            found[families.without_prefix(stem)] = values
+            found[name.removesuffix(".weight")] = values
     return found
 
 
