@@ -254,10 +254,11 @@ static void attend_as(const Queries &w, int kv_head, int64_t begin, int64_t end,
     }
     for (int64_t index = from; index < to; ++index) {
         const int64_t key = index * PART;
-        const int64_t last = w.positions[end - 1] / 16; // block of the newest key that is seen
+        const int64_t last = w.visible[end - 1] / 16; // block of the newest key that is seen
         const auto block = [&](int64_t b, int64_t head) {
-            return cache.pool + w.table[b < last ? b : last] * cache.block_bytes + cache.offset +
-                   head * cache.head_bytes;
+            const int32_t id = w.table[b < last ? b : last];
+            // what was given back behind a window is read and thrown away: any block will do
+            return cache.pool + (id < 0 ? 0 : id) * cache.block_bytes + cache.offset + head * cache.head_bytes;
         };
         const uint8_t *keys[PART / 16], *next[NEXT];
         for (int64_t b = 0; b < PART / 16 && key / 16 + b <= last; ++b) keys[b] = block(key / 16 + b, kv_head);
@@ -268,9 +269,9 @@ static void attend_as(const Queries &w, int kv_head, int64_t begin, int64_t end,
             n = next_rows(rows - row);
             Span seen[SUBTILE];
             for (int64_t r = 0; r < n; ++r) {
-                const int64_t position = w.positions[begin + (row + r) / group];
-                const int64_t low = w.window > 0 && position >= w.window ? position - w.window + 1 - key : -key;
-                const int64_t high = position + 1 - key;
+                const int64_t query = begin + (row + r) / group, slot = w.slots[query];
+                const int64_t low = w.window > 0 && slot >= w.window ? slot - w.window + 1 - key : -key;
+                const int64_t high = w.visible[query] + 1 - key;
                 seen[r].low = low < 0 ? 0 : low;
                 seen[r].high = high < 0 ? 0 : high > PART ? PART : high;
                 if (seen[r].low >= seen[r].high) seen[r] = {0, 0};
@@ -297,6 +298,55 @@ static void attend(const Queries &w, int kv_head, int64_t begin, int64_t end, in
     case PIPPIN_CACHE_F32: return attend_as<PIPPIN_CACHE_F32>(w, kv_head, begin, end, from, to, state, scratch);
     case PIPPIN_CACHE_BF16: return attend_as<PIPPIN_CACHE_BF16>(w, kv_head, begin, end, from, to, state, scratch);
     default: return attend_as<PIPPIN_CACHE_INT8>(w, kv_head, begin, end, from, to, state, scratch);
+    }
+}
+
+template <int KIND>
+static void receive_as(const Queries &w, int kv_head, int64_t index, int64_t from, int64_t to, bool largest, float *p,
+                       float *received) {
+    const Cache &cache = w.cache;
+    const int64_t n = cache.head_dim, group = w.heads / cache.kv_heads, first = from / 16;
+    float *const q = p + (to + 15) / 16 * 16 - 16 * first;
+    for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
+        for (int64_t d = 0; d < n; ++d) q[d] = w.q[index * w.stride + head * n + d] * w.scale;
+        constexpr float unseen = -1e30f;
+        float most = unseen, sum = 0;
+        for (int64_t b = first; 16 * b < to; ++b) {
+            const uint8_t *keys = cache.pool + w.table[b] * cache.block_bytes + cache.offset + kv_head * cache.head_bytes;
+            float s[16];
+            if (KIND == PIPPIN_CACHE_INT8) {
+                const float *scales = reinterpret_cast<const float *>(keys + 2 * 16 * n);
+                f32x16 total = f32x16::zero();
+                for (int64_t d = 0; d < n; ++d) total = fma(f32x16::set1(q[d]), widen<KIND>(keys + 16 * d), total);
+                (total * f32x16::loadu(scales)).storeu(s);
+            } else {
+                f32x16 total = f32x16::zero();
+                for (int64_t d = 0; d < n; ++d)
+                    total = fma(f32x16::set1(q[d]), widen<KIND>(keys + 16 * d * SIZE<KIND>), total);
+                total.storeu(s);
+            }
+            for (int64_t i = 0; i < 16; ++i) {
+                const int64_t slot = 16 * b + i;
+                p[slot - 16 * first] = slot >= from && slot < to ? s[i] : unseen;
+                if (slot >= from && slot < to && s[i] > most) most = s[i];
+            }
+        }
+        for (int64_t at = 0; at + 16 * first < to; at += 16) exp(f32x16::loadu(p + at) - f32x16::set1(most)).storeu(p + at);
+        for (int64_t slot = from; slot < to; ++slot) sum += p[slot - 16 * first];
+        for (int64_t slot = from; slot < to; ++slot) {
+            const float weight = p[slot - 16 * first] / sum;
+            if (!largest) received[slot] += weight;
+            else if (weight > received[slot]) received[slot] = weight;
+        }
+    }
+}
+
+static void receive(const Queries &w, int kv_head, int64_t index, int64_t from, int64_t to, bool largest, float *p,
+                    float *received) {
+    switch (w.cache.kind) {
+    case PIPPIN_CACHE_F32: return receive_as<PIPPIN_CACHE_F32>(w, kv_head, index, from, to, largest, p, received);
+    case PIPPIN_CACHE_BF16: return receive_as<PIPPIN_CACHE_BF16>(w, kv_head, index, from, to, largest, p, received);
+    default: return receive_as<PIPPIN_CACHE_INT8>(w, kv_head, index, from, to, largest, p, received);
     }
 }
 
@@ -361,7 +411,7 @@ static void keep(const Cache &cache, int32_t block, int slot, const float *k, co
 }
 
 static pippin::StepKernels step_kernels() {
-    return {norm, heads, keep, activate, add, multiply, dense, softmax, attend, merge, finish, read};
+    return {norm, heads, keep, activate, add, multiply, dense, softmax, attend, receive, merge, finish, read};
 }
 
 } // namespace PIPPIN_NS

@@ -8,6 +8,8 @@
  */
 #include "pass.h"
 
+#include <cmath>
+
 namespace pippin {
 namespace {
 
@@ -39,7 +41,8 @@ void Pass::lay_out(Cutter &cutter) {
         for (int64_t i = 0; i < 7 * c_.layers; ++i) rank = std::max(rank, b_.share[s].changes[i].rank);
     const int64_t columns = std::max({c_.width, q, inner});
     cutter.cut(origin_, b_.tokens);
-    cutter.cut(position_, b_.tokens);
+    cutter.cut(slot_, b_.tokens);
+    cutter.cut(visible_, b_.tokens);
     cutter.cut(sequence_, b_.tokens);
     cutter.cut(x_, b_.tokens * c_.width);
     cutter.cut(normed_, group * c_.width);
@@ -65,7 +68,8 @@ void Pass::begin() {
     for (int64_t s = 0; s < b_.sequences; ++s)
         for (int32_t t = b_.starts[s]; t < b_.starts[s + 1]; ++t) {
             origin_[t] = t;
-            position_[t] = b_.held[s] + (t - b_.starts[s]);
+            slot_[t] = b_.held[s] + (t - b_.starts[s]);
+            visible_[t] = b_.visible ? b_.visible[t] : slot_[t];
             sequence_[t] = int32_t(s);
         }
     if (b_.from > 0) {
@@ -79,6 +83,26 @@ void Pass::begin() {
         pippin_rows(&c_.embedding, ids, some, row(x_, t, c_.width));
     }
     if (c_.embedding_scale != 1.f) step_.multiply(x_, c_.embedding_scale, count_ * c_.width);
+    for (int64_t i = 0; i < b_.givens; ++i)
+        memcpy(row(x_, b_.given[i].begin, c_.width), b_.given[i].rows,
+               size_t(b_.given[i].count * c_.width) * sizeof(float));
+}
+
+/* Change one token's hidden state at a site, if it is steered there. */
+void Pass::steer(int64_t site, int64_t token, float *x) const {
+    for (int64_t s = 0; s < b_.steerings; ++s) {
+        const pippin_steering &steering = b_.steering[s];
+        if (!steering.scale[site] || origin_[token] < steering.begin || origin_[token] >= steering.end) continue;
+        for (int64_t i = 0; i < c_.width; ++i) x[i] = steering.scale[site][i] * x[i] + steering.shift[site][i];
+    }
+}
+
+/* The same for tokens of the residual stream. */
+void Pass::steer_all(int64_t site, int64_t from, int64_t to) {
+    if (!b_.steerings) return;
+    parallel(to - from, 32, [&](int64_t a, int64_t b, int) {
+        for (int64_t i = from + a; i < from + b; ++i) steer(site, i, row(x_, i, c_.width));
+    });
 }
 
 /* Go on with the tokens whose results are wanted. */
@@ -86,7 +110,7 @@ void Pass::keep_only_rows() {
     if (count_ == b_.outputs) return; // all of them
     for (int64_t i = 0; i < b_.outputs; ++i) { // rows ascend: nothing is overwritten that is still needed
         const int32_t from = b_.rows[i];
-        origin_[i] = from, position_[i] = position_[from], sequence_[i] = sequence_[from];
+        origin_[i] = from, slot_[i] = slot_[from], visible_[i] = visible_[from], sequence_[i] = sequence_[from];
         memmove(row(x_, i, c_.width), row(x_, from, c_.width), size_t(c_.width) * sizeof(float));
     }
     count_ = b_.outputs;
@@ -110,6 +134,17 @@ void Pass::adapt(const Product &product, const float *x, int64_t count, int32_t 
     }
 }
 
+/* Cosines and sines of one token, gathered from its positions. */
+void Pass::rotate(const pippin_layer &layer, int64_t token, float *cos, float *sin) const {
+    const Rope &rope = *ropes_[size_t(layer.rope)];
+    const int64_t half = c_.head_dim / 2;
+    for (int64_t i = 0; i < half; ++i) {
+        const int64_t axis = rope.axes.empty() || b_.axes == 1 ? 0 : rope.axes[size_t(i)];
+        const int64_t position = b_.positions[axis * b_.tokens + origin_[token]];
+        cos[i] = rope.cos[size_t(position * half + i)], sin[i] = rope.sin[size_t(position * half + i)];
+    }
+}
+
 /* Norms on heads, and rotation, of the group's queries and keys. */
 void Pass::turn(const pippin_layer &layer, int32_t index, int64_t from, int64_t to, bool queries, bool keys) {
     const int64_t half = c_.head_dim / 2, q = c_.heads * c_.head_dim, kv = c_.kv_heads * c_.head_dim;
@@ -118,14 +153,19 @@ void Pass::turn(const pippin_layer &layer, int32_t index, int64_t from, int64_t 
     cache.offset = m_.slots[size_t(index)] * c_.kv_heads * cache.head_bytes;
     parallel(to - from, PIPPIN_BLOCK, [&](int64_t a, int64_t b, int) {
         for (int64_t i = a; i < b; ++i) {
-            const int64_t position = position_[from + i];
-            const float *cos = rope ? rope->cos.data() + position * half : nullptr;
-            const float *sin = rope ? rope->sin.data() + position * half : nullptr;
+            const int64_t slot = slot_[from + i];
+            const float *cos = rope ? rope->cos.data() + slot * half : nullptr;
+            const float *sin = rope ? rope->sin.data() + slot * half : nullptr;
+            float gathered[2][256]; // heads have at most 512 dimensions
+            if (rope && b_.axes) {
+                rotate(layer, from + i, gathered[0], gathered[1]);
+                cos = gathered[0], sin = gathered[1];
+            }
             if (queries) step_.heads(q_ + i * q, c_.heads, c_.head_dim, layer.q_norm, c_.eps, cos, sin);
             if (!keys) continue;
             step_.heads(k_ + i * kv, c_.kv_heads, c_.head_dim, layer.k_norm, c_.eps, cos, sin);
-            const int32_t block = b_.tables[b_.table_starts[sequence_[from + i]] + position / PIPPIN_BLOCK];
-            step_.keep(cache, block, int(position % PIPPIN_BLOCK), k_ + i * kv, v_ + i * kv);
+            const int32_t block = table(layer, sequence_[from + i])[slot / PIPPIN_BLOCK];
+            step_.keep(cache, block, int(slot % PIPPIN_BLOCK), k_ + i * kv, v_ + i * kv);
         }
     });
 }
@@ -136,6 +176,7 @@ void Pass::keys_and_values(int32_t index, int64_t from, int64_t to) {
     const Product k{&layer.k, k_, layer.k_bias, 1}, v{&layer.v, v_, layer.v_bias, 2};
     products(normed_, c_.width, to - from, {k, v}, [&](int64_t i) {
         step_.norm(row(x_, from + i, c_.width), layer.attention_norm, c_.eps, c_.width, row(normed_, i, c_.width));
+        steer(PIPPIN_SITES * index, from + i, row(normed_, i, c_.width));
     });
     adapt(k, normed_, to - from, index, from);
     adapt(v, normed_, to - from, index, from);
@@ -147,6 +188,7 @@ void Pass::attention(int32_t index, int64_t from, int64_t to, bool own) {
     const int64_t count = to - from;
     const auto norm = [&](int64_t i) {
         step_.norm(row(x_, from + i, c_.width), layer.attention_norm, c_.eps, c_.width, row(normed_, i, c_.width));
+        steer(PIPPIN_SITES * index, from + i, row(normed_, i, c_.width));
     };
     const Product q{&layer.q, q_, layer.q_bias, 0}, k{&layer.k, k_, layer.k_bias, 1}, v{&layer.v, v_, layer.v_bias, 2};
     if (own) {
@@ -160,19 +202,23 @@ void Pass::attention(int32_t index, int64_t from, int64_t to, bool own) {
     turn(layer, index, from, to, true, own);
     clock_.lap(REST);
     attend(layer, m_.slots[size_t(index)], from, to);
+    if (b_.observations) observe(index, from, to);
     clock_.lap(ATTENTION);
     const Product output{&layer.output, y_, layer.output_bias, 3};
     products(read_, c_.heads * c_.head_dim, count, {output}, [](int64_t) {});
     adapt(output, read_, count, index, from);
-    add_back(layer.post_attention_norm, from, to);
+    add_back(layer.post_attention_norm, PIPPIN_SITES * index + 1, from, to);
 }
 
 /* x += y of the group, normalized first where there is such a norm. */
-void Pass::add_back(const float *post_norm, int64_t from, int64_t to) {
+void Pass::add_back(const float *post_norm, int64_t site, int64_t from, int64_t to) {
     parallel(to - from, 32, [&](int64_t a, int64_t b, int) {
         for (int64_t i = a; i < b; ++i) {
             float *y = row(y_, i, c_.width);
-            if (post_norm) step_.norm(y, post_norm, c_.eps, c_.width, y);
+            if (post_norm) {
+                step_.norm(y, post_norm, c_.eps, c_.width, y);
+                steer(site, from + i, y);
+            }
             step_.add(row(x_, from + i, c_.width), y, 1.f, c_.width);
         }
     });
@@ -200,25 +246,34 @@ void Pass::feed_forward(int32_t index, int64_t from, int64_t to) {
     const pippin_layer &layer = m_.layers[size_t(index)];
     const auto norm = [&](int64_t i) {
         step_.norm(row(x_, from + i, c_.width), layer.feedforward_norm, c_.eps, c_.width, row(normed_, i, c_.width));
+        steer(PIPPIN_SITES * index + 2, from + i, row(normed_, i, c_.width));
     };
     if (layer.experts) {
         for (int64_t i = 0; i < to - from; ++i) norm(i);
-        experts(index, to - from);
+        experts(index, from, to - from);
     } else {
         inner(layer.gate, layer.up, layer.down, layer.activation, normed_, to - from, y_, index, from, norm);
     }
-    add_back(layer.post_feedforward_norm, from, to);
+    add_back(layer.post_feedforward_norm, PIPPIN_SITES * index + 3, from, to);
+    steer_all(PIPPIN_SITES * index + 4, from, to);
 }
 
 /* A mixture: each expert sees the tokens that chose it, in the order of the experts.
  * Source: Shazeer et al. 2017, arXiv:1701.06538; without dropped tokens as in MegaBlocks, arXiv:2211.15841. */
-void Pass::experts(int32_t index, int64_t count) {
+void Pass::experts(int32_t index, int64_t from, int64_t count) {
     const pippin_layer &layer = m_.layers[size_t(index)];
     const int64_t experts = layer.experts;
     for (int64_t i = 0; i < count; ++i) {
         float *routes = row(routes_, i, experts);
         step_.dense(layer.router, experts, c_.width, row(normed_, i, c_.width), routes, false);
+        const uint8_t *mask = b_.experts ? b_.experts[sequence_[from + i]] : nullptr;
+        const auto masked = [&](float value) {
+            for (int64_t e = 0; mask && e < experts; ++e)
+                if (!mask[index * b_.expert_columns + e]) routes[e] = value;
+        };
+        masked(-INFINITY);
         step_.softmax(routes, experts);
+        masked(-1.f);
         // all but the `active` largest become -1; of equals the first counts
         float sum = 0;
         std::vector<bool> keep(size_t(experts), false);
@@ -269,11 +324,13 @@ void Pass::layer(int32_t index, bool narrow) {
 /* Final norm and head of the wanted tokens. */
 void Pass::finish() {
     keep_only_rows();
+    if (b_.before_norm) memcpy(b_.before_norm, x_, size_t(count_ * c_.width) * sizeof(float));
     for (int64_t from = 0; from < count_; from += GROUP) {
         const int64_t to = std::min(from + GROUP, count_);
         float *hidden = b_.hidden ? row(b_.hidden, from, c_.width) : normed_;
         const auto norm = [&](int64_t i) {
             step_.norm(row(x_, from + i, c_.width), m_.config.final_norm, c_.eps, c_.width, row(hidden, i, c_.width));
+            steer(PIPPIN_SITES * c_.layers, from + i, row(hidden, i, c_.width));
         };
         if (b_.logits)
             products(hidden, c_.width, to - from, {{&c_.head, row(b_.logits, from, c_.vocab), nullptr, -1}}, norm);
@@ -290,7 +347,7 @@ int Pass::run() {
     int32_t last = b_.from; // the last layer with keys of its own, or the first of all
     for (int32_t index = b_.from; index < b_.to; ++index)
         if (m_.layers[size_t(index)].source < 0) last = index;
-    for (int32_t index = b_.from; index < b_.to; ++index) layer(index, !residual && index >= last);
+    for (int32_t index = b_.from; index < b_.to; ++index) layer(index, !residual && !b_.observations && index >= last);
     if (residual) memcpy(b_.residual, x_, size_t(count_ * c_.width) * sizeof(float));
     finish();
     return PIPPIN_OK;

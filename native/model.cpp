@@ -38,6 +38,8 @@ int check_layer(const pippin_config &config, const pippin_layer *layers, int64_t
     if (layer.rope < -1 || layer.rope >= config.rope_tables)
         return fail(PIPPIN_BAD_ARGUMENT, "layer %lld: rotary table %d of %d", Wide(index), layer.rope,
                     config.rope_tables);
+    if (layer.group < 0 || layer.group >= config.layers)
+        return fail(PIPPIN_BAD_ARGUMENT, "layer %lld is in group %d", Wide(index), layer.group);
     if (layer.window < 0 || layer.activation < PIPPIN_SILU || layer.activation > PIPPIN_RELU)
         return fail(PIPPIN_BAD_ARGUMENT, "layer %lld: window %d and activation %d", Wide(index), layer.window,
                     layer.activation);
@@ -80,13 +82,15 @@ int check_config(const pippin_config *config, const pippin_layer *layers) {
 }
 
 /* Sequences and their blocks. */
-int check_sequences(int64_t blocks, const pippin_batch &b) {
+int check_sequences(const pippin_model &model, int64_t blocks, const pippin_batch &b) {
     if (b.sequences < 1 || !b.starts || !b.held || !b.tables || !b.table_starts)
         return fail(PIPPIN_BAD_ARGUMENT, "%lld sequences, or their description is NULL", Wide(b.sequences));
     if (b.starts[0] != 0 || b.starts[b.sequences] != b.tokens)
         return fail(PIPPIN_BAD_ARGUMENT, "sequences cover tokens %d to %d of %lld", b.starts[0], b.starts[b.sequences],
                     Wide(b.tokens));
+    const int64_t groups = int64_t(model.group_windows.size());
     std::vector<int32_t> written;
+    for (int64_t g = 0; g < groups; ++g)
     for (int64_t s = 0; s < b.sequences; ++s) {
         const int64_t fresh = int64_t(b.starts[s + 1]) - b.starts[s], length = b.held[s] + fresh;
         if (fresh < 1 || b.starts[s + 1] > b.tokens)
@@ -94,12 +98,15 @@ int check_sequences(int64_t blocks, const pippin_batch &b) {
         if (b.held[s] < 0 || length > INT32_MAX)
             return fail(PIPPIN_BAD_ARGUMENT, "sequence %lld holds %d tokens", Wide(s), b.held[s]);
         const int64_t needed = (length + PIPPIN_BLOCK - 1) / PIPPIN_BLOCK;
-        if (int64_t(b.table_starts[s + 1]) - b.table_starts[s] < needed || b.table_starts[s] < 0)
+        const int32_t *const start = b.table_starts + g * b.sequences + s;
+        if (int64_t(start[1]) - start[0] < needed || start[0] < 0)
             return fail(PIPPIN_BAD_ARGUMENT, "sequence %lld needs %lld blocks for %lld tokens, and its table has %lld",
-                        Wide(s), Wide(needed), Wide(length), Wide(b.table_starts[s + 1]) - b.table_starts[s]);
-        const int32_t *table = b.tables + b.table_starts[s];
+                        Wide(s), Wide(needed), Wide(length), Wide(start[1]) - start[0]);
+        const int32_t *table = b.tables + start[0];
+        const int64_t window = model.group_windows[size_t(g)];
+        const int64_t seen = window && b.held[s] >= window ? (b.held[s] - window + 1) / PIPPIN_BLOCK : 0;
         for (int64_t i = 0; i < needed; ++i)
-            if (table[i] < 0 || table[i] >= blocks)
+            if (table[i] < (i < seen ? -1 : 0) || table[i] >= blocks)
                 return fail(PIPPIN_BAD_ARGUMENT, "sequence %lld: block %d of a pool of %lld", Wide(s), table[i],
                             Wide(blocks));
         written.insert(written.end(), table + b.held[s] / PIPPIN_BLOCK, table + needed);
@@ -149,6 +156,71 @@ int check_wishes(const pippin_model &model, const pippin_batch &b) {
     return PIPPIN_OK;
 }
 
+/* Positions, and the slots that tokens see. */
+int check_sight(const pippin_model &model, const pippin_batch &b) {
+    if (b.axes < 0 || b.axes > 4 || (b.axes > 0 && !b.positions))
+        return fail(PIPPIN_BAD_ARGUMENT, "positions of %lld axes, or NULL", Wide(b.axes));
+    for (int64_t i = 0; i < b.axes * b.tokens; ++i)
+        if (b.positions[i] < 0) return fail(PIPPIN_BAD_ARGUMENT, "a token has position %d", b.positions[i]);
+    for (const auto &rope : model.tables())
+        for (size_t i = 0; rope && b.axes > 0 && i < rope->axes.size(); ++i)
+            if (rope->axes[i] >= b.axes && b.axes > 1)
+                return fail(PIPPIN_BAD_ARGUMENT, "a frequency rotates by axis %d of %lld", rope->axes[i], Wide(b.axes));
+    for (int64_t s = 0; b.visible && s < b.sequences; ++s)
+        for (int32_t t = b.starts[s]; t < b.starts[s + 1]; ++t) {
+            const int64_t own = int64_t(b.held[s]) + t - b.starts[s], end = int64_t(b.held[s]) + b.starts[s + 1] - b.starts[s];
+            if (b.visible[t] < own || b.visible[t] >= end || (t > b.starts[s] && b.visible[t] < b.visible[t - 1]))
+                return fail(PIPPIN_BAD_ARGUMENT, "token %d sees slots up to %d: not its own, beyond the pass, or fewer than "
+                                                 "the token before", t, b.visible[t]);
+        }
+    return PIPPIN_OK;
+}
+
+/* Embeddings that are given, steering, masks of experts, and what is observed. */
+int check_extras(const pippin_model &model, const pippin_batch &b) {
+    if (b.givens < 0 || (b.givens > 0 && !b.given) || b.steerings < 0 || (b.steerings > 0 && !b.steering) ||
+        b.observations < 0 || (b.observations > 0 && !b.observed))
+        return fail(PIPPIN_BAD_ARGUMENT, "%lld embeddings, %lld steerings, %lld observations, or NULL", Wide(b.givens),
+                    Wide(b.steerings), Wide(b.observations));
+    for (int64_t i = 0; i < b.givens; ++i)
+        if (!b.given[i].rows || b.given[i].begin < 0 || b.given[i].count < 0 ||
+            int64_t(b.given[i].begin) + b.given[i].count > b.tokens)
+            return fail(PIPPIN_BAD_ARGUMENT, "embeddings of %d tokens from %d on, of %lld", b.given[i].count,
+                        b.given[i].begin, Wide(b.tokens));
+    for (int64_t i = 0; i < b.steerings; ++i) {
+        const pippin_steering &steering = b.steering[i];
+        if (!steering.scale || !steering.shift || steering.begin < 0 || steering.end < steering.begin ||
+            steering.end > b.tokens)
+            return fail(PIPPIN_BAD_ARGUMENT, "a steering of tokens %d to %d of %lld", steering.begin, steering.end,
+                        Wide(b.tokens));
+        for (int64_t site = 0; site <= PIPPIN_SITES * model.config.layers; ++site)
+            if (!steering.scale[site] != !steering.shift[site])
+                return fail(PIPPIN_BAD_ARGUMENT, "a steering has a scale or a shift alone at site %lld", Wide(site));
+    }
+    for (int64_t l = 0; b.experts && l < model.config.layers; ++l) {
+        const pippin_layer &layer = model.layers[size_t(l)];
+        if (layer.experts > b.expert_columns)
+            return fail(PIPPIN_BAD_ARGUMENT, "masks of %lld experts, layer %lld has %d", Wide(b.expert_columns), Wide(l),
+                        layer.experts);
+        for (int64_t s = 0; layer.experts && s < b.sequences; ++s) {
+            if (!b.experts[s]) continue;
+            const uint8_t *mask = b.experts[s] + l * b.expert_columns;
+            const int64_t left = std::count_if(mask, mask + layer.experts, [](uint8_t allowed) { return allowed != 0; });
+            if (left < layer.active)
+                return fail(PIPPIN_BAD_ARGUMENT, "a mask leaves %lld experts in layer %lld, a token takes %d", Wide(left),
+                            Wide(l), layer.active);
+        }
+    }
+    for (int64_t i = 0; i < b.observations; ++i) {
+        const pippin_observed &seen = b.observed[i];
+        if (!seen.received || seen.sequence < 0 || seen.sequence >= b.sequences ||
+            seen.stride < int64_t(b.held[seen.sequence]) + b.starts[seen.sequence + 1] - b.starts[seen.sequence])
+            return fail(PIPPIN_BAD_ARGUMENT, "an observation of sequence %d with %lld columns", seen.sequence,
+                        Wide(seen.stride));
+    }
+    return PIPPIN_OK;
+}
+
 } // namespace
 
 int check_batch(const pippin_model &model, const Ropes &ropes, const void *pool, int64_t blocks, int cache,
@@ -160,8 +232,10 @@ int check_batch(const pippin_model &model, const Ropes &ropes, const void *pool,
                     Wide(blocks), pool);
     if (b.tokens < 1 || b.tokens > INT32_MAX || !b.ids)
         return fail(PIPPIN_BAD_ARGUMENT, "a pass over %lld tokens", Wide(b.tokens));
-    if (int status = check_sequences(blocks, b)) return status;
+    if (int status = check_sequences(model, blocks, b)) return status;
     if (int status = check_wishes(model, b)) return status;
+    if (int status = check_sight(model, b)) return status;
+    if (int status = check_extras(model, b)) return status;
     for (int64_t i = 0; b.from == 0 && i < b.tokens; ++i)
         if (b.ids[i] < 0 || b.ids[i] >= model.config.vocab)
             return fail(PIPPIN_BAD_ARGUMENT, "token %d is not in a vocabulary of %lld", b.ids[i],
@@ -170,7 +244,11 @@ int check_batch(const pippin_model &model, const Ropes &ropes, const void *pool,
         const int32_t table = model.layers[size_t(l)].rope;
         if (table < 0) continue;
         const int64_t positions = ropes[size_t(table)] ? ropes[size_t(table)]->positions : 0;
-        for (int64_t s = 0; s < b.sequences; ++s)
+        for (int64_t i = 0; i < b.axes * b.tokens; ++i)
+            if (b.positions[i] >= positions)
+                return fail(PIPPIN_BAD_ARGUMENT, "rotary table %d has %lld positions, and a token has position %d", table,
+                            Wide(positions), b.positions[i]);
+        for (int64_t s = 0; b.axes == 0 && s < b.sequences; ++s)
             if (b.held[s] + int64_t(b.starts[s + 1]) - b.starts[s] > positions)
                 return fail(PIPPIN_BAD_ARGUMENT, "rotary table %d has %lld positions, and sequence %lld is longer",
                             table, Wide(positions), Wide(s));
@@ -188,10 +266,30 @@ extern "C" pippin_model *pippin_model_new(const pippin_config *config, const pip
     model->config = *config;
     model->layers.assign(layers, layers + config->layers);
     model->ropes.resize(size_t(config->rope_tables));
+    std::vector<int32_t> sizes; // of each group
+    int32_t cached = 0;
     for (pippin_layer &layer : model->layers) {
         model->experts.emplace_back(layer.expert, layer.expert + (layer.expert ? layer.experts : 0));
-        model->slots.push_back(layer.source < 0 ? model->cached++ : model->slots[size_t(layer.source)]);
-        if (layer.source >= 0) layer.window = model->layers[size_t(layer.source)].window;
+        if (layer.source >= 0) {
+            const size_t source = size_t(layer.source);
+            layer.window = model->layers[source].window, layer.group = model->layers[source].group;
+            model->slots.push_back(model->slots[source]);
+            model->cached_index.push_back(model->cached_index[source]);
+            continue;
+        }
+        const size_t group = size_t(layer.group);
+        if (group >= sizes.size()) {
+            sizes.resize(group + 1), model->group_windows.resize(group + 1, -1);
+        }
+        int32_t &window = model->group_windows[group];
+        window = window < 0 || window == layer.window ? layer.window : 0;
+        model->slots.push_back(sizes[group]++);
+        model->cached_index.push_back(cached++);
+        model->cached = std::max(model->cached, sizes[group]);
+    }
+    if (std::count(sizes.begin(), sizes.end(), 0)) {
+        fail(PIPPIN_BAD_ARGUMENT, "a group of layers is empty");
+        return nullptr;
     }
     return model.release();
 } catch (const std::bad_alloc &) {
@@ -213,10 +311,26 @@ extern "C" int pippin_model_rope(pippin_model *model, int table, const float *co
     rope->sin.assign(sin, sin + count);
     rope->positions = positions;
     std::lock_guard<std::mutex> lock(model->mutex);
+    if (model->ropes[size_t(table)]) rope->axes = model->ropes[size_t(table)]->axes;
     model->ropes[size_t(table)] = std::move(rope);
     return PIPPIN_OK;
 } catch (const std::bad_alloc &) {
     return fail(PIPPIN_NO_MEMORY, "no memory for a rotary table of %lld positions", Wide(positions));
+}
+
+extern "C" int pippin_model_rope_axes(pippin_model *model, int table, const uint8_t *axes) try {
+    if (!model || table < 0 || size_t(table) >= model->ropes.size() || !axes)
+        return fail(PIPPIN_BAD_ARGUMENT, "no rotary table %d, or no axes", table);
+    const int64_t half = model->config.head_dim / 2;
+    for (int64_t i = 0; i < half; ++i)
+        if (axes[i] > 3) return fail(PIPPIN_BAD_ARGUMENT, "a frequency rotates by axis %d", axes[i]);
+    std::lock_guard<std::mutex> lock(model->mutex);
+    auto rope = model->ropes[size_t(table)] ? std::make_shared<Rope>(*model->ropes[size_t(table)]) : std::make_shared<Rope>();
+    rope->axes.assign(axes, axes + half);
+    model->ropes[size_t(table)] = std::move(rope);
+    return PIPPIN_OK;
+} catch (const std::bad_alloc &) {
+    return fail(PIPPIN_NO_MEMORY, "no memory for the axes of a rotary table");
 }
 
 extern "C" int64_t pippin_block_bytes(const pippin_model *model, int cache) {

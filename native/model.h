@@ -13,6 +13,7 @@ namespace pippin {
 /* Cosines and sines of (positions, head_dim / 2). */
 struct Rope {
     std::vector<float> cos, sin;
+    std::vector<uint8_t> axes; // of each frequency; empty: all 0
     int64_t positions = 0;
 };
 using Ropes = std::vector<std::shared_ptr<const Rope>>;
@@ -34,7 +35,9 @@ struct pippin_model {
     std::vector<pippin_layer> layers;
     std::vector<std::vector<pippin_expert>> experts;
     std::vector<int32_t> slots; // of each layer: where its keys lie among the layers of a block
-    int32_t cached = 0;         // layers with keys of their own
+    int32_t cached = 0;         // most layers with keys of their own in one group: what a block holds
+    std::vector<int32_t> group_windows; // of each group: the window of all its layers, 0 if they differ or see all
+    std::vector<int32_t> cached_index;  // of each layer: which of all layers with keys of their own it reads
     mutable std::mutex mutex;   // guards ropes
     pippin::Ropes ropes;
 

@@ -77,20 +77,27 @@ class Pass {
     void attention(int32_t index, int64_t from, int64_t to, bool own);
     Tiles cut_tiles(const pippin_layer &layer, int64_t from, int64_t to);
     void attend(const pippin_layer &layer, int32_t slot, int64_t from, int64_t to);
+    void observe(int32_t index, int64_t from, int64_t to);
+    void rotate(const pippin_layer &layer, int64_t token, float *cos, float *sin) const;
+    void steer(int64_t site, int64_t token, float *x) const;
+    void steer_all(int64_t site, int64_t from, int64_t to);
     void attend_whole(const Queries &queries, const Tiles &tiles);
     void attend_parts(const Queries &queries, const Tiles &tiles);
     void feed_forward(int32_t index, int64_t from, int64_t to);
-    void experts(int32_t index, int64_t count);
+    void experts(int32_t index, int64_t from, int64_t count);
     template <class Make>
     void inner(const pippin_matrix &gate, const pippin_matrix &up, const pippin_matrix &down, int activation,
                const float *x, int64_t count, float *y, int32_t index, int64_t from, const Make &make);
     void turn(const pippin_layer &layer, int32_t index, int64_t from, int64_t to, bool queries, bool keys);
-    void add_back(const float *post_norm, int64_t from, int64_t to);
+    void add_back(const float *post_norm, int64_t site, int64_t from, int64_t to);
     void finish();
 
     template <class Make>
     void products(const float *x, int64_t columns, int64_t count, std::initializer_list<Product> list, const Make &make);
     void adapt(const Product &product, const float *x, int64_t count, int32_t layer, int64_t from);
+    const int32_t *table(const pippin_layer &layer, int64_t sequence) const {
+        return b_.tables + b_.table_starts[layer.group * b_.sequences + sequence];
+    }
     float *row(float *x, int64_t token, int64_t width) const { return x + token * width; }
 
     const pippin_model &m_;
@@ -103,7 +110,7 @@ class Pass {
     Clock clock_;
     int64_t count_ = 0;   // tokens that are left
     int32_t *origin_;     // (count): which of the pass each of them is
-    int32_t *position_;   // (count)
+    int32_t *slot_, *visible_; // (count): its own, and the last that it sees
     int32_t *sequence_;   // (count)
     float *x_;            // (count, width): the residual stream
     float *normed_, *y_;  // (group, width)

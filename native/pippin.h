@@ -19,7 +19,7 @@ extern "C" {
 #pragma GCC visibility push(default) /* everything else in the library is hidden */
 #endif
 
-#define PIPPIN_ABI 3
+#define PIPPIN_ABI 4
 #define PIPPIN_BLOCK 16 /* tokens of one block of the cache */
 #define PIPPIN_PANEL 16 /* outputs that are computed together */
 
@@ -121,7 +121,7 @@ typedef struct pippin_layer {
     int32_t rope;                                             /* rotary table; -1: none */
     int32_t activation;
     int32_t experts, active, renormalize; /* a mixture if experts > 0; then gate, up, down are unused */
-    int32_t reserved;
+    int32_t group;                        /* the group of layers whose block table it has; from 0, none left out */
     const float *router; /* (experts, width) */
     const pippin_expert *expert;
 } pippin_layer;
@@ -142,8 +142,11 @@ void pippin_model_free(pippin_model *model);
  * copied, and may be replaced by longer ones while a pass is running. */
 int pippin_model_rope(pippin_model *model, int table, const float *cos, const float *sin, int64_t positions);
 
-/* One block of the cache holds PIPPIN_BLOCK tokens of all layers that have keys of their own:
- * [cached layer][kv head]: keys transposed (head_dim, 16), then values (16, head_dim), in the cache's precision; int8
+/* The axis of a position by which each of head_dim / 2 frequencies rotates; at first all rotate by axis 0. */
+int pippin_model_rope_axes(pippin_model *model, int table, const uint8_t *axes);
+
+/* One block of the cache holds PIPPIN_BLOCK tokens of the layers of one group that have keys of their own; all blocks
+ * are as large as those of the largest group: [cached layer][kv head]: keys transposed (head_dim, 16), then values (16, head_dim), in the cache's precision; int8
  * adds, after the values of each kv head, 16 float32 scales of the keys and 16 of the values (one for each token). */
 int64_t pippin_block_bytes(const pippin_model *model, int cache);
 
@@ -159,15 +162,41 @@ typedef struct pippin_share { /* an adapter and the tokens that it works on */
     int32_t begin, end;
 } pippin_share;
 
+/* Rows in place of the scaled embeddings of the tokens [begin, begin + count). */
+typedef struct pippin_given {
+    const float *rows; /* (count, width) */
+    int32_t begin, count;
+} pippin_given;
+
+/* Places where hidden states are steered, PIPPIN_SITES of each layer and then the last norm: behind the norms (before
+ * attention, after it, before the feed-forward layer, after it) and behind the layer. */
+#define PIPPIN_SITES 5
+typedef struct pippin_steering { /* h = scale * h + shift at each site, for the tokens [begin, end) */
+    const float *const *scale;   /* (PIPPIN_SITES * layers + 1) vectors of `width`; NULL: 1 and 0, both or neither */
+    const float *const *shift;
+    int32_t begin, end;
+} pippin_steering;
+
+/* The attention that the tokens of one sequence receive. `received` is (cached layers, kv_heads, stride), zero at first;
+ * stride is at least the sequence's length. max: the largest weight that any query and head gives; else their sum.
+ * cached_only: weights are shared among the tokens that were there before the pass. */
+typedef struct pippin_observed {
+    float *received;
+    int64_t stride;
+    int32_t sequence, max, cached_only, reserved;
+} pippin_observed;
+
 /* One pass over the new tokens of several sequences, laid end to end. */
 typedef struct pippin_batch {
     int64_t tokens;
     const int32_t *ids;       /* (tokens) */
     int64_t sequences;
     const int32_t *starts;    /* (sequences + 1): where the tokens of each sequence begin */
-    const int32_t *held;      /* (sequences): tokens in the cache before, which is the position of the first new one */
-    const int32_t *tables;    /* blocks of each sequence, end to end */
-    const int32_t *table_starts; /* (sequences + 1) */
+    const int32_t *held;      /* (sequences): tokens in the cache before, which is the slot of the first new one */
+    /* Block tables, end to end: those of all sequences for the layers of the first group, then for the next. A block
+     * behind a sliding window of all layers of its group, which no new token sees, may be -1. */
+    const int32_t *tables;
+    const int32_t *table_starts; /* (groups * sequences + 1) */
     int64_t outputs;
     const int32_t *rows;      /* (outputs), ascending: tokens whose results are wanted */
     float *logits;            /* (outputs, vocab), or NULL */
@@ -178,6 +207,20 @@ typedef struct pippin_batch {
     float *residual;          /* NULL for a whole pass; given with to < layers: what left layer to - 1, for all tokens */
     int64_t shares;
     const pippin_share *share;
+    /* All that follows may be 0. */
+    int64_t axes;             /* of the positions: 1 to 4; 0: the position of a token is its slot */
+    const int32_t *positions; /* (axes, tokens): what rotations depend on */
+    const int32_t *visible;   /* (tokens): the last slot that each token sees, not decreasing within a sequence; NULL: its
+                                 own. Below the end of the sequence. */
+    int64_t givens;
+    const pippin_given *given;
+    int64_t steerings;
+    const pippin_steering *steering;
+    const uint8_t *const *experts; /* (sequences): NULL for all experts, or (layers, expert_columns) of 0 and 1 */
+    int64_t expert_columns;
+    float *before_norm;            /* (outputs, width): hidden states before the final norm, or NULL */
+    int64_t observations;
+    const pippin_observed *observed;
 } pippin_batch;
 
 /* pool: blocks of pippin_block_bytes each, 64-byte aligned. Layers after the last one with keys of its own are computed

@@ -39,9 +39,9 @@ Pass::Tiles Pass::cut_tiles(const pippin_layer &layer, int64_t from, int64_t to)
     for (int64_t begin = from, end; begin < to; begin = end) {
         const int32_t sequence = sequence_[begin];
         for (end = begin + 1; end < to && end - begin < tile && sequence_[end] == sequence;) ++end;
-        const int64_t oldest = position_[begin] - layer.window + 1, newest = position_[end - 1];
+        const int64_t oldest = slot_[begin] - layer.window + 1, newest = visible_[end - 1];
         const int64_t first = layer.window && oldest > 0 ? oldest / PART : 0, last = newest / PART + 1;
-        tiles_.push_back({b_.tables + b_.table_starts[sequence], begin - from, end - from, first, last});
+        tiles_.push_back({table(layer, sequence), begin - from, end - from, first, last});
         found.most_parts = std::max(found.most_parts, last - first);
         found.most_rows = std::max(found.most_rows, (end - begin) * group);
         found.pairs += (end - begin) * (newest + 1 - first * PART);
@@ -51,7 +51,7 @@ Pass::Tiles Pass::cut_tiles(const pippin_layer &layer, int64_t from, int64_t to)
 
 /* What the queries of a group read. */
 void Pass::attend(const pippin_layer &layer, int32_t slot, int64_t from, int64_t to) {
-    Queries queries{cache_, nullptr, q_, read_, position_ + from, c_.heads * c_.head_dim, layer.window, int(c_.heads),
+    Queries queries{cache_, nullptr, q_, read_, slot_ + from, visible_ + from, c_.heads * c_.head_dim, layer.window, int(c_.heads),
                     c_.attention_scale};
     queries.cache.offset = slot * c_.kv_heads * cache_.head_bytes;
     const Tiles tiles = cut_tiles(layer, from, to);
@@ -59,6 +59,31 @@ void Pass::attend(const pippin_layer &layer, int32_t slot, int64_t from, int64_t
     const bool few = threads > 1 && int64_t(tiles_.size()) * c_.kv_heads < 4 * threads;
     if (few && tiles.most_parts > 1) attend_parts(queries, tiles);
     else attend_whole(queries, tiles);
+}
+
+/* What the tokens of observed sequences receive from the queries of a group. */
+void Pass::observe(int32_t index, int64_t from, int64_t to) {
+    const pippin_layer &layer = m_.layers[size_t(index)];
+    for (int64_t o = 0; o < b_.observations; ++o) {
+        const pippin_observed &seen = b_.observed[o];
+        Queries queries{cache_, table(layer, seen.sequence), q_, read_, slot_ + from, visible_ + from, c_.heads * c_.head_dim,
+                        layer.window, int(c_.heads), c_.attention_scale};
+        queries.cache.offset = m_.slots[size_t(index)] * c_.kv_heads * cache_.head_bytes;
+        std::atomic<bool> failed{false};
+        parallel(c_.kv_heads, 1, [&](int64_t first, int64_t last, int) {
+            float *p = own_floats(seen.stride + 16 + c_.head_dim, failed);
+            for (int64_t head = first; p && head < last; ++head) {
+                float *received = seen.received + (m_.cached_index[size_t(index)] * c_.kv_heads + head) * seen.stride;
+                for (int64_t i = from; i < to; ++i) {
+                    if (sequence_[i] != seen.sequence) continue;
+                    const int64_t low = layer.window && slot_[i] >= layer.window ? slot_[i] - layer.window + 1 : 0;
+                    const int64_t high = seen.cached_only ? b_.held[seen.sequence] : visible_[i] + 1;
+                    if (low < high) step_.receive(queries, int(head), i - from, low, high, seen.max, p, received);
+                }
+            }
+        });
+        if (failed) throw std::bad_alloc();
+    }
 }
 
 void Pass::attend_whole(const Queries &queries, const Tiles &tiles) {

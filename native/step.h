@@ -30,7 +30,8 @@ struct Queries {
     const int32_t *table;     // blocks of the sequence
     const float *q;           // (count, heads, head_dim)
     float *out;               // the same shape
-    const int32_t *positions; // (count), ascending
+    const int32_t *slots;     // (count): of each query
+    const int32_t *visible;   // (count): the last slot that each sees, ascending
     int64_t stride;           // of q and of out between tokens, in elements
     int64_t window;           // 0: all
     int heads;
@@ -73,6 +74,10 @@ struct StepKernels {
      * (query - begin) * group + head of the group; weights of 0 mark rows that have seen nothing yet. */
     void (*attend)(const Queries &queries, int kv_head, int64_t begin, int64_t end, int64_t from, int64_t to,
                    float *state, float *scratch);
+    /* Add to `received` (one number a slot) the attention that query `index` of one kv head gives to slots [from, to):
+     * the sum over the heads of the group, or the largest. p: room for (to - from) rounded up to 16, and head_dim. */
+    void (*receive)(const Queries &queries, int kv_head, int64_t index, int64_t from, int64_t to, bool largest, float *p,
+                    float *received);
     /* Fold the states of later parts into earlier ones. */
     void (*merge)(float *state, const float *later, int64_t rows, int64_t head_dim);
     /* Write what queries [begin, end) of one kv head read to `out`. */

@@ -21,9 +21,13 @@ def mark_of(adapter):
     return 0 if adapter is None else zlib.crc32(adapter.name.encode())
 
 
+HORIZON = None
+"""How many tokens a model whose layers all have windows sees; None for all."""
+
+
 def logits_after(tokens, adapter=None):
     """What follows a list of tokens: two random rows, turned by a hash."""
-    seen = zlib.crc32(array("q", tokens).tobytes(), mark_of(adapter))
+    seen = zlib.crc32(array("q", tokens[-HORIZON:] if HORIZON else tokens).tobytes(), mark_of(adapter))
     return ROWS[0].roll(seen % VOCAB) + ROWS[1].roll((seen >> 12) % VOCAB)
 
 
@@ -54,7 +58,9 @@ class FakeRunner:
 
     block_bytes, kv_cache_dtype, invariant = BLOCK_SIZE * 16, "float32", True
 
-    def __init__(self, model, blocks, kv_cache_dtype="auto"):
+    def __init__(self, model, blocks, kv_cache_dtype="auto", groups=None):
+        self.windows = [None] if groups is None else [model.config.group_window(layers) for layers in groups]
+        self.recurrent = bool(model.config.recurrent_layers)
         self.blocks, self.memory = blocks, array("q", [-1]) * (2 * BLOCK_SIZE * blocks)
         self.passes, self.broken, self.may_write, self.copies = [], None, lambda block: True, 0
 
@@ -64,26 +70,36 @@ class FakeRunner:
         self.passes.append([(len(model_input.token_ids), model_input.num_computed_tokens) for model_input in inputs])
         for model_input in inputs:
             assert len(model_input.token_ids) > 0
-            assert len(model_input.block_table) * BLOCK_SIZE >= model_input.num_computed_tokens + len(
-                model_input.token_ids
-            )
-            for place, id in enumerate(model_input.token_ids, model_input.num_computed_tokens):
-                block = model_input.block_table[place // BLOCK_SIZE]
-                assert self.may_write(block)
-                at = 2 * (block * BLOCK_SIZE + place % BLOCK_SIZE)
-                self.memory[at], self.memory[at + 1] = id, mark_of(model_input.adapter)
+            end = model_input.num_computed_tokens + len(model_input.token_ids)
+            for table in model_input.tables:
+                assert len(table) * BLOCK_SIZE >= end
+                for place, id in enumerate(model_input.token_ids, model_input.num_computed_tokens):
+                    block = table[place // BLOCK_SIZE]
+                    assert block >= 0
+                    assert self.may_write(block)
+                    at = 2 * (block * BLOCK_SIZE + place % BLOCK_SIZE)
+                    self.memory[at], self.memory[at + 1] = id, mark_of(model_input.adapter)
         return [self.rows(model_input) for model_input in inputs]
 
     def rows(self, model_input):
-        seen = array("q")
-        for block in model_input.block_table:
-            seen += self.block(block)
-        ids, marks = seen[::2], set(seen[1 : 2 * (model_input.num_computed_tokens + len(model_input.token_ids)) : 2])
-        assert marks == {mark_of(model_input.adapter)}
-        rows = [
-            logits_after(ids[: model_input.num_computed_tokens + output + 1], model_input.adapter)
-            for output in model_input.outputs
-        ]
+        start, ids, known = model_input.num_computed_tokens, array("q"), 0
+        end = start + len(model_input.token_ids)
+        for group, (table, window) in enumerate(zip(model_input.tables, self.windows, strict=True)):
+            first = 0 if window is None else max(0, start - window + 1)
+            seen = array("q")
+            for block in table:
+                seen += array("q", [-2]) * (2 * BLOCK_SIZE) if block < 0 else self.block(block)
+            tokens = seen[: 2 * end : 2]
+            assert set(seen[2 * first + 1 : 2 * end : 2]) == {mark_of(model_input.adapter)}
+            if group:
+                assert ids[max(first, known) :] == tokens[max(first, known) :]
+            if not group or first < known:
+                ids, known = tokens, first
+        if self.recurrent:
+            before = model_input.states.get(0, torch.empty(0))
+            assert before.tolist() == ids[:start].tolist()
+            model_input.states[0] = torch.tensor(ids[:end].tolist())
+        rows = [logits_after(ids[: start + output + 1], model_input.adapter) for output in model_input.outputs]
         return torch.stack(rows) if rows else torch.empty(0, VOCAB)
 
     def block(self, block):

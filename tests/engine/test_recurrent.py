@@ -151,7 +151,38 @@ def test_answers_in_company_are_those_alone(model):
     assert all(is_greedy(model, ids, found, 6) for ids, found in zip(prompts, answers, strict=True))
     assert len({token for found in answers for token in found}) > 5
     assert again == answers[1]
-    assert (stats.cached_tokens, stats.prefix_hits, stats.blocks_cached, stats.state_bytes_used) == (0, 0, 0, 0)
+    assert (stats.cached_tokens, stats.prefix_hits) == (32, 1)  # the last snapshot within its 40 tokens
+    snapshots, rest = divmod(stats.state_bytes_used, model.config.state_bytes)
+    assert rest == 0
+    assert snapshots >= 3  # of the prompts of 40 and 17 tokens
+
+
+def test_the_second_turn_of_a_chat_goes_on_from_the_states_of_the_first(model):
+    prompt = tokens(100)
+    with Engine(model, max_num_batched_tokens=48) as engine:
+        first = answer(engine, prompt, 40)
+        longer = [*prompt, *first, *tokens(30, 5)]
+        second = answer(engine, longer, 6)
+        stats = engine.stats()
+    assert is_greedy(model, longer, second, 6)
+    assert stats.cached_tokens == 128  # the last block boundary before the 139 tokens that were computed
+    with Engine(model, max_num_batched_tokens=48, enable_prefix_caching=False) as engine:
+        assert answer(engine, longer, 6) == second
+        assert engine.stats().state_bytes_used == engine.stats().cached_tokens == 0
+
+
+def test_snapshots_of_states_are_bounded_and_the_oldest_go_first(model, monkeypatch):
+    monkeypatch.setattr("pippin.engine.engine._max_snapshots", lambda *_: 2)
+    prompts = [tokens(40, seed) for seed in range(3)]
+    with Engine(model, max_num_seqs=1) as engine:
+        for each in prompts:
+            answer(engine, each, 2)
+        assert engine.stats().state_bytes_used == 2 * model.config.state_bytes
+        before = engine.stats().cached_tokens
+        answer(engine, prompts[0], 2)
+        assert engine.stats().cached_tokens == before
+        answer(engine, prompts[2], 2)
+        assert engine.stats().cached_tokens == before + 32
 
 
 def test_who_is_preempted_goes_on_where_it_was(build):
@@ -185,7 +216,7 @@ def test_scores_fork_the_states(model):
 
 def test_states_are_counted_while_they_are_held_and_go_with_the_request(build):
     model = build("lstm")
-    with Engine(model, max_num_seqs=2) as engine:
+    with Engine(model, max_num_seqs=2, enable_prefix_caching=False) as engine:
         step = engine._loop._step
         engine._loop._step = lambda: (time.sleep(0.002), step())[1]
         streams = [engine.stream(request(tokens(5, seed), 1000)) for seed in range(2)]

@@ -13,14 +13,16 @@ from pippin.engine.cache.prefix_tree import CacheKey
 from pippin.engine.continuation_scores import MAX_ROWS, Scores
 from pippin.engine.engine import Engine
 from pippin.engine.grammar.constraint import Grammar
-from pippin.engine.model_runner import BLOCK_SIZE
+from pippin.engine.model_runner import BLOCK_SIZE, GIVEN_BACK
 from pippin.engine.options import SamplingOptions
 from pippin.engine.request import Finished, Request
 from pippin.engine.request_state import END, EventStream, RequestState, blocks_for
 from pippin.engine.scheduler import Scheduler
 from pippin.engine.speculation import Speculation
 from pippin.engine.speculation.drafts import Draft
+from pippin.language import DecoderConfig
 
+from . import fake as runners
 from .fake import FakeRunner, drive, events_so_far, logits_after, right_answer, right_score
 
 
@@ -58,10 +60,19 @@ def check_books(engine):
     holds = [0] * pool.num_blocks
     for state in scheduler.running:
         for line in (state, *state.branches):
-            assert len(set(line.block_table)) == len(line.block_table) >= blocks_for(line.num_computed_tokens)
             assert line.num_computed_tokens <= len(line.token_ids)
-            for block in line.block_table:
-                holds[block] += 1
+            for table, window in zip(line.tables, scheduler.windows, strict=True):
+                assert len(table) >= blocks_for(line.num_computed_tokens)
+                held = [block for block in table if block != GIVEN_BACK]
+                assert len(set(held)) == len(held)
+                first = 0 if window is None else max(0, line.num_computed_tokens - window + 1) // BLOCK_SIZE
+                if window is None:
+                    assert len(held) == len(table)
+                else:  # what is seen is there, and no more than that and a chunk
+                    assert GIVEN_BACK not in table[first : blocks_for(line.num_computed_tokens)]
+                    assert table[:first] == [GIVEN_BACK] * first
+                for block in held:
+                    holds[block] += 1
     for block in tree._nodes:
         holds[block] += 1
     assert pool.ref_counts == holds
@@ -69,12 +80,13 @@ def check_books(engine):
     assert pool.num_free + sum(count > 0 for count in holds) == pool.num_blocks
     assert sorted(pool.idle) == sorted(block for block in tree._nodes if holds[block] == 1)
     for block, node in tree._nodes.items():
-        assert node.block == block
+        assert block in node.blocks
         up = node.parent
         assert (up.children if len(node.tokens) == BLOCK_SIZE else up.tails)[node.tokens] is node
         # whoever holds a block holds what comes before it, so that ends are given up before beginnings
-        assert up.parent is None or pool.ref_counts[up.block] >= (2 if pool.ref_counts[block] > 1 else 1)
-    assert all(not state.block_table and not state.num_computed_tokens for state in scheduler.waiting)
+        if scheduler.windows == (None,) and up.parent is not None:
+            assert pool.ref_counts[up.blocks[0]] >= (2 if pool.ref_counts[block] > 1 else 1)
+    assert all(not state.num_blocks and not state.num_computed_tokens for state in scheduler.waiting)
 
 
 @dataclass
@@ -106,7 +118,7 @@ class Caller:
 GRAMMAR = Grammar.regex("[a-z]{3}(one|two|three)+")
 
 
-def random_request(rng, stems):
+def random_request(rng, stems, drafts):
     stem = rng.choice(stems)
     ids = stem[: rng.randint(1, len(stem))] + rng.choices(range(97, 100), k=rng.randint(0, 20))
     options = SamplingOptions(max_tokens=rng.randint(1, 16), seed=rng.randint(0, 3), temperature=rng.choice([0.0, 1.0]))
@@ -119,7 +131,7 @@ def random_request(rng, stems):
         owner=rng.choice(["", "", "ann"]),
         adapter=rng.choice([None, None, None, "a"]),
         priority=rng.choice([0, 0, 0, 0, -1, 5]),
-        speculation=rng.choice([None, None, Speculation(num_speculative_tokens=rng.randint(1, 6))]),
+        speculation=rng.choice([None, None, Speculation(num_speculative_tokens=rng.randint(1, 6))]) if drafts else None,
     )
 
 
@@ -142,9 +154,37 @@ def test_a_thousand_random_schedules(with_adapter, part):
         one_schedule(with_adapter, seed)
 
 
+@pytest.mark.parametrize("part", range(6))
+@pytest.mark.parametrize("windows", [(None, 20, 20), (20,), (16, None), (33, 5)])
+def test_random_schedules_of_layers_with_windows(with_adapter, windows, part, monkeypatch):
+    """Blocks behind a window are given back, prefixes are found where their windows are, and answers are the same."""
+    of_groups(monkeypatch, windows)
+    for seed in range(10 * part, 10 * part + 10):
+        one_schedule(with_adapter, seed)
+
+
+def of_groups(monkeypatch, windows):
+    """Every model has groups of layers with these windows."""
+    groups = property(lambda config: tuple((index,) for index in range(len(windows))))
+    if None not in windows:
+        monkeypatch.setattr(runners, "HORIZON", max(windows))
+    monkeypatch.setattr(DecoderConfig, "cache_groups", groups)
+    monkeypatch.setattr(DecoderConfig, "group_window", lambda config, layers: windows[layers[0]])
+
+
+@pytest.mark.parametrize("part", range(6))
+def test_random_schedules_of_recurrent_layers(with_adapter, part, monkeypatch):
+    """Requests go on from snapshots of states, each of which is checked against the tokens that it stands for."""
+    monkeypatch.setattr(DecoderConfig, "recurrent_layers", (0,))
+    monkeypatch.setattr("pippin.engine.engine._max_snapshots", lambda *_: 5)
+    hits = sum(one_schedule(with_adapter, seed) for seed in range(20 * part, 20 * part + 20))
+    assert hits
+
+
 def one_schedule(tiny, seed):
+    """Random requests; returns how many began with a cached prefix."""
     rng = random.Random(seed)
-    blocks = rng.randint(7, 14)
+    blocks, groups = rng.randint(7, 14), len(tiny.config.cache_groups)
     engine = Engine(
         tiny,
         max_num_seqs=rng.randint(1, 4),
@@ -161,7 +201,7 @@ def one_schedule(tiny, seed):
     while left or engine._loop.requests:
         if left and (rng.random() < 0.3 or not engine._loop.requests):
             left -= 1
-            request = random_request(rng, stems)
+            request = random_request(rng, stems, not tiny.config.recurrent_layers)
             try:
                 if rng.random() < 0.2:
                     scored.append((request, *score_job(engine, rng, request)))
@@ -193,9 +233,10 @@ def one_schedule(tiny, seed):
     stats = engine.stats()
     assert stats.finished + stats.cancelled == stats.requests == len(callers) + len(scored)
     assert stats.failed == 0
-    assert stats.blocks_free + stats.blocks_cached == blocks
-    assert engine._scheduler.enable_prefix_caching or stats.blocks_free == blocks
+    assert stats.blocks_free + stats.blocks_cached == blocks * groups
+    assert engine._scheduler.enable_prefix_caching or stats.blocks_free == blocks * groups
     engine.close()
+    return stats.prefix_hits
 
 
 # --- who comes first --------------------------------------------------------------------------------------------------
@@ -398,21 +439,25 @@ def test_what_is_restored_is_found_and_never_takes_more_than_there_is(tiny, room
         old.stream(Request(text, SamplingOptions(max_tokens=1)))._request.closed = False
         while step():
             pass
-    kept = [(key, ids, old._runner.read(blocks)) for key, ids, blocks in old._scheduler.tree.sequences()]
-    assert sorted(ids for _, ids, _ in kept) == sorted(texts)
+    kept = []
+    for key, ids, rows in old._scheduler.tree.sequences():
+        blocks = [block for (block,) in rows]
+        kept.append((key, ids, rows, dict(zip(blocks, old._runner.read(blocks), strict=True))))
+    assert sorted(ids for _, ids, *_ in kept) == sorted(texts)
     engine = Engine(tiny, max_num_seqs=1, cache_tokens=room * BLOCK_SIZE)
     drive(engine)
     for each in kept:
         engine._restore(*each)
         check_books(engine)
     found = [engine._scheduler.tree.match(engine._with_version(CacheKey("", None)), text, 79) for text in texts]
-    cached = [len(match.blocks) * BLOCK_SIZE + match.num_partial_tokens for match in found]
+    cached = [len(match.rows) * BLOCK_SIZE + match.num_partial_tokens for match in found]
     assert cached == [79, 79, 79] if room == 14 else max(cached) == 79
 
 
 # --- the scheduler alone ----------------------------------------------------------------------------------------------
 
 KEY = CacheKey("", None)
+ROWS = [(index,) for index in range(13)]
 
 
 class Bare(Scheduler):
@@ -442,7 +487,7 @@ class Bare(Scheduler):
         """The prompt is computed, and this many tokens of the answer are chosen and computed, too."""
         state.decoding = True
         for _ in range(tokens):
-            state.token_ids.append(7)
+            state.append(7)
             self._grow_block_table(state)
             self.mark_computed(state, 1)
 
@@ -520,7 +565,7 @@ def test_the_longest_beginning_that_is_cached_is_shared_and_the_rest_of_its_bloc
     assert scheduler.copies == [(table[2], second.block_table[2])]
     assert table[2] not in second.block_table
     assert (second.num_computed_tokens, second.num_shared_blocks) == (40, 2)
-    assert second.node.block == table[1]
+    assert second.node.blocks == [table[1]]
     assert second.output.num_cached_tokens == 40
     assert (scheduler.prompt_tokens, scheduler.prefix_hits, scheduler.cached_tokens) == (100, 1, 40)
     assert scheduler.pool.ref_counts[table[2]] == 1  # it is idle again
@@ -870,16 +915,16 @@ def test_the_first_continuation_preempts_the_younger_and_the_others_do_not():
 def test_of_a_sequence_that_is_restored_only_what_is_missing_is_filled():
     scheduler, filled = Bare(6), []
     ids = ids_of(1, 40)
-    scheduler.restore(KEY, ids, lambda index, block: filled.append((index, block)))
+    scheduler.restore(KEY, ids, ROWS[:3], lambda index, block: filled.append((index, block)))
     assert filled == [(0, 0), (1, 1), (2, 2)]
-    assert list(scheduler.tree.sequences()) == [(KEY, ids, [0, 1, 2])]
+    assert list(scheduler.tree.sequences()) == [(KEY, ids, [(0,), (1,), (2,)])]
     assert list(scheduler.pool.idle) == [2, 1, 0]
     other = [*ids[:16], *ids_of(2, 30)]
-    scheduler.restore(KEY, other, lambda index, block: filled.append((index, block)))
+    scheduler.restore(KEY, other, ROWS[:3], lambda index, block: filled.append((index, block)))
     assert filled[3:] == [(1, 3), (2, 4)]
     assert [found for _, found, _ in scheduler.tree.sequences()] == [ids, other]
     assert scheduler.pool.num_available == 6
-    scheduler.restore(KEY, ids_of(3, 200), lambda index, block: filled.append((index, block)))
+    scheduler.restore(KEY, ids_of(3, 200), ROWS, lambda index, block: filled.append((index, block)))
     assert [index for index, _ in filled[5:]] == [0, 1, 2, 3, 4, 5]  # as far as there are blocks
     assert [found for _, found, _ in scheduler.tree.sequences()] == [ids_of(3, 200)[:96]]
     assert scheduler.pool.num_available == 6
@@ -893,6 +938,6 @@ def test_a_restore_that_fails_holds_nothing():
             raise OSError("no such file")
 
     with pytest.raises(OSError, match="no such file"):
-        scheduler.restore(KEY, ids_of(1, 40), fill)
+        scheduler.restore(KEY, ids_of(1, 40), ROWS[:3], fill)
     assert [found for _, found, _ in scheduler.tree.sequences()] == [ids_of(1, 40)[:16]]
     assert scheduler.pool.num_available == 6

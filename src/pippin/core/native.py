@@ -19,7 +19,7 @@ from pippin.core import device
 from pippin.core.checks import PositiveInt, checked
 from pippin.core.errors import InvalidArgument, NotEnoughMemory, PippinError
 
-ABI: Final = 3
+ABI: Final = 4
 BLOCK: Final = 16
 """Tokens per block of the KV cache."""
 
@@ -72,7 +72,7 @@ class Layer(ctypes.Structure):
         *((name, c_void_p) for name in ("attention_norm", "feedforward_norm")),
         *((name, c_void_p) for name in ("post_attention_norm", "post_feedforward_norm", "q_norm", "k_norm")),
         *((name, c_int32) for name in ("source", "window", "rope", "activation")),
-        *((name, c_int32) for name in ("experts", "active", "renormalize", "reserved")),
+        *((name, c_int32) for name in ("experts", "active", "renormalize", "group")),
         ("router", c_void_p),
         ("expert", POINTER(Expert)),
     )
@@ -109,6 +109,28 @@ class SequenceShare(ctypes.Structure):
     _fields_ = (("changes", POINTER(Change)), ("begin", c_int32), ("end", c_int32))
 
 
+class Given(ctypes.Structure):
+    """`pippin_given`: rows in place of the embeddings of some tokens."""
+
+    _fields_ = (("rows", c_void_p), ("begin", c_int32), ("count", c_int32))
+
+
+class NativeSteering(ctypes.Structure):
+    """`pippin_steering`: a change of hidden states and the range of tokens that it applies to."""
+
+    _fields_ = (("scale", c_void_p), ("shift", c_void_p), ("begin", c_int32), ("end", c_int32))
+
+
+class Observed(ctypes.Structure):
+    """`pippin_observed`: where to add the attention that the tokens of one sequence receive."""
+
+    _fields_ = (
+        ("received", c_void_p),
+        ("stride", c_int64),
+        *((name, c_int32) for name in ("sequence", "max", "cached_only", "reserved")),
+    )
+
+
 class NativeBatch(ctypes.Structure):
     """`pippin_batch`: one forward pass over the new tokens of several sequences."""
 
@@ -129,6 +151,18 @@ class NativeBatch(ctypes.Structure):
         ("residual", c_void_p),
         ("shares", c_int64),
         ("share", POINTER(SequenceShare)),
+        ("axes", c_int64),
+        ("positions", c_void_p),
+        ("visible", c_void_p),
+        ("givens", c_int64),
+        ("given", POINTER(Given)),
+        ("steerings", c_int64),
+        ("steering", POINTER(NativeSteering)),
+        ("experts", c_void_p),
+        ("expert_columns", c_int64),
+        ("before_norm", c_void_p),
+        ("observations", c_int64),
+        ("observed", POINTER(Observed)),
     )
 
 
@@ -187,6 +221,7 @@ _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
     "model_new": (c_void_p, POINTER(NativeConfig), POINTER(Layer)),
     "model_free": (None, c_void_p),
     "model_rope": (c_int, c_void_p, c_int, c_void_p, c_void_p, c_int64),
+    "model_rope_axes": (c_int, c_void_p, c_int, c_void_p),
     "block_bytes": (c_int64, c_void_p, c_int),
     "forward": (c_int, c_void_p, c_void_p, c_int64, c_int, POINTER(NativeBatch)),
     "flow_read": (c_int, POINTER(Flow), POINTER(FlowBatch), c_void_p, c_int64, c_int64, c_void_p),
@@ -282,6 +317,10 @@ class Native:
     def model_rope(self, handle: int, table: int, cos: int, sin: int, positions: int) -> None:
         """Set the model's cos/sin tables for ``positions`` positions."""
         self.check(self._c["model_rope"](handle, table, cos, sin, positions))
+
+    def model_rope_axes(self, handle: int, table: int, axes: int) -> None:
+        """Set the axis of a position that each frequency of a table rotates by."""
+        self.check(self._c["model_rope_axes"](handle, table, axes))
 
     def block_bytes(self, handle: int, cache: int) -> int:
         """Size of one block of the KV cache in bytes."""

@@ -6,8 +6,9 @@ Notable here:
 - computed blocks are reused by later requests of the same owner, adapter and weights (prefix caching)
 - an error of one request reaches its caller only; an error of a pass reaches the callers of that pass, and the engine
   continues with an empty cache
-- recurrent layers have a state instead of keys and values: it belongs to its request, and there is no prefix caching,
-  since a state can be used only at the end of the text that it was computed from
+- layers with a sliding window have block tables of their own, and give back the blocks that no token sees any more
+- recurrent layers have a state instead of keys and values, which can be used only at the end of the text that it was
+  computed from: snapshots are cached at block boundaries
 - with a batch-invariant runner, a request's answer is bit-identical whatever the batch, the chunks of its prompt, the
   preemptions and the cache; with torch it is the same except where two logits differ by less than rounding errors
 - nothing polls: callers wait for events, and can be interrupted; the thread ends when there are no requests
@@ -19,7 +20,7 @@ import atexit
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,12 +34,13 @@ from pippin.core.checks import NonNegativeInt, PositiveInt, checked
 from pippin.core.errors import InvalidArgument, PippinError
 from pippin.engine import continuation_scores, output_processor
 from pippin.engine.cache import prompt_cache as files
-from pippin.engine.cache.prefix_tree import CacheKey
+from pippin.engine.cache.prefix_tree import CacheKey, Row
 from pippin.engine.continuation_scores import Scores
 from pippin.engine.loop import EngineLoop
 from pippin.engine.model_runner import BLOCK_SIZE, KVCacheDtype, KVCacheDtypeChoice
 from pippin.engine.options import SamplingOptions
 from pippin.engine.output_processor import OutputProcessor
+from pippin.engine.prompt_extras import PromptExtras
 from pippin.engine.recommended_sampling import recommended, resolved
 from pippin.engine.request import Finished, Request, Token
 from pippin.engine.request_state import EventStream, RequestState, blocks_for
@@ -66,7 +68,8 @@ class EngineStats:
             prefix cache holds, which evicts them when no other is free.
         cache_tokens_used: tokens that fit in the blocks in use. cache_tokens_capacity: tokens that fit in all blocks.
         cache_bytes_used: memory of the blocks in use.
-        state_bytes_used: memory of the states of recurrent layers; a sequence of any length takes the same.
+        state_bytes_used: memory of the states of recurrent layers, of running requests and of snapshots; a sequence of
+            any length takes the same.
     """
 
     max_num_seqs: int
@@ -109,7 +112,7 @@ class Engine:
             memory. None for the full context of each sequence, or for a quarter of the free memory if that is less. No
             request may be longer.
         kv_cache_dtype: precision of keys and values; "auto" for the one that suits the model.
-        enable_prefix_caching: whether computed blocks are cached for later requests; always off with recurrent layers.
+        enable_prefix_caching: whether computed blocks, and states of recurrent layers, are cached for later requests.
         prompt_cache: a file from which the prefix cache is loaded, if it exists, and to which it is saved when the
             engine is closed; None for neither. Not for a model with recurrent layers.
 
@@ -148,7 +151,7 @@ class Engine:
         blocks = (
             num_affordable_blocks(model, max_num_seqs, kv_cache_dtype)
             if cache_tokens is None
-            else cache_tokens // BLOCK_SIZE
+            else cache_tokens // BLOCK_SIZE * len(model.config.cache_groups)
         )
         self.model, self.max_waiting = model, max_waiting
         self.recommended_sampling = recommended(model.source)
@@ -156,17 +159,18 @@ class Engine:
         self.prompt_cache = None if prompt_cache is None else Path(prompt_cache)
         if self.prompt_cache is not None:
             files.check_writable(self.prompt_cache)
-        self._runner = make_runner(model, blocks, kv_cache_dtype)
+        self._runner = make_runner(model, blocks, kv_cache_dtype, model.config.cache_groups)
         self.kv_cache_dtype: KVCacheDtype = self._runner.kv_cache_dtype
-        enable_prefix_caching = enable_prefix_caching and not model.config.recurrent_layers
         self._scheduler = Scheduler(
             max_num_seqs,
             self.max_num_batched_tokens,
             blocks,
             self._runner.copy,
             enable_prefix_caching=enable_prefix_caching,
+            windows=self._runner.windows,
+            max_snapshots=_max_snapshots(model, max_num_seqs, blocks * self._runner.block_bytes),
         )
-        self.context_size = min(model.context_size, blocks * BLOCK_SIZE)
+        self.context_size = min(model.context_size, self._scheduler.capacity(blocks))
         # weights that training may change; a change invalidates cached keys and values
         self._trainable = [weight for weight in model.module.parameters() if weight.requires_grad]
         self._version = self._weights_version()
@@ -194,8 +198,8 @@ class Engine:
         Closing the iterator, or deleting it, ends the request within one step.
 
         Raises:
-            InvalidArgument: an empty prompt, an id outside the vocabulary (in ``logit_bias`` too), or a speculation
-                that this model does not support.
+            InvalidArgument: an empty prompt, an id outside the vocabulary (in ``logit_bias`` too), a speculation that
+                this model does not support, or embeddings, positions, steering or experts that do not fit.
             ContextOverflow: prompt and ``max_tokens`` do not fit the context or ``cache_tokens``.
             ModelNotFound: no adapter of this name is loaded.
             Overloaded: the queue is full, or the engine is closed.
@@ -204,6 +208,7 @@ class Engine:
             GenerationError: (while iterating) the step that the request took part in failed.
         """
         self.check(request.prompt, request.options)
+        extras = self._extras(request)
         options = resolved(request.options, self.recommended_sampling, self.model.config.vocab_size)
         request = replace(request, options=options)
         adapter = self.model.adapter(request.adapter)
@@ -216,11 +221,27 @@ class Engine:
             owner=request.owner,
             priority=request.priority,
             max_draft_tokens=0 if speculation is None else speculation.num_speculative_tokens,
+            extras=extras,
         )
         if request.cancel is not None:
             state.cancelled = request.cancel.is_set
         self._submit(state)
         return EventStream(state)
+
+    def _extras(self, request: Request) -> PromptExtras | None:
+        """What a request has beside tokens, after a check."""
+        extras, config = request.extras(), self.model.config
+        if extras is None:
+            return None
+        mixtures = [layer.experts or layer.feedforward for layer in config.layers]
+        experts = [(spec.num_experts, spec.num_experts_per_tok) for spec in mixtures]
+        extras.check(config.hidden_size, self.model.module, experts)
+        if request.speculation is not None and request.speculation.draft != "ngram":
+            raise InvalidArgument(
+                "a draft model knows nothing of embeddings, positions, steering or masks of experts; leave speculation "
+                "out, or take 'ngram'"
+            )
+        return extras
 
     def check(self, prompt: Sequence[int], options: SamplingOptions) -> None:
         """Check a prompt; raise the errors that `stream` would raise.
@@ -312,8 +333,8 @@ class Engine:
             blocks_total=pool.num_blocks,
             blocks_free=pool.num_blocks - used,
             blocks_cached=0 if self._closed else len(pool.idle),
-            cache_tokens_used=used * BLOCK_SIZE,
-            cache_tokens_capacity=pool.num_blocks * BLOCK_SIZE,
+            cache_tokens_used=used * BLOCK_SIZE // len(self._runner.windows),
+            cache_tokens_capacity=pool.num_blocks * BLOCK_SIZE // len(self._runner.windows),
             cache_bytes_used=used * self._runner.block_bytes,
             state_bytes_used=self._state_bytes(),
             **loop.counts,
@@ -389,12 +410,14 @@ class Engine:
         sequences = [
             sequence for state in self._scheduler.running.copy() for sequence in (state, *state.branches.copy())
         ]
-        return sum(bool(sequence.states) for sequence in sequences) * self.model.config.state_bytes
+        held = sum(bool(sequence.states) for sequence in sequences) + self._scheduler.tree.num_snapshots
+        return held * self.model.config.state_bytes
 
     @property
     def _fork_size(self) -> int:
         """Maximum tokens of a prompt and a continuation: the block in which they diverge is allocated twice."""
-        return min(self.context_size, (self._scheduler.pool.num_blocks - 1) * BLOCK_SIZE)
+        pool = self._scheduler.pool
+        return min(self.context_size, self._scheduler.capacity(pool.num_blocks - len(self._runner.windows)))
 
     def _cache_path(self, path: str | Path | None) -> Path:
         _check_reusable(self.model)
@@ -439,12 +462,12 @@ class Engine:
         finally:
             events.close()
 
-    def _restore(self, key: CacheKey, ids: Sequence[int], data: UInt8[Tensor, "blocks bytes"]) -> bool:
+    def _restore(
+        self, key: CacheKey, ids: Sequence[int], rows: Sequence[Row], data: Mapping[int, UInt8[Tensor, bytes]]
+    ) -> bool:
         """Put one prompt of a file into the prefix cache."""
         write = self._runner.write
-        self._scheduler.restore(
-            self._with_version(key), ids, lambda index, block: write([block], data[index : index + 1])
-        )
+        self._scheduler.restore(self._with_version(key), ids, rows, lambda old, block: write([block], data[old][None]))
         return True
 
 
@@ -467,11 +490,25 @@ def num_affordable_blocks(model: LanguageModel, max_num_seqs: int, kv_cache_dtyp
         free, _ = torch.cuda.mem_get_info(model.device)
     else:
         free = devices.memory().available
-    # one more, because the block in which a continuation diverges from its prompt is allocated twice
-    whole = max_num_seqs * blocks_for(model.context_size) + 1
-    block = runner_class(model).block_bytes_of(model, kv_cache_dtype)
+    groups, whole = model.config.cache_groups, 0
+    for layers in groups:
+        window = model.config.group_window(layers)
+        tokens = model.context_size if window is None else min(model.context_size, 2 * window + 2048)
+        # one more, because the block in which a continuation diverges from its prompt is allocated twice
+        whole += max_num_seqs * blocks_for(tokens) + 1
+    row = runner_class(model).block_bytes_of(model, kv_cache_dtype)  # 16 tokens of all layers
+    block = row * max(map(len, groups)) // max(1, len(model.config.cached_layers))
     # a model without keys and values has blocks of size 0
-    return max(max_num_seqs, min(whole, free // 4 // block)) if block else whole
+    return max(len(groups) * max_num_seqs, min(whole, free // 4 // block)) if block else whole
+
+
+def _max_snapshots(model: LanguageModel, max_num_seqs: int, pool_bytes: int) -> int:
+    """Snapshots of recurrent states that are cached: at least one for each sequence, in a quarter of the pool's memory
+    or an eighth of what is free; 0 for a model without states."""
+    if not model.config.recurrent_layers:
+        return 0
+    room = max(pool_bytes // 4, devices.memory().available // 8)
+    return max(max_num_seqs, min(64 * max_num_seqs, room // max(1, model.config.state_bytes)))
 
 
 def _check_reusable(model: LanguageModel) -> None:

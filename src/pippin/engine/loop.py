@@ -23,7 +23,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from pippin.core.errors import GenerationError, Overloaded
-from pippin.engine.model_runner import BLOCK_SIZE, Runner
+from pippin.engine.model_runner import BLOCK_SIZE, Capture, Runner
 from pippin.engine.output_processor import OutputProcessor
 from pippin.engine.request_state import END, ContinuationState, RequestState, ScheduledChunk
 from pippin.engine.scheduler import Scheduler
@@ -193,10 +193,11 @@ class EngineLoop:
             if scheduler.running or scheduler.waiting:
                 raise GenerationError("there are requests, and none of them can be scheduled")
             return
-        logits = self._runner.forward([chunk.model_input() for chunk in chunks])
+        inputs = [chunk.model_input() for chunk in chunks]
+        logits = self._runner.forward(inputs)
         self.counts["steps"] += 1
-        for chunk, rows in zip(chunks, logits, strict=True):
-            self._process_output(chunk, rows)
+        for chunk, model_input, rows in zip(chunks, inputs, logits, strict=True):
+            self._process_output(chunk, rows, model_input.capture)
 
     def _drop_cancelled(self) -> None:
         scheduler = self._scheduler
@@ -223,11 +224,17 @@ class EngineLoop:
                     request.max_draft_tokens, len(request.block_table) * BLOCK_SIZE - len(request.token_ids)
                 )
                 position = (
-                    CachePosition(self._runner, request.block_table, request.num_computed_tokens, request.adapter)
+                    CachePosition(
+                        self._runner,
+                        request.block_table,
+                        request.num_computed_tokens,
+                        request.adapter,
+                        tuple(request.tables[1:]),
+                    )
                     if output.drafts_with_target
                     else None
                 )
-                draft = output.propose(request.token_ids, max_tokens, position)
+                draft = output.propose(request.keys, max_tokens, position)
             except Exception as error:
                 self._end(request, error, "failed")
                 continue
@@ -235,7 +242,9 @@ class EngineLoop:
                 drafts[request] = draft
         return drafts
 
-    def _process_output(self, chunk: ScheduledChunk, rows: Float[Tensor, "rows vocab"]) -> None:
+    def _process_output(
+        self, chunk: ScheduledChunk, rows: Float[Tensor, "rows vocab"], capture: Capture | None
+    ) -> None:
         """Process the logits of one scheduled chunk."""
         sequence, start = chunk.sequence, chunk.sequence.num_computed_tokens
         request = sequence.parent if isinstance(sequence, ContinuationState) else sequence
@@ -246,7 +255,7 @@ class EngineLoop:
         try:
             if request.output is not None:
                 if not sequence.num_pending_tokens:
-                    self._append_tokens(request, request.output, rows, chunk.draft)
+                    self._append_tokens(request, request.output, rows, chunk.draft, capture)
             elif isinstance(sequence, ContinuationState):
                 assert request.scores is not None
                 request.scores.add_logits(sequence.index, start - len(request.token_ids), rows)
@@ -264,15 +273,21 @@ class EngineLoop:
             self._end(request, error, "failed")
 
     def _append_tokens(
-        self, request: RequestState, output: OutputProcessor, rows: Float[Tensor, "rows vocab"], draft: Draft | None
+        self,
+        request: RequestState,
+        output: OutputProcessor,
+        rows: Float[Tensor, "rows vocab"],
+        draft: Draft | None,
+        capture: Capture | None,
     ) -> None:
         """Sample the next tokens of a request; it ends here when it is complete."""
         request.decoding = True
         if not output.prompt_seconds:
             output.prompt_done()
         at = len(request.token_ids)
-        for token in output.process(rows, draft):
-            request.token_ids.append(token.id)
+        hidden = None if capture is None else capture.hidden_states
+        for token in output.process(rows, draft, hidden):
+            request.append(token.id)
             request.events.put(token)
         self.counts["tokens_generated"] += len(request.token_ids) - at
         if draft is not None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float
@@ -71,6 +72,7 @@ class OutputProcessor:
         num_tokens: tokens of the answer so far.
         num_cached_tokens: tokens of the prompt that were not computed for this request; set by the scheduler.
         finish_reason: why the answer ended; None while it goes on.
+        end_token, end_logprob: the end token that ended it, and its log-probability if they are reported.
         drafted, accepted: draft tokens of speculative decoding, and those of them that were accepted.
 
     Raises:
@@ -92,8 +94,13 @@ class OutputProcessor:
             self.constraint = request.grammar.start(model.tokenizer)
         self.text = Detokenizer(self.options.stop)
         self._spell = model.tokenizer.token_bytes if request.skip_special_tokens else model.tokenizer.spelled_bytes
-        self.sampler = Sampler(self.options, request.prompt, model.config.vocab_size)
+        prompt, extras = request.prompt, request.extras()
+        if extras is not None:
+            prompt = [key for key in extras.keys(prompt) if key >= 0]
+        self.sampler = Sampler(self.options, prompt, model.config.vocab_size)
         self.finish_reason: FinishReason | None = None
+        self.end_token: int | None = None
+        self.end_logprob: float | None = None
         self.num_tokens = self.num_cached_tokens = self.drafted = self.accepted = 0
         self.prompt_seconds = self.first_token_seconds = 0.0
 
@@ -128,7 +135,12 @@ class OutputProcessor:
         )
 
     @torch.inference_mode()
-    def process(self, logits: Float[Tensor, "rows vocab"], draft: Draft | None = None) -> list[Token]:
+    def process(
+        self,
+        logits: Float[Tensor, "rows vocab"],
+        draft: Draft | None = None,
+        hidden: Float[Tensor, "rows width"] | None = None,
+    ) -> list[Token]:
         """The next tokens: one, those that the grammar forces after it, and the accepted ones of the draft.
 
         Empty at the end of the answer; ``finish_reason`` then says why.
@@ -136,11 +148,12 @@ class OutputProcessor:
         Args:
             logits: after the last token, and after each token of the draft; float32, on the CPU; changed in place.
             draft: the return value of `propose` for this pass.
+            hidden: hidden states of the same rows, returned with the tokens; None for none.
 
         Raises:
             DecodingFailure: no token can be chosen.
         """
-        tokens = self._step(logits[0], draft, 0)
+        tokens = self._step(logits[0], draft, 0, hidden)
         if draft is None:
             return tokens
         drafted, row = draft.tokens, 0
@@ -148,7 +161,7 @@ class OutputProcessor:
             if any(token.id != drafted[at] for at, token in enumerate(tokens[row:], row)):
                 break
             row = len(tokens)
-            tokens += self._step(logits[row], draft, row)
+            tokens += self._step(logits[row], draft, row, hidden)
         self._count(draft, tokens)
         return tokens
 
@@ -160,9 +173,13 @@ class OutputProcessor:
         if self._speculation is not None:
             self._speculation.update(len(draft.tokens), accepted)
 
-    def _step(self, logits: Float[Tensor, vocab], draft: Draft | None, row: int) -> list[Token]:
+    def _step(
+        self, logits: Float[Tensor, vocab], draft: Draft | None, row: int, hidden: Float[Tensor, "rows width"] | None
+    ) -> list[Token]:
         """The tokens that one row of logits gives; sets ``finish_reason`` at the end of the answer."""
         tokens = self._choose(logits, draft, row)
+        if tokens and hidden is not None:
+            tokens[0] = replace(tokens[0], hidden=hidden[row])
         self.num_tokens += len(tokens)
         if not tokens or self.text.stopped or (self.constraint is not None and self.constraint.finished):
             self.finish_reason = "stop"
@@ -171,16 +188,21 @@ class OutputProcessor:
         return tokens
 
     def _choose(self, logits: Float[Tensor, vocab], draft: Draft | None, row: int) -> list[Token]:
-        logprobs = None if self.options.logprobs is None else logits.log_softmax(-1)
+        reported, raw = self.options.logprobs is not None, self.options.logprobs_mode == "raw"
+        logprobs = logits.log_softmax(-1) if reported and raw else None
         self.sampler.penalize(logits)
         if self.constraint is not None:
             self.constraint.apply(logits)
+        if reported and not raw:
+            logprobs = self.sampler.probabilities(logits).log().float()
         if self._speculation is None or draft is None or row >= len(draft.tokens):
             chosen = self.sampler.sample(logits)
         else:
             chosen = self._speculation.choose(logits, draft, row, self.sampler)
         self.first_token_seconds = self.first_token_seconds or time.perf_counter() - self.began
         if chosen in self.model.tokenizer.eos_ids:
+            self.end_token = chosen
+            self.end_logprob = None if logprobs is None else float(logprobs[chosen])
             return []
         tokens = [self._token(chosen, logprobs)]
         if self.constraint is None:
@@ -217,4 +239,6 @@ class OutputProcessor:
             self.drafted,
             self.accepted,
             "token" if self._speculation is None else self._speculation.exact,
+            self.end_token,
+            self.end_logprob,
         )

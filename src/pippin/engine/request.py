@@ -8,11 +8,16 @@ from threading import Event
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Le
+from jaxtyping import Float, Int
+from torch import Tensor
 
 from pippin.core.checks import checked
 from pippin.engine.grammar.constraint import Grammar
 from pippin.engine.options import SamplingOptions
+from pippin.engine.prompt_extras import PromptEmbeddings, PromptExtras
 from pippin.engine.speculation.speculation import Speculation
+from pippin.nn.expert_mask import ExpertMask
+from pippin.nn.steering import Steering
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -23,13 +28,16 @@ class Token:
 
     ``text`` is the new text; it is withheld while a character or a possible stop string is incomplete.
     ``logprob`` and ``top_logprobs`` (natural logarithms, likeliest first) are those of the model before penalty,
-    constraint and temperature; None unless requested.
+    constraint and temperature, or those of the law that sampled (`SamplingOptions.logprobs_mode`); None unless
+    requested. ``hidden`` is the hidden state before the last norm that the token was predicted from; None unless
+    requested, and for a token that a grammar forced.
     """
 
     id: int
     text: str
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()
+    hidden: Float[Tensor, width] | None = None
 
 
 @dataclass(frozen=True)
@@ -39,8 +47,11 @@ class Finished:
     ``finish_reason`` is "stop" (end token, stop string or complete grammar), "length" (``max_tokens`` or the context's
     end) or "cancelled". Times are in seconds from the start of the request; ``first_token_seconds`` is 0 without a
     token. ``drafted`` and ``accepted`` count the tokens that speculation proposed and those that became part of the
-    answer. ``exact`` says which distribution of the model speculation preserves: that of every token, or that of groups
-    of tokens.
+    answer.
+
+    ``end_token`` is the end token that ended the answer, and ``end_logprob`` its log-probability, as for a
+    `Token`; None if something else ended it. ``exact`` says which distribution of the model speculation preserves: that
+    of every token, or that of groups of tokens.
     """
 
     finish_reason: FinishReason
@@ -54,6 +65,8 @@ class Finished:
     drafted: int = 0
     accepted: int = 0
     exact: Literal["token", "group"] = "token"
+    end_token: int | None = None
+    end_logprob: float | None = None
 
 
 @checked
@@ -70,6 +83,11 @@ class Request:
         owner: owner of the request; cached blocks are shared only among requests of one owner.
         priority: -10 to 10; higher ones are admitted first and preempted last.
         speculation: speculative decoding; None for one token at a time.
+        embeddings: embeddings in place of those of some prompt tokens, such as those of images.
+        positions: position of each prompt token, (axes, tokens); None for 0, 1, 2, ... The answer follows the largest.
+        steering: changes of hidden states; None for none.
+        experts: the experts that tokens may be routed to; None for all.
+        return_hidden_states: whether tokens come with the hidden state that they were predicted from.
         skip_special_tokens: leave control tokens out of the text; False spells them, for formats that consist of them.
     """
 
@@ -81,4 +99,18 @@ class Request:
     owner: str = ""
     priority: Annotated[int, Ge(-10), Le(10)] = 0
     speculation: Speculation | None = None
+    embeddings: Sequence[PromptEmbeddings] = ()
+    positions: Int[Tensor, "axes tokens"] | None = None
+    steering: Steering | None = None
+    experts: ExpertMask | None = None
+    return_hidden_states: bool = False
     skip_special_tokens: bool = True
+
+    def extras(self) -> PromptExtras | None:
+        """What it has beside tokens; None for nothing."""
+        beside = (self.positions, self.steering, self.experts)
+        if not self.embeddings and not self.return_hidden_states and all(each is None for each in beside):
+            return None
+        return PromptExtras(
+            len(self.prompt), self.embeddings, self.positions, self.steering, self.experts, self.return_hidden_states
+        )

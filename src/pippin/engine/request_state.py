@@ -17,10 +17,11 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from pippin.engine.cache.prefix_tree import CacheKey, PrefixNode
+from pippin.engine.cache.prefix_tree import CacheKey, PrefixNode, Row
 from pippin.engine.continuation_scores import Scores
-from pippin.engine.model_runner import BLOCK_SIZE, ModelInput
+from pippin.engine.model_runner import BLOCK_SIZE, GIVEN_BACK, ModelInput
 from pippin.engine.output_processor import OutputProcessor
+from pippin.engine.prompt_extras import PromptExtras
 from pippin.engine.speculation.drafts import Draft
 from pippin.nn.lora import Adapter
 
@@ -44,18 +45,60 @@ class SequenceState:
         token_ids: all tokens so far.
         adapter: the LoRA adapter that they are computed with; None for the base model.
         rank: order of priority and arrival; the smallest runs first and is preempted last.
+        extras: what its prompt has beside tokens; None for nothing.
 
     Attributes:
         num_computed_tokens: tokens whose keys and values are in the cache.
-        block_table: its blocks, in order; they hold ``num_computed_tokens`` tokens at least.
+        keys: what each token is known by in the prefix tree, drafts and penalties: its id, or a negative number where
+            its embedding was given.
+        tables: its blocks in each group of layers, in order; they hold ``num_computed_tokens`` tokens at least.
+        first_rows: for groups with a sliding window, the first row that was not given back.
         states: states of recurrent layers after the ``num_computed_tokens`` tokens; see `ModelInput`.
     """
 
-    def __init__(self, token_ids: list[int], adapter: Adapter | None, rank: tuple[int, int, int]) -> None:
+    def __init__(
+        self,
+        token_ids: list[int],
+        adapter: Adapter | None,
+        rank: tuple[int, int, int],
+        extras: PromptExtras | None = None,
+    ) -> None:
         self.token_ids, self.adapter, self.rank = token_ids, adapter, rank
+        self.extras = extras
+        self.keys = token_ids if extras is None else extras.keys(token_ids)
         self.num_computed_tokens = 0
-        self.block_table: list[int] = []
+        self.tables: list[list[int]] = [[]]
+        self.first_rows: dict[int, int] = {}
         self.states: dict[int, Tensor] = {}
+
+    @property
+    def block_table(self) -> list[int]:
+        """Its blocks in the first group of layers."""
+        return self.tables[0]
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that it holds."""
+        return sum(len(table) - table.count(GIVEN_BACK) for table in self.tables)
+
+    @property
+    def spans(self) -> Sequence[tuple[int, int]]:
+        """Spans of tokens that see each other, each with its first token and the one behind it."""
+        return () if self.extras is None else self.extras.spans
+
+    def row(self, index: int) -> Row:
+        """The blocks of 16 tokens in all groups."""
+        return tuple(table[index] for table in self.tables)
+
+    def rows(self) -> list[Row]:
+        """All of its blocks."""
+        return list(zip(*self.tables, strict=True))
+
+    def append(self, token_id: int) -> None:
+        """Add a token of the answer."""
+        self.token_ids.append(token_id)
+        if self.keys is not self.token_ids:
+            self.keys.append(token_id)
 
     @property
     def num_pending_tokens(self) -> int:
@@ -74,12 +117,14 @@ class RequestState(SequenceState):
         owner: owner of the request; see `Request`.
         priority: -10 to 10.
         max_draft_tokens: longest draft of speculative decoding.
+        extras: what its prompt has beside tokens; None for nothing.
 
     Attributes:
         num_shared_blocks: blocks at the beginning of the table that are also in the prefix tree; ``node`` is the last
             of them.
         decoding: whether the whole prompt is computed.
         branches: continuations that are being computed.
+        last_snapshot: the node of the prefix tree with the newest states of the answer.
         never_ran: whether it has not been admitted yet.
     """
 
@@ -93,9 +138,10 @@ class RequestState(SequenceState):
         owner: str = "",
         priority: int = 0,
         max_draft_tokens: int = 0,
+        extras: PromptExtras | None = None,
     ) -> None:
-        super().__init__(list(prompt), adapter, (-priority, 0, 0))
-        self.key = CacheKey(owner, adapter)
+        super().__init__(list(prompt), adapter, (-priority, 0, 0), extras)
+        self.key = CacheKey(owner, adapter, variant="" if extras is None else extras.variant)
         self.output, self.scores, self.priority, self.max_draft_tokens = output, scores, priority, max_draft_tokens
         self.events: SimpleQueue[Any] = SimpleQueue()
         self.cancelled: Callable[[], bool] = bool
@@ -104,6 +150,7 @@ class RequestState(SequenceState):
         self.never_ran, self.decoding = True, False
         self.num_shared_blocks = 0
         self.node: PrefixNode | None = None
+        self.last_snapshot: PrefixNode | None = None
         self.branches: list[ContinuationState] = []
 
     @property
@@ -126,7 +173,9 @@ class ContinuationState(SequenceState):
     """
 
     def __init__(self, parent: RequestState, index: int, continuation: Sequence[int]) -> None:
-        super().__init__([*parent.token_ids, *continuation[:-1]], parent.adapter, (*parent.rank[:2], 1 + index))
+        super().__init__(
+            [*parent.token_ids, *continuation[:-1]], parent.adapter, (*parent.rank[:2], 1 + index), parent.extras
+        )
         self.parent, self.index = parent, index
 
 
@@ -150,6 +199,8 @@ class ScheduledChunk:
             sequence.adapter,
         )
         model_input.states = sequence.states
+        if len(sequence.tables) > 1:
+            model_input.other_tables = tuple(sequence.tables[1:])
         if isinstance(sequence, ContinuationState):
             model_input.outputs = range(self.num_tokens)
         elif (
@@ -162,6 +213,8 @@ class ScheduledChunk:
             model_input.outputs = range(self.num_tokens - 1, self.num_tokens + len(self.draft.tokens))
             model_input.token_ids = [*model_input.token_ids, *self.draft.tokens]
             model_input.resume, model_input.residual = self.draft.resume, self.draft.residual
+        if sequence.extras is not None:
+            sequence.extras.fill(model_input)
         return model_input
 
 

@@ -8,6 +8,10 @@ Notable here:
   the prefix tree, from which it reuses those that were not evicted meanwhile
 - every full block goes to the prefix tree as soon as it is computed, so that requests with a common prefix that arrive
   at the same time compute it once: while one of them computes a block, those that need the same block wait
+- each group of layers has a block table; a group with a sliding window gets blocks as its tokens are computed, and
+  gives those behind the window back
+- chunks of a model with recurrent states end at block boundaries, where snapshots of the states go to the prefix tree
+- a span of tokens that see each other is computed in one pass, even if that exceeds the budget
 - it has no threads, logits or models: its inputs are requests and numbers of computed tokens, its outputs chunks
 """
 
@@ -19,13 +23,16 @@ from operator import attrgetter
 from typing import Final
 
 from pippin.engine.cache.block_pool import BlockPool
-from pippin.engine.cache.prefix_tree import CacheKey, PrefixTree
+from pippin.engine.cache.prefix_tree import CacheKey, PrefixTree, Row
 from pippin.engine.continuation_scores import MAX_ROWS
-from pippin.engine.model_runner import BLOCK_SIZE
+from pippin.engine.model_runner import BLOCK_SIZE, GIVEN_BACK
 from pippin.engine.request_state import ContinuationState, RequestState, ScheduledChunk, SequenceState, blocks_for
 from pippin.engine.speculation.drafts import Draft
 
 _rank: Final = attrgetter("rank")
+
+# The key of a sequence, the node that it has reached, and its next tokens.
+_Claim = tuple[CacheKey, Row, tuple[int, ...]]
 
 
 class Scheduler:
@@ -37,6 +44,8 @@ class Scheduler:
         num_blocks: blocks in the pool.
         copy_block: copies one block over another.
         enable_prefix_caching: whether computed blocks are cached for later requests.
+        windows: the sliding window of each group of layers; None for one that sees all.
+        max_snapshots: snapshots of recurrent states in the prefix tree; 0 for a model without states.
 
     Attributes:
         waiting: requests that are not admitted yet, the next one first.
@@ -52,18 +61,21 @@ class Scheduler:
         copy_block: Callable[[int, int], None],
         *,
         enable_prefix_caching: bool = True,
+        windows: Sequence[int | None] = (None,),
+        max_snapshots: int = 0,
     ) -> None:
         self.max_num_seqs, self.max_num_batched_tokens, self.enable_prefix_caching = (
             max_num_seqs,
             max_num_batched_tokens,
             enable_prefix_caching,
         )
-        self._copy_block = copy_block
+        self._copy_block, self.windows, self._max_snapshots = copy_block, tuple(windows), max_snapshots
+        self._full_groups = self.windows.count(None)
         self.waiting: list[RequestState] = []
         self.running: list[RequestState] = []
         self.num_preempted = self.prompt_tokens = self.cached_tokens = self.prefix_hits = 0
         self.pool = BlockPool(num_blocks)
-        self.tree = PrefixTree(self.pool)
+        self.tree = PrefixTree(self.pool, self.windows, max_snapshots)
 
     def add(self, request: RequestState) -> None:
         """Queue a request, which must not need more blocks than the pool has."""
@@ -81,7 +93,7 @@ class Scheduler:
         """Release all blocks and all running requests; return those requests."""
         stopped, self.running = self.running, []
         self.pool = BlockPool(self.pool.num_blocks)
-        self.tree = PrefixTree(self.pool)
+        self.tree = PrefixTree(self.pool, self.windows, self._max_snapshots)
         for request in stopped:
             self._forget(request)
         return stopped
@@ -126,9 +138,14 @@ class Scheduler:
                 spent += count + (0 if draft is None else len(draft.tokens))
             else:
                 prefilling += request.branches or ([request] if request.num_pending_tokens else ())
-        if prefilling:
+        while prefilling:
             budget = self.max_num_batched_tokens // 4 if chunks else self.max_num_batched_tokens
             chunks += self._schedule_prefill(prefilling, max(budget - spent, budget // 4, 1))
+            if chunks or len(prefilling) < 2:
+                break
+            # all wait for blocks behind windows: the last one gives its own to the others
+            prefilling.remove(last := max(prefilling, key=_rank))
+            self._preempt_sequence(last)
         return chunks
 
     def _admit(self) -> None:
@@ -144,33 +161,35 @@ class Scheduler:
     def _allocate(self, request: RequestState) -> bool:
         """Fill a block table: cached blocks of the prefix, and new ones for the rest; False if there are too few."""
         match = (
-            self.tree.match(request.key, request.token_ids, len(request.token_ids) - 1)
-            if self.enable_prefix_caching
-            else None
+            self.tree.match(request.key, request.keys, len(request.keys) - 1) if self.enable_prefix_caching else None
         )
-        found = [] if match is None else match.blocks
-        need = blocks_for(len(request.token_ids)) - len(found)
+        found = [] if match is None else match.rows
+        rows = blocks_for(len(request.token_ids)) - len(found)
+        need = self._blocks_of(rows)
         # each decoding request may soon need one more block; without a reserve the new one would be preempted at once
-        spare = sum(other.decoding for other in self.running)
-        for block in found:
-            self.pool.retain(block)
-        part = match.partial_block if match is not None and match.num_partial_tokens else None
+        spare = len(self.windows) * sum(other.decoding for other in self.running)
+        self._retain(found)
+        part = match.partial_row if match is not None and match.num_partial_tokens else None
         if part is not None:
-            self.pool.retain(part)
+            self._retain([part])
             # the block to be copied from may be the one that is missing
             if need + spare > self.pool.num_available:
-                self.pool.release(part)
+                self._release_rows([part])
                 part = None
         if need + spare > self.pool.num_available:
-            self.pool.release_all(found)
+            self._release_rows(found)
             return False
-        request.block_table = found + self._new_blocks(need)
+        request.tables = [list(table) for table in zip(*found, strict=True)] if found else [[] for _ in self.windows]
+        self._append_rows(request, rows, 0 if part is None else 1)
         request.num_computed_tokens, request.num_shared_blocks = len(found) * BLOCK_SIZE, len(found)
         request.node = match.node if match is not None and found else None
+        if request.node is not None and request.node.states is not None:
+            request.states = dict(request.node.states)
         if match is not None and part is not None:
-            self._copy_block(part, request.block_table[len(found)])
-            self.pool.release(part)
+            self._copy_row(part, request.row(len(found)))
+            self._release_rows([part])
             request.num_computed_tokens += match.num_partial_tokens
+        self._give_back(request)
         if request.never_ran:
             self.prompt_tokens += len(request.token_ids)
             self.prefix_hits += request.num_computed_tokens > 0
@@ -183,9 +202,9 @@ class Scheduler:
         if not lower:
             return False
         room = self.pool.num_available + sum(
-            len(sequence.block_table) for other in lower for sequence in (other, *other.branches)
+            sequence.num_blocks for other in lower for sequence in (other, *other.branches)
         )
-        if room < blocks_for(len(request.token_ids)):
+        if room < self._blocks_of(blocks_for(len(request.token_ids))):
             return False
         self._preempt(max(lower, key=_rank))
         return True
@@ -195,16 +214,16 @@ class Scheduler:
         missing = blocks_for(len(request.token_ids)) - len(request.block_table)
         if missing <= 0:
             return
-        if self._free_blocks_for(request, missing):
-            request.block_table += self._new_blocks(missing)
+        if self._free_blocks_for(request, missing * len(self.windows)):
+            self._append_rows(request, missing, missing)
         else:
             self._preempt(request)
 
     def _grow_for_draft(self, request: RequestState, tokens: int) -> None:
         """Allocate blocks for ``tokens`` draft tokens if any are available; no request is preempted for a draft."""
         missing = blocks_for(len(request.token_ids) + tokens) - len(request.block_table)
-        if 0 < missing <= self.pool.num_available:
-            request.block_table += self._new_blocks(missing)
+        if 0 < missing * len(self.windows) <= self.pool.num_available:
+            self._append_rows(request, missing, missing)
 
     def _fork(self, request: RequestState) -> None:
         """Fork continuations, as many as one pass computes."""
@@ -217,19 +236,20 @@ class Scheduler:
         while scores.waiting and rows < MAX_ROWS:
             index = scores.waiting[0]
             branch = ContinuationState(request, index, scores.continuations[index])
-            missing = blocks_for(len(branch.token_ids)) - whole
+            rows_missing = blocks_for(len(branch.token_ids)) - whole
+            missing = self._blocks_of(rows_missing)
             # one continuation is enough to make progress, so only the first may preempt others
             if self.pool.num_available < missing and (request.branches or not self._free_blocks_for(request, missing)):
                 return
             scores.waiting.popleft()
-            for block in request.block_table[:whole]:
-                self.pool.retain(block)
-            branch.block_table = request.block_table[:whole] + self._new_blocks(missing)
+            self._retain([request.row(index) for index in range(whole)])
+            branch.tables = [table[:whole] for table in request.tables]
+            self._append_rows(branch, rows_missing, 1)
             branch.num_computed_tokens, branch.states = len(request.token_ids), request.states.copy()
             request.branches.append(branch)
             rows += branch.num_pending_tokens
             if len(request.token_ids) % BLOCK_SIZE:
-                self._copy_block(request.block_table[whole], branch.block_table[whole])
+                self._copy_row(request.row(whole), branch.row(whole))
 
     def _free_blocks_for(self, sequence: SequenceState, blocks: int) -> bool:
         """Preempt sequences of lower rank until ``blocks`` are available; False if that is not enough."""
@@ -237,13 +257,94 @@ class Scheduler:
             last = max((each for request in self.running for each in (request, *request.branches)), key=_rank)
             if last.rank <= sequence.rank:
                 return False
-            if isinstance(last, ContinuationState):
-                self.drop_branch(last)
-                assert last.parent.scores is not None
-                last.parent.scores.waiting.appendleft(last.index)
-            elif isinstance(last, RequestState):
-                self._preempt(last)
+            self._preempt_sequence(last)
         return True
+
+    def _preempt_sequence(self, sequence: SequenceState) -> None:
+        """Put a request back into the queue, or a continuation back to those of its request."""
+        if isinstance(sequence, ContinuationState):
+            self.drop_branch(sequence)
+            assert sequence.parent.scores is not None
+            sequence.parent.scores.waiting.appendleft(sequence.index)
+        elif isinstance(sequence, RequestState):
+            self._preempt(sequence)
+
+    # --- blocks ---------------------------------------------------------------------------------------------------
+
+    def _blocks_of(self, rows: int) -> int:
+        """Blocks that ``rows`` more rows of a table take at once: groups with windows need only so many of them."""
+        return sum(rows if window is None else min(rows, self._window_rows(window)) for window in self.windows)
+
+    def _window_rows(self, window: int) -> int:
+        """Most rows of a group with a window that one sequence holds while a chunk is computed."""
+        return blocks_for(window + self.max_num_batched_tokens) + 1
+
+    def capacity(self, blocks: int) -> int:
+        """Tokens of the longest sequence for which ``blocks`` are enough.
+
+        >>> Scheduler(1, 16, 10, lambda source, target: None, windows=(None, 16)).capacity(10)
+        112
+        """
+        rows = blocks // len(self.windows)
+        while self._full_groups and self._blocks_of(rows + 1) <= blocks:
+            rows += 1
+        if not self._full_groups and self._blocks_of(2**31) <= blocks:
+            return 2**31
+        return rows * BLOCK_SIZE
+
+    def _append_rows(self, sequence: SequenceState, count: int, now: int) -> None:
+        """Add rows to a sequence's tables; groups with windows get blocks for the first ``now`` of them only."""
+        for table, window in zip(sequence.tables, self.windows, strict=True):
+            first = count if window is None else min(now, count)
+            table += self._new_blocks(first) + [GIVEN_BACK] * (count - first)
+
+    def _cover(self, sequence: SequenceState, count: int) -> bool:
+        """Give groups with windows the blocks of the next ``count`` tokens; False if there are too few."""
+        if self._full_groups == len(self.windows):
+            return True
+        start = sequence.num_computed_tokens
+        rows = range(start // BLOCK_SIZE, blocks_for(start + count))
+        missing = [
+            (table, index)
+            for table, window in zip(sequence.tables, self.windows, strict=True)
+            if window is not None
+            for index in rows
+            if table[index] == GIVEN_BACK
+        ]
+        if len(missing) > self.pool.num_available:
+            return False
+        for (table, index), block in zip(missing, self._new_blocks(len(missing)), strict=True):
+            table[index] = block
+        return True
+
+    def _give_back(self, sequence: SequenceState) -> None:
+        """Release the blocks that no later token of a sequence sees."""
+        for group, window in enumerate(self.windows):
+            if window is None:
+                continue
+            table = sequence.tables[group]
+            end = max(0, sequence.num_computed_tokens - window + 1) // BLOCK_SIZE
+            for index in reversed(range(min(sequence.first_rows.get(group, 0), end), end)):
+                if table[index] != GIVEN_BACK:
+                    self.pool.release(table[index])
+                    table[index] = GIVEN_BACK
+            sequence.first_rows[group] = end
+
+    def _retain(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            for block in row:
+                if block != GIVEN_BACK:
+                    self.pool.retain(block)
+
+    def _release_rows(self, rows: Sequence[Row]) -> None:
+        """Release rows, the last one first: the beginning, which others may share, is evicted last."""
+        for row in reversed(rows):
+            self.pool.release_all([block for block in row if block != GIVEN_BACK])
+
+    def _copy_row(self, source: Row, target: Row) -> None:
+        for old, new in zip(source, target, strict=True):
+            if old != GIVEN_BACK:
+                self._copy_block(old, new)
 
     def _new_blocks(self, count: int) -> list[int]:
         """Take ``count`` blocks, which must be available, evicting cached ones where needed."""
@@ -264,7 +365,7 @@ class Scheduler:
         oldest = min(prefilling, key=lambda sequence: sequence.rank[1:])
         reserved = max(1, budget // 4)  # for the oldest, until it is scheduled
         rows = MAX_ROWS
-        claimed: set[tuple[CacheKey, int, tuple[int, ...]]] = set()
+        claimed: set[_Claim] = set()
         for sequence in order:
             if sequence is oldest:
                 reserved = 0
@@ -273,28 +374,43 @@ class Scheduler:
                 claim = self._claim_next_block(sequence)
                 if claim in claimed:
                     continue
-            count = min(sequence.num_pending_tokens, budget - reserved)
+            count = self._chunk(sequence, min(sequence.num_pending_tokens, budget - reserved))
             if isinstance(sequence, ContinuationState):
                 count = min(count, rows)
                 rows -= count
-            if count > 0:
+            if count > 0 and self._cover(sequence, count):
                 budget -= count
                 if claim is not None:
                     claimed.add(claim)
                 yield ScheduledChunk(sequence, count)
 
-    def _claim_next_block(self, request: RequestState) -> tuple[CacheKey, int, tuple[int, ...]] | None:
+    def _chunk(self, sequence: SequenceState, count: int) -> int:
+        """The number of tokens of a chunk of about ``count``, so that it ends where it may."""
+        if count <= 0:
+            return count
+        start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + count
+        for first, last in sequence.spans:
+            if first < end < last:  # not within a span whose tokens see each other
+                end = first if first > start else last
+        if self._max_snapshots and isinstance(sequence, RequestState):
+            boundary = end // BLOCK_SIZE * BLOCK_SIZE
+            end = boundary if boundary > start else end
+        return end - start
+
+    def _claim_next_block(self, request: RequestState) -> _Claim | None:
         """The next full block of a prompt that is not cached; blocks that others computed meanwhile are reused."""
         while (
             request.num_computed_tokens == request.num_shared_blocks * BLOCK_SIZE
             and request.num_pending_tokens > BLOCK_SIZE
         ):
             node = request.node or self.tree.root(request.key)
-            tokens = tuple(request.token_ids[request.num_computed_tokens : request.num_computed_tokens + BLOCK_SIZE])
+            tokens = tuple(request.keys[request.num_computed_tokens : request.num_computed_tokens + BLOCK_SIZE])
             child = self.tree.find_child(node, tokens)
             if child is None:
-                return request.key, node.block, tokens
-            self._replace_block(request, request.num_shared_blocks, child.block)
+                return request.key, tuple(node.blocks), tokens
+            self._replace_row(request, request.num_shared_blocks, tuple(child.blocks))
+            if child.states is not None:
+                request.states = dict(child.states)
             request.node, request.num_shared_blocks, request.num_computed_tokens = (
                 child,
                 request.num_shared_blocks + 1,
@@ -316,55 +432,81 @@ class Scheduler:
         sequence.num_computed_tokens += tokens
         if isinstance(sequence, RequestState) and self.enable_prefix_caching:
             self._publish(sequence)
+            if self._max_snapshots:
+                self._snapshot(sequence)
+        self._give_back(sequence)
 
     def drop_branch(self, branch: ContinuationState) -> None:
         """Release a continuation that is complete or has to be recomputed later."""
         branch.parent.branches.remove(branch)
-        self.pool.release_all(branch.block_table)
+        self._release_rows(branch.rows())
 
-    def restore(self, key: CacheKey, token_ids: Sequence[int], fill: Callable[[int, int], None]) -> None:
+    def restore(
+        self, key: CacheKey, token_ids: Sequence[int], rows: Sequence[Row], fill: Callable[[int, int], None]
+    ) -> None:
         """Put a sequence that was computed earlier into the prefix tree, as far as there are blocks.
 
         Args:
             key: its owner and adapter.
             token_ids: its tokens.
-            fill: called with the index of a block of the sequence, and the block of the pool to write it to.
+            rows: the old numbers of its blocks; `GIVEN_BACK` where there is none.
+            fill: called with the old number of a block, and the block of the pool to write it to.
         """
-        node, path = self.tree.root(key), list[int]()
+        node, path = self.tree.root(key), list[Row]()
         try:
-            for index in range(blocks_for(len(token_ids))):
+            for index, old in enumerate(rows):
                 tokens = tuple(token_ids[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE])
                 child = self.tree.find_child(node, tokens)
                 if child is not None:
-                    self.pool.retain(child.block)
-                    path.append(child.block)
+                    path.append(tuple(child.blocks))
+                    self._retain(path[-1:])
                     node = child
                     continue
-                if not self.pool.num_available:
+                if self.pool.num_available < len(old) - old.count(GIVEN_BACK):
                     return
-                path += self._new_blocks(1)
-                fill(index, path[-1])
-                node = self.tree.add(node, tokens, path[-1])
+                new = tuple(GIVEN_BACK if block == GIVEN_BACK else self._new_blocks(1)[0] for block in old)
+                path.append(new)
+                for source, target in zip(old, new, strict=True):
+                    if source != GIVEN_BACK:
+                        fill(source, target)
+                node = self.tree.add(node, tokens, new)
         finally:
-            self.pool.release_all(path)
+            self._release_rows(path)
 
     def _publish(self, request: RequestState) -> None:
         """Add full blocks to the prefix tree; if it has an equal one already, that one replaces the request's."""
         while (request.num_shared_blocks + 1) * BLOCK_SIZE <= request.num_computed_tokens:
             at = request.num_shared_blocks * BLOCK_SIZE
-            block = request.block_table[request.num_shared_blocks]
+            row = request.row(request.num_shared_blocks)
             node = self.tree.add(
-                request.node or self.tree.root(request.key), tuple(request.token_ids[at : at + BLOCK_SIZE]), block
+                request.node or self.tree.root(request.key), tuple(request.keys[at : at + BLOCK_SIZE]), row
             )
-            if node.block != block:
-                self._replace_block(request, request.num_shared_blocks, node.block)
+            if tuple(node.blocks) != row:  # what was given back stays so
+                kept = tuple(
+                    GIVEN_BACK if own == GIVEN_BACK else block for own, block in zip(row, node.blocks, strict=True)
+                )
+                self._replace_row(request, request.num_shared_blocks, kept)
             request.node, request.num_shared_blocks = node, request.num_shared_blocks + 1
 
-    def _replace_block(self, request: RequestState, index: int, block: int) -> None:
-        """Replace one block of a block table."""
-        self.pool.retain(block)
-        self.pool.release(request.block_table[index])
-        request.block_table[index] = block
+    def _snapshot(self, request: RequestState) -> None:
+        """Store the recurrent states at a block boundary; while decoding, only the newest of a request."""
+        node = request.node
+        if node is None or request.num_computed_tokens != request.num_shared_blocks * BLOCK_SIZE or not request.states:
+            return
+        if request.decoding and request.last_snapshot is not None:
+            self.tree.drop_snapshot(request.last_snapshot)
+        if node.states is None:
+            self.tree.snapshot(node, dict(request.states))
+            request.last_snapshot = node if request.decoding else None
+
+    def _replace_row(self, request: RequestState, index: int, row: Row) -> None:
+        """Replace the blocks of one row, except where the new row has none."""
+        for table, block in zip(request.tables, row, strict=True):
+            if block != GIVEN_BACK and block != table[index]:
+                self.pool.retain(block)
+                if table[index] != GIVEN_BACK:
+                    self.pool.release(table[index])
+                table[index] = block
 
     def _release(self, request: RequestState, *, keep: bool) -> None:
         """Release all blocks of a request."""
@@ -378,19 +520,14 @@ class Scheduler:
             if request.num_computed_tokens > at:
                 self.tree.add(
                     request.node or self.tree.root(request.key),
-                    tuple(request.token_ids[at : request.num_computed_tokens]),
-                    request.block_table[request.num_shared_blocks],
+                    tuple(request.keys[at : request.num_computed_tokens]),
+                    request.row(request.num_shared_blocks),
                 )
-        self.pool.release_all(request.block_table)
+        self._release_rows(request.rows())
         self._forget(request)
 
     def _forget(self, request: RequestState) -> None:
-        request.block_table, request.num_computed_tokens, request.num_shared_blocks, request.node, request.states = (
-            [],
-            0,
-            0,
-            None,
-            {},
-        )
-        request.branches = []
+        request.tables, request.first_rows, request.branches = [[]], {}, []
+        request.num_computed_tokens, request.num_shared_blocks = 0, 0
+        request.node, request.last_snapshot, request.states = None, None, {}
         request.never_ran = request.decoding = False

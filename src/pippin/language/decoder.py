@@ -23,6 +23,7 @@ from pippin.core.errors import InvalidArgument
 from pippin.nn.attention import Attention, AttentionSpec, QKNorm
 from pippin.nn.context import LayerContext
 from pippin.nn.embedding import TokenEmbedding
+from pippin.nn.expert_mask import ExpertMaskSlices
 from pippin.nn.feedforward import XIELU, ExpertBranch, FeedForward, FeedForwardSpec, MixtureOfExperts
 from pippin.nn.kv_cache import KVCache, NoCache, QuerySelection, ResumableCache, VisibleKeyValues
 from pippin.nn.latent_attention import LatentAttention
@@ -32,6 +33,7 @@ from pippin.nn.norm import RMSNorm
 from pippin.nn.packed_layers import PackedLinear, PackedTokenEmbedding, pack
 from pippin.nn.per_layer_input import PerLayerEmbedding, PerLayerInput
 from pippin.nn.recurrent.layer import Recurrent, RecurrentSpec
+from pippin.nn.steering import SteeringSlices, steer
 
 if TYPE_CHECKING:
     from pippin.nn.rotary import Rotary
@@ -208,6 +210,41 @@ class DecoderConfig:
             i for i, layer in enumerate(self.layers) if layer.attention.kv_source is None and not layer.recurrent
         )
 
+    @property
+    def cache_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Layers with their own KV cache, in groups that share a block table.
+
+        All layers of a group have the same sliding window, and no group has more layers than the smallest kind, so that
+        a block of any group takes about the same memory and one pool serves all. A window that is no shorter than the
+        context is none.
+
+        >>> from dataclasses import replace
+        >>> local, whole = (LayerSpec(AttentionSpec(window=w), FeedForwardSpec(32)) for w in (32, None))
+        >>> config = DecoderConfig("llama", 100, 16, (local, local, whole, local, local, whole), num_attention_heads=2,
+        ...     num_key_value_heads=1, head_dim=8, max_position_embeddings=64)
+        >>> config.cache_groups, replace(config, max_position_embeddings=32).cache_groups
+        (((2, 5), (0, 1), (3, 4)), ((0, 1, 2, 3, 4, 5),))
+        """
+        kinds: dict[int, list[int]] = {}
+        for layer in self.cached_layers:
+            kinds.setdefault(self.window_of(layer) or 0, []).append(layer)
+        if len(kinds) < 2:
+            return (self.cached_layers,)
+        size = min(len(layers) for layers in kinds.values())
+        return tuple(
+            tuple(layers[at : at + size]) for _, layers in sorted(kinds.items()) for at in range(0, len(layers), size)
+        )
+
+    def group_window(self, layers: Sequence[int]) -> int | None:
+        """The sliding window of a group of layers; None if they differ, or see the whole context."""
+        windows = {self.window_of(layer) for layer in layers}
+        return windows.pop() if len(windows) == 1 else None
+
+    def window_of(self, layer: int) -> int | None:
+        """The sliding window of a layer; None if it sees the whole context."""
+        window = self.layers[layer].attention.window
+        return None if window is None or window >= self.max_position_embeddings else window
+
     def with_kv_sources(self, sources: Sequence[int | None]) -> DecoderConfig:
         """The config with other KV sources: for each layer the layer whose keys and values it reads (None: its own).
 
@@ -286,7 +323,7 @@ class DecoderLayer(nn.Module):
     ) -> tuple[Float[Tensor, "batch kept width"], VisibleKeyValues | None]:
         """Return the new hidden states (of the selected tokens), and the keys, values and mask that were read."""
         read: VisibleKeyValues | None = None
-        normalized = x if self.input_layernorm is None else self.input_layernorm(x)
+        normalized = self._norm("input_layernorm", x, context)
         if self.recurrent is not None:
             y = self.recurrent(normalized, context)
         else:
@@ -301,7 +338,16 @@ class DecoderLayer(nn.Module):
         if self.layer_input is not None:
             assert context.per_layer is not None, f"layer {context.layer} needs an input of its own"
             x = x + self.layer_input(x, context.per_layer, context.adapters)
-        return x if self.layer_scalar is None else x * self.layer_scalar.to(x.dtype), read
+        x = x if self.layer_scalar is None else x * self.layer_scalar.to(x.dtype)
+        return steer(x, f"layers.{context.layer}", context.steerings), read
+
+    def _norm(self, name: str, x: Tensor, context: LayerContext) -> Tensor:
+        """The output of a norm, steered; the input where the layer has no such norm."""
+        norm = getattr(self, name)
+        if norm is None:
+            return x
+        y: Tensor = norm(x)
+        return steer(y, f"layers.{context.layer}.{name}", context.steerings) if context.steerings else y
 
     def _add(self, x: Tensor, normalized: Tensor, y: Tensor, context: LayerContext) -> Tensor:
         """The hidden states plus the output ``y`` of attention and that of the feed-forward layer."""
@@ -310,17 +356,17 @@ class DecoderLayer(nn.Module):
             y = y + self.mlp(normalized, context)
             return x + scale * y
         if self.residual == "parallel two norms":
-            y = y + self.mlp(_apply(self.post_attention_layernorm, x), context)
+            y = y + self.mlp(self._norm("post_attention_layernorm", x, context), context)
             return x + scale * y
         if self.residual == "pre":
             x = x + y if scale == 1.0 else x + scale * y
-            inner: Tensor = self.mlp(_apply(self.post_attention_layernorm, x), context)
+            inner: Tensor = self.mlp(self._norm("post_attention_layernorm", x, context), context)
             return x + inner if scale == 1.0 else x + scale * inner
-        x = x + _apply(self.post_attention_layernorm, y)
-        inner = self.mlp(_apply(self.pre_feedforward_layernorm, x), context)
+        x = x + self._norm("post_attention_layernorm", y, context)
+        inner = self.mlp(self._norm("pre_feedforward_layernorm", x, context), context)
         if self.expert_branch is not None:
-            inner = self.expert_branch(x, inner)
-        return x + _apply(self.post_feedforward_layernorm, inner)
+            inner = self.expert_branch(x, inner, context)
+        return x + self._norm("post_feedforward_layernorm", inner, context)
 
 
 _NORMS: Final[dict[Residual, tuple[str, ...]]] = {
@@ -330,11 +376,6 @@ _NORMS: Final[dict[Residual, tuple[str, ...]]] = {
     "parallel": ("input",),
     "parallel two norms": ("input", "post_attention"),
 }
-
-
-def _apply(norm: nn.Module | None, x: Tensor) -> Tensor:
-    y: Tensor = x if norm is None else norm(x)
-    return y
 
 
 def make_norm(config: DecoderConfig) -> nn.Module:
@@ -484,6 +525,8 @@ class Decoder(nn.Module):
         adapters: AdapterSlices | None = None,
         selection: QuerySelection | None = None,
         per_layer: Float[Tensor, "layers batch new per_layer_size"] | None = None,
+        steerings: SteeringSlices | None = None,
+        experts: ExpertMaskSlices | None = None,
     ) -> Float[Tensor, "batch kept width"]:
         """Run some layers and return the hidden states after the last; the caller calls ``cache.advance``.
 
@@ -496,6 +539,8 @@ class Decoder(nn.Module):
             selection: a layer from whose queries on only some tokens are computed, in a batch of one row. Exact if no
                 later layer has its own KV cache or a state.
             per_layer: the result of `per_layer_inputs`.
+            steerings: changes of hidden states, each with its range of tokens; that of the last norm is the caller's.
+            experts: masks of experts, each with its range of tokens.
 
         Raises:
             AdapterMismatch: an adapter changes layers that are not this decoder's.
@@ -506,6 +551,7 @@ class Decoder(nn.Module):
         positions = None
         if self._scaled_by_position:
             positions = self._positions(cache, x.shape[1], padding, x.device)
+            positions = positions[0] if positions.ndim == 3 else positions
         read: dict[int, VisibleKeyValues] = {}
         for index in range(len(self.layers)) if layers is None else layers:
             spec = self.config.layers[index].attention
@@ -519,14 +565,19 @@ class Decoder(nn.Module):
                 per_layer = per_layer.index_select(2, here.rows)
             turned = None if spec.rotary is None else cos_sin[spec.rotary, self.config.rotary_dim(spec)]
             own = None if per_layer is None else per_layer[index]
-            context = LayerContext(cache, index, turned, shared, adapters, here, positions, own)
+            context = LayerContext(
+                cache, index, turned, shared, adapters, here, positions, own, steerings=steerings, experts=experts
+            )
             x, visible = self.layers[index](x, context)
             if index in self._sources:
                 read[index] = visible
             if here is not None:
-                adapters = here.adapters
-                cos_sin = {rotary: (cos[here.rows], sin[here.rows]) for rotary, (cos, sin) in cos_sin.items()}
-                positions = None if positions is None else positions[here.rows]
+                adapters, steerings, experts = here.adapters, here.steerings, here.experts
+                cos_sin = {
+                    rotary: (cos.index_select(-2, here.rows), sin.index_select(-2, here.rows))
+                    for rotary, (cos, sin) in cos_sin.items()
+                }
+                positions = None if positions is None else positions.index_select(-1, here.rows)
             if x.shape[1] == 0:
                 break
         return x
@@ -549,13 +600,12 @@ class Decoder(nn.Module):
             positions = (torch.arange(start, start + new, device=device) - padding[:, None]).clamp(min=0)
         cos_sin: dict[tuple[Rotary, int], tuple[Tensor, Tensor]] = {}
         for rotary, width in self._rotaries:
-            cos, sin = self._table(rotary, width, start + new, dtype, device)
+            tables = self._table(rotary, width, start + new, dtype, device)
             if positions is None:
-                cos_sin[rotary, width] = (cos[start : start + new], sin[start : start + new])
-            elif positions.ndim == 1:
-                cos_sin[rotary, width] = (cos[positions], sin[positions])
+                cos_sin[rotary, width] = (tables[0][start : start + new], tables[1][start : start + new])
             else:
-                cos_sin[rotary, width] = (cos[positions][:, None], sin[positions][:, None])
+                cos, sin = (rotary.at(table, positions) for table in tables)
+                cos_sin[rotary, width] = (cos, sin) if cos.ndim == 2 else (cos[:, None], sin[:, None])
         return cos_sin
 
     def _table(

@@ -4,6 +4,7 @@ from .attention import Attention as Attention, AttentionSpec as AttentionSpec
 from .context import LayerContext as LayerContext
 from .embedding import TokenEmbedding as TokenEmbedding
 from .expert_choice import ExpertChoiceFFN as ExpertChoiceFFN, TokenChoiceFFN as TokenChoiceFFN
+from .expert_mask import ExpertMask as ExpertMask
 from .feedforward import (
     FeedForward as FeedForward,
     FeedForwardSpec as FeedForwardSpec,
@@ -17,4 +18,5 @@ from .packed_layers import PackedLinear as PackedLinear, pack as pack
 from .patches import patchify as patchify, unpatchify as unpatchify
 from .rotary import Rotary as Rotary, apply_rotary as apply_rotary
 from .soft_top_k import top_k_indices as top_k_indices, top_k_mask as top_k_mask
+from .steering import Steering as Steering, SteeringChange as SteeringChange
 from .time_embedding import TimeEmbedding as TimeEmbedding, sinusoidal as sinusoidal

@@ -281,6 +281,10 @@ def attend(
     """
     if isinstance(read, PackedKeyValues):
         parts = q.split(read.counts, dim=2)
+        for part, (keys, _, mask), observe in zip(parts, read.reads, read.observers or (), strict=False):
+            if observe is not None:
+                factor = q.shape[-1] ** -0.5 if scale is None else scale
+                observe(part, keys, mask, scale=factor, softcap=softcap)
         rows = [_attend(part, *one, scale, softcap, sinks) for part, one in zip(parts, read.reads, strict=True)]
         return torch.cat(rows, 1)
     if isinstance(read, tuple):

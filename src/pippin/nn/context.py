@@ -12,8 +12,10 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from pippin.nn.expert_mask import ExpertMaskSlices
 from pippin.nn.kv_cache import KVCache, QuerySelection, VisibleKeyValues
 from pippin.nn.lora import AdapterSlices
+from pippin.nn.steering import SteeringSlices
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,8 @@ class LayerContext:
             to them.
         positions: position of each new token, (new,) or (batch, new); None where no layer needs them.
         per_layer: the input of this layer beside the hidden states, of the selected tokens; None for none.
+        steerings: changes of hidden states, each with the tokens that it applies to.
+        experts: masks of the experts that may be chosen, each with the tokens that it applies to.
     """
 
     cache: KVCache
@@ -40,9 +44,14 @@ class LayerContext:
     selection: QuerySelection | None = None
     positions: Tensor | None = None
     per_layer: Tensor | None = None
+    steerings: SteeringSlices | None = None
+    experts: ExpertMaskSlices | None = None
 
     def after_selection(self) -> LayerContext:
         """The context of the parts of the layer after the selection of tokens."""
         if self.selection is None:
             return self
-        return replace(self, adapters=self.selection.adapters, selection=None)
+        chosen = self.selection
+        return replace(
+            self, adapters=chosen.adapters, steerings=chosen.steerings, experts=chosen.experts, selection=None
+        )

@@ -16,6 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from pippin.nn.context import LayerContext
+from pippin.nn.expert_mask import mask_scores
 from pippin.nn.linear import Linear
 from pippin.nn.norm import RMSNorm
 from pippin.nn.routing import RouterSpec, route
@@ -156,14 +157,17 @@ class Router(Linear):
             self.per_expert_scale = nn.Parameter(torch.ones(spec.num_experts))
 
     def choose(
-        self, x: Float[Tensor, "tokens width"]
+        self, x: Float[Tensor, "tokens width"], context: LayerContext | None = None
     ) -> tuple[Float[Tensor, "tokens chosen"], Int[Tensor, "tokens chosen"]]:
-        """Weights and indices of each token's experts, computed in float32."""
+        """Weights and indices of each token's experts, computed in float32; of the context it uses the masks."""
         scaled = self.spec.router.scaled
         if scaled:
             x = F.rms_norm(x, x.shape[-1:], eps=_EPS) * self.scale.to(x.dtype) * x.shape[-1] ** -0.5
+        scores: Tensor = self(x).float()
+        if context is not None and context.experts:
+            scores = mask_scores(scores, context.layer, context.experts)
         weights, chosen = route(
-            self(x).float(),
+            scores,
             self.spec.router,
             self.spec.num_experts_per_tok,
             normalized=self.spec.norm_topk_prob,
@@ -201,10 +205,10 @@ class MixtureOfExperts(nn.Module):
 
         Args:
             x: inputs of the experts.
-            context: not used.
+            context: masks of experts; None for none.
             routed_by: inputs of the router; None for ``x``.
         """
-        routed = self._routed(x, x if routed_by is None else routed_by)
+        routed = self._routed(x, x if routed_by is None else routed_by, context)
         if self.shared_expert is None:
             return routed
         shared: Tensor = self.shared_expert(x)
@@ -212,9 +216,9 @@ class MixtureOfExperts(nn.Module):
             shared = shared * self.shared_expert_gate(x).sigmoid()
         return routed + shared
 
-    def _routed(self, x: Tensor, routed_by: Tensor) -> Tensor:
+    def _routed(self, x: Tensor, routed_by: Tensor, context: LayerContext | None) -> Tensor:
         tokens = x.reshape(-1, x.shape[-1])
-        weights, chosen = self.gate.choose(routed_by.reshape(-1, x.shape[-1]))
+        weights, chosen = self.gate.choose(routed_by.reshape(-1, x.shape[-1]), context)
         order = chosen.flatten().argsort(stable=True)
         rows = order // self.spec.num_experts_per_tok
         counts = chosen.flatten().bincount(minlength=self.spec.num_experts).tolist()
@@ -240,13 +244,17 @@ class ExpertBranch(nn.Module):
         self.input_norm, self.output_norm, self.dense_norm = (RMSNorm(width, eps=eps) for _ in range(3))
 
     def forward(
-        self, x: Float[Tensor, "batch seq width"], dense: Float[Tensor, "batch seq width"]
+        self,
+        x: Float[Tensor, "batch seq width"],
+        dense: Float[Tensor, "batch seq width"],
+        context: LayerContext | None = None,
     ) -> Float[Tensor, "batch seq width"]:
         """The normalized outputs of both.
 
         Args:
             x: hidden states before any norm.
             dense: output of the dense layer.
+            context: masks of experts; None for none.
         """
-        y: Tensor = self.dense_norm(dense) + self.output_norm(self.mlp(self.input_norm(x), routed_by=x))
+        y: Tensor = self.dense_norm(dense) + self.output_norm(self.mlp(self.input_norm(x), context, routed_by=x))
         return y

@@ -19,7 +19,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from pippin.core.errors import InvalidArgument
+from pippin.nn.expert_mask import ExpertMaskSlices
 from pippin.nn.lora import AdapterSlices
+from pippin.nn.steering import SteeringSlices
 
 # Keys or values of the new tokens.
 New = Float[Tensor, "batch kv_heads new head_dim"]
@@ -29,6 +31,22 @@ New = Float[Tensor, "batch kv_heads new head_dim"]
 KeyValues = tuple[Tensor, Tensor, Tensor | None]
 
 
+@runtime_checkable
+class AttentionObserver(Protocol):
+    """Is shown the attention of one sequence in each layer."""
+
+    def __call__(
+        self,
+        q: Float[Tensor, "1 heads new head_dim"],
+        keys: Float[Tensor, "1 kv_heads seen head_dim"],
+        mask: Bool[Tensor, "1 1 new seen"] | None,
+        *,
+        scale: float,
+        softcap: float | None,
+    ) -> None:
+        """Observe queries, the keys that they may attend to, and the mask (None for causal order)."""
+
+
 class PackedKeyValues(NamedTuple):
     """Keys and values of several sequences whose new tokens are packed into one row of the batch."""
 
@@ -36,6 +54,8 @@ class PackedKeyValues(NamedTuple):
     """New tokens of each sequence."""
     reads: list[KeyValues]
     """Keys, values and mask of each sequence."""
+    observers: list[AttentionObserver | None] | None = None
+    """For each sequence, what is shown its queries, keys and mask; None for nothing."""
 
 
 @runtime_checkable
@@ -61,6 +81,10 @@ class QuerySelection(NamedTuple):
     """Indices of the selected tokens among all packed new tokens; may be empty."""
     adapters: AdapterSlices | None = None
     """Low-rank adapters, each with the tokens among ``rows`` that it applies to."""
+    steerings: SteeringSlices | None = None
+    """Changes of hidden states, likewise."""
+    experts: ExpertMaskSlices | None = None
+    """Masks of experts, likewise."""
 
 
 @runtime_checkable
@@ -72,8 +96,12 @@ class KVCache(Protocol):
         """Number of cached tokens: the position of the next one (in a batch: of the longest row)."""
 
     @property
-    def positions(self) -> Int[Tensor, new] | None:
-        """The position of each new token; None if positions are consecutive from `length` on."""
+    def positions(self) -> Int[Tensor, "*rows new"] | None:
+        """The position of each new token; None if positions are consecutive from `length` on.
+
+        (batch, new) if the rows of the batch differ, and (axes, batch, new) for rotations over several axes; `length`
+        plus the new tokens is above every position.
+        """
 
     def append(self, layer: int, k: New, v: New, window: int | None) -> VisibleKeyValues:
         """Add keys and values of the new tokens of one layer; returns all that these tokens may attend to."""

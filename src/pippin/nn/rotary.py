@@ -40,9 +40,11 @@ class Rotary:
         dims: number of dimensions that are rotated, even; the others have frequency 0. None for all. The rotated pairs
             are (i, i + head_dim / 2) for i < dims / 2.
         proportional: whether the frequencies of ``dims`` rotated dimensions are the first ones of the whole head.
+        axes: for each frequency, the axis of the position that it rotates by (0 time, 1 height, 2 width), for tokens
+            with positions on several axes; None if positions are numbers.
 
     Source: Su et al. 2021, arXiv:2104.09864; YaRN arXiv:2309.00071; Llama 3 arXiv:2407.21783;
-    LongRoPE arXiv:2402.13753.
+    LongRoPE arXiv:2402.13753; several axes: Qwen2-VL arXiv:2409.12191.
     """
 
     theta: float = 10_000.0
@@ -60,6 +62,7 @@ class Rotary:
     long_attention_factor: float | None = None
     dims: int | None = None
     proportional: bool = False
+    axes: tuple[int, ...] | None = None
 
     def frequencies(self, head_dim: int) -> Float[Tensor, half]:
         """Angle per position of each pair of dimensions, in radians."""
@@ -148,6 +151,25 @@ class Rotary:
         tables = zip(short.tables(positions, head_dim), long.tables(positions - start, head_dim), strict=True)
         cos, sin = (torch.where(positions[..., None] < start, near, far) for near, far in tables)
         return cos, sin
+
+    def at(
+        self, table: Float[Tensor, "size dim"], positions: Int[Tensor, "*axes seq"]
+    ) -> Float[Tensor, "*batch seq dim"]:
+        """The rows of a table of `tables` for some positions: (seq,), (batch, seq), or (axes, batch, seq).
+
+        >>> rotary = Rotary(axes=(0, 1))
+        >>> table = rotary.tables(torch.arange(8), 4)[0]
+        >>> same = rotary.at(table, torch.full((2, 1, 1), 5))
+        >>> torch.equal(same, table[5].view(1, 1, 4))
+        True
+        """
+        if positions.ndim < 3:
+            return table[positions]
+        if self.axes is None:  # the first axis counts the tokens
+            return table[positions[0]]
+        axes = torch.tensor([*self.axes, *self.axes], device=positions.device)
+        rows = positions[axes].movedim(0, -1)  # (batch, seq, dim): the position that each dimension is rotated by
+        return table[rows, torch.arange(len(axes), device=positions.device)]
 
 
 def apply_rotary(

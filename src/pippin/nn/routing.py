@@ -72,7 +72,9 @@ def route(
     if spec.scores == "sparsemixer":
         return sparsemixer(logits, count, spec.jitter)
     scores = logits.softmax(-1) if spec.scores == "softmax" else logits.sigmoid()
-    choice = scores if choice_bias is None else scores + choice_bias
+    choice = scores
+    if choice_bias is not None:  # which never brings an expert back that is masked
+        choice = (scores + choice_bias).masked_fill(logits.isneginf(), -torch.inf)
     if spec.num_chosen_groups < spec.num_groups:
         choice = _within_groups(choice, spec)
     chosen = choice.topk(count, -1).indices

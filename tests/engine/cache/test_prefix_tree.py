@@ -18,18 +18,18 @@ def insert(pool, tree, key, ids):
     node, table = tree.root(key), []
     for at in range(0, len(ids), BLOCK_SIZE):
         block = pool.allocate()
-        node = tree.add(node, tuple(ids[at : at + BLOCK_SIZE]), block)
-        if node.block != block and len(ids) >= at + BLOCK_SIZE:
-            pool.retain(node.block)
+        node = tree.add(node, tuple(ids[at : at + BLOCK_SIZE]), (block,))
+        if node.blocks != [block] and len(ids) >= at + BLOCK_SIZE:
+            pool.retain(node.blocks[0])
             pool.release(block)
-            block = node.block
+            block = node.blocks[0]
         table.append(block)
     pool.release_all(table)
 
 
 def held(tree, key, ids, limit=None):
     match = tree.match(key, ids, len(ids) if limit is None else limit)
-    return len(match.blocks) * BLOCK_SIZE + match.num_partial_tokens
+    return len(match.rows) * BLOCK_SIZE + match.num_partial_tokens
 
 
 @given(TEXTS, TEXTS)
@@ -64,7 +64,7 @@ def test_a_limit_at_the_end_of_a_block_gives_the_whole_block():
     insert(pool, tree, CacheKey("", None), list(range(40)))
     for limit, found in ((15, (0, 15)), (16, (1, 0)), (17, (1, 1)), (32, (2, 0)), (33, (2, 1))):
         match = tree.match(CacheKey("", None), list(range(40)), limit)
-        assert (len(match.blocks), match.num_partial_tokens) == found
+        assert (len(match.rows), match.num_partial_tokens) == found
 
 
 def test_a_match_gives_the_blocks_of_the_prefix_and_the_one_to_copy_from():
@@ -72,12 +72,12 @@ def test_a_match_gives_the_blocks_of_the_prefix_and_the_one_to_copy_from():
     insert(pool, tree, CacheKey("", None), list(range(40)))  # blocks 0, 1 and 2
     insert(pool, tree, CacheKey("", None), [*range(16), *[99] * 20])  # 3 is released, since 0 is equal; then 3 and 4
     match = tree.match(CacheKey("", None), [*range(36), 7], 37)
-    assert (match.blocks, match.node.block, match.partial_block, match.num_partial_tokens) == ([0, 1], 1, 2, 4)
+    assert (match.rows, match.node.blocks, match.partial_row, match.num_partial_tokens) == ([(0,), (1,)], [1], (2,), 4)
     match = tree.match(CacheKey("", None), [*range(16), 99, 7], 18)
-    assert (match.blocks, match.node.block, match.partial_block, match.num_partial_tokens) == ([0], 0, 3, 1)
+    assert (match.rows, match.node.blocks, match.partial_row, match.num_partial_tokens) == ([(0,)], [0], (3,), 1)
     match = tree.match(CacheKey("", None), [7], 1)
-    assert (match.blocks, match.node.parent, match.num_partial_tokens) == ([], None, 0)
-    assert match.node.block not in range(pool.num_blocks)  # a root has none
+    assert (match.rows, match.node.parent, match.num_partial_tokens) == ([], None, 0)
+    assert match.node.blocks == []  # a root has none
 
 
 def test_a_block_that_is_there_is_found_and_not_added_again():
@@ -85,15 +85,15 @@ def test_a_block_that_is_there_is_found_and_not_added_again():
     first, other = tuple(range(16)), tuple(range(1, 17))
     root = tree.root(CacheKey("", None))
     assert tree.find_child(root, first) is None
-    node = tree.add(root, first, pool.allocate())
-    tail = tree.add(node, (7, 8), pool.allocate())
+    node = tree.add(root, first, (pool.allocate(),))
+    tail = tree.add(node, (7, 8), (pool.allocate(),))
     root = tree.root(CacheKey("", None))
     assert tree.find_child(root, first) is node
     assert tree.find_child(root, other) is tree.find_child(node, (7, 8)) is None
     held_before = pool.ref_counts.copy()
-    assert tree.add(root, first, 5) is node
-    assert tree.add(node, (7, 8), 5) is tail
-    assert tree.add(node, (7,), 5) is node  # covered by the longer one
+    assert tree.add(root, first, (5,)) is node
+    assert tree.add(node, (7, 8), (5,)) is tail
+    assert tree.add(node, (7,), (5,)) is node  # covered by the longer one
     assert pool.ref_counts == held_before
     assert len(tree) == 2
 
@@ -105,12 +105,13 @@ def test_sequences_come_by_their_last_use_and_those_in_use_last():
         insert(pool, tree, CacheKey("", None), text)  # blocks 3 at and the next two
     for at in (2, 0):
         match = tree.match(CacheKey("", None), texts[at], 36)
-        for block in (*match.blocks, match.partial_block):
+        found = [block for row in (*match.rows, match.partial_row) for block in row]
+        for block in found:
             pool.retain(block)
         if at == 2:
-            pool.release_all([*match.blocks, match.partial_block])
+            pool.release_all(found)
     assert list(tree.sequences()) == [
-        (CacheKey("", None), texts[at], [3 * at, 3 * at + 1, 3 * at + 2]) for at in (1, 3, 2, 0)
+        (CacheKey("", None), texts[at], [(3 * at,), (3 * at + 1,), (3 * at + 2,)]) for at in (1, 3, 2, 0)
     ]
 
 

@@ -21,7 +21,7 @@ from pippin.core.errors import CorruptedFile, DiskFull, InvalidInput, PromptCach
 from pippin.engine.cache import prompt_cache
 from pippin.engine.cache.prefix_tree import CacheKey
 from pippin.engine.cache.prompt_cache import MAGIC, VERSION, adapter_hash, load, model_hash, save
-from pippin.engine.model_runner import BLOCK_SIZE
+from pippin.engine.model_runner import BLOCK_SIZE, GIVEN_BACK
 from pippin.language import LanguageModel
 from pippin.nn.lora import Adapter, LowRankUpdate
 from pippin.nn.packed_layers import pack
@@ -30,8 +30,9 @@ from pippin.nn.packed_layers import pack
 class Memory:
     """A runner that only holds blocks; each is full of bytes that no other has."""
 
-    def __init__(self, blocks=40, block_bytes=24, kv_cache_dtype="float32"):
+    def __init__(self, blocks=40, block_bytes=24, kv_cache_dtype="float32", windows=(None,)):
         self.blocks, self.block_bytes, self.kv_cache_dtype, self.invariant = blocks, block_bytes, kv_cache_dtype, True
+        self.windows = windows
         self.pool = torch.randint(0, 256, (blocks, block_bytes), generator=torch.Generator().manual_seed(blocks)).byte()
 
     def forward(self, inputs):
@@ -70,23 +71,26 @@ def low_rank(model, name, size):
 
 
 PROMPTS = [
-    (CacheKey("", None), [5] * 33, [3, 1, 4]),
-    (CacheKey("alice", None), list(range(16)), [0]),
-    (CacheKey("", None), [5] * 32 + [6], [3, 1, 9]),  # shares two blocks with the first
+    (CacheKey("", None), [5] * 33, [(3,), (1,), (4,)]),
+    (CacheKey("alice", None), list(range(16)), [(0,)]),
+    (CacheKey("", None), [5] * 32 + [6], [(3,), (1,), (9,)]),  # shares two blocks with the first
 ]
 
 
 def same(found, expected, runner):
-    assert [(key, ids) for key, ids, _ in found] == [(key, ids) for key, ids, _ in expected]
-    for (*_, data), (*_, blocks) in zip(found, expected, strict=True):
-        assert torch.equal(data, runner.pool[blocks])
+    assert [(key, ids) for key, ids, *_ in found] == [(key, ids) for key, ids, _ in expected]
+    for (*_, rows, data), (*_, wanted) in zip(found, expected, strict=True):
+        for row, blocks in zip(rows, wanted, strict=True):
+            assert [old == GIVEN_BACK for old in row] == [block == GIVEN_BACK for block in blocks]
+            for old, block in zip(row, blocks, strict=True):
+                assert old == GIVEN_BACK or torch.equal(data[old], runner.pool[block])
 
 
 def test_what_was_written_comes_back_and_shared_blocks_are_written_once(model, tmp_path):
     runner, path = Memory(), tmp_path / "cache"
     size = save(path, model, runner, PROMPTS)
     assert size == path.stat().st_size
-    assert size < 5 * 24 + 4 * 83 + 1000, "five blocks and 82 tokens, and what says so"
+    assert size < 5 * 24 + 8 * 83 + 1000, "five blocks and 82 tokens, and what says so"
     same(list(load(path, model, Memory())), PROMPTS, runner)
     assert [file.name for file in tmp_path.iterdir()] == ["cache"]
     assert os.name != "posix" or stat.S_IMODE(path.stat().st_mode) == 0o600, "what was asked is nobody else's business"
@@ -102,11 +106,22 @@ def test_what_was_written_comes_back_and_shared_blocks_are_written_once(model, t
 def test_any_prompts_come_back(model, tmp_path, prompts):
     runner, path = Memory(), tmp_path / "any"
     held = [
-        (CacheKey(owner, None), ids, [(at + first) % 40 for at in range(-(-len(ids) // BLOCK_SIZE))])
+        (CacheKey(owner, None), ids, [((at + first) % 40,) for at in range(-(-len(ids) // BLOCK_SIZE))])
         for owner, ids, first in prompts
     ]
     save(path, model, runner, held)
     same(list(load(path, model, Memory())), [one for one in held if one[1]], runner)
+
+
+def test_blocks_behind_windows_and_variants_come_back(model, tmp_path):
+    runner, path = Memory(windows=(None, 16)), tmp_path / "cache"
+    held = [
+        (CacheKey("", None, variant="steered"), [5] * 33, [(3, GIVEN_BACK), (1, 2), (4, 5)]),
+        (CacheKey("", None), [7, -12345678901234567, 8], [(6, 7)]),
+    ]
+    save(path, model, runner, held)
+    same(list(load(path, model, Memory(windows=(None, 16)))), held, runner)
+    refused(path, model, Memory(windows=(None,)), PromptCacheMismatch, "windows")
 
 
 def test_a_newer_file_replaces_an_older_one_whole(model, tmp_path):
@@ -118,7 +133,7 @@ def test_a_newer_file_replaces_an_older_one_whole(model, tmp_path):
 
 def test_adapters_are_known_by_what_they_change(model, adapter, tmp_path):
     runner, path = Memory(), tmp_path / "cache"
-    held = [(CacheKey("", adapter), [1, 2], [0]), (CacheKey("", None), [1, 2], [1])]
+    held = [(CacheKey("", adapter), [1, 2], [(0,)]), (CacheKey("", None), [1, 2], [(1,)])]
     model.adapters["a"] = adapter
     save(path, model, runner, held)
     same(list(load(path, model, runner)), held, runner)
@@ -126,7 +141,7 @@ def test_adapters_are_known_by_what_they_change(model, adapter, tmp_path):
     model.adapters.clear()
     same(list(load(path, model, runner)), held[1:], runner)
     model.adapters["b"] = again = low_rank(model, "b", 1.0)
-    same(list(load(path, model, runner)), [(CacheKey("", again), [1, 2], [0]), held[1]], runner)
+    same(list(load(path, model, runner)), [(CacheKey("", again), [1, 2], [(0,)]), held[1]], runner)
     model.adapters["b"] = low_rank(model, "b", 2.0)
     same(list(load(path, model, runner)), held[1:], runner)
     assert adapter_hash(model, adapter) == adapter_hash(model, again) != adapter_hash(model, model.adapters["b"])
@@ -178,19 +193,21 @@ def forged(header, body=b"", *, version=VERSION):
     "change",
     [
         {"blocks": -1}, {"blocks": "2"}, {"sequences": None}, {"sequences": [1]},
-        {"sequences": [{"owner": 1, "adapter": None, "tokens": 1, "blocks": [0]}]},
-        {"sequences": [{"owner": "", "adapter": 2, "tokens": 1, "blocks": [0]}]},
-        {"sequences": [{"owner": "", "adapter": None, "tokens": 0, "blocks": []}]},
-        {"sequences": [{"owner": "", "adapter": None, "tokens": 17, "blocks": [0]}]},
-        {"sequences": [{"owner": "", "adapter": None, "tokens": 1, "blocks": [1]}]},
-        {"sequences": [{"owner": "", "adapter": None, "tokens": 1, "blocks": [-1]}]},
-        {"sequences": [{"owner": "", "adapter": None, "tokens": 1, "blocks": ["0"]}]},
+        {"sequences": [{"owner": 1, "adapter": None, "variant": "", "tokens": 1, "rows": [[0]]}]},
+        {"sequences": [{"owner": "", "adapter": 2, "variant": "", "tokens": 1, "rows": [[0]]}]},
+        {"sequences": [{"owner": "", "adapter": None, "variant": "", "tokens": 0, "rows": []}]},
+        {"sequences": [{"owner": "", "adapter": None, "variant": "", "tokens": 17, "rows": [[0]]}]},
+        {"sequences": [{"owner": "", "adapter": None, "variant": "", "tokens": 1, "rows": [[1]]}]},
+        {"sequences": [{"owner": "", "adapter": None, "variant": "", "tokens": 1, "rows": [[-1]]}]},
+        {"sequences": [{"owner": "", "adapter": None, "variant": "", "tokens": 1, "rows": [["0"]]}]},
+        {"sequences": [{"owner": "", "adapter": None, "variant": 1, "tokens": 1, "rows": [[0]]}]},
+        {"sequences": [{"owner": "", "adapter": None, "variant": "", "tokens": 1, "rows": [[0, 0]]}]},
         {"blocks": 2},
     ],
 )  # fmt: skip
 def test_a_file_that_contradicts_itself_is_refused_though_its_hash_is_right(model, tmp_path, change):
     runner, path = Memory(), tmp_path / "cache"
-    save(path, model, runner, [(CacheKey("", None), [7], [0])])
+    save(path, model, runner, [(CacheKey("", None), [7], [(0,)])])
     _, _, length = struct.unpack("<8sII", path.read_bytes()[:16])
     header = json.loads(path.read_bytes()[16 : 16 + length])
     body = path.read_bytes()[16 + length : -32]
@@ -198,7 +215,7 @@ def test_a_file_that_contradicts_itself_is_refused_though_its_hash_is_right(mode
     assert len(list(load(path, model, runner))) == 1
     path.write_bytes(forged(header | change, body))
     refused(path, model, runner, CorruptedFile, "damaged")
-    path.write_bytes(forged(header, body[:-4] + struct.pack("<i", 260)))
+    path.write_bytes(forged(header, body[:-8] + struct.pack("<q", 260)))
     refused(path, model, runner, CorruptedFile, "tokens that tiny does not have")
     path.write_bytes(forged(b"[" * 100_000))
     refused(path, model, runner, CorruptedFile, "header")

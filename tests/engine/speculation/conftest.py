@@ -67,7 +67,7 @@ def chi_square():
 class MemoRunner:
     """A runner over a decoder so small that every prefix is computed once, without a cache, and remembered."""
 
-    invariant, kv_cache_dtype, block_bytes = True, "float32", BLOCK_SIZE * 8
+    invariant, kv_cache_dtype, block_bytes, windows = True, "float32", BLOCK_SIZE * 8, (None,)
 
     def __init__(self, model, blocks=4):
         self.model, self.blocks, self.passes = model, blocks, []

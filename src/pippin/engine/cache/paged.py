@@ -14,9 +14,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
-from jaxtyping import Int, UInt8
+from jaxtyping import Bool, Int, UInt8
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
@@ -24,7 +25,8 @@ from pippin.core.checks import PositiveInt, checked
 from pippin.core.errors import NotEnoughMemory
 from pippin.engine.model_runner import BLOCK_SIZE, KVCacheDtype, ModelInput
 from pippin.language.decoder import DecoderConfig
-from pippin.nn.kv_cache import KeyValues, New, PackedKeyValues
+from pippin.nn.attention_capture import AttentionCapture
+from pippin.nn.kv_cache import AttentionObserver, KeyValues, New, PackedKeyValues
 from pippin.nn.recurrent.layer import States
 
 DTYPES: dict[KVCacheDtype, torch.dtype] = {
@@ -37,8 +39,10 @@ DTYPES: dict[KVCacheDtype, torch.dtype] = {
 Location = slice | tuple[Tensor, slice]
 
 
-def block_bytes(config: DecoderConfig, kv_cache_dtype: KVCacheDtype) -> int:
-    """Memory of one block.
+def block_bytes(
+    config: DecoderConfig, kv_cache_dtype: KVCacheDtype, groups: Sequence[Sequence[int]] | None = None
+) -> int:
+    """Memory of one block; with groups of layers, of one that serves any of them.
 
     >>> from pippin.language.decoder import LayerSpec
     >>> from pippin.nn.attention import AttentionSpec
@@ -49,7 +53,8 @@ def block_bytes(config: DecoderConfig, kv_cache_dtype: KVCacheDtype) -> int:
     >>> block_bytes(config, "float32"), block_bytes(config, "int8")
     (1024, 384)
     """
-    vectors = 2 * len(config.cached_layers) * config.num_key_value_heads * BLOCK_SIZE
+    layers = len(config.cached_layers) if groups is None else max(map(len, groups))
+    vectors = 2 * layers * config.num_key_value_heads * BLOCK_SIZE
     return vectors * (config.head_dim * DTYPES[kv_cache_dtype].itemsize + (4 if kv_cache_dtype == "int8" else 0))
 
 
@@ -61,6 +66,7 @@ class PagedStore:
         blocks: number of blocks.
         kv_cache_dtype: precision of keys and values.
         device: device of the tensors.
+        groups: layers with their own KV cache, in groups with a block table each; None for one group.
         zeros: fill them with zeros, so that slots that are not written yet can be read and masked.
 
     Raises:
@@ -75,20 +81,23 @@ class PagedStore:
         kv_cache_dtype: KVCacheDtype,
         device: torch.device,
         *,
+        groups: Sequence[Sequence[int]] | None = None,
         zeros: bool = False,
     ) -> None:
         self.blocks, self.device = blocks, device
-        shape = (len(config.cached_layers), 2, config.num_key_value_heads, blocks * BLOCK_SIZE, config.head_dim)
+        self.groups = (config.cached_layers,) if groups is None else groups
+        shape = (max(map(len, self.groups)), 2, config.num_key_value_heads, blocks * BLOCK_SIZE, config.head_dim)
         make = torch.zeros if zeros else torch.empty
         try:
             self.values = make(shape, dtype=DTYPES[kv_cache_dtype], device=device)
             self.scales = make(shape[:-1], dtype=torch.float32, device=device) if kv_cache_dtype == "int8" else None
         except RuntimeError as error:  # torch's out-of-memory errors, on every device
-            size = blocks * block_bytes(config, kv_cache_dtype) / 1e9
+            size = blocks * block_bytes(config, kv_cache_dtype, groups) / 1e9
             raise NotEnoughMemory(
                 f"{device} has no room for {blocks} cache blocks ({size:.1f} GB); take fewer, or kv_cache_dtype='int8'"
             ) from error
-        self._index = {layer: i for i, layer in enumerate(config.cached_layers)}
+        self.group_of = {layer: group for group, layers in enumerate(self.groups) for layer in layers}
+        self._index = {layer: i for layers in self.groups for i, layer in enumerate(layers)}
 
     def write(self, layer: int, slots: slice | Tensor, k: New, v: New) -> None:
         """Write the keys and values of new tokens (one row of a batch) into their slots."""
@@ -176,12 +185,18 @@ def _take(source: Tensor, location: Location) -> Tensor:
 
 @dataclass(frozen=True)
 class _Sequence:
-    """One sequence of a pass: cached tokens, blocks, number of new tokens, and indices of those with logits."""
+    """One sequence of a pass: cached tokens, block tables, new tokens, which of them have logits, what they see."""
 
     num_computed_tokens: int
-    block_table: Sequence[int]
+    tables: Sequence[Sequence[int]]
     count: int
     output_rows: Sequence[int]
+    visible: Sequence[int] | None
+    attention: AttentionCapture | None
+
+    def last_visible(self, index: int) -> int:
+        """The last slot that one of its new tokens sees."""
+        return self.num_computed_tokens + index if self.visible is None else self.visible[index]
 
 
 class PagedPass:
@@ -198,22 +213,35 @@ class PagedPass:
     def __init__(self, store: PagedStore, inputs: Sequence[ModelInput], dtype: torch.dtype) -> None:
         self.store, self.dtype = store, dtype
         self._states = [model_input.states for model_input in inputs]
-        self._sequences = [_Sequence(w.num_computed_tokens, w.block_table, len(w.token_ids), w.outputs) for w in inputs]
-        self.length = max(model_input.num_computed_tokens for model_input in inputs)
+        self._sequences = [
+            _Sequence(
+                w.num_computed_tokens,
+                w.tables,
+                len(w.token_ids),
+                w.outputs,
+                w.visible,
+                None if w.capture is None else w.capture.attention,
+            )
+            for w in inputs
+        ]
         spans = [
             range(model_input.num_computed_tokens, model_input.num_computed_tokens + len(model_input.token_ids))
             for model_input in inputs
         ]
-        self.positions: Int[Tensor, new] = _integers([p for span in spans for p in span], store.device)
-        self._slots = self._slots_of(inputs, spans)
+        self.positions: Int[Tensor, "*axes new"] = _positions(inputs, spans, store.device)
+        furthest = [
+            max(span) if w.positions is None else int(w.positions.max()) for w, span in zip(inputs, spans, strict=True)
+        ]
+        self.length = max(furthest)  # the tables of rotations reach this far and at least one further
+        self._slots = [self._slots_of(group, spans) for group in range(len(store.groups))]
         self._narrowed = False
-        self._plans: dict[tuple[int, int | None], tuple[Location, Tensor | None]] = {}
+        self._plans: dict[tuple[int, int, int | None], tuple[Location, Tensor | None]] = {}
 
-    def _slots_of(self, inputs: Sequence[ModelInput], spans: list[range]) -> slice | Tensor:
-        """The slots of the new tokens."""
+    def _slots_of(self, group: int, spans: list[range]) -> slice | Tensor:
+        """The slots of the new tokens in one group of layers."""
         slots = [
-            w.block_table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE
-            for w, span in zip(inputs, spans, strict=True)
+            sequence.tables[group][p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE
+            for sequence, span in zip(self._sequences, spans, strict=True)
             for p in span
         ]
         if all(b - a == 1 for a, b in pairwise(slots)):
@@ -222,22 +250,40 @@ class PagedPass:
 
     def append(self, layer: int, k: New, v: New, window: int | None) -> KeyValues | PackedKeyValues:
         """Write the new tokens of one layer; return the keys and values that they attend to."""
-        self.store.write(layer, self._slots, k, v)
+        self.store.write(layer, self._slots[self.store.group_of[layer]], k, v)
         return self.view(layer, window)
 
     def view(self, layer: int, window: int | None) -> KeyValues | PackedKeyValues:
         """The keys and values that the queries attend to, in a layer that is already written."""
-        reads, counts = [], []
+        reads, counts, observers = [], [], []
+        group = self.store.group_of[layer]
         for index, sequence in enumerate(self._sequences):
             querying = sequence.output_rows if self._narrowed else range(sequence.count)
             if not querying:
                 continue
-            if (index, window) not in self._plans:
-                self._plans[index, window] = self._plan(sequence, querying, window)
-            location, mask = self._plans[index, window]
+            if (index, group, window) not in self._plans:
+                self._plans[index, group, window] = self._plan(sequence, group, querying, window)
+            location, mask = self._plans[index, group, window]
             reads.append((*self.store.read(layer, location, self.dtype), mask))
             counts.append(len(querying))
+            observers.append(None if sequence.attention is None else self._observer(sequence, layer, window))
+        if any(observers):
+            return PackedKeyValues(counts, reads, observers)
         return reads[0] if len(reads) == 1 else PackedKeyValues(counts, reads)
+
+    def _observer(self, sequence: _Sequence, layer: int, window: int | None) -> AttentionObserver:
+        """Gives the attention of one layer to the sequence's capture."""
+        capture, cached = sequence.attention, sequence.num_computed_tokens
+        assert capture is not None
+        first = _first_visible(cached, window)
+
+        def observe(q: Tensor, keys: Tensor, mask: Any, *, scale: float, softcap: float | None) -> None:
+            new, seen = q.shape[2], keys.shape[2]
+            if not isinstance(mask, Tensor):  # causal order
+                mask = torch.ones(new, seen, dtype=torch.bool, device=q.device).tril(seen - new)[None, None]
+            capture.add(layer, q, keys, mask[0, 0], scale=scale, first=first, cached=cached, softcap=softcap)
+
+        return observe
 
     @property
     def counts(self) -> list[int]:
@@ -265,15 +311,19 @@ class PagedPass:
     def advance(self, new: int) -> None:
         """Do nothing: the scheduler counts the tokens of a sequence."""
 
-    def _plan(self, sequence: _Sequence, querying: Sequence[int], window: int | None) -> tuple[Location, Tensor | None]:
+    def _plan(
+        self, sequence: _Sequence, group: int, querying: Sequence[int], window: int | None
+    ) -> tuple[Location, Tensor | None]:
         """Location of the keys that the queries attend to, and the mask (None if all of them are visible)."""
-        first, last = sequence.num_computed_tokens + querying[0], sequence.num_computed_tokens + querying[-1]
-        low, high = 0 if window is None else max(0, first - window + 1), last + 1
-        location = self._location(sequence.block_table, low, high)
+        first, last = sequence.num_computed_tokens + querying[0], sequence.last_visible(querying[-1])
+        low, high = _first_visible(first, window), last + 1
+        location = self._location(sequence.tables[group], low, high)
+        device = self.store.device
+        if sequence.visible is not None:
+            return location, self._span_mask(sequence, querying, window, range(low, high))
         dense = len(querying) == high - first
         if len(querying) == 1 or (dense and first == low == 0 and (window is None or high <= window)):
             return location, None
-        device = self.store.device
         if device.type == "cuda" and dense and (window is None or high - low <= window):
             return location, causal_lower_right(
                 len(querying), high - low
@@ -285,6 +335,19 @@ class PagedPass:
             mask &= query - key < window
         return location, mask[None, None]
 
+    def _span_mask(
+        self, sequence: _Sequence, querying: Sequence[int], window: int | None, keys: range
+    ) -> Bool[Tensor, "1 1 new seen"]:
+        """The mask of tokens that also see later ones."""
+        device = self.store.device
+        query = _integers([sequence.num_computed_tokens + index for index in querying], device)[:, None]
+        last = _integers([sequence.last_visible(index) for index in querying], device)[:, None]
+        key = torch.arange(keys.start, keys.stop, device=device)
+        mask = key <= last
+        if window is not None:
+            mask &= query - key < window
+        return mask[None, None]
+
     def _location(self, table: Sequence[int], low: int, high: int) -> Location:
         """The location of the tokens at positions ``low`` to ``high - 1``."""
         blocks = table[low // BLOCK_SIZE : -(-high // BLOCK_SIZE)]
@@ -293,6 +356,24 @@ class PagedPass:
             begin = blocks[0] * BLOCK_SIZE + start
             return slice(begin, begin + high - low)
         return _integers(blocks, self.store.device), slice(start, start + high - low)
+
+
+def _first_visible(slot: int, window: int | None) -> int:
+    """The first slot that the token in a slot sees."""
+    return 0 if window is None else max(0, slot - window + 1)
+
+
+def _positions(inputs: Sequence[ModelInput], spans: Sequence[range], device: torch.device) -> Int[Tensor, "*axes new"]:
+    """Positions of all new tokens: (new,), or (axes, 1, new) if those of a sequence have several axes."""
+    if all(model_input.positions is None for model_input in inputs):
+        return _integers([slot for span in spans for slot in span], device)
+    axes = max(1 if w.positions is None else len(w.positions) for w in inputs)
+    parts = [
+        (torch.tensor([list(span)]) if w.positions is None else w.positions.cpu().long()).expand(axes, -1)
+        for w, span in zip(inputs, spans, strict=True)
+    ]
+    together = torch.cat(parts, 1).to(device)
+    return together[0] if axes == 1 else together[:, None]
 
 
 def _integers(values: Sequence[int], device: torch.device) -> Int[Tensor, count]:

@@ -9,7 +9,7 @@ Notable here:
 - a file is written atomically, and only its owner may read it, since it contains the prompts
 
 Format: 8 bytes of name, version and length of the header (32-bit, little endian), the header as JSON, the blocks, the
-token ids (32-bit), and the SHA-256 of all of it.
+keys of the tokens (64-bit: ids, or negative numbers), and the SHA-256 of all of it.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from torch import Tensor
 from pippin.core import device as devices
 from pippin.core.errors import CorruptedFile, DiskFull, InvalidInput, PromptCacheMismatch
 from pippin.core.files import atomic_write, format_bytes
-from pippin.engine.cache.prefix_tree import CacheKey
-from pippin.engine.model_runner import BLOCK_SIZE, Runner
+from pippin.engine.cache.prefix_tree import CacheKey, Row
+from pippin.engine.model_runner import BLOCK_SIZE, GIVEN_BACK, Runner
 from pippin.language.language_model import LanguageModel
 from pippin.nn.lora import Adapter
 
 MAGIC: Final = b"PIPPINKV"
-VERSION: Final = 1
+VERSION: Final = 2
 """Version of the file format and of the meaning of a block's bytes."""
 
 _START: Final = struct.Struct("<8sII")
 _DIGEST: Final = hashlib.sha256().digest_size
 _AT_ONCE: Final = 64  # blocks in memory beside the cache
 
-CachedSequence = tuple[CacheKey, Sequence[int], Sequence[int]]
-"""A cached prompt: its key, its token ids, and the indices of its blocks, in order."""
+CachedSequence = tuple[CacheKey, Sequence[int], Sequence[Row]]
+"""A cached prompt: its key, the keys of its tokens, and the indices of its blocks in each group of layers."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,7 @@ class CacheOrigin:
         runner: class name of the runner, which determines the layout of blocks.
         kv_cache_dtype: precision of keys and values.
         block_tokens, block_bytes: size of a block.
+        windows: the sliding window of each group of layers with a block table.
     """
 
     model: str
@@ -69,11 +70,19 @@ class CacheOrigin:
     kv_cache_dtype: str
     block_tokens: int
     block_bytes: int
+    windows: list[int | None]
 
     @classmethod
     def of(cls, model: LanguageModel, runner: Runner) -> CacheOrigin:
         """The origin of a cache computed by a model on a runner."""
-        return cls(model_hash(model), type(runner).__name__, runner.kv_cache_dtype, BLOCK_SIZE, runner.block_bytes)
+        return cls(
+            model_hash(model),
+            type(runner).__name__,
+            runner.kv_cache_dtype,
+            BLOCK_SIZE,
+            runner.block_bytes,
+            list(runner.windows),
+        )
 
 
 # --- hashes -----------------------------------------------------------------------------------------------------------
@@ -174,10 +183,9 @@ def save(path: Path, model: LanguageModel, runner: Runner, sequences: Iterable[C
     """
     check_writable(path)
     remove_partials(path)
-    prompts = [(key, list(ids), list(blocks)) for key, ids, blocks in sequences if len(ids)]
-    index_of = {
-        block: at for at, block in enumerate(dict.fromkeys(block for *_, blocks in prompts for block in blocks))
-    }
+    prompts = [(key, list(ids), list(rows)) for key, ids, rows in sequences if len(ids)]
+    used = dict.fromkeys(block for *_, rows in prompts for row in rows for block in row if block != GIVEN_BACK)
+    index_of = {block: at for at, block in enumerate(used)}
     adapters = {adapter: adapter_hash(model, adapter) for key, *_ in prompts if (adapter := key.adapter) is not None}
     header = asdict(CacheOrigin.of(model, runner)) | {
         "name": model.name,
@@ -187,13 +195,14 @@ def save(path: Path, model: LanguageModel, runner: Runner, sequences: Iterable[C
                 "owner": key.owner,
                 "adapter": None if key.adapter is None else adapters[key.adapter],
                 "tokens": len(ids),
-                "blocks": [index_of[block] for block in blocks],
+                "variant": key.variant,
+                "rows": [[index_of.get(block, GIVEN_BACK) for block in row] for row in rows],
             }
-            for key, ids, blocks in prompts
+            for key, ids, rows in prompts
         ],
     }
     text = json.dumps(header).encode()
-    tokens = [np.array(ids, "<i4") for _, ids, _ in prompts]
+    tokens = [np.array(ids, "<i8") for _, ids, _ in prompts]
     size = _START.size + len(text) + len(index_of) * runner.block_bytes + sum(ids.nbytes for ids in tokens) + _DIGEST
     try:
         free = shutil.disk_usage(path.absolute().parent).free
@@ -234,8 +243,8 @@ def _write(file: IO[bytes], header: bytes, runner: Runner, blocks: list[int], to
 
 def load(
     path: Path, model: LanguageModel, runner: Runner
-) -> Iterator[tuple[CacheKey, list[int], UInt8[Tensor, "blocks bytes"]]]:
-    """The prompts of a file, with the contents of their blocks, least recently used first.
+) -> Iterator[tuple[CacheKey, list[int], list[Row], dict[int, UInt8[Tensor, bytes]]]]:
+    """The prompts of a file, with the contents of their blocks by number, least recently used first.
 
     The whole file is checked before the first prompt is returned. Prompts of adapters that are not loaded are skipped.
 
@@ -258,15 +267,18 @@ def load(
             _compare(header, CacheOrigin.of(model, runner), model, path)
             sequences = _sequences(header, path)
             ids_at = at + header["blocks"] * runner.block_bytes
-            _check_size(file, ids_at + 4 * sum(one["tokens"] for one in sequences) + _DIGEST, path)
+            _check_size(file, ids_at + 8 * sum(one["tokens"] for one in sequences) + _DIGEST, path)
             for one in sequences:
-                ids = np.frombuffer(_read(file, ids_at, 4 * one["tokens"]), "<i4")
+                ids = np.frombuffer(_read(file, ids_at, 8 * one["tokens"]), "<i8")
                 ids_at += ids.nbytes
-                if ids.min() < 0 or ids.max() >= model.config.vocab_size:
+                if ids.max() >= model.config.vocab_size:
                     raise CorruptedFile(f"{path}: the prompt cache holds tokens that {model.name} does not have")
                 if one["adapter"] is None or one["adapter"] in adapters:
-                    data = _blocks(file, at, one["blocks"], runner.block_bytes)
-                    yield CacheKey(one["owner"], adapters.get(one["adapter"])), ids.tolist(), data
+                    rows = [tuple(row) for row in one["rows"]]
+                    blocks = [block for row in rows for block in row if block != GIVEN_BACK]
+                    data = dict(zip(blocks, _blocks(file, at, blocks, runner.block_bytes), strict=True))
+                    key = CacheKey(one["owner"], adapters.get(one["adapter"]), variant=one["variant"])
+                    yield key, ids.tolist(), rows, data
     except OSError as error:
         raise InvalidInput(f"the prompt cache {path} cannot be read: {error.strerror}") from error
 
@@ -326,7 +338,7 @@ def _check_size(file: IO[bytes], size: int, path: Path) -> None:
 
 def _sequences(header: dict[str, Any], path: Path) -> list[dict[str, Any]]:
     """The prompts that the header lists, after a check of its consistency."""
-    count, found = header.get("blocks"), header.get("sequences")
+    count, found, windows = header.get("blocks"), header.get("sequences"), header["windows"]
     if not isinstance(count, int) or count < 0 or not isinstance(found, list):
         raise _damaged(path, "its header contradicts itself")
     for one in found:
@@ -336,9 +348,15 @@ def _sequences(header: dict[str, Any], path: Path) -> list[dict[str, Any]]:
             and isinstance(one.get("adapter"), str | None)
             and isinstance(one.get("tokens"), int)
             and one["tokens"] > 0
-            and isinstance(one.get("blocks"), list)
-            and len(one["blocks"]) == -(-one["tokens"] // BLOCK_SIZE)
-            and all(isinstance(block, int) and 0 <= block < count for block in one["blocks"])
+            and isinstance(one.get("variant"), str)
+            and isinstance(one.get("rows"), list)
+            and len(one["rows"]) == -(-one["tokens"] // BLOCK_SIZE)
+            and all(isinstance(row, list) and len(row) == len(windows) for row in one["rows"])
+            and all(
+                isinstance(block, int) and (0 if window is None else GIVEN_BACK) <= block < count
+                for row in one["rows"]
+                for block, window in zip(row, windows, strict=True)
+            )
         )
         if not good:
             raise _damaged(path, "its header contradicts itself")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Final
 
 import torch
@@ -24,8 +24,10 @@ from torch import Tensor
 
 from pippin.engine.cache.paged import PagedStore
 from pippin.engine.model_runner import BLOCK_SIZE, ModelInput
+from pippin.language.decoder import LayerSpec
 from pippin.language.language_model import LanguageModel
 from pippin.nn.attention import AttentionSpec
+from pippin.nn.feedforward import FeedForwardSpec
 from pippin.nn.kv_cache import New
 from pippin.nn.triton.triton_attention import available, paged_attention
 
@@ -36,15 +38,19 @@ _GRAPHS: Final = 64
 """Maximum number of recorded graphs; further shapes are computed without a graph."""
 
 
+_RECORDED: Final = frozenset({"token_ids", "num_computed_tokens", "block_table", "outputs"})
+"""Fields of an input that a recorded step reads; every other one must have its default."""
+
+
 def can_record(model_input: ModelInput) -> bool:
-    """Whether a recorded step can compute this input: one new token through all layers, without an adapter."""
-    plain = (
-        model_input.adapter is None
-        and model_input.depth is None
-        and model_input.residual is None
-        and model_input.resume == 0
+    """Whether a recorded step can compute this input: one new token through all layers, and nothing beside it."""
+    if len(model_input.token_ids) != 1 or len(model_input.outputs) != 1:
+        return False
+    return all(
+        getattr(model_input, each.name) == (each.default if each.default is not MISSING else {})
+        for each in fields(model_input)
+        if each.name not in _RECORDED
     )
-    return plain and len(model_input.token_ids) == 1 and len(model_input.outputs) == 1
 
 
 def shape_of(sequences: int, tokens: int) -> tuple[int, int]:
@@ -121,6 +127,18 @@ class _Recorded:
     """Rotary tables that the graph reads; referenced here, since the decoder may replace its own by longer ones."""
 
 
+def _is_plain(layer: LayerSpec) -> bool:
+    """Whether a recorded step can compute a layer: attention with unbounded scores, and a dense feed-forward layer."""
+    attention = AttentionSpec(layer.attention.window, layer.attention.rotary, layer.attention.kv_source)
+    feedforward = FeedForwardSpec(
+        layer.feedforward.intermediate_size,
+        layer.feedforward.activation,
+        layer.feedforward.gated,
+        bias=layer.feedforward.bias,
+    )
+    return layer == LayerSpec(attention, feedforward)
+
+
 class DecodeSteps:
     """Steps of one token per sequence over one store.
 
@@ -139,15 +157,7 @@ class DecodeSteps:
     @staticmethod
     def supports(model: LanguageModel) -> bool:
         """Whether steps of this model can be recorded."""
-        if model.config.learned_positions:
-            return False
-        # what `StepRead.attend` computes, and experts route on the CPU
-        return all(
-            replace(layer.attention, window=None, rotary=None, kv_source=None) == AttentionSpec(rotary=None)
-            and not layer.feedforward.num_experts
-            and layer.experts is None
-            for layer in model.config.layers
-        )
+        return not model.config.learned_positions and all(_is_plain(layer) for layer in model.config.layers)
 
     def forward(self, inputs: Sequence[ModelInput]) -> Float[Tensor, "sequences vocab"]:
         """Logits of one new token of each sequence, float32 on the CPU."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from array import array
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any, Final
@@ -23,7 +22,8 @@ from torch import Tensor, nn
 from pippin.core import native
 from pippin.core.checks import PositiveInt, checked
 from pippin.core.errors import AdapterMismatch, InvalidArgument, NotEnoughMemory
-from pippin.engine.model_runner import BLOCK_SIZE, KVCacheDtype, KVCacheDtypeChoice, ModelInput
+from pippin.engine.model_runner import KVCacheDtype, KVCacheDtypeChoice, ModelInput
+from pippin.engine.runners.native_inputs import Extras, PackedInputs, address, is_plain
 from pippin.language.decoder import Decoder, DecoderConfig, DecoderLayer
 from pippin.language.language_model import LanguageModel
 from pippin.nn.attention import Attention
@@ -47,6 +47,8 @@ class NativeRunner:
         model: a model that `pippin.load` returned, for which `supports` is true.
         blocks: blocks in the pool; memory is allocated when they are first written.
         kv_cache_dtype: precision of keys and values; "auto" for float32 with float32 weights, and bfloat16 otherwise.
+        groups: layers with their own KV cache, in groups with a block table each, the layers of a group with one
+            sliding window; None for one group.
 
     Raises:
         InvalidArgument: an unknown precision, or a model that the kernels cannot compute.
@@ -56,10 +58,17 @@ class NativeRunner:
     invariant: Final = True
 
     @checked
-    def __init__(self, model: LanguageModel, blocks: PositiveInt, kv_cache_dtype: KVCacheDtypeChoice = "auto") -> None:
+    def __init__(
+        self,
+        model: LanguageModel,
+        blocks: PositiveInt,
+        kv_cache_dtype: KVCacheDtypeChoice = "auto",
+        groups: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         self.kv_cache_dtype = _precision(model, kv_cache_dtype)
         self.model, self.blocks = model, blocks
-        self._decoder = _NativeDecoder(model.module)
+        self._decoder = _NativeDecoder(model.module, groups)
+        self.windows = [model.config.group_window(layers) for layers in groups or [model.config.cached_layers]]
         self._native = self._decoder.native
         self._cache = native.CACHE_TYPES[self.kv_cache_dtype]
         self.block_bytes = self._native.block_bytes(self._decoder.handle, self._cache)
@@ -84,7 +93,7 @@ class NativeRunner:
 
     @classmethod
     def block_bytes_of(cls, model: LanguageModel, kv_cache_dtype: KVCacheDtypeChoice = "auto") -> int:
-        """Bytes of one block, without a pool.
+        """Bytes of 16 tokens in all layers, without a pool.
 
         Raises:
             InvalidArgument: an unknown precision, or a model that the kernels cannot compute.
@@ -99,8 +108,11 @@ class NativeRunner:
             InvalidArgument: a token id, a table or outputs that are impossible; layers or residuals that do not fit the
                 model.
         """
+        for model_input in inputs:
+            if not is_plain(model_input, len(self.windows)):
+                model_input.check(len(self.windows), self._width)
         if all(model_input.depth is None and model_input.resume == 0 for model_input in inputs):
-            return self._pass(_PackedInputs(inputs), 0, self._layers, None)
+            return self._pass(PackedInputs(inputs), 0, self._layers, None)
         groups: dict[tuple[int, int], list[int]] = {}
         for index, model_input in enumerate(inputs):
             groups.setdefault(
@@ -109,7 +121,7 @@ class NativeRunner:
         parts = []  # all of them are checked before the first is computed
         for (first, stop), members in groups.items():
             chosen = [inputs[index] for index in members]
-            parts.append((members, _PackedInputs(chosen), first, stop, self._enter(chosen, first, stop)))
+            parts.append((members, PackedInputs(chosen), first, stop, self._enter(chosen, first, stop)))
         results: dict[int, Tensor] = {}
         for members, packed_inputs, first, stop, residual in parts:
             results.update(zip(members, self._pass(packed_inputs, first, stop, residual), strict=True))
@@ -117,21 +129,22 @@ class NativeRunner:
                 _copy_residuals([inputs[index] for index in members], residual)
         return [results[index] for index in range(len(inputs))]
 
-    def _pass(self, packed_inputs: _PackedInputs, first: int, stop: int, residual: Tensor | None) -> list[Tensor]:
+    def _pass(self, packed_inputs: PackedInputs, first: int, stop: int, residual: Tensor | None) -> list[Tensor]:
         """Layers [first, stop) of the new tokens of some sequences."""
         memory, outputs = self._memory, len(packed_inputs.rows)
-        self._decoder.ensure_positions(packed_inputs.longest)
+        extras = Extras(packed_inputs, self.model, first)
+        self._decoder.ensure_positions(extras.furthest)
         logits = torch.empty(outputs, self._vocab)
         batch = native.NativeBatch(
             len(packed_inputs.ids),
-            _address(packed_inputs.ids),
+            address(packed_inputs.ids),
             len(packed_inputs.counts),
-            _address(packed_inputs.starts),
-            _address(packed_inputs.num_computed_tokens),
-            _address(packed_inputs.tables),
-            _address(packed_inputs.table_starts),
+            address(packed_inputs.starts),
+            address(packed_inputs.num_computed_tokens),
+            address(packed_inputs.tables),
+            address(packed_inputs.table_starts),
             outputs,
-            _address(packed_inputs.rows),
+            address(packed_inputs.rows),
             logits.data_ptr() if outputs else None,
             None,
             first,
@@ -140,9 +153,11 @@ class NativeRunner:
         )
         if packed_inputs.shares:
             batch.shares, batch.share = len(packed_inputs.shares), self._share(packed_inputs.shares)
+        extras.fill(batch)
         status = self._native.forward(self._decoder.handle, memory.data_ptr(), self.blocks, self._cache, batch)
         if status < 0:
             self._native.check(status)
+        extras.give()
         return [logits] if len(packed_inputs.counts) == 1 else list(logits.split(packed_inputs.counts))
 
     def _enter(self, inputs: Sequence[ModelInput], first: int, stop: int) -> Tensor | None:
@@ -231,51 +246,6 @@ def _precision(model: LanguageModel, kv_cache_dtype: KVCacheDtypeChoice) -> KVCa
     return kv_cache_dtype
 
 
-class _PackedInputs:
-    """The new tokens of several sequences packed end to end, as the library reads them.
-
-    Raises:
-        InvalidArgument: tokens, a table or outputs that are impossible; ids and blocks are checked by the library.
-    """
-
-    def __init__(self, inputs: Sequence[ModelInput]) -> None:
-        self.ids, self.num_computed_tokens, self.tables, self.rows = array("i"), array("i"), array("i"), array("i")
-        self.starts, self.table_starts = array("i", (0,)), array("i", (0,))
-        self.counts: list[int] = []
-        self.shares: list[tuple[Adapter, int, int]] = []
-        self.longest = begin = 0
-        for model_input in inputs:
-            try:
-                self.ids.extend(model_input.token_ids)
-            except OverflowError as error:
-                raise InvalidArgument(f"a token id does not fit into 32 bits: {error}") from error
-            end = len(self.ids)
-            count, outputs, table = end - begin, model_input.outputs, model_input.block_table
-            needed = -(-(model_input.num_computed_tokens + count) // BLOCK_SIZE)
-            if count == 0 or model_input.num_computed_tokens < 0 or needed > len(table):
-                raise InvalidArgument(
-                    f"{count} new tokens after {model_input.num_computed_tokens} older ones cannot be computed with "
-                    f"{len(table)} blocks of "
-                    f"{BLOCK_SIZE}"
-                )
-            if outputs and not (outputs[0] >= 0 and outputs[-1] < count):
-                raise InvalidArgument(f"outputs {list(outputs)} were asked for of {count} tokens")
-            self.tables.extend(table if needed == len(table) else table[:needed])
-            self.rows.extend([begin + row for row in outputs])
-            self.starts.append(end)
-            self.num_computed_tokens.append(model_input.num_computed_tokens)
-            self.table_starts.append(len(self.tables))
-            self.counts.append(len(outputs))
-            self.longest = max(self.longest, model_input.num_computed_tokens + count)
-            if model_input.adapter is not None:
-                self.shares.append((model_input.adapter, begin, end))
-            begin = end
-
-
-def _address(numbers: array[int]) -> int:
-    return numbers.buffer_info()[0]
-
-
 def _copy_residuals(inputs: Sequence[ModelInput], residual: Tensor) -> None:
     """Copy the output of the last layer into the residual of each input that has one."""
     begin = 0
@@ -302,7 +272,7 @@ class _NativeDecoder:
         InvalidArgument: the kernels cannot compute it.
     """
 
-    def __init__(self, module: Decoder) -> None:
+    def __init__(self, module: Decoder, groups: Sequence[Sequence[int]] | None = None) -> None:
         found = native.library()
         if found is None:
             raise InvalidArgument(f"the native kernels are not available: {native.unavailable_reason()}")
@@ -319,10 +289,17 @@ class _NativeDecoder:
             rotary = specs[index]
             self._fill(layers[index], layer)
             layers[index].rope = -1 if rotary is None else self._rotaries.index(rotary)
+        for group, members in enumerate(groups or ()):
+            for index in members:
+                layers[index].group = group
         self.handle = found.model_new(self._config(module), layers)
         # not at exit, when an engine's thread may still use it
         weakref.finalize(self, found.model_free, self.handle).atexit = False
         self._positions = 0
+        for index, rotary in enumerate(self._rotaries):
+            if rotary.axes is not None:
+                axes = np.array(rotary.axes, dtype=np.uint8)
+                found.model_rope_axes(self.handle, index, axes.ctypes.data)
 
     def ensure_positions(self, positions: int) -> None:
         """Extend the rotary tables to at least ``positions`` positions."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pippin.engine.model_runner import KVCacheDtypeChoice, Runner
@@ -21,16 +22,23 @@ def runner_class(model: LanguageModel) -> type[NativeRunner | TorchRunner]:
     return TorchRunner
 
 
-def make_runner(model: LanguageModel, blocks: int, kv_cache_dtype: KVCacheDtypeChoice = "auto") -> Runner:
+def make_runner(
+    model: LanguageModel,
+    blocks: int,
+    kv_cache_dtype: KVCacheDtypeChoice = "auto",
+    groups: Sequence[Sequence[int]] | None = None,
+) -> Runner:
     """A runner with a new pool.
 
     Args:
         model: a model that `pippin.load` returned.
         blocks: blocks in the pool.
         kv_cache_dtype: precision of keys and values; "auto" for the one that suits the model.
+        groups: layers with their own KV cache, in groups with a block table each (`DecoderConfig.cache_groups`); None
+            for one group.
 
     Raises:
         InvalidArgument: fewer than one block, or an unknown precision.
         NotEnoughMemory: the device cannot hold so many blocks.
     """
-    return runner_class(model)(model, blocks, kv_cache_dtype)
+    return runner_class(model)(model, blocks, kv_cache_dtype, groups)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from jaxtyping import Float, UInt8
@@ -24,11 +24,13 @@ from torch import Tensor
 from pippin.core.checks import checked
 from pippin.core.errors import InvalidArgument
 from pippin.engine.cache.paged import PagedPass, PagedStore, block_bytes
-from pippin.engine.model_runner import BLOCK_SIZE, KVCacheDtype, KVCacheDtypeChoice, ModelInput
+from pippin.engine.model_runner import BLOCK_SIZE, Capture, KVCacheDtype, KVCacheDtypeChoice, ModelInput
 from pippin.engine.runners.cuda_graphs import DecodeSteps, can_record
 from pippin.language.language_model import LanguageModel
+from pippin.nn.expert_mask import ExpertMaskSlices
 from pippin.nn.kv_cache import QuerySelection
 from pippin.nn.lora import AdapterSlices
+from pippin.nn.steering import SteeringSlices, steer
 
 
 class TorchRunner:
@@ -38,6 +40,8 @@ class TorchRunner:
         model: a model that `pippin.load` returned.
         blocks: blocks in the pool.
         kv_cache_dtype: precision of keys and values; "auto" for float32 with a float32 model and bfloat16 otherwise.
+        groups: layers with their own KV cache, in groups with a block table each, the layers of a group with one
+            sliding window; None for one group.
 
     Raises:
         InvalidArgument: fewer than one block, or an unknown precision.
@@ -48,14 +52,24 @@ class TorchRunner:
     invariant: Final = False
 
     @checked
-    def __init__(self, model: LanguageModel, blocks: int, kv_cache_dtype: KVCacheDtypeChoice = "auto") -> None:
+    def __init__(
+        self,
+        model: LanguageModel,
+        blocks: int,
+        kv_cache_dtype: KVCacheDtypeChoice = "auto",
+        groups: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         self.kv_cache_dtype = self.precision(model, kv_cache_dtype)
         self.model, self.blocks = model, blocks
-        self.block_bytes = block_bytes(model.config, self.kv_cache_dtype)
-        recorded = model.device.type == "cuda" and DecodeSteps.supports(model) and not model.config.recurrent_layers
+        self.block_bytes = block_bytes(model.config, self.kv_cache_dtype, groups)
+        self.windows = [model.config.group_window(layers) for layers in groups or [model.config.cached_layers]]
+        one_table = groups is None or len(groups) == 1
+        recorded = model.device.type == "cuda" and one_table and DecodeSteps.supports(model)
         # recorded steps read slots that are not written yet, and mask them; and they need a spare block
         extra = 1 if recorded else 0
-        store = PagedStore(model.config, blocks + extra, self.kv_cache_dtype, model.device, zeros=recorded)
+        store = PagedStore(
+            model.config, blocks + extra, self.kv_cache_dtype, model.device, groups=groups, zeros=recorded
+        )
         self._store: PagedStore | None = store
         self._steps = DecodeSteps(model, store, blocks) if recorded else None
 
@@ -73,7 +87,7 @@ class TorchRunner:
 
     @staticmethod
     def block_bytes_of(model: LanguageModel, kv_cache_dtype: KVCacheDtypeChoice = "auto") -> int:
-        """Bytes of one block, without a pool."""
+        """Bytes of 16 tokens in all layers, without a pool."""
         return block_bytes(model.config, TorchRunner.precision(model, kv_cache_dtype))
 
     @torch.inference_mode()
@@ -91,12 +105,13 @@ class TorchRunner:
             single := [i for i, model_input in enumerate(inputs) if can_record(model_input)]
         ):
             results.update(zip(single, self._steps.forward([inputs[i] for i in single]).split(1), strict=True))
-        groups: dict[tuple[int, int, bool], list[int]] = {}
+        groups: dict[tuple[int, int, bool, bool], list[int]] = {}
         for index, model_input in enumerate(inputs):
             if index not in results:
-                groups.setdefault((*self._layers(model_input), _wants_residual(model_input)), []).append(index)
-        for (first, stop, keep_residual), members in groups.items():
-            answers = self._pass([inputs[index] for index in members], range(first, stop), keep_residual)
+                key = (*self._layers(model_input), _wants_residual(model_input), _wants_attention(model_input))
+                groups.setdefault(key, []).append(index)
+        for (first, stop, *_), members in groups.items():
+            answers = self._pass([inputs[index] for index in members], range(first, stop))
             results.update(zip(members, answers, strict=True))
         return [results[index] for index in range(len(inputs))]
 
@@ -145,8 +160,9 @@ class TorchRunner:
         return model_input.resume, len(self.model.config.layers) if model_input.depth is None else model_input.depth
 
     def _check(self, model_input: ModelInput) -> None:
-        count, capacity = len(model_input.token_ids), len(model_input.block_table) * BLOCK_SIZE
-        self._pool(model_input.block_table)
+        config = self.model.config
+        count, capacity = len(model_input.token_ids), min(map(len, model_input.tables)) * BLOCK_SIZE
+        self._check_tables(model_input)
         if count == 0 or model_input.num_computed_tokens < 0:
             raise InvalidArgument(f"a sequence of {model_input.num_computed_tokens} tokens was given {count} new ones")
         if model_input.num_computed_tokens + count > capacity:
@@ -155,6 +171,7 @@ class TorchRunner:
             )
         if any(b <= a for a, b in pairwise([-1, *model_input.outputs, count])):
             raise InvalidArgument(f"outputs must be ascending and below {count}, got {list(model_input.outputs)}")
+        model_input.check(len(self.windows), config.hidden_size)
         first, stop = self._layers(model_input)
         if not 0 <= first < stop <= len(self.model.config.layers):
             raise InvalidArgument(f"layers {first} to {stop} of {len(self.model.config.layers)} cannot be computed")
@@ -176,23 +193,31 @@ class TorchRunner:
                 f"those of layers {list(recurrent)}"
             )
 
-    def _pass(self, inputs: Sequence[ModelInput], layers: range, keep_residual: bool) -> list[Tensor]:
-        """Compute the same layers for several sequences; with ``keep_residual``, fill their residuals."""
+    def _check_tables(self, model_input: ModelInput) -> None:
+        """Raise for a block that does not exist, or that was given back although new tokens see it."""
+        start = model_input.num_computed_tokens
+        for window, table in zip(self.windows, model_input.tables, strict=False):
+            first = 0 if window is None else max(0, start - window + 1) // BLOCK_SIZE
+            self._pool(table[first : -(-(start + len(model_input.token_ids)) // BLOCK_SIZE)])
+
+    def _pass(self, inputs: Sequence[ModelInput], layers: range) -> list[Tensor]:
+        """Compute the same layers for several sequences, which want residuals and attention alike."""
         decoder, model, store = self.model.module, self.model, self._pool([])
+        keep_residual, keep_all = _wants_residual(inputs[0]), _wants_attention(inputs[0])
         starts = [0, *accumulate(len(model_input.token_ids) for model_input in inputs)]
         rows = [
             start + index for start, model_input in zip(starts, inputs, strict=False) for index in model_input.outputs
         ]
         wanted = torch.tensor(rows, dtype=torch.int64, device=model.device)
-        adapters = _adapter_slices(inputs, [len(model_input.token_ids) for model_input in inputs])
+        everywhere = _slices(inputs, [len(model_input.token_ids) for model_input in inputs])
+        at_outputs = _slices(inputs, [len(model_input.outputs) for model_input in inputs])
         selection = None
-        if not keep_residual and len(rows) < starts[-1]:
+        if not keep_residual and not keep_all and len(rows) < starts[-1]:
             own = [*model.config.cached_layers, *model.config.recurrent_layers]
-            output_adapters = _adapter_slices(inputs, [len(model_input.outputs) for model_input in inputs])
-            selection = QuerySelection(
-                max((layer for layer in own if layer in layers), default=layers[0]), wanted, output_adapters
-            )
+            last = max((layer for layer in own if layer in layers), default=layers[0])
+            selection = QuerySelection(last, wanted, *at_outputs)
         cache = PagedPass(store, inputs, model.dtype)
+        adapters, steerings, experts = everywhere
         x = decoder.forward_layers(
             self._first_input(inputs, layers[0], cache),
             cache,
@@ -200,6 +225,8 @@ class TorchRunner:
             adapters=adapters,
             selection=selection,
             per_layer=self._per_layer_inputs(inputs),
+            steerings=steerings,
+            experts=experts,
         )
         if keep_residual:
             for model_input, (start, end) in zip(inputs, pairwise(starts), strict=True):
@@ -210,14 +237,23 @@ class TorchRunner:
         counts = [len(model_input.outputs) for model_input in inputs]
         if not rows:
             return [torch.empty(0, model.config.vocab_size) for _ in inputs]
-        logits = decoder.logits(decoder.norm(x))
+        normalized = steer(decoder.norm(x), "norm", at_outputs.steerings)
+        for model_input, hidden, after in zip(inputs, x[0].split(counts), normalized[0].split(counts), strict=True):
+            if model_input.capture is not None:
+                _fill(model_input.capture, hidden, after)
+        logits = decoder.logits(normalized)
         return list(logits[0].to("cpu").float().split(counts))
 
     def _first_input(self, inputs: Sequence[ModelInput], first: int, cache: PagedPass) -> Tensor:
         """Input of the first layer of a pass, (1, tokens, width)."""
         model = self.model
         if first == 0:
-            return model.module.embed(_ids(inputs, model.device), cache.positions)
+            # learned positions have one axis
+            positions = cache.positions if cache.positions.ndim == 1 else cache.positions[0]
+            x = model.module.embed(_ids(inputs, model.device), positions)
+            if any(model_input.embeddings for model_input in inputs):
+                x = _with_embeddings(x, inputs)
+            return x
         parts = [model_input.residual for model_input in inputs if model_input.residual is not None]
         return torch.cat(parts).to(model.device, model.dtype)[None]
 
@@ -240,11 +276,47 @@ def _wants_residual(model_input: ModelInput) -> bool:
     return model_input.depth is not None and model_input.residual is not None
 
 
-def _adapter_slices(inputs: Sequence[ModelInput], counts: Sequence[int]) -> AdapterSlices | None:
-    """The adapters of a pass, each with its range of tokens; None if there is none."""
-    shares, start = [], 0
+def _wants_attention(model_input: ModelInput) -> bool:
+    """Whether the attention that its tokens receive is collected, for which all of them are queries in every layer."""
+    return model_input.capture is not None and model_input.capture.attention is not None
+
+
+class _Slices(NamedTuple):
+    """What applies to some tokens of a pass only, each with its range of tokens; None if there is none."""
+
+    adapters: AdapterSlices | None
+    steerings: SteeringSlices | None
+    experts: ExpertMaskSlices | None
+
+
+def _slices(inputs: Sequence[ModelInput], counts: Sequence[int]) -> _Slices:
+    """Adapters, steerings and masks of experts of sequences of ``counts`` tokens."""
+    adapters, steerings, experts, start = [], [], [], 0
     for model_input, count in zip(inputs, counts, strict=True):
-        if model_input.adapter is not None and count:
-            shares.append((model_input.adapter, slice(start, start + count)))
+        tokens = slice(start, start + count)
+        if count and model_input.adapter is not None:
+            adapters.append((model_input.adapter, tokens))
+        if count and model_input.steering is not None:
+            steerings.append((model_input.steering, tokens))
+        if count and model_input.experts is not None:
+            experts.append((model_input.experts, tokens))
         start += count
-    return shares or None
+    return _Slices(adapters or None, steerings or None, experts or None)
+
+
+def _with_embeddings(x: Float[Tensor, "1 tokens width"], inputs: Sequence[ModelInput]) -> Tensor:
+    """The embeddings of all tokens, where some are given with the inputs."""
+    x, start = x.clone(), 0
+    for model_input in inputs:
+        for at, rows in model_input.embeddings:
+            x[0, start + at : start + at + len(rows)] = rows.to(x.device, x.dtype)
+        start += len(model_input.token_ids)
+    return x
+
+
+def _fill(capture: Capture, hidden: Tensor, normalized: Tensor) -> None:
+    """Copy the hidden states that are asked for."""
+    if capture.hidden:
+        capture.hidden_states = hidden.to("cpu", torch.float32, copy=True)
+    if capture.normalized:
+        capture.normalized_states = normalized.to("cpu", torch.float32, copy=True)

@@ -55,12 +55,14 @@ class CachePosition:
         block_table: the blocks of the sequence.
         num_computed_tokens: tokens in them.
         adapter: the adapter of the sequence; None for the base model.
+        other_tables: the blocks of the other groups of layers.
     """
 
     runner: Runner
     block_table: Sequence[int]
     num_computed_tokens: int
     adapter: Adapter | None = None
+    other_tables: Sequence[Sequence[int]] = ()
 
 
 @runtime_checkable

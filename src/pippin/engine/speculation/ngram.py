@@ -67,7 +67,7 @@ class NGramDrafter:
         tokens: list[int] = []
         for at in range(found, found + max_tokens):
             token = token_ids[at] if at < len(token_ids) else tokens[at - len(token_ids)]
-            if token in self._ends:
+            if token in self._ends or token < 0:  # an embedding is no token
                 break
             tokens.append(token)
         return tokens

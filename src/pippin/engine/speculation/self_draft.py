@@ -84,6 +84,7 @@ class SelfDrafter:
                 position.adapter,
                 self.depth,
                 part,
+                other_tables=position.other_tables,
             )
             (logits,) = position.runner.forward([model_input])
             done += len(tokens)

@@ -1,0 +1,70 @@
+"""The attention that cached tokens receive in a pass: what policies of bounded caches rank tokens by.
+
+Notable here:
+- a probability is that of one key for one query head and query; it is reduced over the queries of the pass and the
+  heads that share the key, so that the result has one number for each key and key head
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+
+@dataclass
+class AttentionCapture:
+    """Collects the attention of one sequence in a pass.
+
+    Args:
+        reduction: over queries and the heads of a key head, "sum" or "max".
+        cached_only: whether the softmax is over keys that were cached before this pass only.
+
+    Attributes:
+        received: for each layer with keys of its own, (kv_heads, tokens): attention received by each token of the
+            sequence. Filled by the pass.
+    """
+
+    reduction: Literal["sum", "max"] = "sum"
+    cached_only: bool = False
+    received: dict[int, Float[Tensor, "kv_heads tokens"]] = field(default_factory=dict)
+
+    def add(
+        self,
+        layer: int,
+        q: Float[Tensor, "1 heads new head_dim"],
+        keys: Float[Tensor, "1 kv_heads seen head_dim"],
+        visible: Bool[Tensor, "new seen"],
+        *,
+        scale: float,
+        first: int,
+        cached: int,
+        softcap: float | None,
+    ) -> None:
+        """Add what the keys of one layer receive.
+
+        Args:
+            layer: index of the layer.
+            q: queries.
+            keys: keys that they may see.
+            visible: which query sees which key.
+            scale: multiplier on the scores.
+            first: index of the first key in the sequence.
+            cached: tokens that were cached before the pass.
+            softcap: bound of the scores.
+        """
+        new, seen = visible.shape
+        scores = (q[0].unflatten(0, (keys.shape[1], -1)).float() * scale) @ keys[0].float()[:, None].transpose(-1, -2)
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        if self.cached_only:
+            visible = visible & (torch.arange(first, first + seen, device=visible.device) < cached)
+        scores = scores.masked_fill(~visible, -torch.inf)
+        given = scores.softmax(-1).nan_to_num(0.0)  # a query that sees no key gives nothing
+        total = given.sum((1, 2)) if self.reduction == "sum" else given.amax((1, 2))
+        received = torch.zeros(keys.shape[1], max(first + seen, cached + new), device=total.device)
+        received[:, first : first + seen] = total
+        self.received[layer] = received.cpu()
