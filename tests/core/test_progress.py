@@ -1,6 +1,7 @@
 """The bar as a terminal would see it, and its lines elsewhere."""
 
 import io
+import time
 from contextlib import redirect_stderr
 
 import pytest
@@ -88,3 +89,52 @@ def test_an_error_ends_the_bar_and_passes():
     with redirect_stderr(Terminal()) as screen, pytest.raises(ZeroDivisionError), progress.bar(1, "failing") as bar:
         bar.advance(1 // 0)
     assert screen.getvalue().endswith("\x1b[?25h")  # the cursor is shown again
+
+
+def announced(seconds: float, count: int = 10, advice: str = "Ctrl-C ends it", **settings) -> list[str]:
+    """What is written while units of so many seconds are done."""
+    now = [100.0]
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        redirect_stderr(io.StringIO()) as log,
+        progress.bar(count, "training", unit="steps", advice=advice, **settings) as bar,
+    ):
+        patch.setattr(progress, "SECONDS_BETWEEN_LINES", 1e9)
+        patch.setattr(progress.time, "monotonic", lambda: now[0])
+        for step in range(6):
+            now[0] += seconds + (30.0 if step == 0 else 0.0)  # the first step compiles
+            bar.advance(1)
+            bar.advance(0)
+    return log.getvalue().splitlines()
+
+
+def test_a_long_task_announces_its_duration_once_and_a_short_one_does_not():
+    assert announced(2.0, 100) == ["2.0 s per step: the 98 steps that are left take about 3:16; Ctrl-C ends it"]
+    assert announced(0.4, 1000) == ["2.5 steps/s: the 996 steps that are left take about 6:38; Ctrl-C ends it"]
+    assert announced(2.0, 20) == announced(2.0, 100, advice="") == []
+    assert announced(2.0, 100, done=80) == announced(2.0, 100, show_progress=False) == []
+
+
+def test_a_terminal_is_told_the_duration_too(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    with redirect_stderr(Terminal()) as screen, progress.bar(1000, "training", unit="steps", advice="stop") as bar:
+        for _ in range(3):
+            now[0] += 2.0
+            bar.advance(1)
+    assert "2.0 s per step: the 998 steps that are left take about 33:16; stop" in screen.getvalue()
+
+
+def test_what_cannot_be_counted_says_that_it_still_runs(capsys, monkeypatch):
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.01)
+    for show in (True, False):
+        with progress.busy("thinking", show_progress=show):
+            time.sleep(0.05)
+        lines = capsys.readouterr().err.splitlines()
+        assert set(lines) == ({"thinking: 0 s"} if show else set())
+        assert len(lines) < 4  # further and further apart
+    time.sleep(0.05)
+    assert capsys.readouterr().err == ""
+    with redirect_stderr(Terminal()) as screen, progress.busy("thinking"):
+        time.sleep(0.15)
+    assert "thinking" in screen.getvalue()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from pippin.core.errors import AssetError, CorruptedFile, InvalidArgument, InvalidImage, InvalidInput
+from pippin.core.errors import AssetError, CorruptedFile, GuessedEncoding, InvalidArgument, InvalidImage, InvalidInput
 from pippin.core.store import store
 from pippin.data import image_files, images
 from pippin.data.images import ImageSet
@@ -31,6 +31,17 @@ def folder(tmp_path):
             Image.fromarray(pixels).save(tmp_path / kind / f"{i}.png")
             (tmp_path / kind / f"{i}.txt").write_text(f"{kind} № {i}\n", encoding="utf-8")
     return tmp_path
+
+
+def test_captions_of_other_systems_are_read_and_said(folder):
+    (folder / "cats" / "0.txt").write_bytes("château\n".encode("latin-1"))
+    (folder / "dogs" / "2.txt").write_bytes("naïf".encode("utf-16"))
+    with (
+        pytest.warns(GuessedEncoding, match=r"0\.txt is not UTF-8; it was read as windows-1252"),
+        pytest.warns(GuessedEncoding, match=r"2\.txt is not UTF-8; it was read as utf-16-le"),
+    ):
+        captions = images.load(folder).captions
+    assert (captions[0], captions[5]) == ("château", "naïf")
 
 
 def test_a_folder_gives_levels_labels_and_captions(folder):

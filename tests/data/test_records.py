@@ -4,6 +4,7 @@ import gzip
 import json
 import sys
 import tracemalloc
+import warnings
 
 import pyarrow
 import pyarrow.ipc
@@ -108,11 +109,12 @@ def test_a_folder_gives_its_files_in_order_of_name(tmp_path):
         ("a.txt", b"", None, "is empty"),
         ("a.jsonl", b"\n \n", None, "holds no records"),
         ("a.txt", b" \n\n", None, "holds no text"),
-        ("a.txt", b"good\nbad \xff\n", 2, "byte 0xff is not UTF-8"),
-        ("a.txt", b"good\ncut \xe2\x82", 2, "byte 0xe2 is not UTF-8"),
+        ("a.txt", b"good\nbad " + b"\xff" * 9, None, r"not UTF-8 text \(byte 0xff at 9, line 2\); convert it first"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n\xff\xff\1', mtime=0), None, r"\(byte 0xff at 14, line 2\)"),
+        ("a.txt", "né né cut €".encode()[:-1], None, r"UTF-8 text with 2 damaged bytes \(byte 0xe2 at 12, line 1\)"),
         ("a.txt", b"good\n\0\n", 2, "NUL byte"),
-        ("a.txt.gz", gzip.compress(b"x" * 9999, mtime=0)[:-9], 1, "gzip file is damaged"),
-        ("a.txt.gz", b"not gzip", 1, "gzip file is damaged"),
+        ("a.txt.gz", gzip.compress(b"x" * 9999, mtime=0)[:-9], None, "gzip file is damaged"),
+        ("a.txt.gz", b"not gzip", None, "gzip file is damaged"),
         ("a.jsonl", b'{"text": "a"}\n{"text": }\n', 2, "not JSON: Expecting value"),
         ("a.jsonl", b'{"text": "a"}\n\n[1]\n', 3, r"\[1\] is no object"),
         ("a.jsonl", b'{"words": "a"}\n', 1, "expected the field 'text'.*there are 'words'"),
@@ -132,6 +134,21 @@ def test_a_bad_record_names_its_file_and_line(tmp_path, name, content, line, mes
     assert caught.value.line == line
     assert str(tmp_path / name) in str(caught.value)
     assert line is None or f"line {line}:" in str(caught.value)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "windows-1252"])
+def test_files_of_other_systems_are_read_in_their_encoding(tmp_path, encoding):
+    text = "Père Noël\n" * 60_000  # several blocks
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_bytes(text.encode(encoding))
+    with gzip.open(tmp_path / "c.jsonl.gz", "wb") as file:
+        file.write('{"text": "Noël"}\n{"text": "Père"}\n'.encode(encoding))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        *blocks, first, second = texts(tmp_path)
+    assert ("".join(blocks), first, second) == (text + text, "Noël", "Père")
+    assert len(said) == (encoding != "utf-8-sig")  # once for a folder
+    assert all("a.txt is not UTF-8; it was read as" in str(one.message) for one in said)
 
 
 def test_files_are_checked_before_the_first_record_is_read(tmp_path):

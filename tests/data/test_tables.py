@@ -51,6 +51,9 @@ def test_a_gap_split_asks_about_the_middle(yacht):
     assert abs(len(test) - len(yacht) / 3) <= 1
 
 
+GUESSED = pytest.mark.filterwarnings("ignore::pippin.core.errors.GuessedEncoding")
+
+
 @pytest.mark.parametrize(
     ("text", "target", "x", "y"),
     [
@@ -60,8 +63,9 @@ def test_a_gap_split_asks_about_the_middle(yacht):
         ('"a b"\ty\n"1"\t2\n', "y", [[1]], [2]),
     ],
 )
-def test_files_of_many_shapes(tmp_path, text, target, x, y):
-    (tmp_path / "mine.csv").write_bytes(text.encode())
+@pytest.mark.parametrize("encoding", ["utf-8", pytest.param("utf-16", marks=GUESSED)])
+def test_files_of_many_shapes(tmp_path, text, target, x, y, encoding):
+    (tmp_path / "mine.csv").write_bytes(text.removeprefix("\ufeff" * (encoding == "utf-16")).encode(encoding))
     table = tables.load(tmp_path / "mine.csv", target=target)
     assert (table.x.tolist(), table.y.tolist(), table.name) == (x, y, "mine")
 

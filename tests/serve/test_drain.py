@@ -113,7 +113,7 @@ def test_the_second_signal_ends_at_once(serve, patient):
         (["--replicas", "3-1"], 2, "--replicas must be a number"),
         (["--adapter", "pirate"], 2, "--adapter is 'pirate'; write it as NAME=FOLDER"),
         (["--adapter", "pirate=/nowhere"], 3, "--adapter pirate: there is no folder /nowhere"),
-        (["--api-key-file", "nowhere"], 2, "cannot read the keys in nowhere: No such file"),
+        (["--api-key-file", "nowhere"], 2, "there is no key file 'nowhere'"),
         (["--stateless", "--log-prompts"], 2, "choose one of them"),
         (["--stateless", "--prompt-cache", "kept"], 2, "--prompt-cache keeps prompts and stateless promises not to"),
         (["--speculate", "no-such-draft"], 3, "there is no model or data set 'no-such-draft'"),

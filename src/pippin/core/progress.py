@@ -3,11 +3,13 @@
 Notable here:
 - they are written to stderr, so that a command's output on stdout can be piped
 - where stderr is not a terminal, a line is printed every few seconds instead; shorter tasks print nothing
+- a task that will take minutes says so as soon as its rate is known, so that it can be stopped and made smaller
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 
 
 SECONDS_BETWEEN_LINES = 5.0
+LONG = 60.0
+"""Seconds that a task takes at least for its duration to be announced."""
 
 
 @dataclass(frozen=True)
@@ -26,14 +30,20 @@ class Bar:
     """The functions that update a progress bar."""
 
     advance: Callable[[int], None]
-    """Add this many completed units; a negative number subtracts."""
+    """Add this many completed units; a negative number subtracts, and 0 only shows what was said."""
     say: Callable[[str], None]
     """Set the text behind the bar, such as the loss of a training run."""
 
 
 @contextmanager
 def bar(
-    total: int | None, description: str, *, unit: str = "B", done: int = 0, show_progress: bool = True
+    total: int | None,
+    description: str,
+    *,
+    unit: str = "B",
+    done: int = 0,
+    advice: str = "",
+    show_progress: bool = True,
 ) -> Iterator[Bar]:
     """Show progress towards ``total`` while the block runs.
 
@@ -42,6 +52,8 @@ def bar(
         description: a short description of the task.
         unit: "B" prints bytes as MB and MB/s; any other unit is printed unchanged ("tokens", "steps").
         done: units completed earlier (a resumed download); they do not count towards the rate.
+        advice: what to do about a long duration, such as how to stop; where it is given, a task of more than `LONG`
+            seconds announces its duration after its first units.
         show_progress: False shows nothing.
 
     >>> with bar(3, "counting", unit="steps") as progress:
@@ -52,20 +64,111 @@ def bar(
         return
     if not sys.stderr.isatty():
         lines = _Lines(total, description, unit, done)
-        yield Bar(lines.advance, lines.say)
+        yield Bar(_announcing(lines.advance, total, unit, done, advice), lines.say)
         return
     from rich.console import Console
     from rich.progress import Progress
 
     with Progress(*_columns(unit), console=Console(stderr=True)) as progress:
         task = progress.add_task(description, total=total, completed=done, words="")
-        yield Bar(lambda n: progress.advance(task, n), lambda text: progress.update(task, words=text))
+        advance = _announcing(lambda n: progress.advance(task, n), total, unit, done, advice)
+        yield Bar(advance, lambda text: progress.update(task, words=text))
+
+
+@contextmanager
+def busy(description: str, *, show_progress: bool = True) -> Iterator[None]:
+    """Show that something runs whose end cannot be foreseen: a spinner, or lines further and further apart.
+
+    Args:
+        description: what runs.
+        show_progress: False shows nothing.
+
+    >>> with busy("counting"):
+    ...     3
+    3
+    """
+    if not show_progress or sys.stderr is None:
+        yield
+        return
+    if sys.stderr.isatty():
+        from rich import progress
+        from rich.console import Console
+
+        columns = (
+            progress.SpinnerColumn(),
+            progress.TextColumn("{task.description}"),
+            progress.TimeElapsedColumn(),
+        )
+        with progress.Progress(*columns, console=Console(stderr=True), transient=True) as shown:
+            shown.add_task(description, total=None)
+            yield
+        return
+    ended = threading.Event()
+    lines = threading.Thread(target=_say_still, args=(description, ended), daemon=True)
+    lines.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        lines.join()
+
+
+def _say_still(description: str, ended: threading.Event) -> None:
+    began, wait = time.monotonic(), SECONDS_BETWEEN_LINES
+    while not ended.wait(wait):
+        note(f"{description}: {_duration(time.monotonic() - began)}")
+        wait = min(2 * wait, 60.0)
 
 
 def note(text: str, *, show_progress: bool = True) -> None:
     """Write one line to stderr."""
     if show_progress and sys.stderr is not None:
         print(text, file=sys.stderr, flush=True)
+
+
+def _announcing(
+    advance: Callable[[int], None], total: int | None, unit: str, done: int, advice: str
+) -> Callable[[int], None]:
+    """``advance`` that notes once how long all will take, if that is long.
+
+    The first call is not measured, since it often includes what happens only once; the next ones are, for a second.
+    """
+    if total is None or not advice:
+        return advance
+    began: float | None = None
+    measured, left, announced = 0, total - done, False
+
+    def announce(n: int) -> None:
+        nonlocal began, measured, left, announced
+        advance(n)
+        if not n:
+            return
+        left -= n
+        if began is None:
+            began = time.monotonic()
+            return
+        measured += n
+        seconds = time.monotonic() - began
+        if announced or measured <= 0 or seconds < 1.0:
+            return
+        announced = True
+        if left * seconds / measured >= LONG:
+            note(
+                f"{_pace(seconds / measured, unit)}: the {left:,} {unit} that are left take about "
+                f"{_duration(left * seconds / measured)}; {advice}"
+            )
+
+    return announce
+
+
+def _pace(seconds: float, unit: str) -> str:
+    """
+    >>> _pace(1.234, "steps"), _pace(0.02, "steps")
+    ('1.2 s per step', '50 steps/s')
+    """
+    if seconds >= 1.0:
+        return f"{seconds:.1f} s per {unit.removesuffix('s')}"
+    return f"{1 / seconds:,.{int(seconds > 0.1)}f} {unit}/s"
 
 
 class _Lines:

@@ -28,6 +28,7 @@ from pippin.core import progress
 from pippin.core.checks import PositiveInt, checked
 from pippin.core.errors import AssetError, CorruptedFile, InvalidImage, InvalidInput, MissingDependency
 from pippin.core.store import store
+from pippin.core.text_files import read_text
 
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
@@ -311,7 +312,7 @@ def _folder(
 
 def _caption(path: Path) -> str | None:
     file = path.with_suffix(".txt")
-    return file.read_text("utf-8").strip() if file.is_file() else None
+    return read_text(file).strip() if file.is_file() else None
 
 
 def read_image(

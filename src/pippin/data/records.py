@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from pippin.core.errors import InvalidArgument, InvalidRecord, MissingDependency
+from pippin.core.errors import InvalidArgument, InvalidInput, InvalidRecord, MissingDependency
 from pippin.core.files import Readable
 from pippin.core.formats.checkpoint import read_json
+from pippin.core.text_files import detect_blocks, warn_if_guessed
 
 TEXT: Final = (".txt", ".md", ".rst", ".tex", ".html", ".py", ".c", ".h", ".cpp", ".rs", ".js", ".raw")
 _LINES: Final = (".jsonl", ".ndjson")
@@ -70,8 +71,11 @@ def read_records(
         paths: files and folders; ``.gz`` may follow the suffix of a text or JSONL file.
         fields: other names of these fields: ``{"prompt": "question", "completion": "answer"}``.
 
+    Warns:
+        GuessedEncoding: the first text file of a folder that is not UTF-8, but in another encoding.
+
     Raises:
-        InvalidRecord: a file that is empty or not UTF-8 text, or a record that cannot be read; with file and line.
+        InvalidRecord: a file that is empty, damaged or not text, or a record that cannot be read; with file and line.
         InvalidArgument: a path that does not exist, an unknown file type, no paths, an unknown field.
         MissingDependency: a table, without pyarrow installed.
     """
@@ -80,8 +84,8 @@ def read_records(
     for ours in names:
         if ours not in _COLUMNS:
             raise InvalidArgument(f"there is no field {ours!r} to be named; fields are {', '.join(_COLUMNS)}")
-    files = data_files(given)
-    return (record for file in files for record in _read(file, names))
+    files, said = data_files(given), set[tuple[Path, str]]()
+    return (record for file in files for record in _read(file, names, said))
 
 
 def data_files(paths: Sequence[str | Path]) -> list[Path]:
@@ -136,14 +140,17 @@ def _kind(path: Path) -> str:
     return suffixes[-1] if suffixes and suffixes[-1] in (*TEXT, *_LINES, *_TABLES) else ""
 
 
-def _read(path: Path, names: Mapping[str, str]) -> Iterator[TrainingRecord]:
+def _read(path: Path, names: Mapping[str, str], said: set[tuple[Path, str]]) -> Iterator[TrainingRecord]:
+    """The records of a file; ``said`` are the folders and encodings that were warned of."""
     kind = _kind(path)
-    if kind in _LINES:
-        yield from _read_lines(path, names)
-    elif kind in _TABLES:
+    if kind in _TABLES:
         yield from _read_table(path, names)
-    else:
-        yield from _read_text(path)
+        return
+    encoding = _encoding(path)
+    if encoding != "utf-8" and (path.parent, encoding) not in said:
+        said.add((path.parent, encoding))
+        warn_if_guessed(encoding, str(path))
+    yield from _read_lines(path, encoding, names) if kind in _LINES else _read_text(path, encoding)
 
 
 # --- text -------------------------------------------------------------------------------------------------------------
@@ -153,29 +160,40 @@ def _open(path: Path) -> AbstractContextManager[Readable]:
     return gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb")
 
 
-def _decoded(path: Path) -> Iterator[tuple[int, str]]:
-    """The blocks of a file as text, each with the number of its first line."""
-    decoder = codecs.getincrementaldecoder("utf-8-sig")()
-    line, raw = 1, b""
+def _blocks(path: Path) -> Iterator[bytes]:
+    """The bytes of a file, decompressed."""
     try:
         with _open(path) as file:
-            while raw := file.read(_BLOCK):
-                text = decoder.decode(raw)
-                yield line, text
-                line += text.count("\n")
-            decoder.decode(b"", final=True)
-    except UnicodeDecodeError as error:
-        line += error.object[: error.start].count(b"\n")
-        byte = error.object[error.start]
-        raise _error(f"the byte 0x{byte:02x} is not UTF-8 text; convert the file first", str(path), line) from error
+            while block := file.read(_BLOCK):
+                yield block
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise _error(f"the gzip file is damaged: {error}", str(path), line) from error
+        raise _error(f"the gzip file is damaged: {error}", str(path), None) from error
 
 
-def _read_text(path: Path) -> Iterator[TrainingRecord]:
+def _encoding(path: Path) -> str:
+    """The encoding of a file, which is read once for this: a file that is no text fails before its first record."""
+    try:
+        return detect_blocks(_blocks(path), str(path))
+    except InvalidRecord:
+        raise
+    except InvalidInput as error:
+        raise _error(str(error).removeprefix(f"{path} "), str(path), None) from error
+
+
+def _decoded(path: Path, encoding: str) -> Iterator[tuple[int, str]]:
+    """The blocks of a file as text, each with the number of its first line."""
+    decoder = codecs.getincrementaldecoder(encoding)()
+    line = 1
+    for block in _blocks(path):
+        text = decoder.decode(block)
+        yield line, text.removeprefix("\ufeff") if line == 1 else text
+        line += text.count("\n")
+
+
+def _read_text(path: Path, encoding: str) -> Iterator[TrainingRecord]:
     """One document, in blocks that end at a line break if there are any."""
     rest, begun, blank = "", False, True
-    for line, text in _decoded(path):
+    for line, text in _decoded(path, encoding):
         if (nul := text.find("\0")) >= 0:
             place = line + text[:nul].count("\n")
             raise _error("a NUL byte: this is no text file", str(path), place)
@@ -190,10 +208,10 @@ def _read_text(path: Path) -> Iterator[TrainingRecord]:
     yield TrainingRecord(str(path), text=rest, begins=not begun)
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
+def _lines(path: Path, encoding: str) -> Iterator[tuple[int, str]]:
     """The lines of a file with their numbers."""
     rest, number = "", 0
-    for _, text in _decoded(path):
+    for _, text in _decoded(path, encoding):
         *whole, rest = (rest + text).split("\n")
         for line in whole:
             number += 1
@@ -201,9 +219,9 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
     yield number + 1, rest
 
 
-def _read_lines(path: Path, names: Mapping[str, str]) -> Iterator[TrainingRecord]:
+def _read_lines(path: Path, encoding: str, names: Mapping[str, str]) -> Iterator[TrainingRecord]:
     found = False
-    for number, line in _lines(path):
+    for number, line in _lines(path, encoding):
         if not line.strip():
             continue
         found = True

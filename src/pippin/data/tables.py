@@ -21,6 +21,7 @@ from torch import Tensor
 
 from pippin.core.errors import InvalidArgument, InvalidInput, InvalidRecord
 from pippin.core.store import store
+from pippin.core.text_files import open_text
 
 _SETS: Final = {
     "uci-airfoil": ("airfoil.txt", -1),
@@ -147,10 +148,8 @@ def _standardized(train: Table, test: Table) -> Split:
 
 
 def _read(path: Path, target: int | str, name: str) -> Table:
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInput(f"{path} cannot be read as text: {error}") from error
+    with open_text(path, "table") as file:
+        text = file.read()
     lines = [(i, line) for i, line in enumerate(text.splitlines(), 1) if line.strip() and not line.startswith("@")]
     if not lines:
         raise InvalidInput(f"{path} holds no rows")

@@ -24,6 +24,7 @@ from pippin.core.checks import PositiveFloat, PositiveInt, checked
 from pippin.core.errors import ExposedKeys, InvalidArgument, InvalidInput
 from pippin.core.options import Option, parse_bytes
 from pippin.core.store.catalog import DEFAULT_MODEL
+from pippin.core.text_files import read_text
 from pippin.engine.options import MACHINE, ModelOptions
 
 GuardrailLevel = Literal["off", "default", "strict", "permissive"]
@@ -71,11 +72,7 @@ def read_key_file(path: str | Path) -> dict[str, str]:
         ExposedKeys: other users of this machine may read or change it.
     """
     file = Path(path).expanduser()
-    try:
-        keys, mode = read_keys(file.read_text(encoding="utf-8"), str(path)), file.stat().st_mode
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
-        raise InvalidInput(f"cannot read the keys in {path}: {reason}") from error
+    keys, mode = read_keys(read_text(file, "key file"), str(path)), file.stat().st_mode
     if os.name == "posix" and stat.S_ISREG(mode) and mode & (stat.S_IRWXG | stat.S_IRWXO):
         warnings.warn(
             f"the keys in {path} are open to other users of this machine (mode {stat.S_IMODE(mode):03o}); "

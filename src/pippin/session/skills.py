@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pippin.core.errors import InvalidArgument, InvalidInput
+from pippin.core.text_files import read_text
 from pippin.session.tools import Tool, as_tools
 
 LOADER = "load_skill"
@@ -43,14 +44,11 @@ class Skill:
             InvalidInput: there is no such file, or it has no such header.
         """
         path = Path(folder) / "SKILL.md"
-        try:
-            head, _ = _split(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise InvalidInput(f"cannot read the skill {path}: {error}") from error
+        head, _ = _split(read_text(path, "skill"))
         missing = [key for key in ("name", "description") if not head.get(key)]
         if missing:
             raise InvalidInput(f"{path} must begin with a line ---, then name: and description:, and a line ---")
-        return cls(head["name"], head["description"], lambda: _split(path.read_text(encoding="utf-8"))[1], tools)
+        return cls(head["name"], head["description"], lambda: _split(read_text(path, "skill"))[1], tools)
 
 
 class Skills:

@@ -163,14 +163,22 @@ class Trainer:
         self._begin()
         self.result.stopped = None
         show = self.show_progress and self._first
-        shown = progress.bar(self.steps, self.result.title, unit="steps", done=self.step, show_progress=show)
+        saves = " and saves" if self.checkpoints else ""
+        advice = f"{'evaluations not counted; ' if self.evaluation else ''}Ctrl-C ends after a step{saves}"
+        shown = progress.bar(
+            self.steps, self.result.title, unit="steps", done=self.step, advice=advice, show_progress=show
+        )
         with Interruption(show_progress=show) as interruption, shown as bar, self._running():
             while self.step < self.steps and self.result.stopped is None:
                 if not self._update(interruption):
                     self.result.stopped = "exhausted"
                     break
-                bar.advance(1)
                 bar.say(f"loss {self.result.steps[-1].loss:.4g}, {self._rate():,.0f} {self.result.unit}/s")
+                bar.advance(1)
+                if self._evaluation_is_due:
+                    bar.say("evaluating")
+                    bar.advance(0)
+                self._evaluate_and_save(last=self.step == self.steps or self.result.stopped is not None)
             self._finish()
         return self.result
 
@@ -189,6 +197,7 @@ class Trainer:
             for _ in range(min(steps, self.steps - self.step)):
                 if not self._update(None):
                     break
+                self._evaluate_and_save(last=self.step == self.steps)
         if self.step == self.steps:
             self._finish()
         return [step.loss for step in self.result.steps[first:]]
@@ -244,7 +253,7 @@ class Trainer:
         self._generator.manual_seed(int.from_bytes(digest[8:], "little") >> 1)
 
     def _update(self, interruption: Interruption | None) -> bool:
-        """Train one step, then evaluate and save if due; False if the data has ended."""
+        """Train one step; False if the data has ended."""
         start = time.perf_counter()
         batches = self._read_batches(self.step)
         if not batches:
@@ -269,7 +278,6 @@ class Trainer:
         self._log.step(step)
         if stop:
             self.result.stopped = "interrupted"
-        self._evaluate_and_save(last=self.step == self.steps or bool(stop))
         return True
 
     def _read_batches(self, step: int) -> list[tuple[int, Any]]:
@@ -348,10 +356,15 @@ class Trainer:
             with torch.no_grad():
                 self.objective.after_step(self.model, self.step)
 
+    @property
+    def _evaluation_is_due(self) -> bool:
+        evaluation = self.evaluation
+        return evaluation is not None and (self.step % evaluation.eval_every == 0 or self.step == self.steps)
+
     def _evaluate_and_save(self, *, last: bool) -> None:
         """Evaluate and save after a step, if due."""
         best = False
-        if self.evaluation is not None and (self.step % self.evaluation.eval_every == 0 or self.step == self.steps):
+        if self.evaluation is not None and self._evaluation_is_due:
             best = self._evaluate(self.evaluation)
         checkpoints = self.checkpoints
         if checkpoints and (last or self.step % checkpoints.save_every == 0 or (best and checkpoints.best)):

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import warnings
 
 import numpy as np
 import pytest
@@ -51,8 +52,7 @@ def test_the_same_letters_in_another_form_are_the_same_label(tmp_path):
         (b"a,,c\n1,2,3\n", "column 2 has no name"),
         (b"a,b,a\n1,2,3\n", "2 columns called 'a'"),
         (b"a,b\n1,2\n1,2,3\n", "line 3: 3 cells, but the first line has 2"),
-        (b"a,b\n1,\xff\n", r"not UTF-8 \(byte"),
-        ("a,b\n1,2\n".encode("utf-16"), "not UTF-8"),
+        (b"a,b\n1,\xff\0\n", r"not UTF-8 text \(byte"),
         (b'a,b\n1,"2\n', "not a CSV file"),
         (b"a,b\n1," + b"x" * 200_000 + b"\n", "not a CSV file"),
     ],
@@ -62,10 +62,21 @@ def test_a_file_that_cannot_be_read_says_where(tmp_path, data, message):
         read_csv(written(tmp_path, data))
 
 
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "windows-1252"])
+def test_tables_of_spreadsheets_are_read_in_their_encoding(tmp_path, encoding):
+    text = "item;Müller;Größe\r\n1;süß;2\r\n"
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        sheet = read_csv(written(tmp_path, text.encode(encoding)))
+    assert sheet.columns == ("item", "Müller", "Größe")
+    assert sheet.texts(["Müller"])[0][0] == "süß"
+    assert len(said) == (encoding != "utf-8-sig")
+
+
 def test_no_file_and_no_column(tmp_path):
-    with pytest.raises(InvalidInput, match="cannot be read"):
+    with pytest.raises(InvalidInput, match="there is no table"):
         read_csv(tmp_path / "none.csv")
-    with pytest.raises(InvalidInput, match="cannot be read"):
+    with pytest.raises(InvalidInput, match="is a folder"):
         read_csv(tmp_path)
     sheet = read_csv(written(tmp_path, b"a,b\n1,2\n3,x\n4,inf\n"))
     with pytest.raises(InvalidInput, match="no column 'gold'; its columns: 'a', 'b'"):

@@ -67,8 +67,12 @@ def test_the_folder_opens_and_the_figures_are_its_own(folder, tmp_path, given, m
     assert result.bytes_after == (tmp_path / "out" / "model.safetensors").stat().st_size
     assert result.measured_on == ("held-out data" if "text" in given else "a passage")
     passage = text_likelihood(pippin.load(tmp_path / "out", device="cpu"), recipe.PASSAGE, max_length=256)
-    assert (result.held_out_after["loss"] == pytest.approx(passage.per_token)) == ("text" not in given)
+    assert (result.loss_after == pytest.approx(passage.per_token)) == ("text" not in given)
     assert result.source_bits == 32
+    summary = result.summary()
+    assert summary["perplexity_after"] == pytest.approx(math.exp(summary["loss_after"]))
+    assert ("perplexity_rounded" in summary) == (method == "qat")
+    assert f"perplexity on {result.measured_on} after" in str(result.report())
     config = json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))
     assert config["quantization_config"]["note"]["method"] == method
     dense = pippin.load(tmp_path / "out", device="cpu", dtype="float32", pack=False)

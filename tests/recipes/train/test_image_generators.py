@@ -60,5 +60,7 @@ def test_a_flow_without_noise_has_bits_per_dimension():
     assert flow.bits_per_dim(levels).shape == (3,)
     with pytest.raises(InvalidArgument, match=r"noise_std=0 \(--noise-std 0\)"):
         untrained("tarflow", (1, 8, 8), ConditioningSpec()).model.bits_per_dim(levels)
-    with pytest.raises(InvalidArgument, match=r"noise_std \(--noise-std\) is for method 'tarflow', not for 'unet'"):
+    with pytest.raises(InvalidArgument, match=r"noise_std \(--noise-std\) is for methods .* not for 'unet'"):
         untrained("unet", (1, 8, 8), ConditioningSpec(), noise_std=0.0)
+    assert untrained("starflow", (1, 8, 8), ConditioningSpec(), noise_std=0.2).model.config.noise_std == 0.2
+    assert untrained("starflow", (1, 8, 8), ConditioningSpec()).model.config.noise_std == 0.3

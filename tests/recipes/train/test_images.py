@@ -9,6 +9,7 @@ import pippin
 from pippin.core.errors import InvalidArgument, PippinError
 from pippin.data import images
 from pippin.generate.conditions import Conditioning
+from pippin.generate.flows.itarflow import IterativeTarFlow
 from pippin.recipes.train.images import Config, run, still_falling
 from pippin.train import TrainingResult
 
@@ -46,6 +47,19 @@ def test_a_generator_is_trained_on_its_classes(folder, tmp_path):
     assert (out / "run" / "loss.png").is_file()
 
 
+def test_the_samples_of_an_iterative_flow_are_sampled_iteratively(folder, tmp_path, monkeypatch):
+    seen, sample = [], IterativeTarFlow.sample
+
+    def recorded(self, *given, **options):
+        seen.append(self.model.config.noise_std_range)
+        return sample(self, *given, **options)
+
+    monkeypatch.setattr(IterativeTarFlow, "sample", recorded)
+    train(folder, tmp_path / "made", steps=1, method="itarflow")
+    train(folder, tmp_path / "other", steps=1, method="tarflow")
+    assert seen == [(0.02, 0.5)]
+
+
 def test_a_run_continues(folder, tmp_path):
     out = tmp_path / "made"
     first = train(folder, out, steps=4, eval_every=2)
@@ -62,6 +76,8 @@ def test_a_run_continues(folder, tmp_path):
         ({"condition_on": "text"}, "images has no captions"),
         ({"held_out": 0.99}, "leave none to train on"),
         ({"image_size": 7, "method": "dit", "patch_size": 2}, "7"),
+        ({"method": "dit", "noise_std": 0.1}, "for methods 'tarflow' and 'starflow', not for 'dit'"),
+        ({"method": "starflow", "noise_std": 0.0}, "starflow learns from its noise"),
         ({"channels": 2}, "channels must be 1 or 3, got 2"),
     ],
 )

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pippin.core.errors import InvalidArgument, InvalidInput
+from pippin.core.text_files import open_text
 
 Codes = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -88,25 +89,21 @@ class Sheet:
 
 
 def read_csv(path: str | Path) -> Sheet:
-    """Read a CSV file in UTF-8, with or without a byte-order mark, separated by commas, semicolons or tabs.
+    """Read a CSV file, separated by commas, semicolons or tabs, in any encoding of `pippin.core.text_files`.
 
     The first line names the columns. Empty lines are skipped.
 
     Raises:
-        InvalidInput: the file cannot be read, is not UTF-8, is empty, has no rows, names a column twice or not at
+        InvalidInput: the file cannot be read, is not text, is empty, has no rows, names a column twice or not at
             all, or a row has another number of cells than the first line.
     """
-    file = Path(path)
     try:
-        with file.open(encoding="utf-8-sig", newline="") as stream:
+        with open_text(path, "table") as stream:
+            begin = stream.tell()
             first = stream.readline()
             separator = max(_SEPARATORS, key=first.count)
-            stream.seek(0)
+            stream.seek(begin)
             return _sheet(str(path), csv.reader(stream, delimiter=separator, strict=True))
-    except OSError as error:
-        raise InvalidInput(f"{str(path)!r} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise InvalidInput(f"{str(path)!r} is not UTF-8 (byte {error.start}); save it as CSV in UTF-8") from None
     except csv.Error as error:
         raise InvalidInput(f"{str(path)!r} is not a CSV file: {error}") from None
 

@@ -15,12 +15,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
 from pippin.core.checks import PositiveInt, checked
 from pippin.core.errors import InvalidArgument, InvalidInput, UnsupportedLanguage
+from pippin.core.text_files import read_text
 
 Kind = Literal["harmful", "look-alike", "neutral"]
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
@@ -116,13 +116,13 @@ def load(source: str = DEFAULT_SUITE) -> Suite:
         InvalidInput: the file is not a suite of prompts.
     """
     if source == DEFAULT_SUITE:
-        file: Traversable = files("pippin.evaluate.safety").joinpath("prompts.json")
+        text = files("pippin.evaluate.safety").joinpath("prompts.json").read_text(encoding="utf-8")
     elif source.endswith(".json") and Path(source).is_file():
-        file = Path(source)
+        text = read_text(source, "suite")
     else:
         raise InvalidArgument(f"{source!r} is neither {DEFAULT_SUITE!r} nor a JSON file with a suite")
     try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
+        raw = json.loads(text)
         suite = Suite(
             str(raw["name"]),
             tuple(raw["locales"]),
@@ -133,7 +133,7 @@ def load(source: str = DEFAULT_SUITE) -> Suite:
             for kind in KINDS:
                 if not suite.prompts(locale, kind, 1):
                     raise InvalidInput(f"suite {source!r} has no {kind} prompts for {locale!r}")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         if isinstance(error, InvalidInput):
             raise
         raise InvalidInput(f"{source!r} is not a suite of prompts: {type(error).__name__}: {error}") from error

@@ -17,6 +17,7 @@ from pippin.core.checks import NonNegativeInt, PositiveInt, checked
 from pippin.core.errors import InvalidInput
 from pippin.core.options import Option
 from pippin.core.store.catalog import DEFAULT_MODEL
+from pippin.core.text_files import read_text
 from pippin.engine.options import Device, DType
 from pippin.recipes.options import StrPath
 
@@ -159,8 +160,8 @@ def _score(guards: dict[str, Guardrails]) -> Callable[[SafetyPrompt], float]:
 
 def _labels(path: Path) -> dict[str, Any]:
     try:
-        labels = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        labels = json.loads(read_text(path, "file of labels"))
+    except json.JSONDecodeError as error:
         raise InvalidInput(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(labels, dict):
         raise InvalidInput(f"{path} must hold an object from prompt id to label, got {type(labels).__name__}")

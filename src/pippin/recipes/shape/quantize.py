@@ -110,9 +110,9 @@ class QuantizationResult:
         most_clipped: the matrix with the largest such share, and the share.
         source_bits: of each weight of the model before, as it is stored.
         measured_on: what the losses below are of: "held-out data", or "a passage" where none are held out.
-        held_out_before: of the model before.
-        held_out_rounded: "qat": of the model before it was trained, at its initial codes.
-        held_out_after: of the model that was saved.
+        loss_before: of the model before, in nats per token.
+        loss_after: of the model that was saved.
+        loss_rounded: "qat": of the model before it was trained, at its initial codes; None for the other methods.
         outcome: "qat": the run.
     """
 
@@ -123,13 +123,13 @@ class QuantizationResult:
     bytes_after: int
     bits_per_weight: float
     widths: Mapping[int, int]
-    clipped: float | None = None
-    most_clipped: tuple[str, float] | None = None
-    source_bits: float = 32.0
-    measured_on: Literal["held-out data", "a passage"] = "held-out data"
-    held_out_before: Mapping[str, float] | None = None
-    held_out_rounded: Mapping[str, float] | None = None
-    held_out_after: Mapping[str, float] | None = None
+    clipped: float | None
+    most_clipped: tuple[str, float] | None
+    source_bits: float
+    measured_on: Literal["held-out data", "a passage"]
+    loss_before: float
+    loss_after: float
+    loss_rounded: float | None = None
     outcome: TrainingOutcome | None = field(default=None, repr=False)
 
     @property
@@ -140,14 +140,19 @@ class QuantizationResult:
     @property
     def loss_growth(self) -> float:
         """By how many nats per token the loss grew; infinite where it is no number any more."""
-        before, after = ((losses or {}).get("loss", math.nan) for losses in (self.held_out_before, self.held_out_after))
-        return after - before if math.isfinite(after) else math.inf
+        return self.loss_after - self.loss_before if math.isfinite(self.loss_after) else math.inf
+
+    @property
+    def perplexities(self) -> dict[str, float]:
+        """The perplexity "before", "after", and "rounded" where there is one: e to the loss."""
+        losses = {"before": self.loss_before, "rounded": self.loss_rounded, "after": self.loss_after}
+        return {when: _perplexity(loss) for when, loss in losses.items() if loss is not None}
 
     def summary(self) -> dict[str, Any]:
         """The result as JSON values; of the steps only the first and the last loss."""
         made = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self) if entry.name != "outcome"}
         made = {name: value for name, value in made.items() if value is not None} | {"out": str(self.out)}
-        made |= {"held_out_before": self.held_out_before, "held_out_after": self.held_out_after}
+        made |= {f"perplexity_{when}": value for when, value in self.perplexities.items()}
         if self.outcome is not None:
             training = self.outcome.training
             made |= {"steps": len(training.steps), "best_step": self.outcome.best_step, "stopped": training.stopped}
@@ -166,9 +171,8 @@ class QuantizationResult:
         ]
         rows.append(Row("bits per weight, with scales", self.bits_per_weight))
         rows += [Row(f"matrices of {bits} bits", count) for bits, count in self.widths.items() if count]
-        for when in ("before", "rounded", "after"):
-            loss = (getattr(self, f"held_out_{when}") or {}).get("loss")
-            rows += [] if loss is None else [Row(f"loss on {self.measured_on} {when}", loss, "nats/token")]
+        for when, value in self.perplexities.items():
+            rows.append(Row(f"perplexity on {self.measured_on} {when}", value))
         if self.clipped is not None and self.most_clipped is not None:
             name, share = self.most_clipped
             rows += [Row("clipped weights", 100 * self.clipped, "%"), Row(f"most, in {name}", 100 * share, "%")]
@@ -241,13 +245,13 @@ def run(config: Config, *, show_progress: bool = True) -> QuantizationResult:
         )
     has_held_out = batches is not None and bool(batches.held_out)
 
-    def measure(measured: LanguageModel) -> dict[str, float]:
-        if batches is not None and batches.held_out:
-            return dict(held_out(batches.held_out)(measured.module))
-        found = text_likelihood(measured, PASSAGE, max_length=min(512, measured.context_size))
-        return {"loss": found.per_token}
+    def measure(measured: LanguageModel, when: str) -> float:
+        with progress.busy(f"loss {when} quantization", show_progress=show_progress):
+            if batches is not None and batches.held_out:
+                return held_out(batches.held_out)(measured.module)["loss"]
+            return text_likelihood(measured, PASSAGE, max_length=min(512, measured.context_size)).per_token
 
-    before = measure(model)
+    before = measure(model, "before")
     outcome, clipped = None, dict[str, float]()
     if method == "qat":
         assert batches is not None
@@ -261,7 +265,7 @@ def run(config: Config, *, show_progress: bool = True) -> QuantizationResult:
         save_quantized_as(config.to, config.out_path, model, codes)
     name, (bytes_before, bytes_after) = model.name, sizes_on_disk(model, config.out_path)
     del model
-    after = measure(pippin.load(config.out_path, device=config.device))
+    after = measure(pippin.load(config.out_path, device=config.device), "after")
     worst = max(clipped, key=lambda matrix: clipped[matrix], default=None)
     weights = sum(matrix.codes.numel() for matrix in codes.values())
     result = QuantizationResult(
@@ -276,9 +280,9 @@ def run(config: Config, *, show_progress: bool = True) -> QuantizationResult:
         most_clipped=None if worst is None else (worst, clipped[worst]),
         source_bits=source_bits,
         measured_on="held-out data" if has_held_out else "a passage",
-        held_out_before=before,
-        held_out_rounded=None if outcome is None else outcome.held_out_before,
-        held_out_after=after,
+        loss_before=before,
+        loss_after=after,
+        loss_rounded=(outcome.held_out_before or {}).get("loss") if outcome is not None else None,
         outcome=outcome,
     )
     if result.loss_growth > DESTROYED:
@@ -300,6 +304,13 @@ def _destroyed(config: Config, result: QuantizationResult) -> str:
         f"{config.out} is much worse than {result.model}: its perplexity on {result.measured_on} is {times}; "
         f"{ways[result.method]}"
     )
+
+
+def _perplexity(loss: float) -> float:
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
 
 
 def check_out(out: Path, model: str) -> None:

@@ -75,18 +75,23 @@ def untrained(
         hidden_size: width of the hidden states (U-Net: channels of its first level); None for the method's default.
         num_hidden_layers: number of layers (flows: in each block; U-Net: levels); None for the method's default.
         patch_size: side of a patch in pixels; None for the smallest within the method's maximum number of tokens.
-        noise_std: tarflow: standard deviation of the Gaussian noise that it is trained with; 0 for the uniform noise of
-            a level, which `TarFlow.bits_per_dim` needs; None for the method's default, 0.1.
+        noise_std: standard deviation of the Gaussian noise that tarflow and starflow are trained with; None for the
+            method's default. tarflow: 0 for the uniform noise of a level, which `TarFlow.bits_per_dim` needs.
         seed: seed of the random weights.
 
     Raises:
-        InvalidArgument: an unknown method, noise for another method than tarflow, or a size that does not fit.
+        InvalidArgument: an unknown method, noise that the method does not have, or a size that does not fit.
 
     >>> untrained("unet", (1, 28, 28), ConditioningSpec(num_classes=10, null=True)).model.shape
     (1, 28, 28)
     """
-    if noise_std is not None and method != "tarflow":
-        raise InvalidArgument(f"noise_std (--noise-std) is for method 'tarflow', not for {method!r}")
+    if noise_std is not None and method not in ("tarflow", "starflow"):
+        raise InvalidArgument(f"noise_std (--noise-std) is for methods 'tarflow' and 'starflow', not for {method!r}")
+    if noise_std == 0 and method == "starflow":
+        raise InvalidArgument(
+            "noise_std (--noise-std) is 0; starflow learns from its noise, so give more, or method 'tarflow' "
+            "(--method tarflow) for exact likelihoods"
+        )
     make, default_width, default_layers, max_tokens = METHODS[method]
     patch_size = patch_size or patch_size_for(shape[1], shape[2], max_tokens)
     return make(
@@ -192,6 +197,7 @@ def _starflow(spec: _ModelSpec) -> UntrainedGenerator:
         hidden_size=spec.width,
         layers_per_block=(1, 1, 1, spec.layers),
         condition=spec.condition,
+        noise_std=0.3 if spec.noise_std is None else spec.noise_std,
     )
     return UntrainedGenerator(
         StarFlow(config).initialize(spec.seed),

@@ -67,7 +67,9 @@ class Config:
     noise_std: Annotated[
         NonNegativeFloat | None,
         Option(
-            "tarflow: Gaussian noise of the training, 0.1 without it; 0 for exact likelihoods (bits_per_dim).", _MODEL
+            "Gaussian noise of the training. tarflow: 0.1 without it, 0 for exact likelihoods (bits_per_dim); "
+            "starflow: 0.3 without it.",
+            _MODEL,
         ),
     ] = None
     image_size: options.ImageSize = None
@@ -354,7 +356,7 @@ def _write_samples(
     from pippin.generate.contract import sampling_progress
     from pippin.generate.flows.itarflow import IterativeTarFlow
 
-    if getattr(model.config, "noise_range", None):
+    if getattr(model.config, "noise_std_range", None):
         model = IterativeTarFlow(model)
     condition, n = None, 16
     if encoder is not None and images.captions is not None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from pippin.core import progress
 from pippin.core.checks import checked
 from pippin.core.errors import InvalidArgument
 from pippin.engine.options import Device
@@ -353,7 +354,8 @@ def train(
     options.refuse_existing_run(config.run_path, config.resume)
     eval_every = config.eval_every or max(1, batches.steps // 10)
     evaluation = _evaluation(batches, measure, eval_every)
-    before = None if evaluation is None else dict(evaluation.measure(module))
+    with progress.busy("loss before training", show_progress=show_progress):
+        before = None if evaluation is None else dict(evaluation.measure(module))
     checkpoints = Checkpoints(config.run_path, config.save_every or eval_every, resume=config.resume)
     trainer = Trainer(
         module,

@@ -196,7 +196,9 @@ def fit(
     result = RefinerTrainingResult(discriminator, refiner_trainer.result, discriminator_trainer.result)
     eval_images = synthetic[-_EVAL_IMAGES:]
     discriminator_trainer.advance(config.discriminator_warmup_steps)
-    with progress.bar(steps, "refiner and discriminator", unit="rounds", show_progress=show_progress) as bar:
+    with progress.bar(
+        steps, "refiner and discriminator", unit="rounds", advice="Ctrl-C ends it unsaved", show_progress=show_progress
+    ) as bar:
         for step in range(1, steps + 1):
             refiner_trainer.advance(config.refiner_steps)
             discriminator_trainer.advance(config.discriminator_steps)
