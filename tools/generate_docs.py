@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import guardrail_figures
 import json_schema_table
 import mutation
 
@@ -307,6 +308,19 @@ def install_page() -> str:
     return _between(DOCS / "install.md", extras="\n".join(lines))
 
 
+def guardrails_page() -> str:
+    """`docs/tutorials/guardrails.md` with what was measured between its markers."""
+    figures = guardrail_figures
+    blocks = {"example": figures.example(), "profiles": figures.profiles(), "streaming": figures.streaming()}
+    return _between(DOCS / "tutorials" / "guardrails.md", **blocks)
+
+
+def safety_page() -> str:
+    """`docs/tutorials/safety.md` with what was measured between its markers."""
+    blocks = {"report": guardrail_figures.report(), "locales": guardrail_figures.locales()}
+    return _between(DOCS / "tutorials" / "safety.md", **blocks)
+
+
 def cli_page() -> str:
     """`docs/cli.md`, by typer's own generator."""
     words = [sys.executable, "-m", "typer", "pippin.cli.app", "utils", "docs", "--name", "pippin"]
@@ -353,6 +367,8 @@ PAGES: dict[Path, Callable[[], str]] = {
     DOCS / "two_bits.md": two_bits_page,
     DOCS / "cli.md": cli_page,
     DOCS / "install.md": install_page,
+    DOCS / "tutorials" / "guardrails.md": guardrails_page,
+    DOCS / "tutorials" / "safety.md": safety_page,
     DOCS / "index.md": index_page,
     DOCS / "json-schema.md": json_schema_page,
     DOCS / "mutation.md": mutation.page,
@@ -366,6 +382,8 @@ SAY_SO_THEMSELVES = {
     DOCS / "json-schema.md",
     DOCS / "performance.md",
     DOCS / "two_bits.md",
+    DOCS / "tutorials" / "guardrails.md",
+    DOCS / "tutorials" / "safety.md",
     ROOT / "README.md",
 }
 

@@ -9,6 +9,7 @@ import typer
 
 from pippin.cli.common import documents, inputs, options, terminal
 from pippin.cli.common.declared_options import with_options
+from pippin.core import progress
 from pippin.core.errors import InvalidArgument
 from pippin.core.store.catalog import DEFAULT_MODEL
 from pippin.engine.options import Device, DType, ModelOptions
@@ -38,6 +39,7 @@ def extract(
     from pippin.kits.text import TextTasks
 
     language_model = options.load(model, ModelOptions(device=device, dtype=dtype))
-    value = TextTasks(language_model).extract(text, target, question=question)
+    with progress.busy(f"reading {len(text):,} characters and filling in", show_progress=not as_json):
+        value = TextTasks(language_model).extract(text, target, question=question)
     printed = {"model": language_model.name, "content": value} if as_json else value
     terminal.write(terminal.to_json(printed) + "\n")

@@ -16,6 +16,7 @@ import typer
 
 from pippin.cli.common import documents, options, terminal
 from pippin.cli.common.declared_options import with_options
+from pippin.core import progress
 from pippin.core.errors import InvalidInput
 from pippin.core.store.catalog import DEFAULT_MODEL
 from pippin.core.text_files import detect_encoding
@@ -53,7 +54,8 @@ def proofread(
     from pippin.kits.text import TextTasks
 
     language_model = options.load(model, ModelOptions(device=device, dtype=dtype))
-    revision = TextTasks(language_model).proofread(text, method=method)
+    with progress.counted("proofreading", unit="characters", show_progress=not as_json) as on_progress:
+        revision = TextTasks(language_model).proofread(text, method=method, on_progress=on_progress)
     if write and path is not None:
         _save(path, revision.text, encoding)
     if as_json:

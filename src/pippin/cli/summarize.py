@@ -49,9 +49,10 @@ def summarize(
         what = "selecting sentences of" if method == "select" else "summarizing"
         progress.note(f"{what} {len(text):,} characters with {language_model.name}", show_progress=len(text) > LONG)
     if method == "select":
-        done = tasks.summarize(text, length=size, method="select")
+        with progress.counted("scoring", unit="sentences", show_progress=not as_json) as on_progress:
+            done = tasks.summarize(text, length=size, method="select", on_progress=on_progress)
     else:
-        done = _written(tasks, text, size, language)
+        done = _written(tasks, text, size, language, show_progress=not as_json)
     if as_json:
         record = {"model": language_model.name, "summary": done.text, "unverified": done.unverified}
         terminal.write(terminal.to_json(record) + "\n")
@@ -62,12 +63,17 @@ def summarize(
 
 
 def _written(
-    tasks: TextTasks, text: str, length: Literal["short", "medium", "long"] | int, language: str | None
+    tasks: TextTasks,
+    text: str,
+    length: Literal["short", "medium", "long"] | int,
+    language: str | None,
+    *,
+    show_progress: bool,
 ) -> Passage:
     """Write a summary, showing drafts on a terminal."""
     drafts = tasks.summarize_drafts(text, length=length, language=language)
     last: SummaryDraft | None = None
-    if terminal.watched(sys.stdout):
+    if show_progress and terminal.watched(sys.stdout):
         from rich.console import Console
         from rich.live import Live
         from rich.text import Text
@@ -78,9 +84,12 @@ def _written(
                 part = f"part {last.part + 1} of {last.parts}\n" if last.parts > 1 else ""
                 live.update(Text(part, style="dim") + Text(terminal.plain(last.text), style="none"))
     else:
-        last = next(drafts)
-        with progress.bar(last.parts, "summarizing", unit="parts", show_progress=last.parts > 1) as bar:
+        with progress.busy("reading the text", show_progress=show_progress):
+            last = next(drafts)
+        several = show_progress and last.parts > 1
+        with progress.bar(last.parts, "summarizing", unit="parts", show_progress=several) as bar:
             for draft in drafts:
+                bar.say(f"{len(draft.text):,} characters of this one written")
                 bar.advance(draft.part - last.part)
                 last = draft
     assert last is not None

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -73,6 +73,35 @@ def bar(
         task = progress.add_task(description, total=total, completed=done, words="")
         advance = _announcing(lambda n: progress.advance(task, n), total, unit, done, advice)
         yield Bar(advance, lambda text: progress.update(task, words=text))
+
+
+@contextmanager
+def counted(description: str, *, unit: str, show_progress: bool = True) -> Iterator[Callable[[int, int], None]]:
+    """A `bar` for a task that says itself how far it is.
+
+    Args:
+        description: a short description of the task.
+        unit: as for `bar`.
+        show_progress: False shows nothing.
+
+    Yields:
+        A function of the number of completed units and of all units; the bar begins at its first call.
+
+    >>> with counted("scoring", unit="sentences") as on_progress:
+    ...     on_progress(1, 3)
+    """
+    with ExitStack() as stack:
+        shown: Bar | None = None
+        before = 0
+
+        def on_progress(done: int, total: int) -> None:
+            nonlocal shown, before
+            if shown is None:
+                shown = stack.enter_context(bar(total, description, unit=unit, show_progress=show_progress))
+            shown.advance(done - before)
+            before = done
+
+        yield on_progress
 
 
 @contextmanager

@@ -143,6 +143,19 @@ def test_selecting_from_a_long_text_costs_no_more_than_from_a_short_one(tiny, mo
     assert summarize._typical(text[:300], len, budget) == text[:300]
     for size in (3, 30):
         scored.clear()
-        chosen = TextTasks(tiny).summarize(" ".join(filler[: 10 * size]), length=2, method="select").text
+        told = []
+        chosen = (
+            TextTasks(tiny)
+            .summarize(
+                " ".join(filler[: 10 * size]),
+                length=2,
+                method="select",
+                on_progress=lambda done, total, told=told: told.append((done, total)),
+            )
+            .text
+        )
         assert chosen
+        assert told == sorted(told)  # never back
+        assert len({total for _, total in told}) == 1
+        assert told[-1][0] <= told[-1][1] <= 2 * len(told)
         assert sum(scored) < 20 * budget

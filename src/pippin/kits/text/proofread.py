@@ -89,10 +89,16 @@ class Proofreader:
     def __init__(self, lexicon: Lexicon, score: Score, margins: Margins = MARGINS) -> None:
         self.lexicon, self.score, self.margins = lexicon, score, margins
 
-    def edits(self, text: str, protected: Sequence[TextSpan] = ()) -> Iterator[Edit]:
-        """The corrections of a text, in order."""
+    def edits(
+        self,
+        text: str,
+        protected: Sequence[TextSpan] = (),
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> Iterator[Edit]:
+        """The corrections of a text, in order; ``on_progress`` is called with the characters read, and their number."""
         changed = _Changed(text)
         for sentence in sentences(text, protected):
+            on_progress(sentence.start, len(text))
             proposals = sorted(self.proposals(text, sentence), key=lambda p: (p.where.start, -p.where.end))
             for proposal in proposals:
                 where = proposal.where

@@ -15,6 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from pippin.core.errors import AnswerTruncated, InvalidArgument
 from pippin.data.text.language import language_of
@@ -147,25 +148,41 @@ def first_sentences(text: str, count: int) -> str:
 # --- extractive summaries ---------------------------------------------------------------------------------------------
 
 
-def select(pool: SessionPool, text: str, count: int) -> Passage:
+OnProgress = Callable[[int, int], None]
+"""Called with how much is done, and how much there is."""
+
+
+def ignore(done: int, total: int) -> None:
+    """The `OnProgress` of who does not want to know."""
+
+
+def select(pool: SessionPool, text: str, count: int, on_progress: OnProgress = ignore) -> Passage:
     """The ``count`` sentences of a text with the most information about the rest of it, in their order.
 
     The score of a sentence s is Σ (log P(other | s) - log P(other)) / √(tokens of s), over the other sentences. The
     sentences of a text of more than two parts are ranked by their words first, and only the best are scored, so that
-    the time is bounded whatever the length.
+    the time is bounded whatever the length. Progress is counted in sentences.
     """
     text = _typical(text, pool.token_count, _SELECT_PARTS * _SELECT_TOKENS)
     parts = chunks(text, lambda part: pool.token_count(part) <= _SELECT_TOKENS)
     share = max(1, math.ceil(2 * count / len(parts))) if len(parts) > 1 else count
-    selected = [one for part in parts for one in _best(pool, part.of(text), share)]
+    listed = [_candidates(part.of(text), share) for part in parts]
+    total = sum(map(len, listed)) + (share * len(parts) if len(parts) > 1 else 0)  # the best of all come once more
+    selected: list[str] = []
+    done = 0
+    for said in listed:
+        selected += _best(pool, said, share, partial(_shifted, on_progress, done, total))
+        done += len(said)
     chosen = list(dict.fromkeys(selected))
-    if len(parts) > 1 and len(chosen) > count:
-        return (
-            select(pool, " ".join(chosen), count)
-            if len(" ".join(chosen)) < 0.8 * len(text)
-            else Passage(" ".join(chosen[:count]))
-        )
-    return Passage(" ".join(chosen))
+    if len(parts) == 1 or len(chosen) <= count:
+        return Passage(" ".join(chosen))
+    if len(" ".join(chosen)) >= 0.8 * len(text):
+        return Passage(" ".join(chosen[:count]))
+    return select(pool, " ".join(chosen), count, partial(_shifted, on_progress, done, total))
+
+
+def _shifted(on_progress: OnProgress, before: int, total: int, done: int, part: int) -> None:
+    on_progress(min(before + done, total), total)
 
 
 def _typical(text: str, token_count: Callable[[str], int], budget: int) -> str:
@@ -197,18 +214,22 @@ def _typical(text: str, token_count: Callable[[str], int], budget: int) -> str:
     return " ".join(said[index] for index in sorted(kept))
 
 
-def _best(pool: SessionPool, text: str, count: int) -> list[str]:
+def _candidates(text: str, count: int) -> list[str]:
+    """The different sentences of a text, of which ``count`` can be chosen."""
     said = [" ".join(one.of(text).split()) for one in sentences(text)]
     whole = [one for one in said if is_whole(one) and len(one.split()) > 3]
-    candidates = list(dict.fromkeys(whole if len(whole) >= count else said))
+    return list(dict.fromkeys(whole if len(whole) >= count else said))
+
+
+def _best(pool: SessionPool, candidates: list[str], count: int, on_progress: OnProgress) -> list[str]:
     if len(candidates) <= count:
         return candidates
-    values = _values(pool, candidates)
+    values = _values(pool, candidates, on_progress)
     ranked = sorted(range(len(candidates)), key=lambda index: -values[index])[:count]
     return [candidates[index] for index in sorted(ranked)]
 
 
-def _values(pool: SessionPool, said: Sequence[str]) -> list[float]:
+def _values(pool: SessionPool, said: Sequence[str], on_progress: OnProgress) -> list[float]:
     """The score of each sentence, normalized by its length."""
     alone = pool.score_text("\n\n", said)
     found = []
@@ -216,6 +237,7 @@ def _values(pool: SessionPool, said: Sequence[str]) -> list[float]:
         given = pool.score_text(f"{one}\n\n", said)
         gain = sum(given[other] - alone[other] for other in range(len(said)) if other != index)
         found.append(gain / math.sqrt(pool.token_count(one)))
+        on_progress(index + 1, len(said))
     return found
 
 

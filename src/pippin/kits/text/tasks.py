@@ -30,7 +30,7 @@ from pippin.kits.text.proofread import MARGINS, Margins, Proofreader
 from pippin.kits.text.rewrite import Rewriting
 from pippin.kits.text.session_pool import Preset, SessionPool
 from pippin.kits.text.spans import DEFAULT_PROTECTION, Protection, TextSpan, check_text, protected_spans
-from pippin.kits.text.summarize import Passage, SummaryDraft
+from pippin.kits.text.summarize import OnProgress, Passage, SummaryDraft, ignore
 from pippin.session.options import GenerationOptions
 from pippin.session.types.schema import Schema
 
@@ -116,6 +116,7 @@ class TextTasks:
         length: Literal["short", "medium", "long"] | UpTo50 = "medium",
         method: Literal["write", "select"] = "write",
         language: str | None = None,
+        on_progress: OnProgress = ignore,
     ) -> Passage:
         """A summary; its numbers and names that are not in the text are listed in ``unverified``.
 
@@ -125,6 +126,7 @@ class TextTasks:
             method: "write" it with the model, or "select" sentences of the text, which cannot be wrong but may lack
                 context; a model below a billion parameters selects better than it writes.
             language: tag of the language to write in; None for that of the text.
+            on_progress: "select": called with the number of sentences that were scored, and of those that will be.
 
         Raises:
             UnsupportedCapability: "select" without log-probabilities.
@@ -132,7 +134,7 @@ class TextTasks:
         if method == "select":
             count = prompts.sentences_wanted(length)
             self.sessions.local_model  # noqa: B018  (raises where no log-probabilities can be had)
-            return summarize.select(self.sessions, self.sessions.check_input(text), count)
+            return summarize.select(self.sessions, self.sessions.check_input(text), count, on_progress)
         *_, last = self.summarize_drafts(text, length=length, method=method, language=language)
         assert last.done is not None
         return last.done
@@ -236,6 +238,7 @@ class TextTasks:
         method: Literal["auto", "choose", "write"] = "auto",
         protect: Iterable[Protection] = DEFAULT_PROTECTION,
         margins: Margins = MARGINS,
+        on_progress: OnProgress = ignore,
     ) -> Revision:
         """The corrections of a text, as edits with their positions, kinds and explanations.
 
@@ -245,6 +248,7 @@ class TextTasks:
                 the corrected text with the model and compare; "auto" chooses where it can and writes elsewhere.
             protect: ranges that no edit may change: see `protected_spans`.
             margins: required margins of the model's log-probabilities.
+            on_progress: called with the number of characters that were read, and the length of the text.
 
         Raises:
             UnsupportedCapability: "choose" without log-probabilities.
@@ -255,25 +259,26 @@ class TextTasks:
         if method == "auto":
             method = "choose" if self.sessions.can_score and language == "en" else "write"
         if method == "write":
-            return Revision(text, tuple(self._written_edits(text, ranges)))
+            return Revision(text, tuple(self._written_edits(text, ranges, on_progress)))
         self.sessions.local_model  # noqa: B018  (raises where no log-probabilities can be had)
         if language != "en":
             raise UnsupportedLanguage(
                 f"corrections are proposed for English only, and this text looks like {language!r}; use method='write'",
                 language=language,
             )
-        return Revision(text, tuple(self.proofreader(margins).edits(text, ranges)))
+        return Revision(text, tuple(self.proofreader(margins).edits(text, ranges, on_progress)))
 
     def proofreader(self, margins: Margins = MARGINS) -> Proofreader:
         """The corrector, for texts that are read in pieces: its ``edits`` are an iterator."""
         return Proofreader(self.sessions.lexicon, self.sessions.score_text, margins)
 
-    def _written_edits(self, text: str, protected: Sequence[TextSpan]) -> Iterator[Edit]:
+    def _written_edits(self, text: str, protected: Sequence[TextSpan], on_progress: OnProgress) -> Iterator[Edit]:
         """Corrections that the model wrote; a part that it rewrote instead is ignored."""
         for part in summarize.split(self.sessions, prompts.PROOFREAD, text, 400):
             for paragraph in re.finditer(r"[^\n]+", part.of(text)):
                 old = paragraph[0].strip()
                 start = part.start + paragraph.start() + len(paragraph[0]) - len(paragraph[0].lstrip())
+                on_progress(start, len(text))
                 if not re.search(r"\w", old) or any(o.start <= start and start + len(old) <= o.end for o in protected):
                     continue
                 max_tokens = int(1.5 * self.sessions.token_count(old)) + 16
