@@ -46,6 +46,13 @@ def provoke(kind: type[Exception]) -> Exception:
     return kind("what was\nwrong", **needs.get(kind, {}))
 
 
+def test_a_command_runs_where_its_outputs_are_closed(tmp_path):
+    shell = f"{sys.executable} -m pippin models >&- 2>&- <&-"
+    assert subprocess.run(["sh", "-c", shell], check=False, timeout=120).returncode == 0
+    wrong = subprocess.run(["sh", "-c", f"{sys.executable} -m pippin ask --file none.txt >&-"], capture_output=True)
+    assert (wrong.returncode, wrong.stderr) == (2, b"error: there is no file 'none.txt'\n")
+
+
 # The table of the documentation: a class answers for what is below it.
 EXPECTED = {
     errors.PippinError: 1,

@@ -30,6 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # most of their time on a busy machine (on two busy cores: 1.1 instead of 43 tokens a second); without any
     # spinning they are slower on an idle one.
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
+    for name in ("stdout", "stderr"):  # None where a service was started with them closed
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - open until the process ends
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = _take_debug(words) or os.environ.get("PIPPIN_DEBUG", "") not in {"", "0"}
     try:

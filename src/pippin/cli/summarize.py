@@ -43,11 +43,11 @@ def summarize(
 
     sentences_wanted(size)
     _, text = documents.read(file)
-    language_model = options.load(model, ModelOptions(device=device, dtype=dtype))
-    tasks = TextTasks(language_model)
     if not as_json:
         what = "selecting sentences of" if method == "select" else "summarizing"
-        progress.note(f"{what} {len(text):,} characters with {language_model.name}", show_progress=len(text) > LONG)
+        progress.note(f"{what} {len(text):,} characters with {model}", show_progress=len(text) > LONG)
+    language_model = options.load(model, ModelOptions(device=device, dtype=dtype))
+    tasks = TextTasks(language_model)
     if method == "select":
         with progress.counted("scoring", unit="sentences", show_progress=not as_json) as on_progress:
             done = tasks.summarize(text, length=size, method="select", on_progress=on_progress)
