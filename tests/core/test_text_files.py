@@ -1,6 +1,8 @@
 """Encodings of text: what is known, what is guessed with a warning, what is refused."""
 
 import codecs
+import os
+import threading
 import warnings
 
 import pytest
@@ -46,6 +48,15 @@ def test_a_file_is_opened_after_its_mark_with_its_line_ends(tmp_path, encoding):
     assert len(said) == (encoding not in ("utf-8", "utf-8-sig"))
     with pytest.raises(InvalidInput, match="there is no table"), open_text(tmp_path / "none.csv", "table"):
         pass
+
+
+def test_a_pipe_is_read_once(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=(tmp_path / "pipe").write_bytes, args=(b"a,b\n1,2\n",))
+    writer.start()
+    with open_text(tmp_path / "pipe") as file:
+        assert file.read() == "a,b\n1,2\n"
+    writer.join()
 
 
 @given(st.binary(max_size=64), st.integers(1, 5))

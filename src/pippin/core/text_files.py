@@ -12,6 +12,7 @@ Notable here:
 from __future__ import annotations
 
 import codecs
+import io
 import re
 import warnings
 from collections.abc import Iterable, Iterator
@@ -72,6 +73,9 @@ def open_text(path: str | Path, what: str = "file") -> Iterator[Any]:
         InvalidInput: it is missing, a folder, unreadable, or not text.
     """
     path = Path(path)
+    if not path.is_file():  # a pipe, which can be read once; or an error
+        yield io.StringIO(read_text(path, what))
+        return
     with _reading(path, what):
         with path.open("rb") as file:
             encoding = detect_blocks(iter(lambda: file.read(_BLOCK), b""), str(path))
