@@ -36,6 +36,14 @@ def test_routes_equal_a_loop_over_tokens(scores, groups, taken, group_score, bia
         assert mine.tolist() == pytest.approx([2.5 * affinity[expert] / total for expert in expected], rel=1e-5)
 
 
+def test_a_bias_for_the_choice_brings_no_masked_expert_back():
+    rows = torch.tensor([[0.0, 1.0, -torch.inf, 2.0]])
+    bias = torch.tensor([0.0, 0.0, 9.0, 0.0])
+    weights, chosen = route(rows, RouterSpec("sigmoid"), 2, normalized=True, choice_bias=bias)
+    assert chosen.tolist() == [[3, 1]]
+    assert weights.sum().item() == pytest.approx(1.0)
+
+
 def test_sigmoids_of_zero_give_no_nan():
     weights, _ = route(torch.full((1, 4), -1000.0), RouterSpec("sigmoid"), 2, normalized=True)
     assert weights.tolist() == [[0.0, 0.0]]

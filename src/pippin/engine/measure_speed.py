@@ -26,6 +26,7 @@ from pippin.engine.model_runner import KVCacheDtype
 from pippin.engine.options import SamplingOptions
 from pippin.engine.request import Finished, Request
 from pippin.language.decoder import Decoder, DecoderConfig
+from pippin.nn.embedding import TokenEmbedding
 from pippin.nn.feedforward import MixtureOfExperts
 
 if TYPE_CHECKING:
@@ -94,12 +95,10 @@ class Speed:
 def weight_bytes(decoder: Decoder) -> int:
     """Bytes of weights that one token of an answer reads.
 
-    Every matrix, bias and norm counts once, in its format in memory; of the embedding one row, unless it is tied to the
+    Every matrix, bias and norm counts once, in its format in memory; of embeddings one row, unless it is tied to the
     output matrix; of a mixture, the router, shared experts and as many others as a token uses.
     """
-    embedding: nn.Module = decoder.embed_tokens
-    inner = sum(_weight_bytes(part) for part in decoder.children() if part is not embedding)
-    return inner + _weight_bytes(embedding) // decoder.config.vocab_size
+    return sum(map(_weight_bytes, decoder.children()))
 
 
 def _weight_bytes(module: nn.Module) -> int:
@@ -108,6 +107,8 @@ def _weight_bytes(module: nn.Module) -> int:
     packed = getattr(module, "packed", None)
     if packed is not None:
         own += packed.nbytes
+    if isinstance(module, TokenEmbedding):
+        return own // module.rows
     if isinstance(module, MixtureOfExperts):
         used = sum(map(_weight_bytes, module.experts)) * module.spec.num_experts_per_tok // module.spec.num_experts
         return own + used + sum(_weight_bytes(part) for part in module.children() if part is not module.experts)

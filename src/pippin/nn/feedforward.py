@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -138,16 +138,18 @@ class FeedForward(nn.Module):
         return activate(x, self.spec.activation) if self.act_fn is None else self.act_fn(x)
 
 
-_EPS: Final = 1e-6
-"""Epsilon of the norm of a router's input."""
-
-
 class Router(Linear):
-    """The router of a mixture: which experts each token takes, and with which weights."""
+    """The router of a mixture: which experts each token takes, and with which weights.
 
-    def __init__(self, spec: FeedForwardSpec, width: int) -> None:
+    Args:
+        spec: the mixture.
+        width: size of its input.
+        eps: epsilon of the norm of its input, where it has one.
+    """
+
+    def __init__(self, spec: FeedForwardSpec, width: int, *, eps: float = 1e-6) -> None:
         super().__init__(width, spec.num_experts, bias=spec.router.bias)
-        self.spec = spec
+        self.spec, self.eps = spec, eps
         # a buffer: balancing moves it, not a gradient
         bias = torch.zeros(spec.num_experts) if spec.router.choice_bias else None
         self.e_score_correction_bias: Tensor | None
@@ -162,7 +164,7 @@ class Router(Linear):
         """Weights and indices of each token's experts, computed in float32; of the context it uses the masks."""
         scaled = self.spec.router.scaled
         if scaled:
-            x = F.rms_norm(x, x.shape[-1:], eps=_EPS) * self.scale.to(x.dtype) * x.shape[-1] ** -0.5
+            x = F.rms_norm(x, x.shape[-1:], eps=self.eps) * self.scale.to(x.dtype) * x.shape[-1] ** -0.5
         scores: Tensor = self(x).float()
         if context is not None and context.experts:
             scores = mask_scores(scores, context.layer, context.experts)
@@ -182,10 +184,10 @@ class MixtureOfExperts(nn.Module):
     Source: Shazeer et al. 2017, arXiv:1701.06538; the drop-free form is that of MegaBlocks, arXiv:2211.15841.
     """
 
-    def __init__(self, spec: FeedForwardSpec, width: int) -> None:
+    def __init__(self, spec: FeedForwardSpec, width: int, *, eps: float = 1e-6) -> None:
         super().__init__()
         self.spec = spec
-        self.gate = Router(spec, width)
+        self.gate = Router(spec, width, eps=eps)
         self.experts = nn.ModuleList(FeedForward(spec, width) for _ in range(spec.num_experts))
         self.shared_expert: FeedForward | None = None
         if spec.shared_intermediate_size:
@@ -240,7 +242,7 @@ class ExpertBranch(nn.Module):
 
     def __init__(self, spec: FeedForwardSpec, width: int, *, eps: float) -> None:
         super().__init__()
-        self.mlp = MixtureOfExperts(spec, width)
+        self.mlp = MixtureOfExperts(spec, width, eps=eps)
         self.input_norm, self.output_norm, self.dense_norm = (RMSNorm(width, eps=eps) for _ in range(3))
 
     def forward(

@@ -57,7 +57,7 @@ def route(
     """Weights and indices of the experts of each token, the best first.
 
     Args:
-        logits: the router's outputs, float32.
+        logits: the router's outputs, float32; minus infinity for experts that must not be chosen.
         spec: how they become affinities.
         count: number of experts for each token.
         normalized: whether the weights of a token sum to one (before the scale).

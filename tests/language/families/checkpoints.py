@@ -170,6 +170,7 @@ MORE = {
         "num_experts": 6,
         "top_k_experts": 2,
         "moe_intermediate_size": 32,
+        "rms_norm_eps": 1e-2,
     },
     "deepseek_v2 without groups": {**CHECKPOINTS["deepseek_v2"], "topk_method": "greedy", "q_lora_rank": 32},
     "gpt_neox in sequence": {**CHECKPOINTS["gpt_neox"], "use_parallel_residual": False},

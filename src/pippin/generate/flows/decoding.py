@@ -319,6 +319,7 @@ class PackedLayer:
         self.heads, self.size = attention.heads, attention.head_dim
         self.norm, self.norm2 = layer.attention_norm, layer.feed_norm
         assert attention.v_proj is not None
+        assert attention.v_proj is not None
         self.qkv = _product(fuse([attention.q_proj, attention.k_proj, attention.v_proj]), layout)
         self.output = _product(attention.o_proj, layout)
         assert isinstance(feed_forward, FeedForward)

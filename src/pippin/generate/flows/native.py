@@ -71,6 +71,7 @@ class NativeBlock:
         assert isinstance(feed_forward, FeedForward)
         assert feed_forward.up_proj is not None
         assert attention.v_proj is not None
+        assert attention.v_proj is not None
         qkv = fuse([attention.q_proj, attention.k_proj, attention.v_proj])
         linears = (qkv, attention.o_proj, feed_forward.up_proj, feed_forward.down_proj)
         weights = [self._weight(linear) for linear in linears]
