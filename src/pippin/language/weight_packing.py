@@ -79,7 +79,7 @@ class Packing:
         if name.endswith(".mlp.gate.weight"):  # a router of experts: small, and not quantized
             return None
         if self.bits is not None:
-            outer = name.partition(".")[0] in ("embed_tokens", "lm_head")
+            outer = name.partition(".")[0] in ("embed_tokens", "lm_head", "per_layer")
             return native.GROUP_FORMATS[max(self.bits, _EMBEDDING_BITS) if outer else self.bits]
         if self.keep and kind in native.GGML_FORMATS:
             return native.GGML_FORMATS[kind]

@@ -8,7 +8,7 @@ from hypothesis import given, settings as limits, strategies as st
 
 from pippin.core.errors import InvalidArgument, InvalidInput
 from pippin.language import Decoder, DecoderConfig, LanguageModel, LayerSpec
-from pippin.nn.attention import AttentionSpec
+from pippin.nn.attention import AttentionSpec, LatentSpec
 from pippin.nn.feedforward import FeedForwardSpec
 from pippin.nn.quantization.codes import Codes
 from pippin.shape.quantize import gptq, rtn
@@ -270,3 +270,25 @@ def test_calibration_text_becomes_rows(tiny):
 def test_bad_input_names_the_value(tiny, call, error, message):
     with pytest.raises(error, match=message):
         call(tiny)
+
+
+def test_every_matrix_is_quantized_with_latent_attention_and_inputs_of_layers(tiny):
+    latent = AttentionSpec(latent=LatentSpec(24, 8, 16, 16, q_rank=32))
+    config = DecoderConfig(
+        "llama",
+        50,
+        64,
+        (LayerSpec(latent, FeedForwardSpec(64)),) * 2,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=64,
+        per_layer_size=32,
+    )
+    module = Decoder(config).initialize(seed=2).eval()
+    model = LanguageModel("latent", module, tiny.tokenizer, None)
+    ids = torch.randint(0, 50, (4, 24), generator=torch.Generator().manual_seed(0))
+    codes = gptq.quantize(model, QuantizationConfig(bits=4, group=32), ids)
+    assert set(codes) == set(matrices(module))
+    assert "layers.1.layer_input.proj" in codes
+    assert "per_layer.embed" in codes

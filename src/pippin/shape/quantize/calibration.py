@@ -29,7 +29,7 @@ from pippin.nn.embedding import TokenEmbedding
 from pippin.nn.kv_cache import KeyValues, NoCache, causal_mask
 from pippin.nn.linear import Linear
 
-_OUTER = ("embed_tokens", "lm_head")
+_OUTER = ("embed_tokens", "lm_head", "per_layer")
 
 
 @checked
@@ -117,7 +117,7 @@ def matrices(module: Decoder) -> dict[str, Linear | TokenEmbedding]:
 
 
 def is_outer(name: str) -> bool:
-    """Whether a matrix is the embedding or the output matrix, whose bits are configured separately."""
+    """Whether a matrix is an embedding or the output matrix, whose bits are configured separately."""
     return name.partition(".")[0] in _OUTER
 
 
@@ -126,12 +126,17 @@ def stages(layer: nn.Module) -> list[list[str]]:
 
     Names are relative to the layer.
     """
-    order = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 1, "gate_proj": 2, "up_proj": 2, "down_proj": 3}
-    found: list[list[str]] = [[], [], [], []]
-    for name, part in layer.named_modules():
-        leaf = name.rpartition(".")[2]
-        if isinstance(part, Linear) and leaf in order:
-            found[order[leaf]].append(name)
+    order = (
+        ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa"),
+        ("q_b_proj",),
+        ("o_proj",),
+        ("gate_proj", "up_proj"),
+        ("down_proj",),
+        ("layer_input.gate",),
+        ("layer_input.proj",),
+    )
+    linear = [name for name, part in layer.named_modules() if isinstance(part, Linear)]
+    found = [[name for name in linear if f".{name}".endswith(tuple(f".{end}" for end in ends))] for ends in order]
     return [names for names in found if names]
 
 
