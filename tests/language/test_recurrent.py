@@ -14,8 +14,10 @@ from pippin.language.adapter_files import target_modules
 from pippin.language.objectives import NextToken
 from pippin.language.presets import preset
 from pippin.nn.attention import AttentionSpec
+from pippin.nn.feedforward import NO_FEED_FORWARD
 from pippin.nn.kv_cache import PackedDocuments
-from pippin.nn.recurrent.layer import RecurrentSpec, RecurrentState
+from pippin.nn.recurrent.layer import RecurrentSpec
+from pippin.nn.recurrent.states import RecurrentState
 from pippin.train import AdamW, Trainer
 
 from .recurrents import FEED, GRU, LAYERS, PLAIN, recurrent_decoder
@@ -141,13 +143,19 @@ def test_what_recurrent_layers_cannot_do_is_refused():
     from pippin.shape.quantize.calibration import check_calibration
 
     module = recurrent_decoder("mixed")
-    with pytest.raises(InvalidArgument, match="a recurrent layer attends to nothing"):
-        LayerSpec(AttentionSpec(window=3), FEED, RecurrentSpec())
+    with pytest.raises(InvalidArgument, match=r"a layer that attends to nothing cannot have AttentionSpec\(window=3"):
+        LayerSpec(AttentionSpec(window=3), FEED, RecurrentSpec(), attends=False)
+    with pytest.raises(InvalidArgument, match="a layer needs attention, a recurrence or a feed-forward layer"):
+        LayerSpec(AttentionSpec(rotary=None), NO_FEED_FORWARD, attends=False)
+    with pytest.raises(InvalidArgument, match="a layer of one part has its norm before it"):
+        Decoder(
+            replace(module.config, residual="post", layers=(LayerSpec.recurring(RecurrentSpec(), NO_FEED_FORWARD),))
+        )
     with pytest.raises(InvalidArgument, match="layer 1 reads layer 0, which is not an earlier layer with its own keys"):
         replace(module.config, layers=(GRU, replace(PLAIN, attention=AttentionSpec(kv_source=0))))
     with pytest.raises(UnsupportedModel, match="layer 0 is recurrent, in a way that GGUF cannot say"):
         describe(module.config)
-    with pytest.raises(InvalidArgument, match="layer 0 is recurrent and is solved by iterations"):
+    with pytest.raises(InvalidArgument, match="layer 0 is recurrent, and exported programs keep"):
         capture_decoder(module, context=64)
     with pytest.raises(InvalidArgument, match="layer 0 is recurrent, and calibration goes through layers that attend"):
         check_calibration(module, some_ids(1, 8))

@@ -10,7 +10,7 @@ from pippin.nn.adaptive_norm import AdaptiveBlock, BidirectionalCache, CrossAtte
 from pippin.nn.axial_rotary import axial_tables, grid_positions
 from pippin.nn.context import LayerContext
 from pippin.nn.kv_cache import NoCache
-from pippin.nn.recurrent.layer import RecurrentState
+from pippin.nn.recurrent.states import RecurrentState
 
 
 def random(module, seed=0, size=0.2):

@@ -12,7 +12,7 @@ from pippin.core.errors import InvalidArgument
 from pippin.nn.adaptive_norm import AdaptiveBlock, BidirectionalCache
 from pippin.nn.expert_choice import ExpertChoiceFFN, Experts, TokenChoiceFFN, choose_tokens
 from pippin.nn.kv_cache import NoCache
-from pippin.nn.recurrent.layer import RecurrentState
+from pippin.nn.recurrent.states import RecurrentState
 
 
 def seeded(seed: int) -> torch.Generator:

@@ -390,11 +390,12 @@ def target_modules(module: Decoder) -> Iterator[tuple[str, TargetModule]]:
         assert isinstance(layer, DecoderLayer)
         prefix = f"layers.{index}"
         if layer.recurrent is not None:
-            for name, linear in (("in_proj", layer.recurrent.in_proj), ("out_proj", layer.recurrent.out_proj)):
-                yield f"{prefix}.recurrent.{name}", TargetModule(linear, 0, linear.outputs)
-        else:
+            for name, linear in layer.recurrent.named_modules(prefix=f"{prefix}.recurrent"):
+                if isinstance(linear, Linear):
+                    yield name, TargetModule(linear, 0, linear.outputs)
+        if layer.attends:
             yield from _of_attention(f"{prefix}.self_attn", layer.self_attn)
-        if isinstance(layer.mlp, FeedForward):
+        if layer.feeds and isinstance(layer.mlp, FeedForward):
             size, fused = layer.mlp.spec.intermediate_size, layer.mlp.gate_up_proj
             for name, start in (("gate_proj", 0), ("up_proj", 0 if fused is None else size)):
                 matrix = fused or getattr(layer.mlp, name)
@@ -422,6 +423,8 @@ def _of_attention(prefix: str, attention: Attention | LatentAttention) -> Iterat
         if linear is not None:
             yield f"{prefix}.{name}", TargetModule(linear, start, size)
         start += 0 if attention.qkv_proj is None else size
+    if attention.gate_proj is not None:
+        yield f"{prefix}.gate_proj", TargetModule(attention.gate_proj, 0, attention.gate_proj.outputs)
     yield f"{prefix}.o_proj", TargetModule(attention.o_proj, 0, attention.o_proj.outputs)
 
 

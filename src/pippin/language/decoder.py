@@ -24,7 +24,14 @@ from pippin.nn.attention import Attention, AttentionSpec, QKNorm
 from pippin.nn.context import LayerContext
 from pippin.nn.embedding import TokenEmbedding
 from pippin.nn.expert_mask import ExpertMaskSlices
-from pippin.nn.feedforward import XIELU, ExpertBranch, FeedForward, FeedForwardSpec, MixtureOfExperts
+from pippin.nn.feedforward import (
+    NO_FEED_FORWARD,
+    XIELU,
+    ExpertBranch,
+    FeedForward,
+    FeedForwardSpec,
+    MixtureOfExperts,
+)
 from pippin.nn.kv_cache import KVCache, NoCache, QuerySelection, ResumableCache, VisibleKeyValues
 from pippin.nn.latent_attention import LatentAttention
 from pippin.nn.linear import Linear
@@ -32,16 +39,28 @@ from pippin.nn.lora import AdapterSlices
 from pippin.nn.norm import RMSNorm
 from pippin.nn.packed_layers import PackedLinear, PackedTokenEmbedding, pack
 from pippin.nn.per_layer_input import PerLayerEmbedding, PerLayerInput
-from pippin.nn.recurrent.layer import Recurrent, RecurrentSpec
+from pippin.nn.recurrent.states import StatefulLayer, StateSpec
 from pippin.nn.steering import SteeringSlices, steer
 
 if TYPE_CHECKING:
     from pippin.nn.rotary import Rotary
 
 
+Residual = Literal["pre", "post", "pre and post", "parallel", "parallel two norms"]
+"""Norms of a layer: before attention and feed-forward layer ("pre"), after each ("post", OLMo 2), both (Gemma); or both
+in parallel, on one normalized input (Cohere) or on two (GPT-NeoX)."""
+
+
 @dataclass(frozen=True)
 class LayerSpec:
-    """One decoder layer: attention, or a recurrence that replaces it, and a feed-forward layer.
+    """One decoder layer: attention, a recurrence in its place or beside it, and a feed-forward layer.
+
+    Args:
+        attention: the attention layer.
+        feedforward: the feed-forward layer; `NO_FEED_FORWARD` for none.
+        recurrent: the recurrence; None for none. With attention, both read the same input and their outputs are added.
+        attends: whether there is attention.
+        residual: where the norms of this layer are; None for where the decoder's are.
 
     Args:
         attention: the attention layer.
@@ -50,27 +69,26 @@ class LayerSpec:
         experts: experts beside a dense feed-forward layer, in layers with norms before and after; None for none.
 
     Raises:
-        InvalidArgument: a recurrent layer with attention; see `recurring`.
+        InvalidArgument: attention in a layer that attends to nothing, or a layer of nothing.
     """
 
     attention: AttentionSpec
     feedforward: FeedForwardSpec
-    recurrent: RecurrentSpec | None = None
+    recurrent: StateSpec | None = None
     experts: FeedForwardSpec | None = None
+    attends: bool = True
+    residual: Residual | None = None
 
     def __post_init__(self) -> None:
-        if self.recurrent is not None and self.attention != AttentionSpec(rotary=None):
-            raise InvalidArgument(f"a recurrent layer attends to nothing, so it cannot have {self.attention}")
+        if not self.attends and self.attention != AttentionSpec(rotary=None):
+            raise InvalidArgument(f"a layer that attends to nothing cannot have {self.attention}")
+        if not self.attends and self.recurrent is None and self.feedforward == NO_FEED_FORWARD:
+            raise InvalidArgument("a layer needs attention, a recurrence or a feed-forward layer")
 
     @classmethod
-    def recurring(cls, recurrent: RecurrentSpec, feedforward: FeedForwardSpec) -> LayerSpec:
+    def recurring(cls, recurrent: StateSpec, feedforward: FeedForwardSpec) -> LayerSpec:
         """A layer with a recurrence instead of attention."""
-        return cls(AttentionSpec(rotary=None), feedforward, recurrent)
-
-
-Residual = Literal["pre", "post", "pre and post", "parallel", "parallel two norms"]
-"""Norms of a layer: before attention and feed-forward layer ("pre"), after each ("post", OLMo 2), both (Gemma); or both
-in parallel, on one normalized input (Cohere) or on two (GPT-NeoX)."""
+        return cls(AttentionSpec(rotary=None), feedforward, recurrent, attends=False)
 
 
 def logits_of(model: Any, hidden: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch vocab"]:
@@ -113,6 +131,7 @@ class DecoderConfig:
         residual: where a layer's norms are, in the order of `Residual`.
         qkv_bias: biases on the query, key and value projections.
         output_bias: bias on the output projection of attention.
+        attention_gate: whether the outputs of attention are multiplied by a sigmoid of the input (Qwen3-Next).
         qk_norm: RMS norms of queries and keys; see `pippin.nn.attention.Attention`.
         embedding_scale: multiplier on embeddings.
         per_layer_size: size of the input that each layer has beside the hidden states; 0 for none (Gemma 4).
@@ -125,6 +144,8 @@ class DecoderConfig:
         learned_positions: whether an embedding of each position is added to that of the token (GPT-2).
         tie_word_embeddings: whether the output matrix is the embedding.
         head_bias: whether the output matrix has a bias.
+        multipliers: multipliers of a family's matrices, by their names in its files; the matrices of a decoder contain
+            them (Falcon-H1).
         training_methods: metadata about training methods, by the method's name; JSON values, saved with the config.
             They do not change the computation.
 
@@ -147,6 +168,7 @@ class DecoderConfig:
     residual: Residual = "pre"
     qkv_bias: bool = False
     output_bias: bool = False
+    attention_gate: bool = False
     qk_norm: QKNorm | None = None
     embedding_scale: float = 1.0
     embedding_norm: bool = False
@@ -159,6 +181,7 @@ class DecoderConfig:
     learned_positions: bool = False
     tie_word_embeddings: bool = True
     head_bias: bool = False
+    multipliers: Mapping[str, tuple[float, ...]] = field(default_factory=dict, hash=False)
     training_methods: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -206,9 +229,7 @@ class DecoderConfig:
     @property
     def cached_layers(self) -> tuple[int, ...]:
         """Indices of layers with their own KV cache."""
-        return tuple(
-            i for i, layer in enumerate(self.layers) if layer.attention.kv_source is None and not layer.recurrent
-        )
+        return tuple(i for i, layer in enumerate(self.layers) if layer.attention.kv_source is None and layer.attends)
 
     @property
     def cache_groups(self) -> tuple[tuple[int, ...], ...]:
@@ -259,7 +280,7 @@ class DecoderConfig:
 
     @property
     def recurrent_layers(self) -> tuple[int, ...]:
-        """Indices of layers with a state of constant size instead of keys and values."""
+        """Indices of layers with a state of constant size."""
         return tuple(i for i, layer in enumerate(self.layers) if layer.recurrent)
 
     @property
@@ -269,22 +290,25 @@ class DecoderConfig:
 
 
 class DecoderLayer(nn.Module):
-    """Attention (or a recurrence) and a feed-forward layer, each with a norm and a residual connection."""
+    """Attention or a recurrence (or both) and a feed-forward layer, each with a norm and a residual connection.
+
+    A layer of one of these parts has no others, and no norms for them.
+    """
 
     def __init__(self, config: DecoderConfig, spec: LayerSpec) -> None:
         super().__init__()
-        self.recurrent: Recurrent | None = None
-        self.self_attn: Attention | LatentAttention
+        self.recurrent: StatefulLayer | None = None
         if spec.recurrent is not None:
-            self.recurrent = Recurrent(spec.recurrent, config.hidden_size, eps=config.rms_norm_eps)
-        elif spec.attention.latent is not None:
+            self.recurrent = spec.recurrent.build(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn: Attention | LatentAttention
+        if spec.attends and spec.attention.latent is not None:
             self.self_attn = LatentAttention(
                 spec.attention,
                 hidden_size=config.hidden_size,
                 num_attention_heads=config.num_attention_heads,
                 output_bias=config.output_bias,
             )
-        else:
+        elif spec.attends:
             self.self_attn = Attention(
                 spec.attention,
                 hidden_size=config.hidden_size,
@@ -293,15 +317,19 @@ class DecoderLayer(nn.Module):
                 head_dim=config.head_dim,
                 bias=config.qkv_bias,
                 output_bias=config.output_bias,
+                gate=config.attention_gate,
                 qk_norm=config.qk_norm,
                 scale=config.attention_scale,
                 eps=config.rms_norm_eps,
                 norm_weight=config.norm_weight,
             )
-        mlp = MixtureOfExperts if spec.feedforward.num_experts else FeedForward
-        self.mlp = mlp(spec.feedforward, config.hidden_size)
-        self.residual, self.residual_scale = config.residual, config.residual_scale
-        names = _NORMS[config.residual]
+        self.attends, self.feeds = spec.attends, spec.feedforward != NO_FEED_FORWARD
+        self.mixes = spec.attends or spec.recurrent is not None
+        if self.feeds:
+            mlp = MixtureOfExperts if spec.feedforward.num_experts else FeedForward
+            self.mlp = mlp(spec.feedforward, config.hidden_size)
+        self.residual, self.residual_scale = spec.residual or config.residual, config.residual_scale
+        names = _norms_of(self.residual, self.mixes, self.feeds)
         self.input_layernorm = make_norm(config) if "input" in names else None
         # before the feed-forward layer where the layer has norms before, after attention where it has norms after
         self.post_attention_layernorm = make_norm(config) if "post_attention" in names else None
@@ -322,12 +350,17 @@ class DecoderLayer(nn.Module):
         self, x: Float[Tensor, "batch new width"], context: LayerContext
     ) -> tuple[Float[Tensor, "batch kept width"], VisibleKeyValues | None]:
         """Return the new hidden states (of the selected tokens), and the keys, values and mask that were read."""
+        if not self.mixes:
+            return self._select(x, context)
         read: VisibleKeyValues | None = None
         normalized = self._norm("input_layernorm", x, context)
-        if self.recurrent is not None:
-            y = self.recurrent(normalized, context)
-        else:
+        outputs = []
+        if self.attends:
             y, read = self.self_attn(normalized, context)
+            outputs.append(y)
+        if self.recurrent is not None:
+            outputs.append(self.recurrent(normalized, context))
+        y = outputs[0] if len(outputs) == 1 else outputs[0] + outputs[1]
         if context.selection is not None:
             rows = context.selection.rows
             x, normalized = x.index_select(1, rows), normalized.index_select(1, rows)
@@ -349,9 +382,18 @@ class DecoderLayer(nn.Module):
         y: Tensor = norm(x)
         return steer(y, f"layers.{context.layer}.{name}", context.steerings) if context.steerings else y
 
+    def _select(self, x: Tensor, context: LayerContext) -> tuple[Tensor, None]:
+        """A layer of nothing but a feed-forward layer, for the selected tokens."""
+        if context.selection is not None:
+            x, context = x.index_select(1, context.selection.rows), context.after_selection()
+        y: Tensor = self.mlp(self._norm("post_attention_layernorm", x, context), context)
+        return steer(x + self.residual_scale * y, f"layers.{context.layer}", context.steerings), None
+
     def _add(self, x: Tensor, normalized: Tensor, y: Tensor, context: LayerContext) -> Tensor:
         """The hidden states plus the output ``y`` of attention and that of the feed-forward layer."""
         scale = self.residual_scale
+        if not self.feeds:
+            return x + y if scale == 1.0 else x + scale * y
         if self.residual == "parallel":
             y = y + self.mlp(normalized, context)
             return x + scale * y
@@ -376,6 +418,19 @@ _NORMS: Final[dict[Residual, tuple[str, ...]]] = {
     "parallel": ("input",),
     "parallel two norms": ("input", "post_attention"),
 }
+
+
+def _norms_of(residual: Residual, mixes: bool, feeds: bool) -> tuple[str, ...]:
+    """The norms of a layer.
+
+    Raises:
+        InvalidArgument: a layer of one part whose norm is not before it.
+    """
+    if mixes and feeds:
+        return _NORMS[residual]
+    if residual != "pre":
+        raise InvalidArgument(f"a layer of one part has its norm before it, not residual connections {residual!r}")
+    return ("input",) if mixes else ("post_attention",)
 
 
 def make_norm(config: DecoderConfig) -> nn.Module:
@@ -652,7 +707,7 @@ class Decoder(nn.Module):
     def initialize(self, *, seed: int) -> Decoder:
         """Random weights: normal with standard deviation 0.02, output projections scaled down by depth; norms at one.
 
-        Recurrent layers have their own scheme (`Recurrent.initialize`).
+        Recurrent layers have schemes of their own (`StatefulLayer.initialize`).
 
         Source: GPT-2's scheme, Radford et al. 2019, section 2.3.
         """
@@ -666,7 +721,7 @@ class Decoder(nn.Module):
             with torch.no_grad():
                 parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
         for part in self.modules():
-            if isinstance(part, Recurrent):
+            if isinstance(part, StatefulLayer):
                 part.initialize(generator)
             elif isinstance(part, XIELU):
                 part.reset_parameters()

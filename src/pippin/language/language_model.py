@@ -431,6 +431,7 @@ def _empty(config: DecoderConfig) -> Decoder:
 
 _COMPUTED = ("rotary_emb.inv_freq", ".attn.bias", ".attention.bias", ".masked_bias")  # causal masks, for instance
 _BESIDE = (
+    "mtp",
     "vision_tower",
     "vision_model",
     "visual",

@@ -25,6 +25,8 @@ from pippin.nn.packed_layers import OneDNNWeight
 from pippin.nn.quantization.packed import Bits, packed_size
 from pippin.nn.triton.triton_matvec import TritonWeight
 
+# Small matrices that are not quantized: routers of experts, and what decides how much a recurrence forgets and writes.
+_EXACT: Final = (".mlp.gate.weight", ".recurrent.a_proj.weight", ".recurrent.b_proj.weight")
 # Minimum bits of the embedding and the output matrix, which every token uses.
 _EMBEDDING_BITS: Final = 4
 _WITH_GROUPS: Final = (*native.GROUP_FORMATS.values(), *native.AFFINE_FORMATS.values())
@@ -76,7 +78,7 @@ class Packing:
             or not name.endswith(".weight")
         ):
             return None
-        if name.endswith(".mlp.gate.weight"):  # a router of experts: small, and not quantized
+        if name.endswith(_EXACT):
             return None
         if self.bits is not None:
             outer = name.partition(".")[0] in ("embed_tokens", "lm_head", "per_layer")

@@ -116,6 +116,8 @@ class Attention(nn.Module):
         head_dim: size of a head, likewise; even.
         bias: whether the query, key and value projections have biases.
         output_bias: whether the output projection has a bias.
+        gate: whether outputs are multiplied by a sigmoid of the input before they are projected (Qiu et al. 2025,
+            arXiv:2505.06708).
         qk_norm: RMS norms of queries and keys: "head" for each head, "full" for all heads together, both before the
             rotation; "rotated head" for each head after it. None for none.
         scale: factor of the attention scores; None for ``head_dim ** -0.5``.
@@ -133,6 +135,7 @@ class Attention(nn.Module):
         head_dim: int,
         bias: bool = False,
         output_bias: bool = False,
+        gate: bool = False,
         qk_norm: QKNorm | None = None,
         scale: float | None = None,
         eps: float = 1e-6,
@@ -145,6 +148,7 @@ class Attention(nn.Module):
         self.heads, self.kv_heads, self.head_dim, self.scale = num_attention_heads, num_key_value_heads, head_dim, scale
         self.q_proj = Linear(hidden_size, num_attention_heads * head_dim, bias=bias)
         self.o_proj = Linear(num_attention_heads * head_dim, hidden_size, bias=output_bias)
+        self.gate_proj = Linear(hidden_size, num_attention_heads * head_dim, bias=bias) if gate else None
         self.qk_norm = qk_norm
         self.sinks = nn.Parameter(torch.zeros(num_attention_heads)) if spec.sinks else None
 
@@ -198,7 +202,10 @@ class Attention(nn.Module):
             q, adapters = q.index_select(2, selection.rows), selection.adapters
             if q.shape[2] == 0:
                 return x[:, :0], shared
+            x = x.index_select(1, selection.rows)
         y = attend(q, self._of_stored(shared), self.scale, softcap=self.spec.softcap, sinks=self.sinks)
+        if self.gate_proj is not None:
+            y = y * self.gate_proj(x, adapters).sigmoid()
         return self.o_proj(y, adapters), shared
 
     def _to_stored(self, x: Tensor) -> Tensor:

@@ -57,6 +57,10 @@ class FeedForwardSpec:
     limit: float | None = None
 
 
+NO_FEED_FORWARD: Final = FeedForwardSpec(0, gated=False)
+"""In place of a feed-forward layer, for a layer that has none."""
+
+
 def activate(x: Tensor, activation: Activation) -> Tensor:
     """Apply a nonlinearity by name."""
     if activation == "silu":

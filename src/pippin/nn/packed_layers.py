@@ -29,7 +29,6 @@ from pippin.nn.linear import Linear
 from pippin.nn.lora import AdapterSlices, apply_adapters
 from pippin.nn.norm import RMSNorm
 from pippin.nn.quantization.packed import NativeWeight, PackedEmbedding
-from pippin.nn.recurrent.layer import Recurrent
 
 
 @runtime_checkable
@@ -146,12 +145,10 @@ def pack(module: nn.Module) -> nn.Module:
     if isinstance(module, Attention):
         own = ("q_proj", "k_proj", "v_proj") if module.spec.kv_source is None else ()
         _pack_together(module, own, "qkv_proj")
-        _pack_children(module, "q_proj", "k_proj", "v_proj", "o_proj")
+        _pack_children(module, "q_proj", "k_proj", "v_proj", "gate_proj", "o_proj")
     elif isinstance(module, FeedForward):
         _pack_together(module, ("gate_proj", "up_proj") if module.spec.gated else (), "gate_up_proj")
         _pack_children(module, "gate_proj", "up_proj", "down_proj")
-    elif isinstance(module, Recurrent):
-        _pack_children(module, "in_proj", "out_proj", "norm")
     elif isinstance(module, MixtureOfExperts):
         pack(module.experts)
         _pack_children(module, "shared_expert")

@@ -64,17 +64,27 @@ def test_chunks_batches_and_single_tokens_equal_one_pass(checkpoints, tiny, mode
     expected = reference(IDS).logits
     runner = TorchRunner(LanguageModel("small", decoder, tiny.tokenizer, None), 8, "float32")
     tables, (first, second) = ([3, 1, 5], [0, 2, 4]), IDS.tolist()
+    one, two = {}, {}  # states of recurrent layers
     # the second sequence is 7 tokens behind, and only its last logits are wanted at first
     parts = runner.forward(
-        [ModelInput(first[:19], 0, tables[0], range(19)), ModelInput(second[:12], 0, tables[1], (11,))]
+        [
+            ModelInput(first[:19], 0, tables[0], range(19), states=one),
+            ModelInput(second[:12], 0, tables[1], (11,), states=two),
+        ]
     )
     torch.testing.assert_close(parts[0], expected[0, :19], **CLOSE)
     torch.testing.assert_close(parts[1], expected[1, 11:12], **CLOSE)
     parts = runner.forward(
-        [ModelInput(first[19:39], 19, tables[0], (5, 19)), ModelInput(second[12:39], 12, tables[1], ())]
+        [
+            ModelInput(first[19:39], 19, tables[0], (5, 19), states=one),
+            ModelInput(second[12:39], 12, tables[1], (), states=two),
+        ]
     )
     torch.testing.assert_close(parts[0], expected[0, [24, 38]], **CLOSE)
-    last = [ModelInput(ids[39:], 39, table, (0,)) for ids, table in zip((first, second), tables, strict=True)]
+    last = [
+        ModelInput(ids[39:], 39, table, (0,), states=states)
+        for ids, table, states in zip((first, second), tables, (one, two), strict=True)
+    ]
     for row, logits in zip(expected, runner.forward(last), strict=True):
         torch.testing.assert_close(logits, row[39:], **CLOSE)
     runner.close()

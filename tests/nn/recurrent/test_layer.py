@@ -8,7 +8,8 @@ import torch
 from pippin.core.errors import InvalidArgument
 from pippin.nn.context import LayerContext
 from pippin.nn.kv_cache import MaskedCache, NoCache, PackedDocuments, PastKeyValues, QuerySelection
-from pippin.nn.recurrent.layer import Recurrent, RecurrentSpec, RecurrentState
+from pippin.nn.recurrent.layer import Recurrent, RecurrentSpec
+from pippin.nn.recurrent.states import RecurrentState
 
 WIDTH = 12
 SPECS = {

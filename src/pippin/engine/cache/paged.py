@@ -27,7 +27,7 @@ from pippin.engine.model_runner import BLOCK_SIZE, KVCacheDtype, ModelInput
 from pippin.language.decoder import DecoderConfig
 from pippin.nn.attention_capture import AttentionCapture
 from pippin.nn.kv_cache import AttentionObserver, KeyValues, New, PackedKeyValues
-from pippin.nn.recurrent.layer import States
+from pippin.nn.recurrent.states import States
 
 DTYPES: dict[KVCacheDtype, torch.dtype] = {
     "float32": torch.float32,
@@ -202,7 +202,7 @@ class _Sequence:
 class PagedPass:
     """The cache of one pass: a `pippin.nn.kv_cache.ResumableCache` over the block tables of its sequences.
 
-    It is also a `pippin.nn.recurrent.layer.StatefulCache` over the states of the sequences.
+    It is also a `pippin.nn.recurrent.states.StatefulCache` over the states of the sequences.
 
     Args:
         store: the blocks.

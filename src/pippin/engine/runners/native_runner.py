@@ -28,7 +28,7 @@ from pippin.language.decoder import Decoder, DecoderConfig, DecoderLayer
 from pippin.language.language_model import LanguageModel
 from pippin.nn.attention import Attention
 from pippin.nn.embedding import TokenEmbedding
-from pippin.nn.feedforward import FeedForward, MixtureOfExperts
+from pippin.nn.feedforward import NO_FEED_FORWARD, FeedForward, MixtureOfExperts
 from pippin.nn.linear import Linear
 from pippin.nn.lora import Adapter, LowRankUpdate
 from pippin.nn.norm import RMSNorm
@@ -410,6 +410,7 @@ def _not_in_kernels(config: DecoderConfig) -> list[str]:
     inner = [layer.feedforward for layer in config.layers]
     extras = {
         "recurrent layers": bool(config.recurrent_layers),
+        "layers of one part": any(not layer.attends or layer.feedforward == NO_FEED_FORWARD for layer in config.layers),
         "layer norms": config.norm != "rms",
         "norms without weights": not config.norm_weight,
         f"residual connections of the kind {config.residual!r}": config.residual not in ("pre", "pre and post"),
@@ -417,6 +418,8 @@ def _not_in_kernels(config: DecoderConfig) -> list[str]:
         "scaled residual connections": config.residual_scale != 1.0,
         "scaled or bounded logits": config.logit_scale != 1.0 or config.logit_softcap is not None,
         "learned positions": config.learned_positions,
+        "gated attention": config.attention_gate,
+        "layers with norms of their own": any(layer.residual is not None for layer in config.layers),
         "bounded scores": any(layer.attention.softcap is not None for layer in config.layers),
         "attention sinks": any(layer.attention.sinks for layer in config.layers),
         "latent attention": any(layer.attention.latent is not None for layer in config.layers),

@@ -1,8 +1,8 @@
 """`config.json` of Hugging Face's layout to a `DecoderConfig` and back.
 
 Notable here:
-- decoders with KV-sharing or recurrent layers are saved under Pippin's own model types, so that other libraries refuse
-  them instead of initializing the missing weights
+- decoders with KV sharing or Pippin's own recurrent layers are saved under model types of their own, so that other
+  libraries refuse them instead of initializing the missing weights
 - an unknown family is refused with the nearest names
 """
 
@@ -23,6 +23,7 @@ from pippin.language.families import (
     deepseek,
     ernie,
     exaone4,
+    falcon_h1,
     gemma,
     gemma4,
     glm,
@@ -30,16 +31,24 @@ from pippin.language.families import (
     gpt_neox,
     gpt_oss,
     granite,
+    granite_hybrid,
     helium,
     hunyuan,
+    kimi_linear,
+    lfm2,
     llama,
+    mamba2,
     minimax,
     mixtral,
     nanochat,
     nemotron,
+    nemotron_h,
     olmo,
+    olmo_hybrid,
     phi,
     qwen,
+    qwen_hybrid,
+    recurrent_gemma,
     seed_oss,
     stablelm,
     starcoder2,
@@ -75,6 +84,7 @@ FAMILIES: dict[str, Family] = {
         ernie.ERNIE4_5,
         ernie.ERNIE4_5_MOE,
         exaone4.EXAONE4,
+        falcon_h1.FALCON_H1,
         glm.GLM,
         glm.GLM4,
         glm.GLM4_MOE,
@@ -88,27 +98,44 @@ FAMILIES: dict[str, Family] = {
         hunyuan.HUNYUAN,
         hunyuan.HUNYUAN_MOE,
         minimax.MINIMAX_M2,
+        granite_hybrid.GRANITE_HYBRID,
+        kimi_linear.KIMI_LINEAR,
+        lfm2.LFM2,
+        lfm2.LFM2_MOE,
+        mamba2.MAMBA2,
         mixtral.MIXTRAL,
         nanochat.NANOCHAT,
         nemotron.NEMOTRON,
+        nemotron_h.NEMOTRON_H,
         olmo.OLMO,
         olmo.OLMO2,
         olmo.OLMO3,
         olmo.OLMOE,
+        olmo_hybrid.OLMO_HYBRID,
         phi.PHI3,
         phi.PHIMOE,
+        qwen_hybrid.QWEN3_NEXT,
+        qwen_hybrid.QWEN3_5,
+        qwen_hybrid.QWEN3_5_MOE,
+        recurrent_gemma.RECURRENT_GEMMA,
         seed_oss.SEED_OSS,
         stablelm.STABLELM,
         starcoder2.STARCODER2,
     )
 }
 """The families by their model type."""
-WRAPPERS = {"gemma3": "gemma3_text", "gemma4": "gemma4_text", "mistral3": "mistral"}
+WRAPPERS = {
+    "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "mistral3": "mistral",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
 """Multimodal models, whose text part is the decoder, with its model type where the file does not say it."""
 KV_SHARED = "pippin_kv_shared"
 """The model type of decoders with KV-sharing layers; ``base_model_type`` is their family."""
 RECURRENT = "pippin_recurrent"
-"""The model type of decoders with recurrent layers; ``base_model_type`` is their family."""
+"""The model type of decoders with Pippin's own recurrent layers; ``base_model_type`` is their family."""
 
 
 def from_hf(config: Mapping[str, Any]) -> DecoderConfig:
@@ -126,7 +153,8 @@ def from_hf(config: Mapping[str, Any]) -> DecoderConfig:
     if family in WRAPPERS:
         if not isinstance(config.get("text_config"), dict):
             raise CorruptedFile("config.json has no object 'text_config', which the model needs")
-        text = config["text_config"]
+        tied = {name: config[name] for name in ("tie_word_embeddings",) if name in config}
+        text = tied | config["text_config"]
         family = text.get("model_type", WRAPPERS[family])
         config = {**text, "model_type": family}
     if isinstance(family, str) and family in MODEL_TYPES:
@@ -147,7 +175,7 @@ def from_hf(config: Mapping[str, Any]) -> DecoderConfig:
 def to_hf(config: DecoderConfig) -> dict[str, Any]:
     """The `config.json` that describes this decoder to Hugging Face's transformers.
 
-    For KV-sharing or recurrent layers, which transformers does not have in these families, the model type is
+    For KV-sharing layers or Pippin's own recurrent ones, which transformers does not have, the model type is
     `KV_SHARED` or `RECURRENT`.
 
     Raises:
@@ -163,9 +191,11 @@ def to_hf(config: DecoderConfig) -> dict[str, Any]:
 
 def _fields(config: DecoderConfig) -> dict[str, Any]:
     """The fields of a configuration, not yet compared with what they are read as."""
-    if config.recurrent_layers:
-        specs = [None if layer.recurrent is None else asdict(layer.recurrent) for layer in config.layers]
-        base = _fields(replace(config, layers=tuple(replace(layer, recurrent=None) for layer in config.layers)))
+    if any(isinstance(layer.recurrent, RecurrentSpec) for layer in config.layers):
+        specs = [
+            asdict(layer.recurrent) if isinstance(layer.recurrent, RecurrentSpec) else None for layer in config.layers
+        ]
+        base = _fields(replace(config, layers=tuple(_attending(layer) for layer in config.layers)))
         own: dict[str, Any] = {"model_type": RECURRENT, "architectures": [], "base_model_type": config.family}
         return base | own | {"recurrent": specs}
     sources = [layer.attention.kv_source for layer in config.layers]
@@ -174,7 +204,13 @@ def _fields(config: DecoderConfig) -> dict[str, Any]:
         own = {"model_type": KV_SHARED, "architectures": [], "base_model_type": config.family, "kv_sources": sources}
         return base | own
     family = FAMILIES[config.family]
-    return common_fields(family, config) | family.write(config)
+    common = common_fields(family, config)
+    return {name: value for name, value in common.items() if name not in family.omitted} | family.write(config)
+
+
+def _attending(layer: LayerSpec) -> LayerSpec:
+    """The layer with attention in place of a recurrence of Pippin's own."""
+    return replace(layer, recurrent=None, attends=True) if isinstance(layer.recurrent, RecurrentSpec) else layer
 
 
 def _with_recurrence(config: DecoderConfig, specs: Sequence[Mapping[str, Any] | None]) -> DecoderConfig:

@@ -84,6 +84,7 @@ class Family:
         eps: the stored name of the epsilon of norms.
         shares_kv: whether layers may read the keys and values of others in this family's own format.
         predicts_more: whether files may hold layers after the last that predict further tokens; they are not read.
+        omitted: fields that `common_fields` writes and the family must not have.
     """
 
     model_type: str
@@ -96,6 +97,7 @@ class Family:
     eps: str = "rms_norm_eps"
     shares_kv: bool = False
     predicts_more: bool = False
+    omitted: tuple[str, ...] = ()
 
 
 # --- reading a configuration ------------------------------------------------------------------------------------------

@@ -22,7 +22,12 @@ def _dense(config: Fields) -> DecoderConfig:
 
 
 def _mixture(config: Fields) -> DecoderConfig:
-    inner = FeedForwardSpec(
+    return _read(config["model_type"], config, mixture(config))
+
+
+def mixture(config: Fields) -> FeedForwardSpec:
+    """Experts with a shared one."""
+    return FeedForwardSpec(
         config["intermediate_size"],
         activation_of(config),
         num_experts=config["num_local_experts"],
@@ -30,7 +35,6 @@ def _mixture(config: Fields) -> DecoderConfig:
         shared_intermediate_size=config.get("shared_intermediate_size") or 0,
         shared_gate=False,
     )
-    return _read(config["model_type"], config, inner)
 
 
 def _read(family: str, config: Fields, inner: FeedForwardSpec) -> DecoderConfig:
@@ -41,11 +45,28 @@ def _read(family: str, config: Fields, inner: FeedForwardSpec) -> DecoderConfig:
         feedforward=inner,
         qkv_bias=bias,
         output_bias=bias,
-        embedding_scale=float(config.get("embedding_multiplier", 1.0)),
-        attention_scale=float(config.get("attention_multiplier", 1.0)),
-        residual_scale=float(config.get("residual_multiplier", 1.0)),
-        logit_scale=1.0 / config.get("logits_scaling", 1.0),
+        **multipliers(config),
     )
+
+
+def multipliers(config: Fields) -> dict[str, Any]:
+    """Granite's multipliers, as fields of a `DecoderConfig`."""
+    return {
+        "embedding_scale": float(config.get("embedding_multiplier", 1.0)),
+        "attention_scale": float(config.get("attention_multiplier", 1.0)),
+        "residual_scale": float(config.get("residual_multiplier", 1.0)),
+        "logit_scale": 1.0 / config.get("logits_scaling", 1.0),
+    }
+
+
+def multiplier_fields(config: DecoderConfig) -> dict[str, Any]:
+    """The fields that `multipliers` reads."""
+    return {
+        "embedding_multiplier": config.embedding_scale,
+        "attention_multiplier": config.attention_scale,
+        "residual_multiplier": config.residual_scale,
+        "logits_scaling": 1.0 / config.logit_scale,
+    }
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
@@ -53,10 +74,7 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "attention_bias": config.qkv_bias,
         "mlp_bias": inner.bias,
-        "embedding_multiplier": config.embedding_scale,
-        "attention_multiplier": config.attention_scale,
-        "residual_multiplier": config.residual_scale,
-        "logits_scaling": 1.0 / config.logit_scale,
+        **multiplier_fields(config),
     }
     if inner.num_experts:
         fields |= {"num_local_experts": inner.num_experts, "num_experts_per_tok": inner.num_experts_per_tok}
@@ -65,7 +83,8 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
     return fields
 
 
-def _rules(config: DecoderConfig) -> list[TensorRule]:
+def mixture_rules(config: DecoderConfig) -> list[TensorRule]:
+    """Rules of experts, and of a shared one."""
     room = "block_sparse_moe"
     found = [
         *expert_rules({}, f"{room}.router.layer", (f"{room}.input_linear.weight", f"{room}.output_linear.weight"))(
@@ -82,5 +101,5 @@ def _rules(config: DecoderConfig) -> list[TensorRule]:
 
 
 GRANITE = Family("granite", "GraniteForCausalLM", _dense, _write)
-GRANITE_MOE = Family("granitemoe", "GraniteMoeForCausalLM", _mixture, _write, _rules)
-GRANITE_MOE_SHARED = Family("granitemoeshared", "GraniteMoeSharedForCausalLM", _mixture, _write, _rules)
+GRANITE_MOE = Family("granitemoe", "GraniteMoeForCausalLM", _mixture, _write, mixture_rules)
+GRANITE_MOE_SHARED = Family("granitemoeshared", "GraniteMoeSharedForCausalLM", _mixture, _write, mixture_rules)

@@ -31,7 +31,15 @@ def _qwen3(config: Fields) -> DecoderConfig:
     return read_decoder("qwen3", config, local=_local(config), qkv_bias=bias, output_bias=bias, qk_norm="head")
 
 
-def _mixture(config: Fields, shared: int, normalized: bool) -> Any:
+def read_mixture(config: Fields, shared: int, normalized: bool) -> Any:
+    """The feed-forward layer of each layer; some are dense.
+
+    Args:
+        config: the contents of `config.json`.
+        shared: inner size of a shared expert.
+        normalized: whether weights of experts sum to one, where the file does not say so.
+    """
+
     def feedforward(index: int) -> FeedForwardSpec:
         activation = activation_of(config)
         sparse = (index + 1) % config.get("decoder_sparse_step", 1) == 0
@@ -51,7 +59,7 @@ def _mixture(config: Fields, shared: int, normalized: bool) -> Any:
 
 def _qwen2_moe(config: Fields) -> DecoderConfig:
     shared = config["shared_expert_intermediate_size"]
-    feedforward = _mixture(config, shared, False)
+    feedforward = read_mixture(config, shared, False)
     return read_decoder(
         "qwen2_moe", config, local=_local(config), feedforward=feedforward, qkv_bias=config.get("qkv_bias", True)
     )
@@ -59,7 +67,7 @@ def _qwen2_moe(config: Fields) -> DecoderConfig:
 
 def _qwen3_moe(config: Fields) -> DecoderConfig:
     bias = bool(config.get("attention_bias"))
-    feedforward = _mixture(config, 0, False)
+    feedforward = read_mixture(config, 0, False)
     return read_decoder(
         "qwen3_moe",
         config,
@@ -75,7 +83,8 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
     return {"attention_bias": config.output_bias}
 
 
-def _write_mixture(config: DecoderConfig) -> dict[str, Any]:
+def write_mixture(config: DecoderConfig) -> dict[str, Any]:
+    """The fields of experts."""
     specs = [layer.feedforward for layer in config.layers]
     dense = [index for index, spec in enumerate(specs) if not spec.num_experts]
     sparse = next(spec for spec in specs if spec.num_experts)
@@ -89,5 +98,5 @@ def _write_mixture(config: DecoderConfig) -> dict[str, Any]:
 
 QWEN2 = Family("qwen2", "Qwen2ForCausalLM", _qwen2)
 QWEN3 = Family("qwen3", "Qwen3ForCausalLM", _qwen3, _write)
-QWEN2_MOE = Family("qwen2_moe", "Qwen2MoeForCausalLM", _qwen2_moe, _write_mixture, expert_rules())
-QWEN3_MOE = Family("qwen3_moe", "Qwen3MoeForCausalLM", _qwen3_moe, _write_mixture, expert_rules())
+QWEN2_MOE = Family("qwen2_moe", "Qwen2MoeForCausalLM", _qwen2_moe, write_mixture, expert_rules())
+QWEN3_MOE = Family("qwen3_moe", "Qwen3MoeForCausalLM", _qwen3_moe, write_mixture, expert_rules())

@@ -14,6 +14,7 @@ from typing import Any
 
 from pippin.core.errors import CorruptedFile
 from pippin.language.decoder import DecoderConfig
+from pippin.nn.feedforward import NO_FEED_FORWARD
 
 MAX_LAYERS = 1024
 MAX_EXPERTS = 1 << 16
@@ -27,6 +28,7 @@ _MAX_SIZES = {
     "max_position_embeddings": (1 << 31) - 1,
 }
 _MAX_INTERMEDIATE_SIZE = 1 << 24
+_MAX_STATE_SIZE = 1 << 30
 
 
 @contextmanager
@@ -60,7 +62,7 @@ def bounded(config: DecoderConfig) -> DecoderConfig:
         check_size(name, getattr(config, name), most)
     inner = [layer.feedforward for layer in config.layers]
     inner += [layer.experts for layer in config.layers if layer.experts is not None]
-    for spec in set(inner):
+    for spec in set(inner) - {NO_FEED_FORWARD}:
         check_size("intermediate_size", spec.intermediate_size, _MAX_INTERMEDIATE_SIZE)
         if spec.num_experts:
             check_size("num_experts", spec.num_experts, MAX_EXPERTS)
@@ -79,6 +81,8 @@ def bounded(config: DecoderConfig) -> DecoderConfig:
             check_size("shared_expert_intermediate_size", spec.shared_intermediate_size, _MAX_INTERMEDIATE_SIZE)
     experts = sum(spec.num_experts for spec in inner)
     check_size("num_experts in all layers", 1 + experts, MAX_EXPERTS)
+    for recurrent in {layer.recurrent for layer in config.layers if layer.recurrent is not None}:
+        check_size("elements of a recurrent state", 1 + recurrent.state_size(config.hidden_size), _MAX_STATE_SIZE)
     for attention in {layer.attention for layer in config.layers}:
         if attention.window is not None:
             check_size("sliding_window", attention.window, _MAX_SIZES["max_position_embeddings"])

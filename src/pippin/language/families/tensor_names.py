@@ -19,7 +19,15 @@ from pippin.core.errors import UnsupportedModel
 from pippin.language.decoder import DecoderConfig
 from pippin.language.families.family import Family, TensorRule, same
 
-PREFIXES = ("language_model.model.", "model.language_model.", "language_model.", "model.", "transformer.", "gpt_neox.")
+PREFIXES = (
+    "language_model.model.",
+    "model.language_model.",
+    "language_model.",
+    "model.",
+    "transformer.",
+    "gpt_neox.",
+    "backbone.",
+)
 """What names in checkpoints may begin with, that of wrappers around a decoder included."""
 _HEADS = ("lm_head.", "embed_out.")
 

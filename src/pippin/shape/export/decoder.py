@@ -52,8 +52,8 @@ def capture_decoder(
         raise InvalidArgument("the decoder is packed for inference; load it with pack=False to export it")
     if decoder.config.recurrent_layers:
         raise InvalidArgument(
-            f"layer {decoder.config.recurrent_layers[0]} is recurrent and is solved by iterations that end when they "
-            "have converged, which no exported program can say"
+            f"layer {decoder.config.recurrent_layers[0]} is recurrent, and exported programs keep keys and values but "
+            "no states"
         )
     if context > decoder.config.max_position_embeddings:
         raise InvalidArgument(f"context must be at most {decoder.config.max_position_embeddings}, got {context}")

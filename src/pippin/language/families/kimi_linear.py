@@ -1,0 +1,179 @@
+"""Kimi Linear: Kimi delta attention in three of four layers, latent attention without positions in the others.
+
+Notable here:
+- experts, their router and its bias are those of DeepSeek 3, under other names in the files
+- files of old describe the recurrence in an object of its own, and count its layers from 1
+
+Source: Kimi Team 2025, arXiv:2510.26692.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from pippin.core.errors import UnsupportedModel
+from pippin.language.decoder import DecoderConfig, LayerSpec
+from pippin.language.families.experts import expert_rules, shared_expert
+from pippin.language.families.family import Family, Fields, TensorRule, activation_of, read_decoder, refuse, rename
+from pippin.language.families.hybrid import convolutions, kinds_of, layer_kinds, parameters, recurrence
+from pippin.nn.attention import AttentionSpec, LatentSpec
+from pippin.nn.feedforward import FeedForwardSpec
+from pippin.nn.recurrent.gated_delta import GatedDeltaSpec
+from pippin.nn.routing import RouterSpec
+
+
+def _recurrence(config: Fields) -> GatedDeltaSpec:
+    old = config.get("linear_attn_config") or {}
+    heads, size = (old.get("num_heads") or config["linear_num_heads"], old.get("head_dim") or config["linear_head_dim"])
+    conv = old.get("short_conv_kernel_size") or config.get("linear_conv_kernel_dim", 4)
+    return GatedDeltaSpec(heads, heads, size, size, conv=conv, channel_rank=size)
+
+
+def _kinds(config: Fields) -> list[str]:
+    old, count = config.get("linear_attn_config") or {}, config["num_hidden_layers"]
+    kinds = config.get("layer_types")
+    if kinds is None and "full_attn_layers" in old:
+        attending = set(old["full_attn_layers"])
+        kinds = ["full_attention" if index + 1 in attending else "linear_attention" for index in range(count)]
+    if kinds is None:
+        kinds = ["full_attention" if index and index % 4 == 0 else "linear_attention" for index in range(count)]
+    return layer_kinds(config, kinds)
+
+
+def _feedforward(config: Fields, index: int) -> FeedForwardSpec:
+    activation = activation_of(config)
+    kinds = config.get("mlp_layer_types")
+    dense = index < config.get("first_k_dense_replace", 1) if kinds is None else kinds[index] == "dense"
+    if dense:
+        return FeedForwardSpec(config["intermediate_size"], activation)
+    return FeedForwardSpec(
+        config["moe_intermediate_size"],
+        activation,
+        num_experts=config["num_experts"],
+        num_experts_per_tok=config["num_experts_per_token"],
+        norm_topk_prob=config.get("moe_renormalize", True),
+        shared_intermediate_size=config["moe_intermediate_size"] * (config.get("num_shared_experts") or 0),
+        shared_gate=False,
+        router=RouterSpec(
+            scores="sigmoid",
+            choice_bias=True,
+            num_groups=config.get("num_expert_group") or 1,
+            num_chosen_groups=config.get("topk_group") or 1,
+            group_score="top two",
+            scale=config.get("routed_scaling_factor", 1.0),
+        ),
+    )
+
+
+def _read(config: Fields) -> DecoderConfig:
+    refuse("kimi_linear", config, "attention_bias")
+    if config.get("moe_router_activation_func", "sigmoid") != "sigmoid":
+        raise UnsupportedModel("experts of the kimi_linear family are scored by sigmoids only")
+    latent = LatentSpec(
+        kv_rank=config["kv_lora_rank"],
+        rotated_dim=config["qk_rope_head_dim"],
+        plain_dim=config["qk_nope_head_dim"],
+        value_dim=config["v_head_dim"],
+        q_rank=config.get("q_lora_rank"),
+    )
+    base = read_decoder(
+        "kimi_linear",
+        {
+            **config,
+            "num_key_value_heads": 1,
+            "head_dim": latent.kv_rank + latent.rotated_dim,
+            "max_position_embeddings": config["model_max_length"],
+        },
+        feedforward=lambda index: _feedforward(config, index),
+        rotary=lambda index, local: None,
+        local=lambda index: False,
+        attention=AttentionSpec(latent=latent),
+    )
+    spec = _recurrence(config)
+    layers = [
+        LayerSpec.recurring(spec, layer.feedforward) if kind == "recurrent" else layer
+        for layer, kind in zip(base.layers, _kinds(config), strict=True)
+    ]
+    return replace(base, layers=tuple(layers))
+
+
+def _write(config: DecoderConfig) -> dict[str, Any]:
+    spec: GatedDeltaSpec = recurrence(config)
+    latent = next(layer.attention.latent for layer in config.layers if layer.attention.latent is not None)
+    inner = [layer.feedforward for layer in config.layers]
+    dense = next((x for x in inner if not x.num_experts), inner[0])
+    sparse = next((x for x in inner if x.num_experts), inner[0])
+    return {
+        "layer_types": kinds_of(config),
+        "mlp_layer_types": ["sparse" if x.num_experts else "dense" for x in inner],
+        "model_max_length": config.max_position_embeddings,
+        "num_key_value_heads": config.num_attention_heads,
+        "head_dim": latent.rotated_dim,
+        "kv_lora_rank": latent.kv_rank,
+        "q_lora_rank": latent.q_rank,
+        "qk_rope_head_dim": latent.rotated_dim,
+        "qk_nope_head_dim": latent.plain_dim,
+        "v_head_dim": latent.value_dim,
+        "linear_num_heads": spec.value_heads,
+        "linear_head_dim": spec.value_dim,
+        "linear_conv_kernel_dim": spec.conv,
+        "intermediate_size": dense.intermediate_size,
+        "moe_intermediate_size": sparse.intermediate_size,
+        "num_experts": sparse.num_experts,
+        "num_experts_per_token": sparse.num_experts_per_tok,
+        "num_shared_experts": sparse.shared_intermediate_size // sparse.intermediate_size,
+        "moe_renormalize": sparse.norm_topk_prob,
+        "routed_scaling_factor": sparse.router.scale,
+        "num_expert_group": sparse.router.num_groups,
+        "topk_group": sparse.router.num_chosen_groups,
+    }
+
+
+_DENSE = ("gate_proj", "up_proj", "down_proj")
+_SINGLE = {
+    part: f"block_sparse_moe.experts.{{}}.{stored}"
+    for part, stored in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2"))
+}
+
+
+def _rates(stored: str) -> TensorRule:
+    """Rates of forgetting, which are stored with dimensions of size 1."""
+
+    def join(parts: Sequence[Tensor], config: DecoderConfig) -> Tensor:
+        return parts[0].view(1, 1, -1, 1)
+
+    return TensorRule(stored, ("recurrent",), lambda tensor, config: [tensor.flatten()], join, leaves=("A_log",))
+
+
+def _rules(config: DecoderConfig) -> list[TensorRule]:
+    mixer, forget = "self_attn", "self_attn.forget_gate"
+    found = [
+        *rename(**{f"recurrent__{name}": f"{mixer}.{name}" for name in ("q_proj", "k_proj", "v_proj", "b_proj")}),
+        *rename(**{f"recurrent__{name}_conv": f"{mixer}.{name}_conv1d" for name in ("q", "k", "v")}),
+        *rename(recurrent__a_proj__down=f"{mixer}.f_a_proj", recurrent__a_proj__up=f"{mixer}.f_b_proj"),
+        *rename(recurrent__a_proj__down=f"{forget}.f_a_proj", recurrent__a_proj__up=f"{forget}.f_b_proj"),
+        *rename(recurrent__gate_proj__down=f"{mixer}.g_a_proj", recurrent__gate_proj__up=f"{mixer}.g_b_proj"),
+        *rename(recurrent__out_proj=f"{mixer}.o_proj", recurrent__norm=f"{mixer}.o_norm"),
+        *rename(**{f"mlp__{name}": f"mlp.{name}" for name in _DENSE}),
+        *rename(**{f"mlp__{name}": f"block_sparse_moe.{name}" for name in _DENSE}),  # as transformers writes them
+        convolutions(f"{mixer}.conv1d", recurrence(config).sizes),
+        *(_rates(name) for name in (mixer, forget)),
+        *(parameters(name, "dt_bias") for name in (mixer, forget)),
+    ]
+    if any(layer.feedforward.num_experts for layer in config.layers):
+        bias = ("e_score_correction_bias",)
+        found += [
+            *expert_rules(_SINGLE, "block_sparse_moe.gate")(config),
+            *expert_rules({}, "mlp.gate")(config),
+            *(TensorRule(name, ("mlp.gate",), leaves=bias) for name in ("block_sparse_moe.gate", "mlp.gate")),
+            *shared_expert("block_sparse_moe.shared_experts"),
+            *shared_expert(),
+        ]
+    return found
+
+
+KIMI_LINEAR = Family("kimi_linear", "KimiLinearForCausalLM", _read, _write, _rules)
