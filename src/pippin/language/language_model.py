@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, get_args, overload
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from pippin.core.store import reference
 from pippin.core.store.reference import Resolved
 from pippin.data.text.chat_template import ChatTemplate
 from pippin.data.text.tokenizer import Tokenizer
+from pippin.data.text.tool_dialect_name import ToolDialectName
 from pippin.language import adapter_files, families
 from pippin.language.decoder import Decoder, DecoderConfig, DecoderLayer
 from pippin.language.model_license import find_license
@@ -67,6 +68,8 @@ class LanguageModel:
         adapters: loaded adapters by name.
         notes: for a model that another library quantized: which matrices are computed in the format that they are
             stored in, and which are widened, with the memory that both take.
+        tool_dialect: how the model writes calls of tools (`pippin.session.tool_dialects`); None for what its template
+            shows.
     """
 
     name: str
@@ -76,6 +79,7 @@ class LanguageModel:
     source: Path | None = None
     adapters: dict[str, Adapter] = field(default_factory=dict, compare=False, repr=False)
     notes: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    tool_dialect: ToolDialectName | None = None
 
     @property
     def config(self) -> DecoderConfig:
@@ -177,6 +181,7 @@ def load(
     bits: Bits | None = None,
     pack: bool = True,
     transform: Transform | None = None,
+    tool_dialect: ToolDialectName | None = None,
 ) -> LanguageModel:
     """Load a language model.
 
@@ -194,6 +199,8 @@ def load(
         transform: maps the config in the checkpoint to the config of the decoder to build, such as
             `pippin.language.methods.kv_routing.fewer_caches`. It is called before weights are read; tensors that the
             new decoder does not use are not read.
+        tool_dialect: how the model writes calls of tools, such as "hermes" (docs/tutorials/tools.md lists them); None
+            for what the folder or the chat template says.
 
     Raises:
         ModelNotFound: nothing answers to ``ref``.
@@ -212,7 +219,7 @@ def load(
     model = assemble(found, headers, packing, pack=pack)
     del headers
     memory.trim()  # the mapping of the file is released as well
-    return model
+    return model if tool_dialect is None else replace(model, tool_dialect=tool_dialect)
 
 
 def assemble(found: Resolved, headers: CheckpointHeaders, packing: Packing, *, pack: bool) -> LanguageModel:
@@ -224,7 +231,21 @@ def assemble(found: Resolved, headers: CheckpointHeaders, packing: Packing, *, p
     notes = quantization_notes(headers.quantized, headers.module, headers.kinds, reasons, packing)
     _fill(headers, packing, pack)
     template = ChatTemplate(tokenizer.chat_template, tokenizer) if tokenizer.chat_template else None
-    return LanguageModel(found.name, headers.module, tokenizer, template, found.path, notes=notes)
+    return LanguageModel(
+        found.name, headers.module, tokenizer, template, found.path, notes=notes, tool_dialect=_stored_dialect(found)
+    )
+
+
+def _stored_dialect(found: Resolved) -> ToolDialectName | None:
+    """The tool dialect that a folder was saved with.
+
+    Raises:
+        CorruptedFile: there is no dialect of that name.
+    """
+    name = None if found.kind == "gguf" else open_folder(found.path).config.get("tool_dialect")
+    if name is not None and name not in (known := get_args(ToolDialectName)):
+        raise CorruptedFile(f"{found.path}: config.json: tool_dialect is {name!r}; there are {', '.join(known)}")
+    return name
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any
 from pippin.core.errors import UnsupportedCapability
 from pippin.data.text.chat_template import CallForm
 from pippin.language.language_model import LanguageModel
-from pippin.session.tool_dialects.dialect import HERMES, ToolDialect, detect, writes
+from pippin.session.tool_dialects.dialect import BY_NAME, HERMES, ToolDialect, detect, writes
 from pippin.session.tools import ToolDefinition
 from pippin.session.transcript import (
     Answer,
@@ -34,7 +34,7 @@ THINK, ANSWER = "<think>", "</think>"
 TOOL_TEXT = """You can call these tools:
 {tools}
 
-To call a tool, write its name and its arguments as JSON:
+To call a tool, write its name and its arguments {form}:
 {example}
 You will then read what the tool returned, and answer with it."""
 
@@ -93,13 +93,16 @@ def can_think(model: LanguageModel) -> bool:
 
 
 def dialect_of(model: LanguageModel) -> ToolDialect:
-    """The dialect in which a model writes calls of tools."""
+    """The dialect in which a model writes calls of tools: the one that was named when it was opened, or its own."""
+    if model.tool_dialect is not None:
+        return BY_NAME[model.tool_dialect]
     return HERMES if model.template is None else detect(model.template)
 
 
 def _tool_text(definitions: list[dict[str, Any]], dialect: ToolDialect) -> str:
     lines = "\n".join(json.dumps(definition["function"], ensure_ascii=False) for definition in definitions)
-    return TOOL_TEXT.format(tools=lines, example=dialect.write([("tool name", {"argument": "value"})]))
+    form = "as JSON" if dialect.notation is None else "in this form"
+    return TOOL_TEXT.format(tools=lines, form=form, example=dialect.write([("tool name", {"argument": "value"})]))
 
 
 def _messages(
@@ -111,7 +114,7 @@ def _messages(
     said = [entry.text for entry in entries if isinstance(entry, Instructions)]
     system = "\n\n".join(text for text in (*said, tool_text) if text)
     turns: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
-    numbers: dict[str, str] = {}  # templates of Mistral refuse ids of another length
+    numbers: dict[str, str] = {}  # in the form that the template takes
     for index, entry in enumerate(entries):
         if isinstance(entry, Prompt):
             text = f"{entry.text}\n\n{hint}" if hint and index == last_prompt else entry.text
@@ -125,7 +128,7 @@ def _messages(
                 turns.append({"role": "assistant", "content": content})
                 continue
             for call in entry.calls:
-                numbers[call.id] = f"{len(numbers):09d}"
+                numbers[call.id] = form.id(len(numbers), call.name)
             ids = [numbers[call.id] for call in entry.calls]
             turns.append(form.message(entry.text, [(id, *call) for id, call in zip(ids, called, strict=True)]))
         elif isinstance(entry, ToolOutput):

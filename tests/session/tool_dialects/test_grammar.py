@@ -120,7 +120,7 @@ def test_what_is_allowed_and_what_is_not(name):
     for wrong in (
         one.replace("weather", "whether"),
         one.replace("Rome", "Bonn"),
-        one.replace('"days": 3', '"days": 8'),
+        dialect.write([("weather", GOOD[0][1] | {"days": 8})]),
     ):
         assert not allows(name, wrong, required=True, **options)
         assert not dialect.marker or not allows(name, wrong, **options), "a marker begins a call of a declared tool"

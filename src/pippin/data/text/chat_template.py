@@ -37,10 +37,16 @@ class CallForm:
     Args:
         empty_content: the content of a message of calls without text; templates ask for "" or for None.
         arguments_as_text: whether arguments are given as JSON text instead of as an object.
+        named_ids: whether the template shows the id of a call instead of its name, so that the id must hold the name.
     """
 
     empty_content: str | None = ""
     arguments_as_text: bool = False
+    named_ids: bool = False
+
+    def id(self, number: int, name: str) -> str:
+        """The id of a call, from its number in the conversation and the name of the tool."""
+        return f"functions.{name}:{number}" if self.named_ids else f"{number:09d}"  # templates of Mistral want nine
 
     def message(self, text: str, calls: Sequence[tuple[str, str, Mapping[str, Any]]]) -> dict[str, Any]:
         """The message of an assistant that calls tools.
@@ -64,7 +70,9 @@ class CallForm:
 
 
 # Templates that take an object write text in quotation marks, so that text is tried last.
-_CALL_FORMS = tuple(CallForm(empty, as_text) for as_text in (False, True) for empty in ("", None))
+_CALL_FORMS = tuple(
+    CallForm(empty, as_text, named) for named in (False, True) for as_text in (False, True) for empty in ("", None)
+)
 
 
 class ChatTemplate:
@@ -116,7 +124,8 @@ class ChatTemplate:
     def _shows_calls(self, form: CallForm, count: int) -> bool:
         """Whether names, arguments and results of this many calls reach the prompt."""
         numbers = range(count)
-        calls = [(f"{at:09d}", f"name{at}{_PROBE}", {"x": f"value{at}{_PROBE}"}) for at in numbers]
+        names = [f"name{at}{_PROBE}" for at in numbers]
+        calls = [(form.id(at, name), name, {"x": f"value{at}{_PROBE}"}) for at, name in enumerate(names)]
         shown = self._probe(
             *map(
                 self._shaped,

@@ -339,7 +339,10 @@ class _Writer:
         self.waiting: list[Key] = []
 
     def write(self, root: Key) -> str:
-        first = self.value(root)
+        return self.finish(self.value(root))
+
+    def finish(self, first: str) -> str:
+        """The grammar whose rule ``start`` is ``first``, with all rules that it refers to."""
         while self.waiting:
             key = self.waiting.pop()
             with about(key):
@@ -479,12 +482,17 @@ class _Writer:
     # --- objects ------------------------------------------------------------------------------------------------------
 
     def object(self, shape: Object) -> str:
+        return f'"{{" {self.entries(shape)} "}}"'
+
+    def entry(self, name: str, key: Key) -> str:
+        """A named property."""
+        return f"{self.terminal(String(values=(name,)).terminal)} {self.colon} {self.value(key)}"
+
+    def entries(self, shape: Object) -> str:
+        """The properties of an object, without the braces."""
         shape = shape.with_names(shape.required)
         satisfiable = [(name, key) for name, key in shape.properties if key in self.satisfiable.keys]
-        entries = [
-            f"{self.terminal(String(values=(name,)).terminal)} {self.colon} {self.value(key)}"
-            for name, key in satisfiable
-        ]
+        entries = [self.entry(name, key) for name, key in satisfiable]
         needed = [name in shape.required for name, _ in satisfiable]
         taken = tuple(String(values=tuple(n for n, _ in shape.properties)).terminal for _ in (1,) if shape.properties)
         others = [self.other(names, taken) for names in shape.others if names.key in self.satisfiable.keys]
@@ -493,8 +501,8 @@ class _Writer:
             return self.containing_object(shape, entries, needed, other, taken)
         if shape.high is None and shape.low <= max(sum(needed), int(not entries and bool(other))):
             least_others = 1 if shape.low > sum(needed) else 0
-            return f'"{{" {self.uncounted(entries, needed, other, least_others)} "}}"'
-        return f'"{{" {self.counted(entries, needed, other, shape.low, shape.high)} "}}"'
+            return self.uncounted(entries, needed, other, least_others)
+        return self.counted(entries, needed, other, shape.low, shape.high)
 
     def containing_object(
         self, shape: Object, entries: list[str], needed: list[bool], other: str, taken: tuple[str, ...]
@@ -519,7 +527,7 @@ class _Writer:
                 break
         else:
             choices.append(first)
-        return f'"{{" ({" | ".join(choices)}) "}}"'
+        return f"({' | '.join(choices)})"
 
     def other(self, names: Names, taken: tuple[str, ...]) -> str:
         key = String(include=names.include, exclude=(*names.exclude, *taken)).terminal

@@ -218,7 +218,7 @@ class LocalModel(Provider):
         if not tools and not dialect.channels:
             yield from self._text(request, ids, constraint, usage, timing)
             return
-        answer = call_reader(dialect, [tool.name for tool in tools], typed=schema is not None)
+        answer = call_reader(dialect, {tool.name: tool.schema.json_schema for tool in tools}, typed=schema is not None)
         stop = _StopOrCancel(request.cancel)
         with closing(self._events(request, ids, options, constraint, stop=stop)) as events:
             for event in events:

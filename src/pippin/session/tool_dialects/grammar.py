@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from pippin.data.text.tokenizer import Tokenizer
+from pippin.engine.grammar.arguments import argument_grammar
 from pippin.engine.grammar.constraint import Grammar
 from pippin.engine.grammar.lark import compose
-from pippin.session.tool_dialects.dialect import ARGUMENTS, NAME, ToolDialect
+from pippin.session.tool_dialects.dialect import ARGUMENTS, INDEX, NAME, PYTHON_TAGS, ToolDialect
 from pippin.session.tools import ToolDefinition
 from pippin.session.types.schema import Schema
 
@@ -58,6 +59,11 @@ def tool_grammar(
     return rules.free()
 
 
+def pythonic_opening(name: str) -> str:
+    """The regular expression of a list of calls in Python's notation up to the arguments of the first, as `opening`."""
+    return rf"{SPACE}\[{SPACE}{name}\("
+
+
 def opening(fence: str, name: str) -> str:
     """The regular expression of a call inside ``fence`` up to its arguments, for the engine and for Python's `re`."""
     keys = "|".join(ARGUMENTS)
@@ -90,8 +96,8 @@ class _Rules:
             starts.append(f"open {self.calls(without=marker)}")
             calls.append(_ANY + re.escape(marker).replace("/", r"\/"))
             rules.append(f"open[lazy]: /{calls[-1]}/")
-        elif (python := self.tokens.get("<|python_tag|>")) is not None:
-            starts.append(f"<[{python}]> {self.calls()}")
+        else:
+            starts += [f"<[{self.tokens[tag]}]> {self.calls()}" for tag in PYTHON_TAGS if tag in self.tokens]
         more = ""
         if dialect.fenced and self.max_calls > 1:
             named = " | ".join(self.named(index) for index in range(len(self.tools)))
@@ -104,30 +110,44 @@ class _Rules:
                 calls.append(_ANY + opening("```(?:json)?", tool.name))
                 rules.append(f"fence_{index}[lazy]: /{calls[-1]}/")
             if dialect.bare:
-                starts.append(f"bare_{index} {rest}")
-                calls.append(opening(SPACE, tool.name))
+                starts.append(f"bare_{index} {rest if dialect.notation is None else self.rest(index)}")
+                calls.append(opening(SPACE, tool.name) if dialect.notation is None else pythonic_opening(tool.name))
                 rules.append(f"bare_{index}[lazy]: /{calls[-1]}/")
         rules.append(f"FREE: /{_ANY}/" + (f" & ~/(?:{'|'.join(calls)}){_ANY}/" if calls else ""))
         return self.compose([f"start: {' | '.join(starts)}", *rules])
 
     def calls(self, without: str = "") -> str:
         """One call or more; ``without`` is the marker that they begin with, where it is written already."""
-        dialect = self.dialect
-        more = ""
-        if self.max_calls > 1 and not dialect.bare:
-            self.shared["more"] = f"{self.text(dialect.between)} {self.call()}"
-            more = f"more{{0,{self.max_calls - 1}}}"
-        return f"{self.call(dialect.begin, without)} {more} {self.text(dialect.end)}"
+        return f"{self.call(self.dialect.begin, without)} {self.more()} {self.text(self.dialect.end)}"
+
+    def more(self) -> str:
+        """The calls after the first."""
+        if self.max_calls == 1 or (self.dialect.bare and self.dialect.notation is None):
+            return ""
+        if "more" not in self.shared:
+            self.shared["more"] = ""  # the rule that is being written
+            self.shared["more"] = f"{self.text(self.dialect.between)} {self.call()}"
+        return f"more{{0,{self.max_calls - 1}}}"
+
+    def rest(self, index: int) -> str:
+        """The arguments of the first call, and all that follows them."""
+        after, end = self.text(self.dialect.after), self.text(self.dialect.end)
+        return f"{self.arguments(index)} {after} {self.more()} {end}"
 
     def call(self, begin: str = "", without: str = "") -> str:
         """One call, after ``begin`` and without the text that is written already."""
         dialect = self.dialect
         calls = (
             f"{self.text((begin + dialect.before).replace(NAME, tool.name).removeprefix(without))} "
-            f"{self.arguments(index) if dialect.key is None else self.named(index)} {self.text(dialect.after)}"
+            f"{self.written(index)} {self.text(dialect.after)}"
             for index, tool in enumerate(self.tools)
         )
         return f"({' | '.join(calls)})"
+
+    def written(self, index: int) -> str:
+        """What a call has between the fixed texts."""
+        named = self.dialect.key is not None and self.dialect.notation is None
+        return self.named(index) if named else self.arguments(index)
 
     def named(self, index: int) -> str:
         """The JSON of a call with its name, in the lexemes of the grammars of JSON: a longer one would hide theirs."""
@@ -136,15 +156,26 @@ class _Rules:
         return f'{" ".join(map(_text, pieces))} {self.arguments(index)} "}}"'
 
     def arguments(self, index: int) -> str:
-        """The JSON of the arguments of a tool."""
-        self.parts[f"arguments_{index}"] = self.tools[index].schema.grammar
-        return f"arguments_{index}"
+        """The arguments of a tool."""
+        name, tool, notation = f"arguments_{index}", self.tools[index], self.dialect.notation
+        if name not in self.parts:
+            self.parts[name] = (
+                tool.schema.grammar
+                if notation is None
+                else argument_grammar(tool.schema.json_schema, notation, self.text)
+            )
+        return name
 
     def text(self, text: str) -> str:
-        """A fixed text, with control tokens as tokens."""
-        pattern = "|".join(map(re.escape, sorted(self.tokens, key=len, reverse=True))) or "(?!)"
-        pieces = (piece for piece in re.split(f"({pattern})", text) if piece)
-        return " ".join(self.token(piece) if piece in self.tokens else _text(piece) for piece in pieces)
+        """A fixed text, with control tokens as tokens, and any number for `INDEX`."""
+        pattern = "|".join(map(re.escape, [*sorted(self.tokens, key=len, reverse=True), INDEX]))
+        return " ".join(self.piece(piece) for piece in re.split(f"({pattern})", text) if piece)
+
+    def piece(self, text: str) -> str:
+        """A control token, a number, or text."""
+        if text == INDEX:
+            return "/[0-9]{1,4}/"
+        return self.token(text) if text in self.tokens else _text(text)
 
     def token(self, text: str) -> str:
         """A control token; SentencePiece may write a space at the beginning of the text after Mistral's marker."""

@@ -12,11 +12,12 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any, Final
 
-from pippin.session.tool_dialects.dialect import ARGUMENTS, NAME, ToolDialect
-from pippin.session.tool_dialects.grammar import SPACE, opening
+from pippin.engine.grammar.arguments import ArgumentReader
+from pippin.session.tool_dialects.dialect import ARGUMENTS, INDEX, NAME, PYTHON_TAGS, ToolDialect
+from pippin.session.tool_dialects.grammar import SPACE, opening, pythonic_opening
 
 _STRUCTURE: Final = re.compile(r'\\.|["{}\[\]]', re.DOTALL)
 _FENCE: Final = "```(?:json)?"
@@ -28,15 +29,15 @@ _GAP: Final = re.compile(r"\s+|(?<=\[TOOL_CALLS\])")
 _END_OF_MESSAGE: Final = "<|end|>"
 
 
-def call_reader(dialect: ToolDialect, names: Iterable[str], *, typed: bool = False) -> CallReader:
+def call_reader(dialect: ToolDialect, schemas: Mapping[str, Any], *, typed: bool = False) -> CallReader:
     """A reader of one answer.
 
     Args:
         dialect: how the model writes calls; its control tokens are spelled in the text.
-        names: names of the declared tools.
+        schemas: JSON Schemas of the arguments, by the names of the declared tools.
         typed: the answer is no free text: calls stand at its start only, and in the dialect's own form.
     """
-    return _Channels(names, typed) if dialect.channels else _Calls(dialect, names, typed)
+    return _Channels(schemas, typed) if dialect.channels else _Calls(dialect, schemas, typed)
 
 
 class CallReader(ABC):
@@ -49,8 +50,8 @@ class CallReader(ABC):
         reasoning: reasoning that has not been taken yet.
     """
 
-    def __init__(self, names: Iterable[str]) -> None:
-        self.names = frozenset(names)
+    def __init__(self, schemas: Mapping[str, Any]) -> None:
+        self.schemas = schemas
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.repeated = False
         self.partial = self.reasoning = ""
@@ -81,10 +82,14 @@ class CallReader(ABC):
             values = json.loads(text)
         except (ValueError, RecursionError):
             return False
-        if name is None:
+        if name is None and isinstance(values, dict):
             name = values.get("name")
             values = next((values[key] for key in ARGUMENTS if key in values), None)
-        if not isinstance(name, str) or name not in self.names or not isinstance(values, dict):
+        return self._add_values(name, values)
+
+    def _add_values(self, name: Any, values: Any) -> bool:
+        """Add a call; False if it is of no declared tool."""
+        if not isinstance(name, str) or name not in self.schemas or not isinstance(values, dict):
             return False
         key = json.dumps([name, values], sort_keys=True)
         self.repeated = key in self._seen
@@ -97,21 +102,23 @@ class CallReader(ABC):
 class _Calls(CallReader):
     """Text, then calls; the buffer is the text that is withheld, or what follows the last whole call."""
 
-    def __init__(self, dialect: ToolDialect, names: Iterable[str], typed: bool) -> None:
-        super().__init__(names)
+    def __init__(self, dialect: ToolDialect, schemas: Mapping[str, Any], typed: bool) -> None:
+        super().__init__(schemas)
         self._dialect, self._typed = dialect, typed
         self._calling = self._malformed = self._shown = False
-        self._extent: _Extent | None = None
+        self._extent: _Extent | _ArgumentExtent | None = None
         self._name: str | None = None
-        any_name = f"(?:{'|'.join(map(re.escape, sorted(self.names))) or '(?!)'})"
-        heads = [f'{{"name":"{name}","{key}":' for name in sorted(self.names) for key in ARGUMENTS]
-        marker = dialect.marker or "<|python_tag|>"
-        self._openings, self._prefixes = [re.escape(marker)], [_squeezed(marker)]
+        names, pythonic = sorted(schemas), dialect.bare and dialect.notation is not None
+        any_name = f"(?:{'|'.join(map(re.escape, names)) or '(?!)'})"
+        heads = [f'{{"name":"{name}","{key}":' for name in names for key in ARGUMENTS]
+        markers = [dialect.marker] if dialect.marker else [*PYTHON_TAGS]
+        self._openings, self._prefixes = [*map(re.escape, markers)], [*map(_squeezed, markers)]
         first, following = [], []
-        if dialect.bare:
-            first.append(r"(?:<\|python_tag\|>)?\s*")
+        tag = rf"(?:{'|'.join(map(re.escape, PYTHON_TAGS))})?\s*" if dialect.bare else ""
+        if dialect.bare and not pythonic:
+            first.append(tag)
         else:
-            first.append(_flexible(dialect.begin + dialect.before))
+            first.append(tag + _flexible(dialect.begin + dialect.before))
             following.append(_flexible(dialect.after + dialect.between + dialect.before))
         if dialect.fenced and not typed:
             self._openings.append(opening(_FENCE, any_name))
@@ -119,10 +126,12 @@ class _Calls(CallReader):
             first.append(rf"{_FENCE}\s*")
             following.append(rf"\s*```\s*{_FENCE}\s*")
         self._opening = re.compile("|".join(self._openings))
-        self._bare = re.compile(opening(SPACE, any_name)) if dialect.bare else None
-        self._bare_prefixes = heads if dialect.bare else []
+        bare = pythonic_opening(any_name) if pythonic else opening(SPACE, any_name)
+        self._bare = re.compile(bare) if dialect.bare else None
+        self._bare_prefixes = [f"[{name}(" for name in names] if pythonic else heads if dialect.bare else []
+        begun = "" if dialect.notation is not None else "(?={)"
         self._first, self._following = (
-            re.compile(f"(?:{'|'.join(each) or '(?!)'})(?={{)") for each in (first, following)
+            re.compile(f"(?:{'|'.join(each) or '(?!)'}){begun}") for each in (first, following)
         )
 
     @property
@@ -193,14 +202,33 @@ class _Calls(CallReader):
                 if match is None:
                     return
                 self._name = match.groupdict().get("name")
-                self._extent = _Extent(match.end())
+                self._extent = self._begin(match.end())
+                if self._extent is None:
+                    self._malformed = True
+                    return
             end = self._extent.end(self._buffer)
             if end is None:
+                self._malformed = isinstance(self._extent, _ArgumentExtent) and self._extent.reader.malformed
                 return
-            if self._add(self._name, self._buffer[self._extent.start : end]):
+            if self._is_call(self._extent, end):
                 self._buffer, self._extent = self._buffer[end:], None
             else:
                 self._malformed = True
+
+    def _begin(self, start: int) -> _Extent | _ArgumentExtent | None:
+        """The extent of the arguments that begin there; None for those of no declared tool, if they need its schema."""
+        notation = self._dialect.notation
+        if notation is None:
+            return _Extent(start)
+        if self._name not in self.schemas:
+            return None
+        return _ArgumentExtent(start, ArgumentReader(self.schemas[self._name], notation, self._dialect.after))
+
+    def _is_call(self, extent: _Extent | _ArgumentExtent, end: int) -> bool:
+        """Add the call that ends there; False if it is none."""
+        if isinstance(extent, _ArgumentExtent):
+            return self._add_values(self._name, extent.reader.values)
+        return self._add(self._name, self._buffer[extent.start : end])
 
     def _is_closing(self) -> bool:
         """Whether what follows the last call only closes it."""
@@ -212,8 +240,8 @@ class _Calls(CallReader):
 class _Channels(CallReader):
     """Messages on channels: reasoning, comments, the answer, or a call to a function."""
 
-    def __init__(self, names: Iterable[str], typed: bool) -> None:
-        super().__init__(names)
+    def __init__(self, schemas: Mapping[str, Any], typed: bool) -> None:
+        super().__init__(schemas)
         self._hidden = {"analysis", "commentary"} if typed else {"analysis"}
         self._channel = ""
         self._name: str | None = None
@@ -293,6 +321,19 @@ class _Extent:
         return None
 
 
+class _ArgumentExtent:
+    """Finds the end of arguments that are written one by one, and reads them."""
+
+    def __init__(self, start: int, reader: ArgumentReader) -> None:
+        self._at, self.reader = start, reader
+
+    def end(self, text: str) -> int | None:
+        """The position after the arguments; None if they go on. From one call to the next, text is only appended."""
+        end = self.reader.read(text, self._at)
+        self._at = self.reader.at
+        return end
+
+
 def _squeezed(text: str) -> str:
     """The text without white space."""
     return "".join(text.split())
@@ -300,5 +341,8 @@ def _squeezed(text: str) -> str:
 
 def _flexible(text: str) -> str:
     """A fixed text as a regular expression, with any white space where it has some, and the name as a group."""
-    words = (re.escape(word).replace(re.escape(NAME), r"(?P<name>[\w-]+)") for word in re.split(_GAP, text))
+    words = (
+        re.escape(word).replace(re.escape(NAME), r"(?P<name>[\w-]+)(?=[^\w-])").replace(re.escape(INDEX), r"\d+")
+        for word in re.split(_GAP, text)
+    )
     return r"\s*" + r"\s*".join(words) + r"\s*"
