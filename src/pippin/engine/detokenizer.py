@@ -14,6 +14,12 @@ from collections.abc import Sequence
 class Detokenizer:
     """Turns the bytes of tokens into text that may be shown.
 
+    Attributes:
+        stopped: whether a stop string was found.
+        text: all text that could be shown so far.
+        pending: text that is withheld, since it may begin a stop string.
+        rest: the text behind the stop string.
+
     >>> stream = Detokenizer(stop=["END"])
     >>> [stream.push(part) for part in (b"caf\\xc3", b"\\xa9 E", b"N", b"x EN", b"D!")]
     ['caf', 'é ', '', 'ENx ', '']
@@ -24,8 +30,7 @@ class Detokenizer:
     def __init__(self, stop: Sequence[str] = ()) -> None:
         self.stop = tuple(stop)
         self.stopped = False
-        self.text = ""
-        self._pending = ""
+        self.text = self.pending = self.rest = ""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, data: bytes) -> str:
@@ -37,19 +42,20 @@ class Detokenizer:
         if self.stopped:
             return ""
         rest = self._release(self._decoder.decode(b"", final=True))
-        pending, self._pending = self._pending, ""
+        pending, self.pending = self.pending, ""
         self.text += pending
         return rest + pending
 
     def _release(self, new: str) -> str:
-        text = self._pending + new
-        cuts = [at for at in (text.find(stop) for stop in self.stop) if at >= 0]
+        text = self.pending + new
+        cuts = [(at, len(stop)) for stop in self.stop if (at := text.find(stop)) >= 0]
         if cuts:
+            at, length = min(cuts)
             self.stopped = True
-            ready, self._pending = text[: min(cuts)], ""
+            ready, self.pending, self.rest = text[:at], "", text[at + length :]
         else:
             keep = max((_overlap(text, stop) for stop in self.stop), default=0)
-            ready, self._pending = text[: len(text) - keep], text[len(text) - keep :]
+            ready, self.pending = text[: len(text) - keep], text[len(text) - keep :]
         self.text += ready
         return ready
 

@@ -19,6 +19,7 @@ from pippin.core import device as devices
 from pippin.core.checks import NonNegativeFloat, PositiveFloat, PositiveInt, Probability, checked
 from pippin.core.errors import InvalidArgument
 from pippin.core.options import Option
+from pippin.data.text.tool_dialect_name import ToolDialectName
 
 SAMPLING, MACHINE, SPEED = "Sampling", "Model and machine", "Speed and memory"
 
@@ -67,6 +68,10 @@ Speculate = Annotated[
         "HOW",
     ),
 ]
+ToolDialect = Annotated[
+    ToolDialectName | None,
+    Option("How the model writes calls of tools; by default what its chat template shows.", MACHINE, "NAME"),
+]
 PromptCache = Annotated[
     Path | None,
     Option(
@@ -93,6 +98,7 @@ class ModelOptions:
     kv_cache_dtype: KVCacheChoice = "auto"
     kv_sharing_ratio: KVSharingRatio = None
     threads: Threads = None
+    tool_dialect: ToolDialect = None
     speculate: Speculate = None
     prompt_cache: PromptCache = None
 

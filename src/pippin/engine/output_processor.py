@@ -5,6 +5,7 @@ Notable here:
 - order of the hooks on the logits: repetition, frequency and presence penalty, logit bias, constraint, then
   temperature, top-k, top-p, min-p, sampling
 - tokens that a grammar forces are appended without a pass of the model
+- reasoning comes before all that: a grammar, stop strings and log-probabilities begin with the answer
 - speculative decoding only changes how many rows of logits come at once: each row goes through the same hooks in the
   same order, and the rows behind the first rejected draft token are ignored
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -26,6 +28,7 @@ from pippin.engine.options import SamplingOptions
 from pippin.engine.request import Finished, FinishReason, Request, Token
 from pippin.engine.sampling import Sampler
 from pippin.engine.speculation.drafts import CachePosition, Draft
+from pippin.engine.thinking import ThinkingPhase
 from pippin.engine.token_ids import check_token_ids, common_prefix
 from pippin.language.language_model import LanguageModel
 
@@ -92,6 +95,12 @@ class OutputProcessor:
         self.constraint: Constraint | None = None
         if request.grammar is not None:
             self.constraint = request.grammar.start(model.tokenizer)
+        self._thinking: ThinkingPhase | None = None
+        self._after_thinking: Constraint | None = None
+        if (thinking := request.thinking) is not None and (thinking.begun or self.constraint is None):
+            encode, exact = partial(model.tokenizer.encode, control=True), self.constraint is not None
+            self._thinking = ThinkingPhase(thinking, encode, self.max_tokens, exact=exact)
+            self.constraint, self._after_thinking = None, self.constraint
         self.text = Detokenizer(self.options.stop)
         self._spell = model.tokenizer.token_bytes if request.skip_special_tokens else model.tokenizer.spelled_bytes
         prompt, extras = request.prompt, request.extras()
@@ -200,6 +209,8 @@ class OutputProcessor:
         else:
             chosen = self._speculation.choose(logits, draft, row, self.sampler)
         self.first_token_seconds = self.first_token_seconds or time.perf_counter() - self.began
+        if self._thinking is not None and not self._thinking.over:
+            return self._think(self._thinking, chosen, logprobs)
         if chosen in self.model.tokenizer.eos_ids:
             self.end_token = chosen
             self.end_logprob = None if logprobs is None else float(logprobs[chosen])
@@ -218,6 +229,28 @@ class OutputProcessor:
             tokens.append(self._token(forced, None))
         return tokens
 
+    def _think(self, phase: ThinkingPhase, chosen: int, logprobs: Float[Tensor, vocab] | None) -> list[Token]:
+        """The tokens that a token of the reasoning gives: itself, or those that end the reasoning."""
+        if chosen in self.model.tokenizer.eos_ids:
+            if self._after_thinking is None:
+                self.end_token = chosen
+                return []
+            ids = phase.close()  # the answer is yet to come
+        else:
+            ids = phase.push(chosen, self.model.tokenizer.spelled_bytes(chosen))
+        if phase.withheld is not None:  # the answer has begun without reasoning
+            withheld, first = self.text.push(phase.withheld.encode()), self._token(chosen, logprobs)
+            return [replace(first, text=withheld + first.text)]
+        for id in ids[ids[:1] == [chosen] :]:
+            self.sampler.observe(id)
+        tokens = [Token(id, "", reasoning="") for id in ids[: max(1, self.max_tokens - self.num_tokens)]]
+        tokens[0] = replace(tokens[0], reasoning=phase.reasoning)
+        if phase.answer:
+            tokens[-1] = Token(tokens[-1].id, self.text.push(phase.answer.encode()))
+        if phase.over:
+            self.constraint, self._after_thinking = self._after_thinking, None
+        return tokens
+
     def _token(self, id: int, logprobs: Float[Tensor, vocab] | None) -> Token:
         text = self.text.push(self._spell(id))
         if logprobs is None:
@@ -227,9 +260,11 @@ class OutputProcessor:
 
     def finished(self, finish_reason: FinishReason) -> Finished:
         """The last event of the answer."""
+        phase = self._thinking
+        reasoning, text = ("", "") if phase is None else phase.finish()
         return Finished(
             finish_reason,
-            self.text.finish(),
+            self.text.push(text.encode()) + self.text.finish(),
             self.prompt_tokens,
             self.num_cached_tokens,
             self.num_tokens,
@@ -241,4 +276,6 @@ class OutputProcessor:
             "token" if self._speculation is None else self._speculation.exact,
             self.end_token,
             self.end_logprob,
+            reasoning_tokens=0 if phase is None else phase.num_tokens,
+            reasoning=reasoning,
         )

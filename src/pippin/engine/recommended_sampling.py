@@ -10,21 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from pippin.core.errors import CorruptedFile, InvalidArgument
 from pippin.core.formats.checkpoint import read_json
 from pippin.core.formats.gguf import open_gguf
 from pippin.engine.options import SamplingOptions
-
-# Name of the option: key in `generation_config.json`, and of GGUF metadata.
-_KEYS: Final = {
-    "temperature": ("temperature", "general.sampling.temp"),
-    "top_k": ("top_k", "general.sampling.top_k"),
-    "top_p": ("top_p", "general.sampling.top_p"),
-    "min_p": ("min_p", "general.sampling.min_p"),
-    "repetition_penalty": ("repetition_penalty", "general.sampling.penalty_repeat"),
-}
+from pippin.language.kept_metadata import SAMPLING
 
 
 def recommended(source: Path | None) -> dict[str, Any]:
@@ -41,7 +33,8 @@ def recommended(source: Path | None) -> dict[str, Any]:
     if path is None or not path.is_file():
         return {}
     config = read_json(path) if kind == 0 else open_gguf(path).metadata
-    found = {name: config[keys[kind]] for name, keys in _KEYS.items() if config.get(keys[kind]) is not None}
+    keys = {name: (name, key)[kind] for name, key in SAMPLING.items()}
+    found = {name: config[key] for name, key in keys.items() if config.get(key) is not None}
     if kind == 0 and config.get("do_sample") is False:
         found["temperature"] = 0
     if found.get("top_k", 1) in (0, -1):
@@ -61,7 +54,7 @@ def resolved(options: SamplingOptions, recommendation: Mapping[str, Any], vocab_
     >>> resolved(SamplingOptions(top_p=1.0), {"temperature": 0.6, "top_p": 0.9}, 100).top_p is None
     True
     """
-    named: dict[str, Any] = {name: getattr(options, name) for name in _KEYS}
+    named: dict[str, Any] = {name: getattr(options, name) for name in SAMPLING}
     found: dict[str, Any] = {
         name: recommendation.get(name) if value is None else value for name, value in named.items()
     }

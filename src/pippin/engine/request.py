@@ -16,6 +16,7 @@ from pippin.engine.grammar.constraint import Grammar
 from pippin.engine.options import SamplingOptions
 from pippin.engine.prompt_extras import PromptEmbeddings, PromptExtras
 from pippin.engine.speculation.speculation import Speculation
+from pippin.engine.thinking import Thinking
 from pippin.nn.expert_mask import ExpertMask
 from pippin.nn.steering import Steering
 
@@ -31,6 +32,7 @@ class Token:
     constraint and temperature, or those of the law that sampled (`SamplingOptions.logprobs_mode`); None unless
     requested. ``hidden`` is the hidden state before the last norm that the token was predicted from; None unless
     requested, and for a token that a grammar forced.
+    ``reasoning`` is the new text of the reasoning before the answer; None for a token of the answer.
     """
 
     id: int
@@ -38,6 +40,7 @@ class Token:
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()
     hidden: Float[Tensor, width] | None = None
+    reasoning: str | None = None
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,8 @@ class Finished:
 
     ``end_token`` is the end token that ended the answer, and ``end_logprob`` its log-probability, as for a
     `Token`; None if something else ended it. ``exact`` says which distribution of the model speculation preserves: that
-    of every token, or that of groups of tokens.
+    of every token, or that of groups of tokens. ``reasoning_tokens`` of the answer's tokens were
+    reasoning, and ``reasoning`` is the rest of its text.
     """
 
     finish_reason: FinishReason
@@ -67,6 +71,8 @@ class Finished:
     exact: Literal["token", "group"] = "token"
     end_token: int | None = None
     end_logprob: float | None = None
+    reasoning_tokens: int = 0
+    reasoning: str = ""
 
 
 @checked
@@ -88,6 +94,7 @@ class Request:
         steering: changes of hidden states; None for none.
         experts: the experts that tokens may be routed to; None for all.
         return_hidden_states: whether tokens come with the hidden state that they were predicted from.
+        thinking: how the model reasons before it answers, with its budget; None if all that it writes is the answer.
         skip_special_tokens: leave control tokens out of the text; False spells them, for formats that consist of them.
     """
 
@@ -114,3 +121,4 @@ class Request:
         return PromptExtras(
             len(self.prompt), self.embeddings, self.positions, self.steering, self.experts, self.return_hidden_states
         )
+    thinking: Thinking | None = None

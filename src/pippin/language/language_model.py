@@ -30,9 +30,8 @@ from pippin.core.store.reference import Resolved
 from pippin.data.text.chat_template import ChatTemplate
 from pippin.data.text.tokenizer import Tokenizer
 from pippin.data.text.tool_dialect_name import ToolDialectName
-from pippin.language import adapter_files, families
+from pippin.language import adapter_files, families, kept_metadata
 from pippin.language.decoder import Decoder, DecoderConfig, DecoderLayer
-from pippin.language.model_license import find_license
 from pippin.language.quantized import Blocks, Packable, QuantizedMatrix, is_setting
 from pippin.language.quantized_checkpoint import METHOD, StoredMatrix, quantized_matrices
 from pippin.language.weight_packing import DType, Packing, choose_packing, group_of, quantization_notes
@@ -149,6 +148,8 @@ class LanguageModel:
     def save(self, path: str | Path, *, metadata: Mapping[str, Any] | None = None) -> None:
         """Write the model in Hugging Face layout; transformers and `load` read it back.
 
+        The chat template, the recommended sampling, the license and the tool dialect go with it.
+
         Args:
             path: created where it does not exist.
             metadata: further fields of `config.json`; they override its own.
@@ -163,12 +164,10 @@ class LanguageModel:
         if self.config.tie_word_embeddings:
             del tensors["lm_head.weight"]
         stored = families.to_stored(families.FAMILIES[self.config.family], self.config, tensors)
-        eos = list(self.tokenizer.eos_ids)
-        generation = {"eos_token_id": eos, "bos_token_id": self.tokenizer.bos_id}
         dtype = {"dtype": str(self.dtype).removeprefix("torch.")}
-        license_name = find_license(self)
-        license_field = {} if license_name is None else {"license": license_name}
-        config = families.to_hf(self.config) | generation | dtype | license_field | dict(metadata or {})
+        kept = kept_metadata.token_ids(self.tokenizer) | dtype | kept_metadata.config_fields(self)
+        config = families.to_hf(self.config) | kept | dict(metadata or {})
+        generation = kept_metadata.generation_config(self)
         save_folder(Path(path), config=config, tensors=stored, tokenizer=self.tokenizer, generation_config=generation)
 
 

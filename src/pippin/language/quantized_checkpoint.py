@@ -22,9 +22,9 @@ from torch import Tensor
 from pippin.core.errors import CorruptedFile, InvalidArgument, UnsupportedModel
 from pippin.core.formats.checkpoint import Checkpoint, open_folder, save_folder
 from pippin.data.text.tokenizer import Tokenizer
-from pippin.language import families
+from pippin.data.text.tool_dialect_name import ToolDialectName
+from pippin.language import families, kept_metadata
 from pippin.language.decoder import Decoder, DecoderConfig
-from pippin.language.model_license import find_license
 from pippin.language.quantized import QuantizedMatrix, read_matrices, settings_of
 from pippin.nn.embedding import TokenEmbedding
 from pippin.nn.linear import Linear
@@ -55,6 +55,10 @@ class QuantizedModel(Protocol):
     @property
     def source(self) -> Path | None:
         """The file or folder that the model was read from."""
+
+    @property
+    def tool_dialect(self) -> ToolDialectName | None:
+        """How the model writes calls of tools, where that was named."""
 
 
 def save_quantized(
@@ -93,15 +97,14 @@ def save_quantized(
         entries[stem] = _entry(matrix)
     for name, tensor in _plain(model, codes).items():
         stored[_stored(name)] = tensor.detach()
-    generation = {"eos_token_id": list(model.tokenizer.eos_ids), "bos_token_id": model.tokenizer.bos_id}
     config = (
         families.to_hf(model.module.config)
-        | generation
+        | kept_metadata.token_ids(model.tokenizer)
         | {"dtype": str(model.module.embed_tokens.dtype).removeprefix("torch.")}
+        | kept_metadata.config_fields(model)
     )
-    license_name = find_license(model)
-    config |= {} if license_name is None else {"license": license_name}
     config["quantization_config"] = {"quant_method": METHOD, "weights": entries, "note": dict(metadata or {})}
+    generation = kept_metadata.generation_config(model)
     save_folder(Path(path), config=config, tensors=stored, tokenizer=model.tokenizer, generation_config=generation)
 
 

@@ -57,7 +57,8 @@ def language_loader(
         model = from_disk(ref, settings.kv_sharing_ratio) if load is None else load(ref)
         if not isinstance(model, LanguageModel):
             return model
-        return LocalModel(model, engine=_engine(settings, model, cache_bytes()), speculation=draft.of(model))
+        engine = _engine(settings, model, cache_bytes())
+        return LocalModel(model, engine=engine, speculation=draft.of(model), tool_dialect=settings.tool_dialect)
 
     return load_model
 

@@ -15,7 +15,10 @@ from typing import Any
 
 from pippin.core.errors import UnsupportedCapability
 from pippin.data.text.chat_template import CallForm
+from pippin.data.text.tool_dialect_name import ToolDialectName
+from pippin.engine.thinking import Thinking
 from pippin.language.language_model import LanguageModel
+from pippin.session.thinking_tags import thinking_tags, variables
 from pippin.session.tool_dialects.dialect import BY_NAME, HERMES, ToolDialect, detect, writes
 from pippin.session.tools import ToolDefinition
 from pippin.session.transcript import (
@@ -27,9 +30,6 @@ from pippin.session.transcript import (
     ToolOutput,
     Transcript,
 )
-
-# Start and end of a model's reasoning.
-THINK, ANSWER = "<think>", "</think>"
 
 TOOL_TEXT = """You can call these tools:
 {tools}
@@ -45,7 +45,8 @@ def encode(
     tools: Sequence[ToolDefinition] = (),
     hint: str = "",
     *,
-    thinking: bool = False,
+    dialect: ToolDialect | None = None,
+    budget: int = 0,
 ) -> list[int]:
     """The tokens of a conversation in which the model is to answer next.
 
@@ -54,7 +55,8 @@ def encode(
         transcript: the conversation; its last entry is a prompt or a tool's output.
         tools: tools that the model may call.
         hint: text appended to the last prompt for this request only, such as the schema of the answer.
-        thinking: end at the start of the model's reasoning instead of its answer.
+        dialect: how calls are written; None for `dialect_of` the model.
+        budget: tokens for reasoning; with any, the prompt ends at the start of the model's reasoning.
 
     Raises:
         UnsupportedCapability: tools, for a model without a chat template.
@@ -70,7 +72,7 @@ def encode(
         text = "\n\n".join([*said, *([hint] if hint else []), ""])
         bos = [model.tokenizer.bos_id] if model.tokenizer.add_bos and model.tokenizer.bos_id is not None else []
         return bos + model.tokenizer.encode(text)
-    template, dialect = model.template, dialect_of(model)
+    template, dialect = model.template, dialect or dialect_of(model)
     native = writes(template, dialect)
     definitions = [tool.definition() for tool in tools]
     described = native and template.accepts_tools
@@ -81,21 +83,24 @@ def encode(
     if turns and turns[0]["role"] == "system" and not template.accepts_system:
         system = turns.pop(0)["content"]
         turns[0] = turns[0] | {"content": f"{system}\n\n{turns[0]['content']}"}
-    ids = template.encode(turns, tools=definitions if described and tools else None, enable_thinking=thinking)
-    if thinking and not model.tokenizer.decode(ids[-8:]).rstrip().endswith(THINK):
-        ids += model.tokenizer.encode(f"{THINK}\n")
+    ids = template.encode(turns, tools=definitions if described and tools else None, **variables(budget))
+    tags = thinking_tags(template)
+    if budget and tags is not None and not begins_reasoning(model, ids, tags):
+        ids += model.tokenizer.encode(tags.begin + ("\n" if tags.after == "\n\n" else ""), control=True)
     return ids
 
 
-def can_think(model: LanguageModel) -> bool:
-    """Whether the model was trained to reason between <think> and </think>, according to its template."""
-    return model.template is not None and ANSWER in model.template.source
+def begins_reasoning(model: LanguageModel, ids: Sequence[int], tags: Thinking) -> bool:
+    """Whether a prompt ends where the reasoning begins."""
+    tail = ids[-len(model.tokenizer.encode(tags.begin, control=True)) - 4 :]
+    text = b"".join(map(model.tokenizer.spelled_bytes, tail)).decode(errors="replace")
+    return text.rstrip().endswith(tags.begin.rstrip())
 
 
-def dialect_of(model: LanguageModel) -> ToolDialect:
-    """The dialect in which a model writes calls of tools: the one that was named when it was opened, or its own."""
-    if model.tool_dialect is not None:
-        return BY_NAME[model.tool_dialect]
+def dialect_of(model: LanguageModel, name: ToolDialectName | None = None) -> ToolDialect:
+    """The dialect in which a model writes calls of tools: that of this name, that it was opened with, or its own."""
+    if name or model.tool_dialect:
+        return BY_NAME[name or model.tool_dialect or ""]
     return HERMES if model.template is None else detect(model.template)
 
 

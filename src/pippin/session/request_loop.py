@@ -197,6 +197,7 @@ class RequestLoop:
         output = self.output = _RoundOutput()
         guardrails = self.session.guardrails
         checker = guardrails.stream() if guardrails is not None and not self._typed else None
+        thoughts = None if guardrails is None else guardrails.stream()
         self.values = guardrails.stream_value() if guardrails is not None and self._typed else None
         try:
             for event in events:
@@ -209,6 +210,10 @@ class RequestLoop:
                         yield self._snapshot(released)
                 else:
                     self._record_event(event)
+                    if isinstance(event, ReasoningDelta) and self.snapshots:
+                        released = event.text if thoughts is None else thoughts.push(event.text)
+                        if released:
+                            yield self._reasoning_snapshot(released)
         finally:
             if isinstance(events, Generator):
                 events.close()  # now, not when the last traceback that refers to it is gone: frees the engine
@@ -259,6 +264,11 @@ class RequestLoop:
     def _typed(self) -> bool:
         """Whether the answer is JSON, as opposed to text, free or under a grammar."""
         return self.schema is not None and self.schema.json_schema is not None
+
+    def _reasoning_snapshot(self, delta: str) -> Snapshot[Any]:
+        """A snapshot before the answer begins."""
+        content = "" if self.schema is None else self.schema.snapshot("", complete=False, identity=self.identity)
+        return Snapshot(content, "", "", reasoning_delta=delta)
 
     def _snapshot(self, delta: str, *, complete: bool = False) -> Snapshot[Any]:
         text = self.output.shown

@@ -77,6 +77,12 @@ class Response(Generic[T]):
     exact: Literal["token", "group"] = "token"
     notes: tuple[str, ...] = ()
 
+    @property
+    def reasoning(self) -> str:
+        """The model's reasoning before the answer and its calls of tools; empty without any."""
+        thoughts = (entry.text for entry in self.transcript_entries if entry.kind == "reasoning")
+        return "\n\n".join(text for text in thoughts if text)
+
 
 class PartialOf(Generic[T]):
     """The type of a partial value for type checkers: the fields of ``T``, each of which may be None.
@@ -128,13 +134,15 @@ class Snapshot(Generic[T]):
     """The whole answer so far; it replaces the previous snapshot.
 
     ``content`` is a partial value (fields that have not started are None) or the text so far; ``delta`` is the newest
-    text; ``is_complete`` marks the last snapshot.
+    text; ``is_complete`` marks the last snapshot. ``reasoning_delta`` is the newest text of the reasoning, which comes
+    before the answer.
     """
 
     content: Content
     raw_content: str
     delta: str
     is_complete: bool = False
+    reasoning_delta: str = ""
 
 
 class _Steps:

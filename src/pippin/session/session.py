@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from pippin.core.checks import PositiveFloat, PositiveInt, checked
 from pippin.core.errors import ConcurrentRequests, InvalidArgument, InvalidInput, TranscriptMutation
+from pippin.data.text.tool_dialect_name import ToolDialectName
 from pippin.language.language_model import LanguageModel
 from pippin.session.history import HistoryPolicy
 from pippin.session.hooks import Hooks
@@ -69,11 +70,14 @@ class Session:
             tools' outputs and the partial answer.
         max_tool_rounds: maximum number of consecutive rounds of tool calls.
         tool_timeout: seconds for one call; None for no limit.
+        tool_dialect: how the model writes calls of tools, such as "hermes"; None for what its chat template shows. For
+            models on this machine.
         transcript: a conversation to continue; its instructions are used if none are given.
 
     Raises:
         ModelNotFound, DownloadFailed, CheckpointError: the model cannot be loaded.
         InvalidTool: a function that cannot become a tool.
+        InvalidArgument: a tool dialect for a provider.
 
     ``state`` is a dictionary for the application: profiles and tools may read and write it.
 
@@ -98,12 +102,13 @@ class Session:
         on_error: OnError = "revert",
         max_tool_rounds: PositiveInt = 8,
         tool_timeout: PositiveFloat | None = 60.0,
+        tool_dialect: ToolDialectName | None = None,
         transcript: Transcript | None = None,
     ) -> None:
         self.tools = as_tools(tools)
         self.hooks, self.profile, self.history, self.guardrails = hooks, profile, history, guardrails
         self.skills, self.adapter, self.on_error = skills, adapter, on_error
-        self.max_tool_rounds, self.tool_timeout = max_tool_rounds, tool_timeout
+        self.max_tool_rounds, self.tool_timeout, self.tool_dialect = max_tool_rounds, tool_timeout, tool_dialect
         self._providers: dict[str | Path | int, Provider] = {}  # by reference, or by the identity of a loaded model
         self.provider = self._provider(model)
         self.state: dict[str, Any] = {}
@@ -263,10 +268,17 @@ class Session:
     def _provider(self, model: str | Path | LanguageModel | Provider) -> Provider:
         """The provider of a model; a reference is loaded once, and a model has one engine."""
         if isinstance(model, Provider):
+            if self.tool_dialect is not None:
+                raise InvalidArgument(
+                    f"tool_dialect {self.tool_dialect!r} is for a model on this machine, and {model.name} is a "
+                    "provider; give it to LocalModel, or leave it out"
+                )
             return model
         key = id(model) if isinstance(model, LanguageModel) else model
         if key not in self._providers:
-            self._providers[key] = LocalModel(model)  # which references the model, so that no other gets its identity
+            self._providers[key] = LocalModel(
+                model, tool_dialect=self.tool_dialect
+            )  # which references the model, so that no other gets its identity
         return self._providers[key]
 
     def _provider_memory(self, provider: Provider) -> dict[str, Any]:

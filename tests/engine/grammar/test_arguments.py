@@ -35,7 +35,9 @@ def fixed(text):
 
 def compiled(name, schema):
     notation, close = NOTATIONS[name]
-    return Grammar(argument_grammar(schema, notation, fixed).source.replace("start:", f'start: args "{close}"\nargs:', 1))
+    return Grammar(
+        argument_grammar(schema, notation, fixed).source.replace("start:", f'start: args "{close}"\nargs:', 1)
+    )
 
 
 def allows(name, schema, values):
@@ -109,7 +111,9 @@ CASES = {
     ),
     "nested": (
         closed(
-            o=closed(a={"type": "array", "items": {"type": "string", "maxLength": 3}, "maxItems": 3}, b={"type": "boolean"})
+            o=closed(
+                a={"type": "array", "items": {"type": "string", "maxLength": 3}, "maxItems": 3}, b={"type": "boolean"}
+            )
         ),
         [{"o": {"a": ["x", "y,}"], "b": False}}, {"o": {"a": [], "b": True}}],
     ),

@@ -117,8 +117,8 @@ GLM_45 = """{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% for m
 {% endif %}CHATML{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 
-GLM_47 = """{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{# <arg_key>{key}</arg_key><arg_value> #}{% for m in messages %}
-{%- if m.tool_calls %}<|im_start|>assistant
+GLM_47 = """{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{# <arg_key>{key}</arg_key><arg_value> #}
+{%- for m in messages %}{% if m.tool_calls %}<|im_start|>assistant
 {% for c in m.tool_calls %}{{ '<tool_call>' + c.function.name }}
 {%- for name, value in c.function.arguments.items() %}<arg_key>{{ name }}</arg_key>
 {{- '<arg_value>' }}{{ value if value is string else value | tojson }}</arg_value>
@@ -202,7 +202,8 @@ KIMI_K2 = """{% if tools %}<|im_system|>tool_declare<|im_middle|>{{ tools | tojs
 {%- for m in messages %}<|im_assistant|>{{ m.role }}<|im_middle|>{% if m.tool_calls %}<|tool_calls_section_begin|>
 {%- for c in m.tool_calls %}<|tool_call_begin|>{{ c.id }}<|tool_call_argument_begin|>{{ c.function.arguments | tojson }}
 {{- '<|tool_call_end|>' }}{% endfor %}<|tool_calls_section_end|>
-{%- elif m.role == 'tool' %}## Return of {{ m.tool_call_id }}\n{{ m.content }}{% else %}{{ m.content }}{% endif %}<|im_end|>
+{%- elif m.role == 'tool' %}## Return of {{ m.tool_call_id }}\n{{ m.content }}
+{%- else %}{{ m.content }}{% endif %}<|im_end|>
 {%- endfor %}{% if add_generation_prompt %}<|im_assistant|>assistant<|im_middle|>{% endif %}"""
 
 _IM = ("<|im_end|>", "<|im_start|>")

@@ -90,7 +90,10 @@ def test_calls_are_written_as_the_family_documents_them(dialect):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_is_known_by_its_template(name):
     template = speaker(name).template
-    assert (detect(template).name, writes(template, detect(template))) == (name, name not in ("gemma", "lfm2", "phi-4-mini"))
+    assert (detect(template).name, writes(template, detect(template))) == (
+        name,
+        name not in ("gemma", "lfm2", "phi-4-mini"),
+    )
 
 
 def test_who_names_no_dialect_speaks_hermes(tiny):

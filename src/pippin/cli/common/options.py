@@ -61,7 +61,12 @@ def load(model: str, model_options: ModelOptions = HERE) -> LanguageModel:
     use_threads(model_options.threads)
     transform = None if model_options.kv_sharing_ratio is None else fewer_caches(model_options.kv_sharing_ratio)
     loaded = load_language_model(
-        model, device=model_options.device, dtype=model_options.dtype, bits=model_options.bits, transform=transform
+        model,
+        device=model_options.device,
+        dtype=model_options.dtype,
+        bits=model_options.bits,
+        transform=transform,
+        tool_dialect=model_options.tool_dialect,
     )
     for each in loaded.notes:
         terminal.note(each)

@@ -217,7 +217,7 @@ def _parts(terminal: str) -> list[str]:
 
 
 def _inside(terminal: str) -> str:
-    assert terminal.startswith(f"/{_QUOTE}") and terminal.endswith(f"{_QUOTE}/"), terminal
+    assert terminal.startswith(f"/{_QUOTE}"), terminal
     return f"(?:{terminal[1 + len(_QUOTE) : -1 - len(_QUOTE)]})"
 
 
@@ -270,8 +270,8 @@ class ArgumentReader:
     def _end(self, text: str, start: int) -> int | None:
         """Where a value ends, as far as it is known."""
         if self.notation.strings == "text":
-            found = text.find(self._tag, start)
-            return found if found >= 0 else None
+            end = text.find(self._tag, start)
+            return end if end >= 0 else None
         quote = re.escape(self.notation.quote) if self.notation.strings == "quoted" else ""
         string = f"{quote}(?s:.*?){quote}" if quote else r'"(?:\\.|[^"\\])*"'
         begun = re.escape(self.notation.quote) if quote else '"'
@@ -342,6 +342,8 @@ def _from_quoted(text: str, quote: str) -> str:
     pieces = text.split(quote)
     for at, piece in enumerate(pieces):
         pieces[at] = (
-            json.dumps(piece, ensure_ascii=False) if at % 2 else re.sub(r"([{,]\s*)([^\s{},:\[\]]+):", r'\1"\2":', piece)
+            json.dumps(piece, ensure_ascii=False)
+            if at % 2
+            else re.sub(r"([{,]\s*)([^\s{},:\[\]]+):", r'\1"\2":', piece)
         )
     return "".join(pieces)

@@ -182,13 +182,13 @@ def _open(model: str, max_context: int, *, show_progress: bool) -> tuple[Exporte
 def _save_tokenizer(model: LanguageModel, folder: Path) -> None:
     """Tokenizer, chat template, `config.json` and `generation_config.json`, as in a folder of Hugging Face."""
     from pippin.core.files import atomic_write
-    from pippin.language import families
+    from pippin.language import families, kept_metadata
 
     model.tokenizer.save(folder)
-    generation = {"eos_token_id": list(model.tokenizer.eos_ids), "bos_token_id": model.tokenizer.bos_id}
+    kept = kept_metadata.token_ids(model.tokenizer) | kept_metadata.config_fields(model)
     for name, content in (
-        ("config.json", families.to_hf(model.config) | generation),
-        ("generation_config.json", generation),
+        ("config.json", families.to_hf(model.config) | kept),
+        ("generation_config.json", kept_metadata.generation_config(model)),
     ):
         with atomic_write(folder / name, mode="w") as file:
             json.dump(content, file, indent=2)

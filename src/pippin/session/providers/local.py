@@ -4,7 +4,7 @@ Notable here:
 - tool calls are decoded under the grammar of their signatures, in the dialect of the model, and hidden from the text
 - an answer that writes a call again is ended: forbidding the repetition in the grammar would make the model change an
   argument, and run a tool that nobody asked for
-- reasoning is a pass of its own with its own budget: it is not constrained, only the answer is
+- the engine keeps reasoning apart from the answer, within its budget: it is not constrained, only the answer is
 - the engine's prefix cache is shared: the next request of a conversation, a round of tool calls, or another session
   with the same beginning computes only what is new
 - errors that are known from the request alone are raised by the call, before anything is computed
@@ -19,10 +19,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from pippin.core.checks import checked
 from pippin.core.errors import ContextOverflow
+from pippin.data.text.tool_dialect_name import ToolDialectName
 from pippin.engine.engine import Engine, shared_engine
 from pippin.engine.options import SamplingOptions
 from pippin.engine.request import Finished, Request, Token
+from pippin.engine.thinking import Thinking
 from pippin.engine.token_ids import common_prefix
 from pippin.language.language_model import LanguageModel, load
 from pippin.session import chat_format
@@ -39,6 +42,7 @@ from pippin.session.providers.provider import (
     require,
 )
 from pippin.session.response import Timing, Usage
+from pippin.session.thinking_tags import thinking_tags
 from pippin.session.tool_dialects.grammar import tool_grammar
 from pippin.session.tool_dialects.reader import call_reader
 from pippin.session.transcript import Prompt, ToolCall, ToolCalls, Transcript
@@ -56,22 +60,28 @@ class LocalModel(Provider):
         engine: runs the model; None for the engine that all sessions over this loaded model share, with its prefix
             cache.
         speculation: speculative decoding; None for one token at a time.
+        tool_dialect: how the model writes calls of tools; None for what the model was opened with, or its template
+            shows.
 
     Raises:
         ModelNotFound, DownloadFailed, CheckpointError: the model cannot be loaded.
         InvalidArgument, VocabularyMismatch: the speculation cannot be used with this model.
     """
 
+    @checked
     def __init__(
         self,
         model: str | Path | LanguageModel = "smollm2-135m",
         *,
         engine: Engine | None = None,
         speculation: Speculation | None = None,
+        tool_dialect: ToolDialectName | None = None,
     ) -> None:
         self.model = model if isinstance(model, LanguageModel) else load(model)
         self.engine = shared_engine(self.model) if engine is None else engine
         self.speculation = speculation
+        self.tags = thinking_tags(self.model.template)
+        self.dialect = chat_format.dialect_of(self.model, tool_dialect)
         if speculation is not None:
             speculation.check(self.model)
         self.name = self.model.name
@@ -81,7 +91,7 @@ class LocalModel(Provider):
             grammars=True,
             tool_calling=self.model.template is not None,
             required_tool_calls=self.model.template is not None,
-            reasoning=chat_format.can_think(self.model),
+            reasoning=self.tags is not None,
             logprobs=True,
         )
 
@@ -94,10 +104,9 @@ class LocalModel(Provider):
         """
         require(self, request)
         self._check_length(request)
-        thinking = request.options.reasoning_budget > 0
-        ids = self._encode(request, thinking=thinking)
+        ids = self._encode(request, budget=request.options.reasoning_budget)
         self.engine.check(ids, request.options)
-        return self._reason_and_answer(request, ids) if thinking else self._answer(request, ids, Usage(), Timing())
+        return self._answer(request, ids)
 
     def token_count(self, item: str | ProviderRequest) -> int:
         """Tokens of a text, or of all that the model reads for a request."""
@@ -119,12 +128,23 @@ class LocalModel(Provider):
         common = one[: common_prefix(one, other)]
         return self.engine.prefill(common, adapter=request.adapter, owner=request.owner)
 
-    def _encode(self, request: ProviderRequest, *, thinking: bool = False) -> list[int]:
+    def _encode(self, request: ProviderRequest, *, budget: int = 0) -> list[int]:
         if request.ids is not None:
             return list(request.ids)
         shown = request.schema is not None and request.options.include_schema_in_prompt
         hint = request.schema.prompt_text() if request.schema is not None and shown else ""
-        return chat_format.encode(self.model, request.transcript, request.tools, hint, thinking=thinking)
+        return chat_format.encode(
+            self.model, request.transcript, request.tools, hint, dialect=self.dialect, budget=budget
+        )
+
+    def _thinking(self, request: ProviderRequest, ids: list[int]) -> Thinking | None:
+        """The reasoning that an answer begins with; a template may begin it although nobody asked for it."""
+        if self.tags is None or request.ids is not None:
+            return None
+        begun = chat_format.begins_reasoning(self.model, ids, self.tags)
+        if not begun and self.dialect.channels:  # the answer is read message by message
+            return None
+        return replace(self.tags, begun=begun, max_tokens=request.options.reasoning_budget or None)
 
     def _events(
         self,
@@ -133,6 +153,7 @@ class LocalModel(Provider):
         options: SamplingOptions,
         constraint: Grammar | None = None,
         *,
+        thinking: Thinking | None = None,
         stop: threading.Event | None = None,
     ) -> Generator[Token | Finished]:
         """The events of one pass; after cancellation no token more, not even one that is generated already.
@@ -151,6 +172,7 @@ class LocalModel(Provider):
             priority=request.priority,
             speculation=self.speculation,
             skip_special_tokens=stop is None,
+            thinking=thinking,
         )
         shown, stream = 0, cast("Generator[Token | Finished]", self.engine.stream(engine_request))
         with closing(stream) as events:
@@ -175,38 +197,10 @@ class LocalModel(Provider):
                 token_count=least,
             )
 
-    def _reason_and_answer(self, request: ProviderRequest, ids: list[int]) -> Iterator[ProviderEvent]:
-        """An unconstrained pass up to the end of the reasoning or of its budget, then the answer."""
-        options = request.options
-        most = (options.max_tokens or self.context_size - len(ids)) - 1
-        budget = min(options.reasoning_budget, max(most, 1))
-        free = replace(options, max_tokens=budget, stop=(chat_format.ANSWER,), logprobs=None)
-        reasoning: list[int] = []
-        with closing(self._events(request, ids, free)) as events:
-            for event in events:
-                if event.text:
-                    yield ReasoningDelta(event.text)
-                if isinstance(event, Token):
-                    reasoning.append(event.id)
-        assert isinstance(event, Finished)
-        usage, timing = _account(event, Usage(reasoning_tokens=event.answer_tokens), Timing())
-        if event.finish_reason == "cancelled":
-            yield Done("cancelled", usage, timing)
-            return
-        text = self.model.tokenizer.decode(reasoning)
-        whole = chat_format.ANSWER in text
-        ids = ids + (reasoning if not whole else self.model.tokenizer.encode(text[: text.index(chat_format.ANSWER)]))
-        ids += self.model.tokenizer.encode(f"{chat_format.ANSWER}\n\n")
-        left = None if options.max_tokens is None else max(options.max_tokens - event.answer_tokens, 1)
-        rest = replace(request, options=replace(options, max_tokens=left))
-        self.engine.check(ids, rest.options)
-        yield from self._answer(rest, ids, usage, timing)
-
-    def _answer(
-        self, request: ProviderRequest, ids: list[int], usage: Usage, timing: Timing
-    ) -> Iterator[ProviderEvent]:
+    def _answer(self, request: ProviderRequest, ids: list[int]) -> Iterator[ProviderEvent]:
         tools, schema, options = request.tools, request.schema, request.options
-        dialect = chat_format.dialect_of(self.model)
+        thinking = self._thinking(request, ids)
+        dialect = self.dialect
         constraint = tool_grammar(
             dialect,
             self.model.tokenizer,
@@ -214,14 +208,20 @@ class LocalModel(Provider):
             tools,
             required=bool(tools) and options.tool_calling == "required",
             max_calls=options.max_tool_calls if options.parallel_tool_calls else 1,
+            reasoned=thinking is not None and thinking.begun,
         )
         if not tools and not dialect.channels:
-            yield from self._text(request, ids, constraint, usage, timing)
+            yield from self._text(request, ids, constraint, thinking)
             return
         answer = call_reader(dialect, {tool.name: tool.schema.json_schema for tool in tools}, typed=schema is not None)
         stop = _StopOrCancel(request.cancel)
-        with closing(self._events(request, ids, options, constraint, stop=stop)) as events:
+        with closing(self._events(request, ids, options, constraint, thinking=thinking, stop=stop)) as events:
             for event in events:
+                if event.reasoning is not None:
+                    if event.reasoning:
+                        yield ReasoningDelta(event.reasoning)
+                    if isinstance(event, Token):
+                        continue
                 text = answer.push(event.text)
                 if isinstance(event, Finished):
                     text += answer.finish(cut=event.finish_reason == "length")
@@ -234,7 +234,7 @@ class LocalModel(Provider):
                 if text or tokens:
                     yield TextDelta(text, tokens)
         assert isinstance(event, Finished)
-        usage, timing = _account(event, usage, timing)
+        usage, timing = _account(event)
         stopped = answer.repeated and not request.cancel.is_set()
         reason: Reason = "stop" if stopped else event.finish_reason
         if calls := _numbered(answer.calls, request.transcript):
@@ -243,16 +243,24 @@ class LocalModel(Provider):
         yield Done("tool_calls" if called else reason, usage, timing, answer.partial, event.exact)
 
     def _text(
-        self, request: ProviderRequest, ids: list[int], constraint: Grammar | None, usage: Usage, timing: Timing
+        self, request: ProviderRequest, ids: list[int], constraint: Grammar | None, thinking: Thinking | None
     ) -> Iterator[ProviderEvent]:
         """An answer without tools."""
-        with closing(self._events(request, ids, request.options, constraint)) as events:
+        reasoned = False  # and nothing answered yet
+        with closing(self._events(request, ids, request.options, constraint, thinking=thinking)) as events:
             for event in events:
+                if event.reasoning:
+                    yield ReasoningDelta(event.reasoning)
+                if isinstance(event, Token) and event.reasoning is not None:
+                    reasoned = True
+                    continue
+                text = event.text.lstrip() if reasoned and constraint is None else event.text
+                reasoned = reasoned and not text
                 tokens = (event,) if isinstance(event, Token) else ()
-                if event.text or tokens:
-                    yield TextDelta(event.text, tokens)
+                if text or tokens:
+                    yield TextDelta(text, tokens)
         assert isinstance(event, Finished)
-        usage, timing = _account(event, usage, timing)
+        usage, timing = _account(event)
         yield Done(event.finish_reason, usage, timing, exact=event.exact)
 
 
@@ -291,16 +299,16 @@ def speculation(name: str, *, load: Callable[[str], LanguageModel] = load) -> Sp
     return Speculation("ngram" if name == "ngram" else "self" if name == "self" else load(name))
 
 
-def _account(event: Finished, usage: Usage, timing: Timing) -> tuple[Usage, Timing]:
-    """Usage and timing including one more pass."""
+def _account(event: Finished) -> tuple[Usage, Timing]:
+    """Usage and timing of a pass."""
     return (
-        usage
-        + Usage(
+        Usage(
             event.prompt_tokens,
             event.cached_tokens,
             event.answer_tokens,
-            drafted_tokens=event.drafted,
-            accepted_tokens=event.accepted,
+            event.reasoning_tokens,
+            event.drafted,
+            event.accepted,
         ),
-        timing + Timing(event.prompt_seconds, event.total_seconds - event.prompt_seconds, event.first_token_seconds),
+        Timing(event.prompt_seconds, event.total_seconds - event.prompt_seconds, event.first_token_seconds),
     )

@@ -3,7 +3,8 @@
 Notable here:
 - a dialect is text around JSON, or around arguments that are written one by one: what precedes the calls of an answer,
   each call, the next call, and what ends them
-- which one a model speaks follows from its chat template, since that is what it was trained on; the user may name another
+- which one a model speaks follows from its chat template, since that is what it was trained on; the user may name
+  another
 - markers such as ``[TOOL_CALLS]`` are spelled here; where the vocabulary has them as control tokens, the grammar
   demands those tokens, and no text can imitate them
 """
@@ -11,7 +12,6 @@ Notable here:
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -311,6 +311,6 @@ def writes(template: ChatTemplate, dialect: ToolDialect) -> bool:
     source = template.source
     if dialect.notation is not None:
         head = dialect.notation.before.partition(KEY)[0]
-        return head in source if head else dialect.marker in source and re.search(r"\.tool_calls|'tool_calls'", source) is not None
+        return head in source if head else dialect.marker in source and "tool_calls" in source
     shared = any(sign in source for sign in ("<function=", "<arg_key>")) and dialect is HERMES
     return (dialect.marker or f'"{dialect.key}"') in source and not shared

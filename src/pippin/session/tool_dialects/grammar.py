@@ -36,6 +36,7 @@ def tool_grammar(
     *,
     required: bool = False,
     max_calls: int = 1,
+    reasoned: bool = False,
 ) -> Grammar | None:
     """The grammar of the model's output in one turn; None for no constraint.
 
@@ -46,10 +47,12 @@ def tool_grammar(
         tools: tools that it may call instead of answering (free text may precede a call).
         required: whether it must call a tool.
         max_calls: how many calls it may make.
+        reasoned: whether its reasoning precedes the output; where answers consist of messages, none of them is
+            reasoning then.
     """
     rules = _Rules(dialect, tokenizer, tools, max_calls)
     if dialect.channels:
-        return rules.channels(schema, required)
+        return rules.channels(schema, required, reasoned)
     if not tools:
         return None if schema is None else schema.grammar
     if required:
@@ -181,7 +184,7 @@ class _Rules:
         """A control token; SentencePiece may write a space at the beginning of the text after Mistral's marker."""
         return f"<[{self.tokens[text]}]>" + (' " "?' if text == "[TOOL_CALLS]" else "")
 
-    def channels(self, schema: Schema[Any] | None, required: bool) -> Grammar:
+    def channels(self, schema: Schema[Any] | None, required: bool, reasoned: bool) -> Grammar:
         """Messages of reasoning and comments, then the answer or one call."""
         ends = (
             []
@@ -198,7 +201,7 @@ class _Rules:
         rules = [
             f"start: message{{0,{_MOST_MESSAGES}}} ({' | '.join(ends)})",
             f"message: {side}",
-            "SIDE: /analysis|commentary/",
+            "SIDE: /commentary/" if reasoned else "SIDE: /analysis|commentary/",
             f"FREE: /{_ANY}/",
         ]
         return self.compose(rules, None if required else schema)

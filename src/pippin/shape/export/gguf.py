@@ -32,6 +32,7 @@ from pippin.core.formats.ggml_quants import FORMATS, BlockFormat
 from pippin.core.store.reference import Resolved
 from pippin.language import families
 from pippin.language.decoder import Decoder, DecoderConfig
+from pippin.language.kept_metadata import sampling_metadata
 from pippin.language.language_model import LanguageModel, read_headers
 from pippin.language.model_license import find_license
 from pippin.nn.embedding import TokenEmbedding
@@ -79,7 +80,7 @@ def export_gguf(
     """
     gguf = _library()
     path, config = Path(path), model.config
-    metadata = describe(config) | model.tokenizer.to_gguf(config.vocab_size)
+    metadata = describe(config) | model.tokenizer.to_gguf(config.vocab_size) | sampling_metadata(model)
     codes = stored_codes(model) if codes is None else codes
     entries = _entries(model.module, kind, codes)
     total = sum(entry.nbytes for entry in entries)

@@ -224,14 +224,19 @@ def test_every_seed_of_the_interface_is_one_of_the_engine(asked, choice):
 
 
 def test_reasoning_is_refused_where_the_model_cannot():
-    assert provider_requests.reasoning(None, False, "reasoning_effort") == "off"
-    assert provider_requests.reasoning("none", False, "reasoning_effort") == "off"
-    assert [provider_requests.reasoning(effort, True, "p") for effort in ("minimal", "low", "medium", "high")] == [
+    assert provider_requests.reasoning(None, False, "reasoning_effort", None) == "off"
+    assert provider_requests.reasoning("none", False, "reasoning_effort", None) == "off"
+    assert provider_requests.reasoning("high", True, "reasoning_effort", 7) == 7
+    assert [provider_requests.reasoning(effort, True, "p", None) for effort in ("minimal", "low", "medium", "high")] == [
         "light", "light", "moderate", "deep",
     ]  # fmt: skip
     with pytest.raises(InvalidRequest) as caught:
-        provider_requests.reasoning("low", False, "reasoning_effort")
+        provider_requests.reasoning("low", False, "reasoning_effort", None)
     assert caught.value.param == "reasoning_effort"
+    for effort, able in ((None, False), ("none", True)):
+        with pytest.raises(InvalidRequest) as caught:
+            provider_requests.reasoning(effort, able, "reasoning_effort", 7)
+        assert caught.value.param == "max_thinking_tokens"
 
 
 def test_a_bias_for_a_token_that_is_not_there_is_refused():

@@ -21,6 +21,7 @@ from pippin.serve.api.chat.input import transcript
 from pippin.serve.api.common import errors, priority as priorities, provider_requests, sse
 from pippin.serve.api.common.body import JSONRoute
 from pippin.serve.api.common.calls import arguments
+from pippin.serve.api.common.fields import Effort
 from pippin.serve.api.common.generation import (
     Event,
     GeneratedAnswer,
@@ -123,7 +124,7 @@ def maker(body: types.ChatRequest, index: int) -> Callable[[LocalModel], Provide
             max_tool_calls=provider_requests.max_tool_calls(body.max_tool_calls),
             include_schema_in_prompt=body.include_schema_in_prompt is not False,
             reasoning=provider_requests.reasoning(
-                body.reasoning_effort, local.capabilities.reasoning, "reasoning_effort"
+                _effort(body), local.capabilities.reasoning, "reasoning_effort", body.max_thinking_tokens
             ),
         )
         provider_requests.check_vocabulary(values.get("logit_bias"), local.model.config.vocab_size)
@@ -131,6 +132,15 @@ def maker(body: types.ChatRequest, index: int) -> Callable[[LocalModel], Provide
         return ProviderRequest(transcript(body.messages), tools, schema, provider_requests.options(values))
 
     return make
+
+
+def _effort(body: types.ChatRequest) -> Effort | None:
+    """The effort of a request; the variables of a template that other servers take switch it on and off."""
+    told = body.chat_template_kwargs
+    wanted = None if told is None else told.enable_thinking if told.enable_thinking is not None else told.thinking
+    if wanted is None or body.reasoning_effort is not None:
+        return body.reasoning_effort
+    return "high" if wanted else None
 
 
 # --- a complete answer ------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from pippin.serve.api.common.fields import (
     Several,
     StreamOptions,
     TextPart,
+    ThinkingFields,
     ToolChoice,
     ToolName,
     UserPart,
@@ -87,7 +88,14 @@ Message = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage
 # --- request ----------------------------------------------------------------------------------------------------------
 
 
-class ChatRequest(Penalties, PriorityFields):
+class TemplateSettings(RequestPart):
+    """What other servers take as variables of the chat template: whether the model reasons. Not in OpenAI's API."""
+
+    enable_thinking: bool | None = None
+    thinking: bool | None = None
+
+
+class ChatRequest(Penalties, ThinkingFields, PriorityFields):
     """A conversation to continue."""
 
     model_config = ConfigDict(
@@ -120,6 +128,7 @@ class ChatRequest(Penalties, PriorityFields):
         None, description="Most calls in one answer; None is 8, and no more than 64 are made. Not OpenAI's."
     )
     reasoning_effort: Effort | None = None
+    chat_template_kwargs: TemplateSettings | None = None
     user: str | None = Field(None, description="Taken and not used, as metadata and store.")
 
 

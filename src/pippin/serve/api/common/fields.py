@@ -89,6 +89,16 @@ class Penalties(SamplingFields):
     stop: Stop | None = Field(None, description="The answer ends before the first of these, at most 4.")
 
 
+class ThinkingFields(RequestPart):
+    """The thinking budget."""
+
+    max_thinking_tokens: Positive | None = Field(
+        None,
+        description="Thinking budget: so many tokens of reasoning at most, then the model answers. With an effort, the "
+        "budget of that effort otherwise. Not in OpenAI's interface.",
+    )
+
+
 class PriorityFields(RequestPart):
     """Priority of the request in the queue."""
 

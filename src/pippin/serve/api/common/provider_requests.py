@@ -276,18 +276,27 @@ def seed(asked: int | None, choice: int) -> int | None:
     return None if asked is None else (asked + choice) % 2**63
 
 
-def reasoning(effort: fields.Effort | None, able: bool, param: str) -> ReasoningLevel:
-    """The reasoning level of an effort.
+def reasoning(effort: fields.Effort | None, able: bool, param: str, budget: int | None) -> ReasoningLevel | int:
+    """The reasoning level of an effort, or the thinking budget of a request.
 
     Raises:
-        InvalidRequest: the model does not reason.
+        InvalidRequest: the model does not reason, or an effort of "none" has a budget.
     """
     level = EFFORTS[effort or "none"]
-    if level != "off" and not able:
+    if effort == "none" and budget is not None:
         raise InvalidRequest(
-            f"{param}: this model does not reason; leave it out or say 'none'", param=param, code="unsupported_value"
+            f"max_thinking_tokens is {budget}, and {param} is 'none'; leave one of them out",
+            param="max_thinking_tokens",
+            code="invalid_value",
         )
-    return level
+    if (level != "off" or budget is not None) and not able:
+        param = "max_thinking_tokens" if level == "off" else param
+        raise InvalidRequest(
+            f"{param}: this model does not reason; leave it out" + (" or say 'none'" if level != "off" else ""),
+            param=param,
+            code="unsupported_value",
+        )
+    return level if budget is None else budget
 
 
 def options(values: dict[str, Any]) -> GenerationOptions:

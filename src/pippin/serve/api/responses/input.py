@@ -149,7 +149,9 @@ def provider_request(
         tool_calling="required" if required else "allowed",
         parallel_tool_calls=provider_requests.several(body.parallel_tool_calls, choice),
         max_tool_calls=provider_requests.max_tool_calls(body.max_tool_calls),
-        reasoning=provider_requests.reasoning(effort, local.capabilities.reasoning, "reasoning.effort"),
+        reasoning=provider_requests.reasoning(
+            effort, local.capabilities.reasoning, "reasoning.effort", body.max_thinking_tokens
+        ),
     )
     first = (Instructions(body.instructions),) if body.instructions else ()
     return ProviderRequest(

@@ -21,6 +21,7 @@ from pippin.serve.api.common.fields import (
     SamplingFields,
     Several,
     TextFormat,
+    ThinkingFields,
     ToolName,
 )
 
@@ -176,7 +177,7 @@ class ResponseStreamOptions(RequestPart):
     include_obfuscation: bool | None = None
 
 
-class ResponseRequest(SamplingFields, PriorityFields):
+class ResponseRequest(SamplingFields, ThinkingFields, PriorityFields):
     """An input to answer."""
 
     model_config = ConfigDict(
