@@ -20,6 +20,7 @@ from tokenizers import AddedToken, Regex, Tokenizer as Backend, decoders, models
 
 from pippin.core.errors import CorruptedFile, PippinError, UnsupportedModel
 from pippin.core.formats.gguf import GGUFFile
+from pippin.data.text.sentencepiece_tokenizer import merges
 
 # Token types of GGUF.
 _NORMAL, _UNKNOWN, CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
@@ -133,10 +134,10 @@ def describe_backend(backend: Backend, rows: int) -> dict[str, Any]:
     if state["model"].get("byte_fallback"):
         fields |= _describe_sentencepiece(state, tokens, types)
     else:
-        merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in state["model"]["merges"]]
-        if not merges:
+        lines = [pair if isinstance(pair, str) else " ".join(pair) for pair in state["model"]["merges"]]
+        if not lines:
             raise UnsupportedModel("a vocabulary of single bytes, without merges, has no form in GGUF")
-        fields |= {"pre": _rule_name(backend, state), "merges": merges}
+        fields |= {"pre": _rule_name(backend, state), "merges": lines}
     return {f"tokenizer.ggml.{name}": value for name, value in fields.items()}
 
 
@@ -197,10 +198,10 @@ def _byte_level(file: GGUFFile, tokens: list[str]) -> Backend:
     name = file.get("tokenizer.ggml.pre", str, "default")
     if name not in _SPLITS:
         raise UnsupportedModel(f"{file.path}: pre-tokenizer {name!r}; supported: {', '.join(_SPLITS)}")
-    merges = [_pair(file, line) for line in strings(file, "tokenizer.ggml.merges")]
+    pairs = [_pair(file, line) for line in strings(file, "tokenizer.ggml.merges")]
     # Read backwards, so that the first of two equal tokens keeps its id.
     vocabulary = {tokens[index]: index for index in range(len(tokens) - 1, -1, -1)}
-    backend = Backend(models.BPE(vocabulary, merges, ignore_merges=name in _WHOLE_WORDS))
+    backend = Backend(models.BPE(vocabulary, pairs, ignore_merges=name in _WHOLE_WORDS))
     if name in _COMPOSED:
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = _splitter(name)
@@ -230,9 +231,9 @@ def _sentencepiece(file: GGUFFile, tokens: list[str], types: list[int]) -> Backe
         scores = [-index for index in range(len(tokens))]
     vocabulary = {tokens[index]: index for index in range(len(tokens) - 1, -1, -1)}
     hidden = {index for index, kind in enumerate(types) if kind in _NOT_TEXT}
-    merges = _merges({token: scores[index] for token, index in vocabulary.items() if index not in hidden}, vocabulary)
+    found = merges({token: scores[index] for token, index in vocabulary.items() if index not in hidden}, vocabulary)
     unknown = tokens[file.get("tokenizer.ggml.unknown_token_id", int, 0)]
-    backend = Backend(models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    backend = Backend(models.BPE(vocabulary, found, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     steps: list[normalizers.Normalizer] = [normalizers.Replace(" ", "▁")]
     ends: list[decoders.Decoder] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     if file.get("tokenizer.ggml.add_space_prefix", bool, True):
@@ -241,21 +242,6 @@ def _sentencepiece(file: GGUFFile, tokens: list[str], types: list[int]) -> Backe
     backend.normalizer = normalizers.Sequence(steps)
     backend.decoder = decoders.Sequence(ends)
     return backend
-
-
-def _merges(scores: dict[str, float], vocabulary: dict[str, int]) -> list[tuple[str, str]]:
-    """All merges of two tokens to a token, the best token first.
-
-    A token's score is the priority of the merges that produce it; among those of one token the earlier parts go first.
-    """
-    ranked = []
-    for token, score in scores.items():
-        for cut in range(1, len(token)):
-            left, right = token[:cut], token[cut:]
-            if left in scores and right in scores:
-                ranked.append((-score, vocabulary[left], vocabulary[right], left, right))
-    ranked.sort()
-    return [(left, right) for *_, left, right in ranked]
 
 
 def _add_tokens(backend: Backend, tokens: list[str], types: list[int]) -> None:

@@ -17,7 +17,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokenizers import AddedToken, Tokenizer as Backend, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer as Backend, normalizers, pre_tokenizers
 
 from pippin.core.errors import (
     CheckpointError,
@@ -31,6 +31,8 @@ from pippin.core.files import atomic_write
 from pippin.core.formats.checkpoint import read_json
 from pippin.core.formats.gguf import GGUFFile
 from pippin.data.text.gguf_tokenizer import CONTROL, adds_bos, build_backend, describe_backend
+from pippin.data.text.sentencepiece_tokenizer import sentencepiece_backend
+from pippin.data.text.tekken_tokenizer import tekken_backend
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -44,6 +46,7 @@ _ENDS = re.compile(
 _CHANNELS = frozenset({"<|channel|>", "<|message|>"})
 # Files often do not mark such a token as special; its form identifies it.
 _LOOKS_SPECIAL = re.compile(r"<[|｜][^\s<>]+[|｜]>")
+_UNASSIGNED = "\U0010fffe"  # a character that no vocabulary has
 _MAX_GAP = 1 << 16  # ids without a token, beside as many as there are tokens
 _MAX_GROWTH = 64.0  # of a text in a normalizer
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
@@ -137,29 +140,18 @@ class Tokenizer:
     def from_folder(cls, folder: str | Path) -> Tokenizer:
         """The tokenizer of a folder in Hugging Face layout: `tokenizer.json` and, if present, its companions.
 
+        A folder without it may have a `tokenizer.model` (SentencePiece) or a `tekken.json` (Mistral) instead.
+
         Raises:
             ModelNotFound: the folder holds no tokenizer.
-            UnsupportedModel: the folder holds only a tokenizer of an older layout.
+            UnsupportedModel: the folder holds only a tokenizer of another layout.
             CorruptedFile: a file cannot be read.
         """
         folder = Path(folder)
-        path = folder / "tokenizer.json"
-        if not path.is_file():
-            older = [name for name in ("tokenizer.model", "vocab.json", "vocab.txt") if (folder / name).is_file()]
-            if older:
-                raise UnsupportedModel(
-                    f"{folder}: {older[0]!r} but no tokenizer.json; make one with transformers: "
-                    "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
-                )
-            raise ModelNotFound(f"{folder}: no tokenizer.json")
-        check_file(path)
-        try:
-            backend = Backend.from_file(str(path))
-            begun = backend.encode("a").ids[:1]
-        except Exception as error:  # the library raises nothing more specific
-            raise CorruptedFile(f"{path}: not a tokenizer: {error}") from error
-        config = {**_json(folder / "special_tokens_map.json"), **_json(folder / "tokenizer_config.json")}
-        _add_missing_tokens(backend, config.get("added_tokens_decoder") or {}, path)
+        path, backend, named = _folder_backend(folder)
+        begun = backend.encode("a").ids[:1]
+        config = {**named, **_json(folder / "special_tokens_map.json"), **_json(folder / "tokenizer_config.json")}
+        _add_missing_tokens(backend, _declared(folder, config), path)
         bos_id, eos_id = (_token_id(backend, config.get(name)) for name in ("bos_token", "eos_token"))
         _mark_special(backend, [bos_id, eos_id])
         # The tokenizer's own end token comes first: it is the one that templates know as `eos_token`.
@@ -214,7 +206,8 @@ class Tokenizer:
         Args:
             text: any text; lone surrogates are refused, since they are not text.
             control: True parses the text of control tokens as those tokens, as templates need it; False encodes it as
-                ordinary text: no id of the result is in ``control_ids``.
+                ordinary text: no id of the result is in ``control_ids``, but that of the unknown token where
+                the vocabulary lacks a character.
 
         Raises:
             InvalidInput: the text holds a lone surrogate.
@@ -326,6 +319,13 @@ class TextOnlyEncoder:
         if rules.get("type") == "Metaspace" and rules.get("prepend_scheme") == "first":
             self._inner = _reduced(origin, excluded)
             self._inner.pre_tokenizer = pre_tokenizers.Metaspace(rules["replacement"], "never", rules["split"])
+        self._letters = self._inner
+        before = json.loads(origin.normalizer.__getstate__()) if origin.normalizer else {}
+        steps = before.get("normalizers", [before])
+        if any(step.get("type") == "Prepend" for step in steps):  # a letter within a word has no space before it
+            self._letters = _reduced(origin, excluded)
+            spaces = [normalizers.Replace(" ", "▁")] if any(step.get("content") == "▁" for step in steps) else []
+            self._letters.normalizer = normalizers.Sequence(spaces)
         # Added tokens outside the vocabulary get new ids in the copy.
         self._renumbered = {
             index: original
@@ -333,6 +333,9 @@ class TextOnlyEncoder:
             if (original := origin.token_to_id(token.content)) is not None and original != index
         }
         self._forbidden = {origin.token_to_id(text): text for text in excluded}
+        # What stands for characters that the vocabulary does not have is no word of a text.
+        for index in _encode(self._whole, _UNASSIGNED):
+            self._forbidden.pop(self._renumbered.get(index, index), None)
 
     def encode(self, text: str, *, start: bool = True) -> list[int]:
         """The ids of a text that begins a prompt, or with ``start=False`` continues one.
@@ -350,7 +353,7 @@ class TextOnlyEncoder:
         return [*chain.from_iterable(chain.from_iterable(spelled))]
 
     def _letter(self, letter: str) -> list[int]:
-        return [index for index in _encode(self._inner, letter) if index not in self._forbidden]
+        return [index for index in _encode(self._letters, letter) if index not in self._forbidden]
 
 
 class _GrammarVocabulary:
@@ -467,6 +470,39 @@ def _sentencepiece_bytes(token: str) -> bytes:
 def _json(path: Path) -> dict[str, Any]:
     """A JSON object, or nothing where the file does not exist."""
     return read_json(path) if path.is_file() else {}
+
+
+def _folder_backend(folder: Path) -> tuple[Path, Backend, dict[str, Any]]:
+    """The file, the tokenizer in it, and what the file says that `tokenizer_config.json` usually does."""
+    path = folder / "tokenizer.json"
+    if path.is_file():
+        check_file(path)
+        try:
+            return path, Backend.from_file(str(path)), {}
+        except Exception as error:  # the library raises nothing more specific
+            raise CorruptedFile(f"{path}: not a tokenizer: {error}") from error
+    if (path := folder / "tekken.json").is_file():
+        backend, bos, eos = tekken_backend(path)
+        return path, backend, {"bos_token": bos, "eos_token": eos, "add_bos_token": True}
+    if (path := folder / "tokenizer.model").is_file():
+        backend, model = sentencepiece_backend(path)
+        names = {"bos_token": model.bos, "eos_token": model.eos}
+        named = {name: model.pieces[index][0] for name, index in names.items() if 0 <= index < len(model.pieces)}
+        return path, backend, named | {"add_bos_token": "bos_token" in named}
+    other = next((name for name in ("vocab.json", "vocab.txt") if (folder / name).is_file()), None)
+    if other is not None:
+        raise UnsupportedModel(
+            f"{folder}: {other!r} but no tokenizer.json; make one with transformers: "
+            "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
+        )
+    raise ModelNotFound(f"{folder}: no tokenizer.json")
+
+
+def _declared(folder: Path, config: dict[str, Any]) -> Any:
+    """The added tokens by id, of `tokenizer_config.json` or of the older `added_tokens.json`."""
+    declared = config.get("added_tokens_decoder") or {}
+    older = {str(index): {"content": text} for text, index in _json(folder / "added_tokens.json").items()}
+    return older | declared if isinstance(declared, dict) else declared
 
 
 def _token_id(backend: Backend, token: Any) -> int | None:

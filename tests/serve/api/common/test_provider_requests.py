@@ -227,7 +227,8 @@ def test_reasoning_is_refused_where_the_model_cannot():
     assert provider_requests.reasoning(None, False, "reasoning_effort", None) == "off"
     assert provider_requests.reasoning("none", False, "reasoning_effort", None) == "off"
     assert provider_requests.reasoning("high", True, "reasoning_effort", 7) == 7
-    assert [provider_requests.reasoning(effort, True, "p", None) for effort in ("minimal", "low", "medium", "high")] == [
+    efforts = ("minimal", "low", "medium", "high")
+    assert [provider_requests.reasoning(effort, True, "p", None) for effort in efforts] == [
         "light", "light", "moderate", "deep",
     ]  # fmt: skip
     with pytest.raises(InvalidRequest) as caught:
