@@ -17,7 +17,7 @@ import regex
 import sentencepiece
 from tokenizers import Tokenizer as Backend, models, pre_tokenizers, trainers
 
-from pippin.core.errors import CorruptedFile, ModelNotFound, UnsupportedModel
+from pippin.core.errors import CorruptedFile, UnsupportedModel
 from pippin.data.text.tokenizer import Tokenizer
 
 PAGE = [
@@ -202,12 +202,4 @@ def test_a_tekken_vocabulary_gives_the_ids_of_its_ranks(tmp_path):
 def test_damaged_tekken_vocabularies_are_refused(tmp_path, changes):
     tekken(tmp_path, [bytes([byte]) for byte in range(256)], **changes)
     with pytest.raises(CorruptedFile, match="not a Tekken vocabulary"):
-        Tokenizer.from_folder(tmp_path)
-
-
-def test_a_folder_without_any_tokenizer_says_so(tmp_path):
-    with pytest.raises(ModelNotFound, match=r"no tokenizer\.json"):
-        Tokenizer.from_folder(tmp_path)
-    (tmp_path / "vocab.txt").write_text("a")
-    with pytest.raises(UnsupportedModel, match=r"'vocab\.txt' but no tokenizer\.json"):
         Tokenizer.from_folder(tmp_path)

@@ -315,8 +315,8 @@ def test_what_is_saved_is_read_by_us_and_by_transformers(default_tokenizer, tmp_
 def test_folders_without_a_tokenizer(tmp_path):
     with pytest.raises(ModelNotFound, match=r"no tokenizer\.json"):
         Tokenizer.from_folder(tmp_path)
-    (tmp_path / "tokenizer.model").touch()
-    with pytest.raises(UnsupportedModel, match=r"'tokenizer.model' but no tokenizer.json; make one"):
+    (tmp_path / "vocab.json").touch()
+    with pytest.raises(UnsupportedModel, match=r"'vocab.json' but no tokenizer.json; make one"):
         Tokenizer.from_folder(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(CorruptedFile, match=r"tokenizer.json: not a tokenizer"):
