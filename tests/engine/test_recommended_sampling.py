@@ -1,6 +1,7 @@
 """What a model recommends is what a request gets that names nothing: beside transformers and gguf."""
 
 import json
+import shutil
 
 import gguf
 import pytest
@@ -10,6 +11,7 @@ from pippin.core.errors import CorruptedFile
 from pippin.engine import Engine, Request, SamplingOptions
 from pippin.engine.recommended_sampling import recommended, resolved
 from pippin.language.language_model import load
+from pippin.language.model_license import find_license
 from pippin.session import GenerationOptions, Session
 
 QWEN = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.1}
@@ -29,6 +31,30 @@ def test_a_folder_recommends_what_transformers_reads(folder):
     config = GenerationConfig.from_pretrained(folder)
     found = recommended(folder)
     assert found == {name: getattr(config, name) for name in ("temperature", "top_k", "top_p", "repetition_penalty")}
+
+
+def test_copies_keep_the_recommendation_the_license_and_the_dialect(folder, tmp_path):
+    from pippin.language.quantized_checkpoint import save_quantized
+
+    shutil.copytree(folder, tmp_path / "first")
+    config = tmp_path / "first" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"license": "mit"}))
+    model = load(tmp_path / "first", pack=False, tool_dialect="qwen3-coder")
+    model.save(tmp_path / "second")
+    again = load(tmp_path / "second", pack=False)
+    save_quantized(tmp_path / "third", again, {})
+    for copy in ("second", "third"):
+        assert recommended(tmp_path / copy) == recommended(folder) != {}
+        written = json.loads((tmp_path / copy / "generation_config.json").read_text())
+        kept = json.loads((folder / "generation_config.json").read_text())
+        assert written == {name: value for name, value in kept.items() if name != "transformers_version"}
+        copied = load(tmp_path / copy)
+        assert (copied.tool_dialect, find_license(copied)) == ("qwen3-coder", "mit")
+        assert copied.tokenizer.chat_template == model.tokenizer.chat_template
+    config = tmp_path / "third" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"tool_dialect": "klingon"}))
+    with pytest.raises(CorruptedFile, match="tool_dialect is 'klingon'; there are hermes"):
+        load(tmp_path / "third")
 
 
 def test_a_gguf_file_recommends_what_its_metadata_says(tmp_path):

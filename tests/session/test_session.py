@@ -624,7 +624,39 @@ def test_a_model_thinks_within_its_budget_and_answers_under_its_grammar(thinker,
     assert thought.kind == "reasoning"
     assert 0 < len(thought.text) <= budget * 4
     assert answer.text == response.raw_content
+    assert response.reasoning == thought.text
     assert response.usage.output_tokens > budget
+
+
+def test_reasoning_is_streamed_before_the_answer(thinker):
+    options = GenerationOptions(reasoning=8, temperature=1.0, seed=3, max_tokens=100)
+    stream = Session(thinker).stream("Who?", generating=Mood, options=options)
+    snapshots = list(stream)
+    deltas = [bool(snapshot.reasoning_delta) for snapshot in snapshots]
+    assert deltas == sorted(deltas, reverse=True)
+    assert "".join(snapshot.reasoning_delta for snapshot in snapshots).strip() == stream.response.reasoning != ""
+    assert isinstance(stream.response.content, Mood)
+
+
+def test_a_model_that_always_reasons_is_heard_out_and_kept_apart(tiny):
+    from dataclasses import replace
+
+    from pippin.data.text.chat_template import ChatTemplate
+
+    source = tiny.template.source + "<think>\n{# </think> #}"
+    always = replace(tiny, template=ChatTemplate(source, tiny.tokenizer))
+    response = Session(always).respond("Who?", options=GenerationOptions(max_tokens=12, temperature=1.0, seed=2))
+    assert (response.content, response.finish_reason, response.usage.reasoning_tokens) == ("", "length", 12)
+    assert response.reasoning
+
+
+def test_the_dialect_of_tools_can_be_named(tiny):
+    session = Session(tiny, tool_dialect="glm-4.5")
+    assert session.provider.dialect.name == "glm-4.5"
+    with pytest.raises(InvalidArgument, match="tool_dialect 'hermes' is for a model on this machine"):
+        Session(session.provider, tool_dialect="hermes")
+    with pytest.raises(InvalidArgument, match="tool_dialect must be"):
+        Session(tiny, tool_dialect="klingon")
 
 
 def test_thinking_counts_against_max_tokens(thinker):
