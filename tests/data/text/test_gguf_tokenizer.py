@@ -12,7 +12,7 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKEN
 
 from pippin.core.errors import CorruptedFile, PippinError, UnsupportedModel
 from pippin.core.formats.gguf import open_gguf
-from pippin.data.text.gguf_tokenizer import _SPLITS
+from pippin.data.text.gguf_splits import SPLITS
 from pippin.data.text.tokenizer import Tokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
@@ -70,9 +70,9 @@ def test_some_vocabularies_take_whole_words_before_merging(tmp_path, pre, expect
     assert tokenizer.add_bos == (pre == "llama-bpe")
 
 
-@pytest.mark.parametrize("name", sorted(_SPLITS.keys() & GGUF_PRE_TOKENIZER_SPLITS.keys()))
+@pytest.mark.parametrize("name", sorted(SPLITS.keys() & GGUF_PRE_TOKENIZER_SPLITS.keys()))
 def test_splitting_rules_are_those_of_transformers(name, texts):
-    (ours,), theirs = _SPLITS[name], GGUF_PRE_TOKENIZER_SPLITS[name]
+    (ours,), theirs = SPLITS[name], GGUF_PRE_TOKENIZER_SPLITS[name]
     for text in (*texts, "".join(texts)):
         pieces = [pre_tokenizers.Split(Regex(rule), "isolated").pre_tokenize_str(text) for rule in (ours, theirs)]
         assert pieces[0] == pieces[1]
@@ -86,10 +86,26 @@ def test_splitting_rules_are_those_of_transformers(name, texts):
         ("falcon", "a,b 12345!", "a|,|b| |123|45|!"),
         ("default", "a,b 12345!", "a|,|b| |123|45|!"),
         ("deepseek-v3", "ab12345 漢字x_y", "ab|123|45| |漢字|x|_y"),
+        ("afmoe", "ab12345 7 漢字", "ab|12|345| |7| |漢字"),
+        ("tiny_aya", "1234567 a", "1|234|567| a"),
+        ("kimi-k2", "Hello漢字World's 1234", "Hello|漢字|World's| |123|4"),
+        ("deepseek-coder", "a b1\nc, d", "a| b|1|\n|c|,| d"),
+        ("bloom", "a b, c", "a| b|,| c"),
+        ("viking", "a 12,", "a| |1|2|,"),
+        ("minicpm5", "it's 12345", "it|'s| |123|45"),
+        ("jais-2", "a     b", "a|    | b"),
+        ("bailingmoe", "a\n\nb", "a|\n\n|b"),
+        ("seed-coder", "a!!\n1", "a|!!|\n|1"),
+        ("exaone-moe", "two words 12", "two words| |1|2"),
+        ("laguna", "a \n\nb", "a| |\n\n|b"),
+        ("chameleon", "IMGIMGAZ 12!", "IMGIMGAZ| |1|2|!"),
+        ("youtu", "abc、漢字12", "abc|、|漢字|1|2"),
+        ("ufakzeka", "Ali'nin", "Ali|'nin"),
+        ("spark2_5", "ab123\n", "ab|1|2|3|\n"),
     ],
 )
 def test_splitting_rules_by_example(name, text, expected):
-    splits = [pre_tokenizers.Split(Regex(rule), "isolated") for rule in _SPLITS[name]]
+    splits = [pre_tokenizers.Split(Regex(rule), "isolated") for rule in SPLITS[name]]
     pieces = pre_tokenizers.Sequence(splits).pre_tokenize_str(text)
     assert "|".join(piece for piece, _ in pieces) == expected
 

@@ -2,7 +2,7 @@
 
 Notable here:
 - a GGUF file names its pre-tokenizer (`tokenizer.ggml.pre`) instead of describing it; the splitting rule of each name
-  is defined here, and an unknown name is refused, since a wrong rule degrades a model silently
+  is in `pippin.data.text.gguf_splits`, and an unknown name is refused, since a wrong rule degrades a model silently
 - a SentencePiece vocabulary has scores but no merges: they are derived from the vocabulary
 - control tokens are registered as special, so that text can be encoded with or without them
 - in the other direction, a splitting rule gets the name of the rule that splits a probe text at the same places,
@@ -20,52 +20,13 @@ from tokenizers import AddedToken, Regex, Tokenizer as Backend, decoders, models
 
 from pippin.core.errors import CorruptedFile, PippinError, UnsupportedModel
 from pippin.core.formats.gguf import GGUFFile
+from pippin.data.text.gguf_splits import BEGUN, COMPOSED, SPLITS, WHOLE_WORDS
 from pippin.data.text.sentencepiece_tokenizer import merges
 
 # Token types of GGUF.
 _NORMAL, _UNKNOWN, CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _NOT_TEXT = frozenset({_UNKNOWN, CONTROL, _UNUSED})
 
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
-_QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{{0}}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{{0}}"
-_CASED_END = rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
-_GPT4O = _CASED.replace("{0}", _CONTRACTIONS + "?") + r"|\p{N}{1,3}" + _CASED_END
-_TEKKEN = _CASED.replace("{0}", "") + r"|\p{N}" + _CASED_END
-_PUNCTUATION = r"[\p{P}\$\+<=>\^~\|]+"
-_DEEPSEEK3 = (
-    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
-    rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}"
-)
-
-# The rules are applied in order, each within the pieces of the one before.
-_SPLITS: dict[str, tuple[str, ...]] = {
-    "default": (_PUNCTUATION, _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"),
-    "gpt-2": (_GPT2,),
-    "mpt": (_GPT2,),
-    "olmo": (_GPT2,),
-    "smollm": (r"\p{N}", _GPT2),
-    "starcoder": (r"\p{N}", _GPT2),
-    "refact": (r"\p{N}", _GPT2),
-    "command-r": (r"\p{N}", _GPT2),
-    "falcon": (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]"),
-    "llama-bpe": (_LLAMA3,),
-    "llama3": (_LLAMA3,),
-    "llama-v3": (_LLAMA3,),
-    "falcon3": (_LLAMA3,),
-    "pixtral": (_LLAMA3,),
-    "lfm2": (_LLAMA3,),
-    "qwen2": (_QWEN2,),
-    "deepseek-r1-qwen": (_QWEN2,),
-    "gpt-4o": (_GPT4O,),
-    "llama4": (_GPT4O,),
-    "tekken": (_TEKKEN,),
-    "deepseek-v3": (r"\p{N}{1,3}", r"[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK3),
-}
 # Where splitting rules differ: contractions in both cases, digits, punctuation, runs of spaces and line ends, letters
 # of other scripts, marks.
 _PROBE = (
@@ -73,9 +34,6 @@ _PROBE = (
     "three \n line\r\n\n\n  end_of_line/path//x 100% naïve Ünï čšž ЖЁ абв 東京都 ひらがな カタカナ 한국어 १२३ e\u0301 "
     "🙂🙃 …— «quoted» \u00a0nbsp don't DON'T l'été <tag> ^~| \\ \"s\"  "
 )
-# Here a word that is in the vocabulary is one token, whatever the merges are, and a prompt begins with the begin token.
-_WHOLE_WORDS = frozenset({"llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2", "tekken"})
-_COMPOSED = frozenset({"qwen2", "deepseek-r1-qwen"})
 
 
 def build_backend(file: GGUFFile) -> Backend:
@@ -168,17 +126,17 @@ def _rule_name(backend: Backend, state: dict[str, Any]) -> str:
     """GGUF's name of a byte-level tokenizer's splitting rule: the first that splits the probe at the same places."""
     whole, composed = bool(state["model"].get("ignore_merges")), (state["normalizer"] or {}).get("type") == "NFC"
     ours = backend.pre_tokenizer.pre_tokenize_str(_PROBE) if backend.pre_tokenizer else None
-    for name in _SPLITS:
-        same = (name in _WHOLE_WORDS) == whole and (name in _COMPOSED) == composed
+    for name in SPLITS:
+        same = (name in WHOLE_WORDS) == whole and (name in COMPOSED) == composed
         if same and _splitter(name).pre_tokenize_str(_PROBE) == ours:
             return name
-    raise UnsupportedModel(f"this tokenizer's splitting rule has no name in GGUF; there are: {', '.join(_SPLITS)}")
+    raise UnsupportedModel(f"this tokenizer's splitting rule has no name in GGUF; there are: {', '.join(SPLITS)}")
 
 
 def adds_bos(file: GGUFFile) -> bool:
     """Whether a prompt begins with the begin token; llama.cpp's default where the file does not say."""
     sentencepiece = file.get("tokenizer.ggml.model", str) == "llama"
-    default = sentencepiece or file.metadata.get("tokenizer.ggml.pre") in _WHOLE_WORDS
+    default = sentencepiece or file.metadata.get("tokenizer.ggml.pre") in BEGUN
     return file.get("tokenizer.ggml.add_bos_token", bool, default)
 
 
@@ -196,13 +154,13 @@ def strings(file: GGUFFile, key: str) -> list[str]:
 
 def _byte_level(file: GGUFFile, tokens: list[str]) -> Backend:
     name = file.get("tokenizer.ggml.pre", str, "default")
-    if name not in _SPLITS:
-        raise UnsupportedModel(f"{file.path}: pre-tokenizer {name!r}; supported: {', '.join(_SPLITS)}")
+    if name not in SPLITS:
+        raise UnsupportedModel(f"{file.path}: pre-tokenizer {name!r}; supported: {', '.join(SPLITS)}")
     pairs = [_pair(file, line) for line in strings(file, "tokenizer.ggml.merges")]
     # Read backwards, so that the first of two equal tokens keeps its id.
     vocabulary = {tokens[index]: index for index in range(len(tokens) - 1, -1, -1)}
-    backend = Backend(models.BPE(vocabulary, pairs, ignore_merges=name in _WHOLE_WORDS))
-    if name in _COMPOSED:
+    backend = Backend(models.BPE(vocabulary, pairs, ignore_merges=name in WHOLE_WORDS))
+    if name in COMPOSED:
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = _splitter(name)
     backend.decoder = decoders.ByteLevel()
@@ -211,7 +169,7 @@ def _byte_level(file: GGUFFile, tokens: list[str]) -> Backend:
 
 def _splitter(name: str) -> pre_tokenizers.PreTokenizer:
     """The splitting rule of this name, followed by the byte-level alphabet."""
-    rules = (pre_tokenizers.Split(Regex(rule), "isolated") for rule in _SPLITS[name])
+    rules = (pre_tokenizers.Split(Regex(rule), "isolated") for rule in SPLITS[name])
     return pre_tokenizers.Sequence([*rules, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
