@@ -47,7 +47,7 @@ def test_copies_keep_the_recommendation_the_license_and_the_dialect(folder, tmp_
         assert recommended(tmp_path / copy) == recommended(folder) != {}
         written = json.loads((tmp_path / copy / "generation_config.json").read_text())
         kept = json.loads((folder / "generation_config.json").read_text())
-        assert written == {name: value for name, value in kept.items() if name != "transformers_version"}
+        assert written.items() >= {(name, kept[name]) for name in QWEN} != set()
         copied = load(tmp_path / copy)
         assert (copied.tool_dialect, find_license(copied)) == ("qwen3-coder", "mit")
         assert copied.tokenizer.chat_template == model.tokenizer.chat_template

@@ -82,11 +82,15 @@ class ThinkingPhase:
         if self._text.stopped:
             return self._ended(token, pending)
         if self._most is not None and self.num_tokens >= self._most:
-            return [token, *self.close()]
+            return [token, *self._close()]
         return [token]
 
     def close(self) -> list[int]:
-        """End the reasoning here; return the tokens of the tag."""
+        """End the reasoning before the next token; return the tokens of the tag."""
+        self.reasoning = self.answer = ""
+        return self._close()
+
+    def _close(self) -> list[int]:
         self.reasoning += self._text.finish()
         self.over = True
         return self._closing
