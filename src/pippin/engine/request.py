@@ -112,6 +112,7 @@ class Request:
     experts: ExpertMask | None = None
     return_hidden_states: bool = False
     skip_special_tokens: bool = True
+    thinking: Thinking | None = None
 
     def extras(self) -> PromptExtras | None:
         """What it has beside tokens; None for nothing."""
@@ -121,4 +122,3 @@ class Request:
         return PromptExtras(
             len(self.prompt), self.embeddings, self.positions, self.steering, self.experts, self.return_hidden_states
         )
-    thinking: Thinking | None = None
