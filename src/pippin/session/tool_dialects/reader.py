@@ -220,7 +220,7 @@ class _Calls(CallReader):
         notation = self._dialect.notation
         if notation is None:
             return _Extent(start)
-        if self._name not in self.schemas:
+        if self._name is None or self._name not in self.schemas:
             return None
         return _ArgumentExtent(start, ArgumentReader(self.schemas[self._name], notation, self._dialect.after))
 
