@@ -55,7 +55,11 @@ What is no keyword of JSON Schema, and a `format` that has no definition, is an 
 `Grammar.notes` says so (with the keyword that was probably meant). `strict=True` refuses it instead; schemas of Python
 types are always strict. The notes are in `Response.notes`, on the standard error of `pippin ask --schema`, and in the
 server's header `x-pippin-notes`; strict are `Schema(..., strict=True)`, `pippin ask --strict` and OpenAI's
-`"strict": true`.
+`"strict": true`, of the answer's schema and of each tool.
+
+Items of a list with `uniqueItems`, and the names of an object, are compared with what is already written: a token that
+would complete a repeat is not allowed, and neither is one after which only repeats could follow. Numbers are equal by
+value, objects in any order of their names.
 
 Some valid values are never generated:
 
@@ -67,6 +71,9 @@ Some valid values are never generated:
   `maxProperties` at most {MAX_ITEMS} names that the schema does not list, so that a model which repeats itself comes to
   an end; `maxItems` in the schema, or `max_items` of `Grammar.json_schema`, says otherwise; a string without
   `maxLength` ends with the budget of tokens alone;
+- in a schema that compares numbers which need not be integers (`uniqueItems`), these are written without exponent,
+  zeros at the end or more than 15 digits; a list that may be one with or without `uniqueItems`, of several
+  alternatives, repeats nothing as long as it may be the one with;
 - `format` is enforced, as its standard has it; under a Python type in the subset that every parser accepts;
 - in a `pattern`, `\\d`, `\\w` and `\\s` match what ECMA 262, Python and Rust agree on; look-ahead is
   enforced right after the first `^`; other look-around, back references, flags and word boundaries are refused, and so

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Build the native kernels with native/sanitize/check.cpp under AddressSanitizer with UndefinedBehaviorSanitizer, then
 # under ThreadSanitizer, and run it. Usage: tools/sanitize.sh [folder for the builds] [address|thread] [instruction sets]
-# Without instruction sets: all that this compiler knows; that takes minutes, most of them for the generic kernels.
+# Without instruction sets: all that compiler and machine know; that takes minutes, most of them for the generic kernels.
 set -eu
 root=$(cd "$(dirname "$0")/.." && pwd)
 folder=${1:-$(mktemp -d)}
@@ -11,9 +11,11 @@ common="-std=c++17 -O1 -g -pthread -fno-math-errno -ffp-contract=off -fno-omit-f
 avx2="-mavx2 -mfma -mf16c"
 avx512="$avx2 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni"
 
-variant() { # name, flags: compiled if this compiler knows them
-    name=$1 upper=$(echo "$1" | tr a-z A-Z)
-    shift
+variant() { # name, its flag in /proc/cpuinfo, flags of the compiler: compiled if compiler and machine know them
+    name=$1 upper=$(echo "$1" | tr a-z A-Z) needs=$2
+    shift 2
+    # what this machine cannot run would be compiled for nothing, for minutes
+    [ -z "$needs" ] || [ ! -r /proc/cpuinfo ] || grep -qw "$needs" /proc/cpuinfo || return 0
     checks=$sanitizer
     case " ${wanted:-$name} generic " in
     *" $name "*) ;;
@@ -35,13 +37,13 @@ for kind in ${2:-address thread}; do
     have=""
     case $(uname -m) in
     x86_64)
-        variant avx512bf16 $avx512 -mavx512bf16
-        variant avx512vnni $avx512
-        variant avx2 $avx2
+        variant avx512bf16 avx512_bf16 $avx512 -mavx512bf16
+        variant avx512vnni avx512_vnni $avx512
+        variant avx2 avx2 $avx2
         ;;
-    aarch64 | arm64) variant neon -march=armv8.2-a+dotprod+fp16 ;;
+    aarch64 | arm64) variant neon asimddp -march=armv8.2-a+dotprod+fp16 ;;
     esac
-    variant generic
+    variant generic ''
     for source in "$root"/native/*.cpp "$root/native/sanitize/check.cpp"; do
         name=$(basename "$source" .cpp)
         [ "$name" = kernels ] || $cxx $common $sanitizer $have -c "$source" -o "$work/$name.o"

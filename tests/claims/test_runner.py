@@ -34,16 +34,23 @@ def run(scale: Scale) -> Evidence:
     return evidence
 """
 FRAGILE = """
-from pippin.claims import Evidence, Scale, claim
+from pippin.claims import Condition, Evidence, Scale, claim
 
-@claim(id="fragile-at-scale", source="s", paper="p", setting="x", accept="it ends")
+@claim(
+    id="fragile-at-scale",
+    source="s",
+    headline="p",
+    setting="x",
+    method="m",
+    conditions=[Condition("ends", "it ends", lambda e, arm: e.min("end") == 1)],
+)
 def run(scale: Scale) -> Evidence:
     (scale.checkpoints("part") / "weights").write_text(scale.name)
     if not scale.is_smoke:
         raise ZeroDivisionError("too large")
     evidence = Evidence()
     evidence.add("end", 1)
-    return evidence.accept(ends=True, early=False)
+    return evidence
 """
 
 
@@ -160,7 +167,7 @@ def test_a_crash_is_recorded_and_leaves_what_the_next_run_goes_on_from(folder, r
     assert not list(tmp_path.glob("build/claims/*"))  # a whole run leaves nothing
     crashed, evidence = run("fragile-at-scale", "gpu", results)
     assert crashed.error is not None
-    assert crashed.error.startswith("ZeroDivisionError: too large (fragile.py, line 8")
+    assert crashed.error.startswith("ZeroDivisionError: too large (fragile.py, line 15")
     assert (evidence.verdict, crashed.figures) == ("not run", ())
     assert [path.name for path in tmp_path.glob("build/claims/*/part/*")] == ["weights"]
     found = row("fragile-at-scale", results)

@@ -310,3 +310,13 @@ def test_a_fork_of_a_sampler_without_penalties_has_none():
 def test_a_pick_never_lands_where_there_is_no_weight():
     weights = torch.tensor([0.0, 1e-300, 0.0], dtype=torch.float64)
     assert {sample_index(weights, torch.Generator().manual_seed(seed)) for seed in range(20)} == {1}
+
+
+def test_options_that_say_nothing_are_greedy_and_without_penalties():
+    sampler = Sampler(SamplingOptions(), torch.tensor([2]), 4)
+    logits = torch.tensor([0.0, 1.0, 3.0, 2.9])
+    scores = logits.clone()
+    sampler.penalize(scores)
+    assert torch.equal(scores, logits)
+    assert (sampler.temperature, sampler.repetition_penalty) == (0.0, 1.0)
+    assert {sampler.sample(logits.clone()) for _ in range(20)} == {2}

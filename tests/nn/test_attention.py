@@ -45,16 +45,24 @@ def attention():
     return random_layer(AttentionSpec())
 
 
-def written_out(layer, x, cos_sin, *, scale=0.5, eps=1e-6, window=None, bound=None):
+def written_out(layer, x, cos_sin, *, scale=0.5, eps=1e-6, window=None, bound=None, qk_norm=None):
     """The output of a layer with 4 heads of width 4 that share 2 heads of keys: each query by itself."""
 
-    def heads(projection, norm):
-        y = F.linear(x, projection.weight, projection.bias).unflatten(-1, (-1, 4)).transpose(1, 2)
-        return y if norm is None else norm.weight * y / (y.square().mean(-1, keepdim=True) + eps).sqrt()
+    def heads(projection):
+        return F.linear(x, projection.weight, projection.bias).unflatten(-1, (-1, 4)).transpose(1, 2)
 
-    q, k, v = heads(layer.q_proj, layer.q_norm), heads(layer.k_proj, layer.k_norm), heads(layer.v_proj, None)
+    def normalized(y, norm):
+        over = (1, 3) if qk_norm == "full" else 3
+        weight = norm.weight.view(-1, 1, 4) if qk_norm == "full" else norm.weight
+        return weight * y / (y.square().mean(over, keepdim=True) + eps).sqrt()
+
+    q, k, v = heads(layer.q_proj), heads(layer.k_proj), heads(layer.v_proj)
+    if qk_norm in ("head", "full"):
+        q, k = normalized(q, layer.q_norm), normalized(k, layer.k_norm)
     if cos_sin is not None:
         q, k = apply_rotary(q, *cos_sin), apply_rotary(k, *cos_sin)
+    if qk_norm == "rotated head":
+        q, k = normalized(q, layer.q_norm), normalized(k, layer.k_norm)
     y = torch.zeros_like(q)
     for head in range(4):
         for at in range(x.shape[1]):
@@ -81,6 +89,9 @@ PROJECTIONS = {"q_proj.weight", "o_proj.weight", "k_proj.weight", "v_proj.weight
         ({"output_bias": True}, {"o_proj.bias"}, None),
         ({"qk_norm": "head"}, {"q_norm.weight", "k_norm.weight"}, None),
         ({"qk_norm": "head", "eps": 0.5}, {"q_norm.weight", "k_norm.weight"}, 3),
+        ({"qk_norm": "full"}, {"q_norm.weight", "k_norm.weight"}, None),
+        ({"qk_norm": "full", "eps": 0.5}, {"q_norm.weight", "k_norm.weight"}, 3),
+        ({"qk_norm": "rotated head", "eps": 0.5}, {"q_norm.weight", "k_norm.weight"}, None),
         ({"scale": 2.0}, set(), None),
     ],
 )
@@ -91,7 +102,7 @@ def test_a_layer_is_its_formula_head_by_head(options, more, window, rotated, new
     cos_sin = Rotary().tables(torch.arange(new), 4) if rotated else None
     cos_sin = None if cos_sin is None else (cos_sin[0].double(), cos_sin[1].double())
     found, (keys, values, _) = layer(x, LayerContext(NoCache(), cos_sin=cos_sin))
-    given = {"scale": options.get("scale", 0.5), "eps": options.get("eps", 1e-6), "window": window}
+    given = {"scale": 0.5, "window": window} | {name: options[name] for name in options if "bias" not in name}
     torch.testing.assert_close(found, written_out(layer, x, cos_sin, **given), rtol=1e-9, atol=1e-9)
     assert keys.shape == values.shape == (2, 2, new, 4)
 

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, Field
 import pippin
 from pippin.core.errors import InvalidArgument, InvalidTool, SchemaError, ToolCallError, UnsupportedGuide
 from pippin.session.hooks import Hooks
-from pippin.session.tools import as_tools
+from pippin.session.tools import Tool, as_tools
 from pippin.session.transcript import ToolCall
 
 CALL = ToolCall(id="1", name="f", arguments={})
@@ -161,3 +161,10 @@ def test_decisions():
     assert Hooks(on_tool_call=lambda call: pippin.Deny("no")).decide("on_tool_call", CALL).reason == "no"
     with pytest.raises(InvalidArgument, match="must return Allow, Deny or Replace, got True"):
         Hooks(on_tool_call=lambda call: True).decide("on_tool_call", CALL)
+
+
+def test_a_strict_tool_of_a_schema_has_nothing_that_is_ignored():
+    schema = {"type": "object", "properties": {"n": {"type": "integer", "minimun": 3}}, "required": ["n"]}
+    assert Tool.from_schema("count", "Counts.", schema, lambda n: n).call({"n": 2}) == "2"
+    with pytest.raises(UnsupportedGuide, match="did you mean 'minimum'"):
+        Tool.from_schema("count", "Counts.", schema, lambda n: n, strict=True)

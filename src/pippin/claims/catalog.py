@@ -194,12 +194,11 @@ def _stated(call: ast.Call, names: dict[str, ast.stmt], path: Path, area: str) -
         negative_controls=tuple(literal("negative_controls", ())),
         positive_control=literal("positive_control", None),
         conditions=_conditions(given.get("conditions"), names, path),
-        accept=literal("accept", ""),
     )
     return Stated(
         id=literal("id", ""),
         source=texts["source"],
-        headline=texts["headline"] or literal("paper", ""),
+        headline=texts["headline"],
         setting=texts["setting"],
         rule=rule,
         file=path,

@@ -172,7 +172,6 @@ class Evidence:
         self.outcomes: Outcomes = {}
         self.verdict: Verdict = "not run"
         self.reasons: tuple[str, ...] = ()
-        self.accepted: dict[str, bool] = {}
 
     def add(
         self, name: str, value: SupportsFloat, *, arm: str | None = None, seed: int | None = None, unit: str = ""
@@ -255,23 +254,6 @@ class Evidence:
 
         found = paired_difference([a for a, _ in pairs], [b for _, b in pairs])
         return Paired(found.value, found.low, found.high, found.n)
-
-    def accept(self, condition: object = None, /, **conditions: object) -> Evidence:
-        """Say which parts of a rule in prose held. Only for claims without `conditions`, which are at most `partly`.
-
-        Raises:
-            ClaimError: called twice, without any condition or any figure, or with something that is no truth value.
-        """
-        if self.accepted:
-            raise ClaimError(f"accept was already called, with {self.accepted}")
-        if not self.figures:
-            raise ClaimError("accept was called before any figure was added")
-        if condition is not None:
-            conditions = {"accept": condition, **conditions}
-        if not conditions:
-            raise ClaimError("accept needs at least one condition")
-        self.accepted = {name: _truth(name, value) for name, value in conditions.items()}
-        return self
 
     def report(self, title: str) -> Report:
         """The figures as a table, one row per name and arm: the mean over the seeds and its standard deviation."""
@@ -422,7 +404,7 @@ class Claim:
         headline: the published sentence or number, in short.
         setting: what we measure instead: model, data and sizes.
         measure: the function.
-        conditions: the rule; empty for a claim whose rule is still prose (`accept`).
+        conditions: the rule, at least one.
         method: the arm that the claim is about.
         negative_controls: arms that must fail the rule.
         positive_control: an arm that shows that the experiment could have worked.
@@ -430,7 +412,6 @@ class Claim:
         uses: modules of pippin, beside those that the file imports, whose change makes a run stale.
         version: of the rule; a new one where the old rule was bad.
         superseded: what was wrong with each earlier version.
-        accept: a rule in prose, of a claim that has no conditions yet.
     """
 
     id: str
@@ -438,24 +419,22 @@ class Claim:
     headline: str
     setting: str
     measure: Callable[[Scale], Evidence]
-    conditions: tuple[Condition, ...] = ()
-    method: str = ""
+    conditions: tuple[Condition, ...]
+    method: str
     negative_controls: tuple[str, ...] = ()
     positive_control: str | None = None
     reported: str = ""
     uses: tuple[str, ...] = ()
     version: int = 1
     superseded: Mapping[int, str] = field(default_factory=dict)
-    accept: str = ""
 
     def __post_init__(self) -> None:
         if not _ID.fullmatch(self.id):
             raise ClaimError(f"claim id {self.id!r} must be lower-case words joined by hyphens, like 'two-bit-qat'")
-        for name in ("source", "headline", "setting") + (() if self.conditions else ("accept",)):
-            if not str(getattr(self, name)).strip():
+        for name in ("source", "headline", "setting", "method", "conditions"):
+            value = getattr(self, name)
+            if not (value.strip() if isinstance(value, str) else value):
                 raise ClaimError(f"claim {self.id!r} has an empty {name!r}; it must stand before the first run")
-        if self.conditions and not self.method.strip():
-            raise ClaimError(f"claim {self.id!r} has conditions but no method that they are asked of")
         names = [condition.name for condition in self.conditions]
         if len(set(names)) < len(names):
             raise ClaimError(f"claim {self.id!r} has two conditions of one name: {names}")
@@ -464,8 +443,6 @@ class Claim:
 
     def ask(self, evidence: Evidence) -> Outcomes:
         """The rule, asked of the method and of every control."""
-        if not self.conditions:
-            return {self.method: dict(evidence.accepted)}
         controls = (*self.negative_controls, *([self.positive_control] if self.positive_control else []))
         return {arm: {c.name: c.ask(evidence, arm) for c in self.conditions} for arm in (self.method, *controls)}
 
@@ -480,20 +457,13 @@ class Claim:
             raise ClaimError(f"claim {self.id!r} returned {type(evidence).__name__} and not Evidence")
         if not evidence.figures:
             raise ClaimError(f"claim {self.id!r} measured nothing")
-        if not self.conditions and not evidence.accepted:
-            raise ClaimError(f"claim {self.id!r} measured but never called evidence.accept(...)")
         evidence.outcomes = self.ask(evidence)
-        evidence.verdict, evidence.reasons = verdict(self._rule(evidence.outcomes), evidence.outcomes)
+        evidence.verdict, evidence.reasons = verdict(self, evidence.outcomes)
         return evidence
-
-    def _rule(self, outcomes: Outcomes) -> Rule:
-        if self.conditions:
-            return self
-        return Prose(tuple(outcomes[self.method]))
 
 
 class Prose:
-    """A rule in prose: its parts are known by name alone, none of them is a headline, and there are no controls."""
+    """The rule in prose of an old run: its parts are known by name alone, without a headline or controls."""
 
     method = ""
     negative_controls: tuple[str, ...] = ()
@@ -508,17 +478,15 @@ def claim(
     id: str,
     source: str,
     setting: str,
-    headline: str = "",
-    method: str = "",
+    headline: str,
+    method: str,
+    conditions: Sequence[Condition],
     negative_controls: Sequence[str] = (),
     positive_control: str | None = None,
-    conditions: Sequence[Condition] = (),
     reported: str = "",
     uses: Sequence[str] = (),
     version: int = 1,
     superseded: Mapping[int, str] | None = None,
-    paper: str = "",
-    accept: str = "",
 ) -> Callable[[Callable[[Scale], Evidence]], Claim]:
     """Turn a measuring function into a `Claim`; the arguments are its attributes, and must be literals.
 
@@ -526,13 +494,13 @@ def claim(
     or is an f-string over constants of the file.
 
     Raises:
-        ClaimError: a badly formed id, an empty text, a missing rule, or conditions of one name.
+        ClaimError: a badly formed id, an empty text, no condition, or conditions of one name.
     """
 
     def decorate(function: Callable[[Scale], Evidence]) -> Claim:
         return Claim(
-            id, source, headline or paper, setting, function, tuple(conditions), method, tuple(negative_controls),
-            positive_control, reported, tuple(uses), version, dict(superseded or {}), accept,
+            id, source, headline, setting, function, tuple(conditions), method, tuple(negative_controls),
+            positive_control, reported, tuple(uses), version, dict(superseded or {}),
         )  # fmt: skip
 
     return decorate

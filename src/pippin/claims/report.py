@@ -188,12 +188,6 @@ def section(stated: Stated, record: Record) -> list[str]:
 
 def _rule_lines(rule: StatedRule, run: Run | None) -> list[str]:
     """Every condition with its outcome for the method and for each control."""
-    if rule.accept:
-        lines = [f"**Accepted if** {rule.accept}"]
-        if run is not None:
-            held = run.outcomes[rule.hash].get("", {})
-            lines += ["", *(f"- {name.replace('_', ' ')}: {_word(value)}" for name, value in held.items())]
-        return lines
     arms = [rule.method, *rule.negative_controls, *([rule.positive_control] if rule.positive_control else [])]
     heads = [rule.method, *(f"{each} (must fail)" for each in rule.negative_controls)]
     heads += [f"{rule.positive_control} (must pass)"] if rule.positive_control else []
@@ -254,8 +248,6 @@ def _note(stated: Stated, record: Record) -> str | None:
 
 def _conditions(rule: StatedRule, run: Run | None) -> list[dict[str, Any]]:
     outcomes = {} if run is None else run.outcomes[rule.hash].get(rule.method, {})
-    if rule.accept:
-        return [{"name": name, "text": "", "headline": False, "holds": held} for name, held in outcomes.items()]
     return [
         {"name": one.name, "text": one.text, "headline": one.headline, "holds": outcomes.get(one.name)}
         for one in rule.conditions

@@ -86,16 +86,20 @@ class Tool(ToolDefinition, Generic[P, R]):
 
     @classmethod
     def from_schema(
-        cls, name: str, description: str, schema: dict[str, Any], function: Callable[..., R]
+        cls, name: str, description: str, schema: dict[str, Any], function: Callable[..., R], *, strict: bool = False
     ) -> Tool[..., R]:
         """A tool whose arguments a JSON Schema describes; ``function`` gets them by name, as JSON values.
+
+        Args:
+            name, description, schema, function: of the tool.
+            strict: refuse what of the schema would be ignored with a note; see `Schema`.
 
         Raises:
             InvalidTool, SchemaError: an invalid name or schema.
         """
         made: Tool[..., R] = cls.__new__(cls)
         made.function, made.arguments = function, None
-        ToolDefinition.__init__(made, name, description, _schema(schema, name))
+        ToolDefinition.__init__(made, name, description, _schema(schema, name, strict=strict))
         return made
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -212,9 +216,9 @@ def as_tools(tools: Sequence[Tool[..., Any] | Callable[..., Any]]) -> dict[str, 
     return named
 
 
-def _schema(arguments: Any, name: str) -> Schema[Any]:
+def _schema(arguments: Any, name: str, *, strict: bool = False) -> Schema[Any]:
     try:
-        return Schema(arguments)
+        return Schema(arguments, strict=strict)
     except UnsupportedGuide as error:
         raise UnsupportedGuide(f"tool {name!r}: {error}", field=error.field, guide=error.guide) from error
     except SchemaError as error:

@@ -153,3 +153,15 @@ def test_adapters_are_apart_and_not_kept_in_memory():
     while len(tree):
         tree.evict()
     assert pool.num_free == 40
+
+
+def test_blocks_of_older_weights_are_not_found_and_each_sequence_says_its_key():
+    pool = BlockPool(4)
+    tree = PrefixTree(pool)
+    ids = [1] * BLOCK_SIZE
+    assert CacheKey("ann", None) == CacheKey("ann", None, 0)
+    for version in (0, 3):
+        insert(pool, tree, CacheKey("ann", None, version), ids)
+    assert len(tree) == 2
+    assert [held(tree, CacheKey("ann", None, version), ids) for version in (0, 1, 3)] == [BLOCK_SIZE, 0, BLOCK_SIZE]
+    assert [key for key, _, _ in tree.sequences()] == [CacheKey("ann", None, 0), CacheKey("ann", None, 3)]

@@ -13,6 +13,7 @@ from pippin.core.errors import DecodingFailure, EmptySchema, InvalidArgument, Sc
 from pippin.data.text.tokenizer import Tokenizer
 from pippin.engine.grammar import constraint as engine, regex
 from pippin.engine.grammar.constraint import Constraint, Grammar
+from pippin.engine.grammar.stack import MAX_SOURCE
 
 SCHEMA = {
     "type": "object",
@@ -384,7 +385,7 @@ def test_a_request_that_reaches_a_limit_ends_no_other(tokenizer, monkeypatch):
         patch.setattr(engine, "LIMITS", tight)
         failing = grammar.start(tokenizer)
     failing.accept(tokenizer.encode('"')[0])
-    with pytest.raises(DecodingFailure, match="too many expressions"):
+    with pytest.raises(UnsupportedGuide, match="too many expressions"):
         failing.mask()
     for constraint in (healthy, grammar.start(tokenizer), Grammar.json_schema(SCHEMA).start(tokenizer)):
         assert constraint.mask().any()
@@ -475,3 +476,34 @@ def test_a_malformed_or_empty_grammar_is_found_when_it_is_compiled(tokenizer):
 @given(st.text(max_size=20).filter(lambda t: t.isprintable()))
 def test_any_text_is_any_text(text):
     assert Grammar.text().allows(text)
+
+
+def test_the_length_of_a_lark_grammar_is_bounded():
+    rule = 'start: "a"'
+    longest = rule + " " * (MAX_SOURCE - len(rule))
+    assert Grammar.lark(longest).source == longest
+    with pytest.raises(UnsupportedGuide, match=r"has 262,145 characters and may have 262,144"):
+        Grammar.lark(longest + " ")
+
+
+@pytest.mark.parametrize(("most", "allowed"), [(2, [0, 1, 2]), (None, [0, 1, 2, 3])])
+def test_lists_and_objects_without_a_bound_get_the_one_that_is_asked_for(most, allowed):
+    lists = Grammar.json_schema({"type": "array", "items": {"enum": [1]}}, max_items=most)
+    objects = Grammar.json_schema({"type": "object", "additionalProperties": {"enum": [1]}}, max_items=most)
+    assert [n for n in range(4) if lists.allows(json.dumps([1] * n))] == allowed
+    assert [n for n in range(4) if objects.allows(json.dumps({"abc"[i]: 1 for i in range(n)}))] == allowed
+    assert bool(lists.notes) == bool(objects.notes) == (most is not None)
+
+
+def test_following_into_a_limit_of_the_engine_is_an_error(tokenizer, monkeypatch):
+    monkeypatch.setattr(engine, "LIMITS", LLParserLimits(step_max_items=1, verbose_errors=False))
+    constraint = Grammar('start: "[" item ("," item)* "]"\nitem: "a" | "b" | start').start(tokenizer)
+    with pytest.raises(DecodingFailure, match=r"cannot go on after \d+ tokens: \S"):
+        _follow_deep(constraint, tokenizer)
+    with pytest.raises(DecodingFailure):
+        constraint.mask()
+
+
+def _follow_deep(constraint, tokenizer):
+    for _ in range(100):
+        assert constraint.follow(tokenizer.encode("["))

@@ -228,7 +228,7 @@ def _codes(
 
     from pippin.bayes.latent.disentanglement import DisentanglingElbo
     from pippin.bayes.latent.vae import VAE, VAEConfig
-    from pippin.train import AdamW, CosineSchedule, Trainer
+    from pippin.claims.worlds.training import fit
 
     device = _device(size)
     shape = (1, size.pixels, size.pixels)
@@ -239,14 +239,11 @@ def _codes(
         while True:
             yield images[torch.randint(len(images), (BATCH,), generator=generator)]
 
-    options: dict[str, Any] = {
-        "optimizer": AdamW(lr=RATE, weight_decay=0.0),
-        "schedule": CosineSchedule(warmup_steps=0.02),
-    }
     objective = DisentanglingElbo(beta=beta, geometry=geometry)
-    training = Trainer(
-        vae, objective, batches(), steps=size.steps, seed=seed, show_progress=False, max_grad_norm=None, **options
-    ).fit()
+    training = fit(
+        vae, objective, batches(),
+        steps=size.steps, seed=seed, lr=RATE, warmup=0.02, weight_decay=0.0, max_grad_norm=None,
+    )  # fmt: skip
     with torch.no_grad():
         codes = torch.cat([vae.encode(part.to(device))[0].cpu() for part in images.split(1024)])
     return codes, float(training.steps[-1].metrics["reconstruction"])

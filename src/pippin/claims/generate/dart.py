@@ -98,8 +98,8 @@ ATTENDS_TO = {"all views": "all", "Markov": "statistic", "own view": "view"}
 )
 def run(scale: Scale) -> Evidence:
     """Measure all arms on each seed, at the learning rates that a search on another seed found."""
-    from pippin.claims.worlds.images.scene_pool import SEARCH_SEED, best_rate, labeled
-    from pippin.claims.worlds.training import device_for
+    from pippin.claims.worlds.images.scene_pool import labeled
+    from pippin.claims.worlds.training import SEARCH_SEED, best_rate, device_for
     from pippin.data.synthetic.scenes import sample_scenes
 
     evidence, size, device = Evidence(), SIZES[scale], device_for(scale.name)
@@ -130,13 +130,13 @@ def _spec(side: int) -> SceneSpec:
 
 def _trained(size: _Size, seed: int, device: str, passes: int, rate: float, steps: int, **form: Any) -> DART:
     """Train one network with that many views."""
-    from pippin.claims.worlds.images.scene_pool import PoolBatches, fit, labeled
+    from pippin.claims.worlds.images.scene_pool import PoolBatches, labeled
+    from pippin.claims.worlds.training import fit
     from pippin.data.synthetic.scenes import sample_scenes
     from pippin.generate.conditions import ConditioningSpec
     from pippin.generate.methods.dart.loss import NoisyViews
     from pippin.generate.methods.dart.model import DART, DartConfig
     from pippin.generate.methods.dart.schedule import NomadSchedule
-    from pippin.train import AdamW
 
     config = DartConfig(
         (1, size.side, size.side),
@@ -149,9 +149,11 @@ def _trained(size: _Size, seed: int, device: str, passes: int, rate: float, step
     )
     model = DART(config).initialize(seed)
     data = PoolBatches(labeled(sample_scenes(_spec(size.side), size.images, seed=100 + seed)), size.batch, seed)
-    optimizer = AdamW(lr=rate, betas=(0.9, 0.95))
-    fit(model, NoisyViews("uniform"), data, max(1, steps), seed, optimizer, device, ema=0.99, max_grad_norm=2.0)
-    return model
+    fit(
+        model, NoisyViews("uniform"), data,
+        steps=max(1, steps), seed=seed, lr=rate, device=device, ema=0.99, max_grad_norm=2.0,
+    )  # fmt: skip
+    return model.requires_grad_(False)
 
 
 def _seed(evidence: Evidence, size: _Size, seed: int, device: str, rates: dict[str, float]) -> None:

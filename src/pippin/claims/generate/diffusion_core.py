@@ -114,7 +114,7 @@ GUIDANCE, EVALUATIONS = (1.0, 1.5, 3.0), (10, 20, 40)
 def run(scale: Scale) -> Evidence:
     """Measure the mixture, then scenes, on each seed."""
     from pippin.claims.worlds.distributions.one_dimensional_mixture import perceptron
-    from pippin.claims.worlds.images.scene_pool import SEARCH_SEED, best_rate
+    from pippin.claims.worlds.training import SEARCH_SEED, best_rate
     from pippin.generate.diffusion.schedules import NoiseSchedule
 
     evidence, size = Evidence(), SIZES[scale]
@@ -203,12 +203,11 @@ def _scenes(evidence: Evidence, seed: int, size: _Size, scale: str) -> None:
     """Train a short and a long run on one seed, and record the distance of their samples from true scenes."""
     import torch
 
-    from pippin.claims.worlds.images.scene_pool import Distance, PoolBatches, fit, labeled
-    from pippin.claims.worlds.training import device_for
+    from pippin.claims.worlds.images.scene_pool import Distance, PoolBatches, labeled
+    from pippin.claims.worlds.training import device_for, fit
     from pippin.data.synthetic.scenes import SceneSpec, sample_scenes
     from pippin.generate.conditions import Samples
     from pippin.generate.diffusion.diffusion import Denoising
-    from pippin.train import AdamW
 
     large, device = scale == "gpu", device_for(scale)
     spec = SceneSpec(size=32, radius=(3.0, 5.0)) if large else SceneSpec()
@@ -221,8 +220,8 @@ def _scenes(evidence: Evidence, seed: int, size: _Size, scale: str) -> None:
     def trained(steps: int) -> Diffusion:
         model = _model((spec.channels, spec.size, spec.size), seed, large=large)
         data = PoolBatches(labeled(known) if large else Samples(known.x), size.batch, seed)
-        fit(model, Denoising(), data, steps, seed, AdamW(lr=5e-4 if large else 2e-3), device)
-        return model
+        fit(model, Denoising(), data, steps=steps, seed=seed, lr=5e-4 if large else 2e-3, device=device)
+        return model.requires_grad_(False)
 
     def note(arm: str, model: Diffusion, **options: Any) -> None:
         parts = []

@@ -105,8 +105,8 @@ LOSS, WORK, ERROR = "held-out loss", "experts on objects / on ground", "correlat
 )
 def run(scale: Scale) -> Evidence:
     """Train four networks on each seed, then measure the routing maps of expert choice."""
-    from pippin.claims.worlds.images.scene_pool import SEARCH_SEED, best_rate
-    from pippin.claims.worlds.training import device_for
+
+    from pippin.claims.worlds.training import SEARCH_SEED, best_rate, device_for
     from pippin.generate.diffusion.diffusion import held_out_loss
 
     evidence, size, device = Evidence(), SIZES[scale], device_for(scale.name)
@@ -150,12 +150,12 @@ def _scenes(size: _Size, n: int, seed: int) -> tuple[Samples, Tensor]:
 
 def _trained(arm: str, size: _Size, seed: int, device: str, rate: float, steps: int) -> tuple[Diffusion, float]:
     """Train one network; also the seconds of a step."""
-    from pippin.claims.worlds.images.scene_pool import PoolBatches, fit
+    from pippin.claims.worlds.images.scene_pool import PoolBatches
+    from pippin.claims.worlds.training import fit
     from pippin.generate.conditions import ConditioningSpec
     from pippin.generate.diffusion.diffusion import Denoising, Diffusion, DiffusionConfig
     from pippin.generate.diffusion.dit import DiTConfig
     from pippin.generate.diffusion.schedules import NoiseSchedule
-    from pippin.train import AdamW
 
     network = DiTConfig(
         hidden_size=size.width,
@@ -175,8 +175,8 @@ def _trained(arm: str, size: _Size, seed: int, device: str, rate: float, steps: 
     model = Diffusion(DiffusionConfig(shape, network, spec, NoiseSchedule.flow(), prediction="flow")).initialize(seed)
     objective = Denoising(condition_dropout=0.0, times="logit_normal")
     data = PoolBatches(_scenes(size, size.images, 100 + seed)[0], size.batch, seed)
-    history = fit(model, objective, data, max(1, steps), seed, AdamW(lr=rate, weight_decay=0.01), device)
-    return model, statistics.median(step.seconds for step in history.steps)
+    history = fit(model, objective, data, steps=max(1, steps), seed=seed, lr=rate, weight_decay=0.01, device=device)
+    return model.requires_grad_(False), statistics.median(step.seconds for step in history.steps)
 
 
 def _maps(evidence: Evidence, model: Diffusion, held_out: Samples, masks: Tensor, seed: int) -> None:

@@ -130,8 +130,7 @@ OWN = {"many steps": FIXED, SMALL: FIXED[:1], LARGE: FIXED[1:]}
 def run(scale: Scale) -> Evidence:
     """Train and measure three flows on each seed."""
     from pippin.claims.worlds.images.flow_images import Net, SceneBatches, trained
-    from pippin.claims.worlds.images.scene_pool import SEARCH_SEED, best_rate
-    from pippin.claims.worlds.training import device_for
+    from pippin.claims.worlds.training import SEARCH_SEED, best_rate, device_for
     from pippin.data.synthetic.scenes import SceneSpec, sample_scenes
 
     evidence, size, device = Evidence(), SIZES[scale], device_for(scale.name)

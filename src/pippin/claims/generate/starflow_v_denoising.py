@@ -149,7 +149,8 @@ def _regression(size: ClipSize, seed: int) -> Any:
     import torch
     from torch import nn
 
-    from pippin.train import AdamW, CosineSchedule, Loss, Trainer
+    from pippin.claims.worlds.training import fit
+    from pippin.train import Loss
 
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -166,17 +167,8 @@ def _regression(size: ClipSize, seed: int) -> Any:
     def batches() -> Any:
         yield from (sampled.x.flatten(0, 1) for sampled in supply(size, seed))
 
-    Trainer(
-        model,
-        objective,
-        batches(),
-        steps=size.steps,
-        optimizer=AdamW(lr=2e-3, weight_decay=0.0),
-        schedule=CosineSchedule(warmup_steps=0.05),
-        seed=seed,
-        show_progress=False,
-    ).fit()
-    return model.requires_grad_(False).eval()
+    fit(model, objective, batches(), steps=size.steps, seed=seed, lr=2e-3, weight_decay=0.0)
+    return model.requires_grad_(False)
 
 
 def _streamed(evidence: Evidence, model: StarFlow, size: ClipSize, seed: int) -> None:

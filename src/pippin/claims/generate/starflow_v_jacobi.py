@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pippin.claims import Condition, Evidence, Scale, claim
 from pippin.claims.worlds.images.moving_shapes import ClipSize, trained
-from pippin.claims.worlds.training import device_for
+from pippin.claims.worlds.training import device_for, fit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -154,13 +154,11 @@ def _bits(size: ClipSize, seed: int, layers: tuple[int, ...], scale: str) -> flo
     import torch
 
     from pippin.claims.worlds.images.moving_shapes import clip_spec, supply
-    from pippin.claims.worlds.images.scene_pool import fit
     from pippin.data.synthetic.video_clips import sample_video_clips
     from pippin.generate.conditions import Samples
     from pippin.generate.flows.starflow.config import StarFlowConfig
     from pippin.generate.flows.starflow.loss import LikelihoodAndScore
     from pippin.generate.flows.starflow.model import StarFlow
-    from pippin.train import AdamW
 
     def dequantized(levels: Tensor, generator: torch.Generator) -> Tensor:
         return (levels + torch.rand(levels.shape, generator=generator)) / 128 - 1
@@ -178,9 +176,13 @@ def _bits(size: ClipSize, seed: int, layers: tuple[int, ...], scale: str) -> flo
         noise_std=0.0,
         score=None,
     )
-    model, optimizer = StarFlow(config).initialize(seed), AdamW(lr=size.rate, weight_decay=1e-4)
+    model = StarFlow(config).initialize(seed)
     device = device_for(scale)
-    fit(model, LikelihoodAndScore(), batches(), size.picture_steps, seed, optimizer, device, precision="float32")
+    fit(
+        model, LikelihoodAndScore(), batches(),
+        steps=size.picture_steps, seed=seed, lr=size.rate, weight_decay=1e-4, device=device, precision="float32",
+    )  # fmt: skip
+    model.requires_grad_(False)
     n = 256 if size.steps > 10 else 8
     levels = sample_video_clips(clip_spec(size, 1), n, seed=9_500 + seed).images[:, 0]
     x = dequantized(levels, torch.Generator().manual_seed(seed)).to(device)

@@ -121,8 +121,7 @@ def run(scale: Scale) -> Evidence:
     """Measure bits per dimension, classification and total mass on each seed."""
     from pippin.claims.worlds.distributions.ring import ring_density
     from pippin.claims.worlds.images.flow_images import SceneBatches, SetBatches, digits
-    from pippin.claims.worlds.images.scene_pool import SEARCH_SEED
-    from pippin.claims.worlds.training import device_for
+    from pippin.claims.worlds.training import SEARCH_SEED, device_for
     from pippin.data.synthetic.scenes import SceneSpec, sample_scenes
 
     evidence, size, device = Evidence(), SIZES[scale], device_for(scale.name)
@@ -172,7 +171,7 @@ class _Pair:
     def search(self, rates: tuple[float, ...], data: Any, held_out: Tensor) -> None:
         """Choose the learning rate of each by bits after a third of the steps."""
         from pippin.claims.worlds.images import flow_images, patch_autoregression
-        from pippin.claims.worlds.images.scene_pool import SEARCH_SEED, best_rate
+        from pippin.claims.worlds.training import SEARCH_SEED, best_rate
 
         steps = max(1, self.steps // 3)
         self.rates = {

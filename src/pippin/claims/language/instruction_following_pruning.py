@@ -184,7 +184,7 @@ def _fit(module: Any, steps: int, seed: int, lr: float, objective: Any = None) -
     from pippin.claims.worlds.training import fit
     from pippin.language.objectives import NextToken
 
-    fit(module, objective or NextToken(), MixedBatches(WINDOW, seed), steps=steps, seed=seed, lr=lr)
+    fit(module, objective or NextToken(), MixedBatches(WINDOW, seed), steps=steps, seed=seed, lr=lr, warmup=0.1)
     return module
 
 

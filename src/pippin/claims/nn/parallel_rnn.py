@@ -148,7 +148,7 @@ def _bytes(evidence: Evidence, name: str, seed: int, size: _Size, device: str) -
 
         model: Any = ByteCells(name, seed, mode).to(device)
         batches = ByteBatches(4, size.length, seed)
-        losses[mode] = fit(model, objective, batches, steps=size.steps, seed=seed, lr=BYTE_RATE, warmup=0.05).losses
+        losses[mode] = fit(model, objective, batches, steps=size.steps, seed=seed, lr=BYTE_RATE).losses
         held_out[mode] = held_out_nats(model.cpu(), limit=size.held_out)
         model.to(device)
     first = max(abs(a - b) for a, b in zip(losses["parallel"][:20], losses["sequential"][:20], strict=True))
@@ -248,7 +248,7 @@ def _parity(evidence: Evidence, start: str, seed: int, size: _Size, device: str)
     model: Any = ParityCells(start, seed).to(device)
     fit(
         model, parity_loss, parity_batches(seed, device),
-        steps=size.parity_steps, seed=seed, lr=PARITY_RATE, warmup=0.05, weight_decay=0.0,
+        steps=size.parity_steps, seed=seed, lr=PARITY_RATE, weight_decay=0.0,
     )  # fmt: skip
     for arm in (start, "step by step") if start == STARTS[0] else (start,):
         for cell in model.cells:

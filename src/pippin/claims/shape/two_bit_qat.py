@@ -185,28 +185,11 @@ def _prepare(module: Any, levels: str, init: str = "newton", bits: int = 2) -> A
 def _train(module: Any, steps: int, seed: int, lr: float, schedule: Any = None) -> list[float]:
     """Train, load the averaged weights, and return the losses."""
     from pippin.claims.worlds.sequences.byte_text import ByteBatches
+    from pippin.claims.worlds.training import fit
     from pippin.language.objectives import NextToken
-    from pippin.train import AdamW, CosineSchedule, Trainer
 
-    trainer = Trainer(
-        module.train(),
-        NextToken(),
-        ByteBatches(8, 128, seed),
-        steps=steps,
-        optimizer=AdamW(lr=lr),
-        schedule=schedule or CosineSchedule(warmup_steps=0.05),
-        ema=0.97,
-        seed=seed,
-        show_progress=False,
-    )
-    losses = trainer.fit().losses
-    assert trainer.ema is not None
-    averages = {name: value.clone() for name, value in trainer.ema.averages.items()}
-    for name, parameter in module.named_parameters():
-        if name in averages:
-            parameter.data.copy_(averages[name])
-    module.eval()
-    return losses
+    batches, options = ByteBatches(8, 128, seed), {"schedule": schedule} if schedule else {}
+    return fit(module, NextToken(), batches, steps=steps, seed=seed, lr=lr, ema=0.97, **options).losses
 
 
 def _loss(evidence: Evidence, arm: str, module: Any, seed: int, size: _Size) -> None:

@@ -213,35 +213,19 @@ def _by_row(codes: Mapping[str, Codes], model: LanguageModel, settings: Quantiza
 
 def _train(module: Any, teacher: LanguageModel, text: Path, size: _Size, steps: int, rate: float, seed: int) -> None:
     """Distill from the original; the averaged weights are loaded afterwards."""
-    import torch
-
+    from pippin.claims.worlds.training import fit
     from pippin.core.device import has_fast_bf16
     from pippin.data.packing import token_batches
     from pippin.language.methods.distillation import Distillation
-    from pippin.train import AdamW, CosineSchedule, Trainer
 
-    trainer = Trainer(
-        module,
-        Distillation(teacher, weight=1.0),
-        token_batches(
-            text, teacher.tokenizer, max_length=size.length, batch_size=size.rows, seed=seed, show_progress=False
-        ),
-        steps=steps,
-        optimizer=AdamW(lr=rate, weight_decay=0.0),
-        schedule=CosineSchedule(warmup_steps=0.05),
-        precision="bfloat16" if has_fast_bf16() and size.model else "float32",
-        ema=AVERAGE,
-        seed=seed,
-        show_progress=False,
+    batches = token_batches(
+        text, teacher.tokenizer, max_length=size.length, batch_size=size.rows, seed=seed, show_progress=False
     )
-    trainer.fit()
-    assert trainer.ema is not None
-    averages = trainer.ema.averages
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            if name in averages:
-                parameter.copy_(averages[name])
-    module.eval()
+    precision = "bfloat16" if has_fast_bf16() and size.model else "float32"
+    fit(
+        module, Distillation(teacher, weight=1.0), batches,
+        steps=steps, seed=seed, lr=rate, weight_decay=0.0, precision=precision, ema=AVERAGE,
+    )  # fmt: skip
 
 
 def _load(evidence: Evidence, arm: str, path: Path, held_out: str, size: _Size) -> LanguageModel:

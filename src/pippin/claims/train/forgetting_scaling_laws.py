@@ -154,21 +154,16 @@ class _Run:
 def _grid(size: _Size, seed: int) -> list[_Run]:
     """Pretrain each size once, and fine-tune copies of it for each amount of data and each share."""
     from pippin.claims.worlds.sequences import markov_languages as world
-    from pippin.train import AdamW, CosineSchedule, Trainer
+    from pippin.claims.worlds.training import fit
 
     languages, runs = world.Languages(seed), []
     for width in size.widths:
         base = world.network(width, seed)
-        Trainer(
-            base,
-            world.next_symbol,
-            map(world.Fresh(languages, 2 * seed).block, count()),
-            steps=size.pretraining,
-            optimizer=AdamW(lr=RATE, weight_decay=0.0),
-            schedule=CosineSchedule(),
-            seed=seed,
-            show_progress=False,
-        ).fit()
+        blocks = map(world.Fresh(languages, 2 * seed).block, count())
+        fit(
+            base, world.next_symbol, blocks,
+            steps=size.pretraining, seed=seed, lr=RATE, warmup=0.02, weight_decay=0.0,
+        )  # fmt: skip
         for data in size.data:
             tuned = {}
             for arm, share in zip(ARMS, SHARES, strict=True):

@@ -123,9 +123,9 @@ class _ArgumentWriter(_Writer):
             self.outermost, self.comma = False, self.inner
         return self.finish(self.rule(" | ".join(choices)))
 
-    def entries(self, shape: Object) -> str:
+    def properties(self, shape: Object) -> tuple[str, str]:
         self.named = tuple(name for name, _ in shape.with_names(shape.required).properties)
-        return super().entries(shape)
+        return super().properties(shape)
 
     def entry(self, name: str, key: Key) -> str:
         if self.outermost:

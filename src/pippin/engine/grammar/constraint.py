@@ -27,6 +27,7 @@ from torch import Tensor
 
 from pippin.core.errors import DecodingFailure, EmptySchema, InvalidArgument, SchemaError, UnsupportedGuide
 from pippin.engine.grammar import json_grammar, regex as regular
+from pippin.engine.grammar.repeats import Repeats, is_needed
 from pippin.engine.grammar.stack import MAX_SOURCE, with_stack
 
 LIMITS: Final = regular.LIMITS
@@ -139,9 +140,9 @@ class Grammar:
         """Whether a text is in the set, in exactly this spelling.
 
         Raises:
-            SchemaError, UnsupportedGuide: as `start`. DecodingFailure: a limit of the engine is reached.
+            SchemaError: as `start`. UnsupportedGuide: also if a limit of the engine is reached.
         """
-        constraint = Constraint(_compile(self.source, regular.byte_tokenizer()), regular.byte_tokenizer())
+        constraint = self._start(regular.byte_tokenizer())
         return constraint.follow(list(text.encode())) and constraint.may_end
 
     def start(self, tokenizer: GrammarTokenizer) -> Constraint:
@@ -151,10 +152,13 @@ class Grammar:
             SchemaError: the grammar is malformed. UnsupportedGuide: it is too large for the engine's limits.
             EmptySchema: no text satisfies it.
         """
-        vocabulary = tokenizer.grammar_tokenizer
+        return self._start(tokenizer.grammar_tokenizer)
+
+    def _start(self, vocabulary: LLTokenizer) -> Constraint:
         began = time.perf_counter()
         matcher = _compile(self.source, vocabulary)
-        return Constraint(matcher, vocabulary, compile_seconds=time.perf_counter() - began)
+        guard = Repeats(self.source, vocabulary) if is_needed(self.source) else None
+        return Constraint(matcher, vocabulary, guard, compile_seconds=time.perf_counter() - began)
 
 
 def _compile(source: str, vocabulary: LLTokenizer) -> LLMatcher:
@@ -162,12 +166,20 @@ def _compile(source: str, vocabulary: LLTokenizer) -> LLMatcher:
     matcher = with_stack(source, lambda: LLMatcher(vocabulary, source, log_level=0, limits=LIMITS))
     if matcher.is_error():
         message = regular.first_line(matcher)
-        if any(
-            word in message for word in ("fuel", "limit", "too many", "too large", "too big", "complex", "symbols.len")
-        ):
+        if regular.reaches_limit(message):
             raise UnsupportedGuide(f"the grammar is too large for the engine: {message}")
         raise SchemaError(f"the grammar is malformed: {message}")
     return matcher
+
+
+def _failure(what: str, message: str) -> DecodingFailure | UnsupportedGuide:
+    """The error of a matcher that has failed: the grammar's own fault where a limit of the engine is reached."""
+    if not regular.reaches_limit(message):
+        return DecodingFailure(f"{what}: {message}")
+    return UnsupportedGuide(
+        f"{what}, since the engine's limits are reached: {message}; shorten maxLength or the counts of the pattern",
+        guide="pattern",
+    )
 
 
 _MINUS_INFINITY: Final = np.float32(-np.inf).view(np.int32)
@@ -197,12 +209,20 @@ class Constraint:
     Args:
         matcher: llguidance's state, at the beginning or a copy from the middle of an answer.
         vocabulary: the tokens that it was compiled for.
+        repeats: what must not be repeated, where the grammar has such parts; at the same state.
         compile_seconds: seconds of compilation.
     """
 
-    def __init__(self, matcher: LLMatcher, vocabulary: LLTokenizer, *, compile_seconds: float = 0.0) -> None:
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        vocabulary: LLTokenizer,
+        repeats: Repeats | None = None,
+        *,
+        compile_seconds: float = 0.0,
+    ) -> None:
         self.compile_seconds = compile_seconds
-        self._matcher, self._vocabulary = matcher, vocabulary
+        self._matcher, self._vocabulary, self._repeats = matcher, vocabulary, repeats
         self._words = np.zeros((vocabulary.vocab_size + 31) // 32, dtype=np.int32)
         self._buffer = np.empty(32 * len(self._words), dtype=np.int32)  # for `apply`, so that no step allocates memory
         self._mask_is_current = False  # whether ``_words`` is the mask of the present state
@@ -214,7 +234,8 @@ class Constraint:
         """Which tokens may come next: bit i of word w stands for token 32 w + i. The buffer is reused by the next step.
 
         Raises:
-            DecodingFailure: the grammar leaves no token, or a limit of the engine is reached.
+            DecodingFailure: the grammar leaves no token.
+            UnsupportedGuide: a limit of the engine is reached, which its compilation did not show.
             EmptySchema: no text satisfies the grammar; found at its first step.
         """
         if not self._mask_is_current:
@@ -223,7 +244,11 @@ class Constraint:
                 message = regular.first_line(self._matcher)
                 if not self._accepted and message.startswith("NoExtensionBias"):
                     raise EmptySchema("no text satisfies the grammar")
-                raise DecodingFailure(f"the grammar leaves no token after {len(self._accepted)} tokens: {message}")
+                raise _failure(f"the grammar leaves no token after {len(self._accepted)} tokens", message)
+            if self._repeats is not None:
+                self._repeats.restrict(self._words)
+                if not self._words.any():
+                    raise DecodingFailure(f"only repeats are left after {len(self._accepted)} tokens")
             self._mask_is_current = True
         return self._words
 
@@ -266,6 +291,8 @@ class Constraint:
         self._end_unseen = self._matcher.is_stopped()  # then it accepts an end token without recording it
         if not self._matcher.consume_token(token_id) or self._matcher.is_error():
             raise DecodingFailure(f"the grammar does not allow token {token_id} after {len(self._accepted)} tokens")
+        if self._repeats is not None and not self._repeats.accept(token_id):
+            raise DecodingFailure(f"token {token_id} repeats a name or an item after {len(self._accepted)} tokens")
         self._accepted.append(token_id)
         self._mask_is_current = False
 
@@ -273,20 +300,29 @@ class Constraint:
         """Accept tokens up to the first that is not allowed; return whether all were accepted.
 
         Raises:
-            DecodingFailure: a limit of the engine is reached.
+            UnsupportedGuide: a limit of the engine is reached.
         """
         count, message = regular.consume(self._matcher, token_ids)
-        self._accepted.extend(token_ids[:count])
+        read = token_ids[:count]
+        new = (
+            count
+            if self._repeats is None
+            else next((i for i, t in enumerate(read) if not self._repeats.accept(t)), count)
+        )
+        if new < count:
+            self._matcher.rollback(count - new)
+        self._accepted.extend(token_ids[:new])
         self._mask_is_current = False
         if message:
-            raise DecodingFailure(f"the grammar cannot go on after {len(self._accepted)} tokens: {message}")
-        return not self._matcher.is_error() and count == len(token_ids)
+            raise _failure(f"the grammar cannot go on after {len(self._accepted)} tokens", message)
+        return not self._matcher.is_error() and new == len(token_ids)
 
     def reach(self, token_ids: Sequence[int]) -> int:
         """How many tokens, from the first on, would be accepted; the state does not change."""
         size = self._vocabulary.vocab_size  # the matcher fails on larger ids, which a padded model has
         known = list(takewhile(lambda token: token < size, token_ids))
-        return 0 if self.ended else int(self._matcher.validate_tokens(known))
+        count = 0 if self.ended else int(self._matcher.validate_tokens(known))
+        return count if self._repeats is None else self._repeats.reach(known[:count])
 
     @property
     def ended(self) -> bool:
@@ -331,6 +367,8 @@ class Constraint:
         if seen and not self._matcher.rollback(seen):
             raise DecodingFailure(f"cannot take back {count} tokens: {regular.first_line(self._matcher)}")
         del self._accepted[len(self._accepted) - count :]
+        if self._repeats is not None:
+            self._repeats.rollback(count)
         self._mask_is_current = False
 
     def fork(self) -> Constraint:
@@ -338,6 +376,7 @@ class Constraint:
 
         It shares the states of the lexer: if one of the two reaches a limit of the engine, both have ended.
         """
-        other = Constraint(self._matcher.deep_copy(), self._vocabulary)
+        copied = None if self._repeats is None else self._repeats.fork()
+        other = Constraint(self._matcher.deep_copy(), self._vocabulary, copied)
         other._accepted, other._end_unseen = list(self._accepted), self._end_unseen
         return other

@@ -3,23 +3,20 @@ r"""Sets of JSON values written as a Lark grammar for llguidance.
 Notable here:
 - every scalar is one terminal, so the engine's lexer runs it as one automaton; objects and arrays are rules
 - rules are written only for satisfiable keys: an optional property without possible values is left out
-- in a list of distinct items, the rule's parameter is the set of items that were already used
+- brackets of lists of distinct items, and of objects with free names, have rules of their own, which `repeats` knows
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
-from fractions import Fraction
 from typing import Any, Final, NamedTuple
 
 from pippin.core.errors import EmptySchema, InvalidArgument, SchemaError, UnsupportedGuide
 from pippin.engine.grammar import numbers as numerals, regex
-from pippin.engine.grammar.json_keywords import check_size, field_name
+from pippin.engine.grammar.json_keywords import check_size
+from pippin.engine.grammar.json_satisfiable import Satisfiable, about, number_terminal, show
 from pippin.engine.grammar.json_schema import SchemaReader
 from pippin.engine.grammar.json_values import (
-    NEVER,
     Array,
     Boolean,
     Key,
@@ -28,24 +25,16 @@ from pippin.engine.grammar.json_values import (
     Number,
     Object,
     Shape,
-    Shapes,
     String,
-    both,
-    fraction,
-    is_void,
     join,
 )
+from pippin.engine.grammar.repeats import COMMA, ITEMS, NAMES, SCARCE_ITEMS, SCARCE_NAMES
 
 MAX_ITEMS: Final = 50
 """Maximum items of a list without `maxItems`, and free names of an object without `maxProperties`."""
-MAX_LISTED: Final = 2000
-MAX_DISTINCT: Final = 64
 MAX_COUNTED: Final = 4000
 MAX_REMAINDERS: Final = 1000
 MAX_PLACES: Final = 64
-MAX_NESTED: Final = (
-    500  # values inside each other; the grammar's compiler goes as deep, on a stack of 8 MB to about 1,500
-)
 
 
 class WrittenGrammar(NamedTuple):
@@ -93,7 +82,7 @@ def write(
     root: Key = (("schema", "#"),)
     try:
         reader = SchemaReader(schema, strict=strict)
-        satisfiable = _Satisfiable(reader, root)
+        satisfiable = Satisfiable(reader, root)
     except RecursionError:
         raise SchemaError("the schema is nested too deep to be read, or its references are") from None
     satisfiable.check_depth(root)
@@ -106,232 +95,16 @@ def write(
     return WrittenGrammar(source, (*reader.notes, *writer.shortened))
 
 
-@contextmanager
-def about(key: Key) -> Iterator[None]:
-    """Add the name of the field to an `UnsupportedGuide`."""
-    try:
-        yield
-    except UnsupportedGuide as error:
-        if error.field or not key:
-            raise
-        where = key[-1][1]
-        raise UnsupportedGuide(f"{where}: {error}", field=field_name(where), guide=error.guide) from error
-
-
-class _Satisfiable:
-    """Which keys are satisfiable: a least fixed point over all reachable keys, so that recursion needs a base case."""
-
-    def __init__(self, reader: SchemaReader, root: Key) -> None:
-        self.reader = reader
-        self.reached: dict[Key, Shapes] = {}
-        waiting = [root]
-        while waiting:
-            key = waiting.pop()
-            if key not in self.reached:
-                self.reached[key] = reader.shapes(key)
-                waiting.extend(child for shape in self.reached[key] for child in _children(shape))
-        self.keys: set[Key] = set()
-        grew = True
-        while grew:
-            found = {key for key in self.reached if key not in self.keys and self.any_has_values(key)}
-            grew = bool(found)
-            self.keys |= found
-
-    def check_depth(self, root: Key) -> None:
-        """Refuse values that are nested too deep, directly or by reference; recursion does not count as depth.
-
-        Raises:
-            SchemaError: more than `MAX_NESTED` levels.
-        """
-        # in the order of the compiler: it descends into each value once, forward or backward
-        for order in (list, lambda keys: list(keys)[::-1]):
-            path, seen = [iter([root])], set[Key]()
-            while path:
-                key = next((key for key in path[-1] if key not in seen), None)
-                if key is None:
-                    path.pop()
-                    continue
-                inner = order(child for shape in self.reached[key] for child in _children(shape))
-                path.append(iter(inner))
-                seen.add(key)
-                if len(path) > MAX_NESTED:
-                    raise SchemaError(f"values of the schema lie more than {MAX_NESTED} levels inside each other")
-
-    def any_has_values(self, key: Key) -> bool:
-        """Whether a key is satisfiable, given the keys that are known to be."""
-        with about(key):
-            return any(map(self.has_values, self.reached[key]))
-
-    def has_values(self, shape: Shape) -> bool:
-        """Whether a shape is satisfiable, given the keys that are known to be."""
-        match shape:
-            case Number(values=None):
-                return not shape.is_empty and _number(shape) is not None
-            case String():
-                return not shape.is_empty
-            case Array():
-                high = self.max_length(shape)
-                fits = all(self.fits(shape, key) for key, _ in shape.contains)
-                return fits and (high is None or max([shape.low, *(n for _, n in shape.contains)]) <= high)
-            case Object():
-                usable = [name for name, key in shape.properties if key in self.keys]
-                required = all(shape.key(name) in self.keys for name in shape.required)
-                enough = any(o.key in self.keys for o in shape.others) or shape.low <= len({*usable, *shape.required})
-                contained = all(self.contained(shape, names) for names in shape.contains)
-                return (
-                    required
-                    and enough
-                    and contained
-                    and (shape.high is None or max(shape.low, len(shape.required)) <= shape.high)
-                )
-        return True
-
-    def contained(self, shape: Object, wanted: Names) -> list[Names]:
-        """The classes of unnamed properties that are among those wanted."""
-        found = (both(names, wanted) for names in shape.others)
-        return [names for names in found if names.key in self.keys and not is_void(names)]
-
-    def fits(self, shape: Array, key: Key) -> bool:
-        return any(join(k, key) in self.keys for k in (*shape.prefix, shape.rest))
-
-    def max_length(self, shape: Array) -> int | None:
-        """Maximum number of items of an array, given the keys that are known to be satisfiable."""
-        dead = next((i for i, key in enumerate(shape.prefix) if key not in self.keys), None)
-        if dead is None and shape.rest not in self.keys:
-            dead = len(shape.prefix)
-        if shape.unique and dead is None and not shape.prefix and (texts := distinct_texts(self.reached[shape.rest])):
-            dead = len(texts)
-        return shape.high if dead is None else dead if shape.high is None else min(dead, shape.high)
-
-    def check_all(self) -> None:
-        for key in self.reached:
-            if key not in self.keys and key != NEVER:
-                raise EmptySchema(f"no value is possible for {field_name(key[-1][1])!r}: {self.reason(key)}")
-
-    def reason(self, key: Key) -> str:
-        """Why a key has no values, for an error message."""
-        where = " and ".join(pointer for _, pointer in key) or "the schema"
-        shapes = self.reached.get(key, ())
-        if not shapes:
-            return f"the constraints at {where} contradict each other"
-        return f"at {where}, " + "; ".join(map(self._why, shapes))
-
-    def _why(self, shape: Shape) -> str:
-        match shape:
-            case Number():
-                low, high = _show(shape.low), _show(shape.high)
-                step = f" that is a multiple of {_show(shape.step)}" if shape.step else ""
-                kind = "integer" if shape.integer else "number"
-                above, below = ">" if shape.low_open else ">=", "<" if shape.high_open else "<="
-                return f"there is no {kind} {above} {low} and {below} {high}{step}"
-            case String():
-                most = "any" if shape.high is None else shape.high
-                return f"no string of {shape.low} to {most} characters fits the pattern or format"
-            case Array():
-                return f"an array needs at least {shape.low} items, but can have at most {self.max_length(shape)}"
-            case Object():
-                dead = [name for name in shape.required if shape.key(name) not in self.keys]
-                if dead:
-                    return f"the required property {dead[0]!r} can have no value (does the recursion end?)"
-                return (
-                    f"an object needs at least {max(shape.low, len(shape.required))} properties, which it cannot have"
-                )
-        return "nothing fits"
-
-
-def _show(value: Fraction | None) -> str:
-    return "any" if value is None else str(int(value)) if value.denominator == 1 else str(float(value))
-
-
-def _children(shape: Shape) -> Iterator[Key]:
-    if isinstance(shape, Array):
-        yield from (*shape.prefix, shape.rest)
-        yield from (join(item, key) for key, _ in shape.contains for item in (*shape.prefix, shape.rest))
-    if isinstance(shape, Object):
-        yield from (key for _, key in shape.properties)
-        yield from (shape.key(name) for name in shape.required)
-        yield from (names.key for names in shape.others)
-        yield from (both(names, contained).key for names in shape.others for contained in shape.contains)
-
-
-def distinct_texts(shapes: Shapes) -> list[str] | None:
-    """The JSON texts of a finite set of scalars, one for each value; None for any other set."""
-    texts: dict[Any, str] = {}
-    for shape in shapes:
-        match shape:
-            case Null():
-                texts["null"] = "null"
-            case Boolean(values):
-                texts.update((str(value).lower(), str(value).lower()) for value in values)
-            case Number(values=tuple(numbers)):
-                texts.update((fraction(value), json.dumps(value)) for value in numbers)
-            case String(values=tuple(strings)):
-                texts.update((f'"{value}"', json.dumps(value, ensure_ascii=False)) for value in strings)
-            case _:
-                return None
-    return list(texts.values())
-
-
-def _number(number: Number) -> str | None:
-    """The terminal of a set of numbers; None if it is empty, "" if it needs a rule."""
-    if number.values is not None:
-        return f"/{regex.alternatives(regex.literal(json.dumps(value)) for value in number.values)}/"
-    step = number.step
-    if number.fractional and step:
-        raise UnsupportedGuide("multipleOf cannot be enforced beside numbers that are no integers", guide="multipleOf")
-    if number.integer:
-        step = Fraction(step.numerator) if step else None
-    ending = numerals.multiples(step, integer=number.integer) if step else ""
-    if step and ending is None:
-        if number.low is None or number.high is None:
-            return ""
-        factors = number.factors(step)
-        if factors.stop - factors.start > MAX_LISTED:
-            return ""
-        listed = (_decimal(factor * step) for factor in factors)
-        return f"/{regex.alternatives(map(regex.literal, listed))}/" if factors else None
-    bounds = []
-    for bound, below, is_open, write_bound in (
-        (number.low, False, number.low_open, numerals.at_least),
-        (number.high, True, number.high_open, numerals.at_most),
-    ):
-        if bound is not None:
-            if (length := max(numerals.digits_needed(bound))) > numerals.MAX_DIGITS:
-                guide = "maximum" if below else "minimum"
-                raise UnsupportedGuide(
-                    f"{guide} has {length:,} digits and may have {numerals.MAX_DIGITS}; take a bound that fits a float",
-                    guide=guide,
-                )
-            inner = numerals.inner(bound, below=below, exclusive=is_open, integer=number.integer)
-            if inner is None:
-                return None
-            bounds.append((inner, write_bound))
-    digits = [numerals.digits_needed(bound) for bound in (number.low, number.high, Fraction(0)) if bound is not None]
-    before, after = (max(sizes) for sizes in zip(*digits, strict=True))
-    parts = [f"/{numerals.notation(before, after, integer=number.integer, scientific=not (bounds or step))}/"]
-    parts += [f"/{write_bound(bound)}/" for bound, write_bound in bounds]
-    if number.fractional:
-        parts.append(f"/{numerals.FRACTIONAL}/")
-    terminal = " & ".join([*parts, *([f"/{ending}/"] if ending else [])])
-    return None if regex.is_empty(terminal) else terminal
-
-
-def _decimal(value: Fraction) -> str:
-    """A number with finitely many decimals, written out."""
-    places = next(k for k in range(400) if 10**k % value.denominator == 0)
-    digits = str(abs(int(value * 10**places))).zfill(places + 1)
-    text = f"{digits[:-places]}.{digits[-places:]}" if places else digits
-    return f"-{text}" if value < 0 else text
-
-
 class _Writer:
     """Collects rules and terminals, each once."""
 
     def __init__(
-        self, reader: SchemaReader, satisfiable: _Satisfiable, separators: tuple[str, str], max_items: int | None
+        self, reader: SchemaReader, satisfiable: Satisfiable, separators: tuple[str, str], max_items: int | None
     ) -> None:
         self.reader, self.satisfiable, self.max_items = reader, satisfiable, max_items
         self.shortened: dict[str, None] = {}  # notes on what is held to `max_items`
+        self.plain_numbers = satisfiable.compares_fractions()
+        self.watched_rules: set[str] = set()
         self.comma, self.colon = map(json.dumps, separators)
         self.rules: list[str] = []
         self.terminals: dict[str, str] = {}
@@ -375,13 +148,21 @@ class _Writer:
             case Boolean(values):
                 return self.terminal(f"/{regex.alternatives(sorted(str(value).lower() for value in values))}/")
             case Number():
-                return self.terminal(text) if (text := _number(shape)) else self.multiple(shape)
+                text = number_terminal(shape, plain=self.plain_numbers)
+                return self.terminal(text) if text else self.multiple(shape)
             case String():
                 return self.terminal(shape.terminal)
             case Array():
                 return self.array(shape)
             case Object():
                 return self.object(shape)
+
+    def watched(self, text: str, name: str) -> str:
+        """The rule of a bracket or comma after which something must not repeat; `repeats` knows it by its name."""
+        if name not in self.watched_rules:
+            self.watched_rules.add(name)
+            self.rule(text, name)
+        return name
 
     def multiple(self, number: Number) -> str:
         """A rule for multiples that neither last digits nor a list express: llguidance counts remainders, if few."""
@@ -392,7 +173,7 @@ class _Writer:
         simple = number.integer or step.denominator == 1 or not bounds
         if places is None or not simple or step * 10**places > MAX_REMAINDERS or max(bounds, default=0) > 2**53:
             raise UnsupportedGuide(
-                f"multipleOf {_show(step)} cannot be enforced within these bounds", guide="multipleOf"
+                f"multipleOf {show(step)} cannot be enforced within these bounds", guide="multipleOf"
             )
         whole = number.integer or step.denominator == 1
         schema: dict[str, Any] = {
@@ -411,12 +192,15 @@ class _Writer:
 
     def array(self, shape: Array) -> str:
         high = self.satisfiable.max_length(shape)
-        if shape.contains and not (shape.unique and high is not None and high <= 1):
-            return self.containing(shape)
-        if shape.unique and (high is None or high > 1):
-            return self.distinct(shape)
         if high == 0:
             return '"[" "]"'
+        begin, comma = '"["', self.comma
+        if shape.unique and (high is None or high > 1):
+            self.satisfiable.check_distinct(shape)
+            begin = self.watched('"["', ITEMS if self.satisfiable.is_plain(shape) else SCARCE_ITEMS)
+            comma = self.watched(self.comma, COMMA)
+        if shape.contains and not (shape.unique and high is not None and high <= 1):
+            return self.containing(shape, begin, comma)
         if high is None and self.max_items is not None:
             high = max(self.max_items, shape.low, len(shape.prefix))
             self.shortened[f"a list without maxItems has at most {self.max_items} items"] = None
@@ -426,63 +210,49 @@ class _Writer:
             # the remaining items, each after a comma; then the prefix items before them, from the last to the first
             rest, least = self.value(shape.rest), max(shape.low - len(heads), 0)
             if not heads:
-                more = self.again(rest, max(least - 1, 0), None if high is None else high - 1)
+                more = self.again(rest, max(least - 1, 0), None if high is None else high - 1, comma)
                 body = f"{rest} {more}".strip()
-                return f'"[" {body} "]"' if shape.low else f'"[" ({body})? "]"'
-            body = self.again(rest, least, None if high is None else high - len(heads))
+                return f'{begin} {body} "]"' if shape.low else f'{begin} ({body})? "]"'
+            body = self.again(rest, least, None if high is None else high - len(heads), comma)
         for index in reversed(range(len(heads))):
-            body = f"{self.comma if index else ''} {heads[index]} {body}".strip()
+            body = f"{comma if index else ''} {heads[index]} {body}".strip()
             if index >= shape.low:
                 body = f"({body})?"
-        return f'"[" {body} "]"'
+        return f'{begin} {body} "]"'
 
-    def distinct(self, shape: Array) -> str:
-        texts = distinct_texts(self.satisfiable.reached[shape.rest])
-        if shape.prefix or shape.contains or texts is None or len(texts) > MAX_DISTINCT:
-            reason = f"uniqueItems needs items from a list of at most {MAX_DISTINCT} scalars (enum, const, boolean)"
-            raise UnsupportedGuide(reason, guide="uniqueItems")
-        bits = f"[0:{len(texts)}]"
-        first, more = f"u{len(self.rules)}", f"w{len(self.rules)}"
-        most = len(texts) if shape.high is None else shape.high
-        items = [self.terminal(f"/{regex.literal(text)}/") for text in texts]
-        choices = (f"{item} {more}::set_bit({i}) %if bit_clear({i})" for i, item in enumerate(items))
-        self.rule(" | ".join(choices), f"{first}::_")
-        again = f"{self.comma} {first}::_ %if bit_count_lt({bits}, {most})"
-        self.rule(f'"" %if bit_count_ge({bits}, {shape.low}) | {again}', f"{more}::_")
-        return f'"[" {first}::0x0 "]"' if shape.low else f'"[" ({first}::0x0)? "]"'
-
-    def containing(self, shape: Array) -> str:
+    def containing(self, shape: Array, begin: str, comma: str) -> str:
         (key, least), *more = shape.contains
         high = self.satisfiable.max_length(shape)
         bounded = high is not None or shape.low > least
-        if more or shape.unique or shape.prefix or (bounded and (least > 1 or (high or shape.low) > MAX_PLACES)):
+        if more or shape.prefix or (bounded and (least > 1 or (high or shape.low) > MAX_PLACES)):
             raise UnsupportedGuide(
                 "contains cannot be enforced beside other keywords about the number of items", guide="contains"
             )
         item, fits = self.value(shape.rest), self.value(join(shape.rest, key))
         if bounded:
-            return self.containing_one(item, fits, shape.low, high)
-        again = f"(({self.comma} {item})* {self.comma} {fits}){{{least - 1}}}" if least > 1 else ""
-        return f'"[" ({item} {self.comma})* {fits} {again} ({self.comma} {item})* "]"'
+            return self.containing_one(begin, comma, item, fits, shape.low, high)
+        again = f"(({comma} {item})* {comma} {fits}){{{least - 1}}}" if least > 1 else ""
+        return f'{begin} ({item} {comma})* {fits} {again} ({comma} {item})* "]"'
 
-    def containing_one(self, item: str, fits: str, low: int, high: int | None) -> str:
+    def containing_one(self, begin: str, comma: str, item: str, fits: str, low: int, high: int | None) -> str:
         """``low`` to ``high`` items of which at least one fits: one choice for each number of items before it."""
         choices = []
         for before in range(low if high is None else high):
-            after = self.again(item, max(low - 1 - before, 0), None if high is None else high - 1 - before)
+            after = self.again(item, max(low - 1 - before, 0), None if high is None else high - 1 - before, comma)
             last = before == low - 1 and high is None
-            earlier = f"({item} {self.comma}){{{before}{',' if last else f',{before}'}}}" if before or last else ""
+            earlier = f"({item} {comma}){{{before}{',' if last else f',{before}'}}}" if before or last else ""
             choices.append(f"{earlier} {fits} {after}".strip())
-        return f'"[" ({" | ".join(choices)}) "]"'
+        return f'{begin} ({" | ".join(choices)}) "]"'
 
-    def again(self, item: str, low: int, high: int | None) -> str:
+    def again(self, item: str, low: int, high: int | None, comma: str = "") -> str:
         """``low`` to ``high`` more items, each after a comma."""
-        return "" if high == 0 else f"({self.comma} {item}){{{low},{'' if high is None else high}}}"
+        return "" if high == 0 else f"({comma or self.comma} {item}){{{low},{'' if high is None else high}}}"
 
     # --- objects ------------------------------------------------------------------------------------------------------
 
     def object(self, shape: Object) -> str:
-        return f'"{{" {self.entries(shape)} "}}"'
+        begin, entries = self.properties(shape)
+        return f'{begin} {entries} "}}"'
 
     def entry(self, name: str, key: Key) -> str:
         """A named property."""
@@ -490,6 +260,10 @@ class _Writer:
 
     def entries(self, shape: Object) -> str:
         """The properties of an object, without the braces."""
+        return self.properties(shape)[1]
+
+    def properties(self, shape: Object) -> tuple[str, str]:
+        """The opening brace of an object, and its properties."""
         shape = shape.with_names(shape.required)
         satisfiable = [(name, key) for name, key in shape.properties if key in self.satisfiable.keys]
         entries = [self.entry(name, key) for name, key in satisfiable]
@@ -497,12 +271,15 @@ class _Writer:
         taken = tuple(String(values=tuple(n for n, _ in shape.properties)).terminal for _ in (1,) if shape.properties)
         others = [self.other(names, taken) for names in shape.others if names.key in self.satisfiable.keys]
         other = self.rule(" | ".join(others)) if len(others) > 1 else "".join(others)
+        begin = '"{"'
+        if other:
+            begin = self.watched('"{"', SCARCE_NAMES if self.satisfiable.names_are_scarce(shape) else NAMES)
         if shape.contains:
-            return self.containing_object(shape, entries, needed, other, taken)
+            return begin, self.containing_object(shape, entries, needed, other, taken)
         if shape.high is None and shape.low <= max(sum(needed), int(not entries and bool(other))):
             least_others = 1 if shape.low > sum(needed) else 0
-            return self.uncounted(entries, needed, other, least_others)
-        return self.counted(entries, needed, other, shape.low, shape.high)
+            return begin, self.uncounted(entries, needed, other, least_others)
+        return begin, self.counted(entries, needed, other, shape.low, shape.high)
 
     def containing_object(
         self, shape: Object, entries: list[str], needed: list[bool], other: str, taken: tuple[str, ...]
@@ -553,10 +330,7 @@ class _Writer:
         return f"({' | '.join([*choices, *([f'{other} {more}'] if other else [])])})?"
 
     def counted(self, entries: list[str], needed: list[bool], other: str, low: int, high: int | None) -> str:
-        """Entries in order, with their count as part of the state; other names may repeat, so they count once."""
-        if low > len(entries) + bool(other):
-            reason = "needs distinct free names, which cannot be enforced; give the names with properties or an enum"
-            raise UnsupportedGuide(f"minProperties {low} {reason}", guide="minProperties")
+        """Entries in order, with their count as part of the state."""
         most = len(entries) + 1 if high is None else min(high, MAX_COUNTED)
         if (len(entries) + 1) * (most + 1) > MAX_COUNTED:
             raise UnsupportedGuide(
@@ -584,9 +358,9 @@ class _Writer:
         return self.rule(" | ".join(choices)) if choices else None
 
     def last_entries(self, comma: str, low: int, high: int | None, other: str) -> str | None:
-        if low > (1 if other else 0) or (low == 1 and high == 0):
+        if low > 0 and (not other or (high is not None and high < low)):
             return None
         if not other or high == 0:
             return '""'
-        body = f"{comma}{other} {self.again(other, 0, None if high is None else high - 1)}".strip()
-        return self.rule(body if low == 1 else f"({body})?")
+        body = f"{comma}{other} {self.again(other, max(low - 1, 0), None if high is None else high - 1)}".strip()
+        return self.rule(body if low > 0 else f"({body})?")

@@ -219,14 +219,14 @@ class SchemaReader:
         include: list[str] = []
         exclude: tuple[str, ...] = ()
         try:
+            low, high = keywords.count(schema, "minLength", where) or 0, keywords.count(schema, "maxLength", where)
             if "pattern" in schema:
                 pattern = keywords.text(schema, "pattern", where)
-                found, unwanted = regex.conditions(pattern, narrow=not self._wide)
+                found, unwanted = regex.conditions(pattern, narrow=not self._wide, longest=high)
                 include += [f"/{each}/" for each in found]
                 exclude = tuple(f"/{each}/" for each in unwanted)
             if "format" in schema and (terminal := self._format(keywords.text(schema, "format", where), where)):
                 include.append(terminal)
-            low, high = keywords.count(schema, "minLength", where) or 0, keywords.count(schema, "maxLength", where)
             shape = String(low, high, tuple(include), exclude)
             if "pattern" in schema and not self._wide:
                 regex.check_cost(shape.terminal)

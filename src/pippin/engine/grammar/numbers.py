@@ -23,6 +23,11 @@ So a model cannot write digits forever, and every such integer fits a signed 64-
 FRACTIONAL: Final = r"-?(?:0|[1-9][0-9]{0,9})\x{2E}[0-9]{0,4}[1-9]"
 """Numbers that are no integers, with so few digits that none becomes one when it is read as a float."""
 
+SHORTEST: Final = r"(?:0|-?(?:0\x{2E}[0-9]*[1-9]|[1-9][0-9]*(?:\x{2E}[0-9]*[1-9])?))"
+"""One spelling for each number: no exponent, no zeros at the end, and no -0."""
+
+FEW_DIGITS: Final = r"-?(?:[0-9]\x{2E}?){1,15}"
+"""Numbers of which no two are the same float."""
 
 MAX_DIGITS = 400
 """Most digits of a bound before or after its point; those of floats have fewer."""

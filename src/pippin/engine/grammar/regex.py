@@ -48,6 +48,9 @@ LIMITS: Final = LLParserLimits(verbose_errors=False, step_lexer_fuel=STEP_FUEL)
 MAX_COUNTS: Final = 10_000
 """The product of a terminal's counts from which on `check_cost` tries it out."""
 _TRIED_STEPS: Final = 40
+_LIMIT_WORDS: Final = ("fuel", "limit", "too many", "too large", "too big", "complex", "symbols.len")
+_LONGEST_TRIED: Final = 1000
+_MOST_TRIED: Final = 100
 _TOKENS_BETWEEN_MASKS: Final = 16
 _COUNTS: Final = re.compile(r"(?<!\\x)\{(\d+),?(\d*)\}")
 
@@ -125,7 +128,7 @@ def search(pattern: str, *, narrow: bool = True) -> str:
 
 
 def conditions(
-    pattern: str, *, narrow: bool = True, exclude_narrow: bool | None = None
+    pattern: str, *, narrow: bool = True, exclude_narrow: bool | None = None, longest: int | None = None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     r"""The JSON strings in which ``pattern`` is found, where look-ahead right after its ``^`` is allowed.
 
@@ -134,6 +137,7 @@ def conditions(
     Args:
         pattern, narrow: as `search`.
         exclude_narrow: the same for what must not be found; None for the opposite of ``narrow``.
+        longest: most characters that the strings may have; counts that go beyond it are left out.
 
     Returns:
         Expressions that all must match, and expressions of which none may.
@@ -145,7 +149,7 @@ def conditions(
     True
     """
     modes = narrow, not narrow if exclude_narrow is None else exclude_narrow
-    writer, opposite = (_Writer(pattern, in_json=True, narrow=each) for each in modes)
+    writer, opposite = (_Writer(pattern, in_json=True, narrow=each, longest=longest) for each in modes)
     begin, items = (op.AT, op.AT_BEGINNING), list(writer.tree)
     include, exclude = [], []
     if items[:1] == [begin]:
@@ -170,8 +174,9 @@ def whole(pattern: str) -> str:
 class _Writer:
     """Writes one parsed pattern in the syntax of Rust's `regex`, which llguidance reads."""
 
-    def __init__(self, pattern: str, *, in_json: bool, narrow: bool) -> None:
+    def __init__(self, pattern: str, *, in_json: bool, narrow: bool, longest: int | None = None) -> None:
         self.pattern, self.in_json = pattern, in_json
+        self.longest = math.inf if longest is None else longest
         self.classes = _AGREED if narrow else _ECMA
         if found := _AMBIGUOUS.search(re.sub(r"\\[^AZazGhHRKXUNQEc]", "..", pattern)):
             raise self.refused(f"{found.group()!r} means different things to different engines")
@@ -225,7 +230,9 @@ class _Writer:
             return f"(?:{self.sequence(self.group(value))})"
         if code in (op.MAX_REPEAT, op.MIN_REPEAT):  # greediness changes which match is found, not whether there is one
             low, high, tree = value
-            return f"(?:{self.sequence(tree)}){{{low},{'' if high is op.MAXREPEAT else high}}}"
+            # a repetition that matches something takes a character, so no string has room for more than its length
+            most = "" if high is op.MAXREPEAT or high >= max(self.longest, 1) else high
+            return f"(?:{self.sequence(tree)}){{{low},{most}}}"
         raise self.refused(f"{str(code).lower().replace('_', ' ')} is not a regular operation")
 
     def group(self, value: Any) -> Any:
@@ -290,7 +297,7 @@ def _spell(code: int) -> str:
 # --- questions put to the engine --------------------------------------------------------------------------------------
 
 
-class _Bytes:
+class Bytes:
     """A vocabulary of the 256 bytes and an end token."""
 
     eos_token_id = 256
@@ -302,13 +309,13 @@ class _Bytes:
         return list(text)
 
 
-class _Pairs(_Bytes):
+class _Pairs(Bytes):
     """A vocabulary of an end token, the 256 bytes, and all pairs of printable ASCII."""
 
     eos_token_id = 0
     tokens: ClassVar = [
         b"<end>",
-        *_Bytes.tokens[:256],
+        *Bytes.tokens[:256],
         *(bytes(p) for p in itertools.product(range(0x20, 0x7F), repeat=2)),
     ]
     special_token_ids: ClassVar = [0]
@@ -320,7 +327,7 @@ class _Pairs(_Bytes):
 @functools.cache
 def byte_tokenizer() -> LLTokenizer:
     """The tokenizer whose tokens are the 256 bytes (ids 0-255) and an end (id 256)."""
-    return LLTokenizer(TokenizerWrapper(_Bytes()), eos_token=256, slices=[])
+    return LLTokenizer(TokenizerWrapper(Bytes()), eos_token=256, slices=[])
 
 
 @functools.cache
@@ -362,6 +369,34 @@ def matches(terminal: str, text: str) -> bool:
     return read == len(data) and matcher.is_accepting()
 
 
+@functools.lru_cache(maxsize=256)
+def count_texts(terminal: str, enough: int) -> int:
+    """How many texts a terminal matches, at most ``enough``.
+
+    Raises:
+        UnsupportedGuide: its texts are too long to be tried.
+
+    >>> count_texts("/[ab]c?/", 3), count_texts("/[ab]c?/", 9)
+    (3, 4)
+    """
+    found: list[str] = []
+    chance = random.Random(0)
+    while len(found) < enough:
+        rest = f"({terminal}) & ~/{alternatives(map(literal, found))}/" if found else terminal
+        if is_empty(rest):
+            break
+        matcher, data = _matcher(rest), bytearray()
+        while not (matcher.is_accepting() or matcher.is_stopped()):
+            if len(data) == _LONGEST_TRIED or len(found) == _MOST_TRIED:
+                raise UnsupportedGuide("there is no telling how many texts are of this form", guide="pattern")
+            bits = int.from_bytes(matcher.compute_bitmask(), "little")
+            allowed = [byte for byte in range(256) if bits >> byte & 1]
+            data.append(0x22 if data and 0x22 in allowed else chance.choice(allowed))
+            matcher.consume_token(data[-1])
+        found.append(data.decode())
+    return len(found)
+
+
 @functools.lru_cache(maxsize=4096)
 def check_cost(terminal: str) -> None:
     """Refuse a terminal whose texts take too long to write; tried by writing one where its counts multiply to many.
@@ -379,7 +414,9 @@ def check_cost(terminal: str) -> None:
     named = re.sub(
         r"\\x\{[0-9A-F]+\}|\\[pw]|\{[0-9,]*\}|\[.*?\]", "", terminal.replace(CHARACTER, "").replace(PLAIN, "")
     )
-    favored = [token + 1 for token in named.encode()]
+    written = (int(found[1], 16) for found in re.finditer(r"\\x\{([0-9A-F]+)\}", terminal))
+    favored = [token + 1 for token in (*named.encode(), *(code for code in written if 0x20 <= code < 0x7F))]
+    favored = [token for token in favored if token - 1 not in ESCAPED]
     for _ in range(_TRIED_STEPS):
         allowed = np.flatnonzero(np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little"))
         if matcher.is_error():
@@ -426,6 +463,11 @@ def _failure(matcher: LLMatcher) -> str:
         matcher.compute_bitmask()
     message = first_line(matcher)
     return "" if message.startswith("NoExtensionBias") else message
+
+
+def reaches_limit(message: str) -> bool:
+    """Whether the engine has given up because of a limit, by its message."""
+    return any(word in message for word in _LIMIT_WORDS)
 
 
 def first_line(matcher: LLMatcher) -> str:

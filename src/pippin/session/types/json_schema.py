@@ -5,7 +5,7 @@ Notable here:
   flags of a pattern) is found in the core schema and refused by name
 - dialect: `x-order`, no additional properties, a field with a default is absent from `required`, constants are enums
 - a `GenerationID` is left out: the session knows it, the model does not
-- a set of any values is an array: duplicates are merged when it is parsed, so they need no grammar
+- a set of values that may be equal in Python and not in JSON is an array: duplicates are merged when it is parsed
 """
 
 from __future__ import annotations
@@ -256,18 +256,19 @@ class _Generator(GenerateJsonSchema):
         return self._set(schema, super().frozenset_schema(schema))
 
     def _set(self, schema: Any, found: JsonSchemaValue) -> JsonSchemaValue:
-        if not self._is_list_of_values(schema.get("items_schema", {"type": "any"})):
+        if not self._stays_distinct(schema.get("items_schema", {"type": "any"})):
             if schema.get("min_length", 0) > 1:
-                raise self.refuse("min_length", "of a set needs items from a list of values (Literal, Enum, bool)")
+                raise self.refuse("min_length", "of a set needs items of str, int, bool, Literal or Enum")
             del found["uniqueItems"]
         return found
 
-    def _is_list_of_values(self, schema: Any) -> bool:
+    def _stays_distinct(self, schema: Any) -> bool:
+        """Whether items that differ in JSON differ in Python."""
         if schema["type"] == "definition-ref":
-            return self._is_list_of_values(self._core[schema["schema_ref"]])
+            return self._stays_distinct(self._core[schema["schema_ref"]])
         if schema["type"] == "union":
-            return all(self._is_list_of_values(c[0] if isinstance(c, tuple) else c) for c in schema["choices"])
-        return schema["type"] in ("literal", "enum", "bool", "none")
+            return all(self._stays_distinct(c[0] if isinstance(c, tuple) else c) for c in schema["choices"])
+        return schema["type"] in ("literal", "enum", "bool", "none", "str", "int")
 
     def definitions_schema(self, schema: Any) -> JsonSchemaValue:
         self._core.update((definition["ref"], definition) for definition in schema["definitions"])

@@ -225,6 +225,20 @@ def test_a_strict_schema_has_nothing_that_is_ignored(client):
         ask(client, response_format=wanted)
 
 
+def test_a_strict_tool_has_nothing_that_is_ignored(client):
+    tools = [{"type": "function", "function": {"name": "feed", "parameters": NOTED}}]
+    for strict in (None, False):
+        tools[0]["function"]["strict"] = strict
+        choice = ask(client, tools=tools, tool_choice="required", max_tokens=200).choices[0]
+        assert set(json.loads(choice.message.tool_calls[0].function.arguments)) == {"ok"}
+    tools[0]["function"]["strict"] = True
+    with pytest.raises(openai.BadRequestError, match="did you mean 'minLength'") as refused:
+        ask(client, tools=tools)
+    assert refused.value.param == "tools[0].function.parameters"
+    tools[0]["function"]["parameters"] = FORM
+    ask(client, tools=tools, max_tokens=4)
+
+
 def test_a_schema_out_of_the_prompt_makes_it_shorter(client):
     wanted = {"type": "json_schema", "json_schema": {"name": "form", "schema": FORM}}
     with_it = ask(client, response_format=wanted, max_tokens=200)

@@ -173,6 +173,16 @@ def test_the_client_s_own_stream_helper(client):
     assert kinds[-1] == "response.completed"
 
 
+def test_a_strict_tool_has_nothing_that_is_ignored(client):
+    noted = {"type": "object", "properties": {"n": {"enum": [1, 2], "minLenght": 3}}, "required": ["n"]}
+    loose = ask(client, tools=[TOOL | {"parameters": noted, "strict": False}])
+    assert loose.tools[0].strict is False
+    assert ask(client, tools=[TOOL]).tools[0].strict is True
+    with pytest.raises(openai.BadRequestError, match="did you mean 'minLength'") as refused:
+        ask(client, tools=[TOOL | {"parameters": noted}])
+    assert refused.value.param == "tools[0].parameters"
+
+
 def test_a_named_and_an_allowed_tool(client):
     other = TOOL | {"name": "call"}
     for choice in (

@@ -54,9 +54,9 @@ def perceptron(kind: Any, schedule: NoiseSchedule, steps: int, rate: float, seed
     import torch
     from torch import nn
 
-    from pippin.claims.worlds.images.scene_pool import fit
+    from pippin.claims.worlds.training import fit
     from pippin.generate.diffusion.prediction import add_noise, estimate, target
-    from pippin.train import AdamW, Loss
+    from pippin.train import Loss
 
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -68,13 +68,15 @@ def perceptron(kind: Any, schedule: NoiseSchedule, steps: int, rate: float, seed
             yield mixture().sample(512, seed=1_000_000 * seed + index)
             index += 1
 
-    def squares(model: nn.Module, x0: Tensor, generator: torch.Generator) -> Loss:
+    def squares(model: nn.Module, batch: Tensor, generator: torch.Generator) -> Loss:
+        x0 = batch
         t = schedule.max_time * torch.rand(len(x0), generator=generator)
         eps = torch.randn(x0.shape, generator=generator)
         output = model(_features(add_noise(x0, eps, t, schedule), t))
         return Loss((output - target(x0, eps, t, kind, schedule)).square().sum(), len(x0))
 
-    fit(network, squares, batches(), max(1, steps), seed, AdamW(lr=rate, weight_decay=0.0), "cpu")
+    fit(network, squares, batches(), steps=max(1, steps), seed=seed, lr=rate, weight_decay=0.0, device="cpu")
+    network.requires_grad_(False)
 
     def denoiser(x: Tensor, t: float) -> Estimate:
         """All samples form one row, so that they share one generator."""

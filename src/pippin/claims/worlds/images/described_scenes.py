@@ -98,14 +98,22 @@ def untrained(name: str, pixels: int, factor: int = 1) -> tuple[Any, Any]:
 
 def trained(family: str, pixels: int, factor: int, steps: int, batch: int, seed: int, device: str) -> Any:
     """Train a model of a family; it is returned in evaluation mode. `factor` multiplies its width."""
-    from pippin.claims.worlds.images.scene_pool import fit
-    from pippin.train import AdamW, CosineSchedule
+    from pippin.claims.worlds.training import fit
 
     model, objective = untrained(family, pixels, factor)
-    data, optimizer = Described(pixels, batch, seed), AdamW(lr=RATE, weight_decay=0.0)
-    schedule = CosineSchedule(warmup_steps=min(20, steps - 1))
-    fit(model.initialize(seed), objective, data, steps, seed, optimizer, device, schedule=schedule, precision="float32")
-    return model
+    fit(
+        model.initialize(seed),
+        objective,
+        Described(pixels, batch, seed),
+        steps=steps,
+        seed=seed,
+        lr=RATE,
+        warmup=min(20, steps - 1),
+        weight_decay=0.0,
+        device=device,
+        precision="float32",
+    )
+    return model.requires_grad_(False)
 
 
 def creator_of(model: Any, family: str) -> ImageCreator:

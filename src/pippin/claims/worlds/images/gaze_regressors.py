@@ -15,10 +15,10 @@ def network(x: Tensor, targets: Tensor, seed: int, steps: int, rate: float) -> n
     """Train a network of about 30,000 parameters to predict ``wanted`` from the images."""
     from torch import nn
 
-    from pippin.claims.worlds.images.scene_pool import fit
+    from pippin.claims.worlds.training import fit
     from pippin.data.streams import Shuffled
     from pippin.generate.methods.simgan.model import initialize
-    from pippin.train import AdamW, Loss
+    from pippin.train import Loss
 
     network = nn.Sequential(
         *(nn.Conv2d(1, 16, 3, 2, 1), nn.ReLU(), nn.Conv2d(16, 32, 3, 2, 1), nn.ReLU()),
@@ -26,18 +26,17 @@ def network(x: Tensor, targets: Tensor, seed: int, steps: int, rate: float) -> n
     )
     initialize(network, 5000 + seed)
 
-    def squares(model: nn.Module, rows: Any, generator: Any) -> Loss:
-        return Loss((model(x[rows]) - targets[rows]).square().mean(1).sum(), len(rows))
+    def squares(model: nn.Module, batch: Any, generator: Any) -> Loss:
+        return Loss((model(x[batch]) - targets[batch]).square().mean(1).sum(), len(batch))
 
-    optimizer = AdamW(lr=rate, weight_decay=0.01)
     data: Any = Shuffled(range(len(x)), 64, seed=seed)
-    fit(network, squares, data, max(1, steps), seed, optimizer, "cpu")
-    return network
+    fit(network, squares, data, steps=max(1, steps), seed=seed, lr=rate, weight_decay=0.01, device="cpu")
+    return network.requires_grad_(False)
 
 
 def best(x: Tensor, targets: Tensor, seed: int, steps: int, rates: Sequence[float]) -> nn.Module:
     """Train `network` at the learning rate that is best on the last quarter of images after a third of the steps."""
-    from pippin.claims.worlds.images.scene_pool import best_rate
+    from pippin.claims.worlds.training import best_rate
 
     n = 3 * len(x) // 4
 

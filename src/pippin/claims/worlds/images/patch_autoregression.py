@@ -62,17 +62,19 @@ def trained(
     model: PatchAutoregression, data: Iterable[Any], steps: int, seed: int, device: str, rate: float
 ) -> PatchAutoregression:
     """Train on batches of images in -1..1; the model is returned in evaluation mode."""
-    from pippin.claims.worlds.images.scene_pool import fit
-    from pippin.train import AdamW, Loss
+    from pippin.claims.worlds.training import fit
+    from pippin.train import Loss
 
-    def likelihood(network: nn.Module, batch: Any, generator: torch.Generator) -> Loss:
+    def likelihood(model: Any, batch: Any, generator: torch.Generator) -> Loss:
         images = ((batch.x + 1) * (model.levels - 1) / 2).round().long()
         nats: Tensor = model.nats(images)
         return Loss(nats.sum(), images.numel())
 
-    optimizer = AdamW(lr=rate, betas=(0.9, 0.95), weight_decay=1e-4)
-    fit(model, likelihood, data, steps, seed, optimizer, device, precision="float32")
-    return model
+    fit(
+        model, likelihood, data,
+        steps=steps, seed=seed, lr=rate, weight_decay=1e-4, device=device, precision="float32",
+    )  # fmt: skip
+    return model.requires_grad_(False)
 
 
 def bits(model: PatchAutoregression, images: Tensor) -> float:

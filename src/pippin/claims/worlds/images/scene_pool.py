@@ -1,8 +1,7 @@
-"""Scenes labeled by their number of objects, how networks are trained on them, and how far samples are from true ones.
+"""Scenes labeled by their number of objects, batches of them, and how far samples are from true ones.
 
 Notable here:
 - every arm of a claim sees the same images in the same order
-- a learning rate is searched for each arm alike: short runs with a seed of their own, judged on scenes of their own
 """
 
 from __future__ import annotations
@@ -10,15 +9,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator
 
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from pippin.data.synthetic.scenes import Scenes, SceneSpec
     from pippin.generate.conditions import Samples
-
-SEARCH_SEED = 99
-"""Of the data and the weights of every search; no claim's own seed."""
 
 
 def labeled(scenes: Scenes) -> Samples:
@@ -48,42 +44,6 @@ class PoolBatches:
         generator = torch.Generator().manual_seed(self.seed)
         while True:
             yield rows(self.samples, torch.randint(len(self.samples), (self.batch,), generator=generator))
-
-
-def fit(
-    model: nn.Module, objective: Any, data: Any, steps: int, seed: int, optimizer: Any, device: str, **options: Any
-) -> Any:
-    """Train in place; averaged weights are loaded at the end where `ema` is given; leaves evaluation mode.
-
-    Returns:
-        The training's history.
-    """
-    from pippin.train import CosineSchedule, Trainer
-
-    settings: dict[str, Any] = {"precision": "bfloat16" if device == "cuda" else "float32", "show_progress": False}
-    settings |= {"optimizer": optimizer, "schedule": CosineSchedule(warmup_steps=0.05), "seed": seed, "device": device}
-    trainer = Trainer(model, objective, data, steps=steps, **settings | options)
-    history = trainer.fit()
-    if trainer.ema is not None:
-        model.load_state_dict({**model.state_dict(), **trainer.ema.averages})
-    model.eval().requires_grad_(False)
-    return history
-
-
-def best_rate(rates: Sequence[float], loss_at: Callable[[float], float]) -> float:
-    """The learning rate of the lowest validation loss; a single rate is returned untried."""
-    import math
-
-    from pippin.core.errors import NonFiniteLoss, NonFiniteSample
-
-    def finite(rate: float) -> float:
-        try:
-            loss = loss_at(rate)
-        except (NonFiniteLoss, NonFiniteSample):  # a rate that is too high
-            return math.inf
-        return math.inf if math.isnan(loss) else loss
-
-    return rates[0] if len(rates) == 1 else min(rates, key=finite)
 
 
 class Distance:

@@ -159,7 +159,8 @@ def train_bytes(
     from pippin.claims.worlds.training import fit
     from pippin.language.objectives import NextToken
 
-    fit(module, objective or NextToken(), ByteBatches(rows, length, seed, text), steps=steps, seed=seed, lr=lr)
+    batches = ByteBatches(rows, length, seed, text)
+    fit(module, objective or NextToken(), batches, steps=steps, seed=seed, lr=lr, warmup=0.1)
     return module
 
 

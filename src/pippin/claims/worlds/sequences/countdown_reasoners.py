@@ -44,7 +44,7 @@ def chain_of_thought(problems: Sequence[Problem], size: ReasonerSize, seed: int)
     """Train a decoder on chains of thought."""
     model = countdown.model(layers=size.layers, width=size.width, seed=seed)
     chains = countdown.Chains(model.tokenizer, problems, size.rows, seed=seed)
-    fit(model.module, NextToken(), chains, steps=size.chain, seed=seed, lr=6e-3)
+    fit(model.module, NextToken(), chains, steps=size.chain, seed=seed, lr=6e-3, warmup=0.1)
     return model
 
 

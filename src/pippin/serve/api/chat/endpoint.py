@@ -108,6 +108,7 @@ def maker(body: types.ChatRequest, index: int) -> Callable[[LocalModel], Provide
                 tool.function.description,
                 tool.function.parameters,
                 f"tools[{at}].function.parameters",
+                strict=tool.function.strict,
             )
             for at, tool in enumerate(body.tools or ())
         ]

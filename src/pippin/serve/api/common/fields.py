@@ -190,6 +190,9 @@ AssistantPart = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
 # --- tools ------------------------------------------------------------------------------------------------------------
 
 
+TOOL_STRICT: Final = "Refuse what of the parameters is no keyword of JSON Schema; else it is ignored."
+
+
 class FunctionDefinition(RequestPart):
     """A function that the model may call."""
 
@@ -198,7 +201,7 @@ class FunctionDefinition(RequestPart):
     parameters: dict[str, Any] | None = Field(
         None, description="JSON Schema of the arguments. It is always enforced; what cannot be enforced is refused."
     )
-    strict: bool | None = None
+    strict: bool | None = Field(None, description=TOOL_STRICT)
 
 
 class FunctionTool(RequestPart):

@@ -113,8 +113,10 @@ def encoded(data: str, media_type: str, param: str, *, label: str = "") -> Attac
     return Attachment(media_type=media_type, data=b64encode(raw), label=label)
 
 
-def definition(name: str, description: str | None, parameters: dict[str, Any] | None, param: str) -> ToolDefinition:
-    """A tool that the client runs.
+def definition(
+    name: str, description: str | None, parameters: dict[str, Any] | None, param: str, *, strict: bool | None
+) -> ToolDefinition:
+    """A tool that the client runs; a strict one has parameters of which nothing is ignored.
 
     Raises:
         SchemaError, InvalidTool: parameters that are not an object schema, or that cannot be enforced.
@@ -124,7 +126,9 @@ def definition(name: str, description: str | None, parameters: dict[str, Any] | 
     with about(param):
         if parameters.get("type", "object") != "object":
             raise SchemaError(f"the parameters of a function are an object, got type {parameters['type']!r:.40}")
-        return ToolDefinition(name, description or "", Schema(closed({"type": "object", **parameters})))
+        return ToolDefinition(
+            name, description or "", Schema(closed({"type": "object", **parameters}), strict=bool(strict))
+        )
 
 
 def closed(schema: Any) -> Any:

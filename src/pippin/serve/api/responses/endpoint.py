@@ -156,7 +156,7 @@ def response_object(body: types.ResponseRequest, model: str, stores: bool) -> di
         "output": [],
         "usage": None,
         "instructions": body.instructions,
-        "tools": [{"parameters": None, "strict": True} | dumped(tool) for tool in body.tools or ()],
+        "tools": [{"parameters": None, "strict": False} | dumped(tool) for tool in body.tools or ()],
         "tool_choice": dumped(body.tool_choice) or "auto",
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "max_tool_calls": body.max_tool_calls,

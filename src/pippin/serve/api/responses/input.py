@@ -135,7 +135,9 @@ def provider_request(
     """
     provider_requests.check_size("tools", *(tool.parameters for tool in body.tools or ()))
     named = [
-        provider_requests.definition(tool.name, tool.description, tool.parameters, f"tools[{at}].parameters")
+        provider_requests.definition(
+            tool.name, tool.description, tool.parameters, f"tools[{at}].parameters", strict=tool.strict
+        )
         for at, tool in enumerate(body.tools or ())
     ]
     choice = _choice(body.tool_choice)

@@ -11,6 +11,7 @@ from pippin.serve.api.common.fields import (
     MOST_MESSAGES,
     MOST_TOOLS,
     STRICT,
+    TOOL_STRICT,
     Effort,
     Metadata,
     ObjectFormat,
@@ -123,7 +124,7 @@ class ResponseTool(RequestPart):
     name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = Field(None, description="JSON Schema of the arguments, always enforced.")
-    strict: bool | None = None
+    strict: bool | None = Field(None, description=TOOL_STRICT)
 
 
 class NamedResponseTool(RequestPart):
