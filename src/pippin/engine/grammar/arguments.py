@@ -16,13 +16,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from pippin.core.errors import EmptySchema
+from pippin.core.errors import EmptySchema, UnsupportedGuide
 from pippin.engine.grammar import regex
 from pippin.engine.grammar.constraint import Grammar
-from pippin.engine.grammar.json_grammar import MAX_ITEMS, _Satisfiable, _Writer, about
+from pippin.engine.grammar.json_grammar import MAX_ITEMS, _Writer
 from pippin.engine.grammar.json_keywords import check_size
+from pippin.engine.grammar.json_satisfiable import Satisfiable, about
 from pippin.engine.grammar.json_schema import SchemaReader
 from pippin.engine.grammar.json_values import Array, Boolean, Key, Names, Null, Number, Object, Shape, String
+from pippin.engine.grammar.repeats import NAMES, SCARCE_NAMES
 
 KEY: Final = "{key}"
 """Stands for the name of an argument."""
@@ -93,7 +95,7 @@ def argument_grammar(schema: Any, notation: Notation, fixed: Callable[[str], str
     """
     check_size(schema)
     reader = SchemaReader(schema)
-    satisfiable = _Satisfiable(reader, _ROOT)
+    satisfiable = Satisfiable(reader, _ROOT)
     satisfiable.check_depth(_ROOT)
     writer = _ArgumentWriter(reader, satisfiable, notation, fixed)
     source = writer.write(_ROOT)
@@ -104,7 +106,7 @@ class _ArgumentWriter(_Writer):
     """Writes the entries of the outermost object in a notation, and everything inside them as JSON, or in it too."""
 
     def __init__(
-        self, reader: SchemaReader, satisfiable: _Satisfiable, notation: Notation, fixed: Callable[[str], str]
+        self, reader: SchemaReader, satisfiable: Satisfiable, notation: Notation, fixed: Callable[[str], str]
     ) -> None:
         super().__init__(reader, satisfiable, (",", ":") if notation.strings == "quoted" else (", ", ": "), MAX_ITEMS)
         self.notation, self.fixed = notation, fixed
@@ -122,6 +124,15 @@ class _ArgumentWriter(_Writer):
             choices = [self.entries(shape) or '""' for shape in shapes]
             self.outermost, self.comma = False, self.inner
         return self.finish(self.rule(" | ".join(choices)))
+
+    def watched(self, text: str, name: str) -> str:
+        if self.notation.strings != "quoted":
+            return super().watched(text, name)
+        if name not in (NAMES, SCARCE_NAMES):  # what is written is not JSON, which alone can be followed
+            raise UnsupportedGuide(
+                "uniqueItems cannot be enforced in the notation of this model's tool calls", guide="uniqueItems"
+            )
+        return text
 
     def properties(self, shape: Object) -> tuple[str, str]:
         self.named = tuple(name for name, _ in shape.with_names(shape.required).properties)
