@@ -499,7 +499,7 @@ def test_following_into_a_limit_of_the_engine_is_an_error(tokenizer, monkeypatch
     monkeypatch.setattr(engine, "LIMITS", LLParserLimits(step_max_items=1, verbose_errors=False))
     constraint = Grammar('start: "[" item ("," item)* "]"\nitem: "a" | "b" | start').start(tokenizer)
     with pytest.raises(
-        UnsupportedGuide, match=r"cannot go on after \d+ tokens, since the engine's limits are reached: \S"
+        UnsupportedGuide, match="since the engine.s limits are reached: "
     ):
         _follow_deep(constraint, tokenizer)
     with pytest.raises(UnsupportedGuide):
