@@ -43,12 +43,14 @@ def gguf(data: bytes) -> None:
     """A GGUF file: its header, its tokenizer, its tensors."""
     from pippin.core.formats.gguf import open_gguf
     from pippin.data.text.tokenizer import Tokenizer
+    from pippin.language import families
 
     file = open_gguf(written({"model.gguf": data}) / "model.gguf")
     for name, tensor in file.tensors.items():
         if tensor.nbytes < MOST_ELEMENTS:
             file.dequantize(name)
     Tokenizer.from_gguf(file).encode("a b")
+    families.in_gguf(families.from_gguf(families.GGUFHeader.of(file)))
 
 
 def safetensors(data: bytes) -> None:

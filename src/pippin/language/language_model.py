@@ -1,8 +1,8 @@
 """`LanguageModel`: from a model reference to a decoder, its tokenizer and its chat template.
 
 Notable here:
-- safetensors are memory-mapped; a GGUF tensor stays in the format of its file if the native kernels support it, and is
-  dequantized once otherwise
+- safetensors are memory-mapped; a GGUF tensor stays in the format of its file if the native kernels support it, or in
+  one that holds the same values, and is dequantized once otherwise, which is said
 - the decoder is built on torch's meta device and filled layer by layer, and pages of the file are released after each
   layer, so that no weight is in memory twice
 - names and shapes are compared before the first weight is read: a checkpoint fits completely or is refused
@@ -23,7 +23,7 @@ from pippin.core import device as devices, memory, native
 from pippin.core.checks import checked
 from pippin.core.errors import CorruptedFile, InvalidArgument, ModelNotFound
 from pippin.core.formats.checkpoint import open_folder, save_folder
-from pippin.core.formats.ggml_quants import dequantize_blocks
+from pippin.core.formats.ggml_quants import dequantize_blocks, kernel_kind, ternary_codes, to_q8_0
 from pippin.core.formats.gguf import open_gguf
 from pippin.core.store import reference
 from pippin.core.store.reference import Resolved
@@ -34,7 +34,7 @@ from pippin.language import adapter_files, families, kept_metadata
 from pippin.language.decoder import Decoder, DecoderConfig, DecoderLayer
 from pippin.language.quantized import Blocks, Packable, QuantizedMatrix, is_setting
 from pippin.language.quantized_checkpoint import METHOD, StoredMatrix, quantized_matrices
-from pippin.language.weight_packing import DType, Packing, choose_packing, group_of, quantization_notes
+from pippin.language.weight_packing import DType, Packing, choose_packing, group_of, quantization_notes, stored_kind
 from pippin.nn.embedding import TokenEmbedding
 from pippin.nn.linear import Linear
 from pippin.nn.lora import Adapter
@@ -266,11 +266,11 @@ class CheckpointHeaders:
     blocks: Callable[[str], Tensor] | None = None
     """For a GGUF file: reads the quantized blocks of one tensor, with rows in Pippin's order."""
     codes: Callable[[str], Codes | Palette | Packable | Tensor] | None = None
-    """For a quantized folder: reads one matrix in the form that its kind names."""
+    """For a quantized folder, and ternary types of a GGUF file: reads one matrix in the form that its kind names."""
     quantized: str = ""
-    """For a folder that another library quantized: the method."""
+    """For a folder that another library quantized, and a GGUF file: the method."""
     reasons: Mapping[str, str] = field(default_factory=dict)
-    """For a quantized folder: why each matrix has no form in the kernels; empty where it has one."""
+    """For such a folder or file: why each matrix has no form in the kernels; empty where it has one."""
 
 
 def read_headers(found: Resolved, config: Mapping[str, Any] | None = None) -> CheckpointHeaders:
@@ -311,30 +311,49 @@ def transformed(headers: CheckpointHeaders, transform: Transform | None) -> Chec
 
 def _read_gguf(path: Path) -> CheckpointHeaders:
     file = open_gguf(path)
-    config = families.from_gguf(file)
-    names = {families.gguf_name(name, config): name for name in file.tensors if name != "rope_freqs.weight"}
+    header = families.GGUFHeader.of(file)
+    config = families.from_gguf(header)
     for kind in {form.type for form in file.tensors.values()}:  # a type that cannot be read is refused now, not later
         dequantize_blocks(torch.empty(0, 2, dtype=torch.uint8), kind, torch.float32)
+    module = _empty(config)
+    sources, unused = families.locate(families.in_gguf(config), config, _shapes(module), file.tensors)
+
+    def rows(name: str) -> Tensor:
+        return sources[name].take(file.raw(sources[name].stored), config)
 
     def tensor(name: str, dtype: torch.dtype) -> Tensor:
-        values = file.dequantize(names[name], dtype)
-        return families.gguf_tensor(name, values, config, file.architecture)
+        stored = sources[name].stored
+        if len(file.tensors[stored].shape) == 1:
+            return sources[name].take(file.dequantize(stored, dtype), config)
+        return file.decode(stored, rows(name), dtype)
 
-    def blocks(name: str) -> Tensor:
-        return families.gguf_tensor(name, file.raw(names[name]), config, file.architecture)
+    def codes(name: str) -> Codes:
+        values, scales = ternary_codes(rows(name), kinds[name])
+        return Codes(values, scales, bits=2, zero_point=1.0)
 
-    module = _empty(config)
-    left_over = names.keys() - _shapes(module).keys()
-    _compare(module, {ours: file.tensors[theirs].shape for ours, theirs in names.items()}, left_over, path)
+    left_over = [name for name in unused if not families.is_beside(name, header)]
+    kinds = {name: file.tensors[source.stored].type for name, source in sources.items()}
+    reasons = {name: f"there are no kernels for {kind}" for name, kind in kinds.items() if not _has_kernels(kind)}
+    shapes = {name: source.shape(file.tensors[source.stored].shape, config) for name, source in sources.items()}
+    _compare(module, shapes, left_over, path)
     return CheckpointHeaders(
         module,
-        tuple(names),
+        tuple(sources),
         tensor,
         tokenizer=lambda: Tokenizer.from_gguf(file),
         release=lambda _: file.release(),
-        kinds={ours: file.tensors[theirs].type for ours, theirs in names.items()},
-        blocks=blocks,
+        kinds={name: kernel_kind(kind) for name, kind in kinds.items() if name not in reasons},
+        blocks=lambda name: to_q8_0(rows(name), kinds[name]),
+        codes=codes,
+        quantized="GGUF",
+        reasons=reasons,
     )
+
+
+def _has_kernels(kind: str) -> bool:
+    """Whether a type of ggml's is computed with as it is stored, or in a form that holds the same values."""
+    kernel = kernel_kind(kind)
+    return kernel in native.GGML_FORMATS or stored_kind(kernel) is not None
 
 
 def _read_folder(path: Path, given: Mapping[str, Any] | None = None) -> CheckpointHeaders:
@@ -425,7 +444,8 @@ def _fill(headers: CheckpointHeaders, packing: Packing, pack: bool) -> None:
 def _packed(headers: CheckpointHeaders, packing: Packing, name: str, form: int) -> NativeWeight | TritonWeight:
     """Read one matrix and pack it in the kernels' format with number ``form``."""
     kind = headers.kinds.get(name, "")
-    if packing.bits is None and headers.codes is not None and kind and packing.keep:
+    in_codes = bool(kind) if headers.blocks is None else stored_kind(kind) is not None
+    if packing.bits is None and headers.codes is not None and in_codes and packing.keep:
         stored = headers.codes(name)
         assert isinstance(stored, Codes | AffineCodes | Blocks)
         return stored.pack()
@@ -437,7 +457,8 @@ def _packed(headers: CheckpointHeaders, packing: Packing, name: str, form: int) 
         if packing.native:
             return NativeWeight.from_codes(codes, scales, bits, group)
         return TritonWeight.from_codes(codes, scales, bits, group, dtype=packing.dtype)
-    if packing.keep and headers.blocks is not None and native.GGML_FORMATS.get(kind) == form:
+    in_blocks = kind not in ("F32", "BF16") and native.GGML_FORMATS.get(kind) == form
+    if packing.keep and headers.blocks is not None and in_blocks:
         return NativeWeight.from_ggml(headers.blocks(name), kind)
     dense = torch.float32 if form == native.GGML_FORMATS["F32"] else torch.bfloat16
     return NativeWeight.from_dense(headers.tensor(name, dense))

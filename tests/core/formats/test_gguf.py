@@ -292,7 +292,7 @@ def test_one_to_four_dimensions_have_rows_of_the_last(tmp_path, shape):
     path.write_bytes(path.read_bytes().ljust(-(-path.stat().st_size // 32) * 32, b"\x00") + bytes(range(6)))
     file = open_gguf(path)
     assert file.tensors["t"].shape == shape
-    assert file.raw("t").shape == (6 // shape[-1], shape[-1])
+    assert file.raw("t").shape == shape  # one byte an element
     assert file.raw("t").flatten().tolist() == list(range(6))
 
 
@@ -386,13 +386,83 @@ def test_names_that_appear_twice_are_refused(small, tmp_path):
         open_gguf(path)
 
 
-def test_a_split_model_is_refused_with_the_way_out(tmp_path):
-    writer = GGUFWriter(tmp_path / "part.gguf", "llama")
-    writer.add_uint16("split.count", 3)
-    writer.add_tensor("f32", VALUES)
-    finish(writer)
-    with pytest.raises(UnsupportedModel, match=r"one of 3 parts .* 'llama-gguf-split --merge'"):
-        open_gguf(tmp_path / "part.gguf")
+def split(folder: Path, *, architecture: str = "llama", tensors: int = 5, name: str = "big") -> list[Path]:
+    """A model in several parts of two tensors, as the format's own library writes them."""
+    folder.mkdir(exist_ok=True)
+    writer = GGUFWriter(folder / f"{name}.gguf", architecture, split_max_tensors=2)
+    writer.add_uint32("a.number", 7)
+    for index in range(tensors):
+        writer.add_tensor(f"t{index}", np.full((3, 32), index, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return sorted(folder.glob("*.gguf"))
+
+
+@pytest.mark.parametrize("opened", [0, 1, 2])
+def test_a_model_in_parts_is_opened_by_any_of_them(tmp_path, opened):
+    parts = split(tmp_path)
+    assert len(parts) == 3
+    file = open_gguf(parts[opened])
+    assert (file.path, file.architecture, file.metadata["a.number"]) == (parts[0], "llama", 7)
+    assert {name: file.dequantize(name)[1, 2].item() for name in file.tensors} == {f"t{i}": i for i in range(5)}
+    file.release()
+    assert file.raw("t4").shape == (3, 128)
+
+
+def test_missing_parts_are_named(tmp_path):
+    parts = split(tmp_path)
+    parts[0].unlink()
+    parts[2].unlink()
+    with pytest.raises(
+        ModelNotFound, match=r"of 3 parts .* missing: big-00001-of-00003.gguf, big-00003-of-00003.gguf$"
+    ):
+        open_gguf(parts[1])
+    for part in (many := split(tmp_path / "many", tensors=20))[:-1]:
+        part.unlink()
+    with pytest.raises(ModelNotFound, match=r"of 10 parts .* and 4 more"):
+        open_gguf(many[-1])
+
+
+def test_parts_under_other_names_are_refused(tmp_path):
+    other = split(tmp_path)[0].rename(tmp_path / "big.gguf")
+    with pytest.raises(UnsupportedModel, match="one of 3 parts of a model, but its name is not NAME-00001-of-N"):
+        open_gguf(other)
+
+
+@pytest.mark.parametrize(
+    ("part", "made", "message"),
+    [
+        (1, {"tensors": 6}, r"big-00002-of-00003.gguf: not of the model .* are \[1, 3, 6\], expected \[1, 3, 5\]"),
+        (2, {"tensors": 7}, r"big-00003-of-00003.gguf: not of the model .* are \[2, 4, 7\]"),
+    ],
+)
+def test_parts_of_different_models_are_refused(tmp_path, part, made, message):
+    parts, other = split(tmp_path / "one"), split(tmp_path / "other", **made)
+    other[part].replace(parts[part])
+    with pytest.raises(CorruptedFile, match=message):
+        open_gguf(parts[0])
+
+
+def test_parts_that_are_swapped_or_repeat_a_tensor_are_refused(tmp_path):
+    parts = split(tmp_path)
+    parts[1].write_bytes(parts[0].read_bytes())
+    with pytest.raises(CorruptedFile, match=r"are \[0, 3, 5\], expected \[1, 3, 5\]"):
+        open_gguf(parts[0])
+    parts = split(tmp_path)
+    parts[1].write_bytes(parts[1].read_bytes().replace(b"t3", b"t1"))
+    with pytest.raises(CorruptedFile, match="tensor 't1' lies in an earlier part too"):
+        open_gguf(parts[0])
+
+
+def test_a_part_with_too_few_tensors_is_refused(tmp_path):
+    parts, fewer = split(tmp_path / "one", tensors=6), split(tmp_path / "fewer", tensors=5)
+    content = fewer[2].read_bytes()
+    at = content.index(b"split.tensors.count") + len(b"split.tensors.count") + 4
+    parts[2].write_bytes(content[:at] + struct.pack("<i", 6) + content[at + 4 :])
+    with pytest.raises(CorruptedFile, match="the parts hold 5 tensors, but the model has 6"):
+        open_gguf(parts[0])
 
 
 def test_an_alignment_that_is_none_is_refused(tmp_path):

@@ -95,13 +95,21 @@ def test_the_only_gguf_file_needs_no_name(repo, tmp_path):
     assert fetched(tmp_path) == {"a.gguf": b"a"}
 
 
+@pytest.mark.parametrize("named", ["", "deep/a-00001-of-00002.gguf", "deep/a-00002-of-00002.gguf"])
+def test_a_gguf_model_comes_with_all_its_parts(repo, tmp_path, named):
+    parts = {"deep/a-00001-of-00002.gguf": b"a", "deep/a-00002-of-00002.gguf": b"b"}
+    repo.put_repo({**parts, "mmproj-a.gguf": b"c"})
+    assert fetched(tmp_path, hub.Reference("owner/name", file=named)) == parts
+
+
 @pytest.mark.parametrize(
     ("content", "file", "error", "message"),
     [
-        (["a.gguf", "b.gguf"], "", ModelNotFound, "2 GGUF files; name one: owner/name:FILE with a.gguf, b.gguf"),
+        (["a.gguf", "b.gguf"], "", ModelNotFound, "2 GGUF models; name one: owner/name:FILE with a.gguf, b.gguf"),
         (["config.json", "pytorch_model.bin"], "", UnsafeCheckpoint, "pickles only"),
         (["README.md"], "", ModelNotFound, "neither safetensors with a config.json nor a GGUF file"),
         (["a.gguf"], "c.gguf", ModelNotFound, "holds no c.gguf; it holds a.gguf"),
+        (["a-00001-of-00002.gguf"], "", ModelNotFound, "holds no a-00002-of-00002.gguf"),
         (["../evil.gguf"], "", CorruptedFile, "outside its folder"),
     ],
 )

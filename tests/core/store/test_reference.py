@@ -55,7 +55,7 @@ def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
     [
         ([], ModelNotFound, "is empty"),
         (["notes.txt"], ModelNotFound, "has no config.json.*it holds notes.txt"),
-        (["tiny.gguf", "readme"], ModelNotFound, "name the file: .*tiny.gguf"),
+        (["tiny.gguf", "other.gguf", "readme"], ModelNotFound, "several GGUF models; name the file .*other.gguf"),
         (["model.safetensors"], CheckpointError, "model.safetensors but no config.json"),
         (["config.json"], CheckpointError, "config.json but no safetensors weights"),
         (["config.json", "pytorch_model.bin"], UnsafeCheckpoint, "pytorch_model.bin is a pickle"),
@@ -65,6 +65,21 @@ def test_folders_that_are_no_model(tmp_path, names, error, message):
     folder = make(tmp_path / "folder", names)
     with pytest.raises(error, match=message):
         reference.resolve(folder)
+
+
+@pytest.mark.parametrize(
+    ("names", "first"),
+    [
+        (["a.gguf"], "a.gguf"),
+        (["a.gguf", "mmproj-a.gguf", "README.md"], "a.gguf"),
+        (["a-00001-of-00002.gguf", "a-00002-of-00002.gguf"], "a-00001-of-00002.gguf"),
+        (["Q4/a-00002-of-00002.gguf"], "Q4/a-00001-of-00002.gguf"),  # which is missing; opening it says so
+    ],
+)
+def test_a_folder_with_one_gguf_model_is_that_model(tmp_path, names, first):
+    (tmp_path / "folder" / "Q4").mkdir(parents=True)
+    found = reference.resolve(make(tmp_path / "folder", names))
+    assert (found.name, found.kind, found.path) == ("folder", "gguf", tmp_path / "folder" / first)
 
 
 @pytest.mark.parametrize("name", ["a.bin", "a.pt", "a.pth", "a.ckpt", "a.pkl"])
@@ -138,6 +153,7 @@ def test_what_is_not_installed(ref, monkeypatch):
         ("SmolLM2-135M", "smollm2-135m@0.1.2", {"tiny.gguf": b"GGUF"}, "gguf"),
         ("owner/name", "owner%2Fname@main", ["config.json", "model.safetensors"], "folder"),
         ("owner/name@v2:a.gguf", "owner%2Fname%3Aa.gguf@v2", {"a.gguf": b"GGUF"}, "gguf"),
+        ("owner/parts", "owner%2Fparts@main", ["a-00001-of-00002.gguf", "a-00002-of-00002.gguf"], "gguf"),
     ],
 )
 def test_what_is_installed_is_found_without_the_network(ref, folder, names, kind, cache, monkeypatch):
@@ -146,7 +162,7 @@ def test_what_is_installed_is_found_without_the_network(ref, folder, names, kind
     make(cache / "installed" / folder, names)
     found = reference.resolve(ref)
     assert found.kind == kind
-    assert found.path == store.find(ref)
+    assert store.find(ref) in (found.path, found.path.parent)
     assert found.name == (ref.lower() if catalog.find(ref) else ref)
 
 

@@ -1,9 +1,14 @@
-"""A small network, captured once."""
+"""A small network, captured once, and a small language model with a tokenizer that GGUF has a form for."""
+
+import dataclasses
 
 import pytest
 import torch
+from tokenizers import Tokenizer as Backend, decoders, models, pre_tokenizers
 from torch import nn
 
+from pippin.data.text.chat_template import ChatTemplate
+from pippin.data.text.tokenizer import Tokenizer
 from pippin.shape.export import ExportedModel, SizeRange
 
 
@@ -28,3 +33,15 @@ def network():
 def asset(network):
     example = {"picture": torch.randn(2, 1, 8, 8)}
     return ExportedModel.capture(network, example, {"picture": {0: SizeRange("batch", 1, 64)}}, outputs=("logits",))
+
+
+@pytest.fixture(scope="session")
+def merging(tiny):
+    """The tiny model with a merge: GGUF has no vocabulary without any."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Backend(models.BPE({token: index for index, token in enumerate([*letters, "is"])}, [("i", "s")]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|im_end|>", "<|im_start|>"])
+    tokenizer = Tokenizer(backend, eos_ids=[257])
+    return dataclasses.replace(tiny, tokenizer=tokenizer, template=ChatTemplate(tiny.template.source, tokenizer))

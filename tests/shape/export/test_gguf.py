@@ -9,14 +9,13 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer as Backend, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Backend, decoders, models, normalizers
 
 import pippin
 from pippin.core import files
 from pippin.core.errors import DiskFull, InvalidArgument, MissingDependency, UnsupportedModel
 from pippin.core.formats.gguf import open_gguf
 from pippin.data.text import gguf_tokenizer
-from pippin.data.text.chat_template import ChatTemplate
 from pippin.data.text.tokenizer import Tokenizer
 from pippin.language import Decoder, DecoderConfig, LanguageModel, LayerSpec
 from pippin.language.quantized_checkpoint import save_quantized
@@ -51,18 +50,6 @@ FAMILIES = {
         + (LayerSpec(AttentionSpec(rotary=Rotary(1e6)), GEMMA),),
     },
 }
-
-
-@pytest.fixture(scope="module")
-def merging(tiny):
-    """The tiny model with a merge: GGUF has no vocabulary without any."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Backend(models.BPE({token: index for index, token in enumerate([*letters, "is"])}, [("i", "s")]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<|im_end|>", "<|im_start|>"])
-    tokenizer = Tokenizer(backend, eos_ids=[257])
-    return dataclasses.replace(tiny, tokenizer=tokenizer, template=ChatTemplate(tiny.template.source, tokenizer))
 
 
 @pytest.fixture(scope="module")
@@ -219,14 +206,13 @@ def test_sentencepiece_vocabularies_go_there_and_back(merging, tmp_path):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"layers": (GLOBAL, LayerSpec(AttentionSpec(kv_source=0), FEED))}, "layer 1 reads the keys of layer 0"),
-        ({"layers": (LayerSpec(AttentionSpec(window=8), FEED),) * 2}, "layer 0 has window 8, unlike a llama model"),
-        ({"layers": (GLOBAL, LayerSpec(AttentionSpec(rotary=None), FEED))}, "layer 1 rotates unlike"),
-        ({"layers": (GLOBAL, LayerSpec(AttentionSpec(rotary=Rotary(7.0)), FEED))}, "layer 1 has positions of its own"),
-        ({"layers": (LayerSpec(AttentionSpec(), GEMMA),) * 2}, "feed-forward part of layer 0 is unlike"),
-        ({"layers": (LayerSpec(AttentionSpec(), FeedForwardSpec(96, gated=False)),)}, "layer 0 has experts or no gate"),
-        ({"attention_scale": 0.5}, "scores scaled by 0.5"),
-        ({"layers": (LayerSpec(AttentionSpec(rotary=Rotary(7.0, "yarn", 2.0)), FEED),)}, "yarn with settings"),
+        ({"layers": (GLOBAL, LayerSpec(AttentionSpec(kv_source=0), FEED))}, "layer 1 attention.kv_source is 0"),
+        ({"layers": (GLOBAL, LayerSpec(AttentionSpec(rotary=None), FEED))}, "layer 1 has positions None"),
+        ({"layers": (GLOBAL, LayerSpec(AttentionSpec(rotary=Rotary(7.0)), FEED))}, "layer 1 has positions Rotary"),
+        ({"layers": (LayerSpec(AttentionSpec(), GEMMA),) * 2}, "layer 0 feedforward.activation is gelu_tanh"),
+        ({"layers": (LayerSpec(AttentionSpec(), FeedForwardSpec(96, gated=False)),)}, "feedforward.gated is False"),
+        ({"attention_scale": 0.5}, "attention_scale is 0.5, GGUF would say None"),
+        ({"layers": (LayerSpec(AttentionSpec(rotary=Rotary(7.0, "yarn", 2.0, 64)), FEED),)}, "layer 0 has positions"),
     ],
 )
 def test_what_llama_cpp_would_compute_otherwise_is_refused(fields, message, merging, tmp_path):
@@ -265,8 +251,8 @@ def test_other_bad_input_names_the_value(merging, tmp_path, monkeypatch):
         export_gguf(model, path, codes={"layers.9.mlp.up_proj": codes["layers.0.mlp.up_proj"]})
     with pytest.raises(InvalidArgument, match=r"codes of layers\.0\.mlp\.up_proj have shape \(64, 96\)"):
         export_gguf(model, path, codes={"layers.0.mlp.up_proj": codes["layers.0.mlp.down_proj"]})
-    family = dataclasses.replace(model.config, family="qwen3_moe")
-    with pytest.raises(UnsupportedModel, match="qwen3_moe family"):
+    family = dataclasses.replace(model.config, family="helium")
+    with pytest.raises(UnsupportedModel, match=r"llama\.cpp has no helium models"):
         export_gguf(dataclasses.replace(model, module=Decoder(family).initialize(seed=0)), path)
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(MissingDependency, match=r"pippin\[export\]"):

@@ -14,10 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, UInt8
+from jaxtyping import Float, Float16, UInt8
 from torch import Tensor
 
 from pippin.core.errors import UnsupportedModel
+from pippin.core.formats import ggml_codebooks
 
 # Weights per piece: a float32 intermediate of 4 MiB, about the size of a core's L2 cache.
 _PIECE = 1 << 20
@@ -205,6 +206,104 @@ def _iq4_xs(blocks: Tensor) -> Tensor:
     return _scaled(_levels(blocks[:, 8:]), _half(blocks, 0) * scales)
 
 
+def _ternary(blocks: Tensor, packed: Tensor, at: int) -> Tensor:
+    """Codes 0, 1 and 2 (minus, zero, plus) times the factor at a byte."""
+    return packed.float().sub_(1).mul_(_half(blocks, at))
+
+
+def _threes(packed: Tensor, group: int, digits: int) -> Tensor:
+    """Base-3 digits of ``group`` bytes, the first digits of all, then the next ones, group after group.
+
+    A byte is the fraction of which the digits are the expansion, so each digit is the integer part of three times it.
+    """
+    powers = torch.tensor([1, 3, 9, 27, 81][:digits], dtype=torch.uint8)[:, None]
+    fractions = packed.reshape(len(packed), -1, 1, group) * powers  # wraps around: the digits before are dropped
+    return ((fractions.int() * 3) >> 8).to(torch.uint8).flatten(1)
+
+
+def _tq1_codes(blocks: Tensor) -> Tensor:
+    parts = [(blocks[:, :32], 32, 5), (blocks[:, 32:48], 16, 5), (blocks[:, 48:52], 4, 4)]
+    return torch.cat([_threes(*part) for part in parts], 1)
+
+
+def _tq2_codes(blocks: Tensor) -> Tensor:
+    return _bits(blocks[:, :64], 32, 2)
+
+
+def _tq1_0(blocks: Tensor) -> Tensor:
+    return _ternary(blocks, _tq1_codes(blocks), 52)
+
+
+def _tq2_0(blocks: Tensor) -> Tensor:
+    return _ternary(blocks, _tq2_codes(blocks), 64)
+
+
+# The values of four-bit floats (e2m1), doubled so that they are integers.
+_FOUR_BIT_FLOATS = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8)
+
+
+def _four_bit_floats(packed: Tensor, group: int) -> Tensor:
+    indices = _nibbles(packed, group)
+    return _FOUR_BIT_FLOATS.index_select(0, indices.flatten().int()).view(indices.shape)
+
+
+def _mxfp4(blocks: Tensor) -> Tensor:
+    # the scale is a power of two with bias 127; half of it, as the values are doubled
+    exponents = blocks[:, :1].int()
+    bits = torch.where(exponents < 2, 0x00200000 << exponents, (exponents - 1) << 23)
+    return _four_bit_floats(blocks[:, 1:], 16).float().mul_(bits.view(torch.float32))
+
+
+def _nvfp4(blocks: Tensor) -> Tensor:
+    # four scales of eight bits (e4m3 without sign) of 16 weights each; half of them, as the values are doubled
+    stored = blocks[:, :4]
+    exponent, mantissa = ((stored >> 3) & 15).int(), (stored & 7).float()
+    scales = torch.where(exponent == 0, mantissa * 2.0**-10, torch.ldexp(1.0 + mantissa / 8.0, exponent - 8))
+    scales = scales.masked_fill(stored == 0x7F, 0.0)
+    return _scaled(_four_bit_floats(blocks[:, 4:], 8), scales)
+
+
+def kernel_kind(name: str) -> str:
+    """What a type is computed with: itself, or the type or Pippin's format that holds the same values in little more.
+
+    >>> kernel_kind("IQ4_NL"), kernel_kind("TQ1_0"), kernel_kind("IQ1_S")
+    ('Q8_0', 'INT2/128', 'IQ1_S')
+    """
+    return {"IQ4_NL": "Q8_0", "MXFP4": "Q8_0", "TQ1_0": "INT2/128", "TQ2_0": "INT2/128"}.get(name, name)
+
+
+def to_q8_0(rows: UInt8[Tensor, "rows row_bytes"], name: str) -> UInt8[Tensor, "rows q8_bytes"]:
+    """Rows of IQ4_NL or MXFP4 as Q8_0 with the same values; rows of other types as they are.
+
+    Raises:
+        UnsupportedModel: a scale that half precision does not hold.
+    """
+    if kernel_kind(name) != "Q8_0" or name == "Q8_0":
+        return rows
+    blocks = rows.reshape(-1, 18 if name == "IQ4_NL" else 17)
+    if name == "IQ4_NL":
+        scales, values = blocks[:, :2], _levels(blocks[:, 2:]).to(torch.int8)
+    else:
+        values, exponents = _four_bit_floats(blocks[:, 1:], 16), blocks[:, :1].int() - 128
+        used = (values != 0).any(1, keepdim=True)
+        if bool((((exponents < -24) | (exponents > 15)) & used).any()):
+            raise UnsupportedModel(
+                "a scale of MXFP4 is beyond half precision, so there are no kernels for it; load with dtype='bfloat16'"
+            )
+        scales = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents * used).half().view(torch.uint8)
+    return torch.cat([scales, values.view(torch.uint8)], 1).view(len(rows), -1)
+
+
+def ternary_codes(
+    rows: UInt8[Tensor, "rows row_bytes"], name: str
+) -> tuple[UInt8[Tensor, "rows columns"], Float16[Tensor, "rows groups"]]:
+    """Codes 0, 1 and 2, of which 1 stands for zero, and their scales, of rows of TQ1_0 or TQ2_0 blocks."""
+    nbytes, codes = (54, _tq1_codes) if name == "TQ1_0" else (66, _tq2_codes)
+    blocks = rows.reshape(-1, nbytes)
+    scales = blocks[:, nbytes - 2 :].view(torch.float16)
+    return codes(blocks).view(len(rows), -1), scales.reshape(len(rows), -1)
+
+
 _READERS: dict[str, Callable[[Tensor], Tensor]] = {
     "F32": _f32,
     "F16": _f16,
@@ -221,5 +320,10 @@ _READERS: dict[str, Callable[[Tensor], Tensor]] = {
     "Q6_K": _q6_k,
     "IQ4_NL": _iq4_nl,
     "IQ4_XS": _iq4_xs,
+    "TQ1_0": _tq1_0,
+    "TQ2_0": _tq2_0,
+    "MXFP4": _mxfp4,
+    "NVFP4": _nvfp4,
+    **ggml_codebooks.READERS,
 }
 _SIZES = {form.name: form.size for form in FORMATS.values()}

@@ -2,6 +2,7 @@
 
 Notable here:
 - the file is mapped, never copied; `raw` returns bytes of a tensor, `dequantize` its values
+- a model in several parts is opened by any of them; each part is a file of its own, whose header is checked alike
 - nothing in the file is trusted: every count, length and offset is checked against the file size before it is used,
   so a damaged or hostile file uses no more memory than its own size and raises `CorruptedFile`
 - parsing a vocabulary of 49,000 tokens and as many merges takes 0.1 seconds
@@ -12,8 +13,8 @@ Source: the GGUF specification, ggml-org/ggml docs/gguf.md, versions 2 and 3.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -25,6 +26,7 @@ from torch import Tensor
 from pippin.core import memory
 from pippin.core.errors import CheckpointError, CorruptedFile, ModelNotFound, UnsupportedModel
 from pippin.core.formats.ggml_quants import FORMATS, BlockFormat, dequantize_blocks
+from pippin.core.formats.gguf_parts import part_names
 
 T = TypeVar("T")
 
@@ -33,6 +35,7 @@ _MAX_HEADER = 128 << 20
 _MAX_ELEMENTS = 1 << 23
 _MAX_DIMENSIONS = 4
 _MAX_NESTING = 4
+_LISTED = 5  # files that a message names
 
 _STRING, _ARRAY = 8, 9
 _SCALARS: Final = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -45,7 +48,7 @@ class GGUFTensor:
     """Location and type of one tensor.
 
     ``shape`` is in torch's order (the last dimension is contiguous), ``type`` is ggml's name such as "Q4_1",
-    ``offset`` is in bytes from the start of the file.
+    ``offset`` is in bytes from the start of the file, ``part`` is the index of the file among those of the model.
     """
 
     name: str
@@ -53,16 +56,26 @@ class GGUFTensor:
     type: str
     offset: int
     nbytes: int
+    part: int = 0
 
 
 class GGUFFile:
-    """An open GGUF file; `open_gguf` creates it. It is unmapped when the last tensor that views it is freed."""
+    """An open GGUF model; `open_gguf` creates it. It is unmapped when the last tensor that views it is freed.
 
-    def __init__(self, path: Path, data: Tensor, metadata: dict[str, Any], tensors: dict[str, GGUFTensor]) -> None:
+    Args:
+        path: its file, the first of several.
+        parts: the bytes of each file.
+        metadata: those of the first file.
+        tensors: by name, of all files.
+    """
+
+    def __init__(
+        self, path: Path, parts: list[Tensor], metadata: dict[str, Any], tensors: dict[str, GGUFTensor]
+    ) -> None:
         self.path = path
         self.metadata = metadata
         self.tensors = tensors
-        self._data = data
+        self._parts = parts
 
     def __repr__(self) -> str:
         return f"GGUFFile({self.path.name!r}, {len(self.tensors)} tensors)"
@@ -82,25 +95,17 @@ class GGUFFile:
         Raises:
             CorruptedFile: the key is missing and there is no default, or its value has another type.
         """
-        if key not in self.metadata:
-            if default is None:
-                raise CorruptedFile(f"{self.path}: the metadata lacks {key!r}, which this model needs")
-            return default
-        value = self.metadata[key]
-        if kind is float and type(value) is int:
-            value = float(value)
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise CorruptedFile(f"{self.path}: metadata {key!r} is {value!r:.80}, expected {kind.__name__}")
-        return value
+        return metadata_value(self.metadata, key, kind, default, str(self.path))
 
-    def raw(self, name: str) -> UInt8[Tensor, "rows row_bytes"]:
-        """The bytes of a tensor as stored in the file, one row of the last dimension per row; a view, not a copy.
+    def raw(self, name: str) -> UInt8[Tensor, "*rows row_bytes"]:
+        """The bytes of a tensor as stored in the file, in rows of the last dimension; a view, not a copy.
 
         Raises:
             CorruptedFile: the file has no tensor of this name.
         """
         tensor = self._find(name)
-        return self._data[tensor.offset : tensor.offset + tensor.nbytes].view(prod(tensor.shape[:-1]), -1)
+        data = self._parts[tensor.part]
+        return data[tensor.offset : tensor.offset + tensor.nbytes].view(*tensor.shape[:-1], -1)
 
     def dequantize(self, name: str, dtype: torch.dtype = torch.float32) -> Float[Tensor, "*shape"]:
         """The values of a tensor in torch's order of dimensions, as a new tensor.
@@ -111,14 +116,25 @@ class GGUFFile:
             CorruptedFile: the file has no tensor of this name.
             UnsupportedModel: the tensor's type cannot be dequantized here.
         """
+        return self.decode(name, self.raw(name), dtype)
+
+    def decode(self, name: str, rows: UInt8[Tensor, "*rows row_bytes"], dtype: torch.dtype) -> Float[Tensor, "*shape"]:
+        """The values of some rows of a tensor, as `dequantize`.
+
+        Args:
+            name: the tensor.
+            rows: some of its `raw` rows.
+            dtype: precision of the values.
+        """
         tensor = self._find(name)
         block = next(each for each in FORMATS.values() if each.name == tensor.type)
-        blocks = self._data[tensor.offset : tensor.offset + tensor.nbytes].view(-1, block.nbytes)
-        return dequantize_blocks(blocks, tensor.type, dtype).view(tensor.shape)
+        values = dequantize_blocks(rows.reshape(-1, block.nbytes), tensor.type, dtype)
+        return values.view(*rows.shape[:-1], tensor.shape[-1])
 
     def release(self) -> None:
-        """Drop the file's pages from this process's memory; they are read again on access."""
-        memory.forget(self._data.data_ptr(), self._data.nbytes)
+        """Drop the pages of the files from this process's memory; they are read again on access."""
+        for data in self._parts:
+            memory.forget(data.data_ptr(), data.nbytes)
 
     def _find(self, name: str) -> GGUFTensor:
         if name not in self.tensors:
@@ -126,20 +142,64 @@ class GGUFFile:
         return self.tensors[name]
 
 
-def open_gguf(path: str | Path) -> GGUFFile:
-    """Map a GGUF file and parse its header; weights are not read.
+def metadata_value(metadata: Mapping[str, Any], key: str, kind: type[T], default: T | None, where: str) -> T:
+    """A metadata value, checked to be of type ``kind`` (int is accepted for float).
 
     Args:
-        path: a file in GGUF version 2 or 3, little endian, not split.
+        metadata: all pairs.
+        key: the key.
+        kind: the type.
+        default: what is returned where the key is missing; None if it must be there.
+        where: the file, for messages.
 
     Raises:
-        ModelNotFound: there is no such file.
-        CorruptedFile: the file is not GGUF, truncated, or contradicts itself; the message says where.
-        UnsupportedModel: another version, big endian, an unknown tensor type, or one part of a split model.
+        CorruptedFile: the key is missing and there is no default, or its value has another type.
+    """
+    if key not in metadata:
+        if default is None:
+            raise CorruptedFile(f"{where}: the metadata lacks {key!r}, which this model needs")
+        return default
+    value = metadata[key]
+    if kind is float and type(value) is int:
+        value = float(value)
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise CorruptedFile(f"{where}: metadata {key!r} is {value!r:.80}, expected {kind.__name__}")
+    return value
+
+
+def open_gguf(path: str | Path) -> GGUFFile:
+    """Map a GGUF model and parse its header; weights are not read.
+
+    Args:
+        path: a file in GGUF version 2 or 3, little endian; of a model in several parts any of them.
+
+    Raises:
+        ModelNotFound: there is no such file, or parts of the model are missing; the message names them.
+        CorruptedFile: a file is not GGUF, truncated, or contradicts itself or the other parts; the message says where.
+        UnsupportedModel: another version, big endian, an unknown tensor type, or parts under names of their own.
     """
     path = Path(path)
     if not path.is_file():
         raise ModelNotFound(f"no file {str(path)!r}; give the path of a .gguf file")
+    data, metadata, tensors = _map(path)
+    count = metadata.get("split.count", 1)
+    if count in (0, 1):
+        return GGUFFile(path, [data], metadata, tensors)
+    names = part_names(path.name)
+    if len(names) != count:
+        raise UnsupportedModel(
+            f"{path}: one of {count!r:.20} parts of a model, but its name is not NAME-00001-of-N.gguf with the number "
+            "of parts; give the parts the names that llama-gguf-split gives them"
+        )
+    paths = [path.with_name(name) for name in names]
+    if missing := [part.name for part in paths if not part.is_file()]:
+        more = f" and {len(missing) - _LISTED} more" if len(missing) > _LISTED else ""
+        raise ModelNotFound(f"{path}: of {count} parts of the model are missing: {', '.join(missing[:_LISTED])}{more}")
+    return _join(paths)
+
+
+def _map(path: Path) -> tuple[Tensor, dict[str, Any], dict[str, GGUFTensor]]:
+    """The bytes, the metadata and the tensors of one file."""
     size = path.stat().st_size
     if size < 24:
         raise CorruptedFile(f"{path}: {size} bytes is too short for a GGUF file; download it again")
@@ -147,11 +207,34 @@ def open_gguf(path: str | Path) -> GGUFFile:
         data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
     except (RuntimeError, OSError) as error:
         raise CheckpointError(f"{path}: cannot be mapped into memory: {error}") from error
-    header = _Header(path, data.numpy().data)
-    metadata, tensors = header.read()
-    if (parts := metadata.get("split.count", 0)) not in (0, 1):
-        raise UnsupportedModel(f"{path}: one of {parts} parts of a model; join them with 'llama-gguf-split --merge'")
-    return GGUFFile(path, data, metadata, tensors)
+    metadata, tensors = _Header(path, data.numpy().data).read()
+    return data, metadata, tensors
+
+
+def _join(paths: list[Path]) -> GGUFFile:
+    """A model of several parts, whose headers are compared."""
+    joined = GGUFFile(paths[0], [], {}, {})
+    for index, path in enumerate(paths):
+        data, metadata, tensors = _map(path)
+        joined.metadata = joined.metadata or metadata
+        told = [metadata.get(f"split.{key}") for key in ("no", "count", "tensors.count")]
+        wanted = [index, len(paths), joined.metadata.get("split.tensors.count")]
+        kind = metadata.get("general.architecture", joined.metadata.get("general.architecture"))
+        if told != wanted or kind != joined.metadata.get("general.architecture"):
+            raise CorruptedFile(
+                f"{path}: not of the model of {paths[0].name}: number, parts and tensors are {told!r:.60}, expected "
+                f"{wanted!r:.60}; its architecture is {kind!r:.40}; download the parts of one model"
+            )
+        if twice := tensors.keys() & joined.tensors.keys():
+            raise CorruptedFile(f"{path}: tensor {min(twice)!r} lies in an earlier part too; download the parts again")
+        joined.tensors |= {name: replace(tensor, part=index) for name, tensor in tensors.items()}
+        joined._parts.append(data)
+    if len(joined.tensors) != wanted[2]:
+        raise CorruptedFile(
+            f"{paths[0]}: the parts hold {len(joined.tensors)} tensors, but the model has {wanted[2]!r:.20}; "
+            "download them again"
+        )
+    return joined
 
 
 class _Header:

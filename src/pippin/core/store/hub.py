@@ -17,6 +17,7 @@ from pathlib import Path
 
 from pippin.core import files
 from pippin.core.errors import DownloadFailed, ModelNotFound, OfflineError, UnsafeCheckpoint
+from pippin.core.formats.gguf_parts import models_among, part_names
 from pippin.core.store import download
 from pippin.core.store.archive import ArchiveMember
 
@@ -72,7 +73,7 @@ def list_files(reference: Reference) -> list[HubFile]:
     """The files of a repository that Pippin needs, from one request to the hub.
 
     For a model in Hugging Face layout these are config, tokenizer and safetensors weights; otherwise its GGUF file, if
-    there is exactly one.
+    there is exactly one, with all its parts.
 
     Raises:
         ModelNotFound: no such repository, revision or file; or several GGUF files and none named.
@@ -141,20 +142,18 @@ def endpoint() -> str:
 def _select(reference: Reference, paths: list[str]) -> list[str]:
     """Select the files of a repository that make up the model."""
     if reference.file:
-        if reference.file not in paths:
-            raise ModelNotFound(f"{reference.repo} holds no {reference.file}; it holds {_some(paths)}")
-        return [reference.file]
+        return _parts(reference, reference.file, paths)
     weights = [path for path in paths if _WEIGHTS.fullmatch(path)]
     if weights and "config.json" in paths:
         # some repositories have a second copy of the weights under another name
         standard = [path for path in weights if _STANDARD_WEIGHTS.fullmatch(path)]
         return [path for path in paths if _COMPANIONS.fullmatch(path)] + (standard or weights)
-    ggufs = [path for path in paths if path.endswith(".gguf")]
+    ggufs = models_among(paths)
     if len(ggufs) == 1:
-        return ggufs
+        return _parts(reference, ggufs[0], paths)
     if ggufs:
         raise ModelNotFound(
-            f"{reference.repo} holds {len(ggufs)} GGUF files; name one: {reference.repo}:FILE with {_some(ggufs)}"
+            f"{reference.repo} holds {len(ggufs)} GGUF models; name one: {reference.repo}:FILE with {_some(ggufs)}"
         )
     if any(_PICKLES.fullmatch(path) for path in paths):
         raise UnsafeCheckpoint(
@@ -162,6 +161,14 @@ def _select(reference: Reference, paths: list[str]) -> list[str]:
             "look for a repository or a revision with safetensors or GGUF files"
         )
     raise ModelNotFound(f"{reference.repo} holds neither safetensors with a config.json nor a GGUF file")
+
+
+def _parts(reference: Reference, file: str, paths: list[str]) -> list[str]:
+    """All parts of the model that a file belongs to."""
+    parts = part_names(file)
+    if missing := [part for part in parts if part not in paths]:
+        raise ModelNotFound(f"{reference.repo} holds no {missing[0]}; it holds {_some(paths)}")
+    return parts
 
 
 def _some(paths: list[str]) -> str:

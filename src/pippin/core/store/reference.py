@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from pippin.core.errors import CheckpointError, ModelNotFound, UnsafeCheckpoint, UnsupportedModel
+from pippin.core.formats.gguf_parts import models_among
 from pippin.core.store import catalog, hub, store
 
 _PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"}
@@ -26,7 +27,7 @@ class Resolved:
     """The name for messages: catalog name, hub reference, or file name."""
     kind: Literal["gguf", "folder"]
     path: Path
-    """A GGUF file, or a folder in Hugging Face layout with safetensors weights."""
+    """A GGUF file (of several parts the first), or a folder in Hugging Face layout with safetensors weights."""
 
 
 def resolve(ref: str | Path, *, download: bool = True) -> Resolved:
@@ -65,12 +66,15 @@ def _installed(ref: str, name: str, download: bool) -> Resolved:
         if not download:
             raise ModelNotFound(f"{name} is not in the cache; `pippin pull {name}` downloads it")
         path = store.pull(ref)
-    return Resolved(name, _local(path).kind, path)
+    found = _local(path)
+    return Resolved(name, found.kind, found.path)
 
 
 def _local(path: Path) -> Resolved:
     """Determine the format of a file or folder, and check it."""
     if path.is_dir():
+        if (gguf := _gguf_inside(path)) is not None:
+            return Resolved(path.resolve().name, "gguf", gguf)
         _check_folder(path)
         return Resolved(path.resolve().name, "folder", path)
     with path.open("rb") as file:
@@ -84,6 +88,14 @@ def _local(path: Path) -> Resolved:
             f"{path} holds weights without a config; give the folder that also contains its config.json"
         )
     raise UnsupportedModel(f"{path} is neither a GGUF file nor a folder in Hugging Face layout")
+
+
+def _gguf_inside(folder: Path) -> Path | None:
+    """The GGUF model of a folder with one, and with no other; of several parts the first."""
+    if (folder / "config.json").exists():
+        return None
+    found = models_among(path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*.gguf")))
+    return folder / found[0] if len(found) == 1 else None
 
 
 def _is_pickle(path: Path, magic: bytes) -> bool:
@@ -107,7 +119,7 @@ def _check_folder(folder: Path) -> None:
     if pickles and not weights:
         raise UnsafeCheckpoint(_pickle_message(folder / pickles[0]))
     if ggufs:
-        raise ModelNotFound(f"{folder} holds GGUF files and no config.json; name the file: {folder / ggufs[0]}")
+        raise ModelNotFound(f"{folder} holds several GGUF models; name the file of one, such as {folder / ggufs[0]}")
     if weights:
         raise CheckpointError(f"{folder} holds {weights[0]} but no config.json, which says what the weights are")
     if config:

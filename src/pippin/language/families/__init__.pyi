@@ -7,17 +7,18 @@ from .config_json import (
 )
 from .family import ACTIVATIONS as ACTIVATIONS, Family as Family, TensorRule as TensorRule
 from .gguf import (
-    GEMMA_GGUF_NAMES as GEMMA_GGUF_NAMES,
-    GGUF_FAMILIES as GGUF_FAMILIES,
-    GGUF_NAMES as GGUF_NAMES,
-    PERMUTED as PERMUTED,
+    check_gguf as check_gguf,
     from_gguf as from_gguf,
-    gguf_name as gguf_name,
-    gguf_tensor as gguf_tensor,
+    in_gguf as in_gguf,
+    is_beside as is_beside,
+    layout_of as layout_of,
+    to_gguf as to_gguf,
 )
+from .gguf_layout import GGUFHeader as GGUFHeader, GGUFLayout as GGUFLayout
 from .phi import long_context as long_context
 from .tensor_names import (
     TensorSource as TensorSource,
+    TensorSources as TensorSources,
     locate as locate,
     parts_of as parts_of,
     stored_name as stored_name,

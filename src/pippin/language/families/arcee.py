@@ -6,6 +6,7 @@ from typing import Any
 
 from pippin.language.decoder import DecoderConfig
 from pippin.language.families.family import Family, Fields, activation_of, read_decoder
+from pippin.language.families.gguf_layout import GGUFLayout, rotary_table
 from pippin.nn.feedforward import FeedForwardSpec
 
 
@@ -20,4 +21,5 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
     return {"attention_bias": config.qkv_bias, "mlp_bias": config.layers[0].feedforward.bias}
 
 
-ARCEE = Family("arcee", "ArceeForCausalLM", _read, _write)
+_GGUF = GGUFLayout("arcee", tables=rotary_table, interleaved=True, any_head_dim=True)
+ARCEE = Family("arcee", "ArceeForCausalLM", _read, _write, gguf=_GGUF)

@@ -20,6 +20,7 @@ from pippin.language.families.family import (
     refuse,
     rotated_rows,
 )
+from pippin.language.families.gguf_layout import GGUFHeader, GGUFLayout
 from pippin.nn.rotary import Rotary
 
 
@@ -61,5 +62,15 @@ def _rules(config: DecoderConfig) -> list[TensorRule]:
     return rotated_rows(interleaved=True)
 
 
-COHERE = Family("cohere", "CohereForCausalLM", _cohere, _write, _rules, eps="layer_norm_eps")
-COHERE2 = Family("cohere2", "Cohere2ForCausalLM", _cohere2, _write, _rules, eps="layer_norm_eps")
+def _from_gguf(header: GGUFHeader, fields: Fields) -> dict[str, Any]:
+    return {"logit_scale": header.get("logit_scale", float, 1.0)}
+
+
+def _to_gguf(config: DecoderConfig) -> dict[str, Any]:
+    return {"logit_scale": config.logit_scale}
+
+
+_GGUF = GGUFLayout("command-r", _from_gguf, _to_gguf, interleaved=True)
+_GGUF2 = GGUFLayout("cohere2", _from_gguf, _to_gguf, interleaved=True, pattern=4, windows=True)
+COHERE = Family("cohere", "CohereForCausalLM", _cohere, _write, _rules, eps="layer_norm_eps", gguf=_GGUF)
+COHERE2 = Family("cohere2", "Cohere2ForCausalLM", _cohere2, _write, _rules, eps="layer_norm_eps", gguf=_GGUF2)

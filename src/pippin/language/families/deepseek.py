@@ -31,6 +31,7 @@ from pippin.language.families.family import (
     read_rotary,
     refuse,
 )
+from pippin.language.families.gguf_layout import SIGMOID_ROUTER, GGUFHeader, GGUFLayout
 from pippin.language.families.sizes import check_size
 from pippin.nn.attention import AttentionSpec, LatentSpec
 from pippin.nn.feedforward import FeedForwardSpec
@@ -145,6 +146,43 @@ def write_experts(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
+def experts_from_gguf(header: GGUFHeader, fields: Fields) -> dict[str, Any]:
+    """The fields that `expert_layers` and `balanced_router` read, from GGUF.
+
+    Raises:
+        UnsupportedModel: a router that does not score experts by sigmoids.
+    """
+    if (router := header.get("expert_gating_func", int, SIGMOID_ROUTER)) != SIGMOID_ROUTER:
+        raise UnsupportedModel(
+            f"{header.where}: expert_gating_func {router} is not supported, only {SIGMOID_ROUTER} is"
+        )
+    return {
+        "n_routed_experts": fields["num_experts"],
+        "n_shared_experts": header.get("expert_shared_count", int, 0),
+        "first_k_dense_replace": header.get("leading_dense_block_count", int, 0),
+        "routed_scaling_factor": header.get("expert_weights_scale", float, 1.0),
+        "norm_topk_prob": header.get("expert_weights_norm", bool, False),
+        "n_group": header.get("expert_group_count", int, 1),
+        "topk_group": header.get("expert_group_used_count", int, 1),
+    }
+
+
+def experts_to_gguf(config: DecoderConfig) -> dict[str, Any]:
+    """The metadata that `experts_from_gguf` and llama.cpp read."""
+    fields = write_experts(config)
+    return {
+        "feed_forward_length": fields["intermediate_size"],
+        "expert_feed_forward_length": fields["moe_intermediate_size"],
+        "expert_shared_count": fields["n_shared_experts"],
+        "leading_dense_block_count": fields["first_k_dense_replace"],
+        "expert_gating_func": SIGMOID_ROUTER,
+        "expert_weights_scale": float(fields["routed_scaling_factor"]),
+        "expert_weights_norm": fields["norm_topk_prob"],
+        "expert_group_count": fields["n_group"],
+        "expert_group_used_count": fields["topk_group"],
+    }
+
+
 def _latent(family: str, config: Fields, feedforward: Callable[[int], FeedForwardSpec]) -> DecoderConfig:
     bias = bool(config.get("attention_bias"))
     latent = LatentSpec(
@@ -224,4 +262,16 @@ def _last_interleaved(name: str, period: int, kept: int) -> TensorRule:
 DEEPSEEK_V2 = Family("deepseek_v2", "DeepseekV2ForCausalLM", _v2, _write, _rules, predicts_more=True)
 DEEPSEEK_V3 = Family("deepseek_v3", "DeepseekV3ForCausalLM", _v3, _write, _rules, predicts_more=True)
 GLM4_MOE_LITE = Family("glm4_moe_lite", "Glm4MoeLiteForCausalLM", _glm_lite, _write, _rules, predicts_more=True)
-DOTS1 = Family("dots1", "Dots1ForCausalLM", _dots1, _write_dots1, _dots1_rules)
+
+
+def _dots1_to_gguf(config: DecoderConfig) -> dict[str, Any]:
+    if config.num_key_value_heads != config.num_attention_heads:
+        raise UnsupportedModel(
+            f"llama.cpp has dots1 models with as many key and value heads as query heads only, not "
+            f"{config.num_key_value_heads} of {config.num_attention_heads}"
+        )
+    return experts_to_gguf(config)
+
+
+_GGUF_DOTS1 = GGUFLayout("dots1", experts_from_gguf, _dots1_to_gguf, any_head_dim=True, own_output=True)
+DOTS1 = Family("dots1", "Dots1ForCausalLM", _dots1, _write_dots1, _dots1_rules, gguf=_GGUF_DOTS1)

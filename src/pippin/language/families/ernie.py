@@ -19,6 +19,7 @@ from pippin.language.families.family import (
     refuse,
     rotated_rows,
 )
+from pippin.language.families.gguf_layout import GGUFHeader, GGUFLayout
 from pippin.nn.feedforward import FeedForwardSpec
 from pippin.nn.routing import RouterSpec
 
@@ -79,19 +80,63 @@ def _rules(config: DecoderConfig) -> list[TensorRule]:
     return rotated_rows(interleaved=True)
 
 
+def _choice_bias(stored: str, *, whole: bool = False) -> TensorRule:
+    """The bias of the choice of experts, which is stored as a row."""
+    return TensorRule(
+        stored,
+        ("mlp.gate",),
+        lambda tensor, config: [tensor.flatten()],
+        lambda parts, config: parts[0][None],
+        leaves=("e_score_correction_bias",),
+        whole=whole,
+    )
+
+
 def _moe_rules(config: DecoderConfig) -> list[TensorRule]:
-    bias = [
-        TensorRule(
-            stored,
-            ("mlp.gate",),
-            lambda tensor, config: [tensor.flatten()],
-            lambda parts, config: parts[0][None],
-            leaves=("e_score_correction_bias",),
-        )
-        for stored in ("mlp.moe_statics", "mlp.gate.moe_statics")
-    ]
+    bias = [_choice_bias(stored) for stored in ("mlp.moe_statics", "mlp.gate.moe_statics")]
     return [*expert_rules()(config), *shared_expert(), *bias, *rotated_rows(interleaved=True)]
 
 
-ERNIE4_5 = Family("ernie4_5", "Ernie4_5ForCausalLM", _read, _write, _rules)
-ERNIE4_5_MOE = Family("ernie4_5_moe", "Ernie4_5_MoeForCausalLM", _read_moe, _write_moe, _moe_rules, predicts_more=True)
+_GGUF = GGUFLayout("ernie4_5", interleaved=True, any_head_dim=True, biases=("attention output",))
+ERNIE4_5 = Family("ernie4_5", "Ernie4_5ForCausalLM", _read, _write, _rules, gguf=_GGUF)
+
+
+def _moe_from_gguf(header: GGUFHeader, fields: Fields) -> dict[str, Any]:
+    return {
+        "moe_num_experts": fields["num_experts"],
+        "moe_k": fields["num_experts_per_tok"],
+        "moe_num_shared_experts": header.get("expert_shared_count", int, 0),
+        "moe_layer_start_index": header.get("leading_dense_block_count", int, 0),
+        "moe_layer_interval": header.get("interleave_moe_layer_step", int, 1),
+    }
+
+
+def _moe_to_gguf(config: DecoderConfig) -> dict[str, Any]:
+    fields = _write_moe(config)
+    shared = fields["moe_num_shared_experts"]
+    return {
+        "feed_forward_length": fields["intermediate_size"],
+        "expert_feed_forward_length": fields["moe_intermediate_size"],
+        "expert_shared_count": shared,
+        "expert_shared_feed_forward_length": shared * fields["moe_intermediate_size"] or None,
+        "leading_dense_block_count": fields["moe_layer_start_index"],
+        "interleave_moe_layer_step": fields["moe_layer_interval"],
+    }
+
+
+def _moe_gguf_rules(config: DecoderConfig) -> list[TensorRule]:
+    return [_choice_bias("exp_probs_b.bias", whole=True)]
+
+
+_GGUF_MOE = GGUFLayout(
+    "ernie4_5-moe", _moe_from_gguf, _moe_to_gguf, _moe_gguf_rules, interleaved=True, any_head_dim=True
+)
+ERNIE4_5_MOE = Family(
+    "ernie4_5_moe",
+    "Ernie4_5_MoeForCausalLM",
+    _read_moe,
+    _write_moe,
+    _moe_rules,
+    predicts_more=True,
+    gguf=_GGUF_MOE,
+)

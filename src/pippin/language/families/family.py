@@ -21,6 +21,7 @@ from torch import Tensor
 
 from pippin.core.errors import UnsupportedModel
 from pippin.language.decoder import DecoderConfig, LayerSpec
+from pippin.language.families.gguf_layout import GGUFLayout
 from pippin.language.families.sizes import MAX_LAYERS, check_size
 from pippin.nn.attention import AttentionSpec
 from pippin.nn.feedforward import Activation, FeedForwardSpec
@@ -85,6 +86,7 @@ class Family:
         shares_kv: whether layers may read the keys and values of others in this family's own format.
         predicts_more: whether files may hold layers after the last that predict further tokens; they are not read.
         omitted: fields that `common_fields` writes and the family must not have.
+        gguf: how llama.cpp stores the family; None for one that it does not have.
     """
 
     model_type: str
@@ -98,6 +100,7 @@ class Family:
     shares_kv: bool = False
     predicts_more: bool = False
     omitted: tuple[str, ...] = ()
+    gguf: GGUFLayout | None = None
 
 
 # --- reading a configuration ------------------------------------------------------------------------------------------
@@ -349,6 +352,21 @@ def fused_qkv(stored: str) -> TensorRule:
         return [config.num_attention_heads * config.head_dim, keys, keys]
 
     return fused(stored, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), rows)
+
+
+def fused_rotated_qkv(stored: str, *, interleaved: bool) -> TensorRule:
+    """Query, key and value rows in one matrix, with the rotated pairs of `rotated_rows`."""
+    plain = fused_qkv(stored)
+
+    def split(tensor: Tensor, config: DecoderConfig) -> list[Tensor]:
+        q, k, v = plain.split(tensor, config)
+        return [to_halves(rows, config, interleaved=interleaved) for rows in (q, k)] + [v]
+
+    def join(parts: Sequence[Tensor], config: DecoderConfig) -> Tensor:
+        q, k, v = parts
+        return torch.cat([*(from_halves(rows, config, interleaved=interleaved) for rows in (q, k)), v])
+
+    return TensorRule(stored, plain.ours, split, join)
 
 
 def fused_gate_up(stored: str = "mlp.gate_up_proj") -> TensorRule:

@@ -23,6 +23,7 @@ from pippin.language.families.family import (
     read_decoder,
     read_rotary,
 )
+from pippin.language.families.gguf_layout import GGUFHeader, GGUFLayout
 from pippin.nn.feedforward import FeedForwardSpec
 from pippin.nn.rotary import Rotary
 
@@ -122,6 +123,44 @@ def _rules(config: DecoderConfig) -> list[TensorRule]:
     return one_added(*names, "post_feedforward_layernorm", "self_attn.q_norm", "self_attn.k_norm")
 
 
-GEMMA = Family("gemma", "GemmaForCausalLM", _gemma, _write, _rules)
-GEMMA2 = Family("gemma2", "Gemma2ForCausalLM", _gemma2, _write, _rules)
-GEMMA3 = Family("gemma3_text", "Gemma3ForCausalLM", _gemma3, _write, _rules)
+def _scaled_by(fields: Fields, layers: int) -> int:
+    """What llama.cpp divides scores by the square root of: the largest model of a family is the one that differs."""
+    width, heads = fields["hidden_size"], fields["num_attention_heads"]
+    return int(width // heads if fields["num_hidden_layers"] == layers else fields["head_dim"])
+
+
+def _gemma2_from_gguf(header: GGUFHeader, fields: Fields) -> dict[str, Any]:
+    return {
+        "query_pre_attn_scalar": _scaled_by(fields, 46),
+        "attn_logit_softcapping": header.get("attn_logit_softcapping", float, 50.0),
+        "final_logit_softcapping": header.get("final_logit_softcapping", float, 30.0),
+    }
+
+
+def _gemma3_from_gguf(header: GGUFHeader, fields: Fields) -> dict[str, Any]:
+    everywhere = dict(fields["rope_parameters"])
+    everywhere["rope_theta"] = header.get("rope.freq_base", float, 1_000_000.0)
+    local = {"rope_type": "default", "rope_theta": header.get("rope.freq_base_swa", float, 10_000.0)}
+    return {
+        "query_pre_attn_scalar": _scaled_by(fields, 62),
+        "final_logit_softcapping": header.get("final_logit_softcapping", float, 0.0) or None,
+        "rope_parameters": {"full_attention": everywhere, "sliding_attention": local},
+    }
+
+
+def _to_gguf(config: DecoderConfig) -> dict[str, Any]:
+    softcap = config.layers[0].attention.softcap
+    return {"attn_logit_softcapping": softcap, "final_logit_softcapping": config.logit_softcap}
+
+
+def _gemma3_to_gguf(config: DecoderConfig) -> dict[str, Any]:
+    local = next((layer.attention.rotary for layer in config.layers if layer.attention.window is not None), None)
+    return {**_to_gguf(config), "rope.freq_base_swa": None if local is None else float(local.theta)}
+
+
+_GGUF = GGUFLayout("gemma", any_head_dim=True)
+_GGUF2 = GGUFLayout("gemma2", _gemma2_from_gguf, _to_gguf, window=4096, pattern=2, windows=True, any_head_dim=True)
+_GGUF3 = GGUFLayout("gemma3", _gemma3_from_gguf, _gemma3_to_gguf, pattern=6, windows=True, any_head_dim=True)
+GEMMA = Family("gemma", "GemmaForCausalLM", _gemma, _write, _rules, gguf=_GGUF)
+GEMMA2 = Family("gemma2", "Gemma2ForCausalLM", _gemma2, _write, _rules, gguf=_GGUF2)
+GEMMA3 = Family("gemma3_text", "Gemma3ForCausalLM", _gemma3, _write, _rules, gguf=_GGUF3)

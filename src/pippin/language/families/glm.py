@@ -9,7 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 from pippin.language.decoder import DecoderConfig
-from pippin.language.families.deepseek import balanced_router, expert_layers, write_experts
+from pippin.language.families.deepseek import (
+    balanced_router,
+    expert_layers,
+    experts_from_gguf,
+    experts_to_gguf,
+    write_experts,
+)
 from pippin.language.families.experts import expert_rules, shared_expert
 from pippin.language.families.family import (
     Family,
@@ -20,6 +26,7 @@ from pippin.language.families.family import (
     rename,
     rotated_rows,
 )
+from pippin.language.families.gguf_layout import GGUFHeader, GGUFLayout
 
 
 def _glm(config: Fields) -> DecoderConfig:
@@ -71,6 +78,29 @@ def _moe_rules(config: DecoderConfig) -> list[TensorRule]:
     return [*expert_rules()(config), *shared_expert(), *rotated_rows(interleaved=False, norms=True)]
 
 
-GLM = Family("glm", "GlmForCausalLM", _glm, _write, _rules)
-GLM4 = Family("glm4", "Glm4ForCausalLM", _glm4, _write, _glm4_rules)
-GLM4_MOE = Family("glm4_moe", "Glm4MoeForCausalLM", _glm4_moe, _write_moe, _moe_rules, predicts_more=True)
+def _gguf_rules(config: DecoderConfig) -> list[TensorRule]:
+    return [fused_gate_up("ffn_up")]
+
+
+_GGUF = GGUFLayout("chatglm", rules=_gguf_rules, interleaved=True)
+_GGUF4 = GGUFLayout("glm4", rules=_gguf_rules, interleaved=True, any_head_dim=True)
+GLM = Family("glm", "GlmForCausalLM", _glm, _write, _rules, gguf=_GGUF)
+GLM4 = Family("glm4", "Glm4ForCausalLM", _glm4, _write, _glm4_rules, gguf=_GGUF4)
+
+
+def _moe_from_gguf(header: GGUFHeader, fields: Fields) -> dict[str, Any]:
+    return {
+        **experts_from_gguf(header, fields),
+        "partial_rotary_factor": 1.0,
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in header,
+    }
+
+
+def _moe_gguf_rules(config: DecoderConfig) -> list[TensorRule]:
+    return rename(post_attention_layernorm="post_attention_norm")
+
+
+_GGUF4_MOE = GGUFLayout("glm4moe", _moe_from_gguf, experts_to_gguf, _moe_gguf_rules, any_head_dim=True)
+GLM4_MOE = Family(
+    "glm4_moe", "Glm4MoeForCausalLM", _glm4_moe, _write_moe, _moe_rules, predicts_more=True, gguf=_GGUF4_MOE
+)

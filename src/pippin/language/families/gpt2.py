@@ -9,7 +9,17 @@ import torch
 from torch import Tensor
 
 from pippin.language.decoder import DecoderConfig
-from pippin.language.families.family import Family, Fields, TensorRule, activation_of, read_decoder, refuse, rename
+from pippin.language.families.family import (
+    Family,
+    Fields,
+    TensorRule,
+    activation_of,
+    fused_qkv,
+    read_decoder,
+    refuse,
+    rename,
+)
+from pippin.language.families.gguf_layout import ALL_BIASES, GGUFHeader, GGUFLayout
 from pippin.nn.feedforward import FeedForwardSpec
 
 
@@ -87,6 +97,28 @@ def _rules(config: DecoderConfig) -> list[TensorRule]:
     return [TensorRule("attn.c_attn", qkv, split, join), *matrices, *names]
 
 
+def _from_gguf(header: GGUFHeader, fields: Fields) -> dict[str, Any]:
+    return {
+        "n_embd": fields["hidden_size"],
+        "n_head": fields["num_attention_heads"],
+        "n_layer": fields["num_hidden_layers"],
+        "n_positions": fields["max_position_embeddings"],
+        "n_inner": header.count("feed_forward_length"),
+    }
+
+
+def _gguf_rules(config: DecoderConfig) -> list[TensorRule]:
+    return [fused_qkv("attn_qkv")]
+
+
 GPT2 = Family(
-    "gpt2", "GPT2LMHeadModel", _read, _write, _rules, prefix="transformer.", layers="h", eps="layer_norm_epsilon"
+    "gpt2",
+    "GPT2LMHeadModel",
+    _read,
+    _write,
+    _rules,
+    prefix="transformer.",
+    layers="h",
+    eps="layer_norm_epsilon",
+    gguf=GGUFLayout("gpt2", _from_gguf, rules=_gguf_rules, biases=ALL_BIASES),
 )

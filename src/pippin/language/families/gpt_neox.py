@@ -19,10 +19,12 @@ from pippin.language.families.family import (
     TensorRule,
     activation_of,
     from_halves,
+    fused_rotated_qkv,
     read_decoder,
     rename,
     to_halves,
 )
+from pippin.language.families.gguf_layout import ALL_BIASES, GGUFHeader, GGUFLayout
 from pippin.nn.feedforward import FeedForwardSpec
 
 
@@ -80,4 +82,25 @@ def _rules(config: DecoderConfig) -> list[TensorRule]:
     return [TensorRule("attention.query_key_value", qkv, _split, _join), *names, *heads]
 
 
-GPT_NEOX = Family("gpt_neox", "GPTNeoXForCausalLM", _read, _write, _rules, prefix="gpt_neox.", eps="layer_norm_eps")
+def _from_gguf(header: GGUFHeader, fields: Fields) -> dict[str, Any]:
+    return {"rotary_pct": 1.0, "use_parallel_residual": header.get("use_parallel_residual", bool, True)}
+
+
+def _to_gguf(config: DecoderConfig) -> dict[str, Any]:
+    return {"use_parallel_residual": config.residual == "parallel two norms"}
+
+
+def _gguf_rules(config: DecoderConfig) -> list[TensorRule]:
+    return [fused_rotated_qkv("attn_qkv", interleaved=False)]
+
+
+GPT_NEOX = Family(
+    "gpt_neox",
+    "GPTNeoXForCausalLM",
+    _read,
+    _write,
+    _rules,
+    prefix="gpt_neox.",
+    eps="layer_norm_eps",
+    gguf=GGUFLayout("gptneox", _from_gguf, _to_gguf, _gguf_rules, own_output=True, biases=ALL_BIASES),
+)

@@ -17,7 +17,8 @@ from torch import Tensor
 from pippin.core.errors import UnsupportedModel
 from pippin.language.decoder import DecoderConfig
 from pippin.language.families.experts import downs, gates_and_ups, most_experts, stacked
-from pippin.language.families.family import Family, Fields, TensorRule, layer_types, read_decoder
+from pippin.language.families.family import Family, Fields, TensorRule, layer_types, read_decoder, rename
+from pippin.language.families.gguf_layout import ALL_BIASES, GGUFHeader, GGUFLayout
 from pippin.nn.attention import AttentionSpec
 from pippin.nn.feedforward import FeedForwardSpec
 from pippin.nn.routing import RouterSpec
@@ -82,4 +83,30 @@ def _rules(config: DecoderConfig) -> list[TensorRule]:
     ]
 
 
-GPT_OSS = Family("gpt_oss", "GptOssForCausalLM", _read, _write, _rules)
+def _from_gguf(header: GGUFHeader, fields: Fields) -> dict[str, Any]:
+    # the range of dimensions that its yarn interpolates does not begin and end at whole ones
+    rope = {**fields["rope_parameters"], "truncate": False}
+    return {"intermediate_size": header.count("expert_feed_forward_length"), "rope_parameters": rope}
+
+
+def _to_gguf(config: DecoderConfig) -> dict[str, Any]:
+    return {"expert_feed_forward_length": config.layers[0].feedforward.intermediate_size}
+
+
+def _gguf_rules(config: DecoderConfig) -> list[TensorRule]:
+    sinks = TensorRule("attn_sinks.weight", ("self_attn",), leaves=("sinks",), whole=True)
+    return [sinks, *rename(post_attention_layernorm="post_attention_norm")]
+
+
+_GGUF = GGUFLayout(
+    "gpt-oss",
+    _from_gguf,
+    _to_gguf,
+    _gguf_rules,
+    pattern=2,
+    windows=True,
+    any_head_dim=True,
+    biases=ALL_BIASES,
+    own_output=True,
+)
+GPT_OSS = Family("gpt_oss", "GptOssForCausalLM", _read, _write, _rules, gguf=_GGUF)

@@ -8,11 +8,13 @@ Source: Granite 3.0 language models, IBM 2024; the multipliers are those of maxi
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from pippin.language.decoder import DecoderConfig
 from pippin.language.families.experts import expert_rules
 from pippin.language.families.family import Family, Fields, TensorRule, activation_of, fused, read_decoder, rename
+from pippin.language.families.gguf_layout import ALL_BIASES, GGUFHeader, GGUFLayout, rotary_table
 from pippin.nn.feedforward import FeedForwardSpec
 
 
@@ -100,6 +102,57 @@ def mixture_rules(config: DecoderConfig) -> list[TensorRule]:
     return found
 
 
-GRANITE = Family("granite", "GraniteForCausalLM", _dense, _write)
-GRANITE_MOE = Family("granitemoe", "GraniteMoeForCausalLM", _mixture, _write, mixture_rules)
-GRANITE_MOE_SHARED = Family("granitemoeshared", "GraniteMoeSharedForCausalLM", _mixture, _write, mixture_rules)
+def _from_gguf(header: GGUFHeader, fields: Fields) -> dict[str, Any]:
+    return {
+        "embedding_multiplier": header.get("embedding_scale", float, 1.0),
+        "attention_multiplier": header.get("attention.scale", float, fields["head_dim"] ** -0.5),
+        "residual_multiplier": header.get("residual_scale", float, 1.0),
+        "logits_scaling": header.get("logit_scale", float),
+    }
+
+
+def _to_gguf(config: DecoderConfig) -> dict[str, Any]:
+    return {
+        "embedding_scale": config.embedding_scale,
+        "attention.scale": config.attention_scale,
+        "residual_scale": config.residual_scale,
+        "logit_scale": 1.0 / config.logit_scale,
+    }
+
+
+def _is_shared(header: GGUFHeader) -> bool:
+    return bool(header.get("expert_shared_feed_forward_length", int, 0))
+
+
+def _is_not_shared(header: GGUFHeader) -> bool:
+    return not _is_shared(header)
+
+
+def _experts_from_gguf(header: GGUFHeader, fields: Fields) -> dict[str, Any]:
+    shared = header.get("expert_shared_feed_forward_length", int, 0)
+    own = {"model_type": "granitemoeshared" if shared else "granitemoe", "shared_intermediate_size": shared}
+    return {**_from_gguf(header, fields), **own}
+
+
+def _experts_to_gguf(config: DecoderConfig) -> dict[str, Any]:
+    shared = config.layers[0].feedforward.shared_intermediate_size
+    return {**_to_gguf(config), "expert_shared_feed_forward_length": shared or None}
+
+
+_GGUF = GGUFLayout(
+    "granite", _from_gguf, _to_gguf, tables=rotary_table, interleaved=True, any_head_dim=True, biases=ALL_BIASES
+)
+GRANITE = Family("granite", "GraniteForCausalLM", _dense, _write, gguf=_GGUF)
+_GGUF_EXPERTS = replace(
+    _GGUF,
+    architecture="granitemoe",
+    read=_experts_from_gguf,
+    write=_experts_to_gguf,
+    applies=_is_not_shared,
+    biases=("attention output",),
+)
+_GGUF_SHARED = replace(_GGUF_EXPERTS, applies=_is_shared)
+GRANITE_MOE = Family("granitemoe", "GraniteMoeForCausalLM", _mixture, _write, mixture_rules, gguf=_GGUF_EXPERTS)
+GRANITE_MOE_SHARED = Family(
+    "granitemoeshared", "GraniteMoeSharedForCausalLM", _mixture, _write, mixture_rules, gguf=_GGUF_SHARED
+)

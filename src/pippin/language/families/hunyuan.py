@@ -16,6 +16,7 @@ from pippin.language.families.family import (
     read_rotary,
     rename,
 )
+from pippin.language.families.gguf_layout import GGUFHeader, GGUFLayout
 from pippin.nn.feedforward import FeedForwardSpec
 from pippin.nn.rotary import Rotary
 
@@ -89,5 +90,30 @@ def _rules(config: DecoderConfig) -> list[TensorRule]:
     return rename(self_attn__q_norm="self_attn.query_layernorm", self_attn__k_norm="self_attn.key_layernorm")
 
 
-HUNYUAN = Family("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", _dense, _write, _rules)
-HUNYUAN_MOE = Family("hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM", _mixture, _write_mixture, _mixture_rules)
+def _from_gguf(header: GGUFHeader, fields: Fields) -> dict[str, Any]:
+    # usually the base is stored as stretched
+    alpha, rope = header.get("rope.scaling.alpha", float, 0.0), fields["rope_parameters"]
+    return {"rope_parameters": {**rope, "rope_type": "dynamic", "alpha": alpha}} if alpha > 0 else {}
+
+
+_GGUF = GGUFLayout("hunyuan-dense", _from_gguf, any_head_dim=True)
+HUNYUAN = Family("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", _dense, _write, _rules, gguf=_GGUF)
+
+
+def _mixture_from_gguf(header: GGUFHeader, fields: Fields) -> dict[str, Any]:
+    return {**_from_gguf(header, fields), "moe_topk": fields["num_experts_per_tok"]}
+
+
+def _mixture_to_gguf(config: DecoderConfig) -> dict[str, Any]:
+    inner = config.layers[0].feedforward
+    return {
+        "expert_feed_forward_length": inner.intermediate_size,
+        "expert_shared_feed_forward_length": inner.shared_intermediate_size,
+        "expert_shared_count": 1,
+    }
+
+
+_GGUF_MOE = GGUFLayout("hunyuan-moe", _mixture_from_gguf, _mixture_to_gguf, any_head_dim=True)
+HUNYUAN_MOE = Family(
+    "hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM", _mixture, _write_mixture, _mixture_rules, gguf=_GGUF_MOE
+)

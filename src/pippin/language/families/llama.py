@@ -8,10 +8,12 @@ Notable here:
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from pippin.language.decoder import DecoderConfig
 from pippin.language.families.family import Family, Fields, activation_of, read_decoder, read_rotary, rope_fields
+from pippin.language.families.gguf_layout import ALL_BIASES, GGUFHeader, GGUFLayout, rotary_table
 from pippin.nn.attention import AttentionSpec, PositionScale
 from pippin.nn.feedforward import FeedForwardSpec
 from pippin.nn.rotary import Rotary
@@ -93,8 +95,22 @@ def _write_ministral3(config: DecoderConfig) -> dict[str, Any]:
     return {"rope_scaling": None, "rope_parameters": scaling | own}
 
 
-LLAMA = Family("llama", "LlamaForCausalLM", _llama, _write_biases)
-MISTRAL = Family("mistral", "MistralForCausalLM", _mistral)
-MINISTRAL = Family("ministral", "MinistralForCausalLM", _ministral)
+def _is_mistral(header: GGUFHeader) -> bool:
+    return not header.get("expert_count", int, 0) and bool(header.get("attention.sliding_window", int, 0))
+
+
+def _is_llama(header: GGUFHeader) -> bool:
+    return not header.get("expert_count", int, 0) and not _is_mistral(header)
+
+
+# the architecture of all of them; which one a file is does not change what is computed
+_GGUF = GGUFLayout(
+    "llama", tables=rotary_table, interleaved=True, applies=_is_llama, any_head_dim=True, biases=ALL_BIASES
+)
+_GGUF_WINDOWED = replace(_GGUF, applies=_is_mistral)
+_GGUF_SMOLLM3 = GGUFLayout("smollm3", interleaved=True, any_head_dim=True)
+LLAMA = Family("llama", "LlamaForCausalLM", _llama, _write_biases, gguf=_GGUF)
+MISTRAL = Family("mistral", "MistralForCausalLM", _mistral, gguf=_GGUF_WINDOWED)
+MINISTRAL = Family("ministral", "MinistralForCausalLM", _ministral, gguf=_GGUF_WINDOWED)
 MINISTRAL3 = Family("ministral3", "Ministral3ForCausalLM", _ministral3, _write_ministral3)
-SMOLLM3 = Family("smollm3", "SmolLM3ForCausalLM", _smollm3, _write_smollm3)
+SMOLLM3 = Family("smollm3", "SmolLM3ForCausalLM", _smollm3, _write_smollm3, gguf=_GGUF_SMOLLM3)

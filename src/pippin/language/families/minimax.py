@@ -6,6 +6,7 @@ from typing import Any
 
 from pippin.language.decoder import DecoderConfig
 from pippin.language.families.family import Family, Fields, TensorRule, activation_of, read_decoder, rotated_rows
+from pippin.language.families.gguf_layout import SIGMOID_ROUTER, GGUFLayout
 from pippin.language.families.mixtral import mixtral_rules
 from pippin.nn.feedforward import FeedForwardSpec
 from pippin.nn.routing import RouterSpec
@@ -38,4 +39,12 @@ def _rules(config: DecoderConfig) -> list[TensorRule]:
     return [*mixtral_rules(config), *bias, *rotated_rows(interleaved=False, norms=True)]
 
 
-MINIMAX_M2 = Family("minimax_m2", "MiniMaxM2ForCausalLM", _read, _write, _rules, predicts_more=True)
+def _to_gguf(config: DecoderConfig) -> dict[str, Any]:
+    return {
+        "expert_feed_forward_length": config.layers[0].feedforward.intermediate_size,
+        "expert_gating_func": SIGMOID_ROUTER,
+    }
+
+
+_GGUF = GGUFLayout("minimax-m2", write=_to_gguf, any_head_dim=True, own_output=True)
+MINIMAX_M2 = Family("minimax_m2", "MiniMaxM2ForCausalLM", _read, _write, _rules, predicts_more=True, gguf=_GGUF)

@@ -7,6 +7,7 @@ from typing import Any
 from pippin.language.decoder import DecoderConfig
 from pippin.language.families.experts import expert_rules
 from pippin.language.families.family import Family, Fields, TensorRule, activation_of, read_decoder
+from pippin.language.families.gguf_layout import GGUFHeader, GGUFLayout, rotary_table
 from pippin.nn.feedforward import FeedForwardSpec
 
 
@@ -38,4 +39,9 @@ def mixtral_rules(config: DecoderConfig, router: str = "mlp.gate") -> list[Tenso
     return [*expert_rules(SINGLE, router="block_sparse_moe.gate")(config), *expert_rules({}, router)(config)]
 
 
-MIXTRAL = Family("mixtral", "MixtralForCausalLM", _read, _write, mixtral_rules)
+def _is_mixtral(header: GGUFHeader) -> bool:
+    return bool(header.get("expert_count", int, 0))
+
+
+_GGUF = GGUFLayout("llama", tables=rotary_table, interleaved=True, applies=_is_mixtral, any_head_dim=True)
+MIXTRAL = Family("mixtral", "MixtralForCausalLM", _read, _write, mixtral_rules, gguf=_GGUF)

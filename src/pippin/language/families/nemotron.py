@@ -14,6 +14,7 @@ from pippin.language.families.family import (
     read_decoder,
     rotated_rows,
 )
+from pippin.language.families.gguf_layout import ALL_BIASES, GGUFLayout
 from pippin.nn.feedforward import FeedForwardSpec
 
 
@@ -41,4 +42,5 @@ def _rules(config: DecoderConfig) -> list[TensorRule]:
     return [*one_added("norm", "input_layernorm", "post_attention_layernorm"), *rotated_rows(interleaved=False)]
 
 
-NEMOTRON = Family("nemotron", "NemotronForCausalLM", _read, _write, _rules, eps="norm_eps")
+_GGUF = GGUFLayout("nemotron", own_output=True, biases=ALL_BIASES)
+NEMOTRON = Family("nemotron", "NemotronForCausalLM", _read, _write, _rules, eps="norm_eps", gguf=_GGUF)

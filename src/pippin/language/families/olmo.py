@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from pippin.core.errors import UnsupportedModel
 from pippin.language.decoder import DecoderConfig
 from pippin.language.families.experts import expert_rules
 from pippin.language.families.family import (
@@ -21,6 +22,7 @@ from pippin.language.families.family import (
     read_decoder,
     refuse,
 )
+from pippin.language.families.gguf_layout import GGUFHeader, GGUFLayout
 from pippin.nn.feedforward import FeedForwardSpec
 
 
@@ -70,7 +72,43 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
     return fields
 
 
-OLMO = Family("olmo", "OlmoForCausalLM", _olmo, _write)
-OLMO2 = Family("olmo2", "Olmo2ForCausalLM", _olmo2, _write)
-OLMO3 = Family("olmo3", "Olmo3ForCausalLM", _olmo3, _write)
-OLMOE = Family("olmoe", "OlmoeForCausalLM", _olmoe, _write, expert_rules())
+def _olmo_from_gguf(header: GGUFHeader, fields: Fields) -> dict[str, Any]:
+    return {"clip_qkv": header.get("attention.clamp_kqv", float, 0.0) or None}
+
+
+def _olmo3_from_gguf(header: GGUFHeader, fields: Fields) -> dict[str, Any]:
+    # a stretched encoding is that of the layers without window
+    rope = fields["rope_parameters"]
+    local = {"rope_type": "default", "rope_theta": header.get("rope.freq_base_swa", float, rope["rope_theta"])}
+    return {"rope_parameters": {"full_attention": rope, "sliding_attention": local}}
+
+
+def _olmoe_from_gguf(header: GGUFHeader, fields: Fields) -> dict[str, Any]:
+    return {"norm_topk_prob": False}
+
+
+def _olmoe_to_gguf(config: DecoderConfig) -> dict[str, Any]:
+    if config.num_key_value_heads != config.num_attention_heads:
+        raise UnsupportedModel(
+            f"llama.cpp has olmoe models with as many key and value heads as query heads only, not "
+            f"{config.num_key_value_heads} of {config.num_attention_heads}"
+        )
+    return {}
+
+
+def _is_olmo3(header: GGUFHeader) -> bool:
+    return bool(header.get("attention.sliding_window", int, 0))
+
+
+def _is_olmo2(header: GGUFHeader) -> bool:
+    return not _is_olmo3(header)
+
+
+_GGUF = GGUFLayout("olmo", _olmo_from_gguf, interleaved=True)
+_GGUF2 = GGUFLayout("olmo2", applies=_is_olmo2, own_output=True)
+_GGUF3 = GGUFLayout("olmo2", _olmo3_from_gguf, applies=_is_olmo3, pattern=4, windows=True, own_output=True)
+_GGUF_EXPERTS = GGUFLayout("olmoe", _olmoe_from_gguf, _olmoe_to_gguf, own_output=True)
+OLMO = Family("olmo", "OlmoForCausalLM", _olmo, _write, gguf=_GGUF)
+OLMO2 = Family("olmo2", "Olmo2ForCausalLM", _olmo2, _write, gguf=_GGUF2)
+OLMO3 = Family("olmo3", "Olmo3ForCausalLM", _olmo3, _write, gguf=_GGUF3)
+OLMOE = Family("olmoe", "OlmoeForCausalLM", _olmoe, _write, expert_rules(), gguf=_GGUF_EXPERTS)

@@ -13,9 +13,6 @@ import math
 from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from pippin.core.errors import InvalidArgument
 from pippin.language.decoder import DecoderConfig, LayerSpec
 from pippin.language.families.family import (
@@ -23,13 +20,12 @@ from pippin.language.families.family import (
     Fields,
     TensorRule,
     activation_of,
-    from_halves,
     fused_gate_up,
-    fused_qkv,
+    fused_rotated_qkv,
     read_decoder,
     read_rotary,
-    to_halves,
 )
+from pippin.language.families.gguf_layout import GGUFLayout, long_tables
 from pippin.language.families.mixtral import mixtral_rules
 from pippin.nn.feedforward import FeedForwardSpec
 from pippin.nn.rotary import Rotary
@@ -162,22 +158,27 @@ def _write_phimoe(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _rules(config: DecoderConfig) -> list[TensorRule]:
-    qkv = fused_qkv("self_attn.qkv_proj")
-
-    def split(tensor: Tensor, config: DecoderConfig) -> list[Tensor]:
-        q, k, v = qkv.split(tensor, config)
-        return [to_halves(q, config), to_halves(k, config), v]
-
-    def join(parts: Any, config: DecoderConfig) -> Tensor:
-        q, k, v = parts
-        return torch.cat([from_halves(q, config), from_halves(k, config), v])
-
-    return [TensorRule(qkv.stored, qkv.ours, split, join), fused_gate_up()]
+    return [fused_rotated_qkv("self_attn.qkv_proj", interleaved=False), fused_gate_up()]
 
 
 def _phimoe_rules(config: DecoderConfig) -> list[TensorRule]:
     return mixtral_rules(config, "mlp.router")
 
 
-PHI3 = Family("phi3", "Phi3ForCausalLM", _phi3, _write_long, _rules)
+def _gguf_rules(config: DecoderConfig) -> list[TensorRule]:
+    return [fused_rotated_qkv("attn_qkv", interleaved=False), fused_gate_up("ffn_up")]
+
+
+def _to_gguf(config: DecoderConfig) -> dict[str, Any]:
+    rotary = config.layers[0].attention.rotary
+    if rotary is None or rotary.long_divisors is None:
+        return {}
+    # the context of both tables; the decoder has that of one
+    original = rotary.original_max_position_embeddings
+    fields = {"context_length": round(original * rotary.factor), "rope.scaling.original_context_length": original}
+    return fields | {"rope.scaling.attn_factor": rotary.magnitude}
+
+
+_GGUF = GGUFLayout("phi3", write=_to_gguf, rules=_gguf_rules, tables=long_tables)
+PHI3 = Family("phi3", "Phi3ForCausalLM", _phi3, _write_long, _rules, gguf=_GGUF)
 PHIMOE = Family("phimoe", "PhimoeForCausalLM", _phimoe, _write_phimoe, _phimoe_rules)

@@ -12,6 +12,7 @@ from typing import Any
 from pippin.language.decoder import DecoderConfig
 from pippin.language.families.experts import expert_rules
 from pippin.language.families.family import Family, Fields, activation_of, expert_fields, read_decoder
+from pippin.language.families.gguf_layout import GGUFHeader, GGUFLayout
 from pippin.nn.feedforward import FeedForwardSpec
 
 
@@ -96,7 +97,30 @@ def write_mixture(config: DecoderConfig) -> dict[str, Any]:
     return fields
 
 
-QWEN2 = Family("qwen2", "Qwen2ForCausalLM", _qwen2)
-QWEN3 = Family("qwen3", "Qwen3ForCausalLM", _qwen3, _write)
-QWEN2_MOE = Family("qwen2_moe", "Qwen2MoeForCausalLM", _qwen2_moe, write_mixture, expert_rules())
-QWEN3_MOE = Family("qwen3_moe", "Qwen3MoeForCausalLM", _qwen3_moe, write_mixture, expert_rules())
+def _mixture_from_gguf(normalized: bool) -> Any:
+    def read(header: GGUFHeader, fields: Fields) -> dict[str, Any]:
+        # older files have no sizes of their own for the experts
+        size = header.count("feed_forward_length", 0)
+        return {
+            "norm_topk_prob": normalized,
+            "moe_intermediate_size": fields.get("moe_intermediate_size", size // fields["num_experts_per_tok"]),
+            "shared_expert_intermediate_size": fields.get("shared_expert_intermediate_size", size),
+        }
+
+    return read
+
+
+def _to_gguf(config: DecoderConfig) -> dict[str, Any]:
+    inner = config.layers[0].feedforward
+    return {
+        "expert_feed_forward_length": inner.intermediate_size,
+        "expert_shared_feed_forward_length": inner.shared_intermediate_size or None,
+    }
+
+
+_GGUF2_EXPERTS = GGUFLayout("qwen2moe", _mixture_from_gguf(False), _to_gguf, own_output=True)
+_GGUF3_EXPERTS = GGUFLayout("qwen3moe", _mixture_from_gguf(True), _to_gguf, any_head_dim=True)
+QWEN2 = Family("qwen2", "Qwen2ForCausalLM", _qwen2, gguf=GGUFLayout("qwen2"))
+QWEN3 = Family("qwen3", "Qwen3ForCausalLM", _qwen3, _write, gguf=GGUFLayout("qwen3", any_head_dim=True))
+QWEN2_MOE = Family("qwen2_moe", "Qwen2MoeForCausalLM", _qwen2_moe, write_mixture, expert_rules(), gguf=_GGUF2_EXPERTS)
+QWEN3_MOE = Family("qwen3_moe", "Qwen3MoeForCausalLM", _qwen3_moe, write_mixture, expert_rules(), gguf=_GGUF3_EXPERTS)

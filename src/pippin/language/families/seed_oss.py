@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from pippin.language.decoder import DecoderConfig
-from pippin.language.families.family import Family, Fields, activation_of, read_decoder
+from pippin.language.families.family import Family, Fields, TensorRule, activation_of, read_decoder, rename
+from pippin.language.families.gguf_layout import GGUFLayout
 from pippin.nn.feedforward import FeedForwardSpec
 
 
@@ -28,4 +29,9 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
-SEED_OSS = Family("seed_oss", "SeedOssForCausalLM", _read, _write)
+def _gguf_rules(config: DecoderConfig) -> list[TensorRule]:
+    return rename(post_attention_layernorm="post_attention_norm")
+
+
+_GGUF = GGUFLayout("seed_oss", rules=_gguf_rules, any_head_dim=True)
+SEED_OSS = Family("seed_oss", "SeedOssForCausalLM", _read, _write, gguf=_GGUF)

@@ -6,6 +6,7 @@ from typing import Any
 
 from pippin.language.decoder import DecoderConfig
 from pippin.language.families.family import Family, Fields, TensorRule, read_decoder, refuse, rotated_rows
+from pippin.language.families.gguf_layout import GGUFHeader, GGUFLayout
 
 
 def _read(config: Fields) -> DecoderConfig:
@@ -29,4 +30,14 @@ def _rules(config: DecoderConfig) -> list[TensorRule]:
     return rotated_rows(interleaved=False)
 
 
-STABLELM = Family("stablelm", "StableLmForCausalLM", _read, _write, _rules, eps="layer_norm_eps")
+def _from_gguf(header: GGUFHeader, fields: Fields) -> dict[str, Any]:
+    # as llama.cpp finds out
+    return {"partial_rotary_factor": 1.0, "use_parallel_residual": "blk.0.ffn_norm.weight" not in header}
+
+
+def _to_gguf(config: DecoderConfig) -> dict[str, Any]:
+    return {"use_parallel_residual": config.residual == "parallel"}
+
+
+_GGUF = GGUFLayout("stablelm", _from_gguf, _to_gguf, own_output=True)
+STABLELM = Family("stablelm", "StableLmForCausalLM", _read, _write, _rules, eps="layer_norm_eps", gguf=_GGUF)

@@ -6,6 +6,7 @@ from typing import Any
 
 from pippin.language.decoder import DecoderConfig
 from pippin.language.families.family import Family, Fields, TensorRule, activation_of, read_decoder, rename
+from pippin.language.families.gguf_layout import ALL_BIASES, GGUFLayout
 from pippin.nn.feedforward import FeedForwardSpec
 
 
@@ -34,4 +35,5 @@ def _rules(config: DecoderConfig) -> list[TensorRule]:
     return rename(mlp__up_proj="mlp.c_fc", mlp__down_proj="mlp.c_proj")
 
 
-STARCODER2 = Family("starcoder2", "Starcoder2ForCausalLM", _read, _write, _rules, eps="norm_epsilon")
+_GGUF = GGUFLayout("starcoder2", biases=ALL_BIASES)
+STARCODER2 = Family("starcoder2", "Starcoder2ForCausalLM", _read, _write, _rules, eps="norm_epsilon", gguf=_GGUF)

@@ -5,6 +5,8 @@ Notable here:
 - balanced codes of up to four bits become Q4_1, $w = d\,q + m$, with $d = s$ and $m = -z s$: nothing is rounded but
   $m$, to half precision, by at most $2^{-11} z s$, a 270th of a step at four bits
 - balanced codes of eight bits are rounded anew to Q8_0, whose levels are whole multiples of its step
+- tensors are joined as llama.cpp has them (the experts of a layer; queries, keys and values) once they are quantized,
+  which works as blocks never cross the end of a row
 - tokenizer, chat template, special tokens and license go along, so that the file answers as the folder did
 - written tensor by tensor under another name, and renamed when it is whole
 
@@ -13,10 +15,11 @@ Source: the GGUF specification, ggml-org/ggml docs/gguf.md; the names are those 
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -37,13 +40,12 @@ from pippin.language.language_model import LanguageModel, read_headers
 from pippin.language.model_license import find_license
 from pippin.nn.embedding import TokenEmbedding
 from pippin.nn.linear import Linear
-from pippin.nn.norm import RMSNorm
 from pippin.nn.quantization.codes import Codes
-from pippin.nn.rotary import Rotary
 
 GGUFKind = Literal["F32", "F16", "BF16", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0"]
 _BLOCK: Final = 32  # weights of one block, in every quantized kind here
-_ARCHITECTURES: Final = {family: name for name, family in families.GGUF_FAMILIES.items()} | {"mistral": "llama"}
+_FORMS: Final = {form.name: form for form in FORMATS.values()}
+_EXACT: Final = ("ffn_gate_inp", "ffn_gate_inp_shexp", "position_embd")  # small, and F32 in every file
 # llama.cpp's number for "mostly of this kind"
 _FILE_TYPES: Final = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "BF16": 32}
 
@@ -80,14 +82,20 @@ def export_gguf(
     """
     gguf = _library()
     path, config = Path(path), model.config
-    metadata = describe(config) | model.tokenizer.to_gguf(config.vocab_size) | sampling_metadata(model)
+    layout = families.layout_of(config)
     codes = stored_codes(model) if codes is None else codes
     entries = _entries(model.module, kind, codes)
+    metadata = _describe(config, entries) | model.tokenizer.to_gguf(config.vocab_size) | sampling_metadata(model)
+    if not layout.windows and any(layer.attention.window for layer in config.layers):
+        progress.note(
+            f"llama.cpp has no windows for {layout.architecture} models: beyond the window it answers otherwise",
+            show_progress=show_progress,
+        )
     total = sum(entry.nbytes for entry in entries)
     require_free_space(path.absolute().parent, total)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
-    writer = gguf.GGUFWriter(temporary, _architecture(config))
+    writer = gguf.GGUFWriter(temporary, layout.architecture)
     writer.add_name(model.name)
     if license_name := find_license(model):
         writer.add_license(license_name)
@@ -106,37 +114,22 @@ def export_gguf(
     return path
 
 
-def describe(config: DecoderConfig) -> dict[str, Any]:
-    """The metadata that tell llama.cpp what a decoder is, by key.
+def _describe(config: DecoderConfig, entries: Sequence[_Entry]) -> dict[str, Any]:
+    """The metadata of a decoder, which are checked to be read as the same decoder again.
 
     Raises:
-        UnsupportedModel: llama.cpp has no such decoder: shared keys, experts, windows or positions unlike its family's.
+        UnsupportedModel: llama.cpp has no such decoder.
     """
-    name, first = _architecture(config), config.layers[0]
-    _check_layers(config)
-    fields: dict[str, Any] = {
-        "block_count": len(config.layers),
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "feed_forward_length": first.feedforward.intermediate_size,
-        "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
-        "attention.key_length": config.head_dim,
-        "attention.value_length": config.head_dim,
-        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
-        "rope.dimension_count": config.head_dim,
-        "vocab_size": config.vocab_size,
-    }
-    windows = {layer.attention.window for layer in config.layers} - {None}
-    if windows:
-        fields["attention.sliding_window"] = windows.pop()
-    rotary = _global_rotary(config)
-    fields["rope.freq_base"] = float(rotary.theta)
-    if rotary.scaling in ("linear", "yarn") and rotary.divisors is None:
-        fields["rope.scaling.type"] = rotary.scaling
-        fields["rope.scaling.factor"] = float(rotary.factor)
-        fields["rope.scaling.original_context_length"] = rotary.original_max_position_embeddings
-    return {f"{name}.{key}": value for key, value in fields.items()}
+    metadata = families.to_gguf(config)
+    tables = {name: table.float() for name, table in families.layout_of(config).tables(config).items()}
+    header = families.GGUFHeader(
+        where="the model",
+        metadata=metadata | {"general.architecture": families.layout_of(config).architecture},
+        shapes={entry.name: entry.shape for entry in entries},
+        read=tables.__getitem__,
+    )
+    families.check_gguf(config, header)
+    return metadata
 
 
 def blocks(codes: Codes, kind: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -165,35 +158,32 @@ def blocks(codes: Codes, kind: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 @dataclass(frozen=True)
-class _Entry:
-    """One tensor of the file to be."""
+class _Part:
+    """One of the decoder's tensors."""
 
-    name: str
-    form: BlockFormat
-    shape: tuple[int, ...]
     owner: nn.Module
     leaf: str
-    codes: Codes | None
-    heads: int | None
-    """Heads whose rows lie in another order in the file."""
+    codes: Codes | None = None
 
     @property
-    def nbytes(self) -> int:
-        """Bytes in the file."""
-        return int(np.prod(self.shape)) // self.form.size * self.form.nbytes
+    def shape(self) -> tuple[int, ...]:
+        """Its shape; of a packed matrix, too."""
+        if self.leaf == "weight" and isinstance(self.owner, Linear):
+            return self.owner.outputs, self.owner.inputs
+        if self.leaf == "weight" and isinstance(self.owner, TokenEmbedding):
+            return self.owner.rows, self.owner.width
+        return tuple(getattr(self.owner, self.leaf).shape)
 
-    def stored(self, gguf: Any) -> np.ndarray[Any, Any]:
-        """The tensor as it lies in the file: rows of bytes, or numbers of F32 and F16."""
+    def rows(self, form: BlockFormat, gguf: Any) -> Tensor:
+        """The tensor as numbers of F32 and F16, or as bytes of blocks."""
         codes = self.codes
-        if codes is not None and codes.group_size % _BLOCK == 0 and (codes.bits <= 4 or codes.zero_point == 128):
-            scales = codes.scales.expand(len(codes.codes), -1)
-            ordered = Codes(self._order(codes.codes), self._order(scales), codes.bits, codes.zero_point)
-            return blocks(ordered, self.form.name)
-        values = self._order(self._values()).float().contiguous().numpy()
-        if self.form.name in ("F32", "F16"):
-            return values.astype(np.float32 if self.form.name == "F32" else np.float16)
-        packed: np.ndarray[Any, Any] = gguf.quants.quantize(values, gguf.GGMLQuantizationType[self.form.name])
-        return packed
+        kept = codes is not None and (codes.bits <= 4 or codes.zero_point == 128)  # Q8_0 has no zero of its own
+        if codes is not None and kept and _codes_kind(codes) == form.name:
+            return torch.from_numpy(blocks(codes, form.name))
+        values = self._values().float().contiguous()
+        if form.name in ("F32", "F16"):
+            return values if form.name == "F32" else values.half()
+        return torch.from_numpy(gguf.quants.quantize(values.numpy(), gguf.GGMLQuantizationType[form.name]))
 
     def _values(self) -> Tensor:
         if self.codes is not None:
@@ -203,74 +193,102 @@ class _Entry:
         values: Tensor = getattr(self.owner, self.leaf)
         return values.detach().cpu()
 
-    def _order(self, rows: Tensor) -> Tensor:
-        """Rows in the order of the file: the inverse of `pippin.language.families.gguf_tensor`."""
-        if self.heads is None:
-            return rows
-        halves = rows.reshape(self.heads, 2, rows.shape[0] // self.heads // 2, *rows.shape[1:])
-        return halves.transpose(1, 2).reshape(rows.shape)
+
+@dataclass(frozen=True)
+class _Entry:
+    """One tensor of the file to be, of one or more of the decoder's."""
+
+    name: str
+    form: BlockFormat
+    parts: tuple[_Part, ...]
+    rule: families.TensorRule | None
+    config: DecoderConfig
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape that the format's library is told."""
+        return tuple(self._join([torch.empty(part.shape, device="meta") for part in self.parts]).shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return math.prod(self.shape) // self.form.size * self.form.nbytes
+
+    def stored(self, gguf: Any) -> np.ndarray[Any, Any]:
+        """The tensor as it lies in the file: rows of bytes, or numbers of F32 and F16."""
+        joined = self._join([part.rows(self.form, gguf) for part in self.parts])
+        values: np.ndarray[Any, Any] = joined.contiguous().numpy()
+        return values
+
+    def _join(self, parts: list[Tensor]) -> Tensor:
+        return parts[0] if self.rule is None else self.rule.join(parts, self.config)
 
 
 def _entries(module: Decoder, kind: str, codes: Mapping[str, Codes]) -> list[_Entry]:
     """Every tensor of the file, in the order of the layers."""
     config = module.config
-    forms = {form.name: form for form in FORMATS.values()}
-    names = families.GEMMA_GGUF_NAMES if config.family == "gemma3_text" else families.GGUF_NAMES
-    theirs = {ours: name for name, ours in names.items()}
-    permuted = _architecture(config) in families.PERMUTED
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads} if permuted else {}
-    entries, left = [], dict(codes)
-    for name, part in module.named_modules():
-        if not isinstance(part, Linear | TokenEmbedding | RMSNorm) or (
-            name == "lm_head" and config.tie_word_embeddings
-        ):
-            continue
-        inner = name.split(".", 2)[2] if name.startswith("layers.") else name
-        if inner not in theirs:
+    sources = families.TensorSources(families.in_gguf(config), config)
+    found: dict[str, tuple[families.TensorRule, dict[int, _Part]]] = {}
+    for name, part in _parts(module, codes):
+        source = sources(name)[0]
+        if source.rule is None and getattr(part.owner, "packed", None) is not None:
             raise InvalidArgument(f"{name} was fused with others when it was packed; load the model with pack=False")
-        stem = theirs[inner] if inner == name else f"blk.{name.split('.')[1]}.{theirs[inner]}"
-        matrix = left.pop(name, None)
-        shape = _shape(part)
-        if matrix is not None and matrix.shape != shape:
-            raise InvalidArgument(f"codes of {name} have shape {matrix.shape}, the layer is {shape}")
-        form, turned = forms[_kind(name, shape, kind, matrix)], heads.get(inner.rpartition(".")[2])
-        entries.append(_Entry(f"{stem}.weight", form, shape, part, "weight", matrix, turned))
-        if isinstance(part, Linear) and part.bias is not None:
-            entries.append(_Entry(f"{stem}.bias", forms["F32"], shape[:1], part, "bias", None, turned))
+        if source.rule is None:
+            raise UnsupportedModel(f"GGUF has no place for {name} of a {config.family} model")
+        found.setdefault(source.stored, (source.rule, {}))[1][source.index] = part
+    entries = []
+    for stored, (rule, members) in found.items():
+        if len(members) != len(rule.ours):
+            raise UnsupportedModel(f"{stored} would lack parts of {', '.join(rule.ours)}, so GGUF cannot hold it")
+        parts = tuple(members[index] for index in sorted(members))
+        plain = _Entry(stored, _FORMS["F32"], parts, rule, config)
+        entries.append(replace(plain, form=_FORMS[_kind(stored, plain.shape, kind, [part.codes for part in parts])]))
+    for name, table in families.layout_of(config).tables(config).items():
+        holder = nn.Module()
+        holder.register_buffer("table", table)
+        entries.append(_Entry(name, _FORMS["F32"], (_Part(holder, "table"),), None, config))
+    return entries
+
+
+def _parts(module: Decoder, codes: Mapping[str, Codes]) -> Iterator[tuple[str, _Part]]:
+    """The decoder's tensors by name, with the codes of those that have some."""
+    config, left, saved = module.config, dict(codes), module.state_dict().keys()
+    tied = config.tie_word_embeddings and not families.layout_of(config).own_output
+    for name, part in module.named_modules():
+        if name == "lm_head" and tied:
+            continue
+        matrix = left.pop("embed_tokens" if name == "lm_head" and config.tie_word_embeddings else name, None)
+        owned = (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
+        leaves = [leaf for leaf, _ in owned if f"{name}.{leaf}" in saved]  # without tables that are computed
+        if isinstance(part, Linear | TokenEmbedding) and "weight" not in leaves:  # a packed one, or the embedding again
+            leaves.append("weight")
+        for leaf in leaves:
+            found = _Part(part, leaf, matrix if leaf == "weight" else None)
+            if found.codes is not None and found.codes.shape != found.shape:
+                raise InvalidArgument(f"codes of {name} have shape {found.codes.shape}, the layer is {found.shape}")
+            yield f"{name}.{leaf}", found
     if left:
         raise InvalidArgument(f"the model has no matrix {next(iter(left))!r}, for which codes were given")
-    return entries + _table(config, forms["F32"])
 
 
-def _table(config: DecoderConfig, form: BlockFormat) -> list[_Entry]:
-    """The tensor of a stretching that GGUF stores as a table."""
-    rotary = _global_rotary(config)
-    if rotary.divisors is None and rotary.scaling != "llama3":
-        return []
-    plain = type(rotary)(rotary.theta).frequencies(config.head_dim)
-    holder = nn.Module()
-    holder.register_buffer("divisors", plain / rotary.frequencies(config.head_dim))
-    return [_Entry("rope_freqs.weight", form, (config.head_dim // 2,), holder, "divisors", None, None)]
-
-
-def _shape(part: nn.Module) -> tuple[int, ...]:
-    if isinstance(part, Linear):
-        return part.outputs, part.inputs
-    if isinstance(part, TokenEmbedding):
-        return part.rows, part.width
-    assert isinstance(part, RMSNorm)
-    return tuple(part.weight.shape)
-
-
-def _kind(name: str, shape: tuple[int, ...], kind: str, codes: Codes | None) -> str:
-    """What one tensor is stored as."""
-    if len(shape) == 1:
+def _kind(name: str, shape: tuple[int, ...], kind: str, codes: Sequence[Codes | None]) -> str:
+    """What one tensor of the file is stored as."""
+    stem = name.removesuffix(".weight").rpartition(".")[2]
+    if len(shape) == 1 or stem in _EXACT or not name.endswith(".weight"):
         return "F32"
-    if codes is not None and codes.group_size % _BLOCK == 0:
-        return "Q8_0" if codes.bits > 4 else "Q4_0" if codes.zero_point == 1 << (codes.bits - 1) else "Q4_1"
-    if name in ("embed_tokens", "lm_head") and kind.startswith(("Q4", "Q5")):
+    kinds = {None if each is None else _codes_kind(each) for each in codes}
+    if kinds != {None}:
+        return kinds.pop() or kind if len(kinds) == 1 else "Q8_0"
+    if stem in ("token_embd", "output") and kind.startswith(("Q4", "Q5")):
         kind = "Q8_0"
-    return "F16" if kind.startswith("Q") and shape[1] % _BLOCK else kind
+    return "F16" if kind.startswith("Q") and shape[-1] % _BLOCK else kind
+
+
+def _codes_kind(codes: Codes) -> str | None:
+    """The kind of blocks that hold codes as they are; None where there is none."""
+    if codes.group_size % _BLOCK:
+        return None
+    return "Q8_0" if codes.bits > 4 else "Q4_0" if codes.zero_point == 1 << (codes.bits - 1) else "Q4_1"
 
 
 def stored_codes(model: LanguageModel) -> dict[str, Codes]:
@@ -288,51 +306,6 @@ def stored_codes(model: LanguageModel) -> dict[str, Codes]:
         if isinstance(values, Codes):
             found[name.removesuffix(".weight")] = values
     return found
-
-
-def _architecture(config: DecoderConfig) -> str:
-    if config.family not in _ARCHITECTURES:
-        raise UnsupportedModel(
-            f"a decoder of the {config.family} family has no form in GGUF that Pippin writes; "
-            f"supported are {', '.join(_ARCHITECTURES)}"
-        )
-    return _ARCHITECTURES[config.family]
-
-
-def _check_layers(config: DecoderConfig) -> None:
-    """Raise where llama.cpp would compute something else than the layers say."""
-    gemma, family = config.family == "gemma3_text", config.family
-    first = config.layers[0].feedforward
-    for index, layer in enumerate(config.layers):
-        attention, local = layer.attention, gemma and (index + 1) % 6 != 0
-        if layer.recurrent is not None:
-            raise UnsupportedModel(f"layer {index} is recurrent, in a way that GGUF cannot say")
-        if attention.kv_source is not None:
-            raise UnsupportedModel(
-                f"layer {index} reads the keys of layer {attention.kv_source}, which GGUF cannot say"
-            )
-        if layer.feedforward.num_experts or not layer.feedforward.gated:
-            raise UnsupportedModel(f"layer {index} has experts or no gate, which Pippin does not write to GGUF")
-        if layer.feedforward != first or first.activation != ("gelu_tanh" if gemma else "silu"):
-            raise UnsupportedModel(f"the feed-forward part of layer {index} is unlike that of a {family} model in GGUF")
-        if (attention.window is not None) != local:
-            raise UnsupportedModel(f"layer {index} has window {attention.window}, unlike a {family} model in GGUF")
-        if (attention.rotary is None) != (family == "smollm3" and (index + 1) % 4 == 0):
-            raise UnsupportedModel(f"layer {index} rotates unlike a {family} model in GGUF")
-        wanted = Rotary(10_000.0) if local else _global_rotary(config)
-        if attention.rotary not in (None, wanted):
-            raise UnsupportedModel(f"layer {index} has positions of its own, which GGUF cannot say: {attention.rotary}")
-    if config.attention_scale is not None and not (gemma and len(config.layers) == 62):
-        raise UnsupportedModel(f"scores scaled by {config.attention_scale} are unlike a {family} model in GGUF")
-    rotary = _global_rotary(config)
-    if rotary.scaling == "yarn" and (rotary.low, rotary.high, rotary.attention_factor) != (1.0, 32.0, None):
-        raise UnsupportedModel(f"yarn with settings of its own is not written to GGUF: {rotary}")
-
-
-def _global_rotary(config: DecoderConfig) -> Rotary:
-    """Positions of the layers that see everything."""
-    rotaries = [spec.attention.rotary for spec in config.layers if spec.attention.window is None]
-    return next((rotary for rotary in rotaries if rotary is not None), Rotary())
 
 
 def _add(writer: Any, key: str, value: Any) -> None:

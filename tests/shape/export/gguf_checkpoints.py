@@ -1,0 +1,182 @@
+"""Checkpoints whose GGUF files are compared with those of llama.cpp's converter; run as a program, it records them.
+
+    python tests/shape/export/gguf_checkpoints.py LLAMA_CPP [CASE...]    # LLAMA_CPP: a copy of ggml-org/llama.cpp
+
+Weights depend on names alone, so the record outlives versions of torch and transformers. The record has no weights: it
+holds the metadata, the shapes, and a digest of all names and bytes in float32.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import tempfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+RECORD = Path(__file__).with_name("llama_cpp_converter.json")
+SIZES = {
+    "vocab_size": 260,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_HEADS, _LOCAL = {"head_dim": 8}, {"sliding_window": 6}
+_HALF = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}}
+_EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_FIRST_DENSE = {
+    **{"n_routed_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1},
+    **{"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.5},
+}
+_STRETCHED = {
+    **{"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "original_max_position_embeddings": 32,
+}
+_LONG = {
+    **{"rope_type": "longrope", "rope_theta": 10_000.0, "original_max_position_embeddings": 64},
+    **{"short_factor": [1.5, 1.25, 2.0, 3.0], "long_factor": [1.5, 1.25, 2.0, 3.0]},
+}
+_YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
+_PLAIN = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
+CASES: dict[str, dict[str, Any]] = {
+    "arcee": {},
+    "cohere": {"logit_scale": 0.3},
+    "cohere2": {**_LOCAL, "logit_scale": 0.3},
+    "ernie4_5": {"head_dim": 16},
+    "dots1": {**_FIRST_DENSE, **_HEADS, "num_key_value_heads": 4, "norm_topk_prob": True},
+    "ernie4_5_moe": {
+        **{"head_dim": 16, "moe_num_experts": 3, "moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 1},
+        "moe_layer_start_index": 1,
+    },
+    "exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 4},
+    "gemma": {"head_dim": 16},
+    "gemma2": {**_LOCAL, **_HEADS, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0},
+    "gemma3_text": {**_LOCAL, "head_dim": 16, "num_hidden_layers": 6, "query_pre_attn_scalar": 16},
+    "glm": {**_HEADS, "attention_bias": True},
+    "glm4": {"head_dim": 16, "attention_bias": True},
+    "glm4_moe": {**_FIRST_DENSE, "head_dim": 16, "attention_bias": True, "use_qk_norm": True}
+    | {"num_nextn_predict_layers": 0},
+    "gpt2": {},
+    "gpt_neox": {**_HALF, "num_key_value_heads": 4},
+    "gpt_oss": {**_LOCAL, **_PLAIN, "head_dim": 16, "num_local_experts": 3, "num_experts_per_tok": 2},
+    "granite": {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "attention_multiplier": 0.2},
+    "granitemoe": {"num_local_experts": 3, "num_experts_per_tok": 2, "logits_scaling": 2.0},
+    "granitemoeshared": {"num_local_experts": 3, "num_experts_per_tok": 2, "shared_intermediate_size": 24},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": {**_PLAIN, "head_dim": 16, "num_experts": 3, "moe_topk": [2] * 4},
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "llama, stretched": {"rope_parameters": _STRETCHED},
+    "minimax_m2": {**_HALF, **_HEADS, "num_local_experts": 3, "num_experts_per_tok": 2},
+    "mistral": {"sliding_window": None, "head_dim": 16},
+    "mixtral": {"sliding_window": None, "num_local_experts": 3},
+    "nemotron": _HALF,
+    "olmo": {},
+    "olmo2": {},
+    "olmo3": _LOCAL,
+    "olmoe": {"num_experts": 3, "num_experts_per_tok": 2, "num_key_value_heads": 4},
+    "phi3": {**_HALF, "sliding_window": None, "original_max_position_embeddings": 128},
+    "phi3, long": {"rope_parameters": _LONG, "max_position_embeddings": 64, "sliding_window": None}
+    | {"original_max_position_embeddings": 64},
+    "qwen2": {},
+    "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 24},
+    "qwen3": {"head_dim": 16},
+    "qwen3, yarn": {"head_dim": 16, "rope_parameters": _YARN},
+    "qwen3_moe": {**_HEADS, **_EXPERTS, "norm_topk_prob": True},
+    "seed_oss": _HEADS,
+    "smollm3": {},
+    "stablelm": {**_HALF, "use_qkv_bias": True},
+    "stablelm, parallel": {**_HALF, "use_parallel_residual": True},
+    "starcoder2": {"sliding_window": None},
+}
+"""By family, and what is special about it: what differs from `SIZES` and the family's own values."""
+
+
+def save(case: str, folder: Path) -> None:
+    """Write the checkpoint of a case as transformers does, with weights that depend on their names alone."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(case.partition(",")[0], **(SIZES | CASES[case]))
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name, values in tensors.items():
+        noise = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(values.shape, dtype=np.float32)
+        tensors[name] = noise * np.float32(0.2) + np.float32(1.0 if name.endswith("norm.weight") else 0.0)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """What is recorded of a GGUF file."""
+    import gguf
+
+    reader = gguf.GGUFReader(path)
+    architecture = reader.get_field("general.architecture").contents()
+    digest = hashlib.sha256()
+    tensors = sorted(reader.tensors, key=lambda tensor: tensor.name)
+    for tensor in tensors:
+        if not tensor.name.startswith("rope_"):  # computed, and so not the same to the bit
+            digest.update(f"{tensor.name} {tensor.data.shape}".encode() + np.ascontiguousarray(tensor.data).tobytes())
+    keys = {key.removeprefix(f"{architecture}."): field for key, field in reader.fields.items()}
+    return {
+        "architecture": architecture,
+        "metadata": {key: field.contents() for key, field in keys.items() if "." not in key or key[:5] in _OWN},
+        "shapes": {tensor.name: list(tensor.data.shape) for tensor in tensors if _is_first(tensor.name)},
+        "tables": {tensor.name: tensor.data.tolist() for tensor in tensors if tensor.name.startswith("rope_")},
+        "digest": digest.hexdigest(),
+    }
+
+
+def _is_first(name: str) -> bool:
+    """Whether a tensor is of the first layer, or of none."""
+    return name.startswith("blk.0.") or not name.startswith("blk.")
+
+
+_OWN = ("atten", "rope.")  # what keys of an architecture's own begin with, apart from those without a dot
+
+
+def _convert(folder: Path, target: Path) -> None:
+    """Write a checkpoint as llama.cpp's converter does, without a tokenizer."""
+    from conversion import ModelBase, ModelType, get_model_class
+    from conversion.base import get_model_architecture
+    from gguf import LlamaFileType
+
+    (folder / "tokenizer.json").write_text(
+        json.dumps({"model": {"vocab": dict.fromkeys(range(260))}, "added_tokens": []})
+    )
+    fields = ModelBase.load_hparams(folder, False)
+    # fields of the models on the hub that transformers no longer writes
+    rope = fields.get("rope_parameters") or {}
+    fields.setdefault("rotary_pct", rope.get("partial_rotary_factor", 1.0))
+    fields.setdefault("rotary_dim", int(rope.get("partial_rotary_factor", 1.0) * fields.get("head_dim", 0)))
+    fields.setdefault("n_ctx", fields.get("n_positions"))
+    fields.setdefault("num_shared_expert", [1] * 4)
+    if fields["model_type"] == "hunyuan_v1_moe":
+        fields |= {"moe_intermediate_size": [fields["intermediate_size"]] * 4}
+    converter = get_model_class(get_model_architecture(fields, ModelType.TEXT))
+    converter.set_vocab = lambda self: None
+    converter(folder, LlamaFileType.ALL_F32, target, hparams=fields).write()
+
+
+if __name__ == "__main__":
+    sys.path[:0] = [sys.argv[1], f"{sys.argv[1]}/gguf-py"]
+    import torch
+
+    found = json.loads(RECORD.read_text()) if sys.argv[2:] else {}
+    for case in sys.argv[2:] or CASES:
+        with tempfile.TemporaryDirectory() as room, torch.inference_mode():
+            save(case, Path(room))
+            _convert(Path(room), Path(room) / "model.gguf")
+            found[case] = describe(Path(room) / "model.gguf")
+    RECORD.write_text(
+        "{\n" + ",\n".join(f"{json.dumps(case)}: {json.dumps(found[case])}" for case in sorted(found)) + "\n}\n"
+    )

@@ -1,0 +1,412 @@
+"""Oracles: llama.cpp's converter (recorded), llama.cpp itself (where it is installed), the folder of the checkpoint."""
+
+import json
+from dataclasses import replace
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+import pippin
+from pippin.core import native
+from pippin.core.errors import CorruptedFile, ModelNotFound, UnsupportedModel
+from pippin.core.formats import ggml_quants
+from pippin.language import Decoder, DecoderConfig, LanguageModel, LayerSpec, families
+from pippin.language.families.gguf_layout import GGUFHeader
+from pippin.nn.attention import AttentionSpec
+from pippin.nn.feedforward import FeedForwardSpec
+from pippin.nn.rotary import Rotary
+from pippin.shape.export import gguf as export
+from pippin.shape.export.gguf import export_gguf
+
+from ...language.families.checkpoints import read
+from .gguf_checkpoints import CASES, RECORD, describe, save
+
+IDS = torch.randint(0, 250, (1, 40), generator=torch.Generator().manual_seed(1))
+RECORDED = json.loads(RECORD.read_text())
+# what llama.cpp's converter leaves to defaults, with the same meaning, or loses
+_BESIDE = {"attention.key_length", "attention.value_length", "rope.dimension_count", "vocab_size", "rope.freq_base"}
+_BESIDE |= {"attention.sliding_window_pattern", "rope.freq_base_swa", "rope.scaling.attn_factor"}
+_BESIDE |= {"expert_gating_func"}
+_DEFAULTS = {
+    "rope.scaling.type": "none",
+    "attention.sliding_window": 0,
+    "nextn_predict_layers": 0,
+    "rope.scaling.factor": 1.0,
+}
+_LOST = {
+    "glm": {"context_length", "attention.layer_norm_rms_epsilon"},  # it reads fields of an older configuration
+    "nemotron": {"attention.layer_norm_rms_epsilon"},  # the epsilon of norms that the family does not have
+    "olmo": {"attention.layer_norm_rms_epsilon"},
+    "qwen2_moe": {"feed_forward_length"},  # that of dense layers, which the model does not have
+    "qwen3_moe": {"feed_forward_length"},
+    "gpt2": {"attention.head_count_kv"},
+    "gpt_neox": {"attention.head_count_kv"},
+}
+
+
+@pytest.fixture(scope="module")
+def exported(merging, tmp_path_factory):
+    """The decoder of a case and its GGUF file in float32; each is made once."""
+    made = {}
+
+    def get(case):
+        if case not in made:
+            folder = tmp_path_factory.mktemp("case")
+            save(case, folder)
+            model = LanguageModel("small", read(folder), merging.tokenizer, None)
+            made[case] = model, export_gguf(model, folder / "model.gguf", "F32", show_progress=False)
+        return made[case]
+
+    return get
+
+
+def rewritten(path, target, *, metadata=None, tensors=None, parts=0):
+    """A file with some metadata (None removes a key) and tensors changed, written by the format's own library."""
+    reader = gguf.GGUFReader(path)
+    writer = gguf.GGUFWriter(
+        target, (metadata or {}).get("general.architecture", _architecture(reader)), split_max_tensors=parts
+    )
+    kept = {key: field for key, field in reader.fields.items() if not key.startswith(("GGUF.", "general.arch"))}
+    for key, field in kept.items():
+        if key not in (metadata or {}):
+            writer.add_key_value(
+                key, field.contents(), field.types[0], field.types[-1] if len(field.types) > 1 else None
+            )
+    for key, value in (metadata or {}).items():
+        if value is not None and key != "general.architecture":
+            {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array}[
+                type(value)
+            ](key, value)
+    stored = {tensor.name: tensor.data for tensor in reader.tensors}
+    for name, values in (stored if tensors is None else tensors(stored)).items():
+        values, kind = values if isinstance(values, tuple) else (values, None)
+        writer.add_tensor(name, np.ascontiguousarray(values), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target
+
+
+def _architecture(reader):
+    return reader.get_field("general.architecture").contents()
+
+
+def test_every_family_with_gguf_has_a_case():
+    known = {name for name, family in families.FAMILIES.items() if family.gguf is not None}
+    assert known - {"ministral"} == {case.partition(",")[0] for case in CASES}  # the converter lacks Ministral
+    lacking = {"helium", "nanochat"}  # llama.cpp has no such models
+    unlike = {"phimoe"}  # its experts are chosen otherwise there
+    unwritten = {"apertus", "deepseek_v2", "deepseek_v3", "gemma4_text", "glm4_moe_lite", "ministral3"}
+    assert families.FAMILIES.keys() - known <= lacking | unlike | unwritten
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_file_is_that_of_llama_cpps_converter(exported, case):
+    ours, theirs = describe(exported(case)[1]), RECORDED[case]
+    assert ours["architecture"] == theirs["architecture"]
+    assert ours["shapes"] == theirs["shapes"]
+    assert ours["digest"] == theirs["digest"]
+    for name, table in theirs["tables"].items():
+        np.testing.assert_allclose(ours["tables"][name], table, rtol=1e-5)
+    lost = _LOST.get(case.partition(",")[0], set())
+    defaults = _DEFAULTS | {
+        "rope.freq_base_swa": ours["metadata"].get("rope.freq_base"),
+        "rope.scaling.original_context_length": ours["metadata"]["context_length"],
+    }
+    for key in theirs["metadata"].keys() - lost:
+        assert ours["metadata"].get(key, defaults.get(key)) == pytest.approx(theirs["metadata"][key]), key
+    assert ours["metadata"].keys() - theirs["metadata"].keys() - lost <= _BESIDE
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_read_back_gives_the_same_logits(exported, case):
+    model, path = exported(case)
+    expected = model.module(IDS)
+    again = pippin.load(path, device="cpu", dtype="float32", pack=False)
+    torch.testing.assert_close(again.module(IDS), expected, rtol=0, atol=1e-6)
+    packed = pippin.load(path, device="cpu")
+    torch.testing.assert_close(packed.module(IDS), expected, rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+@pytest.mark.nightly
+@pytest.mark.parametrize("case", CASES)
+def test_llama_cpp_computes_the_same_logits(exported, case):
+    llama_cpp = pytest.importorskip("llama_cpp")
+    model, path = exported(case)
+    exact = {"type_k": 0, "type_v": 0, "flash_attn": False, "logits_all": True, "verbose": False}
+    theirs = llama_cpp.Llama(str(path), n_ctx=64, n_threads=1, n_threads_batch=1, **exact)
+    try:
+        theirs.eval(IDS[0].tolist())
+        scores = torch.from_numpy(theirs.scores[: IDS.shape[1]].copy())
+    finally:
+        theirs.close()
+    # ggml takes GELU from a table in half precision
+    close = 1e-2 if model.config.layers[0].feedforward.activation.startswith("gelu") else 1e-4
+    torch.testing.assert_close(scores, model.module(IDS)[0], rtol=close, atol=close)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("case", ["llama", "phi3", "gpt_neox", "mixtral", "qwen2_moe"])
+def test_blocks_are_those_of_the_same_rows(exported, case, tmp_path):
+    """Rows are put in order, and experts apart, as bytes: the kernels' weights are the dequantized ones."""
+    path = export_gguf(exported(case)[0], tmp_path / "model.gguf", "Q8_0", show_progress=False)
+    dense = pippin.load(path, device="cpu", dtype="float32", pack=False)
+    packed = pippin.load(path, device="cpu")
+    found = 0
+    for name, part in packed.module.named_modules():
+        if getattr(part, "packed", None) is not None and not name.endswith(("qkv_proj", "gate_up_proj")):
+            wanted = dense.module.get_submodule(name).weight
+            # rows of 48 weights are no whole blocks; they are F16, which is widened to bfloat16
+            wanted = wanted if wanted.shape[1] % 32 == 0 else wanted.bfloat16().float()
+            torch.testing.assert_close(part.dense_weight().float(), wanted, rtol=0, atol=0)
+            found += 1
+    assert found
+    torch.testing.assert_close(packed.module(IDS), dense.module(IDS), rtol=0.05, atol=0.05)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("case", ["llama", "mixtral"])
+def test_kinds_may_differ_within_a_layer(exported, case, tmp_path):
+    kinds = {"attn_q": "Q4_0", "attn_k": "Q4_1", "attn_v": "Q8_0", "attn_output": "F16", "ffn_up": "BF16"}
+    kinds |= {"ffn_gate_exps": "Q5_0", "ffn_up_exps": "Q8_0", "token_embd": "Q5_1"}
+    rounded = {}
+
+    def mixed(tensors):
+        found = {}
+        for name, values in tensors.items():
+            stem, kind = name.removesuffix(".weight"), kinds.get(name.removesuffix(".weight").rpartition(".")[2])
+            found[name] = values
+            if kind is not None:
+                form = gguf.GGMLQuantizationType[kind]
+                found[name] = gguf.quants.quantize(values, form), form
+                rounded[stem] = torch.from_numpy(gguf.quants.dequantize(found[name][0], form))
+        return found
+
+    path = rewritten(exported(case)[1], tmp_path / "mixed.gguf", tensors=mixed)
+    dense = pippin.load(path, device="cpu", dtype="float32", pack=False)
+    inner = dense.module.layers[2]
+    assert torch.equal(inner.self_attn.v_proj.weight, rounded["blk.2.attn_v"])
+    assert torch.equal(inner.self_attn.o_proj.weight, rounded["blk.2.attn_output"])
+    if case == "mixtral":
+        assert torch.equal(inner.mlp.experts[1].gate_proj.weight, rounded["blk.2.ffn_gate_exps"][1])
+    packed = pippin.load(path, device="cpu")
+    torch.testing.assert_close(packed.module(IDS), dense.module(IDS), rtol=0.05, atol=0.05)
+
+
+def _typed(kind):
+    """Blocks of a type for a matrix, whose values are small: quantized, or random where there is no quantizer."""
+    form, generator = gguf.GGMLQuantizationType[kind], np.random.default_rng(0)
+
+    def blocks(values):
+        size, nbytes = gguf.GGML_QUANT_SIZES[form]
+        rows, columns = values.shape
+        try:
+            return gguf.quants.quantize(values, form)
+        except NotImplementedError:
+            found = generator.integers(0, 256, (64 * values.size // size, nbytes), np.uint8)
+            with np.errstate(all="ignore"):
+                small = np.abs(gguf.quants.dequantize(found, form)).reshape(len(found), -1).max(1) < 100
+            return found[small][: values.size // size].reshape(rows, columns // size * nbytes)
+
+    return blocks, form
+
+
+@pytest.fixture(scope="module")
+def wide(merging):
+    """A model whose rows are whole blocks of every type."""
+    layers = (LayerSpec(AttentionSpec(rotary=Rotary()), FeedForwardSpec(256)),)
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 64}
+    module = Decoder(DecoderConfig("qwen2", 260, 256, layers, qkv_bias=True, **sizes)).initialize(seed=0)
+    return LanguageModel("wide", module.eval().requires_grad_(False), merging.tokenizer, None)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", sorted(ggml_quants._READERS.keys() - {"F32", "F16", "BF16"}))
+def test_every_type_opens_with_the_values_of_the_reference(kind, wide, tmp_path):
+    found = {}
+
+    def typed(tensors):
+        blocks, form = _typed(kind)
+        for name, values in tensors.items():
+            found[name] = (blocks(values), form) if values.ndim == 2 and "embd" not in name else values
+        return found
+
+    path = rewritten(export_gguf(wide, tmp_path / "plain.gguf", "F32"), tmp_path / "typed.gguf", tensors=typed)
+    expected = torch.from_numpy(np.array(gguf.quants.dequantize(*found["blk.0.ffn_down.weight"])))
+    dense = pippin.load(path, device="cpu", dtype="float32", pack=False).module
+    assert torch.equal(dense.layers[0].mlp.down_proj.weight, expected)
+    if native.library() is None:
+        pytest.skip("the native kernels are not built")
+    opened = pippin.load(path, device="cpu")
+    kept = opened.module.layers[0].mlp.down_proj
+    if ggml_quants.kernel_kind(kind) in native.GGML_FORMATS or kind.startswith("TQ"):
+        assert opened.notes == ()
+        assert torch.equal(kept.dense_weight().float(), expected)
+        assert kept.packed.nbytes < expected.numel() * 1.1
+    else:
+        (note,) = opened.notes
+        assert note.startswith("GGUF: 7 matrices are widened to BF16 and take ")
+        assert note.endswith(f": there are no kernels for {kind}")
+        assert torch.equal(kept.dense_weight().float(), expected.bfloat16().float())
+
+
+@torch.inference_mode()
+def test_a_model_in_parts_is_opened_by_its_first_or_its_folder(exported, tmp_path):
+    model, path = exported("mixtral")
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    rewritten(path, folder / "m.gguf", parts=10)
+    first = sorted(folder.iterdir())[0]
+    for reference in (first, folder):
+        again = pippin.load(reference, device="cpu", dtype="float32", pack=False)
+        torch.testing.assert_close(again.module(IDS), model.module(IDS), rtol=0, atol=1e-6)
+    sorted(folder.iterdir())[2].unlink()
+    with pytest.raises(ModelNotFound, match=r"of 5 parts of the model are missing: m-00003-of-00005\.gguf"):
+        pippin.load(folder)
+
+
+@torch.inference_mode()
+def test_fused_tensors_are_read_in_any_family(exported, tmp_path):
+    def fused(tensors):
+        tensors = dict(tensors)
+        for layer in range(4):
+            parts = [tensors.pop(f"blk.{layer}.attn_{part}.weight") for part in "qkv"]
+            tensors[f"blk.{layer}.attn_qkv.weight"] = np.concatenate(parts)
+            gates = [tensors.pop(f"blk.{layer}.ffn_{part}_exps.weight") for part in ("gate", "up")]
+            tensors[f"blk.{layer}.ffn_gate_up_exps.weight"] = np.concatenate(gates, axis=1)
+        return tensors
+
+    model, path = exported("mixtral")
+    again = pippin.load(
+        rewritten(path, tmp_path / "fused.gguf", tensors=fused), device="cpu", dtype="float32", pack=False
+    )
+    torch.testing.assert_close(again.module(IDS), model.module(IDS), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("case", "metadata", "error", "message"),
+    [
+        ("llama", {"general.architecture": "lama4"}, UnsupportedModel, "nearest that are: llama"),
+        ("llama", {"llama.embedding_length": 33}, CorruptedFile, r"embedding_length is 33, token_embd.weight has 32"),
+        ("llama", {"llama.block_count": 1_000_000_000}, CorruptedFile, "block_count must be .* got 1000000000"),
+        ("llama", {"llama.block_count": 1000}, CorruptedFile, "1000 layers cannot lie in"),
+        ("llama", {"llama.block_count": 3}, CorruptedFile, "does not fit its configuration"),
+        ("llama", {"llama.attention.head_count": 0}, CorruptedFile, "contradicts itself"),
+        ("llama", {"llama.attention.head_count": [4, 4, 2, 4]}, UnsupportedModel, "layers with different attention"),
+        ("mixtral", {"llama.expert_count": 4_000_000_000}, CorruptedFile, "expert_count is 4000000000, but .* of 3"),
+        (
+            "mixtral",
+            {"llama.expert_used_count": 4},
+            CorruptedFile,
+            "num_experts_per_tok must be an integer from 1 to 3",
+        ),
+        ("llama", {"llama.expert_count": 8}, CorruptedFile, "expert_count is 8, but there is no tensor ffn_down_exps"),
+        ("llama", {"llama.rope.scaling.type": "spiral"}, UnsupportedModel, "rope scaling 'spiral' is not supported"),
+        ("llama", {"llama.rope.dimension_count": 10}, CorruptedFile, "10 of 8 dimensions"),
+        ("llama, stretched", {"llama.rope.dimension_count": 4}, CorruptedFile, "4 divisors of frequencies for 4 dim"),
+        ("qwen2", {"qwen2.attention.sliding_window": 0.5}, CorruptedFile, "sliding_window' is 0.5, expected int"),
+        ("olmo", {"olmo.attention.clamp_kqv": 8.0}, UnsupportedModel, "clip_qkv=8.0"),
+        ("gemma2", {"gemma2.attention.sliding_window_pattern": [True]}, CorruptedFile, "1 windows are given for 4"),
+        (
+            "qwen3",
+            {"qwen3.attention.causal": None, "qwen3.context_length": None},
+            CorruptedFile,
+            "qwen3.context_length",
+        ),
+    ],
+)
+def test_headers_that_contradict_themselves_are_refused(exported, case, metadata, error, message, tmp_path):
+    path = rewritten(exported(case)[1], tmp_path / "changed.gguf", metadata=metadata)
+    with pytest.raises(error, match=message):
+        pippin.load(path, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "message"),
+    [
+        ("qwen2", {"head_dim": 16}, "4 heads of 16 are not 32 wide"),
+        ("qwen3", {"output_bias": True}, "llama.cpp has no biases of its attention output layers"),
+        ("gemma2", {"attention_scale": 0.7}, "attention_scale is 0.7, GGUF would say None"),
+        ("exaone4", {"window": 6}, "windows of exaone4 models in that of 64 layers only"),
+        ("olmoe", {"num_key_value_heads": 2}, "as many key and value heads as query heads"),
+        ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob is False, GGUF would say True"),
+    ],
+)
+def test_what_llama_cpp_would_compute_otherwise_is_refused(exported, case, changes, message, tmp_path):
+    config = exported(case)[0].config
+    first = config.layers[0]
+    if "window" in changes:
+        changes = {"layers": (replace(first, attention=AttentionSpec(window=6)), *config.layers[1:])}
+    if "norm_topk_prob" in changes:
+        inner = replace(first.feedforward, norm_topk_prob=False)
+        changes = {"layers": tuple(replace(layer, feedforward=inner) for layer in config.layers)}
+    config = replace(config, **changes)
+    with pytest.raises(UnsupportedModel, match=message):
+        _plan(config)
+
+
+def _plan(config):
+    """The check of an export, with the shapes of a decoder on no device."""
+    with torch.device("meta"):
+        module = Decoder(config)
+    return export._describe(config, export._entries(module, "F32", {}))
+
+
+@torch.inference_mode()
+def test_windows_that_llama_cpp_lacks_are_kept_and_said(exported, merging, tmp_path, capfd):
+    model, _ = exported("mistral")
+    layers = tuple(replace(layer, attention=replace(layer.attention, window=6)) for layer in model.config.layers)
+    local = Decoder(replace(model.config, layers=layers))
+    local.load_state_dict(model.module.state_dict())
+    path = export_gguf(LanguageModel("local", local, merging.tokenizer, None), tmp_path / "model.gguf", "F32")
+    assert "llama.cpp has no windows for llama models" in capfd.readouterr().err
+    again = pippin.load(path, device="cpu", dtype="float32", pack=False)
+    torch.testing.assert_close(again.module(IDS), local(IDS), rtol=0, atol=1e-6)
+    assert again.config.layers[0].attention.window == 6
+
+
+def test_a_family_that_llama_cpp_lacks_is_refused(tmp_path):
+    config = families.from_hf({"model_type": "llama", **_MINIMAL})
+    with pytest.raises(UnsupportedModel, match=r"llama\.cpp has no helium models, so GGUF has none; it has arcee"):
+        families.to_gguf(replace(config, family="helium"))
+
+
+_MINIMAL = {
+    "vocab_size": 8,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 8,
+}
+
+
+def test_sizes_of_experts_come_from_older_keys_too():
+    header = GGUFHeader(
+        "file",
+        {
+            "general.architecture": "qwen2moe",
+            **{
+                f"qwen2moe.{key}": value
+                for key, value in {
+                    "block_count": 1,
+                    "context_length": 8,
+                    "embedding_length": 8,
+                    "feed_forward_length": 32,
+                    "attention.head_count": 2,
+                    "attention.layer_norm_rms_epsilon": 1e-6,
+                    "expert_count": 4,
+                    "expert_used_count": 2,
+                }.items()
+            },
+        },
+        {"token_embd.weight": (8, 8), "blk.0.ffn_down_exps.weight": (4, 8, 16)},
+        lambda name: torch.ones(0),
+    )
+    inner = families.from_gguf(header).layers[0].feedforward
+    assert (inner.intermediate_size, inner.shared_intermediate_size, inner.norm_topk_prob) == (16, 32, False)
