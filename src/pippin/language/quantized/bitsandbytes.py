@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from math import prod
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
@@ -68,7 +68,7 @@ def _four_bits(checkpoint: Checkpoint, name: str, state_name: str) -> QuantizedM
     good = isinstance(shape, list) and len(shape) == 2 and all(isinstance(side, int) and side > 0 for side in shape)
     if not good or not isinstance(size, int) or size < 1:
         raise CorruptedFile(f"{checkpoint.folder}: {state_name} has shape {shape!r:.40} and blocks of {size!r:.40}")
-    rows, columns = shape
+    rows, columns = cast("list[int]", shape)
     count = rows * columns
     if prod(checkpoint.shape(name)) != -(-count // 2):
         raise CorruptedFile(f"{checkpoint.folder}: {name} has {prod(checkpoint.shape(name))} bytes for {count} codes")

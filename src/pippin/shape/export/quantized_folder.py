@@ -60,7 +60,7 @@ def save_quantized_as(layout: Layout, path: str | Path, model: LanguageModel, co
     scales = _stored(family, config, {name: each.scales.expand(len(each.codes), -1) for name, each in codes.items()})
     bits = _stored_bits(family, config, codes)
     tensors: dict[str, Tensor] = {}
-    write = {"awq": _awq, "gptq": _gptq, "mlx": _mlx}[layout]
+    write: Callable[..., dict[str, Tensor]] = {"awq": _awq, "gptq": _gptq, "mlx": _mlx}[layout]
     for stem, values in stored.items():
         if values.ndim != 2:
             raise UnsupportedModel(f"{family.model_type} files lay {stem} out in a way that {layout} has no form for")
