@@ -80,6 +80,7 @@ def test_numbers_mirror_the_header():
     for name, number in native.GGML_FORMATS.items():
         assert numbers[name] == number
     assert {f"INT{bits}": n for bits, n in native.GROUP_FORMATS.items()}.items() <= numbers.items()
+    assert {f"AFFINE{bits}": n for bits, n in native.AFFINE_FORMATS.items()}.items() <= numbers.items()
     short = {"CACHE_F32": "float32", "CACHE_BF16": "bfloat16", "CACHE_INT8": "int8"}
     assert {short[name]: numbers[name] for name in short} == native.CACHE_TYPES
     assert {name: numbers[name.upper()] for name in native.ACTIVATIONS} == native.ACTIVATIONS

@@ -15,11 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file
-from tests.language.quantized.make_fixtures import file_of
 
 import pippin
 from pippin.core.formats.checkpoint import open_folder
 from pippin.language.quantized_checkpoint import quantized_matrices
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "language" / "quantized"))
+from make_fixtures import file_of
 
 
 def dequantized(settings: dict[str, Any], parts: dict[str, torch.Tensor]) -> torch.Tensor:
