@@ -39,7 +39,12 @@ from pippin.nn.lora import AdapterSlices
 from pippin.nn.norm import RMSNorm
 from pippin.nn.packed_layers import PackedLinear, PackedTokenEmbedding, pack
 from pippin.nn.per_layer_input import PerLayerEmbedding, PerLayerInput
-from pippin.nn.recurrent.states import StatefulLayer, StateSpec
+from pippin.nn.recurrent.convolution import ShortConvolutionSpec
+from pippin.nn.recurrent.gated_delta import GatedDeltaSpec
+from pippin.nn.recurrent.layer import RecurrentSpec
+from pippin.nn.recurrent.mamba2 import Mamba2Spec
+from pippin.nn.recurrent.rg_lru import RGLRUSpec
+from pippin.nn.recurrent.states import StatefulLayer
 from pippin.nn.steering import SteeringSlices, steer
 
 if TYPE_CHECKING:
@@ -49,6 +54,10 @@ if TYPE_CHECKING:
 Residual = Literal["pre", "post", "pre and post", "parallel", "parallel two norms"]
 """Norms of a layer: before attention and feed-forward layer ("pre"), after each ("post", OLMo 2), both (Gemma); or both
 in parallel, on one normalized input (Cohere) or on two (GPT-NeoX)."""
+
+
+Recurrence = RecurrentSpec | ShortConvolutionSpec | GatedDeltaSpec | Mamba2Spec | RGLRUSpec
+"""The kinds of recurrent layers; by name, so that configs are saved and read."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +83,7 @@ class LayerSpec:
 
     attention: AttentionSpec
     feedforward: FeedForwardSpec
-    recurrent: StateSpec | None = None
+    recurrent: Recurrence | None = None
     experts: FeedForwardSpec | None = None
     attends: bool = True
     residual: Residual | None = None
@@ -86,7 +95,7 @@ class LayerSpec:
             raise InvalidArgument("a layer needs attention, a recurrence or a feed-forward layer")
 
     @classmethod
-    def recurring(cls, recurrent: StateSpec, feedforward: FeedForwardSpec) -> LayerSpec:
+    def recurring(cls, recurrent: Recurrence, feedforward: FeedForwardSpec) -> LayerSpec:
         """A layer with a recurrence instead of attention."""
         return cls(AttentionSpec(rotary=None), feedforward, recurrent, attends=False)
 

@@ -9,7 +9,7 @@ from pippin.core.errors import InvalidArgument
 from pippin.nn.context import LayerContext
 from pippin.nn.kv_cache import MaskedCache, NoCache, PackedDocuments, PastKeyValues, QuerySelection
 from pippin.nn.recurrent.convolution import ShortConvolutionSpec
-from pippin.nn.recurrent.delta_rule import delta_rule, delta_step, normalized
+from pippin.nn.recurrent.delta import delta_rule, delta_step, normalized
 from pippin.nn.recurrent.gated_delta import GatedDeltaSpec
 from pippin.nn.recurrent.mamba2 import Mamba2Spec, state_space
 from pippin.nn.recurrent.rg_lru import RGLRUSpec

@@ -1,6 +1,6 @@
 from .cells import ParaGRU as ParaGRU, ParallelCell as ParallelCell, ParaLSTM as ParaLSTM
 from .convolution import ShortConvolution as ShortConvolution, ShortConvolutionSpec as ShortConvolutionSpec
-from .delta_rule import delta_rule as delta_rule, delta_step as delta_step
+from .delta import delta_rule as delta_rule, delta_step as delta_step
 from .gated_delta import GatedDeltaNet as GatedDeltaNet, GatedDeltaSpec as GatedDeltaSpec
 from .layer import Recurrent as Recurrent, RecurrentSpec as RecurrentSpec
 from .mamba2 import Mamba2 as Mamba2, Mamba2Spec as Mamba2Spec, state_space as state_space

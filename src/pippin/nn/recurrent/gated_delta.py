@@ -21,7 +21,7 @@ from pippin.core.errors import InvalidArgument
 from pippin.nn.linear import Linear
 from pippin.nn.lora import AdapterSlices
 from pippin.nn.recurrent.convolution import CausalConvolution, convolve
-from pippin.nn.recurrent.delta_rule import delta_rule, delta_step, normalized
+from pippin.nn.recurrent.delta import delta_rule, delta_step, normalized
 from pippin.nn.recurrent.gated_norm import Gate, GatedNorm
 from pippin.nn.recurrent.states import StatefulLayer, States, join_state, split_state
 
