@@ -214,7 +214,7 @@ def test_no_tokens_is_an_error():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model_type": "mamba2"}, "model_type 'mamba2' is not supported"),
+        ({"model_type": "rwkv"}, "model_type 'rwkv' is not supported"),
         (SMALL | {"model_type": "llama", "hidden_act": "snake"}, "activation 'snake' is not supported"),
         (SMALL | {"model_type": "llama", "rope_scaling": {"rope_type": "longrope"}}, "rope type 'longrope'"),
     ],

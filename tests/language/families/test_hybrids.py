@@ -64,9 +64,14 @@ def test_answers_in_company_are_the_likeliest_by_transformers(checkpoints, tiny,
         Engine(model, max_num_seqs=3, max_num_batched_tokens=16, cache_tokens=512) as engine,
         ThreadPoolExecutor(4) as pool,
     ):
-        streams = pool.map(lambda ids: [token.id for token in list(engine.stream(Request(ids, options)))[:-1]], prompts)
-        answers = list(streams)
-        assert engine.stats().state_bytes_used == 0
+
+        def ask(ids):
+            return [token.id for token in list(engine.stream(Request(ids, options)))[:-1]]
+
+        answers = list(pool.map(ask, prompts))
+        before = engine.stats().cached_tokens
+        assert ask(prompts[1]) == answers[1]  # from the states after its first 32 tokens
+        assert engine.stats().cached_tokens == before + 32
     for ids, answer in zip(prompts, answers, strict=True):
         assert len(answer) == 8
         logits = reference(torch.tensor([ids + answer[:-1]])).logits[0, len(ids) - 1 :, :256]

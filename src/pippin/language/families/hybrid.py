@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from pippin.core.errors import UnsupportedModel
-from pippin.language.decoder import DecoderConfig, LayerSpec
+from pippin.language.decoder import DecoderConfig, LayerSpec, Recurrence
 from pippin.language.families.family import Fields, TensorRule, from_halves, to_halves
 from pippin.nn.recurrent.gated_norm import Gate
 from pippin.nn.recurrent.mamba2 import Mamba2Spec
-from pippin.nn.recurrent.states import StateSpec
 
 KINDS: Mapping[str, str] = {
     "linear_attention": "recurrent",
@@ -44,7 +43,7 @@ def layer_kinds(config: Fields, kinds: Sequence[str]) -> list[str]:
     return [KINDS[kind] for kind in kinds]
 
 
-def with_recurrence(config: DecoderConfig, spec: StateSpec, kinds: Sequence[str], **fields: Any) -> DecoderConfig:
+def with_recurrence(config: DecoderConfig, spec: Recurrence, kinds: Sequence[str], **fields: Any) -> DecoderConfig:
     """The config with a recurrence in place of attention in some layers.
 
     Args:
