@@ -1,5 +1,6 @@
 """Lists of distinct items and names of objects: nothing is written twice, and writing never comes to a dead end."""
 
+import ast
 import itertools
 import json
 import random
@@ -12,6 +13,7 @@ from tokenizers import Tokenizer as Backend, decoders, models, pre_tokenizers, t
 from pippin.core.errors import EmptySchema, UnsupportedGuide
 from pippin.data.text.tokenizer import Tokenizer
 from pippin.engine.grammar import Grammar, repeats
+from pippin.engine.grammar.arguments import Notation, argument_grammar
 from pippin.engine.grammar.distinct import SET, State, node
 from pippin.engine.grammar.lark import compose
 from pippin.engine.grammar.regex import byte_tokenizer
@@ -197,6 +199,17 @@ def test_a_long_list_can_be_taken_back_to_its_beginning():
     assert not constraint.allows(ord("]")) or not constraint.fork().follow(list(b", 7]"))
     constraint.rollback(len(text) - 1 - len(b"[0, 1"))
     assert constraint.follow(list(b", 7]"))
+
+
+def test_constants_in_the_spelling_of_python_are_compared():
+    values = {"x": unique({"enum": [True, None, 1, [True], {"a": None, "b": 1}]})}
+    schema = {"type": "object", "properties": values, "required": ["x"], "additionalProperties": False}
+    grammar = argument_grammar(schema, Notation("{key}=", python=True), json.dumps)
+    assert grammar.allows('x=[True, 1, [True], None, {"a": None, "b": 1}]')
+    assert not any(map(grammar.allows, ("x=[True, True]", "x=[[True], [True]]", "x=[None, 1, None]")))
+    for seed in range(8):
+        text = write(grammar, Bytes(), seed)
+        assert len(set(map(repr, items := ast.literal_eval(text.removeprefix("x="))))) == len(items)
 
 
 def test_a_list_inside_a_composed_grammar_is_watched(tokenizer):

@@ -12,8 +12,9 @@ Notable here:
 
 from __future__ import annotations
 
+import ast
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from decimal import Decimal
 from typing import Any, Final, NamedTuple
 
@@ -186,16 +187,21 @@ def node(text: bytes) -> Node:
     >>> node(b'{"a": 1, "b": [2.50]}') == node(b'{"b": [2.5], "a": 1.0}')
     True
     """
-    return _node(json.loads(text, parse_float=Decimal, parse_int=Decimal))
+    try:
+        return _node(json.loads(text, parse_float=Decimal, parse_int=Decimal))
+    except ValueError:  # True, False and None, as some models write arguments
+        return _node(ast.literal_eval(text.decode()), constant=repr)
 
 
-def _node(value: Any) -> Node:
+def _node(value: Any, constant: Callable[[Any], str] = json.dumps) -> Node:
     if isinstance(value, dict):
-        return frozenset((_text(name), _node(item)) for name, item in value.items())
+        return frozenset((_text(name), _node(item, constant)) for name, item in value.items())
     if isinstance(value, list):
-        return tuple(map(_node, value))
-    if isinstance(value, Decimal):
-        plain = f"{value:f}"
+        return tuple(_node(item, constant) for item in value)
+    if value is None or isinstance(value, bool):
+        return constant(value).encode()
+    if isinstance(value, Decimal | int | float):
+        plain = f"{Decimal(str(value)):f}"
         return ((plain.rstrip("0").rstrip(".") if "." in plain else plain) if value else "0").encode()
     return _text(value)
 
