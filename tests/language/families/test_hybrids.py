@@ -235,7 +235,7 @@ def test_older_files_say_the_layers_in_other_words(checkpoints):
     old = {
         "full_attn_layers": [3],
         "kda_layers": [1, 2, 4],
-        "head_dim": 16,
+        "head_dim": 32,
         "num_heads": 4,
         "short_conv_kernel_size": 4,
     }
