@@ -274,6 +274,7 @@ def test_json_and_picture(tmp_path):
     assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.filterwarnings("ignore::pippin.core.warnings.GuessedEncoding")
 def test_a_suite_of_your_own(tmp_path):
     suite = {
         "name": "own-1",
