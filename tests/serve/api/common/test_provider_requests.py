@@ -25,7 +25,7 @@ PIXEL = "iVBORw0KGgo="
 
 def tool(name):
     return provider_requests.definition(
-        name, None, {"properties": {"a": {"type": "integer"}}, "required": ["a"]}, "tools[0]"
+        name, None, {"properties": {"a": {"type": "integer"}}, "required": ["a"]}, "tools[0]", strict=False
     )
 
 
@@ -60,7 +60,7 @@ def test_what_is_no_data_url_is_refused_and_never_fetched(url, code):
 
 
 def test_a_function_without_parameters_takes_none():
-    made = provider_requests.definition("now", None, None, "tools[0]")
+    made = provider_requests.definition("now", None, None, "tools[0]", strict=False)
     assert made.schema.is_valid("{}")
     assert not made.schema.is_valid('{"a": 1}')
 
@@ -80,14 +80,14 @@ def test_parameters_without_a_type_are_an_object():
 )
 def test_parameters_that_cannot_be_enforced_name_the_field(parameters, error):
     with pytest.raises(error, match=r"tools\[2\]\.function\.parameters") as caught:
-        provider_requests.definition("f", None, parameters, "tools[2].function.parameters")
+        provider_requests.definition("f", None, parameters, "tools[2].function.parameters", strict=False)
     assert caught.value.param == "tools[2].function.parameters"
 
 
 def test_arguments_that_no_function_takes_are_not_invented():
     point = {"properties": {"x": {"type": "integer"}}, "required": ["x"]}
     nested = {"properties": {"at": {"$ref": "#/$defs/p"}, "all": {"items": {"anyOf": [point]}}}, "$defs": {"p": point}}
-    made = provider_requests.definition("f", None, nested, "tools[0]").schema
+    made = provider_requests.definition("f", None, nested, "tools[0]", strict=False).schema
     assert made.is_valid('{"at": {"x": 1}, "all": [{"x": 2}]}')
     for text in ('{"b": 1}', '{"at": {"x": 1, "y": 2}}', '{"all": [{"x": 2, "y": 1}]}'):
         assert not made.is_valid(text)
