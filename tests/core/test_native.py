@@ -59,7 +59,10 @@ def fields_in_header(name: str) -> list[tuple[str, str]]:
     for line in body.split(";"):
         if line.strip():
             kind, names = re.match(r"\s*(?:const\s+)?(\w+)\s+(.*)", line.strip(), re.DOTALL).groups()
-            found += [("pointer" if "*" in each else kind, each.strip(" *\n")) for each in names.split(",")]
+            found += [
+                ("pointer" if "*" in each else kind, each.replace("const ", "").strip(" *\n"))
+                for each in names.split(",")
+            ]
     return found
 
 

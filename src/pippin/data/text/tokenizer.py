@@ -149,7 +149,10 @@ class Tokenizer:
         """
         folder = Path(folder)
         path, backend, named = _folder_backend(folder)
-        begun = backend.encode("a").ids[:1]
+        try:
+            begun = backend.encode("a").ids[:1]
+        except Exception as error:  # the library raises nothing more specific
+            raise CorruptedFile(f"{path}: the tokenizer cannot encode text: {error}") from error
         config = {**named, **_json(folder / "special_tokens_map.json"), **_json(folder / "tokenizer_config.json")}
         _add_missing_tokens(backend, _declared(folder, config), path)
         bos_id, eos_id = (_token_id(backend, config.get(name)) for name in ("bos_token", "eos_token"))
