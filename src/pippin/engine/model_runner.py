@@ -66,8 +66,7 @@ class ModelInput:
         token_ids: new tokens, at least one.
         num_computed_tokens: tokens of the sequence that are in the cache; the slot of the first new one.
         block_table: its blocks, in order, for ``num_computed_tokens + len(token_ids)`` tokens at least. The keys and
-            values of the new tokens are written there. With several groups of layers,
-            those of the first.
+            values of the new tokens are written there. With several groups of layers, those of the first.
         outputs: indices of the ``token_ids`` whose logits are returned, ascending; may be empty.
         adapter: the LoRA adapter to compute it with; None for the base model.
         depth: stop after so many layers (early exit through final norm and head); None for all.

@@ -25,7 +25,7 @@ class AttentionCapture:
 
     Attributes:
         received: for each layer with keys of its own, (kv_heads, tokens): attention received by each token of the
-            sequence. Filled by the pass.
+            sequence, from all layers that read its keys. Filled by the pass; what an earlier one left is removed.
     """
 
     reduction: Literal["sum", "max"] = "sum"
@@ -44,10 +44,10 @@ class AttentionCapture:
         cached: int,
         softcap: float | None,
     ) -> None:
-        """Add what the keys of one layer receive.
+        """Add what the keys of one layer receive from a layer that reads them.
 
         Args:
-            layer: index of the layer.
+            layer: index of the layer that has the keys.
             q: queries.
             keys: keys that they may see.
             visible: which query sees which key.
@@ -67,4 +67,8 @@ class AttentionCapture:
         total = given.sum((1, 2)) if self.reduction == "sum" else given.amax((1, 2))
         received = torch.zeros(keys.shape[1], max(first + seen, cached + new), device=total.device)
         received[:, first : first + seen] = total
+        earlier = self.received.get(layer)
+        if earlier is not None:  # of another layer that reads the same keys
+            received = received.cpu()
+            received = earlier + received if self.reduction == "sum" else torch.maximum(earlier, received)
         self.received[layer] = received.cpu()

@@ -298,6 +298,22 @@ def test_attention_among_cached_tokens_leaves_out_those_of_the_pass(opened):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("kind", RUNNERS)
+def test_keys_that_several_layers_read_receive_from_all_of_them(kind, tmp_path, tiny):
+    save_random("qwen2", tmp_path)
+    decoder = read(tmp_path)
+    shared = Decoder(decoder.config.with_kv_sources([None, 0, None, 0]))
+    shared.load_state_dict(decoder.state_dict(), strict=False)
+    runner, ids = runner_of(shared, kind, tiny), some_ids(30)
+    capture = Capture(attention=AttentionCapture("sum"))
+    for _ in range(2):  # a second pass begins anew
+        one(runner, ids, (), capture=capture)
+        given = {layer: float(received.sum()) for layer, received in capture.attention.received.items()}
+        # each of 4 heads of 30 queries gives 1 in every layer that reads the keys
+        assert given == pytest.approx({0: 3 * 4 * 30, 2: 4 * 30}, rel=1e-5)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("family", ["gemma3_text", "cohere2", "mistral"])
 def test_groups_of_layers_have_tables_of_their_own_and_give_blocks_back(opened, family):
     """Tables are scattered, and blocks behind the window are given back: nothing may read them."""

@@ -224,6 +224,9 @@ class PagedPass:
             )
             for w in inputs
         ]
+        for sequence in self._sequences:
+            if sequence.attention is not None:
+                sequence.attention.received.clear()
         spans = [
             range(model_input.num_computed_tokens, model_input.num_computed_tokens + len(model_input.token_ids))
             for model_input in inputs
