@@ -270,7 +270,7 @@ def test_a_small_model_survives_the_round_trip(folder, tiny):
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"model_type": "mamba2"}, UnsupportedModel, "mamba2"),
+        ({"model_type": "mamba9"}, UnsupportedModel, "mamba9"),
         ({"hidden_size": ...}, CorruptedFile, "hidden_size"),
         ({"hidden_size": "wide"}, CorruptedFile, "contradicts itself"),
         ({"num_attention_heads": 5}, CorruptedFile, "contradicts itself"),
@@ -281,7 +281,7 @@ def test_a_small_model_survives_the_round_trip(folder, tiny):
             CorruptedFile,
             r"in 6 tensors: .*'layers\.1\.mlp\.up_proj.weight' has shape \(48, 32\) instead",
         ),
-        ({"quantization_config": {"quant_method": "gptq"}}, UnsupportedModel, "quantized by gptq"),
+        ({"quantization_config": {"quant_method": "eetq"}}, UnsupportedModel, "eetq"),
     ],
 )
 def test_damaged_configurations_are_refused_before_a_weight_is_read(folder, changes, error, message):

@@ -250,7 +250,7 @@ def test_skills_that_cannot_be(tmp_path):
         Skills([])
     with pytest.raises(InvalidArgument, match="no skill 'x'; there are: a"):
         Skills([skill]).load("x")
-    with pytest.raises(InvalidInput, match="cannot read the skill"):
+    with pytest.raises(InvalidInput, match="there is no skill"):
         Skill.from_folder(tmp_path)
     (tmp_path / "SKILL.md").write_text("name: x\n")
     with pytest.raises(InvalidInput, match="must begin with a line ---"):

@@ -127,7 +127,7 @@ def test_a_bar_says_the_loss_and_the_rate(monkeypatch):
     from pippin.core import progress
 
     @contextmanager
-    def bar(total, description, *, unit, done, show_progress):
+    def bar(total, description, *, unit, done, show_progress, advice):
         said.append((total, description, unit, done, show_progress))
         yield progress.Bar(lambda n: said.append(n), said.append)
 

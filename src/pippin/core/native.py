@@ -109,7 +109,7 @@ class SequenceShare(ctypes.Structure):
     _fields_ = (("changes", POINTER(Change)), ("begin", c_int32), ("end", c_int32))
 
 
-class Given(ctypes.Structure):
+class NativeEmbeddings(ctypes.Structure):
     """`pippin_given`: rows in place of the embeddings of some tokens."""
 
     _fields_ = (("rows", c_void_p), ("begin", c_int32), ("count", c_int32))
@@ -155,7 +155,7 @@ class NativeBatch(ctypes.Structure):
         ("positions", c_void_p),
         ("visible", c_void_p),
         ("givens", c_int64),
-        ("given", POINTER(Given)),
+        ("given", POINTER(NativeEmbeddings)),
         ("steerings", c_int64),
         ("steering", POINTER(NativeSteering)),
         ("experts", c_void_p),

@@ -84,7 +84,7 @@ def test_errors_are_one_line(capsys, tmp_path):
         (["--num-prompts", 0], 2, "--num-prompts must be at least 1"),
         (["--corrected"], 2, "labels by people"),
         (["--variant", "rot13"], 2, "rot13"),
-        (["--human", broken], 2, "cannot be read"),
+        (["--human", broken], 2, "there is no file of labels"),
         (["--suite", "nowhere.json"], 2, "nowhere.json"),
         (["--plot", tmp_path / "curve.xyz"], 2, "the name must end in .png, .svg, .pdf"),
         (["--plot", tmp_path / "nowhere" / "curve.png"], 2, "there is no folder"),

@@ -173,7 +173,7 @@ def test_keys_for_a_layer_that_has_none_are_an_error(shared_folder):
         ({"kv_sources": [None]}, CorruptedFile, "contradicts itself"),
         ({"kv_sources": 7}, CorruptedFile, "contradicts itself"),
         ({"base_model_type": "pippin_kv_shared"}, UnsupportedModel, "pippin_kv_shared"),
-        ({"base_model_type": "mamba2"}, UnsupportedModel, "mamba2"),
+        ({"base_model_type": "mamba9"}, UnsupportedModel, "mamba9"),
     ],
 )
 def test_damaged_descriptions_of_sharing_are_refused(shared_folder, changes, error, message):

@@ -2,7 +2,7 @@
 
 Usage: python tests/shape/export/check_written.py FOLDER..., where the packages of
 tests/language/quantized/make_fixtures.py are installed, and mlx-lm 0.32.2. Every matrix of a GPTQ or AWQ folder is
-dequantized by AutoGPTQ or AutoAWQ and compared to the bit; one of MLX is run by mlx-lm, and its logits are compared.
+dequantized by AutoGPTQ or AutoAWQ and compared bit by bit; one of MLX is run by mlx-lm, and its logits are compared.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def check_matrices(folder: Path) -> str:
         stem = name.removesuffix("weight")
         parts = {part.removeprefix(stem): tensors[part] for part in matrix.parts}
         assert torch.equal(dequantized(settings, parts), matrix.dense().half()), name
-    return f"{len(matrices)} matrices are the same to the bit"
+    return f"{len(matrices)} matrices are bit-identical"
 
 
 def check_logits(folder: Path) -> str:

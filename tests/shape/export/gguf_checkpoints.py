@@ -124,7 +124,7 @@ def describe(path: Path) -> dict[str, Any]:
     digest = hashlib.sha256()
     tensors = sorted(reader.tensors, key=lambda tensor: tensor.name)
     for tensor in tensors:
-        if not tensor.name.startswith("rope_"):  # computed, and so not the same to the bit
+        if not tensor.name.startswith("rope_"):  # computed, and so not bit-identical
             digest.update(f"{tensor.name} {tensor.data.shape}".encode() + np.ascontiguousarray(tensor.data).tobytes())
     keys = {key.removeprefix(f"{architecture}."): field for key, field in reader.fields.items()}
     return {

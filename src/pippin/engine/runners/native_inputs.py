@@ -110,9 +110,9 @@ class Extras:
         given = [(rows, begin + at) for w, begin, _ in spans for at, rows in w.embeddings]
         if given and self._first == 0:
             rows = [self._keep(each.detach().to("cpu", torch.float32).contiguous()) for each, _ in given]
-            listed = (native.Given * len(given))()
+            listed = (native.NativeEmbeddings * len(given))()
             for index, (each, (_, begin)) in enumerate(zip(rows, given, strict=True)):
-                listed[index] = native.Given(each.data_ptr(), begin, len(each))
+                listed[index] = native.NativeEmbeddings(each.data_ptr(), begin, len(each))
             batch.givens, batch.given = len(given), listed
         steered = [(w.steering, begin, end) for w, begin, end in spans if w.steering is not None]
         if steered:

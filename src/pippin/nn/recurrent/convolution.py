@@ -2,7 +2,7 @@
 
 Notable here:
 - each channel is convolved by itself, so that the state is the last inputs of each channel
-- taps are added one by one: a token's output is the same to the bit, alone or in a prompt
+- taps are added one by one: a token's output is bit-identical, alone or in a prompt
 """
 
 from __future__ import annotations
