@@ -74,7 +74,7 @@ def test_holes_can_be_lived_with(folder, capsys):
         (["one.csv"], "1 columns of votes"),
         (["nan.csv"], "line 11, column 'hard': 'nan' is not a finite number"),
         (["empty.csv"], "is empty"),
-        (["none.csv"], "cannot be read"),
+        (["none.csv"], "there is no "),
         (["good.csv", "--gold", "truth"], "no column 'truth'"),
         (["good.csv", "--judges", "Ada,Zoe"], "no column 'Zoe'"),
         (["good.csv", "--judges", "Ada,,Bö"], "--judges is 'Ada,,Bö'"),

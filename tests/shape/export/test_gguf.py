@@ -15,7 +15,7 @@ import pippin
 from pippin.core import files
 from pippin.core.errors import DiskFull, InvalidArgument, MissingDependency, UnsupportedModel
 from pippin.core.formats.gguf import open_gguf
-from pippin.data.text import gguf_tokenizer
+from pippin.data.text import gguf_splits, gguf_tokenizer
 from pippin.data.text.tokenizer import Tokenizer
 from pippin.language import Decoder, DecoderConfig, LanguageModel, LayerSpec
 from pippin.language.quantized_checkpoint import save_quantized
@@ -221,14 +221,14 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused(fields, message, merg
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", gguf_tokenizer._SPLITS)
+@pytest.mark.parametrize("name", gguf_splits.SPLITS)
 def test_a_splitting_rule_is_named_by_where_it_cuts(name):
-    whole = name in gguf_tokenizer._WHOLE_WORDS
+    whole = name in gguf_splits.WHOLE_WORDS
     backend = Backend(models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")], ignore_merges=whole))
-    backend.normalizer = normalizers.NFC() if name in gguf_tokenizer._COMPOSED else None
+    backend.normalizer = normalizers.NFC() if name in gguf_splits.COMPOSED else None
     backend.pre_tokenizer = gguf_tokenizer._splitter(name)
     found = gguf_tokenizer.describe_backend(backend, 3)["tokenizer.ggml.pre"]
-    assert gguf_tokenizer._SPLITS[found] == gguf_tokenizer._SPLITS[name]
+    assert gguf_splits.SPLITS[found] == gguf_splits.SPLITS[name]
 
 
 def test_tokenizers_without_a_form_are_refused(tiny, merging, tmp_path):

@@ -189,8 +189,12 @@ def node(text: bytes) -> Node:
     """
     try:
         return _node(json.loads(text, parse_float=Decimal, parse_int=Decimal))
-    except ValueError:  # True, False and None, as some models write arguments
+    except ValueError:
+        pass
+    try:  # True, False and None, as some models write arguments
         return _node(ast.literal_eval(text.decode()), constant=repr)
+    except (ValueError, SyntaxError, TypeError):  # no value: what was guessed to be an item is text
+        return text
 
 
 def _node(value: Any, constant: Callable[[Any], str] = json.dumps) -> Node:

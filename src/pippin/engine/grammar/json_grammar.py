@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 from pippin.core.errors import EmptySchema, InvalidArgument, SchemaError, UnsupportedGuide
 from pippin.engine.grammar import numbers as numerals, regex
 from pippin.engine.grammar.json_keywords import check_size
-from pippin.engine.grammar.json_satisfiable import Satisfiable, about, number_terminal, show
+from pippin.engine.grammar.json_satisfiable import Satisfiable, about, number_terminal, shown
 from pippin.engine.grammar.json_schema import SchemaReader
 from pippin.engine.grammar.json_values import (
     Array,
@@ -173,7 +173,7 @@ class _Writer:
         simple = number.integer or step.denominator == 1 or not bounds
         if places is None or not simple or step * 10**places > MAX_REMAINDERS or max(bounds, default=0) > 2**53:
             raise UnsupportedGuide(
-                f"multipleOf {show(step)} cannot be enforced within these bounds", guide="multipleOf"
+                f"multipleOf {shown(step)} cannot be enforced within these bounds", guide="multipleOf"
             )
         whole = number.integer or step.denominator == 1
         schema: dict[str, Any] = {

@@ -260,8 +260,8 @@ class Satisfiable:
     def _why(self, shape: Shape) -> str:
         match shape:
             case Number():
-                low, high = show(shape.low), show(shape.high)
-                step = f" that is a multiple of {show(shape.step)}" if shape.step else ""
+                low, high = shown(shape.low), shown(shape.high)
+                step = f" that is a multiple of {shown(shape.step)}" if shape.step else ""
                 kind = "integer" if shape.integer else "number"
                 above, below = ">" if shape.low_open else ">=", "<" if shape.high_open else "<="
                 return f"there is no {kind} {above} {low} and {below} {high}{step}"
@@ -286,7 +286,7 @@ def _narrow(names: Names, shape: Object) -> bool:
     return bool(names.include) or any(terminal != listed for terminal in names.exclude)
 
 
-def show(value: Fraction | None) -> str:
+def shown(value: Fraction | None) -> str:
     """A bound in an error message."""
     return "any" if value is None else str(int(value)) if value.denominator == 1 else str(float(value))
 

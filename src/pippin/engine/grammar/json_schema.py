@@ -222,7 +222,7 @@ class SchemaReader:
             low, high = keywords.count(schema, "minLength", where) or 0, keywords.count(schema, "maxLength", where)
             if "pattern" in schema:
                 pattern = keywords.text(schema, "pattern", where)
-                found, unwanted = regex.conditions(pattern, narrow=not self._wide, longest=high)
+                found, unwanted = regex.conditions(pattern, narrow=not self._wide, max_length=high)
                 include += [f"/{each}/" for each in found]
                 exclude = tuple(f"/{each}/" for each in unwanted)
             if "format" in schema and (terminal := self._format(keywords.text(schema, "format", where), where)):

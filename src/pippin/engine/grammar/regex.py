@@ -128,7 +128,7 @@ def search(pattern: str, *, narrow: bool = True) -> str:
 
 
 def conditions(
-    pattern: str, *, narrow: bool = True, exclude_narrow: bool | None = None, longest: int | None = None
+    pattern: str, *, narrow: bool = True, exclude_narrow: bool | None = None, max_length: int | None = None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     r"""The JSON strings in which ``pattern`` is found, where look-ahead right after its ``^`` is allowed.
 
@@ -137,7 +137,7 @@ def conditions(
     Args:
         pattern, narrow: as `search`.
         exclude_narrow: the same for what must not be found; None for the opposite of ``narrow``.
-        longest: most characters that the strings may have; counts that go beyond it are left out.
+        max_length: most characters that the strings may have; counts that go beyond it are left out.
 
     Returns:
         Expressions that all must match, and expressions of which none may.
@@ -149,7 +149,7 @@ def conditions(
     True
     """
     modes = narrow, not narrow if exclude_narrow is None else exclude_narrow
-    writer, opposite = (_Writer(pattern, in_json=True, narrow=each, longest=longest) for each in modes)
+    writer, opposite = (_Writer(pattern, in_json=True, narrow=each, max_length=max_length) for each in modes)
     begin, items = (op.AT, op.AT_BEGINNING), list(writer.tree)
     include, exclude = [], []
     if items[:1] == [begin]:
@@ -174,9 +174,9 @@ def whole(pattern: str) -> str:
 class _Writer:
     """Writes one parsed pattern in the syntax of Rust's `regex`, which llguidance reads."""
 
-    def __init__(self, pattern: str, *, in_json: bool, narrow: bool, longest: int | None = None) -> None:
+    def __init__(self, pattern: str, *, in_json: bool, narrow: bool, max_length: int | None = None) -> None:
         self.pattern, self.in_json = pattern, in_json
-        self.longest = math.inf if longest is None else longest
+        self.max_length = math.inf if max_length is None else max_length
         self.classes = _AGREED if narrow else _ECMA
         if found := _AMBIGUOUS.search(re.sub(r"\\[^AZazGhHRKXUNQEc]", "..", pattern)):
             raise self.refused(f"{found.group()!r} means different things to different engines")
@@ -231,7 +231,7 @@ class _Writer:
         if code in (op.MAX_REPEAT, op.MIN_REPEAT):  # greediness changes which match is found, not whether there is one
             low, high, tree = value
             # a repetition that matches something takes a character, so no string has room for more than its length
-            most = "" if high is op.MAXREPEAT or high >= max(self.longest, 1) else high
+            most = "" if high is op.MAXREPEAT or high >= max(self.max_length, 1) else high
             return f"(?:{self.sequence(tree)}){{{low},{most}}}"
         raise self.refused(f"{str(code).lower().replace('_', ' ')} is not a regular operation")
 
