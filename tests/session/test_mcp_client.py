@@ -372,7 +372,8 @@ def test_schemas_that_cannot_be_held(tmp_path):
         first, second, named, third, fourth = server.tools
         assert first.schema.is_valid('{"url": "anything", "format": 3}')
         assert not first.schema.is_valid('{"url": 3}')
-        assert second.schema.is_valid('{"x": [1, 1]}')
+        assert second.schema.is_valid('{"x": [1, 2]}')
+        assert not second.schema.is_valid('{"x": [1, 1]}')
         assert named.schema.is_valid('{"x": 1}')
         assert third.schema.is_valid('{"free": 3}')
         assert fourth.description == "Size"

@@ -134,7 +134,7 @@ def test_a_bar_says_the_loss_and_the_rate(monkeypatch):
     monkeypatch.setattr(progress, "bar", bar)
     training = trainer(None, steps=2, show_progress=True).fit()
     assert said[0] == (2, "training", "steps", 0, True)
-    assert said[1] == 1
-    assert said[2].startswith(f"loss {training.losses[0]:.4g}, ")
-    assert said[2].endswith(" rows/s")
+    assert said[1].startswith(f"loss {training.losses[0]:.4g}, ")
+    assert said[1].endswith(" rows/s")
+    assert said[2] == 1
     assert torch.is_grad_enabled()

@@ -38,7 +38,7 @@ def test_line_ends_and_byte_order_mark_of_other_systems(tmp_path):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"caf\xe9\x81", r"is not UTF-8 text \(byte 0xe9 at 3\)"),
+        (b"caf\xe9\x81", r"is not UTF-8 text \(byte 0xe9 at 3, line 1\)"),
         (b"\x89PNG\r\n\x1a\n\0\0", "is not UTF-8 text"),
         (b"text\0more", "contains a NUL byte at character 4"),
         (b"", "is empty"),

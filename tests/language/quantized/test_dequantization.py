@@ -1,4 +1,4 @@
-"""Matrices of other libraries' folders: their values are those of the reference bit-identical, dense and in the kernels.
+"""Matrices of other libraries' folders: values bit-identical to those of the reference, dense and in the kernels.
 
 The fixtures and their hashes are made by the libraries themselves: see make_fixtures.py.
 """

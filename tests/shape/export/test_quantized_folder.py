@@ -1,4 +1,4 @@
-"""Folders for other libraries: what they pack themselves, and read back bit-identical in every layout of a family's files.
+"""Folders for other libraries: what they pack themselves, and read back bit-identical in every layout of the files.
 
 That the libraries read the folders as they are written is checked beside them, by check_written.py.
 """

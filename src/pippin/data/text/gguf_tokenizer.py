@@ -27,12 +27,13 @@ from pippin.data.text.sentencepiece_tokenizer import merges
 _NORMAL, _UNKNOWN, CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _NOT_TEXT = frozenset({_UNKNOWN, CONTROL, _UNUSED})
 
-# Where splitting rules differ: contractions in both cases, digits, punctuation, runs of spaces and line ends, letters
-# of other scripts, marks.
+# Where splitting rules differ: contractions in both cases, digits, punctuation, runs of spaces and line ends, spaces
+# before digits, line ends after punctuation, letters of other scripts, marks.
 _PROBE = (
     "I'm HE'LL they'Ve camelCase XMLHttp 1 22 333 4444 55555 3.14 $5 a+b=c!! ... (x)[y]{z} `q` #tag @me \t\ttab  two   "
     "three \n line\r\n\n\n  end_of_line/path//x 100% naïve Ünï čšž ЖЁ абв 東京都 ひらがな カタカナ 한국어 १२३ e\u0301 "
     "🙂🙃 …— «quoted» \u00a0nbsp don't DON'T l'été <tag> ^~| \\ \"s\"  "
+    "end.\n\n  4 of:\n        6 and\n    more   7\n"
 )
 
 
