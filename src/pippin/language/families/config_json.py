@@ -39,6 +39,7 @@ from pippin.language.families import (
     llama,
     mamba2,
     minimax,
+    mistral,
     mixtral,
     nanochat,
     nemotron,
@@ -50,6 +51,7 @@ from pippin.language.families import (
     qwen_hybrid,
     recurrent_gemma,
     seed_oss,
+    smollm3,
     stablelm,
     starcoder2,
 )
@@ -61,10 +63,10 @@ FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
         llama.LLAMA,
-        llama.MISTRAL,
-        llama.MINISTRAL,
-        llama.MINISTRAL3,
-        llama.SMOLLM3,
+        mistral.MISTRAL,
+        mistral.MINISTRAL,
+        mistral.MINISTRAL3,
+        smollm3.SMOLLM3,
         qwen.QWEN2,
         qwen.QWEN3,
         qwen.QWEN2_MOE,
