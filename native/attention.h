@@ -12,6 +12,7 @@
 #define PIPPIN_ATTENTION_H
 
 #include "ops.h"
+#include "recurrent.h"
 
 namespace PIPPIN_NS {
 
@@ -141,13 +142,14 @@ struct Span {
 
 /* Turns the scores of one row into weights, in place; returns their maximum and sum through `state`. */
 template <int KIND>
-static void weights_of(float *s, Span seen, const uint8_t *const *scales, int64_t head_dim, float *state) {
+static void weights_of(float *s, Span seen, const uint8_t *const *scales, int64_t head_dim, float softcap, float *state) {
     const f32x16 nothing = f32x16::set1(-__builtin_inff());
     const int64_t from = seen.low / 16, to = (seen.high + 15) / 16;
     f32x16 most = nothing;
     for (int64_t b = from; b < to; ++b) {
         f32x16 x = f32x16::loadu(s + 16 * b);
         if (KIND == PIPPIN_CACHE_INT8) x = x * f32x16::loadu(reinterpret_cast<const float *>(scales[b]));
+        if (softcap != 0.f) x = bounded(x, softcap);
         if (seen.high < 16 * b + 16) x = first(static_cast<int>(seen.high - 16 * b), x, nothing);
         if (seen.low > 16 * b) x = first(static_cast<int>(seen.low - 16 * b), nothing, x);
         x.storeu(s + 16 * b);
@@ -189,7 +191,7 @@ static void merge(float *state, const float *later, int64_t rows, int64_t head_d
 /* One part for ROWS rows: scores, weights, sums of values, and the merge into the states. */
 template <int KIND, int ROWS>
 static void attend_rows(const uint8_t *const *keys, const uint8_t *const *next, int64_t head_dim, const Span *seen,
-                        const float *q, float *state, float *p, float *part) {
+                        float softcap, const float *q, float *state, float *p, float *part) {
     constexpr int BLOCKS = side_by_side(ROWS);
     const int64_t stride = pippin::state_stride(head_dim);
     int64_t low = PART, high = 0, every_low = 0, every_high = PART; // seen by any row, and by every row
@@ -217,7 +219,7 @@ static void attend_rows(const uint8_t *const *keys, const uint8_t *const *next, 
     for (; b < blocks; ++b) score<KIND, ROWS, 1>(order + b, head_dim, q, p + 16 * (first + b));
     memset(part, 0, static_cast<size_t>(ROWS * stride) * sizeof(float));
     for (int r = 0; r < ROWS; ++r)
-        if (seen[r].low < seen[r].high) weights_of<KIND>(p + r * PART, seen[r], scales, head_dim, part + r * stride);
+        if (seen[r].low < seen[r].high) weights_of<KIND>(p + r * PART, seen[r], scales, head_dim, softcap, part + r * stride);
     const bool shared = every_low < every_high;
     if (!shared) every_low = every_high = PART;
     for (int r = 0; r < ROWS; ++r) { // keys before those that every row sees
@@ -280,13 +282,13 @@ static void attend_as(const Queries &w, int kv_head, int64_t begin, int64_t end,
             float *target = state + row * stride;
             switch (n) {
 #if defined(PIPPIN_ISA_AVX512BF16) || defined(PIPPIN_ISA_AVX512VNNI)
-            case 12: attend_rows<KIND, 12>(keys, next, head_dim, seen, q, target, p, part); break;
-            case 6: attend_rows<KIND, 6>(keys, next, head_dim, seen, q, target, p, part); break;
+            case 12: attend_rows<KIND, 12>(keys, next, head_dim, seen, w.softcap, q, target, p, part); break;
+            case 6: attend_rows<KIND, 6>(keys, next, head_dim, seen, w.softcap, q, target, p, part); break;
 #endif
-            case 4: attend_rows<KIND, 4>(keys, next, head_dim, seen, q, target, p, part); break;
-            case 3: attend_rows<KIND, 3>(keys, next, head_dim, seen, q, target, p, part); break;
-            case 2: attend_rows<KIND, 2>(keys, next, head_dim, seen, q, target, p, part); break;
-            default: attend_rows<KIND, 1>(keys, next, head_dim, seen, q, target, p, part); break;
+            case 4: attend_rows<KIND, 4>(keys, next, head_dim, seen, w.softcap, q, target, p, part); break;
+            case 3: attend_rows<KIND, 3>(keys, next, head_dim, seen, w.softcap, q, target, p, part); break;
+            case 2: attend_rows<KIND, 2>(keys, next, head_dim, seen, w.softcap, q, target, p, part); break;
+            default: attend_rows<KIND, 1>(keys, next, head_dim, seen, w.softcap, q, target, p, part); break;
             }
         }
     }
@@ -318,12 +320,12 @@ static void receive_as(const Queries &w, int kv_head, int64_t index, int64_t fro
                 const float *scales = reinterpret_cast<const float *>(keys + 2 * 16 * n);
                 f32x16 total = f32x16::zero();
                 for (int64_t d = 0; d < n; ++d) total = fma(f32x16::set1(q[d]), widen<KIND>(keys + 16 * d), total);
-                (total * f32x16::loadu(scales)).storeu(s);
+                (w.softcap == 0.f ? total * f32x16::loadu(scales) : bounded(total * f32x16::loadu(scales), w.softcap)).storeu(s);
             } else {
                 f32x16 total = f32x16::zero();
                 for (int64_t d = 0; d < n; ++d)
                     total = fma(f32x16::set1(q[d]), widen<KIND>(keys + 16 * d * SIZE<KIND>), total);
-                total.storeu(s);
+                (w.softcap == 0.f ? total : bounded(total, w.softcap)).storeu(s);
             }
             for (int64_t i = 0; i < 16; ++i) {
                 const int64_t slot = 16 * b + i;
@@ -350,13 +352,24 @@ static void receive(const Queries &w, int kv_head, int64_t index, int64_t from, 
     }
 }
 
+/* A score without a value joins weights e^(score - peak): `total`, their sum, and `values`, the factor of what they read,
+ * are then relative to the larger of both. */
+PIPPIN_INLINE void add_sink(float sink, float peak, float &values, float &total) {
+    float share[16];
+    exp(f32x16::set1(sink > peak ? peak - sink : sink - peak)).storeu(share);
+    if (sink > peak) values = share[0], total = total * share[0] + 1.f;
+    else total += share[0];
+}
+
 static void finish(const Queries &w, int kv_head, int64_t begin, int64_t end, const float *state) {
     const int64_t head_dim = w.cache.head_dim, stride = pippin::state_stride(head_dim), group = w.heads / w.cache.kv_heads;
     for (int64_t token = begin; token < end; ++token)
         for (int64_t head = 0; head < group; ++head, state += stride) {
             float *out = w.out + token * w.stride + (kv_head * group + head) * head_dim;
-            const f32x16 sum = f32x16::set1(state[stride - 15]);
-            by_16(head_dim, [&](int64_t at, int lanes) { put(f32x16::loadu(state + at) / sum, out + at, lanes); });
+            float values = 1.f, total = state[stride - 15];
+            if (w.sinks) add_sink(w.sinks[kv_head * group + head], state[stride - 16], values, total);
+            const f32x16 factor = f32x16::set1(values), sum = f32x16::set1(total);
+            by_16(head_dim, [&](int64_t at, int lanes) { put(f32x16::loadu(state + at) * factor / sum, out + at, lanes); });
         }
 }
 
@@ -402,7 +415,7 @@ static void keep(const Cache &cache, int32_t block, int slot, const float *k, co
         } else {
             int8_t *keys = reinterpret_cast<int8_t *>(target), *values = keys + 16 * n;
             float *scales = reinterpret_cast<float *>(values + 16 * n);
-            int8_t codes[512];
+            int8_t codes[1024];
             scales[slot] = to_int8(k, n, codes);
             for (int64_t d = 0; d < n; ++d) keys[16 * d + slot] = codes[d];
             scales[16 + slot] = to_int8(v, n, values + slot * n);
@@ -411,7 +424,7 @@ static void keep(const Cache &cache, int32_t block, int slot, const float *k, co
 }
 
 static pippin::StepKernels step_kernels() {
-    return {norm, heads, keep, activate, add, multiply, dense, softmax, attend, receive, merge, finish, read};
+    return {norm, layer_norm, heads, keep, activate, open, bound, add, multiply, dense, softmax, attend, receive, convolve, recur, leave, product, merge, finish, read};
 }
 
 } // namespace PIPPIN_NS

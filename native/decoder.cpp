@@ -15,6 +15,18 @@ namespace {
 
 thread_local Memory pass_memory;
 
+/* Norm and rotation of one token's heads. */
+void turn_heads(const StepKernels &step, int kind, const float *weight, float eps, float *x, int64_t heads, int64_t head_dim,
+                const float *cos, const float *sin) {
+    if (weight && kind == PIPPIN_NORM_ALL_HEADS) {
+        step.norm(x, weight, eps, heads * head_dim, x);
+        weight = nullptr;
+    }
+    if (kind != PIPPIN_NORM_ROTATED_HEADS) return step.heads(x, heads, head_dim, weight, eps, cos, sin);
+    step.heads(x, heads, head_dim, nullptr, eps, cos, sin);
+    step.heads(x, heads, head_dim, weight, eps, nullptr, nullptr);
+}
+
 } // namespace
 
 Pass::Pass(const pippin_model &model, const Ropes &ropes, void *pool, int cache, const pippin_batch &batch)
@@ -30,16 +42,37 @@ Pass::Pass(const pippin_model &model, const Ropes &ropes, void *pool, int cache,
 
 void Pass::lay_out(Cutter &cutter) {
     const int64_t group = std::min(b_.tokens, GROUP), q = c_.heads * c_.head_dim, kv = c_.kv_heads * c_.head_dim;
-    int64_t inner = 1, experts = 0, rank = 0;
-    const auto widest = [&](const pippin_matrix &up) { inner = std::max(inner, up.rows); };
+    int64_t inner = 1, run_inner = 0, experts = 0, active = 0, rank = 0;
+    int64_t entered = 0, mixed = 0, recurred = 0, low = 0;
+    int64_t opened = 0, low_q = 0, head_columns = 0;
+    bool parallel_parts = false, beside = false;
     for (int32_t l = b_.from; l < b_.to; ++l) {
-        widest(m_.layers[size_t(l)].up);
-        for (const pippin_expert &expert : m_.experts[size_t(l)]) widest(expert.up);
-        experts = std::max(experts, int64_t(m_.layers[size_t(l)].experts));
+        const pippin_layer &layer = m_.layers[size_t(l)];
+        inner = std::max({inner, layer.up.rows, layer.shared.up.rows});
+        for (const pippin_expert &expert : m_.experts[size_t(l)]) run_inner = std::max(run_inner, expert.up.rows);
+        experts = std::max(experts, int64_t(layer.experts));
+        active = std::max(active, int64_t(layer.active));
+        parallel_parts = parallel_parts || layer.parallel;
+        if (layer.attention_gate.rows) opened = std::max(opened, q);
+        if (layer.latent) {
+            const pippin_latent &latent = m_.latent[size_t(l)];
+            opened = std::max(opened, c_.heads * std::max(latent.plain_dim + latent.rotated_dim, latent.value_dim));
+            low_q = std::max(low_q, latent.q_a.rows);
+            head_columns = std::max<int64_t>(head_columns, std::max(latent.plain_dim, latent.kv_rank));
+        }
+        if (!layer.recurrent) continue;
+        const pippin_recurrent &recurrent = m_.recurrent[size_t(l)];
+        const int64_t values = int64_t(recurrent.heads) * recurrent.value_dim;
+        entered = std::max(entered, entered_columns(recurrent));
+        mixed = std::max(mixed, values + 2 * int64_t(recurrent.groups) * recurrent.key_dim);
+        recurred = std::max(recurred, values);
+        low = std::max(low, recurrent.in[6].rows ? 2 * recurrent.in[4].rows : 0);
+        beside = beside || layer.q.rows;
     }
     for (int64_t s = 0; s < b_.shares; ++s)
-        for (int64_t i = 0; i < 7 * c_.layers; ++i) rank = std::max(rank, b_.share[s].changes[i].rank);
-    const int64_t columns = std::max({c_.width, q, inner});
+        for (int64_t i = 0; i < PIPPIN_CHANGES * c_.layers; ++i) rank = std::max(rank, b_.share[s].changes[i].rank);
+    const int64_t columns = std::max({c_.width, q, inner, recurred, low, opened, low_q}), runs = group * active;
+    const int64_t run_columns = std::max(c_.width, run_inner);
     cutter.cut(origin_, b_.tokens);
     cutter.cut(slot_, b_.tokens);
     cutter.cut(visible_, b_.tokens);
@@ -47,19 +80,39 @@ void Pass::lay_out(Cutter &cutter) {
     cutter.cut(x_, b_.tokens * c_.width);
     cutter.cut(normed_, group * c_.width);
     cutter.cut(y_, group * c_.width);
+    cutter.cut(held_, parallel_parts ? group * c_.width : 0);
+    cutter.cut(beside_, beside ? group * c_.width : 0);
+    cutter.cut(entered_, group * entered);
+    cutter.cut(mixed_, group * mixed);
+    cutter.cut(recurred_, group * recurred);
+    cutter.cut(low_gates_, group * low);
     cutter.cut(q_, group * q);
     cutter.cut(k_, group * kv);
     cutter.cut(v_, group * kv);
     cutter.cut(read_, group * q);
+    cutter.cut(open_, group * opened);
+    cutter.cut(low_q_, group * low_q);
+    const int64_t head_bytes = activation_bytes(ActivationKind::BFloat16, group, head_columns);
+    cutter.cut(head_prepared_, head_columns ? c_.heads * ((head_bytes + 63) / 64 * 64) : 0);
     cutter.cut(gate_, group * inner);
     cutter.cut(up_, group * inner);
     cutter.cut(routes_, group * experts);
-    cutter.cut(gathered_, experts ? group * c_.width : 0);
-    cutter.cut(answers_, experts ? group * c_.width : 0);
-    cutter.cut(chosen_, group);
+    cutter.cut(choice_, group * experts);
+    cutter.cut(taken_, group * experts);
+    cutter.cut(used_, experts ? group : 0);
+    cutter.cut(gathered_, runs * c_.width);
+    cutter.cut(answers_, runs * c_.width);
+    cutter.cut(run_gate_, runs * run_inner);
+    cutter.cut(run_up_, runs * run_inner);
+    cutter.cut(source_, runs);
+    cutter.cut(rows_, runs);
+    cutter.cut(expert_, runs);
     cutter.cut(low_, group * rank);
-    for (int kind = 0; kind < kActivationKinds; ++kind)
+    for (int kind = 0; kind < kActivationKinds; ++kind) {
         cutter.cut(prepared_[kind], activation_bytes(ActivationKind(kind), group, (columns + 31) / 32 * 32));
+        const int64_t row = activation_bytes(ActivationKind(kind), 1, (run_columns + 31) / 32 * 32);
+        cutter.cut(run_prepared_[kind], runs * ((row + 63) / 64 * 64));
+    }
 }
 
 /* Where every token is, and what enters the first layer. */
@@ -82,10 +135,23 @@ void Pass::begin() {
         std::copy(b_.ids + t, b_.ids + t + some, ids);
         pippin_rows(&c_.embedding, ids, some, row(x_, t, c_.width));
     }
+    for (int64_t t = 0; c_.embedding_norm && t < count_; ++t)
+        step_.norm(row(x_, t, c_.width), c_.embedding_norm, c_.eps, c_.width, row(x_, t, c_.width));
     if (c_.embedding_scale != 1.f) step_.multiply(x_, c_.embedding_scale, count_ * c_.width);
+    for (int64_t t = 0; c_.position.rows && t < count_; ++t) {
+        const int64_t position = b_.axes ? b_.positions[t] : slot_[t];
+        pippin_rows(&c_.position, &position, 1, normed_);
+        step_.add(row(x_, t, c_.width), normed_, 1.f, c_.width);
+    }
     for (int64_t i = 0; i < b_.givens; ++i)
         memcpy(row(x_, b_.given[i].begin, c_.width), b_.given[i].rows,
                size_t(b_.given[i].count * c_.width) * sizeof(float));
+}
+
+/* The norm of hidden states; y may be x. */
+void Pass::normalize(const float *weight, const float *bias, const float *x, float *y) const {
+    if (c_.norm == PIPPIN_LAYER_NORM) step_.layer_norm(x, weight, bias, c_.eps, c_.width, y);
+    else step_.norm(x, weight, c_.eps, c_.width, y);
 }
 
 /* Change one token's hidden state at a site, if it is steered there. */
@@ -119,7 +185,7 @@ void Pass::keep_only_rows() {
 /* Add an adapter's change of a product, for the tokens that it works on. */
 void Pass::adapt(const Product &product, const float *x, int64_t count, int32_t layer, int64_t from) {
     for (int64_t s = 0; s < b_.shares; ++s) {
-        const pippin_change &change = b_.share[s].changes[7 * layer + product.change];
+        const pippin_change &change = b_.share[s].changes[PIPPIN_CHANGES * layer + product.change];
         if (change.rank == 0) continue;
         const int32_t *first = origin_ + from, *last = first + count;
         const int64_t begin = std::lower_bound(first, last, b_.share[s].begin) - first;
@@ -128,196 +194,193 @@ void Pass::adapt(const Product &product, const float *x, int64_t count, int32_t 
             for (int64_t token = begin + a; token < begin + b; ++token) {
                 float *low = low_ + token * change.rank;
                 step_.dense(change.down, change.rank, change.inputs, x + token * change.inputs, low, false);
-                step_.dense(change.up, change.outputs, change.rank, low, product.y + token * change.outputs, true);
+                step_.dense(change.up, change.outputs, change.rank, low, product.y + token * product.row(), true);
             }
         });
     }
 }
 
-/* Cosines and sines of one token, gathered from its positions. */
-void Pass::rotate(const pippin_layer &layer, int64_t token, float *cos, float *sin) const {
+/* Cosines and sines of one token: in the table, or gathered from its positions. False: the layer rotates nothing. */
+bool Pass::rotation(const pippin_layer &layer, int64_t token, float (&gathered)[2][512], const float *&cos,
+                    const float *&sin) const {
+    cos = sin = nullptr;
+    if (layer.rope < 0) return false;
     const Rope &rope = *ropes_[size_t(layer.rope)];
-    const int64_t half = c_.head_dim / 2;
+    const int64_t half = c_.rotary_dim / 2;
+    cos = gathered[0], sin = gathered[1];
+    if (!b_.axes) {
+        cos = rope.cos.data() + slot_[token] * half, sin = rope.sin.data() + slot_[token] * half;
+        return true;
+    }
     for (int64_t i = 0; i < half; ++i) {
         const int64_t axis = rope.axes.empty() || b_.axes == 1 ? 0 : rope.axes[size_t(i)];
         const int64_t position = b_.positions[axis * b_.tokens + origin_[token]];
-        cos[i] = rope.cos[size_t(position * half + i)], sin[i] = rope.sin[size_t(position * half + i)];
+        gathered[0][i] = rope.cos[size_t(position * half + i)], gathered[1][i] = rope.sin[size_t(position * half + i)];
     }
+    return true;
+}
+
+/* Queries of one token that grow with its position. */
+void Pass::scale_by_position(const pippin_layer &layer, int64_t token, float *q) const {
+    if (layer.position_beta == 0.f) return;
+    const int64_t position = b_.axes ? b_.positions[origin_[token]] : slot_[token];
+    const float steps = float(position / layer.position_length);
+    step_.multiply(q, 1.f + layer.position_beta * std::log1p(steps), c_.heads * c_.head_dim);
 }
 
 /* Norms on heads, and rotation, of the group's queries and keys. */
 void Pass::turn(const pippin_layer &layer, int32_t index, int64_t from, int64_t to, bool queries, bool keys) {
-    const int64_t half = c_.head_dim / 2, q = c_.heads * c_.head_dim, kv = c_.kv_heads * c_.head_dim;
-    const Rope *rope = layer.rope < 0 ? nullptr : ropes_[size_t(layer.rope)].get();
+    const int64_t q = c_.heads * c_.head_dim, kv = c_.kv_heads * c_.head_dim;
     Cache cache = cache_;
     cache.offset = m_.slots[size_t(index)] * c_.kv_heads * cache.head_bytes;
     parallel(to - from, PIPPIN_BLOCK, [&](int64_t a, int64_t b, int) {
         for (int64_t i = a; i < b; ++i) {
-            const int64_t slot = slot_[from + i];
-            const float *cos = rope ? rope->cos.data() + slot * half : nullptr;
-            const float *sin = rope ? rope->sin.data() + slot * half : nullptr;
-            float gathered[2][256]; // heads have at most 512 dimensions
-            if (rope && b_.axes) {
-                rotate(layer, from + i, gathered[0], gathered[1]);
-                cos = gathered[0], sin = gathered[1];
+            float gathered[2][512]; // heads have at most 1024 dimensions
+            const float *cos, *sin;
+            rotation(layer, from + i, gathered, cos, sin);
+            if (queries) {
+                float *heads = q_ + i * q;
+                turn_heads(step_, layer.qk_norm, layer.q_norm, c_.eps, heads, c_.heads, c_.head_dim, cos, sin);
+                scale_by_position(layer, from + i, heads);
             }
-            if (queries) step_.heads(q_ + i * q, c_.heads, c_.head_dim, layer.q_norm, c_.eps, cos, sin);
             if (!keys) continue;
-            step_.heads(k_ + i * kv, c_.kv_heads, c_.head_dim, layer.k_norm, c_.eps, cos, sin);
+            float *values = v_ + i * kv;
+            if (!layer.v.rows) memcpy(values, k_ + i * kv, size_t(kv) * sizeof(float));
+            if (layer.v_norm) step_.heads(values, c_.kv_heads, c_.head_dim, layer.v_norm, c_.eps, nullptr, nullptr);
+            turn_heads(step_, layer.qk_norm, layer.k_norm, c_.eps, k_ + i * kv, c_.kv_heads, c_.head_dim, cos, sin);
+            const int64_t slot = slot_[from + i];
             const int32_t block = table(layer, sequence_[from + i])[slot / PIPPIN_BLOCK];
-            step_.keep(cache, block, int(slot % PIPPIN_BLOCK), k_ + i * kv, v_ + i * kv);
+            step_.keep(cache, block, int(slot % PIPPIN_BLOCK), k_ + i * kv, values);
         }
     });
 }
 
-/* The keys and values of a layer after which only some tokens are left. */
+/* The keys and values of a layer, without its queries. */
 void Pass::keys_and_values(int32_t index, int64_t from, int64_t to) {
     const pippin_layer &layer = m_.layers[size_t(index)];
+    if (layer.latent) return latent_keys(index, from, to);
     const Product k{&layer.k, k_, layer.k_bias, 1}, v{&layer.v, v_, layer.v_bias, 2};
-    products(normed_, c_.width, to - from, {k, v}, [&](int64_t i) {
-        step_.norm(row(x_, from + i, c_.width), layer.attention_norm, c_.eps, c_.width, row(normed_, i, c_.width));
-        steer(PIPPIN_SITES * index, from + i, row(normed_, i, c_.width));
-    });
-    adapt(k, normed_, to - from, index, from);
-    adapt(v, normed_, to - from, index, from);
+    const float *x = layer.attention_norm ? normed_ : row(x_, from, c_.width);
+    const auto norm = [&](int64_t i) { normalize_input(index, layer, from + i, row(normed_, i, c_.width)); };
+    if (layer.v.rows) products(x, c_.width, to - from, {k, v}, norm);
+    else products(x, c_.width, to - from, {k}, norm);
+    adapt(k, x, to - from, index, from);
+    if (layer.v.rows) adapt(v, x, to - from, index, from);
     turn(layer, index, from, to, false, true);
 }
 
-void Pass::attention(int32_t index, int64_t from, int64_t to, bool own) {
+/* What attention reads of one token, if it is not the hidden state itself. */
+void Pass::normalize_input(int32_t index, const pippin_layer &layer, int64_t token, float *y) const {
+    if (!layer.attention_norm) return;
+    normalize(layer.attention_norm, layer.attention_norm_bias, row(x_, token, c_.width), y);
+    steer(PIPPIN_SITES * index, token, y);
+}
+
+void Pass::attention(int32_t index, int64_t from, int64_t to, bool own, float *y) {
     const pippin_layer &layer = m_.layers[size_t(index)];
-    const int64_t count = to - from;
-    const auto norm = [&](int64_t i) {
-        step_.norm(row(x_, from + i, c_.width), layer.attention_norm, c_.eps, c_.width, row(normed_, i, c_.width));
-        steer(PIPPIN_SITES * index, from + i, row(normed_, i, c_.width));
-    };
+    if (layer.latent) return latent_attention(index, from, to, own, y);
+    const int64_t count = to - from, wide = c_.heads * c_.head_dim;
+    const float *x = layer.attention_norm ? normed_ : row(x_, from, c_.width);
+    const auto norm = [&](int64_t i) { normalize_input(index, layer, from + i, row(normed_, i, c_.width)); };
     const Product q{&layer.q, q_, layer.q_bias, 0}, k{&layer.k, k_, layer.k_bias, 1}, v{&layer.v, v_, layer.v_bias, 2};
-    if (own) {
-        products(normed_, c_.width, count, {q, k, v}, norm);
-        adapt(k, normed_, count, index, from);
-        adapt(v, normed_, count, index, from);
-    } else {
-        products(normed_, c_.width, count, {q}, norm);
-    }
-    adapt(q, normed_, count, index, from);
+    const Product gate{&layer.attention_gate, open_, layer.attention_gate_bias, 7};
+    const Product *list[4] = {&q};
+    int64_t some = 1;
+    if (layer.attention_gate.rows) list[some++] = &gate;
+    if (own) list[some++] = &k;
+    if (own && layer.v.rows) list[some++] = &v;
+    products(x, c_.width, count, list, some, norm);
+    for (int64_t i = 0; i < some; ++i) adapt(*list[i], x, count, index, from);
     turn(layer, index, from, to, true, own);
     clock_.lap(REST);
     attend(layer, m_.slots[size_t(index)], from, to);
     if (b_.observations) observe(index, from, to);
     clock_.lap(ATTENTION);
-    const Product output{&layer.output, y_, layer.output_bias, 3};
-    products(read_, c_.heads * c_.head_dim, count, {output}, [](int64_t) {});
+    const Product output{&layer.output, y, layer.output_bias, 3};
+    products(read_, wide, count, {output}, [&](int64_t i) {
+        if (layer.attention_gate.rows) step_.open(row(read_, i, wide), row(open_, i, wide), wide);
+    });
     adapt(output, read_, count, index, from);
-    add_back(layer.post_attention_norm, PIPPIN_SITES * index + 1, from, to);
 }
 
-/* x += y of the group, normalized first where there is such a norm. */
-void Pass::add_back(const float *post_norm, int64_t site, int64_t from, int64_t to) {
+/* Attention, a recurrence, or the sum of both: added to the hidden states, or held where feed-forward goes beside. */
+void Pass::mix(int32_t index, int64_t from, int64_t to, bool own) {
+    const pippin_layer &layer = m_.layers[size_t(index)];
+    float *y = layer.parallel ? held_ : y_;
+    if (layer.q.rows) attention(index, from, to, own, y);
+    if (layer.recurrent) recurrence(index, from, to, layer.q.rows ? beside_ : y);
+    if (layer.q.rows && layer.recurrent) step_.add(y, beside_, 1.f, (to - from) * c_.width);
+    if (!layer.parallel)
+        add_back(layer.post_attention_norm, layer.post_attention_norm_bias, y, PIPPIN_SITES * index + 1, from, to);
+}
+
+/* x += y of the group: normalized where there is such a norm, else scaled. */
+void Pass::add_back(const float *post_norm, const float *bias, float *y, int64_t site, int64_t from, int64_t to) {
     parallel(to - from, 32, [&](int64_t a, int64_t b, int) {
         for (int64_t i = a; i < b; ++i) {
-            float *y = row(y_, i, c_.width);
+            float *added = row(y, i, c_.width);
             if (post_norm) {
-                step_.norm(y, post_norm, c_.eps, c_.width, y);
-                steer(site, from + i, y);
+                normalize(post_norm, bias, added, added);
+                steer(site, from + i, added);
             }
-            step_.add(row(x_, from + i, c_.width), y, 1.f, c_.width);
+            step_.add(row(x_, from + i, c_.width), added, post_norm ? 1.f : c_.residual_scale, c_.width);
         }
     });
-}
-
-/* y = down(act(gate x) * up x); adapters' changes unless the layer's index is -1. */
-template <class Make>
-void Pass::inner(const pippin_matrix &gate, const pippin_matrix &up, const pippin_matrix &down, int activation,
-                 const float *x, int64_t count, float *y, int32_t index, int64_t from, const Make &make) {
-    const int64_t size = up.rows;
-    const Product g{&gate, gate_, nullptr, 4}, u{&up, gate.rows ? up_ : gate_, nullptr, 5}, d{&down, y, nullptr, 6};
-    if (gate.rows) products(x, c_.width, count, {g, u}, make);
-    else products(x, c_.width, count, {u}, make);
-    if (index >= 0) {
-        if (gate.rows) adapt(g, x, count, index, from);
-        adapt(u, x, count, index, from);
-    }
-    products(gate_, size, count, {d}, [&](int64_t i) {
-        step_.activate(activation, row(gate_, i, size), gate.rows ? row(up_, i, size) : nullptr, size);
-    });
-    if (index >= 0) adapt(d, gate_, count, index, from);
 }
 
 void Pass::feed_forward(int32_t index, int64_t from, int64_t to) {
     const pippin_layer &layer = m_.layers[size_t(index)];
+    const int64_t count = to - from;
+    const bool shares_norm = layer.parallel && !layer.feedforward_norm;
+    const float *weight = shares_norm ? layer.attention_norm : layer.feedforward_norm;
+    const float *bias = shares_norm ? layer.attention_norm_bias : layer.feedforward_norm_bias;
+    const float *x = weight ? normed_ : row(x_, from, c_.width);
     const auto norm = [&](int64_t i) {
-        step_.norm(row(x_, from + i, c_.width), layer.feedforward_norm, c_.eps, c_.width, row(normed_, i, c_.width));
-        steer(PIPPIN_SITES * index + 2, from + i, row(normed_, i, c_.width));
+        if (!weight) return;
+        normalize(weight, bias, row(x_, from + i, c_.width), row(normed_, i, c_.width));
+        steer(PIPPIN_SITES * index + (shares_norm ? 0 : 2), from + i, row(normed_, i, c_.width));
     };
     if (layer.experts) {
-        for (int64_t i = 0; i < to - from; ++i) norm(i);
-        experts(index, from, to - from);
+        parallel(count, 8, [&](int64_t a, int64_t b, int) {
+            for (int64_t i = a; i < b; ++i) {
+                if (weight) norm(i);
+                else memcpy(row(normed_, i, c_.width), row(x_, from + i, c_.width), size_t(c_.width) * sizeof(float));
+            }
+        });
+        experts(index, from, count);
     } else {
-        inner(layer.gate, layer.up, layer.down, layer.activation, normed_, to - from, y_, index, from, norm);
+        const pippin_expert dense{layer.gate, layer.up, layer.down, layer.gate_bias, layer.up_bias, layer.down_bias};
+        inner(dense, {layer.activation, layer.limit, layer.xielu}, x, count, y_, index, from, norm);
     }
-    add_back(layer.post_feedforward_norm, PIPPIN_SITES * index + 3, from, to);
+    if (layer.parallel)
+        for (int64_t i = 0; i < count; ++i) step_.add(row(held_, i, c_.width), row(y_, i, c_.width), 1.f, c_.width);
+    add_back(layer.post_feedforward_norm, layer.post_feedforward_norm_bias, layer.parallel ? held_ : y_,
+             PIPPIN_SITES * index + 3, from, to);
     steer_all(PIPPIN_SITES * index + 4, from, to);
-}
-
-/* A mixture: each expert sees the tokens that chose it, in the order of the experts.
- * Source: Shazeer et al. 2017, arXiv:1701.06538; without dropped tokens as in MegaBlocks, arXiv:2211.15841. */
-void Pass::experts(int32_t index, int64_t from, int64_t count) {
-    const pippin_layer &layer = m_.layers[size_t(index)];
-    const int64_t experts = layer.experts;
-    for (int64_t i = 0; i < count; ++i) {
-        float *routes = row(routes_, i, experts);
-        step_.dense(layer.router, experts, c_.width, row(normed_, i, c_.width), routes, false);
-        const uint8_t *mask = b_.experts ? b_.experts[sequence_[from + i]] : nullptr;
-        const auto masked = [&](float value) {
-            for (int64_t e = 0; mask && e < experts; ++e)
-                if (!mask[index * b_.expert_columns + e]) routes[e] = value;
-        };
-        masked(-INFINITY);
-        step_.softmax(routes, experts);
-        masked(-1.f);
-        // all but the `active` largest become -1; of equals the first counts
-        float sum = 0;
-        std::vector<bool> keep(size_t(experts), false);
-        for (int32_t n = 0; n < layer.active; ++n) {
-            int64_t best = -1;
-            for (int64_t e = 0; e < experts; ++e)
-                if (!keep[size_t(e)] && (best < 0 || routes[e] > routes[best])) best = e;
-            keep[size_t(best)] = true;
-            sum += routes[best];
-        }
-        for (int64_t e = 0; e < experts; ++e)
-            routes[e] = !keep[size_t(e)] ? -1.f : layer.renormalize ? routes[e] / sum : routes[e];
-    }
-    memset(y_, 0, size_t(count * c_.width) * sizeof(float));
-    for (int64_t e = 0; e < experts; ++e) {
-        int64_t some = 0;
-        for (int64_t i = 0; i < count; ++i) {
-            if (row(routes_, i, experts)[e] < 0) continue;
-            memcpy(row(gathered_, some, c_.width), row(normed_, i, c_.width), size_t(c_.width) * sizeof(float));
-            chosen_[some++] = int32_t(i);
-        }
-        if (some == 0) continue;
-        const pippin_expert &expert = m_.experts[size_t(index)][size_t(e)];
-        inner(expert.gate, expert.up, expert.down, layer.activation, gathered_, some, answers_, -1, 0, [](int64_t) {});
-        for (int64_t i = 0; i < some; ++i)
-            step_.add(row(y_, chosen_[i], c_.width), row(answers_, i, c_.width), row(routes_, chosen_[i], experts)[e],
-                      c_.width);
-    }
 }
 
 /* One layer over all tokens that are left. narrow: only the wanted ones after its keys. */
 void Pass::layer(int32_t index, bool narrow) {
-    const bool own = m_.layers[size_t(index)].source < 0;
-    if (narrow && own && count_ != b_.outputs) {
+    bool own = m_.layers[size_t(index)].source < 0;
+    // a recurrence needs all tokens up to its outputs
+    const bool recurs = m_.layers[size_t(index)].recurrent;
+    const bool late = narrow && recurs;
+    if (late) narrow = false;
+    own = own && m_.layers[size_t(index)].q.rows;
+    // keys first where some tokens need none but them, or see tokens that come after them
+    if (own && ((narrow && count_ != b_.outputs) || (b_.visible && count_ > GROUP))) {
         for (int64_t from = 0; from < count_; from += GROUP)
             keys_and_values(index, from, std::min(from + GROUP, count_));
-        keep_only_rows();
-        for (int64_t from = 0; from < count_; from += GROUP)
-            attention(index, from, std::min(from + GROUP, count_), false);
-    } else {
-        if (narrow) keep_only_rows();
-        for (int64_t from = 0; from < count_; from += GROUP) attention(index, from, std::min(from + GROUP, count_), own);
+        own = false;
     }
-    for (int64_t from = 0; from < count_; from += GROUP) feed_forward(index, from, std::min(from + GROUP, count_));
+    if (narrow) keep_only_rows();
+    for (int64_t from = 0; from < count_; from += GROUP) {
+        const int64_t to = std::min(from + GROUP, count_);
+        if (m_.layers[size_t(index)].q.rows || recurs) mix(index, from, to, own);
+        if (m_.layers[size_t(index)].up.rows || m_.layers[size_t(index)].experts) feed_forward(index, from, to);
+        else steer_all(PIPPIN_SITES * index + 4, from, to);
+    }
+    if (late) keep_only_rows();
     clock_.lap(REST);
 }
 
@@ -329,14 +392,19 @@ void Pass::finish() {
         const int64_t to = std::min(from + GROUP, count_);
         float *hidden = b_.hidden ? row(b_.hidden, from, c_.width) : normed_;
         const auto norm = [&](int64_t i) {
-            step_.norm(row(x_, from + i, c_.width), m_.config.final_norm, c_.eps, c_.width, row(hidden, i, c_.width));
+            normalize(c_.final_norm, c_.final_norm_bias, row(x_, from + i, c_.width), row(hidden, i, c_.width));
             steer(PIPPIN_SITES * c_.layers, from + i, row(hidden, i, c_.width));
         };
         if (b_.logits)
-            products(hidden, c_.width, to - from, {{&c_.head, row(b_.logits, from, c_.vocab), nullptr, -1}}, norm);
+            products(hidden, c_.width, to - from, {{&c_.head, row(b_.logits, from, c_.vocab), c_.head_bias, -1}}, norm);
         else
             for (int64_t i = 0; i < to - from; ++i) norm(i);
     }
+    const bool changed = c_.logit_scale != 1.f || c_.logit_softcap != 0.f;
+    parallel(b_.logits && changed ? count_ * c_.vocab : 0, 1 << 14, [&](int64_t a, int64_t b, int) {
+        if (c_.logit_scale != 1.f) step_.multiply(b_.logits + a, c_.logit_scale, b - a);
+        if (c_.logit_softcap != 0.f) step_.bound(b_.logits + a, c_.logit_softcap, b - a);
+    });
     clock_.lap(REST);
 }
 
@@ -344,9 +412,10 @@ int Pass::run() {
     expect_regions();
     begin();
     const bool residual = b_.to < c_.layers && b_.residual;
-    int32_t last = b_.from; // the last layer with keys of its own, or the first of all
+    int32_t last = b_.from; // the last layer with keys of its own or a state, or the first of all
     for (int32_t index = b_.from; index < b_.to; ++index)
-        if (m_.layers[size_t(index)].source < 0) last = index;
+        if (m_.layers[size_t(index)].recurrent || (m_.layers[size_t(index)].q.rows && m_.layers[size_t(index)].source < 0))
+            last = index;
     for (int32_t index = b_.from; index < b_.to; ++index) layer(index, !residual && !b_.observations && index >= last);
     if (residual) memcpy(b_.residual, x_, size_t(count_ * c_.width) * sizeof(float));
     finish();

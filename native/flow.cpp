@@ -58,7 +58,7 @@ struct Pass {
     void norm(const float *weight, const float *bias) const {
         share(tokens, 8 * width, [&](int64_t begin, int64_t end, int) {
             for (int64_t i = begin; i < end; ++i)
-                table.flow.norm(hidden + i * width, weight, bias, flow.eps, width, normed + i * width);
+                table.step.layer_norm(hidden + i * width, weight, bias, flow.eps, width, normed + i * width);
         });
     }
 
@@ -100,7 +100,7 @@ struct Pass {
         norm(layer.feed_norm, layer.feed_norm_bias);
         multiply(layer.up, layer.up_bias, normed, tokens, wide);
         share(tokens, 32 * flow.hidden, [&](int64_t begin, int64_t end, int) {
-            table.step.activate(PIPPIN_GELU, wide + begin * flow.hidden, nullptr, (end - begin) * flow.hidden);
+            table.step.activate({PIPPIN_GELU, 0.f, nullptr}, wide + begin * flow.hidden, nullptr, (end - begin) * flow.hidden);
         });
         multiply(layer.down, layer.down_bias, wide, tokens, normed);
         table.step.add(hidden, normed, 1.f, tokens * width);

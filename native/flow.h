@@ -14,22 +14,6 @@ namespace PIPPIN_NS {
 using pippin::FLOW_TILE;
 using pippin::FlowQueries;
 
-/* Source: Ba et al. 2016, arXiv:1607.06450, eq. 3. */
-static void layer_norm(const float *x, const float *weight, const float *bias, float eps, int64_t n, float *y) {
-    f32x16 sums = f32x16::zero(), squares = f32x16::zero();
-    by_16(n, [&](int64_t at, int lanes) { sums = sums + get(x + at, lanes); });
-    const float mean = reduce_add(sums) / static_cast<float>(n);
-    by_16(n, [&](int64_t at, int lanes) {
-        put(get(x + at, lanes) - f32x16::set1(mean), y + at, lanes);
-        const f32x16 centered = get(y + at, lanes);
-        squares = fma(centered, centered, squares);
-    });
-    const f32x16 scale = f32x16::set1(1.f / __builtin_sqrtf(reduce_add(squares) / static_cast<float>(n) + eps));
-    by_16(n, [&](int64_t at, int lanes) {
-        put(fma(get(y + at, lanes) * scale, get(weight + at, lanes), get(bias + at, lanes)), y + at, lanes);
-    });
-}
-
 /* y[r][lane] = sum of a[r][i] * b[i][lane] over i, for ROWS rows and VECTORS vectors of 16 lanes. */
 template <int ROWS, int VECTORS>
 static void small_product(const float *a, int64_t a_stride, const float *b, int64_t b_stride, int64_t inner, float *y,
@@ -108,7 +92,7 @@ static void flow_attend(const FlowQueries &from, float *scratch) {
         flow_tile<1>(from, from.q + i * from.stride, from.out + i * from.out_stride, from.held + i + 1, scratch);
 }
 
-static pippin::FlowKernels flow_kernels() { return {layer_norm, flow_attend}; }
+static pippin::FlowKernels flow_kernels() { return {flow_attend}; }
 
 } // namespace PIPPIN_NS
 

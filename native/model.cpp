@@ -20,19 +20,93 @@ int check_matrix(const pippin_matrix &matrix, const char *name, int64_t layer, i
     return pippin_packed_bytes(matrix.format, matrix.group, rows, columns) < 0 ? PIPPIN_BAD_ARGUMENT : PIPPIN_OK;
 }
 
-int check_feedforward(const pippin_matrix &gate, const pippin_matrix &up, const pippin_matrix &down, int64_t layer,
-                      int64_t width) {
-    if (up.rows < 1) return fail(PIPPIN_BAD_ARGUMENT, "layer %lld: up has no rows", Wide(layer));
-    if (gate.rows)
-        if (int status = check_matrix(gate, "gate", layer, up.rows, width)) return status;
-    if (int status = check_matrix(up, "up", layer, up.rows, width)) return status;
-    return check_matrix(down, "down", layer, width, up.rows);
+int check_feedforward(const pippin_expert &part, int64_t layer, int64_t width) {
+    if (part.up.rows < 1) return fail(PIPPIN_BAD_ARGUMENT, "layer %lld: up has no rows", Wide(layer));
+    if (part.gate.rows)
+        if (int status = check_matrix(part.gate, "gate", layer, part.up.rows, width)) return status;
+    if (int status = check_matrix(part.up, "up", layer, part.up.rows, width)) return status;
+    return check_matrix(part.down, "down", layer, width, part.up.rows);
+}
+
+int check_mixture(const pippin_layer &layer, int64_t index, int64_t width) {
+    const pippin_router &router = layer.router;
+    if (layer.experts < 0 || layer.active < 1 || layer.active > layer.experts || !router.weight || !layer.expert)
+        return fail(PIPPIN_BAD_ARGUMENT, "layer %lld: %d of %d experts, or no router", Wide(index), layer.active,
+                    layer.experts);
+    if (router.scores < PIPPIN_SOFTMAX || router.scores > PIPPIN_SPARSEMIXER)
+        return fail(PIPPIN_BAD_ARGUMENT, "layer %lld: no such scores of a router: %d", Wide(index), router.scores);
+    if (router.groups < 1 || router.groups > kMostGroups || layer.experts % router.groups || router.active_groups < 1 ||
+        router.active_groups > router.groups || layer.experts / router.groups * router.active_groups < layer.active)
+        return fail(PIPPIN_BAD_ARGUMENT, "layer %lld: %d of %d groups of %d experts, of which a token takes %d", Wide(index),
+                    router.active_groups, router.groups, layer.experts, layer.active);
+    for (int32_t e = 0; e < layer.experts; ++e) {
+        if (int status = check_feedforward(layer.expert[e], index, width)) return status;
+        if (layer.expert[e].up.rows != layer.expert[0].up.rows || !layer.expert[e].gate.rows != !layer.expert[0].gate.rows)
+            return fail(PIPPIN_BAD_ARGUMENT, "layer %lld: experts of different sizes", Wide(index));
+    }
+    return layer.shared.up.rows ? check_feedforward(layer.shared, index, width) : PIPPIN_OK;
+}
+
+/* The matrices of a recurrence have the sizes that its heads ask for. */
+int check_recurrent(const pippin_recurrent &r, int64_t index, int64_t width) {
+    const bool known = r.kind >= PIPPIN_CONVOLUTION && r.kind <= PIPPIN_GATED_UNIT && r.gate >= PIPPIN_GATE_PLAIN &&
+                       r.gate <= PIPPIN_GATE_ACTIVATED && r.activation >= PIPPIN_SILU && r.activation < PIPPIN_XIELU;
+    if (!known || r.taps < 1 || r.heads < 1 || r.groups < 1 || r.heads % r.groups || r.value_dim < 1 || r.key_dim < 0)
+        return fail(PIPPIN_BAD_ARGUMENT, "layer %lld: a recurrence of kind %d with %d taps, %d heads in %d groups",
+                    Wide(index), r.kind, r.taps, r.heads, r.groups);
+    const bool delta = r.kind == PIPPIN_DELTA_RULE, space = r.kind == PIPPIN_STATE_SPACE, unit = r.kind == PIPPIN_GATED_UNIT;
+    if ((delta || space) && (r.key_dim < 1 || r.key_dim > 1024))
+        return fail(PIPPIN_BAD_ARGUMENT, "layer %lld: keys of %d dimensions, 1 to 1024 can be", Wide(index), r.key_dim);
+    const int64_t values = int64_t(r.heads) * r.value_dim, keys = int64_t(r.groups) * r.key_dim;
+    if (!r.conv || (r.norm_size && (!r.norm || r.norm_size < 1 || values % r.norm_size)) ||
+        ((delta || space) && (!r.rate || !r.step_bias)) || (space && !r.skip) ||
+        (delta && r.decays != r.heads && r.decays != r.heads * r.key_dim) ||
+        (unit && (!r.rate || !r.open[0] || !r.open[1] || !r.open_bias[0] || !r.open_bias[1])))
+        return fail(PIPPIN_BAD_ARGUMENT, "layer %lld: a part of the recurrence is missing, or norms of %d of %lld outputs",
+                    Wide(index), r.norm_size, Wide(values));
+    const bool low = delta && r.in[6].rows;
+    const int64_t rank = r.in[4].rows, gate_rank = r.in[5].rows;
+    const int64_t rows[4][6] = {{3 * values}, {keys, keys, values, r.heads, low ? rank : r.decays, low ? gate_rank : values},
+                                {2 * values + 2 * keys + r.heads}, {values, values}};
+    for (int i = 0; i < 6; ++i) {
+        const int64_t wanted = rows[r.kind - 1][i];
+        if (!wanted && r.in[i].rows) return fail(PIPPIN_BAD_ARGUMENT, "layer %lld: input %d is not used", Wide(index), i);
+        if (int status = wanted ? check_matrix(r.in[i], "an input of the recurrence", index, wanted, width) : 0) return status;
+    }
+    if (low && (rank < 1 || rank != gate_rank)) // they share their memory
+        return fail(PIPPIN_BAD_ARGUMENT, "layer %lld: gates of ranks %lld and %lld", Wide(index), Wide(rank), Wide(gate_rank));
+    if (int status = low ? check_matrix(r.in[6], "a gate of the recurrence", index, r.decays, rank) : 0) return status;
+    if (int status = low ? check_matrix(r.in[7], "a gate of the recurrence", index, values, rank) : 0) return status;
+    return check_matrix(r.out, "the output of the recurrence", index, width, values);
+}
+
+int check_latent(const pippin_config &config, const pippin_layer &layer, int64_t index) {
+    const pippin_latent &l = *layer.latent;
+    const int64_t sizes[] = {l.kv_rank, l.rotated_dim, l.plain_dim, l.value_dim};
+    if (*std::min_element(sizes, sizes + 4) < 1 || config.kv_heads != 1 || config.head_dim != l.kv_rank + l.rotated_dim ||
+        config.rotary_dim != l.rotated_dim || layer.source >= 0 || layer.attention_gate.rows || !l.kv_norm || !l.keys ||
+        !l.values || (l.q_a.rows && !l.q_a_norm))
+        return fail(PIPPIN_BAD_ARGUMENT, "layer %lld: latent attention of %d + %d dimensions, or a part is missing",
+                    Wide(index), l.kv_rank, l.rotated_dim);
+    if (int status = l.q_a.rows ? check_matrix(l.q_a, "q_a", index, l.q_a.rows, config.width) : 0) return status;
+    const int64_t inputs = l.q_a.rows ? l.q_a.rows : config.width, size = l.plain_dim + l.rotated_dim;
+    if (int status = check_matrix(layer.q, "q", index, config.heads * size, inputs)) return status;
+    if (int status = check_matrix(layer.k, "k", index, config.head_dim, config.width)) return status;
+    if (int status = check_matrix(layer.output, "output", index, config.width, config.heads * l.value_dim)) return status;
+    for (int64_t head = 0; head < config.heads; ++head) {
+        if (int status = check_matrix(l.keys[head], "keys of a head", index, l.kv_rank, l.plain_dim)) return status;
+        if (int status = check_matrix(l.values[head], "values of a head", index, l.value_dim, l.kv_rank)) return status;
+        const bool known = l.keys[head].format == PIPPIN_F32 || l.keys[head].format == PIPPIN_BF16;
+        if (!known || l.keys[head].format != l.keys[0].format || l.values[head].format != l.keys[0].format)
+            return fail(PIPPIN_BAD_ARGUMENT, "layer %lld: matrices of heads must all be float32 or all bfloat16", Wide(index));
+    }
+    return PIPPIN_OK;
 }
 
 int check_layer(const pippin_config &config, const pippin_layer *layers, int64_t index) {
     const pippin_layer &layer = layers[index];
     const int64_t width = config.width, q = config.heads * config.head_dim, kv = config.kv_heads * config.head_dim;
-    if (layer.source < -1 || layer.source >= index || (layer.source >= 0 && layers[layer.source].source != -1))
+    if (layer.source < -1 || layer.source >= index || (layer.source >= 0 && (layers[layer.source].source != -1 || !layers[layer.source].q.rows)))
         return fail(PIPPIN_BAD_ARGUMENT, "layer %lld reads layer %d, which is not an earlier one with its own keys",
                     Wide(index), layer.source);
     if (layer.rope < -1 || layer.rope >= config.rope_tables)
@@ -40,26 +114,49 @@ int check_layer(const pippin_config &config, const pippin_layer *layers, int64_t
                     config.rope_tables);
     if (layer.group < 0 || layer.group >= config.layers)
         return fail(PIPPIN_BAD_ARGUMENT, "layer %lld is in group %d", Wide(index), layer.group);
-    if (layer.window < 0 || layer.activation < PIPPIN_SILU || layer.activation > PIPPIN_RELU)
+    if (layer.window < 0 || layer.activation < PIPPIN_SILU || layer.activation > PIPPIN_XIELU)
         return fail(PIPPIN_BAD_ARGUMENT, "layer %lld: window %d and activation %d", Wide(index), layer.window,
                     layer.activation);
-    if (!layer.attention_norm || !layer.feedforward_norm)
+    if (layer.qk_norm < PIPPIN_NORM_HEADS || layer.qk_norm > PIPPIN_NORM_ROTATED_HEADS)
+        return fail(PIPPIN_BAD_ARGUMENT, "layer %lld: no such norm of queries and keys: %d", Wide(index), layer.qk_norm);
+    if (!(layer.softcap >= 0.f) || !(layer.limit >= 0.f) || (layer.position_beta != 0.f && layer.position_length < 1))
+        return fail(PIPPIN_BAD_ARGUMENT, "layer %lld: bounds %g and %g, positions in steps of %lld", Wide(index),
+                    double(layer.softcap), double(layer.limit), Wide(layer.position_length));
+    const bool attends = layer.q.rows, feeds = layer.up.rows || layer.experts;
+    if (!attends && !layer.recurrent && !feeds) return fail(PIPPIN_BAD_ARGUMENT, "layer %lld is empty", Wide(index));
+    if ((attends || layer.recurrent) && !layer.attention_norm && !layer.post_attention_norm)
         return fail(PIPPIN_BAD_ARGUMENT, "layer %lld has no norms", Wide(index));
-    if (int status = check_matrix(layer.q, "q", index, q, width)) return status;
-    if (int status = check_matrix(layer.output, "output", index, width, q)) return status;
-    if (layer.source < 0) {
+    if (layer.parallel && !feeds)
+        return fail(PIPPIN_BAD_ARGUMENT, "layer %lld has no parts that could be parallel", Wide(index));
+    const bool biased = (!layer.attention_norm || layer.attention_norm_bias) &&
+                        (!layer.feedforward_norm || layer.feedforward_norm_bias) &&
+                        (!layer.post_attention_norm || layer.post_attention_norm_bias) &&
+                        (!layer.post_feedforward_norm || layer.post_feedforward_norm_bias);
+    if (config.norm == PIPPIN_LAYER_NORM && !biased)
+        return fail(PIPPIN_BAD_ARGUMENT, "layer %lld has a layer norm without a bias", Wide(index));
+    if (layer.recurrent)
+        if (int status = check_recurrent(*layer.recurrent, index, width)) return status;
+    if (!attends && layer.source >= 0)
+        return fail(PIPPIN_BAD_ARGUMENT, "layer %lld reads keys and does not attend", Wide(index));
+    if (layer.latent) {
+        if (int status = check_latent(config, layer, index)) return status;
+    } else if (attends) {
+        if (config.rotary_dim != config.head_dim)
+            return fail(PIPPIN_BAD_ARGUMENT, "layer %lld rotates heads by tables of %lld dimensions", Wide(index),
+                        Wide(config.rotary_dim));
+        if (int status = check_matrix(layer.q, "q", index, q, width)) return status;
+        if (int status = check_matrix(layer.output, "output", index, width, q)) return status;
+    }
+    if (attends && !layer.latent && layer.source < 0) {
         if (int status = check_matrix(layer.k, "k", index, kv, width)) return status;
-        if (int status = check_matrix(layer.v, "v", index, kv, width)) return status;
+        if (layer.v.rows)
+            if (int status = check_matrix(layer.v, "v", index, kv, width)) return status;
     }
-    if (layer.experts == 0) return check_feedforward(layer.gate, layer.up, layer.down, index, width);
-    if (layer.experts < 0 || layer.active < 1 || layer.active > layer.experts || !layer.router || !layer.expert)
-        return fail(PIPPIN_BAD_ARGUMENT, "layer %lld: %d of %d experts, or no router", Wide(index), layer.active,
-                    layer.experts);
-    for (int32_t e = 0; e < layer.experts; ++e) {
-        const pippin_expert &expert = layer.expert[e];
-        if (int status = check_feedforward(expert.gate, expert.up, expert.down, index, width)) return status;
-    }
-    return PIPPIN_OK;
+    if (layer.attention_gate.rows)
+        if (int status = check_matrix(layer.attention_gate, "the gate of attention", index, q, width)) return status;
+    if (!feeds) return PIPPIN_OK;
+    if (layer.experts) return check_mixture(layer, index, width);
+    return check_feedforward({layer.gate, layer.up, layer.down, nullptr, nullptr, nullptr}, index, width);
 }
 
 int check_config(const pippin_config *config, const pippin_layer *layers) {
@@ -70,12 +167,20 @@ int check_config(const pippin_config *config, const pippin_layer *layers) {
                     Wide(c.layers), Wide(c.heads), Wide(c.kv_heads), Wide(c.width), Wide(c.vocab));
     if (c.heads % c.kv_heads)
         return fail(PIPPIN_BAD_ARGUMENT, "%lld heads are no multiple of %lld kv heads", Wide(c.heads), Wide(c.kv_heads));
-    if (c.head_dim < 2 || c.head_dim % 2 || c.head_dim > 512)
-        return fail(PIPPIN_BAD_ARGUMENT, "a head has an even number of dimensions up to 512, not %lld",
+    if (c.head_dim < 2 || c.head_dim % 2 || c.head_dim > 1024)
+        return fail(PIPPIN_BAD_ARGUMENT, "a head has an even number of dimensions up to 1024, not %lld",
                     Wide(c.head_dim));
-    if (!c.final_norm) return fail(PIPPIN_BAD_ARGUMENT, "no final norm");
+    if (c.rotary_dim < 2 || c.rotary_dim % 2 || c.rotary_dim > c.head_dim)
+        return fail(PIPPIN_BAD_ARGUMENT, "%lld of %lld dimensions of a head are rotated", Wide(c.rotary_dim),
+                    Wide(c.head_dim));
+    if (c.norm < PIPPIN_RMS_NORM || c.norm > PIPPIN_LAYER_NORM || !c.final_norm ||
+        (c.norm == PIPPIN_LAYER_NORM && !c.final_norm_bias))
+        return fail(PIPPIN_BAD_ARGUMENT, "no final norm, or norms of kind %d", c.norm);
+    if (!(c.logit_softcap >= 0.f)) return fail(PIPPIN_BAD_ARGUMENT, "logits bounded by %g", double(c.logit_softcap));
     if (int status = check_matrix(c.embedding, "embedding", -1, c.vocab, c.width)) return status;
     if (int status = check_matrix(c.head, "head", -1, c.vocab, c.width)) return status;
+    if (c.position.rows)
+        if (int status = check_matrix(c.position, "positions", -1, c.position.rows, c.width)) return status;
     for (int64_t index = 0; index < c.layers; ++index)
         if (int status = check_layer(c, layers, index)) return status;
     return PIPPIN_OK;
@@ -121,17 +226,32 @@ int check_sequences(const pippin_model &model, int64_t blocks, const pippin_batc
 int check_changes(const pippin_model &model, const pippin_share &share) {
     for (int64_t l = 0; l < model.config.layers; ++l) {
         const pippin_layer &layer = model.layers[size_t(l)];
-        const pippin_matrix *matrices[7] = {&layer.q,    &layer.k,  &layer.v,   &layer.output,
-                                            &layer.gate, &layer.up, &layer.down};
-        for (int i = 0; i < 7; ++i) {
-            const pippin_change &change = share.changes[7 * l + i];
+        const pippin_recurrent &recurrent = model.recurrent[size_t(l)];
+        const pippin_matrix *matrices[PIPPIN_CHANGES] = {&layer.q,  &layer.k,    &layer.v, &layer.output, &layer.gate,
+                                                         &layer.up, &layer.down, &layer.attention_gate};
+        if (layer.latent) matrices[2] = &model.latent[size_t(l)].q_a;
+        for (int i = 0; i < PIPPIN_INPUTS; ++i) matrices[8 + i] = &recurrent.in[i];
+        matrices[8 + PIPPIN_INPUTS] = &recurrent.out;
+        for (int i = 0; i < PIPPIN_CHANGES; ++i) {
+            const pippin_change &change = share.changes[PIPPIN_CHANGES * l + i];
             if (change.rank == 0) continue;
             if (change.rank < 0 || !change.down || !change.up || change.inputs != matrices[i]->columns ||
-                change.outputs != matrices[i]->rows || (i > 3 && layer.experts))
+                change.outputs != matrices[i]->rows || (i > 3 && i < 7 && layer.experts))
                 return fail(PIPPIN_BAD_ARGUMENT, "an adapter's change %d of layer %lld (rank %lld, %lld x %lld) does not fit",
                             i, Wide(l), Wide(change.rank), Wide(change.outputs), Wide(change.inputs));
         }
     }
+    return PIPPIN_OK;
+}
+
+int check_states(const pippin_model &model, const pippin_batch &b) {
+    const int64_t recurrent = std::count_if(model.states.begin(), model.states.end(), [](int32_t s) { return s >= 0; });
+    if (!recurrent) return PIPPIN_OK;
+    if (!b.states || !b.new_states || b.from != 0 || b.to != model.config.layers)
+        return fail(PIPPIN_BAD_ARGUMENT, "layers %d to %d of a model with states, or states are NULL", b.from, b.to);
+    for (int64_t i = 0; i < recurrent * b.sequences; ++i)
+        if (!b.new_states[i] || b.new_states[i] == b.states[i] || !b.states[i] != !b.held[i % b.sequences])
+            return fail(PIPPIN_BAD_ARGUMENT, "state %lld is missing, would be overwritten, or begins in the middle", Wide(i));
     return PIPPIN_OK;
 }
 
@@ -235,11 +355,19 @@ int check_batch(const pippin_model &model, const Ropes &ropes, const void *pool,
     if (int status = check_sequences(model, blocks, b)) return status;
     if (int status = check_wishes(model, b)) return status;
     if (int status = check_sight(model, b)) return status;
+    if (int status = check_states(model, b)) return status;
     if (int status = check_extras(model, b)) return status;
     for (int64_t i = 0; b.from == 0 && i < b.tokens; ++i)
         if (b.ids[i] < 0 || b.ids[i] >= model.config.vocab)
             return fail(PIPPIN_BAD_ARGUMENT, "token %d is not in a vocabulary of %lld", b.ids[i],
                         Wide(model.config.vocab));
+    for (int64_t t = 0; model.config.position.rows && b.from == 0 && b.axes && t < b.tokens; ++t)
+        if (b.positions[t] >= model.config.position.rows)
+            return fail(PIPPIN_BAD_ARGUMENT, "position %d of %lld", b.positions[t], Wide(model.config.position.rows));
+    for (int64_t s = 0; model.config.position.rows && b.from == 0 && !b.axes && s < b.sequences; ++s)
+        if (b.held[s] + int64_t(b.starts[s + 1]) - b.starts[s] > model.config.position.rows)
+            return fail(PIPPIN_BAD_ARGUMENT, "sequence %lld is longer than the model's %lld positions", Wide(s),
+                        Wide(model.config.position.rows));
     for (int32_t l = b.from; l < b.to; ++l) {
         const int32_t table = model.layers[size_t(l)].rope;
         if (table < 0) continue;
@@ -267,9 +395,16 @@ extern "C" pippin_model *pippin_model_new(const pippin_config *config, const pip
     model->layers.assign(layers, layers + config->layers);
     model->ropes.resize(size_t(config->rope_tables));
     std::vector<int32_t> sizes; // of each group
-    int32_t cached = 0;
+    int32_t cached = 0, states = 0;
     for (pippin_layer &layer : model->layers) {
         model->experts.emplace_back(layer.expert, layer.expert + (layer.expert ? layer.experts : 0));
+        model->latent.push_back(layer.latent ? *layer.latent : pippin_latent{});
+        model->recurrent.push_back(layer.recurrent ? *layer.recurrent : pippin_recurrent{});
+        model->states.push_back(layer.recurrent ? states++ : -1);
+        if (!layer.q.rows) {
+            model->slots.push_back(-1), model->cached_index.push_back(-1);
+            continue;
+        }
         if (layer.source >= 0) {
             const size_t source = size_t(layer.source);
             layer.window = model->layers[source].window, layer.group = model->layers[source].group;
@@ -287,6 +422,7 @@ extern "C" pippin_model *pippin_model_new(const pippin_config *config, const pip
         model->cached_index.push_back(cached++);
         model->cached = std::max(model->cached, sizes[group]);
     }
+    if (sizes.empty()) model->group_windows.push_back(0); // nobody attends; tables are checked all the same
     if (std::count(sizes.begin(), sizes.end(), 0)) {
         fail(PIPPIN_BAD_ARGUMENT, "a group of layers is empty");
         return nullptr;
@@ -305,7 +441,7 @@ extern "C" int pippin_model_rope(pippin_model *model, int table, const float *co
         return fail(PIPPIN_BAD_ARGUMENT, "no rotary table %d", table);
     if (positions < 1 || positions > INT32_MAX || !cos || !sin)
         return fail(PIPPIN_BAD_ARGUMENT, "a rotary table of %lld positions", Wide(positions));
-    const size_t count = size_t(positions * (model->config.head_dim / 2));
+    const size_t count = size_t(positions * (model->config.rotary_dim / 2));
     auto rope = std::make_shared<Rope>();
     rope->cos.assign(cos, cos + count);
     rope->sin.assign(sin, sin + count);
@@ -321,7 +457,7 @@ extern "C" int pippin_model_rope(pippin_model *model, int table, const float *co
 extern "C" int pippin_model_rope_axes(pippin_model *model, int table, const uint8_t *axes) try {
     if (!model || table < 0 || size_t(table) >= model->ropes.size() || !axes)
         return fail(PIPPIN_BAD_ARGUMENT, "no rotary table %d, or no axes", table);
-    const int64_t half = model->config.head_dim / 2;
+    const int64_t half = model->config.rotary_dim / 2;
     for (int64_t i = 0; i < half; ++i)
         if (axes[i] > 3) return fail(PIPPIN_BAD_ARGUMENT, "a frequency rotates by axis %d", axes[i]);
     std::lock_guard<std::mutex> lock(model->mutex);
@@ -336,5 +472,6 @@ extern "C" int pippin_model_rope_axes(pippin_model *model, int table, const uint
 extern "C" int64_t pippin_block_bytes(const pippin_model *model, int cache) {
     if (!model || cache < PIPPIN_CACHE_F32 || cache > PIPPIN_CACHE_INT8)
         return fail(PIPPIN_BAD_ARGUMENT, "no model, or no such precision of the cache: %d", cache);
-    return model->cached * model->config.kv_heads * head_bytes(model->config.head_dim, cache);
+    // a model that keeps nothing in blocks has blocks, too
+    return std::max<int64_t>(64, model->cached * model->config.kv_heads * head_bytes(model->config.head_dim, cache));
 }

@@ -18,6 +18,8 @@ struct Rope {
 };
 using Ropes = std::vector<std::shared_ptr<const Rope>>;
 
+constexpr int32_t kMostGroups = 64; // of a mixture's experts
+
 /* Bytes of one kv head in a block. */
 static inline int64_t head_bytes(int64_t head_dim, int cache) {
     const int64_t size = cache == PIPPIN_CACHE_F32 ? 4 : cache == PIPPIN_CACHE_BF16 ? 2 : 1;
@@ -34,6 +36,9 @@ struct pippin_model {
     pippin_config config;
     std::vector<pippin_layer> layers;
     std::vector<std::vector<pippin_expert>> experts;
+    std::vector<pippin_recurrent> recurrent; // of each layer
+    std::vector<pippin_latent> latent;       // likewise
+    std::vector<int32_t> states;             // of each layer: which of all recurrent layers it is
     std::vector<int32_t> slots; // of each layer: where its keys lie among the layers of a block
     int32_t cached = 0;         // most layers with keys of their own in one group: what a block holds
     std::vector<int32_t> group_windows; // of each group: the window of all its layers, 0 if they differ or see all

@@ -40,6 +40,22 @@ static void norm(const float *x, const float *weight, float eps, int64_t n, floa
     by_16(n, [&](int64_t at, int lanes) { put(get(x + at, lanes) * scale * get(weight + at, lanes), y + at, lanes); });
 }
 
+/* Source: Ba et al. 2016, arXiv:1607.06450, eq. 3. */
+static void layer_norm(const float *x, const float *weight, const float *bias, float eps, int64_t n, float *y) {
+    f32x16 sums = f32x16::zero(), squares = f32x16::zero();
+    by_16(n, [&](int64_t at, int lanes) { sums = sums + get(x + at, lanes); });
+    const float mean = reduce_add(sums) / static_cast<float>(n);
+    by_16(n, [&](int64_t at, int lanes) {
+        put(get(x + at, lanes) - f32x16::set1(mean), y + at, lanes);
+        const f32x16 centered = get(y + at, lanes);
+        squares = fma(centered, centered, squares);
+    });
+    const f32x16 scale = f32x16::set1(1.f / __builtin_sqrtf(reduce_add(squares) / static_cast<float>(n) + eps));
+    by_16(n, [&](int64_t at, int lanes) {
+        put(fma(get(y + at, lanes) * scale, get(weight + at, lanes), get(bias + at, lanes)), y + at, lanes);
+    });
+}
+
 /* Source of the rotation: Su et al. 2021, arXiv:2104.09864, with the pairs (i, i + head_dim / 2). */
 static void heads(float *x, int64_t count, int64_t head_dim, const float *weight, float eps, const float *cos,
                   const float *sin) {
@@ -73,7 +89,13 @@ PIPPIN_INLINE f32x16 erf(f32x16 x) {
     return y * (x / max(a, f32x16::set1(1e-30f))); // with the sign of x
 }
 
-template <int ACTIVATION> PIPPIN_INLINE f32x16 activation(f32x16 x) {
+/* tanh by e^{2x} - 1, which keeps small values exact to their last places. */
+PIPPIN_INLINE f32x16 tanh(f32x16 x) {
+    const f32x16 e = expm1(max(f32x16::set1(-20.f), min(f32x16::set1(20.f), x + x)));
+    return e / (e + f32x16::set1(2.f));
+}
+
+template <int ACTIVATION> PIPPIN_INLINE f32x16 activation(f32x16 x, const float *xielu) {
     if (ACTIVATION == PIPPIN_SILU) return x * sigmoid(x);
     if (ACTIVATION == PIPPIN_GELU)
         return x * f32x16::set1(0.5f) * (f32x16::set1(1.f) + erf(x * f32x16::set1(0.70710678f)));
@@ -81,23 +103,53 @@ template <int ACTIVATION> PIPPIN_INLINE f32x16 activation(f32x16 x) {
         const f32x16 u = x * fma(x * x, f32x16::set1(2.f * 0.7978845608f * 0.044715f), f32x16::set1(2.f * 0.7978845608f));
         return x * sigmoid(u);
     }
-    return max(f32x16::zero(), x);
+    if (ACTIVATION == PIPPIN_GELU_SIGMOID) return x * sigmoid(f32x16::set1(1.702f) * x);
+    if (ACTIVATION == PIPPIN_XIELU) { // Huang and Schlag 2024, arXiv:2411.13010; one of the halves is 0
+        const f32x16 above = max(f32x16::zero(), x), below = min(f32x16::zero(), x);
+        const f32x16 curved = fma(f32x16::set1(xielu[1]), expm1(below) - below, f32x16::set1(xielu[0]) * above * above);
+        return fma(f32x16::set1(xielu[2]), x, curved);
+    }
+    const f32x16 positive = max(f32x16::zero(), x);
+    return ACTIVATION == PIPPIN_RELU2 ? positive * positive : positive;
 }
 
-template <int ACTIVATION> static void activate_as(float *gate, const float *up, int64_t n) {
-    if (!up) return by_16(n, [&](int64_t at, int lanes) { put(activation<ACTIVATION>(get(gate + at, lanes)), gate + at, lanes); });
+template <int ACTIVATION> static void activate_as(const pippin::Activation &how, float *gate, const float *up, int64_t n) {
+    const float *xielu = how.xielu;
+    if (!up)
+        return by_16(n, [&](int64_t at, int lanes) {
+            put(activation<ACTIVATION>(get(gate + at, lanes), xielu), gate + at, lanes);
+        });
+    if (how.limit == 0.f)
+        return by_16(n, [&](int64_t at, int lanes) {
+            put(activation<ACTIVATION>(get(gate + at, lanes), xielu) * get(up + at, lanes), gate + at, lanes);
+        });
+    const f32x16 limit = f32x16::set1(how.limit), one = f32x16::set1(1.f);
     by_16(n, [&](int64_t at, int lanes) {
-        put(activation<ACTIVATION>(get(gate + at, lanes)) * get(up + at, lanes), gate + at, lanes);
+        const f32x16 bounded = max(f32x16::zero() - limit, min(limit, get(up + at, lanes))) + one;
+        put(activation<ACTIVATION>(min(limit, get(gate + at, lanes)), xielu) * bounded, gate + at, lanes);
     });
 }
 
-static void activate(int kind, float *gate, const float *up, int64_t n) {
-    switch (kind) {
-    case PIPPIN_SILU: return activate_as<PIPPIN_SILU>(gate, up, n);
-    case PIPPIN_GELU: return activate_as<PIPPIN_GELU>(gate, up, n);
-    case PIPPIN_GELU_TANH: return activate_as<PIPPIN_GELU_TANH>(gate, up, n);
-    default: return activate_as<PIPPIN_RELU>(gate, up, n);
+static void activate(const pippin::Activation &how, float *gate, const float *up, int64_t n) {
+    switch (how.kind) {
+    case PIPPIN_SILU: return activate_as<PIPPIN_SILU>(how, gate, up, n);
+    case PIPPIN_GELU: return activate_as<PIPPIN_GELU>(how, gate, up, n);
+    case PIPPIN_GELU_TANH: return activate_as<PIPPIN_GELU_TANH>(how, gate, up, n);
+    case PIPPIN_RELU2: return activate_as<PIPPIN_RELU2>(how, gate, up, n);
+    case PIPPIN_GELU_SIGMOID: return activate_as<PIPPIN_GELU_SIGMOID>(how, gate, up, n);
+    case PIPPIN_XIELU: return activate_as<PIPPIN_XIELU>(how, gate, up, n);
+    default: return activate_as<PIPPIN_RELU>(how, gate, up, n);
     }
+}
+
+static void open(float *x, const float *gate, int64_t n) {
+    by_16(n, [&](int64_t at, int lanes) { put(get(x + at, lanes) * sigmoid(get(gate + at, lanes)), x + at, lanes); });
+}
+
+PIPPIN_INLINE f32x16 bounded(f32x16 x, float cap) { return f32x16::set1(cap) * tanh(x / f32x16::set1(cap)); }
+
+static void bound(float *x, float cap, int64_t n) {
+    by_16(n, [&](int64_t at, int lanes) { put(bounded(get(x + at, lanes), cap), x + at, lanes); });
 }
 
 static void add(float *x, const float *y, float scale, int64_t n) {

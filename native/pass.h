@@ -51,8 +51,18 @@ struct Product {
     const pippin_matrix *weight;
     float *y;
     const float *bias;
-    int change; // which of an adapter's changes of the layer it has; -1: none
+    int change;         // which of an adapter's changes of the layer it has; -1: none
+    int64_t stride = 0; // between the results of tokens; 0: as many as there are
+    int64_t row() const { return stride ? stride : weight->rows; }
 };
+
+/* Numbers of a token that enter a recurrence, its gate included. */
+inline int64_t entered_columns(const pippin_recurrent &layer) {
+    int64_t columns = 0;
+    for (int i = 0; i < 4; ++i) columns += layer.in[i].rows;
+    for (int i = 4; i < 6; ++i) columns += layer.in[layer.in[6].rows ? i + 2 : i].rows;
+    return columns;
+}
 
 class Pass {
   public:
@@ -73,27 +83,51 @@ class Pass {
     void begin();
     void keep_only_rows();
     void layer(int32_t index, bool narrow);
+    void mix(int32_t index, int64_t from, int64_t to, bool own);
+    void recurrence(int32_t index, int64_t from, int64_t to, float *y);
+    int64_t enter(int32_t index, const pippin_recurrent &layer, int64_t from, int64_t count, Recurrence &work);
+    void remember(const pippin_recurrent &layer, int32_t state, int64_t from, int64_t to, const Recurrence &work);
     void keys_and_values(int32_t index, int64_t from, int64_t to);
-    void attention(int32_t index, int64_t from, int64_t to, bool own);
+    void normalize_input(int32_t index, const pippin_layer &layer, int64_t token, float *y) const;
+    void attention(int32_t index, int64_t from, int64_t to, bool own, float *y);
     Tiles cut_tiles(const pippin_layer &layer, int64_t from, int64_t to);
     void attend(const pippin_layer &layer, int32_t slot, int64_t from, int64_t to);
+    void latent_keys(int32_t index, int64_t from, int64_t to);
+    void latent_attention(int32_t index, int64_t from, int64_t to, bool own, float *y);
+    void head_products(const pippin_matrix *matrices, const float *x, int64_t x_stride, int64_t x_head, int64_t count,
+                       float *y, int64_t y_stride, int64_t y_head);
+    bool rotation(const pippin_layer &layer, int64_t token, float (&gathered)[2][512], const float *&cos,
+                  const float *&sin) const;
+    void scale_by_position(const pippin_layer &layer, int64_t token, float *q) const;
     void observe(int32_t index, int64_t from, int64_t to);
-    void rotate(const pippin_layer &layer, int64_t token, float *cos, float *sin) const;
     void steer(int64_t site, int64_t token, float *x) const;
     void steer_all(int64_t site, int64_t from, int64_t to);
     void attend_whole(const Queries &queries, const Tiles &tiles);
     void attend_parts(const Queries &queries, const Tiles &tiles);
     void feed_forward(int32_t index, int64_t from, int64_t to);
     void experts(int32_t index, int64_t from, int64_t count);
+    void route(const pippin_layer &layer, int32_t index, int64_t from, int64_t count);
+    void choose(const pippin_layer &layer, const uint8_t *mask, float *routes, float *choice, uint8_t *taken) const;
+    void mix_sparsely(const pippin_layer &layer, float *routes, float *weights, uint8_t *taken) const;
+    template <class Make> void expert_products(int32_t index, bool down, const float *x, const Make &make);
     template <class Make>
-    void inner(const pippin_matrix &gate, const pippin_matrix &up, const pippin_matrix &down, int activation,
-               const float *x, int64_t count, float *y, int32_t index, int64_t from, const Make &make);
+    void inner(const pippin_expert &layer, const Activation &activation, const float *x, int64_t count, float *y,
+               int32_t index, int64_t from, const Make &make);
     void turn(const pippin_layer &layer, int32_t index, int64_t from, int64_t to, bool queries, bool keys);
-    void add_back(const float *post_norm, int64_t site, int64_t from, int64_t to);
+    void normalize(const float *weight, const float *bias, const float *x, float *y) const;
+    void add_back(const float *post_norm, const float *bias, float *y, int64_t site, int64_t from, int64_t to);
     void finish();
 
     template <class Make>
-    void products(const float *x, int64_t columns, int64_t count, std::initializer_list<Product> list, const Make &make);
+    void products(const float *x, int64_t columns, int64_t count, const Product *const *list, int64_t some,
+                  const Make &make);
+    template <class Make>
+    void products(const float *x, int64_t columns, int64_t count, std::initializer_list<Product> list, const Make &make) {
+        const Product *each[4];
+        int64_t some = 0;
+        for (const Product &product : list) each[some++] = &product;
+        products(x, columns, count, each, some, make);
+    }
     void adapt(const Product &product, const float *x, int64_t count, int32_t layer, int64_t from);
     const int32_t *table(const pippin_layer &layer, int64_t sequence) const {
         return b_.tables + b_.table_starts[layer.group * b_.sequences + sequence];
@@ -116,10 +150,26 @@ class Pass {
     float *normed_, *y_;  // (group, width)
     float *q_, *k_, *v_;  // (group, heads * head_dim), ...
     float *read_;         // what attention read, like q
+    float *open_;         // what the gate of attention says, like q; queries of latent attention, and what it read
+    float *low_q_;        // (group, rank of queries): latent attention
+    uint8_t *head_prepared_;
+    float *held_;         // (group, width): what attention adds, in layers whose parts are parallel
+    float *beside_;       // (group, width): what a recurrence beside attention adds
+    float *entered_, *mixed_, *recurred_, *low_gates_; // (group, ...): a recurrence, from its inputs to its outputs
     float *gate_, *up_;   // (group, inner)
-    float *routes_;       // (group, experts): weights, -1 for those that are not chosen
-    float *gathered_, *answers_; // (group, width): tokens of one expert
-    int32_t *chosen_;     // (group)
+    /* A mixture: a token lies in as many rows as it has experts; the rows of one expert are a run. */
+    struct Run {
+        int32_t expert;
+        int64_t begin, count, panels_before;
+    };
+    float *routes_, *choice_;    // (group, experts): weights, -1 for those that are not chosen; what they are chosen by
+    uint8_t *taken_;             // (group, experts)
+    float *gathered_, *answers_; // (rows, width)
+    float *run_gate_, *run_up_;  // (rows, inner)
+    int32_t *source_, *expert_;  // (rows): token and expert of each
+    int32_t *rows_, *used_;      // (group, active): rows of each token in the order of the experts; (group): how many
+    uint8_t *run_prepared_[kActivationKinds];
+    std::vector<Run> runs_;
     float *low_;          // (group, rank)
     uint8_t *prepared_[kActivationKinds];
     std::vector<Tile> tiles_;
@@ -128,14 +178,14 @@ class Pass {
 /* The products of one input with several matrices. make(token) writes the token's row of x just before it is read;
  * x is (count, columns). */
 template <class Make>
-void Pass::products(const float *x, int64_t columns, int64_t count, std::initializer_list<Product> list,
+void Pass::products(const float *x, int64_t columns, int64_t count, const Product *const *list, int64_t some,
                     const Make &make) {
     Activations views[kActivationKinds];
     bool used[kActivationKinds] = {};
     int64_t panels = 0;
-    for (const Product &product : list) {
-        used[int(activation_kind(product.weight->format))] = true;
-        panels += panel_count(product.weight->rows);
+    for (int64_t i = 0; i < some; ++i) {
+        used[int(activation_kind(list[i]->weight->format))] = true;
+        panels += panel_count(list[i]->weight->rows);
     }
     for (int kind = 0; kind < kActivationKinds; ++kind)
         if (used[kind])
@@ -150,17 +200,38 @@ void Pass::products(const float *x, int64_t columns, int64_t count, std::initial
     const int64_t chunk = std::min<int64_t>(chunk_of(panels, 2) & ~int64_t(1), 16);
     parallel(panels, chunk, [&](int64_t from, int64_t to, int) {
         int64_t first = 0;
-        for (const Product &product : list) {
+        for (int64_t i = 0; i < some; ++i) {
+            const Product &product = *list[i];
             const int64_t last = first + panel_count(product.weight->rows);
             if (from < last && to > first) {
                 const Activations &a = views[int(activation_kind(product.weight->format))];
                 kernel_.matmul_panels(*product.weight, a, std::max(from, first) - first, std::min(to, last) - first,
-                                      product.y, product.weight->rows, product.bias);
+                                      product.y, product.row(), product.bias);
             }
             first = last;
         }
     });
     clock_.lap(LINEAR);
+}
+
+/* y = down(act(gate x) * up x); adapters' changes unless the layer's index is -1. */
+template <class Make>
+void Pass::inner(const pippin_expert &layer, const Activation &activation, const float *x, int64_t count, float *y,
+                 int32_t index, int64_t from, const Make &make) {
+    const int64_t size = layer.up.rows;
+    const bool gated = layer.gate.rows;
+    const Product g{&layer.gate, gate_, layer.gate_bias, 4}, d{&layer.down, y, layer.down_bias, 6};
+    const Product u{&layer.up, gated ? up_ : gate_, layer.up_bias, 5};
+    if (gated) products(x, c_.width, count, {g, u}, make);
+    else products(x, c_.width, count, {u}, make);
+    if (index >= 0) {
+        if (gated) adapt(g, x, count, index, from);
+        adapt(u, x, count, index, from);
+    }
+    products(gate_, size, count, {d}, [&](int64_t i) {
+        step_.activate(activation, row(gate_, i, size), gated ? row(up_, i, size) : nullptr, size);
+    });
+    if (index >= 0) adapt(d, gate_, count, index, from);
 }
 
 } // namespace pippin

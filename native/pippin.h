@@ -19,7 +19,7 @@ extern "C" {
 #pragma GCC visibility push(default) /* everything else in the library is hidden */
 #endif
 
-#define PIPPIN_ABI 4
+#define PIPPIN_ABI 5
 #define PIPPIN_BLOCK 16 /* tokens of one block of the cache */
 #define PIPPIN_PANEL 16 /* outputs that are computed together */
 
@@ -52,7 +52,18 @@ enum pippin_format {
 };
 
 enum pippin_cache { PIPPIN_CACHE_F32 = 0, PIPPIN_CACHE_BF16 = 1, PIPPIN_CACHE_INT8 = 2 };
-enum pippin_activation { PIPPIN_SILU = 0, PIPPIN_GELU = 1, PIPPIN_GELU_TANH = 2, PIPPIN_RELU = 3 };
+enum pippin_activation {
+    PIPPIN_SILU = 0,
+    PIPPIN_GELU = 1,
+    PIPPIN_GELU_TANH = 2,
+    PIPPIN_RELU = 3,
+    PIPPIN_RELU2 = 4,        /* its square */
+    PIPPIN_GELU_SIGMOID = 5, /* x sigmoid(1.702 x) */
+    PIPPIN_XIELU = 6         /* p x^2 + b x above 0, n (e^x - 1 - x) + b x below */
+};
+enum pippin_norm { PIPPIN_RMS_NORM = 0, PIPPIN_LAYER_NORM = 1 };
+enum pippin_qk_norm { PIPPIN_NORM_HEADS = 0, PIPPIN_NORM_ALL_HEADS = 1, PIPPIN_NORM_ROTATED_HEADS = 2 };
+enum pippin_scores { PIPPIN_SOFTMAX = 0, PIPPIN_SIGMOID = 1, PIPPIN_SPARSEMIXER = 2 };
 
 /* A packed weight of `rows` outputs and `columns` inputs. `data` is 64-byte aligned and made by a pippin_pack function.
  * group: inputs per scale (our own formats; else 0). zero: the code that means 0 (INT2 to INT8; else 0). */
@@ -105,44 +116,124 @@ int pippin_matmul(const pippin_matrix *weight, const float *x, int64_t x_stride,
 
 /* --- a decoder --------------------------------------------------------------------------------------------------- */
 typedef struct pippin_expert {
-    pippin_matrix gate, up, down;
+    pippin_matrix gate, up, down; /* gate.rows = 0: down(act(up(x))) */
+    const float *gate_bias, *up_bias, *down_bias;
 } pippin_expert;
 
-/* One layer; what a NULL pointer or rows = 0 leaves out is not there. Norm weights and biases are float32. */
+/* How the tokens of a mixture choose their experts; DeepSeek-V3, arXiv:2412.19437, section 2.1.2 has all of it. */
+typedef struct pippin_router {
+    const float *weight;          /* (experts, width) */
+    const float *bias;            /* (experts), or NULL */
+    const float *choice_bias;     /* (experts): added to the affinities for the choice alone; or NULL */
+    int32_t scores, normalize;    /* normalize: the weights of a token sum to 1 before the scale */
+    int32_t groups, active_groups; /* experts form groups of equal size, of which a token takes the best; 1 and 1 */
+    int32_t best_two, reserved;   /* a group is as good as the sum of its best two, else as its best */
+    float scale, jitter;          /* of the weights; of the sparse mixer */
+} pippin_router;
+
+/* A recurrence in place of attention, or beside it. A sequence carries one vector of float32 from token to token for each
+ * such layer: the last taps - 1 inputs of the convolution (taps - 1, channels), and a memory. */
+enum pippin_recurrence {
+    PIPPIN_CONVOLUTION = 1, /* in[0] gives b, c and u: out(c conv(b u)); no memory */
+    PIPPIN_DELTA_RULE = 2,  /* in: q, k, v, b, a and the gate; a and gate go on through in[6] and in[7] where these are;
+                               memory (heads, key_dim, value_dim) */
+    PIPPIN_STATE_SPACE = 3, /* in[0] gives the gate, x, B, C and time steps; memory (heads, value_dim, key_dim) */
+    PIPPIN_GATED_UNIT = 4   /* in: x and the gate; memory (heads * value_dim), and whether a token came before */
+};
+enum pippin_gate { /* of a recurrence's outputs */
+    PIPPIN_GATE_PLAIN = 0,
+    PIPPIN_GATE_SILU_BEFORE = 1, /* before their norm */
+    PIPPIN_GATE_SILU_AFTER = 2,
+    PIPPIN_GATE_SIGMOID_AFTER = 3,
+    PIPPIN_GATE_ACTIVATED = 4 /* by the activation of the recurrence */
+};
+#define PIPPIN_INPUTS 8
+typedef struct pippin_recurrent {
+    int32_t kind, taps, heads, groups; /* groups: heads of keys, or of B and C, which heads share */
+    int32_t key_dim, value_dim;        /* a state space: size of B and C, and channels of a head */
+    int32_t gate, activation;
+    int32_t norm_size, decays;         /* outputs are normalized so many together, or not: 0; decays: numbers of a */
+    float eps, beta, min_step, max_step;
+    pippin_matrix in[PIPPIN_INPUTS];
+    const float *in_bias[PIPPIN_INPUTS];
+    pippin_matrix out;
+    const float *out_bias;
+    const float *conv, *conv_bias;     /* (taps, channels), and (channels) or NULL */
+    const float *rate;                 /* (heads), or (heads * value_dim) of a gated unit; negative */
+    const float *step_bias;            /* (decays) */
+    const float *skip;                 /* (heads): outputs have so much of x, too */
+    const float *norm;                 /* (heads * value_dim) */
+    const float *open[2], *open_bias[2]; /* input and recurrent gate: (heads, value_dim, value_dim), inputs first; biases */
+} pippin_recurrent;
+
+/* Latent attention: keys and values of all heads come from one vector of a token, the only one that is cached. Queries
+ * come from the layer's q, the vector and the rotated part of all keys from its k. DeepSeek-V2, arXiv:2405.04434. */
+typedef struct pippin_latent {
+    int32_t kv_rank, rotated_dim, plain_dim, value_dim; /* head_dim is kv_rank + rotated_dim, and there is one kv head */
+    pippin_matrix q_a;                                  /* rows = 0: q reads the hidden states */
+    const float *q_a_bias, *q_a_norm, *kv_norm;
+    const pippin_matrix *keys, *values; /* (heads): (kv_rank, plain_dim) and (value_dim, kv_rank), all of one format */
+    float eps;                          /* of both norms */
+    int32_t reserved;
+} pippin_latent;
+
+/* One layer; what a NULL pointer or rows = 0 leaves out is not there. Norm weights and biases are float32. Without a
+ * norm before it, a part reads the hidden states as they are. */
 typedef struct pippin_layer {
-    pippin_matrix q, k, v, output; /* k and v only of a layer with keys of its own */
+    pippin_matrix q, k, v, output; /* k and v only of a layer with keys of its own; without v the values are the keys */
     pippin_matrix gate, up, down;  /* gate.rows = 0: down(act(up(x))) */
-    const float *q_bias, *k_bias, *v_bias, *output_bias;
+    pippin_matrix attention_gate;  /* what attention read is multiplied by a sigmoid of it */
+    const float *q_bias, *k_bias, *v_bias, *output_bias, *gate_bias, *up_bias, *down_bias, *attention_gate_bias;
     const float *attention_norm, *feedforward_norm;           /* before attention, before feed-forward */
     const float *post_attention_norm, *post_feedforward_norm; /* after them, before the residual is added */
-    const float *q_norm, *k_norm;                             /* (head_dim) */
-    int32_t source;                                           /* layer whose keys and values are read; -1: its own */
+    const float *attention_norm_bias, *feedforward_norm_bias, *post_attention_norm_bias, *post_feedforward_norm_bias;
+    const float *q_norm, *k_norm, *v_norm; /* (head_dim); of all heads together (heads * head_dim), (kv_heads * head_dim) */
+    const float *sinks;                    /* (heads): scores that take part in the softmax and have no value */
+    int32_t source;                        /* layer whose keys and values are read; -1: its own */
     int32_t window; /* tokens seen, itself included; 0: all. With a source, that layer's window holds instead */
-    int32_t rope;                                             /* rotary table; -1: none */
+    int32_t rope;                          /* rotary table; -1: none */
     int32_t activation;
-    int32_t experts, active, renormalize; /* a mixture if experts > 0; then gate, up, down are unused */
-    int32_t group;                        /* the group of layers whose block table it has; from 0, none left out */
-    const float *router; /* (experts, width) */
+    int32_t experts, active;               /* a mixture if experts > 0; then gate, up, down are unused */
+    int32_t group;                         /* the group of layers whose block table it has; from 0, none left out */
+    int32_t qk_norm;
+    int32_t parallel; /* feed-forward reads the hidden states before attention is added: through its own norm, or
+                         through that of attention if it has none */
+    float softcap;    /* scores become softcap * tanh(score / softcap); 0: as they are */
+    float limit;      /* act(min(gate, limit)) * (up in [-limit, limit] + 1); 0: act(gate) * up */
+    float position_beta;   /* queries at position p are multiplied by 1 + beta ln(1 + floor(p / length)); 0: not */
+    int64_t position_length;
+    float xielu[4];        /* p, n and b; the fourth is 0 */
+    pippin_router router;
     const pippin_expert *expert;
+    pippin_expert shared;      /* beside the experts, for every token */
+    const float *shared_gate;  /* (width): its output is multiplied by a sigmoid of the product with x; or NULL */
+    const pippin_latent *latent;       /* or NULL */
+    const pippin_recurrent *recurrent; /* beside attention, or in its place: q.rows = 0; or NULL */
 } pippin_layer;
 
 typedef struct pippin_config {
-    int64_t vocab, width, heads, kv_heads, head_dim, layers;
+    int64_t vocab, width, heads, kv_heads, head_dim, rotary_dim, layers; /* rotary_dim: what a rotary table rotates */
     float eps, attention_scale, embedding_scale;
     int32_t rope_tables;
-    pippin_matrix embedding, head; /* the same data where they are tied */
-    const float *final_norm;
+    int32_t norm;                   /* pippin_norm of the hidden states; layer norms have biases */
+    float residual_scale;           /* multiplier on what is added to the hidden states, unless it is normalized; 1 */
+    float logit_scale, logit_softcap; /* logits become softcap * tanh(scale * logit / softcap); 1 and 0: as they are */
+    pippin_matrix embedding, head;  /* the same data where they are tied */
+    const float *final_norm, *final_norm_bias;
+    const float *head_bias;         /* (vocab), or NULL */
+    const float *embedding_norm;    /* (width): embeddings are normalized before they are scaled; or NULL */
+    pippin_matrix position;         /* rows = 0, or an embedding of each position, which is added */
 } pippin_config;
 
 typedef struct pippin_model pippin_model;
 /* Copies the descriptions, not what they point to. NULL: failed. */
 pippin_model *pippin_model_new(const pippin_config *config, const pippin_layer *layers);
 void pippin_model_free(pippin_model *model);
-/* cos and sin of (positions, head_dim / 2), as Rotary.tables gives them without the doubled half and the sign. They are
+/* cos and sin of (positions, rotary_dim / 2), as Rotary.tables gives them without the doubled half and the sign. They are
  * copied, and may be replaced by longer ones while a pass is running. */
 int pippin_model_rope(pippin_model *model, int table, const float *cos, const float *sin, int64_t positions);
 
-/* The axis of a position by which each of head_dim / 2 frequencies rotates; at first all rotate by axis 0. */
+/* The axis of a position by which each of rotary_dim / 2 frequencies rotates; at first all rotate by axis 0. */
 int pippin_model_rope_axes(pippin_model *model, int table, const uint8_t *axes);
 
 /* One block of the cache holds PIPPIN_BLOCK tokens of the layers of one group that have keys of their own; all blocks
@@ -156,7 +247,10 @@ typedef struct pippin_change { /* y[start : start + outputs] += up (down x) */
     int64_t rank, inputs, outputs;
 } pippin_change;
 
-/* An adapter is an array of 7 * layers changes: q, k, v, output, gate, up, down of each layer; rank = 0: none. */
+/* An adapter is an array of PIPPIN_CHANGES * layers changes: q, k, v, output, gate, up, down and the gate of attention of
+ * each layer, the inputs of its recurrence, and the output of that; rank = 0: none. With latent attention, q_a is changed
+ * in the place of v. */
+#define PIPPIN_CHANGES (9 + PIPPIN_INPUTS)
 typedef struct pippin_share { /* an adapter and the tokens that it works on */
     const pippin_change *changes;
     int32_t begin, end;
@@ -221,6 +315,10 @@ typedef struct pippin_batch {
     float *before_norm;            /* (outputs, width): hidden states before the final norm, or NULL */
     int64_t observations;
     const pippin_observed *observed;
+    /* (recurrent layers, sequences): states before the pass, NULL for a beginning, and room for those after it, which
+     * may not be the same. A model with recurrent layers needs both, and computes all layers. */
+    const float *const *states;
+    float *const *new_states;
 } pippin_batch;
 
 /* pool: blocks of pippin_block_bytes each, 64-byte aligned. Layers after the last one with keys of its own are computed

@@ -52,7 +52,7 @@ Pass::Tiles Pass::cut_tiles(const pippin_layer &layer, int64_t from, int64_t to)
 /* What the queries of a group read. */
 void Pass::attend(const pippin_layer &layer, int32_t slot, int64_t from, int64_t to) {
     Queries queries{cache_, nullptr, q_, read_, slot_ + from, visible_ + from, c_.heads * c_.head_dim, layer.window, int(c_.heads),
-                    c_.attention_scale};
+                    c_.attention_scale, layer.softcap, layer.sinks};
     queries.cache.offset = slot * c_.kv_heads * cache_.head_bytes;
     const Tiles tiles = cut_tiles(layer, from, to);
     const int64_t threads = thread_count();
@@ -67,7 +67,7 @@ void Pass::observe(int32_t index, int64_t from, int64_t to) {
     for (int64_t o = 0; o < b_.observations; ++o) {
         const pippin_observed &seen = b_.observed[o];
         Queries queries{cache_, table(layer, seen.sequence), q_, read_, slot_ + from, visible_ + from, c_.heads * c_.head_dim,
-                        layer.window, int(c_.heads), c_.attention_scale};
+                        layer.window, int(c_.heads), c_.attention_scale, layer.softcap, nullptr};
         queries.cache.offset = m_.slots[size_t(index)] * c_.kv_heads * cache_.head_bytes;
         std::atomic<bool> failed{false};
         parallel(c_.kv_heads, 1, [&](int64_t first, int64_t last, int) {

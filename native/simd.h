@@ -59,12 +59,9 @@ template <int BITS> struct DotSum {
 };
 #endif
 
-/* exp(x) within 2 units in the last place; 0 at and below -104, infinity above 89, NaN stays NaN.
- * x = n ln 2 + r with |r| <= ln 2 / 2; exp(r) by a polynomial of degree 7.
+/* e^r - 1 for x = n ln 2 + r with |r| <= ln 2 / 2, by a polynomial of degree 7.
  * Source: the coefficients are those of Cephes' expf (S. Moshier), a minimax fit on that interval. */
-PIPPIN_INLINE f32x16 exp(f32x16 x) {
-    x = min(f32x16::set1(89.f), max(f32x16::set1(-104.f), x));  // the second operand is the one that a NaN survives in
-    const f32x16 n = round(x * f32x16::set1(1.44269504088896341f));
+PIPPIN_INLINE f32x16 exp_rest(f32x16 x, f32x16 n) {
     f32x16 r = fma(n, f32x16::set1(-0.693359375f), x);
     r = fma(n, f32x16::set1(2.12194440e-4f), r);
     f32x16 p = f32x16::set1(1.9875691500e-4f);
@@ -73,8 +70,22 @@ PIPPIN_INLINE f32x16 exp(f32x16 x) {
     p = fma(p, r, f32x16::set1(4.1665795894e-2f));
     p = fma(p, r, f32x16::set1(1.6666665459e-1f));
     p = fma(p, r, f32x16::set1(5.0000001201e-1f));
-    p = fma(p, r * r, r) + f32x16::set1(1.f);
+    return fma(p, r * r, r);
+}
+
+/* exp(x) within 2 units in the last place; 0 at and below -104, infinity above 89, NaN stays NaN. */
+PIPPIN_INLINE f32x16 exp(f32x16 x) {
+    x = min(f32x16::set1(89.f), max(f32x16::set1(-104.f), x));  // the second operand is the one that a NaN survives in
+    const f32x16 n = round(x * f32x16::set1(1.44269504088896341f));
+    const f32x16 p = exp_rest(x, n) + f32x16::set1(1.f);
     return scale_by_power(p, n);
+}
+
+/* exp(x) - 1 with the precision of small values: 2^n (e^r - 1) + (2^n - 1), for x up to 88. */
+PIPPIN_INLINE f32x16 expm1(f32x16 x) {
+    x = min(f32x16::set1(88.f), max(f32x16::set1(-104.f), x));
+    const f32x16 one = f32x16::set1(1.f), n = round(x * f32x16::set1(1.44269504088896341f));
+    return scale_by_power(exp_rest(x, n), n) + (scale_by_power(one, n) - one);
 }
 
 }  // namespace PIPPIN_NS

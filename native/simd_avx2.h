@@ -162,6 +162,7 @@ PIPPIN_INLINE f32x16 abs(f32x16 x) {
     const __m256 sign = _mm256_set1_ps(-0.f);
     return {_mm256_andnot_ps(sign, x.a), _mm256_andnot_ps(sign, x.b)};
 }
+PIPPIN_INLINE f32x16 sqrt(f32x16 x) { return {_mm256_sqrt_ps(x.a), _mm256_sqrt_ps(x.b)}; }
 PIPPIN_INLINE f32x16 round(f32x16 x) { return {_mm256_round_ps(x.a, 8), _mm256_round_ps(x.b, 8)}; }
 /* Lanes [0, n) of x, the others of y. */
 PIPPIN_INLINE f32x16 first(int n, f32x16 x, f32x16 y) {

@@ -91,6 +91,7 @@ PIPPIN_INLINE f32x16 fma(f32x16 a, f32x16 b, f32x16 c) { return {_mm512_fmadd_ps
 PIPPIN_INLINE f32x16 max(f32x16 a, f32x16 b) { return {_mm512_max_ps(a.v, b.v)}; }
 PIPPIN_INLINE f32x16 min(f32x16 a, f32x16 b) { return {_mm512_min_ps(a.v, b.v)}; }
 PIPPIN_INLINE f32x16 abs(f32x16 a) { return {_mm512_abs_ps(a.v)}; }
+PIPPIN_INLINE f32x16 sqrt(f32x16 a) { return {_mm512_sqrt_ps(a.v)}; }
 PIPPIN_INLINE f32x16 round(f32x16 a) { return {_mm512_roundscale_ps(a.v, 8)}; }
 /* Lanes [0, n) of a, the others of b. */
 PIPPIN_INLINE f32x16 first(int n, f32x16 a, f32x16 b) {

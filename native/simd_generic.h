@@ -184,6 +184,7 @@ PIPPIN_INLINE f32x16 max(f32x16 a, f32x16 b) { PIPPIN_EACH(a.v[i] > b.v[i] ? a.v
 PIPPIN_INLINE f32x16 min(f32x16 a, f32x16 b) { PIPPIN_EACH(a.v[i] < b.v[i] ? a.v[i] : b.v[i]); }
 PIPPIN_INLINE f32x16 abs(f32x16 a) { PIPPIN_EACH(__builtin_fabsf(a.v[i])); }
 /* To whole numbers, half to even; |a| < 2^22. */
+PIPPIN_INLINE f32x16 sqrt(f32x16 a) { PIPPIN_EACH(__builtin_sqrtf(a.v[i])); }
 PIPPIN_INLINE f32x16 round(f32x16 a) { PIPPIN_EACH((a.v[i] + 12582912.f) - 12582912.f); }
 #undef PIPPIN_EACH
 /* Lanes [0, n) of a, the others of b. */

@@ -160,6 +160,7 @@ PIPPIN_INLINE float32x4_t larger(float32x4_t a, float32x4_t b) { return vbslq_f3
 PIPPIN_INLINE f32x16 max(f32x16 a, f32x16 b) { PIPPIN_EACH(larger(a.v[i], b.v[i])); }
 PIPPIN_INLINE f32x16 min(f32x16 a, f32x16 b) { PIPPIN_EACH(vbslq_f32(vcltq_f32(a.v[i], b.v[i]), a.v[i], b.v[i])); }
 PIPPIN_INLINE f32x16 abs(f32x16 a) { PIPPIN_EACH(vabsq_f32(a.v[i])); }
+PIPPIN_INLINE f32x16 sqrt(f32x16 a) { PIPPIN_EACH(vsqrtq_f32(a.v[i])); }
 PIPPIN_INLINE f32x16 round(f32x16 a) { PIPPIN_EACH(vrndnq_f32(a.v[i])); }
 /* Lanes [0, n) of a, the others of b. */
 PIPPIN_INLINE f32x16 first(int n, f32x16 a, f32x16 b) {

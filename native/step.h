@@ -36,6 +36,8 @@ struct Queries {
     int64_t window;           // 0: all
     int heads;
     float scale;
+    float softcap;            // 0: none
+    const float *sinks;       // (heads), or nullptr
 };
 
 /* Attention keeps for each row [sum of values (head_dim, padded to 16), maximum, sum of weights]; 64-byte aligned. */
@@ -53,16 +55,40 @@ static inline int64_t attend_scratch(int64_t head_dim, int64_t group) {
     return (rows * head_dim + 15) / 16 * 16 + SUBTILE * (PART + state_stride(head_dim));
 }
 
+/* The nonlinearity of a feed-forward layer. */
+struct Activation {
+    int kind;           // pippin_activation
+    float limit;        // 0: none
+    const float *xielu; // its parameters
+};
+
+/* New tokens of one sequence on their way through a recurrence. */
+struct Recurrence {
+    const pippin_recurrent *layer;
+    const float *entered; // what the matrices gave: (count, entered_stride)
+    float *mixed;         // what the convolution gave, (count, channels)
+    float *y;             // outputs, (count, heads * value_dim)
+    int64_t entered_stride, conv_at, channels, step_at, beta_at, count; // columns of what enters
+    const float *before;  // the state, nullptr for a beginning; may be `after`
+    float *after;
+};
+
 struct StepKernels {
     /* y = weight * x / sqrt(mean(x^2) + eps); y may be x. */
     void (*norm)(const float *x, const float *weight, float eps, int64_t n, float *y);
+    /* y = weight * (x - mean) / sqrt(variance + eps) + bias; y may be x. */
+    void (*layer_norm)(const float *x, const float *weight, const float *bias, float eps, int64_t n, float *y);
     /* Normalize (weight may be NULL) and rotate (cos may be NULL) each of `count` heads, in place. */
     void (*heads)(float *x, int64_t count, int64_t head_dim, const float *weight, float eps, const float *cos,
                   const float *sin);
     /* Write keys and values (kv_heads, head_dim) of one token into its slot of a block. */
     void (*keep)(const Cache &cache, int32_t block, int slot, const float *k, const float *v);
-    /* gate = act(gate) * up, or act(gate) where up is NULL. */
-    void (*activate)(int activation, float *gate, const float *up, int64_t n);
+    /* gate = act(gate) * up, or act(gate) where up is NULL; limit and parameters as in pippin_layer. */
+    void (*activate)(const Activation &activation, float *gate, const float *up, int64_t n);
+    /* x *= sigmoid(gate). */
+    void (*open)(float *x, const float *gate, int64_t n);
+    /* x = cap * tanh(x / cap). */
+    void (*bound)(float *x, float cap, int64_t n);
     /* x += scale * y. */
     void (*add)(float *x, const float *y, float scale, int64_t n);
     void (*multiply)(float *x, float scale, int64_t n);
@@ -78,6 +104,14 @@ struct StepKernels {
      * the sum over the heads of the group, or the largest. p: room for (to - from) rounded up to 16, and head_dim. */
     void (*receive)(const Queries &queries, int kv_head, int64_t index, int64_t from, int64_t to, bool largest, float *p,
                     float *received);
+    /* The convolution of channels [from, to), multiples of 16 but for the last. */
+    void (*convolve)(const Recurrence &work, int64_t from, int64_t to);
+    /* The memory of one head over all tokens. */
+    void (*recur)(const Recurrence &work, int64_t head);
+    /* Norm and gate of one token's outputs, in place; the gate may be changed. */
+    void (*leave)(const pippin_recurrent &layer, float *gate, int64_t n, float *y);
+    /* x *= y. */
+    void (*product)(float *x, const float *y, int64_t n);
     /* Fold the states of later parts into earlier ones. */
     void (*merge)(float *state, const float *later, int64_t rows, int64_t head_dim);
     /* Write what queries [begin, end) of one kv head read to `out`. */
@@ -103,8 +137,6 @@ struct FlowQueries {
 static inline int64_t flow_scratch(int64_t size, int64_t capacity) { return FLOW_TILE * (size + capacity); }
 
 struct FlowKernels {
-    /* y = weight * (x - mean) / sqrt(variance + eps) + bias; y must not be x. */
-    void (*norm)(const float *x, const float *weight, const float *bias, float eps, int64_t n, float *y);
     /* Keep the new keys and values behind those that are held, and attend in causal order. */
     void (*attend)(const FlowQueries &queries, float *scratch);
 };

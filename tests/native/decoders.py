@@ -312,7 +312,9 @@ class NativeDecoder:
         layers = (native.Layer * len(weights.layers))(*(self._layer(layer) for layer in weights.layers))
         self.config = native.NativeConfig(
             len(weights.embedding), weights.embedding.shape[1], weights.heads, weights.kv_heads, weights.head_dim,
-            len(weights.layers), weights.eps, weights.attention_scale, weights.embedding_scale, len(weights.thetas),
+            weights.head_dim, len(weights.layers), weights.eps, weights.attention_scale, weights.embedding_scale,
+            len(weights.thetas),
+            native.NORMS["rms"], 1.0, 1.0, 0.0,
             self._pack("embedding", weights.embedding), self._pack("head", weights.head),
             self._address(weights.final_norm),
         )  # fmt: skip
@@ -354,9 +356,10 @@ class NativeDecoder:
             parts = [[self._pack(role, e.get(role)) for role in ("gate", "up", "down")] for e in layer.experts]
             experts = (native.Expert * len(parts))(*(native.Expert(*part) for part in parts))
             self.alive.append(experts)
-            made.experts, made.active, made.renormalize = len(parts), layer.active, layer.renormalize
-            made.expert = experts
-            made.router = self._address(layer.router)
+            made.experts, made.active, made.expert = len(parts), layer.active, experts
+            made.router = native.NativeRouter(
+                self._address(layer.router), normalize=layer.renormalize, groups=1, active_groups=1, scale=1.0
+            )
         return made
 
     def batch(
@@ -397,6 +400,7 @@ class NativeDecoder:
                 rank, inputs = change.down.shape
                 addresses = self._address(change.down), self._address(change.up)
                 parts.append(native.Change(*addresses, rank, inputs, len(change.up)))
+            parts += [none] * (native.CHANGES - len(ROLES))
         array = (native.Change * len(parts))(*parts)
         self.alive.append(array)
         return array

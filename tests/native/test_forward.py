@@ -401,7 +401,7 @@ def test_a_bad_pool_is_refused(says, pool, blocks, cache):
     [
         ("no multiple of", {"kv_heads": 3}),
         ("even number of dimensions", {"head_dim": 7}),
-        ("even number of dimensions", {"head_dim": 514}),
+        ("even number of dimensions", {"head_dim": 1026}),
         ("a decoder of 0 layers", {"layers": 0}),
         ("no final norm", {"final_norm": None}),
         ("embedding is 50 x 32, but 51 x 32", {"vocab": 51}),
@@ -422,7 +422,7 @@ def test_a_bad_configuration_is_refused(says, changes):
         ("not an earlier one with its own keys", {"source": 1}),
         ("rotary table 1 of 1", {"rope": 1}),
         ("window -1", {"window": -1}),
-        ("activation 4", {"activation": 4}),
+        ("activation 7", {"activation": 7}),
         ("has no norms", {"attention_norm": None}),
         ("3 of 2 experts", {"experts": 2, "active": 3}),
         ("or no router", {"experts": 2, "active": 1}),

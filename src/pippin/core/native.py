@@ -19,7 +19,7 @@ from pippin.core import device
 from pippin.core.checks import PositiveInt, checked
 from pippin.core.errors import InvalidArgument, NotEnoughMemory, PippinError
 
-ABI: Final = 4
+ABI: Final = 5
 BLOCK: Final = 16
 """Tokens per block of the KV cache."""
 
@@ -36,7 +36,18 @@ AFFINE_FORMATS: Final = {bits: 200 + bits for bits in (2, 3, 4, 5, 6, 8)}
 """Format numbers of the formats with a float32 scale and minimum for each group, by bits per weight."""
 
 CACHE_TYPES: Final = {"float32": 0, "bfloat16": 1, "int8": 2}
-ACTIVATIONS: Final = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
+ACTIVATIONS: Final = {
+    **{"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3},
+    **{"relu2": 4, "gelu_sigmoid": 5, "xielu": 6},
+}
+NORMS: Final = {"rms": 0, "layer": 1}
+QK_NORMS: Final = {None: 0, "head": 0, "full": 1, "rotated head": 2}
+ROUTER_SCORES: Final = {"softmax": 0, "sigmoid": 1, "sparsemixer": 2}
+RECURRENCES: Final = {"convolution": 1, "delta rule": 2, "state space": 3, "gated unit": 4}
+GATES: Final = {"plain": 0, "silu before": 1, "silu after": 2, "sigmoid after": 3, "activated": 4}
+RECURRENT_INPUTS: Final = 8
+CHANGES: Final = 9 + RECURRENT_INPUTS
+"""Matrices of a layer that an adapter may change."""
 
 _FOLDER = Path(__file__).resolve().parents[1]
 _SWITCH = "PIPPIN_NATIVE"
@@ -58,23 +69,76 @@ class NativeMatrix(ctypes.Structure):
 
 
 class Expert(ctypes.Structure):
-    """`pippin_expert`: one expert of a mixture."""
+    """`pippin_expert`: one expert of a mixture, or a dense layer beside the experts."""
 
-    _fields_ = (("gate", NativeMatrix), ("up", NativeMatrix), ("down", NativeMatrix))
+    _fields_ = (
+        *((name, NativeMatrix) for name in ("gate", "up", "down")),
+        *((name, c_void_p) for name in ("gate_bias", "up_bias", "down_bias")),
+    )
+
+
+class NativeRouter(ctypes.Structure):
+    """`pippin_router`: how the tokens of a mixture choose their experts."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("weight", "bias", "choice_bias")),
+        *((name, c_int32) for name in ("scores", "normalize", "groups", "active_groups", "best_two", "reserved")),
+        *((name, c_float) for name in ("scale", "jitter")),
+    )
+
+
+class NativeLatent(ctypes.Structure):
+    """`pippin_latent`: latent attention."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("kv_rank", "rotated_dim", "plain_dim", "value_dim")),
+        ("q_a", NativeMatrix),
+        *((name, c_void_p) for name in ("q_a_bias", "q_a_norm", "kv_norm")),
+        *((name, POINTER(NativeMatrix)) for name in ("keys", "values")),
+        ("eps", c_float),
+        ("reserved", c_int32),
+    )
+
+
+class NativeRecurrent(ctypes.Structure):
+    """`pippin_recurrent`: a recurrence in place of attention, or beside it."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("kind", "taps", "heads", "groups", "key_dim", "value_dim")),
+        *((name, c_int32) for name in ("gate", "activation", "norm_size", "decays")),
+        *((name, c_float) for name in ("eps", "beta", "min_step", "max_step")),
+        ("inputs", NativeMatrix * RECURRENT_INPUTS),  # `in`
+        ("input_biases", c_void_p * RECURRENT_INPUTS),
+        ("out", NativeMatrix),
+        *((name, c_void_p) for name in ("out_bias", "conv", "conv_bias", "rate", "step_bias", "skip", "norm")),
+        ("open", c_void_p * 2),
+        ("open_bias", c_void_p * 2),
+    )
 
 
 class Layer(ctypes.Structure):
     """`pippin_layer`: one layer of a decoder."""
 
     _fields_ = (
-        *((name, NativeMatrix) for name in ("q", "k", "v", "output", "gate", "up", "down")),
+        *((name, NativeMatrix) for name in ("q", "k", "v", "output", "gate", "up", "down", "attention_gate")),
         *((name, c_void_p) for name in ("q_bias", "k_bias", "v_bias", "output_bias")),
+        *((name, c_void_p) for name in ("gate_bias", "up_bias", "down_bias", "attention_gate_bias")),
         *((name, c_void_p) for name in ("attention_norm", "feedforward_norm")),
-        *((name, c_void_p) for name in ("post_attention_norm", "post_feedforward_norm", "q_norm", "k_norm")),
+        *((name, c_void_p) for name in ("post_attention_norm", "post_feedforward_norm")),
+        *((name, c_void_p) for name in ("attention_norm_bias", "feedforward_norm_bias")),
+        *((name, c_void_p) for name in ("post_attention_norm_bias", "post_feedforward_norm_bias")),
+        *((name, c_void_p) for name in ("q_norm", "k_norm", "v_norm", "sinks")),
         *((name, c_int32) for name in ("source", "window", "rope", "activation")),
-        *((name, c_int32) for name in ("experts", "active", "renormalize", "group")),
-        ("router", c_void_p),
+        *((name, c_int32) for name in ("experts", "active", "group", "qk_norm", "parallel")),
+        *((name, c_float) for name in ("softcap", "limit", "position_beta")),
+        ("position_length", c_int64),
+        ("xielu", c_float * 4),
+        ("router", NativeRouter),
         ("expert", POINTER(Expert)),
+        ("shared", Expert),
+        ("shared_gate", c_void_p),
+        ("latent", POINTER(NativeLatent)),
+        ("recurrent", POINTER(NativeRecurrent)),
     )
 
 
@@ -82,12 +146,14 @@ class NativeConfig(ctypes.Structure):
     """`pippin_config`: sizes and weights that the layers of a decoder share."""
 
     _fields_ = (
-        *((name, c_int64) for name in ("vocab", "width", "heads", "kv_heads", "head_dim", "layers")),
+        *((name, c_int64) for name in ("vocab", "width", "heads", "kv_heads", "head_dim", "rotary_dim", "layers")),
         *((name, c_float) for name in ("eps", "attention_scale", "embedding_scale")),
-        ("rope_tables", c_int32),
+        *((name, c_int32) for name in ("rope_tables", "norm")),
+        *((name, c_float) for name in ("residual_scale", "logit_scale", "logit_softcap")),
         ("embedding", NativeMatrix),
         ("head", NativeMatrix),
-        ("final_norm", c_void_p),
+        *((name, c_void_p) for name in ("final_norm", "final_norm_bias", "head_bias", "embedding_norm")),
+        ("position", NativeMatrix),
     )
 
 
@@ -163,6 +229,8 @@ class NativeBatch(ctypes.Structure):
         ("before_norm", c_void_p),
         ("observations", c_int64),
         ("observed", POINTER(Observed)),
+        ("states", c_void_p),
+        ("new_states", c_void_p),
     )
 
 

@@ -695,11 +695,13 @@ class Decoder(nn.Module):
         return list(self._tables.values())
 
     def pack_head(self) -> None:
-        """Pack the embeddings, the last norm and the output matrix."""
+        """Pack the embeddings, of positions too, the last norm and the output matrix."""
         pack(self.norm)
         if self.per_layer is not None:
             pack(self.per_layer)
         self._modules["embed_tokens"] = pack(self.embed_tokens)
+        if self.embed_positions is not None:
+            self._modules["embed_positions"] = pack(self.embed_positions)
         self.tie_weights()
         self._modules["lm_head"] = pack(self.lm_head)
 

@@ -98,6 +98,11 @@ class XIELU(nn.Module):
         self.alpha_p.fill_(math.log(math.expm1(0.8)))
         self.alpha_n.fill_(math.log(math.expm1(0.8 - 0.5)))
 
+    def coefficients(self) -> tuple[float, float, float, float]:
+        """$a_p$, $a_n$ and $b$ as numbers, and a zero that fills up the kernels' four."""
+        positive, negative = F.softplus(self.alpha_p), self.beta + F.softplus(self.alpha_n)
+        return float(positive), float(negative), float(self.beta), 0.0
+
     def forward(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
         """Apply the function to each element."""
         positive, negative = F.softplus(self.alpha_p), self.beta + F.softplus(self.alpha_n)

@@ -19,6 +19,7 @@ from pippin.nn.context import LayerContext
 from pippin.nn.kv_cache import VisibleKeyValues
 from pippin.nn.linear import Linear
 from pippin.nn.norm import RMSNorm
+from pippin.nn.quantization.packed import NativeWeight
 from pippin.nn.rotary import apply_rotary
 
 _EPS = 1e-6
@@ -26,12 +27,29 @@ _EPS = 1e-6
 
 
 class HeadProjection(nn.Module):
-    """The matrix from latent vectors to the keys and values of each head; it is never packed."""
+    """The matrix from latent vectors to the keys and values of each head, which are never computed.
+
+    It keeps its precision where others are quantized: what is moved to queries and outputs is read by head, transposed.
+    """
 
     def __init__(self, latent: LatentSpec, heads: int) -> None:
         super().__init__()
         self.latent, self.heads = latent, heads
         self.weight = nn.Parameter(torch.empty(heads * (latent.plain_dim + latent.value_dim), latent.kv_rank))
+        self._packed: tuple[list[NativeWeight], list[NativeWeight]] | None = None
+
+    def by_head(self) -> tuple[list[NativeWeight], list[NativeWeight]]:
+        """For the native kernels: of each head the keys' part, (kv_rank, plain_dim), and that of the values.
+
+        The weight must not change any more.
+        """
+        if self._packed is None:
+            keys, values = self.split()
+            self._packed = (
+                [NativeWeight.from_dense(part.T) for part in keys],
+                [NativeWeight.from_dense(part) for part in values],
+            )
+        return self._packed
 
     def split(self) -> tuple[Float[Tensor, "heads plain_dim kv_rank"], Float[Tensor, "heads value_dim kv_rank"]]:
         """The parts for keys and for values."""

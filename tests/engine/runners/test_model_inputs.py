@@ -36,8 +36,6 @@ def opened(request, tmp_path, tiny):
 def runner_of(decoder, kind, tiny, groups=False):
     module = copy.deepcopy(decoder).requires_grad_(False)
     model = LanguageModel("random", module.pack() if kind == "native" else module, tiny.tokenizer, None)
-    if kind == "native" and not NativeRunner.supports(model):
-        pytest.skip("the native kernels do not have this family")
     found = model.config.cache_groups if groups else None
     runner = (NativeRunner if kind == "native" else TorchRunner)(model, 40, "float32", found)
     assert (kind == "native") == NativeRunner.supports(model)
@@ -150,6 +148,18 @@ def test_spans_attend_to_each_other(opened, family):
 
 
 @torch.no_grad()
+def test_a_span_may_be_longer_than_what_goes_through_a_layer_at_once(opened):
+    theirs, runner = opened("qwen2")
+    ids, start, end = some_ids(200), 90, 170
+    visible = [end - 1 if start <= slot < end else slot for slot in range(200)]
+    allowed = torch.arange(200) <= torch.tensor(visible)[:, None]
+    mask = torch.zeros(1, 1, 200, 200).masked_fill(~allowed, torch.finfo(torch.float32).min)
+    expected = theirs(torch.tensor([ids]), attention_mask=mask).logits[0]
+    close(one(runner, ids, visible=visible), expected)
+    assert (one(runner, ids) - expected).abs().max() > 0.01
+
+
+@torch.no_grad()
 def test_embeddings_replace_those_of_tokens_after_their_scale(opened):
     theirs, runner = opened("gemma3_text")  # whose embeddings are scaled
     ids, rows = some_ids(30), torch.randn(7, 64, generator=torch.Generator().manual_seed(3))
@@ -163,7 +173,7 @@ def test_embeddings_replace_those_of_tokens_after_their_scale(opened):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", ["qwen2", "gemma3_text"])
+@pytest.mark.parametrize("family", ["qwen2", "gemma3_text", "olmo2", "cohere", "qwen3_moe"])
 def test_steering_equals_hooks_on_the_same_modules(opened, family):
     theirs, runner = opened(family)
     generator = torch.Generator().manual_seed(5)
@@ -266,7 +276,7 @@ def test_hidden_states_before_and_after_the_last_norm(opened):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", ["qwen2", "gemma3_text", "mistral"])
+@pytest.mark.parametrize("family", ["qwen2", "gemma2", "gemma3_text", "mistral", "cohere2"])
 @pytest.mark.parametrize("reduction", ["sum", "max"])
 def test_attention_received_equals_that_of_transformers(opened, family, reduction):
     theirs, runner = opened(family)

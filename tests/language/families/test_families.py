@@ -1,7 +1,10 @@
 """Every family against transformers, on tiny random checkpoints: in one pass, in chunks and batches, and saved."""
 
+import copy
 import json
 from dataclasses import replace
+from itertools import pairwise
+from operator import itemgetter
 
 import pytest
 import torch
@@ -10,15 +13,19 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_rope_utils import _compute_longrope_parameters
 
 import pippin
+from pippin.core import native
 from pippin.core.errors import CorruptedFile, InvalidArgument, UnsupportedModel
 from pippin.core.store.reference import resolve
 from pippin.engine import Engine, Request, SamplingOptions
 from pippin.engine.model_runner import ModelInput
+from pippin.engine.runners.native_runner import NativeRunner
 from pippin.engine.runners.torch_runner import TorchRunner
 from pippin.language import Decoder, LanguageModel, families
+from pippin.language.adapter_files import target_modules
 from pippin.language.families.family import pair_order
 from pippin.language.language_model import read_headers
 from pippin.nn.kv_cache import PackedDocuments
+from pippin.nn.lora import Adapter, LowRankUpdate
 from pippin.nn.rotary import apply_rotary
 
 from .checkpoints import CHECKPOINTS, SMALL, read, save_random
@@ -27,8 +34,10 @@ EXPERTS = (
     *("deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "gpt_oss", "granitemoe"),
     *("granitemoeshared", "hunyuan_v1_moe", "minimax_m2", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe"),
 )
+NOT_NATIVE = ("gemma4_text", "gemma4_text with experts and keys as values")
 IDS = torch.randint(0, 97, (2, 40), generator=torch.Generator().manual_seed(1))
 CLOSE = {"rtol": 1e-5, "atol": 2e-5}
+NEEDS_KERNELS = pytest.mark.skipif(native.library() is None, reason="the native kernels are not built")
 NO_END = {256: -100.0, 257: -100.0, 258: -100.0}  # the tokenizer has 258 tokens
 
 
@@ -58,11 +67,19 @@ def test_logits_equal_transformers(checkpoints, model_type):
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("kind", [TorchRunner, pytest.param(NativeRunner, marks=NEEDS_KERNELS)])
 @pytest.mark.parametrize("model_type", CHECKPOINTS)
-def test_chunks_batches_and_single_tokens_equal_one_pass(checkpoints, tiny, model_type):
+def test_chunks_batches_and_single_tokens_equal_one_pass(checkpoints, tiny, model_type, kind):
     _, reference, decoder = checkpoints(model_type)
     expected = reference(IDS).logits
-    runner = TorchRunner(LanguageModel("small", decoder, tiny.tokenizer, None), 8, "float32")
+    if kind is NativeRunner:
+        decoder = copy.deepcopy(decoder).pack()
+    model = LanguageModel("small", decoder, tiny.tokenizer, None)
+    if kind is NativeRunner:
+        assert NativeRunner.supports(model) == (model_type not in NOT_NATIVE)
+        if model_type in NOT_NATIVE:
+            return
+    runner = kind(model, 8, "float32")
     tables, (first, second) = ([3, 1, 5], [0, 2, 4]), IDS.tolist()
     one, two = {}, {}  # states of recurrent layers
     # the second sequence is 7 tokens behind, and only its last logits are wanted at first
@@ -88,6 +105,64 @@ def test_chunks_batches_and_single_tokens_equal_one_pass(checkpoints, tiny, mode
     for row, logits in zip(expected, runner.forward(last), strict=True):
         torch.testing.assert_close(logits, row[39:], **CLOSE)
     runner.close()
+
+
+@NEEDS_KERNELS
+@torch.inference_mode()
+@pytest.mark.parametrize("model_type", sorted(set(CHECKPOINTS) - set(NOT_NATIVE)))
+def test_the_kernels_give_the_same_bits_however_a_prompt_is_cut(checkpoints, tiny, model_type):
+    _, _, decoder = checkpoints(model_type)
+    runner = NativeRunner(LanguageModel("small", copy.deepcopy(decoder).pack(), tiny.tokenizer, None), 64, "int8")
+    ids = torch.randint(0, 97, (120,), generator=torch.Generator().manual_seed(2)).tolist()
+    states = {}
+    (whole,) = runner.forward([ModelInput(ids, 0, range(8), range(120), states=states)])
+    other, parts = {}, []
+    for start, end in pairwise([0, 1, 2, 40, 91, 119, 120]):
+        company = ModelInput(ids[: end - start], 0, range(20, 28), ())
+        own = ModelInput(ids[start:end], start, range(10, 18), range(end - start), states=other)
+        before = dict(other)
+        parts += runner.forward([company, own])[1:]
+        assert all(before[layer] is not other[layer] for layer in before)  # a copy of the mapping is one of the states
+    assert torch.equal(torch.cat(parts), whole)
+    assert all(torch.equal(state, other[layer]) for layer, state in states.items())
+    if states:
+        with pytest.raises(InvalidArgument, match="brought the states of layers"):
+            runner.forward([ModelInput([1], 120, range(8), (0,))])
+        wrong = {layer: state[1:] for layer, state in states.items()}
+        with pytest.raises(InvalidArgument, match="elements, the model needs"):
+            runner.forward([ModelInput([1], 120, range(8), (0,), states=wrong)])
+    runner.close()
+
+
+@NEEDS_KERNELS
+@torch.inference_mode()
+@pytest.mark.parametrize("model_type", sorted(set(CHECKPOINTS) - set(NOT_NATIVE)))
+def test_adapters_in_the_kernels_equal_those_in_torch(checkpoints, tiny, model_type):
+    _, _, decoder = checkpoints(model_type)
+    packed = copy.deepcopy(decoder).pack()
+    answers = []
+    for kind, module in ((TorchRunner, decoder), (NativeRunner, packed)):
+        generator = torch.Generator().manual_seed(3)
+        changes = {
+            target.linear: (
+                LowRankUpdate(
+                    torch.randn(3, target.linear.inputs, generator=generator) / 8,
+                    torch.randn(target.outputs, 3, generator=generator) / 8,
+                ),
+            )
+            for _, target in sorted(target_modules(module), key=itemgetter(0))
+        }
+        model = LanguageModel("small", module, tiny.tokenizer, None)
+        runner = kind(model, 8, "float32")
+        inputs = [
+            ModelInput(IDS[0].tolist(), 0, [0, 1, 2], range(40)),
+            ModelInput(IDS[1].tolist(), 0, [3, 4, 5], range(40), adapter=Adapter("all", changes)),
+        ]
+        answers.append(runner.forward(inputs))
+        runner.close()
+    for ours, theirs in zip(*answers, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=3e-5)
+    assert float((answers[0][0] - answers[0][1]).abs().max()) > 0.1
 
 
 @torch.inference_mode()

@@ -209,12 +209,15 @@ _SITES: Final = ("input_layernorm", "after attention", "before feed-forward", "p
 
 def _steering_sites(config: DecoderConfig) -> list[str | None]:
     """Name in the decoder of each of the library's sites; None for those without a norm."""
-    both = config.residual == "pre and post"
-    norms = {
-        "after attention": "post_attention_layernorm" if both else None,
-        "before feed-forward": "pre_feedforward_layernorm" if both else "post_attention_layernorm",
-        "post_feedforward_layernorm": "post_feedforward_layernorm" if both else None,
+    after, two = config.residual in ("post", "pre and post"), config.residual == "pre and post"
+    norms: dict[str, str | None] = {
+        "input_layernorm": None if config.residual == "post" else "input_layernorm",
+        "after attention": "post_attention_layernorm" if after else None,
+        "before feed-forward": "pre_feedforward_layernorm" if two else "post_attention_layernorm",
+        "post_feedforward_layernorm": "post_feedforward_layernorm" if after else None,
     }
+    if config.residual in ("post", "parallel"):
+        norms["before feed-forward"] = None
     found: list[str | None] = []
     for index in range(len(config.layers)):
         for site in _SITES:

@@ -24,17 +24,19 @@ from pippin.core.checks import PositiveInt, checked
 from pippin.core.errors import AdapterMismatch, InvalidArgument, NotEnoughMemory
 from pippin.engine.model_runner import KVCacheDtype, KVCacheDtypeChoice, ModelInput
 from pippin.engine.runners.native_inputs import Extras, PackedInputs, address, is_plain
+from pippin.engine.runners.native_recurrent import RecurrentStates, describe, inputs_of
 from pippin.language.decoder import Decoder, DecoderConfig, DecoderLayer
 from pippin.language.language_model import LanguageModel
 from pippin.nn.attention import Attention
 from pippin.nn.embedding import TokenEmbedding
-from pippin.nn.feedforward import NO_FEED_FORWARD, FeedForward, MixtureOfExperts
+from pippin.nn.feedforward import FeedForward, MixtureOfExperts
+from pippin.nn.latent_attention import LatentAttention
 from pippin.nn.linear import Linear
 from pippin.nn.lora import Adapter, LowRankUpdate
 from pippin.nn.norm import RMSNorm
 from pippin.nn.quantization.packed import NativeWeight
+from pippin.nn.recurrent.layer import RecurrentSpec
 from pippin.nn.rotary import Rotary
-from pippin.nn.routing import RouterSpec
 
 _ALIGNMENT: Final = 64
 _FEWEST_POSITIONS: Final = 1024  # positions of the smallest rotary tables
@@ -72,6 +74,7 @@ class NativeRunner:
         self._native = self._decoder.native
         self._cache = native.CACHE_TYPES[self.kv_cache_dtype]
         self.block_bytes = self._native.block_bytes(self._decoder.handle, self._cache)
+        self._recurs = bool(model.config.recurrent_layers)
         self._layers, self._width, self._vocab = (
             len(model.config.layers),
             model.config.hidden_size,
@@ -154,10 +157,15 @@ class NativeRunner:
         if packed_inputs.shares:
             batch.shares, batch.share = len(packed_inputs.shares), self._share(packed_inputs.shares)
         extras.fill(batch)
+        states = RecurrentStates(packed_inputs.inputs, self.model.config) if self._recurs else None
+        if states is not None:
+            states.fill(batch)
         status = self._native.forward(self._decoder.handle, memory.data_ptr(), self.blocks, self._cache, batch)
         if status < 0:
             self._native.check(status)
         extras.give()
+        if states is not None:
+            states.give()
         return [logits] if len(packed_inputs.counts) == 1 else list(logits.split(packed_inputs.counts))
 
     def _enter(self, inputs: Sequence[ModelInput], first: int, stop: int) -> Tensor | None:
@@ -280,7 +288,8 @@ class _NativeDecoder:
             raise InvalidArgument(f"the native kernels have no {', no '.join(missing)}")
         self.native = found
         self._alive: list[Any] = [module]
-        self._head_dim = module.config.head_dim
+        latents = [spec.attention.latent for spec in module.config.layers if spec.attention.latent is not None]
+        self._rotary_dim = latents[0].rotated_dim if latents else module.config.head_dim
         specs = [spec.attention.rotary for spec in module.config.layers]
         self._rotaries: list[Rotary] = list(dict.fromkeys(rotary for rotary in specs if rotary is not None))
         layers = (native.Layer * len(module.layers))()
@@ -306,36 +315,88 @@ class _NativeDecoder:
         if positions <= self._positions:
             return
         size = max(_FEWEST_POSITIONS, 1 << (positions - 1).bit_length())
-        half = self._head_dim // 2
+        half = self._rotary_dim // 2
         for index, rotary in enumerate(self._rotaries):
             with torch.inference_mode():
-                cos, sin = rotary.tables(torch.arange(size), self._head_dim)
+                cos, sin = rotary.tables(torch.arange(size), self._rotary_dim)
                 cos, sin = cos[:, :half].contiguous(), sin[:, half:].contiguous()
             self.native.model_rope(self.handle, index, cos.data_ptr(), sin.data_ptr(), size)  # it copies them
         self._positions = size
 
     def _config(self, module: Decoder) -> native.NativeConfig:
         config = module.config
-        return native.NativeConfig(
+        made = native.NativeConfig(
             config.vocab_size,
             config.hidden_size,
             config.num_attention_heads,
             config.num_key_value_heads,
             config.head_dim,
+            self._rotary_dim,
             len(config.layers),
             config.rms_norm_eps,
-            config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale,
+            _score_scale(module),
             config.embedding_scale,
             len(self._rotaries),
+            native.NORMS[config.norm],
+            config.residual_scale,
+            config.logit_scale,
+            config.logit_softcap or 0.0,
             self._matrix(module.embed_tokens),
             self._matrix(module.lm_head),
-            self._norm(module.norm),
         )
+        made.final_norm, made.final_norm_bias = self._norm(module.norm)
+        made.head_bias = None if module.lm_head.bias is None else self._floats(module.lm_head.bias)
+        if config.embedding_norm:
+            made.embedding_norm = self._floats(torch.ones(config.hidden_size))
+        if module.embed_positions is not None:
+            made.position = self._matrix(module.embed_positions)
+        return made
 
     def _fill(self, to: native.Layer, layer: DecoderLayer) -> None:
         """Describe a layer, except for its rotary tables."""
-        attention, spec = layer.self_attn, layer.self_attn.spec
-        assert isinstance(attention, Attention)
+        to.source = -1
+        if layer.attends and isinstance(layer.self_attn, LatentAttention):
+            self._fill_latent(to, layer.self_attn)
+        elif layer.attends:
+            assert isinstance(layer.self_attn, Attention)
+            self._fill_attention(to, layer.self_attn)
+        if layer.recurrent is not None:
+            recurrent = describe(layer.recurrent, self._linear, self._floats)
+            self._alive.append(recurrent)
+            to.recurrent = ctypes.pointer(recurrent)
+        norms = {
+            "pre": ("attention",) * layer.mixes + ("feedforward",) * layer.feeds,
+            "post": ("post_attention", "post_feedforward"),
+            "pre and post": ("attention", "post_attention", "feedforward", "post_feedforward"),
+            "parallel": ("attention",),
+            "parallel two norms": ("attention", "feedforward"),
+        }[layer.residual]
+        there = (
+            layer.input_layernorm,
+            layer.post_attention_layernorm,
+            layer.pre_feedforward_layernorm,
+            layer.post_feedforward_layernorm,
+        )
+        for name, norm in zip(norms, (norm for norm in there if norm is not None), strict=True):
+            weight, bias = self._norm(norm)
+            setattr(to, f"{name}_norm", weight)
+            setattr(to, f"{name}_norm_bias", bias)
+        to.parallel = int(layer.residual.startswith("parallel"))
+        if not layer.feeds:
+            return
+        spec = layer.mlp.spec
+        to.activation, to.limit = native.ACTIVATIONS[spec.activation], spec.limit or 0.0
+        if isinstance(layer.mlp, MixtureOfExperts):
+            self._mixture(to, layer.mlp)
+            return
+        if layer.mlp.act_fn is not None:
+            to.xielu = layer.mlp.act_fn.coefficients()
+        dense = self._feedforward(layer.mlp)
+        for name in ("gate", "up", "down", "gate_bias", "up_bias", "down_bias"):
+            setattr(to, name, getattr(dense, name))
+
+    def _fill_attention(self, to: native.Layer, attention: Attention) -> None:
+        spec = attention.spec
         if attention.qkv_proj is not None:
             raise InvalidArgument(
                 "the layers of this decoder were fused for torch, which the native kernels cannot read"
@@ -343,42 +404,87 @@ class _NativeDecoder:
         to.q, to.q_bias = self._linear(attention.q_proj)
         to.output, to.output_bias = self._linear(attention.o_proj)
         if spec.kv_source is None:
-            assert attention.v_proj is not None
             to.k, to.k_bias = self._linear(attention.k_proj)
-            to.v, to.v_bias = self._linear(attention.v_proj)
+            if attention.v_proj is not None:
+                to.v, to.v_bias = self._linear(attention.v_proj)
+            if spec.value_norm:
+                to.v_norm = self._floats(torch.ones(attention.head_dim))
+        if attention.gate_proj is not None:
+            to.attention_gate, to.attention_gate_bias = self._linear(attention.gate_proj)
         to.source, to.window = -1 if spec.kv_source is None else spec.kv_source, spec.window or 0
-        to.q_norm, to.k_norm = self._norm(attention.q_norm), self._norm(attention.k_norm)
-        to.attention_norm = self._norm(layer.input_layernorm)
-        if layer.pre_feedforward_layernorm is None:
-            to.feedforward_norm = self._norm(layer.post_attention_layernorm)
+        to.qk_norm = native.QK_NORMS[attention.qk_norm]
+        for name, norm in (("q_norm", attention.q_norm), ("k_norm", attention.k_norm)):
+            setattr(to, name, None if norm is None else self._norm(norm)[0])
+        to.softcap = spec.softcap or 0.0
+        if attention.sinks is not None:
+            to.sinks = self._floats(attention.sinks)
+        if spec.position_scale is not None:
+            to.position_beta, to.position_length = spec.position_scale.beta, spec.position_scale.length
+
+    def _fill_latent(self, to: native.Layer, attention: LatentAttention) -> None:
+        spec, sizes = attention.spec, attention.latent
+        latent = native.NativeLatent(sizes.kv_rank, sizes.rotated_dim, sizes.plain_dim, sizes.value_dim)
+        latent.eps, latent.kv_norm = attention.kv_a_layernorm.eps, self._floats(attention.kv_a_layernorm.weight)
+        if sizes.q_rank is None:
+            to.q, to.q_bias = self._linear(attention.q_proj)
         else:
-            to.post_attention_norm = self._norm(layer.post_attention_layernorm)
-            to.feedforward_norm = self._norm(layer.pre_feedforward_layernorm)
-            to.post_feedforward_norm = self._norm(layer.post_feedforward_layernorm)
-        to.activation = native.ACTIVATIONS[layer.mlp.spec.activation]
-        if isinstance(layer.mlp, MixtureOfExperts):
-            self._mixture(to, layer.mlp)
-        else:
-            to.gate, to.up, to.down = self._feedforward(layer.mlp)
+            latent.q_a, latent.q_a_bias = self._linear(attention.q_a_proj)
+            latent.q_a_norm = self._floats(attention.q_a_layernorm.weight)
+            to.q, to.q_bias = self._linear(attention.q_b_proj)
+        to.k, to.k_bias = self._linear(attention.kv_a_proj_with_mqa)
+        to.output, to.output_bias = self._linear(attention.o_proj)
+        keys, values = attention.kv_b_proj.by_head()
+        latent.keys, latent.values = self._heads(keys), self._heads(values)
+        to.window = spec.window or 0
+        if spec.position_scale is not None:
+            to.position_beta, to.position_length = spec.position_scale.beta, spec.position_scale.length
+        self._alive.append(latent)
+        to.latent = ctypes.pointer(latent)
+
+    def _heads(self, packed: Sequence[NativeWeight]) -> ctypes.Array[native.NativeMatrix]:
+        matrices = (native.NativeMatrix * len(packed))(*(weight.matrix for weight in packed))
+        self._alive.append(matrices)
+        return matrices
 
     def _mixture(self, to: native.Layer, mixture: MixtureOfExperts) -> None:
-        spec = mixture.spec
-        to.experts, to.active, to.renormalize = spec.num_experts, spec.num_experts_per_tok, int(spec.norm_topk_prob)
-        to.router = self._floats(mixture.gate.weight)
+        spec, gate = mixture.spec, mixture.gate
+        to.experts, to.active = spec.num_experts, spec.num_experts_per_tok
+        router = spec.router
+        to.router = native.NativeRouter(
+            self._floats(gate.weight),
+            None if gate.bias is None else self._floats(gate.bias),
+            None if gate.e_score_correction_bias is None else self._floats(gate.e_score_correction_bias),
+            native.ROUTER_SCORES[router.scores],
+            int(spec.norm_topk_prob),
+            router.num_groups,
+            router.num_chosen_groups,
+            int(router.group_score == "top two"),
+            0,
+            router.scale,
+            router.jitter,
+        )
         experts = (native.Expert * spec.num_experts)()
         for index, expert in enumerate(mixture.experts):
             assert isinstance(expert, FeedForward)
-            experts[index] = native.Expert(*self._feedforward(expert))
+            experts[index] = self._feedforward(expert)
         self._alive.append(experts)
         to.expert = experts
+        if mixture.shared_expert is not None:
+            to.shared = self._feedforward(mixture.shared_expert)
+            if spec.shared_gate:
+                to.shared_gate = self._floats(mixture.shared_expert_gate.dense_weight().float())
 
-    def _feedforward(self, layer: FeedForward) -> tuple[native.NativeMatrix, native.NativeMatrix, native.NativeMatrix]:
-        if layer.up_proj is None or any(
-            part is not None and part.bias is not None for part in (layer.gate_proj, layer.up_proj, layer.down_proj)
-        ):
-            raise InvalidArgument("feed-forward layers with biases or fused for torch have no native kernels")
-        gate = native.NativeMatrix() if layer.gate_proj is None else self._matrix(layer.gate_proj)
-        return gate, self._matrix(layer.up_proj), self._matrix(layer.down_proj)
+    def _feedforward(self, layer: FeedForward) -> native.Expert:
+        if layer.up_proj is None:
+            raise InvalidArgument("feed-forward layers that are fused for torch have no native kernels")
+        made = native.Expert()
+        parts = {"gate": layer.gate_proj, "up": layer.up_proj, "down": layer.down_proj}
+        for name, part in parts.items():
+            if part is not None:
+                matrix, bias = self._linear(part)
+                setattr(made, name, matrix)
+                setattr(made, f"{name}_bias", bias)
+        return made
 
     def _linear(self, layer: Linear) -> tuple[native.NativeMatrix, int | None]:
         return self._matrix(layer), None if layer.bias is None else self._floats(layer.bias)
@@ -391,9 +497,16 @@ class _NativeDecoder:
             )
         return packed.matrix
 
-    def _norm(self, norm: nn.Module | None) -> int | None:
-        assert norm is None or isinstance(norm, RMSNorm)
-        return None if norm is None else self._floats(norm.weight)
+    def _norm(self, norm: nn.Module) -> tuple[int, int | None]:
+        """The addresses of a norm's weight and bias, ones and zeros where it has none; no bias of an RMS norm."""
+        if isinstance(norm, RMSNorm):
+            return self._floats(norm.weight), None
+        assert isinstance(norm, nn.LayerNorm | nn.RMSNorm)
+        shape = tuple(norm.normalized_shape)
+        weight = torch.ones(shape) if norm.weight is None else norm.weight
+        if isinstance(norm, nn.RMSNorm):
+            return self._floats(weight), None
+        return self._floats(weight), self._floats(torch.zeros(shape) if norm.bias is None else norm.bias)
 
     def _floats(self, tensor: Tensor | None) -> int:
         """The address of a float32 vector or matrix."""
@@ -404,52 +517,41 @@ class _NativeDecoder:
         return values.data_ptr()
 
 
+def _score_scale(module: Decoder) -> float:
+    """The factor of attention scores."""
+    for layer in module.layers:
+        if isinstance(layer, DecoderLayer) and layer.attends and isinstance(layer.self_attn, LatentAttention):
+            return float(layer.self_attn.scale)
+    config = module.config
+    return config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
+
+
 def _not_in_kernels(config: DecoderConfig) -> list[str]:
-    """What a decoder has beyond the kernels: they compute RMS norms before, or before and after, each part of a layer,
-    attention with norms of heads before the rotation, and gated or plain feed-forward layers and experts."""
+    """What a decoder has that the kernels do not compute."""
     inner = [layer.feedforward for layer in config.layers]
     extras = {
-        "recurrent layers": bool(config.recurrent_layers),
-        "layers of one part": any(not layer.attends or layer.feedforward == NO_FEED_FORWARD for layer in config.layers),
-        "layer norms": config.norm != "rms",
-        "norms without weights": not config.norm_weight,
-        f"residual connections of the kind {config.residual!r}": config.residual not in ("pre", "pre and post"),
-        f"norms of queries and keys of the kind {config.qk_norm!r}": config.qk_norm not in (None, "head"),
-        "scaled residual connections": config.residual_scale != 1.0,
-        "scaled or bounded logits": config.logit_scale != 1.0 or config.logit_softcap is not None,
-        "learned positions": config.learned_positions,
-        "gated attention": config.attention_gate,
-        "layers with norms of their own": any(layer.residual is not None for layer in config.layers),
-        "bounded scores": any(layer.attention.softcap is not None for layer in config.layers),
-        "attention sinks": any(layer.attention.sinks for layer in config.layers),
-        "latent attention": any(layer.attention.latent is not None for layer in config.layers),
-        "queries scaled by position": any(layer.attention.position_scale is not None for layer in config.layers),
+        "nonlinear recurrences": any(isinstance(layer.recurrent, RecurrentSpec) for layer in config.layers),
+        "latent attention of several sizes": len({layer.attention.latent for layer in config.layers if layer.attends})
+        > 1
+        and any(layer.attention.latent for layer in config.layers),
         "heads of different layers that differ": any(
             layer.attention.num_key_value_heads or layer.attention.head_dim for layer in config.layers
-        ),
-        "norms of values, or keys as values": any(
-            layer.attention.value_norm or layer.attention.keys_are_values for layer in config.layers
         ),
         "experts beside dense layers": any(layer.experts is not None for layer in config.layers),
         "inputs of each layer": bool(config.per_layer_size),
         "scaled layers": config.layer_scalar,
-        "normalized embeddings": config.embedding_norm,
-        "bias of the output matrix": config.head_bias,
-        "feed-forward layers with biases": any(spec.bias for spec in inner),
-        "bounded feed-forward layers": any(spec.limit is not None for spec in inner),
-        "routers of this kind": any(spec.num_experts and spec.router != RouterSpec() for spec in inner),
-        "shared experts": any(spec.shared_intermediate_size for spec in inner),
+        "routers with a norm": any(spec.num_experts and spec.router.scaled for spec in inner),
         "such activation": any(spec.activation not in native.ACTIVATIONS for spec in inner),
     }
     return [name for name, there in extras.items() if there]
 
 
 class _AdapterArrays:
-    """An adapter's low-rank updates in the library's layout: seven for each layer, in float32."""
+    """An adapter's low-rank updates in the library's layout, in float32."""
 
     def __init__(self, adapter: Adapter, module: Decoder) -> None:
         self._alive: list[Tensor] = []
-        self.array = (native.Change * (7 * len(module.layers)))()
+        self.array = (native.Change * (native.CHANGES * len(module.layers)))()
         known = 0
         for index, layer in enumerate(_changeable(module)):
             parts = adapter.changes.get(layer) if layer is not None else None
@@ -472,14 +574,32 @@ class _AdapterArrays:
 
 
 def _changeable(module: Decoder) -> Iterator[Linear | None]:
-    """The layers that an adapter may change, seven for each layer of the decoder; None where there is none."""
+    """The layers that an adapter may change, in the library's order; None where there is none."""
     for layer in module.layers:
         assert isinstance(layer, DecoderLayer)
-        attention, mlp = layer.self_attn, layer.mlp
-        assert isinstance(attention, Attention)
-        own = attention.spec.kv_source is None
-        yield attention.q_proj
-        yield attention.k_proj if own else None
-        yield attention.v_proj if own else None
-        yield attention.o_proj
-        yield from (mlp.gate_proj, mlp.up_proj, mlp.down_proj) if isinstance(mlp, FeedForward) else (None, None, None)
+        attention = layer.self_attn if layer.attends else None
+        if isinstance(attention, LatentAttention):
+            narrow = attention.latent.q_rank is not None
+            yield attention.q_b_proj if narrow else attention.q_proj
+            yield attention.kv_a_proj_with_mqa
+            yield attention.q_a_proj if narrow else None
+            yield attention.o_proj
+        elif isinstance(attention, Attention):
+            own = attention.spec.kv_source is None
+            yield attention.q_proj
+            yield attention.k_proj if own else None
+            yield attention.v_proj if own else None
+            yield attention.o_proj
+        else:
+            yield from (None,) * 4
+        mlp = layer.mlp if layer.feeds else None
+        if isinstance(mlp, FeedForward):
+            yield from (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+        else:
+            yield from (None,) * 3
+        yield attention.gate_proj if isinstance(attention, Attention) else None
+        if layer.recurrent is None:
+            yield from (None,) * (native.RECURRENT_INPUTS + 1)
+        else:
+            yield from inputs_of(layer.recurrent)
+            yield layer.recurrent.out_proj

@@ -28,7 +28,8 @@ from pippin.nn.recurrent.convolution import CausalConvolution
 from pippin.nn.recurrent.scan import linear_scan
 from pippin.nn.recurrent.states import StatefulLayer, States, join_state, split_state
 
-_SHARPNESS = 8.0  # c in the paper, eq. 6
+SHARPNESS = 8.0
+"""c in the paper, eq. 6."""
 
 
 @checked
@@ -97,7 +98,7 @@ class RGLRU(StatefulLayer):
             for bias in (self.input_gate_bias, self.recurrent_gate_bias):
                 bias.zero_()
             square = torch.empty(self.spec.size).uniform_(0.9**2, 0.999**2, generator=generator)
-            self.recurrent_param.copy_((square.log() * -0.5 / _SHARPNESS).expm1().log())  # softplus of it, times -8
+            self.recurrent_param.copy_((square.log() * -0.5 / SHARPNESS).expm1().log())  # softplus of it, times -8
 
     def enter(self, x: Tensor, adapters: AdapterSlices | None) -> tuple[Tensor, Tensor]:
         """The inputs of the convolution, and the other branch."""
@@ -109,7 +110,7 @@ class RGLRU(StatefulLayer):
         tail, state, begun = split_state(before, u, (self.spec.conv - 1, size), (size,), (1,))
         x, tail = self.conv(u, tail)
         opened, forget = (self._gate(x, name) for name in ("input", "recurrent"))
-        log_a = -_SHARPNESS * forget * F.softplus(self.recurrent_param.to(x.dtype))
+        log_a = -SHARPNESS * forget * F.softplus(self.recurrent_param.to(x.dtype))
         scale = (-torch.expm1(2 * log_a)).clamp(min=1e-12).sqrt()  # the bound keeps gradients finite
         first = torch.where(begun > 0, scale[:, 0], 1.0)[:, None]
         h = linear_scan(log_a.exp(), x * opened * torch.cat([first, scale[:, 1:]], 1), initial=state)

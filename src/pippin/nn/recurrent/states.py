@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from pippin.core.errors import InvalidArgument
 from pippin.nn.context import LayerContext
 from pippin.nn.kv_cache import KeyValues, KVCache, New, NoCache, PackedDocuments, causal_mask
+from pippin.nn.linear import Linear
 from pippin.nn.lora import AdapterSlices
 
 # The state of each sequence in one layer, in float32 at least. Zeros are an initial state.
@@ -115,6 +116,8 @@ class StatefulLayer(nn.Module):
 
     state_size: int
     """Elements of the state of one sequence."""
+    out_proj: Linear
+    """The last matrix of the layer."""
     autocasts = False
     """Whether autocast applies to the recurrence, which else is computed in float32 at least."""
 
