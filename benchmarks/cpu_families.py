@@ -78,7 +78,7 @@ def _first(side: Side, prompt: list[int]) -> int:
 
 def measure_family(family: str, path: Path, quick: bool) -> list[Row]:
     """The rows of one family."""
-    count, repeats, length = (8, 1, 64) if quick else (64, 5, 512)
+    count, repeats, length = (8, 1, 64) if quick else (48, 3, 512)
     rows: list[Row] = []
     prompt = [100 + 7 * at % 1000 for at in range(length)]
     with ExitStack() as stack:

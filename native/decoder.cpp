@@ -31,9 +31,7 @@ void turn_heads(const StepKernels &step, int kind, const float *weight, float ep
 
 Pass::Pass(const pippin_model &model, const Ropes &ropes, void *pool, int cache, const pippin_batch &batch)
     : m_(model), c_(model.config), b_(batch), ropes_(ropes), kernel_(kernels()), step_(kernel_.step) {
-    const int64_t head = head_bytes(c_.head_dim, cache);
-    cache_ = {static_cast<uint8_t *>(pool), m_.cached * c_.kv_heads * head, 0, head, cache, int(c_.kv_heads),
-              int(c_.head_dim)};
+    pool_ = {static_cast<uint8_t *>(pool), m_.block_bytes(cache), 0, 0, cache, 0, 0};
     Cutter count{nullptr};
     lay_out(count);
     Cutter cutter{pass_memory.get(count.used)};
@@ -41,19 +39,22 @@ Pass::Pass(const pippin_model &model, const Ropes &ropes, void *pool, int cache,
 }
 
 void Pass::lay_out(Cutter &cutter) {
-    const int64_t group = std::min(b_.tokens, GROUP), q = c_.heads * c_.head_dim, kv = c_.kv_heads * c_.head_dim;
+    const int64_t group = std::min(b_.tokens, GROUP);
+    int64_t q = 0, kv = 0;
     int64_t inner = 1, run_inner = 0, experts = 0, active = 0, rank = 0;
     int64_t entered = 0, mixed = 0, recurred = 0, low = 0;
     int64_t opened = 0, low_q = 0, head_columns = 0;
-    bool parallel_parts = false, beside = false;
+    bool parallel_parts = false, beside = false, branches = false;
     for (int32_t l = b_.from; l < b_.to; ++l) {
         const pippin_layer &layer = m_.layers[size_t(l)];
-        inner = std::max({inner, layer.up.rows, layer.shared.up.rows});
+        inner = std::max({inner, layer.up.rows, layer.shared.up.rows, layer.input_gate.rows});
+        q = std::max(q, c_.heads * layer.head_dim), kv = std::max(kv, int64_t(layer.kv_heads) * layer.head_dim);
+        branches = branches || layer.experts_norm;
         for (const pippin_expert &expert : m_.experts[size_t(l)]) run_inner = std::max(run_inner, expert.up.rows);
         experts = std::max(experts, int64_t(layer.experts));
         active = std::max(active, int64_t(layer.active));
         parallel_parts = parallel_parts || layer.parallel;
-        if (layer.attention_gate.rows) opened = std::max(opened, q);
+        if (layer.attention_gate.rows) opened = std::max(opened, c_.heads * layer.head_dim);
         if (layer.latent) {
             const pippin_latent &latent = m_.latent[size_t(l)];
             opened = std::max(opened, c_.heads * std::max(latent.plain_dim + latent.rotated_dim, latent.value_dim));
@@ -71,6 +72,7 @@ void Pass::lay_out(Cutter &cutter) {
     }
     for (int64_t s = 0; s < b_.shares; ++s)
         for (int64_t i = 0; i < PIPPIN_CHANGES * c_.layers; ++i) rank = std::max(rank, b_.share[s].changes[i].rank);
+    cutter.cut(layer_row_, c_.layer_table.rows ? c_.layer_table.columns : 0);
     const int64_t columns = std::max({c_.width, q, inner, recurred, low, opened, low_q}), runs = group * active;
     const int64_t run_columns = std::max(c_.width, run_inner);
     cutter.cut(origin_, b_.tokens);
@@ -80,7 +82,8 @@ void Pass::lay_out(Cutter &cutter) {
     cutter.cut(x_, b_.tokens * c_.width);
     cutter.cut(normed_, group * c_.width);
     cutter.cut(y_, group * c_.width);
-    cutter.cut(held_, parallel_parts ? group * c_.width : 0);
+    cutter.cut(held_, parallel_parts || branches ? group * c_.width : 0);
+    cutter.cut(layer_inputs_, b_.tokens * (c_.layer_table.rows ? c_.layer_table.columns : 0));
     cutter.cut(beside_, beside ? group * c_.width : 0);
     cutter.cut(entered_, group * entered);
     cutter.cut(mixed_, group * mixed);
@@ -125,7 +128,7 @@ void Pass::begin() {
             visible_[t] = b_.visible ? b_.visible[t] : slot_[t];
             sequence_[t] = int32_t(s);
         }
-    if (b_.from > 0) {
+    if (b_.from > 0 && !c_.layer_table.rows) {
         memcpy(x_, b_.residual, size_t(count_ * c_.width) * sizeof(float));
         return;
     }
@@ -143,9 +146,71 @@ void Pass::begin() {
         pippin_rows(&c_.position, &position, 1, normed_);
         step_.add(row(x_, t, c_.width), normed_, 1.f, c_.width);
     }
-    for (int64_t i = 0; i < b_.givens; ++i)
+    if (c_.layer_table.rows) read_layer_inputs();
+    if (b_.from > 0) memcpy(x_, b_.residual, size_t(count_ * c_.width) * sizeof(float));
+    for (int64_t i = 0; i < b_.givens && b_.from == 0; ++i)
         memcpy(row(x_, b_.given[i].begin, c_.width), b_.given[i].rows,
                size_t(b_.given[i].count * c_.width) * sizeof(float));
+}
+
+/* The inputs that layers have beside the hidden states, of all tokens: Gemma 3n and 4. */
+void Pass::read_layer_inputs() {
+    const int64_t all = c_.layer_table.columns, size = all / c_.layers;
+    const float scale = std::sqrt(float(size)), narrow = 1.f / std::sqrt(float(c_.width));
+    for (int64_t from = 0; from < count_; from += GROUP) {
+        const int64_t count = std::min(GROUP, count_ - from);
+        const Product projection{&c_.layer_projection, layer_inputs_ + from * all, nullptr, -1};
+        products(row(x_, from, c_.width), c_.width, count, {projection}, [](int64_t) {});
+        parallel(count, 4, [&](int64_t a, int64_t b, int) {
+            for (int64_t i = from + a; i < from + b; ++i) {
+                float *inputs = layer_inputs_ + i * all;
+                step_.multiply(inputs, narrow, all);
+                for (int64_t l = 0; l < c_.layers; ++l)
+                    step_.norm(inputs + l * size, c_.layer_input_norm, c_.eps, size, inputs + l * size);
+            }
+        });
+        for (int64_t i = from; i < from + count; ++i) {
+            const int64_t id = b_.ids[i];
+            pippin_rows(&c_.layer_table, &id, 1, layer_row_);
+            step_.add(layer_inputs_ + i * all, layer_row_, scale, all);
+            step_.multiply(layer_inputs_ + i * all, std::sqrt(0.5f), all);
+        }
+    }
+}
+
+/* x += norm(projection(act(gate(x)) * input)) for the input of the layer, and the layer's own multiplier. */
+void Pass::leave_layer(int32_t index, int64_t from, int64_t to) {
+    const pippin_layer &layer = m_.layers[size_t(index)];
+    const int64_t count = to - from, size = layer.input_gate.rows;
+    float *x = row(x_, from, c_.width);
+    if (size) {
+        const Product gate{&layer.input_gate, gate_, nullptr, 9 + PIPPIN_INPUTS};
+        const Product projection{&layer.input_projection, y_, nullptr, 10 + PIPPIN_INPUTS};
+        products(x, c_.width, count, {gate}, [](int64_t) {});
+        adapt(gate, x, count, index, from);
+        products(gate_, size, count, {projection}, [&](int64_t i) {
+            const float *input = layer_inputs_ + origin_[from + i] * c_.layer_table.columns + index * size;
+            step_.activate({layer.activation, 0.f, layer.xielu}, row(gate_, i, size), input, size);
+        });
+        adapt(projection, gate_, count, index, from);
+        for (int64_t i = 0; i < count; ++i) {
+            float *y = row(y_, i, c_.width);
+            step_.norm(y, layer.input_norm, c_.eps, c_.width, y);
+            step_.add(row(x, i, c_.width), y, 1.f, c_.width);
+        }
+    }
+    if (layer.scalar != 1.f) step_.multiply(x, layer.scalar, count * c_.width);
+    steer_all(PIPPIN_SITES * index + 4, from, to);
+}
+
+/* Where the keys and values of a layer lie. */
+Cache Pass::cache_of(int32_t index) const {
+    const pippin_layer &layer = m_.layers[size_t(index)];
+    Cache cache = pool_;
+    cache.offset = heads_bytes(m_.heads_before[size_t(index)], m_.numbers_before[size_t(index)], cache.kind);
+    cache.head_bytes = heads_bytes(1, layer.head_dim, cache.kind);
+    cache.kv_heads = layer.kv_heads, cache.head_dim = layer.head_dim;
+    return cache;
 }
 
 /* The norm of hidden states; y may be x. */
@@ -206,7 +271,7 @@ bool Pass::rotation(const pippin_layer &layer, int64_t token, float (&gathered)[
     cos = sin = nullptr;
     if (layer.rope < 0) return false;
     const Rope &rope = *ropes_[size_t(layer.rope)];
-    const int64_t half = c_.rotary_dim / 2;
+    const int64_t half = rope.half;
     cos = gathered[0], sin = gathered[1];
     if (!b_.axes) {
         cos = rope.cos.data() + slot_[token] * half, sin = rope.sin.data() + slot_[token] * half;
@@ -225,14 +290,13 @@ void Pass::scale_by_position(const pippin_layer &layer, int64_t token, float *q)
     if (layer.position_beta == 0.f) return;
     const int64_t position = b_.axes ? b_.positions[origin_[token]] : slot_[token];
     const float steps = float(position / layer.position_length);
-    step_.multiply(q, 1.f + layer.position_beta * std::log1p(steps), c_.heads * c_.head_dim);
+    step_.multiply(q, 1.f + layer.position_beta * std::log1p(steps), c_.heads * layer.head_dim);
 }
 
 /* Norms on heads, and rotation, of the group's queries and keys. */
 void Pass::turn(const pippin_layer &layer, int32_t index, int64_t from, int64_t to, bool queries, bool keys) {
-    const int64_t q = c_.heads * c_.head_dim, kv = c_.kv_heads * c_.head_dim;
-    Cache cache = cache_;
-    cache.offset = m_.slots[size_t(index)] * c_.kv_heads * cache.head_bytes;
+    const int64_t q = c_.heads * layer.head_dim, kv = int64_t(layer.kv_heads) * layer.head_dim;
+    const Cache cache = cache_of(index);
     parallel(to - from, PIPPIN_BLOCK, [&](int64_t a, int64_t b, int) {
         for (int64_t i = a; i < b; ++i) {
             float gathered[2][512]; // heads have at most 1024 dimensions
@@ -240,14 +304,14 @@ void Pass::turn(const pippin_layer &layer, int32_t index, int64_t from, int64_t 
             rotation(layer, from + i, gathered, cos, sin);
             if (queries) {
                 float *heads = q_ + i * q;
-                turn_heads(step_, layer.qk_norm, layer.q_norm, c_.eps, heads, c_.heads, c_.head_dim, cos, sin);
+                turn_heads(step_, layer.qk_norm, layer.q_norm, c_.eps, heads, c_.heads, layer.head_dim, cos, sin);
                 scale_by_position(layer, from + i, heads);
             }
             if (!keys) continue;
             float *values = v_ + i * kv;
             if (!layer.v.rows) memcpy(values, k_ + i * kv, size_t(kv) * sizeof(float));
-            if (layer.v_norm) step_.heads(values, c_.kv_heads, c_.head_dim, layer.v_norm, c_.eps, nullptr, nullptr);
-            turn_heads(step_, layer.qk_norm, layer.k_norm, c_.eps, k_ + i * kv, c_.kv_heads, c_.head_dim, cos, sin);
+            if (layer.v_norm) step_.heads(values, layer.kv_heads, layer.head_dim, layer.v_norm, c_.eps, nullptr, nullptr);
+            turn_heads(step_, layer.qk_norm, layer.k_norm, c_.eps, k_ + i * kv, layer.kv_heads, layer.head_dim, cos, sin);
             const int64_t slot = slot_[from + i];
             const int32_t block = table(layer, sequence_[from + i])[slot / PIPPIN_BLOCK];
             step_.keep(cache, block, int(slot % PIPPIN_BLOCK), k_ + i * kv, values);
@@ -279,7 +343,7 @@ void Pass::normalize_input(int32_t index, const pippin_layer &layer, int64_t tok
 void Pass::attention(int32_t index, int64_t from, int64_t to, bool own, float *y) {
     const pippin_layer &layer = m_.layers[size_t(index)];
     if (layer.latent) return latent_attention(index, from, to, own, y);
-    const int64_t count = to - from, wide = c_.heads * c_.head_dim;
+    const int64_t count = to - from, wide = c_.heads * layer.head_dim;
     const float *x = layer.attention_norm ? normed_ : row(x_, from, c_.width);
     const auto norm = [&](int64_t i) { normalize_input(index, layer, from + i, row(normed_, i, c_.width)); };
     const Product q{&layer.q, q_, layer.q_bias, 0}, k{&layer.k, k_, layer.k_bias, 1}, v{&layer.v, v_, layer.v_bias, 2};
@@ -293,7 +357,7 @@ void Pass::attention(int32_t index, int64_t from, int64_t to, bool own, float *y
     for (int64_t i = 0; i < some; ++i) adapt(*list[i], x, count, index, from);
     turn(layer, index, from, to, true, own);
     clock_.lap(REST);
-    attend(layer, m_.slots[size_t(index)], from, to);
+    attend(index, from, to);
     if (b_.observations) observe(index, from, to);
     clock_.lap(ATTENTION);
     const Product output{&layer.output, y, layer.output_bias, 3};
@@ -340,23 +404,43 @@ void Pass::feed_forward(int32_t index, int64_t from, int64_t to) {
         normalize(weight, bias, row(x_, from + i, c_.width), row(normed_, i, c_.width));
         steer(PIPPIN_SITES * index + (shares_norm ? 0 : 2), from + i, row(normed_, i, c_.width));
     };
-    if (layer.experts) {
+    if (layer.experts && !layer.experts_norm) {
         parallel(count, 8, [&](int64_t a, int64_t b, int) {
             for (int64_t i = a; i < b; ++i) {
                 if (weight) norm(i);
                 else memcpy(row(normed_, i, c_.width), row(x_, from + i, c_.width), size_t(c_.width) * sizeof(float));
             }
         });
-        experts(index, from, count);
+        experts(index, from, count, normed_);
     } else {
         const pippin_expert dense{layer.gate, layer.up, layer.down, layer.gate_bias, layer.up_bias, layer.down_bias};
         inner(dense, {layer.activation, layer.limit, layer.xielu}, x, count, y_, index, from, norm);
     }
+    if (layer.experts_norm) beside_dense(index, from, count);
     if (layer.parallel)
         for (int64_t i = 0; i < count; ++i) step_.add(row(held_, i, c_.width), row(y_, i, c_.width), 1.f, c_.width);
     add_back(layer.post_feedforward_norm, layer.post_feedforward_norm_bias, layer.parallel ? held_ : y_,
              PIPPIN_SITES * index + 3, from, to);
-    steer_all(PIPPIN_SITES * index + 4, from, to);
+}
+
+/* y = norm(y) + norm(experts(norm(x))) for a dense layer's outputs y: Gemma 4. */
+void Pass::beside_dense(int32_t index, int64_t from, int64_t count) {
+    const pippin_layer &layer = m_.layers[size_t(index)];
+    const auto each = [&](const auto &work) {
+        parallel(count, 8, [&](int64_t a, int64_t b, int) {
+            for (int64_t i = a; i < b; ++i) work(i);
+        });
+    };
+    each([&](int64_t i) {
+        step_.norm(row(y_, i, c_.width), layer.post_dense_norm, c_.eps, c_.width, row(held_, i, c_.width));
+        step_.norm(row(x_, from + i, c_.width), layer.experts_norm, c_.eps, c_.width, row(normed_, i, c_.width));
+    });
+    experts(index, from, count, row(x_, from, c_.width));
+    each([&](int64_t i) {
+        float *y = row(y_, i, c_.width);
+        step_.norm(y, layer.post_experts_norm, c_.eps, c_.width, y);
+        step_.add(y, row(held_, i, c_.width), 1.f, c_.width);
+    });
 }
 
 /* One layer over all tokens that are left. narrow: only the wanted ones after its keys. */
@@ -378,7 +462,7 @@ void Pass::layer(int32_t index, bool narrow) {
         const int64_t to = std::min(from + GROUP, count_);
         if (m_.layers[size_t(index)].q.rows || recurs) mix(index, from, to, own);
         if (m_.layers[size_t(index)].up.rows || m_.layers[size_t(index)].experts) feed_forward(index, from, to);
-        else steer_all(PIPPIN_SITES * index + 4, from, to);
+        leave_layer(index, from, to);
     }
     if (late) keep_only_rows();
     clock_.lap(REST);

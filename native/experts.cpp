@@ -85,12 +85,17 @@ void Pass::mix_sparsely(const pippin_layer &layer, float *routes, float *weights
 }
 
 /* The experts of the group's tokens, and the runs of tokens that share one. */
-void Pass::route(const pippin_layer &layer, int32_t index, int64_t from, int64_t count) {
+void Pass::route(const pippin_layer &layer, int32_t index, int64_t from, int64_t count, const float *read) {
     const int64_t experts = layer.experts, pieces = (experts + 15) / 16;
+    if (layer.router.input_norm) {
+        for (int64_t i = 0; i < count; ++i)
+            step_.norm(read + i * c_.width, layer.router.input_norm, c_.eps, c_.width, row(answers_, i, c_.width));
+        read = answers_; // which nobody needs yet
+    }
     parallel(count * pieces, 4, [&](int64_t a, int64_t b, int) {
         for (int64_t item = a; item < b; ++item) {
             const int64_t i = item / pieces, first = item % pieces * 16, some = std::min<int64_t>(16, experts - first);
-            step_.dense(layer.router.weight + first * c_.width, some, c_.width, row(normed_, i, c_.width),
+            step_.dense(layer.router.weight + first * c_.width, some, c_.width, read + i * c_.width,
                         row(routes_, i, experts) + first, false);
         }
     });
@@ -173,11 +178,11 @@ void Pass::expert_products(int32_t index, bool down, const float *x, const Make 
 
 /* A mixture: the tokens of each expert together, all experts in one region of work.
  * Source: Shazeer et al. 2017, arXiv:1701.06538; without dropped tokens as in MegaBlocks, arXiv:2211.15841. */
-void Pass::experts(int32_t index, int64_t from, int64_t count) {
+void Pass::experts(int32_t index, int64_t from, int64_t count, const float *routed_by) {
     const pippin_layer &layer = m_.layers[size_t(index)];
     const std::vector<pippin_expert> &experts = m_.experts[size_t(index)];
     const Activation activation{layer.activation, layer.limit, layer.xielu};
-    route(layer, index, from, count);
+    route(layer, index, from, count, routed_by);
     expert_products(index, false, gathered_, [&](const Run &, int64_t i) {
         memcpy(row(gathered_, i, c_.width), row(normed_, source_[i], c_.width), size_t(c_.width) * sizeof(float));
     });
@@ -197,7 +202,9 @@ void Pass::experts(int32_t index, int64_t from, int64_t count) {
             memset(y, 0, size_t(c_.width) * sizeof(float));
             for (int32_t n = 0; n < used_[i]; ++n) {
                 const int32_t answer = rows_[i * layer.active + n];
-                step_.add(y, row(answers_, answer, c_.width), row(routes_, i, layer.experts)[expert_[answer]], c_.width);
+                const int32_t e = expert_[answer];
+                const float scale = layer.router.expert_scale ? layer.router.expert_scale[e] : 1.f;
+                step_.add(y, row(answers_, answer, c_.width), scale * row(routes_, i, layer.experts)[e], c_.width);
             }
         }
     });

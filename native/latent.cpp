@@ -37,8 +37,7 @@ void Pass::latent_keys(int32_t index, int64_t from, int64_t to) {
     products(x, c_.width, to - from, {k},
              [&](int64_t i) { normalize_input(index, layer, from + i, row(normed_, i, c_.width)); });
     adapt(k, x, to - from, index, from);
-    Cache cache = cache_;
-    cache.offset = m_.slots[size_t(index)] * cache.head_bytes;
+    const Cache cache = cache_of(index);
     parallel(to - from, PIPPIN_BLOCK, [&](int64_t a, int64_t b, int) {
         for (int64_t i = a; i < b; ++i) {
             float gathered[2][512], *key = k_ + i * c_.head_dim;
@@ -89,7 +88,7 @@ void Pass::latent_attention(int32_t index, int64_t from, int64_t to, bool own, f
         }
     });
     clock_.lap(REST);
-    attend(layer, m_.slots[size_t(index)], from, to);
+    attend(index, from, to);
     if (b_.observations) observe(index, from, to);
     clock_.lap(ATTENTION);
     const int64_t values = c_.heads * latent.value_dim;

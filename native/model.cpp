@@ -84,10 +84,13 @@ int check_latent(const pippin_config &config, const pippin_layer &layer, int64_t
     const pippin_latent &l = *layer.latent;
     const int64_t sizes[] = {l.kv_rank, l.rotated_dim, l.plain_dim, l.value_dim};
     if (*std::min_element(sizes, sizes + 4) < 1 || config.kv_heads != 1 || config.head_dim != l.kv_rank + l.rotated_dim ||
-        config.rotary_dim != l.rotated_dim || layer.source >= 0 || layer.attention_gate.rows || !l.kv_norm || !l.keys ||
+        layer.kv_heads || layer.head_dim || layer.source >= 0 || layer.attention_gate.rows || !l.kv_norm || !l.keys ||
         !l.values || (l.q_a.rows && !l.q_a_norm))
         return fail(PIPPIN_BAD_ARGUMENT, "layer %lld: latent attention of %d + %d dimensions, or a part is missing",
                     Wide(index), l.kv_rank, l.rotated_dim);
+    if (layer.rope >= 0 && config.rotary_dims[layer.rope] != l.rotated_dim)
+        return fail(PIPPIN_BAD_ARGUMENT, "layer %lld rotates %d dimensions by a table of %d", Wide(index), l.rotated_dim,
+                    config.rotary_dims[layer.rope]);
     if (int status = l.q_a.rows ? check_matrix(l.q_a, "q_a", index, l.q_a.rows, config.width) : 0) return status;
     const int64_t inputs = l.q_a.rows ? l.q_a.rows : config.width, size = l.plain_dim + l.rotated_dim;
     if (int status = check_matrix(layer.q, "q", index, config.heads * size, inputs)) return status;
@@ -105,7 +108,13 @@ int check_latent(const pippin_config &config, const pippin_layer &layer, int64_t
 
 int check_layer(const pippin_config &config, const pippin_layer *layers, int64_t index) {
     const pippin_layer &layer = layers[index];
-    const int64_t width = config.width, q = config.heads * config.head_dim, kv = config.kv_heads * config.head_dim;
+    const int64_t width = config.width, head_dim = layer.head_dim ? layer.head_dim : config.head_dim;
+    const int64_t kv_heads = layer.kv_heads ? layer.kv_heads : config.kv_heads;
+    const int64_t q = config.heads * head_dim, kv = kv_heads * head_dim;
+    if (kv_heads < 1 || config.heads % kv_heads)
+        return fail(PIPPIN_BAD_ARGUMENT, "%lld heads are no multiple of %lld kv heads", Wide(config.heads), Wide(kv_heads));
+    if (head_dim < 2 || head_dim % 2 || head_dim > 1024)
+        return fail(PIPPIN_BAD_ARGUMENT, "a head has an even number of dimensions up to 1024, not %lld", Wide(head_dim));
     if (layer.source < -1 || layer.source >= index || (layer.source >= 0 && (layers[layer.source].source != -1 || !layers[layer.source].q.rows)))
         return fail(PIPPIN_BAD_ARGUMENT, "layer %lld reads layer %d, which is not an earlier one with its own keys",
                     Wide(index), layer.source);
@@ -141,9 +150,12 @@ int check_layer(const pippin_config &config, const pippin_layer *layers, int64_t
     if (layer.latent) {
         if (int status = check_latent(config, layer, index)) return status;
     } else if (attends) {
-        if (config.rotary_dim != config.head_dim)
-            return fail(PIPPIN_BAD_ARGUMENT, "layer %lld rotates heads by tables of %lld dimensions", Wide(index),
-                        Wide(config.rotary_dim));
+        if (layer.rope >= 0 && config.rotary_dims[layer.rope] != head_dim)
+            return fail(PIPPIN_BAD_ARGUMENT, "layer %lld rotates heads of %lld dimensions by a table of %d", Wide(index),
+                        Wide(head_dim), config.rotary_dims[layer.rope]);
+        const pippin_layer &read = layer.source < 0 ? layer : layers[layer.source];
+        if (layer.source >= 0 && (read.kv_heads != layer.kv_heads || read.head_dim != layer.head_dim))
+            return fail(PIPPIN_BAD_ARGUMENT, "layer %lld reads keys of other heads than its own", Wide(index));
         if (int status = check_matrix(layer.q, "q", index, q, width)) return status;
         if (int status = check_matrix(layer.output, "output", index, width, q)) return status;
     }
@@ -155,7 +167,19 @@ int check_layer(const pippin_config &config, const pippin_layer *layers, int64_t
     if (layer.attention_gate.rows)
         if (int status = check_matrix(layer.attention_gate, "the gate of attention", index, q, width)) return status;
     if (!feeds) return PIPPIN_OK;
-    if (layer.experts) return check_mixture(layer, index, width);
+    if (layer.input_gate.rows) {
+        const int64_t size = config.layer_table.columns / config.layers;
+        if (!config.layer_table.rows || !layer.input_norm)
+            return fail(PIPPIN_BAD_ARGUMENT, "layer %lld has no input of its own, or no norm for it", Wide(index));
+        if (int status = check_matrix(layer.input_gate, "gate of the input", index, size, width)) return status;
+        if (int status = check_matrix(layer.input_projection, "projection of the input", index, width, size)) return status;
+    }
+    const bool both = layer.experts_norm;
+    if (both && (!layer.experts || !layer.post_experts_norm || !layer.post_dense_norm || config.norm != PIPPIN_RMS_NORM))
+        return fail(PIPPIN_BAD_ARGUMENT, "layer %lld: no experts beside the dense layer, or a norm is missing", Wide(index));
+    if (layer.experts)
+        if (int status = check_mixture(layer, index, width)) return status;
+    if (layer.experts && !both) return PIPPIN_OK;
     return check_feedforward({layer.gate, layer.up, layer.down, nullptr, nullptr, nullptr}, index, width);
 }
 
@@ -165,20 +189,22 @@ int check_config(const pippin_config *config, const pippin_layer *layers) {
     if (c.vocab < 1 || c.width < 1 || c.layers < 1 || c.heads < 1 || c.kv_heads < 1 || c.rope_tables < 0)
         return fail(PIPPIN_BAD_ARGUMENT, "a decoder of %lld layers, %lld heads, %lld kv heads, width %lld, %lld tokens",
                     Wide(c.layers), Wide(c.heads), Wide(c.kv_heads), Wide(c.width), Wide(c.vocab));
-    if (c.heads % c.kv_heads)
-        return fail(PIPPIN_BAD_ARGUMENT, "%lld heads are no multiple of %lld kv heads", Wide(c.heads), Wide(c.kv_heads));
-    if (c.head_dim < 2 || c.head_dim % 2 || c.head_dim > 1024)
-        return fail(PIPPIN_BAD_ARGUMENT, "a head has an even number of dimensions up to 1024, not %lld",
-                    Wide(c.head_dim));
-    if (c.rotary_dim < 2 || c.rotary_dim % 2 || c.rotary_dim > c.head_dim)
-        return fail(PIPPIN_BAD_ARGUMENT, "%lld of %lld dimensions of a head are rotated", Wide(c.rotary_dim),
-                    Wide(c.head_dim));
+    for (int32_t table = 0; table < c.rope_tables; ++table)
+        if (!c.rotary_dims || c.rotary_dims[table] < 2 || c.rotary_dims[table] % 2)
+            return fail(PIPPIN_BAD_ARGUMENT, "rotary table %d has no even number of dimensions", table);
     if (c.norm < PIPPIN_RMS_NORM || c.norm > PIPPIN_LAYER_NORM || !c.final_norm ||
         (c.norm == PIPPIN_LAYER_NORM && !c.final_norm_bias))
         return fail(PIPPIN_BAD_ARGUMENT, "no final norm, or norms of kind %d", c.norm);
     if (!(c.logit_softcap >= 0.f)) return fail(PIPPIN_BAD_ARGUMENT, "logits bounded by %g", double(c.logit_softcap));
     if (int status = check_matrix(c.embedding, "embedding", -1, c.vocab, c.width)) return status;
     if (int status = check_matrix(c.head, "head", -1, c.vocab, c.width)) return status;
+    if (c.layer_table.rows) {
+        const int64_t columns = c.layer_table.columns;
+        if (columns < 1 || columns % c.layers || !c.layer_input_norm || c.width < columns / c.layers)
+            return fail(PIPPIN_BAD_ARGUMENT, "inputs of layers of %lld numbers, or no norm", Wide(columns));
+        if (int status = check_matrix(c.layer_table, "inputs of layers", -1, c.vocab, columns)) return status;
+        if (int status = check_matrix(c.layer_projection, "projection to inputs of layers", -1, columns, c.width)) return status;
+    }
     if (c.position.rows)
         if (int status = check_matrix(c.position, "positions", -1, c.position.rows, c.width)) return status;
     for (int64_t index = 0; index < c.layers; ++index)
@@ -232,11 +258,12 @@ int check_changes(const pippin_model &model, const pippin_share &share) {
         if (layer.latent) matrices[2] = &model.latent[size_t(l)].q_a;
         for (int i = 0; i < PIPPIN_INPUTS; ++i) matrices[8 + i] = &recurrent.in[i];
         matrices[8 + PIPPIN_INPUTS] = &recurrent.out;
+        matrices[9 + PIPPIN_INPUTS] = &layer.input_gate, matrices[10 + PIPPIN_INPUTS] = &layer.input_projection;
         for (int i = 0; i < PIPPIN_CHANGES; ++i) {
             const pippin_change &change = share.changes[PIPPIN_CHANGES * l + i];
             if (change.rank == 0) continue;
             if (change.rank < 0 || !change.down || !change.up || change.inputs != matrices[i]->columns ||
-                change.outputs != matrices[i]->rows || (i > 3 && i < 7 && layer.experts))
+                change.outputs != matrices[i]->rows || (i > 3 && i < 7 && layer.experts && !layer.experts_norm))
                 return fail(PIPPIN_BAD_ARGUMENT, "an adapter's change %d of layer %lld (rank %lld, %lld x %lld) does not fit",
                             i, Wide(l), Wide(change.rank), Wide(change.outputs), Wide(change.inputs));
         }
@@ -357,7 +384,7 @@ int check_batch(const pippin_model &model, const Ropes &ropes, const void *pool,
     if (int status = check_sight(model, b)) return status;
     if (int status = check_states(model, b)) return status;
     if (int status = check_extras(model, b)) return status;
-    for (int64_t i = 0; b.from == 0 && i < b.tokens; ++i)
+    for (int64_t i = 0; (b.from == 0 || model.config.layer_table.rows) && i < b.tokens; ++i)
         if (b.ids[i] < 0 || b.ids[i] >= model.config.vocab)
             return fail(PIPPIN_BAD_ARGUMENT, "token %d is not in a vocabulary of %lld", b.ids[i],
                         Wide(model.config.vocab));
@@ -394,33 +421,41 @@ extern "C" pippin_model *pippin_model_new(const pippin_config *config, const pip
     model->config = *config;
     model->layers.assign(layers, layers + config->layers);
     model->ropes.resize(size_t(config->rope_tables));
+    model->rotary_dims.assign(config->rotary_dims, config->rotary_dims + config->rope_tables);
     std::vector<int32_t> sizes; // of each group
     int32_t cached = 0, states = 0;
     for (pippin_layer &layer : model->layers) {
+        if (!layer.kv_heads) layer.kv_heads = int32_t(config->kv_heads);
+        if (!layer.head_dim) layer.head_dim = int32_t(config->head_dim);
         model->experts.emplace_back(layer.expert, layer.expert + (layer.expert ? layer.experts : 0));
         model->latent.push_back(layer.latent ? *layer.latent : pippin_latent{});
         model->recurrent.push_back(layer.recurrent ? *layer.recurrent : pippin_recurrent{});
         model->states.push_back(layer.recurrent ? states++ : -1);
         if (!layer.q.rows) {
-            model->slots.push_back(-1), model->cached_index.push_back(-1);
+            model->heads_before.push_back(0), model->numbers_before.push_back(0), model->cached_index.push_back(-1);
             continue;
         }
         if (layer.source >= 0) {
             const size_t source = size_t(layer.source);
             layer.window = model->layers[source].window, layer.group = model->layers[source].group;
-            model->slots.push_back(model->slots[source]);
+            model->heads_before.push_back(model->heads_before[source]);
+            model->numbers_before.push_back(model->numbers_before[source]);
             model->cached_index.push_back(model->cached_index[source]);
             continue;
         }
         const size_t group = size_t(layer.group);
         if (group >= sizes.size()) {
             sizes.resize(group + 1), model->group_windows.resize(group + 1, -1);
+            model->group_heads.resize(group + 1), model->group_numbers.resize(group + 1);
         }
         int32_t &window = model->group_windows[group];
         window = window < 0 || window == layer.window ? layer.window : 0;
-        model->slots.push_back(sizes[group]++);
+        ++sizes[group];
+        model->heads_before.push_back(model->group_heads[group]);
+        model->numbers_before.push_back(model->group_numbers[group]);
+        model->group_heads[group] += layer.kv_heads;
+        model->group_numbers[group] += int64_t(layer.kv_heads) * layer.head_dim;
         model->cached_index.push_back(cached++);
-        model->cached = std::max(model->cached, sizes[group]);
     }
     if (sizes.empty()) model->group_windows.push_back(0); // nobody attends; tables are checked all the same
     if (std::count(sizes.begin(), sizes.end(), 0)) {
@@ -441,8 +476,9 @@ extern "C" int pippin_model_rope(pippin_model *model, int table, const float *co
         return fail(PIPPIN_BAD_ARGUMENT, "no rotary table %d", table);
     if (positions < 1 || positions > INT32_MAX || !cos || !sin)
         return fail(PIPPIN_BAD_ARGUMENT, "a rotary table of %lld positions", Wide(positions));
-    const size_t count = size_t(positions * (model->config.rotary_dim / 2));
     auto rope = std::make_shared<Rope>();
+    rope->half = model->rotary_dims[size_t(table)] / 2;
+    const size_t count = size_t(positions * rope->half);
     rope->cos.assign(cos, cos + count);
     rope->sin.assign(sin, sin + count);
     rope->positions = positions;
@@ -457,7 +493,7 @@ extern "C" int pippin_model_rope(pippin_model *model, int table, const float *co
 extern "C" int pippin_model_rope_axes(pippin_model *model, int table, const uint8_t *axes) try {
     if (!model || table < 0 || size_t(table) >= model->ropes.size() || !axes)
         return fail(PIPPIN_BAD_ARGUMENT, "no rotary table %d, or no axes", table);
-    const int64_t half = model->config.rotary_dim / 2;
+    const int64_t half = model->rotary_dims[size_t(table)] / 2;
     for (int64_t i = 0; i < half; ++i)
         if (axes[i] > 3) return fail(PIPPIN_BAD_ARGUMENT, "a frequency rotates by axis %d", axes[i]);
     std::lock_guard<std::mutex> lock(model->mutex);
@@ -472,6 +508,5 @@ extern "C" int pippin_model_rope_axes(pippin_model *model, int table, const uint
 extern "C" int64_t pippin_block_bytes(const pippin_model *model, int cache) {
     if (!model || cache < PIPPIN_CACHE_F32 || cache > PIPPIN_CACHE_INT8)
         return fail(PIPPIN_BAD_ARGUMENT, "no model, or no such precision of the cache: %d", cache);
-    // a model that keeps nothing in blocks has blocks, too
-    return std::max<int64_t>(64, model->cached * model->config.kv_heads * head_bytes(model->config.head_dim, cache));
+    return model->block_bytes(cache);
 }

@@ -91,7 +91,11 @@ class Pass {
     void normalize_input(int32_t index, const pippin_layer &layer, int64_t token, float *y) const;
     void attention(int32_t index, int64_t from, int64_t to, bool own, float *y);
     Tiles cut_tiles(const pippin_layer &layer, int64_t from, int64_t to);
-    void attend(const pippin_layer &layer, int32_t slot, int64_t from, int64_t to);
+    void attend(int32_t index, int64_t from, int64_t to);
+    Cache cache_of(int32_t index) const;
+    void read_layer_inputs();
+    void leave_layer(int32_t index, int64_t from, int64_t to);
+    void beside_dense(int32_t index, int64_t from, int64_t count);
     void latent_keys(int32_t index, int64_t from, int64_t to);
     void latent_attention(int32_t index, int64_t from, int64_t to, bool own, float *y);
     void head_products(const pippin_matrix *matrices, const float *x, int64_t x_stride, int64_t x_head, int64_t count,
@@ -105,8 +109,8 @@ class Pass {
     void attend_whole(const Queries &queries, const Tiles &tiles);
     void attend_parts(const Queries &queries, const Tiles &tiles);
     void feed_forward(int32_t index, int64_t from, int64_t to);
-    void experts(int32_t index, int64_t from, int64_t count);
-    void route(const pippin_layer &layer, int32_t index, int64_t from, int64_t count);
+    void experts(int32_t index, int64_t from, int64_t count, const float *routed_by);
+    void route(const pippin_layer &layer, int32_t index, int64_t from, int64_t count, const float *read);
     void choose(const pippin_layer &layer, const uint8_t *mask, float *routes, float *choice, uint8_t *taken) const;
     void mix_sparsely(const pippin_layer &layer, float *routes, float *weights, uint8_t *taken) const;
     template <class Make> void expert_products(int32_t index, bool down, const float *x, const Make &make);
@@ -140,13 +144,14 @@ class Pass {
     const Ropes &ropes_;
     const KernelTable &kernel_;
     const StepKernels &step_;
-    Cache cache_;
+    Cache pool_; // without a layer
     Clock clock_;
     int64_t count_ = 0;   // tokens that are left
     int32_t *origin_;     // (count): which of the pass each of them is
     int32_t *slot_, *visible_; // (count): its own, and the last that it sees
     int32_t *sequence_;   // (count)
     float *x_;            // (count, width): the residual stream
+    float *layer_inputs_, *layer_row_; // (tokens, layers, size): inputs of layers beside the hidden states
     float *normed_, *y_;  // (group, width)
     float *q_, *k_, *v_;  // (group, heads * head_dim), ...
     float *read_;         // what attention read, like q

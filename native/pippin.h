@@ -124,6 +124,8 @@ typedef struct pippin_expert {
 typedef struct pippin_router {
     const float *weight;          /* (experts, width) */
     const float *bias;            /* (experts), or NULL */
+    const float *input_norm;      /* (width): its input is normalized with these weights; or NULL */
+    const float *expert_scale;    /* (experts): multipliers on their weights; or NULL */
     const float *choice_bias;     /* (experts): added to the affinities for the choice alone; or NULL */
     int32_t scores, normalize;    /* normalize: the weights of a token sum to 1 before the scale */
     int32_t groups, active_groups; /* experts form groups of equal size, of which a token takes the best; 1 and 1 */
@@ -195,6 +197,7 @@ typedef struct pippin_layer {
     int32_t activation;
     int32_t experts, active;               /* a mixture if experts > 0; then gate, up, down are unused */
     int32_t group;                         /* the group of layers whose block table it has; from 0, none left out */
+    int32_t kv_heads, head_dim;            /* of this layer; 0: those of the config */
     int32_t qk_norm;
     int32_t parallel; /* feed-forward reads the hidden states before attention is added: through its own norm, or
                          through that of attention if it has none */
@@ -207,12 +210,19 @@ typedef struct pippin_layer {
     const pippin_expert *expert;
     pippin_expert shared;      /* beside the experts, for every token */
     const float *shared_gate;  /* (width): its output is multiplied by a sigmoid of the product with x; or NULL */
+    /* A dense layer beside the experts, each with norms of its own; or NULL. Then the router reads the hidden states. */
+    const float *experts_norm, *post_experts_norm, *post_dense_norm;
+    /* What the layer does with its input: x += norm(projection(act(gate(x)) * input)); rows = 0: nothing. */
+    pippin_matrix input_gate, input_projection;
+    const float *input_norm;
+    float scalar;                      /* multiplier on the hidden states that leave the layer; 1 */
+    int32_t reserved;
     const pippin_latent *latent;       /* or NULL */
     const pippin_recurrent *recurrent; /* beside attention, or in its place: q.rows = 0; or NULL */
 } pippin_layer;
 
 typedef struct pippin_config {
-    int64_t vocab, width, heads, kv_heads, head_dim, rotary_dim, layers; /* rotary_dim: what a rotary table rotates */
+    int64_t vocab, width, heads, kv_heads, head_dim, layers;
     float eps, attention_scale, embedding_scale;
     int32_t rope_tables;
     int32_t norm;                   /* pippin_norm of the hidden states; layer norms have biases */
@@ -223,17 +233,22 @@ typedef struct pippin_config {
     const float *head_bias;         /* (vocab), or NULL */
     const float *embedding_norm;    /* (width): embeddings are normalized before they are scaled; or NULL */
     pippin_matrix position;         /* rows = 0, or an embedding of each position, which is added */
+    const int32_t *rotary_dims;     /* (rope_tables): dimensions that each table rotates, those of a head or its part */
+    /* Inputs of each layer beside the hidden states: a row of the table, and a projection of the embedding, normalized;
+     * rows = 0: none. Table: (vocab, layers * size). */
+    pippin_matrix layer_table, layer_projection;
+    const float *layer_input_norm;  /* (size) */
 } pippin_config;
 
 typedef struct pippin_model pippin_model;
 /* Copies the descriptions, not what they point to. NULL: failed. */
 pippin_model *pippin_model_new(const pippin_config *config, const pippin_layer *layers);
 void pippin_model_free(pippin_model *model);
-/* cos and sin of (positions, rotary_dim / 2), as Rotary.tables gives them without the doubled half and the sign. They are
+/* cos and sin of (positions, half of the table's dimensions), as Rotary.tables gives them without the doubled half and the sign. They are
  * copied, and may be replaced by longer ones while a pass is running. */
 int pippin_model_rope(pippin_model *model, int table, const float *cos, const float *sin, int64_t positions);
 
-/* The axis of a position by which each of rotary_dim / 2 frequencies rotates; at first all rotate by axis 0. */
+/* The axis of a position by which each frequency rotates (half of the table's dimensions); at first all rotate by axis 0. */
 int pippin_model_rope_axes(pippin_model *model, int table, const uint8_t *axes);
 
 /* One block of the cache holds PIPPIN_BLOCK tokens of the layers of one group that have keys of their own; all blocks
@@ -248,9 +263,9 @@ typedef struct pippin_change { /* y[start : start + outputs] += up (down x) */
 } pippin_change;
 
 /* An adapter is an array of PIPPIN_CHANGES * layers changes: q, k, v, output, gate, up, down and the gate of attention of
- * each layer, the inputs of its recurrence, and the output of that; rank = 0: none. With latent attention, q_a is changed
- * in the place of v. */
-#define PIPPIN_CHANGES (9 + PIPPIN_INPUTS)
+ * each layer, the inputs of its recurrence, the output of that, and gate and projection of its own input; rank = 0: none.
+ * With latent attention, q_a is changed in the place of v. */
+#define PIPPIN_CHANGES (11 + PIPPIN_INPUTS)
 typedef struct pippin_share { /* an adapter and the tokens that it works on */
     const pippin_change *changes;
     int32_t begin, end;

@@ -33,7 +33,7 @@ float *own_floats(int64_t count, std::atomic<bool> &failed) {
 } // namespace
 
 Pass::Tiles Pass::cut_tiles(const pippin_layer &layer, int64_t from, int64_t to) {
-    const int64_t group = c_.heads / c_.kv_heads, tile = tile_queries(group);
+    const int64_t group = c_.heads / layer.kv_heads, tile = tile_queries(group);
     Tiles found;
     tiles_.clear();
     for (int64_t begin = from, end; begin < to; begin = end) {
@@ -50,13 +50,13 @@ Pass::Tiles Pass::cut_tiles(const pippin_layer &layer, int64_t from, int64_t to)
 }
 
 /* What the queries of a group read. */
-void Pass::attend(const pippin_layer &layer, int32_t slot, int64_t from, int64_t to) {
-    Queries queries{cache_, nullptr, q_, read_, slot_ + from, visible_ + from, c_.heads * c_.head_dim, layer.window, int(c_.heads),
-                    c_.attention_scale, layer.softcap, layer.sinks};
-    queries.cache.offset = slot * c_.kv_heads * cache_.head_bytes;
+void Pass::attend(int32_t index, int64_t from, int64_t to) {
+    const pippin_layer &layer = m_.layers[size_t(index)];
+    const Queries queries{cache_of(index), nullptr, q_, read_, slot_ + from, visible_ + from, c_.heads * layer.head_dim,
+                          layer.window, int(c_.heads), c_.attention_scale, layer.softcap, layer.sinks};
     const Tiles tiles = cut_tiles(layer, from, to);
     const int64_t threads = thread_count();
-    const bool few = threads > 1 && int64_t(tiles_.size()) * c_.kv_heads < 4 * threads;
+    const bool few = threads > 1 && int64_t(tiles_.size()) * layer.kv_heads < 4 * threads;
     if (few && tiles.most_parts > 1) attend_parts(queries, tiles);
     else attend_whole(queries, tiles);
 }
@@ -66,12 +66,12 @@ void Pass::observe(int32_t index, int64_t from, int64_t to) {
     const pippin_layer &layer = m_.layers[size_t(index)];
     for (int64_t o = 0; o < b_.observations; ++o) {
         const pippin_observed &seen = b_.observed[o];
-        Queries queries{cache_, table(layer, seen.sequence), q_, read_, slot_ + from, visible_ + from, c_.heads * c_.head_dim,
-                        layer.window, int(c_.heads), c_.attention_scale, layer.softcap, nullptr};
-        queries.cache.offset = m_.slots[size_t(index)] * c_.kv_heads * cache_.head_bytes;
+        const Queries queries{cache_of(index), table(layer, seen.sequence), q_, read_, slot_ + from, visible_ + from,
+                              c_.heads * layer.head_dim, layer.window, int(c_.heads), c_.attention_scale, layer.softcap,
+                              nullptr};
         std::atomic<bool> failed{false};
-        parallel(c_.kv_heads, 1, [&](int64_t first, int64_t last, int) {
-            float *p = own_floats(seen.stride + 16 + c_.head_dim, failed);
+        parallel(layer.kv_heads, 1, [&](int64_t first, int64_t last, int) {
+            float *p = own_floats(seen.stride + 16 + layer.head_dim, failed);
             for (int64_t head = first; p && head < last; ++head) {
                 float *received = seen.received + (m_.cached_index[size_t(index)] * c_.kv_heads + head) * seen.stride;
                 for (int64_t i = from; i < to; ++i) {
@@ -87,18 +87,19 @@ void Pass::observe(int32_t index, int64_t from, int64_t to) {
 }
 
 void Pass::attend_whole(const Queries &queries, const Tiles &tiles) {
-    const int64_t group = c_.heads / c_.kv_heads, size = tiles.most_rows * state_stride(c_.head_dim);
-    const int64_t items = int64_t(tiles_.size()) * c_.kv_heads;
-    const bool little = tiles.pairs * c_.heads * c_.head_dim < LITTLE;
+    const int64_t kv_heads = queries.cache.kv_heads, head_dim = queries.cache.head_dim, group = c_.heads / kv_heads;
+    const int64_t size = tiles.most_rows * state_stride(head_dim);
+    const int64_t items = int64_t(tiles_.size()) * kv_heads;
+    const bool little = tiles.pairs * c_.heads * head_dim < LITTLE;
     std::atomic<bool> failed{false};
     parallel(items, little ? items : 1, [&](int64_t begin, int64_t end, int) {
-        float *state = own_floats(size + attend_scratch(c_.head_dim, group), failed);
+        float *state = own_floats(size + attend_scratch(head_dim, group), failed);
         for (int64_t item = begin; state && item < end; ++item) {
-            const Tile &t = tiles_[tiles_.size() - 1 - size_t(item / c_.kv_heads)]; // the longest first
+            const Tile &t = tiles_[tiles_.size() - 1 - size_t(item / kv_heads)]; // the longest first
             Queries own = queries;
             own.table = t.table;
-            const int head = int(item % c_.kv_heads);
-            clear_states(state, (t.end - t.begin) * group, c_.head_dim);
+            const int head = int(item % kv_heads);
+            clear_states(state, (t.end - t.begin) * group, head_dim);
             step_.attend(own, head, t.begin, t.end, t.from, t.to, state, state + size);
             step_.finish(own, head, t.begin, t.end, state);
         }
@@ -107,30 +108,31 @@ void Pass::attend_whole(const Queries &queries, const Tiles &tiles) {
 }
 
 void Pass::attend_parts(const Queries &queries, const Tiles &tiles) {
-    const int64_t group = c_.heads / c_.kv_heads, size = tiles.most_rows * state_stride(c_.head_dim);
-    const int64_t items = int64_t(tiles_.size()) * c_.kv_heads, parts = tiles.most_parts;
+    const int64_t kv_heads = queries.cache.kv_heads, head_dim = queries.cache.head_dim, group = c_.heads / kv_heads;
+    const int64_t size = tiles.most_rows * state_stride(head_dim);
+    const int64_t items = int64_t(tiles_.size()) * kv_heads, parts = tiles.most_parts;
     float *states = floats(parts_memory, items * parts * size);
     std::atomic<bool> failed{false};
     parallel(items * parts, 1, [&](int64_t begin, int64_t end, int) {
-        float *scratch = own_floats(attend_scratch(c_.head_dim, group), failed);
+        float *scratch = own_floats(attend_scratch(head_dim, group), failed);
         for (int64_t piece = begin; scratch && piece < end; ++piece) {
-            const Tile &t = tiles_[size_t(piece / parts / c_.kv_heads)];
+            const Tile &t = tiles_[size_t(piece / parts / kv_heads)];
             const int64_t part = t.from + piece % parts;
             if (part >= t.to) continue;
             Queries own = queries;
             own.table = t.table;
             float *state = states + piece * size;
-            clear_states(state, (t.end - t.begin) * group, c_.head_dim);
-            step_.attend(own, int(piece / parts % c_.kv_heads), t.begin, t.end, part, part + 1, state, scratch);
+            clear_states(state, (t.end - t.begin) * group, head_dim);
+            step_.attend(own, int(piece / parts % kv_heads), t.begin, t.end, part, part + 1, state, scratch);
         }
     });
     if (failed) throw std::bad_alloc();
     for (int64_t item = 0; item < items; ++item) {
-        const Tile &t = tiles_[size_t(item / c_.kv_heads)];
+        const Tile &t = tiles_[size_t(item / kv_heads)];
         float *state = states + item * parts * size;
         for (int64_t part = 1; part < t.to - t.from; ++part)
-            step_.merge(state, state + part * size, (t.end - t.begin) * group, c_.head_dim);
-        step_.finish(queries, int(item % c_.kv_heads), t.begin, t.end, state);
+            step_.merge(state, state + part * size, (t.end - t.begin) * group, head_dim);
+        step_.finish(queries, int(item % kv_heads), t.begin, t.end, state);
     }
 }
 

@@ -179,6 +179,7 @@ def _between(path: Path, **blocks: str) -> str:
 ENGINE_BENCHMARKS = {
     "cpu_decode": "Decoding",
     "cpu_prefill": "Prefill",
+    "cpu_families": "Families of models",
     "cpu_concurrent": "Sixteen concurrent requests",
     "cpu_cache": "Prefix and prompt caches",
     "cpu_grammar": "Grammars",

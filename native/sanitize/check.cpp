@@ -146,7 +146,7 @@ struct Decoder {
     std::unique_ptr<pippin_latent> latent;
     pippin_config config{};
     std::vector<int64_t> state_sizes; // of each recurrent layer
-    int32_t groups = 1, axes = 0;
+    int32_t groups = 1, axes = 0, rotary_dim = 24;
     pippin_model *model = nullptr;
     ~Decoder() { pippin_model_free(model); }
 
@@ -164,7 +164,7 @@ constexpr int64_t WIDTH = 64, HEADS = 6, KV_HEADS = 2, HEAD_DIM = 24, SIZE = 96,
 
 void rotate(Decoder &decoder) {
     std::vector<float> cos, sin;
-    const int64_t half = decoder.config.rotary_dim / 2;
+    const int64_t half = decoder.config.rotary_dims[0] / 2;
     for (int64_t position = 0; position < POSITIONS; ++position)
         for (int64_t pair = 0; pair < half; ++pair) {
             const double angle = double(position) * std::pow(10000.0, -double(pair) / double(half));
@@ -177,9 +177,11 @@ void rotate(Decoder &decoder) {
     require(pippin_model_rope_axes(decoder.model, 0, axes.data()) == 0, "axes");
 }
 
-void open(Decoder &decoder, const std::vector<pippin_layer> &layers) {
+void open(Decoder &decoder, std::vector<pippin_layer> layers) {
     pippin_config &config = decoder.config;
+    for (pippin_layer &layer : layers) layer.scalar = 0.9f;
     config.vocab = VOCAB, config.width = WIDTH, config.layers = int64_t(layers.size()), config.eps = 1e-5f;
+    config.rotary_dims = &decoder.rotary_dim;
     config.attention_scale = 0.2f, config.embedding_scale = 2.f, config.rope_tables = 1;
     config.embedding = decoder.matrix(PIPPIN_INT8, VOCAB, WIDTH);
     config.head = config.embedding;
@@ -221,7 +223,7 @@ void mix(Decoder &decoder, pippin_layer &layer, int32_t experts, int32_t active)
 /* Four layers of the oldest kind: shared keys, a window with a table of its own, norms after, experts. */
 void describe_plain(Decoder &decoder) {
     decoder.config.heads = HEADS, decoder.config.kv_heads = KV_HEADS;
-    decoder.config.head_dim = decoder.config.rotary_dim = HEAD_DIM;
+    decoder.config.head_dim = HEAD_DIM;
     decoder.config.residual_scale = decoder.config.logit_scale = 1.f;
     const int formats[4] = {PIPPIN_INT4, PIPPIN_BF16, PIPPIN_Q4_1, PIPPIN_INT2};
     std::vector<pippin_layer> layers(4);
@@ -237,12 +239,25 @@ void describe_plain(Decoder &decoder) {
             layer.post_feedforward_norm = decoder.vector(WIDTH, 1.f);
             layer.group = 1;
         }
+        if (l == 0) {
+            layer.input_gate = decoder.matrix(PIPPIN_INT4, 8, WIDTH);
+            layer.input_projection = decoder.matrix(PIPPIN_F32, WIDTH, 8);
+            layer.input_norm = decoder.vector(WIDTH, 1.f);
+        }
         layer.window = l == 2 ? 37 : 0;
         layer.rope = l == 3 ? -1 : 0;
         layer.activation = l;
-        if (l == 3) mix(decoder, layer, 3, 2);
-        else feed(decoder, layer, formats[l], l != 1);
+        if (l == 3) {
+            mix(decoder, layer, 3, 2);
+            layer.experts_norm = decoder.vector(WIDTH, 1.f), layer.post_experts_norm = decoder.vector(WIDTH, 1.f);
+            layer.post_dense_norm = decoder.vector(WIDTH, 1.f);
+            layer.router.input_norm = decoder.vector(WIDTH, 1.f), layer.router.expert_scale = decoder.vector(3, 1.f);
+        }
+        feed(decoder, layer, formats[l], l != 1);
     }
+    decoder.config.layer_table = decoder.matrix(PIPPIN_INT8, VOCAB, 32);
+    decoder.config.layer_projection = decoder.matrix(PIPPIN_BF16, 32, WIDTH);
+    decoder.config.layer_input_norm = decoder.vector(8, 1.f);
     decoder.groups = 2;
     open(decoder, layers);
 }
@@ -250,7 +265,7 @@ void describe_plain(Decoder &decoder) {
 /* What other families have: layer norms, parallel parts, gates, sinks, bounds, biases, groups of experts, positions. */
 void describe_rich(Decoder &decoder) {
     pippin_config &config = decoder.config;
-    config.heads = HEADS, config.kv_heads = KV_HEADS, config.head_dim = config.rotary_dim = HEAD_DIM;
+    config.heads = HEADS, config.kv_heads = KV_HEADS, config.head_dim = HEAD_DIM;
     config.norm = PIPPIN_LAYER_NORM, config.residual_scale = 0.7f, config.logit_scale = 0.5f, config.logit_softcap = 5.f;
     config.head_bias = decoder.vector(VOCAB), config.embedding_norm = decoder.vector(WIDTH, 1.f);
     config.position = decoder.matrix(PIPPIN_F32, POSITIONS, WIDTH);
@@ -291,7 +306,7 @@ void describe_rich(Decoder &decoder) {
 /* Every recurrence, the second beside attention; the last layer is a feed-forward layer alone. */
 void describe_recurrent(Decoder &decoder) {
     pippin_config &config = decoder.config;
-    config.heads = HEADS, config.kv_heads = KV_HEADS, config.head_dim = config.rotary_dim = HEAD_DIM;
+    config.heads = HEADS, config.kv_heads = KV_HEADS, config.head_dim = HEAD_DIM;
     config.residual_scale = config.logit_scale = 1.f;
     std::vector<pippin_layer> layers(6);
     for (int l = 0; l < 5; ++l) {
@@ -349,7 +364,7 @@ void describe_recurrent(Decoder &decoder) {
 void describe_latent(Decoder &decoder) {
     constexpr int32_t rank = 40, rotated = 8, plain = 20, values = 12, low = 24;
     pippin_config &config = decoder.config;
-    config.heads = HEADS, config.kv_heads = 1, config.head_dim = rank + rotated, config.rotary_dim = rotated;
+    config.heads = HEADS, config.kv_heads = 1, config.head_dim = rank + rotated, decoder.rotary_dim = rotated;
     config.residual_scale = config.logit_scale = 1.f;
     for (int64_t head = 0; head < HEADS; ++head) decoder.heads.push_back(decoder.matrix(PIPPIN_BF16, rank, plain));
     for (int64_t head = 0; head < HEADS; ++head) decoder.heads.push_back(decoder.matrix(PIPPIN_BF16, values, rank));

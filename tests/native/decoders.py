@@ -312,12 +312,14 @@ class NativeDecoder:
         layers = (native.Layer * len(weights.layers))(*(self._layer(layer) for layer in weights.layers))
         self.config = native.NativeConfig(
             len(weights.embedding), weights.embedding.shape[1], weights.heads, weights.kv_heads, weights.head_dim,
-            weights.head_dim, len(weights.layers), weights.eps, weights.attention_scale, weights.embedding_scale,
-            len(weights.thetas),
+            len(weights.layers), weights.eps, weights.attention_scale, weights.embedding_scale, len(weights.thetas),
             native.NORMS["rms"], 1.0, 1.0, 0.0,
             self._pack("embedding", weights.embedding), self._pack("head", weights.head),
             self._address(weights.final_norm),
         )  # fmt: skip
+        dims = (ctypes.c_int32 * len(weights.thetas))(*(weights.head_dim for _ in weights.thetas))
+        self.alive.append(dims)
+        self.config.rotary_dims = dims
         self.layers = layers
         self.handle = library.model_new(self.config, layers)
         for table in range(len(weights.thetas)):
@@ -346,7 +348,7 @@ class NativeDecoder:
         return packed.matrix
 
     def _layer(self, layer: Layer) -> native.Layer:
-        made = native.Layer(source=layer.source, window=layer.window, rope=layer.rope)
+        made = native.Layer(source=layer.source, window=layer.window, rope=layer.rope, scalar=1.0)
         made.activation = native.ACTIVATIONS[layer.activation]
         for role in ROLES:
             setattr(made, role, self._pack(role, layer.matrices.get(role)))

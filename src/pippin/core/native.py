@@ -46,7 +46,7 @@ ROUTER_SCORES: Final = {"softmax": 0, "sigmoid": 1, "sparsemixer": 2}
 RECURRENCES: Final = {"convolution": 1, "delta rule": 2, "state space": 3, "gated unit": 4}
 GATES: Final = {"plain": 0, "silu before": 1, "silu after": 2, "sigmoid after": 3, "activated": 4}
 RECURRENT_INPUTS: Final = 8
-CHANGES: Final = 9 + RECURRENT_INPUTS
+CHANGES: Final = 11 + RECURRENT_INPUTS
 """Matrices of a layer that an adapter may change."""
 
 _FOLDER = Path(__file__).resolve().parents[1]
@@ -81,7 +81,7 @@ class NativeRouter(ctypes.Structure):
     """`pippin_router`: how the tokens of a mixture choose their experts."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("weight", "bias", "choice_bias")),
+        *((name, c_void_p) for name in ("weight", "bias", "input_norm", "expert_scale", "choice_bias")),
         *((name, c_int32) for name in ("scores", "normalize", "groups", "active_groups", "best_two", "reserved")),
         *((name, c_float) for name in ("scale", "jitter")),
     )
@@ -129,7 +129,7 @@ class Layer(ctypes.Structure):
         *((name, c_void_p) for name in ("post_attention_norm_bias", "post_feedforward_norm_bias")),
         *((name, c_void_p) for name in ("q_norm", "k_norm", "v_norm", "sinks")),
         *((name, c_int32) for name in ("source", "window", "rope", "activation")),
-        *((name, c_int32) for name in ("experts", "active", "group", "qk_norm", "parallel")),
+        *((name, c_int32) for name in ("experts", "active", "group", "kv_heads", "head_dim", "qk_norm", "parallel")),
         *((name, c_float) for name in ("softcap", "limit", "position_beta")),
         ("position_length", c_int64),
         ("xielu", c_float * 4),
@@ -137,6 +137,12 @@ class Layer(ctypes.Structure):
         ("expert", POINTER(Expert)),
         ("shared", Expert),
         ("shared_gate", c_void_p),
+        *((name, c_void_p) for name in ("experts_norm", "post_experts_norm", "post_dense_norm")),
+        ("input_gate", NativeMatrix),
+        ("input_projection", NativeMatrix),
+        ("input_norm", c_void_p),
+        ("scalar", c_float),
+        ("reserved", c_int32),
         ("latent", POINTER(NativeLatent)),
         ("recurrent", POINTER(NativeRecurrent)),
     )
@@ -146,7 +152,7 @@ class NativeConfig(ctypes.Structure):
     """`pippin_config`: sizes and weights that the layers of a decoder share."""
 
     _fields_ = (
-        *((name, c_int64) for name in ("vocab", "width", "heads", "kv_heads", "head_dim", "rotary_dim", "layers")),
+        *((name, c_int64) for name in ("vocab", "width", "heads", "kv_heads", "head_dim", "layers")),
         *((name, c_float) for name in ("eps", "attention_scale", "embedding_scale")),
         *((name, c_int32) for name in ("rope_tables", "norm")),
         *((name, c_float) for name in ("residual_scale", "logit_scale", "logit_softcap")),
@@ -154,6 +160,10 @@ class NativeConfig(ctypes.Structure):
         ("head", NativeMatrix),
         *((name, c_void_p) for name in ("final_norm", "final_norm_bias", "head_bias", "embedding_norm")),
         ("position", NativeMatrix),
+        ("rotary_dims", POINTER(c_int32)),
+        ("layer_table", NativeMatrix),
+        ("layer_projection", NativeMatrix),
+        ("layer_input_norm", c_void_p),
     )
 
 

@@ -34,7 +34,6 @@ EXPERTS = (
     *("deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "gpt_oss", "granitemoe"),
     *("granitemoeshared", "hunyuan_v1_moe", "minimax_m2", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe"),
 )
-NOT_NATIVE = ("gemma4_text", "gemma4_text with experts and keys as values")
 IDS = torch.randint(0, 97, (2, 40), generator=torch.Generator().manual_seed(1))
 CLOSE = {"rtol": 1e-5, "atol": 2e-5}
 NEEDS_KERNELS = pytest.mark.skipif(native.library() is None, reason="the native kernels are not built")
@@ -75,10 +74,6 @@ def test_chunks_batches_and_single_tokens_equal_one_pass(checkpoints, tiny, mode
     if kind is NativeRunner:
         decoder = copy.deepcopy(decoder).pack()
     model = LanguageModel("small", decoder, tiny.tokenizer, None)
-    if kind is NativeRunner:
-        assert NativeRunner.supports(model) == (model_type not in NOT_NATIVE)
-        if model_type in NOT_NATIVE:
-            return
     runner = kind(model, 8, "float32")
     tables, (first, second) = ([3, 1, 5], [0, 2, 4]), IDS.tolist()
     one, two = {}, {}  # states of recurrent layers
@@ -109,7 +104,7 @@ def test_chunks_batches_and_single_tokens_equal_one_pass(checkpoints, tiny, mode
 
 @NEEDS_KERNELS
 @torch.inference_mode()
-@pytest.mark.parametrize("model_type", sorted(set(CHECKPOINTS) - set(NOT_NATIVE)))
+@pytest.mark.parametrize("model_type", CHECKPOINTS)
 def test_the_kernels_give_the_same_bits_however_a_prompt_is_cut(checkpoints, tiny, model_type):
     _, _, decoder = checkpoints(model_type)
     runner = NativeRunner(LanguageModel("small", copy.deepcopy(decoder).pack(), tiny.tokenizer, None), 64, "int8")
@@ -136,7 +131,7 @@ def test_the_kernels_give_the_same_bits_however_a_prompt_is_cut(checkpoints, tin
 
 @NEEDS_KERNELS
 @torch.inference_mode()
-@pytest.mark.parametrize("model_type", sorted(set(CHECKPOINTS) - set(NOT_NATIVE)))
+@pytest.mark.parametrize("model_type", CHECKPOINTS)
 def test_adapters_in_the_kernels_equal_those_in_torch(checkpoints, tiny, model_type):
     _, _, decoder = checkpoints(model_type)
     packed = copy.deepcopy(decoder).pack()
@@ -161,7 +156,8 @@ def test_adapters_in_the_kernels_equal_those_in_torch(checkpoints, tiny, model_t
         answers.append(runner.forward(inputs))
         runner.close()
     for ours, theirs in zip(*answers, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=3e-5)
+        # each is up to 1e-5 of that from float64
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5 * float(theirs.abs().max()))
     assert float((answers[0][0] - answers[0][1]).abs().max()) > 0.1
 
 

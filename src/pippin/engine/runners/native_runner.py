@@ -288,16 +288,17 @@ class _NativeDecoder:
             raise InvalidArgument(f"the native kernels have no {', no '.join(missing)}")
         self.native = found
         self._alive: list[Any] = [module]
-        latents = [spec.attention.latent for spec in module.config.layers if spec.attention.latent is not None]
-        self._rotary_dim = latents[0].rotated_dim if latents else module.config.head_dim
-        specs = [spec.attention.rotary for spec in module.config.layers]
-        self._rotaries: list[Rotary] = list(dict.fromkeys(rotary for rotary in specs if rotary is not None))
+        specs = [
+            None if spec.attention.rotary is None else (spec.attention.rotary, module.config.rotary_dim(spec.attention))
+            for spec in module.config.layers
+        ]
+        self._rotaries: list[tuple[Rotary, int]] = list(dict.fromkeys(pair for pair in specs if pair is not None))
         layers = (native.Layer * len(module.layers))()
         for index, layer in enumerate(module.layers):
             assert isinstance(layer, DecoderLayer)
-            rotary = specs[index]
+            pair = specs[index]
             self._fill(layers[index], layer)
-            layers[index].rope = -1 if rotary is None else self._rotaries.index(rotary)
+            layers[index].rope = -1 if pair is None else self._rotaries.index(pair)
         for group, members in enumerate(groups or ()):
             for index in members:
                 layers[index].group = group
@@ -305,7 +306,7 @@ class _NativeDecoder:
         # not at exit, when an engine's thread may still use it
         weakref.finalize(self, found.model_free, self.handle).atexit = False
         self._positions = 0
-        for index, rotary in enumerate(self._rotaries):
+        for index, (rotary, _) in enumerate(self._rotaries):
             if rotary.axes is not None:
                 axes = np.array(rotary.axes, dtype=np.uint8)
                 found.model_rope_axes(self.handle, index, axes.ctypes.data)
@@ -315,10 +316,10 @@ class _NativeDecoder:
         if positions <= self._positions:
             return
         size = max(_FEWEST_POSITIONS, 1 << (positions - 1).bit_length())
-        half = self._rotary_dim // 2
-        for index, rotary in enumerate(self._rotaries):
+        for index, (rotary, width) in enumerate(self._rotaries):
+            half = width // 2
             with torch.inference_mode():
-                cos, sin = rotary.tables(torch.arange(size), self._rotary_dim)
+                cos, sin = rotary.tables(torch.arange(size), width)
                 cos, sin = cos[:, :half].contiguous(), sin[:, half:].contiguous()
             self.native.model_rope(self.handle, index, cos.data_ptr(), sin.data_ptr(), size)  # it copies them
         self._positions = size
@@ -331,7 +332,6 @@ class _NativeDecoder:
             config.num_attention_heads,
             config.num_key_value_heads,
             config.head_dim,
-            self._rotary_dim,
             len(config.layers),
             config.rms_norm_eps,
             _score_scale(module),
@@ -350,11 +350,19 @@ class _NativeDecoder:
             made.embedding_norm = self._floats(torch.ones(config.hidden_size))
         if module.embed_positions is not None:
             made.position = self._matrix(module.embed_positions)
+        dims = (ctypes.c_int32 * len(self._rotaries))(*(width for _, width in self._rotaries))
+        self._alive.append(dims)
+        made.rotary_dims = dims
+        if module.per_layer is not None:
+            made.layer_table = self._matrix(module.per_layer.embed)
+            made.layer_projection = self._matrix(module.per_layer.proj)
+            made.layer_input_norm = self._norm(module.per_layer.norm)[0]
         return made
 
     def _fill(self, to: native.Layer, layer: DecoderLayer) -> None:
         """Describe a layer, except for its rotary tables."""
         to.source = -1
+        to.scalar = 1.0 if layer.layer_scalar is None else float(layer.layer_scalar)
         if layer.attends and isinstance(layer.self_attn, LatentAttention):
             self._fill_latent(to, layer.self_attn)
         elif layer.attends:
@@ -384,6 +392,18 @@ class _NativeDecoder:
         to.parallel = int(layer.residual.startswith("parallel"))
         if not layer.feeds:
             return
+        if layer.layer_input is not None:
+            to.input_gate, to.input_projection = (
+                self._matrix(layer.layer_input.gate),
+                self._matrix(layer.layer_input.proj),
+            )
+            to.input_norm = self._norm(layer.layer_input.norm)[0]
+        if layer.expert_branch is not None:
+            branch = layer.expert_branch
+            self._mixture(to, branch.mlp)
+            to.experts_norm = self._norm(branch.input_norm)[0]
+            to.post_experts_norm = self._norm(branch.output_norm)[0]
+            to.post_dense_norm = self._norm(branch.dense_norm)[0]
         spec = layer.mlp.spec
         to.activation, to.limit = native.ACTIVATIONS[spec.activation], spec.limit or 0.0
         if isinstance(layer.mlp, MixtureOfExperts):
@@ -412,6 +432,7 @@ class _NativeDecoder:
         if attention.gate_proj is not None:
             to.attention_gate, to.attention_gate_bias = self._linear(attention.gate_proj)
         to.source, to.window = -1 if spec.kv_source is None else spec.kv_source, spec.window or 0
+        to.kv_heads, to.head_dim = attention.kv_heads, attention.head_dim
         to.qk_norm = native.QK_NORMS[attention.qk_norm]
         for name, norm in (("q_norm", attention.q_norm), ("k_norm", attention.k_norm)):
             setattr(to, name, None if norm is None else self._norm(norm)[0])
@@ -449,11 +470,14 @@ class _NativeDecoder:
     def _mixture(self, to: native.Layer, mixture: MixtureOfExperts) -> None:
         spec, gate = mixture.spec, mixture.gate
         to.experts, to.active = spec.num_experts, spec.num_experts_per_tok
-        router = spec.router
+        router, choice_bias = spec.router, gate.e_score_correction_bias
+        width = gate.inputs
         to.router = native.NativeRouter(
             self._floats(gate.weight),
             None if gate.bias is None else self._floats(gate.bias),
-            None if gate.e_score_correction_bias is None else self._floats(gate.e_score_correction_bias),
+            self._floats(gate.scale.float() * width**-0.5) if router.scaled else None,
+            self._floats(gate.per_expert_scale) if router.scaled else None,
+            None if choice_bias is None else self._floats(choice_bias),
             native.ROUTER_SCORES[router.scores],
             int(spec.norm_topk_prob),
             router.num_groups,
@@ -534,13 +558,6 @@ def _not_in_kernels(config: DecoderConfig) -> list[str]:
         "latent attention of several sizes": len({layer.attention.latent for layer in config.layers if layer.attends})
         > 1
         and any(layer.attention.latent for layer in config.layers),
-        "heads of different layers that differ": any(
-            layer.attention.num_key_value_heads or layer.attention.head_dim for layer in config.layers
-        ),
-        "experts beside dense layers": any(layer.experts is not None for layer in config.layers),
-        "inputs of each layer": bool(config.per_layer_size),
-        "scaled layers": config.layer_scalar,
-        "routers with a norm": any(spec.num_experts and spec.router.scaled for spec in inner),
         "such activation": any(spec.activation not in native.ACTIVATIONS for spec in inner),
     }
     return [name for name, there in extras.items() if there]
@@ -603,3 +620,5 @@ def _changeable(module: Decoder) -> Iterator[Linear | None]:
         else:
             yield from inputs_of(layer.recurrent)
             yield layer.recurrent.out_proj
+        yield None if layer.layer_input is None else layer.layer_input.gate
+        yield None if layer.layer_input is None else layer.layer_input.proj
