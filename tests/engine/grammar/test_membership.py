@@ -1,5 +1,7 @@
 """Which values a schema's grammar generates, beside the jsonschema library: negation, drafts, references, notes."""
 
+import time
+
 import jsonschema
 import pytest
 
@@ -38,6 +40,12 @@ CLOSED = {"type": "object", "properties": {"a": {}}, "additionalProperties": Fal
         {"not": CLOSED},
         {"oneOf": [CLOSED, {**CLOSED, "properties": {"a": {}, "b": {}}}]},
         {"oneOf": [{"properties": {"a": {"type": "integer"}}}, {"properties": {"b": {"type": "integer"}}}]},
+        {"required": ["a"], "oneOf": [{"properties": {"a": {"const": 1}}}, {"properties": {"a": {"const": "x"}}}]},
+        {"oneOf": [{"properties": {"a": {"const": 1}}}, {"properties": {"a": {"const": "x"}}}], "required": ["a"]},
+        {"properties": {"a": {"type": "integer"}}, "oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
+        {"type": ["integer", "object"], "oneOf": [{"type": "integer", "minimum": 0}, {"maxProperties": 1}]},
+        {"type": ["string", "object"], "oneOf": [{"minLength": 1}, {"type": "object"}, {"required": ["z"]}]},
+        {"oneOf": [{"enum": [1, "a", None]}, {"enum": ["a", 2.5, None]}, {"enum": [None, "abc"]}]},
         {"type": "object", "properties": {"a": {"type": "integer"}}, "not": CLOSED},
         {"type": "object", "not": {"additionalProperties": {"type": "integer"}}},
         {"required": ["a"], "not": {"patternProperties": {"^z": {"type": "integer"}}, "additionalProperties": False}},
@@ -60,6 +68,25 @@ def test_the_values_are_those_of_the_jsonschema_library(schema):
     grammar = Grammar.json_schema(schema)
     for value in VALUES:
         assert can_generate(schema, value, grammar=grammar) is validator.is_valid(value), value
+
+
+def test_overlapping_members_of_one_of_are_told_apart_without_a_product_of_all_their_opposites():
+    names = ["a", "b", "y", "z", *"cd"]
+    members = [
+        {"type": "object", "properties": {n: {"type": "integer"} for n in names}, "required": [n]} for n in names
+    ]
+    schema = {"oneOf": members}
+    validator, grammar = jsonschema.Draft202012Validator(schema), Grammar.json_schema(schema)
+    for value in VALUES:
+        assert can_generate(schema, value, grammar=grammar) is validator.is_valid(value), value
+
+
+def test_alternatives_that_would_take_minutes_to_combine_are_refused_in_seconds():
+    several = [{"properties": {f"p{i}{j}": {"type": "string", "maxLength": i} for j in range(6)}} for i in range(40)]
+    began = time.process_time()
+    with pytest.raises(UnsupportedGuide, match=r"oneOf needs members that exclude each other, but \d+ and \d+ may not"):
+        Grammar.json_schema({"oneOf": several})
+    assert time.process_time() - began < 30
 
 
 @pytest.mark.parametrize("schema", [True, {}, {"$id": "urn:x", "properties": {"a": {"$ref": "#"}}}])

@@ -66,6 +66,7 @@ KINDS: Final[dict[str, type]] = {
 }  # fmt: skip
 _CONTENT: Final = frozenset({"contentEncoding", "contentMediaType"})
 _MAX_CLASSES: Final = 64
+_MAX_PAIRS: Final = 100_000  # a few seconds
 
 
 class SchemaReader:
@@ -91,6 +92,7 @@ class SchemaReader:
         self._read: dict[tuple[Part, bool], Shapes] = {}
         self._expanded: dict[tuple[Key, bool], Shapes] = {}
         self._open: list[tuple[Part, bool]] = []
+        self._pairs = 0  # of shapes that were intersected
 
     # --- what a key stands for ----------------------------------------------------------------------------------------
 
@@ -99,7 +101,7 @@ class SchemaReader:
         if (key, self._wide) not in self._expanded:
             found = ANYTHING
             for part in key:
-                found = meet_all(found, self.part(part))
+                found = self._meet_all(found, self.part(part))
             self._expanded[key, self._wide] = found
         return self._expanded[key, self._wide]
 
@@ -156,9 +158,9 @@ class SchemaReader:
         for keyword, value in schema.items():
             if keyword in _APPLICATORS or (draft == 3 and keyword in _DRAFT_3):
                 applicator = _DRAFT_3[keyword] if draft == 3 and keyword in _DRAFT_3 else _APPLICATORS[keyword]
-                found = meet_all(found, applicator(self, value, schema, f"{where}/{keyword}"))
+                found = self._meet_all(found, applicator(self, value, schema, f"{where}/{keyword}"))
             if keyword in ASSERTIONS:
-                found, asserted = found if asserted else meet_all(found, self._assertions(schema, where)), True
+                found, asserted = found if asserted else self._meet_all(found, self._assertions(schema, where)), True
             elif keyword not in _APPLICATORS and keyword not in ANNOTATIONS and not keyword.startswith("x-"):
                 self._ignore(where, keyword)
             elif draft == 7 and keyword in _CONTENT:
@@ -187,11 +189,11 @@ class SchemaReader:
         """The values allowed by the assertions on single types (minLength, items, ...), by enum and by const."""
         shapes: Shapes = tuple(self._of_kind(kind, schema, where) for kind in self._kinds(schema, where))
         if "const" in schema:
-            shapes = meet_all(shapes, (of_value(schema["const"]),))
+            shapes = self._meet_all(shapes, (of_value(schema["const"]),))
         if "enum" in schema:
             if not isinstance(schema["enum"], list):
                 raise SchemaError(f"{where}: enum must be a list, got {schema['enum']!r}")
-            shapes = meet_all(shapes, one_of_values(schema["enum"]))
+            shapes = self._meet_all(shapes, one_of_values(schema["enum"]))
         return shapes
 
     def _kinds(self, schema: dict[str, Any], where: str) -> list[str]:
@@ -369,29 +371,54 @@ class SchemaReader:
     def _all_of(self, value: Any, schema: dict[str, Any], where: str) -> Shapes:
         found = ANYTHING
         for shapes in self._each(value, where):
-            found = meet_all(found, shapes)
+            found = self._meet_all(found, shapes)
         return found
 
     def _any_of(self, value: Any, schema: dict[str, Any], where: str) -> Shapes:
         return tuple(dict.fromkeys(shape for shapes in self._each(value, where) for shape in shapes))
 
     def _one_of(self, value: Any, schema: dict[str, Any], where: str) -> Shapes:
+        """Values of one member alone, among those that the assertions beside `oneOf` allow.
+
+        The caller intersects the result with these assertions in any case, so members need to exclude each other only
+        where they hold: `required` beside `oneOf` is what makes a property whose constants differ tell members apart.
+        """
         members = self._each(value, where)
-        widely = [self.part(("schema", f"{where}/{i}"), wide=True) for i in range(len(members))]
+        parent = where.rpartition("/")[0]
+        widely = [
+            self._meet_all(self._beside(schema, parent, wide=True), self.part(("schema", f"{where}/{i}"), wide=True))
+            for i in range(len(members))
+        ]
         overlapping = {
             pair for pair in combinations(range(len(members)), 2) if not self._disjoint(*(widely[at] for at in pair))
         }
         found: list[Shape] = []
         for i, only in enumerate(members):
-            for j in range(len(members)):
-                if i != j and (min(i, j), max(i, j)) in overlapping:
-                    try:
-                        only = meet_all(only, self.part(("not", f"{where}/{j}")))
-                    except UnsupportedGuide as error:
-                        reason = f"needs members that exclude each other, but {i} and {j} may not; use anyOf"
-                        raise self._refused(where.rpartition("/")[0], "oneOf", reason) from error
+            others = [j for j in range(len(members)) if (min(i, j), max(i, j)) in overlapping]
+            if others:
+                only = self._possible(self._meet_all(only, self._beside(schema, parent)))
+            for j in others:
+                try:
+                    only = self._possible(self._meet_all(only, self.part(("not", f"{where}/{j}"))))
+                except UnsupportedGuide as error:
+                    reason = f"needs members that exclude each other, but {i} and {j} may not; use anyOf"
+                    raise self._refused(parent, "oneOf", reason) from error
             found.extend(only)
         return tuple(dict.fromkeys(found))
+
+    def _beside(self, schema: dict[str, Any], where: str, *, wide: bool | None = None) -> Shapes:
+        """The values that the assertions of a schema allow, whatever its subschemas of the same value say."""
+        if ASSERTIONS.isdisjoint(schema):
+            return ANYTHING
+        before, self._wide = self._wide, self._wide if wide is None else wide
+        try:
+            return self._assertions(schema, where)
+        finally:
+            self._wide = before
+
+    def _possible(self, shapes: Shapes) -> Shapes:
+        """The shapes without those that plainly have no values, which complements produce in great number."""
+        return tuple(shape for shape in shapes if not self._plainly_empty(shape))
 
     def _negation(self, value: Any, schema: dict[str, Any], where: str) -> Shapes:
         return self.part(("not", where))
@@ -405,8 +432,8 @@ class SchemaReader:
             unmet = self.part(("schema", f"{parent}/else"))
         if met == unmet == ANYTHING:
             return ANYTHING
-        yes = meet_all(self.part(("schema", where)), met)
-        return tuple(dict.fromkeys((*yes, *meet_all(self.part(("not", where)), unmet))))
+        yes = self._meet_all(self.part(("schema", where)), met)
+        return tuple(dict.fromkeys((*yes, *self._meet_all(self.part(("not", where)), unmet))))
 
     def _dependent_required(self, value: Any, schema: dict[str, Any], where: str) -> Shapes:
         return self._dependent(
@@ -434,9 +461,9 @@ class SchemaReader:
         found = ANYTHING
         for name, needs in value.items():
             follows = then(needs, f"{where}/{escape(name)}")
-            present = meet_all((Object(required=(name,)),), follows if isinstance(follows, tuple) else (follows,))
+            present = self._meet_all((Object(required=(name,)),), follows if isinstance(follows, tuple) else (follows,))
             absent = Object(properties=((name, NEVER),))
-            found = meet_all(found, (*(s for s in ANYTHING if not isinstance(s, Object)), absent, *present))
+            found = self._meet_all(found, (*(s for s in ANYTHING if not isinstance(s, Object)), absent, *present))
         return found
 
     # --- draft 3 ------------------------------------------------------------------------------------------------------
@@ -470,7 +497,15 @@ class SchemaReader:
             return self._types(members, {}, where)
         return self._assertions({"type": members}, where)
 
-    # --- complements and overlaps -------------------------------------------------------------------------------------
+    # --- intersections, complements and overlaps ----------------------------------------------------------------------
+
+    def _meet_all(self, a: Shapes, b: Shapes) -> Shapes:
+        """The intersection of two unions; refused where the document as a whole needs too many of them."""
+        self._pairs += len(a) * len(b)
+        if self._pairs > _MAX_PAIRS:
+            reason = f"combines too many alternatives (more than {_MAX_PAIRS:,} pairs); use anyOf, or fewer of them"
+            raise UnsupportedGuide(f"the schema {reason}", guide="anyOf")
+        return meet_all(a, b)
 
     def _complement(self, shapes: Shapes, where: str) -> Shapes:
         """All values that are in none of these shapes."""
@@ -480,7 +515,7 @@ class SchemaReader:
             if same_kind is None:
                 raise self._refused(where, "not", "or oneOf or if needs the opposite of a schema that has none")
             others = tuple(s for s in ANYTHING if type(s) is not type(shape))
-            found = meet_all(found, (*others, *same_kind))
+            found = self._meet_all(found, (*others, *same_kind))
         return found
 
     def _disjoint(self, a: Shapes, b: Shapes) -> bool:
@@ -510,7 +545,10 @@ class SchemaReader:
     def _hopeless(self, key: Key, depth: int) -> bool:
         if depth == 0 or any((part, self._wide) in self._open for part in key):
             return False
-        return all(self._plainly_empty(shape, depth - 1) for shape in self.shapes(key))
+        try:
+            return all(self._plainly_empty(shape, depth - 1) for shape in self.shapes(key))
+        except SchemaError:  # of a part that is being read, or that is refused where it is needed
+            return False
 
 
 _APPLICATORS: Final[dict[str, Callable[[SchemaReader, Any, dict[str, Any], str], Shapes]]] = {

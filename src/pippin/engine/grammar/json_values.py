@@ -11,8 +11,10 @@ Notable here:
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import cached_property
 from typing import Any, Final
 
 from pippin.core.errors import SchemaError, UnsupportedGuide
@@ -203,6 +205,11 @@ class Object:
             return tuple(shape for branch in branches for shape in branch.named_contained())
         return (self,)
 
+    @cached_property
+    def needed(self) -> frozenset[str]:
+        """The required names."""
+        return frozenset(self.required)
+
     @property
     def _named(self) -> tuple[str, ...]:
         return tuple(name for name, _ in self.properties)
@@ -212,6 +219,8 @@ Shape = Null | Boolean | Number | String | Array | Object
 Shapes = tuple[Shape, ...]
 ANYTHING: Final[Shapes] = (Null(), Boolean(), Number(), String(), Array(), Object())
 MAX_SHAPES: Final = 512
+# Sizes of unions that are searched for members within others: fewer are not worth it, more would take seconds.
+PRUNED: Final = range(16, 129)
 
 
 def fraction(value: int | float) -> Fraction:
@@ -270,13 +279,38 @@ def meet_all(a: Shapes, b: Shapes) -> Shapes:
     """
     if a == ANYTHING or b == ANYTHING:
         return b if a == ANYTHING else a
-    met = (shape for x in a for y in b if (shape := meet(x, y)) is not None)
+    met = (shape for x in a for shape in _met_with(x, b))
     found = dict.fromkeys(
         part for shape in met for part in (shape.named_contained() if isinstance(shape, Object) else (shape,))
     )
+    if len(found) in PRUNED:
+        found = dict.fromkeys(_largest(tuple(found)))
     if len(found) > MAX_SHAPES:
         raise UnsupportedGuide(f"combining these subschemas gives more than {MAX_SHAPES} alternatives", guide="anyOf")
     return tuple(found)
+
+
+def _met_with(shape: Shape, union: Shapes) -> Iterator[Shape]:
+    """The intersection of a shape with each member of a union; the shape alone where it is part of a member."""
+    found = [met for other in union if (met := meet(shape, other)) is not None]
+    yield from (shape,) if shape in found else found
+
+
+def _largest(shapes: Shapes) -> Iterator[Shape]:
+    """The shapes that are not plainly part of another one; `shapes` are all different."""
+    kept: list[Shape] = []
+    for shape in shapes:
+        if not any(_is_part(shape, other) for other in kept):
+            kept = [other for other in kept if not _is_part(other, shape)]
+            kept.append(shape)
+    return iter(kept)
+
+
+def _is_part(a: Shape, b: Shape) -> bool:
+    """Whether all values of one shape are plainly in another one."""
+    if isinstance(a, Object) and isinstance(b, Object) and not (a.low >= b.low and a.needed >= b.needed):
+        return False  # seen at once: there are many pairs
+    return meet(a, b) == a
 
 
 def meet(a: Shape, b: Shape) -> Shape | None:
