@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Annotated, Literal
 
 import pytest
-from pydantic import BaseModel, Field
+from pydantic import AfterValidator, BaseModel, Field
 
 import pippin
 from pippin.core.errors import (
@@ -598,6 +598,29 @@ def test_control_tokens_in_a_prompt_are_plain_text(tiny):
 
 def test_the_real_model_answers_a_question(model):
     assert "Paris" in Session(model).respond("What is the capital of France?", options=SHORT).content
+
+
+def test_the_real_model_is_asked_again_when_a_validator_does_not_accept_its_answer(model):
+    heard = []
+
+    def not_the_first(value):
+        heard.append(value)
+        if len(heard) == 1:
+            raise ValueError(f"{value} is taken; choose another one")
+        return value
+
+    session = Session(model)
+    answer = Annotated[Literal["red", "green", "blue"], AfterValidator(not_the_first)]
+    response = session.respond("Name a color.", generating=answer, options=GenerationOptions(temperature=0))
+    assert response.content == heard[-1]
+    assert len(heard) == 2
+    assert [entry.kind for entry in session.transcript] == ["prompt", "response"]
+    once = Session(model).respond(
+        "Name a color.", generating=Literal["red", "green", "blue"], options=GenerationOptions(temperature=0)
+    )
+    assert once.content == heard[0]
+    assert response.usage.input_tokens > 2 * once.usage.input_tokens
+    session.respond("And now?", options=GenerationOptions(max_tokens=2))
 
 
 # --- reasoning --------------------------------------------------------------------------------------------------------

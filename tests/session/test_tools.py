@@ -140,13 +140,10 @@ def exec_tool(source: str) -> pippin.Tool:
 
 
 def test_a_constraint_that_cannot_be_enforced_is_refused_with_the_tool_and_the_argument():
-    def even(value: int) -> int:
-        return value
-
     with pytest.raises(UnsupportedGuide, match=r"tool 'f'.*\bx\b"):
 
         @pippin.tool
-        def f(x: Annotated[int, AfterValidator(even)]) -> int:
+        def f(x: Annotated[bool, Field(multiple_of=2)]) -> int:
             return x
 
     with pytest.raises(SchemaError, match="tool 'g'"):
@@ -154,6 +151,21 @@ def test_a_constraint_that_cannot_be_enforced_is_refused_with_the_tool_and_the_a
         @pippin.tool
         def g(x: Annotated[int, Field(ge=3, le=2)]) -> int:
             return x
+
+
+def test_validators_of_arguments_run_before_the_function():
+    def even(value: int) -> int:
+        if value % 2:
+            raise ValueError(f"{value} is odd")
+        return value // 2
+
+    @pippin.tool
+    def half(x: Annotated[int, AfterValidator(even)]) -> int:
+        return x
+
+    assert half.call({"x": 6}) == "3"
+    with pytest.raises(ToolCallError, match="3 is odd"):
+        half.call({"x": 3})
 
 
 def test_decisions():

@@ -256,6 +256,21 @@ class AnswerTruncated(GenerationError):
         self.partial = partial
 
 
+class InvalidAnswer(GenerationError, ValueError):
+    """A validator of the answer's type, written in Python, did not accept a complete answer.
+
+    ``value`` is the answer as JSON values, before any validator; ``text`` as the model wrote it; ``reason`` what the
+    validators said; ``tries`` how many answers were asked for.
+    """
+
+    def __init__(self, message: str, *, value: object, text: str, reason: str, tries: int = 1) -> None:
+        super().__init__(message)
+        self.value = value
+        self.text = text
+        self.reason = reason
+        self.tries = tries
+
+
 class DecodingFailure(GenerationError):
     """The constraint allows no token that the model can produce, or the logits are not finite."""
 

@@ -23,7 +23,7 @@ MOST_CALLS = 64
 @checked
 @dataclass(frozen=True)
 class GenerationOptions(SamplingOptions):
-    """Options for sampling, stopping, tools and the schema.
+    """Options for sampling, stopping, tools and typed answers.
 
     Args:
         tool_calling: whether the model may, must (before it answers) or must not call tools.
@@ -33,6 +33,9 @@ class GenerationOptions(SamplingOptions):
             way; without it the prompt is shorter and the model sees only what the prompt itself says.
         reasoning: budget for reasoning before the answer: "off", "light" (256 tokens), "moderate" (1,024), "deep"
             (4,096) or a number of tokens. Reasoning counts against ``max_tokens``.
+        retries: how often the model is asked again, 0 to 16, where a validator of the answer's type (`field_validator`,
+            `model_validator`, `AfterValidator` …) did not accept the answer; it reads its answer and what the validator
+            said. 0 for never.
         timeout: seconds until `TimedOut` is raised; None for no limit.
 
     The other fields are those of `pippin.engine.SamplingOptions`.
@@ -48,6 +51,7 @@ class GenerationOptions(SamplingOptions):
     max_tool_calls: Annotated[int, Ge(1), Le(MOST_CALLS)] = 8
     include_schema_in_prompt: bool = True
     reasoning: ReasoningLevel | PositiveInt = "off"
+    retries: Annotated[int, Ge(0), Le(16)] = 2
     timeout: PositiveFloat | None = None
 
     @property

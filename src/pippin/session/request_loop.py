@@ -4,6 +4,8 @@ Notable here:
 - everything that can be checked is checked before the first token: prompt, capabilities, constraints, context
 - what is streamed has passed the guardrails; what is stored has passed the hooks
 - tool calls are approved in their order and run in parallel; their outputs keep that order
+- an answer that a validator of its type does not accept is asked for again, at most `retries` times; the transcript
+  keeps the accepted answer alone, the usage counts all
 - calls that were whole when max_tokens cut the answer are run; without any, the request ends with `AnswerTruncated`
 """
 
@@ -14,7 +16,7 @@ import uuid
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from pydantic_core import to_json
 
@@ -23,6 +25,7 @@ from pippin.core.errors import (
     Cancelled,
     ContextOverflow,
     Denied,
+    InvalidAnswer,
     InvalidArgument,
     InvalidInput,
     InvalidProviderAnswer,
@@ -67,6 +70,9 @@ if TYPE_CHECKING:
     from pippin.session.session import Session
 
 
+_CORRECTION: Final = "Your last answer was not accepted: {reason}. Write the whole answer again, corrected."
+
+
 @dataclass
 class _RoundOutput:
     """The model's output in one round."""
@@ -95,6 +101,7 @@ class RequestLoop:
         self.output = _RoundOutput()
         self.timed_out = False
         self.values: ValueChecker | None = None
+        self.correction: tuple[Any, ...] = ()  # entries that the model reads while it is asked again
         self.loaded = () if session.skills is None else tuple(session.skills.loaded)
         if settings.profile.name != session._active:
             session._active = settings.profile.name
@@ -165,6 +172,47 @@ class RequestLoop:
         self.cancel.set()
 
     def _rounds(self, events: Iterator[ProviderEvent]) -> Generator[Snapshot[Any], None, Response[Any]]:
+        """The answer, asked for again as long as a validator does not accept it and there are retries left."""
+        most = self.settings.options.retries
+        for tries in range(1, most + 2):
+            kept = len(self.entries)
+            yield from self._tool_rounds(events)
+            try:
+                content = self._parsed()
+            except InvalidAnswer as error:
+                if tries > most:
+                    said = f"{error} (tries: {tries}); raise retries, say in the prompt what is checked, or "
+                    raise InvalidAnswer(
+                        said + "ease the validator",
+                        value=error.value,
+                        text=error.text,
+                        reason=error.reason,
+                        tries=tries,
+                    ) from error
+                events = self._ask_again(error, kept)
+                continue
+            break
+        if self.snapshots and self.schema is not None and self.schema.validators:
+            yield self._shown(content, "", complete=True)
+        self._forget_correction()
+        return self._respond(content)
+
+    def _ask_again(self, error: InvalidAnswer, kept: int) -> Iterator[ProviderEvent]:
+        """Send the conversation with the answer that was not accepted, and why."""
+        calls = [i for i, entry in enumerate(self.entries[kept:], kept) if isinstance(entry, ToolOutput)]
+        del self.entries[(calls[-1] + 1 if calls else kept) :]  # reasoning about the answer that is dropped
+        self._forget_correction()
+        self.correction = (self._answer(error.text), Prompt(_CORRECTION.format(reason=error.reason)))
+        self.entries += self.correction
+        self.output = _RoundOutput()
+        return self.ask(1)
+
+    def _forget_correction(self) -> None:
+        self.entries = [entry for entry in self.entries if not any(entry is each for each in self.correction)]
+        self.correction = ()
+
+    def _tool_rounds(self, events: Iterator[ProviderEvent]) -> Generator[Snapshot[Any], None, None]:
+        """Rounds of tool calls until the model answers, whose answer is then in `output`."""
         most = self.session.max_tool_rounds
         for round in range(most + 1):
             yield from self._write(events)
@@ -183,7 +231,6 @@ class RequestLoop:
             self.output = _RoundOutput()
             self.entries += self._call(output.calls)
             events = self.ask(round + 1)
-        return self._respond()
 
     def _text_before_calls(self, output: _RoundOutput) -> str:
         """The model's text before its tool calls, after the guardrails."""
@@ -220,7 +267,8 @@ class RequestLoop:
         self._end(output)
         released = "" if checker is None else checker.finish()
         output.shown += released
-        if self.snapshots and output.shown and not (output.calls and self.schema):
+        unchecked = self.schema is not None and bool(output.calls or self.schema.validators)
+        if self.snapshots and output.shown and not unchecked:
             yield self._snapshot(released, complete=not output.calls)
 
     def _record_event(self, event: ProviderEvent) -> None:
@@ -274,9 +322,14 @@ class RequestLoop:
         text = self.output.shown
         if self.schema is None:
             return Snapshot(text, text, delta, complete)
-        content = self.schema.snapshot(text, complete=complete, identity=self.identity)
+        return self._shown(
+            self.schema.snapshot(text, complete=complete, identity=self.identity), delta, complete=complete
+        )
+
+    def _shown(self, content: Any, delta: str, *, complete: bool) -> Snapshot[Any]:
+        """A snapshot of a typed answer, after the guardrails."""
         if self.values is None:
-            return Snapshot(content, text, delta, complete)
+            return Snapshot(content, self.output.shown, delta, complete)
         content = self.values.push(content, complete=complete)
         # the text itself may contain parts of strings that must not be shown yet
         self.output.safe = to_json(content).decode()
@@ -324,18 +377,21 @@ class RequestLoop:
 
     # --- the answer -----------------------------------------------------------------------------------------------
 
-    def _respond(self) -> Response[Any]:
+    def _parsed(self) -> Any:
+        """The answer as a value of its type."""
+        if self.schema is None:
+            return self.output.shown
+        try:
+            return self.schema.parse(self.output.shown, identity=self.identity)
+        except InvalidInput as error:
+            name = self.settings.provider.name
+            raise InvalidProviderAnswer(f"{name} did not hold to the type: {error}") from error
+
+    def _respond(self, content: Any) -> Response[Any]:
         """Check, build and store the answer."""
         guardrails = self.session.guardrails
         assert self.output.done is not None
-        content: Any = self.output.shown
-        raw: str = content
-        if self.schema is not None:
-            try:
-                content = self.schema.parse(raw, identity=self.identity)
-            except InvalidInput as error:
-                name = self.settings.provider.name
-                raise InvalidProviderAnswer(f"{name} did not hold to the type: {error}") from error
+        raw: str = self.output.shown
         if guardrails is not None and self._typed:
             checked = guardrails.enforce_value(content, role="output")
             if checked is not content:
@@ -441,6 +497,7 @@ class RequestLoop:
 
     def _preserve(self, error: BaseException) -> None:
         """Store the partial result: no call without an output, and the part of the answer that may be shown."""
+        self._forget_correction()
         entries, known = list(self.entries), {e.call_id for e in self.entries if isinstance(e, ToolOutput)}
         for entry in self.entries:
             for call in entry.calls if isinstance(entry, ToolCalls) else ():

@@ -181,6 +181,7 @@ class Session:
             ContextOverflow: the conversation does not fit; raised before anything is computed.
             ConcurrentRequests: the session is still answering.
             AnswerTruncated: a typed answer reached ``max_tokens`` before it was complete.
+            InvalidAnswer: a validator of ``generating`` accepted none of the answers; see ``options.retries``.
             ToolCallError: a tool failed. TooManyToolRounds: the model did not stop calling tools.
             GuardrailViolation: a rule blocked the prompt or the answer. Refusal: the model declined.
             Denied: a hook denied the prompt or the answer. TimedOut: the request exceeded ``options.timeout``.

@@ -20,7 +20,15 @@ from typing import Any, Generic, ParamSpec, TypeVar, get_type_hints
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, create_model
 from pydantic.fields import FieldInfo
 
-from pippin.core.errors import Cancelled, InvalidInput, InvalidTool, SchemaError, ToolCallError, UnsupportedGuide
+from pippin.core.errors import (
+    Cancelled,
+    InvalidAnswer,
+    InvalidInput,
+    InvalidTool,
+    SchemaError,
+    ToolCallError,
+    UnsupportedGuide,
+)
 from pippin.session.types.schema import Schema
 
 P = ParamSpec("P")
@@ -141,7 +149,7 @@ class Tool(ToolDefinition, Generic[P, R]):
             given = self.arguments.model_validate(arguments)
         except ValidationError as error:
             raise self._error(f"got arguments that do not fit: {_first(error)}", arguments, error) from error
-        except InvalidInput as error:
+        except (InvalidInput, InvalidAnswer) as error:
             raise self._error(f"got arguments that do not fit: {error}", arguments, error) from error
         return {name: getattr(given, name) for name in type(given).model_fields}
 

@@ -5,9 +5,11 @@ import threading
 import time
 import weakref
 from dataclasses import replace
+from typing import Annotated
 
 import pytest
-from pydantic import BaseModel
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 import pippin
 from pippin.core.errors import (
@@ -16,6 +18,7 @@ from pippin.core.errors import (
     ConcurrentRequests,
     Denied,
     GuardrailViolation,
+    InvalidAnswer,
     InvalidArgument,
     InvalidProviderAnswer,
     Refusal,
@@ -610,3 +613,130 @@ def test_the_tokens_of_a_refusal_are_counted():
         with pytest.raises(Refusal, match=said_):
             session.respond("Hi")
     assert session.usage == Usage(7, 0, 2)
+
+
+# --- validators of the answer's type ----------------------------------------------------------------------------------
+
+
+class Town(BaseModel):
+    name: str
+    people: int = Field(ge=0)
+
+    @field_validator("name")
+    @classmethod
+    def begins_large(cls, name):
+        if not name[:1].isupper():
+            raise ValueError("a name begins with a capital")
+        return name.strip()
+
+    @model_validator(mode="after")
+    def is_lived_in(self):
+        if not self.people:
+            raise ValueError("nobody lives there")
+        return self
+
+
+BAD, EMPTY, GOOD = '{"name": "rome", "people": 3}', '{"name": "Rome", "people": 0}', '{"name": "Rome ", "people": 3}'
+
+
+def test_an_answer_that_a_validator_does_not_accept_is_asked_for_again_and_only_the_accepted_one_is_kept():
+    tries = [[ReasoningDelta("Hm. "), *said(BAD, output_tokens=9)], said(EMPTY, output_tokens=9)]
+    provider = Scripted(*tries, [ReasoningDelta("Ah."), *said(GOOD, output_tokens=10)])
+    session = Session(provider)
+    response = session.respond("Where?", generating=Town)
+    assert response.content == Town(name="Rome", people=3)
+    assert response.content.name == "Rome"  # what a validator returns is the value
+    assert response.usage.output_tokens == session.usage.output_tokens == 28
+    assert response.reasoning == "Ah."
+    assert [entry.kind for entry in session.transcript] == ["prompt", "reasoning", "response"]
+    assert response.transcript_entries == session.transcript.entries
+    # each try reads the last one and its reason, and no earlier ones
+    seen = [[entry.text for entry in turn.transcript] for turn in provider.asked]
+    assert seen[0] == ["Where?"]
+    assert [len(each) for each in seen[1:]] == [3, 3]
+    assert seen[1][1] == BAD
+    assert "name: a name begins with a capital" in seen[1][2]
+    assert seen[2][1] == EMPTY
+    assert "nobody lives there" in seen[2][2]
+
+
+@pytest.mark.parametrize("retries", [0, 1, 3])
+def test_retries_are_bounded_and_the_error_has_the_last_value(retries):
+    provider = Scripted(*[said(BAD, output_tokens=2)] * retries, said(EMPTY, output_tokens=2))
+    session = Session(provider)
+    with pytest.raises(InvalidAnswer, match=r"is_lived_in.*nobody lives there.*raise retries") as caught:
+        session.respond("Where?", generating=Town, options=GenerationOptions(retries=retries))
+    error = caught.value
+    assert (error.value, error.text, error.tries) == ({"name": "Rome", "people": 0}, EMPTY, retries + 1)
+    assert error.reason == "nobody lives there"
+    assert session.usage.output_tokens == 2 * (retries + 1)
+    assert not session.transcript.entries
+    assert not session.is_responding
+
+
+def test_in_a_stream_only_the_last_snapshot_is_validated():
+    session = Session(Scripted(said(BAD), said(GOOD)))
+    stream = session.stream("Where?", generating=Town)
+    shown = list(stream)
+    assert [snapshot.is_complete for snapshot in shown] == [False] * (len(shown) - 1) + [True]
+    assert {snapshot.content.name for snapshot in shown[:-1]} >= {"rome", "Rome "}
+    assert shown[-1].content == stream.response.content == Town(name="Rome", people=3)
+
+
+def test_tools_that_were_called_before_an_answer_that_is_not_accepted_stay():
+    session = Session(Scripted(calling(CALL), said(BAD), calling(CALL), said(GOOD)), tools=[add])
+    assert session.respond("Where?", generating=Town).content.name == "Rome"
+    kinds = ["prompt", "tool_calls", "tool_output", "tool_calls", "tool_output", "response"]
+    assert [entry.kind for entry in session.transcript] == kinds
+
+
+def test_what_is_preserved_of_a_request_whose_answer_is_never_accepted_has_no_corrections():
+    session = Session(Scripted(said(BAD), said(BAD)), on_error="preserve")
+    with pytest.raises(InvalidAnswer):
+        session.respond("Where?", generating=Town, options=GenerationOptions(retries=1))
+    assert [entry.text for entry in session.transcript] == ["Where?", BAD]
+
+
+def test_guardrails_and_hooks_see_the_accepted_answer_alone():
+    heard = []
+    hooks = Hooks(on_response=lambda response: heard.append(response.content) or Allow())
+    rules = Guardrails([TermRule(id="no-oslo", category="places", terms=("Oslo",))])
+    session = Session(Scripted(said(BAD), said(GOOD)), hooks=hooks, guardrails=rules)
+    stream = session.stream("Where?", generating=Town)
+    assert list(stream)[-1].content == heard[0] == Town(name="Rome", people=3)
+    assert len(heard) == 1
+
+
+def _custom(value):
+    raise PydanticCustomError("odd", "{value} is odd", {"value": value})
+
+
+@pytest.mark.parametrize(
+    ("target", "text", "reason"),
+    [
+        (Annotated[int, AfterValidator(_custom)], "3", "3 is odd"),
+        (list[Annotated[int, AfterValidator(_custom)]], "[3]", "0: 3 is odd"),
+        (Annotated[int, BeforeValidator(lambda value: "x")], "3", "valid integer"),
+    ],
+)
+def test_every_kind_of_validator_says_why(target, text, reason):
+    with pytest.raises(InvalidAnswer, match=reason):
+        Session(Scripted(said(text))).respond("Go", generating=target, options=GenerationOptions(retries=0))
+
+
+def test_a_bug_in_a_validator_is_passed_on_and_text_that_is_no_json_is_the_providers_fault():
+    def broken(value):
+        raise KeyError(value)
+
+    session = Session(Scripted(said("3"), said("{]")))
+    with pytest.raises(KeyError):
+        session.respond("Go", generating=Annotated[int, AfterValidator(broken)])
+    with pytest.raises(InvalidProviderAnswer):
+        session.respond("Go", generating=Town)
+    assert not session.is_responding
+
+
+@pytest.mark.parametrize("retries", [-1, 17])
+def test_retries_have_a_range(retries):
+    with pytest.raises(InvalidArgument, match="retries"):
+        GenerationOptions(retries=retries)

@@ -1,8 +1,9 @@
 """JSON Schema of a Python type, in Pippin's dialect; every constraint of the type is included or refused.
 
 Notable here:
-- Pydantic's generator does the work; what it would lose (validators, length limits of a configuration, bounds on dates,
-  flags of a pattern) is found in the core schema and refused by name
+- Pydantic's generator does the work; what it would lose (length limits of a configuration, bounds on dates, flags of a
+  pattern) is found in the core schema and refused by name
+- validators written in Python are no part of it: they run on the finished answer, and `describe` names them
 - dialect: `x-order`, no additional properties, a field with a default is absent from `required`, constants are enums
 - a `GenerationID` is left out: the session knows it, the model does not
 - a set of values that may be equal in Python and not in JSON is an array: duplicates are merged when it is parsed
@@ -71,11 +72,12 @@ _GUIDES: Final = {
 _LOOSE_FORMATS: Final = ("binary", "path", "password")
 _VALUES: Final = ("default", "examples", "enum", "const")  # keywords that hold values, not schemas
 _KEY_FORMATS: Final = {"uuid": "uuid", "date": "date", "datetime": "date-time"}
+_ANY: Final = {"type": "any"}
 _MOST_EXACT_DIGITS: Final = 15  # a decimal is parsed as a float
 
 
-def describe(target: Any) -> tuple[TypeAdapter[Any], dict[str, Any]]:
-    """The validator of a type, and its JSON Schema.
+def describe(target: Any) -> tuple[TypeAdapter[Any], dict[str, Any], tuple[str, ...]]:
+    """The validator of a type, its JSON Schema, and the names of the functions in it that validate in Python.
 
     Args:
         target: whatever Pydantic takes: a model, dataclass, TypedDict, Enum, Literal, list[int], int | None …
@@ -84,13 +86,14 @@ def describe(target: Any) -> tuple[TypeAdapter[Any], dict[str, Any]]:
         UnsupportedGuide: a constraint that JSON Schema, or the grammar, cannot express.
         EmptySchema: an Enum without members. SchemaError: the type has no JSON form.
 
-    >>> describe(list[bool])[1]
-    {'items': {'type': 'boolean'}, 'type': 'array'}
+    >>> describe(list[bool])[1:]
+    ({'items': {'type': 'boolean'}, 'type': 'array'}, ())
     """
     try:
         adapter: TypeAdapter[Any] = TypeAdapter(target)
         adapter.rebuild(raise_errors=True)
-        schema = adapter.json_schema(schema_generator=_Generator)
+        functions: list[str] = []
+        schema = adapter.json_schema(schema_generator=cast(Any, functools.partial(_Generator, functions=functions)))
     except (PydanticSchemaGenerationError, PydanticInvalidForJsonSchema, PydanticUserError) as error:
         raise SchemaError(f"{target!r} cannot describe an answer: {str(error).splitlines()[0]}") from error
     except PydanticCoreError as error:
@@ -105,7 +108,7 @@ def describe(target: Any) -> tuple[TypeAdapter[Any], dict[str, Any]]:
     found = _in_dialect(schema)
     if _is_marked(found):
         raise SchemaError(f"{target!r}: a GenerationID can only be a field of a model, a dataclass or a TypedDict")
-    return adapter, cast("dict[str, Any]", found)
+    return adapter, cast("dict[str, Any]", found), tuple(dict.fromkeys(functions))
 
 
 def _in_dialect(schema: Any) -> Any:
@@ -141,8 +144,9 @@ def _is_marked(schema: Any) -> bool:
 class _Generator(GenerateJsonSchema):
     """Pydantic's generator, with a check of every part of the type."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, functions: list[str], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._functions = functions
         self._path: list[str] = []
         self._names: dict[int, str] = {}
         self._core: dict[str, Any] = {}
@@ -211,7 +215,10 @@ class _Generator(GenerateJsonSchema):
             "pydantic"
         ):
             name = getattr(function, "__name__", repr(function))
-            raise self.refuse(name, "is a validator, which a grammar cannot follow; state what it checks with Field(…)")
+            if schema["type"] == "function-plain" and schema.get("json_schema_input_schema", _ANY) == _ANY:
+                reason = "is a PlainValidator, which says nothing of what the model is to write; use an AfterValidator"
+                raise self.refuse(name, f"{reason}, or give it json_schema_input_type")
+            self._functions.append(name)
 
     # --- one method per kind of value ---------------------------------------------------------------------------------
 

@@ -3,6 +3,8 @@
 Notable here:
 - every constraint is enforced during decoding; one that cannot be is refused when the schema is created, with the names
   of field and constraint
+- validators written in Python (`field_validator`, `AfterValidator` …) run on the finished answer: `parse` raises
+  `InvalidAnswer` where one does not accept it, and a session asks again
 - `snapshot` parses an unfinished answer: what has not started is None, what is growing holds its beginning
 - a schema can be built at run time (`Schema.object` …): it is checked as soon as its references are all defined
 """
@@ -20,6 +22,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from pippin.core.errors import (
     EmptySchema,
+    InvalidAnswer,
     InvalidArgument,
     InvalidInput,
     SchemaError,
@@ -89,8 +92,8 @@ class Schema(Generic[T]):
     completed with `resolve`; any other use raises UndefinedReference.
 
     Raises:
-        UnsupportedGuide: a constraint that cannot be enforced, such as a validator written in Python; the error names
-            field and constraint.
+        UnsupportedGuide: a constraint that cannot be enforced, such as a lower bound of a date; the error names field
+            and constraint.
         EmptySchema: nothing satisfies it. UndefinedReference: a ``$ref`` to an undefined type.
         DuplicateProperty, DuplicateType: an object names a property twice, or two different types have one name.
         SchemaError: it cannot describe an answer for another reason.
@@ -107,11 +110,13 @@ class Schema(Generic[T]):
 
     json_schema: dict[str, Any] | None
     grammar: Grammar
+    validators: tuple[str, ...]
 
     def __init__(self, target: type[T] | dict[str, Any] | Regex | Choice | Lark | Any, *, strict: bool = False) -> None:
         self.target: Any = target
         self._adapter = None
         self._has_ids = False
+        self.validators: tuple[str, ...] = ()
         if isinstance(target, dynamic_schema.SchemaPart):
             if target.missing:
                 return  # not complete: `__getattr__` raises on use
@@ -129,7 +134,7 @@ class Schema(Generic[T]):
             self.json_schema = target
             self.grammar = Grammar.json_schema(target, strict=strict)
         else:
-            self._adapter, self.json_schema = python_types.describe(target)
+            self._adapter, self.json_schema, self.validators = python_types.describe(target)
             self.grammar = Grammar.json_schema(self.json_schema, strict=True)
             self._has_ids = partial_json.has_ids(target)
 
@@ -175,12 +180,15 @@ class Schema(Generic[T]):
 
         Raises:
             InvalidInput: the text does not match; text generated under `grammar` always does.
+            InvalidAnswer: one of `validators` did not accept it.
         """
         result: Any = text
         if self._adapter is not None:
             try:
                 result = self._adapter.validate_json(text)
             except ValidationError as error:
+                if self.validators and error.errors(include_url=False)[0]["type"] != "json_invalid":
+                    raise self._not_accepted(text, error) from error
                 raise InvalidInput(f"{text[:200]!r} does not fit {self!r}: {error}") from error
             if self._has_ids:
                 partial_json.set_ids(self.target, result, identity)
@@ -195,6 +203,21 @@ class Schema(Generic[T]):
         elif not self.is_valid(text):
             raise InvalidInput(f"{text[:200]!r} does not fit {self!r}")
         return result  # type: ignore[no-any-return]
+
+    def _not_accepted(self, text: str, error: ValidationError) -> InvalidAnswer:
+        reasons = []
+        for each in error.errors(include_url=False, include_input=False):
+            said = each["ctx"]["error"] if each["type"] in ("value_error", "assertion_error") else each["msg"]
+            where = ".".join(map(str, each["loc"]))
+            reasons.append(f"{where}: {said}" if where else str(said))
+        reason = "; ".join(reasons)
+        names = ", ".join(self.validators)
+        return InvalidAnswer(
+            f"{text[:200]!r} was not accepted by the validators of the type ({names}): {reason}",
+            value=json.loads(text),
+            text=text,
+            reason=reason,
+        )
 
     def is_valid(self, text: str) -> bool:
         """Whether the grammar allows exactly this text."""
@@ -222,7 +245,7 @@ class Schema(Generic[T]):
         if self.json_schema is None:
             return self.parse(text) if complete else text
         value, whole = partial_json.parse_partial(text)
-        if complete or whole:
+        if complete or (whole and not self.validators):  # which see the final value alone
             return self.parse(text, identity=identity)
         if self._adapter is None:
             return value
@@ -434,8 +457,20 @@ def _part(target: Any) -> dynamic_schema.SchemaPart:
     return (
         dynamic_schema.of_json_schema(inner)
         if isinstance(inner, dict)
-        else dynamic_schema.of_type(python_types.describe(inner)[1])
+        else dynamic_schema.of_type(_without_validators(inner))
     )
+
+
+def _without_validators(target: Any) -> dict[str, Any]:
+    """The JSON Schema of a type as part of a schema built at run time, whose answers are no values of the type."""
+    _, found, validators = python_types.describe(target)
+    if validators:
+        raise UnsupportedGuide(
+            f"{validators[0]} is a validator, which does not run in a schema that is built at run time; put the type "
+            "into a model, or state what it checks with Field(…)",
+            guide=validators[0],
+        )
+    return found
 
 
 def _advice(schema: Any) -> Any:

@@ -13,6 +13,7 @@ from pippin.session.providers.openai_messages import context_numbers
 EXTRA = {
     core.ContextOverflow: {"context_size": 1, "token_count": 2},
     core.AnswerTruncated: {"partial": ""},
+    core.InvalidAnswer: {"value": 1, "text": "1", "reason": "odd"},
     core.UnsupportedLanguage: {"language": "xx"},
     core.GuardrailViolation: {"verdict": None},
     core.Refusal: {"explanation": ""},

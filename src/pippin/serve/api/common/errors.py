@@ -110,6 +110,7 @@ TABLE: Final[dict[type[BaseException], tuple[int, str | None, str | None]]] = {
     errors.GenerationError: (500, None, None),
     errors.ContextOverflow: (400, None, "context_length_exceeded"),
     errors.AnswerTruncated: (400, None, "max_tokens_too_small"),
+    errors.InvalidAnswer: (500, None, "answer_not_accepted"),
     errors.Cancelled: (499, None, "request_cancelled"),
     errors.ConcurrentRequests: (409, None, "concurrent_requests"),
     errors.UnsupportedCapability: (400, None, "unsupported_capability"),
