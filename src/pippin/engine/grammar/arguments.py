@@ -5,6 +5,7 @@ Notable here:
 - the schema is read and the rules are written by the same code as for JSON: only names, strings, constants and what
   stands between two entries differ
 - bare text ends at the first closing tag, so a string that contains one is not in the grammar
+- in Python's notation strings are written in double quotes, and read in single ones too
 - bare text has no type: a text that is JSON of a type that the schema has there is that value, any other is a string
 """
 
@@ -24,6 +25,7 @@ from pippin.engine.grammar.json_keywords import check_size
 from pippin.engine.grammar.json_satisfiable import Satisfiable, about
 from pippin.engine.grammar.json_schema import SchemaReader
 from pippin.engine.grammar.json_values import Array, Boolean, Key, Names, Null, Number, Object, Shape, String
+from pippin.engine.grammar.python_literal import read_literal
 from pippin.engine.grammar.repeats import NAMES, SCARCE_NAMES
 
 KEY: Final = "{key}"
@@ -284,8 +286,10 @@ class ArgumentReader:
             end = text.find(self._tag, start)
             return end if end >= 0 else None
         quote = re.escape(self.notation.quote) if self.notation.strings == "quoted" else ""
-        string = f"{quote}(?s:.*?){quote}" if quote else r'"(?:\\.|[^"\\])*"'
+        string = f"{quote}(?s:.*?){quote}" if quote else r'"(?s:\\.|[^"\\])*"'
         begun = re.escape(self.notation.quote) if quote else '"'
+        if self.notation.python:
+            string, begun = rf"{string}|'(?s:\\.|[^'\\])*'", "[\"']"
         depth = 0
         for match in re.compile(rf"{string}|{begun}|[\[\]{{}}(),]").finditer(text, start):
             found = match.group()
@@ -295,7 +299,7 @@ class ArgumentReader:
                 return match.start()
             elif found in ("]", "}", ")"):
                 depth -= 1
-            elif found in (self.notation.quote, '"'):  # a string that goes on
+            elif found in (self.notation.quote, '"', "'"):  # a string that goes on
                 return None
         return None
 
@@ -309,9 +313,12 @@ class ArgumentReader:
         if self.notation.strings == "quoted":
             return json.loads(_from_quoted(text, self.notation.quote))
         if self.notation.strings == "json":
-            if self.notation.python:
-                text = _MARKED.sub(lambda match: _CONSTANTS.get(match.group(), match.group()), text)
-            return json.loads(text)
+            if not self.notation.python:
+                return json.loads(text)
+            try:
+                return json.loads(_MARKED.sub(lambda match: _CONSTANTS.get(match.group(), match.group()), text))
+            except ValueError:
+                return read_literal(text)
         return self._of_text(name, text.removesuffix(self._lead))
 
     def _of_text(self, name: str, text: str) -> Any:
