@@ -6,6 +6,7 @@ import pytest
 
 from pippin.claims.worlds.sequences import countdown
 from pippin.cli import main
+from pippin.core import progress
 from pippin.language.methods.ladir.model import LatentReasoner
 
 
@@ -48,6 +49,16 @@ def test_a_trained_reasoner_answers(thinker, capsys):
     code, out, _ = run(capsys, "reason", thinker, "3,8,5=6", "--steps", 1, "--samples", 3, "--diversity", 0.4)
     assert code == 0
     assert sum(int(line.split("/3")[0]) for line in out.splitlines() if "/3  " in line) == 3
+
+
+def test_long_thoughts_say_how_far_they_are(thinker, capsys, monkeypatch):
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
+    code, out, err = run(capsys, "reason", thinker, "3,8,5=6", "--steps", 3, "--seed", 1)
+    assert code == 0
+    assert "thinking: 1 steps" in err
+    assert "block 1, step 3 of 3" in err
+    assert "thinking" not in out
+    assert run(capsys, "reason", thinker, "3,8,5=6", "--steps", 3, "--seed", 1, "--json")[2] == ""
 
 
 def test_what_cannot_be_asked_is_refused(folder, thinker, capsys):

@@ -16,6 +16,7 @@ import typer
 
 from pippin.cli.common import inputs, terminal
 from pippin.cli.common.declared_options import with_options
+from pippin.core import progress
 from pippin.core.errors import InvalidInput
 from pippin.engine.options import Device, Seed
 
@@ -56,8 +57,11 @@ def reason(
     options: dict[str, Any] = {"steps": steps, "samples": samples, "diversity": diversity, "init_std": init_std}
     options |= {"guidance": guidance, "max_blocks": max_blocks, "seed": seed}
     live = show_thoughts and samples == 1 and not as_json and terminal.watched(sys.stdout)
-    think = _watched if live else _think
-    answers = think(reasoner, prompt.strip(), options | {"return_thoughts": show_thoughts})
+    options["return_thoughts"] = show_thoughts
+    if live:
+        answers = _watched(reasoner, prompt.strip(), options)
+    else:
+        answers = _think(reasoner, prompt.strip(), options, show_progress=not as_json)
     if as_json:
         terminal.write(terminal.to_json({"question": prompt.strip(), "answers": list(map(_record, answers))}) + "\n")
     else:
@@ -66,8 +70,17 @@ def reason(
         terminal.note("--max-blocks ended a chain of thoughts before the model chose to answer")
 
 
-def _think(reasoner: LatentReasoner, question: str, options: dict[str, Any]) -> list[ReasonerAnswer]:
-    return reasoner.generate([question], **options)
+def _think(
+    reasoner: LatentReasoner, question: str, options: dict[str, Any], *, show_progress: bool
+) -> list[ReasonerAnswer]:
+    """Generate, counting the steps; how many there will be is known only when the model ends its thought."""
+    with progress.bar(None, "thinking", unit="steps", show_progress=show_progress) as shown:
+
+        def on_step(now: DenoisingStep) -> None:
+            shown.say(f"block {now.block + 1}, step {now.step} of {now.steps}")
+            shown.advance(1)
+
+        return reasoner.generate([question], **options, on_step=on_step)
 
 
 def _watched(reasoner: LatentReasoner, question: str, options: dict[str, Any]) -> list[ReasonerAnswer]:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 import warnings
 from dataclasses import replace
 
@@ -9,8 +10,9 @@ import pytest
 import torch
 
 import pippin
+from pippin.core import progress
 from pippin.core.errors import InvalidArgument, QualityLoss
-from pippin.language import Decoder, DecoderConfig, LanguageModel, LayerSpec
+from pippin.language import Decoder, DecoderConfig, LanguageModel, LayerSpec, quantized_checkpoint
 from pippin.language.likelihood import text_likelihood
 from pippin.nn.attention import AttentionSpec
 from pippin.nn.feedforward import FeedForwardSpec
@@ -118,6 +120,19 @@ def test_a_model_that_has_few_bits_already_is_said(folder, tmp_path, capsys):
     assert "four is stored in 4.2 bits per weight already, so 4 bits save little" in capsys.readouterr().err
     shape.quantize.run(replace(config, bits=2, out=tmp_path / "two"))
     assert "already" not in capsys.readouterr().err
+
+
+def test_saving_says_that_it_goes_on(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.01)
+    save = quantized_checkpoint.save_quantized
+    monkeypatch.setattr(
+        quantized_checkpoint, "save_quantized", lambda *given, **named: (time.sleep(0.3), save(*given, **named))[1]
+    )
+    config = shape.quantize.Config(model=str(folder / "model"), out=tmp_path / "four", bits=4, device="cpu")
+    shape.quantize.run(config)
+    assert "saving four: 0 s" in capsys.readouterr().err
+    shape.quantize.run(replace(config, out=tmp_path / "quiet"), show_progress=False)
+    assert "saving" not in capsys.readouterr().err
 
 
 def test_an_average_gives_more_bits_to_some(folder, tmp_path):

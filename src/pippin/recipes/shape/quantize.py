@@ -259,10 +259,11 @@ def run(config: Config, *, show_progress: bool = True) -> QuantizationResult:
     else:
         codes, clipped = _round(config, method, model, settings, batches, show_progress=show_progress)
         note = {"method": method, "settings": dataclasses.asdict(settings), "average_bits": config.average_bits}
-    if config.to is None:
-        save_quantized(config.out_path, model, codes, metadata=note)
-    else:
-        save_quantized_as(config.to, config.out_path, model, codes)
+    with progress.busy(f"saving {config.out_path.name}", show_progress=show_progress):
+        if config.to is None:
+            save_quantized(config.out_path, model, codes, metadata=note)
+        else:
+            save_quantized_as(config.to, config.out_path, model, codes)
     name, (bytes_before, bytes_after) = model.name, sizes_on_disk(model, config.out_path)
     del model
     after = measure(pippin.load(config.out_path, device=config.device), "after")
