@@ -234,8 +234,9 @@ def _values(pool: SessionPool, said: Sequence[str], on_progress: OnProgress) -> 
     alone = pool.score_text("\n\n", said)
     found = []
     for index, one in enumerate(said):
-        given = pool.score_text(f"{one}\n\n", said)
-        gain = sum(given[other] - alone[other] for other in range(len(said)) if other != index)
+        others = [other for other in range(len(said)) if other != index]
+        given = pool.score_text(f"{one}\n\n", [said[other] for other in others])
+        gain = sum(score - alone[other] for other, score in zip(others, given, strict=True))
         found.append(gain / math.sqrt(pool.token_count(one)))
         on_progress(index + 1, len(said))
     return found
