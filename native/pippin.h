@@ -154,6 +154,7 @@ typedef struct pippin_recurrent {
     int32_t kind, taps, heads, groups; /* groups: heads of keys, or of B and C, which heads share */
     int32_t key_dim, value_dim;        /* a state space: size of B and C, and channels of a head */
     int32_t gate, activation;
+    int32_t tiled, reserved;           /* tiled: head h has the keys of h modulo the groups, not of h / share */
     int32_t norm_size, decays;         /* outputs are normalized so many together, or not: 0; decays: numbers of a */
     float eps, beta, min_step, max_step;
     pippin_matrix in[PIPPIN_INPUTS];

@@ -88,7 +88,8 @@ PIPPIN_INLINE void delta_columns(const float *before, float *after, int64_t rows
 static void delta_rule(const Recurrence &w, int64_t head) {
     const pippin_recurrent &layer = *w.layer;
     const int64_t keys = layer.key_dim, values = layer.value_dim, size = keys * values;
-    const int64_t shared = head / (layer.heads / layer.groups), each = layer.decays / layer.heads;
+    const int64_t shared = layer.tiled ? head % layer.groups : head / (layer.heads / layer.groups);
+    const int64_t each = layer.decays / layer.heads;
     const int64_t memory = (layer.taps - 1) * w.channels + head * size;
     float q[MOST_KEYS], k[MOST_KEYS], alpha[MOST_KEYS], decayed_k[MOST_KEYS], decayed_q[MOST_KEYS];
     const float *before = w.before ? w.before + memory : nullptr;

@@ -105,7 +105,7 @@ class NativeRecurrent(ctypes.Structure):
 
     _fields_ = (
         *((name, c_int32) for name in ("kind", "taps", "heads", "groups", "key_dim", "value_dim")),
-        *((name, c_int32) for name in ("gate", "activation", "norm_size", "decays")),
+        *((name, c_int32) for name in ("gate", "activation", "tiled", "reserved", "norm_size", "decays")),
         *((name, c_float) for name in ("eps", "beta", "min_step", "max_step")),
         ("inputs", NativeMatrix * RECURRENT_INPUTS),  # `in`
         ("input_biases", c_void_p * RECURRENT_INPUTS),

@@ -316,14 +316,15 @@ def _read_gguf(path: Path) -> CheckpointHeaders:
     for kind in {form.type for form in file.tensors.values()}:  # a type that cannot be read is refused now, not later
         dequantize_blocks(torch.empty(0, 2, dtype=torch.uint8), kind, torch.float32)
     module = _empty(config)
-    sources, unused = families.locate(families.in_gguf(config), config, _shapes(module), file.tensors)
+    wanted = _shapes(module)
+    sources, unused = families.locate(families.in_gguf(config), config, wanted, file.tensors)
 
     def rows(name: str) -> Tensor:
         return sources[name].take(file.raw(sources[name].stored), config)
 
     def tensor(name: str, dtype: torch.dtype) -> Tensor:
         stored = sources[name].stored
-        if len(file.tensors[stored].shape) == 1:
+        if len(wanted[name]) != 2 or len(file.tensors[stored].shape) == 1:  # no matrix, and so never in blocks
             return sources[name].take(file.dequantize(stored, dtype), config)
         return file.decode(stored, rows(name), dtype)
 

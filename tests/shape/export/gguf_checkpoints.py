@@ -48,6 +48,11 @@ _LONG = {
     **{"short_factor": [1.5, 1.25, 2.0, 3.0], "long_factor": [1.5, 1.25, 2.0, 3.0]},
 }
 _YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
+_DELTA = {
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_chunk_size": 16}
 _PLAIN = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
 CASES: dict[str, dict[str, Any]] = {
     "arcee": {},
@@ -60,6 +65,7 @@ CASES: dict[str, dict[str, Any]] = {
         "moe_layer_start_index": 1,
     },
     "exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 4},
+    "falcon_h1": {**_MAMBA, "mamba_d_ssm": 64, "mamba_rms_norm": True, "mamba_norm_before_gate": False, **_HEADS},
     "gemma": {"head_dim": 16},
     "gemma2": {**_LOCAL, **_HEADS, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0},
     "gemma3_text": {**_LOCAL, "head_dim": 16, "num_hidden_layers": 6, "query_pre_attn_scalar": 16},
@@ -73,14 +79,26 @@ CASES: dict[str, dict[str, Any]] = {
     "granite": {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "attention_multiplier": 0.2},
     "granitemoe": {"num_local_experts": 3, "num_experts_per_tok": 2, "logits_scaling": 2.0},
     "granitemoeshared": {"num_local_experts": 3, "num_experts_per_tok": 2, "shared_intermediate_size": 24},
+    "granitemoehybrid": {**_MAMBA, "num_local_experts": 0, "shared_intermediate_size": 48, "logits_scaling": 2.0}
+    | {"layer_types": ["mamba", "attention", "mamba", "mamba"], "attention_multiplier": 0.2},
+    "granitemoehybrid, experts": {**_MAMBA, "num_local_experts": 3, "num_experts_per_tok": 2, "intermediate_size": 16}
+    | {"shared_intermediate_size": 48, "layer_types": ["mamba", "attention", "mamba", "mamba"], "logits_scaling": 2.0},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {**_PLAIN, "head_dim": 16, "num_experts": 3, "moe_topk": [2] * 4},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv", "conv"], "block_auto_adjust_ff_dim": False},
+    "lfm2_moe": {**_EXPERTS, "num_dense_layers": 1, "layer_types": ["conv", "full_attention", "conv", "conv"]},
     "llama": {"attention_bias": True, "mlp_bias": True},
     "llama, stretched": {"rope_parameters": _STRETCHED},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 16, "n_groups": 2, "chunk_size": 16},
     "minimax_m2": {**_HALF, **_HEADS, "num_local_experts": 3, "num_experts_per_tok": 2},
     "mistral": {"sliding_window": None, "head_dim": 16},
     "mixtral": {"sliding_window": None, "num_local_experts": 3},
     "nemotron": _HALF,
+    "nemotron_h": {
+        "layers_block_type": ["mlp", "linear_attention", "full_attention", "mlp"],
+        **{"head_dim": 8, "ssm_state_size": 16, "mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2},
+        "chunk_size": 16,
+    },
     "olmo": {},
     "olmo2": {},
     "olmo3": _LOCAL,
@@ -93,6 +111,9 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 16},
     "qwen3, yarn": {"head_dim": 16, "rope_parameters": _YARN},
     "qwen3_moe": {**_HEADS, **_EXPERTS, "norm_topk_prob": True},
+    "qwen3_5_moe_text": {**_HEADS, **_EXPERTS, **_DELTA, "shared_expert_intermediate_size": 24},
+    "qwen3_5_text": {**_HEADS, **_DELTA},
+    "qwen3_next": {**_HEADS, **_EXPERTS, **_DELTA, "shared_expert_intermediate_size": 24, "norm_topk_prob": True},
     "seed_oss": _HEADS,
     "smollm3": {},
     "stablelm": {**_HALF, "use_qkv_bias": True},
@@ -162,8 +183,16 @@ def _convert(folder: Path, target: Path) -> None:
     fields.setdefault("num_shared_expert", [1] * 4)
     if fields["model_type"] == "hunyuan_v1_moe":
         fields |= {"moe_intermediate_size": [fields["intermediate_size"]] * 4}
+    if fields["model_type"] == "granitemoehybrid":  # the names of older files
+        names = {"linear_attention": "mamba", "full_attention": "attention"}
+        fields["layer_types"] = [names.get(kind, kind) for kind in fields["layer_types"]]
+    if fields["model_type"] == "mamba2":
+        del fields["intermediate_size"]  # which it does not have, and the converter would believe
+    if fields["model_type"] == "nemotron_h":
+        del fields["num_experts_per_tok"]  # a default of models with experts, by which the converter knows them
     converter = get_model_class(get_model_architecture(fields, ModelType.TEXT))
     converter.set_vocab = lambda self: None
+    converter.no_mtp = True
     converter(folder, LlamaFileType.ALL_F32, target, hparams=fields).write()
 
 

@@ -42,6 +42,21 @@ _LOST = {
     "qwen2_moe": {"feed_forward_length"},  # that of dense layers, which the model does not have
     "qwen3_moe": {"feed_forward_length"},
     "gpt2": {"attention.head_count_kv"},
+    # nothing rotates: a million tokens, and dimensions that mean nothing
+    "granitemoehybrid": {"context_length", "rope.dimension_count", "rope.freq_base", "expert_used_count"},
+    # it does not know the layers of a feed-forward layer alone by their name in transformers
+    "nemotron_h": {"context_length", "rope.dimension_count", "rope.freq_base", "feed_forward_length"}
+    | {
+        "attention.layer_norm_rms_epsilon",
+        "expert_group_used_count",
+        "expert_group_count",
+        "expert_weights_norm",
+        "expert_weights_scale",
+        "expert_count",
+    },
+    "qwen3_next": {"feed_forward_length"},
+    "qwen3_5_moe_text": {"feed_forward_length", "rope.dimension_sections"},  # sections of heads of 256 dimensions
+    "qwen3_5_text": {"rope.dimension_sections"},
     "gpt_neox": {"attention.head_count_kv"},
 }
 
@@ -100,17 +115,7 @@ def test_every_family_with_gguf_has_a_case():
     lacking = {"helium", "nanochat"}  # llama.cpp has no such models
     unlike = {"phimoe"}  # its experts are chosen otherwise there
     unwritten = {"apertus", "deepseek_v2", "deepseek_v3", "gemma4_text", "glm4_moe_lite", "ministral3"}
-    unwritten |= {"qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "recurrent_gemma", "olmo_hybrid"}
-    unwritten |= {
-        "falcon_h1",
-        "granitemoehybrid",
-        "kimi_linear",
-        "lfm2",
-        "lfm2_moe",
-        "mamba2",
-        "nemotron_h",
-        "olmo_hybrid",
-    }
+    unwritten |= {"recurrent_gemma", "olmo_hybrid", "kimi_linear"}
     assert families.FAMILIES.keys() - known <= lacking | unlike | unwritten
 
 
@@ -119,7 +124,9 @@ def test_the_file_is_that_of_llama_cpps_converter(exported, case):
     ours, theirs = describe(exported(case)[1]), RECORDED[case]
     assert ours["architecture"] == theirs["architecture"]
     assert ours["shapes"] == theirs["shapes"]
-    assert ours["digest"] == theirs["digest"]
+    # it reorders queries and keys that nothing rotates: their scores are the same
+    if not case.startswith(("nemotron_h", "granitemoehybrid")):
+        assert ours["digest"] == theirs["digest"]
     for name, table in theirs["tables"].items():
         np.testing.assert_allclose(ours["tables"][name], table, rtol=1e-5)
     lost = _LOST.get(case.partition(",")[0], set())
@@ -138,9 +145,11 @@ def test_what_is_read_back_gives_the_same_logits(exported, case):
     model, path = exported(case)
     expected = model.module(IDS)
     again = pippin.load(path, device="cpu", dtype="float32", pack=False)
-    torch.testing.assert_close(again.module(IDS), expected, rtol=0, atol=1e-6)
+    # a file has rates of forgetting, whose logarithms are rounded
+    close = 3e-4 if model.config.recurrent_layers else 1e-6
+    torch.testing.assert_close(again.module(IDS), expected, rtol=0, atol=close)
     packed = pippin.load(path, device="cpu")
-    torch.testing.assert_close(packed.module(IDS), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(packed.module(IDS), expected, rtol=1e-4, atol=max(close, 1e-4))
 
 
 @torch.inference_mode()
@@ -158,6 +167,7 @@ def test_llama_cpp_computes_the_same_logits(exported, case):
         theirs.close()
     # ggml takes GELU from a table in half precision
     close = 1e-2 if model.config.layers[0].feedforward.activation.startswith("gelu") else 1e-4
+    close = 3e-4 if model.config.recurrent_layers else close  # rounding that a state carries on
     torch.testing.assert_close(scores, model.module(IDS)[0], rtol=close, atol=close)
 
 

@@ -142,6 +142,7 @@ def _delta(to: native.NativeRecurrent, layer: GatedDeltaNet, floats: Floats) -> 
     spec = layer.spec
     to.kind, to.heads, to.groups = native.RECURRENCES["delta rule"], spec.value_heads, spec.key_heads
     to.key_dim, to.value_dim, to.decays, to.beta = spec.key_dim, spec.value_dim, spec.decays, spec.beta
+    to.tiled = int(spec.tiled)
     _convolution(to, [layer.q_conv, layer.k_conv, layer.v_conv], floats)
     to.rate, to.step_bias = floats(-layer.A_log.float().exp()), floats(layer.dt_bias)
     to.norm, to.norm_size = floats(layer.norm.weight.repeat(spec.value_heads)), spec.value_dim

@@ -135,7 +135,7 @@ def _check_counts(header: GGUFHeader) -> None:
 
 def _usual_fields(header: GGUFHeader, family: Family, layout: GGUFLayout) -> dict[str, Any]:
     """The fields of a `config.json` that most architectures give."""
-    width, heads = header.get("embedding_length", int), header.count("attention.head_count")
+    width, heads = header.get("embedding_length", int), header.count("attention.head_count") or 1
     keys = [_RMS_EPS, _LAYER_EPS] if family.eps == "rms_norm_eps" else [_LAYER_EPS, _RMS_EPS]
     layers = header.get("block_count", int) - header.get("nextn_predict_layers", int, 0)
     window = header.get("attention.sliding_window", int, layout.window)
@@ -144,7 +144,7 @@ def _usual_fields(header: GGUFHeader, family: Family, layout: GGUFLayout) -> dic
         "hidden_size": width,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": header.count("attention.head_count_kv", heads),
+        "num_key_value_heads": header.count("attention.head_count_kv", heads) or heads,
         "head_dim": header.get("attention.key_length", int, width // heads),
         "max_position_embeddings": header.get("context_length", int),
         family.eps: header.get(next((key for key in keys if key in header), keys[0]), float),
@@ -309,7 +309,8 @@ def check_gguf(config: DecoderConfig, header: GGUFHeader) -> None:
         UnsupportedModel: they differ; the message says in what.
     """
     layout = layout_of(config)
-    wanted = replace(config, tie_word_embeddings=config.tie_word_embeddings and not layout.own_output)
+    wanted = layout.read_as(config)
+    wanted = replace(wanted, tie_word_embeddings=config.tie_word_embeddings and not layout.own_output)
     found = list(_differences(wanted, from_gguf(header)))
     if not layout.any_head_dim and config.num_attention_heads * config.head_dim != config.hidden_size:
         found.append(f"{config.num_attention_heads} heads of {config.head_dim} are not {config.hidden_size} wide")

@@ -61,7 +61,7 @@ class GGUFHeader:
         return metadata_value(self.metadata, f"{self.architecture}.{key}", kind, default, self.where)
 
     def count(self, key: str, default: int | None = None) -> int:
-        """A number that may be given once, or once for each layer.
+        """A number that may be given once, or once for each layer; layers without what it counts have 0.
 
         Raises:
             UnsupportedModel: layers that differ.
@@ -72,9 +72,10 @@ class GGUFHeader:
             return self.get(key, int, default)
         if not value or any(type(one) is not int for one in value):
             raise CorruptedFile(f"{self.where}: metadata {key!r} is {value!r:.80}, expected integers")
-        if len(set(value)) > 1:
+        found = set(value) - {0} or {0}
+        if len(found) > 1:
             raise UnsupportedModel(f"{self.where}: layers with different {key} ({value!r:.80}) are not supported")
-        return int(value[0])
+        return int(found.pop())
 
     def __contains__(self, name: str) -> bool:
         """Whether the architecture's metadata have a key, or the file has a tensor."""
@@ -99,6 +100,7 @@ class GGUFLayout:
         any_head_dim: whether the heads together may be wider or narrower than the hidden states.
         biases: of which layers, beside queries, keys and values, llama.cpp has biases.
         own_output: whether the output matrix must be there even where it is the embedding.
+        read_as: the decoder that a written one is read as, where that is another.
     """
 
     architecture: str
@@ -114,6 +116,7 @@ class GGUFLayout:
     any_head_dim: bool = False
     biases: tuple[Literal["attention output", "feed-forward"], ...] = ()
     own_output: bool = False
+    read_as: Callable[[DecoderConfig], DecoderConfig] = lambda config: config
 
 
 SIGMOID_ROUTER: Final = 2

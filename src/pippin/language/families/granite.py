@@ -102,7 +102,8 @@ def mixture_rules(config: DecoderConfig) -> list[TensorRule]:
     return found
 
 
-def _from_gguf(header: GGUFHeader, fields: Fields) -> dict[str, Any]:
+def multipliers_from_gguf(header: GGUFHeader, fields: Fields) -> dict[str, Any]:
+    """Granite's multipliers in a GGUF header."""
     return {
         "embedding_multiplier": header.get("embedding_scale", float, 1.0),
         "attention_multiplier": header.get("attention.scale", float, fields["head_dim"] ** -0.5),
@@ -111,7 +112,8 @@ def _from_gguf(header: GGUFHeader, fields: Fields) -> dict[str, Any]:
     }
 
 
-def _to_gguf(config: DecoderConfig) -> dict[str, Any]:
+def multipliers_to_gguf(config: DecoderConfig) -> dict[str, Any]:
+    """The keys of Granite's multipliers."""
     return {
         "embedding_scale": config.embedding_scale,
         "attention.scale": config.attention_scale,
@@ -131,16 +133,22 @@ def _is_not_shared(header: GGUFHeader) -> bool:
 def _experts_from_gguf(header: GGUFHeader, fields: Fields) -> dict[str, Any]:
     shared = header.get("expert_shared_feed_forward_length", int, 0)
     own = {"model_type": "granitemoeshared" if shared else "granitemoe", "shared_intermediate_size": shared}
-    return {**_from_gguf(header, fields), **own}
+    return {**multipliers_from_gguf(header, fields), **own}
 
 
 def _experts_to_gguf(config: DecoderConfig) -> dict[str, Any]:
     shared = config.layers[0].feedforward.shared_intermediate_size
-    return {**_to_gguf(config), "expert_shared_feed_forward_length": shared or None}
+    return {**multipliers_to_gguf(config), "expert_shared_feed_forward_length": shared or None}
 
 
 _GGUF = GGUFLayout(
-    "granite", _from_gguf, _to_gguf, tables=rotary_table, interleaved=True, any_head_dim=True, biases=ALL_BIASES
+    "granite",
+    multipliers_from_gguf,
+    multipliers_to_gguf,
+    tables=rotary_table,
+    interleaved=True,
+    any_head_dim=True,
+    biases=ALL_BIASES,
 )
 GRANITE = Family("granite", "GraniteForCausalLM", _dense, _write, gguf=_GGUF)
 _GGUF_EXPERTS = replace(

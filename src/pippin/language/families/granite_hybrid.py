@@ -17,7 +17,23 @@ from pippin.language.families.family import (
     read_decoder,
     read_rotary,
 )
-from pippin.language.families.granite import mixture, mixture_rules, multiplier_fields, multipliers
+from pippin.language.families.gguf_layout import GGUFHeader, GGUFLayout
+from pippin.language.families.gguf_recurrent import (
+    has_bias,
+    key_heads,
+    mamba_fields,
+    mamba_metadata,
+    mamba_rules,
+    recurrent_layers,
+)
+from pippin.language.families.granite import (
+    mixture,
+    mixture_rules,
+    multiplier_fields,
+    multipliers,
+    multipliers_from_gguf,
+    multipliers_to_gguf,
+)
 from pippin.language.families.hybrid import (
     kinds_of,
     layer_kinds,
@@ -79,4 +95,43 @@ def _rules(config: DecoderConfig) -> list[TensorRule]:
     ]
 
 
-GRANITE_HYBRID = Family("granitemoehybrid", "GraniteMoeHybridForCausalLM", _read, _write, _rules)
+def _from_gguf(header: GGUFHeader, fields: Fields) -> dict[str, Any]:
+    recurs = recurrent_layers(header, fields["num_hidden_layers"])
+    mamba, shared = mamba_fields(header), header.get("expert_shared_feed_forward_length", int, 0)
+    return {
+        **multipliers_from_gguf(header, fields),
+        "layer_types": ["mamba" if one else "attention" for one in recurs],
+        "position_embedding_type": "rope" if header.get("rope.scaling.finetuned", bool, False) else None,
+        "shared_intermediate_size": shared or fields["intermediate_size"],
+        **{f"mamba_{ours}": mamba[name] for ours, name in _MAMBA.items()},
+        "mamba_expand": mamba["heads"] * mamba["head_dim"] // fields["hidden_size"],
+        "mamba_conv_bias": has_bias(header, "ssm_conv1d"),
+        "mamba_proj_bias": has_bias(header, "ssm_in"),
+        "attention_bias": has_bias(header, "attn_q"),
+    }
+
+
+_MAMBA = {"n_heads": "heads", "d_head": "head_dim", "d_state": "state", "n_groups": "groups", "d_conv": "conv"}
+
+
+def _to_gguf(config: DecoderConfig) -> dict[str, Any]:
+    rotates, inner = any(layer.attention.rotary for layer in config.layers), config.layers[0].feedforward
+    return {
+        **multipliers_to_gguf(config),
+        **mamba_metadata(config),
+        "attention.head_count_kv": key_heads(config),
+        "expert_shared_feed_forward_length": inner.shared_intermediate_size or inner.intermediate_size,
+        "rope.scaling.finetuned": rotates,
+    }
+
+
+_GGUF = GGUFLayout(
+    "granitehybrid",
+    _from_gguf,
+    _to_gguf,
+    mamba_rules,
+    interleaved=True,
+    any_head_dim=True,
+    biases=("attention output",),
+)
+GRANITE_HYBRID = Family("granitemoehybrid", "GraniteMoeHybridForCausalLM", _read, _write, _rules, gguf=_GGUF)

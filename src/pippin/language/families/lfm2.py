@@ -6,11 +6,14 @@ Source: LFM2 technical report, Liquid AI 2025, arXiv:2511.23404.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from pippin.language.decoder import DecoderConfig
 from pippin.language.families.experts import expert_rules
 from pippin.language.families.family import Family, Fields, TensorRule, read_decoder, rename
+from pippin.language.families.gguf_layout import SIGMOID_ROUTER, GGUFHeader, GGUFLayout
+from pippin.language.families.gguf_recurrent import has_bias, key_heads, recurrent_layers, short_convolution_rules
 from pippin.language.families.hybrid import kinds_of, layer_kinds, recurrence, with_recurrence
 from pippin.nn.feedforward import FeedForwardSpec
 from pippin.nn.recurrent.convolution import ShortConvolutionSpec
@@ -124,5 +127,47 @@ def _rules(config: DecoderConfig) -> list[TensorRule]:
     )
 
 
-LFM2 = Family("lfm2", "Lfm2ForCausalLM", _dense, _write, _rules, eps="norm_eps")
-LFM2_MOE = Family("lfm2_moe", "Lfm2MoeForCausalLM", _mixture, _write, _mixture_rules, eps="norm_eps")
+def _from_gguf(header: GGUFHeader, fields: Fields) -> dict[str, Any]:
+    recurs = recurrent_layers(header, fields["num_hidden_layers"])
+    own: dict[str, Any] = {
+        "layer_types": ["conv" if one else "full_attention" for one in recurs],
+        "conv_L_cache": header.get("shortconv.l_cache", int),
+        "conv_bias": has_bias(header, "shortconv.conv"),
+        "block_auto_adjust_ff_dim": False,
+    }
+    if "expert_count" in header:
+        own |= {
+            "num_dense_layers": header.get("leading_dense_block_count", int, 0),
+            "routed_scaling_factor": header.get("expert_weights_scale", float, 1.0),
+            "use_expert_bias": has_bias(header, "exp_probs_b"),
+        }
+    return own
+
+
+def _to_gguf(config: DecoderConfig) -> dict[str, Any]:
+    own: dict[str, Any] = {"attention.head_count_kv": key_heads(config), "shortconv.l_cache": recurrence(config).conv}
+    sparse = next((layer.feedforward for layer in config.layers if layer.feedforward.num_experts), None)
+    if sparse is not None:
+        own |= {
+            "leading_dense_block_count": sum(not layer.feedforward.num_experts for layer in config.layers),
+            "expert_feed_forward_length": sparse.intermediate_size,
+            "expert_gating_func": SIGMOID_ROUTER,
+        }
+    return own
+
+
+def _gguf_rules(config: DecoderConfig) -> list[TensorRule]:
+    return [*rename(norm="token_embd_norm"), *short_convolution_rules()]
+
+
+_GGUF = GGUFLayout("lfm2", _from_gguf, _to_gguf, _gguf_rules)
+LFM2 = Family("lfm2", "Lfm2ForCausalLM", _dense, _write, _rules, eps="norm_eps", gguf=_GGUF)
+LFM2_MOE = Family(
+    "lfm2_moe",
+    "Lfm2MoeForCausalLM",
+    _mixture,
+    _write,
+    _mixture_rules,
+    eps="norm_eps",
+    gguf=replace(_GGUF, architecture="lfm2moe"),
+)

@@ -10,6 +10,8 @@ from typing import Any
 from pippin.core.errors import UnsupportedModel
 from pippin.language.decoder import DecoderConfig
 from pippin.language.families.family import Family, Fields, TensorRule, read_decoder, rename
+from pippin.language.families.gguf_layout import GGUFHeader, GGUFLayout
+from pippin.language.families.gguf_recurrent import has_bias, mamba_fields, mamba_metadata, mamba_rules
 from pippin.language.families.hybrid import parameters, recurrence, time_step_fields, time_steps, with_recurrence
 from pippin.nn.feedforward import NO_FEED_FORWARD
 from pippin.nn.recurrent.mamba2 import Mamba2Spec
@@ -84,4 +86,34 @@ def mixer_rules(stored: str) -> list[TensorRule]:
     ]
 
 
-MAMBA2 = Family("mamba2", "Mamba2ForCausalLM", _read, _write, _rules, prefix="backbone.", eps="layer_norm_epsilon")
+def _from_gguf(header: GGUFHeader, fields: Fields) -> dict[str, Any]:
+    mamba = mamba_fields(header)
+    return {
+        "num_heads": mamba["heads"],
+        "head_dim": mamba["head_dim"],
+        "expand": mamba["heads"] * mamba["head_dim"] / fields["hidden_size"],
+        "state_size": mamba["state"],
+        "n_groups": mamba["groups"],
+        "conv_kernel": mamba["conv"],
+        "use_conv_bias": has_bias(header, "ssm_conv1d"),
+        "use_bias": has_bias(header, "ssm_in"),
+    }
+
+
+def _to_gguf(config: DecoderConfig) -> dict[str, Any]:
+    nothing = {"feed_forward_length": 0, "attention.head_count": 0, "attention.head_count_kv": None}
+    sizes = {"attention.key_length": None, "attention.value_length": None}
+    return {**mamba_metadata(config), **nothing, **sizes}
+
+
+_GGUF = GGUFLayout("mamba2", _from_gguf, _to_gguf, mamba_rules, any_head_dim=True)
+MAMBA2 = Family(
+    "mamba2",
+    "Mamba2ForCausalLM",
+    _read,
+    _write,
+    _rules,
+    prefix="backbone.",
+    eps="layer_norm_epsilon",
+    gguf=_GGUF,
+)

@@ -16,11 +16,20 @@ from typing import Any
 
 import torch
 
-from pippin.core.errors import UnsupportedModel
+from pippin.core.errors import CorruptedFile, UnsupportedModel
 from pippin.language.decoder import DecoderConfig, LayerSpec
 from pippin.language.families.deepseek import balanced_router
 from pippin.language.families.experts import most_experts, stacked
 from pippin.language.families.family import Family, Fields, TensorRule, activation_of, read_decoder, refuse, rename
+from pippin.language.families.gguf_layout import GGUFHeader, GGUFLayout
+from pippin.language.families.gguf_recurrent import (
+    has_bias,
+    key_heads,
+    mamba_fields,
+    mamba_metadata,
+    mamba_rules,
+    recurrent_layers,
+)
 from pippin.language.families.hybrid import recurrence, time_step_fields, time_steps
 from pippin.language.families.mamba2 import mixer_rules
 from pippin.nn.attention import AttentionSpec
@@ -160,6 +169,50 @@ def _rules(config: DecoderConfig) -> list[TensorRule]:
     ]
 
 
+def _from_gguf(header: GGUFHeader, fields: Fields) -> dict[str, Any]:
+    layers, mamba = fields["num_hidden_layers"], mamba_fields(header)
+    inner = header.metadata.get(f"{header.architecture}.feed_forward_length")
+    feeds = [bool(one) for one in inner] if isinstance(inner, list) else [False] * layers
+    recurs = recurrent_layers(header, layers)
+    if len(feeds) < layers:
+        raise CorruptedFile(f"{header.where}: feed_forward_length has {len(feeds)} entries for {layers} layers")
+    return {
+        "layers_block_type": [
+            "mlp" if feeds[index] else "mamba" if recurs[index] else "attention" for index in range(layers)
+        ],
+        "mamba_num_heads": mamba["heads"],
+        "mamba_head_dim": mamba["head_dim"],
+        "ssm_state_size": mamba["state"],
+        "n_groups": mamba["groups"],
+        "conv_kernel": mamba["conv"],
+        "use_conv_bias": has_bias(header, "ssm_conv1d"),
+        "use_bias": has_bias(header, "ssm_in"),
+        "mlp_bias": has_bias(header, "ffn_up"),
+    }
+
+
+def _to_gguf(config: DecoderConfig) -> dict[str, Any]:
+    return {
+        **mamba_metadata(config),
+        "feed_forward_length": [layer.feedforward.intermediate_size for layer in config.layers],
+        "attention.head_count_kv": key_heads(config),
+        "rope.scaling.finetuned": False,
+        "attention.layer_norm_epsilon": config.rms_norm_eps,  # llama.cpp asks for both
+    }
+
+
+def _gguf_rules(config: DecoderConfig) -> list[TensorRule]:
+    return [*rename(post_attention_layernorm="attn_norm"), *mamba_rules(config)]
+
+
+_GGUF = GGUFLayout("nemotron_h", _from_gguf, _to_gguf, _gguf_rules, any_head_dim=True, biases=("feed-forward",))
 NEMOTRON_H = Family(
-    "nemotron_h", "NemotronHForCausalLM", _read, _write, _rules, prefix="backbone.", eps="layer_norm_epsilon"
+    "nemotron_h",
+    "NemotronHForCausalLM",
+    _read,
+    _write,
+    _rules,
+    prefix="backbone.",
+    eps="layer_norm_epsilon",
+    gguf=_GGUF,
 )

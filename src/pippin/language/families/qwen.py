@@ -97,7 +97,9 @@ def write_mixture(config: DecoderConfig) -> dict[str, Any]:
     return fields
 
 
-def _mixture_from_gguf(normalized: bool) -> Any:
+def mixture_from_gguf(normalized: bool) -> Any:
+    """What a GGUF header says of experts, as fields of a `config.json`; ``normalized``: their weights sum to one."""
+
     def read(header: GGUFHeader, fields: Fields) -> dict[str, Any]:
         # older files have no sizes of their own for the experts
         size = header.count("feed_forward_length", 0)
@@ -110,7 +112,8 @@ def _mixture_from_gguf(normalized: bool) -> Any:
     return read
 
 
-def _to_gguf(config: DecoderConfig) -> dict[str, Any]:
+def mixture_to_gguf(config: DecoderConfig) -> dict[str, Any]:
+    """The keys of the experts' sizes."""
     inner = config.layers[0].feedforward
     return {
         "expert_feed_forward_length": inner.intermediate_size,
@@ -118,8 +121,8 @@ def _to_gguf(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
-_GGUF2_EXPERTS = GGUFLayout("qwen2moe", _mixture_from_gguf(False), _to_gguf, own_output=True)
-_GGUF3_EXPERTS = GGUFLayout("qwen3moe", _mixture_from_gguf(True), _to_gguf, any_head_dim=True)
+_GGUF2_EXPERTS = GGUFLayout("qwen2moe", mixture_from_gguf(False), mixture_to_gguf, own_output=True)
+_GGUF3_EXPERTS = GGUFLayout("qwen3moe", mixture_from_gguf(True), mixture_to_gguf, any_head_dim=True)
 QWEN2 = Family("qwen2", "Qwen2ForCausalLM", _qwen2, gguf=GGUFLayout("qwen2"))
 QWEN3 = Family("qwen3", "Qwen3ForCausalLM", _qwen3, _write, gguf=GGUFLayout("qwen3", any_head_dim=True))
 QWEN2_MOE = Family("qwen2_moe", "Qwen2MoeForCausalLM", _qwen2_moe, write_mixture, expert_rules(), gguf=_GGUF2_EXPERTS)

@@ -12,6 +12,7 @@ Source: Qwen3-Next, Alibaba 2025; gated attention: Qiu et al. 2025, arXiv:2505.0
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,6 +31,15 @@ from pippin.language.families.family import (
     rename,
     to_halves,
 )
+from pippin.language.families.gguf_layout import GGUFHeader, GGUFLayout, main_rotary
+from pippin.language.families.gguf_recurrent import (
+    delta_fields,
+    delta_metadata,
+    delta_rules,
+    has_bias,
+    recurrent_layers,
+    tiled,
+)
 from pippin.language.families.hybrid import (
     convolutions,
     kinds_of,
@@ -39,7 +49,7 @@ from pippin.language.families.hybrid import (
     rotated_in_part,
     with_recurrence,
 )
-from pippin.language.families.qwen import read_mixture, write_mixture
+from pippin.language.families.qwen import mixture_from_gguf, mixture_to_gguf, read_mixture, write_mixture
 from pippin.nn.recurrent.gated_delta import GatedDeltaSpec
 
 
@@ -66,6 +76,7 @@ def _reader(family: str, experts: bool) -> Callable[[Fields], DecoderConfig]:
             key_dim=config["linear_key_head_dim"],
             value_dim=config["linear_value_head_dim"],
             conv=config.get("linear_conv_kernel_dim", 4),
+            tiled=bool(config.get("tiled_value_heads")),
         )
         return with_recurrence(base, spec, layer_kinds(config, kinds))
 
@@ -88,7 +99,7 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
-def _queries_and_gate() -> TensorRule:
+def _queries_and_gate(stored: str = "self_attn.q_proj") -> TensorRule:
     """Queries and gate, head by head, in one matrix."""
 
     def split(tensor: Tensor, config: DecoderConfig) -> list[Tensor]:
@@ -101,7 +112,7 @@ def _queries_and_gate() -> TensorRule:
         ]
         return torch.stack(heads, 1).flatten(0, 2)
 
-    return TensorRule("self_attn.q_proj", ("self_attn.q_proj", "self_attn.gate_proj"), split, join)
+    return TensorRule(stored, ("self_attn.q_proj", "self_attn.gate_proj"), split, join)
 
 
 def _grouped(stored: str, ours: Sequence[str], rows: Sequence[int], groups: int) -> TensorRule:
@@ -160,6 +171,58 @@ def _rules(config: DecoderConfig) -> list[TensorRule]:
     ]
 
 
-QWEN3_NEXT = Family("qwen3_next", "Qwen3NextForCausalLM", _reader("qwen3_next", True), _write, _next_rules)
-QWEN3_5 = Family("qwen3_5_text", "Qwen3_5ForCausalLM", _reader("qwen3_5_text", False), _write, _rules)
-QWEN3_5_MOE = Family("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", _reader("qwen3_5_moe_text", True), _write, _rules)
+def _from_gguf(separate: bool) -> Any:
+    def read(header: GGUFHeader, fields: Fields) -> dict[str, Any]:
+        recurs = recurrent_layers(header, fields["num_hidden_layers"])
+        own = {
+            "layer_types": ["linear_attention" if one else "full_attention" for one in recurs],
+            "attention_bias": has_bias(header, "attn_q"),
+            **delta_fields(header),
+        }
+        if "expert_count" in header:
+            own |= mixture_from_gguf(True)(header, fields)
+        shares = own["linear_num_value_heads"] > own["linear_num_key_heads"]
+        return {**own, "tiled_value_heads": separate and shares}
+
+    return read
+
+
+def _to_gguf(config: DecoderConfig) -> dict[str, Any]:
+    own = delta_metadata(config)
+    if config.family != "qwen3_next":
+        own["rope.dimension_sections"] = _sections(config)
+    return {**own, **mixture_to_gguf(config)} if config.layers[0].feedforward.num_experts else own
+
+
+def _sections(config: DecoderConfig) -> list[int]:
+    """Rotated pairs of time, height and width, which texts do not tell apart: a third each, 11, 11 and 10 of 32."""
+    rotary = main_rotary(config)
+    pairs = (config.head_dim if rotary is None or rotary.dims is None else rotary.dims) // 2
+    return [(pairs + 2 - axis) // 3 for axis in range(3)] + [0]
+
+
+def _gguf_rules(separate: bool) -> Any:
+    def rules(config: DecoderConfig) -> list[TensorRule]:
+        return [
+            _queries_and_gate("attn_q"),
+            *rename(post_attention_layernorm="post_attention_norm"),
+            *delta_rules(config, separate=separate),
+        ]
+
+    return rules
+
+
+_GGUF_NEXT = GGUFLayout("qwen3next", _from_gguf(False), _to_gguf, _gguf_rules(False), any_head_dim=True)
+_GGUF = GGUFLayout("qwen35", _from_gguf(True), _to_gguf, _gguf_rules(True), any_head_dim=True, read_as=tiled)
+QWEN3_NEXT = Family(
+    "qwen3_next", "Qwen3NextForCausalLM", _reader("qwen3_next", True), _write, _next_rules, gguf=_GGUF_NEXT
+)
+QWEN3_5 = Family("qwen3_5_text", "Qwen3_5ForCausalLM", _reader("qwen3_5_text", False), _write, _rules, gguf=_GGUF)
+QWEN3_5_MOE = Family(
+    "qwen3_5_moe_text",
+    "Qwen3_5MoeForCausalLM",
+    _reader("qwen3_5_moe_text", True),
+    _write,
+    _rules,
+    gguf=replace(_GGUF, architecture="qwen35moe"),
+)

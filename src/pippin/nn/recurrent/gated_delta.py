@@ -39,6 +39,8 @@ class GatedDeltaSpec:
         conv: width of the convolution in tokens, the current one included.
         beta: how much of a new value is written at most. Above 1, the memory's eigenvalues may be negative.
         norm_eps: epsilon of the norm of outputs; None for that of the model's norms.
+        tiled: heads of values that share a head of keys do not follow each other: all first ones come before all
+            second ones.
         channel_rank: each channel of a key forgets by itself, and outputs are gated by a sigmoid, both through matrices
             of this rank (Kimi delta attention); None for heads that forget as a whole, and gates of full rank.
 
@@ -53,6 +55,7 @@ class GatedDeltaSpec:
     conv: PositiveInt = 4
     beta: PositiveFloat = 1.0
     norm_eps: PositiveFloat | None = None
+    tiled: bool = False
     channel_rank: PositiveInt | None = None
 
     def __post_init__(self) -> None:
@@ -147,7 +150,11 @@ class GatedDeltaNet(StatefulLayer):
         mixed, tail = convolve(mixed, tail, taps, None)
         q, k, v = F.silu(mixed).split(spec.sizes, -1)
         share = spec.value_heads // spec.key_heads
-        q, k = (normalized(part.unflatten(-1, (spec.key_heads, -1))).repeat_interleave(share, 2) for part in (q, k))
+        q, k = (normalized(part.unflatten(-1, (spec.key_heads, -1))) for part in (q, k))
+        if spec.tiled:
+            q, k = q.repeat(1, 1, share, 1), k.repeat(1, 1, share, 1)
+        else:
+            q, k = q.repeat_interleave(share, 2), k.repeat_interleave(share, 2)
         heads = (spec.value_heads, -1)
         speed = F.softplus(a.to(v.dtype) + self.dt_bias.to(v.dtype)).unflatten(-1, heads)
         decay = -self.A_log.to(v.dtype).exp()[:, None] * speed
