@@ -43,7 +43,8 @@ _LOST = {
     "qwen3_moe": {"feed_forward_length"},
     "gpt2": {"attention.head_count_kv"},
     # nothing rotates: a million tokens, and dimensions that mean nothing
-    "granitemoehybrid": {"context_length", "rope.dimension_count", "rope.freq_base", "expert_used_count"},
+    "granitemoehybrid": {"context_length", "rope.dimension_count", "rope.freq_base"}
+    | {"expert_used_count", "expert_count"},
     # it does not know the layers of a feed-forward layer alone by their name in transformers
     "nemotron_h": {"context_length", "rope.dimension_count", "rope.freq_base", "feed_forward_length"}
     | {
