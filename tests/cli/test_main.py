@@ -27,6 +27,7 @@ def provoke(kind: type[Exception]) -> Exception:
     needs = {
         errors.ContextOverflow: {"context_size": 10, "token_count": 20},
         errors.AnswerTruncated: {"partial": ""},
+        errors.InvalidAnswer: {"value": None, "text": "null", "reason": "it is nothing"},
         errors.ToolCallError: {"tool": "clock"},
         errors.UnsupportedLanguage: {"language": "xx"},
         errors.GuardrailViolation: {"verdict": None},

@@ -39,10 +39,18 @@ CTYPES = {
     "int64_t": ctypes.c_int64,
     "float": ctypes.c_float,
     "pippin_matrix": native.NativeMatrix,
+    "pippin_expert": native.Expert,
+    "pippin_router": native.NativeRouter,
 }
 STRUCTS = {
     "matrix": native.NativeMatrix,
     "expert": native.Expert,
+    "router": native.NativeRouter,
+    "latent": native.NativeLatent,
+    "recurrent": native.NativeRecurrent,
+    "given": native.NativeEmbeddings,
+    "steering": native.NativeSteering,
+    "observed": native.Observed,
     "layer": native.Layer,
     "config": native.NativeConfig,
     "change": native.Change,
@@ -70,9 +78,13 @@ def fields_in_header(name: str) -> list[tuple[str, str]]:
 def test_structs_mirror_the_header(name):
     ours = [(field[0], field[1]) for field in STRUCTS[name]._fields_]
     theirs = fields_in_header(name)
-    rename = {"from": "begin", "to": "end"} if name == "batch" else {}
-    assert [field for field, _ in ours] == [rename.get(field, field) for _, field in theirs]
-    for (_, kind), (expected, _) in zip(ours, theirs, strict=True):
+    rename = {"from": "begin", "to": "end"} if name == "batch" else {"in": "inputs", "in_bias": "input_biases"}
+    plain = [re.match(r"(\w+)(?:\[(\w+)\])?$", field).groups() for _, field in theirs]
+    assert [field for field, _ in ours] == [rename.get(field, field) for field, _ in plain]
+    for (_, kind), (expected, _), (_, count) in zip(ours, theirs, plain, strict=True):
+        if count is not None:
+            assert kind._length_ == (native.RECURRENT_INPUTS if count == "PIPPIN_INPUTS" else int(count))
+            kind = kind._type_
         pointer = kind is ctypes.c_void_p or issubclass(kind, ctypes._Pointer)
         assert pointer if expected == "pointer" else kind is CTYPES[expected]
 

@@ -88,8 +88,9 @@ def test_codes_stay_codes_and_answers_are_those_of_the_dense_model(models, tmp_p
     assert any("stay as they are" in note and layout in note for note in packed.notes)
     dense = pippin.load(tmp_path, device="cpu", dtype="float32")
     assert all("another precision was asked for" in note for note in dense.notes)
+    request = Request(list(b"def f"), SamplingOptions(max_tokens=8))
     answers = [
-        [token.id for token in [*Engine(each).stream(Request(list(b"def f"), SamplingOptions(max_tokens=8)))][:-1]]
+        [token.id for token in [*Engine(each, kv_cache_dtype="float32").stream(request)][:-1]]
         for each in (packed, dense)
     ]
     assert len(answers[0]) == 8
