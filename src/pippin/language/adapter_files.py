@@ -19,7 +19,7 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -234,7 +234,7 @@ def save_adapter(
         # the scale is that of the given rank
         "lora_alpha": alpha if rank == own else alpha * (math.sqrt(rank / own) if rslora else rank / own),
         "use_rslora": rslora,
-        "target_modules": sorted({layer.rpartition(".")[2] for layer in fused}),
+        "target_modules": _target_names(fused.keys(), model.module, targets),
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
@@ -365,6 +365,26 @@ def _fused(
         for name, (down, up) in found.items()
     }
     return filled, rank
+
+
+def _target_names(stored: Set[str], decoder: Decoder, targets: Mapping[str, TargetModule]) -> list[str]:
+    """The `target_modules` of PEFT's configuration for layers by the full names of a family's files.
+
+    PEFT adapts every module whose name ends with a target. The last parts of the names are therefore enough only
+    where all layers of such a name have an adapter; otherwise the full names are given.
+    """
+    config = decoder.config
+    family = families.FAMILIES[config.family]
+    try:
+        every = {families.stored_parts(family, config, layer, lambda one: targets[one].outputs)[0] for layer in targets}
+    except UnsupportedModel:  # a layer that files store in another form, whose name there may end with a target
+        return sorted(stored)
+    short = {layer.rpartition(".")[2] for layer in stored}
+    # experts have layers of the same names as dense layers, and are no targets
+    experts = any(layer.feeds and not isinstance(layer.mlp, FeedForward) for layer in decoder.layers)
+    if experts or any(layer.rpartition(".")[2] in short for layer in every - stored):
+        return sorted(stored)
+    return sorted(short)
 
 
 def _compare_base(model: AdaptedModel, folder: Path) -> None:

@@ -10,12 +10,10 @@ from pippin.language.adapter_files import read_factors, save_adapter
 
 from .checkpoints import read, save_random
 
-# PEFT asks models for an attribute that transformers renames, says which layout it finds in GPT-2, and which layers of
-# a name have no adapter
+# PEFT asks models for an attribute that transformers renames, and says which layout it finds in GPT-2
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning"),
-    pytest.mark.filterwarnings("ignore:Found missing adapter keys:UserWarning"),
 ]
 IDS = torch.randint(0, 97, (2, 20), generator=torch.Generator().manual_seed(1))
 # fused matrices; pairs that are interleaved, exchanged or rotated in part; inputs as rows; latent vectors
