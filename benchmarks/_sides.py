@@ -9,6 +9,7 @@ Notable here:
 from __future__ import annotations
 
 import ctypes
+import importlib
 import importlib.util
 import multiprocessing
 import os
@@ -45,7 +46,13 @@ def has_llama_cpp() -> bool:
 
 def llama_cpp_name() -> str:
     """Name of llama.cpp in rows."""
-    return f"llama.cpp ({peer_version('llama-cpp-python')})" if has_llama_cpp() else "llama.cpp (not installed)"
+    if not has_llama_cpp():
+        return "llama.cpp (not installed)"
+    try:
+        found = version("llama-cpp-python")
+    except PackageNotFoundError:  # a build on the path that is no installation
+        found = importlib.import_module("llama_cpp").__version__
+    return f"llama.cpp (llama-cpp-python {found})"
 
 
 def peer_version(distribution: str) -> str:
