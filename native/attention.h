@@ -424,7 +424,8 @@ static void keep(const Cache &cache, int32_t block, int slot, const float *k, co
 }
 
 static pippin::StepKernels step_kernels() {
-    return {norm, layer_norm, heads, keep, activate, open, bound, add, multiply, dense, softmax, attend, receive, convolve, recur, leave, product, merge, finish, read};
+    return {norm,    layer_norm, heads,   keep,     activate, open,  bound,   add,   multiply, dense,
+            softmax, attend,     receive, convolve, recur,    leave, product, merge, finish,   read};
 }
 
 } // namespace PIPPIN_NS

@@ -153,7 +153,7 @@ void Pass::begin() {
                size_t(b_.given[i].count * c_.width) * sizeof(float));
 }
 
-/* The inputs that layers have beside the hidden states, of all tokens: Gemma 3n and 4. */
+/* The inputs that layers have beside the hidden states, of all tokens: Gemma 4. */
 void Pass::read_layer_inputs() {
     const int64_t all = c_.layer_table.columns, size = all / c_.layers;
     const float scale = std::sqrt(float(size)), narrow = 1.f / std::sqrt(float(c_.width));
@@ -265,24 +265,23 @@ void Pass::adapt(const Product &product, const float *x, int64_t count, int32_t 
     }
 }
 
-/* Cosines and sines of one token: in the table, or gathered from its positions. False: the layer rotates nothing. */
-bool Pass::rotation(const pippin_layer &layer, int64_t token, float (&gathered)[2][512], const float *&cos,
+/* Cosines and sines of one token: in the table, or gathered from its positions; nullptr if the layer rotates nothing. */
+void Pass::rotation(const pippin_layer &layer, int64_t token, float (&gathered)[2][512], const float *&cos,
                     const float *&sin) const {
     cos = sin = nullptr;
-    if (layer.rope < 0) return false;
+    if (layer.rope < 0) return;
     const Rope &rope = *ropes_[size_t(layer.rope)];
     const int64_t half = rope.half;
     cos = gathered[0], sin = gathered[1];
     if (!b_.axes) {
         cos = rope.cos.data() + slot_[token] * half, sin = rope.sin.data() + slot_[token] * half;
-        return true;
+        return;
     }
     for (int64_t i = 0; i < half; ++i) {
         const int64_t axis = rope.axes.empty() || b_.axes == 1 ? 0 : rope.axes[size_t(i)];
         const int64_t position = b_.positions[axis * b_.tokens + origin_[token]];
         gathered[0][i] = rope.cos[size_t(position * half + i)], gathered[1][i] = rope.sin[size_t(position * half + i)];
     }
-    return true;
 }
 
 /* Queries of one token that grow with its position. */

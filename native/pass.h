@@ -100,7 +100,7 @@ class Pass {
     void latent_attention(int32_t index, int64_t from, int64_t to, bool own, float *y);
     void head_products(const pippin_matrix *matrices, const float *x, int64_t x_stride, int64_t x_head, int64_t count,
                        float *y, int64_t y_stride, int64_t y_head);
-    bool rotation(const pippin_layer &layer, int64_t token, float (&gathered)[2][512], const float *&cos,
+    void rotation(const pippin_layer &layer, int64_t token, float (&gathered)[2][512], const float *&cos,
                   const float *&sin) const;
     void scale_by_position(const pippin_layer &layer, int64_t token, float *q) const;
     void observe(int32_t index, int64_t from, int64_t to);

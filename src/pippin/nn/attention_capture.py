@@ -3,6 +3,7 @@
 Notable here:
 - a probability is that of one key for one query head and query; it is reduced over the queries of the pass and the
   heads that share the key, so that the result has one number for each key and key head
+- what attention sinks take is left out: probabilities are shares among the keys
 """
 
 from __future__ import annotations

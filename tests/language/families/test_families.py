@@ -17,16 +17,19 @@ from pippin.core import native
 from pippin.core.errors import CorruptedFile, InvalidArgument, UnsupportedModel
 from pippin.core.store.reference import resolve
 from pippin.engine import Engine, Request, SamplingOptions
-from pippin.engine.model_runner import ModelInput
+from pippin.engine.model_runner import Capture, ModelInput
 from pippin.engine.runners.native_runner import NativeRunner
 from pippin.engine.runners.torch_runner import TorchRunner
 from pippin.language import Decoder, LanguageModel, families
 from pippin.language.adapter_files import target_modules
 from pippin.language.families.family import pair_order
 from pippin.language.language_model import read_headers
+from pippin.nn.attention_capture import AttentionCapture
+from pippin.nn.expert_mask import ExpertMask
 from pippin.nn.kv_cache import PackedDocuments
 from pippin.nn.lora import Adapter, LowRankUpdate
 from pippin.nn.rotary import apply_rotary
+from pippin.nn.steering import Steering, SteeringChange, steering_sites
 
 from .checkpoints import CHECKPOINTS, SMALL, read, save_random
 
@@ -159,6 +162,44 @@ def test_adapters_in_the_kernels_equal_those_in_torch(checkpoints, tiny, model_t
         # each is up to 1e-5 of that from float64
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5 * float(theirs.abs().max()))
     assert float((answers[0][0] - answers[0][1]).abs().max()) > 0.1
+
+
+@NEEDS_KERNELS
+@torch.inference_mode()
+@pytest.mark.parametrize("model_type", CHECKPOINTS)
+def test_what_a_request_changes_and_captures_is_the_same_in_the_kernels(checkpoints, tiny, model_type):
+    """Steering at every site, masks of experts, and the attention that tokens receive."""
+    _, _, decoder = checkpoints(model_type)
+    sites, generator = steering_sites(decoder), torch.Generator().manual_seed(4)
+    draw = [torch.randn(2, decoder.config.hidden_size, generator=generator) / 4 for _ in sites]
+    steering = Steering({site: SteeringChange(*pair) for site, pair in zip(sites, draw, strict=True)}, strength=1.0)
+    counts = [max(layer.feedforward.num_experts, layer.experts.num_experts if layer.experts else 0)
+              for layer in decoder.config.layers]  # fmt: skip
+    mask = None
+    if any(counts):
+        allowed = torch.ones(len(counts), max(counts), dtype=torch.bool)
+        allowed[:, 0] = False
+        mask = ExpertMask(allowed)
+    answers, captures = [], []
+    for kind, module in ((TorchRunner, decoder), (NativeRunner, copy.deepcopy(decoder).pack())):
+        runner = kind(LanguageModel("small", module, tiny.tokenizer, None), 8, "float32")
+        capture = Capture(hidden=True, normalized=True, attention=AttentionCapture("max"))
+        same = {"steering": steering, "experts": mask, "capture": capture}
+        ids = IDS[0].tolist()
+        answers.append(runner.forward([ModelInput(ids, 0, [0, 1, 2], range(40), **same)])[0])
+        plain = runner.forward([ModelInput(ids, 0, [3, 4, 5], range(40))])[0]
+        assert float((plain - answers[-1]).abs().max()) > 0.01
+        captures.append(capture)
+        runner.close()
+    size = float(answers[0].abs().max())
+    torch.testing.assert_close(answers[1], answers[0], rtol=0, atol=3e-5 * size)
+    for name in ("hidden_states", "normalized_states"):
+        theirs = getattr(captures[0], name)
+        torch.testing.assert_close(getattr(captures[1], name), theirs, rtol=0, atol=3e-5 * float(theirs.abs().max()))
+    received = [capture.attention.received for capture in captures]
+    assert received[0].keys() == received[1].keys() == set(decoder.config.cached_layers)
+    for layer, theirs in received[0].items():
+        torch.testing.assert_close(received[1][layer], theirs, rtol=0, atol=3e-5)
 
 
 @torch.inference_mode()

@@ -12,6 +12,8 @@ import pippin
 from pippin.core import native
 from pippin.core.errors import CorruptedFile, ModelNotFound, UnsupportedModel
 from pippin.core.formats import ggml_quants
+from pippin.engine.model_runner import ModelInput
+from pippin.engine.runners.select import make_runner
 from pippin.language import Decoder, DecoderConfig, LanguageModel, LayerSpec, families
 from pippin.language.families.gguf_layout import GGUFHeader
 from pippin.nn.attention import AttentionSpec
@@ -151,6 +153,10 @@ def test_what_is_read_back_gives_the_same_logits(exported, case):
     torch.testing.assert_close(again.module(IDS), expected, rtol=0, atol=close)
     packed = pippin.load(path, device="cpu")
     torch.testing.assert_close(packed.module(IDS), expected, rtol=1e-4, atol=max(close, 1e-4))
+    runner = make_runner(packed, 4, "float32")
+    (logits,) = runner.forward([ModelInput(IDS[0].tolist(), 0, range(3), range(IDS.shape[1]))])
+    runner.close()
+    torch.testing.assert_close(logits, expected[0], rtol=1e-4, atol=max(close, 1e-4))
 
 
 @torch.inference_mode()

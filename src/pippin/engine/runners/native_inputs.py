@@ -138,8 +138,10 @@ class Extras:
             at += count
         for capture, received, length in self._received:
             assert capture.attention is not None
-            for layer, each in zip(self._model.config.cached_layers, received, strict=True):
-                capture.attention.received[layer] = each[:, :length]
+            config = self._model.config
+            for layer, each in zip(config.cached_layers, received, strict=True):
+                heads = config.layers[layer].attention.num_key_value_heads or config.num_key_value_heads
+                capture.attention.received[layer] = each[:heads, :length]
 
     def _keep(self, data: Any) -> Any:
         """Keep memory alive until the pass is over."""
@@ -157,9 +159,8 @@ class Extras:
 
     def _sites(self, steering: Steering) -> tuple[Any, Any]:
         """The addresses of a steering's factors and summands, by site."""
-        layers, like = len(self._model.config.layers), torch.empty(0)
-        names = _steering_sites(self._model.config)
-        scale, shift = ((ctypes.c_void_p * (len(_SITES) * layers + 1))() for _ in range(2))
+        names, like = _steering_sites(self._model.config), torch.empty(0)
+        scale, shift = ((ctypes.c_void_p * len(names))() for _ in range(2))
         for index, name in enumerate(names):
             found = None if name is None else steering.at(name, like)
             if found is not None:
@@ -189,7 +190,7 @@ class Extras:
         watched = [
             (index, w.capture, w.num_computed_tokens + len(w.token_ids))
             for index, w in enumerate(self._packed.inputs)
-            if w.capture is not None and w.capture.attention is not None
+            if w.capture is not None and w.capture.attention is not None and config.cached_layers
         ]
         listed = (native.Observed * len(watched))()
         for at, (index, capture, length) in enumerate(watched):
@@ -204,25 +205,28 @@ class Extras:
             batch.observations, batch.observed = len(watched), listed
 
 
-_SITES: Final = ("input_layernorm", "after attention", "before feed-forward", "post_feedforward_layernorm", "")
+_SITES: Final[dict[str, tuple[str | None, ...]]] = {
+    "pre": ("input_layernorm", None, "post_attention_layernorm", None),
+    "post": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+    "pre and post": (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
+    "parallel": ("input_layernorm", None, None, None),
+    "parallel two norms": ("input_layernorm", None, "post_attention_layernorm", None),
+}
+"""The norms of a layer before attention, after it, before the feed-forward layer and after it."""
 
 
 def _steering_sites(config: DecoderConfig) -> list[str | None]:
     """Name in the decoder of each of the library's sites; None for those without a norm."""
-    after, two = config.residual in ("post", "pre and post"), config.residual == "pre and post"
-    norms: dict[str, str | None] = {
-        "input_layernorm": None if config.residual == "post" else "input_layernorm",
-        "after attention": "post_attention_layernorm" if after else None,
-        "before feed-forward": "pre_feedforward_layernorm" if two else "post_attention_layernorm",
-        "post_feedforward_layernorm": "post_feedforward_layernorm" if after else None,
-    }
-    if config.residual in ("post", "parallel"):
-        norms["before feed-forward"] = None
     found: list[str | None] = []
-    for index in range(len(config.layers)):
-        for site in _SITES:
-            name = norms.get(site, site)
-            found.append(None if name is None else f"layers.{index}.{name}" if name else f"layers.{index}")
+    for index, layer in enumerate(config.layers):
+        norms = _SITES[layer.residual or config.residual]
+        found += [None if name is None else f"layers.{index}.{name}" for name in norms]
+        found.append(f"layers.{index}")
     return [*found, "norm"]
 
 

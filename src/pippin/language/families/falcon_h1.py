@@ -21,7 +21,7 @@ from pippin.core.errors import UnsupportedModel
 from pippin.language.decoder import DecoderConfig
 from pippin.language.families.family import Family, Fields, TensorRule, activation_of, read_decoder
 from pippin.language.families.gguf_layout import GGUFHeader, GGUFLayout
-from pippin.language.families.gguf_recurrent import has_bias, mamba_fields, mamba_metadata, mamba_rules
+from pippin.language.families.gguf_recurrent import has_bias, mamba_config, mamba_fields, mamba_metadata, mamba_rules
 from pippin.language.families.hybrid import parameters, read_mamba, recurrence, write_mamba
 from pippin.nn.feedforward import FeedForwardSpec
 from pippin.nn.recurrent.gated_norm import Gate
@@ -146,19 +146,14 @@ def _rules(config: DecoderConfig) -> list[TensorRule]:
 def _from_gguf(header: GGUFHeader, fields: Fields) -> dict[str, Any]:
     mamba = mamba_fields(header)
     return {
-        **{f"mamba_{ours}": mamba[name] for ours, name in _MAMBA.items()},
+        **mamba_config(header),
         "mamba_d_ssm": mamba["heads"] * mamba["head_dim"],
         "mamba_rms_norm": any(name.endswith(".ssm_norm.weight") for name in header.shapes),
         "mamba_norm_before_gate": False,
-        "mamba_conv_bias": has_bias(header, "ssm_conv1d"),
-        "mamba_proj_bias": has_bias(header, "ssm_in"),
         "projectors_bias": has_bias(header, "ssm_in"),
         "attention_bias": has_bias(header, "attn_q"),
         "mlp_bias": has_bias(header, "ffn_up"),
     }
-
-
-_MAMBA = {"n_heads": "heads", "d_head": "head_dim", "d_state": "state", "n_groups": "groups", "d_conv": "conv"}
 
 
 def _without_multipliers(config: DecoderConfig) -> DecoderConfig:

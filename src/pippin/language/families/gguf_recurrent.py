@@ -27,24 +27,29 @@ from pippin.nn.recurrent.gated_delta import GatedDeltaSpec
 from pippin.nn.recurrent.mamba2 import Mamba2Spec
 
 
-def recurrent_layers(header: GGUFHeader, layers: int, every: int = 4) -> list[bool]:
+def recurrent_layers(header: GGUFHeader, layers: int, every: int | None = None) -> list[bool]:
     """Which layers are recurrent: as a list says, those without key heads, or all but each of so many.
 
     Args:
         header: the file's header.
         layers: number of layers.
-        every: of how many layers one attends where the file does not say.
+        every: of how many layers one attends where the file does not say; None for files that must say it.
+
+    Raises:
+        CorruptedFile: nothing says it, or not of all layers.
     """
     given = header.metadata.get(f"{header.architecture}.attention.recurrent_layers")
     if isinstance(given, list):
         found = [bool(one) for one in given[:layers]]
     else:
         heads = header.metadata.get(f"{header.architecture}.attention.head_count_kv")
-        step = header.get("full_attention_interval", int, every)
-        if step < 1:
-            raise CorruptedFile(f"{header.where}: full_attention_interval is {step}")
-        interval = [(index + 1) % step != 0 for index in range(layers)]
-        found = [not one for one in heads[:layers]] if isinstance(heads, list) else interval
+        if isinstance(heads, list):
+            found = [not one for one in heads[:layers]]
+        else:
+            step = header.get("full_attention_interval", int, every)
+            if step < 1:
+                raise CorruptedFile(f"{header.where}: full_attention_interval is {step}")
+            found = [(index + 1) % step != 0 for index in range(layers)]
     if len(found) < layers:
         raise CorruptedFile(f"{header.where}: {len(found)} layers are described, there are {layers}")
     return found
@@ -69,6 +74,27 @@ def mamba_fields(header: GGUFHeader) -> dict[str, Any]:
         "state": header.get("ssm.state_size", int),
         "groups": header.get("ssm.group_count", int, 1),
         "conv": header.get("ssm.conv_kernel", int),
+    }
+
+
+def mamba_config(header: GGUFHeader) -> dict[str, Any]:
+    """The same as `hybrid.read_mamba` reads it, and whether there are biases."""
+    names = {"heads": "n_heads", "head_dim": "d_head", "state": "d_state", "groups": "n_groups", "conv": "d_conv"}
+    return {
+        **{f"mamba_{names[name]}": value for name, value in mamba_fields(header).items()},
+        "mamba_conv_bias": has_bias(header, "ssm_conv1d"),
+        "mamba_proj_bias": has_bias(header, "ssm_in"),
+    }
+
+
+def mixer_config(header: GGUFHeader) -> dict[str, Any]:
+    """Sizes and biases under the names that Mamba 2 and Nemotron-H share."""
+    fields = mamba_fields(header)
+    return {
+        "n_groups": fields["groups"],
+        "conv_kernel": fields["conv"],
+        "use_conv_bias": has_bias(header, "ssm_conv1d"),
+        "use_bias": has_bias(header, "ssm_in"),
     }
 
 

@@ -21,6 +21,7 @@ from pippin.language.families.gguf_layout import GGUFHeader, GGUFLayout
 from pippin.language.families.gguf_recurrent import (
     has_bias,
     key_heads,
+    mamba_config,
     mamba_fields,
     mamba_metadata,
     mamba_rules,
@@ -103,15 +104,10 @@ def _from_gguf(header: GGUFHeader, fields: Fields) -> dict[str, Any]:
         "layer_types": ["mamba" if one else "attention" for one in recurs],
         "position_embedding_type": "rope" if header.get("rope.scaling.finetuned", bool, False) else None,
         "shared_intermediate_size": shared or fields["intermediate_size"],
-        **{f"mamba_{ours}": mamba[name] for ours, name in _MAMBA.items()},
+        **mamba_config(header),
         "mamba_expand": mamba["heads"] * mamba["head_dim"] // fields["hidden_size"],
-        "mamba_conv_bias": has_bias(header, "ssm_conv1d"),
-        "mamba_proj_bias": has_bias(header, "ssm_in"),
         "attention_bias": has_bias(header, "attn_q"),
     }
-
-
-_MAMBA = {"n_heads": "heads", "d_head": "head_dim", "d_state": "state", "n_groups": "groups", "d_conv": "conv"}
 
 
 def _to_gguf(config: DecoderConfig) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pippin.core.errors import UnsupportedModel
 from pippin.language.decoder import DecoderConfig
 from pippin.language.families.family import Family, Fields, TensorRule, read_decoder, rename
 from pippin.language.families.gguf_layout import GGUFHeader, GGUFLayout
-from pippin.language.families.gguf_recurrent import has_bias, mamba_fields, mamba_metadata, mamba_rules
+from pippin.language.families.gguf_recurrent import mamba_fields, mamba_metadata, mamba_rules, mixer_config
 from pippin.language.families.hybrid import parameters, recurrence, time_step_fields, time_steps, with_recurrence
 from pippin.nn.feedforward import NO_FEED_FORWARD
 from pippin.nn.recurrent.mamba2 import Mamba2Spec
@@ -93,10 +93,7 @@ def _from_gguf(header: GGUFHeader, fields: Fields) -> dict[str, Any]:
         "head_dim": mamba["head_dim"],
         "expand": mamba["heads"] * mamba["head_dim"] / fields["hidden_size"],
         "state_size": mamba["state"],
-        "n_groups": mamba["groups"],
-        "conv_kernel": mamba["conv"],
-        "use_conv_bias": has_bias(header, "ssm_conv1d"),
-        "use_bias": has_bias(header, "ssm_in"),
+        **mixer_config(header),
     }
 
 

@@ -28,6 +28,7 @@ from pippin.language.families.gguf_recurrent import (
     mamba_fields,
     mamba_metadata,
     mamba_rules,
+    mixer_config,
     recurrent_layers,
 )
 from pippin.language.families.hybrid import recurrence, time_step_fields, time_steps
@@ -183,10 +184,7 @@ def _from_gguf(header: GGUFHeader, fields: Fields) -> dict[str, Any]:
         "mamba_num_heads": mamba["heads"],
         "mamba_head_dim": mamba["head_dim"],
         "ssm_state_size": mamba["state"],
-        "n_groups": mamba["groups"],
-        "conv_kernel": mamba["conv"],
-        "use_conv_bias": has_bias(header, "ssm_conv1d"),
-        "use_bias": has_bias(header, "ssm_in"),
+        **mixer_config(header),
         "mlp_bias": has_bias(header, "ffn_up"),
     }
 

@@ -173,7 +173,7 @@ def _rules(config: DecoderConfig) -> list[TensorRule]:
 
 def _from_gguf(separate: bool) -> Any:
     def read(header: GGUFHeader, fields: Fields) -> dict[str, Any]:
-        recurs = recurrent_layers(header, fields["num_hidden_layers"])
+        recurs = recurrent_layers(header, fields["num_hidden_layers"], every=4)
         own = {
             "layer_types": ["linear_attention" if one else "full_attention" for one in recurs],
             "attention_bias": has_bias(header, "attn_q"),
