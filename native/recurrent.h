@@ -182,7 +182,8 @@ static void gated_unit(const Recurrence &w, int64_t head) {
             put(h, after + begin + at, lanes);
         });
     }
-    if (head == layer.heads - 1) after[all] = 1.f;
+    // what a former group of tokens left there says so already, and other heads may be reading it
+    if (head == layer.heads - 1 && w.before != w.after) after[all] = 1.f;
 }
 
 static void recur(const Recurrence &work, int64_t head) {
