@@ -235,6 +235,32 @@ class Ours:
         return rss()
 
 
+class ThroughTransformers(Ours):
+    """Pippin's engine over a model that transformers computes, as for a family without a decoder here.
+
+    Args:
+        path: a folder in Hugging Face layout.
+        dtype: precision of the weights.
+        engine: arguments of `Engine`.
+    """
+
+    def __init__(self, path: str, dtype: str, engine: dict[str, Any] | None = None) -> None:
+        import torch
+
+        from pippin.data.text.chat_template import ChatTemplate
+        from pippin.engine import Engine
+        from pippin.language import LanguageModel
+        from pippin.language.transformers_models.open import open_network
+
+        network, tokenizer = open_network(Path(path), torch.device("cpu"), dtype)
+        assert tokenizer.chat_template is not None
+        template = ChatTemplate(tokenizer.chat_template, tokenizer)
+        self.model = LanguageModel("through transformers", network, tokenizer, template)
+        self.engine = Engine(self.model, **(engine or {}))
+        self.stops = sorted(tokenizer.eos_ids)
+        self.owner = 0
+
+
 class LlamaCpp:
     """llama.cpp, through its C interface.
 
@@ -353,6 +379,19 @@ class Transformers:
                 out = self.model(torch.tensor([answer[-1:]]), past_key_values=out.past_key_values, use_cache=True)
                 answer.append(int(out.logits[0, -1].argmax()))
             return Timed(first - began, time.perf_counter() - first, answer)
+
+    def together(self, prompts: list[list[int]], count: int) -> float:
+        """Seconds to answer all prompts in one batch, padded on the left, by its own `generate`."""
+        torch = self.torch
+        longest = max(map(len, prompts))
+        ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        limits = {"min_new_tokens": count, "max_new_tokens": count, "do_sample": False, "pad_token_id": 0}
+        with torch.inference_mode():
+            began = time.perf_counter()
+            out = self.model.generate(ids, attention_mask=mask, **limits)
+        assert out.shape[1] == longest + count, out.shape
+        return time.perf_counter() - began
 
     def memory(self) -> float:
         """Resident memory in MB."""

@@ -213,7 +213,7 @@ def test_a_seed_gives_the_same_text_whatever_else_runs(tiny, fake, chunk):
 
 @pytest.mark.parametrize("kv_cache_dtype", ["float32", "bfloat16", "int8"])
 def test_native_answers_are_the_same_to_the_bit_whatever_else_happens(tiny, kv_cache_dtype):
-    model = replace(tiny, module=copy.deepcopy(tiny.module).pack())
+    model = replace(tiny, network=copy.deepcopy(tiny.module).pack())
     options = [
         SamplingOptions(max_tokens=40, logprobs=2, temperature=1.0, seed=at, repetition_penalty=1.1, **ENDLESS)
         for at in range(5)
@@ -307,7 +307,7 @@ def test_every_kind_of_layer_works_in_a_batch(tiny, kind, packed):
     expected = [bare_greedy(replace(plain, tokenizer=tiny.tokenizer), r.prompt, 20) for r in requests]
     continuations = [prompt(9, 3), prompt(8, 25), prompt(7, 1)]
     sums = [bare_score(plain, requests[3].prompt, each) for each in continuations]
-    model = replace(plain, module=module.pack()) if packed else plain
+    model = replace(plain, network=module.pack()) if packed else plain
     with Engine(model, max_num_seqs=3, max_num_batched_tokens=24, cache_tokens=1024) as engine:
         assert [ids[: len(right)] for (ids, _, _), right in zip(together(engine, requests), expected, strict=True)] == (
             expected
@@ -466,7 +466,7 @@ def test_nothing_computed_for_one_owner_is_used_for_another(tiny, fake):
 
 
 def test_what_was_computed_before_the_weights_changed_is_not_used(tiny):
-    model = replace(tiny, module=copy.deepcopy(tiny.module))
+    model = replace(tiny, network=copy.deepcopy(tiny.module))
     ids = prompt(0, 50)
     with Engine(model) as engine:
         before = ask(engine, ids)[0]
@@ -480,7 +480,7 @@ def test_what_was_computed_before_the_weights_changed_is_not_used(tiny):
 
 
 def test_blocks_of_a_request_that_runs_while_the_weights_change_are_not_reused(tiny):
-    model = replace(tiny, module=copy.deepcopy(tiny.module))
+    model = replace(tiny, network=copy.deepcopy(tiny.module))
     ids = prompt(0, 50)
     with Engine(model) as engine:
         running = engine.stream(Request(ids, options=SamplingOptions(max_tokens=400, **ENDLESS)))
@@ -502,7 +502,7 @@ def test_blocks_of_a_request_that_runs_while_the_weights_change_are_not_reused(t
 
 
 def test_blocks_of_an_adapter_that_was_trained_meanwhile_are_not_reused(tiny):
-    model = replace(tiny, module=copy.deepcopy(tiny.module), adapters={})
+    model = replace(tiny, network=copy.deepcopy(tiny.module), adapters={})
     layer = next(part for part in model.module.modules() if isinstance(part, Linear))
     outputs, inputs = layer.weight.shape
     update = LowRankUpdate(torch.randn(2, inputs), torch.randn(outputs, 2))
@@ -519,7 +519,7 @@ def test_blocks_of_an_adapter_that_was_trained_meanwhile_are_not_reused(tiny):
 
 
 def test_a_prompt_cache_holds_nothing_of_older_weights(tiny, tmp_path):
-    model = replace(tiny, module=copy.deepcopy(tiny.module))
+    model = replace(tiny, network=copy.deepcopy(tiny.module))
     with Engine(model) as engine:
         running = engine.stream(Request(prompt(0, 50), options=SamplingOptions(max_tokens=400, **ENDLESS)))
         next(running)
@@ -534,7 +534,7 @@ def test_a_prompt_cache_holds_nothing_of_older_weights(tiny, tmp_path):
 
 
 def test_what_other_weights_computed_is_forgotten_before_anybody_else_is_let_in(tiny, fake, monkeypatch):
-    model = replace(tiny, module=copy.deepcopy(tiny.module))
+    model = replace(tiny, network=copy.deepcopy(tiny.module))
     with Engine(model) as engine:
         between, order = engine._loop.call_between_steps, []
         monkeypatch.setattr(

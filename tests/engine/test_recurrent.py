@@ -265,7 +265,7 @@ def test_a_failed_pass_leaves_nobodys_state(build):
 
 def test_the_native_kernels_leave_such_models_to_torch(build):
     model = build("mixed")
-    model = replace(model, module=copy.deepcopy(model.module).pack())
+    model = replace(model, network=copy.deepcopy(model.module).pack())
     assert not NativeRunner.supports(model)
     assert isinstance(make_runner(model, 4), TorchRunner)
     with Engine(model) as engine:

@@ -64,7 +64,7 @@ def merged(model, weights, scale):
     for layer, (down, up) in weights.items():
         linear = module.get_submodule(layer)
         linear.weight.data = (linear.weight.double() + scale * up.double() @ down.double()).to(linear.weight.dtype)
-    return replace(model, module=module, adapters={})
+    return replace(model, network=module, adapters={})
 
 
 def texts(engine, requests):

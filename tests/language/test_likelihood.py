@@ -24,7 +24,7 @@ def sharp(tiny):
         for parameter in module.parameters():
             if parameter.ndim == 2:
                 parameter.mul_(8)
-    return dataclasses.replace(tiny, module=module)
+    return dataclasses.replace(tiny, network=module)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def test_ids_are_as_good_as_their_text(sharp):
 
 @pytest.mark.skipif(native.library() is None, reason="the native kernels are not built")
 def test_packed_weights_give_the_same_figure(sharp):
-    packed = dataclasses.replace(sharp, module=copy.deepcopy(sharp.module).pack())
+    packed = dataclasses.replace(sharp, network=copy.deepcopy(sharp.module).pack())
     ours, dense = (text_likelihood(one, [TEXT, TEXT[:30]], max_length=32, stride=8) for one in (packed, sharp))
     assert (ours.tokens, ours.bytes) == (dense.tokens, dense.bytes)
     assert ours.nats == pytest.approx(dense.nats, rel=1e-4)

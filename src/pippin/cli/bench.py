@@ -154,9 +154,11 @@ def _samples(
 ) -> tuple[list[Speed], list[BandwidthLimit]]:
     """Alternating measurements of speed and bandwidth limit, after one warm-up answer."""
     from pippin.engine import measure_speed as measure
+    from pippin.language import Decoder
 
-    weights = measure.weight_bytes(model.module)
-    cache = measure.mean_cache_bytes(model.config, engine.kv_cache_dtype, len(ids), answer)
+    decoder = isinstance(model.network, Decoder)  # what transformers reads is not known
+    weights = measure.weight_bytes(model.module) if decoder else 0
+    cache = measure.mean_cache_bytes(model.config, engine.kv_cache_dtype, len(ids), answer) if decoder else 0.0
     stops = sorted(model.tokenizer.eos_ids)
     speeds, limits = [], []
     measure.measure_speed(engine, ids, answer, stops=stops)
@@ -171,16 +173,22 @@ def _samples(
 def _rows(speeds: list[Speed], limits: list[BandwidthLimit], label: str) -> list[Row]:
     """Report rows of the measurements; bytes in decimal units, as in data sheets of memory."""
     one = limits[0]
-    return [
+    rows = [
         _row(f"prompt{label}", [speed.prompt_tokens_per_second for speed in speeds], "tokens/s"),
         _row(f"answer{label}", [speed.answer_tokens_per_second for speed in speeds], "tokens/s"),
+        _row(f"first token{label}", [1000 * speed.first_token_seconds for speed in speeds], "ms"),
+    ]
+    if not one.weight_bytes:
+        return rows
+    return [
+        *rows[:2],
         _row(f"limit of the memory{label}", [limit.tokens_per_second for limit in limits], "tokens/s"),
         _row(
             f"share of the limit{label}",
             [100 * limit.share(speed.answer_tokens_per_second) for limit, speed in zip(limits, speeds, strict=True)],
             "%",
         ),
-        _row(f"first token{label}", [1000 * speed.first_token_seconds for speed in speeds], "ms"),
+        rows[2],
         Row(f"weights read per token{label}", one.weight_bytes / 1e6, "MB"),
         Row(f"cache read per token{label}", one.cache_bytes / 1e6, "MB"),
         _row(f"memory reads{label}", [limit.bandwidth / 1e9 for limit in limits], "GB/s"),

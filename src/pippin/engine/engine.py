@@ -151,7 +151,7 @@ class Engine:
         blocks = (
             num_affordable_blocks(model, max_num_seqs, kv_cache_dtype)
             if cache_tokens is None
-            else cache_tokens // BLOCK_SIZE * len(model.config.cache_groups)
+            else cache_tokens // BLOCK_SIZE * len(model.cache_layout.cache_groups)
         )
         self.model, self.max_waiting = model, max_waiting
         self.recommended_sampling = recommended(model.source)
@@ -159,7 +159,7 @@ class Engine:
         self.prompt_cache = None if prompt_cache is None else Path(prompt_cache)
         if self.prompt_cache is not None:
             files.check_writable(self.prompt_cache)
-        self._runner = make_runner(model, blocks, kv_cache_dtype, model.config.cache_groups)
+        self._runner = make_runner(model, blocks, kv_cache_dtype, model.cache_layout.cache_groups)
         self.kv_cache_dtype: KVCacheDtype = self._runner.kv_cache_dtype
         self._scheduler = Scheduler(
             max_num_seqs,
@@ -172,7 +172,7 @@ class Engine:
         )
         self.context_size = min(model.context_size, self._scheduler.capacity(blocks))
         # weights that training may change; a change invalidates cached keys and values
-        self._trainable = [weight for weight in model.module.parameters() if weight.requires_grad]
+        self._trainable = [weight for weight in model.network.parameters() if weight.requires_grad]
         self._version = self._weights_version()
         self._loop = EngineLoop(self._runner, self._scheduler, max_waiting)
         self._closed = False
@@ -209,7 +209,7 @@ class Engine:
         """
         self.check(request.prompt, request.options)
         extras = self._extras(request)
-        options = resolved(request.options, self.recommended_sampling, self.model.config.vocab_size)
+        options = resolved(request.options, self.recommended_sampling, self.model.vocab_size)
         request = replace(request, options=options)
         adapter = self.model.adapter(request.adapter)
         self._loop.refuse_if_full()
@@ -230,9 +230,10 @@ class Engine:
 
     def _extras(self, request: Request) -> PromptExtras | None:
         """What a request has beside tokens, after a check."""
-        extras, config = request.extras(), self.model.config
+        extras = request.extras()
         if extras is None:
             return None
+        config = self.model.config
         mixtures = [layer.experts or layer.feedforward for layer in config.layers]
         experts = [(spec.num_experts, spec.num_experts_per_tok) for spec in mixtures]
         extras.check(config.hidden_size, self.model.module, experts)
@@ -405,13 +406,13 @@ class Engine:
 
     def _state_bytes(self) -> int:
         """Memory of the recurrent states of all running sequences."""
-        if not self.model.config.recurrent_layers:
+        if not self.model.cache_layout.recurrent_layers:
             return 0
         sequences = [
             sequence for state in self._scheduler.running.copy() for sequence in (state, *state.branches.copy())
         ]
         held = sum(bool(sequence.states) for sequence in sequences) + self._scheduler.tree.num_snapshots
-        return held * self.model.config.state_bytes
+        return held * self.model.cache_layout.state_bytes
 
     @property
     def _fork_size(self) -> int:
@@ -490,14 +491,14 @@ def num_affordable_blocks(model: LanguageModel, max_num_seqs: int, kv_cache_dtyp
         free, _ = torch.cuda.mem_get_info(model.device)
     else:
         free = devices.memory().available
-    groups, whole = model.config.cache_groups, 0
+    groups, whole = model.cache_layout.cache_groups, 0
     for layers in groups:
-        window = model.config.group_window(layers)
+        window = model.cache_layout.group_window(layers)
         tokens = model.context_size if window is None else min(model.context_size, 2 * window + 2048)
         # one more, because the block in which a continuation diverges from its prompt is allocated twice
         whole += max_num_seqs * blocks_for(tokens) + 1
     row = runner_class(model).block_bytes_of(model, kv_cache_dtype)  # 16 tokens of all layers
-    block = row * max(map(len, groups)) // max(1, len(model.config.cached_layers))
+    block = row * max(map(len, groups)) // max(1, len(model.cache_layout.cached_layers))
     # a model without keys and values has blocks of size 0
     return max(len(groups) * max_num_seqs, min(whole, free // 4 // block)) if block else whole
 
@@ -505,10 +506,10 @@ def num_affordable_blocks(model: LanguageModel, max_num_seqs: int, kv_cache_dtyp
 def _max_snapshots(model: LanguageModel, max_num_seqs: int, pool_bytes: int) -> int:
     """Snapshots of recurrent states that are cached: at least one for each sequence, in a quarter of the pool's memory
     or an eighth of what is free; 0 for a model without states."""
-    if not model.config.recurrent_layers:
+    if not model.cache_layout.recurrent_layers:
         return 0
     room = max(pool_bytes // 4, devices.memory().available // 8)
-    return max(max_num_seqs, min(64 * max_num_seqs, room // max(1, model.config.state_bytes)))
+    return max(max_num_seqs, min(64 * max_num_seqs, room // max(1, model.cache_layout.state_bytes)))
 
 
 def _check_reusable(model: LanguageModel) -> None:
@@ -517,7 +518,7 @@ def _check_reusable(model: LanguageModel) -> None:
     Raises:
         InvalidArgument: the model has recurrent layers.
     """
-    if model.config.recurrent_layers:
+    if model.cache_layout.recurrent_layers:
         raise InvalidArgument(
             f"{model.name} has recurrent layers, whose states cannot be reused for a part of a prompt; leave the "
             "prompt cache out"

@@ -106,7 +106,7 @@ class OutputProcessor:
         prompt, extras = request.prompt, request.extras()
         if extras is not None:
             prompt = [key for key in extras.keys(prompt) if key >= 0]
-        self.sampler = Sampler(self.options, prompt, model.config.vocab_size)
+        self.sampler = Sampler(self.options, prompt, model.vocab_size)
         self.finish_reason: FinishReason | None = None
         self.end_token: int | None = None
         self.end_logprob: float | None = None

@@ -15,10 +15,8 @@ def check_token_ids(model: LanguageModel, token_ids: Sequence[int]) -> None:
         InvalidArgument: an id outside the vocabulary.
     """
     low, high = min(token_ids), max(token_ids)
-    if low < 0 or high >= model.config.vocab_size:
-        raise InvalidArgument(
-            f"token id {low if low < 0 else high} is outside the vocabulary of {model.config.vocab_size:,}"
-        )
+    if low < 0 or high >= model.vocab_size:
+        raise InvalidArgument(f"token id {low if low < 0 else high} is outside the vocabulary of {model.vocab_size:,}")
 
 
 def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:

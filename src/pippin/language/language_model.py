@@ -21,10 +21,11 @@ from torch import Tensor
 
 from pippin.core import device as devices, memory, native
 from pippin.core.checks import checked
-from pippin.core.errors import CorruptedFile, InvalidArgument, ModelNotFound
+from pippin.core.errors import CorruptedFile, InvalidArgument, ModelNotFound, UnsupportedModel
 from pippin.core.formats.checkpoint import open_folder, save_folder
 from pippin.core.formats.ggml_quants import dequantize_blocks, kernel_kind, ternary_codes, to_q8_0
 from pippin.core.formats.gguf import open_gguf
+from pippin.core.formats.model_types import MODEL_TYPES
 from pippin.core.store import reference
 from pippin.core.store.reference import Resolved
 from pippin.data.text.chat_template import ChatTemplate
@@ -34,6 +35,8 @@ from pippin.language import adapter_files, families, kept_metadata
 from pippin.language.decoder import Decoder, DecoderConfig, DecoderLayer
 from pippin.language.quantized import Blocks, Packable, QuantizedMatrix, is_setting
 from pippin.language.quantized_checkpoint import METHOD, StoredMatrix, quantized_matrices
+from pippin.language.transformers_models import open as transformers_folder
+from pippin.language.transformers_models.network import TransformersConfig, TransformersNetwork
 from pippin.language.weight_packing import DType, Packing, choose_packing, group_of, quantization_notes, stored_kind
 from pippin.nn.embedding import TokenEmbedding
 from pippin.nn.linear import Linear
@@ -60,19 +63,20 @@ class LanguageModel:
 
     Args:
         name: name of the model in messages and adapters.
-        module: the decoder.
+        network: the decoder; or for a family that Pippin does not have, the model of transformers.
         tokenizer: text to token ids and back.
         template: the chat template; None for a base model, which continues text but has no conversation format.
         source: the file or folder that it was read from; None for a model created in memory.
         adapters: loaded adapters by name.
         notes: for a model that another library quantized: which matrices are computed in the format that they are
-            stored in, and which are widened, with the memory that both take.
+            stored in, and which are widened, with the memory that both take; for one that transformers computes: that
+            this is slower, and why.
         tool_dialect: how the model writes calls of tools (`pippin.session.tool_dialects`); None for what its template
             shows.
     """
 
     name: str
-    module: Decoder
+    network: Decoder | TransformersNetwork
     tokenizer: Tokenizer
     template: ChatTemplate | None
     source: Path | None = None
@@ -81,24 +85,57 @@ class LanguageModel:
     tool_dialect: ToolDialectName | None = None
 
     @property
+    def module(self) -> Decoder:
+        """The decoder.
+
+        Raises:
+            UnsupportedModel: the model is computed by transformers.
+        """
+        if isinstance(self.network, TransformersNetwork):
+            raise UnsupportedModel(
+                f"{self.name} is a {self.network.config.family!r} model, which transformers computes: it answers and "
+                "scores, but has no weights that Pippin knows. Adapters, steering, training, quantization, pruning and "
+                "export need one of the families in docs/tutorials/models.md"
+            )
+        return self.network
+
+    @property
     def config(self) -> DecoderConfig:
-        """The config of the decoder."""
+        """The config of the decoder.
+
+        Raises:
+            UnsupportedModel: the model is computed by transformers.
+        """
         return self.module.config
+
+    @property
+    def cache_layout(self) -> DecoderConfig | TransformersConfig:
+        """What the layers keep of a sequence: keys and values in groups, and states."""
+        return self.network.config
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of logits; at least the size of the tokenizer's vocabulary."""
+        return self.network.config.vocab_size
 
     @property
     def context_size(self) -> int:
         """Longest sequence, prompt and answer together, in tokens."""
-        return self.config.max_position_embeddings
+        return self.network.config.max_position_embeddings
 
     @property
     def device(self) -> torch.device:
         """Device of the weights."""
-        return self.module.embed_tokens.device
+        if isinstance(self.network, TransformersNetwork):
+            return self.network.device
+        return self.network.embed_tokens.device
 
     @property
     def dtype(self) -> torch.dtype:
         """Precision of activations, and of weights that are not packed."""
-        return self.module.embed_tokens.dtype
+        if isinstance(self.network, TransformersNetwork):
+            return self.network.dtype
+        return self.network.embed_tokens.dtype
 
     def adapter(self, name: str | None) -> Adapter | None:
         """The loaded adapter of this name; None for None.
@@ -124,6 +161,7 @@ class LanguageModel:
             CorruptedFile: a file is damaged, or the weights do not fit the configuration.
             InvalidArgument: an empty name.
         """
+        _ = self.module  # a model of transformers is refused before the folder is read
         self.adapters[name] = adapter_files.load_adapter(self, name, path)
         return self.adapters[name]
 
@@ -205,7 +243,8 @@ def load(
         ModelNotFound: nothing answers to ``ref``.
         DownloadFailed: the model had to be fetched, and could not be.
         CorruptedFile: a damaged file, or one whose tensors do not fit its configuration.
-        UnsupportedModel: an architecture or a number format that Pippin does not have.
+        UnsupportedModel: an architecture or a number format that neither Pippin nor transformers (extra
+            `transformers`) has; or one of transformers that is to be trained, quantized or transformed.
         UnsafeCheckpoint: the weights are a pickle.
         InvalidArgument: an unknown device, precision or number of bits; bits where nothing computes with them, or that
             do not fit the model; weights to be quantized that are not finite; a transform that asks for tensors that
@@ -214,11 +253,54 @@ def load(
     where = devices.choose(device)
     packing = choose_packing(dtype, where, bits=bits, pack=pack)
     found = reference.resolve(ref)
-    headers = transformed(read_headers(found), transform)
+    try:
+        headers = transformed(read_headers(found), transform)
+    except UnsupportedModel as error:
+        only_run = pack and bits is None and transform is None
+        model = _through_transformers(found, where, dtype, error, only_run=only_run)
+        return model if tool_dialect is None else replace(model, tool_dialect=tool_dialect)
     model = assemble(found, headers, packing, pack=pack)
     del headers
     memory.trim()  # the mapping of the file is released as well
     return model if tool_dialect is None else replace(model, tool_dialect=tool_dialect)
+
+
+def _through_transformers(
+    found: Resolved, device: torch.device, dtype: DType, error: UnsupportedModel, *, only_run: bool
+) -> LanguageModel:
+    """Open a model of a family that Pippin does not have.
+
+    Args:
+        found: the resolved reference.
+        device, dtype: as of `load`.
+        error: why Pippin does not have it.
+        only_run: whether it is to be run as it is, and not trained, quantized or changed.
+
+    Raises:
+        UnsupportedModel: transformers does not open it either, or it is not only to be run.
+        CorruptedFile, UnsafeCheckpoint: as of `load`.
+    """
+    config = {} if found.kind == "gguf" else open_folder(found.path).config
+    family = config.get("model_type")
+    if not config or family in MODEL_TYPES or (family in families.FAMILIES and "quantization_config" in config):
+        raise error
+    if reason := transformers_folder.obstacle(config):
+        raise UnsupportedModel(f"{error}; {reason}") from error
+    if not only_run:
+        raise UnsupportedModel(
+            f"{error}; it opens through transformers, but only to be run: leave bits, transform and pack=False out"
+        ) from error
+    network, tokenizer = transformers_folder.open_network(found.path, device, dtype)
+    template = ChatTemplate(tokenizer.chat_template, tokenizer) if tokenizer.chat_template else None
+    return LanguageModel(
+        found.name,
+        network,
+        tokenizer,
+        template,
+        found.path,
+        notes=transformers_folder.notes(network, str(error) if family in families.FAMILIES else ""),
+        tool_dialect=_stored_dialect(found),
+    )
 
 
 def assemble(found: Resolved, headers: CheckpointHeaders, packing: Packing, *, pack: bool) -> LanguageModel:

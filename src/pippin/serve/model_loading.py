@@ -97,7 +97,7 @@ def _engine(settings: ServerSettings, model: LanguageModel, cache_bytes: int) ->
         kv_cache_dtype=settings.kv_cache_dtype,
         enable_prefix_caching=not settings.stateless,
     )
-    if settings.prompt_cache is not None and not model.config.recurrent_layers:
+    if settings.prompt_cache is not None and not model.cache_layout.recurrent_layers:
         file = prompt_file(settings.prompt_cache, model.name)
         try:
             file.parent.mkdir(parents=True, exist_ok=True)

@@ -322,9 +322,9 @@ def size_of(model: Any) -> int:
     if given is not None:
         return int(given)
     inner = getattr(model, "model", model)
-    module, engine = getattr(inner, "module", None), getattr(model, "engine", None)
-    draft = getattr(getattr(getattr(model, "speculation", None), "draft", None), "module", None)
-    weights = sum(_weights(one) for one in (module, draft) if one is not None)
+    module = getattr(inner, "network", None) or getattr(inner, "module", None)  # that of a language model, an encoder
+    engine, draft = getattr(model, "engine", None), getattr(getattr(model, "speculation", None), "draft", None)
+    weights = sum(_weights(one) for one in (module, getattr(draft, "network", None)) if one is not None)
     if engine is None:
         return weights
     return weights + int(engine.stats().cache_tokens_capacity) * token_bytes(inner, engine.kv_cache_dtype)

@@ -238,22 +238,22 @@ def test_another_model_precision_or_kind_of_runner_is_named(model, tmp_path):
 
 def test_the_hash_of_a_model_is_that_of_its_weights_as_they_run(tiny):
     plain = copy.deepcopy(tiny.module)
-    assert model_hash(tiny) == model_hash(replace(tiny, name="other", module=plain))
-    half = replace(tiny, module=copy.deepcopy(tiny.module).bfloat16())
+    assert model_hash(tiny) == model_hash(replace(tiny, name="other", network=plain))
+    half = replace(tiny, network=copy.deepcopy(tiny.module).bfloat16())
     assert model_hash(half) != model_hash(tiny)
     other = copy.deepcopy(tiny.module)
     other.config = replace(other.config, max_position_embeddings=64)
-    assert model_hash(replace(tiny, module=other)) != model_hash(tiny)
+    assert model_hash(replace(tiny, network=other)) != model_hash(tiny)
     packed = copy.deepcopy(tiny.module)
     with torch.no_grad():
         pack(packed.layers)
-    one = model_hash(replace(tiny, module=packed))
-    assert one == model_hash(replace(tiny, module=packed)) != model_hash(tiny)
+    one = model_hash(replace(tiny, network=packed))
+    assert one == model_hash(replace(tiny, network=packed)) != model_hash(tiny)
     changed = copy.deepcopy(tiny.module)
     with torch.no_grad():
         changed.layers[1].mlp.down_proj.weight[3, 3] += 1e-3
         pack(changed.layers)
-    assert model_hash(replace(tiny, module=changed)) != one, "weights that were packed are looked at, too"
+    assert model_hash(replace(tiny, network=changed)) != one, "weights that were packed are looked at, too"
 
 
 # --- places that cannot be written or read ----------------------------------------------------------------------------

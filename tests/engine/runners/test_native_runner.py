@@ -388,7 +388,7 @@ def test_models_that_the_kernels_cannot_compute_are_told_apart(tiny, monkeypatch
     assert not NativeRunner.supports(tiny)
     with pytest.raises(InvalidArgument, match="not packed for the native kernels"):
         NativeRunner(tiny, 4)
-    half = replace(tiny, module=copy.deepcopy(model.module))
+    half = replace(tiny, network=copy.deepcopy(model.module))
     half.module.norm.weight.data = half.module.norm.weight.data.bfloat16()
     assert not NativeRunner.supports(half)
     monkeypatch.setattr(native, "library", lambda: None)

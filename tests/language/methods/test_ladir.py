@@ -313,17 +313,17 @@ def test_models_that_do_not_fit_are_refused(base, reasoner):
     endless.tokenizer.eos_ids = ()
     with pytest.raises(InvalidArgument, match="no end token"):
         ThoughtVAE.from_language_model(endless)
-    packed = replace(base, module=Decoder(base.config).initialize(seed=0).pack())
+    packed = replace(base, network=Decoder(base.config).initialize(seed=0).pack())
     with pytest.raises(InvalidArgument, match="packed"):
         ThoughtVAE.from_language_model(packed)
     layer = base.config.layers[0]
     narrow = replace(base.config, layers=(layer, replace(layer, attention=replace(layer.attention, window=4))))
     with pytest.raises(UnsupportedLayer, match="layer 1: a sliding window"):
-        ThoughtVAE.from_language_model(replace(base, module=Decoder(narrow).initialize(seed=0)))
+        ThoughtVAE.from_language_model(replace(base, network=Decoder(narrow).initialize(seed=0)))
     recurring = LayerSpec.recurring(RecurrentSpec(), layer.feedforward)
     mixed = replace(base.config, layers=(layer, recurring))
     with pytest.raises(UnsupportedLayer, match="layer 1: recurrent"):
-        ThoughtVAE.from_language_model(replace(base, module=Decoder(mixed).initialize(seed=0)))
+        ThoughtVAE.from_language_model(replace(base, network=Decoder(mixed).initialize(seed=0)))
 
 
 def test_rows_that_end_early_are_left_alone(base):

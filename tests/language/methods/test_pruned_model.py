@@ -25,7 +25,7 @@ def made(tiny) -> PrunedModel:
             parameter.mul_(6.0 if parameter.ndim == 2 else 1.0)
     tokenizer = copy.copy(tiny.tokenizer)
     tokenizer.chat_template = tiny.template.source
-    model = dataclasses.replace(tiny, module=module, tokenizer=tokenizer)
+    model = dataclasses.replace(tiny, network=module, tokenizer=tokenizer)
     predictor = mask_predictor(model, "nano", hidden_size=8, seed=1)
     predictor.outer.weight.data.mul_(10)
     return PrunedModel.from_language_model(model, predictor, KEEP, eps=0.3)
@@ -87,7 +87,7 @@ def test_a_small_model_is_made_once_for_a_key(made):
 def test_the_whole_is_read_back_as_it_was_saved(made, static, tmp_path):
     model = made
     if static:
-        base = dataclasses.replace(made.specialize("a"), module=made.module.base)
+        base = dataclasses.replace(made.specialize("a"), network=made.module.base)
         model = PrunedModel.from_language_model(base, StaticMask(2, 48).initialize(seed=3), KEEP, eps=0.5)
     model.save(tmp_path)
     again = PrunedModel.load(tmp_path, device="cpu")

@@ -401,7 +401,7 @@ def language_soup(tiny, **settings):
 
     module = Decoder(tiny.config).initialize(seed=3)
     domains, _ = Domains.cluster([*PROSE, *CODE], 2, labels=["mill", "road", "f", "A"])
-    return SoupOfExperts(replace(tiny, module=module), 3, domains, router_hidden_size=8, init_scale=1.0, **settings)
+    return SoupOfExperts(replace(tiny, network=module), 3, domains, router_hidden_size=8, init_scale=1.0, **settings)
 
 
 @pytest.mark.parametrize("rank", [None, 4])

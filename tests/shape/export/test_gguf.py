@@ -197,7 +197,7 @@ def test_sentencepiece_vocabularies_go_there_and_back(merging, tmp_path):
     model = dataclasses.replace(made("llama", merging), tokenizer=tokenizer)
     model.module.embed_tokens.weight = torch.nn.Parameter(torch.randn(270, 64), requires_grad=False)
     config = dataclasses.replace(model.config, vocab_size=270)
-    model = dataclasses.replace(model, module=Decoder(config).initialize(seed=0))
+    model = dataclasses.replace(model, network=Decoder(config).initialize(seed=0))
     again = pippin.load(export_gguf(model, tmp_path / "m.gguf", "F16"), device="cpu", pack=False).tokenizer
     for text in ("ab a b", "  ab", "aé\n", "</s>"):
         assert again.encode(text) == tokenizer.encode(text)
@@ -256,7 +256,7 @@ def test_other_bad_input_names_the_value(merging, tmp_path, monkeypatch):
         export_gguf(model, path, codes={"layers.0.mlp.up_proj": codes["layers.0.mlp.down_proj"]})
     family = dataclasses.replace(model.config, family="helium")
     with pytest.raises(UnsupportedModel, match=r"llama\.cpp has no helium models"):
-        export_gguf(dataclasses.replace(model, module=Decoder(family).initialize(seed=0)), path)
+        export_gguf(dataclasses.replace(model, network=Decoder(family).initialize(seed=0)), path)
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(MissingDependency, match=r"pippin\[export\]"):
         export_gguf(model, path)

@@ -60,7 +60,7 @@ def test_a_model_of_tables_is_saved_and_loaded(tiny, tmp_path):
     import copy
     from dataclasses import replace
 
-    model = replace(tiny, module=copy.deepcopy(tiny.module))
+    model = replace(tiny, network=copy.deepcopy(tiny.module))
     ids = torch.randint(0, 255, (3, 24), generator=torch.Generator().manual_seed(0))
     settings = PalettizationConfig(average_bits=3.0, group=16)
     found = palettize(model, settings, ids)

@@ -157,7 +157,7 @@ def _compare(evidence: Evidence, size: _Size, path: Path, seed: int) -> None:
     for arm, codes in made.items():
         save_quantized(path / arm, parent, codes, metadata={"method": arm})
         _load(evidence, arm, path / arm, held_out, size)
-    student = replace(parent, module=copy.deepcopy(parent.module).requires_grad_(True), source=None)
+    student = replace(parent, network=copy.deepcopy(parent.module).requires_grad_(True), source=None)
     qat.prepare(student.module, settings, start=made["GPTQ"])
     _train(student.module, original, train, size, size.steps, RATE, seed=seed)
     codes = qat.convert(student.module)
@@ -167,7 +167,7 @@ def _compare(evidence: Evidence, size: _Size, path: Path, seed: int) -> None:
     differ = sum(int((ours[name].dense_weight() != layers[name].weight).sum()) for name in codes)
     evidence.add("weights that differ after export", differ)
     _recover(evidence, parent, trained, given)
-    longer = replace(parent, module=copy.deepcopy(parent.module).requires_grad_(True), source=None)
+    longer = replace(parent, network=copy.deepcopy(parent.module).requires_grad_(True), source=None)
     qat.prepare(longer.module, settings, start=made["GPTQ"])
     _train(longer.module, original, train, size, size.steps + size.adapter_steps, RATE, seed=seed)
     arm = "trained for the adapter's steps too"
@@ -269,7 +269,7 @@ def _recover(evidence: Evidence, parent: LanguageModel, trained: LanguageModel, 
     _train(adapted, given.teacher, given.train, size, size.adapter_steps, ADAPTER_RATE, seed=1)
     adapted.save(given.path / "adapter", trained)
     found = text_likelihood(
-        replace(trained, module=adapted), given.held_out, max_length=size.length, max_tokens=size.held_out
+        replace(trained, network=adapted), given.held_out, max_length=size.length, max_tokens=size.held_out
     )
     arm = "trained, with a recovery adapter"
     evidence.add(f"nats per token, {arm}", found.per_token, unit="nats")

@@ -93,8 +93,8 @@ def model_hash(model: LanguageModel) -> str:
 
     The same checkpoint in another precision, or packed to other bits, is another model: it computes other keys.
     """
-    tensors, seen = dict(model.module.state_dict()), set()
-    for name, part in model.module.named_modules():
+    tensors, seen = dict(model.network.state_dict()), set()
+    for name, part in model.network.named_modules():
         packed = getattr(part, "packed", None)
         if packed is not None and id(packed) not in seen:  # embedding and head may be one
             seen.add(id(packed))
@@ -103,7 +103,7 @@ def model_hash(model: LanguageModel) -> str:
             kind = f"{type(packed).__name__} {getattr(packed, 'format', '')} {getattr(packed, 'group', '')}"
             found = {"": packed.dense()} if opaque else packed_tensors
             tensors |= {f"{name}.{key} {kind}": tensor for key, tensor in found.items()}
-    return _hash_of(repr(model.config), sorted(tensors.items()))
+    return _hash_of(repr(model.cache_layout), sorted(tensors.items()))
 
 
 def adapter_hash(model: LanguageModel, adapter: Adapter) -> str:
@@ -271,7 +271,7 @@ def load(
             for one in sequences:
                 ids = np.frombuffer(_read(file, ids_at, 8 * one["tokens"]), "<i8")
                 ids_at += ids.nbytes
-                if ids.max() >= model.config.vocab_size:
+                if ids.max() >= model.vocab_size:
                     raise CorruptedFile(f"{path}: the prompt cache holds tokens that {model.name} does not have")
                 if one["adapter"] is None or one["adapter"] in adapters:
                     rows = [tuple(row) for row in one["rows"]]

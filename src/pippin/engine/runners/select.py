@@ -1,4 +1,4 @@
-"""Choice of a runner: native kernels if the weights are packed for them, else torch."""
+"""Choice of a runner: native kernels if the weights are packed for them, else torch; or transformers."""
 
 from __future__ import annotations
 
@@ -7,14 +7,23 @@ from typing import TYPE_CHECKING
 
 from pippin.engine.model_runner import KVCacheDtypeChoice, Runner
 from pippin.engine.runners.native_runner import NativeRunner
+from pippin.language.transformers_models.network import TransformersNetwork
 
 if TYPE_CHECKING:
     from pippin.engine.runners.torch_runner import TorchRunner
+    from pippin.engine.runners.transformers_runner import TransformersRunner
     from pippin.language.language_model import LanguageModel
 
 
-def runner_class(model: LanguageModel) -> type[NativeRunner | TorchRunner]:
-    """The fastest runner for this model here: native kernels if its weights are packed for them, else torch."""
+def runner_class(model: LanguageModel) -> type[NativeRunner | TorchRunner | TransformersRunner]:
+    """The fastest runner for this model here: native kernels if its weights are packed for them, else torch.
+
+    A model that transformers computes has a runner of its own.
+    """
+    if isinstance(model.network, TransformersNetwork):
+        from pippin.engine.runners.transformers_runner import TransformersRunner  # imports transformers
+
+        return TransformersRunner
     if NativeRunner.supports(model):
         return NativeRunner
     from pippin.engine.runners.torch_runner import TorchRunner  # imported late: it loads 60 MB more of torch

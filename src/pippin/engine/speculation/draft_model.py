@@ -145,7 +145,7 @@ class ModelDrafter:
         self, pool: DraftPool, target: LanguageModel, owner: str, generator: torch.Generator, *, skip_forced: bool
     ) -> None:
         self._pool, self._owner, self._generator, self._skip_forced = pool, owner, generator, skip_forced
-        self._ends, self._vocab_size = target.tokenizer.eos_ids, target.config.vocab_size
+        self._ends, self._vocab_size = target.tokenizer.eos_ids, target.vocab_size
         self._state: DraftState | None = None
         self._agreed = 0  # tokens of the sequence that the cache was last seen to agree with
 

@@ -61,12 +61,12 @@ class Speculation:
             VocabularyMismatch: the draft model does not have the vocabulary of the model.
         """
         for one in (model, self.draft):
-            if isinstance(one, LanguageModel) and one.config.recurrent_layers:
+            if isinstance(one, LanguageModel) and one.cache_layout.recurrent_layers:
                 raise InvalidArgument(
                     f"{one.name} has recurrent layers, whose state cannot be rolled back when a draft token is "
                     "rejected; leave speculation out"
                 )
-        self.acceptance.check(model.config.vocab_size)
+        self.acceptance.check(model.vocab_size)
         if isinstance(self.draft, LanguageModel):
             check_vocabulary(model, self.draft)
         elif self.draft == "self":

@@ -169,7 +169,7 @@ def run(config: Config, *, show_progress: bool = True) -> KVSharingResult:
         )
     student.requires_grad_(True)
     model = dataclasses.replace(
-        original, name=f"{original.name} sharing caches", module=student, source=None, adapters={}
+        original, name=f"{original.name} sharing caches", network=student, source=None, adapters={}
     )
     losses: dict[str, float] = {}
     outcome = None

@@ -150,7 +150,7 @@ def load_for_training(
     config = loaded.config if preset is None else presets.preset(cast(Any, preset), loaded.config.vocab_size)
     module = Decoder(config).initialize(seed=seed).to(loaded.device)
     name = f"{loaded.name} anew" if preset is None else f"{preset} with the tokenizer of {loaded.name}"
-    return dataclasses.replace(loaded, name=name, module=module, source=None, adapters={})
+    return dataclasses.replace(loaded, name=name, network=module, source=None, adapters={})
 
 
 def _held_out_by_kv_sharing_ratio(model: LanguageModel, batches: list[Any]) -> dict[float, float]:

@@ -451,7 +451,7 @@ def to_diffusion(model: LanguageModel, mask_token: str | int | None = None, *, s
     template = None if model.template is None else ChatTemplate(model.template.source, tokenizer)
     module = _grown(model.module, index)
     return MaskedDiffusionLM(
-        dataclasses.replace(model, module=module, tokenizer=tokenizer, template=template), index, shift
+        dataclasses.replace(model, network=module, tokenizer=tokenizer, template=template), index, shift
     )
 
 

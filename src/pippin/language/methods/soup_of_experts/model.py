@@ -257,7 +257,7 @@ class SoupOfExperts(nn.Module):
         module: Any = copy.deepcopy(self.base, memo)
         if self.model is None:
             return module
-        return replace(self.model, name=f"{self.model.name}, specialized", module=module, source=None, adapters={})
+        return replace(self.model, name=f"{self.model.name}, specialized", network=module, source=None, adapters={})
 
     def specialist(self, texts: Sequence[str]) -> Any:
         """The specialist for the domain weights of documents.

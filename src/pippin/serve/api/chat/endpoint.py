@@ -128,7 +128,7 @@ def maker(body: types.ChatRequest, index: int) -> Callable[[LocalModel], Provide
                 _effort(body), local.capabilities.reasoning, "reasoning_effort", body.max_thinking_tokens
             ),
         )
-        provider_requests.check_vocabulary(values.get("logit_bias"), local.model.config.vocab_size)
+        provider_requests.check_vocabulary(values.get("logit_bias"), local.model.vocab_size)
         schema = provider_requests.schema(body.response_format, "response_format")
         return ProviderRequest(transcript(body.messages), tools, schema, provider_requests.options(values))
 

@@ -263,7 +263,7 @@ def sampling(asked: fields.SamplingFields, local: LocalModel, *, answers: int = 
     else:
         options["top_p"] = asked.top_p
         every = asked.top_k is not None and asked.top_k < 1
-        options["top_k"] = local.model.config.vocab_size if every else asked.top_k
+        options["top_k"] = local.model.vocab_size if every else asked.top_k
     options["min_p"] = asked.min_p
     if isinstance(asked, fields.Penalties):
         for name in ("frequency_penalty", "presence_penalty", "repetition_penalty"):

@@ -73,7 +73,7 @@ class CompletionText:
             max_tokens=max(self.limit, 1),
             logprobs=0 if body.logprobs is None and body.best_of else body.logprobs,
         )
-        provider_requests.check_vocabulary(values.get("logit_bias"), model.config.vocab_size)
+        provider_requests.check_vocabulary(values.get("logit_bias"), model.vocab_size)
         provider_request = ProviderRequest(
             Transcript(entries=(Prompt(text),)),
             schema=provider_requests.schema(body.response_format, "response_format"),
@@ -107,9 +107,9 @@ def read(model: LanguageModel, prompt: str | list[int], limit: int) -> tuple[lis
             token_count=least + limit,
         )
     if isinstance(prompt, list):
-        if max(prompt) >= model.config.vocab_size:
+        if max(prompt) >= model.vocab_size:
             raise InvalidRequest(
-                f"prompt: token {max(prompt)} is outside the vocabulary of {model.config.vocab_size:,}", param="prompt"
+                f"prompt: token {max(prompt)} is outside the vocabulary of {model.vocab_size:,}", param="prompt"
             )
         return prompt, tokenizer.decode(prompt)
     first = [tokenizer.bos_id] if tokenizer.add_bos and tokenizer.bos_id is not None else []
