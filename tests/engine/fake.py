@@ -59,8 +59,8 @@ class FakeRunner:
     block_bytes, kv_cache_dtype, invariant = BLOCK_SIZE * 16, "float32", True
 
     def __init__(self, model, blocks, kv_cache_dtype="auto", groups=None):
-        self.windows = [None] if groups is None else [model.config.group_window(layers) for layers in groups]
-        self.recurrent = bool(model.config.recurrent_layers)
+        self.windows = [None] if groups is None else [model.cache_layout.group_window(layers) for layers in groups]
+        self.recurrent = bool(model.cache_layout.recurrent_layers)
         self.blocks, self.memory = blocks, array("q", [-1]) * (2 * BLOCK_SIZE * blocks)
         self.passes, self.broken, self.may_write, self.copies = [], None, lambda block: True, 0
 

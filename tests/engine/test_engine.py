@@ -679,11 +679,11 @@ module.make_runner, module.runner_class = FakeRunner, lambda model: FakeRunner
 from types import SimpleNamespace
 import torch
 config = SimpleNamespace(
-    vocab_size=260, recurrent_layers=(), cached_layers=(0,), cache_groups=((0,),), group_window=lambda layers: None
+    recurrent_layers=(), cached_layers=(0,), cache_groups=((0,),), group_window=lambda layers: None
 )
 model = SimpleNamespace(
-    name="none", device=torch.device("cpu"), context_size=2048, config=config, adapter=lambda name: None,
-    module=torch.nn.Linear(2, 2), source=None,
+    name="none", device=torch.device("cpu"), context_size=2048, cache_layout=config, adapter=lambda name: None,
+    network=torch.nn.Linear(2, 2), source=None, vocab_size=260,
 )
 engine = module.Engine(model, prompt_cache=sys.argv[2])
 import threading

@@ -202,7 +202,7 @@ DAMAGE = [
     (lambda folder: damage_config(folder, num_hidden_layers=3), "corrupted"),
     (lambda folder: (folder / "config.json").write_text("{"), "corrupted"),
     (lambda folder: (folder / "config.json").unlink(), "corrupted"),
-    (lambda folder: damage_config(folder, model_type="rwkv"), "unsupported"),
+    (lambda folder: damage_config(folder, model_type="no_such_family"), "unsupported"),
     (lambda folder: damage_config(folder, quantization_config={"quant_method": "hqq"}), "unsupported"),
     (lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"), "unsupported"),
     (lambda folder: [path.unlink() for path in folder.iterdir()], "not_found"),

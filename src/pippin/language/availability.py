@@ -29,7 +29,7 @@ from pippin.core.files import format_bytes
 from pippin.core.formats.checkpoint import open_folder, read_json
 from pippin.core.store import catalog, hub, reference, store
 from pippin.core.store.reference import Resolved
-from pippin.language.language_model import Transform, read_headers, transformed
+from pippin.language.language_model import Transform, check_transformers, read_headers, transformed
 from pippin.language.transformers_models import open as transformers_folder
 from pippin.language.weight_packing import DType, choose_packing
 from pippin.nn.quantization.packed import Bits
@@ -209,10 +209,8 @@ def _sizes(
             return elements * torch.float32.itemsize, 0, config.get("max_position_embeddings", _CONVERSATION)
     try:
         headers = transformed(read_headers(found), transform)
-    except UnsupportedModel:
-        only_run = bits is None and transform is None and found.kind == "folder"
-        if not only_run or transformers_folder.obstacle(read_json(found.path / "config.json")):
-            raise
+    except UnsupportedModel as error:
+        check_transformers(found, error, only_run=bits is None and transform is None)
         return transformers_folder.memory_of(found.path, where, dtype)
     config_ = headers.module.config
     elements = 2 * len(config_.cached_layers) * config_.num_key_value_heads * config_.head_dim

@@ -256,8 +256,8 @@ def load(
     try:
         headers = transformed(read_headers(found), transform)
     except UnsupportedModel as error:
-        only_run = pack and bits is None and transform is None
-        model = _through_transformers(found, where, dtype, error, only_run=only_run)
+        check_transformers(found, error, only_run=pack and bits is None and transform is None)
+        model = _through_transformers(found, where, dtype, str(error))
         return model if tool_dialect is None else replace(model, tool_dialect=tool_dialect)
     model = assemble(found, headers, packing, pack=pack)
     del headers
@@ -265,20 +265,16 @@ def load(
     return model if tool_dialect is None else replace(model, tool_dialect=tool_dialect)
 
 
-def _through_transformers(
-    found: Resolved, device: torch.device, dtype: DType, error: UnsupportedModel, *, only_run: bool
-) -> LanguageModel:
-    """Open a model of a family that Pippin does not have.
+def check_transformers(found: Resolved, error: UnsupportedModel, *, only_run: bool) -> None:
+    """Check that a model that Pippin does not have opens through transformers.
 
     Args:
         found: the resolved reference.
-        device, dtype: as of `load`.
         error: why Pippin does not have it.
         only_run: whether it is to be run as it is, and not trained, quantized or changed.
 
     Raises:
         UnsupportedModel: transformers does not open it either, or it is not only to be run.
-        CorruptedFile, UnsafeCheckpoint: as of `load`.
     """
     config = {} if found.kind == "gguf" else open_folder(found.path).config
     family = config.get("model_type")
@@ -290,17 +286,16 @@ def _through_transformers(
         raise UnsupportedModel(
             f"{error}; it opens through transformers, but only to be run: leave bits, transform and pack=False out"
         ) from error
+
+
+def _through_transformers(found: Resolved, device: torch.device, dtype: DType, reason: str) -> LanguageModel:
+    """Open a model that Pippin does not have for a reason; errors as of `load`."""
     network, tokenizer = transformers_folder.open_network(found.path, device, dtype)
     template = ChatTemplate(tokenizer.chat_template, tokenizer) if tokenizer.chat_template else None
-    return LanguageModel(
-        found.name,
-        network,
-        tokenizer,
-        template,
-        found.path,
-        notes=transformers_folder.notes(network, str(error) if family in families.FAMILIES else ""),
-        tool_dialect=_stored_dialect(found),
-    )
+    known = open_folder(found.path).config.get("model_type") in families.FAMILIES
+    notes = transformers_folder.notes(network, reason if known else "")
+    dialect = _stored_dialect(found)
+    return LanguageModel(found.name, network, tokenizer, template, found.path, notes=notes, tool_dialect=dialect)
 
 
 def assemble(found: Resolved, headers: CheckpointHeaders, packing: Packing, *, pack: bool) -> LanguageModel:
@@ -555,15 +550,11 @@ def _empty(config: DecoderConfig) -> Decoder:
 
 _COMPUTED = ("rotary_emb.inv_freq", ".attn.bias", ".attention.bias", ".masked_bias")  # causal masks, for instance
 _BESIDE = (
-    "mtp",
-    "vision_tower",
-    "vision_model",
-    "visual",
-    "audio_tower",
-    "multi_modal_projector",
-    "connector",
-    "embed_vision",
-    "embed_audio",
+    *("mtp", "multi_modal_projector", "connector", "projector", "aligner", "merger"),
+    *("vision_tower", "vision_model", "vision_encoder", "vision_projection", "visual", "embed_vision"),
+    *("image_tower", "video_tower", "image_newline", "visual_embeddings_table"),
+    *(f"high_res_vision_{part}" for part in ("alpha", "model", "neck", "proj")),
+    *("audio_tower", "embed_audio", "encoder"),
 )
 
 

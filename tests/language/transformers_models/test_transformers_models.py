@@ -359,3 +359,21 @@ def test_a_tokenizer_that_only_transformers_reads_is_converted(opened, tmp_path)
     assert model.tokenizer.eos_ids == (256,)
     assert model.tokenizer.encode("cabbage")[:2] == [model.tokenizer.encode("c")[0], 257]
     assert model.tokenizer.decode(model.tokenizer.encode("Grüße, 東京!")) == "Grüße, 東京!"
+
+
+def test_the_text_part_of_a_multimodal_model_opens_alone(opened, tmp_path):
+    """As files of models for images have it: another name for each tensor, and tensors beside the text part."""
+    source, theirs, _ = opened("vaultgemma")
+    folder = shutil.copytree(source, tmp_path / "whole")
+    text = json.loads((folder / "config.json").read_text())
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): tensor
+        for name, tensor in load_file(folder / "model.safetensors").items()
+    }
+    save_file(tensors | {"model.vision_tower.patch.weight": torch.zeros(2)}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"model_type": "gemma3n", "text_config": text}))
+    model = pippin.load(folder, device="cpu", dtype="float32")
+    assert model.network.config.family == "vaultgemma"
+    with Engine(model, max_num_seqs=1, cache_tokens=256) as engine:
+        found = answer_of(engine.stream(Request(IDS[:20], SamplingOptions(max_tokens=ANSWER))))
+    assert found == likeliest(theirs, IDS[:20], model.tokenizer.eos_ids)

@@ -127,11 +127,41 @@ FAMILIES: dict[str, Family] = {
 }
 """The families by their model type."""
 WRAPPERS = {
+    "aya_vision": "cohere2",
+    "cohere2_vision": "cohere2",
+    "deepseek_vl": "llama",
+    "deepseek_vl_hybrid": "llama",
+    "exaone4_5": "exaone4",
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
+    "glmasr": "llama",
+    "got_ocr2": "qwen2",
+    "granite_speech": "granite",
+    "granite_speech_plus": "granite",
+    "idefics2": "mistral",
+    "idefics3": "llama",
+    "internvl": "qwen2",
+    "lfm2_vl": "lfm2",
+    "lighton_ocr": "qwen3",
+    "llava": "llama",
+    "llava_next": "llama",
+    "llava_next_video": "llama",
+    "llava_onevision": "qwen2",
+    "minicpm_ocr": "qwen3_5_text",
+    "minicpmv4_6": "qwen3_5_text",
+    "minicpmv4_7": "qwen3_5_text",
     "mistral3": "mistral",
+    "omniasr": "llama",
+    "ovis2": "qwen2",
+    "qwen2_audio": "qwen2",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
+    "qwen3_asr": "qwen3",
+    "smolvlm": "llama",
+    "video_llama_3": "qwen2",
+    "video_llava": "llama",
+    "vipllava": "llama",
+    "voxtral": "llama",
 }
 """Multimodal models, whose text part is the decoder, with its model type where the file does not say it."""
 KV_SHARED = "pippin_kv_shared"
@@ -156,7 +186,7 @@ def from_hf(config: Mapping[str, Any]) -> DecoderConfig:
         if not isinstance(config.get("text_config"), dict):
             raise CorruptedFile("config.json has no object 'text_config', which the model needs")
         tied = {name: config[name] for name in ("tie_word_embeddings",) if name in config}
-        text = tied | config["text_config"]
+        text = config["text_config"] | tied  # as transformers: the whole model says whether its head is the embedding
         family = text.get("model_type", WRAPPERS[family])
         config = {**text, "model_type": family}
     if isinstance(family, str) and family in MODEL_TYPES:

@@ -22,6 +22,7 @@ from pippin.language.families.family import Family, TensorRule, same
 PREFIXES = (
     "language_model.model.",
     "model.language_model.",
+    "model.text_model.",
     "language_model.",
     "model.",
     "transformer.",

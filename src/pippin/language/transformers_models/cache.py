@@ -174,7 +174,8 @@ class CachePass:
         tensor = self._store.tensors[layer][part]
         tensor.index_copy_(1, self._written, new.transpose(0, 1).flatten(1, 2).to(tensor.dtype))
         read = tensor.index_select(1, self._read) if self._range is None else tensor[:, self._range]
-        return read.unflatten(1, (len(self._inputs), -1)).transpose(0, 1).to(new.dtype)
+        rows: Tensor = read.unflatten(1, (len(self._inputs), -1)).transpose(0, 1)
+        return rows.to(new.dtype)
 
 
 def _slots(table: Sequence[int], tokens: int, size: int) -> Int[Tensor, tokens]:

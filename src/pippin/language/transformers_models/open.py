@@ -32,6 +32,12 @@ _MAX_SIZE = 1 << 24
 _CONTEXT = 2048
 """Tokens of context of a model whose configuration names no number."""
 _CONTEXT_NAMES = ("max_position_embeddings", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
+_TEXT_NAMES = {
+    r"^(model\.)?language_model\.model\.": "model.",
+    r"^(model\.)?language_model\.lm_head\.": "lm_head.",
+    r"^(model\.)?(language_model|text_model)\.": "model.",
+}
+"""Names of the text part of a multimodal model, and what they are in the text model alone."""
 _BESIDE = ("vision", "visual", "audio", "multi_modal", "multimodal", "mm_", "mtp", "image", "speech", "talker")
 """Beginnings of the names of parts that a text needs not."""
 
@@ -49,18 +55,31 @@ def obstacle(config: Mapping[str, Any]) -> str:
     if family not in known:
         remote = " and the code in the checkpoint is not run" if "auto_map" in config else ""
         return f"transformers {found} does not have it either{remote}"
-    if family not in causal:
+    if family not in causal and _text_part(config) is None:
         return "transformers has it, but not as a causal language model"
     if "quantization_config" in config:
         return "and of the families that open through transformers, quantized checkpoints are not read"
     return ""
 
 
-def open_network(folder: Path, device: torch.device, dtype: str) -> tuple[TransformersNetwork, Tokenizer]:
+def _text_part(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The configuration of the causal language model inside a multimodal one; None where the whole is opened."""
+    _, causal = _known_families()
+    text = config.get("text_config")
+    whole = causal.get(config["model_type"], "ForConditionalGeneration")
+    inside = isinstance(text, dict) and text.get("model_type") in causal
+    if not inside or not whole.endswith("ConditionalGeneration"):
+        return None
+    assert isinstance(text, dict)
+    tied = {name: config[name] for name in ("tie_word_embeddings",) if name in config}
+    return text | tied
+
+
+def open_network(path: Path, device: torch.device, dtype: str) -> tuple[TransformersNetwork, Tokenizer]:
     """Open a folder in Hugging Face layout through transformers.
 
     Args:
-        folder: config, safetensors and tokenizer.
+        path: a folder with config, safetensors and tokenizer.
         device: where the weights go.
         dtype: precision of the weights; "auto" for bfloat16 where the device is fast in it, or float32 does not fit
             in memory, and float32 elsewhere.
@@ -70,11 +89,11 @@ def open_network(folder: Path, device: torch.device, dtype: str) -> tuple[Transf
         UnsupportedModel: transformers cannot compute it.
         UnsafeCheckpoint: the weights are a pickle.
     """
-    checkpoint = open_folder(folder)
+    checkpoint = open_folder(path)
     with contradictions("config.json"):
         _check_sizes(checkpoint.config)
-    tokenizer = _tokenizer(folder)
-    model = _load(folder, checkpoint, device, _precision(checkpoint, device, dtype))
+    tokenizer = _tokenizer(path)
+    model = _load(path, checkpoint, device, _precision(checkpoint, device, dtype))
     text = model.config.get_text_config(decoder=True)
     found = (getattr(text, name, None) for name in _CONTEXT_NAMES)
     context = next((size for size in found if isinstance(size, int) and size > 0), _CONTEXT)
@@ -97,10 +116,10 @@ def notes(network: TransformersNetwork, reason: str = "") -> tuple[str, ...]:
     return (slow,) if network.config.layers else (slow, again + network.config.uncached)
 
 
-def memory_of(folder: Path, device: torch.device, dtype: str) -> tuple[int, int, int]:
+def memory_of(path: Path, device: torch.device, dtype: str) -> tuple[int, int, int]:
     """Bytes of the weights of a folder once loaded, bytes of cache for one token (an estimate from the configuration),
     and the longest context in tokens."""
-    checkpoint = open_folder(folder)
+    checkpoint = open_folder(path)
     with contradictions("config.json"):
         _check_sizes(checkpoint.config)
     itemsize = _precision(checkpoint, device, dtype).itemsize
@@ -115,40 +134,44 @@ def memory_of(folder: Path, device: torch.device, dtype: str) -> tuple[int, int,
     return _elements(checkpoint) * itemsize, vectors * itemsize, size(*_CONTEXT_NAMES, "n_positions") or _CONTEXT
 
 
-def _load(folder: Path, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> Any:
+def _load(path: Path, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> Any:
     """The model with its weights.
 
     Raises:
         CorruptedFile: the configuration or the tensors do not fit.
     """
     transformers = _library()
+    text, given = _text_part(checkpoint.config), {}
     with _quiet():
         try:
+            if text is not None:
+                given = {"config": transformers.AutoConfig.for_model(**text), "key_mapping": _TEXT_NAMES}
             model, report = transformers.AutoModelForCausalLM.from_pretrained(
-                folder,
+                path,
                 dtype=dtype,
                 local_files_only=True,
                 trust_remote_code=False,
                 use_safetensors=True,
-                attn_implementation=_attention(checkpoint.config),
+                attn_implementation=_attention((text or checkpoint.config)["model_type"]),
                 output_loading_info=True,
+                **given,
             )
         except Exception as error:  # its own errors, torch's and those of the model's code
-            raise CorruptedFile(f"{folder}: transformers cannot open it: {error}") from error
+            raise CorruptedFile(f"{path}: transformers cannot open it: {error}") from error
     unread = [name for name in report["unexpected_keys"] if not any(part in name for part in _BESIDE)]
     problems = [f"{name!r} is missing" for name in sorted(report["missing_keys"])]
     problems += [f"{name!r} is not expected" for name in sorted(unread)]
     problems += [f"{each} has another shape" for each in report["mismatched_keys"]]
     if problems:
         more = [f"and {len(problems) - 20} more"] if len(problems) > 20 else []
-        raise CorruptedFile(f"{folder} does not fit its configuration: {'; '.join(problems[:20] + more)}")
+        raise CorruptedFile(f"{path} does not fit its configuration: {'; '.join(problems[:20] + more)}")
     return model.to(device).eval().requires_grad_(False)
 
 
-def _attention(config: Mapping[str, Any]) -> str:
+def _attention(family: str) -> str:
     """How attention is computed; named here, because a configuration may name a kernel of the hub."""
     _, causal = _known_families()
-    name = causal[config["model_type"]]
+    name = causal[family]
     found = getattr(_library(), name if isinstance(name, str) else name[0])
     return "sdpa" if found._supports_sdpa else "eager"
 
@@ -166,7 +189,7 @@ def _elements(checkpoint: Checkpoint) -> int:
     return sum(prod(checkpoint.shape(name)) for name in checkpoint.names())
 
 
-def _tokenizer(folder: Path) -> Tokenizer:
+def _tokenizer(path: Path) -> Tokenizer:
     """The tokenizer; one that only transformers reads is converted by it.
 
     Raises:
@@ -174,17 +197,15 @@ def _tokenizer(folder: Path) -> Tokenizer:
         ModelNotFound: there is none.
     """
     try:
-        return Tokenizer.from_folder(folder)
+        return Tokenizer.from_folder(path)
     except UnsupportedModel as error:
         transformers = _library()
         with tempfile.TemporaryDirectory() as converted, _quiet():
             try:
-                found = transformers.AutoTokenizer.from_pretrained(
-                    folder, local_files_only=True, trust_remote_code=False
-                )
+                found = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
                 found.save_pretrained(converted)
             except Exception as inner:  # its own errors and those of other libraries
-                raise CorruptedFile(f"{folder}: transformers cannot read the tokenizer: {inner}") from error
+                raise CorruptedFile(f"{path}: transformers cannot read the tokenizer: {inner}") from error
             return Tokenizer.from_folder(converted)
 
 

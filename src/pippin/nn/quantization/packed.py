@@ -455,9 +455,10 @@ def allocate(nbytes: int) -> Tensor:
         NotEnoughMemory: the system has not enough memory.
     """
     size = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-    if size > _SLAB // 4:
-        return _map(size)[:nbytes]
-    with _lock:
+    # the rest of a mapping serves later weights, which must not be inference tensors because the first one was
+    with torch.inference_mode(False), _lock:
+        if size > _SLAB // 4:
+            return _map(size)[:nbytes]
         if not _slab or len(_slab[0]) < size:
             _slab[:] = [_map(_SLAB)]
         piece, _slab[0] = _slab[0][:nbytes], _slab[0][size:]

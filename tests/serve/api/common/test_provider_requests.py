@@ -172,9 +172,8 @@ def test_formats_that_cannot_be_enforced_name_the_field(wanted, error, param):
 
 def plain(**recommended):
     """A model with 100 tokens that recommends this."""
-    config = SimpleNamespace(vocab_size=100)
     return SimpleNamespace(
-        engine=SimpleNamespace(recommended_sampling=recommended), model=SimpleNamespace(config=config)
+        engine=SimpleNamespace(recommended_sampling=recommended), model=SimpleNamespace(vocab_size=100)
     )
 
 
