@@ -1,5 +1,6 @@
 """Shape checking for every test, and the default model."""
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -59,3 +60,73 @@ def tiny():
     import tiny_model
 
     return tiny_model.build()
+
+
+# --- what is known of each model family -------------------------------------------------------------------------------
+# Tests record it, docs/models.json keeps it, docs/models.md shows it.
+
+SUPPORT = Path(__file__).parents[1] / "docs" / "models.json"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--write-support`: write what the tests find into docs/models.json, in place of comparing it."""
+    parser.addoption("--write-support", action="store_true", help="write docs/models.json from the tests that run")
+
+
+class Support:
+    """Records what a test has shown of a family, or compares it with what was recorded."""
+
+    def __init__(self, request: pytest.FixtureRequest) -> None:
+        self._test = request.node.nodeid.partition("[")[0]
+        self._write = request.config.getoption("--write-support")
+        # one file for each process of pytest-xdist
+        self._found = Path(request.config.rootpath) / "build" / "support" / f"{os.getpid()}.jsonl"
+
+    def __call__(self, family: str, column: str, value: str = "yes") -> None:
+        """Note at the end of a test what it has shown.
+
+        Args:
+            family: the model type; what follows a blank names a variant.
+            column: a column of docs/models.md.
+            value: what stands there.
+        """
+        family, cell = family.partition(" ")[0], {"value": value, "test": self._test}
+        if self._write:
+            self._found.parent.mkdir(parents=True, exist_ok=True)
+            with self._found.open("a") as file:
+                file.write(json.dumps([family, column, cell]) + "\n")
+            return
+        kept = json.loads(SUPPORT.read_text()).get(family, {}).get(column)
+        assert kept == cell, (
+            f"docs/models.json has {kept} for {column!r} of {family!r}, and this test shows {cell}: run `pytest "
+            "tests/language/families tests/shape/export --write-support`, then `python tools/generate_docs.py`"
+        )
+
+
+@pytest.fixture
+def support(request: pytest.FixtureRequest) -> Support:
+    """Record what a test has shown of a model family."""
+    return Support(request)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Merge what was found; cells whose tests are gone go too."""
+    if not session.config.getoption("--write-support") or hasattr(session.config, "workerinput"):
+        return
+    kept = json.loads(SUPPORT.read_text()) if SUPPORT.exists() else {}
+    for path in sorted((Path(session.config.rootpath) / "build" / "support").glob("*.jsonl")):
+        for family, column, cell in map(json.loads, path.read_text().splitlines()):
+            kept.setdefault(family, {})[column] = cell
+        path.unlink()
+    there = {
+        family: {column: cell for column, cell in sorted(cells.items()) if is_there(cell["test"])}
+        for family, cells in sorted(kept.items())
+    }
+    SUPPORT.write_text(json.dumps(there, indent=1) + "\n")
+
+
+def is_there(nodeid: str) -> bool:
+    """Whether there is a test function of this name."""
+    path, _, name = nodeid.partition("::")
+    file = SUPPORT.parents[1] / path
+    return file.is_file() and f"def {name}(" in file.read_text()

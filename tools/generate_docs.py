@@ -1,4 +1,4 @@
-"""Write what is computed in pages: systems, claims, benchmarks, reference, index, extras, and the count in the README.
+"""Write what is computed in pages: systems, claims, models, benchmarks, reference, index, extras, counts.
 
 python tools/generate_docs.py           write them
 python tools/generate_docs.py --check   write nothing; say which are out of date and fail
@@ -22,6 +22,7 @@ from typing import Any
 
 import guardrail_figures
 import json_schema_table
+import model_table
 import mutation
 
 from pippin.claims import catalog, report
@@ -374,6 +375,7 @@ PAGES: dict[Path, Callable[[], str]] = {
     DOCS / "tutorials" / "safety.md": safety_page,
     DOCS / "index.md": index_page,
     DOCS / "json-schema.md": json_schema_page,
+    DOCS / "models.md": model_table.page,
     DOCS / "mutation.md": mutation.page,
     ROOT / "README.md": readme,
 } | {DOCS / "api" / f"{folder}.md": partial(api_page, folder) for folder in API_FOLDERS}

@@ -19,14 +19,17 @@ from pippin.core.store.reference import resolve
 from pippin.engine import Engine, Request, SamplingOptions
 from pippin.engine.model_runner import Capture, ModelInput
 from pippin.engine.runners.native_runner import NativeRunner
+from pippin.engine.runners.select import make_runner
 from pippin.engine.runners.torch_runner import TorchRunner
 from pippin.language import Decoder, LanguageModel, families
 from pippin.language.adapter_files import target_modules
 from pippin.language.families.family import pair_order
 from pippin.language.language_model import read_headers
 from pippin.nn.attention_capture import AttentionCapture
+from pippin.nn.embedding import TokenEmbedding
 from pippin.nn.expert_mask import ExpertMask
 from pippin.nn.kv_cache import PackedDocuments
+from pippin.nn.linear import Linear
 from pippin.nn.lora import Adapter, LowRankUpdate
 from pippin.nn.rotary import apply_rotary
 from pippin.nn.steering import Steering, SteeringChange, steering_sites
@@ -37,6 +40,17 @@ EXPERTS = (
     *("deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "gpt_oss", "granitemoe"),
     *("granitemoeshared", "hunyuan_v1_moe", "minimax_m2", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe"),
 )
+_LATENT = {"v_head_dim": 16, "q_lora_rank": 64}
+# sizes of matrices that quantized rows divide
+DIVISIBLE = {
+    "deepseek_v2": {"v_head_dim": 16},
+    "deepseek_v2 without groups": {"v_head_dim": 16},
+    "deepseek_v3": _LATENT,
+    "glm4_moe_lite": _LATENT,
+    "gemma4_text": {"hidden_size_per_layer_input": 32},
+    "granitemoeshared": {"shared_intermediate_size": 64},
+    "qwen2_moe": {"shared_expert_intermediate_size": 64},
+}
 IDS = torch.randint(0, 97, (2, 40), generator=torch.Generator().manual_seed(1))
 CLOSE = {"rtol": 1e-5, "atol": 2e-5}
 NEEDS_KERNELS = pytest.mark.skipif(native.library() is None, reason="the native kernels are not built")
@@ -63,15 +77,16 @@ def test_every_family_has_a_checkpoint_here():
 
 @torch.inference_mode()
 @pytest.mark.parametrize("model_type", CHECKPOINTS)
-def test_logits_equal_transformers(checkpoints, model_type):
+def test_logits_equal_transformers(checkpoints, support, model_type):
     _, reference, decoder = checkpoints(model_type)
     torch.testing.assert_close(decoder(IDS), reference(IDS).logits, **CLOSE)
+    support(model_type, "opens")
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("kind", [TorchRunner, pytest.param(NativeRunner, marks=NEEDS_KERNELS)])
 @pytest.mark.parametrize("model_type", CHECKPOINTS)
-def test_chunks_batches_and_single_tokens_equal_one_pass(checkpoints, tiny, model_type, kind):
+def test_chunks_batches_and_single_tokens_equal_one_pass(checkpoints, tiny, support, model_type, kind):
     _, reference, decoder = checkpoints(model_type)
     expected = reference(IDS).logits
     if kind is NativeRunner:
@@ -103,6 +118,9 @@ def test_chunks_batches_and_single_tokens_equal_one_pass(checkpoints, tiny, mode
     for row, logits in zip(expected, runner.forward(last), strict=True):
         torch.testing.assert_close(logits, row[39:], **CLOSE)
     runner.close()
+    support(model_type, "batches")
+    if kind is NativeRunner:
+        support(model_type, "kernels")
 
 
 @NEEDS_KERNELS
@@ -135,7 +153,7 @@ def test_the_kernels_give_the_same_bits_however_a_prompt_is_cut(checkpoints, tin
 @NEEDS_KERNELS
 @torch.inference_mode()
 @pytest.mark.parametrize("model_type", CHECKPOINTS)
-def test_adapters_in_the_kernels_equal_those_in_torch(checkpoints, tiny, model_type):
+def test_adapters_in_the_kernels_equal_those_in_torch(checkpoints, tiny, support, model_type):
     _, _, decoder = checkpoints(model_type)
     packed = copy.deepcopy(decoder).pack()
     answers = []
@@ -162,6 +180,7 @@ def test_adapters_in_the_kernels_equal_those_in_torch(checkpoints, tiny, model_t
         # each is up to 1e-5 of that from float64
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5 * float(theirs.abs().max()))
     assert float((answers[0][0] - answers[0][1]).abs().max()) > 0.1
+    support(model_type, "LoRA")
 
 
 @NEEDS_KERNELS
@@ -228,18 +247,57 @@ def test_what_is_saved_is_read_by_transformers_and_again(checkpoints, tiny, tmp_
 
 @torch.inference_mode()
 @pytest.mark.parametrize("model_type", CHECKPOINTS)
-def test_an_opened_model_is_packed_and_answers_as_transformers_does(checkpoints, tiny, tmp_path, model_type):
+def test_an_opened_model_answers_as_transformers_does_with_a_known_prefix_too(
+    checkpoints, tiny, support, tmp_path, model_type
+):
     _, reference, decoder = checkpoints(model_type)
     LanguageModel("small", decoder, tiny.tokenizer, None).save(tmp_path)
     model = pippin.load(tmp_path, device="cpu", dtype="float32")
-    with Engine(model, max_num_seqs=2, cache_tokens=256) as engine:
-        *tokens, _ = engine.stream(Request(IDS[0].tolist(), options=SamplingOptions(max_tokens=6, logit_bias=NO_END)))
+    request = Request(IDS[0].tolist(), options=SamplingOptions(max_tokens=6, logit_bias=NO_END))
+    with Engine(model, max_num_seqs=2, cache_tokens=256 * len(model.config.cache_groups)) as engine:
+        *tokens, _ = engine.stream(request)
+        *again, _ = engine.stream(request)
+        assert engine.stats().cached_tokens >= 32
     ids = IDS[:1]
     for _ in range(6):
         logits = reference(ids).logits[:, -1]
         logits[:, list(NO_END)] = -torch.inf
         ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], 1)
     assert [token.id for token in tokens] == ids[0, IDS.shape[1] :].tolist()
+    assert again == tokens
+    support(model_type, "prefixes")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", CHECKPOINTS)
+def test_quantized_weights_run_in_the_kernels(checkpoints, tiny, support, tmp_path, model_type):
+    """As a decoder whose matrices are those that were quantized; and its states have the size that its config says."""
+    _, _, decoder = checkpoints(model_type)
+    if model_type in DIVISIBLE:
+        save_random(model_type, tmp_path / "other", **DIVISIBLE[model_type])
+        decoder = read(tmp_path / "other")
+    LanguageModel("small", decoder, tiny.tokenizer, None).save(tmp_path)
+    model = pippin.load(tmp_path, device="cpu", bits=4)
+    runner = make_runner(model, 8, "float32")
+    assert isinstance(runner, NativeRunner) or native.library() is None
+    dense = Decoder(model.config)
+    state = dict(model.module.state_dict())
+    for name, part in model.module.named_modules():
+        if isinstance(part, Linear | TokenEmbedding):
+            state[f"{name}.weight"] = part.dense_weight().float()
+    dense.load_state_dict(state)
+    spread = float(dense(IDS).std())
+    assert float((dense(IDS) - decoder(IDS)).abs().max()) > 0.1 * spread  # four bits are few
+    # the kernels of four bits round their inputs, which sends a token now and then to another expert
+    errors = (model.module(IDS) - dense(IDS)).square().mean(-1).sqrt()
+    assert float(errors.median()) < 2e-3 * spread
+    (logits,) = runner.forward([ModelInput(IDS[0].tolist(), 0, [0, 1, 2], range(IDS.shape[1]))])
+    errors = (logits - dense(IDS[:1])[0]).square().mean(-1).sqrt()
+    assert float(errors.median()) < 2e-3 * spread
+    runner.close()
+    sizes = [layer.recurrent.state_size for layer in model.module.layers if layer.recurrent is not None]
+    assert model.config.state_bytes == 4 * sum(sizes)
+    support(model_type, "2 to 8 bits")
 
 
 @pytest.mark.parametrize("model_type", EXPERTS)

@@ -8,19 +8,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-import pippin
-from pippin.core import native
 from pippin.core.errors import CorruptedFile, UnsupportedModel
 from pippin.core.store.reference import resolve
 from pippin.engine import Engine, Request, SamplingOptions
-from pippin.engine.model_runner import ModelInput
-from pippin.engine.runners.native_runner import NativeRunner
-from pippin.engine.runners.select import make_runner
-from pippin.language import Decoder, LanguageModel, families
+from pippin.language import LanguageModel, families
 from pippin.language.adapter_files import target_modules
 from pippin.language.language_model import read_headers
-from pippin.nn.embedding import TokenEmbedding
-from pippin.nn.linear import Linear
 
 from .checkpoints import CHECKPOINTS, GRANITE_EXPERTS, NEMOTRON_EXPERTS, SMALL, read, save_random
 
@@ -79,32 +72,6 @@ def test_answers_in_company_are_the_likeliest_by_transformers(checkpoints, tiny,
         logits = reference(torch.tensor([ids + answer[:-1]])).logits[0, len(ids) - 1 :, :256]
         chosen = logits.gather(-1, torch.tensor(answer)[:, None])[:, 0]
         assert float((logits.amax(-1) - chosen).max()) < 1e-4
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("model_type", HYBRIDS)
-def test_quantized_weights_run_in_the_kernels(checkpoints, tiny, tmp_path, model_type):
-    """As a decoder whose matrices are those that were quantized; and its states have the size that its config says."""
-    _, _, decoder = checkpoints(model_type)
-    LanguageModel("small", decoder, tiny.tokenizer, None).save(tmp_path)
-    model = pippin.load(tmp_path, device="cpu", bits=4)
-    runner = make_runner(model, 8, "float32")
-    assert isinstance(runner, NativeRunner) or native.library() is None
-    dense = Decoder(model.config)
-    state = dict(model.module.state_dict())
-    for name, part in model.module.named_modules():
-        if isinstance(part, Linear | TokenEmbedding):
-            state[f"{name}.weight"] = part.dense_weight().float()
-    dense.load_state_dict(state)
-    assert float((dense(IDS) - decoder(IDS)).abs().max()) > 0.1  # four bits are few
-    error = model.module(IDS) - dense(IDS)  # the kernels of four bits round their inputs
-    assert float(error.square().mean().sqrt()) < 2e-3 * float(dense(IDS).std())
-    (logits,) = runner.forward([ModelInput(IDS[0].tolist(), 0, [0, 1, 2], range(IDS.shape[1]))])
-    error = logits - dense(IDS[:1])[0]
-    assert float(error.square().mean().sqrt()) < 2e-3 * float(dense(IDS).std())
-    runner.close()
-    sizes = [layer.recurrent.state_size for layer in model.module.layers if layer.recurrent is not None]
-    assert model.config.state_bytes == 4 * sum(sizes) > 0
 
 
 @pytest.mark.parametrize("model_type", HYBRIDS)

@@ -22,7 +22,7 @@ from pippin.nn.rotary import Rotary
 from pippin.shape.export import gguf as export
 from pippin.shape.export.gguf import export_gguf
 
-from ...language.families.checkpoints import read
+from ...language.families.checkpoints import read, save_random
 from .gguf_checkpoints import CASES, RECORD, describe, save
 
 IDS = torch.randint(0, 250, (1, 40), generator=torch.Generator().manual_seed(1))
@@ -123,7 +123,7 @@ def test_every_family_with_gguf_has_a_case():
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_file_is_that_of_llama_cpps_converter(exported, case):
+def test_the_file_is_that_of_llama_cpps_converter(exported, support, case):
     ours, theirs = describe(exported(case)[1]), RECORDED[case]
     assert ours["architecture"] == theirs["architecture"]
     assert ours["shapes"] == theirs["shapes"]
@@ -140,11 +140,12 @@ def test_the_file_is_that_of_llama_cpps_converter(exported, case):
     for key in theirs["metadata"].keys() - lost:
         assert ours["metadata"].get(key, defaults.get(key)) == pytest.approx(theirs["metadata"][key]), key
     assert ours["metadata"].keys() - theirs["metadata"].keys() - lost <= _BESIDE
+    support(case.partition(",")[0], "writes GGUF")
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_read_back_gives_the_same_logits(exported, case):
+def test_what_is_read_back_gives_the_same_logits(exported, support, case):
     model, path = exported(case)
     expected = model.module(IDS)
     again = pippin.load(path, device="cpu", dtype="float32", pack=False)
@@ -157,6 +158,30 @@ def test_what_is_read_back_gives_the_same_logits(exported, case):
     (logits,) = runner.forward([ModelInput(IDS[0].tolist(), 0, range(3), range(IDS.shape[1]))])
     runner.close()
     torch.testing.assert_close(logits, expected[0], rtol=1e-4, atol=max(close, 1e-4))
+    support(case.partition(",")[0], "reads GGUF")
+
+
+@torch.inference_mode()
+def test_ministral_is_written_as_what_reads_it(merging, support, tmp_path):
+    """The converter has no such models; a file of Pippin's is read by Pippin."""
+    save_random("ministral", tmp_path, vocab_size=260)
+    model = LanguageModel("small", read(tmp_path), merging.tokenizer, None)
+    path = export_gguf(model, tmp_path / "model.gguf", "F32", show_progress=False)
+    again = pippin.load(path, device="cpu", dtype="float32", pack=False)
+    torch.testing.assert_close(again.module(IDS), model.module(IDS), rtol=0, atol=1e-6)
+    support("ministral", "writes GGUF")
+    support("ministral", "reads GGUF")
+
+
+@pytest.mark.parametrize("model_type", [name for name, family in families.FAMILIES.items() if family.gguf is None])
+def test_families_without_gguf_are_refused_by_name(merging, support, tmp_path, model_type):
+    save_random(model_type, tmp_path / "model", vocab_size=260, vocab_size_per_layer_input=260)
+    model = LanguageModel("small", read(tmp_path / "model"), merging.tokenizer, None)
+    with pytest.raises(UnsupportedModel, match=model_type):
+        export_gguf(model, tmp_path / "model.gguf", "F32", show_progress=False)
+    assert not (tmp_path / "model.gguf").exists()
+    support(model_type, "writes GGUF", "no")
+    support(model_type, "reads GGUF", "no")
 
 
 @torch.inference_mode()
