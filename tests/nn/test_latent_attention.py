@@ -42,14 +42,17 @@ def expanded(layer, x, cos_sin):
     q = F.linear(q, layer.q_b_proj.weight).unflatten(-1, (HEADS, 9)).transpose(1, 2)
     both = F.linear(x, layer.kv_a_proj_with_mqa.weight, layer.kv_a_proj_with_mqa.bias)
     latent = normalized(both[..., :6], layer.kv_a_layernorm.weight)
-    kv = F.linear(latent, layer.kv_b_proj.weight).unflatten(-1, (HEADS, 8)).transpose(1, 2)
+    plain, values = (
+        F.linear(latent, part.weight).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        for part in (layer.k_b_proj, layer.v_b_proj)
+    )
     shared = apply_rotary(both[:, None, :, 6:], *cos_sin).expand(-1, HEADS, -1, -1)
-    keys = torch.cat([kv[..., :5], shared], -1)
+    keys = torch.cat([plain, shared], -1)
     q = torch.cat([q[..., :5], apply_rotary(q[..., 5:], *cos_sin)], -1)
     multiplier = 0.1 * 0.5 * torch.tensor(8.0).log().item() + 1
     scores = 9**-0.5 * multiplier**2 * q @ keys.transpose(-1, -2)
     scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
-    y = (scores.softmax(-1) @ kv[..., 5:]).transpose(1, 2).flatten(2)
+    y = (scores.softmax(-1) @ values).transpose(1, 2).flatten(2)
     return F.linear(y, layer.o_proj.weight, layer.o_proj.bias)
 
 

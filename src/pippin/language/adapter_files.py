@@ -451,7 +451,7 @@ def _of_attention(prefix: str, attention: Attention | LatentAttention) -> Iterat
 def _target(targets: dict[str, TargetModule], layer: str, model: AdaptedModel, folder: Path) -> TargetModule:
     if layer in targets:
         return targets[layer]
-    if layer.endswith(("embed_tokens", "lm_head", "mlp.gate", "kv_b_proj")) or "expert" in layer:
+    if layer.endswith(("embed_tokens", "lm_head", "mlp.gate", "k_b_proj", "v_b_proj")) or "expert" in layer:
         raise UnsupportedModel(
             f"{folder}: an adapter of {layer!r} is not supported; only attention and dense layers are"
         )

@@ -400,8 +400,9 @@ def _read_gguf(path: Path) -> CheckpointHeaders:
         return sources[name].take(file.raw(sources[name].stored), config)
 
     def tensor(name: str, dtype: torch.dtype) -> Tensor:
-        stored = sources[name].stored
-        if len(wanted[name]) != 2 or len(file.tensors[stored].shape) == 1:  # no matrix, and so never in blocks
+        stored, rule = sources[name].stored, sources[name].rule
+        matrix = len(wanted[name]) == 2 and len(file.tensors[stored].shape) > 1  # others are never in blocks
+        if not matrix or (rule is not None and rule.across):
             return sources[name].take(file.dequantize(stored, dtype), config)
         return file.decode(stored, rows(name), dtype)
 

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from pippin.nn.attention import AttentionSpec, LatentSpec, attend, scaled_by_position
+from pippin.nn.attention import AttentionSpec, attend, scaled_by_position
 from pippin.nn.context import LayerContext
 from pippin.nn.kv_cache import VisibleKeyValues
 from pippin.nn.linear import Linear
@@ -27,36 +27,37 @@ _EPS = 1e-6
 
 
 class HeadProjection(nn.Module):
-    """The matrix from latent vectors to the keys and values of each head, which are never computed.
+    """The matrix from latent vectors to the keys, or to the values, of each head, which are never computed.
 
-    It keeps its precision where others are quantized: what is moved to queries and outputs is read by head, transposed.
+    It keeps its precision where others are quantized: what is moved to queries and outputs is read by head.
+
+    Args:
+        heads: number of heads.
+        size: dimensions of a head.
+        kv_rank: size of the latent vector.
     """
 
-    def __init__(self, latent: LatentSpec, heads: int) -> None:
+    def __init__(self, heads: int, size: int, kv_rank: int) -> None:
         super().__init__()
-        self.latent, self.heads = latent, heads
-        self.weight = nn.Parameter(torch.empty(heads * (latent.plain_dim + latent.value_dim), latent.kv_rank))
-        self._packed: tuple[list[NativeWeight], list[NativeWeight]] | None = None
+        self.heads = heads
+        self.weight = nn.Parameter(torch.empty(heads * size, kv_rank))
+        self._packed: list[NativeWeight] | None = None
 
-    def by_head(self) -> tuple[list[NativeWeight], list[NativeWeight]]:
-        """For the native kernels: of each head the keys' part, (kv_rank, plain_dim), and that of the values.
+    def by_head(self) -> Float[Tensor, "heads size kv_rank"]:
+        """The part of each head."""
+        parts: Tensor = self.weight.unflatten(0, (self.heads, -1))
+        return parts
 
-        The weight must not change any more.
+    def native_by_head(self, *, transposed: bool) -> list[NativeWeight]:
+        """The part of each head for the native kernels; the weight must not change any more.
+
+        Args:
+            transposed: (kv_rank, size) in place of (size, kv_rank).
         """
         if self._packed is None:
-            keys, values = self.split()
-            self._packed = (
-                [NativeWeight.from_dense(part.T) for part in keys],
-                [NativeWeight.from_dense(part) for part in values],
-            )
+            parts = self.by_head().mT if transposed else self.by_head()
+            self._packed = [NativeWeight.from_dense(part) for part in parts]
         return self._packed
-
-    def split(self) -> tuple[Float[Tensor, "heads plain_dim kv_rank"], Float[Tensor, "heads value_dim kv_rank"]]:
-        """The parts for keys and for values."""
-        keys, values = self.weight.unflatten(0, (self.heads, -1)).split(
-            [self.latent.plain_dim, self.latent.value_dim], 1
-        )
-        return keys, values
 
 
 class LatentAttention(nn.Module):
@@ -91,7 +92,8 @@ class LatentAttention(nn.Module):
             self.q_b_proj = Linear(latent.q_rank, num_attention_heads * size)
         self.kv_a_proj_with_mqa = Linear(hidden_size, latent.kv_rank + latent.rotated_dim, bias=latent.bias)
         self.kv_a_layernorm = RMSNorm(latent.kv_rank, eps=_EPS)
-        self.kv_b_proj = HeadProjection(latent, num_attention_heads)
+        self.k_b_proj = HeadProjection(num_attention_heads, latent.plain_dim, latent.kv_rank)
+        self.v_b_proj = HeadProjection(num_attention_heads, latent.value_dim, latent.kv_rank)
         self.o_proj = Linear(num_attention_heads * latent.value_dim, hidden_size, bias=output_bias)
 
     def forward(
@@ -109,7 +111,7 @@ class LatentAttention(nn.Module):
         shared_key = shared_key[:, None]
         if context.cos_sin is not None:
             rotated, shared_key = (apply_rotary(part, *context.cos_sin) for part in (rotated, shared_key))
-        to_keys, to_values = self.kv_b_proj.split()
+        to_keys, to_values = self.k_b_proj.by_head(), self.v_b_proj.by_head()
         q = torch.cat([plain @ to_keys.to(plain.dtype), rotated], -1)
         if self.spec.position_scale is not None:
             q = scaled_by_position(q, self.spec.position_scale, context)

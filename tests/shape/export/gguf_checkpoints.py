@@ -54,11 +54,24 @@ _DELTA = {
 }
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_chunk_size": 16}
 _PLAIN = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
+_LATENT = {
+    **{"num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 20, "qk_rope_head_dim": 8},
+    **{"qk_nope_head_dim": 32, "v_head_dim": 12},
+}
+_LATENT_YARN = {**_YARN, "beta_fast": 16.0, "beta_slow": 2.0}
 CASES: dict[str, dict[str, Any]] = {
     "arcee": {},
     "cohere": {"logit_scale": 0.3},
     "cohere2": {**_LOCAL, "logit_scale": 0.3},
     "ernie4_5": {"head_dim": 16},
+    # llama.cpp knows the models without latent vectors of queries by their number of layers
+    "deepseek_v2": {**_FIRST_DENSE, **_LATENT, "q_lora_rank": None, "num_hidden_layers": 26, "topk_method": "greedy"}
+    | {"rope_parameters": {**_LATENT_YARN, "mscale": 0.707, "mscale_all_dim": 0.707}, "norm_topk_prob": False},
+    "deepseek_v2, latent queries": {**_FIRST_DENSE, **_LATENT, "topk_method": "greedy", "norm_topk_prob": False}
+    | _PLAIN,
+    "deepseek_v3": {**_FIRST_DENSE, **_LATENT, "n_routed_experts": 6, "n_group": 3, "topk_group": 2}
+    | {"rope_parameters": {**_LATENT_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}, "norm_topk_prob": True},
+    "glm4_moe_lite": {**_FIRST_DENSE, **_LATENT, "n_shared_experts": 2, "num_nextn_predict_layers": 0},
     "dots1": {**_FIRST_DENSE, **_HEADS, "num_key_value_heads": 4, "norm_topk_prob": True},
     "ernie4_5_moe": {
         **{"head_dim": 16, "moe_num_experts": 3, "moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 1},
@@ -136,12 +149,46 @@ def save(case: str, folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
+def rewritten(path: Path, target: Path, *, metadata: Any = None, tensors: Any = None, parts: int = 0) -> Path:
+    """A file with some metadata (None removes a key) and tensors changed, written by the format's own library."""
+    import gguf
+
+    reader = gguf.GGUFReader(path)
+    writer = gguf.GGUFWriter(
+        target, (metadata or {}).get("general.architecture", _architecture(reader)), split_max_tensors=parts
+    )
+    kept = {key: field for key, field in reader.fields.items() if not key.startswith(("GGUF.", "general.arch"))}
+    for key, field in kept.items():
+        if key not in (metadata or {}):
+            writer.add_key_value(
+                key, field.contents(), field.types[0], field.types[-1] if len(field.types) > 1 else None
+            )
+    for key, value in (metadata or {}).items():
+        if value is not None and key != "general.architecture":
+            {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array}[
+                type(value)
+            ](key, value)
+    stored = {tensor.name: tensor.data for tensor in reader.tensors}
+    for name, values in (stored if tensors is None else tensors(stored)).items():
+        values, kind = values if isinstance(values, tuple) else (values, None)
+        writer.add_tensor(name, np.ascontiguousarray(values), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target
+
+
+def _architecture(reader: Any) -> Any:
+    return reader.get_field("general.architecture").contents()
+
+
 def describe(path: Path) -> dict[str, Any]:
     """What is recorded of a GGUF file."""
     import gguf
 
     reader = gguf.GGUFReader(path)
-    architecture = reader.get_field("general.architecture").contents()
+    architecture = _architecture(reader)
     digest = hashlib.sha256()
     tensors = sorted(reader.tensors, key=lambda tensor: tensor.name)
     for tensor in tensors:
@@ -181,6 +228,8 @@ def _convert(folder: Path, target: Path) -> None:
     fields.setdefault("rotary_dim", int(rope.get("partial_rotary_factor", 1.0) * fields.get("head_dim", 0)))
     fields.setdefault("n_ctx", fields.get("n_positions"))
     fields.setdefault("num_shared_expert", [1] * 4)
+    if fields["model_type"] == "deepseek_v3":
+        fields["scoring_func"] = "sigmoid"
     if fields["model_type"] == "hunyuan_v1_moe":
         fields |= {"moe_intermediate_size": [fields["intermediate_size"]] * 4}
     if fields["model_type"] == "granitemoehybrid":  # the names of older files

@@ -454,8 +454,8 @@ class _NativeDecoder:
             to.q, to.q_bias = self._linear(attention.q_b_proj)
         to.k, to.k_bias = self._linear(attention.kv_a_proj_with_mqa)
         to.output, to.output_bias = self._linear(attention.o_proj)
-        keys, values = attention.kv_b_proj.by_head()
-        latent.keys, latent.values = self._heads(keys), self._heads(values)
+        latent.keys = self._heads(attention.k_b_proj.native_by_head(transposed=True))
+        latent.values = self._heads(attention.v_b_proj.native_by_head(transposed=False))
         to.window = spec.window or 0
         if spec.position_scale is not None:
             to.position_beta, to.position_length = spec.position_scale.beta, spec.position_scale.length

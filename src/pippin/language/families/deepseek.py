@@ -12,10 +12,7 @@ Source: DeepSeek-V2, arXiv:2405.04434; DeepSeek-V3, arXiv:2412.19437.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import Any, Final
 
 from pippin.core.errors import UnsupportedModel
 from pippin.language.decoder import DecoderConfig
@@ -26,12 +23,18 @@ from pippin.language.families.family import (
     TensorRule,
     activation_of,
     layer_types,
-    pair_order,
     read_decoder,
     read_rotary,
     refuse,
 )
 from pippin.language.families.gguf_layout import SIGMOID_ROUTER, GGUFHeader, GGUFLayout
+from pippin.language.families.latent import (
+    keys_and_values,
+    latent_from_gguf,
+    latent_gguf_rules,
+    latent_to_gguf,
+    rotated_rules,
+)
 from pippin.language.families.sizes import check_size
 from pippin.nn.attention import AttentionSpec, LatentSpec
 from pippin.nn.feedforward import FeedForwardSpec
@@ -156,6 +159,11 @@ def experts_from_gguf(header: GGUFHeader, fields: Fields) -> dict[str, Any]:
         raise UnsupportedModel(
             f"{header.where}: expert_gating_func {router} is not supported, only {SIGMOID_ROUTER} is"
         )
+    return expert_counts(header, fields)
+
+
+def expert_counts(header: GGUFHeader, fields: Fields) -> dict[str, Any]:
+    """The same, however experts are scored."""
     return {
         "n_routed_experts": fields["num_experts"],
         "n_shared_experts": header.get("expert_shared_count", int, 0),
@@ -231,37 +239,103 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
 def _rules(config: DecoderConfig) -> list[TensorRule]:
     latent = config.layers[0].attention.latent
     assert latent is not None
-    size = latent.plain_dim + latent.rotated_dim
-    found = [*expert_rules()(config), *shared_expert()]
-    for name, period, kept in (
-        ("q_proj", size, latent.plain_dim),
-        ("q_b_proj", size, latent.plain_dim),
-        ("kv_a_proj_with_mqa", latent.kv_rank + latent.rotated_dim, latent.kv_rank),
-    ):
-        found.append(_last_interleaved(f"self_attn.{name}", period, kept))
+    names = {name: f"self_attn.{name}" for name in ("q_proj", "q_b_proj", "kv_a_proj_with_mqa")}
+    return [*expert_rules()(config), *shared_expert(), *rotated_rules(latent, names), keys_and_values(config)]
+
+
+# --- GGUF -------------------------------------------------------------------------------------------------------------
+
+_SOFTMAX_ROUTER: Final = 1
+_GLM_VOCABULARY: Final = 154_880
+"""By its vocabulary, and 47 or 48 layers, llama.cpp knows the one that scores by sigmoids without saying it."""
+_PLAIN_QUERIES: Final = (26, 27)
+"""Numbers of layers of the models that llama.cpp reads without latent vectors of queries."""
+
+
+def _kind(header: GGUFHeader) -> str:
+    """The family of a file of llama.cpp's DeepSeek 2."""
+    glm = header.shapes.get("token_embd.weight", (0,))[0] == _GLM_VOCABULARY
+    glm = glm and header.get("block_count", int) - header.get("nextn_predict_layers", int, 0) in (46, 47, 48)
+    usual = SIGMOID_ROUTER if glm else _SOFTMAX_ROUTER
+    scores = header.get("expert_gating_func", int, 0) or usual
+    if scores == _SOFTMAX_ROUTER:
+        return "deepseek_v2"
+    return "glm4_moe_lite" if glm else "deepseek_v3"
+
+
+def _from_gguf(header: GGUFHeader, fields: Fields) -> dict[str, Any]:
+    softmax = _kind(header) == "deepseek_v2"
+    scores = header.get("expert_gating_func", int, 0) or SIGMOID_ROUTER
+    if not softmax and scores != SIGMOID_ROUTER:
+        raise UnsupportedModel(
+            f"{header.where}: expert_gating_func {scores} is not supported, only {_SOFTMAX_ROUTER} and "
+            f"{SIGMOID_ROUTER} are"
+        )
+    header.get("expert_count", int)  # which models with dense layers alone lack
+    found = {**latent_from_gguf(header, fields), **expert_counts(header, fields)}
+    if softmax:
+        grouped = found["topk_group"] < found["n_group"]
+        found |= {"topk_method": "group_limited_greedy" if grouped else "greedy"}
     return found
 
 
-def _last_interleaved(name: str, period: int, kept: int) -> TensorRule:
-    """A rule for rows of which, in every ``period``, those after the first ``kept`` are interleaved pairs."""
-    rotated = pair_order(interleaved=True, dims=period - kept, head_dim=period - kept)
-    order = torch.cat([torch.arange(kept), kept + rotated])
+_GROUPS = "llama.cpp scores a group of experts by the best two, DeepSeek 2 by the best one"
 
-    def reordered(rows: Tensor, order: Tensor) -> Tensor:
-        parts: Tensor = rows.unflatten(0, (-1, period))
-        return parts.index_select(1, order.to(rows.device)).flatten(0, 1)
 
-    return TensorRule(
-        name,
-        (name,),
-        lambda tensor, config: [reordered(tensor, order)],
-        lambda parts, config: reordered(parts[0], order.argsort()),
+def _to_gguf(config: DecoderConfig) -> dict[str, Any]:
+    spec = next(layer.feedforward for layer in config.layers if layer.feedforward.num_experts)
+    latent = config.layers[0].attention.latent
+    assert latent is not None
+    count, plain = len(config.layers), latent.q_rank is None
+    if plain != _has_plain_queries(config):
+        raise UnsupportedModel(
+            f"llama.cpp reads {config.family} models of {', '.join(map(str, _PLAIN_QUERIES))} layers (or 48 with "
+            f"128256 tokens) without latent vectors of queries and all others with them, not {count} layers "
+            f"{'without' if plain else 'with'} them"
+        )
+    router = spec.router
+    grouped = router.num_chosen_groups < router.num_groups
+    if grouped and router.group_score == "max":
+        raise UnsupportedModel(_GROUPS)
+    fields = {**experts_to_gguf(config), **latent_to_gguf(config)}
+    if not spec.norm_topk_prob:
+        fields["expert_weights_norm"] = None
+    if not grouped:
+        fields |= {"expert_group_count": 1, "expert_group_used_count": 1}
+    return fields | {"expert_gating_func": SIGMOID_ROUTER if router.scores == "sigmoid" else _SOFTMAX_ROUTER}
+
+
+def _has_plain_queries(config: DecoderConfig) -> bool:
+    count = len(config.layers)
+    return count in _PLAIN_QUERIES or (count == 48 and config.vocab_size == 128_256)
+
+
+def _gguf(family: str) -> GGUFLayout:
+    return GGUFLayout(
+        "deepseek2",
+        _from_gguf,
+        _to_gguf,
+        latent_gguf_rules,
+        applies=lambda header: _kind(header) == family,
+        any_head_dim=True,
     )
 
 
-DEEPSEEK_V2 = Family("deepseek_v2", "DeepseekV2ForCausalLM", _v2, _write, _rules, predicts_more=True)
-DEEPSEEK_V3 = Family("deepseek_v3", "DeepseekV3ForCausalLM", _v3, _write, _rules, predicts_more=True)
-GLM4_MOE_LITE = Family("glm4_moe_lite", "Glm4MoeLiteForCausalLM", _glm_lite, _write, _rules, predicts_more=True)
+DEEPSEEK_V2 = Family(
+    "deepseek_v2", "DeepseekV2ForCausalLM", _v2, _write, _rules, predicts_more=True, gguf=_gguf("deepseek_v2")
+)
+DEEPSEEK_V3 = Family(
+    "deepseek_v3", "DeepseekV3ForCausalLM", _v3, _write, _rules, predicts_more=True, gguf=_gguf("deepseek_v3")
+)
+GLM4_MOE_LITE = Family(
+    "glm4_moe_lite",
+    "Glm4MoeLiteForCausalLM",
+    _glm_lite,
+    _write,
+    _rules,
+    predicts_more=True,
+    gguf=_gguf("glm4_moe_lite"),
+)
 
 
 def _dots1_to_gguf(config: DecoderConfig) -> dict[str, Any]:

@@ -60,6 +60,7 @@ class TensorRule:
         join: the stored tensor of the parts.
         leaves: which of a layer's tensors the rule is about.
         whole: the stored name has no ".weight" or ".bias" at its end.
+        across: whether weights move from one row to another, so that blocks of a row are taken apart before.
     """
 
     stored: str
@@ -68,6 +69,7 @@ class TensorRule:
     join: Join = lambda parts, config: parts[0]
     leaves: tuple[str, ...] = ("weight", "bias")
     whole: bool = False
+    across: bool = False
 
 
 @dataclass(frozen=True)

@@ -234,7 +234,9 @@ def _as_stored(config: DecoderConfig, fields: dict[str, Any], header: GGUFHeader
 
     def stored(spec: LayerSpec) -> LayerSpec:
         if spec.attention.rotary is not None:
-            rotary = replace(spec.attention.rotary, dims=None if dims == config.head_dim else dims)
+            latent = spec.attention.latent
+            whole = config.head_dim if latent is None else latent.rotated_dim
+            rotary = replace(spec.attention.rotary, dims=None if dims == whole else dims)
             rotary = rotary if table is None else _with_table(rotary, table, header)
             if rotary.divisors is not None and len(rotary.divisors) != dims // 2:
                 raise CorruptedFile(

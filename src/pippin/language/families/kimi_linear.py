@@ -20,6 +20,7 @@ from pippin.language.decoder import DecoderConfig, LayerSpec
 from pippin.language.families.experts import expert_rules, shared_expert
 from pippin.language.families.family import Family, Fields, TensorRule, activation_of, read_decoder, refuse, rename
 from pippin.language.families.hybrid import convolutions, kinds_of, layer_kinds, parameters, recurrence
+from pippin.language.families.latent import keys_and_values
 from pippin.nn.attention import AttentionSpec, LatentSpec
 from pippin.nn.feedforward import FeedForwardSpec
 from pippin.nn.recurrent.gated_delta import GatedDeltaSpec
@@ -163,6 +164,7 @@ def _rules(config: DecoderConfig) -> list[TensorRule]:
         convolutions(f"{mixer}.conv1d", recurrence(config).sizes),
         *(_rates(name) for name in (mixer, forget)),
         *(parameters(name, "dt_bias") for name in (mixer, forget)),
+        keys_and_values(config),
     ]
     if any(layer.feedforward.num_experts for layer in config.layers):
         bias = ("e_score_correction_bias",)

@@ -180,18 +180,24 @@ class _Part:
         kept = codes is not None and (codes.bits <= 4 or codes.zero_point == 128)  # Q8_0 has no zero of its own
         if codes is not None and kept and _codes_kind(codes) == form.name:
             return torch.from_numpy(blocks(codes, form.name))
-        values = self._values().float().contiguous()
-        if form.name in ("F32", "F16"):
-            return values if form.name == "F32" else values.half()
-        return torch.from_numpy(gguf.quants.quantize(values.numpy(), gguf.GGMLQuantizationType[form.name]))
+        return _numbers(self.values(), form, gguf)
 
-    def _values(self) -> Tensor:
+    def values(self) -> Tensor:
+        """The tensor as it is computed with."""
         if self.codes is not None:
             return self.codes.dense()
         if self.leaf == "weight" and isinstance(self.owner, Linear | TokenEmbedding):
             return self.owner.dense_weight().detach().cpu()
         values: Tensor = getattr(self.owner, self.leaf)
         return values.detach().cpu()
+
+
+def _numbers(values: Tensor, form: BlockFormat, gguf: Any) -> Tensor:
+    """Values as numbers of F32 and F16, or as bytes of blocks."""
+    values = values.float().contiguous()
+    if form.name in ("F32", "F16"):
+        return values if form.name == "F32" else values.half()
+    return torch.from_numpy(gguf.quants.quantize(values.numpy(), gguf.GGMLQuantizationType[form.name]))
 
 
 @dataclass(frozen=True)
@@ -216,7 +222,10 @@ class _Entry:
 
     def stored(self, gguf: Any) -> np.ndarray[Any, Any]:
         """The tensor as it lies in the file: rows of bytes, or numbers of F32 and F16."""
-        joined = self._join([part.rows(self.form, gguf) for part in self.parts])
+        if self.rule is not None and self.rule.across:
+            joined = _numbers(self._join([part.values() for part in self.parts]), self.form, gguf)
+        else:
+            joined = self._join([part.rows(self.form, gguf) for part in self.parts])
         values: np.ndarray[Any, Any] = joined.contiguous().numpy()
         return values
 
