@@ -105,6 +105,10 @@ CASES: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 16, "n_groups": 2, "chunk_size": 16},
     "minimax_m2": {**_HALF, **_HEADS, "num_local_experts": 3, "num_experts_per_tok": 2},
     "mistral": {"sliding_window": None, "head_dim": 16},
+    "ministral3": {
+        "rope_parameters": {**_LATENT_YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3},
+        **{"sliding_window": None, "head_dim": 16},
+    },
     "mixtral": {"sliding_window": None, "num_local_experts": 3},
     "nemotron": _HALF,
     "nemotron_h": {
@@ -239,10 +243,12 @@ def _convert(folder: Path, target: Path) -> None:
         del fields["intermediate_size"]  # which it does not have, and the converter would believe
     if fields["model_type"] == "nemotron_h":
         del fields["num_experts_per_tok"]  # a default of models with experts, by which the converter knows them
-    converter = get_model_class(get_model_architecture(fields, ModelType.TEXT))
-    converter.set_vocab = lambda self: None
-    converter.no_mtp = True
-    converter(folder, LlamaFileType.ALL_F32, target, hparams=fields).write()
+    kind = get_model_class(get_model_architecture(fields, ModelType.TEXT))
+    kind.no_mtp = True
+    converter = kind(folder, LlamaFileType.ALL_F32, target, hparams=fields)
+    converter = getattr(converter, "impl", converter)
+    converter.set_vocab = lambda: None
+    converter.write()
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Notable here:
 - Mistral's window, where its configuration names one, is that of every layer
-- queries of Ministral 3 grow with their position beyond the trained context
+- queries of Ministral 3 grow with their position beyond the trained context, which in GGUF is that of YaRN
 """
 
 from __future__ import annotations
@@ -61,4 +61,36 @@ def _is_mistral(header: GGUFHeader) -> bool:
 _GGUF = replace(GGUF, applies=_is_mistral)
 MISTRAL = Family("mistral", "MistralForCausalLM", _mistral, gguf=_GGUF)
 MINISTRAL = Family("ministral", "MinistralForCausalLM", _ministral, gguf=_GGUF)
-MINISTRAL3 = Family("ministral3", "Ministral3ForCausalLM", _ministral3, _write_ministral3)
+
+
+_GROWTH, _LOG_MULTIPLIER = "attention.temperature_scale", "rope.scaling.yarn_log_multiplier"
+
+
+def _ministral3_from_gguf(header: GGUFHeader, fields: Fields) -> dict[str, Any]:
+    rope = dict(fields["rope_parameters"])
+    if rope["rope_type"] == "yarn" and (weight := header.get(_LOG_MULTIPLIER, float, 0.0)):
+        rope |= {"mscale": 1.0, "mscale_all_dim": weight}
+    if growth := header.get(_GROWTH, float, 0.0):
+        original = header.get("rope.scaling.original_context_length", int)
+        rope |= {"llama_4_scaling_beta": growth, "original_max_position_embeddings": original}
+    return {"rope_parameters": rope}
+
+
+def _ministral3_to_gguf(config: DecoderConfig) -> dict[str, Any]:
+    attention, fields = config.layers[0].attention, dict[str, Any]()
+    rotary, growth = attention.rotary, attention.position_scale
+    if rotary is not None and rotary.scaling == "yarn":
+        fields |= {
+            "rope.scaling.yarn_beta_fast": float(rotary.high),
+            "rope.scaling.yarn_beta_slow": float(rotary.low),
+            _LOG_MULTIPLIER: rotary.mscale_all_dim,
+        }
+    if growth is not None:
+        fields |= {_GROWTH: growth.beta, "rope.scaling.original_context_length": growth.length}
+    return fields
+
+
+_GGUF3 = replace(
+    GGUF, architecture="mistral3", read=_ministral3_from_gguf, write=_ministral3_to_gguf, applies=lambda header: True
+)
+MINISTRAL3 = Family("ministral3", "Ministral3ForCausalLM", _ministral3, _write_ministral3, gguf=_GGUF3)
