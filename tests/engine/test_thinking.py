@@ -148,6 +148,65 @@ def test_speculation_changes_nothing(model, draft):
     assert with_ == without
 
 
+GRANITE = Thinking("<think>", "</think>", "<response>", ("<response>", "</response>"))
+COHERE = Thinking(
+    *("<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE|>"), ("<|START_RESPONSE|>", "<|END_RESPONSE|>")
+)
+AROUND = pytest.mark.parametrize("tags", [GRANITE, COHERE], ids=["granite", "cohere"])
+
+
+@pytest.fixture(scope="module", params=["text", "control tokens"])
+def tagged(request, model):
+    """A model whose tags are text, byte by byte, or tokens of their own."""
+    if request.param == "text":
+        return model
+    tags = [tag for thinking in (GRANITE, COHERE) for tag in (thinking.begin, thinking.end, *thinking.around)]
+    return tiny_model.build(control=("<|im_end|>", "<|im_start|>", *tags))
+
+
+@AROUND
+@pytest.mark.parametrize("spelled", [False, True])
+@pytest.mark.parametrize("space", ["", "\n"])
+def test_tags_around_the_answer_are_no_part_of_it(tagged, tags, spelled, space):
+    begin, end = tags.around
+    fields = {"skip_special_tokens": not spelled}
+    whole = f"Hm.{tags.end}{space}{begin}Yes </b>, <resp.{end}{space}"
+    reasoning, text, _, last = answer(tagged, whole, tags, **fields)
+    assert (reasoning, text.strip(), last.finish_reason) == ("Hm.", "Yes </b>, <resp.", "stop")
+    begun = Thinking(tags.begin, tags.end, tags.after, tags.around, begun=False)
+    assert answer(tagged, tags.begin + whole, begun, **fields)[:2] == (reasoning, text)
+    assert answer(tagged, f"{begin}Yes.{end}", begun, **fields)[:2] == ("", "Yes."), "an answer without reasoning"
+    assert answer(tagged, "Yes.", begun, **fields)[:2] == ("", "Yes.")
+    assert answer(tagged, f"Hm{tags.end}Yes.", tags, **fields)[:2] == ("Hm", "Yes."), "the model forgot the tags"
+
+
+@AROUND
+def test_an_answer_may_contain_the_tags_of_answers(model, tags):
+    begin, end = tags.around
+    for text in (f"Write {begin}4{end} there.", f"{end}{end}x", f"a{begin}"):
+        assert answer(model, f"Hm{tags.end}{begin}{text}{end}", tags)[:2] == ("Hm", text)
+        assert answer(model, f"Hm{tags.end}x{text}{end}", tags)[:2] == ("Hm", f"x{text}{end}"), "no tag before it"
+    cut = SamplingOptions(temperature=0, max_tokens=len(f"Hm{tags.end}{begin}Yes{end}") - 2)
+    assert answer(model, f"Hm{tags.end}{begin}Yes{end}", tags, options=cut)[:2] == ("Hm", f"Yes{end[:-2]}")
+    stop = SamplingOptions(temperature=0, stop=["es"])
+    assert answer(model, f"Hm{tags.end}{begin}Yes{end}", tags, options=stop)[:2] == ("Hm", "Y")
+
+
+@AROUND
+def test_what_the_engine_writes_opens_the_answer_too(tagged, tags):
+    begin, end = tags.around
+    spent = Thinking(tags.begin, tags.end, tags.after, tags.around, max_tokens=3)
+    reasoning, text, tokens, _ = answer(tagged, f"abcYes.{end}", spent)
+    assert (reasoning, text) == ("abc", "Yes.")
+    spelled = b"".join(tagged.tokenizer.spelled_bytes(token.id) for token in tokens).decode()
+    assert spelled.startswith(f"abc{tags.end}{begin}Yes.")
+    for fields in ({}, {"skip_special_tokens": False}):
+        assert answer(tagged, f"Hm{tags.end}yes", tags, grammar=YES, **fields)[:2] == ("Hm", "yes")
+        quoted = Grammar.choice([f'"{end}"', "no"])
+        if len(tagged.tokenizer.encode(end, control=True)) > 1:  # a grammar is of text, never of control tokens
+            assert answer(tagged, f'abc"{end}"', spent, grammar=quoted, **fields)[1] == f'"{end}"'
+
+
 def test_budgets_are_positive():
     with pytest.raises(InvalidArgument, match="max_tokens must be"):
         Thinking("<think>", "</think>", max_tokens=0)

@@ -673,6 +673,35 @@ def test_a_model_that_always_reasons_is_heard_out_and_kept_apart(tiny):
     assert response.reasoning
 
 
+@pytest.mark.parametrize(
+    ("source", "begin", "around"),
+    [
+        ("{# Write your response between <response></response> #}", "<think>", ("<response>", "</response>")),
+        (
+            "{% if reasoning %}<|START_THINKING|>{% else %}<|START_THINKING|><|END_THINKING|>{% endif %}",
+            "<|START_THINKING|>",
+            ("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+        ),
+    ],
+    ids=["granite", "cohere"],
+)
+def test_tags_around_answers_are_known_by_the_template(tiny, source, begin, around):
+    from dataclasses import replace
+
+    from pippin.data.text.chat_template import ChatTemplate
+
+    model = replace(tiny, template=ChatTemplate(tiny.template.source + source, tiny.tokenizer))
+    session = Session(model)
+    assert (session.provider.tags.begin, session.provider.tags.around) == (begin, around)
+    options = GenerationOptions(reasoning=9, temperature=1.0, seed=3, max_tokens=200)
+    response = session.respond("Who?", generating=Mood, options=options)
+    assert isinstance(response.content, Mood)
+    assert response.usage.reasoning_tokens == 9
+    assert not any(tag in response.reasoning + response.raw_content for tag in (begin, *around))
+    free = session.respond("Who?", options=GenerationOptions(reasoning=9, temperature=1.0, seed=3, max_tokens=60))
+    assert around[0] not in free.content
+
+
 def test_the_dialect_of_tools_can_be_named(tiny):
     session = Session(tiny, tool_dialect="glm-4.5")
     assert session.provider.dialect.name == "glm-4.5"

@@ -28,7 +28,7 @@ from pippin.engine.options import SamplingOptions
 from pippin.engine.request import Finished, FinishReason, Request, Token
 from pippin.engine.sampling import Sampler
 from pippin.engine.speculation.drafts import CachePosition, Draft
-from pippin.engine.thinking import ThinkingPhase
+from pippin.engine.thinking import AnswerTags, ThinkingPhase
 from pippin.engine.token_ids import check_token_ids, common_prefix
 from pippin.language.language_model import LanguageModel
 
@@ -102,6 +102,7 @@ class OutputProcessor:
             self._thinking = ThinkingPhase(thinking, encode, self.max_tokens, exact=exact)
             self.constraint, self._after_thinking = None, self.constraint
         self.text = Detokenizer(self.options.stop)
+        self._tags = AnswerTags(*(("", "") if thinking is None else thinking.around))
         self._spell = model.tokenizer.token_bytes if request.skip_special_tokens else model.tokenizer.spelled_bytes
         prompt, extras = request.prompt, request.extras()
         if extras is not None:
@@ -239,20 +240,26 @@ class OutputProcessor:
         else:
             ids = phase.push(chosen, self.model.tokenizer.spelled_bytes(chosen))
         if phase.withheld is not None:  # the answer has begun without reasoning
-            withheld, first = self.text.push(phase.withheld.encode()), self._token(chosen, logprobs)
+            withheld, first = self._read(phase.withheld.encode()), self._token(chosen, logprobs)
             return [replace(first, text=withheld + first.text)]
         for id in ids[ids[:1] == [chosen] :]:
             self.sampler.observe(id)
         tokens = [Token(id, "", reasoning="") for id in ids[: max(1, self.max_tokens - self.num_tokens)]]
         tokens[0] = replace(tokens[0], reasoning=phase.reasoning)
+        if phase.over and phase.led:
+            self._tags.open()
         if phase.answer:
-            tokens[-1] = Token(tokens[-1].id, self.text.push(phase.answer.encode()))
+            tokens[-1] = Token(tokens[-1].id, self._read(phase.answer.encode()))
         if phase.over:
             self.constraint, self._after_thinking = self._after_thinking, None
         return tokens
 
+    def _read(self, data: bytes) -> str:
+        """The text that these bytes of the answer add to what can be shown."""
+        return self.text.push(self._tags.push(data))
+
     def _token(self, id: int, logprobs: Float[Tensor, vocab] | None) -> Token:
-        text = self.text.push(self._spell(id))
+        text = self._read(self._spell(id))
         if logprobs is None:
             return Token(id, text)
         best, ids = logprobs.topk(self.options.logprobs or 0)
@@ -264,7 +271,7 @@ class OutputProcessor:
         reasoning, text = ("", "") if phase is None else phase.finish()
         return Finished(
             finish_reason,
-            self.text.push(text.encode()) + self.text.finish(),
+            self._read(text.encode()) + self.text.push(self._tags.finish()) + self.text.finish(),
             self.prompt_tokens,
             self.num_cached_tokens,
             self.num_tokens,

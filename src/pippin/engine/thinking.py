@@ -6,6 +6,8 @@ Notable here:
   trained on, and the budget is held to the token
 - a tag may be one control token or several tokens of text; a token that contains more than the rest of the tag is
   replaced by the rest of the tag where a grammar begins behind it
+- some models put tags around the answer too; the closing one counts at the end of the answer alone, so that an answer
+  may contain it
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ class Thinking:
         begin: tag at which the reasoning begins.
         end: tag at which it ends.
         after: text that the model writes between the tag and the answer.
+        around: tags around the answer that are no part of it; empty for none.
         begun: whether the prompt ends with the first tag; otherwise an answer that begins with it is reasoning first,
             unless a grammar holds it.
         max_tokens: the thinking budget; None for none. It leaves room for the tag and one token of the answer.
@@ -34,6 +37,7 @@ class Thinking:
     begin: str
     end: str
     after: str = ""
+    around: tuple[str, str] = ("", "")
     begun: bool = True
     max_tokens: PositiveInt | None = None
 
@@ -49,6 +53,7 @@ class ThinkingPhase:
 
     Attributes:
         over: whether the answer has begun.
+        led: whether the engine wrote the text between the tag and the answer.
         num_tokens: tokens of the reasoning so far.
         reasoning, answer: what the last token added to each.
         withheld: where the last token has shown that there is no reasoning, the text before it.
@@ -62,7 +67,7 @@ class ThinkingPhase:
             self._most = max(1, min(thinking.max_tokens, room - len(self._closing) - 1))
         self._text = Detokenizer((thinking.end,))
         self._begun, self._before = thinking.begun, Detokenizer()
-        self.over, self.num_tokens = False, 0
+        self.over, self.led, self.num_tokens = False, False, 0
         self.reasoning = self.answer = ""
         self.withheld: str | None = None
 
@@ -92,7 +97,7 @@ class ThinkingPhase:
 
     def _close(self) -> list[int]:
         self.reasoning += self._text.finish()
-        self.over = True
+        self.over = self.led = True
         return self._closing
 
     def finish(self) -> tuple[str, str]:
@@ -116,9 +121,61 @@ class ThinkingPhase:
 
     def _ended(self, token: int, pending: str) -> list[int]:
         """The tag is complete."""
-        self.over = True
+        self.over, self.led = True, self._exact
         rest = self._text.rest
         if self._exact and rest:
             return self._encode(self.thinking.end[len(pending) :] + self.thinking.after)
         self.answer = rest
         return [token, *self._encode(self.thinking.after)] if self._exact and self.thinking.after else [token]
+
+
+class AnswerTags:
+    """Takes the tags around an answer out of its bytes.
+
+    Args:
+        begin: tag with which the answer begins, behind white space; without it, the answer has no tags.
+        end: tag with which it ends, before white space.
+
+    >>> tags = AnswerTags("<response>", "</response>")
+    >>> [tags.push(part) for part in (b"\\n<resp", b"onse>4 </b> </resp", b"onse>", b"\\n")], tags.finish()
+    ([b'', b'4 </b> ', b'', b''], b'')
+    """
+
+    def __init__(self, begin: str, end: str) -> None:
+        self._begin, self._end = begin.encode(), end.encode()
+        self._opened: bool | None = None if begin else False
+        self._pending = b""
+
+    def open(self) -> None:
+        """The answer begins behind the first tag, which the engine wrote itself."""
+        self._opened = bool(self._begin)
+
+    def push(self, data: bytes) -> bytes:
+        """Add the bytes of a token; return those that are known to be the answer's."""
+        self._pending += data
+        if self._opened is None:
+            start = self._pending.lstrip()
+            if start.startswith(self._begin):
+                self._opened, self._pending = True, start[len(self._begin) :]
+            elif not self._begin.startswith(start):
+                self._opened = False
+        if self._opened is None:
+            return b""
+        at = self._closing() if self._opened else len(self._pending)
+        ready, self._pending = self._pending[:at], self._pending[at:]
+        return ready
+
+    def finish(self) -> bytes:
+        """The bytes that are withheld at the end of the answer, without its last tag."""
+        closed = self._opened and self._pending.startswith(self._end)
+        return b"" if closed else self._pending
+
+    def _closing(self) -> int:
+        """Where the last tag may begin."""
+        text, tag = self._pending, self._end
+        at = text.find(tag[:1])
+        while at >= 0:
+            if tag.startswith(text[at:]) or (text.startswith(tag, at) and not text[at + len(tag) :].strip()):
+                return at
+            at = text.find(tag[:1], at + 1)
+        return len(text)
