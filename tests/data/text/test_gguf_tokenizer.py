@@ -1,6 +1,7 @@
 """Oracles: the sentencepiece library, and the splitting rules that transformers knows for the same names."""
 
 import io
+import json
 import random
 
 import numpy as np
@@ -62,7 +63,9 @@ def test_byte_level_fields_are_all_heard(tmp_path):
     assert (tokenizer.chat_template, tokenizer.vocab_size) == ("T", len(GPT2["tokens"]))
 
 
-@pytest.mark.parametrize(("pre", "expected"), [("gpt-2", "he|llo"), ("llama-bpe", "hello")])
+@pytest.mark.parametrize(
+    ("pre", "expected"), [("gpt-2", "he|llo"), ("llama-bpe", "hello"), ("granite-embed-multi-97m", "hello")]
+)
 def test_some_vocabularies_take_whole_words_before_merging(tmp_path, pre, expected):
     fields = {**GPT2, "pre": pre, "merges": GPT2["merges"][:3]}
     tokenizer = Tokenizer.from_gguf(write(tmp_path / "a.gguf", **fields))
@@ -102,6 +105,8 @@ def test_splitting_rules_are_those_of_transformers(name, texts):
         ("youtu", "abc、漢字12", "abc|、|漢字|1|2"),
         ("ufakzeka", "Ali'nin", "Ali|'nin"),
         ("spark2_5", "ab123\n", "ab|1|2|3|\n"),
+        ("superbpe", "by the 12345 of 678x", "by the |12|345| of |678|x"),
+        ("granite-embed-multi-97m", "it's किताब 1234", "it's| किताब| |123|4"),
     ],
 )
 def test_splitting_rules_by_example(name, text, expected):
@@ -184,6 +189,53 @@ def test_gemma_runs_of_spaces_and_merge_order(tmp_path):
     assert tokenizer.encode("a  b ab") == [2, 4, 3, 8]
     assert tokenizer.decode([2, 5, 3]) == "a   b"
     assert tokenizer.vocab_size == len(tokens)
+
+
+@pytest.mark.parametrize(
+    ("model", "pre", "bos"),
+    [
+        ("gemma4", None, True),
+        ("gpt2", "gemma4", False),
+        ("gpt2", "granite-embed-multi-311m", False),
+        ("gpt2", "sarvam-moe", False),
+    ],
+)
+def test_vocabularies_that_are_merged_without_words_encode_as_gemma_does(model, pre, bos, texts, tmp_path):
+    from tokenizers import Tokenizer as Backend, models, normalizers, trainers
+    from transformers import GemmaTokenizer
+
+    learner = Backend(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    learner.normalizer = normalizers.Replace(" ", "▁")
+    special = ["<pad>", "<eos>", "<bos>", "<unk>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=900, special_tokens=special, initial_alphabet=[], max_token_length=12, show_progress=False
+    )
+    learner.train_from_iterator([f"{text} of the quick brown fox\n\n\n  and  two" for text in texts], trainer)
+    state = json.loads(learner.to_str())["model"]
+    merges = [pair for pair in state["merges"] if not any(" " in part for part in pair)]
+    tokens = [*sorted(state["vocab"], key=state["vocab"].get), *(f"<0x{byte:02X}>" for byte in range(256))]
+    theirs = GemmaTokenizer(vocab={t: i for i, t in enumerate(tokens)}, merges=[tuple(pair) for pair in merges])
+    kinds = [CONTROL, CONTROL, CONTROL, UNKNOWN] + [NORMAL] * (len(tokens) - 260) + [BYTE] * 256
+    fields = {
+        "model": model,
+        "tokens": tokens,
+        "merges": [" ".join(pair) for pair in merges],
+        "token_type": kinds,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "unknown_token_id": 3,
+        "add_bos_token": False,
+    } | ({"pre": pre} if pre else {})
+    ours = Tokenizer.from_gguf(write(tmp_path / "a.gguf", **fields))
+    assert ours.add_bos == bos
+    plane = ["".join(map(chr, range(start, start + 64))) for start in range(1, 0xD7C0, 64)]
+    for text in (*texts, *plane, "the quick  brown\n\n\n\nfox  ", "a 漢🤗"):
+        if "<0x" in text or any(token in text for token in special):
+            continue
+        expected = theirs.encode(text, add_special_tokens=False)
+        assert ours.encode(text) == expected, text
+        assert b"".join(map(ours.token_bytes, expected)).decode() == text.replace("▁", " ")
+    assert ours.encode("<eos>a", control=True)[0] == 1
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ _RULES: dict[tuple[str, ...], tuple[str, ...]] = {
         _LLAMA3,
     ),
     ("qwen2", "deepseek-r1-qwen"): (_QWEN2,),
-    ("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"): (_GPT4O,),
+    ("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2", "granite-embed-multi-97m"): (_GPT4O,),
     ("tekken",): (_TEKKEN,),
     ("deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4"): (r"\p{N}{1,3}", _CJK, _DEEPSEEK3),
     (
@@ -87,6 +87,7 @@ _RULES: dict[tuple[str, ...], tuple[str, ...]] = {
     ("laguna",): (r"[^\n]+|[\n]+", _QWEN2),
     ("tiny_aya", "cohere2moe"): (r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O),
     ("kimi-k2",): (_KIMI,),
+    ("superbpe",): (r"\p{N}+", r"(?=(\d{3})+(?!\d))"),
     ("afmoe",): (_THREES, _ASIAN, _DEEPSEEK3),
     ("spark2_5",): (r"\p{N}{1,3}", _CJK, rf"{_DEEPSEEK3_WORDS}|[\r\n]|\s+(?!\S)|\s+", r"\p{N}"),
     ("youtu",): (
@@ -109,9 +110,11 @@ SPLITS: Final[dict[str, tuple[str, ...]]] = {name: rules for names, rules in _RU
 """The rules of a name, applied in order, each within the pieces of the one before."""
 _BEGUN_WHOLE = {"llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2", "tekken"}
 _BEGUN_WHOLE |= {"falcon-h1", "midm-2.0", "jina-v5-nano"}
-WHOLE_WORDS: Final = frozenset({*_BEGUN_WHOLE, "minicpm5", "youtu"})
+WHOLE_WORDS: Final = frozenset({*_BEGUN_WHOLE, "minicpm5", "youtu", "granite-embed-multi-97m"})
 """Here a word that is in the vocabulary is one token, whatever the merges are."""
 BEGUN: Final = frozenset({*_BEGUN_WHOLE, "chameleon"})
 """Here a prompt begins with the begin token, where the file does not say."""
+UNSPLIT: Final = frozenset({"gemma4", "granite-embed-multi-311m", "sarvam-moe"})
+"""Here text is merged as a whole, in characters instead of bytes; spaces are written as SentencePiece writes them."""
 COMPOSED: Final = frozenset({"qwen2", "deepseek-r1-qwen", "qwen35"})
 """Here text is normalized to NFC."""

@@ -20,7 +20,7 @@ from tokenizers import AddedToken, Regex, Tokenizer as Backend, decoders, models
 
 from pippin.core.errors import CorruptedFile, PippinError, UnsupportedModel
 from pippin.core.formats.gguf import GGUFFile
-from pippin.data.text.gguf_splits import BEGUN, COMPOSED, SPLITS, WHOLE_WORDS
+from pippin.data.text.gguf_splits import BEGUN, COMPOSED, SPLITS, UNSPLIT, WHOLE_WORDS
 from pippin.data.text.sentencepiece_tokenizer import merges
 
 # Token types of GGUF.
@@ -53,13 +53,15 @@ def build_backend(file: GGUFFile) -> Backend:
         # Gemma's runs of spaces are stored as such; its merges need them as SentencePiece writes them.
         tokens = [token.replace(" ", "▁") if token.isspace() else token for token in tokens]
     try:
-        if kind == "gpt2":
+        if kind == "gemma4" or (kind == "gpt2" and file.metadata.get("tokenizer.ggml.pre") in UNSPLIT):
+            backend = _unsplit(file, tokens)
+        elif kind == "gpt2":
             backend = _byte_level(file, tokens)
         elif kind == "llama":
             backend = _sentencepiece(file, tokens, types)
         else:
             raise UnsupportedModel(
-                f"{file.path}: tokenizer {kind!r}; supported: 'gpt2' (byte-level), 'llama' (SentencePiece)"
+                f"{file.path}: tokenizer {kind!r}; supported: 'gpt2' (byte-level), 'llama' (SentencePiece), 'gemma4'"
             )
         _add_tokens(backend, tokens, types)
     except PippinError:
@@ -136,8 +138,10 @@ def _rule_name(backend: Backend, state: dict[str, Any]) -> str:
 
 def adds_bos(file: GGUFFile) -> bool:
     """Whether a prompt begins with the begin token; llama.cpp's default where the file does not say."""
-    sentencepiece = file.get("tokenizer.ggml.model", str) == "llama"
-    default = sentencepiece or file.metadata.get("tokenizer.ggml.pre") in BEGUN
+    kind = file.get("tokenizer.ggml.model", str)
+    if kind == "gemma4":  # files of the first converters say that it does not
+        return True
+    default = kind == "llama" or file.metadata.get("tokenizer.ggml.pre") in BEGUN
     return file.get("tokenizer.ggml.add_bos_token", bool, default)
 
 
@@ -156,7 +160,7 @@ def strings(file: GGUFFile, key: str) -> list[str]:
 def _byte_level(file: GGUFFile, tokens: list[str]) -> Backend:
     name = file.get("tokenizer.ggml.pre", str, "default")
     if name not in SPLITS:
-        raise UnsupportedModel(f"{file.path}: pre-tokenizer {name!r}; supported: {', '.join(SPLITS)}")
+        raise UnsupportedModel(f"{file.path}: pre-tokenizer {name!r}; supported: {', '.join((*SPLITS, *UNSPLIT))}")
     pairs = [_pair(file, line) for line in strings(file, "tokenizer.ggml.merges")]
     # Read backwards, so that the first of two equal tokens keeps its id.
     vocabulary = {tokens[index]: index for index in range(len(tokens) - 1, -1, -1)}
@@ -181,6 +185,12 @@ def _pair(file: GGUFFile, line: str) -> tuple[str, str]:
     return left, right
 
 
+def _unsplit(file: GGUFFile, tokens: list[str]) -> Backend:
+    """Merges as such, over characters, with single bytes for those that the vocabulary lacks."""
+    pairs = [_pair(file, line) for line in strings(file, "tokenizer.ggml.merges")]
+    return _of_characters(file, tokens, pairs, prefix=False)
+
+
 def _sentencepiece(file: GGUFFile, tokens: list[str], types: list[int]) -> Backend:
     scores: list[float] = file.get("tokenizer.ggml.scores", list)
     if len(scores) != len(tokens):
@@ -191,11 +201,17 @@ def _sentencepiece(file: GGUFFile, tokens: list[str], types: list[int]) -> Backe
     vocabulary = {tokens[index]: index for index in range(len(tokens) - 1, -1, -1)}
     hidden = {index for index, kind in enumerate(types) if kind in _NOT_TEXT}
     found = merges({token: scores[index] for token, index in vocabulary.items() if index not in hidden}, vocabulary)
+    return _of_characters(file, tokens, found, prefix=file.get("tokenizer.ggml.add_space_prefix", bool, True))
+
+
+def _of_characters(file: GGUFFile, tokens: list[str], found: list[tuple[str, str]], *, prefix: bool) -> Backend:
+    """Characters and their merges, ▁ for a space, bytes for what is missing; ``prefix``: a space before the text."""
+    vocabulary = {tokens[index]: index for index in range(len(tokens) - 1, -1, -1)}
     unknown = tokens[file.get("tokenizer.ggml.unknown_token_id", int, 0)]
     backend = Backend(models.BPE(vocabulary, found, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     steps: list[normalizers.Normalizer] = [normalizers.Replace(" ", "▁")]
     ends: list[decoders.Decoder] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    if file.get("tokenizer.ggml.add_space_prefix", bool, True):
+    if prefix:
         steps.insert(0, normalizers.Prepend("▁"))
         ends.append(decoders.Strip(" ", 1, 0))
     backend.normalizer = normalizers.Sequence(steps)
