@@ -272,16 +272,30 @@ def test_the_native_kernels_leave_such_models_to_torch(build):
         assert is_greedy(build("mixed"), tokens(40), answer(engine, tokens(40)), 12)
 
 
-def test_what_states_cannot_do_is_refused(build, tiny, tmp_path):
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_prompt_cache_on_disk_has_the_states(build, tmp_path, kind):
+    """Another engine goes on where the first one stopped, or within what it had computed."""
+    model, path = build(kind), tmp_path / "prompts"
+    asked = [tokens(90), tokens(90)[:70] + tokens(20), tokens(50)[::-1]]
+    with Engine(model, max_num_seqs=2, cache_tokens=1024, prompt_cache=path) as engine:
+        answers = [answer(engine, ids) for ids in asked]
+    with Engine(model, max_num_seqs=2, cache_tokens=1024, prompt_cache=path) as engine:
+        tree = engine._scheduler.tree
+        assert tree.num_snapshots > 0
+        assert [answer(engine, ids) for ids in asked] == answers
+        assert engine.stats().cached_tokens >= 80 + 64 + 32
+    size = path.stat().st_size
+    # a snapshot that two prompts share is written once: what is read and written again does not grow
+    with Engine(model, max_num_seqs=2, cache_tokens=1024) as engine:
+        assert engine.load_prompt_cache(path) > 0
+        assert engine.save_prompt_cache(tmp_path / "again") == size
+
+
+def test_what_states_cannot_do_is_refused(build, tiny):
     model = build("mixed")
-    with pytest.raises(InvalidArgument, match="mixed has recurrent layers, whose states cannot be reused"):
-        Engine(model, prompt_cache=tmp_path / "prompts")
-    with Engine(model) as engine:
-        for use in (engine.save_prompt_cache, engine.load_prompt_cache):
-            with pytest.raises(InvalidArgument, match="leave the prompt cache out"):
-                use(tmp_path / "prompts")
-        with pytest.raises(InvalidArgument, match="mixed has recurrent layers, whose state cannot be rolled back"):
-            engine.stream(replace(request(tokens(9)), speculation=Speculation()))
+    rolled_back = "mixed has recurrent layers, whose state cannot be rolled back"
+    with Engine(model) as engine, pytest.raises(InvalidArgument, match=rolled_back):
+        engine.stream(replace(request(tokens(9)), speculation=Speculation()))
     with pytest.raises(InvalidArgument, match="mixed has recurrent layers"):
         Speculation(model).check(tiny)
     runner = TorchRunner(model, 4)

@@ -10,6 +10,7 @@ import pytest
 
 from pippin.core.errors import Overloaded
 from pippin.engine.cache.prefix_tree import CacheKey
+from pippin.engine.cache.prompt_cache import LoadedSequence
 from pippin.engine.continuation_scores import MAX_ROWS, Scores
 from pippin.engine.engine import Engine
 from pippin.engine.grammar.constraint import Grammar
@@ -440,14 +441,15 @@ def test_what_is_restored_is_found_and_never_takes_more_than_there_is(tiny, room
         while step():
             pass
     kept = []
-    for key, ids, rows in old._scheduler.tree.sequences():
+    for key, ids, rows, states in old._scheduler.tree.sequences():
         blocks = [block for (block,) in rows]
-        kept.append((key, ids, rows, dict(zip(blocks, old._runner.read(blocks), strict=True))))
-    assert sorted(ids for _, ids, *_ in kept) == sorted(texts)
+        data = dict(zip(blocks, old._runner.read(blocks), strict=True))
+        kept.append(LoadedSequence(key, ids, rows, data, states))
+    assert sorted(each.token_keys for each in kept) == sorted(texts)
     engine = Engine(tiny, max_num_seqs=1, cache_tokens=room * BLOCK_SIZE)
     drive(engine)
     for each in kept:
-        engine._restore(*each)
+        engine._restore(each)
         check_books(engine)
     found = [engine._scheduler.tree.match(engine._with_version(CacheKey("", None)), text, 79) for text in texts]
     cached = [len(match.rows) * BLOCK_SIZE + match.num_partial_tokens for match in found]
@@ -512,7 +514,7 @@ def test_what_a_request_leaves_behind_is_its_computed_tokens_or_nothing(keep, ca
     scheduler.remove(state, keep=keep)
     assert scheduler.running == scheduler.waiting == state.block_table == []
     left = [ids[:37]] if keep and caching else [ids[:32]] if caching else []
-    assert [found for _, found, _ in scheduler.tree.sequences()] == left
+    assert [each.token_keys for each in scheduler.tree.sequences()] == left
     assert scheduler.pool.num_available == 8
     assert scheduler.pool.num_free == 8 - sum(blocks_for(len(found)) for found in left)
     scheduler.remove(state, keep=keep)  # it is there no longer
@@ -692,7 +694,7 @@ def test_an_answer_grows_by_a_block_when_it_is_full_and_evicts_what_is_idle():
     assert len(scheduler.tree) == 2 + 2
     scheduler.write(state, 1)
     assert len(state.block_table) == 3
-    assert [found for _, found, _ in scheduler.tree.sequences()] == [ids_of(1, 20)[:16], state.token_ids[:32]]
+    assert [each.token_keys for each in scheduler.tree.sequences()] == [ids_of(1, 20)[:16], state.token_ids[:32]]
 
 
 def test_a_draft_gets_blocks_as_far_as_the_answer_may_go():
@@ -915,18 +917,18 @@ def test_the_first_continuation_preempts_the_younger_and_the_others_do_not():
 def test_of_a_sequence_that_is_restored_only_what_is_missing_is_filled():
     scheduler, filled = Bare(6), []
     ids = ids_of(1, 40)
-    scheduler.restore(KEY, ids, ROWS[:3], lambda index, block: filled.append((index, block)))
+    scheduler.restore(KEY, ids, ROWS[:3], {}, lambda index, block: filled.append((index, block)))
     assert filled == [(0, 0), (1, 1), (2, 2)]
-    assert list(scheduler.tree.sequences()) == [(KEY, ids, [(0,), (1,), (2,)])]
+    assert list(scheduler.tree.sequences()) == [(KEY, ids, [(0,), (1,), (2,)], {})]
     assert list(scheduler.pool.idle) == [2, 1, 0]
     other = [*ids[:16], *ids_of(2, 30)]
-    scheduler.restore(KEY, other, ROWS[:3], lambda index, block: filled.append((index, block)))
+    scheduler.restore(KEY, other, ROWS[:3], {}, lambda index, block: filled.append((index, block)))
     assert filled[3:] == [(1, 3), (2, 4)]
-    assert [found for _, found, _ in scheduler.tree.sequences()] == [ids, other]
+    assert [each.token_keys for each in scheduler.tree.sequences()] == [ids, other]
     assert scheduler.pool.num_available == 6
-    scheduler.restore(KEY, ids_of(3, 200), ROWS, lambda index, block: filled.append((index, block)))
+    scheduler.restore(KEY, ids_of(3, 200), ROWS, {}, lambda index, block: filled.append((index, block)))
     assert [index for index, _ in filled[5:]] == [0, 1, 2, 3, 4, 5]  # as far as there are blocks
-    assert [found for _, found, _ in scheduler.tree.sequences()] == [ids_of(3, 200)[:96]]
+    assert [each.token_keys for each in scheduler.tree.sequences()] == [ids_of(3, 200)[:96]]
     assert scheduler.pool.num_available == 6
 
 
@@ -938,6 +940,6 @@ def test_a_restore_that_fails_holds_nothing():
             raise OSError("no such file")
 
     with pytest.raises(OSError, match="no such file"):
-        scheduler.restore(KEY, ids_of(1, 40), ROWS[:3], fill)
-    assert [found for _, found, _ in scheduler.tree.sequences()] == [ids_of(1, 40)[:16]]
+        scheduler.restore(KEY, ids_of(1, 40), ROWS[:3], {}, fill)
+    assert [each.token_keys for each in scheduler.tree.sequences()] == [ids_of(1, 40)[:16]]
     assert scheduler.pool.num_available == 6

@@ -20,21 +20,19 @@ import atexit
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import UInt8
-from torch import Tensor
 
 from pippin.core import device as devices
 from pippin.core.checks import NonNegativeInt, PositiveInt, checked
 from pippin.core.errors import InvalidArgument, PippinError
 from pippin.engine import continuation_scores, output_processor
 from pippin.engine.cache import prompt_cache as files
-from pippin.engine.cache.prefix_tree import CacheKey, Row
+from pippin.engine.cache.prefix_tree import CachedSequence, CacheKey
 from pippin.engine.continuation_scores import Scores
 from pippin.engine.loop import EngineLoop
 from pippin.engine.model_runner import BLOCK_SIZE, KVCacheDtype, KVCacheDtypeChoice
@@ -114,7 +112,7 @@ class Engine:
         kv_cache_dtype: precision of keys and values; "auto" for the one that suits the model.
         enable_prefix_caching: whether computed blocks, and states of recurrent layers, are cached for later requests.
         prompt_cache: a file from which the prefix cache is loaded, if it exists, and to which it is saved when the
-            engine is closed; None for neither. Not for a model with recurrent layers.
+            engine is closed; None for neither.
 
     Attributes:
         context_size: tokens that prompt and answer may take together.
@@ -122,8 +120,7 @@ class Engine:
         recommended_sampling: fields of `SamplingOptions` that the model recommends to requests that name none.
 
     Raises:
-        InvalidArgument: a number outside its range, fewer ``cache_tokens`` than sequences need, or a prompt cache of a
-            recurrent model.
+        InvalidArgument: a number outside its range, or fewer ``cache_tokens`` than sequences need.
         NotEnoughMemory: there is no memory for the cache.
         InvalidInput, CorruptedFile, PromptCacheMismatch: the prompt cache, or the recommended sampling, cannot be used.
     """
@@ -146,8 +143,6 @@ class Engine:
                 f"cache_tokens must be at least {max_num_seqs * BLOCK_SIZE}, one block of {BLOCK_SIZE} for each of "
                 f"{max_num_seqs} sequences, got {cache_tokens}"
             )
-        if prompt_cache is not None:
-            _check_reusable(model)
         blocks = (
             num_affordable_blocks(model, max_num_seqs, kv_cache_dtype)
             if cache_tokens is None
@@ -352,7 +347,7 @@ class Engine:
         Returns the bytes of the file.
 
         Raises:
-            InvalidArgument: no path here, and none given to the engine; or the model has recurrent layers.
+            InvalidArgument: no path here, and none given to the engine.
             DiskFull: the disk has no room for it. InvalidInput: nothing may be written there.
             Overloaded: the engine is closed.
         """
@@ -368,7 +363,7 @@ class Engine:
             path: the file; None for the engine's own ``prompt_cache``.
 
         Raises:
-            InvalidArgument: no path here, and none given to the engine; or the model has recurrent layers.
+            InvalidArgument: no path here, and none given to the engine.
             InvalidInput, CorruptedFile: the file cannot be read, or is damaged; the cache is then unchanged.
             PromptCacheMismatch: it was written for another model, or with another precision of the cache.
             Overloaded: the engine is closed.
@@ -376,7 +371,8 @@ class Engine:
         source = self._cache_path(path)
 
         def load() -> int:
-            return sum(self._restore(*each) for each in files.load(source, self.model, self._runner))
+            loaded = list(map(self._restore, files.load(source, self.model, self._runner)))
+            return len(loaded)
 
         return self._loop.call_between_steps(load)
 
@@ -421,7 +417,6 @@ class Engine:
         return min(self.context_size, self._scheduler.capacity(pool.num_blocks - len(self._runner.windows)))
 
     def _cache_path(self, path: str | Path | None) -> Path:
-        _check_reusable(self.model)
         chosen = self.prompt_cache if path is None else Path(path)
         if chosen is None:
             raise InvalidArgument("the engine has no prompt cache of its own; name a file")
@@ -450,7 +445,7 @@ class Engine:
         own = sum(matrix._version for matrix in matrices if not matrix.is_inference())
         return key._replace(weights_version=self._weights_version() + own)
 
-    def _current_sequences(self) -> Iterator[files.CachedSequence]:
+    def _current_sequences(self) -> Iterator[CachedSequence]:
         """The cached prompts that were computed with the present weights."""
         return (one for one in self._scheduler.tree.sequences() if one[0] == self._with_version(one[0]))
 
@@ -463,13 +458,13 @@ class Engine:
         finally:
             events.close()
 
-    def _restore(
-        self, key: CacheKey, ids: Sequence[int], rows: Sequence[Row], data: Mapping[int, UInt8[Tensor, bytes]]
-    ) -> bool:
+    def _restore(self, loaded: files.LoadedSequence) -> None:
         """Put one prompt of a file into the prefix cache."""
+        key, ids, rows, data, states = loaded
         write = self._runner.write
-        self._scheduler.restore(self._with_version(key), ids, rows, lambda old, block: write([block], data[old][None]))
-        return True
+        self._scheduler.restore(
+            self._with_version(key), ids, rows, states, lambda old, block: write([block], data[old][None])
+        )
 
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -510,19 +505,6 @@ def _max_snapshots(model: LanguageModel, max_num_seqs: int, pool_bytes: int) -> 
         return 0
     room = max(pool_bytes // 4, devices.memory().available // 8)
     return max(max_num_seqs, min(64 * max_num_seqs, room // max(1, model.cache_layout.state_bytes)))
-
-
-def _check_reusable(model: LanguageModel) -> None:
-    """Raise if the blocks of a prompt cannot be saved.
-
-    Raises:
-        InvalidArgument: the model has recurrent layers.
-    """
-    if model.cache_layout.recurrent_layers:
-        raise InvalidArgument(
-            f"{model.name} has recurrent layers, whose states cannot be reused for a part of a prompt; leave the "
-            "prompt cache out"
-        )
 
 
 class _EngineHolder:

@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Final
 
+from torch import Tensor
+
 from pippin.engine.cache.block_pool import BlockPool
 from pippin.engine.cache.prefix_tree import CacheKey, PrefixTree, Row
 from pippin.engine.continuation_scores import MAX_ROWS
@@ -442,7 +444,12 @@ class Scheduler:
         self._release_rows(branch.rows())
 
     def restore(
-        self, key: CacheKey, token_ids: Sequence[int], rows: Sequence[Row], fill: Callable[[int, int], None]
+        self,
+        key: CacheKey,
+        token_ids: Sequence[int],
+        rows: Sequence[Row],
+        states: Mapping[int, Mapping[int, Tensor]],
+        fill: Callable[[int, int], None],
     ) -> None:
         """Put a sequence that was computed earlier into the prefix tree, as far as there are blocks.
 
@@ -450,6 +457,7 @@ class Scheduler:
             key: its owner and adapter.
             token_ids: its tokens.
             rows: the old numbers of its blocks; `GIVEN_BACK` where there is none.
+            states: by row, the states of recurrent layers after its tokens.
             fill: called with the old number of a block, and the block of the pool to write it to.
         """
         node, path = self.tree.root(key), list[Row]()
@@ -470,6 +478,8 @@ class Scheduler:
                     if source != GIVEN_BACK:
                         fill(source, target)
                 node = self.tree.add(node, tokens, new)
+                if index in states and node.states is None:
+                    self.tree.snapshot(node, states[index])
         finally:
             self._release_rows(path)
 

@@ -78,7 +78,7 @@ def alone(settings: ServerSettings) -> Iterator[LocalModel]:
 
 
 def _engine(settings: ServerSettings, model: LanguageModel, cache_bytes: int) -> Engine:
-    """The engine of a model, with its stored prompt cache (a model with recurrent layers has none)."""
+    """The engine of a model, with its stored prompt cache."""
     from pippin.engine.cache.prompt_cache import remove_partials
     from pippin.engine.engine import Engine
     from pippin.engine.model_runner import BLOCK_SIZE
@@ -97,7 +97,7 @@ def _engine(settings: ServerSettings, model: LanguageModel, cache_bytes: int) ->
         kv_cache_dtype=settings.kv_cache_dtype,
         enable_prefix_caching=not settings.stateless,
     )
-    if settings.prompt_cache is not None and not model.cache_layout.recurrent_layers:
+    if settings.prompt_cache is not None:
         file = prompt_file(settings.prompt_cache, model.name)
         try:
             file.parent.mkdir(parents=True, exist_ok=True)

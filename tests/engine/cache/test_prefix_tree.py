@@ -47,7 +47,7 @@ def test_the_longest_common_beginning_is_found(texts, others):
         assert held(tree, CacheKey("ann", None), ids) == 0
     # everything is idle, and no block says what another says already
     assert len(pool.idle) == len(tree) == pool.num_blocks - pool.num_free
-    spelled = [ids for _, ids, _ in tree.sequences()]
+    spelled = [each.token_keys for each in tree.sequences()]
     assert sorted(spelled) == sorted(
         {
             tuple(ids): ids for ids in texts if not any(each != ids and each[: len(ids)] == ids for each in texts)
@@ -111,7 +111,7 @@ def test_sequences_come_by_their_last_use_and_those_in_use_last():
         if at == 2:
             pool.release_all(found)
     assert list(tree.sequences()) == [
-        (CacheKey("", None), texts[at], [(3 * at,), (3 * at + 1,), (3 * at + 2,)]) for at in (1, 3, 2, 0)
+        (CacheKey("", None), texts[at], [(3 * at,), (3 * at + 1,), (3 * at + 2,)], {}) for at in (1, 3, 2, 0)
     ]
 
 
@@ -149,7 +149,7 @@ def test_adapters_are_apart_and_not_kept_in_memory():
     assert [key for key, *_ in tree.sequences()] == [CacheKey("", one), CacheKey("", None)]
     del one
     gc.collect()
-    assert [(key, found) for key, found, _ in tree.sequences()] == [(CacheKey("", None), [1])]
+    assert [each[:2] for each in tree.sequences()] == [(CacheKey("", None), [1])]
     while len(tree):
         tree.evict()
     assert pool.num_free == 40
@@ -164,4 +164,4 @@ def test_blocks_of_older_weights_are_not_found_and_each_sequence_says_its_key():
         insert(pool, tree, CacheKey("ann", None, version), ids)
     assert len(tree) == 2
     assert [held(tree, CacheKey("ann", None, version), ids) for version in (0, 1, 3)] == [BLOCK_SIZE, 0, BLOCK_SIZE]
-    assert [key for key, _, _ in tree.sequences()] == [CacheKey("ann", None, 0), CacheKey("ann", None, 3)]
+    assert [each.key for each in tree.sequences()] == [CacheKey("ann", None, 0), CacheKey("ann", None, 3)]

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from pippin.core.errors import CorruptedFile, DiskFull, InvalidInput, PromptCacheMismatch
 from pippin.engine.cache import prompt_cache
-from pippin.engine.cache.prefix_tree import CacheKey
+from pippin.engine.cache.prefix_tree import CachedSequence, CacheKey
 from pippin.engine.cache.prompt_cache import MAGIC, VERSION, adapter_hash, load, model_hash, save
 from pippin.engine.model_runner import BLOCK_SIZE, GIVEN_BACK
 from pippin.language import LanguageModel
@@ -71,19 +71,20 @@ def low_rank(model, name, size):
 
 
 PROMPTS = [
-    (CacheKey("", None), [5] * 33, [(3,), (1,), (4,)]),
-    (CacheKey("alice", None), list(range(16)), [(0,)]),
-    (CacheKey("", None), [5] * 32 + [6], [(3,), (1,), (9,)]),  # shares two blocks with the first
+    CachedSequence(CacheKey("", None), [5] * 33, [(3,), (1,), (4,)]),
+    CachedSequence(CacheKey("alice", None), list(range(16)), [(0,)]),
+    CachedSequence(CacheKey("", None), [5] * 32 + [6], [(3,), (1,), (9,)]),  # shares two blocks with the first
 ]
 
 
 def same(found, expected, runner):
-    assert [(key, ids) for key, ids, *_ in found] == [(key, ids) for key, ids, _ in expected]
-    for (*_, rows, data), (*_, wanted) in zip(found, expected, strict=True):
-        for row, blocks in zip(rows, wanted, strict=True):
+    assert [each[:2] for each in found] == [each[:2] for each in expected]
+    for one, wanted in zip(found, expected, strict=True):
+        assert one.states == wanted.states == {}
+        for row, blocks in zip(one.rows, wanted.rows, strict=True):
             assert [old == GIVEN_BACK for old in row] == [block == GIVEN_BACK for block in blocks]
             for old, block in zip(row, blocks, strict=True):
-                assert old == GIVEN_BACK or torch.equal(data[old], runner.pool[block])
+                assert old == GIVEN_BACK or torch.equal(one.blocks[old], runner.pool[block])
 
 
 def test_what_was_written_comes_back_and_shared_blocks_are_written_once(model, tmp_path):
@@ -106,7 +107,7 @@ def test_what_was_written_comes_back_and_shared_blocks_are_written_once(model, t
 def test_any_prompts_come_back(model, tmp_path, prompts):
     runner, path = Memory(), tmp_path / "any"
     held = [
-        (CacheKey(owner, None), ids, [((at + first) % 40,) for at in range(-(-len(ids) // BLOCK_SIZE))])
+        CachedSequence(CacheKey(owner, None), ids, [((at + first) % 40,) for at in range(-(-len(ids) // BLOCK_SIZE))])
         for owner, ids, first in prompts
     ]
     save(path, model, runner, held)
@@ -116,8 +117,8 @@ def test_any_prompts_come_back(model, tmp_path, prompts):
 def test_blocks_behind_windows_and_variants_come_back(model, tmp_path):
     runner, path = Memory(windows=(None, 16)), tmp_path / "cache"
     held = [
-        (CacheKey("", None, variant="steered"), [5] * 33, [(3, GIVEN_BACK), (1, 2), (4, 5)]),
-        (CacheKey("", None), [7, -12345678901234567, 8], [(6, 7)]),
+        CachedSequence(CacheKey("", None, variant="steered"), [5] * 33, [(3, GIVEN_BACK), (1, 2), (4, 5)]),
+        CachedSequence(CacheKey("", None), [7, -12345678901234567, 8], [(6, 7)]),
     ]
     save(path, model, runner, held)
     same(list(load(path, model, Memory(windows=(None, 16)))), held, runner)
@@ -133,7 +134,7 @@ def test_a_newer_file_replaces_an_older_one_whole(model, tmp_path):
 
 def test_adapters_are_known_by_what_they_change(model, adapter, tmp_path):
     runner, path = Memory(), tmp_path / "cache"
-    held = [(CacheKey("", adapter), [1, 2], [(0,)]), (CacheKey("", None), [1, 2], [(1,)])]
+    held = [CachedSequence(CacheKey("", adapter), [1, 2], [(0,)]), CachedSequence(CacheKey("", None), [1, 2], [(1,)])]
     model.adapters["a"] = adapter
     save(path, model, runner, held)
     same(list(load(path, model, runner)), held, runner)
@@ -141,7 +142,7 @@ def test_adapters_are_known_by_what_they_change(model, adapter, tmp_path):
     model.adapters.clear()
     same(list(load(path, model, runner)), held[1:], runner)
     model.adapters["b"] = again = low_rank(model, "b", 1.0)
-    same(list(load(path, model, runner)), [(CacheKey("", again), [1, 2], [(0,)]), held[1]], runner)
+    same(list(load(path, model, runner)), [CachedSequence(CacheKey("", again), [1, 2], [(0,)]), held[1]], runner)
     model.adapters["b"] = low_rank(model, "b", 2.0)
     same(list(load(path, model, runner)), held[1:], runner)
     assert adapter_hash(model, adapter) == adapter_hash(model, again) != adapter_hash(model, model.adapters["b"])
@@ -193,21 +194,22 @@ def forged(header, body=b"", *, version=VERSION):
     "change",
     [
         {"blocks": -1}, {"blocks": "2"}, {"sequences": None}, {"sequences": [1]},
-        {"sequences": [{"owner": 1, "adapter": None, "variant": "", "tokens": 1, "rows": [[0]]}]},
-        {"sequences": [{"owner": "", "adapter": 2, "variant": "", "tokens": 1, "rows": [[0]]}]},
-        {"sequences": [{"owner": "", "adapter": None, "variant": "", "tokens": 0, "rows": []}]},
-        {"sequences": [{"owner": "", "adapter": None, "variant": "", "tokens": 17, "rows": [[0]]}]},
-        {"sequences": [{"owner": "", "adapter": None, "variant": "", "tokens": 1, "rows": [[1]]}]},
-        {"sequences": [{"owner": "", "adapter": None, "variant": "", "tokens": 1, "rows": [[-1]]}]},
-        {"sequences": [{"owner": "", "adapter": None, "variant": "", "tokens": 1, "rows": [["0"]]}]},
-        {"sequences": [{"owner": "", "adapter": None, "variant": 1, "tokens": 1, "rows": [[0]]}]},
-        {"sequences": [{"owner": "", "adapter": None, "variant": "", "tokens": 1, "rows": [[0, 0]]}]},
-        {"blocks": 2},
+        {"sequences": [{"owner": 1, "adapter": None, "variant": "", "tokens": 1, "rows": [[0]], "states": []}]},
+        {"sequences": [{"owner": "", "adapter": 2, "variant": "", "tokens": 1, "rows": [[0]], "states": []}]},
+        {"sequences": [{"owner": "", "adapter": None, "variant": "", "tokens": 0, "rows": [], "states": []}]},
+        {"sequences": [{"owner": "", "adapter": None, "variant": "", "tokens": 17, "rows": [[0]], "states": []}]},
+        {"sequences": [{"owner": "", "adapter": None, "variant": "", "tokens": 1, "rows": [[1]], "states": []}]},
+        {"sequences": [{"owner": "", "adapter": None, "variant": "", "tokens": 1, "rows": [[-1]], "states": []}]},
+        {"sequences": [{"owner": "", "adapter": None, "variant": "", "tokens": 1, "rows": [["0"]], "states": []}]},
+        {"sequences": [{"owner": "", "adapter": None, "variant": 1, "tokens": 1, "rows": [[0]], "states": []}]},
+        {"sequences": [{"owner": "", "adapter": None, "variant": "", "tokens": 1, "rows": [[0, 0]], "states": []}]},
+        {"blocks": 2}, {"states": None}, {"states": [1]}, {"states": [[[0, "float32", [2]]]]},
+        {"sequences": [{"owner": "", "adapter": None, "variant": "", "tokens": 1, "rows": [[0]], "states": [[0, 0]]}]},
     ],
 )  # fmt: skip
 def test_a_file_that_contradicts_itself_is_refused_though_its_hash_is_right(model, tmp_path, change):
     runner, path = Memory(), tmp_path / "cache"
-    save(path, model, runner, [(CacheKey("", None), [7], [(0,)])])
+    save(path, model, runner, [CachedSequence(CacheKey("", None), [7], [(0,)])])
     _, _, length = struct.unpack("<8sII", path.read_bytes()[:16])
     header = json.loads(path.read_bytes()[16 : 16 + length])
     body = path.read_bytes()[16 + length : -32]

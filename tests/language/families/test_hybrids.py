@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+import pippin
 from pippin.core.errors import CorruptedFile, UnsupportedModel
 from pippin.core.store.reference import resolve
 from pippin.engine import Engine, Request, SamplingOptions
@@ -72,6 +73,22 @@ def test_answers_in_company_are_the_likeliest_by_transformers(checkpoints, tiny,
         logits = reference(torch.tensor([ids + answer[:-1]])).logits[0, len(ids) - 1 :, :256]
         chosen = logits.gather(-1, torch.tensor(answer)[:, None])[:, 0]
         assert float((logits.amax(-1) - chosen).max()) < 1e-4
+
+
+@pytest.mark.parametrize("model_type", HYBRIDS)
+def test_a_prompt_cache_on_disk_has_the_states(checkpoints, tiny, tmp_path, model_type):
+    """The kernels go on where another engine stopped, with the same bits."""
+    folder, _, _ = checkpoints(model_type)
+    tiny.tokenizer.save(folder)
+    model, path = pippin.load(folder, device="cpu", dtype="float32"), tmp_path / "prompts"
+    request = Request(IDS[0].tolist(), SamplingOptions(max_tokens=6, logit_bias={256: -100.0, 258: -100.0}))
+    tokens = 1024 * len(model.config.cache_groups)
+    with Engine(model, max_num_seqs=2, cache_tokens=tokens, prompt_cache=path) as engine:
+        *first, _ = engine.stream(request)
+    with Engine(model, max_num_seqs=2, cache_tokens=tokens, prompt_cache=path) as engine:
+        *again, _ = engine.stream(request)
+        assert engine.stats().cached_tokens >= 32
+    assert again == first
 
 
 @pytest.mark.parametrize("model_type", HYBRIDS)

@@ -180,8 +180,10 @@ def test_blocks_are_read_copied_and_written(opened):
         runner.write([3], data[:, 1:])
 
 
-def test_a_prompt_cache_is_saved_and_loaded(opened, tmp_path):
-    folder, _, model = opened("opt")
+@pytest.mark.parametrize("model_type", ["opt", "glm_moe_dsa", *RECURRENT])
+def test_a_prompt_cache_is_saved_and_loaded(opened, tmp_path, model_type):
+    """Keys and values, states, and tokens in place of states."""
+    folder, _, model = opened(model_type)
     path = tmp_path / "prompts"
     with Engine(model, max_num_seqs=2, cache_tokens=512, prompt_cache=path) as engine:
         first = answer_of(engine.stream(Request(PROMPTS[0], SamplingOptions(max_tokens=5))))
@@ -189,8 +191,6 @@ def test_a_prompt_cache_is_saved_and_loaded(opened, tmp_path):
     with Engine(again, max_num_seqs=2, cache_tokens=512, prompt_cache=path) as engine:
         assert answer_of(engine.stream(Request(PROMPTS[0], SamplingOptions(max_tokens=5)))) == first
         assert engine.stats().cached_tokens >= 32
-    with pytest.raises(InvalidArgument, match="recurrent layers"):
-        Engine(opened("jamba")[2], prompt_cache=path)
 
 
 def test_drafts_are_accepted_without_a_change(opened):

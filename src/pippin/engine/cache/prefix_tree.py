@@ -77,6 +77,19 @@ class PrefixMatch(NamedTuple):
     """How many of their tokens agree with the prompt."""
 
 
+class CachedSequence(NamedTuple):
+    """A cached prompt: the path of the tree from a root to a leaf."""
+
+    key: CacheKey
+    """What it was computed with."""
+    token_keys: Sequence[int]
+    """The keys of its tokens."""
+    rows: Sequence[Row]
+    """Its blocks in each group of layers."""
+    states: Mapping[int, Mapping[int, Tensor]] = {}
+    """By row: the states of recurrent layers after its tokens, where a snapshot of them is stored."""
+
+
 class PrefixTree:
     """The blocks of earlier prompts and answers. Used by one thread.
 
@@ -222,8 +235,8 @@ class PrefixTree:
             self._remove(node)
             node = parent
 
-    def sequences(self) -> Iterator[tuple[CacheKey, list[int], list[Row]]]:
-        """Key, token ids and blocks of each path from the root to a leaf, the least recently used first."""
+    def sequences(self) -> Iterator[CachedSequence]:
+        """Each path from the root to a leaf, the least recently used first."""
         ages = {block: age for age, block in enumerate(self._pool.idle)}
         ends = {id(node): node for node in self._nodes.values() if not node.children and not node.tails}
 
@@ -241,7 +254,12 @@ class PrefixTree:
                 node = node.parent
             path.reverse()
             key = CacheKey(owner, adapter, weights_version, variant)
-            yield key, [id for node in path for id in node.tokens], [tuple(node.blocks) for node in path]
+            yield CachedSequence(
+                key,
+                [id for node in path for id in node.tokens],
+                [tuple(node.blocks) for node in path],
+                {row: node.states for row, node in enumerate(path) if node.states is not None},
+            )
 
     def _own(self, node: PrefixNode, block: int) -> None:
         self._nodes[block] = node

@@ -1,15 +1,15 @@
-r"""Prompt caches on disk: keys and values of prompts, with their token ids.
+r"""Prompt caches on disk: keys and values of prompts and states of recurrent layers, with their token ids.
 
 Notable here:
 - a file can be used only with the weights that computed it: it contains their hash, the precision of the cache, the
   layout of its blocks, and the hash of each adapter; any other combination is refused
-- a block that several prompts share is written once
+- a block or a snapshot of states that several prompts share is written once
 - the whole file is checked against its SHA-256 before the first block is returned; it contains arrays and JSON, no
   code, and is never unpickled
 - a file is written atomically, and only its owner may read it, since it contains the prompts
 
 Format: 8 bytes of name, version and length of the header (32-bit, little endian), the header as JSON, the blocks, the
-keys of the tokens (64-bit: ids, or negative numbers), and the SHA-256 of all of it.
+states, the keys of the tokens (64-bit: ids, or negative numbers), and the SHA-256 of all of it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from math import prod
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -36,21 +37,37 @@ from torch import Tensor
 from pippin.core import device as devices
 from pippin.core.errors import CorruptedFile, DiskFull, InvalidInput, PromptCacheMismatch
 from pippin.core.files import atomic_write, format_bytes
-from pippin.engine.cache.prefix_tree import CacheKey, Row
+from pippin.engine.cache.prefix_tree import CachedSequence, CacheKey, Row
 from pippin.engine.model_runner import BLOCK_SIZE, GIVEN_BACK, Runner
 from pippin.language.language_model import LanguageModel
 from pippin.nn.lora import Adapter
 
 MAGIC: Final = b"PIPPINKV"
-VERSION: Final = 2
+VERSION: Final = 3
 """Version of the file format and of the meaning of a block's bytes."""
 
 _START: Final = struct.Struct("<8sII")
 _DIGEST: Final = hashlib.sha256().digest_size
 _AT_ONCE: Final = 64  # blocks in memory beside the cache
+_STATE_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int64": torch.int64}
 
-CachedSequence = tuple[CacheKey, Sequence[int], Sequence[Row]]
-"""A cached prompt: its key, the keys of its tokens, and the indices of its blocks in each group of layers."""
+States = Mapping[int, Tensor]
+"""The states of recurrent layers, by layer."""
+
+
+class LoadedSequence(NamedTuple):
+    """A prompt of a file."""
+
+    key: CacheKey
+    """What it was computed with."""
+    token_keys: list[int]
+    """The keys of its tokens."""
+    rows: list[Row]
+    """The numbers of its blocks in the file."""
+    blocks: dict[int, UInt8[Tensor, bytes]]
+    """The contents of these blocks."""
+    states: dict[int, States]
+    """By row: the states after its tokens."""
 
 
 @dataclass(frozen=True)
@@ -183,13 +200,16 @@ def save(path: Path, model: LanguageModel, runner: Runner, sequences: Iterable[C
     """
     check_writable(path)
     remove_partials(path)
-    prompts = [(key, list(ids), list(rows)) for key, ids, rows in sequences if len(ids)]
-    used = dict.fromkeys(block for *_, rows in prompts for row in rows for block in row if block != GIVEN_BACK)
+    prompts = [each for each in sequences if len(each.token_keys)]
+    used = dict.fromkeys(block for each in prompts for row in each.rows for block in row if block != GIVEN_BACK)
     index_of = {block: at for at, block in enumerate(used)}
-    adapters = {adapter: adapter_hash(model, adapter) for key, *_ in prompts if (adapter := key.adapter) is not None}
+    found = {id(states): states for each in prompts for states in each.states.values()}
+    number_of = {known: at for at, known in enumerate(found)}
+    adapters = {adapter: adapter_hash(model, adapter) for each in prompts if (adapter := each.key.adapter) is not None}
     header = asdict(CacheOrigin.of(model, runner)) | {
         "name": model.name,
         "blocks": len(index_of),
+        "states": [_described(states) for states in found.values()],
         "sequences": [
             {
                 "owner": key.owner,
@@ -197,13 +217,15 @@ def save(path: Path, model: LanguageModel, runner: Runner, sequences: Iterable[C
                 "tokens": len(ids),
                 "variant": key.variant,
                 "rows": [[index_of.get(block, GIVEN_BACK) for block in row] for row in rows],
+                "states": [[row, number_of[id(each)]] for row, each in states.items()],
             }
-            for key, ids, rows in prompts
+            for key, ids, rows, states in prompts
         ],
     }
     text = json.dumps(header).encode()
-    tokens = [np.array(ids, "<i8") for _, ids, _ in prompts]
-    size = _START.size + len(text) + len(index_of) * runner.block_bytes + sum(ids.nbytes for ids in tokens) + _DIGEST
+    behind = [_state_bytes(state) for states in found.values() for state in states.values()]
+    behind += [np.array(each.token_keys, "<i8") for each in prompts]
+    size = _START.size + len(text) + len(index_of) * runner.block_bytes + sum(part.nbytes for part in behind) + _DIGEST
     try:
         free = shutil.disk_usage(path.absolute().parent).free
         if free < size:
@@ -211,7 +233,7 @@ def save(path: Path, model: LanguageModel, runner: Runner, sequences: Iterable[C
         with atomic_write(path) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.chmod(file.name, 0o600)
-            _write(file, text, runner, list(index_of), tokens)
+            _write(file, text, runner, list(index_of), behind)
     except DiskFull as error:
         raise DiskFull(
             f"the prompt cache {path} needs {format_bytes(size)}, and the disk has no room for it ({error}); free some "
@@ -222,7 +244,16 @@ def save(path: Path, model: LanguageModel, runner: Runner, sequences: Iterable[C
     return size
 
 
-def _write(file: IO[bytes], header: bytes, runner: Runner, blocks: list[int], tokens: list[np.ndarray]) -> None:
+def _described(states: States) -> list[list[Any]]:
+    """Layer, precision and shape of each state, in the order in which they are written."""
+    return [[layer, str(state.dtype).removeprefix("torch."), list(state.shape)] for layer, state in states.items()]
+
+
+def _state_bytes(state: Tensor) -> np.ndarray:
+    return state.cpu().contiguous().flatten().view(torch.uint8).numpy()
+
+
+def _write(file: IO[bytes], header: bytes, runner: Runner, blocks: list[int], behind: list[np.ndarray]) -> None:
     digest = hashlib.sha256()
 
     def put(data: Any) -> None:
@@ -233,18 +264,16 @@ def _write(file: IO[bytes], header: bytes, runner: Runner, blocks: list[int], to
     put(header)
     for at in range(0, len(blocks), _AT_ONCE):
         put(runner.read(blocks[at : at + _AT_ONCE]).contiguous().numpy())
-    for ids in tokens:
-        put(ids)
+    for part in behind:
+        put(part)
     file.write(digest.digest())
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-def load(
-    path: Path, model: LanguageModel, runner: Runner
-) -> Iterator[tuple[CacheKey, list[int], list[Row], dict[int, UInt8[Tensor, bytes]]]]:
-    """The prompts of a file, with the contents of their blocks by number, least recently used first.
+def load(path: Path, model: LanguageModel, runner: Runner) -> Iterator[LoadedSequence]:
+    """The prompts of a file, with the contents of their blocks and their states, least recently used first.
 
     The whole file is checked before the first prompt is returned. Prompts of adapters that are not loaded are skipped.
 
@@ -265,9 +294,12 @@ def load(
             header, at = _header(file, path)
             _verify(file, path)
             _compare(header, CacheOrigin.of(model, runner), model, path)
+            described = _states(header, model, path)
             sequences = _sequences(header, path)
-            ids_at = at + header["blocks"] * runner.block_bytes
+            states_at = at + header["blocks"] * runner.block_bytes
+            ids_at = states_at + sum(map(_nbytes, described))
             _check_size(file, ids_at + 8 * sum(one["tokens"] for one in sequences) + _DIGEST, path)
+            snapshots = _Snapshots(file, states_at, described)
             for one in sequences:
                 ids = np.frombuffer(_read(file, ids_at, 8 * one["tokens"]), "<i8")
                 ids_at += ids.nbytes
@@ -277,8 +309,9 @@ def load(
                     rows = [tuple(row) for row in one["rows"]]
                     blocks = [block for row in rows for block in row if block != GIVEN_BACK]
                     data = dict(zip(blocks, _blocks(file, at, blocks, runner.block_bytes), strict=True))
+                    states = {row: snapshots[number] for row, number in one["states"]}
                     key = CacheKey(one["owner"], adapters.get(one["adapter"]), variant=one["variant"])
-                    yield key, ids.tolist(), rows, data
+                    yield LoadedSequence(key, ids.tolist(), rows, data, states)
     except OSError as error:
         raise InvalidInput(f"the prompt cache {path} cannot be read: {error.strerror}") from error
 
@@ -336,9 +369,54 @@ def _check_size(file: IO[bytes], size: int, path: Path) -> None:
         raise _damaged(path, "it is not as long as it says")
 
 
+def _states(header: dict[str, Any], model: LanguageModel, path: Path) -> list[list[list[Any]]]:
+    """Layer, precision and shape of the states of each snapshot, after a check of their consistency."""
+    found, layers = header.get("states"), list(model.cache_layout.recurrent_layers)
+    if not isinstance(found, list):
+        raise _damaged(path, "its header contradicts itself")
+    for states in found:
+        good = isinstance(states, list) and all(
+            isinstance(one, list)
+            and len(one) == 3
+            and one[1] in _STATE_DTYPES
+            and isinstance(one[2], list)
+            and all(isinstance(size, int) and size >= 0 for size in one[2])
+            for one in states
+        )
+        if not good or sorted(layer for layer, *_ in states) != layers:
+            raise _damaged(path, "its header contradicts itself")
+    return found
+
+
+def _nbytes(states: list[list[Any]]) -> int:
+    """Bytes of the states of a snapshot."""
+    return sum(prod(shape) * _STATE_DTYPES[dtype].itemsize for _, dtype, shape in states)
+
+
+class _Snapshots:
+    """The snapshots of a file; each is read once, when it is first asked for."""
+
+    def __init__(self, file: IO[bytes], at: int, described: list[list[list[Any]]]) -> None:
+        self._file, self._described = file, described
+        self._starts = [at + sum(map(_nbytes, described[:index])) for index in range(len(described))]
+        self._known: dict[int, States] = {}
+
+    def __getitem__(self, number: int) -> States:
+        if number not in self._known:
+            at, states = self._starts[number], {}
+            for layer, dtype, shape in self._described[number]:
+                size = prod(shape) * _STATE_DTYPES[dtype].itemsize
+                flat = torch.frombuffer(bytearray(_read(self._file, at, size)) or bytearray(1), dtype=torch.uint8)
+                states[layer] = flat[:size].view(_STATE_DTYPES[dtype]).view(shape)
+                at += size
+            self._known[number] = states
+        return self._known[number]
+
+
 def _sequences(header: dict[str, Any], path: Path) -> list[dict[str, Any]]:
     """The prompts that the header lists, after a check of its consistency."""
     count, found, windows = header.get("blocks"), header.get("sequences"), header["windows"]
+    snapshots = len(header["states"])
     if not isinstance(count, int) or count < 0 or not isinstance(found, list):
         raise _damaged(path, "its header contradicts itself")
     for one in found:
@@ -356,6 +434,15 @@ def _sequences(header: dict[str, Any], path: Path) -> list[dict[str, Any]]:
                 isinstance(block, int) and (0 if window is None else GIVEN_BACK) <= block < count
                 for row in one["rows"]
                 for block, window in zip(row, windows, strict=True)
+            )
+            and isinstance(one.get("states"), list)
+            and all(
+                isinstance(pair, list)
+                and len(pair) == 2
+                and all(isinstance(number, int) for number in pair)
+                and 0 <= pair[0] < one["tokens"] // BLOCK_SIZE
+                and 0 <= pair[1] < snapshots
+                for pair in one["states"]
             )
         )
         if not good:
