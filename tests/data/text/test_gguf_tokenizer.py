@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 from gguf import GGUFWriter
 from hypothesis import given, settings, strategies as st
-from tokenizers import Regex, pre_tokenizers
+from tokenizers import Regex, Tokenizer as Backend, models, normalizers, pre_tokenizers, trainers
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
 from pippin.core.errors import CorruptedFile, PippinError, UnsupportedModel
 from pippin.core.formats.gguf import open_gguf
 from pippin.data.text.gguf_splits import SPLITS
+from pippin.data.text.gguf_tokenizer import describe_backend
 from pippin.data.text.tokenizer import Tokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
@@ -236,6 +237,61 @@ def test_vocabularies_that_are_merged_without_words_encode_as_gemma_does(model, 
         assert ours.encode(text) == expected, text
         assert b"".join(map(ours.token_bytes, expected)).decode() == text.replace("▁", " ")
     assert ours.encode("<eos>a", control=True)[0] == 1
+
+
+@pytest.fixture(scope="module")
+def merged(texts):
+    """A tokenizer as that of Gemma 4: pieces of SentencePiece, bytes for the rest, and merges of their own order."""
+    named = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "<|turn>"]
+    backend = Backend(models.BPE(unk_token="<unk>", fuse_unk=True))
+    backend.normalizer, backend.pre_tokenizer = normalizers.Replace(" ", "▁"), pre_tokenizers.Split(" ", "isolated")
+    trainer = trainers.BpeTrainer(vocab_size=700, special_tokens=named, limit_alphabet=80, show_progress=False)
+    backend.train_from_iterator(["the quick brown fox\n\n  jumps over", *texts] * 3, trainer)
+    state = json.loads(backend.to_str())
+    state["model"]["byte_fallback"] = True
+    words = sorted(state["model"]["vocab"].items(), key=lambda word: word[1])
+    # the order of merges is not that of tokens
+    shuffled = [word for word, _ in words[len(named) :]]
+    random.Random(0).shuffle(shuffled)
+    state["model"]["vocab"] = {word: index for index, word in enumerate([*named, *shuffled])}
+    state["added_tokens"] = [token for token in state["added_tokens"] if not token["content"].startswith("<0x")]
+    sequence = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}]
+    state["decoder"] = {"type": "Sequence", "decoders": [*sequence, {"type": "Fuse"}]}
+    return Backend.from_str(json.dumps(state))
+
+
+def test_gemma_4_has_merges_of_its_own_order(merged, texts, tmp_path):
+    fields = describe_backend(merged, merged.get_vocab_size(), with_merges=True)
+    assert (fields["tokenizer.ggml.model"], fields["tokenizer.ggml.add_space_prefix"]) == ("gemma4", False)
+    fields = {name.removeprefix("tokenizer.ggml."): value for name, value in fields.items()}
+    ours = Tokenizer.from_gguf(write(tmp_path / "a.gguf", "gemma4", **fields, bos_token_id=2, eos_token_id=1))
+    for text in (*texts, "the  quick\n\n brown 漢 fox"):
+        wanted = merged.encode(text, add_special_tokens=False).ids
+        assert ours.encode(text) == wanted, text
+        assert "▁" in text or ours.decode(wanted) == text
+    assert (ours.add_bos, ours.bos_id, ours.eos_ids) == (True, 2, (1,))
+    derived = {name: value for name, value in fields.items() if name != "merges"} | {"model": "llama"}
+    other = Tokenizer.from_gguf(write(tmp_path / "b.gguf", "gemma3", **derived))
+    assert any(other.encode(text) != ours.encode(text) for text in texts)  # by their order tokens would join otherwise
+
+
+@pytest.mark.nightly
+def test_llama_cpp_reads_gemma_4s_merges_as_we_do(merged, texts, tmp_path):
+    llama_cpp = pytest.importorskip("llama_cpp")
+    fields = describe_backend(merged, merged.get_vocab_size(), with_merges=True)
+    fields = {name.removeprefix("tokenizer.ggml."): value for name, value in fields.items()}
+    file = write(tmp_path / "a.gguf", "gemma4", **fields, bos_token_id=2, eos_token_id=1, add_bos_token=True)
+    theirs = llama_cpp.Llama(str(file.path), vocab_only=True, verbose=False)
+    found = 0
+    try:
+        for text in texts:
+            if text.isprintable() and "▁" not in text:
+                ids = theirs.tokenize(text.encode(), add_bos=False, special=False)
+                assert ids == merged.encode(text, add_special_tokens=False).ids, text
+                found += 1
+    finally:
+        theirs.close()
+    assert found > 5
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------

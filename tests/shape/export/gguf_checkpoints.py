@@ -82,6 +82,18 @@ CASES: dict[str, dict[str, Any]] = {
     "gemma": {"head_dim": 16},
     "gemma2": {**_LOCAL, **_HEADS, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0},
     "gemma3_text": {**_LOCAL, "head_dim": 16, "num_hidden_layers": 6, "query_pre_attn_scalar": 16},
+    "gemma4_text": {
+        **{**_HEADS, **_LOCAL, "num_hidden_layers": 6, "global_head_dim": 16, "num_kv_shared_layers": 3},
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        **{"hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 260, "use_double_wide_mlp": True},
+        "final_logit_softcapping": 3.0,
+    },
+    "gemma4_text, experts": {
+        **{**_HEADS, **_LOCAL, "global_head_dim": 16, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0},
+        **{"layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]},
+        **{"attention_k_eq_v": True, "num_global_key_value_heads": 1, "enable_moe_block": True},
+        **{"num_experts": 3, "top_k_experts": 2, "moe_intermediate_size": 16},
+    },
     "glm": {**_HEADS, "attention_bias": True},
     "glm4": {"head_dim": 16, "attention_bias": True},
     "glm4_moe": {**_FIRST_DENSE, "head_dim": 16, "attention_bias": True, "use_qk_norm": True}
@@ -140,6 +152,9 @@ CASES: dict[str, dict[str, Any]] = {
 """By family, and what is special about it: what differs from `SIZES` and the family's own values."""
 
 
+_AROUND_ONE = ("norm.weight", "layer_scalar")
+
+
 def save(case: str, folder: Path) -> None:
     """Write the checkpoint of a case as transformers does, with weights that depend on their names alone."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -149,7 +164,7 @@ def save(case: str, folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     for name, values in tensors.items():
         noise = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(values.shape, dtype=np.float32)
-        tensors[name] = noise * np.float32(0.2) + np.float32(1.0 if name.endswith("norm.weight") else 0.0)
+        tensors[name] = noise * np.float32(0.2) + np.float32(1.0 if name.endswith(_AROUND_ONE) else 0.0)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 

@@ -71,12 +71,13 @@ def build_backend(file: GGUFFile) -> Backend:
     return backend
 
 
-def describe_backend(backend: Backend, rows: int) -> dict[str, Any]:
+def describe_backend(backend: Backend, rows: int, *, with_merges: bool = False) -> dict[str, Any]:
     """The metadata from which `build_backend` and llama.cpp create this tokenizer: ``tokenizer.ggml.*``, by key.
 
     Args:
         backend: byte-level or SentencePiece, as BPE.
         rows: rows of the embedding; ids beyond the vocabulary become unused tokens.
+        with_merges: whether a SentencePiece vocabulary has its merges, as that of Gemma 4.
 
     Raises:
         UnsupportedModel: another kind of tokenizer, or a splitting rule without a name in GGUF.
@@ -92,10 +93,14 @@ def describe_backend(backend: Backend, rows: int) -> dict[str, Any]:
     for index, token in added.items():
         types[index] = CONTROL if token.special else _USER_DEFINED
     fields: dict[str, Any] = {"model": "gpt2", "tokens": tokens, "token_type": types}
+    lines = [pair if isinstance(pair, str) else " ".join(pair) for pair in state["model"]["merges"]]
     if state["model"].get("byte_fallback"):
         fields |= _describe_sentencepiece(state, tokens, types)
+        if with_merges and fields["add_space_prefix"]:
+            raise UnsupportedModel("llama.cpp puts no space before texts of gemma4 models, this tokenizer does")
+        if with_merges:
+            fields |= {"model": "gemma4", "pre": "gemma4", "tokens": tokens, "merges": lines}
     else:
-        lines = [pair if isinstance(pair, str) else " ".join(pair) for pair in state["model"]["merges"]]
         if not lines:
             raise UnsupportedModel("a vocabulary of single bytes, without merges, has no form in GGUF")
         fields |= {"pre": _rule_name(backend, state), "merges": lines}

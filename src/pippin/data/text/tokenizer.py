@@ -118,16 +118,17 @@ class Tokenizer:
             chat_template=file.get("tokenizer.chat_template", str, "") or None,
         )
 
-    def to_gguf(self, rows: int) -> dict[str, Any]:
+    def to_gguf(self, rows: int, *, with_merges: bool = False) -> dict[str, Any]:
         """The metadata of a GGUF file from which `from_gguf` and llama.cpp create this tokenizer.
 
         Args:
             rows: rows of the embedding; the file must have as many tokens.
+            with_merges: whether a SentencePiece vocabulary has its merges, as that of Gemma 4.
 
         Raises:
             UnsupportedModel: a tokenizer, or a splitting rule, that GGUF cannot express.
         """
-        fields = describe_backend(self._backend, rows)
+        fields = describe_backend(self._backend, rows, with_merges=with_merges)
         for index in self.control_ids - {fields.get("tokenizer.ggml.unknown_token_id")}:
             fields["tokenizer.ggml.token_type"][index] = CONTROL
         ids = zip(("eos", "eot", "eom"), self.eos_ids, strict=False)

@@ -8,16 +8,20 @@ Notable here:
 - the last layers of the small models read the keys and values of the last earlier layer of their kind
 - the mixture of experts stands beside the dense layer of each layer, both with norms of their own
 - the cache stores heads of the smaller size; global layers store theirs as several
+- in GGUF the dimensions of a global head that are not rotated have frequencies divided by a number without end
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Final
 
-from pippin.core.errors import UnsupportedModel
+import torch
+from torch import Tensor
+
+from pippin.core.errors import CorruptedFile, UnsupportedModel
 from pippin.language.decoder import DecoderConfig, LayerSpec
-from pippin.language.families.experts import fused_experts
+from pippin.language.families.experts import fused_experts, gates_and_ups, stacked
 from pippin.language.families.family import (
     Family,
     Fields,
@@ -27,6 +31,7 @@ from pippin.language.families.family import (
     read_decoder,
     rename,
 )
+from pippin.language.families.gguf_layout import TABLE, GGUFHeader, GGUFLayout
 from pippin.language.families.sizes import MAX_LAYERS, check_size
 from pippin.nn.attention import AttentionSpec
 from pippin.nn.feedforward import FeedForwardSpec
@@ -203,4 +208,138 @@ def _rules(config: DecoderConfig) -> list[TensorRule]:
     )
 
 
-GEMMA4 = Family("gemma4_text", "Gemma4ForCausalLM", _read, _write, _rules, shares_kv=True)
+# --- GGUF -------------------------------------------------------------------------------------------------------------
+
+_STILL: Final = 1e30
+"""The divisor of frequencies that are none."""
+
+
+def _from_gguf(header: GGUFHeader, fields: Fields) -> dict[str, Any]:
+    count, kinds = fields["num_hidden_layers"], fields["layer_types"]
+    size, near = header.get("attention.key_length", int), header.get("attention.key_length_swa", int)
+    heads, inner = (_of_each(header, f"{key}", count) for key in ("attention.head_count_kv", "feed_forward_length"))
+    shared, theta = header.get("attention.shared_kv_layers", int, 0), header.get("rope.freq_base", float)
+    own = [index for index in range(max(count - shared, 0)) if kinds[index] == "full_attention"]
+    table = header.read(TABLE).float() if TABLE in header else torch.ones(size // 2)
+    turning = int((table < _STILL / 2).sum())
+    if table.shape != (size // 2,) or not bool((table[:turning] == 1.0).all()):
+        raise UnsupportedModel(f"{header.where}: {TABLE} of gemma4 models has ones for what rotates, and then {_STILL}")
+    return {
+        "per_layer_config": {
+            str(index): {"num_key_value_heads": heads[index], "head_dim": near if kind == "sliding_attention" else size}
+            for index, kind in enumerate(kinds)
+        },
+        "intermediate_size": inner[0],
+        "use_double_wide_mlp": inner[-1] != inner[0],
+        "num_kv_shared_layers": shared,
+        "attention_k_eq_v": bool(own) and not any(f"blk.{index}.attn_v.weight" in header for index in own),
+        "hidden_size_per_layer_input": header.get("embedding_length_per_layer_input", int, 0),
+        "final_logit_softcapping": header.get("final_logit_softcapping", float, 0.0) or None,
+        "enable_moe_block": bool(fields.get("num_experts")),
+        "top_k_experts": fields.get("num_experts_per_tok"),
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": header.get("rope.freq_base_swa", float, theta)},
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": theta,
+                "partial_rotary_factor": (2 * turning + 0.5) / size,  # which is rounded down to pairs
+            },
+        },
+    }
+
+
+def _of_each(header: GGUFHeader, key: str, layers: int) -> list[int]:
+    """A number of each layer, which may be given once."""
+    given = header.metadata.get(f"{header.architecture}.{key}")
+    found = given if isinstance(given, list) else [header.get(key, int)] * layers
+    if len(found) < layers or any(type(one) is not int for one in found):
+        raise CorruptedFile(f"{header.where}: metadata {key!r} is {found!r:.80}, expected {layers} integers")
+    return found[:layers]
+
+
+def _to_gguf(config: DecoderConfig) -> dict[str, Any]:
+    near, far = (
+        next((layer.attention for layer in config.layers if (layer.attention.window is not None) == local), None)
+        for local in (True, False)
+    )
+    if near is None or far is None or near.rotary is None or far.rotary is None:
+        raise UnsupportedModel("llama.cpp has gemma4 models with both local and global layers that rotate only")
+    inner = [layer.feedforward.intermediate_size for layer in config.layers]
+    heads = [layer.attention.num_key_value_heads for layer in config.layers]
+    experts = config.layers[0].experts
+    fields: dict[str, Any] = {
+        "feed_forward_length": inner if len(set(inner)) > 1 else inner[0],
+        "attention.head_count_kv": heads if len(set(heads)) > 1 else heads[0],
+        "attention.shared_kv_layers": sum(layer.attention.kv_source is not None for layer in config.layers),
+        "embedding_length_per_layer_input": config.per_layer_size,
+        "final_logit_softcapping": config.logit_softcap,
+        "rope.freq_base": float(far.rotary.theta),
+        "rope.freq_base_swa": float(near.rotary.theta),
+    }
+    for suffix, spec in (("", far), ("_swa", near)):
+        names = (f"attention.key_length{suffix}", f"attention.value_length{suffix}", f"rope.dimension_count{suffix}")
+        fields |= dict.fromkeys(names, spec.head_dim)
+    if experts is not None:
+        fields |= {
+            "expert_count": experts.num_experts,
+            "expert_used_count": experts.num_experts_per_tok,
+            "expert_feed_forward_length": experts.intermediate_size,
+        }
+    return fields
+
+
+def _tables(config: DecoderConfig) -> dict[str, Tensor]:
+    spec = next((layer.attention for layer in config.layers if layer.attention.window is None), None)
+    if spec is None or spec.rotary is None or spec.head_dim is None:
+        return {}
+    table = torch.full((spec.head_dim // 2,), _STILL)
+    table[: (spec.head_dim if spec.rotary.dims is None else spec.rotary.dims) // 2] = 1.0
+    return {TABLE: table}
+
+
+def _gguf_rules(config: DecoderConfig) -> list[TensorRule]:
+    room, experts = "expert_branch.mlp", config.layers[0].experts
+    found = [
+        # a whole head is rotated there, so that rows stay where they are
+        *rename(**{f"self_attn__{part}": f"attn_{part.removesuffix('_proj')}" for part in ("q_proj", "k_proj")}),
+        *rename(self_attn__q_norm="attn_q_norm", self_attn__k_norm="attn_k_norm"),
+        *rename(
+            per_layer__embed="per_layer_token_embd",
+            per_layer__proj="per_layer_model_proj",
+            per_layer__norm="per_layer_proj_norm",
+            layer_input__gate="inp_gate",
+            layer_input__proj="proj",
+            layer_input__norm="post_norm",
+            expert_branch__dense_norm="post_ffw_norm_1",
+            expert_branch__input_norm="pre_ffw_norm_2",
+            expert_branch__output_norm="post_ffw_norm_2",
+            expert_branch__mlp__gate="ffn_gate_inp",
+        ),
+        TensorRule("layer_output_scale.weight", ("",), leaves=("layer_scalar",), whole=True),
+        TensorRule("ffn_gate_inp", (f"{room}.gate",), leaves=("scale",)),
+        TensorRule("ffn_down_exps.scale", (f"{room}.gate",), leaves=("per_expert_scale",), whole=True),
+    ]
+    if experts is None:
+        return found
+    count = experts.num_experts
+    both = gates_and_ups(count, f"{room}.experts")
+    fused, down = fused_experts(("ffn_gate_up_exps.weight", "ffn_down_exps.weight"), count, f"{room}.experts")
+    found += [fused, down]
+    for at, part in enumerate(("gate", "up")):
+        found.append(stacked(f"ffn_{part}_exps.weight", both[at::2], lambda tensor, at: tensor[at], torch.stack))
+    return found
+
+
+_GGUF = GGUFLayout(
+    "gemma4",
+    _from_gguf,
+    _to_gguf,
+    _gguf_rules,
+    _tables,
+    windows=True,
+    any_head_dim=True,
+    own_rotary=True,
+    merges=True,
+    varied=("attention.head_count_kv", "feed_forward_length"),
+)
+GEMMA4 = Family("gemma4_text", "Gemma4ForCausalLM", _read, _write, _rules, shares_kv=True, gguf=_GGUF)

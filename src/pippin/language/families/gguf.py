@@ -45,6 +45,7 @@ from pippin.language.families.gguf_layout import (
 from pippin.language.families.sizes import MAX_LAYERS, bounded, check_size, contradictions
 from pippin.nn.rotary import Rotary
 
+_KV_HEADS = "attention.head_count_kv"
 _RMS_EPS, _LAYER_EPS = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
 _LISTED = 5  # differences that a message names
 
@@ -64,7 +65,7 @@ def from_gguf(header: GGUFHeader) -> DecoderConfig:
         _check_counts(header)
         usual = _usual_fields(header, family, layout)
         fields = {**usual, **layout.read(header, usual)}
-        return bounded(_as_stored(family.read(fields), fields, header))
+        return bounded(_as_stored(family.read(fields), fields, header, layout))
 
 
 def in_gguf(config: DecoderConfig) -> Family:
@@ -98,7 +99,14 @@ def is_beside(name: str, header: GGUFHeader) -> bool:
     if name in (TABLE, SHORT_TABLE, LONG_TABLE):
         return True
     count, layer = header.get("block_count", int), name.split(".")[1] if name.startswith("blk.") else ""
-    return layer.isdigit() and count - header.get("nextn_predict_layers", int, 0) <= int(layer) < count
+    if not layer.isdigit():
+        return False
+    if name.endswith(_OF_KEYS) and count - header.get("attention.shared_kv_layers", int, 0) <= int(layer) < count:
+        return True  # of a layer that reads the keys and values of another
+    return count - header.get("nextn_predict_layers", int, 0) <= int(layer) < count
+
+
+_OF_KEYS = (".attn_k.weight", ".attn_v.weight", ".attn_k_norm.weight")
 
 
 def _family(header: GGUFHeader) -> tuple[Family, GGUFLayout]:
@@ -144,7 +152,7 @@ def _usual_fields(header: GGUFHeader, family: Family, layout: GGUFLayout) -> dic
         "hidden_size": width,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": header.count("attention.head_count_kv", heads) or heads,
+        "num_key_value_heads": header.count(_KV_HEADS, heads, varied=_KV_HEADS in layout.varied) or heads,
         "head_dim": header.get("attention.key_length", int, width // heads),
         "max_position_embeddings": header.get("context_length", int),
         family.eps: header.get(next((key for key in keys if key in header), keys[0]), float),
@@ -157,7 +165,7 @@ def _usual_fields(header: GGUFHeader, family: Family, layout: GGUFLayout) -> dic
     fields["layer_types"] = fields["layer_types"][:layers]
     for key, names in _COUNTS.items():
         if key in header:
-            fields |= dict.fromkeys(names, header.count(key))
+            fields |= dict.fromkeys(names, header.count(key, varied=key in layout.varied))
     if not header.get("attention.causal", bool, True):
         raise UnsupportedModel(f"{header.where}: an encoder, which attends to later tokens too, is not a decoder")
     return fields
@@ -215,7 +223,7 @@ def _rope_fields(header: GGUFHeader) -> dict[str, Any]:
     return rope
 
 
-def _as_stored(config: DecoderConfig, fields: dict[str, Any], header: GGUFHeader) -> DecoderConfig:
+def _as_stored(config: DecoderConfig, fields: dict[str, Any], header: GGUFHeader, layout: GGUFLayout) -> DecoderConfig:
     """The config with what tensors and sizes say and a `config.json` has no or several words for."""
     for index, layer in enumerate(config.layers):
         local = fields["layer_types"][index] == "sliding_attention"
@@ -233,7 +241,7 @@ def _as_stored(config: DecoderConfig, fields: dict[str, Any], header: GGUFHeader
     inner = has("ffn_up", "ffn_down")
 
     def stored(spec: LayerSpec) -> LayerSpec:
-        if spec.attention.rotary is not None:
+        if spec.attention.rotary is not None and not layout.own_rotary:
             latent = spec.attention.latent
             whole = config.head_dim if latent is None else latent.rotated_dim
             rotary = replace(spec.attention.rotary, dims=None if dims == whole else dims)
@@ -335,7 +343,8 @@ def _differences(config: DecoderConfig, again: DecoderConfig) -> Iterator[str]:
     """In what two decoders differ, as text; families and metadata of training apart."""
     for index, pair in enumerate(zip(config.layers, again.layers, strict=True)):
         rotaries = [layer.attention.rotary for layer in pair]
-        if (rotaries[0] is None) != (rotaries[1] is None) or not _same_rotation(rotaries, config.head_dim):
+        size = pair[0].attention.head_dim or config.head_dim
+        if (rotaries[0] is None) != (rotaries[1] is None) or not _same_rotation(rotaries, size):
             yield f"layer {index} has positions {rotaries[0]}, GGUF would say {rotaries[1]}"
         ours, theirs = (asdict(replace(layer, attention=replace(layer.attention, rotary=None))) for layer in pair)
         for part, values in ours.items():

@@ -60,8 +60,13 @@ class GGUFHeader:
         """
         return metadata_value(self.metadata, f"{self.architecture}.{key}", kind, default, self.where)
 
-    def count(self, key: str, default: int | None = None) -> int:
+    def count(self, key: str, default: int | None = None, *, varied: bool = False) -> int:
         """A number that may be given once, or once for each layer; layers without what it counts have 0.
+
+        Args:
+            key: as of `get`.
+            default: as of `get`.
+            varied: whether layers may differ, and the largest is meant.
 
         Raises:
             UnsupportedModel: layers that differ.
@@ -73,9 +78,9 @@ class GGUFHeader:
         if not value or any(type(one) is not int for one in value):
             raise CorruptedFile(f"{self.where}: metadata {key!r} is {value!r:.80}, expected integers")
         found = set(value) - {0} or {0}
-        if len(found) > 1:
+        if len(found) > 1 and not varied:
             raise UnsupportedModel(f"{self.where}: layers with different {key} ({value!r:.80}) are not supported")
-        return int(found.pop())
+        return int(max(found))
 
     def __contains__(self, name: str) -> bool:
         """Whether the architecture's metadata have a key, or the file has a tensor."""
@@ -101,6 +106,10 @@ class GGUFLayout:
         biases: of which layers, beside queries, keys and values, llama.cpp has biases.
         own_output: whether the output matrix must be there even where it is the embedding.
         read_as: the decoder that a written one is read as, where that is another.
+        own_rotary: whether ``read`` says all of the rotary encoding, and its number of dimensions and table are not the
+            usual ones.
+        varied: keys of numbers that may differ between layers, which ``read`` reads.
+        merges: whether a SentencePiece vocabulary has its merges.
     """
 
     architecture: str
@@ -117,6 +126,9 @@ class GGUFLayout:
     biases: tuple[Literal["attention output", "feed-forward"], ...] = ()
     own_output: bool = False
     read_as: Callable[[DecoderConfig], DecoderConfig] = lambda config: config
+    own_rotary: bool = False
+    varied: tuple[str, ...] = ()
+    merges: bool = False
 
 
 SIGMOID_ROUTER: Final = 2

@@ -85,7 +85,8 @@ def export_gguf(
     layout = families.layout_of(config)
     codes = stored_codes(model) if codes is None else codes
     entries = _entries(model.module, kind, codes)
-    metadata = _describe(config, entries) | model.tokenizer.to_gguf(config.vocab_size) | sampling_metadata(model)
+    metadata = _describe(config, entries) | sampling_metadata(model)
+    metadata |= model.tokenizer.to_gguf(config.vocab_size, with_merges=layout.merges)
     if not layout.windows and any(layer.attention.window for layer in config.layers):
         progress.note(
             f"llama.cpp has no windows for {layout.architecture} models: beyond the window it answers otherwise",
