@@ -224,6 +224,8 @@ def test_bfloat16_halves_the_cache_and_stays_near(opened):
     folder, theirs, _ = opened("phi")
     model = pippin.load(folder, device="cpu", dtype="bfloat16")
     assert model.dtype == torch.bfloat16
+    assert model.network.config.continues  # rounding is not taken for a wrong cache
+    assert model.network.config.batched
     with Engine(model, max_num_seqs=1, cache_tokens=256) as engine:
         assert engine.kv_cache_dtype == "bfloat16"
         found = torch.tensor([token.logprob for token in engine.prompt_logprobs(IDS)[1:]])

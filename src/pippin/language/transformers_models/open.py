@@ -8,6 +8,7 @@ Notable here:
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -49,7 +50,7 @@ def obstacle(config: Mapping[str, Any]) -> str:
         found = version("transformers")
     except PackageNotFoundError:
         return "with `pip install 'pippin[transformers]'`, families that transformers has open through it"
-    if tuple(int(part) for part in found.split(".")[:2]) < OLDEST:
+    if tuple(map(int, re.findall(r"\d+", found)[:2])) < OLDEST:
         return f"other families open through transformers {OLDEST[0]}.{OLDEST[1]} or later, and {found} is installed"
     known, causal = _known_families()
     if family not in known:

@@ -60,8 +60,8 @@ def probed(model: Any, max_position_embeddings: int) -> TransformersNetwork:
         return network
     try:
         network.config = replace(plain, layers=_layers(network, ids))
-        continues = alike(whole, _in_pieces(network, ids, _PIECES))
-        if continues or alike(whole, _in_pieces(network, ids, _STEPS)):
+        continues = _same_in_pieces(network, ids, whole, _PIECES)
+        if continues or _same_in_pieces(network, ids, whole, _STEPS):
             network.config = replace(network.config, continues=continues, batched=_batches(network, ids))
         else:
             network.config = replace(plain, uncached="the cache changes its logits")
@@ -71,11 +71,15 @@ def probed(model: Any, max_position_embeddings: int) -> TransformersNetwork:
 
 
 def alike(one: Float[Tensor, "*logits"], other: Float[Tensor, "*logits"]) -> bool:
-    """Whether two computations of the same logits differ by no more than rounding, after every token."""
-    tolerance = 1e-4 if one.dtype == torch.float32 else 0.1
+    """Whether two computations of the same logits differ by no more than rounding, on average over the tokens.
+
+    In bfloat16 single tokens differ by a tenth of the spread of their logits, the average by a few hundredths; with a
+    cache that is wrong, by a third and more.
+    """
+    tolerance = 1e-4 if one.dtype == torch.float32 else 0.15
     one, other = one.float(), other.float()
     spread = (one - one.mean(-1, keepdim=True)).norm(dim=-1)
-    return bool(((one - other).norm(dim=-1) <= tolerance * spread).all())
+    return bool(((one - other).norm(dim=-1) / spread.clamp(min=1e-30)).mean() <= tolerance)
 
 
 def _layers(network: TransformersNetwork, ids: Int[Tensor, "1 tokens"]) -> tuple[LayerCache, ...]:
@@ -131,17 +135,20 @@ def _sequence(ids: Tensor, start: int, stop: int, table: list[int], states: dict
     return SimpleNamespace(token_ids=tokens, num_computed_tokens=start, block_table=table, states=states)
 
 
-def _in_pieces(
-    network: TransformersNetwork, ids: Int[Tensor, "1 tokens"], pieces: Sequence[int]
-) -> Float[Tensor, "1 tokens vocab"]:
-    """Logits of a sequence that is computed in pieces, in two blocks that are not in order."""
+def _same_in_pieces(
+    network: TransformersNetwork,
+    ids: Int[Tensor, "1 tokens"],
+    whole: Float[Tensor, "1 tokens vocab"],
+    pieces: Sequence[int],
+) -> bool:
+    """Whether a sequence in pieces, in two blocks out of order, has the logits of the whole behind the first."""
     store, states, logits = _store(network, 3), dict[int, Tensor](), []
     bounds = [stop for stop in accumulate(pieces, initial=0) if stop <= ids.shape[1]]
     for start, stop in pairwise(bounds):
         view = CachePass(store, network.config, [_sequence(ids, start, stop, [2, 0], states)])
         logits.append(network.logits(ids[:, start:stop], view.cache))
         view.remember()
-    return torch.cat([*logits, network.logits(ids)[:, bounds[-1] :]], 1)
+    return alike(whole[:, bounds[1] : bounds[-1]], torch.cat(logits[1:], 1))
 
 
 def _batches(network: TransformersNetwork, ids: Int[Tensor, "1 tokens"]) -> bool:
