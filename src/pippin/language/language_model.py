@@ -394,12 +394,16 @@ def _read_gguf(path: Path) -> CheckpointHeaders:
         dequantize_blocks(torch.empty(0, 2, dtype=torch.uint8), kind, torch.float32)
     module = _empty(config)
     wanted = _shapes(module)
-    sources, unused = families.locate(families.in_gguf(config), config, wanted, file.tensors)
+    numbers = families.learned_numbers(config, header)
+    stored = [name for name in wanted if name not in numbers]
+    sources, unused = families.locate(families.in_gguf(config), config, stored, file.tensors)
 
     def rows(name: str) -> Tensor:
         return sources[name].take(file.raw(sources[name].stored), config)
 
     def tensor(name: str, dtype: torch.dtype) -> Tensor:
+        if name in numbers:
+            return torch.full(wanted[name], numbers[name], dtype=dtype)
         stored, rule = sources[name].stored, sources[name].rule
         matrix = len(wanted[name]) == 2 and len(file.tensors[stored].shape) > 1  # others are never in blocks
         if not matrix or (rule is not None and rule.across):
@@ -414,10 +418,10 @@ def _read_gguf(path: Path) -> CheckpointHeaders:
     kinds = {name: file.tensors[source.stored].type for name, source in sources.items()}
     reasons = {name: f"there are no kernels for {kind}" for name, kind in kinds.items() if not _has_kernels(kind)}
     shapes = {name: source.shape(file.tensors[source.stored].shape, config) for name, source in sources.items()}
-    _compare(module, shapes, left_over, path)
+    _compare(module, shapes | {name: wanted[name] for name in numbers}, left_over, path)
     return CheckpointHeaders(
         module,
-        tuple(sources),
+        (*sources, *numbers),
         tensor,
         tokenizer=lambda: Tokenizer.from_gguf(file),
         release=lambda _: file.release(),

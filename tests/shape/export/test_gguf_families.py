@@ -85,8 +85,7 @@ def test_every_family_with_gguf_has_a_case():
     assert known - {"ministral"} == {case.partition(",")[0] for case in CASES}  # the converter lacks Ministral
     lacking = {"helium", "nanochat"}  # llama.cpp has no such models
     unlike = {"phimoe"}  # its experts are chosen otherwise there
-    unwritten = {"apertus"}
-    unwritten |= {"recurrent_gemma", "olmo_hybrid", "kimi_linear"}
+    unwritten = {"recurrent_gemma", "olmo_hybrid", "kimi_linear"}
     assert families.FAMILIES.keys() - known <= lacking | unlike | unwritten
 
 
@@ -334,6 +333,8 @@ def test_fused_tensors_are_read_in_any_family(exported, tmp_path):
         ("qwen2", {"qwen2.attention.sliding_window": 0.5}, CorruptedFile, "sliding_window' is 0.5, expected int"),
         ("olmo", {"olmo.attention.clamp_kqv": 8.0}, UnsupportedModel, "clip_qkv=8.0"),
         ("gemma2", {"gemma2.attention.sliding_window_pattern": [True]}, CorruptedFile, "1 windows are given for 4"),
+        ("apertus", {"xielu.alpha_p": None}, CorruptedFile, "'xielu.alpha_p' is None, expected 4 numbers"),
+        ("apertus", {"xielu.beta": [0.5, 0.5]}, CorruptedFile, r"'xielu.beta' is \[0.5, 0.5\], expected 4 numbers"),
         (
             "qwen3",
             {"qwen3.attention.causal": None, "qwen3.context_length": None},
@@ -394,7 +395,7 @@ def test_windows_that_llama_cpp_lacks_are_kept_and_said(exported, merging, tmp_p
 
 def test_a_family_that_llama_cpp_lacks_is_refused(tmp_path):
     config = families.from_hf({"model_type": "llama", **_MINIMAL})
-    with pytest.raises(UnsupportedModel, match=r"llama\.cpp has no helium models, so GGUF has none; it has arcee"):
+    with pytest.raises(UnsupportedModel, match=r"llama\.cpp has no helium models, so GGUF has none; it has apertus"):
         families.to_gguf(replace(config, family="helium"))
 
 

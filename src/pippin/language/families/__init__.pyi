@@ -13,6 +13,7 @@ from .gguf import (
     in_gguf as in_gguf,
     is_beside as is_beside,
     layout_of as layout_of,
+    learned_numbers as learned_numbers,
     to_gguf as to_gguf,
 )
 from .gguf_layout import GGUFHeader as GGUFHeader, GGUFLayout as GGUFLayout

@@ -1,4 +1,8 @@
-"""Apertus: norms of heads, and feed-forward layers without a gate, whose nonlinearity xIELU has learned slopes."""
+"""Apertus: norms of heads, and feed-forward layers without a gate, whose nonlinearity xIELU has learned slopes.
+
+Notable here:
+- GGUF has the slopes among the metadata
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ from typing import Any
 
 from pippin.language.decoder import DecoderConfig
 from pippin.language.families.family import Family, Fields, TensorRule, activation_of, read_decoder, rename
+from pippin.language.families.gguf_layout import GGUFLayout, rotary_table
 from pippin.nn.feedforward import FeedForwardSpec
 
 
@@ -23,4 +28,12 @@ def _rules(config: DecoderConfig) -> list[TensorRule]:
     return rename(input_layernorm="attention_layernorm", post_attention_layernorm="feedforward_layernorm")
 
 
-APERTUS = Family("apertus", "ApertusForCausalLM", _read, _write, _rules)
+_GGUF = GGUFLayout(
+    "apertus",
+    tables=rotary_table,
+    any_head_dim=True,
+    biases=("attention output",),
+    own_output=True,
+    numbers={f"xielu.{name}": f"mlp.act_fn.{name}" for name in ("alpha_p", "alpha_n", "beta", "eps")},
+)
+APERTUS = Family("apertus", "ApertusForCausalLM", _read, _write, _rules, gguf=_GGUF)

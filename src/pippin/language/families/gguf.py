@@ -94,6 +94,23 @@ def layout_of(config: DecoderConfig) -> GGUFLayout:
     return layout
 
 
+def learned_numbers(config: DecoderConfig, header: GGUFHeader) -> dict[str, float]:
+    """The decoder's tensors that are numbers in the metadata, by Pippin's names.
+
+    Raises:
+        CorruptedFile: they are missing, or there are not as many as layers.
+    """
+    found: dict[str, float] = {}
+    count = len(config.layers)
+    for key, name in layout_of(config).numbers.items():
+        given = header.metadata.get(key)
+        values: list[Any] = given if isinstance(given, list) else [given] * count
+        if len(values) < count or any(type(value) is not float for value in values):
+            raise CorruptedFile(f"{header.where}: metadata {key!r} is {given!r:.80}, expected {count} numbers")
+        found |= {f"layers.{index}.{name}": values[index] for index in range(count)}
+    return found
+
+
 def is_beside(name: str, header: GGUFHeader) -> bool:
     """Whether a stored tensor is none of the decoder's weights: a table of frequencies, or a layer that only drafts."""
     if name in (TABLE, SHORT_TABLE, LONG_TABLE):

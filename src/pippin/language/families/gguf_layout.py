@@ -8,7 +8,7 @@ Notable here:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 import torch
@@ -110,6 +110,8 @@ class GGUFLayout:
             usual ones.
         varied: keys of numbers that may differ between layers, which ``read`` reads.
         merges: whether a SentencePiece vocabulary has its merges.
+        numbers: learned numbers that a file has as metadata, one for each layer: by their whole key, Pippin's name of
+            them in a layer.
     """
 
     architecture: str
@@ -129,6 +131,7 @@ class GGUFLayout:
     own_rotary: bool = False
     varied: tuple[str, ...] = ()
     merges: bool = False
+    numbers: Mapping[str, str] = field(default_factory=dict)
 
 
 SIGMOID_ROUTER: Final = 2

@@ -86,6 +86,7 @@ def export_gguf(
     codes = stored_codes(model) if codes is None else codes
     entries = _entries(model.module, kind, codes)
     metadata = _describe(config, entries) | sampling_metadata(model)
+    metadata |= _learned_numbers(model.module)
     metadata |= model.tokenizer.to_gguf(config.vocab_size, with_merges=layout.merges)
     if not layout.windows and any(layer.attention.window for layer in config.layers):
         progress.note(
@@ -131,6 +132,15 @@ def _describe(config: DecoderConfig, entries: Sequence[_Entry]) -> dict[str, Any
     )
     families.check_gguf(config, header)
     return metadata
+
+
+def _learned_numbers(module: Decoder) -> dict[str, list[float]]:
+    """The decoder's tensors that are numbers in the metadata: those of all layers, by key."""
+    tensors = module.state_dict()
+    return {
+        key: [float(tensors[f"layers.{index}.{name}"]) for index in range(len(module.config.layers))]
+        for key, name in families.layout_of(module.config).numbers.items()
+    }
 
 
 def blocks(codes: Codes, kind: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -239,7 +249,10 @@ def _entries(module: Decoder, kind: str, codes: Mapping[str, Codes]) -> list[_En
     config = module.config
     sources = families.TensorSources(families.in_gguf(config), config)
     found: dict[str, tuple[families.TensorRule, dict[int, _Part]]] = {}
+    numbers = tuple(f".{name}" for name in families.layout_of(config).numbers.values())
     for name, part in _parts(module, codes):
+        if name.endswith(numbers):
+            continue
         source = sources(name)[0]
         if source.rule is None and getattr(part.owner, "packed", None) is not None:
             raise InvalidArgument(f"{name} was fused with others when it was packed; load the model with pack=False")
