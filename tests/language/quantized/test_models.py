@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.language.families.checkpoints import read, save_random
-from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 
 import pippin
 from pippin.core import native
@@ -132,6 +132,92 @@ def test_it_can_be_quantized_further(gptq):
     assert (
         again.module.layers[0].mlp.up_proj.packed.dense() - exact.module.layers[0].mlp.up_proj.weight
     ).abs().max() < 1
+
+
+def rewritten(folder, tokenizer, tensors, **settings):
+    """A folder of transformers with other tensors in place of its experts, the router's apart."""
+    kept = {name: tensor for name, tensor in load_file(folder / "model.safetensors").items() if ".experts." not in name}
+    save_file(kept | {n: t.contiguous() for n, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text()) | settings
+    (folder / "config.json").write_text(json.dumps(config))
+    tokenizer.save(folder)
+
+
+def of_mlx(weight, bits=8, group=32):
+    """A matrix, or one for each expert, as MLX quantizes it: the tensors and their values."""
+    groups = weight.unflatten(-1, (-1, group))
+    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    scales = (high - low) / (2**bits - 1)
+    codes = ((groups - low) / scales).round().clamp(0, 2**bits - 1)
+    words = codes.flatten(-2).to(torch.uint8).view(torch.int32)
+    parts = {"weight": words, "scales": scales.squeeze(-1), "biases": low.squeeze(-1)}
+    return parts, (codes * scales + low).flatten(-2)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "deepseek_v2"])
+@torch.inference_mode()
+def test_experts_as_mlx_lm_stores_them_give_the_logits_of_transformers(family, tmp_path, tiny):
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "moe_intermediate_size": 32, "vocab_size": 288}
+    theirs = save_random(family, tmp_path, **sizes)
+    room = {"mixtral": "block_sparse_moe.switch_mlp", "gpt_oss": "mlp.experts"}.get(family, "mlp.switch_mlp")
+    tensors = {}
+    for name, parameter in theirs.named_parameters():
+        layer, is_experts, what = name.partition(".mlp.experts.")
+        if not is_experts:
+            continue
+        names = [what] if what.startswith("down") else [what.replace("gate_up", part) for part in ("gate", "up")]
+        if family == "gpt_oss":  # inputs as rows, gates and up outputs in turn
+            rows = parameter if what.endswith("bias") else parameter.transpose(1, 2)
+            parts = [rows] if len(names) == 1 else [rows[:, 0::2], rows[:, 1::2]]
+        else:
+            rows = parameter
+            parts = rows.chunk(len(names), 1)
+        for own, part in zip(names, [part.contiguous() for part in parts], strict=True):
+            stem = f"{layer}.{room}.{own.removesuffix('_bias')}"
+            if own.endswith("bias"):
+                tensors[f"{stem}.bias"] = part.clone()
+                continue
+            stored, values = of_mlx(part)
+            tensors |= {f"{stem}.{leaf}": tensor for leaf, tensor in stored.items()}
+            place = rows[:, names.index(own) :: len(names)] if family == "gpt_oss" else None
+            (parts[names.index(own)] if place is None else place).copy_(values)
+    rewritten(tmp_path, tiny.tokenizer, tensors, quantization={"group_size": 32, "bits": 8, "mode": "affine"})
+    ours = pippin.load(tmp_path, device="cpu", dtype="float32", pack=False)
+    torch.testing.assert_close(ours.module(IDS), theirs(IDS).logits, rtol=1e-4, atol=1e-4)
+    if native.library() is not None:
+        experts = pippin.load(tmp_path, device="cpu").module.layers[-1].mlp.experts
+        assert experts[1].up_proj.packed.kind == "AFFINE8"
+
+
+@torch.inference_mode()
+def test_gpt_oss_as_it_is_published_gives_the_logits_of_transformers(tmp_path, tiny):
+    save_random("gpt_oss", tmp_path, hidden_size=64, intermediate_size=96, vocab_size=288)
+    draw = torch.Generator().manual_seed(0)
+    shapes = {"gate_up_proj": (6, 192, 64), "down_proj": (6, 64, 96)}
+    tensors = {}
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
+        if name.endswith("_bias"):
+            tensors[name] = tensor
+        elif (part := name.rpartition(".")[2]) in shapes and ".experts." in name:
+            experts, rows, columns = shapes[part]
+            blocks, scales = (experts, rows, columns // 32, 16), (experts, rows, columns // 32)
+            tensors[f"{name}_blocks"] = torch.randint(0, 256, blocks, dtype=torch.uint8, generator=draw)
+            tensors[f"{name}_scales"] = torch.randint(121, 125, scales, dtype=torch.uint8, generator=draw)
+    apart = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    settings = {"quant_method": "mxfp4", "modules_to_not_convert": apart}
+    rewritten(tmp_path, tiny.tokenizer, tensors, quantization_config=settings)
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path,
+        quantization_config=Mxfp4Config(dequantize=True),
+        dtype=torch.float32,
+        attn_implementation="eager",
+    )
+    ours = pippin.load(tmp_path, device="cpu", dtype="float32", pack=False)
+    torch.testing.assert_close(ours.module(IDS), theirs(IDS).logits.float(), rtol=1e-4, atol=1e-4)
+    packed = pippin.load(tmp_path, device="cpu")
+    if native.library() is not None:
+        assert packed.module.layers[0].mlp.experts[0].down_proj.packed.kind == "Q5_0"
+        torch.testing.assert_close(packed.module(IDS).float(), theirs(IDS).logits.float(), rtol=0.05, atol=0.3)
 
 
 def test_bits_and_codes_of_the_folder_are_known(gptq, float8, tmp_path):

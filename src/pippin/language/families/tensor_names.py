@@ -5,10 +5,12 @@ Notable here:
   over in the file was not expected
 - a family may list several rules for a tensor, for the layouts of older and newer files; the first that the file has
   is taken, and the first is what is written
+- mlx-lm stores the gate, up and down matrices of all experts as three tensors, beside the router of every family
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from pippin.core.errors import UnsupportedModel
 from pippin.language.decoder import DecoderConfig
+from pippin.language.families.experts import stacked
 from pippin.language.families.family import Family, TensorRule, same
 
 PREFIXES = (
@@ -82,6 +85,20 @@ class TensorSources:
         for rule in () if family is None else family.rules(config):
             for index, ours in enumerate(rule.ours):
                 self._rules.setdefault(ours, []).append((rule, index))
+        for rule in self._of_mlx():
+            for index, ours in enumerate(rule.ours):
+                self._rules[ours].append((rule, index))
+
+    def _of_mlx(self) -> Iterable[TensorRule]:
+        """The rules of experts in folders of mlx-lm, after those of the family."""
+        count = next(index for index in itertools.count() if f"mlp.experts.{index}.down_proj" not in self._rules)
+        router = next((rule.stored for rule, _ in self._rules.get("mlp.gate", ())), "mlp.gate")
+        room = router.rpartition(".")[0]
+        parts, leaves = ("gate_proj", "up_proj", "down_proj"), ("weight", "bias")
+        for name, part, leaf in itertools.product(("switch_mlp", "experts"), parts, leaves):
+            ours = tuple(f"mlp.experts.{index}.{part}" for index in range(count))
+            if count and ours[0] in self._rules:
+                yield stacked(f"{room}.{name}.{part}.{leaf}", ours, lambda all_, at: all_[at], torch.stack, leaf)
 
     def __call__(self, name: str) -> list[TensorSource]:
         """The stored tensors that may contain one of a decoder's, the preferred one first."""

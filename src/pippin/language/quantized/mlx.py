@@ -77,7 +77,7 @@ def _matrix(checkpoint: Checkpoint, stem: str, settings: Mapping[str, Any], has_
     group_size_of(checkpoint, scale_name, columns, shape[-1], size)
     scales = read_scales(checkpoint, scale_name)
     read_scales(checkpoint, bias_name, zeros=True)
-    kind = affine_kind(bits, size, scales, None)
+    kind = affine_kind(bits, size, scales.flatten(0, -2), None)
 
     def load(chosen: Rows | None) -> Packable | Tensor:
         tensors = (
