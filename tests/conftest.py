@@ -65,8 +65,6 @@ def tiny():
 # --- what is known of each model family -------------------------------------------------------------------------------
 # Tests record it, docs/models.json keeps it, docs/models.md shows it.
 
-SUPPORT = Path(__file__).parents[1] / "docs" / "models.json"
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--write-support`: write what the tests find into docs/models.json, in place of comparing it."""
@@ -96,6 +94,8 @@ class Support:
             with self._found.open("a") as file:
                 file.write(json.dumps([family, column, cell]) + "\n")
             return
+        from model_table import SUPPORT
+
         kept = json.loads(SUPPORT.read_text()).get(family, {}).get(column)
         assert kept == cell, (
             f"docs/models.json has {kept} for {column!r} of {family!r}, and this test shows {cell}: run `pytest "
@@ -113,6 +113,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """Merge what was found; cells whose tests are gone go too."""
     if not session.config.getoption("--write-support") or hasattr(session.config, "workerinput"):
         return
+    from model_table import SUPPORT, is_there
+
     kept = json.loads(SUPPORT.read_text()) if SUPPORT.exists() else {}
     for path in sorted((Path(session.config.rootpath) / "build" / "support").glob("*.jsonl")):
         for family, column, cell in map(json.loads, path.read_text().splitlines()):
@@ -123,10 +125,3 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         for family, cells in sorted(kept.items())
     }
     SUPPORT.write_text(json.dumps(there, indent=1) + "\n")
-
-
-def is_there(nodeid: str) -> bool:
-    """Whether there is a test function of this name."""
-    path, _, name = nodeid.partition("::")
-    file = SUPPORT.parents[1] / path
-    return file.is_file() and f"def {name}(" in file.read_text()

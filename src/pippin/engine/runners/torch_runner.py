@@ -18,7 +18,7 @@ from itertools import accumulate, pairwise
 from typing import Final, NamedTuple
 
 import torch
-from jaxtyping import Float, UInt8
+from jaxtyping import Float
 from torch import Tensor
 
 from pippin.core.checks import checked
@@ -26,6 +26,7 @@ from pippin.core.errors import InvalidArgument
 from pippin.engine.cache.paged import PagedPass, PagedStore, block_bytes
 from pippin.engine.model_runner import BLOCK_SIZE, Capture, KVCacheDtype, KVCacheDtypeChoice, ModelInput
 from pippin.engine.runners.cuda_graphs import DecodeSteps, can_record
+from pippin.engine.runners.pooled_runner import PooledRunner
 from pippin.language.language_model import LanguageModel
 from pippin.nn.expert_mask import ExpertMaskSlices
 from pippin.nn.kv_cache import QuerySelection
@@ -33,7 +34,7 @@ from pippin.nn.lora import AdapterSlices
 from pippin.nn.steering import SteeringSlices, steer
 
 
-class TorchRunner:
+class TorchRunner(PooledRunner[PagedStore]):
     """Passes over one model with torch; see `pippin.engine.model_runner.Runner`.
 
     Args:
@@ -70,7 +71,7 @@ class TorchRunner:
         store = PagedStore(
             model.config, blocks + extra, self.kv_cache_dtype, model.device, groups=groups, zeros=recorded
         )
-        self._store: PagedStore | None = store
+        self._store = store
         self._steps = DecodeSteps(model, store, blocks) if recorded else None
 
     @staticmethod
@@ -115,45 +116,10 @@ class TorchRunner:
             results.update(zip(members, answers, strict=True))
         return [results[index] for index in range(len(inputs))]
 
-    def copy(self, source: int, target: int) -> None:
-        """Copy one block over another.
-
-        Raises:
-            InvalidArgument: there is no such block.
-        """
-        self._pool([source, target]).copy(source, target)
-
-    def read(self, blocks: Sequence[int]) -> UInt8[Tensor, "blocks bytes"]:
-        """The contents of blocks, as bytes on the CPU.
-
-        Raises:
-            InvalidArgument: there is no such block.
-        """
-        return self._pool(blocks).dump(blocks)
-
-    def write(self, blocks: Sequence[int], data: UInt8[Tensor, "blocks bytes"]) -> None:
-        """Fill blocks with data that `read` returned.
-
-        Raises:
-            InvalidArgument: there is no such block, or the data is of another size.
-        """
-        if data.shape != (len(blocks), self.block_bytes):
-            raise InvalidArgument(
-                f"{len(blocks)} blocks of {self.block_bytes} bytes cannot hold data of shape {tuple(data.shape)}"
-            )
-        self._pool(blocks).restore(blocks, data)
-
     def close(self) -> None:
         """Free the pool; the runner has no blocks from then on."""
-        self._store, self._steps, self.blocks = None, None, 0
-
-    def _pool(self, blocks: Sequence[int]) -> PagedStore:
-        """The pool, after a check of block numbers."""
-        if self._store is None:
-            raise InvalidArgument("the runner is closed")
-        if blocks and not (min(blocks) >= 0 and max(blocks) < self.blocks):
-            raise InvalidArgument(f"the pool has blocks 0 to {self.blocks - 1}, not {min(blocks)} to {max(blocks)}")
-        return self._store
+        super().close()
+        self._steps = None
 
     def _layers(self, model_input: ModelInput) -> tuple[int, int]:
         """The first layer of its pass and the one before which it stops."""

@@ -13,12 +13,13 @@ from itertools import pairwise
 from typing import Final
 
 import torch
-from jaxtyping import Float, UInt8
+from jaxtyping import Float
 from torch import Tensor
 
 from pippin.core.checks import PositiveInt, checked
 from pippin.core.errors import InvalidArgument
 from pippin.engine.model_runner import BLOCK_SIZE, KVCacheDtype, KVCacheDtypeChoice, ModelInput
+from pippin.engine.runners.pooled_runner import PooledRunner
 from pippin.language.language_model import LanguageModel
 from pippin.language.transformers_models.cache import CachePass, VectorStore, token_bytes
 from pippin.language.transformers_models.network import TransformersNetwork
@@ -26,7 +27,7 @@ from pippin.language.transformers_models.network import TransformersNetwork
 _DTYPES: dict[KVCacheDtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-class TransformersRunner:
+class TransformersRunner(PooledRunner[VectorStore]):
     """Passes over one model of transformers; see `pippin.engine.model_runner.Runner`.
 
     Args:
@@ -57,7 +58,7 @@ class TransformersRunner:
         self.windows = [None]
         dtype = _DTYPES[self.kv_cache_dtype]
         self.block_bytes = BLOCK_SIZE * token_bytes(self.network.config, dtype)
-        self._store: VectorStore | None = VectorStore(self.network.config, blocks, BLOCK_SIZE, dtype, model.device)
+        self._store = VectorStore(self.network.config, blocks, BLOCK_SIZE, dtype, model.device)
 
     @staticmethod
     @checked
@@ -155,46 +156,6 @@ class TransformersRunner:
         other = (model_input.visible, model_input.experts, model_input.steering, model_input.capture)
         if any(part is not None for part in (*plain, *other)) or model_input.resume or model_input.embeddings:
             raise InvalidArgument(f"{self.model.name} is computed by transformers, from tokens alone")
-
-    def _pool(self, blocks: Sequence[int]) -> VectorStore:
-        """The pool, after a check of block numbers."""
-        if self._store is None:
-            raise InvalidArgument("the runner is closed")
-        if blocks and not (min(blocks) >= 0 and max(blocks) < self.blocks):
-            raise InvalidArgument(f"the pool has blocks 0 to {self.blocks - 1}, not {min(blocks)} to {max(blocks)}")
-        return self._store
-
-    def copy(self, source: int, target: int) -> None:
-        """Copy one block over another.
-
-        Raises:
-            InvalidArgument: there is no such block.
-        """
-        self._pool([source, target]).copy(source, target)
-
-    def read(self, blocks: Sequence[int]) -> UInt8[Tensor, "blocks bytes"]:
-        """The contents of blocks, as bytes on the CPU.
-
-        Raises:
-            InvalidArgument: there is no such block.
-        """
-        return self._pool(blocks).dump(blocks)
-
-    def write(self, blocks: Sequence[int], data: UInt8[Tensor, "blocks bytes"]) -> None:
-        """Fill blocks with data that `read` returned.
-
-        Raises:
-            InvalidArgument: there is no such block, or the data is of another size.
-        """
-        if data.shape != (len(blocks), self.block_bytes):
-            raise InvalidArgument(
-                f"{len(blocks)} blocks of {self.block_bytes} bytes cannot hold data of shape {tuple(data.shape)}"
-            )
-        self._pool(blocks).restore(blocks, data)
-
-    def close(self) -> None:
-        """Free the pool; the runner has no blocks from then on."""
-        self._store, self.blocks = None, 0
 
 
 def _decodes(model_input: ModelInput) -> bool:
