@@ -15,10 +15,13 @@ import torch
 import uvicorn
 
 from pippin.core.errors import ModelNotFound
+from pippin.language import LanguageModel
 from pippin.serve.app import create_app
 from pippin.serve.service import Service
 from pippin.serve.settings import ServerSettings
 from pippin.serve.uvicorn_server import uvicorn_config
+from pippin.session.providers.local import LocalModel
+from pippin.session.providers.provider import ProviderEvent, ProviderRequest
 
 KEY = "test"
 
@@ -38,6 +41,19 @@ class TinyEncoder:
     @property
     def nbytes(self) -> int:
         return 1000
+
+
+class SlowModel(LocalModel):
+    """A local model that waits before it hands out each token."""
+
+    def __init__(self, model: LanguageModel, seconds: float) -> None:
+        super().__init__(model)
+        self._seconds = seconds
+
+    def stream(self, request: ProviderRequest) -> Iterator[ProviderEvent]:
+        for event in super().stream(request):
+            time.sleep(self._seconds)
+            yield event
 
 
 @dataclass
@@ -101,7 +117,8 @@ def eventually(holds: Callable[[], bool], seconds: float = 20, what: str = "it")
 def build_app(tiny) -> Callable[..., Any]:
     """Make an app over the tiny model, which answers to every name that the settings list ("tiny" if they list none).
 
-    "tiny-encoder" is an encoder. ``load`` replaces the loader.
+    "tiny-encoder" is an encoder. ``load`` replaces the loader. With ``seconds_per_token`` the model writes slowly, for
+    tests that must do something before it has ended.
     """
 
     def load(name: str) -> Any:
@@ -109,7 +126,10 @@ def build_app(tiny) -> Callable[..., Any]:
             raise ModelNotFound("there is no model 'missing'")
         return tiny
 
-    def build(*, load: Callable[[str], Any] = load, **settings: Any) -> Any:
+    def build(*, load: Callable[[str], Any] = load, seconds_per_token: float = 0, **settings: Any) -> Any:
+        if seconds_per_token:
+            slow = SlowModel(tiny, seconds_per_token)
+            load = lambda _: slow  # noqa: E731
         given = {"models": ("tiny", "tiny-encoder"), "api_keys": {"tester": KEY}, "port": 0} | settings
         chosen = ServerSettings(**given)
         service = Service(chosen, load=load, load_encoder=lambda _: TinyEncoder(), encoders={"tiny-encoder"})

@@ -257,7 +257,7 @@ def test_a_body_without_a_length_is_counted_as_it_comes(make_server):
 
 
 def test_a_full_server_says_when_to_come_back(make_server):
-    server = make_server(max_num_seqs=1, max_queued_requests=0)
+    server = make_server(max_num_seqs=1, max_queued_requests=0, seconds_per_token=0.01)
     endless = body(max_tokens=1900, stream=True, logit_bias={"256": -100})
     with server.client() as client, client.stream("POST", CHAT, json=endless) as stream:
         next(stream.iter_lines())
@@ -269,7 +269,7 @@ def test_a_full_server_says_when_to_come_back(make_server):
 
 
 def test_a_request_may_take_only_so_long(make_server):
-    server = make_server(request_timeout=0.2)
+    server = make_server(request_timeout=0.2, seconds_per_token=0.01)
     with server.client() as client:
         answer = client.post(CHAT, json=body(max_tokens=1900, logit_bias={"256": -100}))
         assert answer.status_code == 504

@@ -280,7 +280,7 @@ def test_a_task_that_was_given_up_scores_nothing(tiny):
 
 
 def test_a_client_that_leaves_frees_its_slot(make_server):
-    server = make_server(mcp=True, max_num_seqs=1)
+    server = make_server(mcp=True, max_num_seqs=1, seconds_per_token=0.01)
     headers = {"Authorization": f"Bearer {server.key}"}
     with McpServer.http(f"{server.url}/mcp", headers=headers) as remote:
         ask = next(tool for tool in remote.tools if tool.name == "ask")
@@ -308,7 +308,7 @@ async def endless_call(server, mode, **options):
 @pytest.fixture
 def slow_server(make_server):
     """A server that answers one request at a time, each for as long as it is asked to."""
-    return make_server(mcp=True, max_num_seqs=1)
+    return make_server(mcp=True, max_num_seqs=1, seconds_per_token=0.01)
 
 
 @pytest.mark.parametrize("mode", ["legacy", "auto"])

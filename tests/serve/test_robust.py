@@ -108,7 +108,7 @@ def test_clients_that_vanish_leave_nothing_behind(make_server):
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_its_slot_within_a_token(make_server, stream):
-    server = make_server(max_num_seqs=1, max_queued_requests=0)
+    server = make_server(max_num_seqs=1, max_queued_requests=0, seconds_per_token=0.01)
     with server.connect() as connection:
         connection.sendall(request(body(1, 1900, stream=stream)))
         eventually(lambda: server.service.active == 1)
