@@ -679,7 +679,8 @@ module.make_runner, module.runner_class = FakeRunner, lambda model: FakeRunner
 from types import SimpleNamespace
 import torch
 config = SimpleNamespace(
-    recurrent_layers=(), cached_layers=(0,), cache_groups=((0,),), group_window=lambda layers: None
+    recurrent_layers=(), cached_layers=(0,), cache_groups=((0,),), group_window=lambda layers: None,
+    original_max_position_embeddings=None,
 )
 model = SimpleNamespace(
     name="none", device=torch.device("cpu"), context_size=2048, cache_layout=config, adapter=lambda name: None,

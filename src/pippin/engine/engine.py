@@ -164,6 +164,7 @@ class Engine:
             enable_prefix_caching=enable_prefix_caching,
             windows=self._runner.windows,
             max_snapshots=_max_snapshots(model, max_num_seqs, blocks * self._runner.block_bytes),
+            original_max_position_embeddings=model.cache_layout.original_max_position_embeddings,
         )
         self.context_size = min(model.context_size, self._scheduler.capacity(blocks))
         # weights that training may change; a change invalidates cached keys and values

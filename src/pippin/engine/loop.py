@@ -223,6 +223,11 @@ class EngineLoop:
                 max_tokens = min(
                     request.max_draft_tokens, len(request.block_table) * BLOCK_SIZE - len(request.token_ids)
                 )
+                if not request.has_own_positions and self._scheduler.original_max_position_embeddings is not None:
+                    # beyond it the sequence is computed anew
+                    max_tokens = min(
+                        max_tokens, self._scheduler.original_max_position_embeddings - len(request.token_ids)
+                    )
                 position = (
                     CachePosition(
                         self._runner,
@@ -231,7 +236,7 @@ class EngineLoop:
                         request.adapter,
                         tuple(request.tables[1:]),
                     )
-                    if output.drafts_with_target
+                    if output.drafts_with_target and not request.has_own_positions
                     else None
                 )
                 draft = output.propose(request.keys, max_tokens, position)

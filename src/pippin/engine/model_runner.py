@@ -70,7 +70,7 @@ class ModelInput:
         outputs: indices of the ``token_ids`` whose logits are returned, ascending; may be empty.
         adapter: the LoRA adapter to compute it with; None for the base model.
         depth: stop after so many layers (early exit through final norm and head); None for all.
-        residual: (len(token_ids), hidden_size): with ``depth``, filled with the output of the last computed layer;
+        residual: (len(token_ids), residual_width): with ``depth``, filled with the output of the last computed layer;
             without, the input of layer ``resume``, where an earlier pass stopped.
         resume: the first layer to compute; 0 to begin with the embeddings.
         states: states of the recurrent layers, by layer, after the ``num_computed_tokens`` tokens: empty at the

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -112,6 +112,10 @@ class PromptExtras:
                 keys[index] = _hashed(keys[index], [axis - following for axis in position])
             following = max(following, max(position) + 1)
         return keys
+
+    def at_long_positions(self, original: int) -> PromptExtras:
+        """The same for a sequence that has outgrown the trained context of LongRoPE, whose positions begin there."""
+        return replace(self, positions=torch.arange(original, original + self.prompt_tokens)[None])
 
     def check(self, hidden_size: int, sites: Any, experts: Sequence[tuple[int, int]]) -> None:
         """Check that a model can use it.

@@ -94,6 +94,20 @@ class SequenceState:
         """All of its blocks."""
         return list(zip(*self.tables, strict=True))
 
+    def rotate_as_long(self, original: int) -> None:
+        """Give a sequence that has outgrown the trained context of LongRoPE the positions of long ones.
+
+        None of its tokens may be computed.
+        """
+        extras = PromptExtras(len(self.token_ids)) if self.extras is None else self.extras
+        self.extras = extras.at_long_positions(original)
+        self.keys = self.extras.keys(self.token_ids)
+
+    @property
+    def has_own_positions(self) -> bool:
+        """Whether positions are other than 0, 1, 2, ..."""
+        return self.extras is not None and self.extras.positions is not None
+
     def append(self, token_id: int) -> None:
         """Add a token of the answer."""
         self.token_ids.append(token_id)
@@ -157,6 +171,11 @@ class RequestState(SequenceState):
     def wants_logits(self) -> bool:
         """Whether the logits after the last token are needed."""
         return self.output is not None or (self.scores is not None and not self.scores.has_prompt_logits)
+
+    @property
+    def length(self) -> int:
+        """Number of its tokens, with those of the longest continuation."""
+        return len(self.token_ids) + (0 if self.scores is None else max(map(len, self.scores.continuations)))
 
     def set_arrival(self, number: int) -> None:
         """Set its position in the order of arrival."""

@@ -48,6 +48,8 @@ class Scheduler:
         enable_prefix_caching: whether computed blocks are cached for later requests.
         windows: the sliding window of each group of layers; None for one that sees all.
         max_snapshots: snapshots of recurrent states in the prefix tree; 0 for a model without states.
+        original_max_position_embeddings: length beyond which a sequence is rotated otherwise (LongRoPE) and therefore
+            computed anew; None for none.
 
     Attributes:
         waiting: requests that are not admitted yet, the next one first.
@@ -65,6 +67,7 @@ class Scheduler:
         enable_prefix_caching: bool = True,
         windows: Sequence[int | None] = (None,),
         max_snapshots: int = 0,
+        original_max_position_embeddings: int | None = None,
     ) -> None:
         self.max_num_seqs, self.max_num_batched_tokens, self.enable_prefix_caching = (
             max_num_seqs,
@@ -73,6 +76,7 @@ class Scheduler:
         )
         self._copy_block, self.windows, self._max_snapshots = copy_block, tuple(windows), max_snapshots
         self._full_groups = self.windows.count(None)
+        self.original_max_position_embeddings = original_max_position_embeddings
         self.waiting: list[RequestState] = []
         self.running: list[RequestState] = []
         self.num_preempted = self.prompt_tokens = self.cached_tokens = self.prefix_hits = 0
@@ -81,6 +85,7 @@ class Scheduler:
 
     def add(self, request: RequestState) -> None:
         """Queue a request, which must not need more blocks than the pool has."""
+        self._lengthen(request)
         insort(self.waiting, request, key=_rank)
 
     def remove(self, request: RequestState, *, keep: bool) -> None:
@@ -109,6 +114,9 @@ class Scheduler:
 
     def prepare(self) -> None:
         """Admit waiting requests, give blocks to those that decode, and fork continuations that are to be scored."""
+        if self.original_max_position_embeddings is not None:
+            for request in self.running.copy():
+                self._lengthen(request)
         if self.waiting:
             self._admit()
         order = sorted(self.running, key=_rank) if len(self.running) > 1 else self.running.copy()
@@ -122,6 +130,17 @@ class Scheduler:
                 self._grow_for_draft(
                     request, min(request.max_draft_tokens, request.output.max_tokens - request.output.num_tokens - 1)
                 )
+
+    def _lengthen(self, request: RequestState) -> None:
+        """Give a request that has outgrown the trained context the positions of long ones, and compute it anew."""
+        original = self.original_max_position_embeddings
+        if original is None or request.length <= original or request.has_own_positions:
+            return
+        if request in self.running:
+            self.running.remove(request)
+            self._release(request, keep=True)
+            insort(self.waiting, request, key=_rank)
+        request.rotate_as_long(original)
 
     def plan(self, drafts: Mapping[RequestState, Draft]) -> list[ScheduledChunk]:
         """The chunks that the next pass computes.

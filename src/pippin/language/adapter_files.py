@@ -422,9 +422,11 @@ def target_modules(module: Decoder) -> Iterator[tuple[str, TargetModule]]:
                 if matrix is not None:
                     yield f"{prefix}.mlp.{name}", TargetModule(matrix, start, size)
             yield f"{prefix}.mlp.down_proj", TargetModule(layer.mlp.down_proj, 0, config.hidden_size)
-        if layer.layer_input is not None:
-            for name, linear in (("gate", layer.layer_input.gate), ("proj", layer.layer_input.proj)):
-                yield f"{prefix}.layer_input.{name}", TargetModule(linear, 0, linear.outputs)
+        for name in ("laurel.left", "laurel.right", "layer_input.gate", "layer_input.proj"):
+            if getattr(layer, name.partition(".")[0]) is not None:
+                linear = layer.get_submodule(name)
+                assert isinstance(linear, Linear)
+                yield f"{prefix}.{name}", TargetModule(linear, 0, linear.outputs)
 
 
 def _of_attention(prefix: str, attention: Attention | LatentAttention) -> Iterator[tuple[str, TargetModule]]:

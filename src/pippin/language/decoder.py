@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from pippin.core.checks import NonNegativeFloat, PositiveInt, checked
 from pippin.core.errors import InvalidArgument
+from pippin.nn.alternating_updates import AlternatingUpdates, LowRankResidual, MergingNorm, Streams
 from pippin.nn.attention import Attention, AttentionSpec, QKNorm
 from pippin.nn.context import LayerContext
 from pippin.nn.embedding import TokenEmbedding
@@ -45,6 +46,7 @@ from pippin.nn.recurrent.layer import RecurrentSpec
 from pippin.nn.recurrent.mamba2 import Mamba2Spec
 from pippin.nn.recurrent.rg_lru import RGLRUSpec
 from pippin.nn.recurrent.states import StatefulLayer
+from pippin.nn.rotary import long_positions
 from pippin.nn.steering import SteeringSlices, steer
 
 if TYPE_CHECKING:
@@ -143,7 +145,10 @@ class DecoderConfig:
         attention_gate: whether the outputs of attention are multiplied by a sigmoid of the input (Qwen3-Next).
         qk_norm: RMS norms of queries and keys; see `pippin.nn.attention.Attention`.
         embedding_scale: multiplier on embeddings.
-        per_layer_size: size of the input that each layer has beside the hidden states; 0 for none (Gemma 4).
+        per_layer_size: size of the input that each layer has beside the hidden states; 0 for none (Gemma 3n and 4).
+        per_layer_vocab_size: rows of the table of these inputs; 0 for as many as the embedding has.
+        num_streams: streams of hidden states, of which a layer computes one; see `pippin.nn.alternating_updates`.
+        laurel_rank: rank of the residual path beside attention; 0 for none (Gemma 3n).
         layer_scalar: whether the output of each layer is multiplied by a number of its own.
         embedding_norm: whether embeddings are normalized to unit root mean square.
         attention_scale: multiplier on attention scores; None for ``head_dim ** -0.5``.
@@ -182,6 +187,9 @@ class DecoderConfig:
     embedding_scale: float = 1.0
     embedding_norm: bool = False
     per_layer_size: int = 0
+    per_layer_vocab_size: int = 0
+    num_streams: PositiveInt = 1
+    laurel_rank: int = 0
     layer_scalar: bool = False
     attention_scale: float | None = None
     residual_scale: float = 1.0
@@ -236,6 +244,13 @@ class DecoderConfig:
         return spec.latent.rotated_dim if spec.latent is not None else spec.head_dim or self.head_dim
 
     @property
+    def original_max_position_embeddings(self) -> int | None:
+        """Length beyond which a sequence is rotated by other tables (LongRoPE); None for the same at every length."""
+        rotaries = [layer.attention.rotary for layer in self.layers]
+        starts = [each.original_max_position_embeddings for each in rotaries if each and each.long_divisors is not None]
+        return min(starts, default=None)
+
+    @property
     def cached_layers(self) -> tuple[int, ...]:
         """Indices of layers with their own KV cache."""
         return tuple(i for i, layer in enumerate(self.layers) if layer.attention.kv_source is None and layer.attends)
@@ -286,6 +301,11 @@ class DecoderConfig:
             for layer, source in zip(self.layers, sources, strict=True)
         )
         return replace(self, layers=layers)
+
+    @property
+    def residual_width(self) -> int:
+        """Numbers of one token between two layers: its hidden states in all streams."""
+        return self.num_streams * self.hidden_size
 
     @property
     def recurrent_layers(self) -> tuple[int, ...]:
@@ -352,15 +372,25 @@ class DecoderLayer(nn.Module):
             self.layer_input = PerLayerInput(
                 config.per_layer_size, config.hidden_size, spec.feedforward.activation, eps=config.rms_norm_eps
             )
+        self.updates: AlternatingUpdates | None = None
+        if config.num_streams > 1:
+            self.updates = AlternatingUpdates(config.num_streams, config.hidden_size, eps=config.rms_norm_eps)
+        self.laurel: LowRankResidual | None = None
+        if config.laurel_rank:
+            self.laurel = LowRankResidual(config.hidden_size, config.laurel_rank, eps=config.rms_norm_eps)
         self.layer_scalar: Tensor | None
         self.register_buffer("layer_scalar", torch.ones(1) if config.layer_scalar else None)
 
     def forward(
-        self, x: Float[Tensor, "batch new width"], context: LayerContext
-    ) -> tuple[Float[Tensor, "batch kept width"], VisibleKeyValues | None]:
+        self, x: Float[Tensor, "batch new *streams width"], context: LayerContext
+    ) -> tuple[Float[Tensor, "batch kept *streams width"], VisibleKeyValues | None]:
         """Return the new hidden states (of the selected tokens), and the keys, values and mask that were read."""
         if not self.mixes:
             return self._select(x, context)
+        predicted = None
+        if self.updates is not None:
+            predicted = self.updates.predict(x)
+            x = predicted[..., 0, :]
         read: VisibleKeyValues | None = None
         normalized = self._norm("input_layernorm", x, context)
         outputs = []
@@ -373,15 +403,29 @@ class DecoderLayer(nn.Module):
         if context.selection is not None:
             rows = context.selection.rows
             x, normalized = x.index_select(1, rows), normalized.index_select(1, rows)
+            predicted = None if predicted is None else predicted.index_select(1, rows)
             if x.shape[1] == 0:
-                return x, read
+                return x if predicted is None else predicted, read
             context = context.after_selection()
         x = self._add(x, normalized, y, context)
-        if self.layer_input is not None:
+        if predicted is not None:
+            x = self._correct(predicted, x, context)
+        elif self.layer_input is not None:
             assert context.per_layer is not None, f"layer {context.layer} needs an input of its own"
             x = x + self.layer_input(x, context.per_layer, context.adapters)
         x = x if self.layer_scalar is None else x * self.layer_scalar.to(x.dtype)
         return steer(x, f"layers.{context.layer}", context.steerings), read
+
+    def _correct(self, predicted: Tensor, x: Tensor, context: LayerContext) -> Tensor:
+        """All streams after the first was computed; the layer's input goes to the others."""
+        assert self.updates is not None
+        streams = self.updates.correct(predicted, x)
+        if self.layer_input is None:
+            return streams
+        assert context.per_layer is not None, f"layer {context.layer} needs an input of its own"
+        first = streams[..., 0, :]
+        added = self.layer_input(first * self.updates.output_scale, context.per_layer, context.adapters)
+        return torch.cat([first[..., None, :], streams[..., 1:, :] + added[..., None, :]], -2)
 
     def _norm(self, name: str, x: Tensor, context: LayerContext) -> Tensor:
         """The output of a norm, steered; the input where the layer has no such norm."""
@@ -414,6 +458,8 @@ class DecoderLayer(nn.Module):
             inner: Tensor = self.mlp(self._norm("post_attention_layernorm", x, context), context)
             return x + inner if scale == 1.0 else x + scale * inner
         x = x + self._norm("post_attention_layernorm", y, context)
+        if self.laurel is not None:
+            x = (x + self.laurel(normalized, context.adapters)) * 0.5**0.5
         inner = self.mlp(self._norm("pre_feedforward_layernorm", x, context), context)
         if self.expert_branch is not None:
             inner = self.expert_branch(x, inner, context)
@@ -474,13 +520,17 @@ class Decoder(nn.Module):
         self.per_layer: PerLayerEmbedding | None = None
         if config.per_layer_size:
             self.per_layer = PerLayerEmbedding(
-                config.vocab_size,
+                config.per_layer_vocab_size or config.vocab_size,
                 len(config.layers),
                 config.per_layer_size,
                 config.hidden_size,
                 eps=config.rms_norm_eps,
             )
+        self.streams: Streams | None = None
         self.norm = make_norm(config)
+        if config.num_streams > 1:
+            self.streams = Streams(config.num_streams, config.hidden_size)
+            self.norm = MergingNorm(config.num_streams, config.hidden_size, eps=config.rms_norm_eps)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=config.head_bias)
         self.tie_weights()
         self._sources = {spec.attention.kv_source for spec in config.layers}
@@ -489,6 +539,7 @@ class Decoder(nn.Module):
             for spec in config.layers
             if spec.attention.rotary
         }
+        self._long_start = config.original_max_position_embeddings
         self._tables: dict[tuple[Rotary, int], tuple[Tensor, Tensor]] = {}
         self._scaled_by_position = any(spec.attention.position_scale is not None for spec in config.layers)
 
@@ -581,7 +632,7 @@ class Decoder(nn.Module):
 
     def forward_layers(
         self,
-        x: Float[Tensor, "batch new width"],
+        x: Float[Tensor, "batch new *given width"],
         cache: KVCache,
         *,
         layers: range | None = None,
@@ -591,11 +642,12 @@ class Decoder(nn.Module):
         per_layer: Float[Tensor, "layers batch new per_layer_size"] | None = None,
         steerings: SteeringSlices | None = None,
         experts: ExpertMaskSlices | None = None,
-    ) -> Float[Tensor, "batch kept width"]:
+    ) -> Float[Tensor, "batch kept *streams width"]:
         """Run some layers and return the hidden states after the last; the caller calls ``cache.advance``.
 
         Args:
-            x: hidden states before the first of them.
+            x: hidden states before the first of them: embeddings, or (batch, new, streams, width) in a decoder with
+                several streams.
             cache: keys and values; a `ResumableCache` if the first layers are skipped or tokens are selected.
             layers: the layers to compute, in order; None for all.
             padding: as for `forward`.
@@ -611,6 +663,8 @@ class Decoder(nn.Module):
         """
         for adapter, _ in adapters or ():
             adapter.check(self)
+        if self.streams is not None and x.ndim == 3:
+            x = self.streams(x)
         cos_sin = self._rotations(cache, x.shape[1], padding, x.dtype, x.device)
         positions = None
         if self._scaled_by_position:
@@ -662,9 +716,14 @@ class Decoder(nn.Module):
             raise InvalidArgument(f"the cache has {len(positions)} positions for {new} tokens")
         if positions is None and padding is not None:
             positions = (torch.arange(start, start + new, device=device) - padding[:, None]).clamp(min=0)
+        if self._long_start is not None and not isinstance(cache, ResumableCache):  # whose engine decides
+            if positions is None:
+                positions = torch.arange(start, start + new, device=device)
+            positions = long_positions(positions, self._long_start)
+        furthest = start + new + (self._long_start or 0)
         cos_sin: dict[tuple[Rotary, int], tuple[Tensor, Tensor]] = {}
         for rotary, width in self._rotaries:
-            tables = self._table(rotary, width, start + new, dtype, device)
+            tables = self._table(rotary, width, furthest, dtype, device)
             if positions is None:
                 cos_sin[rotary, width] = (tables[0][start : start + new], tables[1][start : start + new])
             else:
@@ -697,6 +756,8 @@ class Decoder(nn.Module):
     def pack_head(self) -> None:
         """Pack the embeddings, of positions too, the last norm and the output matrix."""
         pack(self.norm)
+        if self.streams is not None:
+            pack(self.streams)
         if self.per_layer is not None:
             pack(self.per_layer)
         self._modules["embed_tokens"] = pack(self.embed_tokens)

@@ -42,6 +42,8 @@ class FeedForwardSpec:
         router: how tokens choose experts.
         limit: bound of what enters a gated layer's product, which becomes ``act(min(gate, limit)) * (clamp(up) + 1)``
             with ``up`` within plus and minus the limit (gpt-oss); None for the product as it is.
+        activation_sparsity: share of the gates that are cut off, if they are normally distributed: those below that
+            quantile are 0, others are counted from it (Gemma 3n); 0 for none.
     """
 
     intermediate_size: int
@@ -55,6 +57,7 @@ class FeedForwardSpec:
     shared_gate: bool = True
     router: RouterSpec = RouterSpec()
     limit: float | None = None
+    activation_sparsity: float = 0.0
 
 
 NO_FEED_FORWARD: Final = FeedForwardSpec(0, gated=False)
@@ -134,6 +137,8 @@ class FeedForward(nn.Module):
             assert self.up_proj is not None
             up = self.up_proj(x, adapters)
             gate = None if self.gate_proj is None else self.gate_proj(x, adapters)
+        if gate is not None and self.spec.activation_sparsity:
+            gate = _above_quantile(gate, self.spec.activation_sparsity)
         if gate is None:
             inner = self._activate(up)
         elif (limit := self.spec.limit) is None:
@@ -145,6 +150,12 @@ class FeedForward(nn.Module):
 
     def _activate(self, x: Tensor) -> Tensor:
         return activate(x, self.spec.activation) if self.act_fn is None else self.act_fn(x)
+
+
+def _above_quantile(x: Tensor, share: float) -> Tensor:
+    """What exceeds a quantile of the normal distribution that has the mean and deviation of each row."""
+    deviations = torch.special.ndtri(torch.tensor(share, dtype=torch.float32)).to(x.device, x.dtype)
+    return F.relu(x - (x.mean(-1, keepdim=True) + deviations * x.std(-1, keepdim=True, unbiased=False)))
 
 
 class Router(Linear):

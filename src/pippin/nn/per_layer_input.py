@@ -26,7 +26,7 @@ class PerLayerEmbedding(nn.Module):
     """The inputs of all layers: the embeddings of a token, and projections of its embedding in the decoder.
 
     Args:
-        rows: number of ids.
+        rows: number of ids that have embeddings here; others have that of id 0.
         layers: number of layers.
         width: size of a layer's input.
         hidden_size: hidden size of the decoder.
@@ -35,7 +35,7 @@ class PerLayerEmbedding(nn.Module):
 
     def __init__(self, rows: int, layers: int, width: int, hidden_size: int, *, eps: float) -> None:
         super().__init__()
-        self.width = width
+        self.rows, self.width = rows, width
         self.embed = TokenEmbedding(rows, layers * width)
         self.proj = Linear(hidden_size, layers * width)
         self.norm = RMSNorm(width, eps=eps)
@@ -49,6 +49,7 @@ class PerLayerEmbedding(nn.Module):
             ids: token ids.
             x: their scaled embeddings, before the first layer.
         """
+        ids = ids.where(ids < self.rows, 0)  # special tokens may have no row
         own = self.embed(ids) * torch.tensor(math.sqrt(self.width), dtype=x.dtype)
         projected = self.norm((self.proj(x) * x.shape[-1] ** -0.5).unflatten(-1, (-1, self.width)))
         both = (projected + own.unflatten(-1, (-1, self.width))) * 2**-0.5

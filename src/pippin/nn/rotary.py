@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from pippin.core.errors import InvalidArgument
+
 
 @dataclass(frozen=True)
 class Rotary:
@@ -170,6 +172,32 @@ class Rotary:
         axes = torch.tensor([*self.axes, *self.axes], device=positions.device)
         rows = positions[axes].movedim(0, -1)  # (batch, seq, dim): the position that each dimension is rotated by
         return table[rows, torch.arange(len(axes), device=positions.device)]
+
+
+def long_positions(positions: Int[Tensor, "*batch seq"], original: int) -> Int[Tensor, "*batch seq"]:
+    """Positions in the tables of `Rotary` with ``long_divisors``: those of a longer sequence begin at ``original``.
+
+    Args:
+        positions: position of each token; a sequence begins at each 0, and one that does not is in a cache up to there.
+        original: the trained context; a sequence that reaches beyond it is rotated by the long divisors.
+
+    Raises:
+        InvalidArgument: what a cache has of a sequence was rotated by the short divisors, and now it is longer.
+
+    >>> long_positions(torch.tensor([0, 1, 0, 1, 2]), original=2)
+    tensor([0, 1, 2, 3, 4])
+    """
+    rows = positions.reshape(-1, positions.shape[-1])
+    sequence = (rows == 0).cumsum(-1)
+    furthest = rows.new_zeros(len(rows), int(sequence.max()) + 1).scatter_reduce(1, sequence, rows, "amax")
+    is_long = furthest.gather(1, sequence) >= original
+    cached = rows[is_long & (sequence == 0) & (rows <= original)]
+    if len(cached):
+        raise InvalidArgument(
+            f"the {int(cached.min())} tokens in the cache are rotated for sequences of at most {original} tokens; "
+            "compute a longer one from its beginning"
+        )
+    return torch.where(is_long, rows + original, rows).view_as(positions)
 
 
 def apply_rotary(

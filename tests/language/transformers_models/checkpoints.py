@@ -51,18 +51,6 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     # windows, by the model's own code and by the masks of transformers
     "gpt_neo": {**_SIZES, **_GLOBAL_LOCAL},
     "vaultgemma": {**_SIZES, "head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 20},
-    # four streams of hidden states, inputs of each layer, keys that layers share
-    "gemma3n_text": {
-        **_SIZES,
-        "head_dim": 16,
-        "sliding_window": 6,
-        "num_kv_shared_layers": 2,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "hidden_size_per_layer_input": 12,
-        "vocab_size_per_layer_input": 259,
-        "laurel_rank": 8,
-        "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0],
-    },
     # attention in chunks, experts
     "llama4_text": {**_SIZES, **_EXPERTS, "head_dim": 16, "attention_chunk_size": 8, "intermediate_size_mlp": 96},
     # latent attention; and with an indexer, whose keys are cached too

@@ -373,7 +373,7 @@ def test_the_text_part_of_a_multimodal_model_opens_alone(opened, tmp_path):
         for name, tensor in load_file(folder / "model.safetensors").items()
     }
     save_file(tensors | {"model.vision_tower.patch.weight": torch.zeros(2)}, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({"model_type": "gemma3n", "text_config": text}))
+    (folder / "config.json").write_text(json.dumps({"model_type": "blip-2", "text_config": text}))
     model = pippin.load(folder, device="cpu", dtype="float32")
     assert model.network.config.family == "vaultgemma"
     with Engine(model, max_num_seqs=1, cache_tokens=256) as engine:

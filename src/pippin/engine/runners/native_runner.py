@@ -293,6 +293,8 @@ class _NativeDecoder:
             for spec in module.config.layers
         ]
         self._rotaries: list[tuple[Rotary, int]] = list(dict.fromkeys(pair for pair in specs if pair is not None))
+        if module.streams is not None or any(spec.feedforward.activation_sparsity for spec in module.config.layers):
+            raise InvalidArgument("the native kernels have no streams of hidden states and no sparse activations")
         layers = (native.Layer * len(module.layers))()
         for index, layer in enumerate(module.layers):
             assert isinstance(layer, DecoderLayer)

@@ -28,6 +28,7 @@ from pippin.engine.model_runner import BLOCK_SIZE, Capture, KVCacheDtype, KVCach
 from pippin.engine.runners.cuda_graphs import DecodeSteps, can_record
 from pippin.engine.runners.pooled_runner import PooledRunner
 from pippin.language.language_model import LanguageModel
+from pippin.nn.alternating_updates import MergingNorm
 from pippin.nn.expert_mask import ExpertMaskSlices
 from pippin.nn.kv_cache import QuerySelection
 from pippin.nn.lora import AdapterSlices
@@ -143,10 +144,10 @@ class TorchRunner(PooledRunner[PagedStore]):
             raise InvalidArgument(f"layers {first} to {stop} of {len(self.model.config.layers)} cannot be computed")
         if first and model_input.residual is None:
             raise InvalidArgument(f"a pass that resumes at layer {first} needs the residual that was left there")
-        if model_input.residual is not None and model_input.residual.shape != (count, self.model.config.hidden_size):
+        if model_input.residual is not None and model_input.residual.shape != (count, self.model.config.residual_width):
             shape = tuple(model_input.residual.shape)
             raise InvalidArgument(
-                f"{count} tokens need a residual of width {self.model.config.hidden_size}, got {shape}"
+                f"{count} tokens need a residual of width {self.model.config.residual_width}, got {shape}"
             )
         recurrent = self.model.config.recurrent_layers
         if recurrent and (first, stop) != (0, len(self.model.config.layers)):
@@ -197,13 +198,18 @@ class TorchRunner(PooledRunner[PagedStore]):
         if keep_residual:
             for model_input, (start, end) in zip(inputs, pairwise(starts), strict=True):
                 assert model_input.residual is not None
-                model_input.residual.copy_(x[0, start:end])
+                model_input.residual.copy_(x[0, start:end].flatten(1))
         if selection is None:
             x = x.index_select(1, wanted)
         counts = [len(model_input.outputs) for model_input in inputs]
         if not rows:
             return [torch.empty(0, model.config.vocab_size) for _ in inputs]
-        normalized = steer(decoder.norm(x), "norm", at_outputs.steerings)
+        if isinstance(decoder.norm, MergingNorm):
+            x = decoder.norm.merged(x)
+            normalized = decoder.norm.norm(x)
+        else:
+            normalized = decoder.norm(x)
+        normalized = steer(normalized, "norm", at_outputs.steerings)
         for model_input, hidden, after in zip(inputs, x[0].split(counts), normalized[0].split(counts), strict=True):
             if model_input.capture is not None:
                 _fill(model_input.capture, hidden, after)
@@ -221,7 +227,9 @@ class TorchRunner(PooledRunner[PagedStore]):
                 x = _with_embeddings(x, inputs)
             return x
         parts = [model_input.residual for model_input in inputs if model_input.residual is not None]
-        return torch.cat(parts).to(model.device, model.dtype)[None]
+        x = torch.cat(parts).to(model.device, model.dtype)[None]
+        streams = model.config.num_streams
+        return x if streams == 1 else x.unflatten(-1, (streams, -1))
 
     def _per_layer_inputs(self, inputs: Sequence[ModelInput]) -> Tensor | None:
         """Inputs of all layers beside the hidden states, in decoders that have them."""

@@ -158,7 +158,9 @@ class ModelDrafter:
         position: CachePosition | None,
     ) -> Draft | None:
         """Draft at most ``max_tokens`` tokens after ``token_ids``; None while a long prompt is being prefilled."""
-        max_tokens = min(max_tokens, self._pool.model.context_size - len(token_ids))
+        model = self._pool.model
+        longest = model.cache_layout.original_max_position_embeddings or model.context_size
+        max_tokens = min(max_tokens, longest - len(token_ids))
         if max_tokens < 1:
             return None
         with self._pool.lock:

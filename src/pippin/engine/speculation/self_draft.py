@@ -54,7 +54,7 @@ class SelfDrafter:
     """
 
     def __init__(self, model: LanguageModel, generator: torch.Generator, *, skip_forced: bool) -> None:
-        self.depth, self.width = shared_depth(model), model.config.hidden_size
+        self.depth, self.width = shared_depth(model), model.config.residual_width
         self._ends, self._generator, self._skip_forced = model.tokenizer.eos_ids, generator, skip_forced
 
     def draft(

@@ -17,7 +17,6 @@ from .gguf import (
     to_gguf as to_gguf,
 )
 from .gguf_layout import GGUFHeader as GGUFHeader, GGUFLayout as GGUFLayout
-from .phi import long_context as long_context
 from .tensor_names import (
     TensorSource as TensorSource,
     TensorSources as TensorSources,

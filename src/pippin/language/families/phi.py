@@ -2,19 +2,16 @@
 
 Notable here:
 - Phi-3.5-MoE has layer norms, and weighs each expert among those that are nearly as good (SparseMixer)
-- the long-context variants have two tables of divisors, one for short and one for long sequences; keys of one cannot be
-  read with the other, so a model is opened with the short table and for the context that it is for, or by
-  `long_context` with the long one
+- the long-context variants have two tables of divisors (LongRoPE), for short and for long sequences; keys of one
+  cannot be read with the other, so a sequence that outgrows the trained context is computed anew
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
-from pippin.core.errors import InvalidArgument
-from pippin.language.decoder import DecoderConfig, LayerSpec
+from pippin.language.decoder import DecoderConfig
 from pippin.language.families.family import (
     Family,
     Fields,
@@ -35,11 +32,8 @@ from pippin.nn.routing import RouterSpec
 def _phi3(config: Fields) -> DecoderConfig:
     windowed = bool(config.get("sliding_window"))
     rotary = _long_rotary(config)
-    if rotary is None:
-        return read_decoder("phi3", config, local=lambda index: windowed)
-    return read_decoder(
-        "phi3", _of_short_table(config, rotary), rotary=lambda index, local: rotary, local=lambda index: windowed
-    )
+    chosen = None if rotary is None else (lambda index, local: rotary)
+    return read_decoder("phi3", config, rotary=chosen, local=lambda index: windowed)
 
 
 def _phimoe(config: Fields) -> DecoderConfig:
@@ -55,7 +49,7 @@ def _phimoe(config: Fields) -> DecoderConfig:
     rotary = _long_rotary(fields)
     return read_decoder(
         "phimoe",
-        fields if rotary is None else _of_short_table(fields, rotary),
+        fields,
         feedforward=inner,
         rotary=None if rotary is None else (lambda index, local: rotary),
         local=lambda index: windowed,
@@ -80,7 +74,6 @@ def _long_rotary(config: Fields) -> Rotary | None:
         attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     return Rotary(
         base.theta,
-        factor=config["max_position_embeddings"] / original,
         original_max_position_embeddings=original,
         attention_factor=attention,
         divisors=tuple(scaling["short_factor"]),
@@ -90,42 +83,12 @@ def _long_rotary(config: Fields) -> Rotary | None:
     )
 
 
-def long_context(config: DecoderConfig) -> DecoderConfig:
-    """The config of a long-context Phi for its whole context: a ``transform`` of `pippin.load`.
-
-    Its long table then serves sequences of every length. Short ones are computed a little worse with it than with the
-    short table, which is what a model is opened with otherwise.
-
-    Raises:
-        InvalidArgument: a decoder without a long table.
-    """
-
-    def long(layer: LayerSpec) -> LayerSpec:
-        rotary = layer.attention.rotary
-        if rotary is None or rotary.long_divisors is None:
-            raise InvalidArgument(f"this {config.family} model has no table of rotary divisors for a longer context")
-        factor = rotary.attention_factor if rotary.long_attention_factor is None else rotary.long_attention_factor
-        plain = Rotary(rotary.theta, divisors=rotary.long_divisors, attention_factor=factor, dims=rotary.dims)
-        return replace(layer, attention=replace(layer.attention, rotary=plain))
-
-    rotary = config.layers[0].attention.rotary
-    factor = 1.0 if rotary is None else rotary.factor
-    return replace(
-        config,
-        layers=tuple(long(layer) for layer in config.layers),
-        max_position_embeddings=round(config.max_position_embeddings * factor),
-    )
-
-
-def _of_short_table(config: Fields, rotary: Rotary) -> dict[str, Any]:
-    """The fields, for the context that the short table is for."""
-    return {**config, "max_position_embeddings": rotary.original_max_position_embeddings}
-
-
 def _write_long(config: DecoderConfig) -> dict[str, Any]:
     """The fields of positions."""
     rotary = config.layers[0].attention.rotary
-    original: dict[str, Any] = {"original_max_position_embeddings": config.max_position_embeddings}
+    original: dict[str, Any] = {
+        "original_max_position_embeddings": config.original_max_position_embeddings or config.max_position_embeddings
+    }
     if rotary is None or rotary.long_divisors is None or rotary.divisors is None:
         return original
     scaling = {
@@ -141,8 +104,7 @@ def _write_long(config: DecoderConfig) -> dict[str, Any]:
         scaling["attention_factor"] = rotary.attention_factor
     else:
         scaling |= {"short_mscale": rotary.attention_factor, "long_mscale": rotary.long_attention_factor}
-    whole = {"max_position_embeddings": round(config.max_position_embeddings * rotary.factor)}
-    return {"rope_scaling": None, "rope_parameters": scaling, **original, **whole}
+    return {"rope_scaling": None, "rope_parameters": scaling, **original}
 
 
 def _write_phimoe(config: DecoderConfig) -> dict[str, Any]:
@@ -173,10 +135,8 @@ def _to_gguf(config: DecoderConfig) -> dict[str, Any]:
     rotary = config.layers[0].attention.rotary
     if rotary is None or rotary.long_divisors is None:
         return {}
-    # the context of both tables; the decoder has that of one
     original = rotary.original_max_position_embeddings
-    fields = {"context_length": round(original * rotary.factor), "rope.scaling.original_context_length": original}
-    return fields | {"rope.scaling.attn_factor": rotary.magnitude}
+    return {"rope.scaling.original_context_length": original, "rope.scaling.attn_factor": rotary.magnitude}
 
 
 _GGUF = GGUFLayout("phi3", write=_to_gguf, rules=_gguf_rules, tables=long_tables)

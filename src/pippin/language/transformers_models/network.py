@@ -53,6 +53,11 @@ class TransformersConfig:
     batched: bool = False
 
     @property
+    def original_max_position_embeddings(self) -> None:
+        """None: a model whose rotation depends on the length is opened for the lengths with one."""
+        return None
+
+    @property
     def cached_layers(self) -> tuple[int, ...]:
         """Indices of layers with keys and values of their own."""
         return tuple(index for index, layer in enumerate(self.layers) if layer.vectors)

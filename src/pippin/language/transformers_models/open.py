@@ -97,11 +97,19 @@ def open_network(path: Path, device: torch.device, dtype: str) -> tuple[Transfor
     model = _load(path, checkpoint, device, _precision(checkpoint, device, dtype))
     text = model.config.get_text_config(decoder=True)
     found = (getattr(text, name, None) for name in _CONTEXT_NAMES)
-    context = next((size for size in found if isinstance(size, int) and size > 0), _CONTEXT)
+    context = min(next((size for size in found if isinstance(size, int) and size > 0), _CONTEXT), _same_rotation(text))
     from pippin.language.transformers_models.probe import probed  # imports transformers
 
     with _quiet():
         return probed(model, context), tokenizer
+
+
+def _same_rotation(config: Any) -> int:
+    """Tokens up to which a sequence is rotated by the same angles; a longer one changes the tables of all others."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") not in ("longrope", "dynamic"):
+        return _MAX_SIZE
+    return int(rope.get("original_max_position_embeddings") or config.max_position_embeddings)
 
 
 def notes(network: TransformersNetwork, reason: str = "") -> tuple[str, ...]:

@@ -132,6 +132,8 @@ def stages(layer: nn.Module) -> list[list[str]]:
         ("o_proj",),
         ("gate_proj", "up_proj"),
         ("down_proj",),
+        ("laurel.left",),
+        ("laurel.right",),
         ("layer_input.gate",),
         ("layer_input.proj",),
     )
