@@ -7,6 +7,7 @@ Notable here:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -169,7 +170,8 @@ def quantization_notes(
     sizes: dict[tuple[str, str], list[int]] = {}
     names = {number: name for name, number in native.GGML_FORMATS.items()}
     for name, reason in reasons.items():
-        owner, (rows, columns) = module.get_submodule(name.rpartition(".")[0]), module.get_parameter(name).shape
+        owner, shape = module.get_submodule(name.rpartition(".")[0]), module.get_parameter(name).shape
+        rows, columns = shape[0], math.prod(shape[1:])  # of convolutions all but the channels
         kind, form = kinds.get(name, ""), packing.format(owner, name, kinds.get(name))
         if kind and form is not None and packing.keep and packing.bits is None:
             group = (stored_kind(kind) or (0, 0))[1]

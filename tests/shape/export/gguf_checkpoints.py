@@ -53,6 +53,10 @@ _DELTA = {
     "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
 }
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_chunk_size": 16}
+_NEMOTRON = {
+    **{"head_dim": 8, "ssm_state_size": 16, "mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2},
+    "chunk_size": 16,
+}
 _PLAIN = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
 _LATENT = {
     **{"num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 20, "qk_rope_head_dim": 8},
@@ -124,10 +128,11 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "mixtral": {"sliding_window": None, "num_local_experts": 3},
     "nemotron": _HALF,
-    "nemotron_h": {
-        "layers_block_type": ["mlp", "linear_attention", "full_attention", "mlp"],
-        **{"head_dim": 8, "ssm_state_size": 16, "mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2},
-        "chunk_size": 16,
+    "nemotron_h": {**_NEMOTRON, "layers_block_type": ["mlp", "linear_attention", "full_attention", "mlp"]},
+    "nemotron_h, experts": {
+        **{**_NEMOTRON, "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"]},
+        **{"n_routed_experts": 6, "moe_intermediate_size": 20, "moe_shared_expert_intermediate_size": 24},
+        **{"n_group": 3, "topk_group": 2, "routed_scaling_factor": 2.5},
     },
     "olmo": {},
     "olmo2": {},
@@ -215,16 +220,21 @@ def describe(path: Path) -> dict[str, Any]:
     digest = hashlib.sha256()
     tensors = sorted(reader.tensors, key=lambda tensor: tensor.name)
     for tensor in tensors:
-        if not tensor.name.startswith("rope_"):  # computed, and so not bit-identical
+        if not _is_computed(tensor.name):
             digest.update(f"{tensor.name} {tensor.data.shape}".encode() + np.ascontiguousarray(tensor.data).tobytes())
     keys = {key.removeprefix(f"{architecture}."): field for key, field in reader.fields.items()}
     return {
         "architecture": architecture,
         "metadata": {key: field.contents() for key, field in keys.items() if "." not in key or key[:5] in _OWN},
         "shapes": {tensor.name: list(tensor.data.shape) for tensor in tensors if _is_first(tensor.name)},
-        "tables": {tensor.name: tensor.data.tolist() for tensor in tensors if tensor.name.startswith("rope_")},
+        "tables": {tensor.name: tensor.data.tolist() for tensor in tensors if _is_computed(tensor.name)},
         "digest": digest.hexdigest(),
     }
+
+
+def _is_computed(name: str) -> bool:
+    """Whether a tensor is not that of the checkpoint, and so bit-identical on the same processor only."""
+    return name.startswith("rope_") or name.endswith(".ssm_a")
 
 
 def _is_first(name: str) -> bool:
@@ -260,7 +270,7 @@ def _convert(folder: Path, target: Path) -> None:
         fields["layer_types"] = [names.get(kind, kind) for kind in fields["layer_types"]]
     if fields["model_type"] == "mamba2":
         del fields["intermediate_size"]  # which it does not have, and the converter would believe
-    if fields["model_type"] == "nemotron_h":
+    if fields["model_type"] == "nemotron_h" and "moe" not in fields["layers_block_type"]:
         del fields["num_experts_per_tok"]  # a default of models with experts, by which the converter knows them
     kind = get_model_class(get_model_architecture(fields, ModelType.TEXT))
     kind.no_mtp = True

@@ -19,6 +19,7 @@ from pippin.language.families.gguf_layout import GGUFHeader
 from pippin.nn.attention import AttentionSpec
 from pippin.nn.feedforward import FeedForwardSpec
 from pippin.nn.rotary import Rotary
+from pippin.nn.routing import RouterSpec
 from pippin.shape.export import gguf as export
 from pippin.shape.export.gguf import export_gguf
 
@@ -155,24 +156,30 @@ def test_families_without_gguf_are_refused_by_name(merging, support, tmp_path, m
 @pytest.mark.nightly
 @pytest.mark.parametrize("case", CASES)
 def test_llama_cpp_computes_the_same_logits(exported, case):
-    llama_cpp = pytest.importorskip("llama_cpp")
     model, path = exported(case)
-    exact = {"type_k": 0, "type_v": 0, "flash_attn": False, "logits_all": True, "verbose": False}
-    exact |= {"yarn_beta_fast": -1.0, "yarn_beta_slow": -1.0}  # those of the file, not the library's
-    theirs = llama_cpp.Llama(str(path), n_ctx=64, n_threads=1, n_threads_batch=1, **exact)
-    try:
-        theirs.eval(IDS[0].tolist())
-        scores = torch.from_numpy(theirs.scores[: IDS.shape[1]].copy())
-    finally:
-        theirs.close()
+    scores = _logits_of_llama_cpp(path)
     # ggml takes GELU from a table in half precision
     close = 1e-2 if model.config.layers[0].feedforward.activation.startswith("gelu") else 1e-4
     close = 3e-4 if model.config.recurrent_layers else close  # rounding that a state carries on
     torch.testing.assert_close(scores, model.module(IDS)[0], rtol=close, atol=close)
 
 
+def _logits_of_llama_cpp(path):
+    llama_cpp = pytest.importorskip("llama_cpp")
+    exact = {"type_k": 0, "type_v": 0, "flash_attn": False, "logits_all": True, "verbose": False}
+    exact |= {"yarn_beta_fast": -1.0, "yarn_beta_slow": -1.0}  # those of the file, not the library's
+    theirs = llama_cpp.Llama(str(path), n_ctx=64, n_threads=1, n_threads_batch=1, **exact)
+    try:
+        theirs.eval(IDS[0].tolist())
+        return torch.from_numpy(theirs.scores[: IDS.shape[1]].copy())
+    finally:
+        theirs.close()
+
+
 @torch.inference_mode()
-@pytest.mark.parametrize("case", ["llama", "phi3", "gpt_neox", "mixtral", "qwen2_moe", "glm4_moe_lite"])
+@pytest.mark.parametrize(
+    "case", [*["llama", "phi3", "gpt_neox", "mixtral", "qwen2_moe", "glm4_moe_lite"], "nemotron_h, experts"]
+)
 def test_blocks_are_those_of_the_same_rows(exported, case, tmp_path):
     """Rows are put in order, and experts apart, as bytes: the kernels' weights are the dequantized ones."""
     path = export_gguf(exported(case)[0], tmp_path / "model.gguf", "Q8_0", show_progress=False)
@@ -188,6 +195,49 @@ def test_blocks_are_those_of_the_same_rows(exported, case, tmp_path):
             found += 1
     assert found
     torch.testing.assert_close(packed.module(IDS), dense.module(IDS), rtol=0.05, atol=0.05)
+
+
+_RECURRENT = ["mamba2", "lfm2", "falcon_h1", "granitemoehybrid", "nemotron_h, experts", "qwen3_next", "qwen3_5_text"]
+
+
+@pytest.mark.parametrize("case", _RECURRENT)
+@pytest.mark.parametrize("kind", ["F16", "Q8_0"])
+def test_what_is_no_matrix_of_a_recurrent_layer_is_never_rounded(exported, case, kind, tmp_path):
+    """ggml convolves in float32 alone; matrices have the weights of the unrounded file, within a rounding."""
+    model, exact = exported(case)
+    path = export_gguf(model, tmp_path / "model.gguf", kind, show_progress=False)
+    expected = {tensor.name: tensor.data for tensor in gguf.GGUFReader(exact).tensors}
+    for tensor in gguf.GGUFReader(path).tensors:
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        if tensor.name.endswith(("_norm.weight", "conv1d.weight", "shortconv.conv.weight")) or values.ndim == 1:
+            assert tensor.tensor_type == gguf.GGMLQuantizationType.F32, tensor.name
+        step = abs(expected[tensor.name]).max() / 127
+        np.testing.assert_allclose(values, expected[tensor.name], rtol=0, atol=0.6 * step, err_msg=tensor.name)
+    again = pippin.load(path, device="cpu")
+    assert bool(again.module(IDS).isfinite().all())
+
+
+@torch.inference_mode()
+def test_convolutions_in_half_precision_are_read(exported, tmp_path):
+    def halved(tensors):
+        return {name: values.astype(np.float16) if "conv" in name else values for name, values in tensors.items()}
+
+    model, path = exported("mamba2")
+    path = rewritten(path, tmp_path / "half.gguf", tensors=halved)
+    again = pippin.load(path, device="cpu", dtype="float32", pack=False)
+    taps = "layers.0.recurrent.conv.weight"
+    expected = model.module.state_dict()[taps].half().float()
+    torch.testing.assert_close(again.module.state_dict()[taps], expected, rtol=0, atol=0)
+
+
+@torch.inference_mode()
+@pytest.mark.nightly
+@pytest.mark.parametrize("case", _RECURRENT)
+def test_llama_cpp_computes_recurrent_models_of_half_precision(exported, case, tmp_path):
+    path = export_gguf(exported(case)[0], tmp_path / "model.gguf", "F16", show_progress=False)
+    expected = pippin.load(path, device="cpu", dtype="float32", pack=False).module(IDS)[0]
+    close = 0.02 * float(expected.abs().max())  # it rounds what is multiplied, too
+    torch.testing.assert_close(_logits_of_llama_cpp(path), expected, rtol=0, atol=close)
 
 
 @torch.inference_mode()
@@ -336,6 +386,18 @@ def test_fused_tensors_are_read_in_any_family(exported, tmp_path):
         ("apertus", {"xielu.alpha_p": None}, CorruptedFile, "'xielu.alpha_p' is None, expected 4 numbers"),
         ("apertus", {"xielu.beta": [0.5, 0.5]}, CorruptedFile, r"'xielu.beta' is \[0.5, 0.5\], expected 4 numbers"),
         (
+            "nemotron_h, experts",
+            {"nemotron_h_moe.moe_latent_size": 16},
+            UnsupportedModel,
+            "moe_latent_size=16 is not supported for the nemotron_h family",
+        ),
+        (
+            "nemotron_h, experts",
+            {"nemotron_h_moe.feed_forward_length": [0, 20]},
+            CorruptedFile,
+            "2 entries for 4 layers",
+        ),
+        (
             "qwen3",
             {"qwen3.attention.causal": None, "qwen3.context_length": None},
             CorruptedFile,
@@ -371,6 +433,46 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused(exported, case, chang
     config = replace(config, **changes)
     with pytest.raises(UnsupportedModel, match=message):
         _plan(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts": 0, "router": RouterSpec()}, "no nemotron_h models with both experts and dense"),
+        ({"shared_intermediate_size": 0}, "no nemotron_h models with experts of which none is shared"),
+        ({"activation": "silu"}, "activation is silu, GGUF would say relu2"),
+        ({"gated": True}, "gated is True, GGUF would say False"),
+        ({"router": RouterSpec()}, "scores is softmax, GGUF would say sigmoid"),
+    ],
+)
+def test_experts_of_nemotron_that_llama_cpp_lacks_are_refused(exported, changes, message):
+    config = exported("nemotron_h, experts")[0].config
+    last = config.layers[-1]
+    layers = (*config.layers[:-1], replace(last, feedforward=replace(last.feedforward, **changes)))
+    with pytest.raises(UnsupportedModel, match=message):
+        _plan(replace(config, layers=layers))
+
+
+@torch.inference_mode()
+def test_a_layer_of_nemotron_that_only_drafts_is_not_read(exported, tmp_path):
+    """llama.cpp's converter appends it: attention and experts in one layer, which the lists by layer describe, too."""
+    model, path = exported("nemotron_h, experts")
+    more = {"block_count": 5, "nextn_predict_layers": 1, "feed_forward_length": [0, 20, 0, 20, 20]}
+    more["attention.head_count_kv"] = [0, 0, 2, 0, 2]
+
+    def appended(tensors):
+        found = {name: tensors[name] for name in tensors if name.startswith(("blk.2.", "blk.3."))}
+        return tensors | {f"blk.4.{name[6:]}": values for name, values in found.items()}
+
+    metadata = {f"nemotron_h_moe.{key}": value for key, value in more.items()}
+    again = pippin.load(
+        rewritten(path, tmp_path / "drafts.gguf", metadata=metadata, tensors=appended),
+        device="cpu",
+        dtype="float32",
+        pack=False,
+    )
+    assert len(again.module.layers) == 4
+    torch.testing.assert_close(again.module(IDS), model.module(IDS), rtol=0, atol=3e-4)
 
 
 def _plan(config):

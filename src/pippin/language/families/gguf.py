@@ -129,9 +129,9 @@ _OF_KEYS = (".attn_k.weight", ".attn_v.weight", ".attn_k_norm.weight")
 def _family(header: GGUFHeader) -> tuple[Family, GGUFLayout]:
     name = header.architecture
     for family in FAMILIES.values():
-        if family.gguf is not None and family.gguf.architecture == name and family.gguf.applies(header):
+        if family.gguf is not None and name in family.gguf.names and family.gguf.applies(header):
             return family, family.gguf
-    known = {family.gguf.architecture for family in FAMILIES.values() if family.gguf is not None}
+    known = {each for family in FAMILIES.values() if family.gguf is not None for each in family.gguf.names}
     near = difflib.get_close_matches(name, sorted(known), 3, 0.0)
     raise UnsupportedModel(
         f"{header.where}: GGUF architecture {name!r} is not supported; the nearest that are: {', '.join(near)}; all: "
@@ -326,7 +326,7 @@ def to_gguf(config: DecoderConfig) -> dict[str, Any]:
         fields["attention.sliding_window"] = next(window for window in windows if window)
         fields["attention.sliding_window_pattern"] = [window is not None for window in windows]
     fields |= layout.write(config)
-    return {f"{layout.architecture}.{key}": value for key, value in fields.items() if value is not None}
+    return {f"{layout.name_of(config)}.{key}": value for key, value in fields.items() if value is not None}
 
 
 def check_gguf(config: DecoderConfig, header: GGUFHeader) -> None:

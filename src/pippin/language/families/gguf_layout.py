@@ -112,6 +112,7 @@ class GGUFLayout:
         merges: whether a SentencePiece vocabulary has its merges.
         numbers: learned numbers that a file has as metadata, one for each layer: by their whole key, Pippin's name of
             them in a layer.
+        with_experts: its name in GGUF for models with experts, where that is another.
     """
 
     architecture: str
@@ -132,6 +133,16 @@ class GGUFLayout:
     varied: tuple[str, ...] = ()
     merges: bool = False
     numbers: Mapping[str, str] = field(default_factory=dict)
+    with_experts: str | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names in GGUF of the family's models."""
+        return (self.architecture,) if self.with_experts is None else (self.architecture, self.with_experts)
+
+    def name_of(self, config: DecoderConfig) -> str:
+        """The name in GGUF of a decoder of the family."""
+        return self.names[-1] if any(layer.feedforward.num_experts for layer in config.layers) else self.architecture
 
 
 SIGMOID_ROUTER: Final = 2

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ from pippin.language.families.gguf_layout import GGUFHeader
 from pippin.language.families.hybrid import recurrence
 from pippin.nn.recurrent.gated_delta import GatedDeltaSpec
 from pippin.nn.recurrent.mamba2 import Mamba2Spec
+
+_BLOCK: Final = 32
+"""Weights of a row that are quantized together, at the least; a head of fewer cannot be moved as bytes."""
 
 
 def recurrent_layers(header: GGUFHeader, layers: int, every: int | None = None) -> list[bool]:
@@ -203,6 +206,7 @@ def delta_rules(config: DecoderConfig, *, separate: bool) -> list[TensorRule]:
             ("recurrent.out_proj",),
             lambda tensor, config: [order.read(tensor, 1)],
             lambda parts, config: order.write(parts[0], 1),
+            across=not order.same and spec.value_dim % _BLOCK != 0,
         ),
         _ordered("ssm_dt.bias", "dt_bias", order),
         _rate((spec.value_heads,), order),

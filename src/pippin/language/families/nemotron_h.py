@@ -2,6 +2,7 @@
 
 Notable here:
 - feed-forward layers and experts have a squared rectifier and no gate; experts are chosen as in DeepSeek 3
+- llama.cpp has another architecture for models with experts, in which every feed-forward layer is of experts
 - time steps are bounded by ``time_step_limit``, as in NVIDIA's own code; transformers bounds them by ``time_step_min``
   in prompts, and not at all in decoding
 
@@ -18,7 +19,7 @@ import torch
 
 from pippin.core.errors import CorruptedFile, UnsupportedModel
 from pippin.language.decoder import DecoderConfig, LayerSpec
-from pippin.language.families.deepseek import balanced_router
+from pippin.language.families.deepseek import balanced_router, expert_counts
 from pippin.language.families.experts import most_experts, stacked
 from pippin.language.families.family import Family, Fields, TensorRule, activation_of, read_decoder, refuse, rename
 from pippin.language.families.gguf_layout import GGUFHeader, GGUFLayout
@@ -172,14 +173,17 @@ def _rules(config: DecoderConfig) -> list[TensorRule]:
 
 def _from_gguf(header: GGUFHeader, fields: Fields) -> dict[str, Any]:
     layers, mamba = fields["num_hidden_layers"], mamba_fields(header)
+    experts = _experts_from_gguf(header, fields) if header.get("expert_count", int, 0) else {}
     inner = header.metadata.get(f"{header.architecture}.feed_forward_length")
     feeds = [bool(one) for one in inner] if isinstance(inner, list) else [False] * layers
     recurs = recurrent_layers(header, layers)
     if len(feeds) < layers:
         raise CorruptedFile(f"{header.where}: feed_forward_length has {len(feeds)} entries for {layers} layers")
+    feed = "moe" if experts else "mlp"
     return {
+        **experts,
         "layers_block_type": [
-            "mlp" if feeds[index] else "mamba" if recurs[index] else "attention" for index in range(layers)
+            feed if feeds[index] else "mamba" if recurs[index] else "attention" for index in range(layers)
         ],
         "mamba_num_heads": mamba["heads"],
         "mamba_head_dim": mamba["head_dim"],
@@ -189,8 +193,42 @@ def _from_gguf(header: GGUFHeader, fields: Fields) -> dict[str, Any]:
     }
 
 
+def _experts_from_gguf(header: GGUFHeader, fields: Fields) -> dict[str, Any]:
+    return {
+        **expert_counts(header, fields),
+        "moe_shared_expert_intermediate_size": fields["shared_expert_intermediate_size"],
+        "moe_latent_size": header.get("moe_latent_size", int, 0),
+    }
+
+
+def _experts_to_gguf(config: DecoderConfig) -> dict[str, Any]:
+    """The metadata of experts; none of models without them.
+
+    Raises:
+        UnsupportedModel: dense feed-forward layers beside experts, or no shared expert, which llama.cpp does not have.
+    """
+    inner = {_kind(layer): layer.feedforward for layer in config.layers}
+    if "moe" not in inner:
+        return {}
+    if "mlp" in inner:
+        raise UnsupportedModel("llama.cpp has no nemotron_h models with both experts and dense feed-forward layers")
+    experts = inner["moe"]
+    if not experts.shared_intermediate_size:
+        raise UnsupportedModel("llama.cpp has no nemotron_h models with experts of which none is shared")
+    return {
+        "expert_feed_forward_length": experts.intermediate_size,
+        "expert_shared_feed_forward_length": experts.shared_intermediate_size,
+        "expert_shared_count": 1,
+        "expert_weights_norm": experts.norm_topk_prob,
+        "expert_weights_scale": float(experts.router.scale),
+        "expert_group_count": experts.router.num_groups,
+        "expert_group_used_count": experts.router.num_chosen_groups,
+    }
+
+
 def _to_gguf(config: DecoderConfig) -> dict[str, Any]:
     return {
+        **_experts_to_gguf(config),
         **mamba_metadata(config),
         "feed_forward_length": [layer.feedforward.intermediate_size for layer in config.layers],
         "attention.head_count_kv": key_heads(config),
@@ -203,7 +241,15 @@ def _gguf_rules(config: DecoderConfig) -> list[TensorRule]:
     return [*rename(post_attention_layernorm="attn_norm"), *mamba_rules(config)]
 
 
-_GGUF = GGUFLayout("nemotron_h", _from_gguf, _to_gguf, _gguf_rules, any_head_dim=True, biases=("feed-forward",))
+_GGUF = GGUFLayout(
+    "nemotron_h",
+    _from_gguf,
+    _to_gguf,
+    _gguf_rules,
+    any_head_dim=True,
+    biases=("feed-forward",),
+    with_experts="nemotron_h_moe",
+)
 NEMOTRON_H = Family(
     "nemotron_h",
     "NemotronHForCausalLM",

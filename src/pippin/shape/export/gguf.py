@@ -45,7 +45,8 @@ from pippin.nn.quantization.codes import Codes
 GGUFKind = Literal["F32", "F16", "BF16", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0"]
 _BLOCK: Final = 32  # weights of one block, in every quantized kind here
 _FORMS: Final = {form.name: form for form in FORMATS.values()}
-_EXACT: Final = ("ffn_gate_inp", "ffn_gate_inp_shexp", "position_embd")  # small, and F32 in every file
+# small, and F32 in every file, as norms are; "conv" is the convolution of LFM2
+_EXACT: Final = ("ffn_gate_inp", "ffn_gate_inp_shexp", "position_embd", "ssm_conv1d", "conv")
 # llama.cpp's number for "mostly of this kind"
 _FILE_TYPES: Final = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "BF16": 32}
 
@@ -66,7 +67,7 @@ def export_gguf(
         path: the file; an older one is replaced.
         kind: of the matrices that have no codes: "F32", "F16", "BF16", "Q8_0", "Q5_1", "Q5_0", "Q4_1" or "Q4_0". Where
             it has fewer than eight bits, the embedding and the output matrix are Q8_0. Matrices whose rows are no
-            multiple of 32 are F16. Norms and biases are F32.
+            multiple of 32 are F16. Norms, biases and convolutions are F32.
         codes: quantized matrices by the names of their layers; None for those of the folder that the model was read
             from (see `stored_codes`). Codes of up to four bits become Q4_0 (unbalanced) or Q4_1, of eight bits Q8_0.
         show_progress: whether progress is shown.
@@ -90,14 +91,14 @@ def export_gguf(
     metadata |= model.tokenizer.to_gguf(config.vocab_size, with_merges=layout.merges)
     if not layout.windows and any(layer.attention.window for layer in config.layers):
         progress.note(
-            f"llama.cpp has no windows for {layout.architecture} models: beyond the window it answers otherwise",
+            f"llama.cpp has no windows for {layout.name_of(config)} models: beyond the window it answers otherwise",
             show_progress=show_progress,
         )
     total = sum(entry.nbytes for entry in entries)
     require_free_space(path.absolute().parent, total)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
-    writer = gguf.GGUFWriter(temporary, layout.architecture)
+    writer = gguf.GGUFWriter(temporary, layout.name_of(config))
     writer.add_name(model.name)
     if license_name := find_license(model):
         writer.add_license(license_name)
@@ -126,7 +127,7 @@ def _describe(config: DecoderConfig, entries: Sequence[_Entry]) -> dict[str, Any
     tables = {name: table.float() for name, table in families.layout_of(config).tables(config).items()}
     header = families.GGUFHeader(
         where="the model",
-        metadata=metadata | {"general.architecture": families.layout_of(config).architecture},
+        metadata=metadata | {"general.architecture": families.layout_of(config).name_of(config)},
         shapes={entry.name: entry.shape for entry in entries},
         read=tables.__getitem__,
     )
@@ -297,7 +298,7 @@ def _parts(module: Decoder, codes: Mapping[str, Codes]) -> Iterator[tuple[str, _
 def _kind(name: str, shape: tuple[int, ...], kind: str, codes: Sequence[Codes | None]) -> str:
     """What one tensor of the file is stored as."""
     stem = name.removesuffix(".weight").rpartition(".")[2]
-    if len(shape) == 1 or stem in _EXACT or not name.endswith(".weight"):
+    if len(shape) == 1 or stem in _EXACT or stem.endswith("_norm") or not name.endswith(".weight"):
         return "F32"
     kinds = {None if each is None else _codes_kind(each) for each in codes}
     if kinds != {None}:
