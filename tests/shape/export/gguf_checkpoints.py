@@ -115,6 +115,13 @@ CASES: dict[str, dict[str, Any]] = {
     | {"shared_intermediate_size": 48, "layer_types": ["mamba", "attention", "mamba", "mamba"], "logits_scaling": 2.0},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {**_PLAIN, "head_dim": 16, "num_experts": 3, "moe_topk": [2] * 4},
+    "kimi_linear": {
+        **{**_LATENT, "q_lora_rank": None, "linear_num_heads": 4, "linear_head_dim": 16, "model_max_length": 128},
+        **{"num_experts": 6, "num_experts_per_token": 2, "num_expert_group": 3, "topk_group": 2},
+        **{"moe_intermediate_size": 16, "num_shared_experts": 2, "routed_scaling_factor": 1.5},
+        "rms_norm_eps": 1e-6,  # llama.cpp has it for the length of keys, too, where the model always has 1e-6
+        "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    },
     "lfm2": {"layer_types": ["conv", "full_attention", "conv", "conv"], "block_auto_adjust_ff_dim": False},
     "lfm2_moe": {**_EXPERTS, "num_dense_layers": 1, "layer_types": ["conv", "full_attention", "conv", "conv"]},
     "llama": {"attention_bias": True, "mlp_bias": True},
@@ -259,7 +266,8 @@ def _convert(folder: Path, target: Path) -> None:
     rope = fields.get("rope_parameters") or {}
     fields.setdefault("rotary_pct", rope.get("partial_rotary_factor", 1.0))
     fields.setdefault("rotary_dim", int(rope.get("partial_rotary_factor", 1.0) * fields.get("head_dim", 0)))
-    fields.setdefault("n_ctx", fields.get("n_positions"))
+    if "n_positions" in fields:
+        fields.setdefault("n_ctx", fields["n_positions"])
     fields.setdefault("num_shared_expert", [1] * 4)
     if fields["model_type"] == "deepseek_v3":
         fields["scoring_func"] = "sigmoid"
@@ -272,12 +280,27 @@ def _convert(folder: Path, target: Path) -> None:
         del fields["intermediate_size"]  # which it does not have, and the converter would believe
     if fields["model_type"] == "nemotron_h" and "moe" not in fields["layers_block_type"]:
         del fields["num_experts_per_tok"]  # a default of models with experts, by which the converter knows them
+    if fields["model_type"] == "kimi_linear":
+        fields |= {"n_group": fields["num_expert_group"], "moe_router_activation_func": "sigmoid"}
+        fields |= {"first_k_dense_replace": 1, "linear_attn_config": _old_recurrence(fields)}
+        tensors = load_file(folder / "model.safetensors")  # transformers writes a dense layer under a name of experts
+        named = {name.replace("layers.0.block_sparse_moe", "layers.0.mlp"): tensors[name] for name in tensors}
+        save_file(named, folder / "model.safetensors", {"format": "pt"})
     kind = get_model_class(get_model_architecture(fields, ModelType.TEXT))
     kind.no_mtp = True
     converter = kind(folder, LlamaFileType.ALL_F32, target, hparams=fields)
     converter = getattr(converter, "impl", converter)
     converter.set_vocab = lambda: None
     converter.write()
+
+
+def _old_recurrence(fields: dict[str, Any]) -> dict[str, Any]:
+    """Kimi's description of recurrent layers, which are counted from 1."""
+    attending = [index + 1 for index, kind in enumerate(fields["layer_types"]) if kind == "full_attention"]
+    return {
+        **{"full_attn_layers": attending, "num_heads": fields["linear_num_heads"]},
+        **{"head_dim": fields["linear_head_dim"], "short_conv_kernel_size": fields["linear_conv_kernel_dim"]},
+    }
 
 
 if __name__ == "__main__":

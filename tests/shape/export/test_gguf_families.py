@@ -45,6 +45,7 @@ _LOST = {
     "qwen2_moe": {"feed_forward_length"},  # that of dense layers, which the model does not have
     "qwen3_moe": {"feed_forward_length"},
     "gpt2": {"attention.head_count_kv"},
+    "kimi_linear": {"attention.value_length"},  # rotated dimensions, which a value does not have
     # nothing rotates: a million tokens, and dimensions that mean nothing
     "granitemoehybrid": {"context_length", "rope.dimension_count", "rope.freq_base"}
     | {"expert_used_count", "expert_count"},
@@ -86,7 +87,7 @@ def test_every_family_with_gguf_has_a_case():
     assert known - {"ministral"} == {case.partition(",")[0] for case in CASES}  # the converter lacks Ministral
     lacking = {"helium", "nanochat"}  # llama.cpp has no such models
     unlike = {"phimoe"}  # its experts are chosen otherwise there
-    unwritten = {"recurrent_gemma", "olmo_hybrid", "kimi_linear"}
+    unwritten = {"recurrent_gemma", "olmo_hybrid"}
     assert families.FAMILIES.keys() - known <= lacking | unlike | unwritten
 
 
@@ -198,6 +199,7 @@ def test_blocks_are_those_of_the_same_rows(exported, case, tmp_path):
 
 
 _RECURRENT = ["mamba2", "lfm2", "falcon_h1", "granitemoehybrid", "nemotron_h, experts", "qwen3_next", "qwen3_5_text"]
+_RECURRENT += ["kimi_linear"]
 
 
 @pytest.mark.parametrize("case", _RECURRENT)
@@ -398,6 +400,14 @@ def test_fused_tensors_are_read_in_any_family(exported, tmp_path):
             "2 entries for 4 layers",
         ),
         (
+            "kimi_linear",
+            {"kimi-linear.expert_gating_func": 1},
+            UnsupportedModel,
+            "expert_gating_func 1 is not supported",
+        ),
+        ("kimi_linear", {"kimi-linear.kda.head_dim": 8}, CorruptedFile, "does not fit its configuration"),
+        ("kimi_linear", {"kimi-linear.kda.head_dim": None}, CorruptedFile, "kimi-linear.kda.head_dim"),
+        (
             "qwen3",
             {"qwen3.attention.causal": None, "qwen3.context_length": None},
             CorruptedFile,
@@ -472,6 +482,53 @@ def test_a_layer_of_nemotron_that_only_drafts_is_not_read(exported, tmp_path):
         pack=False,
     )
     assert len(again.module.layers) == 4
+    torch.testing.assert_close(again.module(IDS), model.module(IDS), rtol=0, atol=3e-4)
+
+
+@pytest.mark.parametrize(
+    ("part", "changes", "message"),
+    [
+        ("last", {"num_experts": 0, "router": RouterSpec()}, "dense layers before those with experts only"),
+        ("feedforward", {"norm_topk_prob": False}, "norm_topk_prob is False, GGUF would say True"),
+        ("feedforward", {"shared_intermediate_size": 0}, "models with shared experts only"),
+        ("latent", {"q_rank": 8}, "models without latent vectors of queries only"),
+        ("recurrent", {"key_heads": 2, "value_heads": 2}, "recurrent.value_heads is 2, GGUF would say 4"),
+        ("recurrent", {"channel_rank": 8}, "recurrent.channel_rank is 8, GGUF would say 16"),
+    ],
+)
+def test_what_llama_cpp_lacks_of_kimi_linear_is_refused(exported, part, changes, message):
+    config = exported("kimi_linear")[0].config
+    layers = list(config.layers)
+    for index, layer in enumerate(layers):
+        attention, inner = layer.attention, layer.feedforward
+        if part == "recurrent" and layer.recurrent is not None:
+            layers[index] = replace(layer, recurrent=replace(layer.recurrent, **changes))
+        elif part == "latent" and attention.latent is not None:
+            layers[index] = replace(layer, attention=replace(attention, latent=replace(attention.latent, **changes)))
+        elif inner.num_experts and (part == "feedforward" or (part == "last" and index == 3)):
+            layers[index] = replace(layer, feedforward=replace(inner, **changes))
+    with pytest.raises(UnsupportedModel, match=message):
+        _plan(replace(config, layers=tuple(layers)))
+
+
+@torch.inference_mode()
+def test_older_files_of_kimi_linear_have_fewer_dimensions_and_one_matrix(exported, tmp_path):
+    model, path = exported("kimi_linear")
+    spec = model.config.layers[2].attention.latent
+
+    def older(tensors):
+        for name in list(tensors):
+            if "conv1d" in name:
+                tensors[name] = tensors[name][0]
+            elif name.endswith("ssm_a"):
+                tensors[name] = tensors[name].reshape(-1, 1)
+        keys = tensors.pop("blk.2.attn_k_b.weight").transpose(0, 2, 1)
+        both = np.concatenate([keys, tensors.pop("blk.2.attn_v_b.weight")], 1)
+        return tensors | {"blk.2.attn_kv_b.weight": both.reshape(-1, spec.kv_rank)}
+
+    again = pippin.load(
+        rewritten(path, tmp_path / "older.gguf", tensors=older), device="cpu", dtype="float32", pack=False
+    )
     torch.testing.assert_close(again.module(IDS), model.module(IDS), rtol=0, atol=3e-4)
 
 

@@ -223,6 +223,20 @@ def delta_rules(config: DecoderConfig, *, separate: bool) -> list[TensorRule]:
     return [*found, both]
 
 
+def channel_delta_rules(spec: GatedDeltaSpec) -> list[TensorRule]:
+    """The tensors of Kimi delta attention."""
+    low = {"a_proj": "ssm_f", "gate_proj": "ssm_g"}
+    return [
+        *rename(**{f"recurrent__{part}_proj": f"attn_{part}" for part in "qkv"}),
+        *rename(**{f"recurrent__{ours}__down": f"{stored}_a" for ours, stored in low.items()}),
+        *rename(**{f"recurrent__{ours}__up": f"{stored}_b" for ours, stored in low.items()}),
+        *rename(recurrent__b_proj="ssm_beta", recurrent__norm="ssm_norm", recurrent__out_proj="attn_output"),
+        *(_convolution(f"ssm_conv1d_{part}", f"recurrent.{part}_conv", (1, -1, 1, spec.conv)) for part in "qkv"),
+        _parameter("ssm_dt.bias", "dt_bias"),
+        _rate((1, 1, spec.value_heads, 1)),
+    ]
+
+
 class _Order:
     """The order of heads of values in a file whose heads are tiled, for a decoder whose heads may not be."""
 
@@ -313,13 +327,13 @@ def _reshaped(stored: str, ours: str, leaf: str, shape: tuple[int, ...]) -> Tens
     )
 
 
-def _convolution(stored: str, ours: str) -> TensorRule:
-    """Taps of a convolution, (channels, taps) in a file."""
+def _convolution(stored: str, ours: str, shape: tuple[int, ...] | None = None) -> TensorRule:
+    """Taps of a convolution, (channels, taps) in a file unless it has another shape."""
     return TensorRule(
         stored,
         (ours,),
-        lambda tensor, config: [tensor[:, None]],
-        lambda parts, config: parts[0][:, 0],
+        lambda tensor, config: [tensor.reshape(-1, 1, tensor.shape[-1])],
+        lambda parts, config: parts[0][:, 0] if shape is None else parts[0].reshape(shape),
         leaves=("weight",),
     )
 

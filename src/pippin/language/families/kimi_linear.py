@@ -2,6 +2,7 @@
 
 Notable here:
 - experts, their router and its bias are those of DeepSeek 3, under other names in the files
+- nothing rotates, so "rotated" dimensions lie in a GGUF file as they do in a folder
 - files of old describe the recurrence in an object of its own, and count its layers from 1
 
 Source: Kimi Team 2025, arXiv:2510.26692.
@@ -17,10 +18,19 @@ from torch import Tensor
 
 from pippin.core.errors import UnsupportedModel
 from pippin.language.decoder import DecoderConfig, LayerSpec
+from pippin.language.families.deepseek import experts_from_gguf
 from pippin.language.families.experts import expert_rules, shared_expert
 from pippin.language.families.family import Family, Fields, TensorRule, activation_of, read_decoder, refuse, rename
+from pippin.language.families.gguf_layout import SIGMOID_ROUTER, GGUFHeader, GGUFLayout
+from pippin.language.families.gguf_recurrent import channel_delta_rules, key_heads, recurrent_layers
 from pippin.language.families.hybrid import convolutions, kinds_of, layer_kinds, parameters, recurrence
-from pippin.language.families.latent import keys_and_values
+from pippin.language.families.latent import (
+    keys_and_values,
+    latent_from_gguf,
+    latent_gguf_rules,
+    latent_of,
+    latent_to_gguf,
+)
 from pippin.nn.attention import AttentionSpec, LatentSpec
 from pippin.nn.feedforward import FeedForwardSpec
 from pippin.nn.recurrent.gated_delta import GatedDeltaSpec
@@ -104,7 +114,7 @@ def _read(config: Fields) -> DecoderConfig:
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
     spec: GatedDeltaSpec = recurrence(config)
-    latent = next(layer.attention.latent for layer in config.layers if layer.attention.latent is not None)
+    latent = latent_of(config)
     inner = [layer.feedforward for layer in config.layers]
     dense = next((x for x in inner if not x.num_experts), inner[0])
     sparse = next((x for x in inner if x.num_experts), inner[0])
@@ -178,4 +188,59 @@ def _rules(config: DecoderConfig) -> list[TensorRule]:
     return found
 
 
-KIMI_LINEAR = Family("kimi_linear", "KimiLinearForCausalLM", _read, _write, _rules)
+# --- GGUF -------------------------------------------------------------------------------------------------------------
+
+
+def _from_gguf(header: GGUFHeader, fields: Fields) -> dict[str, Any]:
+    recurs = recurrent_layers(header, fields["num_hidden_layers"])
+    experts = experts_from_gguf(header, fields)
+    return {
+        **latent_from_gguf(header, fields),
+        "layer_types": ["linear_attention" if one else "full_attention" for one in recurs],
+        "linear_num_heads": fields["num_attention_heads"],
+        "linear_head_dim": header.get("kda.head_dim", int),
+        "linear_conv_kernel_dim": header.get("ssm.conv_kernel", int),
+        "model_max_length": fields["max_position_embeddings"],
+        "first_k_dense_replace": experts["first_k_dense_replace"],
+        "num_experts_per_token": fields["num_experts_per_tok"],
+        "num_shared_experts": experts["n_shared_experts"],
+        "moe_renormalize": True,  # llama.cpp always does
+        "routed_scaling_factor": experts["routed_scaling_factor"],
+        "num_expert_group": experts["n_group"],
+        "topk_group": experts["topk_group"],
+    }
+
+
+def _to_gguf(config: DecoderConfig) -> dict[str, Any]:
+    fields = _write(config)
+    kinds: list[str] = fields["mlp_layer_types"]
+    dense = kinds.count("dense")
+    if "sparse" in kinds[:dense] or dense == len(kinds):
+        raise UnsupportedModel("llama.cpp has kimi_linear models with dense layers before those with experts only")
+    if not fields["num_shared_experts"]:
+        raise UnsupportedModel("llama.cpp has kimi_linear models with shared experts only")
+    if fields["q_lora_rank"]:
+        raise UnsupportedModel("llama.cpp has kimi_linear models without latent vectors of queries only")
+    return {
+        **latent_to_gguf(config),
+        "attention.q_lora_rank": None,
+        "attention.head_count_kv": key_heads(config),
+        "kda.head_dim": fields["linear_head_dim"],
+        "ssm.conv_kernel": fields["linear_conv_kernel_dim"],
+        "feed_forward_length": fields["intermediate_size"],
+        "expert_feed_forward_length": fields["moe_intermediate_size"],
+        "expert_shared_count": fields["num_shared_experts"],
+        "leading_dense_block_count": dense,
+        "expert_gating_func": SIGMOID_ROUTER,
+        "expert_weights_scale": float(fields["routed_scaling_factor"]),
+        "expert_group_count": fields["num_expert_group"],
+        "expert_group_used_count": fields["topk_group"],
+    }
+
+
+def _gguf_rules(config: DecoderConfig) -> list[TensorRule]:
+    return [*channel_delta_rules(recurrence(config)), *latent_gguf_rules(config, rotated=False)]
+
+
+_GGUF = GGUFLayout("kimi-linear", _from_gguf, _to_gguf, _gguf_rules, any_head_dim=True, own_output=True)
+KIMI_LINEAR = Family("kimi_linear", "KimiLinearForCausalLM", _read, _write, _rules, gguf=_GGUF)

@@ -132,13 +132,18 @@ def latent_to_gguf(config: DecoderConfig) -> dict[str, Any]:
     return fields
 
 
-def latent_gguf_rules(config: DecoderConfig) -> list[TensorRule]:
-    """Rules of the matrices and norms of latent attention in GGUF."""
+def latent_gguf_rules(config: DecoderConfig, *, rotated: bool = True) -> list[TensorRule]:
+    """Rules of the matrices and norms of latent attention in GGUF.
+
+    Args:
+        config: the decoder.
+        rotated: whether what is called rotated dimensions is rotated, and so stored as interleaved pairs.
+    """
     latent, heads = latent_of(config), config.num_attention_heads
     names = {"q_proj": "attn_q", "q_b_proj": "attn_q_b", "kv_a_proj_with_mqa": "attn_kv_a_mqa"}
     keys, values = _KEYS_AND_VALUES
     return [
-        *rotated_rules(latent, names),
+        *(rotated_rules(latent, names) if rotated else rename(**{f"self_attn__{ours}": names[ours] for ours in names})),
         *rename(self_attn__q_a_proj="attn_q_a", self_attn__q_a_layernorm="attn_q_a_norm"),
         *rename(self_attn__kv_a_layernorm="attn_kv_a_norm"),
         TensorRule(

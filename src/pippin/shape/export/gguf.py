@@ -46,7 +46,7 @@ GGUFKind = Literal["F32", "F16", "BF16", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0"]
 _BLOCK: Final = 32  # weights of one block, in every quantized kind here
 _FORMS: Final = {form.name: form for form in FORMATS.values()}
 # small, and F32 in every file, as norms are; "conv" is the convolution of LFM2
-_EXACT: Final = ("ffn_gate_inp", "ffn_gate_inp_shexp", "position_embd", "ssm_conv1d", "conv")
+_EXACT: Final = ("ffn_gate_inp", "ffn_gate_inp_shexp", "position_embd", "conv")
 # llama.cpp's number for "mostly of this kind"
 _FILE_TYPES: Final = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "BF16": 32}
 
@@ -298,7 +298,8 @@ def _parts(module: Decoder, codes: Mapping[str, Codes]) -> Iterator[tuple[str, _
 def _kind(name: str, shape: tuple[int, ...], kind: str, codes: Sequence[Codes | None]) -> str:
     """What one tensor of the file is stored as."""
     stem = name.removesuffix(".weight").rpartition(".")[2]
-    if len(shape) == 1 or stem in _EXACT or stem.endswith("_norm") or not name.endswith(".weight"):
+    exact = stem in _EXACT or stem.startswith("ssm_conv1d") or stem.endswith("_norm")
+    if len(shape) == 1 or exact or not name.endswith(".weight"):
         return "F32"
     kinds = {None if each is None else _codes_kind(each) for each in codes}
     if kinds != {None}:
