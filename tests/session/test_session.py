@@ -4,10 +4,12 @@ import asyncio
 import gc
 import threading
 import time
+from dataclasses import replace
 from itertools import pairwise
 from typing import Annotated, Literal
 
 import pytest
+import tiny_model
 from pydantic import AfterValidator, BaseModel, Field
 
 import pippin
@@ -23,6 +25,7 @@ from pippin.core.errors import (
     UnsupportedCapability,
     UnsupportedGuide,
 )
+from pippin.data.text.chat_template import ChatTemplate
 from pippin.engine import Engine
 from pippin.engine.grammar.constraint import Grammar
 from pippin.session import (
@@ -41,6 +44,8 @@ from pippin.session import (
     Transcript,
 )
 from pippin.session.providers.provider import Done, ProviderRequest, TextDelta, ToolCallsMade
+from pippin.session.tool_dialects.dialect import HERMES
+from pippin.session.tool_dialects.grammar import tool_grammar
 from pippin.session.types.schema import Schema
 
 SHORT = GenerationOptions(max_tokens=12)
@@ -518,8 +523,6 @@ def test_a_typed_answer_may_be_preceded_by_calls(tiny):
 
 
 def test_a_base_model_answers_but_has_no_tools(tiny):
-    from dataclasses import replace
-
     base = replace(tiny, template=None)
     assert Session(base, instructions="A list:").respond("one, two,", options=SHORT).content
     with pytest.raises(UnsupportedCapability, match="has no tool calling"):
@@ -628,10 +631,6 @@ def test_the_real_model_is_asked_again_when_a_validator_does_not_accept_its_answ
 
 @pytest.fixture
 def thinker(tiny):
-    from dataclasses import replace
-
-    from pippin.data.text.chat_template import ChatTemplate
-
     source = tiny.template.source + "{% if not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
     return replace(tiny, template=ChatTemplate(source, tiny.tokenizer))
 
@@ -662,10 +661,6 @@ def test_reasoning_is_streamed_before_the_answer(thinker):
 
 
 def test_a_model_that_always_reasons_is_heard_out_and_kept_apart(tiny):
-    from dataclasses import replace
-
-    from pippin.data.text.chat_template import ChatTemplate
-
     source = tiny.template.source + "<think>\n{# </think> #}"
     always = replace(tiny, template=ChatTemplate(source, tiny.tokenizer))
     response = Session(always).respond("Who?", options=GenerationOptions(max_tokens=12, temperature=1.0, seed=2))
@@ -686,10 +681,6 @@ def test_a_model_that_always_reasons_is_heard_out_and_kept_apart(tiny):
     ids=["granite", "cohere"],
 )
 def test_tags_around_answers_are_known_by_the_template(tiny, source, begin, around):
-    from dataclasses import replace
-
-    from pippin.data.text.chat_template import ChatTemplate
-
     model = replace(tiny, template=ChatTemplate(tiny.template.source + source, tiny.tokenizer))
     session = Session(model)
     assert (session.provider.tags.begin, session.provider.tags.around) == (begin, around)
@@ -700,6 +691,57 @@ def test_tags_around_answers_are_known_by_the_template(tiny, source, begin, arou
     assert not any(tag in response.reasoning + response.raw_content for tag in (begin, *around))
     free = session.respond("Who?", options=GenerationOptions(reasoning=9, temperature=1.0, seed=3, max_tokens=60))
     assert around[0] not in free.content
+
+
+COHERE = """{% for m in messages %}<|im_start|>{{ m.role }}
+{% if m.role == 'assistant' %}<|START_RESPONSE|>{{ m.content }}<|END_RESPONSE|>{% else %}{{ m.content }}{% endif %}
+{%- endfor %}<|im_start|>assistant
+{% if not reasoning %}<|START_THINKING|><|END_THINKING|>{% endif %}"""
+
+
+COHERE_TAGS = ("<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>")
+
+
+@pytest.fixture(params=["control tokens", "text"])
+def tagged(request):
+    control = ("<|im_end|>", "<|im_start|>", *(COHERE_TAGS if request.param == "control tokens" else ()))
+    return tiny_model.build(control=control, template=COHERE)
+
+
+def test_a_constrained_answer_begins_with_the_tag_that_the_template_gives_earlier_answers(tagged):
+    begin = COHERE_TAGS[2]
+    session = Session(tagged, tools=[look])
+
+    def written(response):
+        assert not any(tag in response.raw_content for tag in COHERE_TAGS)
+        return b"".join(map(tagged.tokenizer.spelled_bytes, ids(response))).decode(errors="replace")
+
+    off = GenerationOptions(tool_calling="disallowed", temperature=1.0, seed=3, max_tokens=200)
+    response = session.respond("Who?", generating=Mood, options=off)
+    assert isinstance(response.content, Mood)
+    assert written(response) == begin + response.raw_content
+    response = session.respond("Who?", generating=Mood, options=replace(off, reasoning=9))
+    assert isinstance(response.content, Mood)
+    assert written(response) == response.raw_content, "the engine wrote the tag behind the reasoning"
+    assert written(session.respond("Who?", options=replace(SHORT, max_tokens=40, seed=1))).startswith(begin)
+    bare = replace(tagged, template=ChatTemplate(COHERE.replace(begin, ""), tagged.tokenizer))
+    response = Session(bare).respond("Who?", generating=Mood, options=off)
+    assert written(response) == response.raw_content, "answers of this template have no tag"
+
+
+def test_text_and_calls_stand_between_the_tags_of_an_answer(tagged):
+    begin, end = COHERE_TAGS[2:]
+    grammar = tool_grammar(HERMES, tagged.tokenizer, None, [look], around=(begin, end))
+
+    def allows(text):
+        state = grammar.start(tagged.tokenizer)
+        return state.follow(tagged.tokenizer.encode(text, control=True)) and state.may_end
+
+    for said in ("Up.", '<tool_call>\n{"name": "look", "arguments": {"where": "up"}}\n</tool_call>'):
+        assert allows(begin + said)
+        assert not allows(said)
+    assert allows(f"{begin}Up.{end}")
+    assert not allows(begin + '<tool_call>\n{"name": "look", "arguments": {"where": "in"}}\n</tool_call>')
 
 
 def test_the_dialect_of_tools_can_be_named(tiny):

@@ -16,7 +16,6 @@ from typing import Any
 from pippin.core.errors import UnsupportedCapability
 from pippin.data.text.chat_template import CallForm
 from pippin.data.text.tool_dialect_name import ToolDialectName
-from pippin.engine.thinking import Thinking
 from pippin.language.language_model import LanguageModel
 from pippin.session.thinking_tags import thinking_tags, variables
 from pippin.session.tool_dialects.dialect import BY_NAME, HERMES, ToolDialect, detect, writes
@@ -85,16 +84,16 @@ def encode(
         turns[0] = turns[0] | {"content": f"{system}\n\n{turns[0]['content']}"}
     ids = template.encode(turns, tools=definitions if described and tools else None, **variables(budget))
     tags = thinking_tags(template)
-    if budget and tags is not None and not begins_reasoning(model, ids, tags):
+    if budget and tags is not None and not ends_with(model, ids, tags.begin):
         ids += model.tokenizer.encode(tags.begin + ("\n" if tags.after == "\n\n" else ""), control=True)
     return ids
 
 
-def begins_reasoning(model: LanguageModel, ids: Sequence[int], tags: Thinking) -> bool:
-    """Whether a prompt ends where the reasoning begins."""
-    tail = ids[-len(model.tokenizer.encode(tags.begin, control=True)) - 4 :]
+def ends_with(model: LanguageModel, ids: Sequence[int], tag: str) -> bool:
+    """Whether a prompt ends with a tag, such as that of the reasoning."""
+    tail = ids[-len(model.tokenizer.encode(tag, control=True)) - 4 :]
     text = b"".join(map(model.tokenizer.spelled_bytes, tail)).decode(errors="replace")
-    return text.rstrip().endswith(tags.begin.rstrip())
+    return text.rstrip().endswith(tag.rstrip())
 
 
 def dialect_of(model: LanguageModel, name: ToolDialectName | None = None) -> ToolDialect:

@@ -121,6 +121,12 @@ class ChatTemplate:
         """Whether one message may have several calls."""
         return self.call_form is not None and self._shows_calls(self.call_form, 2)
 
+    def begins_answers_with(self, tag: str) -> bool:
+        """Whether the text of an assistant's message stands behind this tag."""
+        messages = {"role": "user", "content": "a"}, {"role": "assistant", "content": _PROBE}
+        shown = self._probe(*map(self._shaped, messages), add_generation_prompt=False)
+        return shown.rpartition(_PROBE)[0].rstrip().endswith(tag)
+
     def _shows_calls(self, form: CallForm, count: int) -> bool:
         """Whether names, arguments and results of this many calls reach the prompt."""
         numbers = range(count)

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -141,10 +142,23 @@ class LocalModel(Provider):
         """The reasoning that an answer begins with; a template may begin it although nobody asked for it."""
         if self.tags is None or request.ids is not None:
             return None
-        begun = chat_format.begins_reasoning(self.model, ids, self.tags)
+        begun = chat_format.ends_with(self.model, ids, self.tags.begin)
         if not begun and self.dialect.channels:  # the answer is read message by message
             return None
         return replace(self.tags, begun=begun, max_tokens=request.options.reasoning_budget or None)
+
+    @cached_property
+    def _writes_answer_tags(self) -> bool:
+        """Whether answers without reasoning have tags around them too, as the template writes earlier answers."""
+        template, begin = self.model.template, "" if self.tags is None else self.tags.around[0]
+        return bool(begin) and template is not None and template.begins_answers_with(begin)
+
+    def _answer_tags(self, ids: list[int], thinking: Thinking | None) -> tuple[str, str]:
+        """The tags that a grammar has around what the model writes, the first only if it is not written by then."""
+        if thinking is None or not self._writes_answer_tags:
+            return "", ""
+        begin, end = thinking.around
+        return "" if thinking.begun or chat_format.ends_with(self.model, ids, begin) else begin, end
 
     def _events(
         self,
@@ -209,6 +223,7 @@ class LocalModel(Provider):
             required=bool(tools) and options.tool_calling == "required",
             max_calls=options.max_tool_calls if options.parallel_tool_calls else 1,
             reasoned=thinking is not None and thinking.begun,
+            around=self._answer_tags(ids, thinking),
         )
         if not tools and not dialect.channels:
             yield from self._text(request, ids, constraint, thinking)

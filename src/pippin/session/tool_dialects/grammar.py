@@ -37,6 +37,7 @@ def tool_grammar(
     required: bool = False,
     max_calls: int = 1,
     reasoned: bool = False,
+    around: tuple[str, str] = ("", ""),
 ) -> Grammar | None:
     """The grammar of the model's output in one turn; None for no constraint.
 
@@ -49,17 +50,21 @@ def tool_grammar(
         max_calls: how many calls it may make.
         reasoned: whether its reasoning precedes the output; where answers consist of messages, none of them is
             reasoning then.
+        around: tags around the output: the first is always written, the second may be after free text.
     """
     rules = _Rules(dialect, tokenizer, tools, max_calls)
     if dialect.channels:
         return rules.channels(schema, required, reasoned)
-    if not tools:
+    begin, end = around
+    if not tools and (schema is None or not begin):
         return None if schema is None else schema.grammar
+    if not tools:
+        return rules.compose([f"start: {rules.text(begin)} answer"], schema)
     if required:
-        return rules.compose([f"start: {rules.calls()}"])
+        return rules.compose([f"start: {rules.text(begin)} {rules.calls()}"])
     if schema is not None:
-        return rules.compose([f"start: answer | {rules.calls()}"], schema)
-    return rules.free()
+        return rules.compose([f"start: {rules.text(begin)} (answer | {rules.calls()})"], schema)
+    return rules.free(begin, end)
 
 
 def pythonic_opening(name: str) -> str:
@@ -89,8 +94,8 @@ class _Rules:
         rules = [*rules, *(f"{name}: {body}" for name, body in self.shared.items())]
         return compose("\n".join(rules), self.parts if answer is None else {"answer": answer.grammar, **self.parts})
 
-    def free(self) -> Grammar:
-        """Text, and calls after it or instead of it."""
+    def free(self, begin: str, end: str) -> Grammar:
+        """Text, and calls after it or instead of it, between tags."""
         dialect, marker = self.dialect, self.dialect.marker
         starts, rules, calls = ["FREE"], [], []
         if any(marker.startswith(token) for token in self.tokens):
@@ -117,7 +122,8 @@ class _Rules:
                 calls.append(opening(SPACE, tool.name) if dialect.notation is None else pythonic_opening(tool.name))
                 rules.append(f"bare_{index}[lazy]: /{calls[-1]}/")
         rules.append(f"FREE: /{_ANY}/" + (f" & ~/(?:{'|'.join(calls)}){_ANY}/" if calls else ""))
-        return self.compose([f"start: {' | '.join(starts)}", *rules])
+        closing = f"{self.token(end)}?" if end in self.tokens else ""  # a tag that is text is part of the text
+        return self.compose([f"start: {self.text(begin)} ({' | '.join(starts)}) {closing}", *rules])
 
     def calls(self, without: str = "") -> str:
         """One call or more; ``without`` is the marker that they begin with, where it is written already."""
