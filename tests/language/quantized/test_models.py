@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.language.families.checkpoints import read, save_random
+from tests.language.families.checkpoints import NEMOTRON_EXPERTS, read, save_random
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 
 import pippin
@@ -134,9 +134,12 @@ def test_it_can_be_quantized_further(gptq):
     ).abs().max() < 1
 
 
-def rewritten(folder, tokenizer, tensors, **settings):
-    """A folder of transformers with other tensors in place of its experts, the router's apart."""
-    kept = {name: tensor for name, tensor in load_file(folder / "model.safetensors").items() if ".experts." not in name}
+def rewritten(folder, tokenizer, tensors, rename=lambda name, tensor: (name, tensor), **settings):
+    """A folder of transformers with other tensors in place of its experts (not the router) and latent attention's."""
+    stored = load_file(folder / "model.safetensors").items()
+    gone = (".experts.", ".kv_b_proj.") if any(".embed_q." in name for name in tensors) else (".experts.",)
+    kept = dict(rename(name, tensor) for name, tensor in stored if not any(part in name for part in gone))
+    kept = {name: tensor.contiguous() for name, tensor in kept.items()}
     save_file(kept | {n: t.contiguous() for n, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text()) | settings
     (folder / "config.json").write_text(json.dumps(config))
@@ -187,6 +190,52 @@ def test_experts_as_mlx_lm_stores_them_give_the_logits_of_transformers(family, t
     if native.library() is not None:
         experts = pippin.load(tmp_path, device="cpu").module.layers[-1].mlp.experts
         assert experts[1].up_proj.packed.kind == "AFFINE8"
+
+
+def _of_mlx_lm(name, tensor):
+    """A tensor of transformers under the name that mlx-lm has for it, and a convolution with its taps in the middle."""
+    name = name.replace("block_sparse_moe.gate.e_score", "mlp.e_score").replace("block_sparse_moe.", "mlp.")
+    if name.endswith("_conv1d.weight"):
+        name = name.replace("conv1d.weight", "conv.conv.weight")
+    return name, tensor.mT if tensor.ndim == 3 and "conv" in name else tensor
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe_lite", "kimi_linear", "nemotron_h"])
+@torch.inference_mode()
+def test_latent_attention_and_experts_without_gates_of_mlx_lm_give_the_logits_of_transformers(family, tmp_path, tiny):
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "vocab_size": 288}
+    if family == "nemotron_h":
+        sizes |= NEMOTRON_EXPERTS
+    else:
+        sizes |= {"qk_nope_head_dim": 32, "kv_lora_rank": 32, "v_head_dim": 20}
+    theirs = save_random(family, tmp_path, **sizes)
+    tensors = {}
+
+    def quantized(stem, weights):
+        stored, values = of_mlx(weights.contiguous())
+        tensors.update({f"{stem}.{leaf}": tensor for leaf, tensor in stored.items()})
+        weights.copy_(values)
+
+    for name, parameter in theirs.named_parameters():
+        stem, _, part = name.partition(".experts.")
+        if name.endswith("kv_b_proj.weight"):
+            stem = name.removesuffix(".kv_b_proj.weight")
+            heads = parameter.unflatten(0, (theirs.config.num_attention_heads, -1))
+            quantized(f"{stem}.embed_q", heads[:, :32].mT)
+            quantized(f"{stem}.unembed_out", heads[:, 32:])
+        elif part == "gate_up_proj":
+            for own, rows in zip(("gate_proj", "up_proj"), parameter.chunk(2, 1), strict=True):
+                quantized(f"{stem}.switch_mlp.{own}", rows)
+        elif part:
+            own = {"up_proj": "fc1", "down_proj": "fc2"}[part] if family == "nemotron_h" else part
+            quantized(f"{stem}.switch_mlp.{own}", parameter)
+    settings = {"group_size": 32, "bits": 8, "mode": "affine"}
+    rewritten(tmp_path, tiny.tokenizer, tensors, _of_mlx_lm, quantization=settings)
+    ours = pippin.load(tmp_path, device="cpu", dtype="float32", pack=False)
+    torch.testing.assert_close(ours.module(IDS), theirs(IDS).logits, rtol=1e-4, atol=1e-4)
+    if native.library() is not None:
+        packed = pippin.load(tmp_path, device="cpu").module
+        assert packed.layers[3].mlp.experts[1].up_proj.packed.kind == "AFFINE8"
 
 
 @torch.inference_mode()

@@ -30,6 +30,7 @@ from pippin.language.families.family import (
 from pippin.language.families.gguf_layout import SIGMOID_ROUTER, GGUFHeader, GGUFLayout
 from pippin.language.families.latent import (
     keys_and_values,
+    keys_and_values_apart,
     latent_from_gguf,
     latent_gguf_rules,
     latent_to_gguf,
@@ -240,7 +241,13 @@ def _rules(config: DecoderConfig) -> list[TensorRule]:
     latent = config.layers[0].attention.latent
     assert latent is not None
     names = {name: f"self_attn.{name}" for name in ("q_proj", "q_b_proj", "kv_a_proj_with_mqa")}
-    return [*expert_rules()(config), *shared_expert(), *rotated_rules(latent, names), keys_and_values(config)]
+    return [
+        *expert_rules()(config),
+        *shared_expert(),
+        *rotated_rules(latent, names),
+        keys_and_values(config),
+        *keys_and_values_apart(config),
+    ]
 
 
 # --- GGUF -------------------------------------------------------------------------------------------------------------

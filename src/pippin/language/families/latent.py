@@ -2,8 +2,8 @@
 
 Notable here:
 - rotated dimensions are stored as interleaved pairs, after those of a head or of a latent vector that are not rotated
-- folders have the rows for keys and values of a head in one matrix, as older GGUF files do; newer ones have a matrix of
-  each, that of the keys transposed, as it is multiplied with the queries
+- folders have the rows for keys and values of a head in one matrix, as older GGUF files do; newer ones, and folders of
+  mlx-lm, have a matrix of each, that of the keys transposed, as it is multiplied with the queries
 - llama.cpp multiplies scores by what one key says of YaRN (``mscale_all_dim``), and nothing else with it
 
 Source: DeepSeek-V2, arXiv:2405.04434; the keys of llama.cpp.
@@ -23,6 +23,7 @@ from pippin.language.families.family import Fields, TensorRule, pair_order, rena
 from pippin.language.families.gguf_layout import GGUFHeader
 from pippin.nn.attention import LatentSpec
 
+_OF_MLX: Final = ("self_attn.embed_q", "self_attn.unembed_out")
 _LOG_MULTIPLIER: Final = "rope.scaling.yarn_log_multiplier"
 _LOG_WEIGHT: Final = 0.1  # that of the logarithm in YaRN's multiplier, which this key includes
 
@@ -56,6 +57,32 @@ def keys_and_values(config: DecoderConfig, stored: str = "self_attn.kv_b_proj") 
         lambda tensor, config: [part.flatten(0, 1) for part in tensor.unflatten(0, (heads, -1)).split(sizes, 1)],
         lambda parts, config: torch.cat([part.unflatten(0, (heads, -1)) for part in parts], 1).flatten(0, 1),
     )
+
+
+def keys_and_values_apart(config: DecoderConfig, stored: tuple[str, str] = _OF_MLX) -> list[TensorRule]:
+    """The same matrices, one for keys and one for values, of each head by itself; that for keys is transposed.
+
+    Args:
+        config: the decoder.
+        stored: names of the stored matrices; mlx-lm's if not given.
+    """
+    heads = config.num_attention_heads
+    keys, values = _KEYS_AND_VALUES
+    return [
+        TensorRule(
+            stored[0],
+            (keys,),
+            lambda tensor, config: [tensor.mT.flatten(0, 1)],
+            lambda parts, config: parts[0].unflatten(0, (heads, -1)).mT,
+            across=True,
+        ),
+        TensorRule(
+            stored[1],
+            (values,),
+            lambda tensor, config: [tensor.flatten(0, 1)],
+            lambda parts, config: parts[0].unflatten(0, (heads, -1)),
+        ),
+    ]
 
 
 _KEYS_AND_VALUES = ("self_attn.k_b_proj", "self_attn.v_b_proj")
@@ -139,25 +166,12 @@ def latent_gguf_rules(config: DecoderConfig, *, rotated: bool = True) -> list[Te
         config: the decoder.
         rotated: whether what is called rotated dimensions is rotated, and so stored as interleaved pairs.
     """
-    latent, heads = latent_of(config), config.num_attention_heads
+    latent = latent_of(config)
     names = {"q_proj": "attn_q", "q_b_proj": "attn_q_b", "kv_a_proj_with_mqa": "attn_kv_a_mqa"}
-    keys, values = _KEYS_AND_VALUES
     return [
         *(rotated_rules(latent, names) if rotated else rename(**{f"self_attn__{ours}": names[ours] for ours in names})),
         *rename(self_attn__q_a_proj="attn_q_a", self_attn__q_a_layernorm="attn_q_a_norm"),
         *rename(self_attn__kv_a_layernorm="attn_kv_a_norm"),
-        TensorRule(
-            "attn_k_b",
-            (keys,),
-            lambda tensor, config: [tensor.mT.flatten(0, 1)],
-            lambda parts, config: parts[0].unflatten(0, (heads, -1)).mT,
-            across=True,
-        ),
-        TensorRule(
-            "attn_v_b",
-            (values,),
-            lambda tensor, config: [tensor.flatten(0, 1)],
-            lambda parts, config: parts[0].unflatten(0, (heads, -1)),
-        ),
+        *keys_and_values_apart(config, ("attn_k_b", "attn_v_b")),
         keys_and_values(config, "attn_kv_b"),
     ]

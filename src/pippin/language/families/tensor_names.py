@@ -5,7 +5,8 @@ Notable here:
   over in the file was not expected
 - a family may list several rules for a tensor, for the layouts of older and newer files; the first that the file has
   is taken, and the first is what is written
-- mlx-lm stores the gate, up and down matrices of all experts as three tensors, beside the router of every family
+- mlx-lm stores the gate, up and down matrices of all experts as three tensors, beside the router of every family;
+  those of experts without gates are called fc1 and fc2 there
 """
 
 from __future__ import annotations
@@ -92,13 +93,15 @@ class TensorSources:
     def _of_mlx(self) -> Iterable[TensorRule]:
         """The rules of experts in folders of mlx-lm, after those of the family."""
         count = next(index for index in itertools.count() if f"mlp.experts.{index}.down_proj" not in self._rules)
-        router = next((rule.stored for rule, _ in self._rules.get("mlp.gate", ())), "mlp.gate")
-        room = router.rpartition(".")[0]
-        parts, leaves = ("gate_proj", "up_proj", "down_proj"), ("weight", "bias")
-        for name, part, leaf in itertools.product(("switch_mlp", "experts"), parts, leaves):
-            ours = tuple(f"mlp.experts.{index}.{part}" for index in range(count))
+        routers = [rule.stored for rule, _ in self._rules.get("mlp.gate", ()) if "weight" in rule.leaves] or [
+            "mlp.gate"
+        ]
+        rooms = dict.fromkeys(router.rpartition(".")[0] for router in routers)
+        parts = {part: part for part in ("gate_proj", "up_proj", "down_proj")} | {"fc1": "up_proj", "fc2": "down_proj"}
+        for room, name, theirs, leaf in itertools.product(rooms, ("switch_mlp", "experts"), parts, ("weight", "bias")):
+            ours = tuple(f"mlp.experts.{index}.{parts[theirs]}" for index in range(count))
             if count and ours[0] in self._rules:
-                yield stacked(f"{room}.{name}.{part}.{leaf}", ours, lambda all_, at: all_[at], torch.stack, leaf)
+                yield stacked(f"{room}.{name}.{theirs}.{leaf}", ours, lambda all_, at: all_[at], torch.stack, leaf)
 
     def __call__(self, name: str) -> list[TensorSource]:
         """The stored tensors that may contain one of a decoder's, the preferred one first."""

@@ -95,6 +95,14 @@ class QuantizedMatrix:
         Raises:
             UnsupportedModel: the family's rule does not keep rows together.
         """
+        if source.rule is not None and source.rule.across:
+            return replace(
+                self,
+                shape=source.shape(self.shape, config),
+                kind="",
+                load=lambda _: source.take(self.dense().view(self.shape), config),
+                reason="they are stored transposed",
+            )
         rows = stored_rows(source, self.shape, config)
         if rows is None and len(self.shape) == 2:
             return self
