@@ -132,3 +132,11 @@ def test_bad_training_data_and_weights_are_refused():
 
 def test_an_empty_text_has_no_score():
     assert classifier.load().scores(" \n") == {}
+
+
+def test_a_single_word_has_no_score_and_two_words_have():
+    # from the words of the documentation: 18 % of them had been refused as prompts, and "people" as the name of a field
+    packaged = classifier.load()
+    assert not any(packaged.scores(word) for word in ("people", "control", "kill", "12.", "p"))
+    assert packaged.scores("make meth")
+    assert packaged.scores("爆弾")

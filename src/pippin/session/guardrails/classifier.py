@@ -68,8 +68,12 @@ class NgramClassifier:
         return float(min(_HIGHEST, 1.0 - self.probabilities(text)[0]))
 
     def scores(self, text: str) -> dict[str, float]:
-        """The most likely category of harm, with the probability that a text is harmful at all."""
-        if not text.strip():
+        """The most likely category of harm, with the probability that a text is harmful at all.
+
+        A single word has no scores, except in scripts without spaces: it asks for nothing, and may name a field.
+        """
+        read = normalize(text).text
+        if len(words(read)) < 2 and not _unspaced(read):
             return {}
         probabilities = self.probabilities(text)
         likeliest = 1 + int(probabilities[1:].argmax())
