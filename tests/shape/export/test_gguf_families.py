@@ -160,7 +160,7 @@ def test_llama_cpp_computes_the_same_logits(exported, case):
     model, path = exported(case)
     scores = _logits_of_llama_cpp(path)
     # ggml takes GELU from a table in half precision
-    close = 1e-2 if model.config.layers[0].feedforward.activation.startswith("gelu") else 1e-4
+    close = 2e-2 if model.config.layers[0].feedforward.activation.startswith("gelu") else 1e-4
     close = 3e-4 if model.config.recurrent_layers else close  # rounding that a state carries on
     torch.testing.assert_close(scores, model.module(IDS)[0], rtol=close, atol=close)
 
