@@ -406,6 +406,8 @@ def test_fused_tensors_are_read_in_any_family(exported, tmp_path):
             "expert_gating_func 1 is not supported",
         ),
         ("kimi_linear", {"kimi-linear.kda.head_dim": 8}, CorruptedFile, "does not fit its configuration"),
+        ("kimi_linear", {"kimi-linear.attention.head_count_kv": [0] * 4}, UnsupportedModel, "not recurrent alone"),
+        ("kimi_linear", {"kimi-linear.attention.head_count_kv": [1] * 4}, UnsupportedModel, "not attention alone"),
         ("kimi_linear", {"kimi-linear.kda.head_dim": None}, CorruptedFile, "kimi-linear.kda.head_dim"),
         (
             "qwen3",

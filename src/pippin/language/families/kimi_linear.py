@@ -105,10 +105,12 @@ def _read(config: Fields) -> DecoderConfig:
         local=lambda index: False,
         attention=AttentionSpec(latent=latent),
     )
-    spec = _recurrence(config)
+    spec, kinds = _recurrence(config), _kinds(config)
+    if len(set(kinds)) == 1:
+        raise UnsupportedModel(f"kimi_linear models have recurrent layers and attention, not {kinds[0]} alone")
     layers = [
         LayerSpec.recurring(spec, layer.feedforward) if kind == "recurrent" else layer
-        for layer, kind in zip(base.layers, _kinds(config), strict=True)
+        for layer, kind in zip(base.layers, kinds, strict=True)
     ]
     return replace(base, layers=tuple(layers))
 
