@@ -90,7 +90,10 @@ def _report(error: Exception, debug: bool) -> int:
 
         traceback.print_exception(error)
     if isinstance(error, typer.TyperException):
-        terminal.error(f"{error.format_message()} (see `pippin --help`)")
+        context = getattr(error, "ctx", None)
+        verb = context.command_path if context else "pippin"
+        said = error.format_message().replace("Value error, ", "")  # typer passes on how pydantic names an error's type
+        terminal.error(f"{said} (see `{verb} --help`)")
         return error.exit_code
     if isinstance(error, errors.PippinError):
         terminal.error(str(error) or type(error).__name__)
