@@ -192,6 +192,8 @@ def test_without_a_folder_nothing_is_saved():
         (lambda out: Loss(out, 1), r"got shape \(2, 1\) and count 1"),
         (lambda out: Loss(out.sum(), -1), r"got shape \(\) and count -1"),
         (lambda out: Loss(out.sum(), math.nan), "count nan"),
+        (lambda out: None, "a scalar tensor or a Loss, got NoneType"),
+        (lambda out: {"loss": out.sum()}, "a scalar tensor or a Loss, got dict"),
     ],
 )
 def test_a_loss_that_is_none_is_refused(loss, message):
@@ -208,6 +210,7 @@ def test_a_loss_that_is_none_is_refused(loss, message):
         ({"precision": "float16"}, "'float32' or 'bfloat16', got 'float16'"),
         ({"device": "tpu"}, "tpu"),
         ({"ema": 1.0}, "got 1.0"),
+        ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, "settings of one.* not torch's SGD"),
     ],
 )
 def test_an_argument_outside_its_range_is_refused(changes, message):

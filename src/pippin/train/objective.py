@@ -16,6 +16,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from pippin.core.errors import InvalidInput
+
 
 @dataclass(frozen=True)
 class Loss:
@@ -34,8 +36,18 @@ class Loss:
 
 
 def as_loss(loss: Loss | Tensor) -> Loss:
-    """Convert an objective's result to a `Loss`; a scalar tensor is the mean of a batch, weighted equally per batch."""
-    return Loss(loss, 1.0) if isinstance(loss, Tensor) else loss
+    """Convert an objective's result to a `Loss`; a scalar tensor is the mean of a batch, weighted equally per batch.
+
+    Raises:
+        InvalidInput: it is neither of them.
+    """
+    if isinstance(loss, Tensor):
+        return Loss(loss, 1.0)
+    if not isinstance(loss, Loss):
+        raise InvalidInput(
+            f"an objective returns a scalar tensor or a Loss, got {type(loss).__name__}; return loss.mean(), say"
+        )
+    return loss
 
 
 @runtime_checkable

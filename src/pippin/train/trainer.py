@@ -132,6 +132,12 @@ class Trainer:
             max_grad_norm,
             precision,
         )
+        if isinstance(optimizer, torch.optim.Optimizer):
+            name = type(optimizer).__name__
+            raise InvalidArgument(
+                f"optimizer must be the settings of one, such as AdamW(lr=0.001), and not torch's {name}; another one "
+                "is a class with build(model), which returns a list of torch's"
+            )
         self.optimizers = optimizer.build(self.model)
         self.ema = None if ema is None else EMA(self.model, ema)
         self.evaluation, self.checkpoints = evaluation, checkpoints

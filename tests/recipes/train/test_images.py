@@ -98,9 +98,9 @@ def test_damaged_images_are_named_and_left_out_if_asked(folder, tmp_path, capsys
 @pytest.mark.parametrize(
     ("losses", "words"),
     [
-        ([1.0, 0.8, 0.6, 0.5, 0.4, 0.3], "by 50 % in the second half"),
+        ([1.0, 0.8, 0.6, 0.5, 0.4, 0.3], "from 0.6 to 0.3 in the second half"),
         ([1.0, 0.5, 0.4, 0.4, 0.4, 0.4], None),
-        ([-1.0, -2.0, -2.0, -3.0], "by 50 % in the second half"),
+        ([-1.0, -2.0, -2.0, -3.0], "from -2 to -3 in the second half"),
         ([1.0, 0.2], None),
     ],
 )

@@ -55,7 +55,8 @@ def deterministic_prediction(outputs: Tensor, likelihood: PredictiveLikelihood) 
     if isinstance(likelihood, Classification):
         if outputs.shape[1] < 2:
             raise InvalidArgument(
-                "a classifier needs an output for each of at least two classes, got 1; use likelihood 'multi_label'"
+                "a classifier needs an output for each of at least two classes, got 1; say likelihood='regression', or "
+                "'multi_label' for a single logit"
             )
         return Prediction(outputs, None, outputs.softmax(-1))
     if isinstance(likelihood, MultiLabel):

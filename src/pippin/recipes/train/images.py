@@ -238,7 +238,7 @@ def still_falling(result: TrainingResult) -> str | None:
     fallen = (half - last) / abs(half) if half else 0.0
     if not fallen > FALLING:
         return None
-    return f"the held-out loss was still falling, by {100 * fallen:.0f} % in the second half of the run"
+    return f"the held-out loss was still falling, from {half:.3g} to {last:.3g} in the second half of the run"
 
 
 def _images(config: Config, *, show_progress: bool) -> ImageSet:
