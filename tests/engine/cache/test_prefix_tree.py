@@ -2,14 +2,16 @@
 
 import gc
 
+import torch
 from hypothesis import given, settings, strategies as st
 
 from pippin.engine.cache.block_pool import BlockPool
 from pippin.engine.cache.prefix_tree import CacheKey, PrefixTree
-from pippin.engine.model_runner import BLOCK_SIZE
+from pippin.engine.model_runner import BLOCK_SIZE, GIVEN_BACK
 from pippin.engine.token_ids import common_prefix
 from pippin.nn.lora import Adapter
 
+KEY = CacheKey("", None)
 TEXTS = st.lists(st.lists(st.sampled_from([1, 1, 1, 1, 2]), min_size=1, max_size=50), min_size=1, max_size=8)
 
 
@@ -165,3 +167,138 @@ def test_blocks_of_older_weights_are_not_found_and_each_sequence_says_its_key():
     assert len(tree) == 2
     assert [held(tree, CacheKey("ann", None, version), ids) for version in (0, 1, 3)] == [BLOCK_SIZE, 0, BLOCK_SIZE]
     assert [each.key for each in tree.sequences()] == [CacheKey("ann", None, 0), CacheKey("ann", None, 3)]
+
+
+def add_rows(pool, tree, ids, rows):
+    """Nodes with these rows of blocks; the sequence that computed them ends, the first block released first."""
+    node, nodes = tree.root(KEY), []
+    for at, row in enumerate(rows):
+        node = tree.add(node, tuple(ids[at * BLOCK_SIZE : (at + 1) * BLOCK_SIZE]), row)
+        nodes.append(node)
+    for block in [block for row in rows for block in row if block != GIVEN_BACK]:
+        pool.release(block)
+    return nodes
+
+
+@given(st.lists(st.booleans(), max_size=5), st.integers(1, 50), st.integers(0, 15))
+@settings(max_examples=300, deadline=None)
+def test_a_prefix_is_found_where_all_that_its_window_shows_is_there(there, window, rest):
+    pool = BlockPool(20)
+    tree = PrefixTree(pool, (None, window))
+    ids = list(range(len(there) * BLOCK_SIZE + rest))
+    rows = [(pool.allocate(), pool.allocate() if each else GIVEN_BACK) for each in [*there, *[True] * bool(rest)]]
+    add_rows(pool, tree, ids, rows)
+
+    def seen(depth):  # by the token after `depth` rows, which is one of those in its window
+        return {at // BLOCK_SIZE for at in range(depth * BLOCK_SIZE) if depth * BLOCK_SIZE - at < window}
+
+    depth = max(depth for depth in range(len(there) + 1) if all(there[row] for row in seen(depth)))
+    match = tree.match(KEY, ids, len(ids))
+    assert match.rows == [
+        (full, windowed if row in seen(depth) else GIVEN_BACK) for row, (full, windowed) in enumerate(rows[:depth])
+    ]
+    assert match.num_partial_tokens == (rest if depth == len(there) else 0)
+
+
+def test_a_row_without_all_its_blocks_is_not_continued_until_another_sequence_brings_them():
+    tree = PrefixTree(pool := BlockPool(6), (None, 16))
+    ids = tuple(range(BLOCK_SIZE))
+    [node] = add_rows(pool, tree, ids, [(pool.allocate(), GIVEN_BACK)])
+    root = tree.root(KEY)
+    assert (node.whole, tree.find_child(root, ids), len(tree)) == (False, None, 1)
+    assert tree.match(KEY, ids[:9], 9).num_partial_tokens == 0
+    other = (pool.allocate(), pool.allocate())
+    assert tree.add(root, ids, other) is node
+    assert (node.blocks, node.whole, tree.find_child(root, ids), len(tree)) == ([0, other[1]], True, node, 2)
+    assert pool.ref_counts == [1, 1, 2, 0, 0, 0]  # the block that the tree had already is not held twice
+    assert tree.match(KEY, ids[:9], 9)[2:] == ((0, other[1]), 9)
+
+
+def test_a_block_behind_a_window_is_evicted_alone_and_one_that_is_always_seen_with_its_row():
+    tree = PrefixTree(pool := BlockPool(6), (None, 16))
+    rows = [(pool.allocate(), pool.allocate()) for _ in range(2)]
+    first, last = add_rows(pool, tree, list(range(32)), rows)
+    for block in (rows[0][1], rows[1][0]):  # the least recently used
+        pool.idle.move_to_end(block, last=False)
+        tree.evict()
+    assert (first.blocks, first.children, len(tree), pool.num_free) == ([rows[0][0], GIVEN_BACK], {}, 1, 5)
+    assert last.parent is first
+    tree.evict()
+    assert (len(tree), pool.num_free, tree._roots) == (0, 6, {})
+
+
+def test_rows_without_blocks_stay_as_long_as_others_follow():
+    tree = PrefixTree(pool := BlockPool(6), (16, 32))
+    stem, ids = list(range(32)), list(range(40))
+    rows = [(pool.allocate(), pool.allocate()) for _ in range(3)]
+    add_rows(pool, tree, ids, rows)  # the first block is evicted first
+    held = []
+    while len(tree):
+        tree.evict()
+        held.append([each.rows for each in tree.sequences()])
+    gone = (GIVEN_BACK, GIVEN_BACK)
+    assert held == [
+        [[(GIVEN_BACK, 1), (2, 3), (4, 5)]],
+        [[gone, (2, 3), (4, 5)]],
+        [[gone, (GIVEN_BACK, 3), (4, 5)]],
+        [[gone, gone, (4, 5)]],
+        [[gone, gone, (GIVEN_BACK, 5)]],
+        [],
+    ]
+    assert (pool.num_free, tree._roots, tree.match(KEY, stem, 32).rows) == (6, {}, [])
+
+
+def test_a_row_without_blocks_goes_when_what_followed_it_is_gone_and_its_brother_stays():
+    tree = PrefixTree(pool := BlockPool(6), (16,))
+    rows = [(pool.allocate(),) for _ in range(3)]
+    ids = list(range(48))
+    add_rows(pool, tree, ids, rows)
+    other = [*range(16), *[99] * 8]
+    node = tree.add(tree.root(KEY).children[tuple(ids[:16])], tuple(other[16:]), (tail := pool.allocate(),))
+    pool.release(tail)
+    for _ in range(3):
+        tree.evict()  # the three rows of the first sequence
+    assert [each.rows for each in tree.sequences()] == [[(GIVEN_BACK,), (tail,)]]
+    assert node.parent is not None
+    assert not node.parent.children
+    tree.evict()
+    assert (len(tree), pool.num_free, tree._roots) == (0, 6, {})
+
+
+def test_with_recurrent_layers_a_prefix_ends_at_a_snapshot():
+    tree = PrefixTree(pool := BlockPool(6), max_snapshots=2)
+    ids = list(range(56))
+    nodes = add_rows(pool, tree, ids, [(pool.allocate(),) for _ in range(4)])
+    assert tree.match(KEY, ids, 56) == (tree.root(KEY), [], (), 0)
+    assert tree.find_child(nodes[0], nodes[1].tokens) is None
+    states = {0: torch.ones(2)}
+    tree.snapshot(nodes[1], states)
+    assert tree.match(KEY, ids, 56) == (nodes[1], [(0,), (1,)], (), 0)  # no token of the third row is copied
+    assert tree.match(KEY, ids, 31) == (tree.root(KEY), [], (), 0)
+    assert tree.find_child(nodes[0], nodes[1].tokens) is nodes[1]
+    assert [each.states for each in tree.sequences()] == [{1: states}]
+
+
+def test_the_snapshot_that_was_not_used_for_longest_makes_room():
+    tree = PrefixTree(pool := BlockPool(6), max_snapshots=2)
+    ids = list(range(64))
+    nodes = add_rows(pool, tree, ids, [(pool.allocate(),) for _ in range(4)])
+
+    def stored():
+        assert tree.num_snapshots == sum(node.states is not None for node in nodes)
+        return [at for at, node in enumerate(nodes) if node.states is not None]
+
+    tree.snapshot(nodes[0], {})
+    tree.snapshot(nodes[1], {})
+    assert tree.match(KEY, ids, 16).node is nodes[0]  # a use
+    tree.snapshot(nodes[2], {})
+    assert stored() == [0, 2]
+    tree.snapshot(nodes[0], {})  # so is storing it again
+    tree.snapshot(nodes[3], {})
+    assert stored() == [0, 3]
+    tree.drop_snapshot(nodes[0])
+    tree.drop_snapshot(nodes[0])  # none there: nothing happens
+    assert stored() == [3]
+    pool.idle.move_to_end(3, last=False)
+    tree.evict()  # the row goes, and its snapshot with it
+    assert stored() == []
