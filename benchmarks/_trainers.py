@@ -81,7 +81,8 @@ class Loop:
 
 def our_decoder(shape: Shape) -> Any:
     """Pippin's decoder with random weights."""
-    from pippin.language.decoder import Decoder, DecoderConfig, LayerSpec
+    from pippin.language.decoder import Decoder
+    from pippin.language.decoder_config import DecoderConfig, LayerSpec
     from pippin.nn.attention import AttentionSpec
     from pippin.nn.feedforward import FeedForwardSpec
 

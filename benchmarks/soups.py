@@ -109,7 +109,7 @@ class _Peak:
 
 
 def _config(shape: Shape) -> Any:
-    from pippin.language.decoder import DecoderConfig, LayerSpec
+    from pippin.language.decoder_config import DecoderConfig, LayerSpec
     from pippin.nn.attention import AttentionSpec
     from pippin.nn.feedforward import FeedForwardSpec
 

@@ -8,7 +8,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from pippin.core.errors import CorruptedFile, InvalidArgument, UnsupportedModel
 from pippin.language import families
-from pippin.language.decoder import Decoder, DecoderConfig, LayerSpec
+from pippin.language.decoder import Decoder
+from pippin.language.decoder_config import DecoderConfig, LayerSpec
 from pippin.nn.attention import AttentionSpec
 from pippin.nn.feedforward import FeedForwardSpec
 from pippin.nn.rotary import Rotary

@@ -7,7 +7,8 @@ from torch import nn
 
 from pippin.core.errors import InvalidArgument
 from pippin.data.token_batches import IGNORE, TokenBatch
-from pippin.language.decoder import Decoder, DecoderConfig, LayerSpec
+from pippin.language.decoder import Decoder
+from pippin.language.decoder_config import DecoderConfig, LayerSpec
 from pippin.language.objectives import NextToken, cross_entropy, held_out
 from pippin.nn.attention import AttentionSpec
 from pippin.nn.feedforward import FeedForwardSpec

@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 
 from pippin.data.token_batches import IGNORE, TokenBatch
-from pippin.language.decoder import Decoder, DecoderConfig, LayerSpec
+from pippin.language.decoder import Decoder
+from pippin.language.decoder_config import DecoderConfig, LayerSpec
 from pippin.language.objectives import NextToken
 from pippin.nn.attention import AttentionSpec
 from pippin.nn.feedforward import FeedForwardSpec

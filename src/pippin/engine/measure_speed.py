@@ -25,7 +25,8 @@ from pippin.engine.engine import Engine
 from pippin.engine.model_runner import KVCacheDtype
 from pippin.engine.options import SamplingOptions
 from pippin.engine.request import Finished, Request
-from pippin.language.decoder import Decoder, DecoderConfig
+from pippin.language.decoder import Decoder
+from pippin.language.decoder_config import DecoderConfig
 from pippin.nn.embedding import TokenEmbedding
 from pippin.nn.feedforward import MixtureOfExperts
 

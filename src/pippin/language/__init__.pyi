@@ -1,5 +1,6 @@
 from . import methods as methods
-from .decoder import Decoder as Decoder, DecoderConfig as DecoderConfig, LayerSpec as LayerSpec
+from .decoder import Decoder as Decoder
+from .decoder_config import DecoderConfig as DecoderConfig, LayerSpec as LayerSpec
 from .encoder import TextEncoder as TextEncoder, load_encoder as load_encoder
 from .language_model import LanguageModel as LanguageModel, load as load
 from .methods.afm import AFMConfig as AFMConfig

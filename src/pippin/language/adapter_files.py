@@ -41,7 +41,9 @@ from pippin.core.errors import (
 from pippin.core.files import disk_errors, sha256_of, sync_folder
 from pippin.core.formats.checkpoint import read_json
 from pippin.language import families
-from pippin.language.decoder import Decoder, DecoderConfig, DecoderLayer
+from pippin.language.decoder import Decoder
+from pippin.language.decoder_config import DecoderConfig
+from pippin.language.decoder_layer import DecoderLayer
 from pippin.nn.attention import Attention
 from pippin.nn.feedforward import FeedForward
 from pippin.nn.latent_attention import LatentAttention

@@ -32,7 +32,9 @@ from pippin.data.text.chat_template import ChatTemplate
 from pippin.data.text.tokenizer import Tokenizer
 from pippin.data.text.tool_dialect_name import ToolDialectName
 from pippin.language import adapter_files, families, kept_metadata
-from pippin.language.decoder import Decoder, DecoderConfig, DecoderLayer
+from pippin.language.decoder import Decoder
+from pippin.language.decoder_config import DecoderConfig
+from pippin.language.decoder_layer import DecoderLayer
 from pippin.language.quantized import Blocks, Packable, QuantizedMatrix, is_setting
 from pippin.language.quantized_checkpoint import METHOD, StoredMatrix, quantized_matrices
 from pippin.language.transformers_models import open as transformers_folder

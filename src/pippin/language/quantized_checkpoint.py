@@ -24,7 +24,8 @@ from pippin.core.formats.checkpoint import Checkpoint, open_folder, save_folder
 from pippin.data.text.tokenizer import Tokenizer
 from pippin.data.text.tool_dialect_name import ToolDialectName
 from pippin.language import families, kept_metadata
-from pippin.language.decoder import Decoder, DecoderConfig
+from pippin.language.decoder import Decoder
+from pippin.language.decoder_config import DecoderConfig
 from pippin.language.quantized import QuantizedMatrix, read_matrices, settings_of
 from pippin.nn.embedding import TokenEmbedding
 from pippin.nn.linear import Linear

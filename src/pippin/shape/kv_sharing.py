@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from pippin.core.errors import InvalidArgument
-from pippin.language.decoder import Decoder, DecoderConfig
+from pippin.language.decoder import Decoder
+from pippin.language.decoder_config import DecoderConfig
 from pippin.language.methods.kv_routing import DROPPED, warn_untrained, with_kv_sharing_layers
 
 Start = Literal["own", "mean"]

@@ -28,7 +28,8 @@ from torch import Tensor, nn
 from pippin.core.checks import FiniteFloat, Fraction, PositiveFloat, PositiveInt, checked
 from pippin.core.errors import AdapterMismatch, InvalidArgument, InvalidInput
 from pippin.language.adapter_files import Factors, TargetModule, attach, save_adapter, target_modules as targets_of
-from pippin.language.decoder import Decoder, DecoderConfig
+from pippin.language.decoder import Decoder
+from pippin.language.decoder_config import DecoderConfig
 from pippin.language.language_model import LanguageModel
 from pippin.nn.embedding import TokenEmbedding
 from pippin.nn.kv_cache import KVCache

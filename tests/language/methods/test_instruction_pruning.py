@@ -9,7 +9,8 @@ from hypothesis import given, settings, strategies as st
 
 from pippin.core.errors import InvalidArgument, UnsupportedLayer, VocabularyMismatch
 from pippin.data.token_batches import IGNORE, TokenBatch
-from pippin.language.decoder import Decoder, DecoderConfig, LayerSpec
+from pippin.language.decoder import Decoder
+from pippin.language.decoder_config import DecoderConfig, LayerSpec
 from pippin.language.methods.instruction_pruning.loss import ChunkedPretraining, InstructionTuning, PruningSchedule
 from pippin.language.methods.instruction_pruning.model import (
     InstructionFollowingPruning,

@@ -24,7 +24,7 @@ from torch.nn.attention.bias import causal_lower_right
 from pippin.core.checks import PositiveInt, checked
 from pippin.core.errors import NotEnoughMemory
 from pippin.engine.model_runner import BLOCK_SIZE, KVCacheDtype, ModelInput
-from pippin.language.decoder import DecoderConfig
+from pippin.language.decoder_config import DecoderConfig
 from pippin.nn.attention_capture import AttentionCapture
 from pippin.nn.kv_cache import AttentionObserver, KeyValues, New, PackedKeyValues
 from pippin.nn.recurrent.states import States
@@ -44,7 +44,7 @@ def block_bytes(
 ) -> int:
     """Memory of one block; with groups of layers, of one that serves any of them.
 
-    >>> from pippin.language.decoder import LayerSpec
+    >>> from pippin.language.decoder_config import LayerSpec
     >>> from pippin.nn.attention import AttentionSpec
     >>> from pippin.nn.feedforward import FeedForwardSpec
     >>> layer = LayerSpec(AttentionSpec(), FeedForwardSpec(32))

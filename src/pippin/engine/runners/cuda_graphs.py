@@ -24,7 +24,7 @@ from torch import Tensor
 
 from pippin.engine.cache.paged import PagedStore
 from pippin.engine.model_runner import BLOCK_SIZE, ModelInput
-from pippin.language.decoder import LayerSpec
+from pippin.language.decoder_config import LayerSpec
 from pippin.language.language_model import LanguageModel
 from pippin.nn.attention import AttentionSpec
 from pippin.nn.feedforward import FeedForwardSpec

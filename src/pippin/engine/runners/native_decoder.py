@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from pippin.core import native
 from pippin.core.errors import AdapterMismatch, InvalidArgument
 from pippin.engine.runners.native_recurrent import describe, inputs_of
-from pippin.language.decoder import Decoder, DecoderConfig, DecoderLayer
+from pippin.language.decoder import Decoder
+from pippin.language.decoder_config import DecoderConfig
+from pippin.language.decoder_layer import DecoderLayer
 from pippin.nn.attention import Attention
 from pippin.nn.embedding import TokenEmbedding
 from pippin.nn.feedforward import FeedForward, MixtureOfExperts

@@ -18,7 +18,7 @@ from torch import Tensor
 from pippin.core import native
 from pippin.core.errors import InvalidArgument
 from pippin.engine.model_runner import BLOCK_SIZE, Capture, ModelInput
-from pippin.language.decoder import DecoderConfig
+from pippin.language.decoder_config import DecoderConfig
 from pippin.language.language_model import LanguageModel
 from pippin.nn.lora import Adapter
 from pippin.nn.steering import Steering

@@ -19,7 +19,7 @@ from torch import Tensor
 from pippin.core import native
 from pippin.core.errors import InvalidArgument
 from pippin.engine.model_runner import ModelInput
-from pippin.language.decoder import DecoderConfig
+from pippin.language.decoder_config import DecoderConfig
 from pippin.nn.linear import Linear
 from pippin.nn.recurrent.convolution import CausalConvolution, ShortConvolution
 from pippin.nn.recurrent.gated_delta import GatedDeltaNet, LowRankLinear

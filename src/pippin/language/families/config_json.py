@@ -15,7 +15,7 @@ from typing import Any
 
 from pippin.core.errors import CorruptedFile, UnsupportedModel
 from pippin.core.formats.model_types import MODEL_TYPES
-from pippin.language.decoder import DecoderConfig, LayerSpec
+from pippin.language.decoder_config import DecoderConfig, LayerSpec
 from pippin.language.families import (
     apertus,
     arcee,

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from pippin.core.errors import UnsupportedModel
-from pippin.language.decoder import DecoderConfig
+from pippin.language.decoder_config import DecoderConfig
 from pippin.language.families.experts import expert_rules, shared_expert
 from pippin.language.families.family import (
     Family,

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from pippin.core.errors import UnsupportedModel
-from pippin.language.decoder import DecoderConfig, LayerSpec
+from pippin.language.decoder_config import DecoderConfig, LayerSpec
 from pippin.language.families.gguf_layout import GGUFLayout
 from pippin.language.families.sizes import MAX_LAYERS, check_size
 from pippin.nn.attention import AttentionSpec

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from pippin.language.decoder import DecoderConfig
+from pippin.language.decoder_config import DecoderConfig
 from pippin.language.families.family import (
     Family,
     Fields,

@@ -15,7 +15,7 @@ import math
 from typing import Any
 
 from pippin.core.errors import CorruptedFile, UnsupportedModel
-from pippin.language.decoder import DecoderConfig, LayerSpec
+from pippin.language.decoder_config import DecoderConfig, LayerSpec
 from pippin.language.families.family import (
     Family,
     Fields,

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from pippin.core.errors import CorruptedFile, UnsupportedModel
-from pippin.language.decoder import DecoderConfig, LayerSpec
+from pippin.language.decoder_config import DecoderConfig, LayerSpec
 from pippin.language.families.experts import fused_experts, gates_and_ups, stacked
 from pippin.language.families.family import (
     Family,

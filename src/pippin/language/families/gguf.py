@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from pippin.core.errors import CorruptedFile, UnsupportedModel
-from pippin.language.decoder import DecoderConfig, LayerSpec
+from pippin.language.decoder_config import DecoderConfig, LayerSpec
 from pippin.language.families.config_json import FAMILIES
 from pippin.language.families.experts import gates_and_ups, most_experts, stacked
 from pippin.language.families.family import (

@@ -19,7 +19,7 @@ from pippin.core.formats.gguf import GGUFFile, metadata_value
 from pippin.nn.rotary import Rotary
 
 if TYPE_CHECKING:
-    from pippin.language.decoder import DecoderConfig
+    from pippin.language.decoder_config import DecoderConfig
     from pippin.language.families.family import TensorRule
 
 T = TypeVar("T")

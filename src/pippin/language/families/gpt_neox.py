@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pippin.language.decoder import DecoderConfig
+from pippin.language.decoder_config import DecoderConfig
 from pippin.language.families.family import (
     Family,
     Fields,

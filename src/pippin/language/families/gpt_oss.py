@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pippin.core.errors import UnsupportedModel
-from pippin.language.decoder import DecoderConfig
+from pippin.language.decoder_config import DecoderConfig
 from pippin.language.families.experts import downs, gates_and_ups, most_experts, stacked
 from pippin.language.families.family import Family, Fields, TensorRule, layer_types, read_decoder, rename
 from pippin.language.families.gguf_layout import ALL_BIASES, GGUFHeader, GGUFLayout

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pippin.core.errors import UnsupportedModel
-from pippin.language.decoder import DecoderConfig, LayerSpec, Recurrence
+from pippin.language.decoder_config import DecoderConfig, LayerSpec, Recurrence
 from pippin.language.families.family import Fields, TensorRule, from_halves, to_halves
 from pippin.nn.recurrent.gated_norm import Gate
 from pippin.nn.recurrent.mamba2 import Mamba2Spec

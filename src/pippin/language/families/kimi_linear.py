@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from pippin.core.errors import UnsupportedModel
-from pippin.language.decoder import DecoderConfig, LayerSpec
+from pippin.language.decoder_config import DecoderConfig, LayerSpec
 from pippin.language.families.deepseek import experts_from_gguf
 from pippin.language.families.experts import expert_rules, shared_expert
 from pippin.language.families.family import Family, Fields, TensorRule, activation_of, read_decoder, refuse, rename

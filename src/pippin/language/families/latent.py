@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pippin.core.errors import CorruptedFile, UnsupportedModel
-from pippin.language.decoder import DecoderConfig
+from pippin.language.decoder_config import DecoderConfig
 from pippin.language.families.family import Fields, TensorRule, pair_order, rename
 from pippin.language.families.gguf_layout import GGUFHeader
 from pippin.nn.attention import LatentSpec

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from pippin.core.errors import UnsupportedModel
-from pippin.language.decoder import DecoderConfig
+from pippin.language.decoder_config import DecoderConfig
 from pippin.language.families.family import Family, Fields, TensorRule, read_decoder, rename
 from pippin.language.families.gguf_layout import GGUFHeader, GGUFLayout
 from pippin.language.families.gguf_recurrent import mamba_fields, mamba_metadata, mamba_rules, mixer_config

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from pippin.language.decoder import DecoderConfig
+from pippin.language.decoder_config import DecoderConfig
 from pippin.language.families.family import Family, Fields, read_decoder, rope_fields
 from pippin.language.families.gguf_layout import GGUFHeader
 from pippin.language.families.llama import GGUF

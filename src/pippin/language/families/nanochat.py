@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pippin.language.decoder import DecoderConfig
+from pippin.language.decoder_config import DecoderConfig
 from pippin.language.families.family import Family, Fields, TensorRule, activation_of, read_decoder, rename
 from pippin.nn.feedforward import FeedForwardSpec
 

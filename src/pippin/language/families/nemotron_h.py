@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from pippin.core.errors import CorruptedFile, UnsupportedModel
-from pippin.language.decoder import DecoderConfig, LayerSpec
+from pippin.language.decoder_config import DecoderConfig, LayerSpec
 from pippin.language.families.deepseek import balanced_router, expert_counts
 from pippin.language.families.experts import most_experts, stacked
 from pippin.language.families.family import Family, Fields, TensorRule, activation_of, read_decoder, refuse, rename

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from pippin.core.errors import UnsupportedModel
-from pippin.language.decoder import DecoderConfig
+from pippin.language.decoder_config import DecoderConfig
 from pippin.language.families.experts import expert_rules
 from pippin.language.families.family import (
     Family,

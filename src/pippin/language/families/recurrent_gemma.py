@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from pippin.language.decoder import DecoderConfig
+from pippin.language.decoder_config import DecoderConfig
 from pippin.language.families.family import Family, Fields, TensorRule, activation_of, one_added, read_decoder, rename
 from pippin.language.families.hybrid import layer_kinds, parameters, recurrence, rotated_in_part, with_recurrence
 from pippin.nn.feedforward import FeedForwardSpec

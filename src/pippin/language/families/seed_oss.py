@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pippin.language.decoder import DecoderConfig
+from pippin.language.decoder_config import DecoderConfig
 from pippin.language.families.family import Family, Fields, TensorRule, activation_of, read_decoder, rename
 from pippin.language.families.gguf_layout import GGUFLayout
 from pippin.nn.feedforward import FeedForwardSpec

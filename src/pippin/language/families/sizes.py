@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from pippin.core.errors import CorruptedFile
-from pippin.language.decoder import DecoderConfig
+from pippin.language.decoder_config import DecoderConfig
 from pippin.nn.feedforward import NO_FEED_FORWARD
 
 MAX_LAYERS = 1024

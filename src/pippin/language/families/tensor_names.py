@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pippin.core.errors import UnsupportedModel
-from pippin.language.decoder import DecoderConfig
+from pippin.language.decoder_config import DecoderConfig
 from pippin.language.families.experts import stacked
 from pippin.language.families.family import Family, TensorRule, same
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from pippin.core.checks import NonNegativeInt, PositiveInt, checked
 from pippin.core.errors import InvalidArgument
-from pippin.language.decoder import DecoderConfig, LayerSpec
+from pippin.language.decoder_config import DecoderConfig, LayerSpec
 from pippin.nn.attention import AttentionSpec
 from pippin.nn.feedforward import FeedForwardSpec
 from pippin.nn.rotary import Rotary

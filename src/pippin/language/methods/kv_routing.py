@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from pippin.core.checks import Probability, checked
 from pippin.core.errors import CorruptedFile, InvalidArgument, UntrainedSharing
 from pippin.data.token_batches import TokenBatch
-from pippin.language.decoder import DecoderConfig
+from pippin.language.decoder_config import DecoderConfig
 from pippin.language.objectives import NextToken, held_out
 from pippin.nn.embedding import TokenEmbedding
 from pippin.nn.kv_cache import KVCache, New, NoCache, PackedKeyValues, VisibleKeyValues

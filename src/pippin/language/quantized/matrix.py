@@ -21,7 +21,7 @@ from torch import Tensor
 from pippin.core.errors import CorruptedFile, InvalidArgument, UnsupportedModel
 from pippin.core.formats.checkpoint import Checkpoint
 from pippin.core.formats.ggml_quants import dequantize_blocks
-from pippin.language.decoder import DecoderConfig
+from pippin.language.decoder_config import DecoderConfig
 from pippin.language.families.tensor_names import TensorSource
 from pippin.nn.quantization.affine import AffineCodes
 from pippin.nn.quantization.codes import Codes

@@ -21,7 +21,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from pippin.core.checks import PositiveInt, checked
-from pippin.language.decoder import Decoder, DecoderLayer
+from pippin.language.decoder import Decoder
+from pippin.language.decoder_layer import DecoderLayer
 from pippin.language.language_model import LanguageModel
 from pippin.nn.attention import Attention
 from pippin.nn.feedforward import FeedForward, MixtureOfExperts

@@ -29,7 +29,7 @@ from pippin.language import Decoder, LanguageModel
 from pippin.language.methods.afm import AFMConfig
 
 if TYPE_CHECKING:
-    from pippin.language.decoder import DecoderConfig
+    from pippin.language.decoder_config import DecoderConfig
     from pippin.train.objective import Objective
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from pippin.core.checks import Fraction, PositiveInt, checked
 from pippin.core.errors import UnsupportedLayer
-from pippin.language.decoder import DecoderConfig
+from pippin.language.decoder_config import DecoderConfig
 
 
 @checked

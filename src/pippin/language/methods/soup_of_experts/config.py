@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pippin.core.checks import PositiveInt, checked
-from pippin.language.decoder import DecoderConfig
+from pippin.language.decoder_config import DecoderConfig
 
 
 @checked
