@@ -87,8 +87,10 @@ def test_claims_are_found_by_their_files(folder):
         ("larger", ""),
     ]
     assert catalog.get("fragile-at-scale") == catalog.find()["fragile-at-scale"]
-    with pytest.raises(ClaimError, match="no claim is called 'large'; there are: fragile-at-scale, larger"):
+    with pytest.raises(ClaimError, match=r"no claim is called 'large'; did you mean larger\?"):
         catalog.get("large")
+    with pytest.raises(ClaimError, match="no claim is called 'other'; there are: fragile-at-scale, larger"):
+        catalog.get("other")
 
 
 @pytest.mark.parametrize(
@@ -276,7 +278,7 @@ def test_the_page_has_conditions_controls_and_a_table_of_arms(folder, results):
     assert "| figure | unit | squares | halves |" in page
     assert "| a | m | 4.667 ± 4 | 0.5 ± 0 |" in page
     assert "| diverged | inf |  |  | 1 |" in page
-    assert "**smoke: reproduced**" in page
+    assert "**smoke: no verdict at this scale**" in page
     assert "- **Note**: crashed at laptop: ZeroDivisionError" in page
 
 
@@ -362,6 +364,15 @@ def test_cli_lists_and_shows_rules(folder, capsys):
     }
     assert main(["claims", "show", "fragile-at-scale"]) == 0
     assert "it ends" in capsys.readouterr().out
+
+
+def test_a_smoke_run_says_no_verdict(folder, results, capsys):
+    assert main(["claims", "run", "larger", "--scale", "smoke", "--results", str(results)]) == 0
+    assert "larger (smoke): no verdict at this scale" in capsys.readouterr().out
+    assert main(["claims", "show", "larger", "--results", str(results)]) == 0
+    shown = capsys.readouterr().out
+    assert "smoke: no verdict at this scale" in shown
+    assert "reproduced," not in shown
 
 
 @pytest.mark.parametrize(

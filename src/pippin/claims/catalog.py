@@ -16,6 +16,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,7 @@ def get(id: str, folder: Path | None = None) -> Stated:
     """One claim by its id, or by the path of a file that holds one claim.
 
     Raises:
-        ClaimError: no claim has this id; the message lists those there are. Or the file holds none, or several.
+        ClaimError: no claim has this id; the message names similar ones, or all. Or the file holds none, or several.
     """
     if id.endswith(".py"):
         found = read(Path(id))
@@ -119,8 +120,10 @@ def get(id: str, folder: Path | None = None) -> Stated:
             for stated in read(path, area=path.parent.name if path.parent != top else ""):
                 if stated.id == id:
                     return stated
-    known = ", ".join(find(folder)) or "none yet"
-    raise ClaimError(f"no claim is called {id!r}; there are: {known}")
+    known = list(find(folder))
+    near = get_close_matches(id, known, 3)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"there are: {', '.join(known) or 'none yet'}"
+    raise ClaimError(f"no claim is called {id!r}; {hint}")
 
 
 def belongs(id: str, path: Path) -> bool:

@@ -180,7 +180,7 @@ def section(stated: Stated, record: Record) -> list[str]:
     lines += [f"- **Note**: {row['note']}"] if row["note"] else []
     lines += ["", *_rule_lines(stated.rule, _decisive(stated, record))]
     for run in _latest(stated, record):
-        verdict = record.judge(run, stated.rule.hash)[0]
+        verdict = record.judge(run, stated.rule.hash)[0] if run.scale in _COUNTING else "no verdict at this scale"
         lines += ["", f"**{run.scale}: {verdict}**, {_circumstances(run)}", "", *_figures(run)]
     lines += _superseded(stated, record)
     return lines
