@@ -6,8 +6,9 @@ import re
 import pytest
 from hypothesis import given, strategies as st
 
-from pippin.core.errors import SchemaError, UnsupportedGuide
+from pippin.core.errors import EmptySchema, SchemaError, UnsupportedGuide
 from pippin.engine.grammar import regex, string_formats
+from pippin.engine.grammar.constraint import Grammar
 
 PATTERNS = [
     "^a$", "a|^b", "^a|b$", r"[^\s]+", r"^\W+$", r"\d{2,3}", r'^["\\/\n]*$', r"[\x00-\x1f]", r"^\S+$", "^(?:a|bc)*d?$",
@@ -164,3 +165,71 @@ def test_every_format_can_be_written(name):
 )
 def test_the_parser_of_this_python_gives_the_nodes_that_are_read(pattern, nodes):
     assert str(regex._parser.parse(pattern)) == nodes
+
+
+@given(st.text(st.sampled_from("ab/\né.^$\\"), max_size=4))
+def test_a_pattern_of_one_text_is_known(text):
+    pattern = f"^{re.escape(text)}$"
+    assert regex.constant(pattern) == text
+    terminal = f"/{regex.search(pattern)}/"
+    assert regex.matches(terminal, json.dumps(text, ensure_ascii=False))
+    assert regex.count_texts(terminal, 2) == 1
+
+
+@pytest.mark.parametrize(
+    "pattern", ["a", "^a", "a$", "^a?$", "^(a)$", "^[ab]$", "^.$", "^(?!a)b$", "^a|b$", "(?i)^a$", "("]
+)
+def test_other_patterns_may_have_several_texts(pattern):
+    assert regex.constant(pattern) is None
+
+
+@pytest.mark.parametrize("more", [{"minLength": 3}, {"maxLength": 1}, {"enum": ["abc"]}, {"format": "date"}])
+def test_a_pattern_of_one_text_is_held_beside_other_keywords(more):
+    schema = {"type": "string", "pattern": "^ab$"}
+    with pytest.raises(EmptySchema):
+        Grammar.json_schema(schema | more)
+    either = {"oneOf": [schema | more, {"type": "string", "minLength": 2, "maxLength": 2}]}
+    assert Grammar.json_schema(either).allows('"ab"') is ("format" not in more)  # which others may read differently
+    outside = Grammar.json_schema({"type": ["string", "null"], "not": {"pattern": "^ab$"}})
+    assert [text for text in ('"ab"', '"abc"', '""', "null") if outside.allows(text)] == ['"abc"', '""']
+    assert Grammar.json_schema(schema | {"minLength": 2, "maxLength": 2}).allows('"ab"')
+
+
+HEADS = [
+    "^ab",
+    "^ab?",
+    "^a{2}",
+    "^a{1,2}b",
+    "^a|^b",
+    "^(ab|ac)",
+    "^a-b",
+    "^a/",
+    r"^\\n",
+    r"^\n",
+    "b",
+    "^[ab]c",
+    "^",
+    "^é",
+    "^aé",
+]
+
+
+@pytest.mark.parametrize("one", HEADS)
+def test_what_begins_differently_has_no_text_in_common(one):
+    for other in HEADS:
+        terminals = [f"(/{regex.search(each)}/)" for each in (one, other)]
+        if regex.begin_differently(terminals):
+            assert regex.is_empty(" & ".join(terminals)), other
+        both = f"({terminals[0]}) | ({terminals[1]})"
+        assert not regex.begin_differently([both, terminals[0]])
+
+
+def test_fixed_beginnings_are_told_apart():
+    assert regex.begin_differently([f"(/{regex.search(each)}/)" for each in ("^ab", "^a-b", "c")])
+
+
+def test_a_pattern_answers_one_question_after_the_other():
+    terminal = f"/{regex.search('^(?:a|b)*c$')}/"
+    for _ in range(3):
+        for text in ("abc", "abab", "c", "x"):
+            assert regex.matches.__wrapped__(terminal, json.dumps(text)) is (re.search("^(?:a|b)*c$", text) is not None)

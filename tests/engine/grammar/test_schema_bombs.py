@@ -1,7 +1,10 @@
 """Schemas made to hurt: each is refused by a typed error, or written, within seconds."""
 
+import json
+import random
 import time
 
+import jsonschema
 import pytest
 
 from pippin.core.errors import SchemaError
@@ -78,3 +81,39 @@ def test_sizes_are_counted_without_recursion():
     schema = nested(100_000, lambda inner: [inner])
     with pytest.raises(SchemaError, match="256 levels"):
         json_keywords.check_size(schema)
+
+
+def long_object(count):
+    properties = {"first": {"type": "null"}, **{f"n{i}": {"type": "integer"} for i in range(count)}}
+    return {"type": "object", "properties": properties, "additionalProperties": False}
+
+
+def test_objects_that_end_alike_share_their_rules():
+    one, many = (
+        Grammar.json_schema(long_object(100) | {"anyOf": [{"required": [f"n{i}"]} for i in range(alternatives)]})
+        for alternatives in (1, 8)
+    )
+    assert len(many.source) < 2 * len(one.source)
+    assert many.allows('{"first": null, "n7": 1, "n99": 1}')
+    assert many.allows('{"n3": 2, "n8": 1}')
+    assert not many.allows('{"n8": 1}')
+
+
+@pytest.mark.parametrize("required", [[], ["n20"], ["n0", "n45"], ["first"]])
+@pytest.mark.parametrize("others", [False, {"type": "boolean"}])
+def test_long_objects_hold_what_short_ones_do(required, others):
+    schema = long_object(50) | {"required": required, "additionalProperties": others}
+    grammar, chance = Grammar.json_schema(schema), random.Random(0)
+    names = list(schema["properties"])
+    allowed = []
+    for _ in range(150):
+        written = [name for name in names if chance.random() < 0.05 or (name in required and chance.random() < 0.8)]
+        value = {name: None if name == "first" else 1 for name in written}
+        if chance.random() < 0.3:
+            value["other"] = True
+        valid = jsonschema.Draft202012Validator(schema).is_valid(value)
+        assert grammar.allows(json.dumps(value)) is valid, value
+        allowed.append(valid)
+        if len(written) > 1:
+            assert not grammar.allows(json.dumps(dict(reversed(value.items())))), "another order"
+    assert set(allowed) == ({True, False} if required or others is False else {True})

@@ -35,6 +35,7 @@ MAX_ITEMS: Final = 50
 MAX_COUNTED: Final = 4000
 MAX_REMAINDERS: Final = 1000
 MAX_PLACES: Final = 64
+MAX_FLAT: Final = 32
 
 
 class WrittenGrammar(NamedTuple):
@@ -107,6 +108,7 @@ class _Writer:
         self.watched_rules: set[str] = set()
         self.comma, self.colon = map(json.dumps, separators)
         self.rules: list[str] = []
+        self.bodies: dict[str, str] = {}  # of rules, with their names
         self.terminals: dict[str, str] = {}
         self.names: dict[Key, str] = {}
         self.waiting: list[Key] = []
@@ -137,9 +139,12 @@ class _Writer:
         return self.terminals.setdefault(text, f"T{len(self.terminals)}")
 
     def rule(self, body: str, name: str = "") -> str:
+        """A rule of this body: the one that has it already, unless the new one has a name of its own."""
+        if not name and body in self.bodies:
+            return self.bodies[body]
         name = name or f"r{len(self.rules)}"
         self.rules.append(f"{name}: {body}")
-        return name
+        return self.bodies.setdefault(body, name)
 
     def shape(self, shape: Shape) -> str:
         match shape:
@@ -326,8 +331,17 @@ class _Writer:
         for index, (entry, must) in enumerate(zip(entries, needed, strict=True)):
             choices.append(f"{entry} {tails[index + 1]}")
             if must:
-                return f"({' | '.join(choices)})"
-        return f"({' | '.join([*choices, *([f'{other} {more}'] if other else [])])})?"
+                return f"({self.any_of(choices)})"
+        return f"({self.any_of([*choices, *([f'{other} {more}'] if other else [])])})?"
+
+    def any_of(self, choices: list[str]) -> str:
+        """One of these; many are a chain of rules, whose end is shared with objects that end alike."""
+        if len(choices) <= MAX_FLAT:
+            return " | ".join(choices)
+        *earlier, found = choices
+        for choice in reversed(earlier):
+            found = self.rule(f"{choice} | {found}")
+        return found
 
     def counted(self, entries: list[str], needed: list[bool], other: str, low: int, high: int | None) -> str:
         """Entries in order, with their count as part of the state."""

@@ -14,6 +14,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from difflib import get_close_matches
+from functools import lru_cache
 from itertools import combinations
 from typing import Any, Final
 
@@ -176,8 +177,7 @@ class SchemaReader:
         Raises:
             UnsupportedGuide: the caller is strict.
         """
-        near = get_close_matches(keyword, ASSERTIONS | _APPLICATORS.keys(), n=1, cutoff=0.8)
-        meant = f"; did you mean {near[0]!r}?" if near else ""
+        meant = _meant(keyword)
         if self.strict:
             raise self._refused(where, keyword, f"is not a keyword of JSON Schema{meant}")
         self.notes[f"{where}: {keyword!r} is not a keyword of JSON Schema and is ignored{meant}"] = None
@@ -218,6 +218,7 @@ class SchemaReader:
         return Null() if kind == "null" else Boolean()
 
     def _string(self, schema: dict[str, Any], where: str) -> String:
+        """The strings of a schema; those of a pattern with one text are that text, which costs the least to compare."""
         include: list[str] = []
         exclude: tuple[str, ...] = ()
         try:
@@ -230,11 +231,19 @@ class SchemaReader:
             if "format" in schema and (terminal := self._format(keywords.text(schema, "format", where), where)):
                 include.append(terminal)
             shape = String(low, high, tuple(include), exclude)
+            if "pattern" in schema and (only := regex.constant(pattern)) is not None:
+                return self._one_string(only, String(low, high, tuple(include[1:])))
             if "pattern" in schema and not self._wide:
                 regex.check_cost(shape.terminal)
         except UnsupportedGuide as error:
             raise UnsupportedGuide(f"{where}: {error}", field=keywords.field_name(where), guide=error.guide) from error
         return shape
+
+    @staticmethod
+    def _one_string(text: str, others: String) -> String:
+        """The text alone if it is one of the others, else nothing."""
+        found = meet(String(values=(text,)), others)
+        return found if isinstance(found, String) else String(values=())
 
     def _format(self, name: str, where: str) -> str | None:
         """The terminal of a format; None where it has no definition, or where everything is read widely.
@@ -570,6 +579,13 @@ _DRAFT_3: Final[dict[str, Callable[[SchemaReader, Any, dict[str, Any], str], Sha
     "disallow": SchemaReader._disallow,
     "type": SchemaReader._types,
 }
+
+
+@lru_cache(maxsize=1024)
+def _meant(keyword: str) -> str:
+    """The question after a keyword that is probably misspelled."""
+    near = get_close_matches(keyword, ASSERTIONS | _APPLICATORS.keys(), n=1, cutoff=0.8)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _has_applicators(schema: dict[str, Any]) -> bool:

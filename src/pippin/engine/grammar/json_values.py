@@ -10,6 +10,7 @@ Notable here:
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,10 @@ NEVER: Final[Key] = (("never", ""),)
 
 def join(a: Key, b: Key) -> Key:
     """The key under which both hold: their parts in order, each once."""
+    if a == b or not b:
+        return a
+    if not a:
+        return b
     return NEVER if NEVER[0] in (*a, *b) else tuple(dict.fromkeys((*a, *b)))
 
 
@@ -105,9 +110,11 @@ class String:
         """Whether no string fits."""
         if self.values is not None:
             return not self.values
-        return (self.high is not None and self.low > self.high) or regex.is_empty(self.terminal)
+        if self.high is not None and self.low > self.high:
+            return True
+        return regex.begin_differently(self.include) or regex.is_empty(self.terminal)
 
-    @property
+    @cached_property
     def terminal(self) -> str:
         """The JSON texts of these strings, as a terminal."""
         if self.values is not None:
@@ -142,7 +149,7 @@ class Names:
     exclude: tuple[str, ...] = ()
     key: Key = ()
 
-    @property
+    @cached_property
     def terminal(self) -> str:
         """The JSON texts of these names, as a terminal."""
         return String(include=self.include, exclude=self.exclude).terminal
@@ -183,9 +190,11 @@ class Object:
 
     def named_contained(self) -> Shapes:
         """The same set of objects as a union in which ``contains`` is about unnamed properties alone."""
-        named = (*self._named, *self.required)
+        if not self.contains:
+            return (self,)
+        named = tuple(dict.fromkeys((*self._named, *self.required)))
         for i, names in enumerate(self.contains):
-            held = [name for name in dict.fromkeys(named) if names.holds(name)]
+            held = [name for name in named if names.holds(name)]
             if not held:
                 continue
             rest = (*self.contains[:i], *self.contains[i + 1 :])
@@ -210,7 +219,7 @@ class Object:
         """The required names."""
         return frozenset(self.required)
 
-    @property
+    @cached_property
     def _named(self) -> tuple[str, ...]:
         return tuple(name for name, _ in self.properties)
 
@@ -238,8 +247,6 @@ def fraction(value: int | float) -> Fraction:
 
 def of_value(value: Any) -> Shape:
     """The shape of one constant."""
-    from json import dumps
-
     if value is None:
         return Null()
     if isinstance(value, bool):
@@ -250,10 +257,10 @@ def of_value(value: Any) -> Shape:
     if isinstance(value, str):
         return String(values=(value,))
     if isinstance(value, list):
-        keys = tuple((("value", dumps(item)),) for item in value)
+        keys = tuple((("value", json.dumps(item)),) for item in value)
         return Array(prefix=keys, rest=NEVER, low=len(keys), high=len(keys))
     if isinstance(value, dict):
-        properties = tuple((name, (("value", dumps(item)),)) for name, item in value.items())
+        properties = tuple((name, (("value", json.dumps(item)),)) for name, item in value.items())
         return Object(properties=properties, others=(), required=tuple(value))
     raise SchemaError(f"{value!r} is not a JSON value")
 
@@ -308,8 +315,13 @@ def _largest(shapes: Shapes) -> Iterator[Shape]:
 
 def _is_part(a: Shape, b: Shape) -> bool:
     """Whether all values of one shape are plainly in another one."""
-    if isinstance(a, Object) and isinstance(b, Object) and not (a.low >= b.low and a.needed >= b.needed):
-        return False  # seen at once: there are many pairs
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Object) and isinstance(b, Object):  # most pairs are told apart at once, and there are many
+        if a.low < b.low or not a.needed >= b.needed:
+            return False
+        if any(name not in a._keys or join(a._keys[name], key) != a._keys[name] for name, key in b.properties):
+            return False
     return meet(a, b) == a
 
 
@@ -399,20 +411,22 @@ def _meet_objects(a: Object, b: Object) -> Object:
 
 def both(a: Names, b: Names) -> Names:
     """The names in both classes, under both keys."""
+    if not (a.include or a.exclude or a.key):
+        return b
+    if not (b.include or b.exclude or b.key):
+        return a
     include, exclude = dict.fromkeys((*a.include, *b.include)), dict.fromkeys((*a.exclude, *b.exclude))
     return Names(tuple(include), tuple(exclude), join(a.key, b.key))
 
 
 def is_void(names: Names) -> bool:
     """Whether a class of names has no member."""
-    return bool(names.include) and regex.is_empty(names.terminal)
+    return bool(names.include) and (regex.begin_differently(names.include) or regex.is_empty(names.terminal))
 
 
 def as_json(text: str) -> str:
     """A string as JSON, in the spelling that the grammar uses."""
-    from json import dumps
-
-    return dumps(text, ensure_ascii=False)
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _least(a: int | None, b: int | None) -> int | None:

@@ -52,6 +52,8 @@ _LIMIT_WORDS: Final = ("fuel", "limit", "too many", "too large", "too big", "com
 _LONGEST_TRIED: Final = 1000
 _MOST_TRIED: Final = 100
 _TOKENS_BETWEEN_MASKS: Final = 16
+_UNIT: Final = re.compile(r"\\x\{[0-9A-F]+\}|[0-9A-Za-z]")
+_HEAD: Final = re.compile(rf"\(?/((?:{_UNIT.pattern})*)(?![*+?{{|])")
 _COUNTS: Final = re.compile(r"(?<!\\x)\{(\d+),?(\d*)\}")
 
 # How each class is written where it widens the match ("small") and where, inside [^...], it narrows it ("large").
@@ -84,6 +86,7 @@ def literal(text: str) -> str:
     return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):X}}}" for c in text)
 
 
+@functools.lru_cache(maxsize=16_384)
 def quoted(text: str) -> str:
     r"""The regular expression of this text's characters as they are spelled in JSON, without the quotation marks.
 
@@ -160,6 +163,24 @@ def conditions(
             else:
                 exclude.append(opposite.string([begin, *inner]))
     return (*include, writer.string(items)), tuple(exclude)
+
+
+def constant(pattern: str) -> str | None:
+    """The only text in which ``pattern`` is found; None if there may be several.
+
+    >>> constant("^a/b$"), constant("a/b")
+    ('a/b', None)
+    """
+    try:
+        tree = _parser.parse(pattern)
+        begin, *letters, end = tree
+    except (re.error, OverflowError, RecursionError, ValueError):
+        return None
+    plain = not tree.state.flags & ~(re.UNICODE | re.ASCII)
+    ends = plain and begin == (op.AT, op.AT_BEGINNING) and end == (op.AT, op.AT_END)
+    if not ends or any(code is not op.LITERAL or 0xD800 <= value <= 0xDFFF for code, value in letters):
+        return None
+    return "".join(chr(value) for _, value in letters)
 
 
 def whole(pattern: str) -> str:
@@ -352,6 +373,24 @@ def is_empty(terminal: str) -> bool:
     return bool(matcher.is_error())
 
 
+def begin_differently(terminals: Sequence[str]) -> bool:
+    """Whether two of some terminals plainly have no text in common: the fixed texts with which they begin differ.
+
+    >>> begin_differently([f"/{search('^ab')}/", f"/{search('^cd')}/"]), begin_differently(["/ab*/", "/a/"])
+    (True, False)
+    """
+    heads = [_head(terminal) for terminal in terminals]
+    return any(one[: len(other)] != other[: len(one)] for one, other in itertools.combinations(heads, 2))
+
+
+@functools.lru_cache(maxsize=4096)
+def _head(terminal: str) -> tuple[str, ...]:
+    """Characters with which all texts of a terminal begin, as it spells them; what repeats is in a group."""
+    if " | " in terminal or not (found := _HEAD.match(terminal)):
+        return ()
+    return tuple(_UNIT.findall(found[1]))
+
+
 @functools.lru_cache(maxsize=4096)
 def matches(terminal: str, text: str) -> bool:
     """Whether a terminal matches this text from end to end.
@@ -362,11 +401,25 @@ def matches(terminal: str, text: str) -> bool:
     >>> matches("/[ab]+/ & ~/a+/", "aba"), matches("/[ab]+/ & ~/a+/", "aa")
     (True, False)
     """
-    matcher, data = _matcher(terminal), list(text.encode())
+    data = list(text.encode())
+    kept = _kept(terminal)
+    try:
+        matcher = kept.pop()
+    except IndexError:
+        matcher = _matcher(terminal)
     read, message = consume(matcher, data)
+    found = not message and read == len(data) and matcher.is_accepting()
+    if not matcher.is_error() and matcher.reset():
+        kept.append(matcher)
     if message:
         raise UnsupportedGuide(f"the engine cannot decide which texts are of this form: {message}", guide="pattern")
-    return read == len(data) and matcher.is_accepting()
+    return found
+
+
+@functools.lru_cache(maxsize=64)
+def _kept(terminal: str) -> list[LLMatcher]:
+    """Matchers of a terminal at their beginning, to be taken out and put back: a schema asks one about many names."""
+    return []
 
 
 @functools.lru_cache(maxsize=256)
