@@ -9,6 +9,7 @@ import torch
 from transformers import AutoTokenizer
 
 import pippin
+from pippin.core import progress
 from pippin.core.errors import InvalidArgument
 from pippin.core.formats.gguf import open_gguf
 from pippin.language import Decoder, DecoderConfig, LanguageModel, LayerSpec
@@ -103,6 +104,14 @@ def test_a_program_keeps_the_codes_names_its_axes_and_has_its_tokenizer_beside(f
     dense = pippin.load(folder, device="cpu", dtype="float32", pack=False)
     (logits,) = runtime.InferenceSession(str(program)).run(None, {"ids": ids})
     np.testing.assert_allclose(logits, dense.module(torch.from_numpy(ids)).detach().numpy(), rtol=1e-4, atol=1e-4)
+
+
+def test_a_pipe_is_told_what_takes_long(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.001)
+    shape.export.run(shape.export.Config(model=str(folder), to="torch", out=tmp_path / "program", max_context=32))
+    said = capsys.readouterr().err
+    assert "capturing the program of small" in said
+    assert "writing program" in said
 
 
 def test_a_report_measures_the_codes(folder):

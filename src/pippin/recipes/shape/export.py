@@ -140,7 +140,8 @@ def run(config: Config, *, show_progress: bool = True) -> ExportResult:
         return _result(config, out, _inside(out))
     asset, captured = _open(config.model, config.max_context, show_progress=show_progress)
     target = out / f"model{ending}" if is_folder and ending else out
-    find(PROGRAMS[config.to][0]).write(asset, target)
+    with progress.busy(f"writing {target.name}", show_progress=show_progress):
+        find(PROGRAMS[config.to][0]).write(asset, target)
     if config.interface is not None:
         generate_interface(asset, Path(config.interface))
     if is_folder and captured is not None:
@@ -167,7 +168,8 @@ def _open(model: str, max_context: int, *, show_progress: bool) -> tuple[Exporte
     if (Path(model) / "asset.json").is_file():
         return ExportedModel.load(model), None
     loaded = _language_model(model)
-    asset = capture_decoder(loaded.module, context=min(max_context, loaded.context_size))
+    with progress.busy(f"capturing the program of {loaded.name}", show_progress=show_progress):
+        asset = capture_decoder(loaded.module, context=min(max_context, loaded.context_size))
     if codes := stored_codes(loaded):
         asset = with_codes(asset, {f"decoder.{name}.weight": matrix for name, matrix in codes.items()})
     elif (bits := stored_bits(loaded.source)) < 16:
