@@ -302,3 +302,23 @@ def test_the_snapshot_that_was_not_used_for_longest_makes_room():
     pool.idle.move_to_end(3, last=False)
     tree.evict()  # the row goes, and its snapshot with it
     assert stored() == []
+
+
+def test_a_row_stays_as_long_as_it_has_one_block():
+    tree = PrefixTree(pool := BlockPool(2), (16, 16))
+    add_rows(pool, tree, list(range(16)), [(pool.allocate(), pool.allocate())])
+    pool.idle.move_to_end(0)  # used last
+    tree.evict()
+    assert ([each.rows for each in tree.sequences()], pool.num_free) == ([[(0, GIVEN_BACK)]], 1)
+    tree.evict()
+    assert (list(tree.sequences()), pool.num_free, tree._roots) == ([], 2, {})
+
+
+def test_computations_that_differ_in_what_their_variant_names_are_apart():
+    tree = PrefixTree(pool := BlockPool(4))
+    keys = [CacheKey("ann", None, 0, variant) for variant in ("", "steered")]
+    for key in keys:
+        insert(pool, tree, key, [1] * BLOCK_SIZE)
+    assert len(tree) == 2
+    assert held(tree, CacheKey("ann", None, 0, "masked"), [1] * BLOCK_SIZE) == 0
+    assert [each.key for each in tree.sequences()] == keys
