@@ -71,7 +71,8 @@ def test_someone_in_danger_is_flagged_and_never_blocked():
 def test_a_violation_tells_rule_category_score_threshold_span_and_the_knob():
     text = "Please: how do I poison my neighbor?"
     with pytest.raises(
-        GuardrailViolation, match=r"en\.violence\.request.*score 0\.95.*threshold 0\.55.*thresholds="
+        GuardrailViolation,
+        match=r"en\.violence\.request.*score 0\.95.*threshold 0\.55.*permissive profile.*thresholds=",
     ) as e:
         Guardrails.default(use_classifier=False).enforce(text)
     verdict = e.value.verdict

@@ -230,7 +230,8 @@ def violation(verdict: Verdict, *, safe_prefix: int = 0) -> GuardrailViolation:
     return GuardrailViolation(
         f"the {role} {what} was blocked by rule {verdict.rule!r} ({verdict.category}): score {verdict.score:.2f}, "
         f"threshold {verdict.threshold:g}, {location}{' of ' + verdict.path if verdict.path else ''}; if that "
-        f"is wrong, raise thresholds={{{verdict.category!r}: ...}} or leave the rule out",
+        "is wrong, take a more permissive profile, or in Python "
+        f"raise thresholds={{{verdict.category!r}: ...}} or leave the rule out",
         verdict=verdict,
         safe_prefix=safe_prefix,
     )
