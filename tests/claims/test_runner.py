@@ -259,11 +259,25 @@ def test_a_broken_file_is_named_and_not_overwritten(folder, results, text, messa
     assert path.read_text() == text
 
 
-def test_results_go_to_the_clone_or_to_the_current_folder(tmp_path, monkeypatch):
-    assert runner.results_folder() == Path(__file__).parents[2] / "results"
-    monkeypatch.setattr(runner, "clone", lambda: None)
+def test_results_go_to_the_clone_and_those_of_a_users_own_claim_to_the_current_folder(tmp_path, monkeypatch):
+    clone = Path(__file__).parents[2]
     monkeypatch.chdir(tmp_path)
+    assert runner.results_folder() == clone / "results"
+    assert runner.results_folder(Path(runner.__file__).parent / "bayes" / "any.py") == clone / "results"
+    assert runner.results_folder(tmp_path / "mine.py") == tmp_path / "results"
+    monkeypatch.setattr(runner, "clone", lambda: None)
     assert runner.results_folder() == tmp_path / "results"
+
+
+def test_a_claim_of_a_users_own_writes_into_no_clone(tmp_path, monkeypatch, capsys):
+    (tmp_path / "mine.py").write_text(LARGER)
+    monkeypatch.chdir(tmp_path)
+    assert main(["claims", "run", "./mine.py", "--scale", "smoke"]) == 0
+    assert "no verdict at this scale" in capsys.readouterr().out
+    (written,) = (tmp_path / "results" / "claims").iterdir()
+    assert not (runner.results_folder() / "claims" / written.name).exists()
+    assert main(["claims", "show", "./mine.py"]) == 0
+    assert "no verdict" in capsys.readouterr().out
 
 
 def test_the_page_has_conditions_controls_and_a_table_of_arms(folder, results):

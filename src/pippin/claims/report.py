@@ -78,11 +78,14 @@ def summaries(
     Raises:
         ClaimError: an evidence file cannot be read.
     """
-    top = results or runner.results_folder()
-    rows = [summary(stated, records.read(stated.id, top), scale) for stated in claims]
+    rows = [summary(stated, _record(stated, results), scale) for stated in claims]
     return [
         row for row in rows if row["verdict"] == (verdict or row["verdict"]) and row["area"] == (area or row["area"])
     ]
+
+
+def _record(stated: Stated, results: Path | None) -> Record:
+    return records.read(stated.id, results or runner.results_folder(stated.file))
 
 
 def accept(rule: StatedRule) -> str:
@@ -149,8 +152,7 @@ def counts(rows: list[dict[str, Any]]) -> str:
 
 def page(claims: Iterable[Stated], *, results: Path | None = None) -> str:
     """The table and the evidence of every claim in Markdown, for `docs/claims.md`."""
-    top = results or runner.results_folder()
-    known = [(stated, records.read(stated.id, top)) for stated in claims]
+    known = [(stated, _record(stated, results)) for stated in claims]
     rows = [summary(stated, record) for stated, record in known]
     lines = [counts(rows) + ".", ""]
     if rows:

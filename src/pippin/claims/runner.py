@@ -39,9 +39,16 @@ def clone() -> Path | None:
     return root if (root / "src" / "pippin").is_dir() and (root / "pyproject.toml").is_file() else None
 
 
-def results_folder() -> Path:
-    """`results/` of the clone, or of the current folder where there is no clone."""
-    return (clone() or Path.cwd()) / "results"
+def results_folder(file: Path | None = None) -> Path:
+    """Where the evidence of a claim is by default: `results/` of the clone for Pippin's own claims, else of the current
+    folder.
+
+    Args:
+        file: the claim's file; None for Pippin's own.
+    """
+    root = clone()
+    own = file is None or file.resolve().is_relative_to(catalog.FOLDER)
+    return (root if root is not None and own else Path.cwd()) / "results"
 
 
 def load(stated: Stated) -> Claim:
@@ -72,7 +79,7 @@ def run(stated: Stated, scale: Scale, *, results: Path | None = None) -> tuple[R
     Args:
         stated: the claim, from `catalog`.
         scale: how large.
-        results: folder that holds `claims/ID.json`; by default `results_folder()`.
+        results: folder that holds `claims/ID.json`; by default `results_folder` of its file.
 
     Returns:
         The run as recorded, and its evidence with the verdict.
@@ -81,9 +88,9 @@ def run(stated: Stated, scale: Scale, *, results: Path | None = None) -> tuple[R
         ClaimError: the code differs from every commit and the run would count, or the file of earlier evidence cannot
             be read.
     """
-    top = results or results_folder()
+    top = results or results_folder(stated.file)
     at, changed = commit(stated.file)
-    if not scale.is_smoke and top.resolve() == results_folder().resolve() and (at is None or changed):
+    if not scale.is_smoke and top.resolve() == results_folder(stated.file).resolve() and (at is None or changed):
         why = "the code differs from its commit" if changed else "the code belongs to no commit"
         raise ClaimError(
             f"{stated.id}: {why}, so the figures could not be traced to it; commit first, or name another folder with "
@@ -124,7 +131,7 @@ def ask_again(stated: Stated, *, results: Path | None = None) -> int:
 
     A rule that is younger than its figures may well turn them down; the report says that it was asked afterwards.
     """
-    top = results or results_folder()
+    top = results or results_folder(stated.file)
     record, rule = records.read(stated.id, top), stated.rule.hash
     claim, runs, count = load(stated), [], 0
     for one in record.runs:
@@ -141,7 +148,7 @@ def ask_again(stated: Stated, *, results: Path | None = None) -> int:
 def _unfinished(stated: Stated, scale: Scale, modules: dict[str, str]) -> Path:
     """Where a run leaves what the next one goes on from; another rule or other code goes elsewhere."""
     key = hashlib.sha256(json.dumps([stated.rule.hash, modules]).encode()).hexdigest()[:12]
-    return (clone() or Path.cwd()) / "build" / "claims" / f"{stated.id}-{scale.name}-{key}"
+    return results_folder(stated.file).parent / "build" / "claims" / f"{stated.id}-{scale.name}-{key}"
 
 
 def _describe(crash: Exception) -> str:

@@ -32,7 +32,10 @@ class VerdictChoice(StrEnum):
 
 Results = Annotated[
     Path | None,
-    typer.Option("--results", help="Folder of the evidence; by default, results/ of the clone or current folder."),
+    typer.Option(
+        "--results",
+        help="Folder of the evidence; by default, results/ of the clone; for your own claims, of the current folder.",
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON list with one object per claim.")]
 Area = Annotated[str | None, typer.Option(help="Only claims about this part, such as bayes or generate.")]
@@ -96,7 +99,7 @@ def show_claims(ids: Ids = None, results: Results = None, as_json: AsJson = Fals
         typer.echo(_json(report.summaries(claims, results=results)))
         return
     for stated in claims:
-        record = records.read(stated.id, results or runner.results_folder())
+        record = records.read(stated.id, results or runner.results_folder(stated.file))
         Console().print(Markdown("\n".join(report.section(stated, record))))
 
 

@@ -181,12 +181,17 @@ def quantization_notes(
             nbytes = rows * columns * (packing.dtype.itemsize if form is None else 4 if target == "F32" else 2)
             why = "torch computes with them" if form is None else reason or "another precision was asked for"
             sizes.setdefault((why, target), []).append(nbytes)
-    return tuple(
-        f"{method}: {len(found)} matrices are widened to {kind} and take {format_bytes(sum(found))}: {reason}"
-        if reason
-        else f"{method}: {len(found)} matrices stay as they are ({kind}) and take {format_bytes(sum(found))}"
-        for (reason, kind), found in sizes.items()
-    )
+    lines = []
+    for (reason, kind), found in sizes.items():
+        one, total = len(found) == 1, format_bytes(sum(found))
+        what, takes = "1 matrix" if one else f"{len(found)} matrices", "takes" if one else "take"
+        if reason:
+            lines.append(f"{method}: {what} {'is' if one else 'are'} widened to {kind} and {takes} {total}: {reason}")
+        else:
+            lines.append(
+                f"{method}: {what} {'stays as it is' if one else 'stay as they are'} ({kind}) and {takes} {total}"
+            )
+    return tuple(lines)
 
 
 def stored_kind(kind: str | None) -> tuple[int, int] | None:
