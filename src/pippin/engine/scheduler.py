@@ -137,9 +137,7 @@ class Scheduler:
         if original is None or request.length <= original or request.has_own_positions:
             return
         if request in self.running:
-            self.running.remove(request)
-            self._release(request, keep=True)
-            insort(self.waiting, request, key=_rank)
+            self._requeue(request)
         request.rotate_as_long(original)
 
     def plan(self, drafts: Mapping[RequestState, Draft]) -> list[ScheduledChunk]:
@@ -374,10 +372,14 @@ class Scheduler:
         return [self.pool.allocate() for _ in range(count)]
 
     def _preempt(self, request: RequestState) -> None:
+        """Put a running request back into the queue for want of blocks."""
+        self._requeue(request)
+        self.num_preempted += 1
+
+    def _requeue(self, request: RequestState) -> None:
         """Put a running request back into the queue; it will be recomputed from its prompt and its answer so far."""
         self.running.remove(request)
         self._release(request, keep=True)
-        self.num_preempted += 1
         insort(self.waiting, request, key=_rank)
 
     def _schedule_prefill(self, prefilling: Sequence[SequenceState], budget: int) -> Iterator[ScheduledChunk]:

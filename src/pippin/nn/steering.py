@@ -147,6 +147,7 @@ def steer(
     for steering, tokens in steerings or ():
         change = steering.at(site, x)
         if change is not None:
-            changed = x.reshape(-1, x.shape[-1]).clone() if changed is None else changed
+            if changed is None:  # a row for each token, with all streams of its hidden states where there are several
+                changed = (x.flatten(0, 1) if x.ndim > 3 else x.reshape(-1, x.shape[-1])).clone()
             changed[tokens] = changed[tokens] * change[0] + change[1]
     return x if changed is None else changed.view_as(x)

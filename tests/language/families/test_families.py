@@ -451,6 +451,25 @@ def test_gemma_3n_is_computed_by_torch_and_drafts_for_itself(checkpoints, tiny, 
     assert [token.id for token in plain] == ids[0, IDS.shape[1] :].tolist()
 
 
+@torch.inference_mode()
+def test_steering_of_gemma_3n_is_for_the_tokens_of_its_request(checkpoints, tiny):
+    """In every stream of them after a layer, and in no other request of the pass."""
+    _, _, decoder = checkpoints("gemma3n_text")
+    runner = TorchRunner(LanguageModel("small", decoder, tiny.tokenizer, None), 8, "float32")
+    change = SteeringChange(shift=torch.ones(decoder.config.hidden_size))
+    steering = Steering({"layers.1": change, "layers.4.input_layernorm": change}, strength=0.5)
+
+    def inputs(number, table, steering=None):
+        return ModelInput(IDS[number].tolist(), 0, table, range(40), steering=steering)
+
+    plain, other = (runner.forward([inputs(number, [0, 1, 2])])[0] for number in (0, 1))
+    steered = runner.forward([inputs(1, [0, 1, 2], steering)])[0]
+    together = runner.forward([inputs(0, [0, 1, 2]), inputs(1, [3, 4, 5], steering)])
+    torch.testing.assert_close(together[0], plain, **CLOSE)
+    torch.testing.assert_close(together[1], steered, **CLOSE)
+    assert ((steered - other).abs().amax(-1) > 0.01).all()  # every token, the first too
+
+
 def test_layers_that_predict_further_tokens_are_not_read(checkpoints, tmp_path):
     folder, _, _ = checkpoints("deepseek_v3")
     tensors = load_file(folder / "model.safetensors") | {"model.layers.4.eh_proj.weight": torch.ones(1)}

@@ -158,8 +158,8 @@ class Fold:
 def folds_of(module: Decoder, index: int) -> list[Fold]:
     """The exact folds of one layer.
 
-    Values that a later layer reads (KV sharing) and inputs of a nonlinearity (feed-forward layers without gate) are not
-    folded.
+    Values that a later layer reads (KV sharing), inputs of a nonlinearity (feed-forward layers without gate) and a
+    normalized input that is also added to the hidden states (LAuReL) are not folded.
     """
     config, layer = module.config, module.layers[index]
     assert isinstance(layer, DecoderLayer)
@@ -174,6 +174,8 @@ def folds_of(module: Decoder, index: int) -> list[Fold]:
     else:
         before = "post_attention_layernorm" if layer.pre_feedforward_layernorm is None else "pre_feedforward_layernorm"
         folds = [Fold("input_layernorm", tuple(into_attention)), Fold(before, into_mlp, exact_readers=exact)]
+    if layer.laurel is not None:
+        folds = [fold for fold in folds if fold.source != "input_layernorm"]
     # a norm after a part reads nothing that could be scaled, and layer norms have biases or no weights
     folds = [] if config.residual == "post" else [f for f in folds if isinstance(getattr(layer, f.source), RMSNorm)]
     normed = attention.spec.value_norm or attention.spec.keys_are_values
