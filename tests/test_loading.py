@@ -1,6 +1,8 @@
 """`pippin.load` opens every kind of model that is saved, and what it opens computes what was saved."""
 
 import inspect
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -258,3 +260,12 @@ def test_a_language_model_is_opened_too(tiny, tmp_path):
         pippin.load(tmp_path / "model", temperature=0.3)
     with pytest.raises(ModelNotFound):
         pippin.load(tmp_path / "none")
+
+
+def test_answering_does_not_import_the_compiler_of_torch():
+    """It takes a second and 70 MB, and models that answer on a CPU do not use it."""
+    code = (
+        "import sys, pippin; model = pippin.load('smollm2-135m', device='cpu'); model.generate('Hello', max_tokens=2);"
+        "sys.exit('torch._dynamo' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -10,6 +10,7 @@ Notable here:
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -17,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.nn.attention.bias import CausalBias
 
 from pippin.nn import blocked_attention
 from pippin.nn.context import LayerContext
@@ -328,13 +328,22 @@ def _attend(
     return y.transpose(1, 2).reshape(batch, new, -1)
 
 
+def _is_causal_bias(mask: Tensor | None) -> bool:
+    """Whether a mask is torch's `CausalBias`, whose module imports torch's compiler: 70 MB and a second.
+
+    So it is only asked for where a cache on a GPU has imported it.
+    """
+    module = sys.modules.get("torch.nn.attention.bias")
+    return module is not None and isinstance(mask, module.CausalBias)
+
+
 def _attend_unfused(
     q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
     """`_attend` of scaled queries with bounded scores or sinks, which no fused kernel computes."""
     batch, heads, new, _ = q.shape
     seen = keys.shape[2]
-    if isinstance(mask, CausalBias) or (mask is None and new > 1):  # causal order
+    if _is_causal_bias(mask) or (mask is None and new > 1):  # causal order
         mask = torch.ones(new, seen, dtype=torch.bool, device=q.device).tril(seen - new)
     groups = q.unflatten(1, (keys.shape[1], -1))  # (batch, kv_heads, heads per key head, new, head_dim)
     transposed = keys[:, :, None].transpose(-1, -2)

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Int, UInt8
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 from pippin.core.checks import PositiveInt, checked
 from pippin.core.errors import NotEnoughMemory
@@ -330,9 +329,10 @@ class PagedPass:
         if len(querying) == 1 or (dense and first == low == 0 and (window is None or high <= window)):
             return location, None
         if device.type == "cuda" and dense and (window is None or high - low <= window):
-            return location, causal_lower_right(
-                len(querying), high - low
-            )  # flash attention supports this without a mask
+            # flash attention supports this without a mask; the import brings torch's compiler, 70 MB and a second
+            from torch.nn.attention.bias import causal_lower_right
+
+            return location, causal_lower_right(len(querying), high - low)
         query = _integers([sequence.num_computed_tokens + index for index in querying], device)[:, None]
         key = torch.arange(low, high, device=device)
         mask = key <= query
