@@ -25,6 +25,7 @@ from pippin.core.errors import EmptySchema, SchemaError, UnsupportedGuide
 from pippin.core.store import store
 from pippin.engine.grammar.constraint import Grammar
 from pippin.engine.grammar.json_grammar import MAX_ITEMS
+from pippin.engine.grammar.json_recursion import MAX_NESTED_LISTS
 from pippin.engine.grammar.membership import generated_text
 from pippin.engine.grammar.numbers import DIGITS
 from pippin.engine.grammar.regex import byte_tokenizer, consume
@@ -71,6 +72,9 @@ Some valid values are never generated:
   `maxProperties` at most {MAX_ITEMS} names that the schema does not list, so that a model which repeats itself comes to
   an end; `maxItems` in the schema, or `max_items` of `Grammar.json_schema`, says otherwise; a string without
   `maxLength` ends with the budget of tokens alone;
+- in a recursive schema, a value inside values of its own kind lies at most {MAX_ITEMS} levels deep, as in a linked
+  list, and at most {MAX_NESTED_LISTS} where the levels are items or free names, as in a tree; the last level is written
+  with the fewest parts that the schema allows. `max_items=None` of `Grammar.json_schema` takes this bound away too;
 - in a schema that compares numbers which need not be integers (`uniqueItems`), these are written without exponent,
   zeros at the end or more than 15 digits; a list that may be one with or without `uniqueItems`, of several
   alternatives, repeats nothing as long as it may be the one with;

@@ -22,6 +22,7 @@ from pippin.engine.grammar import regex
 from pippin.engine.grammar.constraint import Grammar
 from pippin.engine.grammar.json_grammar import MAX_ITEMS, _Writer
 from pippin.engine.grammar.json_keywords import check_size
+from pippin.engine.grammar.json_recursion import ITEM
 from pippin.engine.grammar.json_satisfiable import Satisfiable, about
 from pippin.engine.grammar.json_schema import SchemaReader
 from pippin.engine.grammar.json_values import Array, Boolean, Key, Names, Null, Number, Object, Shape, String
@@ -154,7 +155,9 @@ class _ArgumentWriter(_Writer):
         parts += [f"~({_bare(each)})" for each in names.exclude]
         parts += [f"~(/{regex.alternatives(map(regex.literal, self.named))}/)"] if self.named else []
         name = self.terminal(" & ".join(parts))
-        return self.argument(name, names.key) if self.outermost else f"{name} {self.colon} {self.value(names.key)}"
+        return (
+            self.argument(name, names.key) if self.outermost else f"{name} {self.colon} {self.value(names.key, ITEM)}"
+        )
 
     def argument(self, name: str, key: Key) -> str:
         """An argument of the call; ``name`` is a terminal."""

@@ -77,7 +77,8 @@ class Grammar:
             strict: refuse what is no keyword of JSON Schema and formats without a definition, which are otherwise
                 ignored with a note in `notes`; and properties that no value can satisfy.
             max_items: maximum items of a list without ``maxItems``, and free names of an object without
-                ``maxProperties``, so that an answer ends; at least 1, or None for any number. A note says so.
+                ``maxProperties``, so that an answer ends; at least 1, or None for any number. Also the levels of a
+                value inside values of its own kind, of which 10 may be items or have free names. Notes say so.
 
         Raises:
             SchemaError: it is not a JSON Schema. UndefinedReference: a ``$ref`` points at nothing.

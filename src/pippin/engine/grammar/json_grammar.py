@@ -14,6 +14,15 @@ from typing import Any, Final, NamedTuple
 from pippin.core.errors import EmptySchema, InvalidArgument, SchemaError, UnsupportedGuide
 from pippin.engine.grammar import numbers as numerals, regex
 from pippin.engine.grammar.json_keywords import check_size
+from pippin.engine.grammar.json_recursion import (
+    ITEM,
+    LEVEL,
+    MAX_NESTED_LISTS,
+    MOST_LEVELS,
+    NEVER,
+    PROPERTY,
+    Recursion,
+)
 from pippin.engine.grammar.json_satisfiable import Satisfiable, about, number_terminal, shown
 from pippin.engine.grammar.json_schema import SchemaReader
 from pippin.engine.grammar.json_values import (
@@ -110,8 +119,11 @@ class _Writer:
         self.rules: list[str] = []
         self.bodies: dict[str, str] = {}  # of rules, with their names
         self.terminals: dict[str, str] = {}
-        self.names: dict[Key, str] = {}
-        self.waiting: list[Key] = []
+        self.names: dict[tuple[Key, bool], str] = {}  # of the rules of keys, at any level and at the last one
+        self.waiting: list[tuple[Key, bool]] = []
+        self.recursion = None if max_items is None else Recursion(satisfiable)
+        self.present: Key | None = None  # whose values are being written
+        self.is_last_level = False
 
     def write(self, root: Key) -> str:
         return self.finish(self.value(root))
@@ -119,21 +131,65 @@ class _Writer:
     def finish(self, first: str) -> str:
         """The grammar whose rule ``start`` is ``first``, with all rules that it refers to."""
         while self.waiting:
-            key = self.waiting.pop()
-            with about(key):
-                choices = [
-                    self.shape(shape) for shape in self.satisfiable.reached[key] if self.satisfiable.has_values(shape)
-                ]
-            self.rules.append(f"{self.names[key]}: {' | '.join(choices)}")
+            key, is_last_level = self.waiting.pop()
+            body = self.last_level(key) if is_last_level else self.levels(key)
+            self.rules.append(f"{self.names[key, is_last_level]}: {body}")
         terminals = (f"{name}: {text}" for text, name in self.terminals.items())
-        return "\n".join([f"start: {first}", *self.rules, *terminals])
+        return "\n".join([f"start: {first.replace('::_', '::0x0')}", *self.rules, *terminals])
 
-    def value(self, key: Key) -> str:
-        """The rule of a key."""
-        if key not in self.names:
-            self.names[key] = f"v{len(self.names)}"
-            self.waiting.append(key)
-        return self.names[key]
+    def value(self, key: Key, level: str = PROPERTY) -> str:
+        """The rule of a key; ``level`` is where a value inside one of its own kind is counted."""
+        if self.recursion is None or key not in self.recursion.leading:
+            return self.rule_of(key)
+        if self.is_last_level:
+            return self.rule_of(key, is_last_level=True)
+        name = self.rule_of(key)
+        if self.present not in self.recursion.inside or key not in self.recursion.inside:
+            return name
+        if LEVEL not in self.bodies:
+            self.bodies[LEVEL] = "level::_"
+            self.rules.append(LEVEL)
+        return self.rule(f"level::_ {name.removesuffix('_')}incr({level}) | {NEVER}")
+
+    def rule_of(self, key: Key, *, is_last_level: bool = False) -> str:
+        """The name of the rule of a key, which is written later, with its parameter."""
+        if (key, is_last_level) not in self.names:
+            counted = self.recursion is not None and key in self.recursion.leading and not is_last_level
+            self.names[key, is_last_level] = f"v{len(self.names)}{'::_' if counted else ''}"
+            self.waiting.append((key, is_last_level))
+        return self.names[key, is_last_level]
+
+    def levels(self, key: Key) -> str:
+        """The body of the rule of a key, for any number of levels above it."""
+        with about(key):
+            self.present = key
+            choices = " | ".join(self.choices(key))
+            self.present = None
+        if self.recursion is None or key not in self.recursion.leading:
+            return choices
+        if key not in self.recursion.inside:
+            return f"{self.rule(choices)} | {NEVER}"
+        assert self.max_items is not None
+        self.shortened[
+            f"a value inside another of its own kind has at most {self.max_items} levels, {MAX_NESTED_LISTS} in lists"
+        ] = None
+        room = f"and(lt({ITEM}, {MAX_NESTED_LISTS}), lt({PROPERTY}, {min(self.max_items, MOST_LEVELS)}))"
+        return f"{self.rule(choices)} %if {room} | {self.rule_of(key, is_last_level=True)} %if not({room})"
+
+    def last_level(self, key: Key) -> str:
+        """The body of the rule of a key that does not lead back to it."""
+        assert self.recursion is not None
+        self.is_last_level = True
+        try:
+            with self.satisfiable.below(key, self.recursion.leading):
+                return " | ".join(self.choices(key))
+        except UnsupportedGuide:  # too few values are left for distinct items: then it goes on
+            return self.rule_of(key).replace("::_", "::0x0")
+        finally:
+            self.is_last_level = False
+
+    def choices(self, key: Key) -> list[str]:
+        return [self.shape(shape) for shape in self.satisfiable.reached[key] if self.satisfiable.has_values(shape)]
 
     def terminal(self, text: str) -> str:
         return self.terminals.setdefault(text, f"T{len(self.terminals)}")
@@ -142,7 +198,7 @@ class _Writer:
         """A rule of this body: the one that has it already, unless the new one has a name of its own."""
         if not name and body in self.bodies:
             return self.bodies[body]
-        name = name or f"r{len(self.rules)}"
+        name = (name or f"r{len(self.rules)}") + ("::_" if "::_" in body else "")
         self.rules.append(f"{name}: {body}")
         return self.bodies.setdefault(body, name)
 
@@ -209,11 +265,11 @@ class _Writer:
         if high is None and self.max_items is not None:
             high = max(self.max_items, shape.low, len(shape.prefix))
             self.shortened[f"a list without maxItems has at most {self.max_items} items"] = None
-        heads = [self.value(key) for key in shape.prefix[:high]]
+        heads = [self.value(key, ITEM) for key in shape.prefix[:high]]
         body = ""
         if high is None or high > len(heads):
             # the remaining items, each after a comma; then the prefix items before them, from the last to the first
-            rest, least = self.value(shape.rest), max(shape.low - len(heads), 0)
+            rest, least = self.value(shape.rest, ITEM), max(shape.low - len(heads), 0)
             if not heads:
                 more = self.again(rest, max(least - 1, 0), None if high is None else high - 1, comma)
                 body = f"{rest} {more}".strip()
@@ -233,7 +289,7 @@ class _Writer:
             raise UnsupportedGuide(
                 "contains cannot be enforced beside other keywords about the number of items", guide="contains"
             )
-        item, fits = self.value(shape.rest), self.value(join(shape.rest, key))
+        item, fits = self.value(shape.rest, ITEM), self.value(join(shape.rest, key), ITEM)
         if bounded:
             return self.containing_one(begin, comma, item, fits, shape.low, high)
         again = f"(({comma} {item})* {comma} {fits}){{{least - 1}}}" if least > 1 else ""
@@ -313,7 +369,7 @@ class _Writer:
 
     def other(self, names: Names, taken: tuple[str, ...]) -> str:
         key = String(include=names.include, exclude=(*names.exclude, *taken)).terminal
-        return f"{self.terminal(key)} {self.colon} {self.value(names.key)}"
+        return f"{self.terminal(key)} {self.colon} {self.value(names.key, ITEM)}"
 
     def uncounted(self, entries: list[str], needed: list[bool], other: str, least_others: int) -> str:
         """Entries in order; each after the first begins with a comma."""

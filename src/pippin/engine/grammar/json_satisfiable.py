@@ -9,7 +9,7 @@ Notable here:
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from fractions import Fraction
 from typing import Any, Final
@@ -55,7 +55,13 @@ def about(key: Key) -> Iterator[None]:
 
 
 class Satisfiable:
-    """Which keys are satisfiable: a least fixed point over all reachable keys, so that recursion needs a base case."""
+    """Which keys are satisfiable: a least fixed point over all reachable keys, so that recursion needs a base case.
+
+    Attributes:
+        reached: the shapes of every key that can be reached.
+        rounds: in which round of the fixed point a key was found to be satisfiable.
+        keys: those that count as satisfiable; see `below`.
+    """
 
     def __init__(self, reader: SchemaReader, root: Key) -> None:
         self.reader = reader
@@ -65,13 +71,27 @@ class Satisfiable:
             key = waiting.pop()
             if key not in self.reached:
                 self.reached[key] = reader.shapes(key)
-                waiting.extend(child for shape in self.reached[key] for child in _children(shape))
-        self.keys: set[Key] = set()
+                waiting.extend(child for shape in self.reached[key] for child in children(shape))
+        self.rounds: dict[Key, int] = {}
+        self.keys: Container[Key] = self.rounds.keys()
         grew = True
         while grew:
-            found = {key for key in self.reached if key not in self.keys and self.any_has_values(key)}
+            found = [key for key in self.reached if key not in self.rounds and self.any_has_values(key)]
             grew = bool(found)
-            self.keys |= found
+            self.rounds |= dict.fromkeys(found, max(self.rounds.values(), default=0) + 1)
+
+    @contextmanager
+    def below(self, key: Key, leading: Container[Key]) -> Iterator[None]:
+        """Within it, the keys among ``leading`` count as satisfiable only if the fixed point reaches them before this.
+
+        A key still has values then, and none of them leads back to it.
+        """
+        before, most = self.keys, self.rounds[key]
+        self.keys = {each for each, at in self.rounds.items() if at < most or each not in leading}
+        try:
+            yield
+        finally:
+            self.keys = before
 
     def check_depth(self, root: Key) -> None:
         """Refuse values that are nested too deep, directly or by reference; recursion does not count as depth.
@@ -87,7 +107,7 @@ class Satisfiable:
                 if key is None:
                     path.pop()
                     continue
-                inner = order(child for shape in self.reached[key] for child in _children(shape))
+                inner = order(child for shape in self.reached[key] for child in children(shape))
                 path.append(iter(inner))
                 seen.add(key)
                 if len(path) > MAX_NESTED:
@@ -241,7 +261,7 @@ class Satisfiable:
                 numbers = isinstance(shape, Number) and not shape.integer and (shape.values or (0.5,))
                 if numbers and any(isinstance(value, float) for value in numbers):
                     return True
-                waiting.extend(_children(shape))
+                waiting.extend(children(shape))
         return False
 
     def check_all(self) -> None:
@@ -291,7 +311,8 @@ def shown(value: Fraction | None) -> str:
     return "any" if value is None else str(int(value)) if value.denominator == 1 else str(float(value))
 
 
-def _children(shape: Shape) -> Iterator[Key]:
+def children(shape: Shape) -> Iterator[Key]:
+    """The keys of what lies in a value of this shape."""
     if isinstance(shape, Array):
         yield from (*shape.prefix, shape.rest)
         yield from (join(item, key) for key, _ in shape.contains for item in (*shape.prefix, shape.rest))

@@ -37,7 +37,7 @@ COMMA: Final = "comma_of_items"
 where the beginning of a name or an item may leave only repeats to go on with."""
 
 _OPENING: Final = re.compile(r'^(\w*opening_of_(scarce_)?(names|items)): "[{[]"$', re.MULTILINE)
-_JSON: Final = re.compile(r"start: v0\n")
+_JSON: Final = re.compile(r"start: v0(::0x0)?\n")
 _CONTROL: Final = re.compile(r"<\[(\d+)\]>")
 _COMMA: Final = re.compile(r"^(\w*comma_of_items): ", re.MULTILINE)
 _PROBES: Final = {"names": 257, "items": 258, "comma": 259}
