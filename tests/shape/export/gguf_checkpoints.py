@@ -87,6 +87,11 @@ CASES: dict[str, dict[str, Any]] = {
     "gemma": {"head_dim": 16},
     "gemma2": {**_LOCAL, **_HEADS, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0},
     "gemma3_text": {**_LOCAL, "head_dim": 16, "num_hidden_layers": 6, "query_pre_attn_scalar": 16},
+    "gemma3n_text": {
+        **{**_HEADS, **_LOCAL, "num_hidden_layers": 25, "intermediate_size": [1024] * 25, "num_kv_shared_layers": 5},
+        **{"vocab_size_per_layer_input": 260, "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 5},
+        "activation_sparsity_pattern": [0.95] * 10 + [0.0] * 15,
+    },
     "gemma4_text": {
         **{**_HEADS, **_LOCAL, "num_hidden_layers": 6, "global_head_dim": 16, "num_kv_shared_layers": 3},
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
@@ -286,12 +291,28 @@ def _convert(folder: Path, target: Path) -> None:
         tensors = load_file(folder / "model.safetensors")  # transformers writes a dense layer under a name of experts
         named = {name.replace("layers.0.block_sparse_moe", "layers.0.mlp"): tensors[name] for name in tensors}
         save_file(named, folder / "model.safetensors", {"format": "pt"})
+    if fields["model_type"] == "gemma3n_text":  # matrices of the models on the hub, which nothing reads
+        save_file(_with_unread_keys(load_file(folder / "model.safetensors")), folder / "model.safetensors")
     kind = get_model_class(get_model_architecture(fields, ModelType.TEXT))
     kind.no_mtp = True
     converter = kind(folder, LlamaFileType.ALL_F32, target, hparams=fields)
     converter = getattr(converter, "impl", converter)
     converter.set_vocab = lambda: None
     converter.write()
+
+
+def _with_unread_keys(tensors: dict[str, Any]) -> dict[str, Any]:
+    """The tensors with those of a first layer's keys and values in all layers: matrices without, norms of one."""
+    first = {
+        name: values
+        for name, values in tensors.items()
+        if "layers.0.self_attn.k_" in name or "0.self_attn.v_proj" in name
+    }
+    for index in range(25):
+        for name, values in first.items():
+            empty = np.ones_like(values) if "norm" in name else np.zeros_like(values)
+            tensors.setdefault(name.replace("layers.0.", f"layers.{index}."), empty)
+    return tensors
 
 
 def _old_recurrence(fields: dict[str, Any]) -> dict[str, Any]:

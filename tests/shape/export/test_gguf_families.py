@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from statistics import NormalDist
 
 import gguf
 import numpy as np
@@ -16,6 +17,7 @@ from pippin.engine.model_runner import ModelInput
 from pippin.engine.runners.select import make_runner
 from pippin.language import Decoder, DecoderConfig, LanguageModel, LayerSpec, families
 from pippin.language.families.gguf_layout import GGUFHeader
+from pippin.nn import feedforward
 from pippin.nn.attention import AttentionSpec
 from pippin.nn.feedforward import FeedForwardSpec
 from pippin.nn.rotary import Rotary
@@ -87,7 +89,7 @@ def test_every_family_with_gguf_has_a_case():
     assert known - {"ministral"} == {case.partition(",")[0] for case in CASES}  # the converter lacks Ministral
     lacking = {"helium", "nanochat"}  # llama.cpp has no such models
     unlike = {"phimoe"}  # its experts are chosen otherwise there
-    unwritten = {"recurrent_gemma", "olmo_hybrid", "gemma3n_text"}
+    unwritten = {"recurrent_gemma", "olmo_hybrid"}
     assert families.FAMILIES.keys() - known <= lacking | unlike | unwritten
 
 
@@ -156,13 +158,27 @@ def test_families_without_gguf_are_refused_by_name(merging, support, tmp_path, m
 @torch.inference_mode()
 @pytest.mark.nightly
 @pytest.mark.parametrize("case", CASES)
-def test_llama_cpp_computes_the_same_logits(exported, case):
+def test_llama_cpp_computes_the_same_logits(exported, monkeypatch, case):
     model, path = exported(case)
     scores = _logits_of_llama_cpp(path)
+    if case == "gemma3n_text":  # sparse gates carry differences on from layer to layer
+        monkeypatch.setattr(feedforward, "_above_quantile", _above_quantile_of_llama_cpp)
+        monkeypatch.setattr(feedforward.F, "gelu", _gelu_of_llama_cpp)
     # ggml takes GELU from a table in half precision
     close = 2e-2 if model.config.layers[0].feedforward.activation.startswith("gelu") else 1e-4
     close = 3e-4 if model.config.recurrent_layers else close  # rounding that a state carries on
     torch.testing.assert_close(scores, model.module(IDS)[0], rtol=close, atol=close)
+
+
+def _above_quantile_of_llama_cpp(x, share):
+    """It divides the sum of squares by one less, which does not matter in layers of thousands."""
+    deviations = NormalDist().inv_cdf(share)
+    return torch.relu(x - x.mean(-1, keepdim=True) - deviations * x.std(-1, keepdim=True, unbiased=True))
+
+
+def _gelu_of_llama_cpp(x, approximate, *, exact=torch.nn.functional.gelu):
+    """From a table in half precision."""
+    return exact(x.half().float(), approximate=approximate).half().float()
 
 
 def _logits_of_llama_cpp(path):

@@ -48,6 +48,9 @@ _BLOCK: Final = 32  # weights of one block, in every quantized kind here
 _FORMS: Final = {form.name: form for form in FORMATS.values()}
 # small, and F32 in every file, as norms are; "conv" is the convolution of LFM2
 _EXACT: Final = ("ffn_gate_inp", "ffn_gate_inp_shexp", "position_embd", "conv")
+_EXACT_STARTS: Final = ("ssm_conv1d", "altup_router", "altup_predict", "altup_correct")
+_NOT_IN_BLOCKS: Final = ("altup_proj", "altup_unembd_proj", "laurel_l", "laurel_r")
+"""Small matrices of the residual path, which llama.cpp does not quantize either."""
 # llama.cpp's number for "mostly of this kind"
 _FILE_TYPES: Final = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "BF16": 32}
 
@@ -271,7 +274,8 @@ def _entries(module: Decoder, kind: str, codes: Mapping[str, Codes]) -> list[_En
     for name, table in families.layout_of(config).tables(config).items():
         holder = nn.Module()
         holder.register_buffer("table", table)
-        entries.append(_Entry(name, _FORMS["F32"], (_Part(holder, "table"),), None, config))
+        form = _FORMS[_kind(name, tuple(table.shape), kind, [None])]
+        entries.append(_Entry(name, form, (_Part(holder, "table"),), None, config))
     return entries
 
 
@@ -299,7 +303,7 @@ def _parts(module: Decoder, codes: Mapping[str, Codes]) -> Iterator[tuple[str, _
 def _kind(name: str, shape: tuple[int, ...], kind: str, codes: Sequence[Codes | None]) -> str:
     """What one tensor of the file is stored as."""
     stem = name.removesuffix(".weight").rpartition(".")[2]
-    exact = stem in _EXACT or stem.startswith("ssm_conv1d") or stem.endswith("_norm")
+    exact = stem in _EXACT or stem.startswith(_EXACT_STARTS) or stem.endswith("_norm")
     if len(shape) == 1 or exact or not name.endswith(".weight"):
         return "F32"
     kinds = {None if each is None else _codes_kind(each) for each in codes}
@@ -307,7 +311,7 @@ def _kind(name: str, shape: tuple[int, ...], kind: str, codes: Sequence[Codes | 
         return kinds.pop() or kind if len(kinds) == 1 else "Q8_0"
     if stem in ("token_embd", "output") and kind.startswith(("Q4", "Q5")):
         kind = "Q8_0"
-    return "F16" if kind.startswith("Q") and shape[-1] % _BLOCK else kind
+    return "F16" if kind.startswith("Q") and (shape[-1] % _BLOCK or stem in _NOT_IN_BLOCKS) else kind
 
 
 def _codes_kind(codes: Codes) -> str | None:
