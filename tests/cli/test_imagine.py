@@ -48,6 +48,30 @@ def test_images_are_files_named_by_their_seeds(painter, tmp_path):
     assert picture["classes"] == ["square"]
 
 
+def test_a_single_image_may_have_a_name(painter, tmp_path):
+    file = tmp_path / "new" / "square.jpg"
+    assert said("a square", "-m", painter, "--out", file, "--size", "16x16").split() == [str(file)]
+    assert file.read_bytes().startswith(b"\xff\xd8")
+    (tmp_path / "folder.png").mkdir()
+    (path,) = said("a square", "-m", painter, "--out", tmp_path / "folder.png", "--size", "16x16").split()
+    assert path == str(tmp_path / "folder.png" / "0000.png")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["-n", "2"], "is one file, and -n asks for 2 images; give a folder"),
+        (["--format", "webp"], "ends as png files do, and --format is webp"),
+        (["--animate", "a.png"], "videos are written as gif, webp, png, mp4"),
+    ],
+)
+def test_a_name_that_does_not_fit_is_refused_before_anything_is_sampled(painter, tmp_path, words, message):
+    out = tmp_path / ("a.jpg" if "--animate" in words else "a.png")
+    with pytest.raises(InvalidArgument, match=message):
+        CliRunner().invoke(app, ["imagine", "x", "-m", str(painter), "--out", str(out), *words], catch_exceptions=False)
+    assert not out.exists()
+
+
 def test_a_picture_is_changed_inside_a_mask(painter, tmp_path):
     given = torch.rand(1, 8, 8, generator=torch.Generator().manual_seed(0)) * 2 - 1
     marked = torch.full((1, 8, 8), -1.0)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from pippin.kits.image import CreatedImage, ImageCreator, Progress
 
+_ENDINGS = (".png", ".webp", ".jpg", ".jpeg", ".gif", ".mp4")
 _BEGIN = "Start from an image"
 _MEASURE = "Capabilities and costs"
 
@@ -36,7 +37,9 @@ def imagine(
     style: Annotated[str, typer.Option(help="Name of a style; --styles lists them.")] = "plain",
     limit: Annotated[int, typer.Option("-n", help="Number of images.")] = 1,
     seed: Annotated[int, typer.Option(help="Image i depends on seed + i alone.")] = 0,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the images.")] = Path("images"),
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Folder for the images, or the file of a single one.")
+    ] = Path("images"),
     label: Annotated[str | None, typer.Option("--class", help="A class of the model, by name or number.")] = None,
     size: Annotated[str | None, typer.Option(help="HEIGHTxWIDTH, a whole multiple of the model's.")] = None,
     quality: Annotated[str, typer.Option(help="draft, normal or best.")] = "normal",
@@ -92,7 +95,10 @@ def imagine(
         raise InvalidArgument("--edit and --animate exclude each other")
     if strength is not None and edit is None:
         raise InvalidArgument("--strength needs an image; give it with --edit")
-    check_folder(out)
+    file = out if out.suffix.lower() in _ENDINGS and not out.is_dir() else None
+    if file is not None:
+        kind = _kind_of(file, kind, limit)
+    check_folder(out if file is None else file.parent)
     _check_preview(preview)
     suffix = _suffix(kind, video=animate is not None)
     settings: dict[str, Any] = {
@@ -131,17 +137,39 @@ def imagine(
             return creator.edit(edit, marked, concepts, on_progress=on_progress, **settings)
         return creator.images(concepts, on_progress=on_progress, **settings)
 
-    _save(sample, out, suffix, preview, as_json)
+    _save(sample, out if file is None else file.parent, suffix if file is None else file, preview, as_json)
+
+
+def _kind_of(file: Path, kind: str, limit: int) -> str:
+    """The format of a single image that has a name.
+
+    Raises:
+        InvalidArgument: several images cannot have one name, or the name ends as another format does.
+    """
+    if limit != 1:
+        raise InvalidArgument(f"--out {str(file)!r} is one file, and -n asks for {limit} images; give a folder")
+    ending = file.suffix.lower().lstrip(".").replace("jpeg", "jpg")
+    if kind and kind.lower().lstrip(".").replace("jpeg", "jpg") != ending:
+        raise InvalidArgument(f"--out {str(file)!r} ends as {ending} files do, and --format is {kind}; leave one out")
+    return ending
 
 
 def _save(
     sample: Callable[[Callable[[Progress], None]], Iterator[CreatedImage]],
     out: Path,
-    suffix: str,
+    name: str | Path,
     preview: Path | None,
     as_json: bool,
 ) -> None:
-    """Write each image as soon as it is finished, with a progress bar."""
+    """Write each image as soon as it is finished, with a progress bar.
+
+    Args:
+        sample: samples the images.
+        out: the folder.
+        name: the file of a single image, or what the names of files, which are their seeds, end with.
+        preview: the file of intermediate images.
+        as_json: whether one JSON object is printed.
+    """
     from pippin.core import progress
     from pippin.data import image_files
 
@@ -164,7 +192,7 @@ def _save(
         with documents.writing(out):
             out.mkdir(parents=True, exist_ok=True)
         for image in images:
-            path = out / f"{image.seed:04d}{suffix}"
+            path = out / f"{image.seed:04d}{name}" if isinstance(name, str) else name
             with documents.writing(path):
                 image.save(path)
             made.append({"path": str(path), **image.details})

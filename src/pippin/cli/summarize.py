@@ -89,7 +89,7 @@ def _written(
         several = show_progress and last.parts > 1
         with progress.bar(last.parts, "summarizing", unit="parts", show_progress=several) as bar:
             for draft in drafts:
-                bar.say(f"{len(draft.text):,} characters of this one written")
+                bar.say(f"{len(draft.text):,} characters of the summary of part {draft.part + 1} written")
                 bar.advance(draft.part - last.part)
                 last = draft
     assert last is not None

@@ -304,7 +304,11 @@ class UnsupportedLanguage(GenerationError):
 
 
 class TimedOut(GenerationError, TimeoutError):
-    """The answer was not complete within the timeout of the request."""
+    """The answer was not complete within the timeout of the request; ``partial`` is its text so far."""
+
+    def __init__(self, message: str, *, partial: str = "") -> None:
+        super().__init__(message)
+        self.partial = partial
 
 
 class Denied(GenerationError):

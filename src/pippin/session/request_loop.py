@@ -360,8 +360,16 @@ class RequestLoop:
         """The error for a round that was cancelled or timed out."""
         if self.timed_out:
             seconds = self.settings.options.timeout
-            return TimedOut(f"no complete answer within {seconds:g} seconds; raise timeout or ask for less")
+            return TimedOut(
+                f"no complete answer within {seconds:g} seconds; raise timeout or ask for less",
+                partial=self._released_text,
+            )
         return Cancelled(f"the answer was cancelled after {done.usage.output_tokens} tokens")
+
+    @property
+    def _released_text(self) -> str:
+        """The part of the answer that may be shown: under guardrails, what they have released."""
+        return self.output.shown if self.values is None else self.output.safe
 
     def _add_reasoning(self, output: _RoundOutput) -> None:
         if self.session.guardrails is not None:
@@ -504,7 +512,7 @@ class RequestLoop:
                 if call.id not in known:
                     text = f"No result: {error}" if str(error) else "No result."
                     entries.append(ToolOutput(text, call_id=call.id, name=call.name))
-        part = self.output.shown if self.values is None else self.output.safe
+        part = self._released_text
         if part and not isinstance(error, Denied) and not isinstance(entries[-1], Answer):
             entries.append(Answer(part))
         self.session._transcript = self.session._transcript.add(*entries)

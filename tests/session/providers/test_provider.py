@@ -407,6 +407,21 @@ def test_an_answer_that_takes_too_long():
     assert time.perf_counter() - began < 3
 
 
+def test_the_error_of_a_timeout_has_what_was_written():
+    session = Session(Scripted([TextDelta("The capital "), TextDelta("is"), "wait"]))
+    with pytest.raises(TimedOut) as caught:
+        session.respond("Hi", options=GenerationOptions(timeout=0.2))
+    assert caught.value.partial == "The capital is"
+
+
+def test_the_error_of_a_timeout_has_nothing_that_guardrails_hold_back():
+    session = Session(Scripted([TextDelta("My key is hunter2."), TextDelta(" And it is"), "wait"]), guardrails=RULES)
+    with pytest.raises(TimedOut) as caught:
+        session.respond("Hi", options=GenerationOptions(timeout=0.2))
+    assert caught.value.partial
+    assert "hunter2" not in caught.value.partial
+
+
 @pytest.mark.parametrize("how", ["timeout", "cancel"])
 def test_nobody_waits_for_a_tool_once_the_answer_is_not_wanted(how):
     running, end = threading.Event(), threading.Event()
