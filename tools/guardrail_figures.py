@@ -115,11 +115,11 @@ def example() -> str:
 def profiles() -> str:
     """What each profile blocks."""
     kept = recorded()
-    of, lists = kept["counts"], ("harmful, other", "harmless, other", "harmless, unseen")
+    of = kept["counts"]
+    lists = ("harmful, other", "harmful, short", "harmless, other", "harmless, unseen", "harmless, short")
     lines = [
-        "| profile | harmful, suite | look-alikes and neutral, suite | harmful, other | harmless, other "
-        "| harmless, unseen |",
-        "|---|--:|--:|--:|--:|--:|",
+        f"| profile | harmful, suite | look-alikes and neutral, suite | {' | '.join(lists)} |",
+        f"|---|--:|--:|{'--:|' * len(lists)}",
     ]
     for name, figures in kept["profiles"].items():
         cells = [f"{figures['harmful']} of {of['harmful']}"]

@@ -24,7 +24,7 @@ from pippin.metrics import roc_auc
 from pippin.session.guardrails import classifier, training_data
 from pippin.session.guardrails.guardrails import LOCALES
 
-SEED, STEPS, DECAY, HARM_SHARE = 0, 100, 5e-6, 0.25
+SEED, STEPS, DECAY, HARM_SHARE = 0, 100, 5e-6, 0.4
 FILE = Path(str(files("pippin.session.guardrails").joinpath("model.json")))
 
 

@@ -55,7 +55,7 @@ def test_a_table_says_when_there_are_too_few(capsys):
 
 def test_labels_by_people(capsys, tmp_path):
     labels = tmp_path / "labels.json"
-    words = ("--guardrails-only", "--guardrails", "strict", "--num-prompts", 100, "--json")
+    words = ("--guardrails-only", "--guardrails", "strict", "--locale", "de", "--num-prompts", 216, "--json")
     _, out, _ = run(capsys, *words)
     cases = json.loads(out)["cases"]
     harmful = [case for case in cases if case["kind"] == "harmful"]

@@ -38,7 +38,7 @@ class Sentence:
 
 @cache
 def data() -> dict[str, Any]:
-    """The packaged file: templates, intents, lists that compose to more intents, and plain statements."""
+    """The packaged file: templates, intents, lists that compose to more intents, plain statements, and fragments."""
     raw: dict[str, Any] = json.loads(
         files("pippin.session.guardrails").joinpath("training.json").read_text(encoding="utf-8")
     )
@@ -46,7 +46,7 @@ def data() -> dict[str, Any]:
 
 
 def sentences(locale: str, *, per_composed: int = 3, seed: int = 0) -> list[Sentence]:
-    """Every intent in every template of a locale, composed intents in a few templates each, and plain statements.
+    """Every intent in every template of a locale, composed intents in a few templates each, statements, fragments.
 
     >>> sentences("en")[0].text
     'How do I kill my neighbour?'
@@ -69,7 +69,15 @@ def sentences(locale: str, *, per_composed: int = 3, seed: int = 0) -> list[Sent
                     )
     for number, text in enumerate(data()["statements"][locale]):
         made += [Sentence(text, "neutral", "", locale, f"s{number}", -1)] * per_composed
-    return made
+    return made + _fragments(locale, per_composed)
+
+
+def _fragments(locale: str, times: int) -> list[Sentence]:
+    """Harmless texts of one to six words, which are most of what is short: names of fields, questions, commands."""
+    given = data()["fragments"][locale]
+    composed = [pattern.format(x=word) for pattern in given["patterns"] for word in given["words"]]
+    texts = [*composed, *given["whole"] * times]
+    return [Sentence(text, "neutral", "", locale, f"s.{number}", -1) for number, text in enumerate(texts)]
 
 
 def split(made: Sequence[Sentence], *, seed: int, share: float = 0.2) -> tuple[list[Sentence], list[Sentence]]:
