@@ -17,7 +17,6 @@ import numpy as np
 from _rows import Row, main
 
 from pippin.kits.text import Edit, LabelCalibration, TextTasks, apply_edits, compare
-from pippin.kits.text.classify import TextClassifier
 from pippin.kits.text.lexicon import Lexicon
 from pippin.kits.text.spans import protected_spans, sentences
 from pippin.kits.text.tags import clusters, likelihood_gain_vectors, word_vectors
@@ -149,7 +148,7 @@ def calibration(tasks: TextTasks, count: int) -> list[Row]:
     scores = classifier.scores([text for text, _ in held])
     plain = measure(LabelCalibration(LABELS), scores, answers)
     free = measure(classifier.calibration, scores, answers)
-    fitted = measure(TextClassifier.fit(classifier, fit), scores, answers)
+    fitted = measure(classifier.fit(fit).calibration, scores, answers)
     return [
         Row(
             "ECE, content-free",

@@ -142,12 +142,12 @@ def squeeze(out: Path, teacher: LanguageModel, size: Size) -> None:
         say("rounding to nearest, then GPTQ")
         save_quantized(out / "rounded", teacher, round_to_nearest(teacher, settings))
         save_quantized(out / "gptq", teacher, gptq.quantize(teacher, settings, calibration(teacher)))
-    teacher = pippin.load(str(out / "teacher"), bits=8)
+    frozen = pippin.load(str(out / "teacher"), bits=8)
     solved = read_quantized(out / "gptq")
     inner = {name: codes for name, codes in solved.items() if name.startswith("layers.")}
     prepare(teacher.module.requires_grad_(True), settings, start=inner)
     optimizer = AdamW(lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
-    train(teacher, teacher.module, Distillation(teacher, weight=1.0), out / "qat", size.qat_steps, optimizer)
+    train(teacher, teacher.module, Distillation(frozen, weight=1.0), out / "qat", size.qat_steps, optimizer)
     save_quantized(out / "trained", teacher, convert(teacher.module), metadata=metadata(teacher.module))
 
 
