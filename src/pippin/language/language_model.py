@@ -453,6 +453,7 @@ def _read_folder(path: Path, given: Mapping[str, Any] | None = None) -> Checkpoi
     quantized = {families.without_prefix(name, family): matrix for name, matrix in found.items()}
     module = _empty(config)
     sources, unused = families.locate(family, config, _shapes(module), {*stored, *quantized})
+    layout = families.MLXLayout(family, stored, lambda name: tuple(folder.shape(stored[name])), str(path))
     matrices: dict[str, StoredMatrix | QuantizedMatrix] = {
         name: quantized[source.stored].taken(source, config)
         for name, source in sources.items()
@@ -463,13 +464,13 @@ def _read_folder(path: Path, given: Mapping[str, Any] | None = None) -> Checkpoi
         if name in matrices:
             return matrices[name].dense().to(dtype)
         source = sources[name]
-        return source.take(folder.tensor(stored[source.stored]), config).to(dtype)
+        return source.take(layout.tensor(source.stored, folder.tensor(stored[source.stored])), config).to(dtype)
 
     def shape(name: str) -> tuple[int, ...]:
         if name in matrices:
             return matrices[name].shape
         source = sources[name]
-        return source.shape(tuple(folder.shape(stored[source.stored])), config)
+        return source.shape(layout.shape(source.stored, tuple(folder.shape(stored[source.stored]))), config)
 
     def parts(name: str) -> tuple[str, ...]:
         return matrices[name].parts if name in matrices else (stored[sources[name].stored],)

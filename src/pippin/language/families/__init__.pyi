@@ -17,6 +17,7 @@ from .gguf import (
     to_gguf as to_gguf,
 )
 from .gguf_layout import GGUFHeader as GGUFHeader, GGUFLayout as GGUFLayout
+from .mlx_lm import MLXLayout as MLXLayout
 from .tensor_names import (
     TensorSource as TensorSource,
     TensorSources as TensorSources,

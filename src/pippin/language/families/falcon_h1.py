@@ -170,4 +170,6 @@ def _gguf_rules(config: DecoderConfig) -> list[TensorRule]:
 _GGUF = GGUFLayout(
     "falcon-h1", _from_gguf, mamba_metadata, _gguf_rules, any_head_dim=True, read_as=_without_multipliers
 )
-FALCON_H1 = Family("falcon_h1", "FalconH1ForCausalLM", _read, _write, _rules, gguf=_GGUF)
+FALCON_H1 = Family(
+    "falcon_h1", "FalconH1ForCausalLM", _read, _write, _rules, gguf=_GGUF, mlx_lm="multipliers in weights"
+)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -89,6 +89,7 @@ class Family:
         predicts_more: whether files may hold layers after the last that predict further tokens; they are not read.
         omitted: fields that `common_fields` writes and the family must not have.
         gguf: how llama.cpp stores the family; None for one that it does not have.
+        mlx_lm: what mlx-lm changes in weights that are no convolutions; see `MLXLayout`.
     """
 
     model_type: str
@@ -103,6 +104,7 @@ class Family:
     predicts_more: bool = False
     omitted: tuple[str, ...] = ()
     gguf: GGUFLayout | None = None
+    mlx_lm: Literal["nothing", "norms as they multiply", "multipliers in weights"] = "nothing"
 
 
 # --- reading a configuration ------------------------------------------------------------------------------------------

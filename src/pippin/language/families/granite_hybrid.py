@@ -16,6 +16,7 @@ from pippin.language.families.family import (
     fused_gate_up,
     read_decoder,
     read_rotary,
+    rename,
 )
 from pippin.language.families.gguf_layout import GGUFHeader, GGUFLayout
 from pippin.language.families.gguf_recurrent import (
@@ -92,6 +93,7 @@ def _rules(config: DecoderConfig) -> list[TensorRule]:
     return [
         fused_gate_up("shared_mlp.input_linear"),
         TensorRule("shared_mlp.output_linear", ("mlp.down_proj",)),
+        *rename(**{f"mlp__{name}": f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")}),  # of mlx-lm
         *mixer_rules("mamba"),
     ]
 

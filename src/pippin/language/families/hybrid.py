@@ -103,11 +103,6 @@ def convolutions(stored: str, sizes: Sequence[int]) -> TensorRule:
     )
 
 
-def taps(tensor: Tensor, config: DecoderConfig) -> list[Tensor]:
-    """The split of a convolution, or its bias; mlx-lm has its taps before the dimension of size 1."""
-    return [tensor.mT if tensor.ndim == 3 and tensor.shape[-1] == 1 else tensor]
-
-
 def read_mamba(config: Fields, inner: int, norm: Gate | None) -> Mamba2Spec:
     """A recurrence of Mamba-2 as Falcon-H1 and Granite describe it.
 

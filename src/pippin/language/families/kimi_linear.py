@@ -23,7 +23,7 @@ from pippin.language.families.experts import expert_rules, shared_expert
 from pippin.language.families.family import Family, Fields, TensorRule, activation_of, read_decoder, refuse, rename
 from pippin.language.families.gguf_layout import SIGMOID_ROUTER, GGUFHeader, GGUFLayout
 from pippin.language.families.gguf_recurrent import channel_delta_rules, key_heads, recurrent_layers
-from pippin.language.families.hybrid import convolutions, kinds_of, layer_kinds, parameters, recurrence, taps
+from pippin.language.families.hybrid import convolutions, kinds_of, layer_kinds, parameters, recurrence
 from pippin.language.families.latent import (
     keys_and_values,
     keys_and_values_apart,
@@ -174,7 +174,7 @@ def _rules(config: DecoderConfig) -> list[TensorRule]:
         *rename(recurrent__out_proj=f"{mixer}.o_proj", recurrent__norm=f"{mixer}.o_norm"),
         *rename(**{f"mlp__{name}": f"mlp.{name}" for name in _DENSE}),
         *rename(**{f"mlp__{name}": f"block_sparse_moe.{name}" for name in _DENSE}),  # as transformers writes them
-        *(TensorRule(f"{mixer}.{name}_conv.conv", (f"recurrent.{name}_conv",), taps) for name in "qkv"),  # of mlx-lm
+        *rename(**{f"recurrent__{name}_conv": f"{mixer}.{name}_conv.conv" for name in "qkv"}),  # of mlx-lm
         convolutions(f"{mixer}.conv1d", recurrence(config).sizes),
         *(_rates(name) for name in (mixer, forget)),
         *(parameters(name, "dt_bias") for name in (mixer, forget)),

@@ -111,7 +111,7 @@ def _mixture_rules(config: DecoderConfig) -> list[TensorRule]:
 
 
 def _rules(config: DecoderConfig) -> list[TensorRule]:
-    return rename(
+    found = rename(
         norm="embedding_norm",
         input_layernorm="operator_norm",
         post_attention_layernorm="ffn_norm",
@@ -125,6 +125,8 @@ def _rules(config: DecoderConfig) -> list[TensorRule]:
         recurrent__conv="conv.conv",
         recurrent__out_proj="conv.out_proj",
     )
+    parts = ("gate_proj", "up_proj", "down_proj")
+    return found + rename(**{f"mlp__{part}": f"feed_forward.{part}" for part in parts})  # of mlx-lm
 
 
 def _from_gguf(header: GGUFHeader, fields: Fields) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pippin.language.decoder_config import DecoderConfig
 from pippin.language.families.family import Family, Fields, TensorRule, read_decoder, rename
 from pippin.language.families.gguf_layout import GGUFHeader, GGUFLayout
 from pippin.language.families.gguf_recurrent import mamba_fields, mamba_metadata, mamba_rules, mixer_config
-from pippin.language.families.hybrid import parameters, recurrence, taps, time_step_fields, time_steps, with_recurrence
+from pippin.language.families.hybrid import parameters, recurrence, time_step_fields, time_steps, with_recurrence
 from pippin.nn.feedforward import NO_FEED_FORWARD
 from pippin.nn.recurrent.mamba2 import Mamba2Spec
 
@@ -81,7 +81,7 @@ def mixer_rules(stored: str) -> list[TensorRule]:
     """Rules of a recurrence under this name."""
     return [
         *(TensorRule(f"{stored}.{name}", (f"recurrent.{name}",)) for name in ("in_proj", "norm", "out_proj")),
-        TensorRule(f"{stored}.conv1d", ("recurrent.conv",), taps),
+        TensorRule(f"{stored}.conv1d", ("recurrent.conv",)),
         parameters(stored, "A_log", "D", "dt_bias"),
     ]
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -214,10 +214,13 @@ def _gguf_rules(separate: bool) -> Any:
 
 _GGUF_NEXT = GGUFLayout("qwen3next", _from_gguf(False), _to_gguf, _gguf_rules(False), any_head_dim=True)
 _GGUF = GGUFLayout("qwen35", _from_gguf(True), _to_gguf, _gguf_rules(True), any_head_dim=True, read_as=tiled)
+_MLX: Final = "norms as they multiply"
 QWEN3_NEXT = Family(
-    "qwen3_next", "Qwen3NextForCausalLM", _reader("qwen3_next", True), _write, _next_rules, gguf=_GGUF_NEXT
+    "qwen3_next", "Qwen3NextForCausalLM", _reader("qwen3_next", True), _write, _next_rules, gguf=_GGUF_NEXT, mlx_lm=_MLX
 )
-QWEN3_5 = Family("qwen3_5_text", "Qwen3_5ForCausalLM", _reader("qwen3_5_text", False), _write, _rules, gguf=_GGUF)
+QWEN3_5 = Family(
+    "qwen3_5_text", "Qwen3_5ForCausalLM", _reader("qwen3_5_text", False), _write, _rules, gguf=_GGUF, mlx_lm=_MLX
+)
 QWEN3_5_MOE = Family(
     "qwen3_5_moe_text",
     "Qwen3_5MoeForCausalLM",
@@ -225,4 +228,5 @@ QWEN3_5_MOE = Family(
     _write,
     _rules,
     gguf=replace(_GGUF, architecture="qwen35moe"),
+    mlx_lm=_MLX,
 )
