@@ -4,13 +4,14 @@ import os
 import subprocess
 import sys
 import warnings
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 from pippin import cli
 from pippin.cli import app, exit_code, main
-from pippin.cli.common import exit_codes
+from pippin.cli.common import exit_codes, terminal
 from pippin.core import errors
 
 
@@ -85,6 +86,27 @@ def test_every_error_is_one_line_and_the_documented_code(kind, monkeypatch, caps
     assert main([]) == exit_code(provoke(kind))
     assert capsys.readouterr() == ("", "error: what was wrong\n")
     assert exit_code(provoke(kind)) == next(EXPECTED[base] for base in kind.__mro__ if base in EXPECTED)
+
+
+@pytest.mark.parametrize("kind", [errors.AnswerTruncated, errors.TimedOut])
+def test_an_answer_that_was_not_completed_is_shown_below_the_error(kind, monkeypatch, capsys):
+    def fail(words):
+        raise kind("no time left", partial='{"name": "Eva",\n\x1b[31m "age"')
+
+    monkeypatch.setattr(cli, "_run", fail)
+    assert main([]) == 5
+    assert capsys.readouterr() == ("", 'error: no time left\nwritten until then: {"name": "Eva", [31m "age"\n')
+
+
+def test_an_error_that_ends_a_streamed_answer_has_a_line_of_its_own(capsys):
+    def stream(*texts):
+        yield from (SimpleNamespace(delta=text) for text in texts)
+        raise errors.TimedOut("no time left")
+
+    for texts, printed in ((("The ", "end"), "The end\n"), ((), "")):
+        with pytest.raises(errors.TimedOut):
+            terminal.show_text(stream(*texts))
+        assert capsys.readouterr().out == printed
 
 
 def test_an_unexpected_error_is_one_line_that_names_debug(monkeypatch, capsys):

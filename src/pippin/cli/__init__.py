@@ -80,7 +80,10 @@ def _note(otherwise: Callable[..., None]) -> Callable[..., None]:
 
 
 def _report(error: Exception, debug: bool) -> int:
-    """Print the error as one line on stderr, after the traceback in debug mode; return the exit code."""
+    """Print the error on stderr and return the exit code.
+
+    The error is one line, after the traceback in debug mode; an answer that was not completed follows in another line.
+    """
     import typer
 
     from pippin.cli.common import terminal
@@ -97,6 +100,8 @@ def _report(error: Exception, debug: bool) -> int:
         return error.exit_code
     if isinstance(error, errors.PippinError):
         terminal.error(str(error) or type(error).__name__)
+        if isinstance(error, errors.AnswerTruncated | errors.TimedOut) and error.partial:
+            terminal.note(f"written until then: {error.partial}")
     elif isinstance(error, typer.Abort):
         return INTERRUPTED
     else:

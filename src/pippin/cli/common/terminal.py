@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
+from pippin.core.errors import Cancelled, PippinError
+
 if TYPE_CHECKING:
     from pippin.session.response import Response, ResponseStream
 
@@ -61,9 +63,16 @@ def write(text: str) -> None:
 
 
 def show_text(stream: ResponseStream[Any]) -> Response[Any]:
-    """Print a streamed answer with a final newline."""
-    for snapshot in stream:
-        write(snapshot.delta)
+    """Print a streamed answer with a final newline, also where an error ends it; `Cancelled` is left to the caller."""
+    written = False
+    try:
+        for snapshot in stream:
+            write(snapshot.delta)
+            written = written or bool(snapshot.delta)
+    except PippinError as error:
+        if written and not isinstance(error, Cancelled):  # the error gets a line of its own
+            write("\n")
+        raise
     write("\n")
     return stream.response
 
