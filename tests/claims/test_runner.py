@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from pippin.claims import catalog, records, report, runner
+from pippin.claims import catalog, ledger, records, report, runner
 from pippin.claims.ledger import Scale
 from pippin.cli import main
+from pippin.cli.claims import VerdictChoice
 from pippin.core.errors import ClaimError
 
 LARGER = """
@@ -336,6 +337,52 @@ def test_cli_filters_by_verdict_area_and_scale(folder, results, capsys):
         assert [row["id"] for row in json.loads(capsys.readouterr().out)] == ids
 
 
+def test_cli_lists_claims_of_the_verdicts_asked_for(folder, results, capsys):
+    assert main(["claims", "run", "larger", "--results", str(results)]) == 0
+    capsys.readouterr()
+    for words, ids in (
+        (["--verdict", "reproduced"], ["larger"]),
+        (["--verdict", "not run"], ["fragile-at-scale"]),
+        (["--verdict", "not run", "--verdict", "reproduced"], ["fragile-at-scale", "larger"]),
+        (["--verdict", "partly"], []),
+    ):
+        for verb in ("list", "report"):
+            assert main(["claims", verb, "--json", *words, "--results", str(results)]) == 0
+            assert [row["id"] for row in json.loads(capsys.readouterr().out)] == ids
+    assert main(["claims", "list", "--verdict", "partly", "--results", str(results)]) == 0
+    assert capsys.readouterr().out == "no claims\n"
+
+
+def test_every_verdict_is_a_choice():
+    assert [choice.value for choice in VerdictChoice] == list(ledger.VERDICTS)
+
+
+def test_cli_shows_outcomes_and_figures_of_every_arm(folder, results, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["claims", "run", "larger", "--results", str(results)]) == 0
+    capsys.readouterr()
+    assert main(["claims", "show", "larger", "--results", str(results)]) == 0
+    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
+    for line in (
+        "larger (headline): a > 0.9, every seed",
+        "holds: squares",
+        "fails: halves (must fail)",
+        "a squares 4.667 ± 4 m 3",
+        "halves 0.5 ± 0 m 3",
+        "diverged inf 1",
+    ):
+        assert line.split() in shown
+
+
+def test_cli_shows_every_claim_in_the_width_of_the_terminal(capsys, monkeypatch):
+    for width in (60, 80):
+        monkeypatch.setenv("COLUMNS", str(width))
+        assert main(["claims", "show", *catalog.find()]) == 0
+        shown = capsys.readouterr().out
+        assert max(map(len, shown.splitlines())) <= width
+        assert "…" not in shown  # nothing is cut
+
+
 def test_cli_runs_a_claim_outside_the_package(tmp_path, results, capsys):
     path = tmp_path / "my_claim.py"
     path.write_text(LARGER.replace('id="larger"', 'id="my-own"'))
@@ -397,6 +444,7 @@ def test_a_smoke_run_says_no_verdict(folder, results, capsys):
         (["run", "unknown"], 1, "no claim is called 'unknown'"),
         (["run", "larger", "--scale", "huge"], 2, "huge"),
         (["show"], 2, "name the claims to show"),
+        (["list", "--verdict", "sure"], 2, "'reproduced', 'partly', 'not reproduced', 'not run'"),
     ],
 )
 def test_cli_refuses(folder, results, capsys, words, code, message):

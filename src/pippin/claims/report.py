@@ -12,17 +12,18 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pippin.claims import catalog, records, runner
 from pippin.claims.catalog import Stated, StatedRule
-from pippin.claims.ledger import VERDICTS, turned_away
+from pippin.claims.ledger import VERDICTS, Figure, turned_away
 from pippin.claims.records import Record, Run
 from pippin.core.report import Row
 
 if TYPE_CHECKING:
+    from rich.console import Group
     from rich.table import Table
 
 _STYLES = {"reproduced": "green", "partly": "yellow", "not reproduced": "red", "not run": "dim"}
@@ -70,18 +71,16 @@ def summaries(
     *,
     results: Path | None = None,
     scale: str | None = None,
-    verdict: str | None = None,
+    verdicts: Collection[str] = VERDICTS,
     area: str | None = None,
 ) -> list[dict[str, Any]]:
-    """`summary` of each claim, from the evidence in `results`; of one verdict or area only, if given.
+    """`summary` of each claim, from the evidence in `results`; of these verdicts and this area only, if given.
 
     Raises:
         ClaimError: an evidence file cannot be read.
     """
     rows = [summary(stated, _record(stated, results), scale) for stated in claims]
-    return [
-        row for row in rows if row["verdict"] == (verdict or row["verdict"]) and row["area"] == (area or row["area"])
-    ]
+    return [row for row in rows if row["verdict"] in verdicts and area in (None, row["area"])]
 
 
 def _record(stated: Stated, results: Path | None) -> Record:
@@ -168,6 +167,32 @@ def page(claims: Iterable[Stated], *, results: Path | None = None) -> str:
 
 def section(stated: Stated, record: Record) -> list[str]:
     """One claim in Markdown: what was published, the rule with its outcomes, the figures, and what went before."""
+    lines = [*_introduction(stated, record), "", *_rule_lines(stated.rule, _decisive(stated, record))]
+    for run in _latest(stated, record):
+        lines += ["", _run_heading(stated, record, run), "", *_figures(run)]
+    lines += _superseded(stated, record)
+    return lines
+
+
+def view(stated: Stated, record: Record) -> Group:
+    """What `section` holds, for a terminal of any width: one line for each outcome, and one for each figure of an arm.
+
+    The tables of `section` have a column for each arm, which 80 columns do not hold.
+    """
+    from rich.console import Group
+    from rich.markdown import Markdown
+
+    parts: list[Any] = [Markdown("\n".join(_introduction(stated, record)))]
+    parts += _rule_view(stated.rule, _decisive(stated, record))
+    for run in _latest(stated, record):
+        parts += ["", Markdown(_run_heading(stated, record, run)), "", _figures_view(run)]
+    if before := _superseded(stated, record):
+        parts += ["", Markdown("\n".join(before))]
+    return Group(*parts)
+
+
+def _introduction(stated: Stated, record: Record) -> list[str]:
+    """What was published, the setting and the verdict, in Markdown."""
     row = summary(stated, record)
     lines = [
         f"## {stated.id}",
@@ -180,25 +205,54 @@ def section(stated: Stated, record: Record) -> list[str]:
     lines += [f"- **Stale**: {'; '.join(row['stale'])}"] if row["stale"] else []
     lines += [f"- **Reported, not judged**: {stated.reported}"] if stated.reported else []
     lines += [f"- **Note**: {row['note']}"] if row["note"] else []
-    lines += ["", *_rule_lines(stated.rule, _decisive(stated, record))]
-    for run in _latest(stated, record):
-        verdict = record.judge(run, stated.rule.hash)[0] if run.scale in _COUNTING else "no verdict at this scale"
-        lines += ["", f"**{run.scale}: {verdict}**, {_circumstances(run)}", "", *_figures(run)]
-    lines += _superseded(stated, record)
     return lines
+
+
+def _run_heading(stated: Stated, record: Record, run: Run) -> str:
+    """Scale, verdict and circumstances of a run, in Markdown."""
+    verdict = record.judge(run, stated.rule.hash)[0] if run.scale in _COUNTING else "no verdict at this scale"
+    return f"**{run.scale}: {verdict}**, {_circumstances(run)}"
+
+
+def _arms(rule: StatedRule) -> list[tuple[str, str]]:
+    """Every arm that the rule is asked of, with its heading: a control says what it must do. An arm may be both."""
+    arms = [(rule.method, rule.method), *((each, f"{each} (must fail)") for each in rule.negative_controls)]
+    return arms + ([(rule.positive_control, f"{rule.positive_control} (must pass)")] if rule.positive_control else [])
 
 
 def _rule_lines(rule: StatedRule, run: Run | None) -> list[str]:
     """Every condition with its outcome for the method and for each control."""
-    arms = [rule.method, *rule.negative_controls, *([rule.positive_control] if rule.positive_control else [])]
-    heads = [rule.method, *(f"{each} (must fail)" for each in rule.negative_controls)]
-    heads += [f"{rule.positive_control} (must pass)"] if rule.positive_control else []
-    lines = [f"| condition | {' | '.join(map(_cell, heads))} |", f"|---|{'---|' * len(heads)}"]
+    arms = _arms(rule)
+    lines = [f"| condition | {' | '.join(_cell(head) for _, head in arms)} |", f"|---|{'---|' * len(arms)}"]
     for one in rule.conditions:
-        found = [_word(None if run is None else run.outcomes[rule.hash].get(arm, {}).get(one.name)) for arm in arms]
+        found = [_outcome(rule, run, arm, one.name) for arm, _ in arms]
         name = f"**{one.name}** (headline)" if one.headline else f"**{one.name}**"
         lines.append(f"| {name}: {_cell(one.text)} | {' | '.join(found)} |")
     return lines
+
+
+def _rule_view(rule: StatedRule, run: Run | None) -> list[Any]:
+    """Every condition, with its outcomes below it."""
+    from rich.padding import Padding
+    from rich.text import Text
+
+    arms = _arms(rule)
+    parts: list[Any] = []
+    for one in rule.conditions:
+        name = (one.name, "bold"), " (headline)" if one.headline else "", f": {one.text}"
+        parts += ["", Text.assemble(*name)]
+        by_outcome: dict[str, list[str]] = {}
+        for arm, head in arms:
+            by_outcome.setdefault(_outcome(rule, run, arm, one.name), []).append(head)
+        for outcome, heads in by_outcome.items():
+            parts.append(Padding(Text.assemble((outcome, "bold"), f": {', '.join(heads)}"), (0, 0, 0, 2)))
+    return parts
+
+
+def _outcome(rule: StatedRule, run: Run | None, arm: str, condition: str) -> str:
+    """What a run said of a condition for an arm: "holds", "fails" or "not measured"."""
+    held = None if run is None else run.outcomes[rule.hash].get(arm, {}).get(condition)
+    return "not measured" if held is None else "holds" if held else "fails"
 
 
 def _superseded(stated: Stated, record: Record) -> list[str]:
@@ -267,10 +321,6 @@ def _controls(rule: StatedRule, run: Run | None) -> list[dict[str, Any]]:
     return found
 
 
-def _word(held: bool | None) -> str:
-    return "not measured" if held is None else "holds" if held else "fails"
-
-
 def _figures(run: Run) -> list[str]:
     """The figures of arms as a table of arms, and the others one to a row."""
     evidence = run.evidence
@@ -293,6 +343,28 @@ def _figures(run: Run) -> list[str]:
                 count = len(evidence.each(row.name))
                 lines.append(f"| {_cell(row.name)} | {row.value:.6g} | {spread} | {_cell(row.unit)} | {count} |")
     return lines
+
+
+def _figures_view(run: Run) -> Table:
+    """A row for each figure of each arm; the name of a figure stands in the first row only."""
+    from rich.table import Table
+    from rich.text import Text
+
+    shown = Table(box=None, padding=(0, 1, 0, 0))
+    shown.add_column("figure", overflow="fold")
+    shown.add_column("arm", overflow="fold")
+    shown.add_column("mean ± spread", justify="right", no_wrap=True)
+    shown.add_column("unit", overflow="fold")
+    shown.add_column("n", justify="right", no_wrap=True)
+    by_name: dict[str, dict[str, list[Figure]]] = {}
+    for figure in run.figures:
+        by_name.setdefault(figure.name, {}).setdefault(figure.arm or "", []).append(figure)
+    for name, by_arm in by_name.items():
+        for index, (arm, figures) in enumerate(by_arm.items()):
+            mean = _mean([figure.value for figure in figures])
+            first = "" if index else name
+            shown.add_row(Text(first), Text(arm), Text(mean), Text(figures[0].unit), str(len(figures)))
+    return shown
 
 
 def _mean(values: list[float]) -> str:

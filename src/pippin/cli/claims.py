@@ -39,6 +39,9 @@ Results = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON list with one object per claim.")]
 Area = Annotated[str | None, typer.Option(help="Only claims about this part, such as bayes or generate.")]
+Verdicts = Annotated[
+    list[VerdictChoice] | None, typer.Option("--verdict", help="Only claims with this verdict; may be repeated.")
+]
 Ids = Annotated[
     list[str] | None,
     typer.Argument(help="Ids of claims, or paths of claim files.", metavar="ID...", show_default=False),
@@ -46,7 +49,7 @@ Ids = Annotated[
 
 
 @app.command("list")
-def list_claims(area: Area = None, as_json: AsJson = False) -> None:
+def list_claims(verdict: Verdicts = None, area: Area = None, results: Results = None, as_json: AsJson = False) -> None:
     """List the claims with what was published."""
     from rich.console import Console
     from rich.table import Table
@@ -55,6 +58,9 @@ def list_claims(area: Area = None, as_json: AsJson = False) -> None:
     from pippin.claims import catalog, report
 
     claims = [stated for stated in catalog.find().values() if area in (None, stated.area)]
+    if verdict:
+        found = {row["id"] for row in report.summaries(claims, results=results, verdicts=verdict)}
+        claims = [stated for stated in claims if stated.id in found]
     if as_json:
         typer.echo(
             _json(
@@ -87,7 +93,6 @@ def list_claims(area: Area = None, as_json: AsJson = False) -> None:
 def show_claims(ids: Ids = None, results: Results = None, as_json: AsJson = False) -> None:
     """Show the rule of a claim, the outcome of each condition for each arm, and the figures."""
     from rich.console import Console
-    from rich.markdown import Markdown
 
     from pippin.claims import catalog, records, report, runner
     from pippin.core.errors import InvalidArgument
@@ -100,7 +105,7 @@ def show_claims(ids: Ids = None, results: Results = None, as_json: AsJson = Fals
         return
     for stated in claims:
         record = records.read(stated.id, results or runner.results_folder(stated.file))
-        Console().print(Markdown("\n".join(report.section(stated, record))))
+        Console().print(report.view(stated, record))
 
 
 @app.command("run")
@@ -142,7 +147,7 @@ def run_claims(
 @app.command("report")
 def report_claims(
     as_json: AsJson = False,
-    verdict: Annotated[VerdictChoice | None, typer.Option(help="Only claims with this verdict.")] = None,
+    verdict: Verdicts = None,
     area: Area = None,
     scale: Annotated[ClaimScale | None, typer.Option(help="Show the runs of this scale only.")] = None,
     results: Results = None,
@@ -156,7 +161,7 @@ def report_claims(
         catalog.find().values(),
         results=results,
         scale=scale.value if scale else None,
-        verdict=verdict.value if verdict else None,
+        verdicts=verdict or tuple(VerdictChoice),
         area=area,
     )
     if as_json:
