@@ -9,12 +9,15 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from pippin.cli import main
 from pippin.cli.common import options
+from pippin.core import progress
+from pippin.kits.text import Passage, SummaryDraft, TextTasks
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 needs_pty = pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
@@ -231,6 +234,33 @@ def test_summarize_writes_and_names_what_is_not_in_the_text(in_process):
     record = json.loads(shown)
     assert list(record) == ["model", "summary", "unverified"]
     assert record["summary"].startswith("The")
+
+
+def test_summarize_says_which_part_it_writes_and_how_fast(run, monkeypatch, tmp_path):
+    def drafts(tasks, text, **_):
+        for part, tokens in [(0, 2), (0, 4), (1, 1), (1, 3), (1, 2), (2, 5)]:
+            clock.now += 0.5
+            yield SummaryDraft(part, 3, "text", tokens)
+        yield SummaryDraft(2, 3, "text", 5, Passage("All of it."))
+
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(TextTasks, "summarize_drafts", drafts)
+    monkeypatch.setattr("pippin.cli.summarize.time", clock)
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
+    code, shown, message = run("summarize", stdin=b"A text.")
+    assert (code, shown) == (0, "All of it.\n")
+    lines = [line for line in message.splitlines() if line.startswith("summarizing: ")]
+    assert [line.split("parts/s")[1].split(" left")[-1].lstrip(", ") for line in lines] == [
+        "part 1 of 3: 4 tokens written, 4.0 tokens/s",
+        "part 2 of 3: 1 tokens written",
+        "part 2 of 3: 3 tokens written, 4.0 tokens/s",
+        "part 2 of 3: 2 tokens written",  # written once more
+        "part 3 of 3: 5 tokens written",
+        "part 3 of 3: 5 tokens written",
+        "part 3 of 3: 5 tokens written",
+    ]
+    assert [line.split(",")[0] for line in lines[-2:]] == ["summarizing: 2 of 3 parts", "summarizing: 3 of 3 parts"]
+    assert " s left, " in lines[-2]
 
 
 def test_extract_fills_in_a_form(in_process):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -88,10 +89,16 @@ def _written(
             last = next(drafts)
         several = show_progress and last.parts > 1
         with progress.bar(last.parts, "summarizing", unit="parts", show_progress=several) as bar:
+            began, before = time.monotonic(), last.tokens
             for draft in drafts:
-                bar.say(f"{len(draft.text):,} characters of the summary of part {draft.part + 1} written")
+                if draft.part != last.part or draft.tokens < last.tokens:  # another part, or the same once more
+                    began, before = time.monotonic(), draft.tokens
+                seconds = time.monotonic() - began
+                rate = f", {(draft.tokens - before) / seconds:.1f} tokens/s" if draft.tokens > before else ""
+                bar.say(f"part {draft.part + 1} of {draft.parts}: {draft.tokens:,} tokens written{rate}")
                 bar.advance(draft.part - last.part)
                 last = draft
+            bar.advance(last.parts - last.part)
     assert last is not None
     assert last.done is not None
     return last.done

@@ -49,6 +49,15 @@ def test_a_long_text_is_read_in_parts_of_seventy_per_cent_of_the_context(scripte
     assert [draft.part for draft in drafts] == sorted(draft.part for draft in drafts)
 
 
+def test_drafts_count_the_tokens_that_were_written(scripted):
+    text = " ".join(f"In line {n} the lamp number {n} was lit by hand again." for n in range(100))
+    written = "The lamp was lit. It is lit"
+    drafts = list(TextTasks(scripted(lambda prompt: written, context_size=600)).summarize_drafts(text, length=2))
+    assert [draft.tokens for draft in drafts if draft.part == 0][:4] == [2, 4, 5, 7]  # a piece has seven characters
+    assert drafts[-1].text == "The lamp was lit."
+    assert {draft.tokens for draft in drafts[-2:]} == {7}  # the sentence that is not whole counts, too
+
+
 def test_the_language_of_the_text_is_asked_for(scripted):
     provider = scripted(lambda prompt: "Gut.")
     TextTasks(provider).summarize("Die Lampe wird von Hand angezündet und nicht gelöscht.")

@@ -45,11 +45,20 @@ class Passage:
 
 @dataclass(frozen=True)
 class SummaryDraft:
-    """An unfinished summary: part ``part`` of ``parts`` and its text so far; ``done`` is the final summary."""
+    """An unfinished summary.
+
+    Attributes:
+        part: index of the part of the text that is being summarized; of several, the last are the summaries together.
+        parts: how many there are.
+        text: the summary of the part so far, in whole sentences once there is one.
+        tokens: how many tokens the model has written of it.
+        done: the final summary; None before.
+    """
 
     part: int
     parts: int
     text: str
+    tokens: int = 0
     done: Passage | None = None
 
 
@@ -76,9 +85,9 @@ def write(pool: SessionPool, text: str, count: int, language: str | None) -> Ite
     if len(joined) < 0.8 * len(text):
         for last in write(pool, joined, count, language):
             if last.done is None:
-                yield SummaryDraft(len(parts), len(parts) + 1, last.text)
+                yield SummaryDraft(len(parts), len(parts) + 1, last.text, last.tokens)
     done = last.done.text if last.done is not None else joined
-    yield SummaryDraft(len(parts), len(parts) + 1, done, Passage(done, check(pool, done, text)))
+    yield SummaryDraft(len(parts), len(parts) + 1, done, last.tokens, Passage(done, check(pool, done, text)))
 
 
 def split(pool: SessionPool, preset: Preset, text: str, max_tokens: int, request: str = "") -> list[TextSpan]:
@@ -111,11 +120,12 @@ def _checked(
     """Write, check, write once more if necessary; the last draft is done."""
     best: Passage | None = None
     for again in ({}, {"temperature": 0.7, "top_p": 0.9, "seed": 1, "frequency_penalty": 0.2}):
-        written = ""
+        written, tokens = "", 0
         with pool.stream(preset, text.strip() + request, max_tokens=max_tokens, **again) as stream:
             for snapshot in stream:
                 written = first_sentences(snapshot.content, count)
-                yield SummaryDraft(part, parts, written)
+                tokens = pool.token_count(snapshot.content)
+                yield SummaryDraft(part, parts, written, tokens)
                 if len(sentences(snapshot.content)) > count:
                     break
         found = check(pool, written, text)
@@ -125,7 +135,7 @@ def _checked(
         if whole and not found:
             break
     assert best is not None
-    yield SummaryDraft(part, parts, best.text, best)
+    yield SummaryDraft(part, parts, best.text, tokens, best)
 
 
 def is_whole(text: str) -> bool:
