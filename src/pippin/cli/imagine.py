@@ -14,6 +14,7 @@ from pippin.core.errors import InvalidArgument, InvalidInput
 from pippin.core.files import check_folder
 from pippin.core.options import Option, parse_bytes
 from pippin.engine.options import Device
+from pippin.recipes.options import refuse_existing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -101,6 +102,9 @@ def imagine(
     check_folder(out if file is None else file.parent)
     _check_preview(preview)
     suffix = _suffix(kind, video=animate is not None)
+    if not (styles or estimate):
+        for target in [out / f"{seed + index:04d}{suffix}" for index in range(limit)] if file is None else [file]:
+            refuse_existing(target)
     settings: dict[str, Any] = {
         "style": style,
         "limit": limit,

@@ -22,7 +22,7 @@ from pippin.core.checks import NonNegativeInt, PositiveFloat, checked
 from pippin.core.errors import InvalidArgument, InvalidInput, PippinWarning
 from pippin.core.options import Option
 from pippin.core.text_files import read_text
-from pippin.recipes.options import StrPath
+from pippin.recipes.options import StrPath, refuse_existing
 
 if TYPE_CHECKING:
     from pippin.core.report import Report
@@ -125,12 +125,14 @@ def run(config: Config, *, show_progress: bool = True) -> LawFit:
         show_progress: whether progress is shown on stderr.
 
     Raises:
-        InvalidArgument: incompatible settings, or runs that cannot determine the law.
+        InvalidArgument: incompatible settings, runs that cannot determine the law, or a file for it that exists.
         InvalidInput: the table cannot be read, or lacks a column.
         MissingDependency: a plot is requested and matplotlib is not installed.
     """
     if config.offset and config.form != "forgetting":
         raise InvalidArgument(f"offset (--offset) belongs to form 'forgetting', not to {config.form!r}")
+    if config.out is not None:
+        refuse_existing(config.out)
     runs = read_runs(Path(config.runs), config.form, config.columns)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", PippinWarning)

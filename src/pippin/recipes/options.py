@@ -110,14 +110,36 @@ Limit = Annotated[PositiveInt | None, Option("Images to use at most.", DATA)]
 SkipBad = Annotated[bool, Option("Leave out files that cannot be read.", DATA)]
 
 
-def refuse_existing_run(path: Path, resume: bool) -> None:
-    """Check that a folder has no checkpoints of an earlier run, unless that run is to be resumed.
+def refuse_existing(out: StrPath) -> None:
+    """Check that a result would overwrite nothing; an empty folder may be written to.
 
     Raises:
-        InvalidArgument: the folder has checkpoints, and ``resume`` is False.
+        InvalidArgument: ``out`` is a file, or a folder that holds something.
     """
-    if not resume and (any(path.glob("step-*")) or any(path.glob("*/step-*"))):
-        raise InvalidArgument(f"{path} holds a run; continue it with --resume (resume=True), or give another --out")
+    path = Path(out)
+    if path.is_dir() and any(path.iterdir()):
+        raise InvalidArgument(f"{path} holds files already; give another out (--out), or move them away first")
+    if path.exists() and not path.is_dir():
+        raise InvalidArgument(f"{path} exists already; give another out (--out), or move it away first")
+
+
+def refuse_existing_run(out: StrPath, resume: bool) -> None:
+    """Check that the result of a run would overwrite nothing but what the same run wrote, if it is to be resumed.
+
+    Args:
+        out: folder of the result; checkpoints are in its folder run/. One that holds only a folder run/ without
+            checkpoints, left by a run that ended before the first, may be written to.
+        resume: whether the run in the folder is to be continued.
+
+    Raises:
+        InvalidArgument: it is a file, or a folder that holds something, and ``resume`` is False.
+    """
+    path = Path(out)
+    run = path / "run"
+    if not resume and (any(run.glob("step-*")) or any(run.glob("*/step-*"))):
+        raise InvalidArgument(f"{run} holds a run; continue it with --resume (resume=True), or give another --out")
+    if not path.is_dir() or (not resume and any(entry != run for entry in path.iterdir())):
+        refuse_existing(path)
 
 
 def paths(values: StrPath | tuple[StrPath, ...]) -> tuple[Path, ...]:

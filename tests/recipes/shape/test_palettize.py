@@ -33,7 +33,7 @@ def test_settings_that_do_not_go_together_are_refused(tmp_path):
         ({"bits": 4, "average_bits": 3.0}, "not both"),
         ({"average_bits": 3.0}, "give some with data"),
         ({"bits": 7}, "bits must be 2, 3, 4 or 8, got 7"),
-        ({"out": tmp_path / "file"}, "which is a file"),
+        ({"out": tmp_path / "file"}, "exists already; give another out"),
     ):
         with pytest.raises(InvalidArgument, match=message):
             run(Config(**({"model": "smollm2-135m", "out": tmp_path / "out"} | given)))

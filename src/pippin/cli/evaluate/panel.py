@@ -12,6 +12,7 @@ import typer
 from pippin.cli.common import documents, terminal
 from pippin.core.errors import InvalidArgument
 from pippin.recipes.evaluate.annotators import names_of
+from pippin.recipes.options import refuse_existing
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -106,6 +107,8 @@ def _consensus(votes: Path, judges: str | None, labels: str | None, out: Path | 
     """Agreement and labels from votes alone."""
     from pippin.evaluate.judges.unlabeled_panel import consensus_of_csv
 
+    if out is not None:
+        refuse_existing(out)
     found = consensus_of_csv(
         votes,
         judges=None if judges is None else names_of(judges, option="--judges"),

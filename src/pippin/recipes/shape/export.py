@@ -18,7 +18,7 @@ from pippin.core.checks import PositiveInt, checked
 from pippin.core.errors import InvalidArgument
 from pippin.core.files import format_bytes
 from pippin.core.options import Option
-from pippin.recipes.options import StrPath
+from pippin.recipes.options import StrPath, refuse_existing
 from pippin.recipes.shape.stored_bits import stored_bits
 
 if TYPE_CHECKING:
@@ -108,7 +108,8 @@ def run(config: Config, *, show_progress: bool = True) -> ExportResult:
         show_progress: whether progress is shown on stderr.
 
     Raises:
-        InvalidArgument: a file name that does not end as the format wants it, or an interface for weights alone.
+        InvalidArgument: a file name that does not end as the format wants it, or that exists already; or an interface
+            for weights alone.
         ModelNotFound, CheckpointError: the model cannot be loaded.
         MissingDependency, BackendUnavailable, ExportError: the backend is absent, or cannot write this model.
     """
@@ -125,6 +126,7 @@ def run(config: Config, *, show_progress: bool = True) -> ExportResult:
         raise InvalidArgument(f"interface (--interface) is for exported programs; {config.to} holds weights only")
     if config.to != "gguf" and config.type is not None:
         raise InvalidArgument(f"type (--type) is for --to gguf, not for {config.to}")
+    refuse_existing(out)
     (out if is_folder else out.parent).mkdir(parents=True, exist_ok=True)
     if config.to == "gguf":
         model = _language_model(config.model)

@@ -57,7 +57,7 @@ def run(config: Config, *, show_progress: bool = True) -> MergedAdapters:
         show_progress: whether progress is shown on stderr.
 
     Raises:
-        InvalidArgument: the number of weights differs from the number of adapters.
+        InvalidArgument: the number of weights differs from the number of adapters, or the folder holds files.
         ModelNotFound, CheckpointError: the model or an adapter cannot be loaded.
     """
     import pippin
@@ -65,6 +65,7 @@ def run(config: Config, *, show_progress: bool = True) -> MergedAdapters:
     from pippin.shape import lora
 
     adapters, out = paths(config.adapter), Path(config.out)
+    options.refuse_existing(out)
     model = pippin.load(config.model, device="cpu", dtype=config.dtype, pack=False)
     combined = load_adapters(model, "sum", adapters, config.weight or None)
     if config.rank is None:

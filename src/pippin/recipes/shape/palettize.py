@@ -19,7 +19,7 @@ from pippin.core.errors import InvalidArgument
 from pippin.core.options import Option
 from pippin.recipes import options
 from pippin.recipes.options import StrPath, paths
-from pippin.recipes.shape.quantize import check_out, sizes_on_disk
+from pippin.recipes.shape.quantize import sizes_on_disk
 
 if TYPE_CHECKING:
     from pippin.core.report import Report
@@ -109,7 +109,7 @@ def run(config: Config, *, show_progress: bool = True) -> PalettizationResult:
     if config.average_bits is not None and not config.data:
         raise InvalidArgument("average_bits chooses bits by the gradients on a text; give some with data (--data FILE)")
     out = Path(config.out)
-    check_out(out, config.model)
+    options.refuse_existing(out)
     embedding_bits = None if config.embedding_bits == 16 else config.embedding_bits
     settings = PalettizationConfig(
         config.bits or 4, config.average_bits, config.axis, config.group_size, embedding_bits

@@ -228,8 +228,7 @@ def run(config: Config, *, show_progress: bool = True) -> QuantizationResult:
 
     method = choose_method(config)
     settings = _settings(config)
-    check_out(config.out_path, config.model)
-    options.refuse_existing_run(config.run_path, config.resume)
+    options.refuse_existing_run(config.out, config.resume)
     model = pippin.load(config.model, device=config.device, dtype="float32", pack=False)
     batches = read_batches(config, model, show_progress=show_progress) if config.data else None
     if batches is not None and batches.held_out:
@@ -312,18 +311,6 @@ def _perplexity(loss: float) -> float:
         return math.exp(loss)
     except OverflowError:
         return math.inf
-
-
-def check_out(out: Path, model: str) -> None:
-    """Refuse a folder that the model could not be saved to.
-
-    Raises:
-        InvalidArgument: it is a file, or the model itself.
-    """
-    if out.exists() and not out.is_dir():
-        raise InvalidArgument(f"out (--out) is {out}, which is a file; give a folder")
-    if out.exists() and Path(model).exists() and out.samefile(model):
-        raise InvalidArgument(f"out (--out) is {out}, the model itself; give another folder")
 
 
 def sizes_on_disk(model: LanguageModel, out: Path) -> tuple[int, int]:

@@ -158,7 +158,7 @@ def run(config: Config, *, show_progress: bool = True) -> KVSharingResult:
         )
     if not (routed or config.data):
         raise InvalidArgument("a model that was not trained with shared caches needs training: give data (--data FILE)")
-    options.refuse_existing_run(config.run_path, config.resume)
+    options.refuse_existing_run(config.out, config.resume)
     original = pippin.load(config.model, device=config.device, dtype="float32", pack=False)
     if routed:
         kv_sharing_layers = None if config.kv_sharing_layers is None else list(config.kv_sharing_layers)

@@ -17,7 +17,7 @@ from pippin.core.checks import checked
 from pippin.core.errors import InvalidArgument
 from pippin.core.options import Option
 from pippin.engine.options import Device
-from pippin.recipes.options import StrPath, paths
+from pippin.recipes.options import StrPath, paths, refuse_existing
 
 if TYPE_CHECKING:
     from pippin.core.report import Report
@@ -75,13 +75,15 @@ def run(config: Config, *, show_progress: bool = True) -> SpecializationResult:
         show_progress: whether progress is shown on stderr.
 
     Raises:
-        InvalidArgument: the folder contains neither type of model, or a setting is for the other type.
+        InvalidArgument: the folder contains neither type of model, a setting is for the other type, or the folder of
+            the result holds files.
     """
     from pippin.core.formats.checkpoint import model_type
     from pippin.language.methods.instruction_pruning.pruned_model import PrunedModel
     from pippin.language.methods.soup_of_experts.model import SoupOfExperts
 
     path, out = Path(config.model), Path(config.out)
+    refuse_existing(out)
     if model_type(path) == PrunedModel.model_type:
         if config.documents or config.weights is not None:
             raise InvalidArgument(f"{path} is pruned by its prompt: give prompt, not documents or weights")

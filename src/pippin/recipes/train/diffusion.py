@@ -62,7 +62,7 @@ def run(config: Config, *, show_progress: bool = True) -> MaskedDiffusionResult:
     """
     from pippin.language.objectives import held_out
 
-    options.refuse_existing_run(config.run_path, config.resume)
+    options.refuse_existing_run(config.out, config.resume)
     lm = _load(config)
     lm.module.requires_grad_(True)
     batches = read_batches(config, lm.model, show_progress=show_progress)

@@ -85,7 +85,7 @@ def run(
     """
     from pippin.language.methods.kv_routing import KVRouting
 
-    options.refuse_existing_run(config.run_path, config.resume)
+    options.refuse_existing_run(config.out, config.resume)
     injection = Injection.of(config.pretrain_data, config.inject, config.held_out)
     with joined(processes) as processes:
         first = processes is None or processes.rank == 0

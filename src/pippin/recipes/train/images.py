@@ -165,7 +165,7 @@ def run(config: Config, *, show_progress: bool = True) -> ImageGenerationResult:
     from pippin.recipes.train.image_generators import untrained
     from pippin.train import AdamW, Checkpoints, CosineSchedule, Evaluation, Trainer
 
-    options.refuse_existing_run(config.run_path, config.resume)
+    options.refuse_existing_run(config.out, config.resume)
     check_folder(config.run_path)
     images = _images(config, show_progress=show_progress)
     if images.skipped:

@@ -114,7 +114,7 @@ def run(config: Config, *, show_progress: bool = True, processes: DistributedPro
 
     if config.init_adapter is not None and config.recover is not None:
         raise InvalidArgument("init_adapter and recover both initialize the adapter; give one of them")
-    options.refuse_existing_run(config.run_path, config.resume)
+    options.refuse_existing_run(config.out, config.resume)
     injection = Injection.of(config.pretrain_data, config.inject, config.held_out)
     with joined(processes) as processes:
         first = processes is None or processes.rank == 0

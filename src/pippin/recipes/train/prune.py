@@ -110,7 +110,7 @@ def run(config: Config, *, show_progress: bool = True) -> InstructionPruningResu
     from pippin.language.methods.instruction_pruning.pruned_model import PrunedModel
     from pippin.language.objectives import held_out
 
-    options.refuse_existing_run(config.run_path, config.resume)
+    options.refuse_existing_run(config.out, config.resume)
     fresh = model_type(config.model) != PrunedModel.model_type
     model = _new(config) if fresh else _further(config)
     pruned = model.module.requires_grad_(True)

@@ -143,7 +143,7 @@ def run(config: Config, *, show_progress: bool = True) -> LatentReasoningResult:
     from pippin.language.methods import ladir
     from pippin.language.methods.ladir.train import reconstruction_accuracy
 
-    options.refuse_existing_run(config.run_path, config.resume)
+    options.refuse_existing_run(config.out, config.resume)
     training, held_out = _problems(config)
     steps_per_epoch = len(training) / (config.batch_size * config.gradient_accumulation_steps)
     steps = config.steps or max(1, round(config.epochs * steps_per_epoch))

@@ -130,6 +130,7 @@ def run(config: Config, *, show_progress: bool = True) -> SimGANResult:
         lr=config.lr,
         eval_every=config.eval_every,
     )
+    options.refuse_existing(out)
     check_folder(out)
     synthetic, real = _image_sets(config, show_progress=show_progress)
     labels = synthetic.labels if len(synthetic) >= MIN_PROBED else None

@@ -95,7 +95,7 @@ def run(config: Config, *, show_progress: bool = True) -> SoupResult:
     from pippin.language.methods.soup_of_experts.model import SoupOfExperts
     from pippin.language.objectives import NextToken
 
-    options.refuse_existing_run(config.run_path, config.resume)
+    options.refuse_existing_run(config.out, config.resume)
     base = load_for_training(config.model, config.device, fresh=config.fresh, preset=config.preset, seed=config.seed)
     check_max_length(config, base)
     domains, parts = _find_domains(config, show_progress=show_progress)

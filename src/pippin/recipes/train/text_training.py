@@ -351,7 +351,7 @@ def train(
     from pippin.language.objectives import NextToken
     from pippin.train import AdamW, Checkpoints, CosineSchedule, Trainer, load_weights
 
-    options.refuse_existing_run(config.run_path, config.resume)
+    options.refuse_existing_run(config.out, config.resume)
     eval_every = config.eval_every or max(1, batches.steps // 10)
     evaluation = _evaluation(batches, measure, eval_every)
     with progress.busy("loss before training", show_progress=show_progress):
