@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Final, Literal
 
 import torch
@@ -154,7 +155,8 @@ class FeedForward(nn.Module):
 
 def _above_quantile(x: Tensor, share: float) -> Tensor:
     """What exceeds a quantile of the normal distribution that has the mean and deviation of each row."""
-    deviations = torch.special.ndtri(torch.tensor(share, dtype=torch.float32)).to(x.device, x.dtype)
+    # a constant: ONNX has no operator for the quantile
+    deviations = torch.tensor(NormalDist().inv_cdf(share), dtype=x.dtype, device=x.device)
     return F.relu(x - (x.mean(-1, keepdim=True) + deviations * x.std(-1, keepdim=True, unbiased=False)))
 
 

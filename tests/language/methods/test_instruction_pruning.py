@@ -56,6 +56,25 @@ def model(keep=KEEP, eps=0.3, *, static=False, gated=True):
     return made.eval()
 
 
+def several_streams(**feedforward):
+    """A decoder as of Gemma 3n: streams of hidden states, a low-rank residual path, inputs of each layer."""
+    layer = LayerSpec(AttentionSpec(), FeedForwardSpec(WIDTH, **feedforward))
+    config = DecoderConfig(
+        "gemma3n_text",
+        VOCAB,
+        16,
+        (layer,) * 2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=64,
+        num_streams=3,
+        laurel_rank=4,
+        per_layer_size=6,
+    )
+    return Decoder(config).initialize(seed=0)
+
+
 def random_ids(*shape, seed=0):
     return torch.randint(0, VOCAB, shape, generator=torch.Generator().manual_seed(seed))
 
@@ -303,3 +322,25 @@ def test_scores_that_are_not_numbers_and_other_vocabularies_are_refused():
     )
     with pytest.raises(VocabularyMismatch, match="reads 99 different tokens, the base 61"):
         InstructionFollowingPruning(decoder(), MaskPredictor(Decoder(config), 2, WIDTH), 4)
+
+
+def test_a_small_model_with_several_streams_has_the_logits_of_the_masked_one():
+    predictor = StaticMask(2, WIDTH).initialize(seed=2)
+    pruned = InstructionFollowingPruning(several_streams(), predictor, KEEP, 0.3).eval()
+    ids = random_ids(1, 12)
+    with torch.no_grad():
+        predictor.scaled_scores.mul_(10)
+        for parameter in pruned.base.parameters():
+            parameter.mul_(8.0 if parameter.ndim == 2 else 1.0)
+        whole, masked = pruned.base(ids), pruned(ids, pruned.masks(ids))
+        small = pruned.specialize(ids[0])
+        torch.testing.assert_close(small(ids), masked, rtol=1e-4, atol=1e-4)
+    assert (whole - masked).abs().max() > 0.1
+    assert small.layers[0].mlp.up_proj.weight.shape == (KEEP, 16)
+    importance = channel_importance(pruned.base, [TokenBatch(ids, torch.full_like(ids, IGNORE))])
+    assert importance.shape == (2, WIDTH)
+
+
+def test_gates_that_are_cut_by_their_distribution_are_refused_with_the_family():
+    with pytest.raises(UnsupportedLayer, match=r"gemma3n_text .* 2 of its feed-forward layers, from layer 0 on"):
+        InstructionFollowingPruning(several_streams(activation_sparsity=0.8), StaticMask(2, WIDTH), KEEP)

@@ -21,6 +21,7 @@ from pippin.core.errors import (
     SilentFallback,
     UnsupportedOperator,
 )
+from pippin.nn.kv_cache import NoCache
 from pippin.shape.export import (
     ExportedModel,
     LinearQuantization,
@@ -34,6 +35,8 @@ from pippin.shape.export import (
 )
 from pippin.shape.export.backends import find
 from pippin.shape.export.compiled_model import operator_at_fault, require_device, require_precision
+
+from ...language.families.checkpoints import read, save_random
 
 LIBRARIES = {
     "onnxruntime": "onnxruntime",
@@ -80,6 +83,33 @@ def test_executorch_runs_every_batch_that_the_signature_allows(asset):
             x = torch.randn(rows, 1, 8, 8)
             torch.testing.assert_close(model(picture=x), asset.module()(x), rtol=1e-5, atol=1e-5)
         assert "xnnpack" in model.provider_map().values()
+
+
+@needs("onnxruntime")
+def test_a_decoder_with_streams_windows_and_shared_caches_gives_the_logits_of_torch(tmp_path, monkeypatch):
+    save_random("gemma3n_text", tmp_path)  # a window of 6 tokens, a KV cache for each of the first three layers only
+    decoder = read(tmp_path).eval()
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    whole = capture_decoder(decoder, context=64, max_batch_size=4)
+    monkeypatch.undo()
+    seen = {}
+
+    class Keeping(NoCache):
+        def append(self, layer, k, v, window):
+            seen[layer] = k, v
+            return super().append(layer, k, v, window)
+
+    with whole.to("onnxruntime") as model, torch.no_grad():
+        for length in (4, 9, 20):  # within the window, and beyond it
+            ids = torch.randint(0, 250, (2, length))
+            wanted = decoder(ids)
+            torch.testing.assert_close(model(ids=ids), wanted, rtol=1e-5, atol=2e-5)
+        decoder(ids[:, :-1], cache=Keeping())
+        own = decoder.config.cached_layers
+        assert len(own) == 3 < len(decoder.layers)
+        keys, values = (torch.stack([seen[layer][part] for layer in own]) for part in (0, 1))
+        found = model.run("step", ids=ids[:, -1:].contiguous(), keys=keys, values=values)
+        torch.testing.assert_close(found["logits"][:, 0], wanted[:, -1], rtol=1e-5, atol=2e-5)
 
 
 @needs("onnxruntime")

@@ -2,6 +2,8 @@
 
 Notable here:
 - the cache of the step is two tensors, inputs and outputs of the program, so it runs in every backend
+- a window that the longest sequence fits into needs no mask; another is masked at every length, since a program cannot
+  ask how long its input is
 - rotary tables are computed for the longest sequence beforehand, so that they are constants of the program
 """
 
@@ -75,34 +77,38 @@ def capture_decoder(
             ("logits", "keys", "values"),
         )
     dynamic = {"ids": {0: rows, 1: length}}
-    return ExportedModel.capture(_Whole(decoder), {"ids": ids}, dynamic, outputs=("logits",), functions=functions)
+    whole = _Whole(decoder, context)
+    return ExportedModel.capture(whole, {"ids": ids}, dynamic, outputs=("logits",), functions=functions)
 
 
 class _Whole(nn.Module):
     """All tokens at once."""
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: Decoder, context: int) -> None:
         super().__init__()
-        self.decoder = decoder
+        self.decoder, self.context = decoder, context
 
     def forward(self, ids: Int[Tensor, "batch length"]) -> Float[Tensor, "batch length vocab"]:
         """Logits of every position."""
-        logits: Tensor = self.decoder(ids, cache=_RepeatedHeads(self.decoder.config.num_attention_heads))
+        logits: Tensor = self.decoder(ids, cache=_RepeatedHeads(self.decoder.config.num_attention_heads, self.context))
         return logits
 
 
 class _RepeatedHeads(NoCache):
     """Keys and values repeated for every query head: several backends have no attention with shared heads."""
 
-    def __init__(self, heads: int) -> None:
+    def __init__(self, heads: int, context: int) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.context = heads, context
 
     def append(self, layer: int, k: Tensor, v: Tensor, window: int | None) -> KeyValues:
         """As `NoCache`, with as many heads as there are queries."""
-        keys, values, mask = super().append(layer, k, v, window)
-        times = self.heads // keys.shape[1]
-        return keys.repeat_interleave(times, 1), values.repeat_interleave(times, 1), mask
+        times = self.heads // k.shape[1]
+        mask = None
+        if window is not None and window < self.context:
+            ages = torch.arange(k.shape[2])[:, None] - torch.arange(k.shape[2])
+            mask = ((ages >= 0) & (ages < window))[None, None]
+        return k.repeat_interleave(times, 1), v.repeat_interleave(times, 1), mask
 
 
 class _Step(nn.Module):

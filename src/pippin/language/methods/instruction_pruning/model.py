@@ -294,7 +294,8 @@ def prunable_intermediate_size(base: Decoder) -> int:
     """Channels of each feed-forward layer of a decoder that can be pruned.
 
     Raises:
-        UnsupportedLayer: feed-forward layers of another kind, or with weights that are computed; all are listed.
+        UnsupportedLayer: feed-forward layers of another kind, or with weights that are computed (all are listed); or
+            with gates that are cut by their distribution, as in Gemma 3n.
         InvalidArgument: packed weights, or layers of several widths.
     """
     wrong = []
@@ -307,6 +308,12 @@ def prunable_intermediate_size(base: Decoder) -> int:
         if mlp.gate_up_proj is not None or any(isinstance(part, PackedLinear) for part in parts):
             raise InvalidArgument("the base is packed, so its channels cannot be chosen; load it with pack=False")
         wrong += [f"layer {index}: {type(part).__name__}" for part in parts if part and type(part) is not Linear]
+    sparse = [i for i, layer in enumerate(base.config.layers) if layer.feedforward.activation_sparsity]
+    if sparse:  # fewer channels have another distribution, so a small model would cut its gates elsewhere
+        raise UnsupportedLayer(
+            f"channels of this {base.config.family} cannot be chosen: {len(sparse)} of its feed-forward layers, from "
+            f"layer {sparse[0]} on, cut their gates by the distribution over all channels; take another model"
+        )
     if wrong:
         raise UnsupportedLayer(
             f"channels can be chosen in dense feed-forward layers, gated or plain; found {', '.join(wrong)}"
