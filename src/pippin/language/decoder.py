@@ -155,6 +155,19 @@ class Decoder(nn.Module):
         hidden: Tensor = self.norm(x)
         return hidden
 
+    def last_states(
+        self, x: Float[Tensor, "batch new *streams width"]
+    ) -> tuple[Float[Tensor, "batch new width"], Float[Tensor, "batch new width"]]:
+        """The input and the result of the last norm; of several streams, the input is their mean.
+
+        Args:
+            x: the result of `forward_layers`.
+        """
+        if isinstance(self.norm, MergingNorm):
+            x = self.norm.merged(x)
+            return x, self.norm.norm(x)
+        return x, self.norm(x)
+
     def embed(
         self, ids: Int[Tensor, "batch new"], positions: Int[Tensor, "*batch new"] | None = None
     ) -> Float[Tensor, "batch new width"]:

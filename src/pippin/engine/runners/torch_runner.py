@@ -28,7 +28,6 @@ from pippin.engine.model_runner import BLOCK_SIZE, Capture, KVCacheDtype, KVCach
 from pippin.engine.runners.cuda_graphs import DecodeSteps, can_record
 from pippin.engine.runners.pooled_runner import PooledRunner
 from pippin.language.language_model import LanguageModel
-from pippin.nn.alternating_updates import MergingNorm
 from pippin.nn.expert_mask import ExpertMaskSlices
 from pippin.nn.kv_cache import QuerySelection
 from pippin.nn.lora import AdapterSlices
@@ -204,11 +203,7 @@ class TorchRunner(PooledRunner[PagedStore]):
         counts = [len(model_input.outputs) for model_input in inputs]
         if not rows:
             return [torch.empty(0, model.config.vocab_size) for _ in inputs]
-        if isinstance(decoder.norm, MergingNorm):
-            x = decoder.norm.merged(x)
-            normalized = decoder.norm.norm(x)
-        else:
-            normalized = decoder.norm(x)
+        x, normalized = decoder.last_states(x)
         normalized = steer(normalized, "norm", at_outputs.steerings)
         for model_input, hidden, after in zip(inputs, x[0].split(counts), normalized[0].split(counts), strict=True):
             if model_input.capture is not None:
