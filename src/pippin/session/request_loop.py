@@ -77,7 +77,6 @@ _CORRECTION: Final = "Your last answer was not accepted: {reason}. Write the who
 class _RoundOutput:
     """The model's output in one round."""
 
-    raw: str = ""
     shown: str = ""
     reasoning: str = ""
     signature: bytes | None = None
@@ -226,11 +225,19 @@ class RequestLoop:
                     f"the model called tools in {round} rounds and again ({output.calls[0].name}); raise "
                     "max_tool_rounds, give it less to do in one prompt, or set tool_calling to 'disallowed'"
                 )
-            partial = "" if output.done is None else output.done.partial_call
+            partial = "" if output.done is None else self._allowed(output.done.partial_call)
             self.entries.append(ToolCalls(calls=output.calls, text=self._text_before_calls(output), partial=partial))
             self.output = _RoundOutput()
             self.entries += self._call(output.calls)
             events = self.ask(round + 1)
+
+    def _allowed(self, text: str) -> str:
+        """A call that was cut, as the guardrails let it pass; nothing of one that they block."""
+        guardrails = self.session.guardrails
+        if guardrails is None or not text:
+            return text
+        verdict = guardrails.check(text, role="output")
+        return (text if verdict.text is None else verdict.text) if verdict.allowed else ""
 
     def _text_before_calls(self, output: _RoundOutput) -> str:
         """The model's text before its tool calls, after the guardrails."""
@@ -249,7 +256,6 @@ class RequestLoop:
         try:
             for event in events:
                 if isinstance(event, TextDelta):
-                    output.raw += event.text
                     output.tokens += event.tokens
                     released = event.text if checker is None else checker.push(event.text)
                     output.shown += released
@@ -353,7 +359,7 @@ class RequestLoop:
             what = "a tool call" if done.partial_call else "the typed answer"
             raise AnswerTruncated(
                 f"{what} was not complete after {done.usage.output_tokens} tokens; raise max_tokens or ask for less",
-                partial=done.partial_call or output.raw,
+                partial=self._allowed(done.partial_call) or self._released_text,
             )
 
     def stopped(self, done: Done) -> TimedOut | Cancelled:

@@ -422,6 +422,18 @@ def test_the_error_of_a_timeout_has_nothing_that_guardrails_hold_back():
     assert "hunter2" not in caught.value.partial
 
 
+@pytest.mark.parametrize("cut", ["answer", "call"])
+def test_what_was_cut_is_nothing_that_guardrails_hold_back(cut):
+    text, schema = '{"key": "hunter2', None if cut == "call" else dict[str, str]
+    events = [TextDelta(text)] if cut == "answer" else []
+    done = Done("length", Usage(output_tokens=9), partial_call=text if cut == "call" else "")
+    for guardrails, is_there in ((None, True), (RULES, False)):
+        session = Session(Scripted([*events, done]), guardrails=guardrails)
+        with pytest.raises(AnswerTruncated) as caught:
+            session.respond("Hi", generating=schema)
+        assert ("hunter2" in caught.value.partial) is is_there
+
+
 @pytest.mark.parametrize("how", ["timeout", "cancel"])
 def test_nobody_waits_for_a_tool_once_the_answer_is_not_wanted(how):
     running, end = threading.Event(), threading.Event()
