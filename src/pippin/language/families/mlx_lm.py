@@ -37,7 +37,9 @@ class MLXLayout:
     def __init__(
         self, family: Family | None, names: Iterable[str], shape: Callable[[str], tuple[int, ...]], where: str
     ) -> None:
-        self.is_there = family is not None and any(_has_taps_first(name, shape(name)) for name in names)
+        layers = "" if family is None else f"{family.layers}."  # towers for sound have convolutions of their own
+        own = (name for name in names if name.startswith(layers) and "conv" in name)
+        self.is_there = family is not None and any(_has_taps_first(name, shape(name)) for name in own)
         self._has_sums = self.is_there and family is not None and family.mlx_lm == "norms as they multiply"
         if self.is_there and family is not None and family.mlx_lm == "multipliers in weights":
             raise CorruptedFile(
