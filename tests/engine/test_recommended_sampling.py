@@ -8,7 +8,8 @@ import pytest
 from transformers import GenerationConfig
 
 from pippin.core.errors import CorruptedFile
-from pippin.engine import Engine, Request, SamplingOptions
+from pippin.core.formats.gguf import open_gguf
+from pippin.engine import Engine, Request, SamplingOptions, recommended_sampling
 from pippin.engine.recommended_sampling import recommended, resolved
 from pippin.language.language_model import load
 from pippin.language.model_license import find_license
@@ -57,18 +58,32 @@ def test_copies_keep_the_recommendation_the_license_and_the_dialect(folder, tmp_
         load(tmp_path / "third")
 
 
-def test_a_gguf_file_recommends_what_its_metadata_says(tmp_path):
-    path = tmp_path / "model.gguf"
+def write_gguf(path, temperature):
     writer = gguf.GGUFWriter(path, "llama")
     keys = gguf.Keys.General
-    writer.add_float32(keys.SAMPLING_TEMP, 0.5)
+    writer.add_float32(keys.SAMPLING_TEMP, temperature)
     writer.add_int32(keys.SAMPLING_TOP_K, 20)
     writer.add_float32(keys.SAMPLING_MIN_P, 0.25)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def test_a_gguf_file_recommends_what_its_metadata_says(tmp_path):
+    path = tmp_path / "model.gguf"
+    write_gguf(path, 0.5)
     assert recommended(path) == {"temperature": 0.5, "top_k": 20, "min_p": 0.25}
+
+
+def test_a_header_is_read_again_only_where_the_file_changed(tmp_path, monkeypatch):
+    path, opened = tmp_path / "model.gguf", []
+    monkeypatch.setattr(recommended_sampling, "open_gguf", lambda file: opened.append(file) or open_gguf(file))
+    for temperature, count in ((0.5, 1), (0.5, 1), (0.75, 2)):
+        if len(opened) < count:
+            write_gguf(path, temperature)
+        assert recommended(path)["temperature"] == temperature
+        assert len(opened) == count
 
 
 @pytest.mark.parametrize(

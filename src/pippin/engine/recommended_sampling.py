@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def recommended(source: Path | None) -> dict[str, Any]:
     path = source / "generation_config.json" if source is not None and kind == 0 else source
     if path is None or not path.is_file():
         return {}
-    config = read_json(path) if kind == 0 else open_gguf(path).metadata
+    config = read_json(path) if kind == 0 else _metadata(path, path.stat().st_mtime_ns)
     keys = {name: (name, key)[kind] for name, key in SAMPLING.items()}
     found = {name: config[key] for name, key in keys.items() if config.get(key) is not None}
     if kind == 0 and config.get("do_sample") is False:
@@ -44,6 +45,13 @@ def recommended(source: Path | None) -> dict[str, Any]:
     except (InvalidArgument, TypeError) as error:
         raise CorruptedFile(f"{source}: the recommended sampling cannot be used: {error}") from error
     return found
+
+
+@lru_cache(maxsize=16)
+def _metadata(path: Path, changed: int) -> dict[str, Any]:
+    """The metadata of a file that are about sampling; a header has the whole vocabulary, and every engine asks."""
+    metadata = open_gguf(path).metadata
+    return {key: metadata[key] for key in SAMPLING.values() if key in metadata}
 
 
 def resolved(options: SamplingOptions, recommendation: Mapping[str, Any], vocab_size: int) -> SamplingOptions:

@@ -9,7 +9,12 @@ from torch import nn
 
 from pippin.data.text.chat_template import ChatTemplate
 from pippin.data.text.tokenizer import Tokenizer
+from pippin.language import LanguageModel
 from pippin.shape.export import ExportedModel, SizeRange
+from pippin.shape.export.gguf import export_gguf
+
+from ...language.families.checkpoints import read
+from .gguf_checkpoints import save
 
 
 class Network(nn.Module):
@@ -45,3 +50,19 @@ def merging(tiny):
     backend.add_special_tokens(["<|im_end|>", "<|im_start|>"])
     tokenizer = Tokenizer(backend, eos_ids=[257])
     return dataclasses.replace(tiny, tokenizer=tokenizer, template=ChatTemplate(tiny.template.source, tokenizer))
+
+
+@pytest.fixture(scope="session")
+def exported(merging, tmp_path_factory):
+    """The model of a case of `gguf_checkpoints` and its GGUF file in float32; each is made once."""
+    made = {}
+
+    def get(case):
+        if case not in made:
+            folder = tmp_path_factory.mktemp("case")
+            save(case, folder)
+            model = LanguageModel("small", read(folder), merging.tokenizer, None)
+            made[case] = model, export_gguf(model, folder / "model.gguf", "F32", show_progress=False)
+        return made[case]
+
+    return get

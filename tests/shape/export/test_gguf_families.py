@@ -26,7 +26,7 @@ from pippin.shape.export import gguf as export
 from pippin.shape.export.gguf import export_gguf
 
 from ...language.families.checkpoints import read, save_random
-from .gguf_checkpoints import CASES, RECORD, describe, rewritten, save
+from .gguf_checkpoints import CASES, RECORD, describe, rewritten
 
 IDS = torch.randint(0, 250, (1, 40), generator=torch.Generator().manual_seed(1))
 RECORDED = json.loads(RECORD.read_text())
@@ -66,22 +66,6 @@ _LOST = {
     "qwen3_5_text": {"rope.dimension_sections"},
     "gpt_neox": {"attention.head_count_kv"},
 }
-
-
-@pytest.fixture(scope="module")
-def exported(merging, tmp_path_factory):
-    """The decoder of a case and its GGUF file in float32; each is made once."""
-    made = {}
-
-    def get(case):
-        if case not in made:
-            folder = tmp_path_factory.mktemp("case")
-            save(case, folder)
-            model = LanguageModel("small", read(folder), merging.tokenizer, None)
-            made[case] = model, export_gguf(model, folder / "model.gguf", "F32", show_progress=False)
-        return made[case]
-
-    return get
 
 
 def test_every_family_with_gguf_has_a_case():

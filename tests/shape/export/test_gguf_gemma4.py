@@ -8,35 +8,17 @@ import torch
 
 import pippin
 from pippin.core.errors import CorruptedFile, UnsupportedModel
-from pippin.language import Decoder, LanguageModel
+from pippin.language import Decoder
 from pippin.shape.export import gguf as export
-from pippin.shape.export.gguf import export_gguf
 
-from ...language.families.checkpoints import read
-from .gguf_checkpoints import rewritten, save
+from .gguf_checkpoints import rewritten
 
 IDS = torch.randint(0, 250, (1, 40), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.fixture(scope="module")
-def made(merging, tmp_path_factory):
-    """The model of a case, and its file; each is made once."""
-    found = {}
-
-    def get(case):
-        if case not in found:
-            folder = tmp_path_factory.mktemp("gemma4")
-            save(case, folder)
-            model = LanguageModel("small", read(folder), merging.tokenizer, None)
-            found[case] = model, export_gguf(model, folder / "model.gguf", "F32", show_progress=False)
-        return found[case]
-
-    return get
-
-
 @torch.inference_mode()
-def test_keys_that_no_layer_reads_are_left(made, tmp_path):
-    model, path = made("gemma4_text")
+def test_keys_that_no_layer_reads_are_left(exported, tmp_path):
+    model, path = exported("gemma4_text")
 
     def more(tensors):
         for part in ("attn_k", "attn_v", "attn_k_norm"):
@@ -48,8 +30,8 @@ def test_keys_that_no_layer_reads_are_left(made, tmp_path):
 
 
 @torch.inference_mode()
-def test_gates_of_experts_may_lie_apart(made, tmp_path):
-    model, path = made("gemma4_text, experts")
+def test_gates_of_experts_may_lie_apart(exported, tmp_path):
+    model, path = exported("gemma4_text, experts")
 
     def apart(tensors):
         for name in [name for name in tensors if name.endswith("ffn_gate_up_exps.weight")]:
@@ -62,8 +44,8 @@ def test_gates_of_experts_may_lie_apart(made, tmp_path):
     torch.testing.assert_close(again.module(IDS), model.module(IDS), rtol=0, atol=1e-6)
 
 
-def test_what_a_file_says_and_the_decoder_lacks_is_refused(made, tmp_path):
-    path = made("gemma4_text")[1]
+def test_what_a_file_says_and_the_decoder_lacks_is_refused(exported, tmp_path):
+    path = exported("gemma4_text")[1]
 
     def turning(tensors):
         return tensors | {"rope_freqs.weight": np.full_like(tensors["rope_freqs.weight"], 2.0)}
@@ -86,8 +68,8 @@ def test_what_a_file_says_and_the_decoder_lacks_is_refused(made, tmp_path):
         ({"attention_scale": 0.5}, "attention_scale is 0.5, GGUF would say 1.0"),
     ],
 )
-def test_what_llama_cpp_would_compute_otherwise_is_refused(made, changes, message):
-    config = made("gemma4_text, experts")[0].config
+def test_what_llama_cpp_would_compute_otherwise_is_refused(exported, changes, message):
+    config = exported("gemma4_text, experts")[0].config
     inner = {name: value for name, value in changes.items() if hasattr(config.layers[0].attention, name)}
     layers = tuple(replace(layer, attention=replace(layer.attention, **inner)) for layer in config.layers)
     outer = {"output_bias": True} if "bias" in changes else {k: v for k, v in changes.items() if k not in inner}

@@ -20,13 +20,10 @@ from .gguf_checkpoints import rewritten, save
 IDS = torch.randint(0, 250, (1, 40), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.fixture(scope="module")
-def latent(merging, tmp_path_factory):
+@pytest.fixture
+def latent(exported):
     """A model with latent attention, and its file."""
-    folder = tmp_path_factory.mktemp("latent")
-    save("deepseek_v3", folder)
-    model = LanguageModel("small", read(folder), merging.tokenizer, None)
-    return model, export_gguf(model, folder / "model.gguf", "F32", show_progress=False)
+    return exported("deepseek_v3")
 
 
 @torch.inference_mode()

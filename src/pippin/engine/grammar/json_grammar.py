@@ -171,7 +171,8 @@ class _Writer:
             return f"{self.rule(choices)} | {NEVER}"
         assert self.max_items is not None
         self.shortened[
-            f"a value inside another of its own kind has at most {self.max_items} levels, {MAX_NESTED_LISTS} in lists"
+            f"a value inside values of its own kind lies at most {self.max_items} levels deep, and at most "
+            f"{MAX_NESTED_LISTS} as items or under free names"
         ] = None
         room = f"and(lt({ITEM}, {MAX_NESTED_LISTS}), lt({PROPERTY}, {min(self.max_items, MOST_LEVELS)}))"
         return f"{self.rule(choices)} %if {room} | {self.rule_of(key, is_last_level=True)} %if not({room})"
