@@ -148,13 +148,15 @@ def test_answers_in_company_are_those_alone(model):
         answers = list(pool.map(lambda ids: answer(engine, ids, 6), prompts))
         again = answer(engine, prompts[1], 6)
         stats = engine.stats()
+        answer(engine, prompts[2], 6)
+        assert engine.stats().cached_tokens == 32 + 16
     assert all(is_greedy(model, ids, found, 6) for ids, found in zip(prompts, answers, strict=True))
     assert len({token for found in answers for token in found}) > 5
     assert again == answers[1]
     assert (stats.cached_tokens, stats.prefix_hits) == (32, 1)  # the last snapshot within its 40 tokens
     snapshots, rest = divmod(stats.state_bytes_used, model.config.state_bytes)
     assert rest == 0
-    assert snapshots >= 3  # of the prompts of 40 and 17 tokens
+    assert snapshots >= 2  # after 32 and 16 tokens; the one at 16 of the 40 depends on how the company cuts them
 
 
 def test_the_second_turn_of_a_chat_goes_on_from_the_states_of_the_first(model):
