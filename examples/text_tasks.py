@@ -30,4 +30,7 @@ result = tasks.classify(mail, ["complaint", "question", "praise"], about="the pu
 print(result.label, {label: round(chance, 2) for label, chance in result.probabilities.items()})
 
 print(tasks.summarize((HERE / "article.txt").read_text(), length=2, method="select"))
-print(tasks.extract((HERE / "letter.txt").read_text(), Payment))
+found = tasks.extract((HERE / "letter.txt").read_text(), Payment)
+for span in found.spans:
+    print(f"  {span.name}: {span.text!r} at {span.start}, {span.confidence:.0%} sure")
+print(found.content)

@@ -135,7 +135,8 @@ class SamplingOptions:
         stop: the answer ends before the first of these strings.
         logprobs: number of likeliest tokens to report with each token, 0 for the chosen one only; None for no report.
         logprobs_mode: law of the reported log-probabilities: "raw", that of the model, before penalties, constraint and
-            temperature; or "processed", that from which the token was sampled, with all of them and truncation.
+            temperature; "constrained", the same among the tokens that the constraint allows; or "processed", that from
+            which the token was sampled, with all of them and truncation.
 
     Raises:
         InvalidArgument: a value outside its range.
@@ -153,7 +154,7 @@ class SamplingOptions:
     max_tokens: MaxTokens = None
     stop: Sequence[str] = ()
     logprobs: Annotated[int, Ge(0), Le(100)] | None = None
-    logprobs_mode: Literal["raw", "processed"] = "raw"
+    logprobs_mode: Literal["raw", "constrained", "processed"] = "raw"
 
     def __post_init__(self) -> None:
         if self.logit_bias is not None and not _is_bias(self.logit_bias):

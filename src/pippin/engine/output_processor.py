@@ -198,12 +198,12 @@ class OutputProcessor:
         return tokens
 
     def _choose(self, logits: Float[Tensor, vocab], draft: Draft | None, row: int) -> list[Token]:
-        reported, raw = self.options.logprobs is not None, self.options.logprobs_mode == "raw"
-        logprobs = logits.log_softmax(-1) if reported and raw else None
+        mode = None if self.options.logprobs is None else self.options.logprobs_mode
+        logprobs = None if mode in (None, "processed") else self._logprobs(logits, constrained=mode == "constrained")
         self.sampler.penalize(logits)
         if self.constraint is not None:
             self.constraint.apply(logits)
-        if reported and not raw:
+        if mode == "processed":
             logprobs = self.sampler.probabilities(logits).log().float()
         if self._speculation is None or draft is None or row >= len(draft.tokens):
             chosen = self.sampler.sample(logits)
@@ -220,15 +220,23 @@ class OutputProcessor:
         if self.constraint is None:
             return tokens
         self.constraint.accept(chosen)
-        if logprobs is not None:
+        if mode in ("raw", "processed"):
             return tokens  # forced tokens are not computed by the model, so there would be no probabilities to report
         for forced in self.constraint.forced()[: self.max_tokens - self.num_tokens - 1]:
             if forced in self.model.tokenizer.eos_ids:
                 break
             self.constraint.accept(forced)
             self.sampler.observe(forced)
-            tokens.append(self._token(forced, None))
+            token = self._token(forced, None)
+            tokens.append(token if mode is None else replace(token, logprob=0.0))  # the only one that is allowed
         return tokens
+
+    def _logprobs(self, logits: Float[Tensor, vocab], *, constrained: bool) -> Float[Tensor, vocab]:
+        """The model's own log-probabilities, among the tokens that the constraint allows if ``constrained``."""
+        if constrained and self.constraint is not None:
+            logits = logits.clone()
+            self.constraint.apply(logits)
+        return logits.log_softmax(-1)
 
     def _think(self, phase: ThinkingPhase, chosen: int, logprobs: Float[Tensor, vocab] | None) -> list[Token]:
         """The tokens that a token of the reasoning gives: itself, or those that end the reasoning."""

@@ -29,9 +29,9 @@ class Token:
 
     ``text`` is the new text; it is withheld while a character or a possible stop string is incomplete.
     ``logprob`` and ``top_logprobs`` (natural logarithms, likeliest first) are those of the model before penalty,
-    constraint and temperature, or those of the law that sampled (`SamplingOptions.logprobs_mode`); None unless
-    requested. ``hidden`` is the hidden state before the last norm that the token was predicted from; None unless
-    requested, and for a token that a grammar forced.
+    constraint and temperature, or those of another law (`SamplingOptions.logprobs_mode`); None unless requested.
+    ``hidden`` is the hidden state before the last norm that the token was predicted from; None unless requested, and
+    for a token that a grammar forced.
     ``reasoning`` is the new text of the reasoning before the answer; None for a token of the answer.
     """
 

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from pippin.language.language_model import LanguageModel
     from pippin.serve.service import Service
+    from pippin.session.extraction import Extraction
     from pippin.session.guardrails import Guardrails
 
 T = TypeVar("T")
@@ -55,10 +56,21 @@ Advance = Callable[[int], None]
 """Called, from any thread, with the number of tokens or texts that were done since the last call."""
 
 
+class ExtractedSpan(BaseModel):
+    """A part of a text that a value was read from."""
+
+    name: str = Field(description="The value, such as lines[0].price.")
+    text: str = Field(description="The part of the text.")
+    start: int = Field(description="Offset of its first character.")
+    end: int = Field(description="Offset after its last.")
+    confidence: float | None = Field(description="The model's probability of this part.")
+
+
 class Extracted(BaseModel):
     """A value extracted from a text."""
 
     value: Any = Field(description="A value that fits the schema.")
+    spans: list[ExtractedSpan] = Field(description="The part of the text that each value was read from.")
 
 
 class Classified(BaseModel):
@@ -216,11 +228,18 @@ def _add_generation_tools(server: "MCPServer", backend: TaskBackend) -> None:
         schema: Annotated[dict[str, Any], Field(description="JSON Schema of what to find. It is held exactly.")],
         question: Annotated[str, Field(description="What to look for, where the schema does not say it.")] = "",
     ) -> Extracted:
-        """Fill in a JSON Schema from a text; the result always fits the schema."""
+        """Fill in a JSON Schema with parts of a text; the result fits the schema and has nothing else in it."""
 
         def work(provider: Provider) -> Extracted:
             tasks = TextTasks(provider, guardrails=backend.guardrails)
-            return Extracted(value=tasks.extract(text, schema, question=question))
+            found: Extraction[Any] = tasks.extract(text, schema, question=question)
+            spans = [
+                ExtractedSpan(
+                    name=each.name, text=each.text, start=each.start, end=each.end, confidence=each.confidence
+                )
+                for each in found.spans
+            ]
+            return Extracted(value=found.content, spans=spans)
 
         async with _progress(context, "tokens written") as advance:
             return await backend.write(work, context, advance)

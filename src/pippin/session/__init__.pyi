@@ -1,4 +1,5 @@
-from . import guardrails as guardrails, providers as providers, types as types
+from . import extraction as extraction, guardrails as guardrails, providers as providers, types as types
+from .extraction.extract import Extraction as Extraction, SourceSpan as SourceSpan
 from .generation_id import GenerationID as GenerationID
 from .hooks import Allow as Allow, Deny as Deny, Hooks as Hooks, Replace as Replace
 from .options import GenerationOptions as GenerationOptions

@@ -45,11 +45,13 @@ from pippin.session.transcript import (
 from pippin.session.types.schema import Schema
 
 if TYPE_CHECKING:
+    from pippin.session.extraction.extract import Extraction
     from pippin.session.guardrails import Guardrails
 
 T = TypeVar("T")
 
 OnError = Literal["revert", "preserve"]
+OnProgress = Callable[[int, int], None]
 PromptLike = str | Prompt | Sequence[str | Segment]
 
 
@@ -232,6 +234,93 @@ class Session:
         once."""
         return self._start(prompt, generating, options, snapshots=True)
 
+    @overload
+    def extract(
+        self,
+        source: str,
+        into: type[T] | Schema[T],
+        *,
+        question: str = "",
+        options: GenerationOptions = ...,
+        language: str | None = None,
+        region: str | None = None,
+        adapter: str | None = "auto",
+        part_tokens: int | None = None,
+        on_progress: OnProgress = ...,
+    ) -> Extraction[T]: ...
+    @overload
+    def extract(
+        self,
+        source: str,
+        into: Any,
+        *,
+        question: str = "",
+        options: GenerationOptions = ...,
+        language: str | None = None,
+        region: str | None = None,
+        adapter: str | None = "auto",
+        part_tokens: int | None = None,
+        on_progress: OnProgress = ...,
+    ) -> Extraction[Any]: ...
+    @checked
+    def extract(
+        self,
+        source: str,
+        into: Any,
+        *,
+        question: str = "",
+        options: GenerationOptions = GenerationOptions(),
+        language: str | None = None,
+        region: str | None = None,
+        adapter: str | None = "auto",
+        part_tokens: PositiveInt | None = None,
+        on_progress: OnProgress = lambda done, total: None,
+    ) -> Extraction[Any]:
+        """Fill in a value of a type from a text; what is not in the text cannot be written.
+
+        Strings are parts of the text; numbers, dates, times and durations are read from its parts, whatever their
+        spelling; flags and choices come with the part that shows them. Fields that may be missing are None or their
+        default where the text does not say them. The conversation is not read and does not change.
+
+        Args:
+            source: the text, of any length; a long one is read in parts.
+            into: a Python type or JSON Schema, as `Schema` takes it. Names and descriptions of its fields say what to
+                look for.
+            question: what to look for, where they do not say it.
+            options: options for sampling and stopping; the likeliest parts are chosen unless a temperature is given.
+            language: tag of the text's language, for dates and numbers that can be read in two ways; None detects it.
+            region: country such as "US", for the same.
+            adapter: name of a loaded adapter; "auto" for that of the session or, without one, the one that comes with
+                Pippin for this model and task; None for the model itself.
+            part_tokens: most tokens of a part of a long text; None for 700, or less in a small context.
+            on_progress: called with the characters that were read, and those that there are.
+
+        Returns:
+            A response with the value as ``content``, and ``spans`` with the place and the confidence of everything.
+
+        Raises:
+            InvalidInput: the text is empty.
+            UnsupportedGuide: a field that no part of a text can fill in.
+            EmptySchema: a value that must be there and cannot, such as a date in a text without any.
+            InvalidAnswer: what was found does not fit the type; see ``options.retries``.
+            UnsupportedCapability: the provider cannot hold a grammar.
+            GuardrailViolation, TimedOut, AnswerTruncated: as `respond`.
+        """
+        from pippin.session.extraction.extract import extract
+
+        return extract(
+            self,
+            source,
+            Schema.of(into),
+            question=question,
+            options=options,
+            language=language,
+            region=region,
+            adapter=self.adapter if adapter == "auto" else adapter,
+            part_tokens=part_tokens or min(700, (self.provider.context_size or 8192) // 4),
+            on_progress=on_progress,
+        )
+
     def prewarm(self, prompt_prefix: str = "") -> int:
         """Compute instructions, tools and the given beginning of a prompt in advance; return how many tokens are ready.
 
@@ -265,6 +354,16 @@ class Session:
         elif isinstance(item, ToolDefinition):
             item = json.dumps(item.definition()["function"], ensure_ascii=False)
         return self.provider.token_count(item if isinstance(item, str) else Schema.of(item).prompt_text())
+
+    def _outside(self, transcript: Transcript, adapter: str | None) -> Session:
+        """A session for a request about a text, outside of this conversation: its model, guardrails and hooks."""
+        return Session(
+            self.provider,
+            transcript=transcript,
+            guardrails=None if self.guardrails is None else self.guardrails.for_transforming(),
+            hooks=self.hooks,
+            adapter=adapter,
+        )
 
     def _provider(self, model: str | Path | LanguageModel | Provider) -> Provider:
         """The provider of a model; a reference is loaded once, and a model has one engine."""

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from pippin.core.errors import DecodingFailure, EmptySchema, InvalidArgument, SchemaError, UnsupportedGuide
 from pippin.engine.grammar import json_grammar, regex as regular
+from pippin.engine.grammar.item_limits import ItemLimits, Limit
 from pippin.engine.grammar.repeats import Repeats, is_needed
 from pippin.engine.grammar.stack import MAX_SOURCE, with_stack
 
@@ -49,6 +50,8 @@ class Grammar:
     Args:
         source: the grammar; its first rule is ``start``. The classmethods generate it for the usual cases.
         notes: what the grammar leaves out of the description that it was made of, a sentence each.
+        item_limit: for texts that are JSON, how often an item may come in one list, by the item's text: a list ends
+            after an item that came more often. None for no limit.
 
     >>> Grammar.choice(["yes", "no"]).source
     'start: TEXT\nTEXT: /(?:yes|no)/'
@@ -56,6 +59,7 @@ class Grammar:
 
     source: str
     notes: tuple[str, ...] = field(default=(), compare=False)
+    item_limit: Limit | None = field(default=None, compare=False)
 
     @classmethod
     def json_schema(
@@ -158,7 +162,11 @@ class Grammar:
     def _start(self, vocabulary: LLTokenizer) -> Constraint:
         began = time.perf_counter()
         matcher = _compile(self.source, vocabulary)
-        guard = Repeats(self.source, vocabulary) if is_needed(self.source) else None
+        guard: Repeats | ItemLimits | None = None
+        if is_needed(self.source):
+            guard = Repeats(self.source, vocabulary)
+        elif self.item_limit is not None:
+            guard = ItemLimits(vocabulary, self.item_limit)
         return Constraint(matcher, vocabulary, guard, compile_seconds=time.perf_counter() - began)
 
 
@@ -218,7 +226,7 @@ class Constraint:
         self,
         matcher: LLMatcher,
         vocabulary: LLTokenizer,
-        repeats: Repeats | None = None,
+        repeats: Repeats | ItemLimits | None = None,
         *,
         compile_seconds: float = 0.0,
     ) -> None:
@@ -354,7 +362,7 @@ class Constraint:
         if self.finished:
             return []
         tokens: list[int] = self._matcher.compute_ff_tokens()
-        return tokens
+        return tokens if self._repeats is None else tokens[: self._repeats.reach(tokens)]
 
     def rollback(self, count: int) -> None:
         """Undo the last ``count`` accepted tokens.

@@ -80,7 +80,8 @@ class _Words:
         return first, bisect_left(self.sorted, prefix + b"\xff" * 8, first, last)
 
 
-_words = functools.lru_cache(maxsize=4)(_Words)
+words_of = functools.lru_cache(maxsize=4)(_Words)
+"""The tokens of a vocabulary."""
 
 
 class Repeats:
@@ -159,7 +160,7 @@ class Repeats:
 
     def restrict(self, mask: Int32[np.ndarray, " words"]) -> None:
         """Take tokens out of the grammar's mask, in place."""
-        words, state = _words(self.vocabulary), self.state
+        words, state = words_of(self.vocabulary), self.state
         in_string = state.mode in (IN_STRING, IN_KEY)
         tried = words.whole if state.mode == OUTSIDE else words.after_string if in_string else words.among_items
         ranges: list[tuple[int, int]] = []
@@ -182,7 +183,7 @@ class Repeats:
         self, state: State, prefix: bytes, span: tuple[int, int], ranges: list[tuple[int, int]], ends: list[int]
     ) -> None:
         """Collect ranges of tokens that complete a repeat, and tokens that end on the way to one."""
-        words = _words(self.vocabulary)
+        words = words_of(self.vocabulary)
         for byte in state.dangers():
             longer = prefix + bytes((byte,))
             first, last = words.range(longer, *span)

@@ -179,10 +179,6 @@ TOPIC_NAME = Preset(
     ),
 )
 
-EXTRACT = Preset(
-    "You fill in forms from texts. Copy names, numbers and dates exactly as the text has them, and invent nothing."
-)
-
 
 def leaks(preset: Preset, written: str, source: str) -> bool:
     """Whether the output repeats an answer of the preset's examples that is not in the source.

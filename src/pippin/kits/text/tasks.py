@@ -32,13 +32,14 @@ from pippin.kits.text.session_pool import Preset, SessionPool
 from pippin.kits.text.spans import DEFAULT_PROTECTION, Protection, TextSpan, check_text, protected_spans
 from pippin.kits.text.summarize import OnProgress, Passage, SummaryDraft, ignore
 from pippin.session.options import GenerationOptions
+from pippin.session.session import Session
 from pippin.session.types.schema import Schema
 
 if TYPE_CHECKING:
     from pippin.language.language_model import LanguageModel
+    from pippin.session.extraction.extract import Extraction
     from pippin.session.guardrails import Guardrails
     from pippin.session.providers.provider import Provider
-    from pippin.session.session import Session
 
 T = TypeVar("T")
 Tone = Literal["friendly", "professional", "concise", "formal", "casual", "simple", "persuasive", "neutral"]
@@ -293,21 +294,36 @@ class TextTasks:
 
     # --- typed --------------------------------------------------------------------------------------------------------
 
-    def extract(self, text: str, into: type[T] | Schema[T] | Any, *, question: str = "") -> T:
-        """A value of a type, filled in from the text.
+    def extract(
+        self,
+        text: str,
+        into: type[T] | Schema[T] | Any,
+        *,
+        question: str = "",
+        language: str | None = None,
+        region: str | None = None,
+        on_progress: OnProgress = ignore,
+    ) -> Extraction[T]:
+        """A value of a type, filled in with parts of the text: `Session.extract`, whose arguments and errors it has.
 
         Args:
-            text: short enough for the context.
+            text: of any length.
             into: any type that `Schema` takes.
             question: what to look for, if the type does not say it.
-
-        Raises:
-            SchemaError: the type cannot be enforced. ContextOverflow: the text is too long; the message has the maximum
-                length. AnswerTruncated: the value grew beyond a quarter of the context.
+            language: tag of the text's language; None detects it.
+            region: a country such as "US", where dates and numbers could be read in two ways.
+            on_progress: called with the number of characters that were read, and the length of the text.
         """
-        request = f"\n\n{question or 'Fill in the answer from this text.'}"
-        value: T = self._typed(prompts.EXTRACT, text, request, into, (self.sessions.provider.context_size or 8192) // 4)
-        return value
+        session = Session(self.sessions.provider, guardrails=self.sessions.guardrails)
+        return session.extract(
+            self.sessions.check_input(text),
+            into,
+            question=question,
+            options=self.sessions.options,
+            language=language,
+            region=region,
+            on_progress=on_progress,
+        )
 
     def classifier(
         self,

@@ -81,7 +81,8 @@ class Schema(Generic[T]):
 
     Args:
         target: a Pydantic model, dataclass, TypedDict, Enum, Literal, ``list[T]``, ``dict[str, T]``, tuple, set, union
-            or anything else that Pydantic validates; a JSON Schema as a dict; `Regex`, `Choice` or `Lark`.
+            or anything else that Pydantic validates; a JSON Schema as a dict; `Regex`, `Choice`, `Lark`
+            or a `Grammar`.
         strict: whether a JSON Schema given as a dict is refused where something in it would be ignored with a note:
             what is no keyword, formats without a definition, properties without any possible value. Types always are.
 
@@ -130,6 +131,8 @@ class Schema(Generic[T]):
             self.grammar = Grammar.choice(target.texts)
         elif isinstance(target, Lark):
             self.grammar = Grammar.lark(target.source)
+        elif isinstance(target, Grammar):
+            self.grammar = target
         elif isinstance(target, dict):
             self.json_schema = target
             self.grammar = Grammar.json_schema(target, strict=strict)
@@ -153,7 +156,8 @@ class Schema(Generic[T]):
         return target if isinstance(target, Schema) else cls(target)
 
     def __repr__(self) -> str:
-        return f"Schema({self.target!r})"
+        target = "Grammar(…)" if isinstance(self.target, Grammar) else repr(self.target)  # which may hold a whole text
+        return f"Schema({target})"
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -260,7 +264,7 @@ class Schema(Generic[T]):
             return f"Answer with a text that matches the regular expression {self.target.pattern}"
         if isinstance(self.target, Choice):
             return "Answer with one of: " + ", ".join(self.target.texts)
-        if isinstance(self.target, Lark):
+        if isinstance(self.target, Lark | Grammar):
             return "Answer with a text of this grammar:\n" + self.target.source
         return "Answer with JSON that fits this JSON Schema:\n" + json.dumps(
             _advice(self.json_schema), ensure_ascii=False

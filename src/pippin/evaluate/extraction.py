@@ -1,0 +1,130 @@
+"""How right extracted values are: field by field, what is missing, and what the text does not say.
+
+Notable here:
+- values are compared leaf by leaf; items of lists by their place, and an item too many is wrong like one too few
+- texts are equal if they differ in blanks, case and marks at their ends only; numbers if they are the same number
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+_MARKS: Final = " \t\n\r.,;:!?\"'()[]{}«»„“”‚‘’*_|"
+
+
+@dataclass(frozen=True)
+class ExtractionScore:
+    """Counts over one or several extractions; they add up.
+
+    Attributes:
+        fields: leaves that have a value.
+        right: those that were found.
+        nulls: leaves that have none.
+        nulls_right: those that were left empty.
+        written: leaves that were filled in.
+        invented: those whose text is nowhere in the source.
+        whole: extractions.
+        whole_right: those in which everything is right.
+    """
+
+    fields: int = 0
+    right: int = 0
+    nulls: int = 0
+    nulls_right: int = 0
+    written: int = 0
+    invented: int = 0
+    whole: int = 0
+    whole_right: int = 0
+
+    def __add__(self, other: ExtractionScore) -> ExtractionScore:
+        return ExtractionScore(*(a + b for a, b in zip(self._counts, other._counts, strict=True)))
+
+    @property
+    def _counts(self) -> tuple[int, ...]:
+        return tuple(vars(self).values())
+
+    @property
+    def accuracy(self) -> float:
+        """Share of the fields with a value that are right; NaN without any."""
+        return self.right / self.fields if self.fields else float("nan")
+
+    @property
+    def null_accuracy(self) -> float:
+        """Share of the fields without a value that were left empty; NaN without any."""
+        return self.nulls_right / self.nulls if self.nulls else float("nan")
+
+    @property
+    def invented_share(self) -> float:
+        """Share of the written values that are not in the source; 0 if nothing was written."""
+        return self.invented / self.written if self.written else 0.0
+
+
+def score(expected: Any, found: Any, source: str) -> ExtractionScore:
+    """Compare what was found with what is true.
+
+    Args:
+        expected: JSON values, as the schema has them.
+        found: the same, of a model; None if it gave no answer.
+        source: the text.
+
+    >>> result = score({"to": "Ann Roe", "day": None, "sum": 3.5}, {"to": "ann roe.", "day": "Monday"}, "Dear Ann Roe")
+    >>> result.right, result.fields, result.nulls_right, result.invented
+    (1, 2, 0, 1)
+    """
+    wanted, got = dict(_leaves(expected)), dict(_leaves(found))
+    values = {path: value for path, value in wanted.items() if value is not None}
+    extra = [path for path, value in got.items() if path not in wanted and value is not None and any(map(_index, path))]
+    right = sum(_same(value, got.get(path)) for path, value in values.items())
+    nulls = [path for path, value in wanted.items() if value is None]
+    nulls_right = sum(got.get(path) is None for path in nulls)
+    written = [value for value in got.values() if value is not None and not isinstance(value, bool)]
+    plain = _plain(source)
+    invented = sum(isinstance(value, str) and not _says(source, plain, value) for value in written)
+    whole = right == len(values) and nulls_right == len(nulls) and not extra
+    fields = len(values) + len(extra)
+    return ExtractionScore(fields, right, len(nulls), nulls_right, len(written), invented, 1, int(whole))
+
+
+def _leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    if isinstance(value, dict):
+        for name, each in value.items():
+            yield from _leaves(each, (*path, name))
+    elif isinstance(value, list):
+        for index, each in enumerate(value):
+            yield from _leaves(each, (*path, index))
+    else:
+        yield path, value
+
+
+def _index(part: Any) -> bool:
+    return isinstance(part, int)
+
+
+def _same(expected: Any, found: Any) -> bool:
+    if isinstance(expected, bool) or isinstance(found, bool):
+        return expected is found
+    if isinstance(expected, int | float) and isinstance(found, int | float):
+        return abs(expected - found) <= 1e-9 * max(1.0, abs(expected))
+    if isinstance(expected, str) and isinstance(found, str):
+        return _plain(expected) == _plain(found)
+    return bool(expected == found)
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"\s+", " ", text).strip(_MARKS).casefold()
+
+
+def _says(source: str, plain: str, value: str) -> bool:
+    """Whether the source has a text, or an ISO date whose parts it has."""
+    if _plain(value) in plain:
+        return True
+    date = re.fullmatch(r"(\d{4})-(\d\d)-(\d\d)(?:T.*)?", value)
+    clock = re.fullmatch(r"(\d\d):(\d\d)(?::\d\d)?", value)
+    if date:
+        return (date[1] in source or date[1][2:] in source) and str(int(date[3])) in source
+    if clock is None:
+        return False
+    return bool(re.search(rf"(?<!\d)0?(?:{int(clock[1])}|{int(clock[1]) % 12 or 12})(?!\d)", source))

@@ -1,0 +1,99 @@
+"""What the parts of a long text say, put together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from pippin.session.extraction.slots import (
+    AlternativesSlot,
+    ChoiceSlot,
+    DictSlot,
+    ListSlot,
+    ObjectSlot,
+    ReferenceSlot,
+    Slot,
+)
+
+if TYPE_CHECKING:
+    from pippin.session.extraction.extract import SourceSpan
+
+Reading = tuple[Any, Sequence["SourceSpan"]]
+"""A value, and the spans of everything in it; None for a value that was not found."""
+
+
+def merged(slot: Slot, readings: Sequence[Reading], path: tuple[str | int, ...] = ()) -> tuple[Any, list[SourceSpan]]:
+    """The readings of several parts as one: lists are joined, and of other values the most confident is kept.
+
+    Args:
+        slot: what was read.
+        readings: of each part, in order.
+        path: where it stands.
+    """
+    readings = [(value, list(spans)) for value, spans in readings if value is not None]
+    if not readings:
+        return None, []
+    while isinstance(slot, ReferenceSlot) and slot.slot is not None:
+        slot = slot.slot
+    kinds = slot.slots if isinstance(slot, AlternativesSlot) else (slot,)
+    if isinstance(readings[0][0], dict):
+        return _objects(kinds, readings, path)
+    plain = next((kind for kind in kinds if isinstance(kind, ListSlot) and not kind.first), None)
+    if plain is not None and isinstance(readings[0][0], list):
+        return _lists(plain, readings, path)
+    return _best(readings)
+
+
+def _objects(kinds: Sequence[Slot], readings: Sequence[Reading], path: Any) -> tuple[Any, list[SourceSpan]]:
+    record = next((kind for kind in kinds if isinstance(kind, ObjectSlot)), None)
+    names = next((kind for kind in kinds if isinstance(kind, DictSlot)), None)
+    slots = {each.name: each.slot for each in record.properties} if record else {}
+    value, spans = {}, []
+    for name in dict.fromkeys(name for found, _ in readings for name in found):
+        slot = slots.get(name) or (names.value if names else ChoiceSlot(()))
+        below = [(found[name], _within(known, (*path, name))) for found, known in readings if name in found]
+        value[name], inner = merged(slot, below, (*path, name))
+        spans += inner
+    return value, spans
+
+
+def _lists(items: ListSlot, readings: Sequence[Reading], path: Any) -> tuple[Any, list[SourceSpan]]:
+    from dataclasses import replace
+
+    value: list[Any] = []
+    spans: list[SourceSpan] = []
+    for found, known in readings:
+        for span in known:
+            index = span.path[len(path)]
+            if isinstance(index, int) and len(value) + index < items.high:
+                moved = (*path, len(value) + index, *span.path[len(path) + 1 :])
+                spans.append(replace(span, path=moved))
+        value += found[: items.high - len(value)]
+    return value, spans
+
+
+def _best(readings: Sequence[Reading]) -> tuple[Any, list[SourceSpan]]:
+    """The most confident reading; one without any span, as of a flag that nothing shows, where there is no other."""
+
+    def confidence(reading: Reading) -> float:
+        return min((0.0 if span.confidence is None else span.confidence for span in reading[1]), default=-1.0)
+
+    value, spans = max(readings, key=confidence)
+    return value, list(spans)
+
+
+def _within(spans: Sequence[SourceSpan], path: tuple[Any, ...]) -> list[SourceSpan]:
+    return [span for span in spans if span.path[: len(path)] == path]
+
+
+def missing(schema: dict[str, Any], value: Any) -> list[str]:
+    """The properties of the outermost object that must be there and are not."""
+    return [name for name in schema.get("required", []) if name not in value] if isinstance(value, dict) else []
+
+
+def completed(
+    value: Any, spans: list[SourceSpan], other: Any, other_spans: Sequence[SourceSpan], names: Sequence[str]
+) -> tuple[Any, list[SourceSpan]]:
+    """The value with some properties of another reading."""
+    value = value | {name: other[name] for name in names if name in other}
+    return value, spans + [span for span in other_spans if span.path and span.path[0] in names]
