@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from pippin.cli.train.diffusion import diffusion
+from pippin.cli.train.extraction import extraction
 from pippin.cli.train.full import full
 from pippin.cli.train.images import images
 from pippin.cli.train.lora import lora
@@ -19,6 +20,7 @@ app.command()(full)
 app.command()(diffusion)
 app.command()(images)
 app.command()(lora)
+app.command()(extraction)
 app.command()(prune)
 app.command()(reasoner)
 app.command()(refiner)

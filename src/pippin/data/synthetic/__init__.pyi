@@ -1,4 +1,4 @@
-from . import scenes as scenes, sprites as sprites, video_clips as video_clips
+from . import documents as documents, scenes as scenes, sprites as sprites, video_clips as video_clips
 from .scenes import Scenes as Scenes, SceneSpec as SceneSpec
 from .sprites import Sprites as Sprites, SpriteSpec as SpriteSpec
 from .video_clips import VideoClips as VideoClips, VideoClipSpec as VideoClipSpec

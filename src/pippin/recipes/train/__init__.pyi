@@ -1,5 +1,7 @@
 from . import (
     diffusion as diffusion,
+    extraction as extraction,
+    form_data as form_data,
     full as full,
     images as images,
     lora as lora,

@@ -113,12 +113,11 @@ def _text(answer: KnownValue, source: SourceText, path: tuple[Any, ...]) -> str:
 
 
 def _reading(slot: ValueSlot, answer: KnownValue, path: tuple[Any, ...]) -> str:
-    """The longest text of a reading that stands within the answer."""
-    within = [
-        (end - start, text)
-        for text, (_, places, _) in slot.values.items()
-        for start, end in places
-        if answer.start <= start and end <= answer.end
+    """The longest text of a reading that stands within the answer, else one that has the answer in it."""
+    places = [(start, end, text) for text, (_, places, _) in slot.values.items() for start, end in places]
+    within = [(end - start, text) for start, end, text in places if answer.start <= start and end <= answer.end]
+    within = within or [
+        (start - end, text) for start, end, text in places if start <= answer.start and answer.end <= end
     ]
     if not within:
         raise InvalidArgument(f"{'.'.join(map(str, path))}: there is no such value from {answer.start} to {answer.end}")

@@ -34,7 +34,8 @@ _YEAR_FIRST: Final = re.compile(r"(?<![\d./-])(\d{4})([-./])\s?(\d{1,2})\2\s?(\d
 _EAST_ASIAN: Final = re.compile(r"(\d{4})\s?[年년]\s?(\d{1,2})\s?[月월]\s?(\d{1,2})\s?[日일]")
 _COMPACT: Final = re.compile(r"(?<![\w.,-])((?:19|20)\d\d)(0[1-9]|1[0-2])([0-2]\d|3[01])(?![\w])")
 _TIME: Final = re.compile(
-    r"(?<![\d:.,])([01]?\d|2[0-3])(?:\s?([:hH.])\s?([0-5]\d)(?::([0-5]\d))?)?(?:\s?([ap]\.m\.|(?:[ap]m|uhr|h|heures?|horas?|ore)\b))?(?![\d:])",
+    r"(?<![\d:.,])([01]?\d|2[0-3])(?:\s?([:hH.])\s?([0-5]\d)(?::([0-5]\d))?)?"
+    r"(?:[ \u00a0\u202f]?([ap]\.m\.|(?:[ap]m|uhr|h|heures?|horas?|ore)\b))?(?![\d:])",
     re.IGNORECASE,
 )
 _ZONE: Final = re.compile(r"\s?(Z|UTC|GMT|[+-](?:0\d|1[0-4]):?[0-5]\d)(?!\w)")
@@ -79,7 +80,7 @@ def _named() -> tuple[re.Pattern[str], re.Pattern[str], re.Pattern[str]]:
     return (
         re.compile(rf"{day}{_LINK}{month}{_LINK}{_YEAR}", re.I),
         re.compile(rf"{month}\s*(\d{{1,2}}){_ORDINAL}\s*,?\s*(\d{{4}})(?!\d)", re.I),
-        re.compile(rf"(?<!\d)(\d{{4}})[\s,.-]*{month}[\s,.-]*(\d{{1,2}}){_ORDINAL}(?!\d)", re.I),
+        re.compile(rf"(?<!\d)(\d{{4}})[ ,.-]{{0,2}}{month}[ ,.-]{{0,2}}(\d{{1,2}}){_ORDINAL}(?!\d)", re.I),
     )
 
 
@@ -162,7 +163,7 @@ def find_times(text: str, *, language: str | None = None, region: str | None = N
     for match in _TIME.finditer(text):
         hour, mark, minute, second, suffix = match.groups()
         said = (suffix or "").lower().replace(".", "")
-        if (minute is None or mark == ".") and not said:
+        if (minute is None and not said) or (mark == "." and len(hour) < 2 and not said):
             continue
         if minute is None and said == "h" and language in ("en", None):
             continue  # a number of hours

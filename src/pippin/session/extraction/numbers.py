@@ -21,7 +21,7 @@ from pippin.session.extraction.candidates import Candidate
 
 _BLANKS: Final = "\u00a0\u202f\u2009"
 _CHAIN: Final = re.compile(rf"\d+(?:[.,'’{_BLANKS} ]\d+)*")
-_SIGN: Final = re.compile(r"(?<![\w.,)\]-])[-\u2212+]\s?$")
+_SIGN: Final = re.compile(r"(?<![\w.,)\]-])[-\u2212+]$")  # with a blank behind it, it is a dash
 _TRAILING_MINUS: Final = re.compile(r"[-\u2212](?![\w-])")
 _EXPONENT: Final = re.compile(r"[eE][+-]?\d{1,3}(?![\w.])")
 _WORD: Final = re.compile(r"[^\W\d_]+(?:-[^\W\d_]+)?")
@@ -172,8 +172,8 @@ def _parts(text: str, at: int, chain: str, decimal: str, is_shown: bool, languag
 def _candidate(text: str, at: int, value: str, length: int, *, ambiguous: bool = False) -> Candidate:
     """A candidate, with its sign and exponent."""
     start, end, sign = at, at + length, ""
-    if found := _SIGN.search(text[max(0, at - 3) : at]):
-        if found[0].strip() in "-\u2212":
+    if found := _SIGN.search(text[max(0, at - 2) : at]):
+        if found[0] in "-\u2212":
             sign = "-"
         start -= len(found[0])
     elif _TRAILING_MINUS.match(text, end) and "." in value:

@@ -1,0 +1,279 @@
+"""Train the adapter for extraction: a low-rank update of a model that fills in forms with parts of a text.
+
+Notable here:
+- the data is generated while it is trained on (`form_data`), so that no document is seen twice
+- the loss is that of constrained decoding: among the tokens that the form's grammar allows, where it leaves a choice
+- kinds, layouts and languages can be held out; the loss on documents that have one of them is evaluated
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pippin.core import progress
+from pippin.core.checks import PositiveFloat, PositiveInt, checked
+from pippin.core.errors import InvalidArgument
+from pippin.core.options import Option
+from pippin.engine.options import Device
+from pippin.recipes import options
+
+if TYPE_CHECKING:
+    from pippin.core.report import Report
+    from pippin.language.constrained_objective import ConstrainedBatch, ConstrainedExample
+    from pippin.language.language_model import LanguageModel
+    from pippin.train import TrainingResult
+
+_DATA, _ADAPTER = "Data", "Adapter"
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+@checked
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Settings of a run."""
+
+    model: options.Model
+    out: options.Out
+    steps: Annotated[PositiveInt, Option("Optimizer steps.", options.RUN)] = 2000
+    lr: options.LearningRate = 5e-4
+    batch_tokens: Annotated[PositiveInt, Option("Tokens of a step, prompts included.", options.RUN)] = 4096
+    max_length: Annotated[PositiveInt, Option("Most tokens of a document with its form.", _DATA)] = 1024
+    rank: Annotated[PositiveInt, Option("Rank of each pair of matrices.", _ADAPTER)] = 16
+    alpha: Annotated[PositiveFloat | None, Option("Scaled by alpha / rank; the rank without it.", _ADAPTER)] = None
+    held_out_kinds: Annotated[
+        tuple[str, ...], Option("Kinds of documents to evaluate on and not to train on.", _DATA, "NAMES", parse=_names)
+    ] = ()
+    held_out_layouts: Annotated[
+        tuple[str, ...], Option("Layouts to evaluate on and not to train on.", _DATA, "NAMES", parse=_names)
+    ] = ()
+    held_out_languages: Annotated[
+        tuple[str, ...], Option("Languages to evaluate on and not to train on.", _DATA, "TAGS", parse=_names)
+    ] = ()
+    eval_every: options.EvalEvery = None
+    save_every: options.SaveEvery = None
+    seed: options.Seed = 0
+    resume: options.Resume = False
+    device: Device = None
+
+    @property
+    def out_path(self) -> Path:
+        """The folder of the adapter."""
+        return Path(self.out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExtractionResult:
+    """The result of a run; `out` is the folder of the adapter.
+
+    Attributes:
+        model: name of the base model.
+        out: the folder.
+        training: every step and evaluation.
+    """
+
+    model: str
+    out: Path
+    training: TrainingResult
+
+    def summary(self) -> dict[str, Any]:
+        """The result as JSON values."""
+        training = self.training
+        return {
+            "model": self.model,
+            "out": str(self.out),
+            "steps": len(training.steps),
+            "first_loss": training.losses[0] if training.losses else None,
+            "last_loss": training.losses[-1] if training.losses else None,
+            "held_out": dict(training.evaluations[-1][1]) if training.evaluations else None,
+            "seconds": training.seconds,
+            "stopped": training.stopped,
+        }
+
+    def report(self) -> Report:
+        """A report of steps, losses, the last evaluation and speed."""
+        return self.training.report()
+
+
+class FormStream:
+    """Batches of generated tasks, a function of the seed and their number.
+
+    Args:
+        model: provides tokenizer and chat template.
+        batch_tokens: most tokens of a batch.
+        max_length: most tokens of one task.
+        seed: of the documents and forms.
+        kinds: kinds of documents; all without any.
+        layouts: layouts that may occur; all without any.
+        languages: likewise.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        *,
+        batch_tokens: int,
+        max_length: int,
+        seed: int,
+        kinds: Sequence[str] = (),
+        layouts: Sequence[str] = (),
+        languages: Sequence[str] = (),
+    ) -> None:
+        self.model, self.batch_tokens, self.max_length, self.seed = model, batch_tokens, max_length, seed
+        self.kinds, self.layouts, self.languages = tuple(kinds), frozenset(layouts), tuple(languages)
+        self.count = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The number of batches so far."""
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a batch."""
+        self.count = int(state["count"])
+
+    def __iter__(self) -> Iterator[ConstrainedBatch]:
+        while True:
+            batch = self.batch(self.count)
+            self.count += 1
+            yield batch
+
+    def batch(self, number: int) -> ConstrainedBatch:
+        """The batch of a number."""
+        from pippin.language.constrained_objective import ConstrainedBatch
+        from pippin.recipes.train import form_data
+        from pippin.session.extraction.prompt import encode_prompt
+
+        rng, size = random.Random(f"{self.seed}/{number}"), 0
+        examples: list[ConstrainedExample] = []
+        while True:
+            task = form_data.sample_task(rng, self.kinds, self.languages, self._layouts if self.layouts else None)
+            example = form_data.tokenize_task(
+                task, lambda text: encode_prompt(self.model, text), self.model.tokenizer, max_length=self.max_length
+            )
+            if example is None:
+                continue
+            if examples and size + len(example.ids) > self.batch_tokens:
+                return ConstrainedBatch.of(examples)
+            examples.append(example)
+            size += len(example.ids)
+
+    def _layouts(self, kind: str) -> list[str]:
+        from pippin.data.synthetic import documents
+
+        return [name for name in documents.layouts(kind) if name in self.layouts] or list(documents.layouts(kind))
+
+
+def run(config: Config, *, show_progress: bool = True) -> ExtractionResult:
+    """Train an adapter and save it in PEFT's layout.
+
+    Args:
+        config: the settings.
+        show_progress: whether progress is shown on stderr.
+
+    Raises:
+        InvalidArgument: a kind, layout or language that there is not, or nothing is left to train on.
+        ModelNotFound: the model cannot be loaded. TrainingError: the loss is not finite, or the run in the folder is
+            another one.
+    """
+    from pippin.language.constrained_objective import ConstrainedNextToken
+    from pippin.language.language_model import load
+    from pippin.shape.lora import LowRankModel
+    from pippin.train import AdamW, Checkpoints, Evaluation, Trainer, WSDSchedule
+
+    options.refuse_existing_run(config.out, config.resume)
+    kinds, layouts, languages = _split(config)
+    # gradients need dense weights: in bfloat16, they are as exact as the codes and twice as fast as float32
+    base = load(config.model, device=config.device, pack=False, dtype="bfloat16")
+    adapted = LowRankModel(
+        base.module, rank=config.rank, alpha=float(config.alpha or config.rank), seed=config.seed, lr_ratio=4.0
+    )
+    size = {"batch_tokens": config.batch_tokens, "max_length": config.max_length}
+    stream = FormStream(base, **size, seed=config.seed, kinds=kinds[0], layouts=layouts[0], languages=languages[0])
+    unseen = FormStream(
+        base, **size, seed=config.seed + 1, kinds=kinds[1], layouts=layouts[1], languages=languages[1] or languages[0]
+    )
+    progress.note(
+        f"{base.name}: an adapter of {sum(p.numel() for p in adapted.parameters()):,} parameters",
+        show_progress=show_progress,
+    )
+    with progress.busy("documents to evaluate on", show_progress=show_progress):
+        batches = [unseen.batch(number) for number in range(4)]
+    eval_every = config.eval_every or max(1, config.steps // 10)
+    training = Trainer(
+        adapted,
+        ConstrainedNextToken(),
+        stream,
+        steps=config.steps,
+        optimizer=AdamW(lr=config.lr, weight_decay=0.0),
+        schedule=WSDSchedule(warmup_steps=0.02, decay_steps=0.2),
+        evaluation=Evaluation(_measure(batches), eval_every),
+        checkpoints=Checkpoints(config.out_path / "run", config.save_every or eval_every, resume=config.resume),
+        seed=config.seed,
+        title=f"{base.name}, adapter for extraction",
+        show_progress=show_progress,
+    ).fit()
+    adapted.save(config.out_path, base, metadata=_provenance(config, training))
+    return ExtractionResult(model=base.name, out=config.out_path, training=training)
+
+
+def _measure(batches: Sequence[ConstrainedBatch]) -> Callable[[Any], Mapping[str, float]]:
+    """Mean loss and accuracy over the choices of some batches."""
+    from pippin.language.constrained_objective import ConstrainedNextToken
+
+    def measure(model: Any) -> Mapping[str, float]:
+        losses = [ConstrainedNextToken()(model, batch) for batch in batches]
+        count = sum(each.count for each in losses)
+        right = sum(float(each.metrics["accuracy"]) for each in losses)
+        return {"loss": sum(float(each.total) for each in losses) / count, "accuracy": right / count}
+
+    return measure
+
+
+def _split(config: Config) -> tuple[Any, Any, Any]:
+    """What is trained on, and what is evaluated on: kinds, layouts and languages."""
+    from pippin.data.synthetic import documents
+
+    every = {
+        "kind": (documents.KINDS, config.held_out_kinds),
+        "layout": (
+            tuple(dict.fromkeys(name for kind in documents.KINDS for name in documents.layouts(kind))),
+            config.held_out_layouts,
+        ),
+        "language": (documents.LANGUAGES, config.held_out_languages),
+    }
+    found = []
+    for what, (names, held) in every.items():
+        if unknown := [name for name in held if name not in names]:
+            raise InvalidArgument(f"there is no {what} {unknown[0]!r}; there are {', '.join(names)}")
+        left = tuple(name for name in names if name not in held)
+        if not left:
+            raise InvalidArgument(f"every {what} is held out, so that none is left to train on")
+        found.append((left, tuple(held)))
+    return found[0], found[1], found[2]
+
+
+def _provenance(config: Config, training: TrainingResult) -> dict[str, Any]:
+    from importlib.metadata import version
+
+    return {
+        "pippin": version("pippin"),
+        "recipe": "extraction",
+        "task": "extract",
+        "steps": len(training.steps),
+        "batch_tokens": config.batch_tokens,
+        "max_length": config.max_length,
+        "learning_rate": config.lr,
+        "seed": config.seed,
+        "held_out": {
+            "kinds": list(config.held_out_kinds),
+            "layouts": list(config.held_out_layouts),
+            "languages": list(config.held_out_languages),
+        },
+        "evaluations": [[step, dict(figures)] for step, figures in training.evaluations],
+    }

@@ -1,0 +1,105 @@
+"""Generated documents: every fact stands where it is said to, in every kind, language and layout."""
+
+import random
+from decimal import Decimal
+
+import pytest
+
+from pippin.core.errors import InvalidArgument
+from pippin.data.synthetic import documents
+from pippin.data.synthetic.documents import Fact
+from pippin.session.extraction.dates import find_dates, find_times
+from pippin.session.extraction.numbers import find_numbers
+
+EVERY = [(kind, language, layout) for kind in documents.KINDS for language in documents.LANGUAGES
+         for layout in documents.layouts(kind)]  # fmt: skip
+
+
+def facts_of(spec, facts):
+    """The facts of a document with their specifications."""
+    for each in spec:
+        found = facts.get(each.name)
+        if isinstance(found, Fact):
+            yield each, found
+        elif isinstance(found, dict):
+            yield from facts_of(each.fields, found)
+        elif isinstance(found, list):
+            for item in found:
+                yield from [(each.fields[0], item)] if isinstance(item, Fact) else facts_of(each.fields, item)
+
+
+@pytest.mark.parametrize(("kind", "language", "layout"), EVERY)
+def test_facts_stand_where_they_are_said_to(kind, language, layout):
+    texts = set()
+    for seed in range(12):
+        document = documents.sample(kind, language=language, layout=layout, seed=seed, noise=seed / 12)
+        texts.add(document.text)
+        assert (document.kind, document.language, document.layout) == (kind, language, layout)
+        assert set(document.values) == {field.name for field in document.fields}
+        found = list(facts_of(document.fields, document.values))
+        assert found
+        for spec, fact in found:
+            assert document.text[fact.start : fact.end] == fact.text
+            assert fact.text.strip() == fact.text != ""
+            if spec.kind == "choice":
+                assert fact.value in spec.choices
+            if spec.kind == "flag":
+                assert isinstance(fact.value, bool)
+    assert len(texts) == 12
+
+
+def test_values_are_those_that_an_independent_reader_finds():
+    rng = random.Random(0)
+    readers = {"date": find_dates, "time": find_times, "amount": find_numbers, "integer": find_numbers}
+    checked = 0
+    for _ in range(300):
+        kind, language, layout = rng.choice(EVERY)
+        document = documents.sample(kind, language=language, layout=layout, seed=rng)
+        for spec, fact in facts_of(document.fields, document.values):
+            if spec.kind not in readers:
+                continue
+            candidates = readers[spec.kind](document.text, language=language)
+            inside = [each for each in candidates if each.start < fact.end and fact.start < each.end]
+            if any(each.ambiguous for each in inside):
+                continue
+            values = {each.value.removesuffix(":00") if spec.kind == "time" else each.value for each in inside}
+            wanted = str(fact.value)
+            checked += 1
+            if spec.kind in ("amount", "integer"):
+                assert Decimal(wanted) in set(map(Decimal, values)), (fact, values)
+            elif inside:
+                assert wanted in values, (fact, values)
+    assert checked > 500
+
+
+def test_some_facts_are_absent_and_lists_have_any_length():
+    lengths, absent = set(), 0
+    for seed in range(60):
+        facts = documents.sample("invoice", language="en", seed=seed).values
+        lengths.add(len(facts["items"] or ()))
+        absent += sum(fact is None for fact in facts.values())
+    assert {0, 1, 4} <= lengths
+    assert absent > 60
+
+
+def test_the_same_seed_is_the_same_document():
+    one, other = (documents.sample("receipt", language="fr", seed=5, noise=0.5) for _ in range(2))
+    assert one == other
+
+
+def test_noise_changes_words_and_no_fact():
+    clean, noisy = (documents.sample("job_posting", language="de", seed=8, noise=noise) for noise in (0.0, 0.9))
+    assert clean.text != noisy.text
+
+
+def test_kinds_ask_for_different_things():
+    names = [frozenset(field.name for field in documents.fields(kind)) for kind in documents.KINDS]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("change", [{"kind": "poem"}, {"language": "la"}, {"layout": "spiral"}])
+def test_what_there_is_not_is_refused(change):
+    wanted = {"kind": "invoice", "language": "en", "layout": "table"} | change
+    kind = wanted.pop("kind")
+    with pytest.raises(InvalidArgument, match=f"{next(iter(change.values()))!r}"):
+        documents.sample(kind, **wanted, seed=0)

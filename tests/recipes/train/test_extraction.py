@@ -1,0 +1,95 @@
+"""The recipe of the adapter for extraction: its data, and that a short run learns from it."""
+
+import random
+
+import numpy as np
+import pytest
+
+import pippin
+from pippin.core.errors import InvalidArgument
+from pippin.data.synthetic import documents
+from pippin.recipes.train import extraction, form_data
+from pippin.session.extraction import Form, SourceText
+from pippin.session.extraction.answers import write
+from pippin.session.extraction.prompt import encode_prompt
+
+
+def test_the_answers_of_tasks_can_be_written_and_are_read_back():
+    rng, written, styles = random.Random(0), 0, set()
+    for _ in range(120):
+        task = form_data.sample_task(rng)
+        try:
+            form = Form(task.schema, SourceText(task.document.text, language=task.document.language))
+            text = write(form, task.answers)
+        except pippin.errors.PippinError:
+            continue
+        written += 1
+        assert form.grammar.allows(text)
+        form.read(text)
+        styles |= {name for name in task.schema["properties"] if "_" in name or " " in name}
+    assert written > 100  # the others have a value that is spelled in a way that is not read
+    assert len(styles) > 40
+
+
+def test_the_choices_of_an_example_are_those_that_the_grammar_leaves(model):
+    rng = random.Random(3)
+    task = form_data.sample_task(rng, languages=["en"])
+    example = form_data.tokenize_task(task, lambda text: encode_prompt(model, text), model.tokenizer, max_length=2000)
+    prompt = encode_prompt(model, task.document.text)
+    assert list(example.ids[: len(prompt)]) == prompt
+    form = Form(task.schema, SourceText(task.document.text, language=task.document.language))
+    assert model.tokenizer.decode(list(example.ids[len(prompt) :])) == write(form, task.answers)
+    allowed = np.unpackbits(example.allowed, axis=1, bitorder="little")
+    assert (allowed.sum(1) > 1).all()
+    assert allowed[np.arange(len(example.targets)), example.targets].all()
+    assert [example.ids[place + 1] for place in example.places] == example.targets.tolist()
+    assert example.places[0] >= len(prompt) - 1
+
+
+def test_batches_are_a_function_of_the_seed_and_their_number(model):
+    def stream(seed=1):
+        return extraction.FormStream(model, batch_tokens=900, max_length=700, seed=seed, kinds=["receipt"])
+
+    first = stream()
+    batches = [batch for batch, _ in zip(first, range(3), strict=False)]
+    assert first.state_dict()["count"] >= 2
+    again = stream()
+    again.load_state_dict({"count": 2})
+    assert next(iter(again)).tokens.ids.tolist() == batches[2].tokens.ids.tolist()
+    assert next(iter(stream(2))).tokens.ids.tolist() != batches[0].tokens.ids.tolist()
+    assert all(batch.tokens.ids.numel() <= 900 for batch in batches)
+
+
+def test_a_short_run_learns_and_its_adapter_answers(default_model_path, tmp_path):
+    config = extraction.Config(
+        model=str(default_model_path), out=tmp_path / "adapter", steps=4, batch_tokens=500, max_length=450, rank=4,
+        held_out_layouts=("thread",), held_out_kinds=("job_posting",), held_out_languages=("it",),
+        lr=2e-3, eval_every=4,
+    )  # fmt: skip
+    result = extraction.run(config, show_progress=False)
+    assert len(result.training.losses) == 4
+    assert result.summary()["steps"] == 4
+    assert result.report().rows
+    assert result.training.evaluations[-1][1]["loss"] > 0
+    written = "".join(path.read_text() for path in (tmp_path / "adapter").glob("*.json"))
+    assert '"task": "extract"' in written
+    model = pippin.load(default_model_path)
+    model.load_adapter("extract", tmp_path / "adapter")
+    found = pippin.Session(model).extract(
+        "Total: 12 EUR", {"properties": {"total": {"type": "integer"}}}, adapter="extract"
+    )
+    assert found.content in ({"total": 12}, {})
+    with pytest.raises(InvalidArgument, match="resume"):
+        extraction.run(config, show_progress=False)
+
+
+@pytest.mark.parametrize(
+    ("held_out", "message"),
+    [
+        ({"held_out_kinds": ("poem",)}, "there is no kind 'poem'"),
+        ({"held_out_languages": documents.LANGUAGES}, "every language is held out"),
+    ],
+)
+def test_what_cannot_be_held_out_is_refused_before_a_model_is_loaded(tmp_path, held_out, message):
+    with pytest.raises(InvalidArgument, match=message):
+        extraction.run(extraction.Config(model="no such model", out=tmp_path / "a", **held_out), show_progress=False)
