@@ -51,7 +51,7 @@ def test_only_one_allowed_token_is_no_loss(tiny):
     only[np.arange(5), each.targets] = True
     sure = ConstrainedExample(each.ids, each.places, each.targets, np.packbits(only, axis=1, bitorder="little"))
     loss = ConstrainedNextToken()(tiny.module, ConstrainedBatch.of([sure]))
-    assert float(loss.total) == pytest.approx(0.0, abs=1e-6)
+    assert loss.total.item() == pytest.approx(0.0, abs=1e-6)
 
 
 def test_a_batch_needs_an_example():
