@@ -8,8 +8,7 @@ import pytest
 from pippin.core.errors import InvalidArgument
 from pippin.data.synthetic import documents
 from pippin.data.synthetic.documents import Fact
-from pippin.session.extraction.dates import find_dates, find_times
-from pippin.session.extraction.numbers import find_numbers
+from pippin.session.extraction.values import find_dates, find_numbers, find_times
 
 EVERY = [(kind, language, layout) for kind in documents.KINDS for language in documents.LANGUAGES
          for layout in documents.layouts(kind)]  # fmt: skip

@@ -18,9 +18,14 @@ from typing import Final
 
 from pippin.core.errors import InvalidInput
 from pippin.data.text.language import language_of
-from pippin.session.extraction.candidates import Candidate
-from pippin.session.extraction.dates import find_dates, find_datetimes, find_durations, find_times
-from pippin.session.extraction.numbers import find_numbers
+from pippin.session.extraction.values import (
+    Candidate,
+    find_dates,
+    find_datetimes,
+    find_durations,
+    find_numbers,
+    find_times,
+)
 
 # Han, Kana, Hangul jamo, Thai, Lao, Khmer, Burmese: no blanks between words
 _UNSPACED: Final = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"

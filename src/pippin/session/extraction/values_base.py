@@ -1,0 +1,121 @@
+"""What the finders of values share: a candidate, digits of all scripts, languages and regions.
+
+Notable here:
+- digits of other scripts are replaced one by one, so that offsets stay those of the text
+- a region decides by itself (a German text from the US has American dates); a language by the usual region of it
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from babel import Locale, UnknownLocaleError
+
+from pippin.core.errors import InvalidArgument
+
+WORD: Final = re.compile(r"[^\W\d_](?:[^\W\d_]|[\u0300-\u036f])*")
+SPACE: Final = "[ \t\u00a0\u2009\u200e\u200f\u202f]"
+# Enough to tell the languages of one page of prose apart; a word in two lists counts for both.
+_COMMON_WORDS: Final = {
+    "en": "the and of to is for with are was that this at on by from",
+    "de": "der die und das ist mit von nicht den dem ein eine zu für auf im am",
+    "fr": "le les des et est une pour dans du la de au sur avec que il",
+    "es": "el los las y que por con una del la de en es para se",
+    "it": "il di che per una della sono gli le del la e è con nel alle",
+    "pt": "o os e que não uma para com do da em no na as às",
+    "nl": "het een van en de niet met op voor is te dat om",
+    "pl": "w z na do i się nie jest od za o dla oraz",
+}
+_LANGUAGES_OF: Final[dict[str, list[str]]] = {}
+for _language, _words in _COMMON_WORDS.items():
+    for _word in _words.split():
+        _LANGUAGES_OF.setdefault(_word, []).append(_language)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A part of a text that can be read as a value.
+
+    Attributes:
+        start: offset of its first character.
+        end: offset after its last character; ``text[start:end]`` is the span.
+        value: an ISO 8601 date, time, date-time or duration, or a number in plain decimal notation.
+        ambiguous: another reading is possible, as of 03/04/2024 or 1.234; this is the likeliest.
+        inner: a number that stands within something longer: an identifier, a date, an address.
+    """
+
+    start: int
+    end: int
+    value: str
+    ambiguous: bool = False
+    inner: bool = False
+
+
+@functools.cache
+def _ascii_table() -> dict[int, str]:
+    table = {code: chr(code - 0xFEE0) for code in map(ord, "，．／：－＋（）")}
+    for code in range(128, sys.maxunicode + 1):
+        if (char := chr(code)).isdecimal():
+            table[code] = str(unicodedata.decimal(char))
+    return table
+
+
+def ascii_digits(text: str) -> str:
+    """``text`` with the decimal digits of every script as 0 to 9, and full-width signs as plain ones; equally long."""
+    return text if text.isascii() else text.translate(_ascii_table())
+
+
+def split_tag(language: str | None, region: str | None) -> tuple[str | None, str | None]:
+    """Language and region in their usual case; "pt-BR" as a language names both.
+
+    Raises:
+        InvalidArgument: ``language`` is no language tag or ``region`` no code of a country.
+    """
+    if language is not None:
+        if not re.fullmatch(r"[A-Za-z]{2,3}(?:[-_][A-Za-z0-9]{2,8})*", language):
+            raise InvalidArgument(f"language is a tag such as 'de' or 'pt-BR', got {language!r}")
+        language, *rest = re.split("[-_]", language)
+        language = {"no": "nb", "iw": "he", "in": "id"}.get(language.lower(), language.lower())
+        region = region or next((part for part in rest if re.fullmatch("[A-Za-z]{2}", part)), None)
+    if region is not None and not re.fullmatch("[A-Za-z]{2}", region):
+        raise InvalidArgument(f"region is the code of a country such as 'US', got {region!r}")
+    return language, region.upper() if region else None
+
+
+@functools.lru_cache(maxsize=256)
+def locale_of(language: str | None, region: str | None) -> Locale | None:
+    """What is known of the conventions of a language in a region; None where neither says anything."""
+    for tag in (f"{language}_{region}" if language and region else "", f"und_{region}" if region else "", language):
+        try:
+            if tag:
+                return Locale.parse(tag)
+        except (UnknownLocaleError, ValueError):
+            continue
+    return None
+
+
+def guess_language(text: str) -> str | None:
+    """The language whose commonest words ``text`` has most of, of eight; None where that does not stand out."""
+    counts: Counter[str] = Counter()
+    for word in WORD.findall(text[:20_000]):
+        counts.update(_LANGUAGES_OF.get(word.lower(), ()))
+    ranked = [*counts.most_common(2), ("", 0), ("", 0)]
+    return ranked[0][0] if ranked[0][1] >= 2 and ranked[0][1] > 1.3 * ranked[1][1] else None
+
+
+def without_overlaps(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """In the order of the text; of those that share characters the longer, of equally long ones the first."""
+    kept: list[Candidate] = []
+    for each in sorted(candidates, key=lambda found: found.start):
+        if not kept or each.start >= kept[-1].end:
+            kept.append(each)
+        elif each.end - each.start > kept[-1].end - kept[-1].start:
+            kept[-1] = each
+    return kept
