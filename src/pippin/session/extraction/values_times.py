@@ -2,7 +2,7 @@
 
 Notable here:
 - an offset belongs to a time only directly behind it; names of zones are the few that have one meaning
-- a number alone (14) is a time only with a word that says so: 2 pm, 14 Uhr, kl. 14; 14.30 may be one, or a number
+- a number alone (14) is a time only with a word that says so: 2 pm, 14 Uhr, kl. 14
 
 Source: offsets of American zones from RFC 2822, section 4.3.
 """
@@ -49,7 +49,6 @@ _PATTERNS: Final = tuple(
         rf"(?<=\dT){_HOUR}{_MINUTE}(?P<second>[0-5]\d)?(?=Z|(?!\w))",  # the basic format: 20240312T143000Z
         rf"{_FREE}{_HOUR}(?:\.{_MINUTE})?{_HALF}",  # 2 pm
         rf"{_FREE}{_HOUR}(?:\.{_MINUTE})?{_GAP}?(?:{_O_CLOCK})(?!\w)(?:{_GAP}(?P<more>[0-5]\d))?(?!\w)",
-        rf"{_FREE}(?P<hour>[01]\d|2[0-3])(?P<dot>\.){_MINUTE}(?!\w|[.,]\d|{_GAP}?(?:[€$£%]|[A-Z]{{3}}(?!\w)))",  # 14.30
         rf"{_FREE}{_HOUR}{_GAP}?h(?:{_GAP}?{_MINUTE})?(?:{_GAP}?(?:min|m))?(?!\w)",  # 14h30
         rf"(?<!\w)(?:kl\.?|klo|ore|alle|om|o godz\.){_GAP}{_HOUR}(?:[.:]{_MINUTE})?(?![\w:]|[.,]\d)",  # kl. 14.30
         rf"(?:{_DAYPART})?(?<!\d){_HOUR}{_GAP}?[时時点點시](?:{_GAP}?(?P<minute>[0-5]?\d)[分분]|(?P<thirty>半|반))?"
@@ -100,9 +99,7 @@ def _matches(pattern: re.Pattern[str], plain: str, english: bool) -> Iterator[Ca
         value = datetime.time(hour % 24, minute, min(59, int(group.get("second") or 0)), _microseconds(group))
         start = match.start("part") if group.get("part") else match.start("hour")
         unsure = english and not half and 1 <= hour <= 11 and not match["hour"].startswith("0")
-        yield Candidate(
-            start, end, value.isoformat() + zone, unsure or bool(group.get("dot")) or plain[end - 1] in "hH"
-        )
+        yield Candidate(start, end, value.isoformat() + zone, unsure or plain[end - 1] in "hH")
 
 
 def _microseconds(group: dict[str, str | None]) -> int:
