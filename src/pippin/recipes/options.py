@@ -31,6 +31,15 @@ def share_or_path(text: str) -> float | Path:
         return Path(text)
 
 
+def names(text: str) -> tuple[str, ...]:
+    """Parse names with commas between them.
+
+    >>> names("q_proj, v_proj")
+    ('q_proj', 'v_proj')
+    """
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
 DATA, RUN = "Data", "Run"
 
 MODEL_HELP = "Catalog name, hub repository, folder or .gguf file."

@@ -290,8 +290,7 @@ class Session:
             options: options for sampling and stopping; the likeliest parts are chosen unless a temperature is given.
             language: tag of the text's language, for dates and numbers that can be read in two ways; None detects it.
             region: country such as "US", for the same.
-            adapter: name of a loaded adapter; "auto" for that of the session or, without one, the one that comes with
-                Pippin for this model and task; None for the model itself.
+            adapter: name of a loaded adapter; "auto" for that of the session, None for the model itself.
             part_tokens: most tokens of a part of a long text; None for 700, or less in a small context.
             on_progress: called with the characters that were read, and those that there are.
 
@@ -356,14 +355,8 @@ class Session:
         return self.provider.token_count(item if isinstance(item, str) else Schema.of(item).prompt_text())
 
     def _outside(self, transcript: Transcript, adapter: str | None) -> Session:
-        """A session for a request about a text, outside of this conversation: its model, guardrails and hooks."""
-        return Session(
-            self.provider,
-            transcript=transcript,
-            guardrails=None if self.guardrails is None else self.guardrails.for_transforming(),
-            hooks=self.hooks,
-            adapter=adapter,
-        )
+        """A session for a request about a text, outside of this conversation, with its model and hooks."""
+        return Session(self.provider, transcript=transcript, hooks=self.hooks, adapter=adapter)
 
     def _provider(self, model: str | Path | LanguageModel | Provider) -> Provider:
         """The provider of a model; a reference is loaded once, and a model has one engine."""

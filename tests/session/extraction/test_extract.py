@@ -3,6 +3,7 @@
 import datetime
 import json
 import re
+import time
 from decimal import Decimal
 from typing import Annotated, Literal
 
@@ -13,14 +14,18 @@ import pippin
 from pippin.core.errors import (
     AnswerTruncated,
     EmptySchema,
+    GuardrailViolation,
     InvalidAnswer,
     InvalidArgument,
     InvalidInput,
+    TimedOut,
     UnsupportedCapability,
 )
 from pippin.session.extraction import SourceText
 from pippin.session.extraction.locate import locate
 from pippin.session.extraction.slots import Mark
+from pippin.session.guardrails import Guardrails
+from pippin.session.guardrails.rules import TermRule
 from pippin.session.providers.provider import Capabilities, Done, Provider, TextDelta
 from pippin.session.types.schema import Regex
 
@@ -92,6 +97,53 @@ def test_whatever_a_model_would_say_is_a_part_of_the_text(tiny):
     kind = pippin.Session(tiny).extract("It is red.", Literal["red", "green"])
     assert kind.content in ("red", "green")
     assert kind.spans[0].text in "It is red."
+
+
+@pytest.mark.parametrize(
+    ("format", "value"),
+    [("date", "2024-05-03"), ("time", "14:30:00"), ("date-time", "2024-05-03T14:30:00"), ("duration", "P2W")],
+)
+def test_readings_need_no_offset_in_a_json_schema(format, value):
+    text = "On 3 May 2024 at 14:30, for 2 weeks"
+    said = {"date": "3 May 2024", "time": "14:30", "date-time": "3 May 2024 at 14:30", "duration": "2 weeks"}[format]
+    schema = {"properties": {"kind": {"const": "visit"}, "it": {"type": "string", "format": format}}}
+    writer = Writer(json.dumps({"kind": "visit", "it": said}), grammars=True)
+    assert pippin.Session(writer).extract(text, schema).content == {"kind": "visit", "it": value}
+
+
+class Letter(BaseModel):
+    kind: Literal["letter"]
+    to: str
+
+
+class Card(BaseModel):
+    kind: Literal["card"]
+    to: str
+
+
+def test_the_kind_of_a_tagged_union_is_chosen():
+    writer = Writer('{"kind": "card", "to": "Ann"}', grammars=True)
+    assert pippin.Session(writer).extract("Dear Ann", Letter | Card).content == Card(kind="card", to="Ann")
+
+
+def test_guardrails_check_the_text_and_the_values(tiny):
+    mask = TermRule(id="mask", category="privacy", terms=("Edith Marrow",), replacement="[…]")
+    written = '{"sender": "Edith Marrow", "date": "12 March 2026", "total": "780", "paid": [null, false], "iban": null}'
+    session = pippin.Session(Writer(written, grammars=True), guardrails=Guardrails([mask], profile="strict"))
+    found = session.extract(LETTER, Account)
+    assert found.content.sender == "[…]"
+    assert [span.name for span in found.spans] == ["date", "total"]
+    never = TermRule(id="never", category="own", terms=("Okafor",), score=1.0)
+    with pytest.raises(GuardrailViolation):
+        pippin.Session(Writer(), guardrails=Guardrails([never], profile="strict")).extract(LETTER, Account)
+
+
+def test_a_timeout_is_that_of_all_parts():
+    slow = Writer(answer=lambda part: time.sleep(0.4) or "[]", grammars=True)
+    text = "\n\n".join(f"Guest {number} sleeps in room {number + 100}." for number in range(40))
+    with pytest.raises(TimedOut):
+        pippin.Session(slow).extract(text, list[int], part_tokens=80, options=pippin.GenerationOptions(timeout=0.9))
+    assert 2 <= len(slow.prompts) <= 4
 
 
 def test_the_conversation_does_not_change(tiny):

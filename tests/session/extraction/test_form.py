@@ -213,9 +213,21 @@ def test_alternatives_prefer_what_can_be_read():
     assert [made.read(text).value for text in ('"12"', '"Room"', "null")] == [12, "Room", None]
 
 
-def test_a_value_without_choice_is_not_asked_for():
-    made = form({"type": "object", "properties": {"kind": {"const": "letter"}, "to": {"type": "string"}}}, "Dear Ann")
-    assert made.read('{"to": "Ann"}').value == {"kind": "letter", "to": "Ann"}
+def test_constants_are_written_in_their_order_and_tell_alternatives_apart():
+    def kind(name):
+        return {"type": "object", "properties": {"kind": {"const": name}, "to": {"type": "string"}}, "required": ["to"]}
+
+    made = form({"anyOf": [kind("letter"), kind("card")]}, "Dear Ann")
+    assert made.grammar.allows('{"kind": "card", "to": "Ann"}')
+    assert not made.grammar.allows('{"kind": "bill", "to": "Ann"}')
+    found = made.read('{"kind": "card", "to": "Ann"}').value
+    assert list(found.items()) == [("kind", "card"), ("to", "Ann")]
+
+
+def test_an_object_that_may_have_no_names_is_empty():
+    made = form({"type": "object", "maxProperties": 0, "additionalProperties": {"type": "string"}})
+    assert made.read("{}").value == {}
+    assert not made.grammar.allows('{"Summe": "EUR"}')
 
 
 def test_a_part_of_a_longer_text_may_lack_everything():

@@ -30,10 +30,6 @@ if TYPE_CHECKING:
 _DATA, _ADAPTER = "Data", "Adapter"
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
-
-
 @checked
 @dataclass(frozen=True, kw_only=True)
 class Config:
@@ -48,13 +44,14 @@ class Config:
     rank: Annotated[PositiveInt, Option("Rank of each pair of matrices.", _ADAPTER)] = 16
     alpha: Annotated[PositiveFloat | None, Option("Scaled by alpha / rank; the rank without it.", _ADAPTER)] = None
     held_out_kinds: Annotated[
-        tuple[str, ...], Option("Kinds of documents to evaluate on and not to train on.", _DATA, "NAMES", parse=_names)
+        tuple[str, ...],
+        Option("Kinds of documents to evaluate on and not to train on.", _DATA, "NAMES", parse=options.names),
     ] = ()
     held_out_layouts: Annotated[
-        tuple[str, ...], Option("Layouts to evaluate on and not to train on.", _DATA, "NAMES", parse=_names)
+        tuple[str, ...], Option("Layouts to evaluate on and not to train on.", _DATA, "NAMES", parse=options.names)
     ] = ()
     held_out_languages: Annotated[
-        tuple[str, ...], Option("Languages to evaluate on and not to train on.", _DATA, "TAGS", parse=_names)
+        tuple[str, ...], Option("Languages to evaluate on and not to train on.", _DATA, "TAGS", parse=options.names)
     ] = ()
     eval_every: options.EvalEvery = None
     save_every: options.SaveEvery = None

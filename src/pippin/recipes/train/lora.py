@@ -35,10 +35,6 @@ if TYPE_CHECKING:
 _ADAPTER = "Adapter"
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
-
-
 @checked
 @dataclass(frozen=True, kw_only=True)
 class Config(TextTrainingConfig):
@@ -58,7 +54,7 @@ class Config(TextTrainingConfig):
             "all, or some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, with commas between.",
             _ADAPTER,
             "NAMES",
-            parse=_names,
+            parse=options.names,
         ),
     ] = ("all",)
     rslora: Annotated[bool, Option("Scale by alpha / sqrt(rank).", _ADAPTER)] = False

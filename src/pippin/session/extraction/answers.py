@@ -12,6 +12,7 @@ from pippin.session.extraction.form import Form
 from pippin.session.extraction.slots import (
     AlternativesSlot,
     ChoiceSlot,
+    ConstantSlot,
     DictSlot,
     ListSlot,
     NullSlot,
@@ -63,6 +64,8 @@ def _write(slot: Slot, answer: Any, source: SourceText, path: tuple[Any, ...]) -
             return _write(slot.slot, answer, source, path)
         case AlternativesSlot():
             return _either(slot, answer, source, path)
+        case ConstantSlot():
+            return json.dumps(slot.value, ensure_ascii=False)
         case NullSlot() if answer is None:
             return "null"
         case TextSlot() if isinstance(answer, KnownValue):

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from pippin.core.errors import InvalidAnswer, InvalidArgument, InvalidInput
+from pippin.core.errors import InvalidAnswer, InvalidArgument, InvalidInput, TimedOut
 from pippin.engine.request import Token
 from pippin.session.extraction import merge, prompt, verify
-from pippin.session.extraction.form import Filled, Form
+from pippin.session.extraction.form import READINGS, Filled, Form
 from pippin.session.extraction.locate import locate
 from pippin.session.extraction.source import SourceText
 from pippin.session.options import GenerationOptions
@@ -27,6 +28,7 @@ from pippin.session.transcript import Transcript
 from pippin.session.types.schema import Schema
 
 if TYPE_CHECKING:
+    from pippin.session.guardrails import Guardrails
     from pippin.session.session import Session
 
 T = TypeVar("T")
@@ -95,11 +97,17 @@ def extract(
     """`Session.extract` with an adapter that is loaded; ``part_tokens`` is the length of the parts of a long text."""
     if schema.json_schema is None:
         raise InvalidArgument(f"a value is extracted into a type or a JSON Schema, not {schema.target!r}")
+    text = SourceText(text).text  # which checks it
+    guardrails = None if session.guardrails is None else session.guardrails.for_transforming()
+    if guardrails is not None:
+        text = guardrails.enforce(text, role="input")
     reader = _Reader(session, schema.json_schema, question, options, adapter, language, region)
-    parts = list(_parts(session, SourceText(text).text, part_tokens))
+    parts = list(_parts(session, text, part_tokens))
     for attempt in range(options.retries + 1):
         try:
             filled = reader.read(parts, attempt, on_progress)
+            if guardrails is not None:
+                filled = _allowed(filled, guardrails)
             content = _parsed(schema, filled.value)
         except InvalidAnswer as error:
             if attempt == options.retries:
@@ -110,15 +118,43 @@ def extract(
     raise AssertionError
 
 
+def _allowed(found: _Read, guardrails: Guardrails) -> _Read:
+    """What guardrails let pass; a value that they replaced has no place in the text."""
+    value = guardrails.enforce_value(found.value, role="output")
+    return _Read(value, tuple(span for span in found.spans if _at(value, span.path) == span.value))
+
+
+def _at(value: Any, path: Sequence[str | int]) -> Any:
+    for part in path:
+        value = value[part]
+    return value
+
+
 def _parsed(schema: Schema[Any], value: Any) -> Any:
     text = json.dumps(value, ensure_ascii=False)
     try:
+        if schema.partial_type is Any:  # not a Python type: times are read already, and need not have an offset
+            Schema(_without_formats(schema.json_schema)).parse(text)
+            return value
         return schema.parse(text)
     except InvalidInput as error:
         reason = str(error.__cause__ or error).splitlines()
         raise InvalidAnswer(
             f"what was found does not fit the type: {error}", value=value, text=text, reason=" ".join(reason[:3])
         ) from error
+
+
+def _without_formats(schema: Any) -> Any:
+    """A JSON Schema without the formats that readings hold to."""
+    if isinstance(schema, list):
+        return [_without_formats(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: each if key in ("enum", "const") else _without_formats(each)
+        for key, each in schema.items()
+        if key != "format" or each not in READINGS
+    }
 
 
 @dataclass(frozen=True)
@@ -153,6 +189,7 @@ class _Reader:
         self.session, self.schema, self.question = session, schema, question
         self.options, self.adapter, self.language, self.region = options, adapter, language, region
         self.usage, self.timing, self.raw, self.objection = Usage(), Timing(), list[str](), ""
+        self.deadline = None if options.timeout is None else time.monotonic() + options.timeout
         self.tokens: tuple[Token, ...] = ()
 
     def read(self, parts: Sequence[_Part], attempt: int, on_progress: OnProgress) -> _Read:
@@ -220,6 +257,7 @@ class _Reader:
             self.options,
             temperature=_RETRY_TEMPERATURE if attempt else self.options.temperature or 0.0,
             seed=attempt if attempt else self.options.seed,
+            timeout=self._seconds_left(),
             tool_calling="disallowed",
         )
         if not holds:
@@ -228,6 +266,18 @@ class _Reader:
         if not self.session.provider.capabilities.logprobs:
             return found
         return replace(found, logprobs=0, logprobs_mode="constrained")
+
+    def _seconds_left(self) -> float | None:
+        """What is left of the timeout, which is that of all parts and attempts.
+
+        Raises:
+            TimedOut: nothing.
+        """
+        if self.deadline is None:
+            return None
+        if (left := self.deadline - time.monotonic()) <= 0:
+            raise TimedOut(f"no complete answer within {self.options.timeout:g} seconds; raise timeout or ask for less")
+        return left
 
     def response(self, content: Any, found: _Read, notes: tuple[str, ...]) -> Extraction[Any]:
         """The whole answer."""

@@ -20,6 +20,7 @@ from pippin.session.extraction.slots import (
     MISSING,
     AlternativesSlot,
     ChoiceSlot,
+    ConstantSlot,
     DictSlot,
     ListSlot,
     Mark,
@@ -39,7 +40,8 @@ from pippin.session.extraction.source import SourceText
 
 MAX_ITEMS: Final = 50
 """Items of a list without `maxItems`."""
-_KINDS: Final = {"date": "date", "date-time": "date-time", "time": "time", "duration": "duration"}
+READINGS: Final = ("date", "date-time", "time", "duration")
+"""Formats of strings that are read from a text, whatever their spelling in it."""
 _REFUSED: Final = ("not", "if", "patternProperties", "dependentSchemas", "contains", "unevaluatedProperties")
 _MAX_SHOWN: Final = 12  # choices that are listed beside a name
 
@@ -219,8 +221,8 @@ class Form:
         values[text] = value, (*places, (found.start, found.end)), ambiguous or found.ambiguous
 
     def _string(self, schema: dict[str, Any], where: str) -> Slot:
-        kind = _KINDS.get(schema.get("format", ""))
-        if kind is not None:
+        kind = schema.get("format")
+        if kind in READINGS:
             values: dict[str, tuple[Any, tuple[tuple[int, int], ...], bool]] = {}
             for found in self.source.candidates(kind):
                 self._add(values, found, found.value)
@@ -251,20 +253,19 @@ class Form:
         if not properties:
             return self._names(schema, where)
         names = [*schema.get("x-order", []), *properties]
-        found, constants = [], {}
+        found = []
         for name in dict.fromkeys(name for name in names if name in properties):
             each = properties[name]
-            fixed = _constant(each)
-            if fixed is not MISSING:
-                constants[name] = fixed
-                continue
             found.append(
                 SlotProperty(name, self._label(name, each), self._property(each, where, name, name in required))
             )
-        return ObjectSlot(tuple(found), constants)
+        return ObjectSlot(tuple(found))
 
     def _property(self, schema: Any, where: str, name: str, required: bool) -> Slot:
         """The slot of a property; one that need not be there may be nothing."""
+        fixed = _constant(schema)
+        if fixed is not MISSING:
+            return ConstantSlot(fixed)
         optional = self.partial or not required
         try:
             slot = self._slot(schema, f"{where}/properties/{name}")
@@ -278,7 +279,7 @@ class Form:
 
     def _names(self, schema: dict[str, Any], where: str) -> Slot:
         value = schema.get("additionalProperties", True)
-        if value is False:
+        if value is False or schema.get("maxProperties") == 0:
             return ObjectSlot(())
         conditions: tuple[str, ...] = ()
         if "propertyNames" in schema:
@@ -299,7 +300,7 @@ class Form:
         said = " ".join(str(schema.get("description", "")).split())
         choices = self._choices(schema)
         shown = " | ".join(str(each) for each in choices[:_MAX_SHOWN])
-        return name + (f" ({said})" if said else "") + (f" [{shown}]" if shown else "")
+        return name + (f" ({said})" if said else "") + (f" [{shown}]" if len(choices) > 1 else "")
 
     def _choices(self, schema: dict[str, Any]) -> list[Any]:
         while "$ref" in schema:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pippin.session.extraction.slots import (
@@ -58,8 +59,6 @@ def _objects(kinds: Sequence[Slot], readings: Sequence[Reading], path: Any) -> t
 
 
 def _lists(items: ListSlot, readings: Sequence[Reading], path: Any) -> tuple[Any, list[SourceSpan]]:
-    from dataclasses import replace
-
     value: list[Any] = []
     spans: list[SourceSpan] = []
     for found, known in readings:

@@ -196,6 +196,19 @@ class ChoiceSlot:
 
 
 @dataclass(frozen=True)
+class ConstantSlot:
+    """The only value of a property: it is written without a choice, and tells alternatives of objects apart."""
+
+    value: Any
+
+    def rule(self, rules: Rules) -> str:
+        return quoted(json.dumps(self.value, ensure_ascii=False))
+
+    def read(self, text: str, at: int, path: tuple[str | int, ...], marks: list[Mark]) -> tuple[Any, int]:
+        return self.value, _expect(text, at, json.dumps(self.value, ensure_ascii=False))
+
+
+@dataclass(frozen=True)
 class NullSlot:
     """Nothing was found: null."""
 
@@ -289,15 +302,9 @@ class SlotProperty:
 
 @dataclass(frozen=True)
 class ObjectSlot:
-    """An object with named properties, all written in their order.
-
-    Args:
-        properties: those that are written.
-        constants: values of properties that can have no other.
-    """
+    """An object with named properties, all written in their order."""
 
     properties: tuple[SlotProperty, ...]
-    constants: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def rule(self, rules: Rules) -> str:
         parts = []
@@ -314,7 +321,7 @@ class ObjectSlot:
             value, at = each.slot.read(text, at, (*path, each.name), marks)
             if value is not MISSING:
                 found[each.name] = value
-        return found | self.constants, _expect(text, at, "}")
+        return found, _expect(text, at, "}")
 
 
 @dataclass(frozen=True)

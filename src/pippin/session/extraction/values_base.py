@@ -11,7 +11,6 @@ import functools
 import re
 import sys
 import unicodedata
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
@@ -22,21 +21,6 @@ from pippin.core.errors import InvalidArgument
 
 WORD: Final = re.compile(r"[^\W\d_](?:[^\W\d_]|[\u0300-\u036f])*")
 SPACE: Final = "[ \t\u00a0\u2009\u200e\u200f\u202f]"
-# Enough to tell the languages of one page of prose apart; a word in two lists counts for both.
-_COMMON_WORDS: Final = {
-    "en": "the and of to is for with are was that this at on by from",
-    "de": "der die und das ist mit von nicht den dem ein eine zu für auf im am",
-    "fr": "le les des et est une pour dans du la de au sur avec que il",
-    "es": "el los las y que por con una del la de en es para se",
-    "it": "il di che per una della sono gli le del la e è con nel alle",
-    "pt": "o os e que não uma para com do da em no na as às",
-    "nl": "het een van en de niet met op voor is te dat om",
-    "pl": "w z na do i się nie jest od za o dla oraz",
-}
-_LANGUAGES_OF: Final[dict[str, list[str]]] = {}
-for _language, _words in _COMMON_WORDS.items():
-    for _word in _words.split():
-        _LANGUAGES_OF.setdefault(_word, []).append(_language)
 
 
 @dataclass(frozen=True)
@@ -99,15 +83,6 @@ def locale_of(language: str | None, region: str | None) -> Locale | None:
         except (UnknownLocaleError, ValueError):
             continue
     return None
-
-
-def guess_language(text: str) -> str | None:
-    """The language whose commonest words ``text`` has most of, of eight; None where that does not stand out."""
-    counts: Counter[str] = Counter()
-    for word in WORD.findall(text[:20_000]):
-        counts.update(_LANGUAGES_OF.get(word.lower(), ()))
-    ranked = [*counts.most_common(2), ("", 0), ("", 0)]
-    return ranked[0][0] if ranked[0][1] >= 2 and ranked[0][1] > 1.3 * ranked[1][1] else None
 
 
 def without_overlaps(candidates: Iterable[Candidate]) -> list[Candidate]:

@@ -21,12 +21,12 @@ from typing import Final
 
 from babel import Locale
 
+from pippin.data.text.language import language_of
 from pippin.session.extraction.values_base import (
     SPACE,
     WORD,
     Candidate,
     ascii_digits,
-    guess_language,
     locale_of,
     split_tag,
     without_overlaps,
@@ -73,22 +73,20 @@ _DAY_YEAR_RIGHT: Final = re.compile(
     re.IGNORECASE,
 )
 _DAY_RIGHT: Final = re.compile(rf"{_LINK}(?<!\d)(\d{{1,2}})(?![\d:]|[.,]\d|\w)(?:\(a\))?", re.IGNORECASE)
+_LAST_YEAR: Final = 2049  # that two digits stand for
 _RANGE_LEFT: Final = re.compile(
     rf"(?<!\d)(?<!\d[.,/:-])(\d{{1,2}}){_ORDINAL}\.?{SPACE}?(?:[-–—&]|\b(?:to|and|bis|und|au|et|al|y|e)\b){SPACE}?$",
     re.IGNORECASE,
 )
 
 
-def find_dates(
-    text: str, *, language: str | None = None, region: str | None = None, reference: datetime.date | None = None
-) -> list[Candidate]:
+def find_dates(text: str, *, language: str | None = None, region: str | None = None) -> list[Candidate]:
     """All dates with a year in ``text``, in its order; see `pippin.session.extraction.values`."""
     language, region = split_tag(language, region)
     plain = ascii_digits(text)
-    pivot = reference.year + 20 if reference else 2049
-    found = [*_named(plain, language or guess_language(plain), pivot)]
+    found = [*_named(plain, language or language_of(plain))]
     month_first = sum(not plain[each.start].isdigit() for each in found)
-    found += _numeric(plain, language, region, pivot, month_first > len(found) - month_first)
+    found += _numeric(plain, language, region, month_first > len(found) - month_first)
     found += _others(plain)
     return without_overlaps(found)
 
@@ -101,18 +99,18 @@ def iso_date(year: int, month: int, day: int) -> str | None:
         return None
 
 
-def _full_year(digits: str, pivot: int) -> int:
-    """Two digits are a year of the hundred years up to ``pivot``."""
+def _full_year(digits: str) -> int:
+    """Two digits are a year of the hundred years up to `_LAST_YEAR`."""
     if len(digits) == 4:
         return int(digits)
-    year = pivot - pivot % 100 + int(digits)
-    return year if year <= pivot else year - 100
+    year = _LAST_YEAR - _LAST_YEAR % 100 + int(digits)
+    return year if year <= _LAST_YEAR else year - 100
 
 
 # --- digits only ------------------------------------------------------------------------------------------------------
 
 
-def _readings(match: re.Match[str], pivot: int, usual: str | None) -> dict[str, str]:
+def _readings(match: re.Match[str], usual: str | None) -> dict[str, str]:
     """The dates that digits can be, by the order of their parts."""
     first, middle, last = match[1], match[3], match[4]
     if len(first) == 4:
@@ -123,7 +121,7 @@ def _readings(match: re.Match[str], pivot: int, usual: str | None) -> dict[str, 
     parts = {}
     for order in orders:
         by_letter = dict(zip(order, (first, middle, last), strict=True))
-        value = iso_date(_full_year(by_letter["Y"], pivot), int(by_letter["M"]), int(by_letter["D"]))
+        value = iso_date(_full_year(by_letter["Y"]), int(by_letter["M"]), int(by_letter["D"]))
         if value:
             parts[order] = value
     return parts
@@ -136,9 +134,7 @@ def _usual_order(language: str | None, region: str | None) -> str | None:
     return "".join(sorted("DMY", key=pattern.find))
 
 
-def _numeric(
-    plain: str, language: str | None, region: str | None, pivot: int, month_first: bool
-) -> Iterator[Candidate]:
+def _numeric(plain: str, language: str | None, region: str | None, month_first: bool) -> Iterator[Candidate]:
     matches = []
     shown: dict[str, Counter[str]] = {separator: Counter() for separator in "./-"}
     usual = _usual_order(language, region)
@@ -146,7 +142,7 @@ def _numeric(
         before = plain[max(0, match.start() - 2) : match.start()]
         if len(before) == 2 and before[0].isdigit() and before[1] == match[2]:
             continue  # the end of a longer chain, as of a version
-        readings = _readings(match, pivot, usual)
+        readings = _readings(match, usual)
         if len(readings) > 1:
             readings = _of_weekday(plain, match, readings)
         if readings:
@@ -241,7 +237,7 @@ def _weekdays() -> dict[str, frozenset[int]]:
     return {name: frozenset(days) for name, days in table.items()}
 
 
-def _named(plain: str, language: str | None, pivot: int) -> Iterator[Candidate]:
+def _named(plain: str, language: str | None) -> Iterator[Candidate]:
     table = month_names()
     for match in WORD.finditer(plain):
         by_language = table.get(_key(match[0]))
@@ -249,10 +245,10 @@ def _named(plain: str, language: str | None, pivot: int) -> Iterator[Candidate]:
             continue
         month = by_language.get(language or "") or next(iter(by_language.values()))
         several = language not in by_language and len(set(by_language.values())) > 1
-        yield from _around(plain, match, month, several, pivot)
+        yield from _around(plain, match, month, several)
 
 
-def _around(plain: str, name: re.Match[str], month: int, several: bool, pivot: int) -> Iterator[Candidate]:
+def _around(plain: str, name: re.Match[str], month: int, several: bool) -> Iterator[Candidate]:
     """The date that the name of a month is part of, and the first day of a range of days."""
     start, end = name.span()
     left, right = plain[max(0, start - _WINDOW) : start], plain[end : end + _WINDOW]
@@ -267,7 +263,7 @@ def _around(plain: str, name: re.Match[str], month: int, several: bool, pivot: i
             opened = iso_date(int(year[1]), month, int(first[1])) or ""
             yield Candidate(offset + first.start(1), offset + first.end(1), opened, several)
     elif day_year:
-        full = _full_year(day_year[3] or day_year[4], pivot)
+        full = _full_year(day_year[3] or day_year[4])
         values = [iso_date(full, month, int(day_year[group])) for group in (1, 2) if day_year[group]]
         if len(values) == 2 and values[0] and values[1]:
             yield Candidate(start, end + day_year.end(1), values[0], several)
@@ -282,7 +278,7 @@ def _around(plain: str, name: re.Match[str], month: int, several: bool, pivot: i
     elif (
         day
         and (short := _SHORT_YEAR_RIGHT.match(right))
-        and (value := iso_date(_full_year(short[1], pivot), month, int(day[1])))
+        and (value := iso_date(_full_year(short[1]), month, int(day[1])))
     ):
         # "12 March 24" may go on with 24 of something
         spaced = short[0].strip(" .") == short[1] and " " in short[0]

@@ -18,7 +18,8 @@ from typing import Final, Literal, NamedTuple
 
 from babel.units import format_unit
 
-from pippin.session.extraction.values_base import Candidate, ascii_digits, guess_language, split_tag, without_overlaps
+from pippin.data.text.language import language_of
+from pippin.session.extraction.values_base import Candidate, ascii_digits, split_tag, without_overlaps
 from pippin.session.extraction.values_dates import LANGUAGES
 from pippin.session.extraction.values_numbers import find_numbers
 
@@ -85,7 +86,7 @@ def find_durations(text: str, *, language: str | None = None, region: str | None
         found += [Candidate(*match.span(), value or "PT0S")]
     for pattern, value in _PHRASES:
         found += [Candidate(*match.span(), value) for match in pattern.finditer(plain)]
-    units, longest = unit_names(language or guess_language(plain))
+    units, longest = unit_names(language or language_of(plain))
     numbers = [*find_numbers(text, language=language, region=region), *_articles(plain)]
     parts = list(_parts(plain, sorted(numbers, key=lambda each: each.start), units, longest))
     return without_overlaps([*found, *_chains(plain, parts)])

@@ -21,10 +21,10 @@ from typing import Final, NamedTuple
 
 from babel.numbers import get_decimal_symbol, get_group_symbol, list_currencies
 
+from pippin.data.text.language import language_of
 from pippin.session.extraction.values_base import (
     Candidate,
     ascii_digits,
-    guess_language,
     locale_of,
     split_tag,
     without_overlaps,
@@ -82,7 +82,7 @@ def find_numbers(text: str, *, language: str | None = None, region: str | None =
     runs = list(_runs(plain, _blanks_group(language, region), _Spans(plain, language, region)))
     marks = _marks(runs, language, region)
     found = [each for run in runs for each in _candidates(plain, run, marks)]
-    return without_overlaps([*found, *words(text, language or guess_language(text))])
+    return without_overlaps([*found, *words(text, language or language_of(text))])
 
 
 # --- what a run of digits is ------------------------------------------------------------------------------------------

@@ -14,11 +14,11 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
+from pippin.data.text.language import language_of
 from pippin.session.extraction.values_base import (
     WORD,
     Candidate,
     ascii_digits,
-    guess_language,
     split_tag,
     without_overlaps,
 )
@@ -76,7 +76,7 @@ def find_times(text: str, *, language: str | None = None, region: str | None = N
     """All times of day in ``text``, in its order; see `pippin.session.extraction.values`."""
     language, region = split_tag(language, region)
     plain = ascii_digits(text)
-    english = (language or guess_language(plain)) == "en"
+    english = (language or language_of(plain)) == "en"
     found = [each for pattern in _PATTERNS for each in _matches(pattern, plain, english)]
     found += [Candidate(*match.span(), f"{_WORDS[match[0].lower()]:02}:00:00") for match in _WORD.finditer(plain)]
     return without_overlaps(found)
@@ -123,11 +123,9 @@ def _offset(match: re.Match[str]) -> tuple[str, int]:
     return f"{zone[0]}{zone[1:3]:0>2}:{zone[3:] or '00'}", behind.end()
 
 
-def find_datetimes(
-    text: str, *, language: str | None = None, region: str | None = None, reference: datetime.date | None = None
-) -> list[Candidate]:
+def find_datetimes(text: str, *, language: str | None = None, region: str | None = None) -> list[Candidate]:
     """All dates with a time in ``text``, in its order; see `pippin.session.extraction.values`."""
-    dates = find_dates(text, language=language, region=region, reference=reference)
+    dates = find_dates(text, language=language, region=region)
     times = find_times(text, language=language, region=region)
     parts = sorted(
         [(each.start, True, each) for each in dates] + [(each.start, False, each) for each in times], key=_place

@@ -13,6 +13,7 @@ from pippin.session.extraction.slots import (
     MISSING,
     AlternativesSlot,
     ChoiceSlot,
+    ConstantSlot,
     DictSlot,
     ListSlot,
     Mark,
@@ -52,6 +53,8 @@ class _Check:
                 return self.of(slot.slot, value, path)
             case AlternativesSlot():
                 return self._either(slot, value, path)
+            case ConstantSlot():
+                return slot.value  # which has no other
             case NullSlot():
                 return slot.value if value is None else _WRONG
             case ChoiceSlot():
@@ -105,4 +108,4 @@ class _Check:
                 self.problems.append(".".join(map(str, (*path, each.name))))
             elif inner is not MISSING:
                 found[each.name] = inner
-        return found | slot.constants
+        return found
