@@ -46,7 +46,7 @@ nightly: nightly-tests fuzz sanitize mutation
 
 nightly-tests: $(VENV)/.nightly
 	$(BIN)/python -m pytest $(PYTEST) -m nightly
-	$(BIN)/python -m pytest --hypothesis-profile=nightly tests/serve/test_schemathesis.py
+	$(BIN)/python -m pytest $(PYTEST) --hypothesis-profile=nightly -m hypothesis
 
 fuzz: $(VENV)/.nightly
 	$(BIN)/python tools/fuzz.py --seconds $(FUZZ_SECONDS)

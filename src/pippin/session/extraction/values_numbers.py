@@ -296,4 +296,5 @@ def _negative(value: str) -> str:
 
 def _times_ten(value: str, power: int) -> str:
     scaled = Decimal(value).scaleb(power, Context(prec=2 * MAX_DIGITS + 100))
-    return format(scaled.quantize(Decimal(1)) if scaled == scaled.to_integral_value() and power > 0 else scaled, "f")
+    # an integer of Python: `quantize` refuses more digits than the context of the caller has
+    return str(int(scaled)) if power > 0 and scaled == scaled.to_integral_value() else format(scaled, "f")
