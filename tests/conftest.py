@@ -31,7 +31,9 @@ settings.load_profile("default")
 # `make nightly` chooses these: many more examples; and for the mutation tester none that is looked for twice, since a
 # failure is all that it asks for
 settings.register_profile("nightly", max_examples=2000, deadline=None, derandomize=False)
-settings.register_profile("mutation", phases=(Phase.explicit, Phase.generate), database=None, deadline=None, derandomize=False)
+settings.register_profile(
+    "mutation", phases=(Phase.explicit, Phase.generate), database=None, deadline=None, derandomize=False
+)
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ VERBS = {
     "laws fit": ("none.csv",),
     "train full": ("none", *DATA),
     "train diffusion": ("none", *DATA),
-    "train extraction": ("none",),
+    "train task-adapter": ("none", "--task", "extraction"),
     "train images": ("none",),
     "train lora": ("none", *DATA),
     "train prune": ("none", "--keep", "8", *DATA),

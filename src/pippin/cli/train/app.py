@@ -5,7 +5,6 @@ from __future__ import annotations
 import typer
 
 from pippin.cli.train.diffusion import diffusion
-from pippin.cli.train.extraction import extraction
 from pippin.cli.train.full import full
 from pippin.cli.train.images import images
 from pippin.cli.train.lora import lora
@@ -13,6 +12,7 @@ from pippin.cli.train.prune import prune
 from pippin.cli.train.reasoner import reasoner
 from pippin.cli.train.refiner import refiner
 from pippin.cli.train.soup import soup
+from pippin.cli.train.task_adapter import task_adapter
 
 app = typer.Typer(no_args_is_help=True, help="Train a model on your text, conversations or images.")
 
@@ -20,7 +20,7 @@ app.command()(full)
 app.command()(diffusion)
 app.command()(images)
 app.command()(lora)
-app.command()(extraction)
+app.command(name="task-adapter")(task_adapter)
 app.command()(prune)
 app.command()(reasoner)
 app.command()(refiner)

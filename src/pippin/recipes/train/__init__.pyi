@@ -1,7 +1,5 @@
 from . import (
     diffusion as diffusion,
-    extraction as extraction,
-    form_data as form_data,
     full as full,
     images as images,
     lora as lora,
@@ -9,4 +7,6 @@ from . import (
     reasoner as reasoner,
     refiner as refiner,
     soup as soup,
+    task_adapter as task_adapter,
+    task_data as task_data,
 )

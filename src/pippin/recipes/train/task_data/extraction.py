@@ -1,4 +1,4 @@
-"""Training data of the extraction adapter: generated documents, and forms that ask for some of their facts.
+"""Training data of the adapter for extraction: generated documents, and forms that ask for some of their facts.
 
 Notable here:
 - forms vary as users' types do: names in several styles and languages, with and without descriptions, nested or flat,
@@ -12,22 +12,21 @@ from __future__ import annotations
 import functools
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
-
-import numpy as np
 
 from pippin.core.errors import EmptySchema, InvalidArgument
 from pippin.data.synthetic import documents
 from pippin.data.synthetic.documents import Document, Fact, FieldSpec
-from pippin.language.constrained_objective import ConstrainedExample
+from pippin.recipes.train.task_data.examples import ExampleSampler, Split, constrained_example
 from pippin.session.extraction.answers import KnownValue, write
 from pippin.session.extraction.form import Form
 from pippin.session.extraction.source import SourceText
 
 if TYPE_CHECKING:
-    from pippin.engine.grammar.constraint import Grammar, GrammarTokenizer
+    from pippin.language.constrained_objective import ConstrainedExample
+    from pippin.language.language_model import LanguageModel
 
 _FORMATS: Final = {"date": "date", "time": "time"}
 _TYPES: Final = {"amount": ("number",) * 4 + ("string",), "number": ("number",) * 5 + ("string",),
@@ -238,6 +237,23 @@ def _styled(words: str, style: str) -> str:
     return "_".join(parts)
 
 
+def examples(model: LanguageModel, split: Split, max_length: int) -> ExampleSampler:
+    """A sampler of documents with forms.
+
+    Args:
+        model: provides tokenizer and chat template.
+        split: the documents that may occur.
+        max_length: most tokens of an example.
+    """
+    from pippin.session.extraction.prompt import encode_prompt
+
+    def sample(rng: random.Random) -> ConstrainedExample | None:
+        task = sample_task(rng, split.kinds, split.languages, split.layouts_of)
+        return tokenize_task(task, lambda text: encode_prompt(model, text), model.tokenizer, max_length=max_length)
+
+    return sample
+
+
 # --- tokens -----------------------------------------------------------------------------------------------------------
 
 
@@ -261,36 +277,3 @@ def tokenize_task(
     if len(prompt) + len(ids) > max_length:
         return None
     return constrained_example(prompt, ids, form.grammar, tokenizer)
-
-
-def constrained_example(
-    prompt: Sequence[int], answer: Sequence[int], grammar: Grammar, tokenizer: GrammarTokenizer
-) -> ConstrainedExample | None:
-    """An answer under a grammar as an example; None if the grammar does not allow it or leaves no choice in it."""
-    constraint = grammar.start(tokenizer)
-    places: list[int] = []
-    allowed: list[np.ndarray] = []
-    forced: list[int] = []
-    for index, token in enumerate(answer):
-        forced = forced or constraint.forced()
-        if forced and forced[0] == token:
-            forced = forced[1:]
-        else:
-            forced = []
-            if not constraint.allows(token):
-                return None
-            bits = constraint.mask().view(np.uint8)
-            if int(np.unpackbits(bits).sum()) > 1:
-                places.append(index)
-                allowed.append(bits.copy())
-        constraint.accept(token)
-    if not places or not constraint.may_end:
-        return None
-    at = np.array(places)
-    return ConstrainedExample((*prompt, *answer), at + len(prompt) - 1, np.array(answer)[at], np.stack(allowed))
-
-
-def tasks(rng: random.Random, **options: Any) -> Iterator[FormTask]:
-    """Endless random tasks."""
-    while True:
-        yield sample_task(rng, **options)

@@ -1,9 +1,10 @@
-"""Train the adapter for extraction: a low-rank update of a model that fills in forms with parts of a text.
+"""Train the adapter of a task: a low-rank update of a model that does one thing better, such as to fill in forms.
 
 Notable here:
-- the data is generated while it is trained on (`form_data`), so that no document is seen twice
-- the loss is that of constrained decoding: among the tokens that the form's grammar allows, where it leaves a choice
-- kinds, layouts and languages can be held out; the loss on documents that have one of them is evaluated
+- the data is generated while it is trained on (`task_data`), so that no example is seen twice
+- the loss is that of constrained decoding: among the tokens that the grammar of inference allows, where it leaves a
+  choice
+- kinds, layouts and languages can be held out; the loss on examples that have one of them is evaluated
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pippin.core import progress
 from pippin.core.checks import PositiveFloat, PositiveInt, checked
@@ -25,9 +26,11 @@ if TYPE_CHECKING:
     from pippin.core.report import Report
     from pippin.language.constrained_objective import ConstrainedBatch, ConstrainedExample
     from pippin.language.language_model import LanguageModel
+    from pippin.recipes.train.task_data import ExampleSampler, Split
     from pippin.train import TrainingResult
 
 _DATA, _ADAPTER = "Data", "Adapter"
+Task = Literal["extraction"]
 
 
 @checked
@@ -36,11 +39,15 @@ class Config:
     """Settings of a run."""
 
     model: options.Model
+    task: Annotated[Task, Option("What the adapter is for.")]
     out: options.Out
+    adapter: Annotated[
+        str | None, Option("Folder of an earlier adapter, whose training goes on with new data.", _ADAPTER, "PATH")
+    ] = None
     steps: Annotated[PositiveInt, Option("Optimizer steps.", options.RUN)] = 2000
     lr: options.LearningRate = 5e-4
     batch_tokens: Annotated[PositiveInt, Option("Tokens of a step, prompts included.", options.RUN)] = 4096
-    max_length: Annotated[PositiveInt, Option("Most tokens of a document with its form.", _DATA)] = 1024
+    max_length: Annotated[PositiveInt, Option("Most tokens of an example.", _DATA)] = 1024
     rank: Annotated[PositiveInt, Option("Rank of each pair of matrices.", _ADAPTER)] = 16
     alpha: Annotated[PositiveFloat | None, Option("Scaled by alpha / rank; the rank without it.", _ADAPTER)] = None
     held_out_kinds: Annotated[
@@ -66,7 +73,7 @@ class Config:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExtractionResult:
+class TaskAdapterResult:
     """The result of a run; `out` is the folder of the adapter.
 
     Attributes:
@@ -98,32 +105,17 @@ class ExtractionResult:
         return self.training.report()
 
 
-class FormStream:
-    """Batches of generated tasks, a function of the seed and their number.
+class ExampleStream:
+    """Batches of generated examples, a function of the seed and their number.
 
     Args:
-        model: provides tokenizer and chat template.
+        sample: returns a random example; None to draw another.
         batch_tokens: most tokens of a batch.
-        max_length: most tokens of one task.
-        seed: of the documents and forms.
-        kinds: kinds of documents; all without any.
-        layouts: layouts that may occur; all without any.
-        languages: likewise.
+        seed: of the examples.
     """
 
-    def __init__(
-        self,
-        model: LanguageModel,
-        *,
-        batch_tokens: int,
-        max_length: int,
-        seed: int,
-        kinds: Sequence[str] = (),
-        layouts: Sequence[str] = (),
-        languages: Sequence[str] = (),
-    ) -> None:
-        self.model, self.batch_tokens, self.max_length, self.seed = model, batch_tokens, max_length, seed
-        self.kinds, self.layouts, self.languages = tuple(kinds), frozenset(layouts), tuple(languages)
+    def __init__(self, sample: ExampleSampler, *, batch_tokens: int, seed: int) -> None:
+        self.sample, self.batch_tokens, self.seed = sample, batch_tokens, seed
         self.count = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -143,16 +135,11 @@ class FormStream:
     def batch(self, number: int) -> ConstrainedBatch:
         """The batch of a number."""
         from pippin.language.constrained_objective import ConstrainedBatch
-        from pippin.recipes.train import form_data
-        from pippin.session.extraction.prompt import encode_prompt
 
         rng, size = random.Random(f"{self.seed}/{number}"), 0
         examples: list[ConstrainedExample] = []
         while True:
-            task = form_data.sample_task(rng, self.kinds, self.languages, self._layouts if self.layouts else None)
-            example = form_data.tokenize_task(
-                task, lambda text: encode_prompt(self.model, text), self.model.tokenizer, max_length=self.max_length
-            )
+            example = self.sample(rng)
             if example is None:
                 continue
             if examples and size + len(example.ids) > self.batch_tokens:
@@ -160,13 +147,15 @@ class FormStream:
             examples.append(example)
             size += len(example.ids)
 
-    def _layouts(self, kind: str) -> list[str]:
-        from pippin.data.synthetic import documents
 
-        return [name for name in documents.layouts(kind) if name in self.layouts] or list(documents.layouts(kind))
+def samplers() -> dict[Task, Callable[[LanguageModel, Split, int], ExampleSampler]]:
+    """The data of each task: a function of the model, the split and the most tokens of an example."""
+    from pippin.recipes.train import task_data
+
+    return {"extraction": task_data.extraction.examples}
 
 
-def run(config: Config, *, show_progress: bool = True) -> ExtractionResult:
+def run(config: Config, *, show_progress: bool = True) -> TaskAdapterResult:
     """Train an adapter and save it in PEFT's layout.
 
     Args:
@@ -178,28 +167,34 @@ def run(config: Config, *, show_progress: bool = True) -> ExtractionResult:
         ModelNotFound: the model cannot be loaded. TrainingError: the loss is not finite, or the run in the folder is
             another one.
     """
+    from pippin.language.adapter_files import read_factors
     from pippin.language.constrained_objective import ConstrainedNextToken
     from pippin.language.language_model import load
     from pippin.shape.lora import LowRankModel
     from pippin.train import AdamW, Checkpoints, Evaluation, Trainer, WSDSchedule
 
     options.refuse_existing_run(config.out, config.resume)
-    kinds, layouts, languages = _split(config)
+    seen, other = _splits(config)
     # gradients need dense weights: in bfloat16, they are as exact as the codes and twice as fast as float32
     base = load(config.model, device=config.device, pack=False, dtype="bfloat16")
     adapted = LowRankModel(
-        base.module, rank=config.rank, alpha=float(config.alpha or config.rank), seed=config.seed, lr_ratio=4.0
+        base.module,
+        rank=config.rank,
+        alpha=float(config.alpha or config.rank),
+        seed=config.seed,
+        lr_ratio=4.0,
+        init=None if config.adapter is None else read_factors(base, config.adapter),
     )
-    size = {"batch_tokens": config.batch_tokens, "max_length": config.max_length}
-    stream = FormStream(base, **size, seed=config.seed, kinds=kinds[0], layouts=layouts[0], languages=languages[0])
-    unseen = FormStream(
-        base, **size, seed=config.seed + 1, kinds=kinds[1], layouts=layouts[1], languages=languages[1] or languages[0]
+    examples = samplers()[config.task]
+    stream, unseen = (
+        ExampleStream(examples(base, split, config.max_length), batch_tokens=config.batch_tokens, seed=seed)
+        for split, seed in zip((seen, other), (config.seed, config.seed + 1), strict=True)
     )
     progress.note(
         f"{base.name}: an adapter of {sum(p.numel() for p in adapted.parameters()):,} parameters",
         show_progress=show_progress,
     )
-    with progress.busy("documents to evaluate on", show_progress=show_progress):
+    with progress.busy("examples to evaluate on", show_progress=show_progress):
         batches = [unseen.batch(number) for number in range(4)]
     eval_every = config.eval_every or max(1, config.steps // 10)
     training = Trainer(
@@ -212,11 +207,11 @@ def run(config: Config, *, show_progress: bool = True) -> ExtractionResult:
         evaluation=Evaluation(_measure(batches), eval_every),
         checkpoints=Checkpoints(config.out_path / "run", config.save_every or eval_every, resume=config.resume),
         seed=config.seed,
-        title=f"{base.name}, adapter for extraction",
+        title=f"{base.name}, adapter for {config.task}",
         show_progress=show_progress,
     ).fit()
     adapted.save(config.out_path, base, metadata=_provenance(config, training))
-    return ExtractionResult(model=base.name, out=config.out_path, training=training)
+    return TaskAdapterResult(model=base.name, out=config.out_path, training=training)
 
 
 def _measure(batches: Sequence[ConstrainedBatch]) -> Callable[[Any], Mapping[str, float]]:
@@ -232,9 +227,10 @@ def _measure(batches: Sequence[ConstrainedBatch]) -> Callable[[Any], Mapping[str
     return measure
 
 
-def _split(config: Config) -> tuple[Any, Any, Any]:
-    """What is trained on, and what is evaluated on: kinds, layouts and languages."""
+def _splits(config: Config) -> tuple[Split, Split]:
+    """What is trained on, and what is evaluated on."""
     from pippin.data.synthetic import documents
+    from pippin.recipes.train.task_data import Split
 
     every = {
         "kind": (documents.KINDS, config.held_out_kinds),
@@ -252,7 +248,11 @@ def _split(config: Config) -> tuple[Any, Any, Any]:
         if not left:
             raise InvalidArgument(f"every {what} is held out, so that none is left to train on")
         found.append((left, tuple(held)))
-    return found[0], found[1], found[2]
+    kinds, layouts, languages = found
+    return (
+        Split(kinds[0], layouts[0], languages[0]),
+        Split(kinds[1], layouts[1], languages[1] or languages[0], held_out=True),
+    )
 
 
 def _provenance(config: Config, training: TrainingResult) -> dict[str, Any]:
@@ -260,8 +260,9 @@ def _provenance(config: Config, training: TrainingResult) -> dict[str, Any]:
 
     return {
         "pippin": version("pippin"),
-        "recipe": "extraction",
-        "task": "extract",
+        "recipe": "task-adapter",
+        "task": config.task,
+        "continues": config.adapter and Path(config.adapter).name,
         "steps": len(training.steps),
         "batch_tokens": config.batch_tokens,
         "max_length": config.max_length,

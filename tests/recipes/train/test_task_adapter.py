@@ -1,4 +1,4 @@
-"""The recipe of the adapter for extraction: its data, and that a short run learns from it."""
+"""The recipe of the task adapters: the data of extraction, and that a short run learns from it."""
 
 import random
 
@@ -8,7 +8,8 @@ import pytest
 import pippin
 from pippin.core.errors import InvalidArgument
 from pippin.data.synthetic import documents
-from pippin.recipes.train import extraction, form_data
+from pippin.recipes.train import task_adapter
+from pippin.recipes.train.task_data import Split, extraction as form_data
 from pippin.session.extraction import Form, SourceText
 from pippin.session.extraction.answers import write
 from pippin.session.extraction.prompt import encode_prompt
@@ -48,7 +49,8 @@ def test_the_choices_of_an_example_are_those_that_the_grammar_leaves(model):
 
 def test_batches_are_a_function_of_the_seed_and_their_number(model):
     def stream(seed=1):
-        return extraction.FormStream(model, batch_tokens=900, max_length=700, seed=seed, kinds=["receipt"])
+        sample = form_data.examples(model, Split(kinds=("receipt",)), 700)
+        return task_adapter.ExampleStream(sample, batch_tokens=900, seed=seed)
 
     first = stream()
     batches = [batch for batch, _ in zip(first, range(3), strict=False)]
@@ -61,18 +63,19 @@ def test_batches_are_a_function_of_the_seed_and_their_number(model):
 
 
 def test_a_short_run_learns_and_its_adapter_answers(default_model_path, tmp_path):
-    config = extraction.Config(
-        model=str(default_model_path), out=tmp_path / "adapter", steps=4, batch_tokens=500, max_length=450, rank=4,
+    config = task_adapter.Config(
+        model=str(default_model_path), task="extraction", out=tmp_path / "adapter",
+        steps=4, batch_tokens=500, max_length=450, rank=4,
         held_out_layouts=("thread",), held_out_kinds=("job_posting",), held_out_languages=("it",),
         lr=2e-3, eval_every=4,
     )  # fmt: skip
-    result = extraction.run(config, show_progress=False)
+    result = task_adapter.run(config, show_progress=False)
     assert len(result.training.losses) == 4
     assert result.summary()["steps"] == 4
     assert result.report().rows
     assert result.training.evaluations[-1][1]["loss"] > 0
     written = "".join(path.read_text() for path in (tmp_path / "adapter").glob("*.json"))
-    assert '"task": "extract"' in written
+    assert '"task": "extraction"' in written
     model = pippin.load(default_model_path)
     model.load_adapter("extract", tmp_path / "adapter")
     found = pippin.Session(model).extract(
@@ -80,7 +83,7 @@ def test_a_short_run_learns_and_its_adapter_answers(default_model_path, tmp_path
     )
     assert found.content in ({"total": 12}, {})
     with pytest.raises(InvalidArgument, match="resume"):
-        extraction.run(config, show_progress=False)
+        task_adapter.run(config, show_progress=False)
 
 
 @pytest.mark.parametrize(
@@ -92,4 +95,7 @@ def test_a_short_run_learns_and_its_adapter_answers(default_model_path, tmp_path
 )
 def test_what_cannot_be_held_out_is_refused_before_a_model_is_loaded(tmp_path, held_out, message):
     with pytest.raises(InvalidArgument, match=message):
-        extraction.run(extraction.Config(model="no such model", out=tmp_path / "a", **held_out), show_progress=False)
+        task_adapter.run(
+            task_adapter.Config(model="no such model", task="extraction", out=tmp_path / "a", **held_out),
+            show_progress=False,
+        )
