@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from pippin.evaluate.extraction import ExtractionScore, score
+from pippin.evaluate.extraction import ExtractionScore, choices_of, score
 
 SOURCE = "Dear Ann Roe, on 12 March 2024 at 2 pm you paid 3,50 EUR for two  apples."
 
@@ -35,6 +35,17 @@ def test_what_the_source_does_not_have_is_invented():
     result = score({}, found, SOURCE)
     assert (result.written, result.invented) == (5, 2)
     assert result.invented_share == 0.4
+
+
+@pytest.mark.parametrize(("number", "invented"), [(3.5, 0), (2024, 0), (2023, 1), (35, 0), (36, 1), (2, 0), (-3.5, 0)])
+def test_a_number_needs_its_digits(number, invented):
+    assert score({}, {"a": number}, "in 2024, -3.50 or 3 5").invented == invented
+
+
+def test_values_of_enumerations_are_not_invented():
+    schema = {"properties": {"a": {"anyOf": [{"enum": ["open", 1]}, {"const": "x"}]}, "b": {"type": "string"}}}
+    assert choices_of(schema) == {"open", "x"}
+    assert score({}, {"a": "open", "b": "shut"}, "none", choices=choices_of(schema)).invented == 1
 
 
 def test_nulls_and_whole_extractions():

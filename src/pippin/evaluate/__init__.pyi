@@ -16,6 +16,7 @@ from .calibration import (
 )
 from .canary.audit import CanaryAudit as CanaryAudit
 from .disentanglement import DCI as DCI, dci as dci
+from .extraction import ExtractionScore as ExtractionScore
 from .images.sample_quality import (
     SampleQuality as SampleQuality,
     frechet_distance as frechet_distance,

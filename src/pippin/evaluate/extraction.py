@@ -8,10 +8,11 @@ Notable here:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
+_GROUPED: Final = re.compile(r"(?<=\d)[.,'’ \u00a0\u202f](?=\d)")
 _MARKS: Final = " \t\n\r.,;:!?\"'()[]{}«»„“”‚‘’*_|"
 
 
@@ -24,8 +25,9 @@ class ExtractionScore:
         right: those that were found.
         nulls: leaves that have none.
         nulls_right: those that were left empty.
-        written: leaves that were filled in.
-        invented: those whose text is nowhere in the source.
+        written: leaves that were filled in, but for flags and choices.
+        invented: those that are nowhere in the source. Numbers below 13, which texts spell in words, are not checked,
+            nor are flags and choices.
         whole: extractions.
         whole_right: those in which everything is right.
     """
@@ -62,13 +64,14 @@ class ExtractionScore:
         return self.invented / self.written if self.written else 0.0
 
 
-def score(expected: Any, found: Any, source: str) -> ExtractionScore:
+def score(expected: Any, found: Any, source: str, *, choices: Collection[str] = ()) -> ExtractionScore:
     """Compare what was found with what is true.
 
     Args:
         expected: JSON values, as the schema has them.
         found: the same, of a model; None if it gave no answer.
         source: the text.
+        choices: the values of enumerations (`choices_of`), which a text need not have.
 
     >>> result = score({"to": "Ann Roe", "day": None, "sum": 3.5}, {"to": "ann roe.", "day": "Monday"}, "Dear Ann Roe")
     >>> result.right, result.fields, result.nulls_right, result.invented
@@ -80,12 +83,29 @@ def score(expected: Any, found: Any, source: str) -> ExtractionScore:
     right = sum(_same(value, got.get(path)) for path, value in values.items())
     nulls = [path for path, value in wanted.items() if value is None]
     nulls_right = sum(got.get(path) is None for path in nulls)
-    written = [value for value in got.values() if value is not None and not isinstance(value, bool)]
-    plain = _plain(source)
-    invented = sum(isinstance(value, str) and not _says(source, plain, value) for value in written)
+    written = [
+        value for value in got.values() if value is not None and not isinstance(value, bool) and value not in choices
+    ]
+    plain, digits = _plain(source), _GROUPED.sub("", source)
+    said = [_says(source, plain, each) if isinstance(each, str) else _says_number(digits, each) for each in written]
     whole = right == len(values) and nulls_right == len(nulls) and not extra
     fields = len(values) + len(extra)
-    return ExtractionScore(fields, right, len(nulls), nulls_right, len(written), invented, 1, int(whole))
+    return ExtractionScore(fields, right, len(nulls), nulls_right, len(written), said.count(False), 1, int(whole))
+
+
+def choices_of(schema: Any) -> frozenset[str]:
+    """All texts that enumerations of a JSON Schema name.
+
+    >>> sorted(choices_of({"properties": {"state": {"enum": ["open", "closed", None]}}}))
+    ['closed', 'open']
+    """
+    if isinstance(schema, list):
+        return frozenset().union(*map(choices_of, schema))
+    if not isinstance(schema, dict):
+        return frozenset()
+    named = [*schema.get("enum", ()), schema.get("const")]
+    own = frozenset(each for each in named if isinstance(each, str))
+    return own.union(*(choices_of(each) for key, each in schema.items() if key not in ("enum", "const")))
 
 
 def _leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
@@ -115,6 +135,14 @@ def _same(expected: Any, found: Any) -> bool:
 
 def _plain(text: str) -> str:
     return re.sub(r"\s+", " ", text).strip(_MARKS).casefold()
+
+
+def _says_number(digits: str, value: Any) -> bool:
+    """Whether a text, without the separators in its numbers, has the digits of a number."""
+    if abs(value) < 13:
+        return True
+    spelled = f"{abs(value):.10f}".replace(".", "").rstrip("0")
+    return spelled in digits or str(int(abs(value))) in digits
 
 
 def _says(source: str, plain: str, value: str) -> bool:

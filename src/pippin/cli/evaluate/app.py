@@ -7,6 +7,7 @@ import typer
 from pippin.cli.evaluate.annotators import annotators
 from pippin.cli.evaluate.calibration import calibration
 from pippin.cli.evaluate.composition import composition
+from pippin.cli.evaluate.extraction import extraction
 from pippin.cli.evaluate.images import images
 from pippin.cli.evaluate.panel import panel
 from pippin.cli.evaluate.perplexity import perplexity
@@ -17,6 +18,7 @@ app = typer.Typer(no_args_is_help=True, help="Evaluate models, guardrails, predi
 app.command()(annotators)
 app.command()(calibration)
 app.command()(composition)
+app.command()(extraction)
 app.command()(images)
 app.command()(panel)
 app.command()(perplexity)

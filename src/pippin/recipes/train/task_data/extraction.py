@@ -254,6 +254,48 @@ def examples(model: LanguageModel, split: Split, max_length: int) -> ExampleSamp
     return sample
 
 
+@dataclass(frozen=True)
+class FormItem:
+    """A document, a schema, and the value that is right.
+
+    Attributes:
+        text: the document.
+        language: its language.
+        schema: the JSON Schema of the form.
+        expected: the value, as the schema has it.
+        kind: kind of the document.
+        layout: its layout.
+    """
+
+    text: str
+    language: str
+    schema: dict[str, Any]
+    expected: Any
+    kind: str
+    layout: str
+
+
+def items(count: int, *, seed: int, split: Split) -> list[FormItem]:
+    """Documents with forms and the values that are right, to evaluate on.
+
+    Args:
+        count: how many.
+        seed: of the documents and forms.
+        split: the documents that may occur.
+    """
+    rng, found = random.Random(f"items/{seed}"), list[FormItem]()
+    while len(found) < count:
+        task = sample_task(rng, split.kinds, split.languages, split.layouts_of)
+        document = task.document
+        try:
+            form = Form(task.schema, SourceText(document.text, language=document.language))
+            expected = form.read(write(form, task.answers)).value
+        except (InvalidArgument, EmptySchema):
+            continue
+        found.append(FormItem(document.text, document.language, task.schema, expected, document.kind, document.layout))
+    return found
+
+
 # --- tokens -----------------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,153 @@
+"""How right a model fills in forms: `Session.extract` on generated documents whose facts are known.
+
+Notable here:
+- documents and forms are a function of the seed, so that two models are asked the same
+- kinds, layouts and languages can be chosen, to evaluate an adapter on those that it was not trained on
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pippin.core import progress
+from pippin.core.checks import PositiveInt, checked
+from pippin.core.errors import InvalidArgument, PippinError
+from pippin.core.options import Option
+from pippin.engine.options import Device, DType
+from pippin.recipes import options
+
+if TYPE_CHECKING:
+    from pippin.core.report import Report
+    from pippin.evaluate.extraction import ExtractionScore
+    from pippin.recipes.train.task_data import Split
+
+_DATA = "Data"
+
+
+@checked
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Settings of a measurement."""
+
+    model: options.Model
+    adapter: Annotated[str | None, Option("Folder of an adapter; none for the model itself.", None, "PATH|none")] = None
+    items: Annotated[PositiveInt, Option("Number of documents, each with a form.", _DATA)] = 200
+    kinds: Annotated[
+        tuple[str, ...], Option("Kinds of documents; all without any.", _DATA, "NAMES", parse=options.names)
+    ] = ()
+    layouts: Annotated[tuple[str, ...], Option("Layouts of documents.", _DATA, "NAMES", parse=options.names)] = ()
+    languages: Annotated[tuple[str, ...], Option("Their languages.", _DATA, "TAGS", parse=options.names)] = ()
+    seed: options.Seed = 0
+    device: Device = None
+    dtype: DType = "auto"
+
+
+@dataclass(frozen=True)
+class ExtractionEvaluation:
+    """What was measured.
+
+    Attributes:
+        model: name of the model.
+        adapter: the adapter, None for the model itself.
+        score: counts over all documents.
+        failed: documents for which there was no answer.
+        seconds: of all answers.
+    """
+
+    model: str
+    adapter: str | None
+    score: ExtractionScore
+    failed: int
+    seconds: float
+
+    def summary(self) -> dict[str, Any]:
+        """The result as JSON values."""
+        score = self.score
+        return {
+            "model": self.model,
+            "adapter": self.adapter,
+            "items": score.whole,
+            "fields": score.fields,
+            "right": score.accuracy,
+            "nulls": score.nulls,
+            "nulls_right": score.null_accuracy,
+            "invented": score.invented,
+            "whole_right": score.whole_right / score.whole,
+            "failed": self.failed,
+            "seconds_per_item": self.seconds / score.whole,
+        }
+
+    def report(self) -> Report:
+        """Shares of the fields that are right, of empty ones, of whole documents, and the time of one."""
+        from pippin.core.report import Report, Row
+
+        found = self.summary()
+        rows = [
+            Row("fields right", found["right"]),
+            Row("fields", self.score.fields),
+            Row("empty fields left empty", found["nulls_right"]),
+            Row("empty fields", self.score.nulls),
+            Row("invented values", self.score.invented),
+            Row("documents with everything right", found["whole_right"]),
+            Row("no answer", self.failed),
+            Row("seconds for a document", found["seconds_per_item"]),
+        ]
+        name = self.model if self.adapter is None else f"{self.model} with {self.adapter}"
+        return Report(f"{name} on {self.score.whole} documents", rows)
+
+
+def run(config: Config, *, show_progress: bool = True) -> ExtractionEvaluation:
+    """Measure how many fields a model fills in right.
+
+    Args:
+        config: the settings.
+        show_progress: whether progress is shown on stderr.
+
+    Raises:
+        InvalidArgument: a kind, layout or language that there is not.
+        ModelNotFound, CheckpointError: the model or the adapter cannot be loaded.
+    """
+    from pippin.evaluate.extraction import ExtractionScore, choices_of, score
+    from pippin.language.language_model import load
+    from pippin.recipes.train.task_data import extraction
+    from pippin.session.session import Session
+
+    split = _split(config)
+    model = load(config.model, device=config.device, dtype=config.dtype)
+    if config.adapter is not None:
+        model.load_adapter("evaluated", config.adapter)
+    session = Session(model)
+    total, failed, seconds = ExtractionScore(), 0, 0.0
+    with progress.bar(config.items, config.model, unit="documents", show_progress=show_progress) as shown:
+        for item in extraction.items(config.items, seed=config.seed, split=split):
+            begin, found = time.perf_counter(), None
+            try:
+                found = session.extract(
+                    item.text,
+                    item.schema,
+                    language=item.language,
+                    adapter=None if config.adapter is None else "evaluated",
+                ).content
+            except PippinError:  # counted: every field of the document is wrong
+                failed += 1
+            seconds += time.perf_counter() - begin
+            total += score(item.expected, found, item.text, choices=choices_of(item.schema))
+            shown.advance(1)
+    return ExtractionEvaluation(model.name, config.adapter, total, failed, seconds)
+
+
+def _split(config: Config) -> Split:
+    from pippin.data.synthetic import documents
+    from pippin.recipes.train.task_data import Split
+
+    layouts = {name for kind in documents.KINDS for name in documents.layouts(kind)}
+    for what, given, known in (
+        ("kind", config.kinds, documents.KINDS),
+        ("layout", config.layouts, sorted(layouts)),
+        ("language", config.languages, documents.LANGUAGES),
+    ):
+        if unknown := [name for name in given if name not in known]:
+            raise InvalidArgument(f"there is no {what} {unknown[0]!r}; there are {', '.join(known)}")
+    return Split(config.kinds, config.layouts, config.languages)
