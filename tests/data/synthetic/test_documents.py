@@ -96,6 +96,20 @@ def test_kinds_ask_for_different_things():
     assert len(set(names)) == len(names)
 
 
+def test_a_document_keeps_to_one_theme():
+    seen = set()
+    for seed in range(150):
+        facts = documents.sample("appointment", language="en", layout="lines", seed=seed).values
+        brought = " ".join(each.text for each in facts["bring"] or ())
+        theme = "garage" if "car keys" in brought or "tire" in brought else "doctor" if "insurance card" in brought else ""
+        seen.add(theme)
+        if theme == "garage" and facts["specialist"]:
+            assert not facts["specialist"].text.startswith("Dr.")
+        if theme == "doctor" and facts["provider"]:
+            assert not any(each in facts["provider"].text for each in ("Motors", "Garage", "Auto", "Hair", "Barbers"))
+    assert {"garage", "doctor"} <= seen
+
+
 @pytest.mark.parametrize("change", [{"kind": "poem"}, {"language": "la"}, {"layout": "spiral"}])
 def test_what_there_is_not_is_refused(change):
     wanted = {"kind": "invoice", "language": "en", "layout": "table"} | change

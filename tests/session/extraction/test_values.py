@@ -252,6 +252,7 @@ def test_date_times_that_babel_formats_are_read_back(locale):
         ("12e63", "12e63", "12" + "0" * 63),
         ("1.5e-3", "1.5e-3", "0.0015"),
         ("1.5 × 10⁶", "1.5 × 10⁶", "1500000"),
+        ("1.5 x 10^6", "1.5 x 10^6", "1500000"),
         ("€12", "12", "12"),
         ("12€", "12", "12"),
         ("$1,234.50", "1,234.50", "1234.50"),
@@ -273,6 +274,15 @@ def test_date_times_that_babel_formats_are_read_back(locale):
 )
 def test_numbers_in_digits(text, span, value):
     assert [(text[c.start : c.end], c.value, c.inner) for c in find_numbers(text)] == [(span, value, False)]
+
+
+def test_a_price_after_a_quantity_is_no_power_of_ten():
+    assert [each.value for each in find_numbers("19 x 106.92 EUR, 3 x 105 EUR")] == ["19", "106.92", "3", "105"]
+
+
+def test_the_end_of_a_number_of_a_document_is_no_year():
+    found = find_dates("invoice X71/3681 of 24 Aug '27", language="en")
+    assert [each.value for each in found] == ["2027-08-24"]
 
 
 @pytest.mark.parametrize(

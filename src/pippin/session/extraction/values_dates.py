@@ -63,7 +63,7 @@ _LINK: Final = (
 )
 _ORDINAL: Final = r"(?:st|nd|rd|th|er|re|ste|de|e|[oº]|[aª]|°|-a|-е|-го|إ)?"
 _DAY_LEFT: Final = re.compile(rf"(?<!\d)(?<!\d[.,/:])(\d{{1,2}}){SPACE}?{_ORDINAL}(?!\w){_LINK}$", re.IGNORECASE)
-_YEAR_DAY_LEFT: Final = re.compile(rf"(?<!\d)(\d{{4}}){_LINK}(?<!\d)(\d{{1,2}}){_LINK}$", re.IGNORECASE)
+_YEAR_DAY_LEFT: Final = re.compile(rf"(?<![\d/_-])(\d{{4}}){_LINK}(?<!\d)(\d{{1,2}}){_LINK}$", re.IGNORECASE)
 _YEAR_LEFT: Final = re.compile(rf"(?<!\d)(\d{{4}}){_LINK}$", re.IGNORECASE)
 _YEAR_RIGHT: Final = re.compile(rf"{_LINK}(\d{{4}})(?!\d|[.,]\d)", re.IGNORECASE)
 _SHORT_YEAR_RIGHT: Final = re.compile(r"(?:[-/.]|\.? ?['’]|\.? )(\d\d)(?![\w:%€$£]|[.,/-]\d)")

@@ -48,7 +48,7 @@ _ORDINAL: Final = re.compile(
     r"(?:st|nd|rd|th|er|ère|re|[eè]me|ième|e|de|nde|ste|\.?[ºª]|ᵉʳ|ᵗʰ|ⁿᵈ|ʳᵈ|ˢᵗ|ᵉ)(?!\w)", re.IGNORECASE
 )
 _EXPONENT: Final = re.compile(
-    r"[eE]([+-]?\d{1,2})(?![\w.])|[ \u00a0]?[×x·][ \u00a0]?10\^?([-−]?\d{1,2}|[⁻⁰¹²³⁴-⁹]+)(?!\w)"
+    r"[eE]([+-]?\d{1,2})(?![\w.])|[ \u00a0]?[×x·][ \u00a0]?10(\^[-−]?\d{1,2}|[⁻⁰¹²³⁴-⁹]+)(?!\w)"
 )
 _SUPERSCRIPT: Final = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹−", "-0123456789-")
 _UNIT: Final = re.compile(r"[^\W\d_]{1,7}[²³]?(?![\w]|[-/]\d)")
@@ -259,7 +259,7 @@ def _candidates(plain: str, run: _Run, marks: _Marks) -> Iterator[Candidate]:
     money = _CURRENCY_LEFT.search(left) or _CURRENCY_RIGHT.match(right)
     value, ambiguous = _read(number, marks, money is not None)
     if exponent:
-        power = (exponent[1] or exponent[2]).translate(_SUPERSCRIPT)
+        power = (exponent[1] or exponent[2].lstrip("^")).translate(_SUPERSCRIPT)
         if re.fullmatch(r"-?\d{1,2}|\+\d{1,2}", power):
             value, end = _times_ten(value, int(power)), end + exponent.end()
     elif scale := SCALE.match(right):

@@ -51,6 +51,7 @@ class Contents:
     Attributes:
         one_line: whether values that often take several lines keep to one.
         said: phrases without facts that have been used.
+        theme: which of the lists `words NAME/THEME` of the kind the document draws from.
         leaves: present values by path, "total" or "vendor.name".
         lists: present lists by name, each of dicts by the names of the present columns.
     """
@@ -61,6 +62,8 @@ class Contents:
         self.raws: dict[str, Any] = {}
         self.one_line = False
         self.said: set[Phrase] = set()
+        themes = sorted({each.partition("/")[2] for each in kind.words} - {""})
+        self.theme = rng.choice(themes) if themes else ""
         self.leaves: dict[str, Leaf] = {}
         self.lists: dict[str, list[dict[str, Leaf]]] = {}
         for form in kind.fields:
@@ -174,7 +177,7 @@ class Contents:
 
     def draw(self, name: str) -> str:
         """A random value for `@name`: from the words of the kind, else of the language, or a generator."""
-        if listed := self.kind.words.get(name):
+        if listed := self.kind.words.get(f"{name}/{self.theme}") or self.kind.words.get(name):
             return self.written(self.rng.choice(listed[self.language]))
         return names.draw(name, self.style, self.rng)
 

@@ -7,6 +7,7 @@ Notable here:
 - `value NAME = ...` lines give the phrases of a choice or a flag (yes, no), [brackets] around the words that count
 - `  sub` opens a field of the items of a list or of a record; `item` is how an item can be written in a line
 - `words NAME = ...` is a list of phrases for `GENERATOR` or `@NAME`, beside those of `words/LANGUAGE.txt`
+- `words NAME/THEME = ...` is such a list for the documents of one theme: a document draws from one theme only
 - after `[LANGUAGE]`, a line is a sentence: one with `^` may open a text, one with `~` states nothing that is asked
 """
 
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Final, cast
 
 from pippin.core.errors import InvalidInput
-from pippin.data.synthetic.documents.grammar import Phrase, parse, slots, variants
+from pippin.data.synthetic.documents.grammar import Phrase, draws, parse, slots, variants
 from pippin.data.synthetic.documents.schema import FieldKind, FieldSpec
 
 LANGUAGES: Final = ("en", "de", "fr", "es", "it")
@@ -237,5 +238,5 @@ def _aliases(form: FieldForm) -> list[str]:
     found = [camel(form.name), *form.extra_aliases]
     for language in LANGUAGES:
         for phrase in form.labels.get(language, ()):
-            found += [slug(each) for each in variants(phrase, 6)]
+            found += [slug(each) for each in variants(phrase, 6)] if not draws(phrase) else []
     return list(dict.fromkeys(each for each in found if len(each) > 1 and each != form.name))
