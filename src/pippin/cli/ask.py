@@ -81,7 +81,7 @@ def ask(
         session = pippin.Session(
             provider,
             instructions=instructions,
-            adapter=options.ADAPTER if adapter else None,
+            adapter=options.adapter_name(adapter),
             guardrails=None if guardrails == "off" else getattr(Guardrails, guardrails)(locale="*"),
         )
         if as_json or not (is_text or terminal.watched(sys.stdout)):

@@ -172,7 +172,7 @@ def chat(
     import pippin
 
     with options.provider(model, url, model_options, adapter) as provider:
-        session = pippin.Session(provider, instructions=instructions, adapter=options.ADAPTER if adapter else None)
+        session = pippin.Session(provider, instructions=instructions, adapter=options.adapter_name(adapter))
         conversation = Chat(session, sampling, at_keyboard=terminal.watched(sys.stdin) and terminal.watched(sys.stdout))
         if conversation.at_keyboard:
             terminal.note(f"{provider.name}; /help for help, Ctrl-D to leave")

@@ -78,7 +78,7 @@ def extract(
         options.provider(model, None, ModelOptions(device=device, dtype=dtype), adapter) as provider,
         progress.busy(f"reading {len(text):,} characters and filling in", show_progress=not as_json),
     ):
-        session = Session(provider, adapter=options.ADAPTER if adapter else None)
+        session = Session(provider, adapter=options.adapter_name(adapter))
         found = session.extract(text, target, question=question, language=language, region=region)
     if as_json:
         printed = {"model": provider.name, "content": found.content, "spans": list(map(_span, found.spans))}

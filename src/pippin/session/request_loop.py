@@ -135,7 +135,7 @@ class RequestLoop:
             tuple(self.tools.values()),
             self.schema,
             options,
-            session.adapter,
+            settings.adapter(),
             self.cancel,
             session._provider_memory(settings.provider),
         )

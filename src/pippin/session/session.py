@@ -21,6 +21,7 @@ from pippin.core.checks import PositiveFloat, PositiveInt, checked
 from pippin.core.errors import ConcurrentRequests, InvalidArgument, InvalidInput, TranscriptMutation
 from pippin.data.text.tool_dialect_name import ToolDialectName
 from pippin.language.language_model import LanguageModel
+from pippin.language.task_adapters import Task
 from pippin.session.history import HistoryPolicy
 from pippin.session.hooks import Hooks
 from pippin.session.options import GenerationOptions
@@ -67,7 +68,9 @@ class Session:
         history: history policy for long conversations; None for all of it.
         guardrails: rules for input and output; None for none.
         skills: instructions and tools that the model loads when it needs them.
-        adapter: name of a loaded adapter (`LanguageModel.load_adapter`).
+        task: what the session is for: "extraction", "tools", "summaries" or "classification"; None for anything.
+        adapter: name of a loaded adapter (`LanguageModel.load_adapter`); "auto" for the adapter that comes with Pippin
+            for the task, if this model has one (with tools and no task, that of tool calls); None for the model itself.
         on_error: "revert" restores the transcript after a failed or cancelled request; "preserve" keeps the prompt, the
             tools' outputs and the partial answer.
         max_tool_rounds: maximum number of consecutive rounds of tool calls.
@@ -100,7 +103,8 @@ class Session:
         history: HistoryPolicy | None = None,
         guardrails: Guardrails | None = None,
         skills: Skills | None = None,
-        adapter: str | None = None,
+        task: Task | None = None,
+        adapter: str | None = "auto",
         on_error: OnError = "revert",
         max_tool_rounds: PositiveInt = 8,
         tool_timeout: PositiveFloat | None = 60.0,
@@ -109,7 +113,7 @@ class Session:
     ) -> None:
         self.tools = as_tools(tools)
         self.hooks, self.profile, self.history, self.guardrails = hooks, profile, history, guardrails
-        self.skills, self.adapter, self.on_error = skills, adapter, on_error
+        self.skills, self.task, self.adapter, self.on_error = skills, task, adapter, on_error
         self.max_tool_rounds, self.tool_timeout, self.tool_dialect = max_tool_rounds, tool_timeout, tool_dialect
         self._providers: dict[str | Path | int, Provider] = {}  # by reference, or by the identity of a loaded model
         self.provider = self._provider(model)
@@ -290,7 +294,8 @@ class Session:
             options: options for sampling and stopping; the likeliest parts are chosen unless a temperature is given.
             language: tag of the text's language, for dates and numbers that can be read in two ways; None detects it.
             region: country such as "US", for the same.
-            adapter: name of a loaded adapter; "auto" for that of the session, None for the model itself.
+            adapter: name of a loaded adapter; "auto" for that of the session, which is the adapter for extraction that
+                comes with Pippin unless it has another; None for the model itself.
             part_tokens: most tokens of a part of a long text; None for 700, or less in a small context.
             on_progress: called with the characters that were read, and those that there are.
 
@@ -307,6 +312,8 @@ class Session:
         """
         from pippin.session.extraction.extract import extract
 
+        if adapter == "auto":
+            adapter = self.provider.task_adapter("extraction") if self.adapter == "auto" else self.adapter
         return extract(
             self,
             source,
@@ -315,7 +322,7 @@ class Session:
             options=options,
             language=language,
             region=region,
-            adapter=self.adapter if adapter == "auto" else adapter,
+            adapter=adapter,
             part_tokens=part_tokens or min(700, (self.provider.context_size or 8192) // 4),
             on_progress=on_progress,
         )
@@ -390,7 +397,7 @@ class Session:
         return ProviderRequest(
             transcript,
             tuple(settings.tools().values()),
-            adapter=self.adapter,
+            adapter=settings.adapter(),
             memory=self._provider_memory(settings.provider),
         )
 

@@ -65,6 +65,13 @@ class RequestSettings:
             raise InvalidArgument("tool_calling is required, but the session has no tools")
         return as_tools(tools)
 
+    def adapter(self) -> str | None:
+        """The adapter of the request: the session's, or that of its task; with tools, their calls are the task."""
+        if self.session.adapter != "auto":
+            return self.session.adapter
+        task = self.session.task or ("tools" if self.tools() else None)
+        return None if task is None else self.provider.task_adapter(task)
+
     def view(self, transcript: Transcript) -> Transcript:
         """The transcript with the profile's instructions."""
         if self.profile.instructions is None:

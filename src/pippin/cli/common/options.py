@@ -37,7 +37,12 @@ Url = Annotated[
 ]
 Adapter = Annotated[
     list[Path] | None,
-    typer.Option(metavar="FOLDER", help="LoRA adapter to use; several are summed.", rich_help_panel=MACHINE),
+    typer.Option(
+        metavar="FOLDER|none",
+        help="LoRA adapter to use instead of the one that comes with Pippin for the task; several are summed. none is "
+        "the model itself.",
+        rich_help_panel=MACHINE,
+    ),
 ]
 Instructions = Annotated[str | None, typer.Option("--instructions", "-i", help="System instructions for the model.")]
 
@@ -46,6 +51,18 @@ ANSWER: Final = GenerationOptions(max_tokens=512)
 HERE: Final = ModelOptions()
 ADAPTER: Final = "given"
 """Name of the summed adapters in sessions."""
+_NONE: Final = Path("none")
+
+
+def adapter_name(adapters: Sequence[Path] | None) -> str | None:
+    """The adapter of a session for the given folders; that of the task without any.
+
+    >>> adapter_name(None), adapter_name([Path("none")]), adapter_name([Path("mine")])
+    ('auto', None, 'given')
+    """
+    if not adapters:
+        return "auto"
+    return None if list(adapters) == [_NONE] else ADAPTER
 
 
 def load(model: str, model_options: ModelOptions = HERE) -> LanguageModel:
@@ -122,7 +139,7 @@ def _local(model: str, model_options: ModelOptions, adapters: Sequence[Path]) ->
     if model_options.prompt_cache is not None:
         prompt_cache.check_writable(model_options.prompt_cache)
     loaded = load(model, model_options)
-    if adapters:
+    if adapters and list(adapters) != [_NONE]:
         load_adapters(loaded, ADAPTER, adapters)
     guess = None
     if model_options.speculate is not None:

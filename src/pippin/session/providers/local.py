@@ -28,7 +28,10 @@ from pippin.engine.options import SamplingOptions
 from pippin.engine.request import Finished, Request, Token
 from pippin.engine.thinking import Thinking
 from pippin.engine.token_ids import common_prefix
+from pippin.language import task_adapters
+from pippin.language.decoder import Decoder
 from pippin.language.language_model import LanguageModel, load
+from pippin.language.task_adapters import Task
 from pippin.session import chat_format
 from pippin.session.providers.provider import (
     Capabilities,
@@ -128,6 +131,15 @@ class LocalModel(Provider):
         self.engine.check(one, SamplingOptions())
         common = one[: common_prefix(one, other)]
         return self.engine.prefill(common, adapter=request.adapter, owner=request.owner)
+
+    def task_adapter(self, task: Task) -> str | None:
+        """See `Provider.task_adapter`.
+
+        Raises:
+            CorruptedFile: its weights are damaged.
+        """
+        known = isinstance(self.model.network, Decoder)
+        return task_adapters.load(self.model, task) if known else None
 
     def _encode(self, request: ProviderRequest, *, budget: int = 0) -> list[int]:
         if request.ids is not None:

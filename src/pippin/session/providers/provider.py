@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from pippin.core.errors import UnsupportedCapability, UnsupportedContent
 from pippin.engine.request import Token
+from pippin.language.task_adapters import Task
 from pippin.session.options import GenerationOptions
 from pippin.session.response import Timing, Usage
 from pippin.session.tools import ToolDefinition
@@ -161,6 +162,10 @@ class Provider(ABC):
         The text of the last prompt is the beginning of the coming one.
         """
         return 0
+
+    def task_adapter(self, task: Task) -> str | None:
+        """The name of the adapter that comes with Pippin for a task of this model, loaded; None if there is none."""
+        return None
 
 
 def require(provider: Provider, request: ProviderRequest) -> None:

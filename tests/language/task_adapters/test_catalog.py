@@ -1,0 +1,116 @@
+"""The adapters that come with Pippin: whole, for their model only, and used for their task only."""
+
+import json
+
+import pytest
+import torch
+
+import pippin
+from pippin.core.errors import CorruptedFile
+from pippin.core.files import sha256_of
+from pippin.language import task_adapters
+from pippin.language.adapter_files import WEIGHTS
+from pippin.language.task_adapters import catalog
+from pippin.shape.lora import LowRankModel
+
+
+@pytest.fixture
+def loaded(default_model_path):
+    """The default model, to which nothing else of these tests has been added."""
+    return pippin.load(default_model_path, device="cpu", dtype="float32")
+
+
+@pytest.fixture
+def made(loaded, default_model_path, tmp_path, monkeypatch):
+    """A catalog with one adapter that changes a lot, for tool calls and for extraction."""
+    dense = pippin.load(default_model_path, device="cpu", dtype="float32", pack=False)
+    adapted = LowRankModel(dense.module, rank=2, alpha=64.0, targets=["o_proj"])
+    for up in adapted.up.values():
+        torch.nn.init.normal_(up, generator=torch.Generator().manual_seed(0))
+    entries = []
+    for task in ("tools", "extraction"):
+        adapted.save(tmp_path / task, dense, metadata={"task": task, "seed": 3})
+        config = dense.config
+        weights = tmp_path / task / WEIGHTS
+        entries.append(
+            {
+                "name": task,
+                "model": "smollm2-135m",
+                "task": task,
+                "shape": [len(config.layers), config.hidden_size, config.vocab_size],
+                "sha256": sha256_of(weights),
+                "size": weights.stat().st_size,
+            }
+        )
+    (tmp_path / "catalog.json").write_text(json.dumps(entries))
+    monkeypatch.setattr(catalog, "FOLDER", tmp_path)
+    catalog.task_adapters.cache_clear()
+    yield tmp_path
+    catalog.task_adapters.cache_clear()
+
+
+def test_every_adapter_is_the_file_of_the_catalog():
+    for each in task_adapters.task_adapters():
+        assert sha256_of(each.path / WEIGHTS) == each.sha256
+        assert (each.path / WEIGHTS).stat().st_size == each.size < 12_000_000
+        assert each.provenance["task"] == each.task
+        assert each.provenance["evaluations"]
+
+
+def test_every_adapter_belongs_to_its_model(loaded):
+    for each in task_adapters.task_adapters():
+        if each.model == "smollm2-135m":
+            assert task_adapters.find(loaded, each.task) == each
+            assert task_adapters.load(loaded, each.task) == each.name
+            assert loaded.adapter(each.name).changes
+
+
+def test_an_adapter_is_loaded_once_and_for_its_model_alone(made, loaded, tiny):
+    assert task_adapters.find(tiny, "tools") is None
+    assert task_adapters.load(tiny, "tools") is None
+    assert task_adapters.load(loaded, "summaries") is None
+    assert task_adapters.load(loaded, "tools") == "tools"
+    first = loaded.adapter("tools")
+    assert task_adapters.load(loaded, "tools") == "tools"
+    assert loaded.adapter("tools") is first
+    assert task_adapters.find(loaded, "tools").provenance == {"task": "tools", "seed": 3}
+
+
+def test_a_damaged_adapter_is_refused(made, loaded):
+    path = made / "tools" / WEIGHTS
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    with pytest.raises(CorruptedFile, match="reinstall"):
+        task_adapters.load(loaded, "tools")
+    assert "tools" not in loaded.adapters
+
+
+def test_a_session_takes_the_adapter_of_its_task(made, loaded):
+    text, form = "Order 4711, total 12.50 EUR", {"properties": {"total": {"type": "number"}}}
+
+    def confidence(session, **more):
+        found = session.extract(text, form, **more)
+        return None if found.span("total") is None else found.span("total").confidence
+
+    plain = confidence(pippin.Session(loaded, adapter=None))
+    assert "extraction" not in loaded.adapters
+    adapted = confidence(pippin.Session(loaded))
+    assert "extraction" in loaded.adapters
+    assert adapted != plain
+    assert confidence(pippin.Session(loaded), adapter=None) == plain
+    assert confidence(pippin.Session(loaded, adapter="extraction")) == adapted
+
+
+def test_tools_are_a_task_unless_the_session_has_another(made, loaded):
+    def clock() -> str:
+        """The time."""
+        return "12:00"
+
+    def adapter(**more):
+        return pippin.Session(loaded, **more)._settings(pippin.GenerationOptions()).adapter()
+
+    assert adapter() is None
+    assert adapter(tools=[clock]) == "tools"
+    assert adapter(tools=[clock], adapter=None) is None
+    assert adapter(task="extraction") == "extraction"
+    assert adapter(task="summaries", tools=[clock]) is None
+    assert adapter(adapter="mine", tools=[clock]) == "mine"
