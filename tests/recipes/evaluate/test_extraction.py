@@ -4,11 +4,11 @@ import pytest
 
 from pippin.core.errors import InvalidArgument
 from pippin.recipes.evaluate import extraction
-from pippin.recipes.train.task_data import Split, extraction as form_data
+from pippin.recipes.train.task_data import ExampleSplit, extraction as form_data
 
 
 def test_items_are_a_function_of_the_seed_and_their_values_stand_in_them():
-    split = Split(kinds=("receipt",), layouts=("table",), languages=("de",))
+    split = ExampleSplit(kinds=("receipt",), layouts=("table",), languages=("de",))
     items = form_data.items(8, seed=3, split=split)
     assert items == form_data.items(8, seed=3, split=split)
     assert items[0].text != form_data.items(1, seed=4, split=split)[0].text

@@ -9,7 +9,7 @@ import pippin
 from pippin.core.errors import InvalidArgument
 from pippin.data.synthetic import documents
 from pippin.recipes.train import task_adapter
-from pippin.recipes.train.task_data import Split, extraction as form_data
+from pippin.recipes.train.task_data import ExampleSplit, extraction as form_data
 from pippin.session.extraction import Form, SourceText
 from pippin.session.extraction.answers import write
 from pippin.session.extraction.prompt import encode_prompt
@@ -49,7 +49,7 @@ def test_the_choices_of_an_example_are_those_that_the_grammar_leaves(model):
 
 def test_batches_are_a_function_of_the_seed_and_their_number(model):
     def stream(seed=1):
-        sample = form_data.examples(model, Split(kinds=("receipt",)), 700)
+        sample = form_data.examples(model, ExampleSplit(kinds=("receipt",)), 700)
         return task_adapter.ExampleStream(sample, batch_tokens=900, seed=seed)
 
     first = stream()

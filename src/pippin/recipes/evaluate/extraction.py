@@ -21,7 +21,7 @@ from pippin.recipes import options
 if TYPE_CHECKING:
     from pippin.core.report import Report
     from pippin.evaluate.extraction import ExtractionScore
-    from pippin.recipes.train.task_data import Split
+    from pippin.recipes.train.task_data import ExampleSplit
 
 _DATA = "Data"
 
@@ -138,9 +138,9 @@ def run(config: Config, *, show_progress: bool = True) -> ExtractionEvaluation:
     return ExtractionEvaluation(model.name, config.adapter, total, failed, seconds)
 
 
-def _split(config: Config) -> Split:
+def _split(config: Config) -> ExampleSplit:
     from pippin.data.synthetic import documents
-    from pippin.recipes.train.task_data import Split
+    from pippin.recipes.train.task_data import ExampleSplit
 
     layouts = {name for kind in documents.KINDS for name in documents.layouts(kind)}
     for what, given, known in (
@@ -150,4 +150,4 @@ def _split(config: Config) -> Split:
     ):
         if unknown := [name for name in given if name not in known]:
             raise InvalidArgument(f"there is no {what} {unknown[0]!r}; there are {', '.join(known)}")
-    return Split(config.kinds, config.layouts, config.languages)
+    return ExampleSplit(config.kinds, config.layouts, config.languages)

@@ -288,7 +288,7 @@ def _condition_spec(images: ImageSet, kind: str, encoder: PromptEncoder | None) 
 
 
 def _divide(count: int, share: float, seed: int) -> tuple[list[int], list[int]]:
-    """Split into indices of training images and of held-out images."""
+    """ExampleSplit into indices of training images and of held-out images."""
     import numpy as np
 
     held_out = min(MAX_HELD_OUT, round(share * count))

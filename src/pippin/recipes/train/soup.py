@@ -189,7 +189,7 @@ def _find_domains(config: Config, *, show_progress: bool) -> tuple[Domains, list
 
 
 def passages(records: Iterable[TrainingRecord]) -> list[TrainingRecord]:
-    """Split long texts into passages at line breaks.
+    """ExampleSplit long texts into passages at line breaks.
 
     >>> from pippin.data.records import TrainingRecord
     >>> [len(part.text) for part in passages([TrainingRecord("a.txt", text="0123456789\\n" * 500)])]

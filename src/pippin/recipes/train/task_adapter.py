@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pippin.core.report import Report
     from pippin.language.constrained_objective import ConstrainedBatch, ConstrainedExample
     from pippin.language.language_model import LanguageModel
-    from pippin.recipes.train.task_data import ExampleSampler, Split
+    from pippin.recipes.train.task_data import ExampleSampler, ExampleSplit
     from pippin.train import TrainingResult
 
 _DATA, _ADAPTER = "Data", "Adapter"
@@ -148,7 +148,7 @@ class ExampleStream:
             size += len(example.ids)
 
 
-def samplers() -> dict[Task, Callable[[LanguageModel, Split, int], ExampleSampler]]:
+def samplers() -> dict[Task, Callable[[LanguageModel, ExampleSplit, int], ExampleSampler]]:
     """The data of each task: a function of the model, the split and the most tokens of an example."""
     from pippin.recipes.train import task_data
 
@@ -227,10 +227,10 @@ def _measure(batches: Sequence[ConstrainedBatch]) -> Callable[[Any], Mapping[str
     return measure
 
 
-def _splits(config: Config) -> tuple[Split, Split]:
+def _splits(config: Config) -> tuple[ExampleSplit, ExampleSplit]:
     """What is trained on, and what is evaluated on."""
     from pippin.data.synthetic import documents
-    from pippin.recipes.train.task_data import Split
+    from pippin.recipes.train.task_data import ExampleSplit
 
     every = {
         "kind": (documents.KINDS, config.held_out_kinds),
@@ -250,8 +250,8 @@ def _splits(config: Config) -> tuple[Split, Split]:
         found.append((left, tuple(held)))
     kinds, layouts, languages = found
     return (
-        Split(kinds[0], layouts[0], languages[0]),
-        Split(kinds[1], layouts[1], languages[1] or languages[0], held_out=True),
+        ExampleSplit(kinds[0], layouts[0], languages[0]),
+        ExampleSplit(kinds[1], layouts[1], languages[1] or languages[0], held_out=True),
     )
 
 

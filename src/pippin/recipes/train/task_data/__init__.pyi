@@ -1,6 +1,6 @@
 from . import extraction as extraction
 from .examples import (
     ExampleSampler as ExampleSampler,
-    Split as Split,
+    ExampleSplit as ExampleSplit,
     constrained_example as constrained_example,
 )

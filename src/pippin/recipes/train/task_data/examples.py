@@ -24,7 +24,7 @@ ExampleSampler: TypeAlias = "Callable[[random.Random], ConstrainedExample | None
 
 
 @dataclass(frozen=True)
-class Split:
+class ExampleSplit:
     """The part of the data that examples come from.
 
     Attributes:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 from pippin.core.errors import EmptySchema, InvalidArgument
 from pippin.data.synthetic import documents
 from pippin.data.synthetic.documents import Document, Fact, FieldSpec
-from pippin.recipes.train.task_data.examples import ExampleSampler, Split, constrained_example
+from pippin.recipes.train.task_data.examples import ExampleSampler, ExampleSplit, constrained_example
 from pippin.session.extraction.answers import KnownValue, write
 from pippin.session.extraction.form import Form
 from pippin.session.extraction.source import SourceText
@@ -237,7 +237,7 @@ def _styled(words: str, style: str) -> str:
     return "_".join(parts)
 
 
-def examples(model: LanguageModel, split: Split, max_length: int) -> ExampleSampler:
+def examples(model: LanguageModel, split: ExampleSplit, max_length: int) -> ExampleSampler:
     """A sampler of documents with forms.
 
     Args:
@@ -275,7 +275,7 @@ class FormItem:
     layout: str
 
 
-def items(count: int, *, seed: int, split: Split) -> list[FormItem]:
+def items(count: int, *, seed: int, split: ExampleSplit) -> list[FormItem]:
     """Documents with forms and the values that are right, to evaluate on.
 
     Args:
