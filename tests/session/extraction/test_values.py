@@ -280,6 +280,12 @@ def test_a_price_after_a_quantity_is_no_power_of_ten():
     assert [each.value for each in find_numbers("19 x 106.92 EUR, 3 x 105 EUR")] == ["19", "106.92", "3", "105"]
 
 
+@pytest.mark.parametrize(("text", "language"), [("fino al 10.05.2026", "it"), ("jusqu'au 10.05.2026", "fr"),
+                                                ("al 10-05-2026", "es")])  # fmt: skip
+def test_a_small_word_is_no_weekday_of_another_language(text, language):
+    assert [each.value for each in find_dates(text, language=language)] == ["2026-05-10"]
+
+
 def test_the_end_of_a_number_of_a_document_is_no_year():
     found = find_dates("invoice X71/3681 of 24 Aug '27", language="en")
     assert [each.value for each in found] == ["2027-08-24"]

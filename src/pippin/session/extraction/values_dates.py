@@ -144,7 +144,7 @@ def _numeric(plain: str, language: str | None, region: str | None, month_first: 
             continue  # the end of a longer chain, as of a version
         readings = _readings(match, usual)
         if len(readings) > 1:
-            readings = _of_weekday(plain, match, readings)
+            readings = _of_weekday(plain, match, readings, language or language_of(plain))
         if readings:
             matches.append((match, readings))
         if len(readings) == 1 and len(match[1]) < 4:
@@ -161,11 +161,14 @@ def _numeric(plain: str, language: str | None, region: str | None, month_first: 
         yield Candidate(match.start(), match.end(), value, several and not certain)
 
 
-def _of_weekday(plain: str, match: re.Match[str], readings: dict[str, str]) -> dict[str, str]:
-    """The readings that fall on the weekday that stands beside a date; all of them where there is none."""
+def _of_weekday(plain: str, match: re.Match[str], readings: dict[str, str], language: str | None) -> dict[str, str]:
+    """The readings that fall on the weekday that stands beside a date; all of them where there is none.
+
+    Short names count in their own language only: "al" is Monday in Basque, but "to the" in Italian.
+    """
     before = WORD.findall(plain[max(0, match.start() - 16) : match.start()])[-1:]
     after = WORD.findall(plain[match.end() : match.end() + 16])[:1]
-    days = {day for word in before + after for day in _weekdays().get(_key(word), ())}
+    days = {day for word in before + after for day in _weekdays(language).get(_key(word), ())}
     fitting = {order: date for order, date in readings.items() if datetime.date.fromisoformat(date).weekday() in days}
     return fitting or readings
 
@@ -229,11 +232,12 @@ def month_names() -> dict[str, dict[str, int]]:
 
 
 @functools.cache
-def _weekdays() -> dict[str, frozenset[int]]:
+def _weekdays(language: str | None) -> dict[str, frozenset[int]]:
     table: dict[str, set[int]] = {}
-    for language in LANGUAGES:
-        for day, name in _names(Locale.parse(language), "days"):
-            table.setdefault(name, set()).add(day)
+    for each in LANGUAGES:
+        for day, name in _names(Locale.parse(each), "days"):
+            if language in (None, each) or len(name) > 3:
+                table.setdefault(name, set()).add(day)
     return {name: frozenset(days) for name, days in table.items()}
 
 
@@ -287,4 +291,4 @@ def _around(plain: str, name: re.Match[str], month: int, several: bool) -> Itera
 
 def is_weekday(word: str) -> bool:
     """Whether a word is the name of a day of the week, full or short."""
-    return _key(word) in _weekdays()
+    return _key(word) in _weekdays(None)
