@@ -110,6 +110,21 @@ def test_a_document_keeps_to_one_theme():
     assert {"garage", "doctor"} <= seen
 
 
+def test_amounts_fit_their_units():
+    largest, twice = {}, 0
+    for seed in range(40):
+        items = documents.sample("recipe", language="de", seed=seed).values["ingredients"]
+        units = [each["unit"].value for each in items]
+        twice += len(set(units)) < len(units)  # items may share what is no name
+        for each in items:
+            unit = each["unit"].value
+            largest[unit] = max(largest.get(unit, 0), each["quantity"].value)
+            assert each["quantity"].value >= (20 if unit in ("gram", "milliliter") else 2)
+            assert ("Eier" in each["name"].text) <= (unit == "piece")
+    assert twice > 5
+    assert largest["gram"] > 300 > 10 > max(largest["cup"], largest["tablespoon"])
+
+
 @pytest.mark.parametrize("change", [{"kind": "poem"}, {"language": "la"}, {"layout": "spiral"}])
 def test_what_there_is_not_is_refused(change):
     wanted = {"kind": "invoice", "language": "en", "layout": "table"} | change

@@ -94,7 +94,7 @@ class Contents:
             for each in form.fields:
                 self._raw(each, row)
             rows.append(row)
-        first = form.fields[0].name
+        first = next((each for each in form.fields if each.kind == "text"), form.fields[0]).name
         kept = {str(row[first]): row for row in rows}.values()  # no item twice
         self.raws[form.name] = list(kept)
         if present:
@@ -113,7 +113,7 @@ class Contents:
             return names.email(self.style, self.rng, str(scope.get(argument, "")))
         if name == "pattern":
             return names.pattern(self.rng.choice(argument.split(",")), self.rng, self.style.today.year)
-        return " ".join(self.draw(name).split())
+        return " ".join(self.draw(name.format_map(scope)).split())  # "fruit_{color}": a list for each color
 
     def _date(self, form: FieldForm, name: str, argument: str, scope: dict[str, Any]) -> date:
         if name == "birth":
@@ -160,6 +160,11 @@ class Contents:
             return int((scope[found[2]] - scope[found[1]]).days)
         if found := re.fullmatch(r"count\((\w+)\)", form.generator):
             return len(scope[found[1]])
+        other, of, cases = form.generator.partition("?")
+        if of:  # "unit?gram=20..600,cup=2..4": the range depends on another value
+            low, high = dict(each.split("=") for each in cases.split(","))[scope[other]].split("..")
+            step = 10 if int(high) > 100 else 1
+            return self.rng.randint(int(low) // step, int(high) // step) * step
         low, high, _ = self._bounds(form)
         return self.rng.randint(int(low), int(high))
 

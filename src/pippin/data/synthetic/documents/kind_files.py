@@ -8,6 +8,8 @@ Notable here:
 - `  sub` opens a field of the items of a list or of a record; `item` is how an item can be written in a line
 - `words NAME = ...` is a list of phrases for `GENERATOR` or `@NAME`, beside those of `words/LANGUAGE.txt`
 - `words NAME/THEME = ...` is such a list for the documents of one theme: a document draws from one theme only
+- a value may depend on one before it: `text fruit_{color}` draws from another list for each color, and
+  `integer unit?gram=20..600,cup=2..4` has a range for each unit
 - after `[LANGUAGE]`, a line is a sentence: one with `^` may open a text, one with `~` states nothing that is asked
 """
 
