@@ -47,6 +47,7 @@ from .session.types.schema import (
     Lark as Lark,
     Regex as Regex,
     Schema as Schema,
+    Verbatim as Verbatim,
 )
 
 __version__: str

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any, Final, Protocol, runtime_checkable
 
@@ -30,6 +30,7 @@ from pippin.engine.grammar import json_grammar, regex as regular
 from pippin.engine.grammar.item_limits import ItemLimits, Limit
 from pippin.engine.grammar.repeats import Repeats, is_needed
 from pippin.engine.grammar.stack import MAX_SOURCE, with_stack
+from pippin.engine.grammar.string_formats import VERBATIM_TERMINAL
 
 LIMITS: Final = regular.LIMITS
 
@@ -140,6 +141,28 @@ class Grammar:
             raise EmptySchema(f"{what} matches no text")
         regular.check_cost(terminal)
         return cls(f"start: TEXT\nTEXT: {terminal}")
+
+    @property
+    def is_verbatim(self) -> bool:
+        """Whether strings of the format "verbatim" are in it, so that it depends on a text; see `over`."""
+        return VERBATIM_TERMINAL in self.source
+
+    def over(self, parts: str) -> Grammar:
+        r"""The grammar in which strings of the format "verbatim" are parts of a text; before, they are any strings.
+
+        Args:
+            parts: what a JSON string may have inside, as a terminal of llguidance, such as `%regex` with
+                `substring_chunks`.
+
+        >>> schema = {"type": "string", "format": "verbatim", "maxLength": 8}
+        >>> order = Grammar.json_schema(schema).over('%regex {"substring_words": "my order 4711"}')
+        >>> order.allows('"4711"'), order.allows('"4712"'), order.allows('"order 4711"')
+        (True, False, False)
+        """
+        if not self.is_verbatim:
+            return self
+        rules = f'VERBATIM: "\\"" VERBATIM_PART "\\"" & ~/\\x{{22}}\\x{{22}}/\nVERBATIM_PART: {parts}'
+        return replace(self, source=f"{self.source.replace(VERBATIM_TERMINAL, 'VERBATIM')}\n{rules}")
 
     def allows(self, text: str) -> bool:
         """Whether a text is in the set, in exactly this spelling.

@@ -6,6 +6,7 @@ Notable here:
 - dates exist (29 February only in leap years), seconds are at most 59 and years at least 1, so that Python can parse
   them
 - a format without a definition here is an annotation, as the standard has it
+- "verbatim" is Pippin's own: any string, until a grammar is given the text that its strings are parts of
 
 Source: RFC 3339 (dates and times), 3986 (URI), 3987 (IRI), 4291 (IPv6), 5321 (email), 6570 (URI template), 6901 (JSON
 pointer), 1123 (host names).
@@ -40,6 +41,11 @@ _HEX: Final = "[0-9a-f]"
 _PATH: Final = r"(?:[a-zA-Z0-9._~!$&'()*+,;=:@-]|%[0-9a-fA-F]{2})"
 
 
+VERBATIM: Final = "verbatim"
+VERBATIM_TERMINAL: Final = rf"/{regex.of_length(1, None)}\x{{F8FF}}{{0}}/"
+"""Any string that is not empty, with an empty mark at its end by which `Grammar.over` finds it again."""
+
+
 def _ipv6() -> str:
     whole = rf"{_GROUP}(?::{_GROUP}){{7}}"
     forms = [whole]
@@ -68,6 +74,7 @@ PARSED: Final = {
     "uuid": _uuid("[0-9a-f]"),
     **{f"uuid{version}": _uuid(str(version)) for version in (1, 3, 4, 5, 6, 7, 8)},
     "json-pointer": r"(?:/(?:[^/~]|~[01])*)*",
+    VERBATIM: "(?s:.+)",
 }
 """Regular expressions by format name; each matches a whole string that every parser accepts."""
 
@@ -186,6 +193,8 @@ def terminal(name: str, *, parsed: bool = False) -> str:
     if name not in formats:
         known = ", ".join(sorted(formats))
         raise UnsupportedGuide(f"the format {name!r} cannot be enforced; known are {known}", guide="format")
+    if name == VERBATIM:
+        return VERBATIM_TERMINAL
     found = f"/{regex.search(f'^(?:{formats[name]})$')}/"
     if parsed or name not in _SHORTER:
         return found

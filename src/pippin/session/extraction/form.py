@@ -16,6 +16,7 @@ from pippin.core.errors import EmptySchema, InvalidInput, SchemaError, Undefined
 from pippin.engine.grammar.constraint import Grammar
 from pippin.engine.grammar.json_schema import SchemaReader
 from pippin.engine.grammar.json_values import Number, String
+from pippin.engine.grammar.string_formats import VERBATIM
 from pippin.session.extraction.slots import (
     MISSING,
     AlternativesSlot,
@@ -229,7 +230,7 @@ class Form:
             if not values:
                 raise EmptySchema(f"{where}: the text has no {kind}; let the field be optional")
             return ValueSlot(values)
-        if not schema.keys() & {"minLength", "maxLength", "pattern", "format"}:
+        if not schema.keys() & {"minLength", "maxLength", "pattern"} and kind in (None, VERBATIM):
             return TextSlot()
         shapes = [shape for shape in _shapes(schema) if isinstance(shape, String)]
         return TextSlot(tuple(shape.terminal for shape in shapes))

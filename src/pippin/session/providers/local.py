@@ -49,11 +49,12 @@ from pippin.session.response import Timing, Usage
 from pippin.session.thinking_tags import thinking_tags
 from pippin.session.tool_dialects.grammar import tool_grammar
 from pippin.session.tool_dialects.reader import call_reader
-from pippin.session.transcript import Prompt, ToolCall, ToolCalls, Transcript
+from pippin.session.transcript import Prompt, ToolCall, ToolCalls, ToolOutput, Transcript
 
 if TYPE_CHECKING:
     from pippin.engine.grammar.constraint import Grammar
     from pippin.engine.speculation import Speculation
+    from pippin.session.types.schema import Schema
 
 
 class LocalModel(Provider):
@@ -224,7 +225,7 @@ class LocalModel(Provider):
             )
 
     def _answer(self, request: ProviderRequest, ids: list[int]) -> Iterator[ProviderEvent]:
-        tools, schema, options = request.tools, request.schema, request.options
+        tools, schema, options = request.tools, _over(request.schema, request.transcript), request.options
         thinking = self._thinking(request, ids)
         dialect = self.dialect
         constraint = tool_grammar(
@@ -300,6 +301,13 @@ class _StopOrCancel(threading.Event):
 
     def is_set(self) -> bool:
         return super().is_set() or self._cancel.is_set()
+
+
+def _over(schema: Schema[Any] | None, transcript: Transcript) -> Schema[Any] | None:
+    """The schema with verbatim strings held to the prompts and the outputs of tools."""
+    if schema is None or not schema.grammar.is_verbatim:
+        return schema
+    return schema.over("\n\n".join(entry.text for entry in transcript if isinstance(entry, Prompt | ToolOutput)))
 
 
 def _numbered(calls: Sequence[tuple[str, dict[str, Any]]], transcript: Transcript) -> tuple[ToolCall, ...]:

@@ -178,9 +178,10 @@ def require(provider: Provider, request: ProviderRequest) -> None:
     can, options = provider.capabilities, request.options
     required = bool(request.tools) and options.tool_calling == "required"
     plain = request.schema is not None and request.schema.json_schema is None
+    verbatim = request.schema is not None and request.schema.grammar.is_verbatim
     wanted = {
         "guided_generation": request.schema is not None and not plain,
-        "grammars": plain,
+        "grammars": plain or verbatim,
         "tool_calling": bool(request.tools),
         "required_tool_calls": required,
         "reasoning": options.reasoning != "off",

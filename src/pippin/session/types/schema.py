@@ -3,6 +3,7 @@
 Notable here:
 - every constraint is enforced during decoding; one that cannot be is refused when the schema is created, with the names
   of field and constraint
+- a verbatim string is a part of the conversation; until that is known (`over`), it is any string
 - validators written in Python (`field_validator`, `AfterValidator` …) run on the finished answer: `parse` raises
   `InvalidAnswer` where one does not accept it, and a session asks again
 - `snapshot` parses an unfinished answer: what has not started is None, what is growing holds its beginning
@@ -11,6 +12,7 @@ Notable here:
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +31,7 @@ from pippin.core.errors import (
     UnsupportedGuide,
 )
 from pippin.engine.grammar.constraint import Grammar
+from pippin.engine.grammar.string_formats import VERBATIM
 from pippin.session.types import dynamic_schema, json_schema as python_types, partial_json
 
 T = TypeVar("T")
@@ -67,6 +70,18 @@ class Choice:
 
 
 AnyOf = Choice
+
+
+@dataclass(frozen=True)
+class Verbatim:
+    """A string that is a part of the conversation, in whole words: ``Annotated[str, Verbatim()]``.
+
+    The grammar admits parts of the prompts and of the outputs of tools, and nothing else. In a JSON Schema it is
+    ``{"type": "string", "format": "verbatim"}``; bounds of the length and a pattern may be added.
+    """
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: Any) -> dict[str, Any]:
+        return {**handler(schema), "format": VERBATIM}
 
 
 @dataclass(frozen=True)
@@ -226,6 +241,24 @@ class Schema(Generic[T]):
     def is_valid(self, text: str) -> bool:
         """Whether the grammar allows exactly this text."""
         return self.grammar.allows(text)
+
+    def over(self, text: str) -> Schema[T]:
+        """The schema in which verbatim strings (see `Verbatim`) are parts of a text; before, they are any strings.
+
+        >>> order = Schema.string(format="verbatim").over("Your order 4711 was sent.")
+        >>> order.is_valid('"order 4711"'), order.is_valid('"order 4712"')
+        (True, False)
+
+        Raises:
+            InvalidInput: the text is empty.
+        """
+        from pippin.session.extraction.source import SourceText
+
+        if not self.grammar.is_verbatim:
+            return self
+        made = copy.copy(self)
+        made.grammar = self.grammar.over(SourceText(text).grammar)
+        return made
 
     @cached_property
     def _longer(self) -> Grammar:
