@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Le
 
 from pippin.core.checks import checked
-from pippin.data.text.language import LANGUAGE_NAMES
+from pippin.data.text.language import LANGUAGE_NAMES, language_of
 from pippin.kits.text.session_pool import Preset
 
 LENGTHS = {"short": 1, "medium": 3, "long": 6}
@@ -217,3 +217,13 @@ def in_language(tag: str | None) -> str:
     (' Write in German.', '')
     """
     return f" Write in {LANGUAGE_NAMES.get(tag, tag)}." if tag and tag != "en" else ""
+
+
+def summary_request(text: str, count: int, language: str | None) -> str:
+    """What follows a text that is to be summarized in so many sentences; ``language`` is None for that of the text."""
+    return f"\n\nSummarize this text in {in_sentences(count)}.{in_language(language or language_of(text))}"
+
+
+def points_request(text: str, max_points: int) -> str:
+    """What follows a text whose key points are to be listed."""
+    return f"\n\nList the {max_points} key points of this text.{in_language(language_of(text))}"

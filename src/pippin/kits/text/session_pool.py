@@ -193,7 +193,7 @@ class SessionPool:
     def score_answers(self, transcript: Transcript, answers: Sequence[str]) -> Sequence[float]:
         """Log-probability of each text as the whole answer to a conversation: its tokens and the end of the turn."""
         model = self.local_model.model
-        end = _end_of_turn(model)
+        end = end_of_turn(model)
         prompt = chat_format.encode(model, transcript)
         self.check_answer_fits(len(prompt))
         encoded = [[*model.tokenizer.encode(answer), *end] for answer in answers]
@@ -219,7 +219,7 @@ class SessionPool:
         return self._lexicon
 
 
-def _end_of_turn(model: LanguageModel) -> list[int]:
+def end_of_turn(model: LanguageModel) -> list[int]:
     """The tokens that end an answer: the token that the chat template writes there, a line break for a base model."""
     if model.template is None:
         return model.tokenizer.encode("\n")

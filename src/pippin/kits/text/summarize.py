@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from pippin.core.errors import AnswerTruncated, InvalidArgument
-from pippin.data.text.language import language_of
 from pippin.kits.text import prompts
 from pippin.kits.text.session_pool import Preset, SessionPool
 from pippin.kits.text.spans import TextSpan, chunks, sentences
@@ -65,9 +64,7 @@ class SummaryDraft:
 def write(pool: SessionPool, text: str, count: int, language: str | None) -> Iterator[SummaryDraft]:
     """Summarize in ``count`` sentences; the last draft holds the result."""
     max_tokens = count * TOKENS_PER_SENTENCE + 20
-    request = (
-        f"\n\nSummarize this text in {prompts.in_sentences(count)}.{prompts.in_language(language or language_of(text))}"
-    )
+    request = prompts.summary_request(text, count, language)
     parts = split(pool, prompts.SUMMARY, text, max_tokens, request)
     if len(parts) == 1:
         yield from _checked(pool, prompts.SUMMARY, text, request, count, max_tokens, 0, 1)

@@ -156,8 +156,7 @@ class TextTasks:
     @checked
     def key_points(self, text: str, *, max_points: UpTo50 = 5) -> list[Passage]:
         """The key points of a text, the most important first; for a long text, those of each part."""
-        language = prompts.in_language(language_of(self.sessions.check_input(text)))
-        request = f"\n\nList the {max_points} key points of this text.{language}"
+        request = prompts.points_request(self.sessions.check_input(text), max_points)
         return summarize.listed(self.sessions, prompts.POINTS, text, request, max_points, first=True)
 
     @checked

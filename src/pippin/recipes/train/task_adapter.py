@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pippin.train import TrainingResult
 
 _DATA, _ADAPTER = "Data", "Adapter"
-Task = Literal["extraction"]
+Task = Literal["extraction", "summaries"]
 
 
 @checked
@@ -152,7 +152,7 @@ def samplers() -> dict[Task, Callable[[LanguageModel, ExampleSplit, int], Exampl
     """The data of each task: a function of the model, the split and the most tokens of an example."""
     from pippin.recipes.train import task_data
 
-    return {"extraction": task_data.extraction.examples}
+    return {"extraction": task_data.extraction.examples, "summaries": task_data.summaries.examples}
 
 
 def run(config: Config, *, show_progress: bool = True) -> TaskAdapterResult:
