@@ -286,6 +286,13 @@ def test_a_small_word_is_no_weekday_of_another_language(text, language):
     assert [each.value for each in find_dates(text, language=language)] == ["2026-05-10"]
 
 
+@pytest.mark.parametrize(
+    ("text", "language"), [("19.09.2026 / Dès 15 h", "fr"), ("am 19.09.2026 des 15. Jahres", "de")]
+)
+def test_a_small_word_is_no_month_of_another_language(text, language):
+    assert [each.value for each in find_dates(text, language=language)] == ["2026-09-19"]
+
+
 def test_the_end_of_a_number_of_a_document_is_no_year():
     found = find_dates("invoice X71/3681 of 24 Aug '27", language="en")
     assert [each.value for each in found] == ["2027-08-24"]

@@ -247,6 +247,8 @@ def _named(plain: str, language: str | None) -> Iterator[Candidate]:
         by_language = table.get(_key(match[0]))
         if by_language is None:
             continue
+        if len(match[0]) <= 3 and language and not by_language.keys() & {language, "en", ""}:
+            continue  # a small word of this language, such as the French "dès"
         month = by_language.get(language or "") or next(iter(by_language.values()))
         several = language not in by_language and len(set(by_language.values())) > 1
         yield from _around(plain, match, month, several)
