@@ -51,6 +51,7 @@ OPERATIONS = [
     ("DELETE", "/v1/responses/{response_id}"),
     ("GET", "/v1/responses/{response_id}/input_items"),
     ("POST", "/v1/embeddings"),
+    ("POST", "/v1/extractions"),
     ("GET", "/v1/models"),
     ("GET", "/v1/models/{model}"),
 ]
@@ -71,7 +72,7 @@ def document(build_app, start_app, tiny):
 
 def test_no_operation_of_the_interface_is_left_out(document):
     named = [(found.ok().method.upper(), found.ok().path) for found in document.get_all_operations()]
-    kept = ("/v1/chat", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/models")
+    kept = ("/v1/chat", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/extractions", "/v1/models")
     assert [one for one in named if one[1].startswith(kept)] == OPERATIONS
 
 

@@ -21,7 +21,7 @@ from pippin.core.errors import InvalidArgument, SealBroken, StaleQuote
 from pippin.core.trust.sealing import MEDIA_TYPE, OpenedRequest, ReplySealer, wipe
 from pippin.serve.attestation import AttestedNode
 
-PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
+PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/extractions")
 _LOG = logging.getLogger(__name__)
 _OUTER_ONLY = {b"content-type", b"content-length", b"transfer-encoding", b"content-encoding", b"expect"}
 

@@ -125,6 +125,15 @@ def create_app(state: Scripted) -> FastAPI:
             return failure(400, "the prompt has 9000 tokens, 8192 fit", "context_length_exceeded", param="messages")
         return StreamingResponse(stream(state, body, prompt), media_type="text/event-stream")
 
+    @app.post("/v1/extractions")
+    async def extract(request: Request) -> Any:
+        body = await request.json()
+        state.asked.append(body)
+        first = re.search(r"\w+", body["input"])
+        assert first is not None
+        span = {"path": ["name"], "text": first[0], "start": first.start(), "end": first.end(), "confidence": 0.876}
+        return {"value": {"name": first[0]}, "spans": [span], "notes": ["a note"]}
+
     return app
 
 

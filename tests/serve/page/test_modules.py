@@ -427,3 +427,23 @@ def test_hostile_text_takes_bounded_time(script):
           return performance.now() - begin;
         }"""
         assert script("markdown.js", code, text) < 3000
+
+
+spans = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), max_size=5)
+
+
+@LIMITS
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=12), spans)
+def test_a_marked_text_is_the_text_and_its_marks_are_where_python_has_them(script, text, spans):
+    given_spans = [
+        {"start": start, "end": end, "path": [at], "confidence": None} for at, (start, end) in enumerate(spans)
+    ]
+    pieces = script("source.js", "(source, [text, spans]) => source.segments(text, spans)", [text, given_spans])
+    assert "".join(piece["text"] for piece in pieces) == text
+    place = 0
+    for piece in pieces:
+        here = range(place, place + len(piece["text"]))
+        inside = [each for each in given_spans if 0 <= each["start"] < each["end"] <= len(text)]
+        expected = [each["path"] for each in inside if each["start"] <= here.start and here.stop <= each["end"]]
+        assert [each["path"] for each in piece["spans"]] == expected
+        place = here.stop

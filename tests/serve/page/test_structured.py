@@ -203,3 +203,18 @@ def test_a_schema_that_refers_to_itself_ends(form):
     form.fill("#schema-prompt", json.dumps(value))
     fill(form)
     assert form.inner_text("#result-state") == "valid"
+
+
+def test_a_value_from_the_text_is_marked_in_it(form, scripted):
+    form.check("#quoted")
+    form.fill("#schema-prompt", "😀 Ada Lovelace <b>was</b> here")
+    fill(form)
+    assert form.inner_text("#result-state") == "from the text"
+    assert scripted.last["input"] == "😀 Ada Lovelace <b>was</b> here"
+    assert scripted.last["schema"]["required"] == ["name", "birth_year", "birthplace", "occupations"]
+    assert form.locator(".source mark").count() == 1
+    assert form.inner_text(".source mark").startswith("Ada")
+    assert form.get_attribute(".source mark", "title") == "name 88 %"
+    assert "<b>was</b> here" in form.inner_text(".source")
+    assert "a note" in form.inner_text(".notes")
+    assert json.loads(form.text_content(".raw")) == {"name": "Ada"}

@@ -1,4 +1,4 @@
-"""OpenAI's HTTP API over a `Service`: chat, completions, responses, embeddings, models."""
+"""OpenAI's HTTP API over a `Service`: chat, completions, responses, embeddings, models; and extractions from texts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import FastAPI, Security
 from fastapi.security import HTTPBearer
 
-from pippin.serve.api import embeddings, models
+from pippin.serve.api import embeddings, extractions, models
 from pippin.serve.api.chat import endpoint as chat
 from pippin.serve.api.common import errors
 from pippin.serve.api.completions import endpoint as completions
@@ -22,7 +22,7 @@ def install(app: FastAPI, service: Service) -> None:
 
     ``request.state.caller`` must hold the `Caller` of each request; a middleware sets it and checks the keys.
     """
-    routers = [part.router(service) for part in (chat, completions, responses, embeddings, models)]
+    routers = [part.router(service) for part in (chat, completions, responses, embeddings, extractions, models)]
     errors.install(app, routers)
     key = Security(HTTPBearer(auto_error=False, scheme_name="API key", description="A key of this server."))
     guards = [key] if service.settings.api_keys else []

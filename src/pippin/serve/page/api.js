@@ -87,6 +87,11 @@ export async function getJson(path, signal = null) {
   return (await call(path, { signal })).json();
 }
 
+/** The JSON that a path answers a body with. */
+export async function postJson(path, body, signal = null) {
+  return (await call(path, { body, signal })).json();
+}
+
 /** The chunks of a streamed completion, in order; ends after the last one. */
 export async function* streamChat(body, signal) {
   const answer = await call("/v1/chat/completions", {

@@ -1,11 +1,13 @@
 // Answers in a shape: a schema, a question, and a form that fills while the model writes.
 
+import { postJson } from "./api.js";
 import { announce, button, copyText, field, h, icon, throttled } from "./dom.js";
 import { Builder } from "./builder.js";
 import { view } from "./form.js";
 import { JsonReader } from "./json.js";
 import { figuresLine, problemCard } from "./reply.js";
 import { check } from "./schema.js";
+import { sourceView } from "./source.js";
 import { ask } from "./stream.js";
 
 const text = () => ({ type: "string" });
@@ -56,6 +58,8 @@ export class Structured extends EventTarget {
   #place = h("div", { class: "form-view" });
   #raw = h("pre", { class: "raw", tabindex: "0", role: "region", "aria-label": "The answer as JSON" });
   #notes = h("div", { class: "notes" });
+  #quoted = h("input", { type: "checkbox", role: "switch", class: "switch", id: "quoted" });
+  #source = h("div");
 
   constructor(root, { settings, meter, onproblem }) {
     super();
@@ -96,11 +100,12 @@ export class Structured extends EventTarget {
         this.#ways(),
         this.#problem,
         field("Text or question", this.#prompt, "Enter fills in the form, Shift+Enter begins a new line."),
-        h("div", { class: "row" }, this.runButton),
+        h("div", { class: "row" }, this.runButton, this.#quoted, h("label", { for: "quoted" }, "Only what the text says")),
       ),
       h("section", { class: "column", "aria-labelledby": "result-title" },
         h("div", { class: "title-row" }, h("h2", { id: "result-title" }, "Result"), this.#state),
         this.#place,
+        this.#source,
         this.#notes,
         h("details", null, h("summary", null, "JSON"), this.#raw, copy),
       ),
@@ -169,6 +174,7 @@ export class Structured extends EventTarget {
     if (!schema) return;
     this.#place.replaceChildren(view(schema, schema).element);
     this.#notes.replaceChildren();
+    this.#source.replaceChildren();
     this.#raw.textContent = "";
     this.#setState("", "no result yet");
   }
@@ -183,7 +189,9 @@ export class Structured extends EventTarget {
     const form = view(schema, schema);
     this.#place.replaceChildren(form.element);
     this.#notes.replaceChildren();
+    this.#source.replaceChildren();
     this.#raw.textContent = "";
+    if (this.#quoted.checked) return this.#extract(schema, form);
     const reader = new JsonReader();
     const draw = throttled(() => form.update(reader.value, true));
     this.#setRunning(new AbortController());
@@ -202,6 +210,26 @@ export class Structured extends EventTarget {
       draw.now();
       form.update(reader.value, false);
       this.#judge(answer, reader, schema);
+    } catch (error) {
+      this.#failed(error);
+    }
+    this.#setRunning(null);
+  }
+
+  /** Fill in the form with parts of the text, and mark them in it. */
+  async #extract(schema, form) {
+    const input = this.#prompt.value;
+    this.#setRunning(new AbortController());
+    this.#setState("running", "reading…");
+    try {
+      const { model } = this.settings.request();
+      const { value, spans, notes } = await postJson("/v1/extractions", { model, input, schema }, this.#running.signal);
+      form.update(value, false);
+      this.#raw.textContent = JSON.stringify(value, null, 2);
+      this.#source.replaceChildren(h("h3", null, "In the text"), sourceView(input, spans));
+      this.#notes.replaceChildren(...notes.map((note) => h("p", { class: "hint" }, note)));
+      this.#setState("approved", "from the text");
+      announce(`The form is filled in with ${spans.length} parts of the text.`);
     } catch (error) {
       this.#failed(error);
     }
