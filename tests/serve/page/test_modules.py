@@ -443,7 +443,7 @@ def test_a_marked_text_is_the_text_and_its_marks_are_where_python_has_them(scrip
     place = 0
     for piece in pieces:
         here = range(place, place + len(piece["text"]))
-        inside = [each for each in given_spans if 0 <= each["start"] < each["end"] <= len(text)]
+        inside = [each for each in marked if 0 <= each["start"] < each["end"] <= len(text)]
         expected = [each["path"] for each in inside if each["start"] <= here.start and here.stop <= each["end"]]
         assert [each["path"] for each in piece["spans"]] == expected
         place = here.stop
