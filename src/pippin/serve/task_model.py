@@ -56,7 +56,8 @@ class TaskModel(LocalModel):
         request = self._change(ProviderRequest(Transcript()))
         if request.cancel.is_set():
             raise Cancelled("the task was cancelled before all of its texts were scored")
-        found = engine.score(prompt, continuations, adapter=request.adapter, owner=request.owner, **more)
+        adapter = request.adapter or more.pop("adapter", None)
+        found = engine.score(prompt, continuations, adapter=adapter, owner=request.owner, **more)
         self.usage += Usage(input_tokens=len(prompt) + sum(map(len, continuations)))
         return found
 

@@ -1,6 +1,7 @@
 """The adapters that come with Pippin: whole, for their model only, and used for their task only."""
 
 import json
+from contextlib import suppress
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 import pippin
 from pippin.core.errors import CorruptedFile
 from pippin.core.files import sha256_of
+from pippin.kits.text import TextTasks
 from pippin.language import task_adapters
 from pippin.language.adapter_files import WEIGHTS
 from pippin.language.task_adapters import catalog
@@ -114,3 +116,33 @@ def test_tools_are_a_task_unless_the_session_has_another(made, loaded):
     assert adapter(task="extraction") == "extraction"
     assert adapter(task="summaries", tools=[clock]) is None
     assert adapter(adapter="mine", tools=[clock]) == "mine"
+
+
+def test_text_tasks_take_the_adapters_of_their_tasks(made, loaded, monkeypatch):
+    asked = []
+    monkeypatch.setattr(catalog, "load", lambda model, task: asked.append(task))
+    monkeypatch.setattr(task_adapters, "load", lambda model, task: asked.append(task))
+    tasks = TextTasks(loaded)
+    tasks.classify("It rains.", ["weather", "sports"])
+    assert set(asked) == {"classification"}
+    asked.clear()
+    tasks.extract("It rains on 3 May 2024.", {"type": "string", "format": "date"})
+    assert asked == ["extraction"]
+    asked.clear()
+    with suppress(pippin.errors.AnswerTruncated):
+        TextTasks(loaded, options=pippin.GenerationOptions(max_tokens=5)).summarize(
+            "It rains on 3 May 2024. All streets are wet.", length="short"
+        )
+    assert set(asked) == {"summaries"}
+    asked.clear()
+    tasks.rewrite("It rains.", tone="formal")
+    assert asked == []
+    TextTasks(pippin.Session(loaded, adapter=None)).classify("It rains.", ["weather", "sports"])
+    assert asked == []
+
+
+def test_labels_are_scored_with_the_adapter(made, loaded):
+    plain = TextTasks(pippin.Session(loaded, adapter=None)).classify("It rains.", ["weather", "sports"])
+    assert TextTasks(loaded).classify("It rains.", ["weather", "sports"]) == plain  # there is none for this task
+    changed = TextTasks(pippin.Session(loaded, adapter=task_adapters.load(loaded, "tools")))
+    assert changed.classify("It rains.", ["weather", "sports"]).scores != plain.scores

@@ -161,7 +161,7 @@ class TextClassifier:
         for text in texts:
             self.sessions.check_fits(text, room)
             transcript = self.preset.transcript.add(Prompt(_asked(text)))
-            rows.append(self.sessions.score_answers(transcript, self.labels))
+            rows.append(self.sessions.score_answers(transcript, self.labels, task=self.preset.task))
         return np.array(rows, dtype=float).reshape(len(rows), len(self.labels))
 
     def _content_free(self) -> list[float]:
@@ -213,7 +213,7 @@ def _preset(
     goal = f"You say {about} of a text." if about else "You classify texts."
     lines = [f"- {label}: {descriptions[label]}" if descriptions.get(label) else f"- {label}" for label in labels]
     instructions = "\n".join([f"{goal} Answer with one of these labels and nothing else:", *lines])
-    return Preset(instructions, tuple((_asked(text), label) for text, label in examples))
+    return Preset(instructions, tuple((_asked(text), label) for text, label in examples), task="classification")
 
 
 def _asked(text: str) -> str:

@@ -20,12 +20,14 @@ LENGTHS = {"short": 1, "medium": 3, "long": 6}
 _COUNTS = {1: "one sentence", 2: "two sentences", 3: "three sentences", 4: "four sentences", 5: "five sentences"}
 
 SUMMARY = Preset(
-    "You summarize texts. Write only the summary, in the words of the text. Keep names and numbers. Add nothing."
+    "You summarize texts. Write only the summary, in the words of the text. Keep names and numbers. Add nothing.",
+    task="summaries",
 )
 
 POINTS = Preset(
     "You list the key points of texts: short sentences in the words of the text, the most important one first. Write "
-    "each on a line of its own behind a dash."
+    "each on a line of its own behind a dash.",
+    task="summaries",
 )
 
 LIST = Preset(

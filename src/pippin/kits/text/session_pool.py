@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from pippin.core.errors import ContextOverflow, UnsupportedCapability
 from pippin.kits.text.lexicon import Lexicon
 from pippin.kits.text.spans import check_text
+from pippin.language.task_adapters import Task
 from pippin.session import chat_format
 from pippin.session.options import GenerationOptions
 from pippin.session.providers.local import LocalModel
@@ -34,10 +35,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Preset:
-    """The prompt before the text: instructions, and pairs of a text and a good answer to it."""
+    """The prompt before the text: instructions, and pairs of a text and a good answer to it; and the task whose adapter
+    answers it."""
 
     instructions: str
     examples: tuple[tuple[str, str], ...] = ()
+    task: Task | None = None
 
     @property
     def transcript(self) -> Transcript:
@@ -53,6 +56,7 @@ class SessionPool:
     provider: Provider
     options: GenerationOptions = GenerationOptions()
     guardrails: Guardrails | None = None
+    adapter: str | None = "auto"
     _free: dict[Preset, deque[Session]] = field(default_factory=dict)
     _lexicon: Lexicon | None = None
 
@@ -73,7 +77,8 @@ class SessionPool:
         session = model if isinstance(model, Session) else Session(model)
         guardrails = session.guardrails if guardrails is None else guardrails
         # a text to work on is quoted, not a request
-        return cls(session.provider, options, None if guardrails is None else guardrails.for_transforming())
+        guardrails = None if guardrails is None else guardrails.for_transforming()
+        return cls(session.provider, options, guardrails, session.adapter)
 
     def check_input(self, text: Any) -> str:
         """The text itself, if it is valid and the guardrails allow it.
@@ -93,7 +98,13 @@ class SessionPool:
         try:
             session = free.popleft()
         except IndexError:
-            session = Session(self.provider, transcript=preset.transcript, guardrails=self.guardrails)
+            session = Session(
+                self.provider,
+                transcript=preset.transcript,
+                guardrails=self.guardrails,
+                task=preset.task,
+                adapter=self.adapter,
+            )
         try:
             yield session
         finally:
@@ -190,14 +201,19 @@ class SessionPool:
         encoded = [tokenizer.encode(text) for text in continuations]
         return local.engine.score([start, *tokenizer.encode(before)], encoded)
 
-    def score_answers(self, transcript: Transcript, answers: Sequence[str]) -> Sequence[float]:
+    def score_answers(
+        self, transcript: Transcript, answers: Sequence[str], *, task: Task | None = None
+    ) -> Sequence[float]:
         """Log-probability of each text as the whole answer to a conversation: its tokens and the end of the turn."""
         model = self.local_model.model
+        adapter = self.adapter
+        if adapter == "auto":
+            adapter = None if task is None else self.provider.task_adapter(task)
         end = end_of_turn(model)
         prompt = chat_format.encode(model, transcript)
         self.check_answer_fits(len(prompt))
         encoded = [[*model.tokenizer.encode(answer), *end] for answer in answers]
-        return self.local_model.engine.score(prompt, encoded)
+        return self.local_model.engine.score(prompt, encoded, adapter=adapter)
 
     def check_answer_fits(self, count: int) -> None:
         """Raise `ContextOverflow` for a prompt that fills the context."""

@@ -313,7 +313,7 @@ class TextTasks:
             region: a country such as "US", where dates and numbers could be read in two ways.
             on_progress: called with the number of characters that were read, and the length of the text.
         """
-        session = Session(self.sessions.provider, guardrails=self.sessions.guardrails)
+        session = Session(self.sessions.provider, guardrails=self.sessions.guardrails, adapter=self.sessions.adapter)
         return session.extract(
             self.sessions.check_input(text),
             into,
