@@ -1,4 +1,10 @@
-from . import documents as documents, scenes as scenes, sprites as sprites, video_clips as video_clips
+from . import (
+    documents as documents,
+    label_sets as label_sets,
+    scenes as scenes,
+    sprites as sprites,
+    video_clips as video_clips,
+)
 from .scenes import Scenes as Scenes, SceneSpec as SceneSpec
 from .sprites import Sprites as Sprites, SpriteSpec as SpriteSpec
 from .video_clips import VideoClips as VideoClips, VideoClipSpec as VideoClipSpec

@@ -17,8 +17,9 @@ from jaxtyping import Float
 
 from pippin.core.errors import InvalidArgument
 from pippin.kits.text.calibration import LabelCalibration
-from pippin.kits.text.session_pool import Preset, SessionPool
+from pippin.kits.text.session_pool import SessionPool
 from pippin.kits.text.spans import check_text
+from pippin.session.text_prompts import label_request, labels_preset
 from pippin.session.transcript import Prompt
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class TextClassifier:
             raise InvalidArgument(f"an example has the label {unknown[0]!r}; the labels are {', '.join(self.labels)}")
         sessions.local_model  # noqa: B018  (raises where no log-probabilities can be had)
         self.sessions = sessions
-        self.preset = _preset(self.labels, descriptions, about, examples)
+        self.preset = labels_preset(self.labels, descriptions, about, examples)
         if isinstance(calibrate, LabelCalibration):
             if calibrate.labels != self.labels:
                 raise InvalidArgument(
@@ -160,7 +161,7 @@ class TextClassifier:
         rows = []
         for text in texts:
             self.sessions.check_fits(text, room)
-            transcript = self.preset.transcript.add(Prompt(_asked(text)))
+            transcript = self.preset.transcript.add(Prompt(label_request(text)))
             rows.append(self.sessions.score_answers(transcript, self.labels, task=self.preset.task))
         return np.array(rows, dtype=float).reshape(len(rows), len(self.labels))
 
@@ -205,16 +206,3 @@ def _checked(labels: Sequence[str] | Mapping[str, str]) -> tuple[str, ...]:
     if any(not name.strip() or name != name.strip() or "\n" in name for name in names):
         raise InvalidArgument(f"a label is one line without space around it, got {list(names)}")
     return names
-
-
-def _preset(
-    labels: tuple[str, ...], descriptions: Mapping[str, str], about: str, examples: tuple[tuple[str, str], ...]
-) -> Preset:
-    goal = f"You say {about} of a text." if about else "You classify texts."
-    lines = [f"- {label}: {descriptions[label]}" if descriptions.get(label) else f"- {label}" for label in labels]
-    instructions = "\n".join([f"{goal} Answer with one of these labels and nothing else:", *lines])
-    return Preset(instructions, tuple((_asked(text), label) for text, label in examples), task="classification")
-
-
-def _asked(text: str) -> str:
-    return f"Text: {text.strip()}\nLabel:"

@@ -13,22 +13,9 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Le
 
 from pippin.core.checks import checked
-from pippin.data.text.language import LANGUAGE_NAMES, language_of
-from pippin.kits.text.session_pool import Preset
+from pippin.session.text_prompts import Preset
 
 LENGTHS = {"short": 1, "medium": 3, "long": 6}
-_COUNTS = {1: "one sentence", 2: "two sentences", 3: "three sentences", 4: "four sentences", 5: "five sentences"}
-
-SUMMARY = Preset(
-    "You summarize texts. Write only the summary, in the words of the text. Keep names and numbers. Add nothing.",
-    task="summaries",
-)
-
-POINTS = Preset(
-    "You list the key points of texts: short sentences in the words of the text, the most important one first. Write "
-    "each on a line of its own behind a dash.",
-    task="summaries",
-)
 
 LIST = Preset(
     "You turn texts into lists. Write one item per line behind a dash, in the words of the text, and nothing else."
@@ -201,31 +188,3 @@ def _plain(text: str) -> str:
 def sentences_wanted(length: Literal["short", "medium", "long"] | Annotated[int, Ge(1), Le(50)]) -> int:
     """The number of sentences of a length."""
     return LENGTHS[length] if isinstance(length, str) else length
-
-
-def in_sentences(count: int) -> str:
-    """A number of sentences in words.
-
-    >>> in_sentences(1), in_sentences(12)
-    ('one sentence', '12 sentences')
-    """
-    return _COUNTS.get(count, f"{count} sentences")
-
-
-def in_language(tag: str | None) -> str:
-    """A request to write in this language; nothing for English, the default of small models.
-
-    >>> in_language("de"), in_language("en")
-    (' Write in German.', '')
-    """
-    return f" Write in {LANGUAGE_NAMES.get(tag, tag)}." if tag and tag != "en" else ""
-
-
-def summary_request(text: str, count: int, language: str | None) -> str:
-    """What follows a text that is to be summarized in so many sentences; ``language`` is None for that of the text."""
-    return f"\n\nSummarize this text in {in_sentences(count)}.{in_language(language or language_of(text))}"
-
-
-def points_request(text: str, max_points: int) -> str:
-    """What follows a text whose key points are to be listed."""
-    return f"\n\nList the {max_points} key points of this text.{in_language(language_of(text))}"

@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from pippin.core.errors import AnswerTruncated, DecodingFailure
 from pippin.data.text.language import language_of
 from pippin.kits.text import prompts
-from pippin.kits.text.session_pool import Preset, SessionPool
+from pippin.kits.text.session_pool import SessionPool
 from pippin.kits.text.spans import TextSpan
 from pippin.kits.text.summarize import Passage, check, is_whole, split
+from pippin.session import text_prompts
+from pippin.session.text_prompts import Preset
 from pippin.session.types.schema import Lark
 
 _BREAK = re.compile(r"\n[^\S\n]*(?:\n\s*)+")
@@ -34,7 +36,7 @@ def rewrite(
     pool: SessionPool, text: str, preset: Preset, length: str, protected: Sequence[TextSpan], language: str | None
 ) -> Rewriting:
     """Rewrite a text paragraph by paragraph."""
-    ending = prompts.in_language(language or language_of(text))
+    ending = text_prompts.in_language(language or language_of(text))
     parts: list[str] = []
     unchanged: list[TextSpan] = []
     end = 0

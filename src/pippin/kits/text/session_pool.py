@@ -23,7 +23,8 @@ from pippin.session import chat_format
 from pippin.session.options import GenerationOptions
 from pippin.session.providers.local import LocalModel
 from pippin.session.session import Session
-from pippin.session.transcript import Answer, Instructions, Prompt, Transcript
+from pippin.session.text_prompts import Preset, end_of_turn
+from pippin.session.transcript import Transcript
 from pippin.session.types.schema import Schema
 
 if TYPE_CHECKING:
@@ -31,22 +32,6 @@ if TYPE_CHECKING:
     from pippin.session.guardrails import Guardrails
     from pippin.session.providers.provider import Provider
     from pippin.session.response import ResponseStream
-
-
-@dataclass(frozen=True)
-class Preset:
-    """The prompt before the text: instructions, and pairs of a text and a good answer to it; and the task whose adapter
-    answers it."""
-
-    instructions: str
-    examples: tuple[tuple[str, str], ...] = ()
-    task: Task | None = None
-
-    @property
-    def transcript(self) -> Transcript:
-        """The beginning of every conversation under this preset."""
-        turns = [turn for text, answer in self.examples for turn in (Prompt(text), Answer(answer))]
-        return Transcript(entries=(Instructions(self.instructions), *turns))
 
 
 @dataclass
@@ -233,13 +218,3 @@ class SessionPool:
             model = self.local_model.model
             self._lexicon = Lexicon.of(model.tokenizer, model.config.vocab_size)
         return self._lexicon
-
-
-def end_of_turn(model: LanguageModel) -> list[int]:
-    """The tokens that end an answer: the token that the chat template writes there, a line break for a base model."""
-    if model.template is None:
-        return model.tokenizer.encode("\n")
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    written = model.template.encode(turns, add_generation_prompt=False)
-    ends = [id for id in written if id in model.tokenizer.eos_ids]
-    return ends[-1:] or [model.tokenizer.eos_ids[0]]

@@ -19,9 +19,11 @@ from functools import partial
 
 from pippin.core.errors import AnswerTruncated, InvalidArgument
 from pippin.kits.text import prompts
-from pippin.kits.text.session_pool import Preset, SessionPool
+from pippin.kits.text.session_pool import SessionPool
 from pippin.kits.text.spans import TextSpan, chunks, sentences
 from pippin.kits.text.unsupported_facts import unverified
+from pippin.session import text_prompts
+from pippin.session.text_prompts import Preset
 from pippin.session.types.schema import Regex
 
 SHARE = 0.7  # of the context, for one part of a text
@@ -64,15 +66,17 @@ class SummaryDraft:
 def write(pool: SessionPool, text: str, count: int, language: str | None) -> Iterator[SummaryDraft]:
     """Summarize in ``count`` sentences; the last draft holds the result."""
     max_tokens = count * TOKENS_PER_SENTENCE + 20
-    request = prompts.summary_request(text, count, language)
-    parts = split(pool, prompts.SUMMARY, text, max_tokens, request)
+    request = text_prompts.summary_request(text, count, language)
+    parts = split(pool, text_prompts.SUMMARY, text, max_tokens, request)
     if len(parts) == 1:
-        yield from _checked(pool, prompts.SUMMARY, text, request, count, max_tokens, 0, 1)
+        yield from _checked(pool, text_prompts.SUMMARY, text, request, count, max_tokens, 0, 1)
         return
     summaries: list[str] = []
     for index, part in enumerate(parts):
         draft = SummaryDraft(index, len(parts), "")
-        for draft in _checked(pool, prompts.SUMMARY, part.of(text), request, count, max_tokens, index, len(parts) + 1):
+        for draft in _checked(
+            pool, text_prompts.SUMMARY, part.of(text), request, count, max_tokens, index, len(parts) + 1
+        ):
             if draft.done is None:
                 yield draft
         assert draft.done is not None

@@ -28,11 +28,13 @@ from pippin.kits.text.classify import Calibrate, TextClassification, TextClassif
 from pippin.kits.text.edits import Edit, Revision, compare, edit_distance
 from pippin.kits.text.proofread import MARGINS, Margins, Proofreader
 from pippin.kits.text.rewrite import Rewriting
-from pippin.kits.text.session_pool import Preset, SessionPool
+from pippin.kits.text.session_pool import SessionPool
 from pippin.kits.text.spans import DEFAULT_PROTECTION, Protection, TextSpan, check_text, protected_spans
 from pippin.kits.text.summarize import OnProgress, Passage, SummaryDraft, ignore
+from pippin.session import text_prompts
 from pippin.session.options import GenerationOptions
 from pippin.session.session import Session
+from pippin.session.text_prompts import Preset
 from pippin.session.types.schema import Schema
 
 if TYPE_CHECKING:
@@ -156,8 +158,8 @@ class TextTasks:
     @checked
     def key_points(self, text: str, *, max_points: UpTo50 = 5) -> list[Passage]:
         """The key points of a text, the most important first; for a long text, those of each part."""
-        request = prompts.points_request(self.sessions.check_input(text), max_points)
-        return summarize.listed(self.sessions, prompts.POINTS, text, request, max_points, first=True)
+        request = text_prompts.points_request(self.sessions.check_input(text), max_points)
+        return summarize.listed(self.sessions, text_prompts.POINTS, text, request, max_points, first=True)
 
     @checked
     def to_list(self, text: str, *, max_items: UpTo50 = 30) -> list[Passage]:

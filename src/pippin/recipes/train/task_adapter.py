@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pippin.train import TrainingResult
 
 _DATA, _ADAPTER = "Data", "Adapter"
-Task = Literal["extraction", "summaries"]
+Task = Literal["extraction", "summaries", "classification"]
 
 
 @checked
@@ -152,7 +152,11 @@ def samplers() -> dict[Task, Callable[[LanguageModel, ExampleSplit, int], Exampl
     """The data of each task: a function of the model, the split and the most tokens of an example."""
     from pippin.recipes.train import task_data
 
-    return {"extraction": task_data.extraction.examples, "summaries": task_data.summaries.examples}
+    return {
+        "extraction": task_data.extraction.examples,
+        "summaries": task_data.summaries.examples,
+        "classification": task_data.classification.examples,
+    }
 
 
 def run(config: Config, *, show_progress: bool = True) -> TaskAdapterResult:

@@ -1,4 +1,4 @@
-from . import extraction as extraction, summaries as summaries
+from . import classification as classification, extraction as extraction, summaries as summaries
 from .examples import (
     ExampleSampler as ExampleSampler,
     ExampleSplit as ExampleSplit,

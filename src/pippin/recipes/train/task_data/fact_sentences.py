@@ -41,7 +41,7 @@ _DATES: Final = {"en": "{d} {month} {y}", "de": "{d}. {month} {y}", "fr": "{firs
 
 
 @dataclass(frozen=True)
-class FactSentence:
+class StatedFacts:
     """A sentence and the paths of the facts that it states."""
 
     text: str
@@ -109,9 +109,11 @@ class FactWriter:
         return fact.text.lower() if form.kind == "integer" else on_one_line(fact.text)
 
     def items(self, path: str) -> list[str]:
-        """The items of a list: the first fact of each."""
-        items = (fact if isinstance(fact, Fact) else next(iter(fact.values())) for fact in self.facts[path])
-        return [on_one_line(fact.text) for fact in items]
+        """The items of a list: of each, what tells it from the others."""
+        fields = self.forms[path].fields
+        name = min(fields, key=lambda each: (not each.required, each.kind != "text")).name
+        items = (fact if isinstance(fact, Fact) else fact[name] for fact in self.facts[path])
+        return [on_one_line(fact.text) for fact in items if fact is not None]
 
     def _translated(self, form: FieldForm, fact: Fact) -> str | None:
         lettered = any(char.isalpha() for char in fact.text)
@@ -127,7 +129,7 @@ class FactWriter:
                 return on_one_line(fact.text) if form.generator.partition(":")[0] in _SAME_EVERYWHERE else None
         return fact.text
 
-    def told(self, phrase: Phrase) -> FactSentence | None:
+    def filled(self, phrase: Phrase) -> StatedFacts | None:
         """One text of a phrase with facts of the document; None where it needs what the document does not have."""
         if draws(phrase) or not slots(phrase):
             return None
@@ -146,14 +148,14 @@ class FactWriter:
             pieces.append(Piece(value, leaf))
             used.add(part.name)
         text = "".join(piece.text for piece in pieces)
-        return FactSentence(re.sub(r"\.\.$", ".", text[:1].upper() + text[1:]), frozenset(used)) if used else None
+        return StatedFacts(re.sub(r"\.\.$", ".", text[:1].upper() + text[1:]), frozenset(used)) if used else None
 
-    def copied(self, phrase: Phrase) -> FactSentence | None:
+    def copied(self, phrase: Phrase) -> StatedFacts | None:
         """The sentence of the document that is one of the texts of a phrase; None where there is none."""
         paths: list[str] = []
         found = re.search(rf"(?<!\w){self._pattern(phrase, paths)}", self.text, re.IGNORECASE)
         used = {path for index, path in enumerate(paths) if found and found[f"fact{index}"] is not None}
-        return FactSentence(found[0], frozenset(used)) if found and used else None
+        return StatedFacts(found[0], frozenset(used)) if found and used else None
 
     def _pattern(self, phrase: Phrase, paths: list[str]) -> str:
         """A regular expression for a phrase with the facts in it, whose paths are added to a list."""
@@ -174,7 +176,7 @@ class FactWriter:
         """A label of a field that no other field of the kind has, in this language."""
         return field_label(self.kind.name, form, self.language, self.rng)
 
-    def labeled(self, path: str) -> FactSentence | None:
+    def labeled(self, path: str) -> StatedFacts | None:
         """A fact behind its label: "Total: 12 EUR."; a flag as a clause of its own."""
         form, value = self.forms[path], self.value(path)
         label = self.label(form)
@@ -185,9 +187,9 @@ class FactWriter:
         else:
             assert label is not None
             text = f"{label[:1].upper()}{label[1:]}{' :' if self.language == 'fr' else ':'} {value}"
-        return FactSentence(text.rstrip(".") + ".", frozenset((path,)))
+        return StatedFacts(text.rstrip(".") + ".", frozenset((path,)))
 
-    def shuffled(self, sentences: Iterable[FactSentence | None]) -> list[FactSentence]:
+    def shuffled(self, sentences: Iterable[StatedFacts | None]) -> list[StatedFacts]:
         """Those sentences that there are, in random order."""
         found = [sentence for sentence in sentences if sentence is not None]
         self.rng.shuffle(found)

@@ -9,30 +9,31 @@ Notable here:
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from pippin.data.synthetic import documents
 from pippin.data.synthetic.documents import Document
 from pippin.data.text.language import language_of
-from pippin.kits.text import prompts
-from pippin.kits.text.session_pool import Preset, end_of_turn
-from pippin.kits.text.summarize import first_sentences
 from pippin.language.constrained_objective import ConstrainedExample
 from pippin.recipes.train.task_data.examples import ExampleSampler, ExampleSplit
-from pippin.recipes.train.task_data.fact_sentences import FactSentence, FactWriter, phrase_file
+from pippin.recipes.train.task_data.fact_sentences import FactWriter, StatedFacts, phrase_file
 from pippin.recipes.train.task_data.questions import sample_question
-from pippin.session import chat_format
+from pippin.session import chat_format, text_prompts
+from pippin.session.text_prompts import Preset, end_of_turn
 from pippin.session.transcript import Instructions, Prompt, Transcript
 
 if TYPE_CHECKING:
     from pippin.language.language_model import LanguageModel
 
-_COUNTS = (1, 1, 1, 3, 3, 3, 6, 6, 2, 4, 5, 8)
-_POINTS = (5, 5, 5, 3, 3, 1, 2, 4, 6, 7)
+_COUNTS: Final = (1, 1, 1, 3, 3, 3, 6, 6, 2, 4, 5, 8)
+# what could be taken for the end of a sentence within one, so that the rest would be cut off
+_BREAK: Final = re.compile(r"[.!?…][\"'”’»)]*\s+[^a-zà-ÿ]")
+_POINTS: Final = (5, 5, 5, 3, 3, 1, 2, 4, 6, 7)
 
 
 @dataclass(frozen=True)
@@ -60,12 +61,12 @@ class SummaryTask:
     @property
     def transcript(self) -> Transcript:
         """The conversation that the task has with a model."""
-        preset: Preset = prompts.POINTS if self.points else prompts.SUMMARY
+        preset: Preset = text_prompts.POINTS if self.points else text_prompts.SUMMARY
         text = self.document.text
         request = (
-            prompts.points_request(text, self.count)
+            text_prompts.points_request(text, self.count)
             if self.points
-            else prompts.summary_request(text, self.count, self.requested)
+            else text_prompts.summary_request(text, self.count, self.requested)
         )
         return preset.transcript.add(Prompt(text.strip() + request))
 
@@ -102,8 +103,8 @@ def sample_summary(document: Document, rng: random.Random, *, points: bool = Fal
     count = rng.choice(_POINTS if points else _COUNTS)
     chosen = _chosen(FactWriter(document, language, rng), count, rng)
     texts = [sentence.text for sentence in chosen]
-    if not texts or any(first_sentences(text, 1) != " ".join(text.split()) for text in texts):
-        return None  # a part of it would be cut off as a sentence of its own
+    if not texts:
+        return None
     if points and len(texts) < min(3, count):
         return None
     answer = "\n".join(f"- {text}" for text in texts) if points else " ".join(texts)
@@ -111,14 +112,15 @@ def sample_summary(document: Document, rng: random.Random, *, points: bool = Fal
     return SummaryTask(document, count, language, requested, points, answer, paths)
 
 
-def _chosen(writer: FactWriter, count: int, rng: random.Random) -> list[FactSentence]:
+def _chosen(writer: FactWriter, count: int, rng: random.Random) -> list[StatedFacts]:
     """An opening, then sentences with the most important facts that are left."""
     kind, language = writer.kind, writer.language
-    plain = writer.shuffled(map(writer.told, phrase_file("summaries").get(kind.name, {}).get(language, ())))
+    plain = writer.shuffled(map(writer.filled, phrase_file("summaries").get(kind.name, {}).get(language, ())))
     own = writer.shuffled(writer.copied(each.phrase) for each in kind.openings[language])
     openings = plain if plain and (rng.random() < 0.7 or not own) else own or plain
     required = {path for path in writer.order if writer.forms[path].required}
-    chosen, stated = list[FactSentence](), set[str]()
+    chosen, stated = list[StatedFacts](), set[str]()
+    openings = [each for each in openings if not _BREAK.search(each.text)]
     if openings:
         chosen = [max(openings, key=lambda each: (len(each.paths & required), len(each.paths)))]
         if rng.random() < 0.4:
@@ -130,7 +132,7 @@ def _chosen(writer: FactWriter, count: int, rng: random.Random) -> list[FactSent
     rank = {path: index for index, path in enumerate(writer.order)}
     left.sort(key=lambda each: min(rank[path] for path in each.paths))
     for sentence in left:
-        if len(chosen) < count and not sentence.paths & stated:
+        if len(chosen) < count and not sentence.paths & stated and not _BREAK.search(sentence.text):
             chosen.append(sentence)
             stated |= sentence.paths
     return chosen[:count]
