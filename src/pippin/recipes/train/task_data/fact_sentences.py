@@ -155,7 +155,8 @@ class FactWriter:
         paths: list[str] = []
         found = re.search(rf"(?<!\w){self._pattern(phrase, paths)}", self.text, re.IGNORECASE)
         used = {path for index, path in enumerate(paths) if found and found[f"fact{index}"] is not None}
-        return StatedFacts(found[0], frozenset(used)) if found and used else None
+        whole = found and re.search(r"[.!?…]$", found[0])  # not the head of a list
+        return StatedFacts(found[0], frozenset(used)) if found and whole and used else None
 
     def _pattern(self, phrase: Phrase, paths: list[str]) -> str:
         """A regular expression for a phrase with the facts in it, whose paths are added to a list."""

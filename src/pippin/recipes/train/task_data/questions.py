@@ -111,12 +111,13 @@ def _question(kind: str, form: FieldForm, language: str, rng: random.Random, *, 
     label = field_label(kind if own else _kind_of(form), form, language, rng)
     if label is None:
         return None
-    if language != "de" and label[1:2].islower():
+    if language != "de" and label.split()[0][1:].islower():  # no abbreviation
         label = label[:1].lower() + label[1:]
     specific = "count" if counted else _ASKED.get(form.kind, form.kind)
     name = specific if specific in phrase_file("questions") and (counted or rng.random() < 0.5) else "label"
     question = _words(name, language, rng, {"label": label})
-    return question[:1].upper() + question[1:]
+    start = 1 if question.startswith("¿") else 0
+    return question[:start] + question[start : start + 1].upper() + question[start + 1 :]
 
 
 def _kind_of(form: FieldForm) -> str:

@@ -121,6 +121,8 @@ def _chosen(writer: FactWriter, count: int, rng: random.Random) -> list[StatedFa
     required = {path for path in writer.order if writer.forms[path].required}
     chosen, stated = list[StatedFacts](), set[str]()
     openings = [each for each in openings if not _BREAK.search(each.text)]
+    if not openings and language != writer.document.language:
+        return []  # what the text is about cannot be said in that language
     if openings:
         chosen = [max(openings, key=lambda each: (len(each.paths & required), len(each.paths)))]
         if rng.random() < 0.4:
