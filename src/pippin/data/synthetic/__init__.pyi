@@ -3,6 +3,7 @@ from . import (
     label_sets as label_sets,
     scenes as scenes,
     sprites as sprites,
+    tool_requests as tool_requests,
     video_clips as video_clips,
 )
 from .scenes import Scenes as Scenes, SceneSpec as SceneSpec

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pippin.train import TrainingResult
 
 _DATA, _ADAPTER = "Data", "Adapter"
-Task = Literal["extraction", "summaries", "classification"]
+Task = Literal["extraction", "summaries", "classification", "tools"]
 
 
 @checked
@@ -156,6 +156,7 @@ def samplers() -> dict[Task, Callable[[LanguageModel, ExampleSplit, int], Exampl
         "extraction": task_data.extraction.examples,
         "summaries": task_data.summaries.examples,
         "classification": task_data.classification.examples,
+        "tools": task_data.tools.examples,
     }
 
 

@@ -1,4 +1,10 @@
-from . import classification as classification, extraction as extraction, summaries as summaries
+from . import (
+    classification as classification,
+    extraction as extraction,
+    function_requests as function_requests,
+    summaries as summaries,
+    tools as tools,
+)
 from .examples import (
     ExampleSampler as ExampleSampler,
     ExampleSplit as ExampleSplit,

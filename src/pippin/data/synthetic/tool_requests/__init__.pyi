@@ -1,0 +1,8 @@
+from .library import (
+    LANGUAGES as LANGUAGES,
+    ToolSpec as ToolSpec,
+    is_held_out as is_held_out,
+    library as library,
+    read as read,
+)
+from .sampling import ToolRequest as ToolRequest, sample as sample

@@ -1,0 +1,131 @@
+"""Requests drawn from the library of tools: with one tool that fits, with none, or with a value missing."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from pippin.core.errors import InvalidArgument
+from pippin.data.synthetic.tool_requests.library import LANGUAGES, SLOT, ToolSpec, is_held_out, library, unrelated
+
+_BEFORE: Final = ("Hi! ", "Hey, quick one: ", "Sorry to bother you. ", "I'm in a bit of a rush. ", "OK. ", "Hello. ",
+                  "It has been a long day. ", "My sister is visiting this week. ", "Please help. ")  # fmt: skip
+_AFTER: Final = (" Thanks!", " Thank you.", " please", " That would be great.", " I'll be back in a moment.")
+_INSTRUCTIONS: Final = (
+    "You are a helpful assistant.",
+    "Be brief.",
+    "Use a tool when one fits the request; otherwise answer yourself.",
+    "You help people in their daily life and at work.",
+)
+
+
+@dataclass(frozen=True)
+class ToolRequest:
+    """A request and what is right.
+
+    Attributes:
+        tools: what is on offer, in OpenAI's format.
+        prompt: what the user says.
+        call: name and arguments of the right call; None where no tool fits.
+        reply: what is said without a call, or the beginning of it.
+        output: JSON output of the tool.
+        answer: what the user is told about it.
+        instructions: of the system, or empty.
+    """
+
+    tools: tuple[dict[str, Any], ...]
+    prompt: str
+    call: tuple[str, dict[str, Any]] | None = None
+    reply: str | None = None
+    output: str | None = None
+    answer: str | None = None
+    instructions: str = ""
+
+
+def sample(rng: random.Random, *, language: str | None = None, held_out: bool = False) -> ToolRequest:
+    """A random request.
+
+    Args:
+        rng: draws it.
+        language: of the request; any of `LANGUAGES` without one, mostly English.
+        held_out: whether its tools are those of the tenth that is evaluated on, rather than the others.
+
+    Raises:
+        InvalidArgument: an unknown language.
+    """
+    if language is not None and language not in LANGUAGES:
+        raise InvalidArgument(f"language={language!r} is none of {', '.join(LANGUAGES)}")
+    every = [tool for tool in library().values() if is_held_out(tool.name) == held_out]
+    if language is None and rng.random() < 0.7:
+        language = "en"
+    fitting = [tool for tool in every if language is None or language in tool.phrases] or every
+    tool = rng.choice(fitting)
+    instructions = rng.choice(_INSTRUCTIONS) if rng.random() < 0.3 else ""
+    drawn = rng.random()
+    if drawn < 0.12:
+        request, reply = rng.choice(unrelated())
+        return ToolRequest(_offered(_near(tool, every, rng), rng), request, reply=reply, instructions=instructions)
+    if drawn < 0.2 and tool.lacking:
+        request, question = rng.choice(tool.lacking)
+        tools = _offered([tool, *_near(tool, every, rng)[1:]], rng)
+        return ToolRequest(tools, request, reply=question, instructions=instructions)
+    return _stated(tool, every, rng, language, instructions, offered=drawn > 0.28)
+
+
+def _stated(
+    tool: ToolSpec,
+    every: Sequence[ToolSpec],
+    rng: random.Random,
+    language: str | None,
+    instructions: str,
+    offered: bool,
+) -> ToolRequest:
+    """A request that states all that the tool needs, whether the tool is on offer or not."""
+    language = language if language in tool.phrases else rng.choice(sorted(tool.phrases))
+    phrase = rng.choice(tool.phrases[language])
+    drawn = {name: each.draw(rng, language) for name, each in tool.parameters.items()}
+    said = {name: text for name, (_, text) in drawn.items()}
+    prompt = _filled(phrase, said)
+    if language == "en" and rng.random() < 0.3:
+        prompt = rng.choice(_BEFORE) + prompt
+    if language == "en" and rng.random() < 0.2:
+        prompt += rng.choice(_AFTER) if prompt[-1] in ".?!" else rng.choice(_AFTER[:3]).replace(" Th", ". Th")
+    others = _near(tool, every, rng)
+    if not offered and len(every) > 1:
+        # a tool of the same domain might do what the request asks for, so the others are of other domains
+        far = [each for each in every if each.domain != tool.domain]
+        others = rng.sample(far, min(len(far), rng.randint(1, 3)))
+        return ToolRequest(_offered(others, rng), prompt, reply="I", instructions=instructions)
+    definition, renamed = tool.definition(rng)
+    tools = [definition, *_offered(others[: rng.randint(0, 4)], rng)]
+    rng.shuffle(tools)
+    stated = set(SLOT.findall(phrase))
+    arguments = {renamed[name]: drawn[name][0] for name in tool.parameters if name in stated}
+    return ToolRequest(
+        tuple(tools),
+        prompt,
+        (tool.name, arguments),
+        output=_filled(tool.output, said),
+        answer=_filled(rng.choice(tool.answers), said) if language == "en" else None,
+        instructions=instructions,
+    )
+
+
+def _near(tool: ToolSpec, every: Sequence[ToolSpec], rng: random.Random) -> list[ToolSpec]:
+    """One to four other tools, those of the same domain more often."""
+    others = sorted(
+        (each for each in every if each is not tool), key=lambda each: rng.random() - 0.4 * (each.domain == tool.domain)
+    )
+    return others[: rng.randint(1, 4)]
+
+
+def _offered(tools: Sequence[ToolSpec], rng: random.Random) -> tuple[dict[str, Any], ...]:
+    definitions = [tool.definition(rng)[0] for tool in tools]
+    rng.shuffle(definitions)
+    return tuple(definitions)
+
+
+def _filled(text: str, values: dict[str, str]) -> str:
+    return SLOT.sub(lambda found: values[found[1]], text)

@@ -1,0 +1,144 @@
+"""Calls of tools to train on: the right call with the right arguments, or an answer where no tool fits.
+
+Notable here:
+- prompts and grammars are those of inference
+- where no tool fits, only the choice between a call and text is learned, so that the model keeps its own style
+- some conversations go on with the output of the tool, and the answer that tells it to the user is learned
+"""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from pippin.core.errors import InvalidInput, PippinError
+from pippin.data.synthetic import tool_requests
+from pippin.data.synthetic.tool_requests import ToolRequest
+from pippin.language.constrained_objective import ConstrainedExample
+from pippin.recipes.train.task_data.examples import ExampleSampler, ExampleSplit, constrained_example
+from pippin.recipes.train.task_data.function_requests import function_requests
+from pippin.session import chat_format
+from pippin.session.text_prompts import end_of_turn
+from pippin.session.tool_dialects.grammar import tool_grammar
+from pippin.session.tools import Tool
+from pippin.session.transcript import Instructions, Prompt, ToolCall, ToolCalls, ToolOutput, Transcript
+
+if TYPE_CHECKING:
+    from pippin.language.language_model import LanguageModel
+
+_BEGINNINGS: Final = ("I", "The", "Sure", "Yes", "To", "Here", "Hello", "You", "That", "It", "A", "In")
+_FROM_FUNCTIONS: Final = 0.35  # of the requests, where BFCL is installed
+_WITHOUT_CALL: Final = 0.25  # of these
+_WITH_OUTPUT: Final = 0.25  # of the requests that have one
+
+
+def sample_request(rng: random.Random, split: ExampleSplit) -> ToolRequest:
+    """A random request, from the synthetic library or from BFCL.
+
+    Args:
+        rng: draws it.
+        split: the languages that may occur, and whether its tools are those that are held out.
+    """
+    if rng.random() < _FROM_FUNCTIONS and (not split.languages or "en" in split.languages):
+        listed = function_requests(held_out=split.held_out, called=rng.random() >= _WITHOUT_CALL)
+        if listed:
+            return rng.choice(listed)
+    language = None
+    if split.languages and not set(tool_requests.LANGUAGES) <= set(split.languages):
+        language = rng.choice([each for each in split.languages if each in tool_requests.LANGUAGES])
+    return tool_requests.sample(rng, language=language, held_out=split.held_out)
+
+
+def examples(model: LanguageModel, split: ExampleSplit, max_length: int) -> ExampleSampler:
+    """A sampler of requests with tools.
+
+    Args:
+        model: provides tokenizer, chat template and the dialect of calls.
+        split: the languages that may occur, and whether the tools are those that are held out.
+        max_length: most tokens of an example.
+    """
+
+    def sample(rng: random.Random) -> ConstrainedExample | None:
+        request = sample_request(rng, split)
+        told = request.call is not None and request.answer is not None and rng.random() < _WITH_OUTPUT
+        try:
+            example = answer_example(model, request) if told else request_example(model, request, rng)
+        except PippinError:  # a schema of BFCL that no grammar enforces, or a value that it does not allow
+            return None
+        return example if example is not None and len(example.ids) <= max_length else None
+
+    return sample
+
+
+def request_example(model: LanguageModel, request: ToolRequest, rng: random.Random) -> ConstrainedExample | None:
+    """What the model is to do first: the call, or the first token of a reply.
+
+    Args:
+        model: provides tokenizer, chat template and the dialect of calls.
+        request: the request.
+        rng: draws the beginning of a reply where the request has none.
+
+    Raises:
+        PippinError: a schema that no grammar enforces, or arguments that do not fit it.
+    """
+    tools, tokenizer, dialect = declared(request), model.tokenizer, chat_format.dialect_of(model)
+    prompt = chat_format.encode(model, Transcript(entries=tuple(_begun(request))), tools)
+    if request.call is None:
+        call = tokenizer.encode(dialect.marker or dialect.write([(tools[0].name, {})]), control=True)[0]
+        reply = request.reply if request.reply and request.reply != "I" else rng.choice(_BEGINNINGS)
+        first = tokenizer.encode(reply)[0]
+        return None if first == call else _choice(prompt, first, call, model.config.vocab_size)
+    name, arguments = request.call
+    tool = next(each for each in tools if each.name == name)
+    order = list(tool.schema.json_schema.get("properties", arguments))
+    if unknown := set(arguments) - set(order):
+        raise InvalidInput(f"{name} has no parameter {min(unknown)!r}")
+    arguments = {key: arguments[key] for key in order if key in arguments}  # the order in which the grammar has them
+    answer = tokenizer.encode(dialect.write([(name, arguments)]), control=True)
+    grammar = tool_grammar(dialect, tokenizer, None, tools, required=False, max_calls=1)
+    return None if grammar is None else constrained_example(prompt, answer, grammar, tokenizer)
+
+
+def answer_example(model: LanguageModel, request: ToolRequest) -> ConstrainedExample:
+    """What the model is to say about the output of a tool, to the end of its turn.
+
+    Args:
+        model: provides tokenizer, chat template and the dialect of calls.
+        request: has a call, an output and an answer.
+    """
+    name, arguments = request.call or ("", {})
+    entries = [
+        *_begun(request),
+        ToolCalls(calls=(ToolCall(id="call_0", name=name, arguments=arguments),)),
+        ToolOutput(request.output or "", call_id="call_0", name=name),
+    ]
+    prompt = chat_format.encode(model, Transcript(entries=tuple(entries)), declared(request))
+    answer = [*model.tokenizer.encode(request.answer or ""), *end_of_turn(model)]
+    bits = np.packbits(np.ones((len(answer), model.config.vocab_size), bool), axis=1, bitorder="little")
+    places = np.arange(len(answer)) + len(prompt) - 1
+    return ConstrainedExample((*prompt, *answer), places, np.array(answer), bits)
+
+
+def declared(request: ToolRequest) -> list[Tool[..., Any]]:
+    """The tools of a request as a session takes them.
+
+    Raises:
+        InvalidTool, SchemaError: an invalid name or schema.
+    """
+    functions = [tool["function"] for tool in request.tools]
+    return [Tool.from_schema(each["name"], each["description"], each["parameters"], dict) for each in functions]
+
+
+def _begun(request: ToolRequest) -> list[Instructions | Prompt]:
+    said = [Instructions(request.instructions)] if request.instructions else []
+    return [*said, Prompt(request.prompt)]
+
+
+def _choice(prompt: list[int], right: int, other: int, vocab_size: int) -> ConstrainedExample:
+    """A choice between two tokens after a prompt."""
+    allowed = np.zeros((1, vocab_size), bool)
+    allowed[0, [right, other]] = True
+    bits = np.packbits(allowed, axis=1, bitorder="little")
+    return ConstrainedExample((*prompt, right), np.array([len(prompt) - 1]), np.array([right]), bits)
