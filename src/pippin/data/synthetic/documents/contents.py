@@ -262,7 +262,7 @@ class Contents:
 
     def _bracketed(self, leaf: Leaf, name: str) -> list[Piece]:
         """A phrase of a choice or a flag, of which the words in [brackets] are the fact, or all of it."""
-        text = self.written(self.rng.choice(leaf.form.values[name][self.language]))
+        text = self.written(self.rng.choice(leaf.form.values[name][self.language])).strip()
         before, bracket, rest = text.partition("[")
         if not bracket:
             return [Piece(text, leaf)]
