@@ -90,7 +90,7 @@ class Contents:
         columns = [each for each in form.fields if each.required or self.rng.random() >= ABSENT] or form.fields[:1]
         rows: list[dict[str, Any]] = []
         for _ in range(self.rng.randint(low, high)):
-            row: dict[str, Any] = {}
+            row = dict(self.raws)  # an item may depend on what was sampled before: `text part_{device}`
             for each in form.fields:
                 self._raw(each, row)
             rows.append(row)
@@ -249,7 +249,7 @@ class Contents:
     def _write_integer(self, leaf: Leaf, where: Where) -> list[Piece]:
         if where == "sentence" and 2 <= leaf.raw <= 12 and self.rng.random() < 0.3:
             return [Piece(formats.COUNT_WORDS[self.language][leaf.raw - 2], leaf)]
-        plain = leaf.raw < 10000 and self.rng.random() < 0.5
+        plain = leaf.form.generator.endswith(":0") or (leaf.raw < 10000 and self.rng.random() < 0.5)
         return [Piece(str(leaf.raw) if plain else formats.number_text(leaf.raw, 0, self.style), leaf)]
 
     def _write_flag(self, leaf: Leaf, where: Where) -> list[Piece]:
