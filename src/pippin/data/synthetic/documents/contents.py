@@ -37,6 +37,12 @@ class Leaf:
     fact: Fact | None = None
 
 
+def _case(generator: str, scope: dict[str, Any]) -> str:
+    """The range of "unit?gram=20..600,cup=2..4", which depends on another value; else the generator as it is."""
+    other, of, cases = generator.partition("?")
+    return dict(each.split("=") for each in cases.split(","))[scope[other]] if of else generator
+
+
 class Piece(NamedTuple):
     """A piece of text: that of a leaf, a label, or text that stays as it is ("fixed") even in a noisy document."""
 
@@ -116,8 +122,9 @@ class Contents:
         return " ".join(self.draw(name.format_map(scope)).split())  # "fruit_{color}": a list for each color
 
     def _date(self, form: FieldForm, name: str, argument: str, scope: dict[str, Any]) -> date:
-        if name == "birth":
-            return date(1940, 1, 1) + timedelta(days=self.rng.randrange(25000))
+        if name == "birth":  # "birth:1960..1999": born in one of these years
+            low, high = (int(each) for each in (argument or "1940..2007").split(".."))
+            return date(low, 1, 1) + timedelta(days=self.rng.randrange(365 * (high + 1 - low)))
         origin, _, span = form.generator.partition("+")
         low, high = (int(each) for each in (span or "0..10").split(".."))
         start: date = scope.get(origin, self.style.today)
@@ -133,12 +140,14 @@ class Contents:
         return time(self.rng.randint(low, high), minute)
 
     def _amount(self, form: FieldForm, name: str, argument: str, scope: dict[str, Any]) -> Decimal:
-        text = form.generator
-        if found := re.fullmatch(r"sum\((\w+)\.(\w+)\)", text):
-            total = sum((row[found[2]] for row in scope[found[1]]), Decimal(0))
+        text = _case(form.generator, scope)
+        if found := re.fullmatch(r"sum\((\w+)\.(\w+)(?:,(\w+)=(\w+))?\)", text):  # perhaps of some rows only
+            rows = [row for row in scope[found[1]] if not found[3] or row[found[3]] == found[4]]
+            total = sum((row[found[2]] for row in rows), Decimal(0))
             return total or Decimal(self.rng.randint(1000, 90000)) / 100
-        if found := re.fullmatch(r"(\w+)([+-])(\w+)", text):
-            return Decimal(scope[found[1]] + (1 if found[2] == "+" else -1) * scope[found[3]])
+        if re.fullmatch(r"[a-z]\w*([+-][a-z]\w*)+", text):
+            terms = re.findall(r"([+-]?)(\w+)", text)
+            return Decimal(sum(-scope[term] if sign == "-" else scope[term] for sign, term in terms))
         if found := re.fullmatch(r"(\w+)\*([a-z]\w*)", text):
             return Decimal(scope[found[1]] * scope[found[2]]).quantize(Decimal("0.01"))
         if found := re.fullmatch(r"(\w+)\*([\d.]+)\.\.([\d.]+)", text):
@@ -160,9 +169,10 @@ class Contents:
             return int((scope[found[2]] - scope[found[1]]).days)
         if found := re.fullmatch(r"count\((\w+)\)", form.generator):
             return len(scope[found[1]])
-        other, of, cases = form.generator.partition("?")
-        if of:  # "unit?gram=20..600,cup=2..4": the range depends on another value
-            low, high = dict(each.split("=") for each in cases.split(","))[scope[other]].split("..")
+        if found := re.fullmatch(r"(\w+)\+(\d+)\.\.(\d+)(:0)?", form.generator):
+            return int(scope[found[1]]) + self.rng.randint(int(found[2]), int(found[3]))
+        if "?" in form.generator:
+            low, high = _case(form.generator, scope).split("..")
             step = 10 if int(high) > 100 else 1
             return self.rng.randint(int(low) // step, int(high) // step) * step
         low, high, _ = self._bounds(form)
