@@ -3,7 +3,8 @@
 Notable here:
 - `# domain` opens a domain and `[name] description` a tool; then one parameter a line: `name/synonym type! values :
   description`, where `!` marks required ones and a string may have a format, such as `string:date`
-- values are `a|b|c`, `1..90`, `1.5..9.5`, a list `@name` of the file, or `value=what the user says`
+- values are `a|b|c`, `1..90`, `1.5..9.5`, a list `@name` of this file or one before it, or for booleans
+  `true=what the user says|false=...`
 - `+ phrase` is a request that states the parameters in braces, `+ de: phrase` one in another language; `? request =
   question` lacks a required value; `>` is the output of the tool, `<` what it tells the user
 """
@@ -72,8 +73,11 @@ class Parameter:
             else:
                 number = rng.randint(int(low), int(high))
             return number, str(number)
-        value, _, said = rng.choice(self.values).partition("=")
-        return (value == "true" if self.type == "boolean" else value), said or value
+        value = rng.choice(self.values)
+        if self.type == "boolean":
+            truth, _, said = value.partition("=")
+            return truth == "true", said
+        return value, value
 
 
 @dataclass
