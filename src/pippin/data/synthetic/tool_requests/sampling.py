@@ -83,7 +83,8 @@ def _stated(
     offered: bool,
 ) -> ToolRequest:
     """A request that states all that the tool needs, whether the tool is on offer or not."""
-    language = language if language in tool.phrases else rng.choice(sorted(tool.phrases))
+    if language is None or language not in tool.phrases:
+        language = rng.choice(sorted(tool.phrases))
     phrase = rng.choice(tool.phrases[language])
     drawn = {name: each.draw(rng, language) for name, each in tool.parameters.items()}
     said = {name: text for name, (_, text) in drawn.items()}
