@@ -40,16 +40,29 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """Ratio to the peer, above 1 where Pippin is better; None without a peer."""
-        if self.peer_value is None:
+        """Ratio to the peer, above 1 where Pippin is better; None without a peer, and beside zero."""
+        above, below = self._parts
+        return above / below if above is not None and below else None
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the goal was met, as more than zero does beside zero; None without a peer, and if both are zero."""
+        above, below = self._parts
+        if above is None or not (above or below):
             return None
-        return self.ours / self.peer_value if self.higher_is_better else self.peer_value / self.ours
+        return bool(above >= self.goal * below)
+
+    @property
+    def _parts(self) -> tuple[float | None, float]:
+        if self.peer_value is None:
+            return None, 1.0
+        return (self.ours, self.peer_value) if self.higher_is_better else (self.peer_value, self.ours)
 
     def to_dict(self) -> dict[str, object]:
         """The row as recorded."""
         row = asdict(self)
         del row["higher_is_better"]
-        return row | {"ratio": self.ratio, "met": None if self.ratio is None else bool(self.ratio >= self.goal)}
+        return row | {"ratio": self.ratio, "met": self.met}
 
 
 def compared(

@@ -120,7 +120,8 @@ def benchmarks_page() -> str:
     lines = [
         "# Benchmarks",
         "",
-        "Speed against named peers, measured on one machine at one time. A ratio above 1 means that Pippin is better.",
+        "Speed and quality against named peers, measured on one machine at one time. A ratio above 1 means that",
+        "Pippin is better.",
         "`make bench` measures again. [Performance](performance.md) covers the engine on a CPU.",
     ]
     folder = ROOT / "results" / "benchmarks"

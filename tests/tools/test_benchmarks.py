@@ -137,6 +137,18 @@ def test_rows_are_medians_with_the_range_in_their_note():
     assert (alone["ratio"], alone["met"], alone["note"]) == (None, None, "ours 2")
 
 
+@pytest.mark.parametrize(("ours", "theirs", "higher", "ratio", "met"), [
+    (3.0, 0.0, True, None, True),  # more than none at all
+    (0.0, 0.0, True, None, None),
+    (0.0, 3.0, True, 0.0, False),
+    (0.0, 3.0, False, None, True),
+    (3.0, 0.0, False, 0.0, False),
+])  # fmt: skip
+def test_a_row_beside_zero_has_no_ratio(ours, theirs, higher, ratio, met):
+    kept = _rows.Row("whole documents", "%", ours, "abacus", theirs, 1.0, higher).to_dict()
+    assert (kept["ratio"], kept["met"]) == (ratio, met)
+
+
 def test_measurements_are_taken_in_turn_after_one_that_does_not_count(monkeypatch, capsys):
     monkeypatch.setattr(_rows, "SETTLE", 0.0)
     calls = []

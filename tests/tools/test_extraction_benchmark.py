@@ -1,0 +1,149 @@
+"""The benchmark of extraction: its controls fill in what is easy, and it counts what a reader would count."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+import run_benchmarks
+
+sys.path.append(str(run_benchmarks.ROOT / "benchmarks"))
+import _extraction_arms as arms
+import _extraction_baselines as baselines
+import extraction as benchmark
+
+INVOICE = """Invoice
+Invoice number: RX-2024/17
+Due date | 3 May 2024 | Paid | yes
+Total:  1,250.50 EUR
+Items:
+- two chairs
+- a desk
+
+Thank you."""
+
+
+def schema(required=(), **properties):
+    return {"type": "object", "properties": properties, "required": list(required)}
+
+
+TEXT, NUMBER, DATE = {"type": "string"}, {"type": "number"}, {"type": "string", "format": "date"}
+NULLABLE = {"anyOf": [TEXT, {"type": "null"}]}
+TEXTS = {"type": "array", "items": TEXT}
+
+
+def test_labels_are_found_in_the_styles_of_names():
+    form = schema(
+        invoiceNumber=TEXT, DUE_DATE=DATE, total=NUMBER, paid={"type": "boolean"}, items=TEXTS, vat_id=NULLABLE
+    )
+    assert baselines.LabelPatterns().fill(INVOICE, form) == {
+        "invoiceNumber": "RX-2024/17",
+        "DUE_DATE": "2024-05-03",
+        "total": 1250.5,
+        "paid": True,
+        "items": ["two chairs", "a desk"],
+        "vat_id": None,
+    }
+
+
+def test_without_a_label_only_what_must_be_there_is_filled_in():
+    form = schema(["sent_on", "f7"], sent_on=DATE, f7=NUMBER, shipped=DATE)
+    found = baselines.LabelPatterns().fill("It left us on 3 May 2024 with 40 kg.", form)
+    assert found == {"sent_on": "2024-05-03", "f7": 40, "shipped": None}
+
+
+def test_a_description_finds_a_label_that_a_name_does_not():
+    form = schema(f1={**TEXT, "description": "number of the invoice"})
+    assert baselines.LabelPatterns().fill(INVOICE, form) == {"f1": "RX-2024/17"}
+
+
+def test_the_majority_is_that_of_other_documents():
+    choice = {"enum": ["open", "closed"]}
+    others = [(schema(state=choice), {"state": "closed"})] * 2 + [(schema(state=choice), {"state": "open"})]
+    form = schema(["state", "who"], state={"enum": ["closed", "open"]}, who=TEXT, note=TEXT, items=TEXTS)
+    found = baselines.Majority(others).fill("Dear Ann Roe, all is well.", form)
+    assert found == {"state": "closed", "who": "Dear Ann Roe,", "note": None, "items": []}
+
+
+def test_what_is_missing_counts_as_null():
+    item = SimpleNamespace(schema=schema(a=TEXT, b=TEXT, c=TEXT), expected={"a": "Roe"}, text="Roe and Doe")
+    tally = benchmark.Tally("someone")
+    tally.add(item, {"a": "Roe", "b": "Doe", "d": "no field of the form"}, 2.0)
+    tally.add(item, None, 4.0)
+    assert tally.figures(1) == {
+        "fields right": 100.0,
+        "empty fields left empty": 50.0,
+        "written values that the text says": 100.0,
+        "documents with everything right": 0.0,
+        "a document": 2.0,
+    }
+    both = tally.figures(2)
+    assert (both["fields right"], both["empty fields left empty"], both["a document"]) == (50.0, 75.0, 3.0)
+    assert tally.failed == 1
+
+
+def test_rows_are_of_the_documents_that_both_had():
+    item = SimpleNamespace(schema=schema(a=TEXT), expected={"a": "Roe"}, text="Roe")
+    ours, peer = benchmark.Tally("ours"), benchmark.Tally("peer")
+    for value in ({"a": "Roe"}, {"a": "Doe"}):
+        ours.add(item, value, 1.0)
+    peer.add(item, {"a": "Doe"}, 1.0)
+    rows = {row.what: row for row in benchmark.compared_with(ours, peer, "")}
+    assert rows["ours: fields right"].ours == 100.0
+    assert rows["ours: written values that the text says"].peer_value == 0.0
+    absent = benchmark.compared_with(ours, benchmark.Tally("peer", installed=False), "")
+    assert {row.peer_value for row in absent} == {None}
+    assert len(absent) == 4  # no field here is empty
+
+
+def test_extractions_of_classes_become_the_value_of_the_form():
+    table = {"type": "array", "items": schema(name=TEXT, price=NUMBER)}
+    form = schema(buyer=schema(name=TEXT, day=DATE), rows=table, tags=TEXTS, note=NULLABLE)
+    found = [
+        SimpleNamespace(extraction_class=name, extraction_text=text, attributes=attributes)
+        for name, text, attributes in (
+            ("buyer.name", "Ann Roe", None),
+            ("buyer.day", "3 May 2024", None),
+            ("rows", "desk", {"name": "desk", "price": "9.50 EUR"}),
+            ("tags", "new", None),
+            ("tags", "blue", None),
+            ("other", "what nobody asked for", None),
+        )
+    ]
+    assert arms._assembled(form, found) == {
+        "buyer": {"name": "Ann Roe", "day": "2024-05-03"},
+        "rows": [{"name": "desk", "price": 9.5}],
+        "tags": ["new", "blue"],
+        "note": None,
+    }
+
+
+def test_the_example_of_another_form_says_what_its_document_says():
+    import random
+
+    from pippin.recipes.train.task_data import extraction
+
+    task = extraction.sample_task(random.Random("example"), ["support_ticket"], ["en"], lambda _: ["lines"])
+    known = list(arms._known(task.schema, task.answers, task.document.text))
+    assert known
+    assert all(text in task.document.text for _, texts, _ in known for text in texts)
+    described = "\n".join(arms._described(task.schema))
+    assert all(f"- {name}" in described for name, _, _ in known)
+
+
+@pytest.mark.slow
+def test_two_documents_with_and_without_a_model(capsys, monkeypatch):
+    words = ["extraction.py", "--quick", "--json", "--arms", "plain,patterns,majority", "--languages", "en"]
+    monkeypatch.setattr(sys, "argv", words)
+    benchmark.main()
+    rows = json.loads(capsys.readouterr().out)
+    assert {row["peer"] for row in rows} == {"label patterns", "majority"}
+    assert all("without adapter" in row["what"] for row in rows)
+
+
+@pytest.mark.parametrize("words", [["--arms", "abacus"], ["--items", "0"]])
+def test_wrong_words_are_refused(words, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["extraction.py", *words])
+    with pytest.raises(SystemExit) as error:
+        benchmark.main()
+    assert error.value.code == 2
