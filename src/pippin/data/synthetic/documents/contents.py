@@ -116,7 +116,8 @@ class Contents:
         if name == "id":
             return names.identifier(argument, self.rng, self.style.today.year)
         if name == "email":
-            return names.email(self.style, self.rng, str(scope.get(argument, "")))
+            name = str(scope.get(argument, "")).partition(",")[0]  # without "PhD" after a comma
+            return names.email(self.style, self.rng, name)
         if name == "pattern":
             return names.pattern(self.rng.choice(argument.split(",")), self.rng, self.style.today.year)
         return " ".join(self.draw(name.format_map(scope)).split())  # "fruit_{color}": a list for each color

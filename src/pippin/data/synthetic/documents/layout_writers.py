@@ -4,6 +4,7 @@ Notable here:
 - lines, table, markdown, setting, compact and columns show labels; prose, email and chat show sentences
 - mixed has a letterhead, sentences and tables; thread has older values of the same fields below, quoted
 - columns is what remains of a page with two columns, read line by line
+- card has values of which most have no label
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from pippin.data.synthetic.documents.sentences import (
     Pieces,
     filler,
     in_a_row,
+    item_pieces,
     labeled_sentence,
     sentences,
     written,
@@ -178,6 +180,31 @@ def columns(contents: Contents) -> Pieces:
     for name in contents.lists:
         out += list_block(contents, name, rng.choice(("table", "bullets", "table")))
     return out + boilerplate(contents)
+
+
+def card(contents: Contents) -> Pieces:
+    """A business card or the end of a message: what speaks for itself (`bare: NAME NAME` of the kind) has no label."""
+    rng, between = contents.rng, contents.rng.choice((": ", " ", " ", ":  "))
+    bare = contents.kind.settings.get("bare", "").split()
+    gap = rng.choice(("\n", "\n", "\n", " | ", " · "))
+    contents.one_line = gap != "\n"
+    out: Pieces = []
+    for form in contents.kind.fields:
+        row = {
+            path.rpartition(".")[2]: leaf for path, leaf in contents.leaves.items() if path.split(".")[0] == form.name
+        }
+        if form.kind == "record" and row:
+            block = item_pieces(contents, form.name, row)
+        elif form.name in contents.lists:
+            block = [Piece(contents.label(form) + ": ", None, "label"), *in_a_row(contents, form.name)]
+        elif row:
+            leaf = row[form.name]
+            block = cell(contents, leaf) if form.name in bare else labeled(contents, form.name, between)
+        else:
+            continue
+        out += plain("" if not out else "\n" if rng.random() < 0.2 else gap) + block
+    start = plain(rng.choice(("", "", contents.word("closing") + "\n\n", "-- \n")))
+    return start + out + plain("\n") + boilerplate(contents, 2)
 
 
 def wrapped(pieces: Pieces, limit: int) -> Pieces:
@@ -420,6 +447,7 @@ LAYOUTS: Final[dict[str, Callable[[Contents], Pieces]]] = {
     "setting": setting,
     "compact": compact,
     "columns": columns,
+    "card": card,
     "prose": prose,
     "email": email,
     "mixed": mixed,
