@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from pippin.recipes.train.task_data import ExampleSampler, ExampleSplit
     from pippin.train import TrainingResult
 
+    MakeSampler = Callable[[LanguageModel, ExampleSplit, int], ExampleSampler]
+
 _DATA, _ADAPTER = "Data", "Adapter"
 Task = Literal["extraction", "summaries", "classification", "tools"]
 
@@ -148,7 +150,7 @@ class ExampleStream:
             size += len(example.ids)
 
 
-def samplers() -> dict[Task, Callable[[LanguageModel, ExampleSplit, int], ExampleSampler]]:
+def samplers() -> dict[Task, MakeSampler]:
     """The data of each task: a function of the model, the split and the most tokens of an example."""
     from pippin.recipes.train import task_data
 
@@ -160,11 +162,12 @@ def samplers() -> dict[Task, Callable[[LanguageModel, ExampleSplit, int], Exampl
     }
 
 
-def run(config: Config, *, show_progress: bool = True) -> TaskAdapterResult:
+def run(config: Config, *, examples: MakeSampler | None = None, show_progress: bool = True) -> TaskAdapterResult:
     """Train an adapter and save it in PEFT's layout.
 
     Args:
         config: the settings.
+        examples: returns a sampler for a model, a split and the most tokens of an example; None for the task's own.
         show_progress: whether progress is shown on stderr.
 
     Raises:
@@ -190,7 +193,7 @@ def run(config: Config, *, show_progress: bool = True) -> TaskAdapterResult:
         lr_ratio=4.0,
         init=None if config.adapter is None else read_factors(base, config.adapter),
     )
-    examples = samplers()[config.task]
+    examples = examples or samplers()[config.task]
     stream, unseen = (
         ExampleStream(examples(base, split, config.max_length), batch_tokens=config.batch_tokens, seed=seed)
         for split, seed in zip((seen, other), (config.seed, config.seed + 1), strict=True)
