@@ -250,3 +250,12 @@ def test_what_is_no_form_is_refused():
     for text in ("", "{", FILLED[:-1], FILLED.replace("12.03", "13.03"), FILLED + "x"):
         with pytest.raises(InvalidInput):
             made.read(text)
+
+
+@pytest.mark.parametrize(("text", "value", "allowed"), [
+    ("Iron 100.7 %", "%", True), ("5 € each", "€", True), ("21 ° today", "°", True), ("a - b", "-", False),
+    ("100.7 %", "% ", False), ("5 € each", "€ each", True), ("Iron %, copper", "%,", False), ("ref. > 48", "> 48", True), ("> see above", "> see", False),
+])  # fmt: skip
+def test_a_unit_may_be_a_mark_alone(text, value, allowed):
+    form = Form({"type": "string"}, SourceText(text))
+    assert form.grammar.allows(json.dumps(value, ensure_ascii=False)) is allowed

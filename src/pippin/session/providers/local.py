@@ -33,6 +33,7 @@ from pippin.language.decoder import Decoder
 from pippin.language.language_model import LanguageModel, load
 from pippin.language.task_adapters import Task
 from pippin.session import chat_format
+from pippin.session.extraction.source import SourceText
 from pippin.session.providers.provider import (
     Capabilities,
     Done,
@@ -307,7 +308,8 @@ def _over(schema: Schema[Any] | None, transcript: Transcript) -> Schema[Any] | N
     """The schema with verbatim strings held to the prompts and the outputs of tools."""
     if schema is None or not schema.grammar.is_verbatim:
         return schema
-    return schema.over("\n\n".join(entry.text for entry in transcript if isinstance(entry, Prompt | ToolOutput)))
+    text = "\n\n".join(entry.text for entry in transcript if isinstance(entry, Prompt | ToolOutput))
+    return schema.over(SourceText(text).grammar)
 
 
 def _numbered(calls: Sequence[tuple[str, dict[str, Any]]], transcript: Transcript) -> tuple[ToolCall, ...]:

@@ -242,22 +242,16 @@ class Schema(Generic[T]):
         """Whether the grammar allows exactly this text."""
         return self.grammar.allows(text)
 
-    def over(self, text: str) -> Schema[T]:
+    def over(self, parts: str) -> Schema[T]:
         """The schema in which verbatim strings (see `Verbatim`) are parts of a text; before, they are any strings.
 
-        >>> order = Schema.string(format="verbatim").over("Your order 4711 was sent.")
-        >>> order.is_valid('"order 4711"'), order.is_valid('"order 4712"')
-        (True, False)
-
-        Raises:
-            InvalidInput: the text is empty.
+        Args:
+            parts: the parts of the text, as `Grammar.over` takes them: `pippin.session.extraction.SourceText.grammar`.
         """
-        from pippin.session.extraction.source import SourceText
-
         if not self.grammar.is_verbatim:
             return self
         made = copy.copy(self)
-        made.grammar = self.grammar.over(SourceText(text).grammar)
+        made.grammar = self.grammar.over(parts)
         return made
 
     @cached_property
