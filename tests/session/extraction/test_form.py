@@ -254,7 +254,8 @@ def test_what_is_no_form_is_refused():
 
 @pytest.mark.parametrize(("text", "value", "allowed"), [
     ("Iron 100.7 %", "%", True), ("5 € each", "€", True), ("21 ° today", "°", True), ("a - b", "-", False),
-    ("100.7 %", "% ", False), ("5 € each", "€ each", True), ("Iron %, copper", "%,", False), ("ref. > 48", "> 48", True), ("> see above", "> see", False),
+    ("100.7 %", "% ", False), ("5 € each", "€ each", True), ("Iron %, copper", "%,", False),
+    ("ref. > 48", "> 48", True), ("> see above", "> see", False),
 ])  # fmt: skip
 def test_a_unit_may_be_a_mark_alone(text, value, allowed):
     form = Form({"type": "string"}, SourceText(text))

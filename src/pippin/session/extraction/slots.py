@@ -22,7 +22,10 @@ from pippin.engine.grammar.item_limits import Limit
 MISSING: Final = object()
 """The value of a property that was not found and is left to its default."""
 # neither blanks nor marks that belong to what is around it; a backslash escapes a quotation mark
-_NOT_CUT: Final = r'/"(>[ =]{0,2}[0-9]|[^\x00- ,.;:!?)\]}|=>*_~%\/\x{2014}\x{2013}\x{2026}])([^\x00-\x1f]*[^\x00- ,;:(\[{|=<*_~#\x{2014}\x{2013}])?"/'
+_NOT_CUT: Final = (
+    r'/"(>[ =]{0,2}[0-9]|[^\x00- ,.;:!?)\]}|=>*_~%\/\x{2014}\x{2013}\x{2026}])'
+    r'([^\x00-\x1f]*[^\x00- ,;:(\[{|=<*_~#\x{2014}\x{2013}])?"/'
+)
 _HAS_LETTERS: Final = r'/"[^\x00-\x1f]*[\p{L}\p{N}][^\x00-\x1f]*"/'
 _UNIT: Final = r'/"[%\x{2030}\x{B0}\p{Sc}]"/'  # a mark that is a value by itself, such as that of a currency
 _DECODER: Final = json.JSONDecoder()
