@@ -123,16 +123,9 @@ class LangExtract:
 
     def _example(self, kind: str) -> Any:
         """An English document with a form and its right values."""
-        from pippin.recipes.train.task_data import extraction
-
-        data, rng = self.library.data, random.Random("example")
-        task = extraction.sample_task(rng, [kind], ["en"], lambda _: ["lines"])
-        found = [
-            data.Extraction(field, texts[0], attributes=attributes or None)
-            for field, texts, attributes in _known(task.schema, task.answers, task.document.text)
-        ]
-        found.sort(key=lambda each: task.document.text.find(each.extraction_text))
-        return data.ExampleData(text=task.document.text, extractions=found)
+        data, (text, known) = self.library.data, example(kind)
+        found = [data.Extraction(name, said, attributes=attributes or None) for name, said, attributes in known]
+        return data.ExampleData(text=text, extractions=found)
 
     def fill(self, text: str, schema: dict[str, Any]) -> tuple[Any, float]:
         """See `Pippin.fill`."""
@@ -147,11 +140,25 @@ class LangExtract:
                 max_char_buffer=2 * CONTEXT,  # the whole document at once
                 fence_output=False,
                 use_schema_constraints=False,
+                resolver_params={"suppress_parse_errors": False},
                 show_progress=False,
             )
         except Exception:  # of several kinds, all of them no answer
             return None, time.perf_counter() - began
         return _assembled(schema, done.extractions or []), time.perf_counter() - began
+
+
+def example(kind: str) -> tuple[str, list[tuple[str, str, dict[str, str]]]]:
+    """An English document of a kind, and field, text and attributes of what it says, with a list of records in it."""
+    from pippin.recipes.train.task_data import extraction
+
+    rng = random.Random("example")
+    while True:
+        task = extraction.sample_task(rng, [kind], ["en"], lambda _: ["lines"])
+        text = task.document.text
+        known = sorted(_known(task.schema, task.answers, text), key=lambda each: text.find(each[1]))
+        if any(attributes for *_, attributes in known):
+            return text, known
 
 
 def _leaf_paths(schema: dict[str, Any], at: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
@@ -175,10 +182,8 @@ def _described(schema: dict[str, Any]) -> Iterator[str]:
         yield f"- {path}{said}"
 
 
-def _known(
-    schema: dict[str, Any], answers: Any, text: str, at: str = ""
-) -> Iterator[tuple[str, list[str], dict[str, str]]]:
-    """Field, texts and attributes of what a document says of a form."""
+def _known(schema: dict[str, Any], answers: Any, text: str, at: str = "") -> Iterator[tuple[str, str, dict[str, str]]]:
+    """Field, text and attributes of what a document says of a form."""
     for name, each in schema["properties"].items():
         own, answer, path = inner(each)[0], (answers or {}).get(name), f"{at}{name}"
         if type_of(own) == "object":
@@ -188,11 +193,11 @@ def _known(
                 if isinstance(item, dict):
                     said = {key: text[value.start : value.end] for key, value in item.items() if value is not None}
                     if said:
-                        yield path, list(said.values()), said
+                        yield path, next(iter(said.values())), said
                 elif item is not None:
-                    yield path, [text[item.start : item.end]], {}
+                    yield path, text[item.start : item.end], {}
         elif answer is not None:
-            yield path, [text[answer.start : answer.end]], {}
+            yield path, text[answer.start : answer.end], {}
 
 
 def _assembled(schema: dict[str, Any], extractions: list[Any], at: str = "") -> dict[str, Any]:

@@ -20,7 +20,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +59,10 @@ class Tally:
     failed: int = 0
 
     def add(self, item: FormItem, found: Any, seconds: float) -> None:
-        """Count one document."""
+        """Count one document; without an answer nothing is right, also what is empty."""
         expected, got = (completed(item.schema, value) for value in (item.expected, found))
-        self.scores.append(score(expected, got, item.text, choices=choices_of(item.schema)))
+        result = score(expected, got, item.text, choices=choices_of(item.schema))
+        self.scores.append(replace(result, nulls_right=0, whole_right=0) if found is None else result)
         self.seconds.append(seconds)
         self.failed += found is None
 
