@@ -125,6 +125,17 @@ def test_amounts_fit_their_units():
     assert largest["gram"] > 300 > 10 > max(largest["cup"], largest["tablespoon"])
 
 
+def test_a_meter_has_gone_on_by_what_was_used():
+    checked = 0
+    for seed in range(40):
+        facts = documents.sample("utility_bill", language="en", seed=seed).values
+        before, used, after = (facts[name] for name in ("previous_reading", "consumption", "current_reading"))
+        if before and used and after:
+            checked += 1
+            assert before.value + used.value == after.value
+    assert checked > 5
+
+
 @pytest.mark.parametrize("change", [{"kind": "poem"}, {"language": "la"}, {"layout": "spiral"}])
 def test_what_there_is_not_is_refused(change):
     wanted = {"kind": "invoice", "language": "en", "layout": "table"} | change

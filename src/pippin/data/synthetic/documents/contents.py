@@ -170,6 +170,8 @@ class Contents:
             return int((scope[found[2]] - scope[found[1]]).days)
         if found := re.fullmatch(r"count\((\w+)\)", form.generator):
             return len(scope[found[1]])
+        if found := re.fullmatch(r"([a-z]\w*)\+([a-z]\w*)", form.generator):
+            return int(scope[found[1]] + scope[found[2]])
         if found := re.fullmatch(r"(\w+)\+(\d+)\.\.(\d+)(:0)?", form.generator):
             return int(scope[found[1]]) + self.rng.randint(int(found[2]), int(found[3]))
         if "?" in form.generator:

@@ -9,7 +9,7 @@ Notable here:
 - `words NAME = ...` is a list of phrases for `GENERATOR` or `@NAME`, beside those of `words/LANGUAGE.txt`
 - `words NAME/THEME = ...` is such a list for the documents of one theme: a document draws from one theme only
 - a value may depend on one before it: `text fruit_{color}` draws from another list for each color, and
-  `integer unit?gram=20..600,cup=2..4` has a range for each unit (amounts as well)
+  `integer unit?gram=20..600,cup=2..4` has a range for each unit (amounts as well); `integer a+b` is a sum
 - `integer 1950..2024:0` is a year: its digits are never written in groups; `START+1..6:0` is one after another
 - after `[LANGUAGE]`, a line is a sentence: one with `^` may open a text, one with `~` states nothing that is asked
 """
