@@ -429,7 +429,11 @@ def log(contents: Contents) -> Pieces:
         events.append(event)
     for name in contents.lists:
         form = next(each for each in contents.kind.fields if each.name == name)
-        events.append([Piece(slug(contents.label(form)) + "=", None, "label"), *in_a_row(contents, name)])
+        rows, head = contents.lists[name], [Piece(slug(contents.label(form)) + "=", None, "label")]
+        if rows and len(rows[0]) > 1:  # an event each; which list it is of needs no word where there is one list
+            events += [(head if len(contents.lists) > 1 else []) + item_pieces(contents, name, row) for row in rows]
+        else:
+            events.append([*head, *in_a_row(contents, name)])
     for _ in range(rng.randint(2, 7)):
         events.insert(rng.randint(0, len(events)), plain(contents.word("log_message")))
     count = rng.randint(100, 9000)
