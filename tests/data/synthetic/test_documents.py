@@ -142,3 +142,26 @@ def test_what_there_is_not_is_refused(change):
     kind = wanted.pop("kind")
     with pytest.raises(InvalidArgument, match=f"{next(iter(change.values()))!r}"):
         documents.sample(kind, **wanted, seed=0)
+
+
+def test_a_card_has_most_values_without_labels():
+    alone = 0
+    for seed in range(40):
+        document = documents.sample("contact_card", language="en", layout="card", seed=seed)
+        lines = document.text.replace(" | ", "\n").replace(" · ", "\n").splitlines()
+        name = document.values["name"].text
+        assert name in lines  # no label before it
+        phone = document.values["phone"]
+        alone += phone is not None and phone.text in lines
+    assert alone == 0  # one number says nothing about whose it is
+
+
+def test_items_of_a_list_are_lines_of_a_log():
+    several = 0
+    for seed in range(60):
+        document = documents.sample("incident_report", language="en", layout="log", seed=seed)
+        found = document.values["log_lines"] or ()
+        starts = {document.text.rfind("\n", 0, each["message"].start) for each in found}
+        assert len(starts) == len(found)
+        several += len(found) > 1
+    assert several > 10
