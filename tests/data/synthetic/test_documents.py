@@ -136,6 +136,18 @@ def test_a_meter_has_gone_on_by_what_was_used():
     assert checked > 5
 
 
+def test_a_year_may_follow_another_one():
+    jobs = []
+    for seed in range(30):
+        document = documents.sample("resume", language="fr", layout="table", seed=seed)
+        jobs += [each for each in document.values["experience"] or () if each["to_year"]]
+        assert document.values["birth_date"] is None or "1958" <= document.values["birth_date"].value < "1998"
+    assert len(jobs) > 10
+    for each in jobs:
+        assert 1 <= each["to_year"].value - each["from_year"].value <= 6
+        assert each["from_year"].text == f"{each['from_year'].value}"
+
+
 @pytest.mark.parametrize("change", [{"kind": "poem"}, {"language": "la"}, {"layout": "spiral"}])
 def test_what_there_is_not_is_refused(change):
     wanted = {"kind": "invoice", "language": "en", "layout": "table"} | change

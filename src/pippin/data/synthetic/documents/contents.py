@@ -142,13 +142,11 @@ class Contents:
 
     def _amount(self, form: FieldForm, name: str, argument: str, scope: dict[str, Any]) -> Decimal:
         text = _case(form.generator, scope)
-        if found := re.fullmatch(r"sum\((\w+)\.(\w+)(?:,(\w+)=(\w+))?\)", text):  # perhaps of some rows only
-            rows = [row for row in scope[found[1]] if not found[3] or row[found[3]] == found[4]]
-            total = sum((row[found[2]] for row in rows), Decimal(0))
+        if found := re.fullmatch(r"sum\((\w+)\.(\w+)\)", text):
+            total = sum((row[found[2]] for row in scope[found[1]]), Decimal(0))
             return total or Decimal(self.rng.randint(1000, 90000)) / 100
-        if re.fullmatch(r"[a-z]\w*([+-][a-z]\w*)+", text):
-            terms = re.findall(r"([+-]?)(\w+)", text)
-            return Decimal(sum(-scope[term] if sign == "-" else scope[term] for sign, term in terms))
+        if found := re.fullmatch(r"(\w+)([+-])(\w+)", text):
+            return Decimal(scope[found[1]] + (1 if found[2] == "+" else -1) * scope[found[3]])
         if found := re.fullmatch(r"(\w+)\*([a-z]\w*)", text):
             return Decimal(scope[found[1]] * scope[found[2]]).quantize(Decimal("0.01"))
         if found := re.fullmatch(r"(\w+)\*([\d.]+)\.\.([\d.]+)", text):
