@@ -2,7 +2,8 @@
 
 Notable here:
 - every one gets the text and the JSON Schema, greedily, and nothing else: no language, and no example of the form
-- llama.cpp is held to the schema by its own grammar; LangExtract calls the same llama.cpp, with the answer held to JSON
+- llama.cpp is held to the schema by its own grammar, as its Python package applies it; LangExtract calls the same
+  llama.cpp, with the answer held to JSON
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ INSTRUCTIONS = (
     "YYYY-MM-DD, times as HH:MM:SS and numbers as plain numbers. Leave out, or write null for, what the document does "
     "not say."
 )
-CONTEXT, MOST = 8192, 1024
-"""Tokens of llama.cpp's context, and most tokens of its answer: three times the longest right one."""
+CONTEXT, MOST = 8192, 768
+"""Tokens of llama.cpp's context, and most tokens of its answer; the longest right one of 200 has 562."""
 
 
 class Pippin:
