@@ -1,13 +1,15 @@
 """`pippin bench`: its figures belong together, and nonsense is refused before a model is loaded."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from pippin.cli import bench, main
 from pippin.cli.common import options
-from pippin.core import device
-from pippin.engine import measure_speed
+from pippin.core import device, native
+from pippin.core.store import catalog
+from pippin.engine import machine_speed, measure_speed
 
 FIGURES = {
     "prompt": "tokens/s",
@@ -60,6 +62,25 @@ def test_json_holds_figures_that_belong_together(run, tiny):
     assert rows["share of the limit"]["value"] == pytest.approx(share)
     # an answer of 6 tokens has 5 steps after its first token, and all their time lies somewhere
     assert sum(rows[name]["value"] for name in PARTS) == pytest.approx(1000 / rows["answer"]["value"])
+
+
+def test_the_speed_of_a_catalog_model_without_options_is_kept(run, monkeypatch):
+    kept = []
+    monkeypatch.setattr(machine_speed, "remember", lambda name, speed: kept.append((name, speed)))
+    monkeypatch.setattr(catalog, "find", {"tiny": replace(catalog.entries()["qwen3-0.6b"], name="tiny")}.get)
+    threads = native.default_threads()
+    code, shown, _ = run("--threads", threads, "--json")
+    assert code == 0
+    (answer,) = (row["value"] for row in json.loads(shown)["rows"] if row["name"] == "answer")
+    assert kept == [("tiny", answer)]
+    assert run("--threads", threads, "--kv-cache-dtype", "int8")[0] == 0
+    assert run("--threads", threads, "--dtype", "float32")[0] == 0
+    monkeypatch.setattr(native, "default_threads", lambda: threads + 1)
+    assert run("--threads", threads)[0] == 0
+    monkeypatch.setattr(native, "default_threads", lambda: threads)
+    monkeypatch.setattr(catalog, "find", lambda _: None)
+    assert run("--threads", threads)[0] == 0
+    assert len(kept) == 1
 
 
 def test_several_runs_have_a_spread(run):

@@ -3,6 +3,7 @@
 import json
 import platform
 import sys
+from dataclasses import replace
 from importlib import metadata
 
 import psutil
@@ -10,6 +11,8 @@ import pytest
 
 from pippin.cli import doctor, main
 from pippin.core import native
+from pippin.engine import machine_speed
+from pippin.engine.machine_speed import MachineSpeed
 
 
 def test_json_agrees_with_the_machine(pippin, tmp_path):
@@ -34,6 +37,26 @@ def test_the_table_names_the_way_to_a_missing_model(pippin, tmp_path):
     lines = [line.strip() for line in shown.splitlines()]
     last_of_users = max(number for number, line in enumerate(lines) if line.startswith("extra "))
     assert [number for number, line in enumerate(lines) if line.startswith("for developers")] == [last_of_users + 1]
+
+
+def test_a_model_for_this_machine_is_recommended(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("PIPPIN_HOME", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "300")
+    known = MachineSpeed({}, quantized=40e9, dense=40e9, bytes_per_weight=2, memory=16 * 10**9)
+    monkeypatch.setattr(machine_speed, "machine_speed", lambda: known)
+    usage = psutil.disk_usage(str(tmp_path))._replace(free=10**12)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: usage)
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["recommended_model"]
+    assert found["command"] == "pippin pull qwen3-1.7b"
+    assert found["cost"]["name"] == "qwen3-1.7b"
+    assert found["cost"]["estimated"] is True
+    assert "60 % of the 16.0 GB free memory" in found["reason"]
+    assert main(["doctor"]) == 0
+    assert f"qwen3-1.7b: pippin pull qwen3-1.7b; {found['reason']}" in capsys.readouterr().out
+    monkeypatch.setattr(machine_speed, "machine_speed", lambda: replace(known, memory=10**8))
+    assert main(["doctor"]) == 0
+    assert "recommended    no other model: " in capsys.readouterr().out
 
 
 def test_the_extras_of_developers_are_extras():
@@ -79,6 +102,7 @@ def test_libraries_and_extras_come_from_the_metadata(monkeypatch):
     assert diagnosis.problems[0] == "torch is missing; reinstall pippin"
     assert diagnosis.problems[1].startswith("torch cannot be loaded: ")
     assert not diagnosis.usable
+    assert diagnosis.recommended_model is None
     lines = dict(doctor._extras(diagnosis))
     assert lines["for developers"].startswith("test lacks 2, ")
     diagnosis.extras = {"plot": ["matplotlib>=3.9"], "image": []}

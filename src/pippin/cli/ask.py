@@ -11,6 +11,7 @@ import typer
 
 from pippin.cli.common import inputs, options, terminal
 from pippin.cli.common.declared_options import with_options
+from pippin.cli.common.first_answer import explain_default_model
 from pippin.core.store.catalog import DEFAULT_MODEL
 from pippin.engine.options import ModelOptions
 from pippin.session.options import GenerationOptions
@@ -97,6 +98,8 @@ def ask(
         terminal.note(each)
     if terminal.watched(sys.stderr):
         terminal.note(terminal.figures(response))
+    if not as_json:
+        explain_default_model(model, url)
 
 
 def _record(response: Response[Any], model: str) -> dict[str, Any]:

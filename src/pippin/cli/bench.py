@@ -2,6 +2,7 @@
 
 Notable here:
 - the limit is that of `pippin.engine.measure_speed`: measured bandwidth divided by the bytes read for each token
+- the speed of a model of the catalog, as it is used without options, is kept for `pippin models`
 - measurements of model and memory alternate, so that other load affects both and shows in the standard deviation
 """
 
@@ -71,6 +72,8 @@ def bench(
         kv_cache_dtype=kv_cache_dtype,
         profile=profile,
     )
+    if (bits, kv_cache_dtype, kv_sharing_ratio, device, dtype) == (None, "auto", None, None, "auto"):
+        _remember(model, counts, report)
     if plot is not None:
         report.plot(plot)
         terminal.note(f"plotted to {plot}")
@@ -79,6 +82,17 @@ def bench(
         terminal.write(terminal.to_json(record | {"rows": [asdict(row) for row in report.rows]}) + "\n")
     else:
         report.print()
+
+
+def _remember(model: str, counts: list[int], report: Report) -> None:
+    """Keep the speed of a catalog model with the default number of threads."""
+    from pippin.core import native
+    from pippin.core.store import catalog
+    from pippin.engine.machine_speed import remember
+
+    entry = catalog.find(model)
+    if entry is not None and counts == [native.default_threads()]:
+        remember(entry.name, next(row.value for row in report.rows if row.name == "answer"))
 
 
 def _counts(threads: str | None) -> list[int]:

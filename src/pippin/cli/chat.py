@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from pippin.cli.common import documents, inputs, options, terminal
 from pippin.cli.common.declared_options import with_options
+from pippin.cli.common.first_answer import explain_default_model
 from pippin.core.errors import Cancelled, InvalidInput, PippinError
 from pippin.core.store.catalog import DEFAULT_MODEL
 from pippin.core.text_files import check_text, read_text
@@ -90,6 +91,8 @@ class Chat:
     session: Session
     given: GenerationOptions
     at_keyboard: bool
+    answered: Callable[[], None] = lambda: None
+    """Called after each answer."""
 
     def turn(self, message: str) -> bool:
         """Answer a message or run a command; returns False for `/quit`."""
@@ -118,6 +121,7 @@ class Chat:
             terminal.note(f"the answer was cut off after {response.usage.output_tokens} tokens (see --max-tokens)")
         if self.at_keyboard:
             terminal.note(terminal.figures(response))
+        self.answered()
 
     def _command(self, command: str, argument: str) -> None:
         if command == "/help":
@@ -173,7 +177,12 @@ def chat(
 
     with options.provider(model, url, model_options, adapter) as provider:
         session = pippin.Session(provider, instructions=instructions, adapter=options.adapter_name(adapter))
-        conversation = Chat(session, sampling, at_keyboard=terminal.watched(sys.stdin) and terminal.watched(sys.stdout))
+        conversation = Chat(
+            session,
+            sampling,
+            at_keyboard=terminal.watched(sys.stdin) and terminal.watched(sys.stdout),
+            answered=lambda: explain_default_model(model, url),
+        )
         if conversation.at_keyboard:
             terminal.note(f"{provider.name}; /help for help, Ctrl-D to leave")
             _at_keyboard(conversation)

@@ -3,6 +3,7 @@
 Notable here:
 - required and optional libraries are read from the metadata of the installed package, so the list is never stale
 - only what prevents an answer is a problem; a missing extra or model is a note with the command that installs it
+- the recommended model is an estimate for this machine: `pippin.engine.model_costs` says how
 - the verdict comes first, extras for developers of Pippin last
 """
 
@@ -22,6 +23,7 @@ from pippin.core.files import format_bytes
 
 if TYPE_CHECKING:
     from pippin.core.device import MachineInfo
+    from pippin.engine.model_costs import Recommendation
 
 FOR_DEVELOPERS = ("test", "bench", "docs", "nightly", "dev")  # extras that users of Pippin do not need
 
@@ -38,6 +40,7 @@ class Diagnosis:
     extras: dict[str, list[str]] = field(default_factory=dict)  # extra -> the distributions it lacks here
     cache: dict[str, Any] = field(default_factory=dict)
     default_model: dict[str, Any] = field(default_factory=dict)
+    recommended_model: Recommendation | None = None  # None where nothing fits, or torch cannot be loaded
 
 
 def doctor(
@@ -83,6 +86,7 @@ def diagnose() -> Diagnosis:
         extras=extras,
         cache=cache,
         default_model=model,
+        recommended_model=None if machine is None else _recommended_model(cache["free"]),
     )
 
 
@@ -150,6 +154,16 @@ def _default_model() -> dict[str, Any]:
     return {"name": entry.name, "size": entry.size, "installed": installed}
 
 
+def _recommended_model(disk: int) -> Recommendation | None:
+    """The largest model that suits this machine."""
+    from pippin.core.store import catalog, store
+    from pippin.engine.machine_speed import machine_speed
+    from pippin.engine.model_costs import recommend
+
+    here = {found.name for found in store.installed()}
+    return recommend(list(catalog.entries().values()), machine_speed(), disk, here)
+
+
 def _print(diagnosis: Diagnosis) -> None:
     from rich.console import Console
     from rich.markup import escape
@@ -176,6 +190,7 @@ def _lines(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     state = "installed" if model["installed"] else f"not installed ({format_bytes(model['size'])}): pippin pull"
     return [
         ("default model", f"{model['name']}: {state}"),
+        ("recommended", _recommendation_line(diagnosis.recommended_model)),
         ("cache", f"{_short(cache['folder'])}, {format_bytes(cache['free'])} free"),
         ("versions", ", ".join(f"{name} {diagnosis.versions.get(name, 'missing')}" for name in core)),
         ("libraries", others),
@@ -209,6 +224,12 @@ def _machine_lines(machine: MachineInfo) -> list[tuple[str, str]]:
         ("accelerators", gpus or "none; models run on the CPU"),
         ("memory", f"{format_bytes(machine.memory_total)}, {format_bytes(machine.memory_available)} free"),
     ]
+
+
+def _recommendation_line(found: Recommendation | None) -> str:
+    if found is None:
+        return "no other model: there is too little memory or disk, or it would be too slow"
+    return f"{found.cost.name}: {found.command}; {found.reason}"
 
 
 def _kernels_line(kernels: dict[str, Any]) -> str:

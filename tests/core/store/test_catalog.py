@@ -5,6 +5,7 @@ import re
 from importlib.resources import files
 
 import pytest
+import torch
 
 from pippin.core.files import inner_path
 from pippin.core.store import catalog, hub, store
@@ -54,6 +55,71 @@ def test_models_say_what_they_are_and_data_sets_do_not(entry):
     assert entry.title
     assert entry.license
     assert entry.size > 0
+
+
+@every_entry
+def test_language_models_have_the_sizes_of_their_network(entry):
+    assert (entry.network is not None) == (entry.role in ("chat", "base"))
+    if entry.network is None:
+        return
+    per_parameter = entry.size / entry.network.parameters
+    # 4 bits with an output matrix of their own, or 16 bits with one stored twice or an encoder of images
+    assert (0.55 < per_parameter < 1.05) if entry.quantized else (1.95 < per_parameter < 2.6)
+
+
+def test_the_parameters_are_those_that_transformers_counts():
+    transformers = pytest.importorskip("transformers")
+    qwen = {"vocab_size": 151936, "tie_word_embeddings": True}
+    gemma = {"vocab_size": 262144, "head_dim": 256, "num_attention_heads": 4, "num_key_value_heads": 1}
+    configs = {
+        "smollm2-135m": transformers.LlamaConfig(
+            vocab_size=49152,
+            hidden_size=576,
+            intermediate_size=1536,
+            num_hidden_layers=30,
+            num_attention_heads=9,
+            num_key_value_heads=3,
+            tie_word_embeddings=True,
+        ),
+        "smollm2-360m": transformers.LlamaConfig(
+            vocab_size=49152,
+            hidden_size=960,
+            intermediate_size=2560,
+            num_hidden_layers=32,
+            num_attention_heads=15,
+            num_key_value_heads=5,
+            tie_word_embeddings=True,
+        ),
+        "qwen3-4b": transformers.Qwen3Config(
+            hidden_size=2560,
+            intermediate_size=9728,
+            num_hidden_layers=36,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            head_dim=128,
+            **qwen,
+        ),
+        "qwen2.5-coder-1.5b": transformers.Qwen2Config(
+            hidden_size=1536,
+            intermediate_size=8960,
+            num_hidden_layers=28,
+            num_attention_heads=12,
+            num_key_value_heads=2,
+            **qwen,
+        ),
+        "gemma3-1b": transformers.Gemma3TextConfig(
+            hidden_size=1152, intermediate_size=6912, num_hidden_layers=26, **gemma
+        ),
+    }
+    for name, config in configs.items():
+        with torch.device("meta"):
+            counted = transformers.AutoModelForCausalLM.from_config(config).num_parameters()
+        network = ENTRIES[name].network
+        assert (network.parameters, network.num_hidden_layers, network.num_key_value_heads) == (
+            counted,
+            config.num_hidden_layers,
+            config.num_key_value_heads,
+        )
 
 
 @every_entry

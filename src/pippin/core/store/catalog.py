@@ -55,6 +55,19 @@ class Source:
 
 
 @dataclass(frozen=True)
+class Network:
+    """The sizes of a language model that decide its memory and its speed, from its published config."""
+
+    parameters: int
+    """Of the decoder alone; a tied embedding counts once."""
+    num_hidden_layers: int
+    num_key_value_heads: int
+    head_dim: int
+    embedding_bytes: int = 0
+    """Size of an embedding stored apart from the output matrix: it is in memory, and a token reads one row of it."""
+
+
+@dataclass(frozen=True)
 class Entry:
     """A model or data set that `pippin pull NAME` can download."""
 
@@ -75,6 +88,8 @@ class Entry:
     """The kind of model; empty for data."""
     context_length: int | None = None
     """Maximum number of tokens; None for data."""
+    network: Network | None = None
+    """Sizes of a language model; None for encoders and data."""
     gated: bool = False
     """Whether the hub requires an account that has accepted the license."""
     notes: str = ""
@@ -83,6 +98,11 @@ class Entry:
     def chat(self) -> bool:
         """Whether the model was trained for conversations."""
         return self.role == "chat"
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the weights are a GGUF file of a few bits each; others have 16 bits."""
+        return any(file.path.endswith(".gguf") for file in self.files)
 
     @property
     def default(self) -> bool:
@@ -113,4 +133,5 @@ def find(name: str) -> Entry | None:
 def _entry(name: str, fields: dict[str, Any]) -> Entry:
     hashed = tuple(File(**file) for file in fields.pop("files", ()))
     sources = tuple(Source(**source) for source in fields.pop("sources"))
-    return Entry(name=name, files=hashed, sources=sources, **fields)
+    network = fields.pop("network", None)
+    return Entry(name=name, files=hashed, sources=sources, network=Network(**network) if network else None, **fields)
