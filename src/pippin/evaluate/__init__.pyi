@@ -26,3 +26,4 @@ from .images.sample_quality import (
 from .judges.panel import JudgePanel as JudgePanel
 from .judges.report import PanelReport as PanelReport
 from .safety.evaluation import SafetyReport as SafetyReport
+from .tool_calls import ToolCallScore as ToolCallScore

@@ -12,6 +12,7 @@ from pippin.cli.evaluate.images import images
 from pippin.cli.evaluate.panel import panel
 from pippin.cli.evaluate.perplexity import perplexity
 from pippin.cli.evaluate.safety import safety
+from pippin.cli.evaluate.tools import tools
 
 app = typer.Typer(no_args_is_help=True, help="Evaluate models, guardrails, predictions, judges and images.")
 
@@ -23,3 +24,4 @@ app.command()(images)
 app.command()(panel)
 app.command()(perplexity)
 app.command()(safety)
+app.command()(tools)

@@ -5,4 +5,5 @@ from . import (
     images as images,
     perplexity as perplexity,
     safety as safety,
+    tools as tools,
 )

@@ -1,0 +1,171 @@
+"""How right a model calls tools: requests whose right call is known, for tools that no adapter was trained on.
+
+Notable here:
+- requests and tools are a function of the seed, so that two models are asked the same
+- a quarter of the requests needs no tool that is on offer
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pippin.core import progress
+from pippin.core.checks import PositiveInt, checked
+from pippin.core.errors import PippinError
+from pippin.core.options import Option
+from pippin.engine.options import Device, DType
+from pippin.recipes import options
+
+if TYPE_CHECKING:
+    from pippin.core.report import Report
+    from pippin.data.synthetic.tool_requests import ToolRequest
+    from pippin.evaluate.tool_calls import Call, ToolCallScore
+    from pippin.session.providers.local import LocalModel
+
+MAX_TOKENS = 256
+"""Longest answer; a call that is cut is no call."""
+
+
+@checked
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Settings of a measurement."""
+
+    model: options.Model
+    adapter: Annotated[str | None, Option("Folder of an adapter; the model itself without one.", None, "PATH")] = None
+    items: Annotated[PositiveInt, Option("Number of requests.", "Data")] = 200
+    seed: options.Seed = 0
+    device: Device = None
+    dtype: DType = "auto"
+
+
+@dataclass(frozen=True)
+class ToolEvaluation:
+    """What was measured.
+
+    Attributes:
+        model: name of the model.
+        adapter: the adapter, None for the model itself.
+        score: counts over all requests.
+        failed: requests for which there was no answer.
+        seconds: of all answers.
+    """
+
+    model: str
+    adapter: str | None
+    score: ToolCallScore
+    failed: int
+    seconds: float
+
+    def summary(self) -> dict[str, Any]:
+        """The result as JSON values."""
+        score = self.score
+        return {
+            "model": self.model,
+            "adapter": self.adapter,
+            "requests": score.wanted + score.unwanted,
+            "right": score.accuracy,
+            "calls_wanted": score.wanted,
+            "calls_right": score.right / max(1, score.wanted),
+            "tools_right": score.called / max(1, score.wanted),
+            "no_call_wanted": score.unwanted,
+            "no_call_right": score.answered / max(1, score.unwanted),
+            "failed": self.failed,
+            "seconds_per_request": self.seconds / (score.wanted + score.unwanted),
+        }
+
+    def report(self) -> Report:
+        """Shares of the requests, of the calls and of the answers without one that are right, and the time of one."""
+        from pippin.core.report import Report, Row
+
+        found = self.summary()
+        rows = [
+            Row("requests right", found["right"]),
+            Row("calls right", found["calls_right"]),
+            Row("right tool", found["tools_right"]),
+            Row("requests for a call", self.score.wanted),
+            Row("rightly without a call", found["no_call_right"]),
+            Row("requests for none", self.score.unwanted),
+            Row("no answer", self.failed),
+            Row("time of a request", found["seconds_per_request"], "s"),
+        ]
+        name = self.model if self.adapter is None else f"{self.model} with {self.adapter}"
+        return Report(f"{name} on {found['requests']} requests with tools", rows)
+
+
+def run(config: Config, *, show_progress: bool = True) -> ToolEvaluation:
+    """Measure how many requests with tools a model deals with rightly.
+
+    Args:
+        config: the settings.
+        show_progress: whether progress is shown on stderr.
+
+    Raises:
+        ModelNotFound, CheckpointError: the model or the adapter cannot be loaded.
+    """
+    from pippin.evaluate.tool_calls import ToolCallScore, score
+    from pippin.language.language_model import load
+    from pippin.session.providers.local import LocalModel
+
+    model = load(config.model, device=config.device, dtype=config.dtype)
+    if config.adapter is not None:
+        model.load_adapter("evaluated", config.adapter)
+    provider = LocalModel(model)
+    found: list[Call]
+    total, failed, seconds = ToolCallScore(), 0, 0.0
+    with progress.bar(config.items, config.model, unit="requests", show_progress=show_progress) as shown:
+        for request in requests(config.items, seed=config.seed):
+            begin, found = time.perf_counter(), []
+            try:
+                found = calls(provider, request, None if config.adapter is None else "evaluated")
+            except PippinError:
+                failed += 1
+            seconds += time.perf_counter() - begin
+            total += score(request.call, found)
+            shown.advance(1)
+    return ToolEvaluation(model.name, config.adapter, total, failed, seconds)
+
+
+def requests(count: int, *, seed: int) -> list[ToolRequest]:
+    """Requests for tools that are held out of training, whose schemas a grammar can hold.
+
+    Args:
+        count: how many.
+        seed: of the requests.
+    """
+    from pippin.recipes.train.task_data import ExampleSplit, tools
+
+    rng, found = random.Random(f"requests/{seed}"), list[Any]()
+    while len(found) < count:
+        request = tools.sample_request(rng, ExampleSplit(held_out=True))
+        try:
+            tools.declared(request)
+        except PippinError:
+            continue
+        found.append(request)
+    return found
+
+
+def calls(provider: LocalModel, request: ToolRequest, adapter: str | None) -> list[Call]:
+    """What a model calls for a request; nothing where it answers.
+
+    Raises:
+        ContextOverflow: the tools do not fit.
+    """
+    from pippin.recipes.train.task_data import tools
+    from pippin.session.options import GenerationOptions
+    from pippin.session.providers.provider import ProviderRequest, ToolCallsMade
+    from pippin.session.transcript import Instructions, Prompt, Transcript
+
+    said = [Instructions(request.instructions)] if request.instructions else []
+    asked = ProviderRequest(
+        Transcript(entries=(*said, Prompt(request.prompt))),
+        tuple(tools.declared(request)),
+        options=GenerationOptions(max_tokens=MAX_TOKENS, temperature=0.0),
+        adapter=adapter,
+    )
+    made = [event for event in provider.stream(asked) if isinstance(event, ToolCallsMade)]
+    return [(call.name, call.arguments) for event in made for call in event.calls]
