@@ -30,7 +30,8 @@ def test_the_list_is_the_catalog(pippin, tmp_path):
 def test_the_table_has_a_line_for_each(pippin, tmp_path):
     shown = pippin("models", env={"PIPPIN_HOME": str(tmp_path), "COLUMNS": "120"}).stdout.decode()
     lines = shown.splitlines()
-    assert len(lines) == len(catalog.entries()) + 5  # two headings, a line between, two notes
+    # two headings, a line between, two notes
+    assert len(lines) == len(catalog.entries()) + len(task_adapters()) + 5
     first = lines[1].split()
     assert first[:7] == ["smollm2-135m", "*", "chat", "98.4", "MB", "335.2", "MB"]
     assert first[7].startswith("~")

@@ -9,7 +9,7 @@ import pytest
 
 from pippin.core.errors import InvalidArgument, InvalidInput
 from pippin.data.synthetic import tool_requests
-from pippin.data.synthetic.tool_requests.library import unrelated
+from pippin.data.synthetic.tool_requests.tool_files import unrelated
 
 
 def _requests(count, seed=0, **options):

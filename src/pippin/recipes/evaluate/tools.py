@@ -149,8 +149,14 @@ def requests(count: int, *, seed: int) -> list[ToolRequest]:
     return found
 
 
-def calls(provider: LocalModel, request: ToolRequest, adapter: str | None) -> list[Call]:
+def calls(provider: LocalModel, request: ToolRequest, adapter: str | None, *, required: bool = False) -> list[Call]:
     """What a model calls for a request; nothing where it answers.
+
+    Args:
+        provider: the model.
+        request: the request.
+        adapter: name of a loaded adapter; None for the model itself.
+        required: whether it must call a tool.
 
     Raises:
         ContextOverflow: the tools do not fit.
@@ -164,7 +170,9 @@ def calls(provider: LocalModel, request: ToolRequest, adapter: str | None) -> li
     asked = ProviderRequest(
         Transcript(entries=(*said, Prompt(request.prompt))),
         tuple(tools.declared(request)),
-        options=GenerationOptions(max_tokens=MAX_TOKENS, temperature=0.0),
+        options=GenerationOptions(
+            max_tokens=MAX_TOKENS, temperature=0.0, tool_calling="required" if required else "allowed"
+        ),
         adapter=adapter,
     )
     made = [event for event in provider.stream(asked) if isinstance(event, ToolCallsMade)]

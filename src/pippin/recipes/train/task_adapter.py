@@ -43,7 +43,7 @@ class Config:
     model: options.Model
     task: Annotated[Task, Option("What the adapter is for.")]
     out: options.Out
-    adapter: Annotated[
+    init_adapter: Annotated[
         str | None, Option("Folder of an earlier adapter, whose training goes on with new data.", _ADAPTER, "PATH")
     ] = None
     steps: Annotated[PositiveInt, Option("Optimizer steps.", options.RUN)] = 2000
@@ -191,7 +191,7 @@ def run(config: Config, *, examples: MakeSampler | None = None, show_progress: b
         alpha=float(config.alpha or config.rank),
         seed=config.seed,
         lr_ratio=4.0,
-        init=None if config.adapter is None else read_factors(base, config.adapter),
+        init=None if config.init_adapter is None else read_factors(base, config.init_adapter),
     )
     examples = examples or samplers()[config.task]
     stream, unseen = (
@@ -270,7 +270,7 @@ def _provenance(config: Config, training: TrainingResult) -> dict[str, Any]:
         "pippin": version("pippin"),
         "recipe": "task-adapter",
         "task": config.task,
-        "continues": config.adapter and Path(config.adapter).name,
+        "continues": _earlier(config.init_adapter),
         "steps": len(training.steps),
         "batch_tokens": config.batch_tokens,
         "max_length": config.max_length,
@@ -283,3 +283,13 @@ def _provenance(config: Config, training: TrainingResult) -> dict[str, Any]:
         },
         "evaluations": [[step, dict(figures)] for step, figures in training.evaluations],
     }
+
+
+def _earlier(adapter: str | None) -> Any:
+    """Where the adapter comes from that the training goes on with; None without one, or where it does not say so."""
+    from pippin.core.formats.checkpoint import read_json
+    from pippin.language.adapter_files import BASE
+
+    if adapter is None or not (path := Path(adapter) / BASE).is_file():
+        return None
+    return read_json(path).get("made")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from pippin.core.errors import InvalidArgument
-from pippin.data.synthetic.tool_requests.library import LANGUAGES, SLOT, ToolSpec, is_held_out, library, unrelated
+from pippin.data.synthetic.tool_requests.tool_files import LANGUAGES, SLOT, ToolSpec, is_held_out, library, unrelated
 
 _BEFORE: Final = ("Hi! ", "Hey, quick one: ", "Sorry to bother you. ", "I'm in a bit of a rush. ", "OK. ", "Hello. ",
                   "It has been a long day. ", "My sister is visiting this week. ", "Please help. ")  # fmt: skip

@@ -51,8 +51,8 @@ def standard(schema: Any) -> Any:
     """
     if not isinstance(schema, dict):
         return {}
-    kind = schema.get("type")
-    kind = _TYPES.get(kind, kind)
+    named = str(schema.get("type", ""))
+    kind = _TYPES.get(named, named)
     result: dict[str, Any] = {"type": kind} if kind else {}
     result |= {key: schema[key] for key in _KEPT if key in schema}
     if "properties" in schema:

@@ -92,7 +92,7 @@ def request_example(model: LanguageModel, request: ToolRequest, rng: random.Rand
         return None if first == call else _choice(prompt, first, call, model.config.vocab_size)
     name, arguments = request.call
     tool = next(each for each in tools if each.name == name)
-    order = list(tool.schema.json_schema.get("properties", arguments))
+    order = list((tool.schema.json_schema or {}).get("properties", arguments))
     if unknown := set(arguments) - set(order):
         raise InvalidInput(f"{name} has no parameter {min(unknown)!r}")
     arguments = {key: arguments[key] for key in order if key in arguments}  # the order in which the grammar has them

@@ -25,7 +25,7 @@ from pippin.core.errors import InvalidInput
 
 LANGUAGES: Final = ("en", "de", "fr", "es", "it")
 SLOT: Final = re.compile(r"\{(\w+)\}")
-_FOLDER: Final = Path(__file__).parent / "library"
+_FOLDER: Final = Path(__file__).parent / "tools"
 _PARAMETER: Final = re.compile(r"(?P<names>[\w/]+) (?P<type>[a-z]+)(:(?P<format>[a-z]+))?(?P<required>!?) (?P<rest>.*)")
 _RANGE: Final = re.compile(r"(\d+(?:\.\d+)?)\.\.(\d+(?:\.\d+)?)")
 _AND: Final = {"en": "and", "de": "und", "fr": "et", "es": "y", "it": "e"}
