@@ -99,3 +99,15 @@ def test_what_cannot_be_held_out_is_refused_before_a_model_is_loaded(tmp_path, h
             task_adapter.Config(model="no such model", task="extraction", out=tmp_path / "a", **held_out),
             show_progress=False,
         )
+
+
+def test_a_currency_is_a_choice_that_the_text_spells_in_its_own_way():
+    rng, spelled = random.Random(0), set()
+    for _ in range(900):
+        task = form_data.sample_task(rng, kinds=["invoice", "receipt"])
+        for name, schema in task.schema["properties"].items():
+            if "EUR" in schema.get("enum", ()) or "USD" in schema.get("enum", ()):
+                answer = task.answers[name]
+                assert answer.value in schema["enum"]
+                spelled.add((task.document.text[answer.start : answer.end], answer.value))
+    assert {("€", "EUR"), ("EUR", "EUR"), ("$", "USD"), ("£", "GBP"), ("CHF", "CHF")} <= spelled

@@ -85,6 +85,7 @@ class _Sampler:
             rng.shuffle(fields)
         chosen = [field for field in fields if rng.random() < rng.choice((0.3, 0.7, 0.95))] or fields[:1]
         entries = [entry for field in chosen[:14] if (entry := self.entry(field, self.document.values.get(field.name)))]
+        entries += self.currency()
         entries += [self.absent() for _ in range(rng.choice((0, 0, 0, 1, 1, 2)))]
         if rng.random() < 0.3:
             rng.shuffle(entries)
@@ -157,6 +158,20 @@ class _Sampler:
         ]  # fmt: skip
         return name, {"type": "array", "items": record, **self.described_schema(field)}, items, True
 
+    def currency(self) -> list[tuple[str, dict[str, Any], Any, bool]]:
+        """Sometimes a field for the currency of an amount: a choice that the text spells in its own way."""
+        facts = [self.document.values.get(field.name) for field in self.document.fields if field.kind == "amount"]
+        places = [(fact, found) for fact in facts if isinstance(fact, Fact) and (found := _CURRENCY.search(fact.text))]
+        if not places or self.rng.random() > 0.25:
+            return []
+        fact, found = self.rng.choice(places)
+        code = _SIGNS.get(found[0], found[0])
+        others = [each for each in ("EUR", "USD", "GBP", "CHF", "JPY", "SEK", "PLN", "CAD") if each != code]
+        codes = [code, *self.rng.sample(others, self.rng.randrange(1, 5))]
+        self.rng.shuffle(codes)
+        answer = KnownValue(fact.start + found.start(), fact.start + found.end(), code)
+        return [(_styled(self.rng.choice(_CURRENCY_NAMES), self.style), {"enum": codes}, answer, True)]
+
     def absent(self) -> tuple[str, dict[str, Any], Any, bool]:
         """A field of another kind of document, which this one does not say."""
         own = {field.name for field in self.document.fields}
@@ -205,6 +220,9 @@ def _answer(fact: Fact | None, *, keep: bool) -> KnownValue | None:
     return KnownValue(fact.start, fact.end, fact.value if keep else None)
 
 
+_SIGNS: Final = {"€": "EUR", "$": "USD", "£": "GBP"}
+_CURRENCY: Final = re.compile(r"[€$£]|\b(?:EUR|USD|GBP|CHF)\b")
+_CURRENCY_NAMES: Final = ("currency", "currency", "currency code", "währung", "devise", "moneda", "valuta", "ccy")
 _STYLES: Final = ("snake", "snake", "snake", "camel", "pascal", "kebab", "words", "title", "upper")
 _GROUPS: Final = ("details", "info", "data", "meta", "header", "main", "general", "document", "record", "content")
 _COMMON: Final = re.compile(r"name|date|time|phone|mail|address|city|id|number|note|subject|sender|contact|comment")
