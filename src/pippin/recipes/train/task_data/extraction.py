@@ -158,7 +158,7 @@ class _Sampler:
         ]  # fmt: skip
         return name, {"type": "array", "items": record, **self.described_schema(field)}, items, True
 
-    def currency(self) -> list[tuple[str, dict[str, Any], Any, bool]]:
+    def currency(self) -> Sequence[tuple[str, dict[str, Any], Any, bool]]:
         """Sometimes a field for the currency of an amount: a choice that the text spells in its own way."""
         facts = [self.document.values.get(field.name) for field in self.document.fields if field.kind == "amount"]
         places = [(fact, found) for fact in facts if isinstance(fact, Fact) and (found := _CURRENCY.search(fact.text))]
