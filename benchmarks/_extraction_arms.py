@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from _extraction_baselines import inner, read_as, type_of
+from pippin.claims.worlds.form_baselines import inner, read_as, type_of
 
 INSTRUCTIONS = (
     "Fill in the form with values from the document. Copy texts exactly as the document says them. Write dates as "

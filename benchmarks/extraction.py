@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from _extraction_arms import LangExtract, LlamaCppSchema, Pippin, model_file
-from _extraction_baselines import LabelPatterns, Majority, inner, type_of
 from _rows import Row, Watch, parser, say, show
 from _sides import Side, has_llama_cpp, llama_cpp_name, peer_version
 
+from pippin.claims.worlds.form_baselines import LabelPatterns, Majority, inner, type_of
 from pippin.data.synthetic import documents
 from pippin.evaluate.extraction import ExtractionScore, choices_of, score
 from pippin.recipes.train.task_data import ExampleSplit, extraction

@@ -39,6 +39,7 @@ def main() -> None:
         "model": model,
         "task": task,
         "shape": [len(config.layers), config.hidden_size, config.vocab_size],
+        "base_sha256": base["sha256"],
         "sha256": sha256_of(target / WEIGHTS),
         "size": (target / WEIGHTS).stat().st_size,
     }

@@ -9,7 +9,6 @@ import run_benchmarks
 
 sys.path.append(str(run_benchmarks.ROOT / "benchmarks"))
 import _extraction_arms as arms
-import _extraction_baselines as baselines
 import extraction as benchmark
 
 INVOICE = """Invoice
@@ -30,39 +29,6 @@ def schema(required=(), **properties):
 TEXT, NUMBER, DATE = {"type": "string"}, {"type": "number"}, {"type": "string", "format": "date"}
 NULLABLE = {"anyOf": [TEXT, {"type": "null"}]}
 TEXTS = {"type": "array", "items": TEXT}
-
-
-def test_labels_are_found_in_the_styles_of_names():
-    form = schema(
-        invoiceNumber=TEXT, DUE_DATE=DATE, total=NUMBER, paid={"type": "boolean"}, items=TEXTS, vat_id=NULLABLE
-    )
-    assert baselines.LabelPatterns().fill(INVOICE, form) == {
-        "invoiceNumber": "RX-2024/17",
-        "DUE_DATE": "2024-05-03",
-        "total": 1250.5,
-        "paid": True,
-        "items": ["two chairs", "a desk"],
-        "vat_id": None,
-    }
-
-
-def test_without_a_label_only_what_must_be_there_is_filled_in():
-    form = schema(["sent_on", "f7"], sent_on=DATE, f7=NUMBER, shipped=DATE)
-    found = baselines.LabelPatterns().fill("It left us on 3 May 2024 with 40 kg.", form)
-    assert found == {"sent_on": "2024-05-03", "f7": 40, "shipped": None}
-
-
-def test_a_description_finds_a_label_that_a_name_does_not():
-    form = schema(f1={**TEXT, "description": "number of the invoice"})
-    assert baselines.LabelPatterns().fill(INVOICE, form) == {"f1": "RX-2024/17"}
-
-
-def test_the_majority_is_that_of_other_documents():
-    choice = {"enum": ["open", "closed"]}
-    others = [(schema(state=choice), {"state": "closed"})] * 2 + [(schema(state=choice), {"state": "open"})]
-    form = schema(["state", "who"], state={"enum": ["closed", "open"]}, who=TEXT, note=TEXT, items=TEXTS)
-    found = baselines.Majority(others).fill("Dear Ann Roe, all is well.", form)
-    assert found == {"state": "closed", "who": "Dear Ann Roe,", "note": None, "items": []}
 
 
 def test_what_is_missing_counts_as_null():

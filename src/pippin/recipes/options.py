@@ -114,6 +114,7 @@ Preset = Annotated[
     ),
 ]
 
+EvaluatedAdapter = Annotated[str | None, Option("Folder of an adapter; the model itself without one.", None, "PATH")]
 ImageSize = Annotated[PositiveInt | None, Option("Crop images to squares and resize them to so many pixels.", DATA)]
 Limit = Annotated[PositiveInt | None, Option("Images to use at most.", DATA)]
 SkipBad = Annotated[bool, Option("Leave out files that cannot be read.", DATA)]

@@ -11,7 +11,7 @@ from pippin.core.errors import CorruptedFile
 from pippin.core.files import sha256_of
 from pippin.kits.text import TextTasks
 from pippin.language import task_adapters
-from pippin.language.adapter_files import WEIGHTS
+from pippin.language.adapter_files import BASE, WEIGHTS, base_sha256
 from pippin.language.task_adapters import catalog
 from pippin.shape.lora import LowRankModel
 
@@ -40,6 +40,7 @@ def made(loaded, default_model_path, tmp_path, monkeypatch):
                 "model": "smollm2-135m",
                 "task": task,
                 "shape": [len(config.layers), config.hidden_size, config.vocab_size],
+                "base_sha256": base_sha256(dense),
                 "sha256": sha256_of(weights),
                 "size": weights.stat().st_size,
             }
@@ -56,6 +57,7 @@ def test_every_adapter_is_the_file_of_the_catalog():
         assert sha256_of(each.path / WEIGHTS) == each.sha256
         assert (each.path / WEIGHTS).stat().st_size == each.size < 12_000_000
         assert each.provenance["task"] == each.task
+        assert json.loads((each.path / BASE).read_text())["sha256"] == each.base_sha256
         assert each.provenance["evaluations"]
 
 

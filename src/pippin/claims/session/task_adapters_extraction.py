@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from pippin.claims import Condition, Evidence, Scale, claim
-from pippin.claims.worlds import forms
+from pippin.claims.worlds import form_baselines, forms
 from pippin.core.errors import PippinError
 from pippin.evaluate.extraction import ExtractionScore, choices_of, score
 from pippin.recipes.train import task_adapter
@@ -31,7 +31,7 @@ SPLITS = ("kinds", "layout and language")
     "or of other layouts and languages; three seeds",
     method="adapter",
     positive_control="known facts",
-    negative_controls=("base model", "shuffled answers", "rules", "nothing filled in"),
+    negative_controls=("base model", "shuffled answers", "rules", "majority", "nothing filled in"),
     conditions=[
         Condition(
             "better than the base",
@@ -97,11 +97,14 @@ def _arms(scale: Scale, seed: int) -> dict[str, Callable[[extraction.FormItem], 
 
     for arm in ("adapter", "shuffled answers"):
         model.load_adapter(arm, _train(scale, seed, arm))
+    others = extraction.items(100, seed=5000 + seed, split=ExampleSplit())
+    majority = form_baselines.Majority([(each.schema, each.expected) for each in others])
     arms: dict[str, Callable[[extraction.FormItem], Any]] = {
         "adapter": with_adapter("adapter"),
         "base model": with_adapter(None),
         "shuffled answers": with_adapter("shuffled answers"),
-        "rules": forms.by_rules,
+        "rules": lambda item: form_baselines.LabelPatterns().fill(item.text, item.schema),
+        "majority": lambda item: majority.fill(item.text, item.schema),
         "nothing filled in": lambda item: {},
         "known facts": lambda item: item.expected,
     }

@@ -1,10 +1,10 @@
 """The task adapters that come with Pippin, by the base model that they belong to.
 
 Notable here:
-- an adapter is a folder beside this file in PEFT's layout; `base_model.json` in it has the hash of its base model, the
-  recipe, the seed and the curve of its training
-- `catalog.json` has the hash of the weights, and the shape by which models that cannot be the base are told apart
-  before the file of a model is hashed
+- an adapter is a folder beside this file in PEFT's layout; `base_model.json` in it has the recipe, the seed and the
+  curve of its training
+- `catalog.json` has the hashes of the weights and of the base model, and the shape by which models that cannot be the
+  base are told apart before the file of a model is hashed
 - an adapter is loaded once for a model, when its task is asked for
 """
 
@@ -37,6 +37,7 @@ class TaskAdapter:
         model: name of its base model.
         task: what it is for.
         shape: layers, width and vocabulary of the base model.
+        base_sha256: hash of the base model, as `pippin.language.adapter_files.base_sha256` has it.
         sha256: hash of its weights.
         size: bytes of its weights.
     """
@@ -45,6 +46,7 @@ class TaskAdapter:
     model: str
     task: Task
     shape: tuple[int, int, int]
+    base_sha256: str
     sha256: str
     size: int
 
@@ -76,10 +78,8 @@ def find(model: AdaptedModel, task: Task) -> TaskAdapter | None:
     config = model.module.config
     shape = (len(config.layers), config.hidden_size, config.vocab_size)
     for entry in task_adapters():
-        if (entry.task, entry.shape) == (task, shape):
-            expected = read_json(entry.path / BASE)["sha256"]
-            if expected == base_sha256(model):
-                return entry
+        if (entry.task, entry.shape) == (task, shape) and entry.base_sha256 == base_sha256(model):
+            return entry
     return None
 
 

@@ -32,7 +32,7 @@ class Config:
     """Settings of a measurement."""
 
     model: options.Model
-    adapter: Annotated[str | None, Option("Folder of an adapter; the model itself without one.", None, "PATH")] = None
+    adapter: options.EvaluatedAdapter = None
     items: Annotated[PositiveInt, Option("Number of documents, each with a form.", _DATA)] = 200
     kinds: Annotated[
         tuple[str, ...], Option("Kinds of documents; all without any.", _DATA, "NAMES", parse=options.names)

@@ -35,7 +35,7 @@ class Config:
     """Settings of a measurement."""
 
     model: options.Model
-    adapter: Annotated[str | None, Option("Folder of an adapter; the model itself without one.", None, "PATH")] = None
+    adapter: options.EvaluatedAdapter = None
     items: Annotated[PositiveInt, Option("Number of requests.", "Data")] = 200
     seed: options.Seed = 0
     device: Device = None

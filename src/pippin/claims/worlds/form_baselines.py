@@ -1,4 +1,4 @@
-"""Controls without a model for the benchmark of extraction: labels by their words, and majorities.
+"""Forms filled in without a model, as controls of claims and benchmarks: labels by their words, and majorities.
 
 Notable here:
 - dates, times and numbers are read by Pippin's own finders, so that only the choice of the place is compared
@@ -8,6 +8,7 @@ Notable here:
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections import Counter
 from typing import Any
 
@@ -72,7 +73,7 @@ def read_as(text: str, schema: dict[str, Any]) -> Any:
     return plain or None
 
 
-class Baseline:
+class Baseline(ABC):
     """Walks through a schema; what a value is, its subclasses say."""
 
     def fill(self, text: str, schema: dict[str, Any]) -> Any:
@@ -93,13 +94,13 @@ class Baseline:
                 return self.listed(text, name, schema)
         return self.value(text, name, schema, required and not nullable)
 
+    @abstractmethod
     def listed(self, text: str, name: str, schema: dict[str, Any]) -> list[Any]:
         """The items of a list."""
-        raise NotImplementedError
 
+    @abstractmethod
     def value(self, text: str, name: str, schema: dict[str, Any], required: bool) -> Any:
         """A single value; None for nothing."""
-        raise NotImplementedError
 
 
 class LabelPatterns(Baseline):
