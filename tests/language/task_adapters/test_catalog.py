@@ -13,6 +13,8 @@ from pippin.kits.text import TextTasks
 from pippin.language import task_adapters
 from pippin.language.adapter_files import BASE, WEIGHTS, base_sha256
 from pippin.language.task_adapters import catalog
+from pippin.serve.task_model import TaskCancellation, TaskModel
+from pippin.session.providers.local import LocalModel
 from pippin.shape.lora import LowRankModel
 
 
@@ -148,3 +150,20 @@ def test_labels_are_scored_with_the_adapter(made, loaded):
     assert TextTasks(loaded).classify("It rains.", ["weather", "sports"]) == plain  # there is none for this task
     changed = TextTasks(pippin.Session(loaded, adapter=task_adapters.load(loaded, "tools")))
     assert changed.classify("It rains.", ["weather", "sports"]).scores != plain.scores
+
+
+def test_other_weights_of_the_same_shape_have_no_adapter(made, loaded):
+    entries = json.loads((made / "catalog.json").read_text())
+    (made / "catalog.json").write_text(json.dumps([each | {"base_sha256": "0" * 64} for each in entries]))
+    catalog.task_adapters.cache_clear()
+    assert task_adapters.find(loaded, "tools") is None
+
+
+def test_a_task_of_the_server_scores_with_the_adapter_too(made, loaded):
+    name = task_adapters.load(loaded, "tools")
+    ours, served = LocalModel(loaded), TaskModel(LocalModel(loaded), TaskCancellation())
+    scores = [
+        TextTasks(pippin.Session(provider, adapter=adapter)).classify("It rains.", ["weather", "sports"]).scores
+        for provider, adapter in ((ours, name), (served, name), (served, None))
+    ]
+    assert scores[0] == scores[1] != scores[2]

@@ -1,9 +1,12 @@
 """The recipe of the task adapters: the data of extraction, and that a short run learns from it."""
 
+import json
 import random
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import pippin
 from pippin.core.errors import InvalidArgument
@@ -111,3 +114,15 @@ def test_a_currency_is_a_choice_that_the_text_spells_in_its_own_way():
                 assert answer.value in schema["enum"]
                 spelled.add((task.document.text[answer.start : answer.end], answer.value))
     assert {("€", "EUR"), ("EUR", "EUR"), ("$", "USD"), ("£", "GBP"), ("CHF", "CHF")} <= spelled
+
+
+def test_a_run_goes_on_from_an_earlier_adapter_and_says_so(default_model_path, tmp_path):
+    size = {"model": str(default_model_path), "task": "extraction", "steps": 1, "batch_tokens": 300, "max_length": 300}
+    task_adapter.run(task_adapter.Config(**size, out=tmp_path / "a", rank=2, lr=1e-2, seed=7), show_progress=False)
+    second = task_adapter.Config(**size, out=tmp_path / "b", init_adapter=str(tmp_path / "a"), rank=2, lr=1e-9, seed=8)
+    task_adapter.run(second, show_progress=False)
+    first, then = (load_file(tmp_path / name / "adapter_model.safetensors") for name in "ab")
+    assert any(tensor.abs().max() > 0 for name, tensor in first.items() if "lora_B" in name)
+    assert all(torch.allclose(first[name], then[name], atol=1e-6) for name in first)
+    made = json.loads((tmp_path / "b" / "base_model.json").read_text())["made"]
+    assert (made["seed"], made["continues"]["seed"], made["continues"]["continues"]) == (8, 7, None)

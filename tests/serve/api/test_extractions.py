@@ -55,3 +55,14 @@ def test_what_must_be_there_and_is_not(post):
     answer = post("extractions", {"model": "tiny", "input": "No day is named.", "schema": schema})
     assert answer.status_code == 400
     assert "has no date" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("level", "expected"), [("strict", "[account number]"), ("off", "DE89370400440532013000")])
+def test_guardrails_check_the_values(build_app, start_app, level, expected):
+    running = start_app(build_app(guardrails=level, page=False))
+    iban = {"type": "string", "pattern": r"^(DE[0-9]{20}|\[account number\])$"}
+    schema = {"type": "object", "properties": {"iban": iban}, "required": ["iban"]}
+    asked = {"model": "tiny", "schema": schema, "input": "IBAN DE89370400440532013000"}
+    with running.client() as http:
+        assert http.post("/v1/extractions", json=asked).json()["value"] == {"iban": expected}
+    running.stop()
