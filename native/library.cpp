@@ -65,25 +65,22 @@ std::vector<const KernelTable *> find_tables() {
     return found;
 }
 
-const std::vector<const KernelTable *> &tables() {
-    static const std::vector<const KernelTable *> found = find_tables();
-    return found;
-}
+// Made when the library is loaded: a copy of the process from while a thread makes them would wait for it forever.
+const std::vector<const KernelTable *> tables = find_tables();
 
-std::atomic<const KernelTable *> chosen{nullptr};
+std::string names_of(const std::vector<const KernelTable *> &found) {
+    std::string all;
+    for (const KernelTable *table : found) all += (all.empty() ? "" : ",") + std::string(table->name);
+    return all;
+}
+const std::string names = names_of(tables);
+
+std::atomic<const KernelTable *> chosen{tables.front()};
 std::atomic<int64_t> spent[4];
 
 } // namespace
 
-const KernelTable &kernels() {
-    const KernelTable *table = chosen.load(std::memory_order_acquire);
-    if (!table) {
-        const KernelTable *best = tables().front();
-        chosen.compare_exchange_strong(table, best);
-        table = chosen.load();
-    }
-    return *table;
-}
+const KernelTable &kernels() { return *chosen.load(std::memory_order_acquire); }
 
 int fail(int status, const char *format, ...) {
     va_list arguments;
@@ -107,17 +104,10 @@ extern "C" const char *pippin_error(void) { return message; }
 
 extern "C" const char *pippin_instruction_set(void) { return kernels().name; }
 
-extern "C" const char *pippin_instruction_sets(void) {
-    static const std::string names = [] {
-        std::string all;
-        for (const KernelTable *table : tables()) all += (all.empty() ? "" : ",") + std::string(table->name);
-        return all;
-    }();
-    return names.c_str();
-}
+extern "C" const char *pippin_instruction_sets(void) { return names.c_str(); }
 
 extern "C" int pippin_use_instruction_set(const char *name) {
-    for (const KernelTable *table : tables())
+    for (const KernelTable *table : tables)
         if (name && strcmp(table->name, name) == 0) {
             chosen.store(table, std::memory_order_release);
             return PIPPIN_OK;

@@ -383,12 +383,13 @@ void after_fork_child() { // the helpers stayed behind: new ones start when they
     changing.unlock();
 }
 
+// When the library is loaded, so that no fork finds the lock taken by a thread that makes the first pool.
+[[maybe_unused]] const int registered = pthread_atfork(before_fork, after_fork_parent, after_fork_child);
+
 Pool &the_pool() {
     if (Pool *pool = current.load(std::memory_order_acquire)) return *pool;
     std::lock_guard<std::mutex> lock(changing);
     if (Pool *pool = current.load()) return *pool;
-    static const int registered = pthread_atfork(before_fork, after_fork_parent, after_fork_child);
-    (void)registered;
     const size_t cores = cores_allowed().size();
     auto *pool = new Pool(cores < 1 ? 1 : cores > MOST_THREADS ? MOST_THREADS : int(cores), true);
     current.store(pool, std::memory_order_release);

@@ -177,7 +177,7 @@ def test_forking_while_others_compute():
         def work():
             while not stop.is_set():
                 busy()
-        worker = threading.Thread(target=work)
+        worker = threading.Thread(target=work, daemon=True)  # so that a failure ends the process
         worker.start()
         for _ in range(10):
             child = os.fork()
@@ -189,6 +189,31 @@ def test_forking_while_others_compute():
         worker.join()
         """
     )
+
+
+def test_forking_while_a_thread_computes_for_the_first_time():
+    said = run(
+        """
+        import signal
+        use(2)
+        def exit_code():
+            threading.Thread(target=busy, daemon=True).start()
+            child = os.fork()
+            if child == 0:
+                signal.alarm(20)
+                busy()
+                os._exit(0)
+            return int(os.waitpid(child, 0)[1] != 0)
+        failed = 0
+        for _ in range(300):
+            first = os.fork()  # in which nothing was computed before
+            if first == 0:
+                os._exit(exit_code())
+            failed += os.waitpid(first, 0)[1] != 0
+        print(failed)
+        """
+    )
+    assert said == "0"
 
 
 @pytest.mark.parametrize(
