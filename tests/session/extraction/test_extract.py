@@ -200,6 +200,29 @@ def test_a_value_that_must_be_there_is_asked_for_once_more():
     assert text[found.span("total").start :].startswith("1,000")
 
 
+def test_a_nested_value_that_must_be_there_is_asked_for_once_more():
+    class Sum(BaseModel):
+        total: Decimal
+        note: str | None = None
+
+    class Letter(BaseModel):
+        sender: str
+        inner: Sum
+
+    asked = []
+
+    def answer(part):
+        asked.append(part)
+        said = "Total" in part and asked.count(part) == 2
+        sender = "Edith Marrow" if "Edith Marrow" in part else None
+        return json.dumps({"sender": sender, "inner": {"total": "1,000" if said else None, "note": None}})
+
+    text = "Nothing is said here. " * 30 + "\n\n" + LETTER
+    found = pippin.Session(Writer(answer=answer, grammars=True)).extract(text, Letter, part_tokens=190)
+    assert found.content == Letter(sender="Edith Marrow", inner=Sum(total=Decimal(1000)))
+    assert text[found.span("inner.total").start :].startswith("1,000")
+
+
 # --- providers without grammars ---------------------------------------------------------------------------------------
 
 

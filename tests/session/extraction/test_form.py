@@ -237,6 +237,22 @@ def test_a_part_of_a_longer_text_may_lack_everything():
     ).value == {"address": None, "paid": False, "status": None, "email": None, "lines": []}
 
 
+def test_an_item_in_a_part_of_a_longer_text_is_whole():
+    schema = {
+        "$defs": {"line": {"type": "object", "properties": {"item": {"type": "string"}, "price": {"type": "number"}},
+                           "required": ["item", "price"]}},
+        "type": "object",
+        "properties": {"best": {"$ref": "#/$defs/line"}, "lines": {"type": "array", "items": {"$ref": "#/$defs/line"}}},
+        "required": ["best", "lines"],
+    }  # fmt: skip
+    made = Form(schema, SourceText("Pens 3.20"), partial=True)
+    whole, torn = '{"item": "Pens", "price": "3.20"}', '{"item": "Pens", "price": null}'
+    assert made.read(f'{{"best": {torn}, "lines": [{whole}]}}').value["best"] == {"item": "Pens"}
+    assert made.grammar.allows(f'{{"best": {torn}, "lines": [{whole}]}}')
+    assert not made.grammar.allows(f'{{"best": {torn}, "lines": [{torn}]}}')
+    assert made.grammar.allows('{"best": null, "lines": []}')
+
+
 def test_a_list_ends_after_an_item_that_came_too_often():
     made = form({"type": "array", "items": {"type": "string"}}, "one, two, one")
     assert made.read('["one", "two", "one"]').value == ["one", "two", "one"]

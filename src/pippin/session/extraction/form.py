@@ -66,7 +66,8 @@ class Form:
     Args:
         schema: a JSON Schema, such as `Schema.json_schema`.
         source: the text.
-        partial: every value may be missing, as when the text is a part of a longer one.
+        partial: every value may be missing, as when the text is a part of a longer one; an item of a list that is there
+            is whole.
 
     Raises:
         UnsupportedGuide: the schema has something that cannot be read from a text; the error names it.
@@ -137,6 +138,14 @@ class Form:
             return self._alternatives([{**schema, "type": kind} for kind in kinds], where)
         return self._of_type(kinds, schema, where)
 
+    def _whole(self, schema: Any, where: str) -> Slot:
+        """The slot of an item: a part of a longer text has all of it or does not have it."""
+        partial, self.partial = self.partial, False
+        try:
+            return self._slot(schema, where)
+        finally:
+            self.partial = partial
+
     def _of_type(self, kind: str, schema: dict[str, Any], where: str) -> Slot:
         match kind:
             case "null":
@@ -154,16 +163,11 @@ class Form:
         raise SchemaError(f"{where}: {kind!r} is no type of JSON Schema")
 
     def _reference(self, pointer: str, where: str) -> Slot:
-        if pointer not in self._types:
-            target: Any = self._document
-            for name in pointer.removeprefix("#").split("/")[1:]:
-                name = name.replace("~1", "/").replace("~0", "~")
-                if not isinstance(target, dict) or name not in target:
-                    raise UndefinedReference(f"{where}: $ref {pointer!r} points at nothing")
-                target = target[name]
-            self._types[pointer] = ReferenceSlot(pointer)
-            self._types[pointer].slot = self._slot(target, pointer)
-        again = self._types[pointer]
+        key = f"{pointer} of a part" if self.partial else pointer
+        if key not in self._types:
+            self._types[key] = ReferenceSlot(key)
+            self._types[key].slot = self._slot(referenced(self._document, pointer, where), pointer)
+        again = self._types[key]
         return again if again.slot is None else again.slot  # a type inside itself stays a reference
 
     def _merged(self, schema: dict[str, Any], where: str) -> dict[str, Any]:
@@ -243,7 +247,7 @@ class Form:
         others = None
         if rest is not False and high > len(first):
             try:
-                others = self._slot(rest, f"{where}/items")
+                others = self._whole(rest, f"{where}/items")
             except EmptySchema:
                 if low > len(first):
                     raise
@@ -288,7 +292,7 @@ class Form:
             conditions = tuple(shape.terminal for shape in shapes if isinstance(shape, String))
         low = 0 if self.partial else schema.get("minProperties", 0)
         try:
-            slot = self._slot(value, f"{where}/additionalProperties")
+            slot = self._whole(value, f"{where}/additionalProperties")
         except EmptySchema:
             if low:
                 raise
@@ -309,6 +313,21 @@ class Form:
         nested = [each for each in schema.get("anyOf", []) if isinstance(each, dict)]
         found = [value for value in schema.get("enum", []) if value is not None]
         return found or [value for each in nested for value in self._choices(each)]
+
+
+def referenced(document: dict[str, Any], pointer: str, where: str) -> Any:
+    """What a ``$ref`` inside a schema points at.
+
+    Raises:
+        UndefinedReference: nothing.
+    """
+    target: Any = document
+    for name in pointer.removeprefix("#").split("/")[1:]:
+        name = name.replace("~1", "/").replace("~0", "~")
+        if not isinstance(target, dict) or name not in target:
+            raise UndefinedReference(f"{where}: $ref {pointer!r} points at nothing")
+        target = target[name]
+    return target
 
 
 def _shapes(schema: dict[str, Any]) -> tuple[Any, ...]:

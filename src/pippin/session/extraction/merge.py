@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from pippin.session.extraction.form import referenced
 from pippin.session.extraction.slots import (
     AlternativesSlot,
     ChoiceSlot,
@@ -85,14 +86,35 @@ def _within(spans: Sequence[SourceSpan], path: tuple[Any, ...]) -> list[SourceSp
     return [span for span in spans if span.path[: len(path)] == path]
 
 
-def missing(schema: dict[str, Any], value: Any) -> list[str]:
-    """The properties of the outermost object that must be there and are not."""
-    return [name for name in schema.get("required", []) if name not in value] if isinstance(value, dict) else []
+def missing(schema: dict[str, Any], value: Any) -> list[tuple[str, ...]]:
+    """The paths of the properties that must be there and are not; items of lists are whole."""
+    return _missing(schema, value, schema, ())
+
+
+def _missing(schema: Any, value: Any, document: dict[str, Any], path: tuple[str, ...]) -> list[tuple[str, ...]]:
+    if not isinstance(schema, dict) or not isinstance(value, dict):
+        return []
+    if "$ref" in schema:
+        return _missing(referenced(document, schema["$ref"], "/".join(path)), value, document, path)
+    found = [(*path, name) for name in schema.get("required", []) if name not in value]
+    for name, inner in schema.get("properties", {}).items():
+        found += _missing(inner, value.get(name), document, (*path, name))
+    for each in schema.get("allOf", []):
+        found += _missing(each, value, document, path)
+    if alternatives := schema.get("anyOf", schema.get("oneOf")):
+        found += min((_missing(each, value, document, path) for each in alternatives), key=len)
+    return found
 
 
 def completed(
-    value: Any, spans: list[SourceSpan], other: Any, other_spans: Sequence[SourceSpan], names: Sequence[str]
+    value: Any, spans: list[SourceSpan], other: Any, other_spans: Sequence[SourceSpan], paths: Sequence[tuple[str, ...]]
 ) -> tuple[Any, list[SourceSpan]]:
-    """The value with some properties of another reading."""
-    value = value | {name: other[name] for name in names if name in other}
-    return value, spans + [span for span in other_spans if span.path and span.path[0] in names]
+    """The value with what is at some paths of another reading."""
+    for path in paths:
+        source, target = other, value
+        for name in path[:-1]:
+            source, target = source.get(name) or {}, target[name]
+        if path[-1] in source:
+            target[path[-1]] = source[path[-1]]
+            spans = spans + _within(other_spans, path)
+    return value, spans
