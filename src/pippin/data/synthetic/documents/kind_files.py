@@ -17,6 +17,7 @@ Notable here:
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -200,28 +201,22 @@ def _paths(form: FieldForm) -> list[str]:
 
 
 def _specs(forms: list[FieldForm]) -> tuple[FieldSpec, ...]:
-    names = {form.name for form in forms}
     listed = {form.name: _aliases(form) for form in forms}
-    counts: dict[str, int] = {}
-    for aliases in listed.values():
-        for each in aliases:
-            counts[each] = counts.get(each, 0) + 1
     # a name that two fields could have says nothing
-    kept = {
-        name: tuple(each for each in aliases if counts[each] == 1 and each not in names)
-        for name, aliases in listed.items()
-    }
+    taken = Counter(each for found in listed.values() for each in {name for names in found.values() for name in names})
+    taken.update(listed.keys())
     return tuple(
         FieldSpec(
             form.name,
             form.kind,
             form.description,
-            kept[form.name],
+            {language: kept for language, names in listed[form.name].items()
+             if (kept := tuple(each for each in names if taken[each] == 1))},
             tuple(form.values) if form.kind == "choice" else (),
             _specs(form.fields),
         )
         for form in forms
-    )
+    )  # fmt: skip
 
 
 def slug(text: str) -> str:
@@ -235,11 +230,14 @@ def camel(name: str) -> str:
     return first + "".join(each.capitalize() for each in others)
 
 
-def _aliases(form: FieldForm) -> list[str]:
+def _aliases(form: FieldForm) -> dict[str, list[str]]:
+    """Other names of a field, by language."""
     if not form.name:
-        return []
-    found = [camel(form.name), *form.extra_aliases]
+        return {}
+    found: dict[str, list[str]] = {}
     for language in LANGUAGES:
+        names = [camel(form.name), *form.extra_aliases] if language == "en" else []
         for phrase in form.labels.get(language, ()):
-            found += [slug(each) for each in variants(phrase, 6)] if not draws(phrase) else []
-    return list(dict.fromkeys(each for each in found if len(each) > 1 and each != form.name))
+            names += [slug(each) for each in variants(phrase, 6)] if not draws(phrase) else []
+        found[language] = list(dict.fromkeys(each for each in names if len(each) > 1 and each != form.name))
+    return found

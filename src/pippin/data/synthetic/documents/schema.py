@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 FieldKind = Literal["text", "date", "time", "amount", "number", "integer", "flag", "choice", "list", "record"]
@@ -35,7 +36,7 @@ class FieldSpec:
         name: the canonical name in English, "invoice_number"; "" for the items of a list of plain values.
         kind: what the value is.
         description: a short phrase for it.
-        aliases: other names that a user might give the field, in several languages and spellings.
+        aliases: other names that a user might give the field, by language.
         choices: the values of kind "choice".
         fields: of kind "record", and of the items of kind "list".
     """
@@ -43,7 +44,7 @@ class FieldSpec:
     name: str
     kind: FieldKind
     description: str
-    aliases: tuple[str, ...] = ()
+    aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
     choices: tuple[str, ...] = ()
     fields: tuple[FieldSpec, ...] = ()
 

@@ -74,7 +74,10 @@ class _Sampler:
         self.document, self.rng = document, rng
         self.style = rng.choice(_STYLES)
         self.described = rng.choice((0.0, 0.0, 0.4, 1.0))
-        self.aliased = rng.choice((0.0, 0.3, 0.8))
+        # programs name things in English or in the language of their users
+        other = document.language if rng.random() < 0.7 else rng.choice(documents.LANGUAGES)
+        self.language = "en" if rng.random() < 0.55 else other
+        self.aliased = rng.choice((0.0, 0.3, 0.8))  # in English, where every field has a name
         self.optional = rng.choice((0.0, 0.5, 1.0, 1.0))  # of the fields that have a value
         self.cryptic = rng.random() < 0.04
 
@@ -203,8 +206,9 @@ class _Sampler:
         """A name for a field in the style of this form."""
         if self.cryptic:
             return self.rng.choice(("f", "field_", "col", "x")) + str(self.rng.randrange(100))
-        if field.aliases and self.rng.random() < self.aliased:
-            alias = self.rng.choice(field.aliases)
+        aliases = field.aliases.get(self.language)
+        if aliases and (self.language != "en" or self.rng.random() < self.aliased):
+            alias = self.rng.choice(aliases)
             return alias if self.rng.random() < 0.5 else _styled(_words(alias), self.style)
         return _styled(_words(field.name), self.style)
 
