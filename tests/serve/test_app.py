@@ -17,6 +17,7 @@ from pippin.language.adapter_files import save_adapter
 from pippin.serve import logs, ray_app, uvicorn_server
 from pippin.serve.api.common.errors import failure
 from pippin.serve.settings import ServerSettings
+from pippin.session.providers.local import LocalModel
 
 from .conftest import eventually, start
 
@@ -420,6 +421,31 @@ def test_an_adapter_answers_where_it_is_named(make_server, tiny, tmp_path):
         listed = {model["id"]: model["loaded"] for model in client.get("/v1/models").json()["data"]}
     assert listed == {"base": True, "base:pirate": True, "base:gone": False}
     eventually(lambda: server.service.pool.loaded["base"].users == 0)
+
+
+def test_a_request_with_tools_takes_the_adapter_for_tools_unless_told(make_server, tiny, tmp_path, monkeypatch):
+    base = LanguageModel("base", copy.deepcopy(tiny.module), tiny.tokenizer, tiny.template)
+    random = torch.Generator().manual_seed(0)
+    pair = torch.randn(3, 32, generator=random), torch.randn(32, 3, generator=random)
+    weights = {f"layers.{layer}.self_attn.o_proj": pair for layer in (0, 1)}
+    save_adapter(tmp_path / "pirate", weights, model=base, alpha=100)
+    base.load_adapter("calls", tmp_path / "pirate")
+    monkeypatch.setattr(LocalModel, "task_adapter", lambda self, task: {"tools": "calls"}.get(task))
+    server = make_server(models=("base",), load=lambda _: base, adapters={"pirate": tmp_path / "pirate"})
+    tool = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}}
+    asked = body(max_tokens=20, temperature=0, logprobs=True)
+    with server.client() as client:
+
+        def logprobs(model, **more):
+            choice = client.post(CHAT, json=asked | {"model": model} | more).json()["choices"][0]
+            return [token["logprob"] for token in choice["logprobs"]["content"]]
+
+        assert logprobs("base", tools=[tool]) == logprobs("base:pirate", tools=[tool])
+        assert logprobs("base", tools=[tool]) != logprobs("base:none", tools=[tool])
+        assert logprobs("base") == logprobs("base:none") != logprobs("base:pirate")
+        assert logprobs("base", tools=[tool], tool_choice="none") == logprobs(
+            "base:none", tools=[tool], tool_choice="none"
+        )
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from pippin.core.errors import CorruptedFile, ModelNotFound, NotEnoughMemory, Overloaded
+from pippin.core.errors import AdapterMismatch, CorruptedFile, ModelNotFound, NotEnoughMemory, Overloaded
+from pippin.serve import model_pool
 from pippin.serve.model_pool import ModelPool, size_of, token_bytes
 from pippin.serve.settings import ServerSettings
 
@@ -174,6 +175,7 @@ async def test_only_what_is_listed_may_be_named():
     assert models.resolve("b") == ("b", None)
     assert models.resolve("a:pirate") == ("a", "pirate")
     assert models.resolve("b:poet") == ("b", "poet")
+    assert models.resolve("b:none") == ("b", "none")
     for name in ("owner/name", "smollm2-135m", "b:pirate", "a:poet", ":pirate", "../a", "a:", "A"):
         with pytest.raises(ModelNotFound, match="not served here"):
             models.resolve(name)
@@ -190,6 +192,25 @@ async def test_the_list_of_models():
         "c": ("chat", False, None),
         "d": ("encoder", False, None),
     }
+
+
+async def test_the_adapters_that_come_with_a_model_are_listed_and_loaded(monkeypatch):
+    loaded = []
+    monkeypatch.setattr(model_pool, "load", lambda model, task: loaded.append(task) or "its name")
+    loader = Loader({"smollm2-135m": 100, "b": 100})
+    models = pool(loader, models=("a=smollm2-135m", "b"))
+    assert [info.id for info in models.models()] == ["a", "a:smollm2-135m-extraction", "b"]
+    assert models.resolve("a:smollm2-135m-extraction") == ("a", "smollm2-135m-extraction")
+    with pytest.raises(ModelNotFound):
+        models.resolve("b:smollm2-135m-extraction")
+    await models.acquire("a", "smollm2-135m-extraction")
+    await models.acquire("a", "smollm2-135m-extraction")
+    await models.acquire("a", "none")
+    assert loaded == ["extraction"]
+    monkeypatch.setattr(model_pool, "load", lambda model, task: None)
+    models = pool(loader, models=("smollm2-135m",))
+    with pytest.raises(AdapterMismatch, match="trained for"):
+        await models.acquire("smollm2-135m", "smollm2-135m-extraction")
 
 
 async def test_an_adapter_is_loaded_once(tmp_path):

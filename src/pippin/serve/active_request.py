@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from pippin.core.errors import TimedOut
 from pippin.serve import logs
+from pippin.serve.settings import NO_ADAPTER
 from pippin.session.providers.provider import Done, ProviderEvent
 from pippin.session.response import Usage
 
@@ -27,7 +28,7 @@ class ActiveRequest:
 
     Args:
         model: the name of the model.
-        adapter: the name of the adapter; None for the base model.
+        adapter: the name of the adapter, `NO_ADAPTER` for the base model alone, None for what suits the request.
         caller: the sender of the request.
         seconds: time limit, after which the request raises `TimedOut`.
         clock: a monotonic clock in seconds.
@@ -59,6 +60,10 @@ class ActiveRequest:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._events: asyncio.Queue[ProviderEvent | BaseException | None] = asyncio.Queue()
         self._timer: asyncio.TimerHandle | None = None
+
+    def adapter_or(self, suitable: str | None) -> str | None:
+        """The adapter that answers: the one that was named, otherwise the one that suits the request."""
+        return None if self.adapter == NO_ADAPTER else self.adapter or suitable
 
     @property
     def seconds_left(self) -> float:

@@ -18,14 +18,23 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pippin.core import device as devices
-from pippin.core.errors import AssetError, CheckpointError, ModelNotFound, NotEnoughMemory, Overloaded, PippinError
+from pippin.core.errors import (
+    AdapterMismatch,
+    AssetError,
+    CheckpointError,
+    ModelNotFound,
+    NotEnoughMemory,
+    Overloaded,
+    PippinError,
+)
 from pippin.core.files import format_bytes
 from pippin.core.formats.checkpoint import read_json
 from pippin.core.store import catalog, store
 from pippin.engine.model_runner import KVCacheDtypeChoice
+from pippin.language.task_adapters import TaskAdapter, load, task_adapters
 from pippin.serve import logs
 from pippin.serve.admission import AdmissionQueue
-from pippin.serve.settings import ServerSettings
+from pippin.serve.settings import NO_ADAPTER, ServerSettings
 
 Kind = Literal["chat", "base", "encoder", "adapter"]
 
@@ -125,7 +134,7 @@ class ModelPool:
         if model in names:
             return model, None
         base, colon, adapter = model.rpartition(":")
-        if colon and base in names and self._adapter_path(base, adapter) is not None:
+        if colon and base in names and adapter in (*self._adapters_of(base), NO_ADAPTER):
             return base, adapter
         known = [*names, *(f"{base}:{name}" for base in names for name in self._adapters_of(base))]
         raise ModelNotFound(f"the model {model[:100]!r} is not served here; these are: {', '.join(known)}")
@@ -164,7 +173,13 @@ class ModelPool:
 
     def _adapters_of(self, base: str) -> list[str]:
         own = [name.rpartition(":") for name in self._settings.adapters]
-        return [name for model, _, name in own if (model or self._settings.default) == base]
+        named = [name for model, _, name in own if (model or self._settings.default) == base]
+        return [*named, *(name for name in self._task_adapters(base) if name not in named)]
+
+    def _task_adapters(self, base: str) -> dict[str, TaskAdapter]:
+        """The adapters that come with Pippin for a model of the catalog."""
+        reference = self.references().get(base)
+        return {each.name: each for each in task_adapters() if each.model == reference}
 
     def _adapter_path(self, base: str, adapter: str) -> Path | None:
         given = self._settings.adapters
@@ -187,14 +202,25 @@ class ModelPool:
                 break
         loaded.users += 1
         try:
-            if adapter is not None and adapter not in loaded.adapters:
-                path = self._adapter_path(name, adapter)
-                await asyncio.to_thread(loaded.model.model.load_adapter, adapter, path)
+            if adapter is not None and adapter != NO_ADAPTER and adapter not in loaded.adapters:
+                await asyncio.to_thread(self._load_adapter, loaded, adapter)
                 loaded.adapters.add(adapter)
         except BaseException:
             self.release(loaded)
             raise
         return loaded
+
+    def _load_adapter(self, loaded: LoadedModel, adapter: str) -> None:
+        """Load an adapter of the settings, or one that comes with Pippin.
+
+        Raises:
+            CheckpointError, CorruptedFile: it cannot be read. AdapterMismatch: it is of another model.
+        """
+        model = loaded.model.model
+        if (path := self._adapter_path(loaded.name, adapter)) is not None:
+            model.load_adapter(adapter, path)
+        elif load(model, self._task_adapters(loaded.name)[adapter].task) is None:
+            raise AdapterMismatch(f"{loaded.name} is not the model that {adapter} was trained for")
 
     def release(self, loaded: LoadedModel) -> None:
         """Mark a request as done with a model."""

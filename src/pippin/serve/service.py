@@ -249,7 +249,7 @@ class Service:
 
         def change(provider_request: ProviderRequest) -> ProviderRequest:
             request.provider_request = replace(
-                provider_request, owner=caller.id, adapter=request.adapter or provider_request.adapter
+                provider_request, owner=caller.id, adapter=request.adapter_or(provider_request.adapter)
             )
             if request.cancelled:  # before the provider request existed
                 provider_request.cancel.set()
@@ -370,9 +370,10 @@ class Service:
         provider_request = build(provider)
         if self._guardrails is not None:
             provider_request = guardrails.checked_request(self._guardrails, provider_request)
-        adapter = request.adapter or provider_request.adapter
+        tools = provider_request.tools and provider_request.options.tool_calling != "disallowed"
+        suitable = provider_request.adapter or (provider.task_adapter("tools") if tools else None)
         provider_request = request.provider_request = replace(
-            provider_request, owner=request.caller.id, adapter=adapter, priority=request.priority
+            provider_request, owner=request.caller.id, adapter=request.adapter_or(suitable), priority=request.priority
         )
         if self.settings.log_prompts and request.record is not None:
             request.record.texts["prompt"] = provider_request.transcript.model_dump(mode="json")["entries"]

@@ -29,6 +29,9 @@ from pippin.engine.options import MACHINE, ModelOptions
 
 GuardrailLevel = Literal["off", "default", "strict", "permissive"]
 MIN_KEY_LENGTH: Final = 16
+NO_ADAPTER: Final = "none"
+"""What a request names (MODEL:none) to be answered by the model alone; otherwise an adapter that comes with Pippin
+answers a request with tools."""
 
 _ADDRESS, _ACCESS = "Address", "Who may ask"
 _LIMITS, _CAPACITY, _PRIVACY, _PARTS = "Limits of one caller", "Capacity", "Privacy and safety", "Parts"
@@ -259,7 +262,9 @@ class ServerSettings(ModelOptions):
             raise InvalidArgument(f"models names one twice: {', '.join(map(str, self.models))}; write NAME=REFERENCE")
         for name in self.adapters:
             base = name.rpartition(":")[0]
-            if not name or (base and base not in references and not self.any_installed):
+            if name.rpartition(":")[2] in ("", NO_ADAPTER):
+                raise InvalidArgument(f"adapters: {name!r} is no name for an adapter; write NAME=FOLDER")
+            if base and base not in references and not self.any_installed:
                 raise InvalidArgument(f"adapters: {name!r} is of a model that is not served: {', '.join(references)}")
 
     def _check_access(self) -> None:

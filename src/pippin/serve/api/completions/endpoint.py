@@ -37,6 +37,7 @@ from pippin.serve.api.common.generation import (
 from pippin.serve.api.common.logprobs import completion_logprobs
 from pippin.serve.api.common.usage import usage
 from pippin.serve.api.completions import types
+from pippin.serve.settings import NO_ADAPTER
 from pippin.session.providers.provider import ProviderRequest, TextDelta
 from pippin.session.response import Usage
 from pippin.session.transcript import Prompt, Transcript
@@ -167,7 +168,7 @@ def router(service: Service) -> APIRouter:
         caller, adapter = request.state.caller, service.pool.resolve(body.model or "")[1]
         each = body.best_of or body.n or 1
         texts = [
-            CompletionText(body, prompt, index, adapter, caller.id)
+            CompletionText(body, prompt, index, None if adapter == NO_ADAPTER else adapter, caller.id)
             for index, prompt in enumerate(prompt for prompt in prompts(body.prompt) for _ in range(each))
         ]
         priority, tier = priorities.priority_of(body, service.settings)
