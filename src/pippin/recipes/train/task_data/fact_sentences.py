@@ -4,7 +4,7 @@ Notable here:
 - a sentence of the document's kind is taken only where the document has it, since it may say more than its facts do;
   what is written anew is a fact behind its label, or a phrase that says nothing else
 - values are spelled as in the text; in another language only those are written that need no translation, and choices,
-  whose words each language has
+  where the language has one phrase for all that the choice stands for
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ _SAME_EVERYWHERE: Final = (
     "address",
     "iban",
     "town",
+    "insurer",
+    "maker",
+    "device_{category}",
 )
 _DATES: Final = {"en": "{d} {month} {y}", "de": "{d}. {month} {y}", "fr": "{first} {month} {y}",
                  "es": "{d} de {month} de {y}", "it": "{d} {month} {y}"}  # fmt: skip
@@ -73,12 +76,14 @@ class FactWriter:
         forms: the field of each fact that the document states, by path: "total", "vendor.name".
         facts: those facts; a list of them for a list of several items.
         order: the paths, the most important first.
+        further: phrases for sentences about the facts, where those of the kind speak as a person or to one.
     """
 
     def __init__(self, document: Document, language: str, rng: random.Random) -> None:
         self.document, self.language, self.rng = document, language, rng
         self.kind = kind_files.load(document.kind)
         self.text = re.sub(r"[ \n]+", " ", document.text)
+        self.further = phrase_file("summaries").get(f"{document.kind} more", {}).get(language, ())
         self.forms: dict[str, FieldForm] = {}
         self.facts: dict[str, Any] = {}
         for form in self.kind.fields:
@@ -88,20 +93,23 @@ class FactWriter:
                     self._add(f"{form.name}.{each.name}", each, value.get(each.name))
             else:
                 self._add(form.name, form, value)
-        self.order = sorted(self.forms, key=lambda path: not self.forms[path].required)
+        told = [path for phrase in self.further for path in self.forms if path in slots(phrase)]
+        self.order = sorted(
+            self.forms,
+            key=lambda path: (not self.forms[path].required, told.index(path) if path in told else len(told)),
+        )
 
     def _add(self, path: str, form: FieldForm, fact: Any) -> None:
         if fact is not None and fact != []:
             self.forms[path], self.facts[path] = form, fact
 
     def value(self, path: str) -> str | None:
-        """A fact as it stands in a sentence; None where it cannot be written in this language."""
+        """A fact as it stands in a sentence; None for a flag, and where it cannot be written in this language."""
         form, fact = self.forms[path], self.facts[path]
         if form.kind == "list":
             return ", ".join(self.items(path)) if self.language == self.document.language else None
         if form.kind == "flag":
-            phrase = self.rng.choice(form.values["yes" if fact.value else "no"][self.language])
-            return re.sub(r"[\[\]]", "", plain_text(phrase, self.rng)) if not draws(phrase) else None
+            return None
         if self.language != self.document.language:
             return self._translated(form, fact)
         if form.kind == "choice":
@@ -119,8 +127,10 @@ class FactWriter:
         lettered = any(char.isalpha() for char in fact.text)
         match form.kind:
             case "choice":
+                # alternatives are more special than the choice: a swab of the throat or of the nose
                 phrase = form.values[str(fact.value)][self.language][0]
-                return re.sub(r"[\[\]]", "", plain_text(phrase, self.rng)) if not draws(phrase) else None
+                texts = list(variants(phrase)) if not draws(phrase) else []
+                return re.sub(r"[\[\]]", "", texts[0]) if len(texts) == 1 else None
             case "date" if lettered:
                 return formats.date_text(date.fromisoformat(str(fact.value)), _DATES[self.language], self.language)
             case "time" | "integer" if lettered:
@@ -173,22 +183,41 @@ class FactWriter:
                 out += re.escape(part) if isinstance(part, str) else "(?!)"
         return out
 
+    def told(self) -> list[StatedFacts]:
+        """Sentences about facts in random order: those of the document, or others where it speaks as a person."""
+        if self.further:
+            return self.shuffled(map(self.filled, self.further))
+        return self.shuffled(self.copied(each.phrase) for each in self.kind.sentences[self.language])
+
     def label(self, form: FieldForm) -> str | None:
         """A label of a field that no other field of the kind has, in this language."""
         return field_label(self.kind.name, form, self.language, self.rng)
 
     def labeled(self, path: str) -> StatedFacts | None:
-        """A fact behind its label: "Total: 12 EUR."; a flag as a clause of its own."""
-        form, value = self.forms[path], self.value(path)
-        label = self.label(form)
-        if value is None or (label is None and form.kind != "flag"):
-            return None
+        """A fact behind its label: "Total: 12 EUR."; a flag as a clause of its own where the document has it so."""
+        form, fact = self.forms[path], self.facts[path]
+        label, value = self.label(form), self.value(path)
         if form.kind == "flag":
-            text = value[:1].upper() + value[1:]
-        else:
-            assert label is not None
-            text = f"{label[:1].upper()}{label[1:]}{' :' if self.language == 'fr' else ':'} {value}"
+            clause = self._clause(form, fact)
+            if clause:
+                return StatedFacts(f"{clause[:1].upper()}{clause[1:].rstrip('.')}.", frozenset((path,)))
+            said = phrase_file("questions")["yes" if fact.value else "no"][self.language]
+            value = plain_text(said[0], self.rng).lower()
+        if value is None or label is None:
+            return None
+        text = f"{label[:1].upper()}{label[1:]}{' :' if self.language == 'fr' else ':'} {value}"
         return StatedFacts(text.rstrip(".") + ".", frozenset((path,)))
+
+    def _clause(self, form: FieldForm, fact: Fact) -> str | None:
+        """The clause of a flag that stands in the document, where the sentences of the kind may be taken."""
+        if self.further or self.language != self.document.language:
+            return None
+        for phrase in form.values["yes" if fact.value else "no"][self.language]:
+            for text in variants(phrase) if not draws(phrase) else ():
+                clause = re.sub(r"[\[\]]", "", text).strip()
+                if clause.casefold() in self.text.casefold():
+                    return clause
+        return None
 
     def shuffled(self, sentences: Iterable[StatedFacts | None]) -> list[StatedFacts]:
         """Those sentences that there are, in random order."""

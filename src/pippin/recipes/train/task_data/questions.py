@@ -17,6 +17,7 @@ from typing import Final
 
 from pippin.data.synthetic import documents
 from pippin.data.synthetic.documents import Document, kind_files
+from pippin.data.synthetic.documents.grammar import slots
 from pippin.data.synthetic.documents.kind_files import FieldForm
 from pippin.recipes.train.task_data.fact_sentences import (
     FactWriter,
@@ -138,8 +139,9 @@ def _answer(writer: FactWriter, path: str, manner: str, rng: random.Random) -> s
     form, fact, language = writer.forms[path], writer.facts[path], writer.language
     if manner == "sentence" or (not manner and rng.random() < 0.3):
         kind = writer.kind
-        own = [each.phrase for each in (*kind.openings[language], *kind.sentences[language]) if each.slots == {path}]
-        sentences = writer.shuffled(map(writer.copied, own))
+        own = [each.phrase for each in (*kind.openings[language], *kind.sentences[language])]
+        phrases = [each for each in writer.further or own if slots(each) == {path}]
+        sentences = writer.shuffled(map(writer.filled if writer.further else writer.copied, phrases))
         told = sentences[0] if sentences else writer.labeled(path)
         if told is not None:
             return told.text

@@ -116,7 +116,7 @@ def _chosen(writer: FactWriter, count: int, rng: random.Random) -> list[StatedFa
     """An opening, then sentences with the most important facts that are left."""
     kind, language = writer.kind, writer.language
     plain = writer.shuffled(map(writer.filled, phrase_file("summaries").get(kind.name, {}).get(language, ())))
-    own = writer.shuffled(writer.copied(each.phrase) for each in kind.openings[language])
+    own = [] if writer.further else writer.shuffled(writer.copied(each.phrase) for each in kind.openings[language])
     openings = plain if plain and (rng.random() < 0.7 or not own) else own or plain
     required = {path for path in writer.order if writer.forms[path].required}
     chosen, stated = list[StatedFacts](), set[str]()
@@ -128,9 +128,8 @@ def _chosen(writer: FactWriter, count: int, rng: random.Random) -> list[StatedFa
         if rng.random() < 0.4:
             chosen = openings[:1]
         stated = set(chosen[0].paths)
-    told = writer.shuffled(writer.copied(each.phrase) for each in kind.sentences[language])
     labeled = (writer.labeled(path) for path in writer.order)
-    left = [*told, *(each for each in labeled if each is not None)]
+    left = [*writer.told(), *(each for each in labeled if each is not None)]
     rank = {path: index for index, path in enumerate(writer.order)}
     left.sort(key=lambda each: min(rank[path] for path in each.paths))
     for sentence in left:
