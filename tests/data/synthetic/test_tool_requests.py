@@ -9,12 +9,43 @@ import pytest
 
 from pippin.core.errors import InvalidArgument, InvalidInput
 from pippin.data.synthetic import tool_requests
+from pippin.data.synthetic.tool_requests import sampling
 from pippin.data.synthetic.tool_requests.tool_files import unrelated
 
 
 def _requests(count, seed=0, **options):
     rng = random.Random(seed)
     return [tool_requests.sample(rng, **options) for _ in range(count)]
+
+
+# what a call has where the user says it in words: the values of enums
+CODES = {
+    code
+    for tool in tool_requests.library().values()
+    for each in tool.parameters.values()
+    if "enum" in (each.type, each.format)
+    for code in each.codes(each.values)
+}
+MONTHS = {
+    "01": "January|Januar|janvier|enero|gennaio",
+    "02": "February|Februar|février|febrero|febbraio",
+    "03": "March|März|mars|marzo",
+    "05": "May|Mai|mai|mayo|maggio",
+    "07": "July|Juli|juillet|julio|luglio",
+    "09": "September|septembre|septiembre|settembre",
+    "11": "November|novembre|noviembre",
+}
+
+
+def _written(value):
+    """A pattern of the ways in which a user may write a value."""
+    text = str(value)
+    found = re.fullmatch(r"(\d{4})-(\d\d)-(\d\d)", text)
+    if not found:
+        return rf"{re.escape(text)}|{re.escape(text.replace('.', ','))}"
+    year, month, day = found.groups()
+    named = rf"\b{int(day)}\.? (de )?({MONTHS[month]}) (de )?{year}|({MONTHS[month]}) {int(day)}, {year}"
+    return rf"{text}|{day}[./]{month}[./]{year}|{named}"
 
 
 def test_the_arguments_of_a_call_fit_the_schema_of_its_tool():
@@ -33,7 +64,7 @@ def test_the_user_says_the_values_of_a_call():
     for request in _requests(600, 1):
         for value in (request.call or ("", {}))[1].values():
             for item in value if isinstance(value, list) else [value]:
-                assert isinstance(item, bool) or str(item) in request.prompt
+                assert isinstance(item, bool) or item in CODES or re.search(_written(item), request.prompt)
         for text in (request.prompt, request.reply, request.output, request.answer):
             assert not re.search(r"\{\w+\}", text or "")
 
@@ -51,20 +82,87 @@ def test_some_requests_have_no_tool_that_fits():
     without = [request for request in requests if request.call is None]
     assert 0.15 < len(without) / len(requests) < 0.4
     assert all(request.reply and request.tools for request in without)
-    assert {request.prompt for request in without} & {request for request, _ in unrelated()}
+    assert {request.prompt for request in without} & {request for each in unrelated().values() for request, _ in each}
 
 
 def test_a_sample_is_a_function_of_its_seed():
     assert _requests(20, 4) == _requests(20, 4) != _requests(20, 5)
 
 
-def test_a_language_is_that_of_the_requests_of_the_library():
-    phrases = [phrase for tool in tool_requests.library().values() for phrase in tool.phrases.get("de", [])]
+@pytest.mark.parametrize("language", tool_requests.LANGUAGES)
+def test_a_language_is_that_of_the_requests(language):
+    tools = [tool for tool in tool_requests.library().values() if language in tool.phrases]
+    phrases = [phrase for tool in tools for phrase in tool.phrases[language]]
+    phrases += [request for tool in tools for request, _ in tool.lacking.get(language, [])]
+    phrases += [request for request, _ in unrelated()[language]]
     patterns = [re.sub(r"\\\{\w+\\\}", ".+", re.escape(phrase)) for phrase in phrases]
-    for request in _requests(100, 6, language="de"):
-        assert request.call is None or any(re.fullmatch(pattern, request.prompt) for pattern in patterns)
+    for request in _requests(100, 6, language=language):
+        assert any(re.search(pattern, request.prompt) for pattern in patterns)
+
+
+def test_an_unknown_language_is_refused():
     with pytest.raises(InvalidArgument, match="klingon"):
         tool_requests.sample(random.Random(0), language="klingon")
+
+
+TRAM = """@stop = North|South
+@stop:de = Norden|Süden
+# transport
+[tram] Next tram.
+stop string! @stop : Stop
+kind enum! fast=quick|slow=calm : Kind
+tags array:enum! red|blue=dark : Tags
+day string:date! 2026-03-05 : Day
+limit integer:bounded! 10..20/5 : Most trams
+hours number! 2.5..2.5 : Hours
+late boolean! true=late|false=early : Whether it is late
+~ de: kind fast=flott|slow=ruhig
+~ de: tags red=rot|blue=blau
+~ de: late true=spät|false=früh
++ {stop} {kind} {tags} {day} {limit} {hours} {late}
++ de: {stop} {kind} {tags} {day} {limit} {hours} {late}
+> {"stop": "{stop}", "kind": "{kind}", "late": {late}, "limit": {limit}, "hours": {hours}, "day": "{day}"}
+< {stop} on {day}
+< de: {stop} am {day}
+"""
+
+
+@pytest.mark.parametrize(
+    ("language", "said"),
+    [
+        ("en", r"(North|South) (quick|calm) (red|dark|red and dark|dark and red) "
+               r"(2026-03-05|March 5, 2026|5 March 2026) (10|15|20) 2\.5 (late|early)"),
+        ("de", r"(Norden|Süden) (flott|ruhig) (rot|blau|rot und blau|blau und rot) "
+               r"(2026-03-05|05\.03\.2026|5\. März 2026) (10|15|20) 2,5 (spät|früh)"),
+    ],
+)  # fmt: skip
+def test_users_say_values_in_their_language(language, said, monkeypatch):
+    monkeypatch.setattr(sampling, "library", lambda: tool_requests.read(TRAM))
+    seen = set()
+    for request in _requests(200, 7, language=language):
+        if request.call is None:
+            continue
+        (words,) = re.findall(said, request.prompt)
+        seen |= set(words)
+        arguments = request.call[1].values()
+        stop, kind, tags, day, limit, hours, late = arguments
+        assert (stop, str(limit)) == (words[0], words[4])
+        assert kind == {"quick": "fast", "calm": "slow", "flott": "fast", "ruhig": "slow"}[words[1]]
+        colors = {"red": "red", "dark": "blue", "rot": "red", "blau": "blue"}
+        assert tags == [colors[word] for word in re.split(" and | und ", words[2])]
+        assert (day, hours, late) == ("2026-03-05", 2.5, words[5] in ("late", "spät"))
+        output = {"stop": stop, "kind": kind, "late": late, "limit": limit, "hours": hours, "day": day}
+        assert json.loads(request.output) == output
+        assert request.answer == f"{stop} {'on' if language == 'en' else 'am'} {words[3]}"
+    assert len(seen) == 16
+
+
+def test_fixed_values_and_bounds_stand_in_the_schema():
+    parameters = tool_requests.read(TRAM)["tram"].parameters
+    assert parameters["kind"].schema() == {"type": "string", "enum": ["fast", "slow"]}
+    assert parameters["tags"].schema() == {"type": "array", "items": {"type": "string", "enum": ["red", "blue"]}}
+    assert parameters["limit"].schema() == {"type": "integer", "minimum": 10, "maximum": 20}
+    assert parameters["day"].schema() == {"type": "string", "format": "date"}
 
 
 @pytest.mark.parametrize(
@@ -76,6 +174,12 @@ def test_a_language_is_that_of_the_requests_of_the_library():
         ("[a] b\nx integer! 1..2 : Number\n+ take {x} and {y}\n> {}\n< done", "unknown"),
         ("[a] b\nx integer 1..2 : Number\n+ take {x}\n> {}\n< {x} done", "not every call"),
         ("[a] b\n+ do it\n> {}", "no answer"),
+        ("[a] b\n? no question\n", "line 2"),
+        ("[a] b\n~ de: x eins|zwei\n", "line 2"),
+        ("[a] b\nx enum one|two : Number\n~ de: x one=eins|three=drei\n", "line 3"),
+        ("[a] b\nx string one|two : Number\n~ x eins|zwei\n", "line 3"),
+        ("[a] b\nx string one|two : Number\n~ de: x @numbers\n", "line 3"),
+        ("[a] b\nx boolean true=on|false=off : On\n+ it\n+ de: nun {x}\n> {}\n< done", "not in that language"),
     ],
 )
 def test_a_faulty_file_is_refused(text, message):

@@ -10,9 +10,27 @@ from typing import Any, Final
 from pippin.core.errors import InvalidArgument
 from pippin.data.synthetic.tool_requests.tool_files import LANGUAGES, SLOT, ToolSpec, is_held_out, library, unrelated
 
-_BEFORE: Final = ("Hi! ", "Hey, quick one: ", "Sorry to bother you. ", "I'm in a bit of a rush. ", "OK. ", "Hello. ",
-                  "It has been a long day. ", "My sister is visiting this week. ", "Please help. ")  # fmt: skip
-_AFTER: Final = (" Thanks!", " Thank you.", " please", " That would be great.", " I'll be back in a moment.")
+_BEFORE: Final = {
+    "en": ("Hi!", "Hey, quick one:", "Sorry to bother you.", "I'm in a bit of a rush.", "OK.", "Hello.", "Please help.",
+           "It has been a long day.", "My sister is visiting this week.", "The coffee machine is broken again, anyway:",
+           "Thanks for your help yesterday."),
+    "de": ("Hallo!", "Guten Morgen!", "Kurze Frage zwischendurch:", "Ich hab's gerade eilig.", "Okay.", "Moin,",
+           "Danke noch mal für gestern.", "Meine Schwester ist diese Woche zu Besuch.", "Heute ist hier viel los.",
+           "Entschuldige die Störung."),
+    "fr": ("Bonjour !", "Salut !", "Désolé de te déranger.", "Je suis un peu pressé.", "Bon.", "Encore moi !",
+           "La journée a été longue.", "Ma sœur est là cette semaine.", "Merci pour ton aide hier."),
+    "es": ("¡Hola!", "Buenos días.", "Perdona que te moleste.", "Tengo un poco de prisa.", "Vale.", "Otra cosa:",
+           "Ha sido un día muy largo.", "Mi hermana está de visita esta semana.", "Gracias por lo de ayer."),
+    "it": ("Ciao!", "Buongiorno!", "Scusa il disturbo.", "Vado un po' di fretta.", "Allora,", "Un'altra cosa:",
+           "È stata una giornata lunga.", "Questa settimana c'è qui mia sorella.", "Grazie ancora per ieri."),
+}  # fmt: skip
+_AFTER: Final = {
+    "en": ("Thanks!", "Thank you.", "That would be great.", "I'll be back in a moment."),
+    "de": ("Danke!", "Vielen Dank.", "Das wäre super.", "Ich bin gleich wieder da."),
+    "fr": ("Merci !", "Merci beaucoup.", "Ce serait parfait.", "Je reviens dans un instant."),
+    "es": ("¡Gracias!", "Muchas gracias.", "Me vendría muy bien.", "Ahora vuelvo."),
+    "it": ("Grazie!", "Grazie mille.", "Sarebbe perfetto.", "Torno subito."),
+}
 _INSTRUCTIONS: Final = (
     "You are a helpful assistant.",
     "Be brief.",
@@ -58,17 +76,18 @@ def sample(rng: random.Random, *, language: str | None = None, held_out: bool = 
     if language is not None and language not in LANGUAGES:
         raise InvalidArgument(f"language={language!r} is none of {', '.join(LANGUAGES)}")
     every = [tool for tool in library().values() if is_held_out(tool.name) == held_out]
-    if language is None and rng.random() < 0.7:
+    if language is None and rng.random() < 0.5:
         language = "en"
-    fitting = [tool for tool in every if language is None or language in tool.phrases] or every
-    tool = rng.choice(fitting)
+    tool = rng.choice([each for each in every if language is None or language in each.phrases] or every)
+    if language is None or language not in tool.phrases:
+        language = rng.choice(sorted(tool.phrases))
     instructions = rng.choice(_INSTRUCTIONS) if rng.random() < 0.3 else ""
-    drawn = rng.random()
+    drawn, lacking = rng.random(), tool.lacking.get(language)
     if drawn < 0.12:
-        request, reply = rng.choice(unrelated())
+        request, reply = rng.choice(unrelated()[language])
         return ToolRequest(_offered(_near(tool, every, rng), rng), request, reply=reply, instructions=instructions)
-    if drawn < 0.2 and tool.lacking:
-        request, question = rng.choice(tool.lacking)
+    if drawn < 0.2 and lacking:
+        request, question = rng.choice(lacking)
         tools = _offered([tool, *_near(tool, every, rng)[1:]], rng)
         return ToolRequest(tools, request, reply=question, instructions=instructions)
     return _stated(tool, every, rng, language, instructions, offered=drawn > 0.28)
@@ -78,21 +97,19 @@ def _stated(
     tool: ToolSpec,
     every: Sequence[ToolSpec],
     rng: random.Random,
-    language: str | None,
+    language: str,
     instructions: str,
     offered: bool,
 ) -> ToolRequest:
     """A request that states all that the tool needs, whether the tool is on offer or not."""
-    if language is None or language not in tool.phrases:
-        language = rng.choice(sorted(tool.phrases))
     phrase = rng.choice(tool.phrases[language])
     drawn = {name: each.draw(rng, language) for name, each in tool.parameters.items()}
     said = {name: text for name, (_, text) in drawn.items()}
     prompt = _filled(phrase, said)
-    if language == "en" and rng.random() < 0.3:
-        prompt = rng.choice(_BEFORE) + prompt
-    if language == "en" and rng.random() < 0.2:
-        prompt += rng.choice(_AFTER) if prompt[-1] in ".?!" else rng.choice(_AFTER[:3]).replace(" Th", ". Th")
+    if rng.random() < 0.3:
+        prompt = f"{rng.choice(_BEFORE[language])} {prompt}"
+    if rng.random() < 0.2:
+        prompt += f"{' ' if prompt[-1] in '.?!' else '. '}{rng.choice(_AFTER[language])}"
     others = _near(tool, every, rng)
     if not offered and len(every) > 1:
         # a tool of the same domain might do what the request asks for, so the others are of other domains
@@ -108,8 +125,8 @@ def _stated(
         tuple(tools),
         prompt,
         (tool.name, arguments),
-        output=_filled(tool.output, said),
-        answer=_filled(rng.choice(tool.answers), said) if language == "en" else None,
+        output=_filled(tool.output, {name: _written(value) for name, (value, _) in drawn.items()}),
+        answer=_filled(rng.choice(tool.answers[language]), said) if language in tool.answers else None,
         instructions=instructions,
     )
 
@@ -126,6 +143,13 @@ def _offered(tools: Sequence[ToolSpec], rng: random.Random) -> tuple[dict[str, A
     definitions = [tool.definition(rng)[0] for tool in tools]
     rng.shuffle(definitions)
     return tuple(definitions)
+
+
+def _written(value: Any) -> str:
+    """An argument as the output of a tool repeats it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ", ".join(value) if isinstance(value, list) else str(value)
 
 
 def _filled(text: str, values: dict[str, str]) -> str:
