@@ -1,5 +1,7 @@
 """Cross-entropy among allowed tokens, against the whole softmax with everything else at minus infinity."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -52,6 +54,20 @@ def test_only_one_allowed_token_is_no_loss(tiny):
     sure = ConstrainedExample(each.ids, each.places, each.targets, np.packbits(only, axis=1, bitorder="little"))
     loss = ConstrainedNextToken()(tiny.module, ConstrainedBatch.of([sure]))
     assert loss.total.item() == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_choice_counts_as_much_as_its_weight(tiny):
+    pairs = [example(tiny, 12, 0), example(tiny, 30, 1)]
+    first, second = (each for each, _ in pairs)
+    weights = np.array([0.0, 1.0, 2.0, 3.0, 4.0])
+    alone = [ConstrainedNextToken()(tiny.module, ConstrainedBatch.of([
+        ConstrainedExample(first.ids, first.places[i : i + 1], first.targets[i : i + 1], first.allowed[i : i + 1])
+    ])).total.item() for i in range(5)]  # fmt: skip
+    batch = ConstrainedBatch.of([replace(first, weights=weights), second])
+    loss = ConstrainedNextToken()(tiny.module, batch)
+    others = ConstrainedNextToken()(tiny.module, ConstrainedBatch.of([second])).total.item()
+    assert loss.total.item() == pytest.approx((np.dot(weights, alone) + others) * 10 / (10 + 5), rel=1e-4)
+    assert loss.count == 10
 
 
 def test_a_batch_needs_an_example():

@@ -32,12 +32,14 @@ class ConstrainedExample:
         places: positions of ``ids`` before a choice, in order.
         targets: the token that was chosen after each.
         allowed: the tokens that could be chosen, as bits, the lowest first.
+        weights: how much each choice counts; None for all the same.
     """
 
     ids: tuple[int, ...]
     places: Int[np.ndarray, " choices"]
     targets: Int[np.ndarray, " choices"]
     allowed: UInt8[np.ndarray, "choices bytes"]
+    weights: Float[np.ndarray, " choices"] | None = None
 
 
 @dataclass(frozen=True)
@@ -49,12 +51,14 @@ class ConstrainedBatch:
         places: positions among all tokens before a choice.
         targets: the token that was chosen.
         allowed: bits of the tokens that could be chosen.
+        weights: how much each choice counts.
     """
 
     tokens: TokenBatch
     places: Int[Tensor, " choices"]
     targets: Int[Tensor, " choices"]
     allowed: UInt8[Tensor, "choices bytes"]
+    weights: Float[Tensor, " choices"]
 
     @classmethod
     def of(cls, examples: Sequence[ConstrainedExample]) -> ConstrainedBatch:
@@ -75,13 +79,15 @@ class ConstrainedBatch:
             ),
             torch.from_numpy(np.concatenate([each.targets for each in examples])),
             torch.from_numpy(np.concatenate([each.allowed for each in examples])),
+            torch.from_numpy(np.concatenate([_weights(each) for each in examples])).float(),
         )
 
 
 class ConstrainedNextToken:
     """Cross-entropy among the allowed tokens, an objective for `pippin.train.Trainer`.
 
-    The total is in nats over the choices; the metric "accuracy" counts those in which the target is the likeliest.
+    The total is in nats over the choices, with weights of mean 1; the metric "accuracy" counts those where the target
+    is the likeliest.
     """
 
     unit = "choices"
@@ -89,16 +95,23 @@ class ConstrainedNextToken:
     def __call__(self, model: nn.Module, batch: ConstrainedBatch, generator: torch.Generator | None = None) -> Loss:
         """The loss of a batch; ``generator`` is not used."""
         hidden = hidden_states(model, batch.tokens)[batch.places]
+        weights = batch.weights / batch.weights.mean()
 
         def score(logits: Float[Tensor, "part vocab"], part: slice) -> tuple[Tensor, dict[str, Tensor]]:
             allowed = _unpacked(batch.allowed[part], logits.shape[-1])
             logits, targets = logits.float().masked_fill(~allowed, -torch.inf), batch.targets[part]
             right = (logits.argmax(-1) == targets).sum()
-            return F.cross_entropy(logits, targets, reduction="sum"), {"accuracy": right.float()}
+            return (weights[part] * F.cross_entropy(logits, targets, reduction="none")).sum(), {
+                "accuracy": right.float()
+            }
 
         total, sums = sum_in_chunks(model, hidden, score)
         metrics: dict[str, Any] = sums or {"accuracy": torch.zeros(())}
         return Loss(total, float(len(batch.targets)), metrics)
+
+
+def _weights(example: ConstrainedExample) -> Float[np.ndarray, " choices"]:
+    return np.ones(len(example.targets)) if example.weights is None else example.weights
 
 
 def _unpacked(bits: UInt8[Tensor, "part bytes"], size: int) -> Tensor:

@@ -13,8 +13,11 @@ import functools
 import random
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from jaxtyping import Bool, Float, UInt8
 
 from pippin.core.errors import EmptySchema, InvalidArgument
 from pippin.data.synthetic import documents
@@ -86,7 +89,15 @@ class _Sampler:
         rng, fields = self.rng, list(self.document.fields)
         if rng.random() < 0.5:
             rng.shuffle(fields)
-        chosen = [field for field in fields if rng.random() < rng.choice((0.3, 0.7, 0.95))] or fields[:1]
+        said = self.document.values
+        chosen = (
+            [  # what the text does not say is asked for more often: to leave it empty is harder than to find it
+                field
+                for field in fields
+                if rng.random() < (rng.choice((0.3, 0.7, 0.95)) if said.get(field.name) else 0.9)
+            ]
+            or fields[:1]
+        )
         entries = [entry for field in chosen[:14] if (entry := self.entry(field, self.document.values.get(field.name)))]
         entries += self.currency()
         entries += [self.absent() for _ in range(rng.choice((0, 0, 0, 1, 1, 2)))]
@@ -177,9 +188,15 @@ class _Sampler:
 
     def absent(self) -> tuple[str, dict[str, Any], Any, bool]:
         """A field of another kind of document, which this one does not say."""
-        own = {field.name for field in self.document.fields}
+        own = {each.name for field in self.document.fields for each in (field, *field.fields)}
         while True:
             kind = self.rng.choice(documents.KINDS)
+            lists = [
+                f for f in _fields(kind) if f.kind == "list" and not own & {f.name, *(each.name for each in f.fields)}
+            ]
+            if lists and self.rng.random() < 0.4:
+                field = self.rng.choice(lists)
+                return self.list(self.name(field), field, [])
             fields = [f for f in _fields(kind) if f.kind == "text" and f.name not in own]
             rare = [f for f in fields if not _COMMON.search(f.name)]
             if rare and kind != self.document.kind:
@@ -224,6 +241,8 @@ def _answer(fact: Fact | None, *, keep: bool) -> KnownValue | None:
     return KnownValue(fact.start, fact.end, fact.value if keep else None)
 
 
+_NULL_WEIGHT: Final = 2.0
+_END_WEIGHT: Final = 3.0  # an item too many is several wrong values
 _SIGNS: Final = {"€": "EUR", "$": "USD", "£": "GBP"}
 _CURRENCY: Final = re.compile(r"[€$£]|\b(?:EUR|USD|GBP|CHF)\b")
 _CURRENCY_NAMES: Final = ("currency", "currency", "currency code", "währung", "devise", "moneda", "valuta", "ccy")
@@ -340,4 +359,31 @@ def tokenize_task(
     prompt, ids = list(encode_prompt(task.document.text)), tokenizer.encode(answer)
     if len(prompt) + len(ids) > max_length:
         return None
-    return constrained_example(prompt, ids, form.grammar, tokenizer)
+    example = constrained_example(prompt, ids, form.grammar, tokenizer)
+    return None if example is None else replace(example, weights=_weights(example, tokenizer))
+
+
+def _weights(example: ConstrainedExample, tokenizer: Any) -> Float[np.ndarray, " choices"]:
+    """More for the choices that decide about whole values: whether there is one, and whether a list goes on."""
+    texts, ends, nothing = _deciding_tokens(tokenizer)
+    weights = np.ones(len(example.targets))
+    weights[_any(example.allowed, nothing)] = _NULL_WEIGHT
+    # in the middle of a text, its end may end the list too
+    decides = np.array([not set("[],").isdisjoint(texts[target]) for target in example.targets])
+    weights[_any(example.allowed, ends) & decides] = _END_WEIGHT
+    return weights
+
+
+def _any(
+    allowed: UInt8[np.ndarray, "choices bytes"], bits: UInt8[np.ndarray, " bytes"]
+) -> Bool[np.ndarray, " choices"]:
+    size = min(allowed.shape[1], len(bits))
+    return (allowed[:, :size] & bits[:size]).any(1)
+
+
+@functools.cache
+def _deciding_tokens(tokenizer: Any) -> tuple[list[str], UInt8[np.ndarray, " bytes"], UInt8[np.ndarray, " bytes"]]:
+    """The texts of all tokens, the bits of those that end a list, and of those that are null."""
+    texts = [tokenizer.decode([token]) for token in range(tokenizer.vocab_size)]
+    ends, nothing = ([rule(text) for text in texts] for rule in (lambda t: "]" in t, lambda t: t.strip() == "null"))
+    return texts, np.packbits(ends, bitorder="little"), np.packbits(nothing, bitorder="little")
