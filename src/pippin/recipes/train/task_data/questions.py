@@ -2,6 +2,7 @@
 
 Notable here:
 - a question names a field by its label or by a description, or asks in plain words; in five languages
+- plain words of one kind go before those for all kinds: the host of a party invites, that of an incident is a server
 - the prompt is what a user would give to `Session.respond`: the text before or after the question, quoted or under a
   heading, with or without instructions
 - where the field is absent, or one of another kind of document, the answer says so in the language of the question
@@ -29,6 +30,7 @@ from pippin.recipes.train.task_data.fact_sentences import (
 )
 
 ABSENT: Final = 0.3
+_ASKING: Final = ("who", "what", "why", "how", "when", "where", "which", "whether")
 _ASKED: Final = {"integer": "number"}  # kinds of fields that are asked for as others are
 # what every document could be said to have in some way
 _COMMON: Final = re.compile(r"name|date|time|phone|mail|address|city|id|number|note|subject|sender|contact|comment")
@@ -103,10 +105,11 @@ def _absent_field(document: Document, writer: FactWriter, language: str, rng: ra
 
 def _question(kind: str, form: FieldForm, language: str, rng: random.Random, *, counted: bool) -> str | None:
     """A question for a field."""
-    every = kind_files.load(kind).fields
-    own = any(form is each for top in every for each in (top, *top.fields))
-    if own and not counted and f"about {form.name}" in phrase_file("questions") and rng.random() < 0.5:
-        return _words(f"about {form.name}", language, rng)
+    path = _path(kind, form)
+    own = path is not None
+    plain = [name for name in (f"about {kind}.{path}", f"about {path}") if name in phrase_file("questions")]
+    if plain and not counted and rng.random() < 0.5:
+        return _words(plain[0], language, rng)
     if language == "en" and own and not counted and form.description and rng.random() < 0.3:
         return _described(form.description, rng)
     label = field_label(kind if own else _kind_of(form), form, language, rng)
@@ -116,9 +119,19 @@ def _question(kind: str, form: FieldForm, language: str, rng: random.Random, *, 
         label = label[:1].lower() + label[1:]
     specific = "count" if counted else _ASKED.get(form.kind, form.kind)
     name = specific if specific in phrase_file("questions") and (counted or rng.random() < 0.5) else "label"
-    question = _words(name, language, rng, {"label": label})
+    question = re.sub(r"\.\.$", ".", _words(name, language, rng, {"label": label}))
     start = 1 if question.startswith("¿") else 0
     return question[:start] + question[start : start + 1].upper() + question[start + 1 :]
+
+
+def _path(kind: str, form: FieldForm) -> str | None:
+    """The path of a field in documents of a kind: "total", "vendor.name"; None for a field of another kind."""
+    for top in kind_files.load(kind).fields:
+        if form is top:
+            return form.name
+        if any(form is each for each in top.fields):
+            return f"{top.name}.{form.name}"
+    return None
 
 
 def _kind_of(form: FieldForm) -> str:
@@ -127,11 +140,11 @@ def _kind_of(form: FieldForm) -> str:
 
 def _described(description: str, rng: random.Random) -> str:
     """A question from the description of a field: "who served the customer", "day of the purchase"."""
-    first = description.split()[0]
-    if first in ("who", "what", "how", "when", "where", "which", "whether"):
+    first, second, *_ = [*description.split(), ""]
+    if first in _ASKING or (second in _ASKING and first in ("by", "for", "from", "in", "on")):
         return f"{rng.choice(('Tell me', 'Say', 'Find out'))} {description}."
     article = "" if first in ("the", "a", "an") else "the "
-    return f"{rng.choice(('What is', 'What does the text give as'))} {article}{description}?"
+    return f"{rng.choice(('What is given as', 'What does the text give as'))} {article}{description}?"
 
 
 def _answer(writer: FactWriter, path: str, manner: str, rng: random.Random) -> str:
