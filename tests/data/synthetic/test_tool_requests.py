@@ -9,7 +9,7 @@ import pytest
 
 from pippin.core.errors import InvalidArgument, InvalidInput
 from pippin.data.synthetic import tool_requests
-from pippin.data.synthetic.tool_requests import sampling
+from pippin.data.synthetic.tool_requests import sampling, tool_files
 from pippin.data.synthetic.tool_requests.tool_files import unrelated
 
 
@@ -91,13 +91,20 @@ def test_a_sample_is_a_function_of_its_seed():
 
 @pytest.mark.parametrize("language", tool_requests.LANGUAGES)
 def test_a_language_is_that_of_the_requests(language):
-    tools = [tool for tool in tool_requests.library().values() if language in tool.phrases]
+    tools = tool_requests.library().values()
     phrases = [phrase for tool in tools for phrase in tool.phrases[language]]
     phrases += [request for tool in tools for request, _ in tool.lacking.get(language, [])]
     phrases += [request for request, _ in unrelated()[language]]
     patterns = [re.sub(r"\\\{\w+\\\}", ".+", re.escape(phrase)) for phrase in phrases]
     for request in _requests(100, 6, language=language):
         assert any(re.search(pattern, request.prompt) for pattern in patterns)
+
+
+@pytest.mark.parametrize("language", tool_requests.LANGUAGES)
+def test_some_requests_of_every_language_need_no_tool(language):
+    pairs = unrelated()[language]
+    assert len({request for request, _ in pairs}) == len(pairs) >= 25
+    assert all(reply.strip() for _, reply in pairs)
 
 
 def test_an_unknown_language_is_refused():
@@ -125,6 +132,10 @@ late boolean! true=late|false=early : Whether it is late
 < {stop} on {day}
 < de: {stop} am {day}
 """
+
+WHOLE = "[bell] Ring.\nhow string @how : How\n+ Ring {how}\n> {}\n< done\n" + "".join(
+    f"+ {language}: ring\n< {language}: done\n" for language in tool_requests.LANGUAGES[1:]
+)
 
 
 @pytest.mark.parametrize(
@@ -163,6 +174,24 @@ def test_fixed_values_and_bounds_stand_in_the_schema():
     assert parameters["tags"].schema() == {"type": "array", "items": {"type": "string", "enum": ["red", "blue"]}}
     assert parameters["limit"].schema() == {"type": "integer", "minimum": 10, "maximum": 20}
     assert parameters["day"].schema() == {"type": "string", "format": "date"}
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"tools_a.txt": TRAM}, "tram has no request or no answer in es"),
+        ({"tools_a.txt": WHOLE, "tools_b.txt": WHOLE}, "tools_b.txt has the tool 'bell' again"),
+    ],
+)
+def test_a_library_has_every_tool_once_and_in_every_language(files, message, tmp_path, monkeypatch):
+    for name, text in {"lists.txt": "@how = loudly|softly\n", **files}.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(tool_files, "_FOLDER", tmp_path)
+    with pytest.raises(InvalidInput, match=message):
+        tool_files.library.__wrapped__()
+    (tmp_path / "tools_a.txt").write_text(WHOLE)
+    (tmp_path / "tools_b.txt").unlink(missing_ok=True)
+    assert tool_files.library.__wrapped__()["bell"].parameters["how"].values == ("loudly", "softly")
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def sample(rng: random.Random, *, language: str | None = None, held_out: bool = 
 
     Args:
         rng: draws it.
-        language: of the request; any of `LANGUAGES` without one, mostly English.
+        language: of the request; any of `LANGUAGES` without one, English more often.
         held_out: whether its tools are those of the tenth that is evaluated on, rather than the others.
 
     Raises:
@@ -76,11 +76,9 @@ def sample(rng: random.Random, *, language: str | None = None, held_out: bool = 
     if language is not None and language not in LANGUAGES:
         raise InvalidArgument(f"language={language!r} is none of {', '.join(LANGUAGES)}")
     every = [tool for tool in library().values() if is_held_out(tool.name) == held_out]
-    if language is None and rng.random() < 0.5:
-        language = "en"
-    tool = rng.choice([each for each in every if language is None or language in each.phrases] or every)
-    if language is None or language not in tool.phrases:
-        language = rng.choice(sorted(tool.phrases))
+    if language is None:
+        language = "en" if rng.random() < 0.5 else rng.choice(LANGUAGES)
+    tool = rng.choice(every)
     instructions = rng.choice(_INSTRUCTIONS) if rng.random() < 0.3 else ""
     drawn, lacking = rng.random(), tool.lacking.get(language)
     if drawn < 0.12:
@@ -126,7 +124,7 @@ def _stated(
         prompt,
         (tool.name, arguments),
         output=_filled(tool.output, {name: _written(value) for name, (value, _) in drawn.items()}),
-        answer=_filled(rng.choice(tool.answers[language]), said) if language in tool.answers else None,
+        answer=_filled(rng.choice(tool.answers[language]), said),
         instructions=instructions,
     )
 

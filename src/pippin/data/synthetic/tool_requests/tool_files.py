@@ -177,7 +177,7 @@ def library() -> dict[str, ToolSpec]:
     """All tools by name.
 
     Raises:
-        InvalidInput: a file is not as described above.
+        InvalidInput: a file is not as described above, two have one tool, or a tool lacks a language.
     """
     found: dict[str, ToolSpec] = {}
     lists: dict[str, tuple[str, ...]] = {}
@@ -185,6 +185,8 @@ def library() -> dict[str, ToolSpec]:
         for name, tool in read(path.read_text(encoding="utf-8"), lists).items():
             if name in found:
                 raise InvalidInput(f"{path.name} has the tool {name!r} again")
+            if lacking := set(LANGUAGES) - (tool.phrases.keys() & tool.answers.keys()):
+                raise InvalidInput(f"{path.name}: {name} has no request or no answer in {min(lacking)}")
             found[name] = tool
     return found
 
