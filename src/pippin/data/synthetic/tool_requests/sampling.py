@@ -14,14 +14,14 @@ _BEFORE: Final = {
     "en": ("Hi!", "Hey, quick one:", "Sorry to bother you.", "I'm in a bit of a rush.", "OK.", "Hello.", "Please help.",
            "It has been a long day.", "My sister is visiting this week.", "The coffee machine is broken again, anyway:",
            "Thanks for your help yesterday."),
-    "de": ("Hallo!", "Guten Morgen!", "Kurze Frage zwischendurch:", "Ich hab's gerade eilig.", "Okay.", "Moin,",
+    "de": ("Hallo!", "Guten Morgen!", "Kurze Frage zwischendurch:", "Ich hab's gerade eilig.", "Okay.", "Moin!",
            "Danke noch mal für gestern.", "Meine Schwester ist diese Woche zu Besuch.", "Heute ist hier viel los.",
            "Entschuldige die Störung."),
     "fr": ("Bonjour !", "Salut !", "Désolé de te déranger.", "Je suis un peu pressé.", "Bon.", "Encore moi !",
            "La journée a été longue.", "Ma sœur est là cette semaine.", "Merci pour ton aide hier."),
     "es": ("¡Hola!", "Buenos días.", "Perdona que te moleste.", "Tengo un poco de prisa.", "Vale.", "Otra cosa:",
            "Ha sido un día muy largo.", "Mi hermana está de visita esta semana.", "Gracias por lo de ayer."),
-    "it": ("Ciao!", "Buongiorno!", "Scusa il disturbo.", "Vado un po' di fretta.", "Allora,", "Un'altra cosa:",
+    "it": ("Ciao!", "Buongiorno!", "Scusa il disturbo.", "Vado un po' di fretta.", "Allora:", "Un'altra cosa:",
            "È stata una giornata lunga.", "Questa settimana c'è qui mia sorella.", "Grazie ancora per ieri."),
 }  # fmt: skip
 _AFTER: Final = {
