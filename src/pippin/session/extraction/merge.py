@@ -102,7 +102,8 @@ def _missing(schema: Any, value: Any, document: dict[str, Any], path: tuple[str,
     for each in schema.get("allOf", []):
         found += _missing(each, value, document, path)
     if alternatives := schema.get("anyOf", schema.get("oneOf")):
-        found += min((_missing(each, value, document, path) for each in alternatives), key=len)
+        lacking = [_missing(each, value, document, path) for each in alternatives]
+        found += min(lacking, key=len)
     return found
 
 

@@ -378,7 +378,8 @@ def _any(
     allowed: UInt8[np.ndarray, "choices bytes"], bits: UInt8[np.ndarray, " bytes"]
 ) -> Bool[np.ndarray, " choices"]:
     size = min(allowed.shape[1], len(bits))
-    return (allowed[:, :size] & bits[:size]).any(1)
+    found: Bool[np.ndarray, " n"] = (allowed[:, :size] & bits[:size]).any(1)
+    return found
 
 
 @functools.cache

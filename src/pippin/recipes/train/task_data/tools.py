@@ -9,6 +9,7 @@ Notable here:
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 _BEGINNINGS: Final = ("I", "The", "Sure", "Yes", "To", "Here", "Hello", "You", "That", "It", "A", "In")
 _FROM_FUNCTIONS: Final = 0.35  # of the requests, where BFCL is installed
+_CALL_WEIGHT: Final = 4.0  # of the choice between a call and text, on which all else depends
 _WITHOUT_CALL: Final = 0.25  # of these
 _WITH_OUTPUT: Final = 0.25  # of the requests that have one
 
@@ -98,7 +100,12 @@ def request_example(model: LanguageModel, request: ToolRequest, rng: random.Rand
     arguments = {key: arguments[key] for key in order if key in arguments}  # the order in which the grammar has them
     answer = tokenizer.encode(dialect.write([(name, arguments)]), control=True)
     grammar = tool_grammar(dialect, tokenizer, None, tools, required=False, max_calls=1)
-    return None if grammar is None else constrained_example(prompt, answer, grammar, tokenizer)
+    example = None if grammar is None else constrained_example(prompt, answer, grammar, tokenizer)
+    if example is None or example.places[0] != len(prompt) - 1:
+        return example
+    weights = np.ones(len(example.places))
+    weights[0] = _CALL_WEIGHT
+    return replace(example, weights=weights)
 
 
 def answer_example(model: LanguageModel, request: ToolRequest) -> ConstrainedExample:
@@ -141,4 +148,5 @@ def _choice(prompt: list[int], right: int, other: int, vocab_size: int) -> Const
     allowed = np.zeros((1, vocab_size), bool)
     allowed[0, [right, other]] = True
     bits = np.packbits(allowed, axis=1, bitorder="little")
-    return ConstrainedExample((*prompt, right), np.array([len(prompt) - 1]), np.array([right]), bits)
+    weights = np.array([_CALL_WEIGHT])
+    return ConstrainedExample((*prompt, right), np.array([len(prompt) - 1]), np.array([right]), bits, weights)
