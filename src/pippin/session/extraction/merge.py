@@ -102,8 +102,8 @@ def _missing(schema: Any, value: Any, document: dict[str, Any], path: tuple[str,
     for each in schema.get("allOf", []):
         found += _missing(each, value, document, path)
     if alternatives := schema.get("anyOf", schema.get("oneOf")):
-        lacking = [_missing(each, value, document, path) for each in alternatives]
-        found += min(lacking, key=len)
+        fewest = min((_missing(each, value, document, path) for each in alternatives), key=len)
+        found += fewest
     return found
 
 
