@@ -200,6 +200,21 @@ def test_a_value_that_must_be_there_is_asked_for_once_more():
     assert text[found.span("total").start :].startswith("1,000")
 
 
+def test_values_of_several_parts_are_in_the_order_of_the_schema():
+    schema = {"type": "object", "properties": {name: {"type": "string"} for name in ("sender", "greeting", "total")}}
+
+    def answer(part):
+        names = {"sender": "Edith Marrow", "greeting": "Dear Mrs Okafor", "total": "1,000"}
+        return json.dumps({name: text if text in part else None for name, text in names.items()})
+
+    greeting, rest = "Dear Mrs Okafor. " + "Nothing. " * 60, "Edith Marrow paid 1,000 EUR."
+    for text in (f"{greeting}\n\n{rest}", f"{rest}\n\n{greeting}"):
+        found = pippin.Session(Writer(answer=answer, grammars=True)).extract(text, schema, part_tokens=60)
+        assert list(found.content.items()) == [
+            ("sender", "Edith Marrow"), ("greeting", "Dear Mrs Okafor"), ("total", "1,000"),
+        ]  # fmt: skip
+
+
 def test_a_nested_value_that_must_be_there_is_asked_for_once_more():
     class Sum(BaseModel):
         total: Decimal

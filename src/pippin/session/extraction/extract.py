@@ -208,12 +208,12 @@ class _Reader:
         value, spans = merge.merged(slot, [(found.value, found.spans) for _, found in readings])
         missing = merge.missing(self.schema, value)
         if not missing:
-            return _Read(value, tuple(spans))
+            return _Read(merge.ordered(slot, value), tuple(spans))
         # a value must be there and no part seems to have it: the part with most of the others is asked for it
         best = max(range(len(parts)), key=lambda index: len(readings[index][1].spans))
         strict = self._fill(parts[best], attempt, partial=False)[1]
         value, spans = merge.completed(value, list(spans), strict.value, strict.spans, missing)
-        return _Read(value, tuple(spans))
+        return _Read(merge.ordered(slot, value), tuple(spans))
 
     def _fill(self, part: _Part, attempt: int, *, partial: bool) -> tuple[Form, _Read]:
         """One form for one part."""

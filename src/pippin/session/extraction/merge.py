@@ -35,15 +35,28 @@ def merged(slot: Slot, readings: Sequence[Reading], path: tuple[str | int, ...] 
     readings = [(value, list(spans)) for value, spans in readings if value is not None]
     if not readings:
         return None, []
-    while isinstance(slot, ReferenceSlot) and slot.slot is not None:
-        slot = slot.slot
-    kinds = slot.slots if isinstance(slot, AlternativesSlot) else (slot,)
+    kinds = _kinds(slot)
     if isinstance(readings[0][0], dict):
         return _objects(kinds, readings, path)
     plain = next((kind for kind in kinds if isinstance(kind, ListSlot) and not kind.first), None)
     if plain is not None and isinstance(readings[0][0], list):
         return _lists(plain, readings, path)
     return _best(readings)
+
+
+def _kinds(slot: Slot) -> Sequence[Slot]:
+    while isinstance(slot, ReferenceSlot) and slot.slot is not None:
+        slot = slot.slot
+    return slot.slots if isinstance(slot, AlternativesSlot) else (slot,)
+
+
+def ordered(slot: Slot, value: Any) -> Any:
+    """The value with the properties of its objects in the order of the form, as answers have them."""
+    record = next((kind for kind in _kinds(slot) if isinstance(kind, ObjectSlot)), None)
+    if record is None or not isinstance(value, dict):
+        return value
+    known = {each.name: ordered(each.slot, value[each.name]) for each in record.properties if each.name in value}
+    return known | {name: inner for name, inner in value.items() if name not in known}
 
 
 def _objects(kinds: Sequence[Slot], readings: Sequence[Reading], path: Any) -> tuple[Any, list[SourceSpan]]:
