@@ -1,4 +1,4 @@
-"""What Pippin does, in a minute: a typed answer, a tool and a free answer from a small model on this machine.
+"""What Pippin does, in a minute: values from a letter, a tool and a free answer from a small model on this machine.
 
 Run it with `make demo`, or `python examples/demo.py`. The first run fetches the model; after that no network is used.
 """
@@ -21,6 +21,7 @@ from rich.text import Text
 import pippin
 from pippin.core import device, files
 from pippin.core.store import catalog, store
+from pippin.session.extraction import Extraction
 
 os.environ.setdefault("GOMP_SPINCOUNT", "5000")  # torch's waiting threads soon sleep: other programs keep their share
 FOLDER = Path(__file__).parent
@@ -47,22 +48,24 @@ def main() -> None:
     free = read_article(model)
 
     console.rule("Figures", align="left")
-    console.print(figures({"typed answer": typed, "tool call": called, "free answer": free}))
+    console.print(figures({"values": typed, "tool call": called, "free answer": free}))
     memory = files.format_bytes(device.peak_memory())
     console.print(
         f"Model loaded in {seconds:.1f} s. Peak memory of the whole program {memory}. Nothing left this machine."
     )
 
 
-def fill_form(model: pippin.LanguageModel) -> pippin.Response[Invoice]:
-    """A letter goes in, an `Invoice` comes out; the grammar of the type allows nothing else."""
+def fill_form(model: pippin.LanguageModel) -> Extraction[Invoice]:
+    """A letter goes in, an `Invoice` comes out: every value is a part of the letter, and its place is known."""
     console.rule("A letter becomes a typed object", align="left")
     letter = (FOLDER / "letter.txt").read_text()
-    console.print(
-        Panel(Text(excerpt(letter, "    Invoice number"), "dim"), title="examples/letter.txt", title_align="left")
-    )
-    session = pippin.Session(model)
-    return show(session.stream(f"{letter}\n\nFill in the invoice.", generating=Invoice), form)
+    found = pippin.Session(model).extract(letter, Invoice)
+    console.print(Panel(marked(letter, found), title="examples/letter.txt", title_align="left"))
+    table = Table.grid(padding=(0, 2))
+    for name, value in found.content:
+        table.add_row(Text(name, "bold"), Text(str(value), "green"))
+    console.print(table)
+    return found
 
 
 def call_tool(model: pippin.LanguageModel, day: date) -> pippin.Response[str]:
@@ -102,19 +105,14 @@ def show(stream: Any, render: Callable[[Any], Any]) -> pippin.Response:
     return stream.response
 
 
-def form(value: Invoice) -> Table:
-    """The fields so far; a dash where nothing has been written yet."""
-    table = Table.grid(padding=(0, 2))
-    for name in Invoice.model_fields:
-        content = getattr(value, name, None)
-        table.add_row(Text(name, "bold"), Text("-", "dim") if content is None else Text(str(content), "green"))
-    return table
-
-
-def excerpt(text: str, begin: str) -> str:
-    """The six lines that matter here; the model reads all of it."""
-    lines = text[text.index(begin) :].splitlines()[:6]
-    return "\n".join(["…", *(line.strip() for line in lines), "…"])
+def marked(letter: str, found: Extraction[Invoice]) -> Text:
+    """The lines of the letter that the values come from."""
+    text = Text(letter, "dim")
+    for span in found.spans:
+        text.stylize("not dim bold green", span.start, span.end)
+    numbers = {letter.count("\n", 0, span.start) for span in found.spans}
+    shown = Text("\n", "dim").join(line for number, line in enumerate(text.split("\n")) if number in numbers)
+    return shown
 
 
 def figures(responses: dict[str, pippin.Response]) -> Table:

@@ -37,7 +37,7 @@ def test_demo_fills_the_form_calls_the_tool_and_counts(example):
         assert [name, value] in lines
     assert "the model calls weekday(day='2026-04-11')" in shown
     assert "Python returns 11 April 2026 is a Saturday." in shown
-    for turn in ("typed answer", "tool call", "free answer"):
+    for turn in ("values", "tool call", "free answer"):
         assert any(line.startswith(f"{turn}  ") for line in shown.splitlines())
 
 
