@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field
 class Invoice(BaseModel):
     """What a bookkeeper wants to know of an invoice."""
 
-    company: Annotated[str, Field(max_length=60)]
+    company: Annotated[str, Field(max_length=60, description="company that sends the invoice")]
     invoice_number: Annotated[str, Field(pattern=r"^\d{4}-\d{3}$")]
     total: Annotated[int, Field(ge=0, le=1_000_000)]
     currency: Literal["EUR", "GBP", "USD"]

@@ -1,8 +1,10 @@
-"""Add a trained task adapter to the catalog: `python tools/add_task_adapter.py FOLDER`, of `pippin train task-adapter`.
+"""Add a trained task adapter to the catalog: `python tools/add_task_adapter.py FOLDER...`, of `pippin train`.
 
 Notable here:
 - factors are stored in float16, which takes half the space; the catalog has the hash of that file
 - an adapter of the same model and task is replaced
+- the factors of several folders are averaged (Wortsman et al. 2022, model soups): of runs that went on from another,
+  the average fills in forms of unseen kinds better than the last one
 """
 
 from __future__ import annotations
@@ -22,18 +24,23 @@ from pippin.language.task_adapters.catalog import FOLDER
 
 
 def main() -> None:
-    """Convert the folder that is named on the command line and rewrite the catalog."""
-    source = Path(sys.argv[1])
+    """Convert the folders that are named on the command line, the last run last, and rewrite the catalog."""
+    sources = [Path(each) for each in sys.argv[1:]]
+    source = sources[-1]
     base = json.loads((source / BASE).read_text(encoding="utf-8"))
     model, task = base["name"], base["made"]["task"]
     config = load(model).config
     name = f"{model}-{task}"
     target = FOLDER / name
     target.mkdir(exist_ok=True)
-    weights = {key: tensor.to(torch.float16) for key, tensor in load_file(source / WEIGHTS).items()}
+    runs = [load_file(each / WEIGHTS) for each in sources]
+    weights = {key: torch.stack([run[key].float() for run in runs]).mean(0).to(torch.float16) for key in runs[0]}
     save_file(weights, target / WEIGHTS)
-    for file in (CONFIG, BASE):
-        (target / file).write_text(one_line_lists((source / file).read_text(encoding="utf-8")), encoding="utf-8")
+    if len(sources) > 1:
+        made = [json.loads((each / BASE).read_text(encoding="utf-8"))["made"] for each in sources]
+        base["made"]["average_of"] = [{"seed": each["seed"], "steps": each["steps"]} for each in made]
+    (target / BASE).write_text(one_line_lists(json.dumps(base, indent=2)) + "\n", encoding="utf-8")
+    (target / CONFIG).write_text(one_line_lists((source / CONFIG).read_text(encoding="utf-8")), encoding="utf-8")
     entry = {
         "name": name,
         "model": model,
