@@ -89,6 +89,23 @@ def test_a_short_run_learns_and_its_adapter_answers(default_model_path, tmp_path
         task_adapter.run(config, show_progress=False)
 
 
+def test_the_average_of_the_factors_is_saved(default_model_path, tmp_path):
+    config = task_adapter.Config(
+        model=str(default_model_path), task="extraction", out=tmp_path / "adapter",
+        steps=3, batch_tokens=300, max_length=290, rank=2, lr=1e-2, eval_every=3,
+    )  # fmt: skip
+    task_adapter.run(config, show_progress=False)
+    saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors").values()
+    step = tmp_path / "adapter" / "run" / "step-00000003"
+    averages, last = (load_file(step / name).values() for name in ("ema.safetensors", "model.safetensors"))
+
+    def among(tensor, others):
+        return any(each.shape == tensor.shape and torch.allclose(each, tensor, atol=1e-7) for each in others)
+
+    assert all(among(tensor, averages) for tensor in saved)
+    assert not all(among(tensor, last) for tensor in saved)
+
+
 @pytest.mark.parametrize(
     ("held_out", "message"),
     [

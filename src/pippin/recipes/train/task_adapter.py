@@ -4,6 +4,7 @@ Notable here:
 - the data is generated while it is trained on (`task_data`), so that no example is seen twice
 - the loss is that of constrained decoding: among the tokens that the grammar of inference allows, where it leaves a
   choice
+- what is saved is a moving average of the factors: single steps see few documents, and their noise does not stay in it
 - kinds, layouts and languages can be held out; the loss on examples that have one of them is evaluated
 """
 
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pippin.core import progress
-from pippin.core.checks import PositiveFloat, PositiveInt, checked
+from pippin.core.checks import Fraction, PositiveFloat, PositiveInt, checked
 from pippin.core.errors import InvalidArgument
 from pippin.core.options import Option
 from pippin.engine.options import Device
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
     from pippin.language.constrained_objective import ConstrainedBatch, ConstrainedExample
     from pippin.language.language_model import LanguageModel
     from pippin.recipes.train.task_data import ExampleSampler, ExampleSplit
-    from pippin.train import TrainingResult
+    from pippin.shape.lora import LowRankModel
+    from pippin.train import Trainer, TrainingResult
 
     MakeSampler = Callable[[LanguageModel, ExampleSplit, int], ExampleSampler]
 
@@ -52,6 +54,7 @@ class Config:
     max_length: Annotated[PositiveInt, Option("Most tokens of an example.", _DATA)] = 1024
     rank: Annotated[PositiveInt, Option("Rank of each pair of matrices.", _ADAPTER)] = 16
     alpha: Annotated[PositiveFloat | None, Option("Scaled by alpha / rank; the rank without it.", _ADAPTER)] = None
+    ema: Annotated[Fraction, Option("Decay of the average of the factors that is saved.", _ADAPTER)] = 0.995
     held_out_kinds: Annotated[
         tuple[str, ...],
         Option("Kinds of documents to evaluate on and not to train on.", _DATA, "NAMES", parse=options.names),
@@ -176,10 +179,8 @@ def run(config: Config, *, examples: MakeSampler | None = None, show_progress: b
             another one.
     """
     from pippin.language.adapter_files import read_factors
-    from pippin.language.constrained_objective import ConstrainedNextToken
     from pippin.language.language_model import load
     from pippin.shape.lora import LowRankModel
-    from pippin.train import AdamW, Checkpoints, Evaluation, Trainer, WSDSchedule
 
     options.refuse_existing_run(config.out, config.resume)
     seen, other = _splits(config)
@@ -204,22 +205,41 @@ def run(config: Config, *, examples: MakeSampler | None = None, show_progress: b
     )
     with progress.busy("examples to evaluate on", show_progress=show_progress):
         batches = [unseen.batch(number) for number in range(4)]
+    trainer = _trainer(config, base.name, adapted, stream, batches, show_progress)
+    training = trainer.fit()
+    assert trainer.ema is not None
+    with trainer.ema.applied(adapted):
+        adapted.save(config.out_path, base, metadata=_provenance(config, training))
+    return TaskAdapterResult(model=base.name, out=config.out_path, training=training)
+
+
+def _trainer(
+    config: Config,
+    name: str,
+    adapted: LowRankModel,
+    stream: ExampleStream,
+    batches: Sequence[ConstrainedBatch],
+    show_progress: bool,
+) -> Trainer:
+    """The training of the factors, evaluated on some batches."""
+    from pippin.language.constrained_objective import ConstrainedNextToken
+    from pippin.train import AdamW, Checkpoints, Evaluation, Trainer, WSDSchedule
+
     eval_every = config.eval_every or max(1, config.steps // 10)
-    training = Trainer(
+    return Trainer(
         adapted,
         ConstrainedNextToken(),
         stream,
         steps=config.steps,
         optimizer=AdamW(lr=config.lr, weight_decay=0.0),
         schedule=WSDSchedule(warmup_steps=0.02, decay_steps=0.2),
+        ema=min(config.ema, 1 - 10 / max(config.steps, 20)),  # averages about the last tenth of a short run
         evaluation=Evaluation(_measure(batches), eval_every),
         checkpoints=Checkpoints(config.out_path / "run", config.save_every or eval_every, resume=config.resume),
         seed=config.seed,
-        title=f"{base.name}, adapter for {config.task}",
+        title=f"{name}, adapter for {config.task}",
         show_progress=show_progress,
-    ).fit()
-    adapted.save(config.out_path, base, metadata=_provenance(config, training))
-    return TaskAdapterResult(model=base.name, out=config.out_path, training=training)
+    )
 
 
 def _measure(batches: Sequence[ConstrainedBatch]) -> Callable[[Any], Mapping[str, float]]:
@@ -275,6 +295,7 @@ def _provenance(config: Config, training: TrainingResult) -> dict[str, Any]:
         "batch_tokens": config.batch_tokens,
         "max_length": config.max_length,
         "learning_rate": config.lr,
+        "ema": config.ema,
         "seed": config.seed,
         "held_out": {
             "kinds": list(config.held_out_kinds),
