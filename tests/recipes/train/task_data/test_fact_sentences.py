@@ -87,7 +87,7 @@ def test_no_person_speaks_in_summaries_of_kinds_with_further_sentences(kind):
 def test_sentences_are_punctuated_as_their_language_has_it(kind):
     for language in documents.LANGUAGES:
         for writer in _writers(kind, language, 6):
-            for sentence in filter(None, [*map(writer.filled, SUMMARIES[kind][language]), *writer.told()]):
+            for sentence in filter(None, [*map(writer.filled, SUMMARIES[kind][language]), *writer.statements()]):
                 text = _blank(writer, sentence.text)
                 assert re.search(r"[^.:;,\s]\.$", text), text
                 assert not re.search(r"\s[.,;]|[.,;:]{2}|\(\s|\s\)|  ", text), text

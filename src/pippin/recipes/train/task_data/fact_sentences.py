@@ -183,7 +183,7 @@ class FactWriter:
                 out += re.escape(part) if isinstance(part, str) else "(?!)"
         return out
 
-    def told(self) -> list[StatedFacts]:
+    def statements(self) -> list[StatedFacts]:
         """Sentences about facts in random order: those of the document, or others where it speaks as a person."""
         if self.further:
             return self.shuffled(map(self.filled, self.further))

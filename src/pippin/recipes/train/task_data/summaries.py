@@ -129,7 +129,7 @@ def _chosen(writer: FactWriter, count: int, rng: random.Random) -> list[StatedFa
             chosen = openings[:1]
         stated = set(chosen[0].paths)
     labeled = (writer.labeled(path) for path in writer.order)
-    left = [*writer.told(), *(each for each in labeled if each is not None)]
+    left = [*writer.statements(), *(each for each in labeled if each is not None)]
     rank = {path: index for index, path in enumerate(writer.order)}
     left.sort(key=lambda each: min(rank[path] for path in each.paths))
     for sentence in left:
