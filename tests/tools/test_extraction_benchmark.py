@@ -11,16 +11,6 @@ sys.path.append(str(run_benchmarks.ROOT / "benchmarks"))
 import _extraction_arms as arms
 import extraction as benchmark
 
-INVOICE = """Invoice
-Invoice number: RX-2024/17
-Due date | 3 May 2024 | Paid | yes
-Total:  1,250.50 EUR
-Items:
-- two chairs
-- a desk
-
-Thank you."""
-
 
 def schema(required=(), **properties):
     return {"type": "object", "properties": properties, "required": list(required)}

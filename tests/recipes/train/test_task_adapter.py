@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 
 import numpy as np
 import pytest
@@ -14,8 +15,13 @@ from pippin.data.synthetic import documents
 from pippin.recipes.train import task_adapter
 from pippin.recipes.train.task_data import ExampleSplit, extraction as form_data
 from pippin.session.extraction import Form, SourceText
-from pippin.session.extraction.answers import write
+from pippin.session.extraction.answers import KnownValue, write
 from pippin.session.extraction.prompt import encode_prompt
+
+
+@pytest.fixture
+def loaded_tokenizer(default_model_path):
+    return pippin.load(default_model_path).tokenizer
 
 
 def test_the_answers_of_tasks_can_be_written_and_are_read_back():
@@ -119,6 +125,59 @@ def test_what_cannot_be_held_out_is_refused_before_a_model_is_loaded(tmp_path, h
             task_adapter.Config(model="no such model", task="extraction", out=tmp_path / "a", **held_out),
             show_progress=False,
         )
+
+
+def test_choices_about_whole_values_count_more(loaded_tokenizer):
+    text = "Ann and Bob paid."
+    schema = {"type": "object", "properties": {
+        "who": {"type": "array", "items": {"type": "string"}}, "where": {"type": "string"},
+    }}  # fmt: skip
+    document = documents.Document(text, "invoice", "en", "prose", (), {})
+    task = form_data.FormTask(
+        document, schema, {"who": [KnownValue(0, 3, None), KnownValue(8, 11, None)], "where": None}
+    )
+    example = form_data.tokenize_task(task, lambda text: [1], loaded_tokenizer, max_length=200)
+    chosen = {}
+    for token, weight in zip(example.targets, example.weights, strict=True):
+        chosen.setdefault(weight, []).append(loaded_tokenizer.decode([int(token)]).strip())
+    assert chosen[2.0] == ["null"]
+    assert chosen[3.0][0].startswith("[")  # a list that is not empty, that goes on, and that ends
+    assert "]" in chosen[3.0][-1]
+    assert any("," in each and "]" not in each for each in chosen[3.0])
+    assert any(each in text for each in chosen[1.0])
+
+
+def test_a_form_names_its_fields_in_one_language():
+    rng, seen = random.Random(2), set()
+    for _ in range(80):
+        sampler = form_data._Sampler(documents.sample("invoice", language="de", seed=rng), rng)
+        seen.add(sampler.language)
+        for field in sampler.document.fields:
+            name = sampler.name(field)
+            if sampler.cryptic or not field.aliases.get(sampler.language):
+                continue
+            known = [field.name, *field.aliases[sampler.language]]
+            plain = {re.sub(r"\W|_", "", each).lower() for each in known}
+            assert re.sub(r"\W|_", "", name).lower() in plain, (sampler.language, name)
+    assert {"en", "de"} < seen
+
+
+def test_what_a_text_does_not_say_is_asked_for_too():
+    rng, empty, nothing, values = random.Random(3), 0, 0, 0
+
+    def count(answer):
+        nonlocal empty, nothing, values
+        if isinstance(answer, dict | list):
+            empty += answer == []
+            for each in answer.values() if isinstance(answer, dict) else answer:
+                count(each)
+        else:
+            nothing, values = nothing + (answer is None), values + 1
+
+    for _ in range(150):
+        count(form_data.sample_task(rng).answers)
+    assert nothing > 0.15 * values
+    assert empty > 60
 
 
 def test_a_currency_is_a_choice_that_the_text_spells_in_its_own_way():

@@ -76,6 +76,11 @@ class Config:
         """The folder of the adapter."""
         return Path(self.out)
 
+    @property
+    def decay(self) -> float:
+        """`ema`, or less for a short run: the average is then over about its last tenth."""
+        return min(self.ema, 1 - 10 / max(self.steps, 20))
+
 
 @dataclass(frozen=True, kw_only=True)
 class TaskAdapterResult:
@@ -233,7 +238,7 @@ def _trainer(
         steps=config.steps,
         optimizer=AdamW(lr=config.lr, weight_decay=0.0),
         schedule=WSDSchedule(warmup_steps=0.02, decay_steps=0.2),
-        ema=min(config.ema, 1 - 10 / max(config.steps, 20)),  # averages about the last tenth of a short run
+        ema=config.decay,
         evaluation=Evaluation(_measure(batches), eval_every),
         checkpoints=Checkpoints(config.out_path / "run", config.save_every or eval_every, resume=config.resume),
         seed=config.seed,
@@ -295,7 +300,7 @@ def _provenance(config: Config, training: TrainingResult) -> dict[str, Any]:
         "batch_tokens": config.batch_tokens,
         "max_length": config.max_length,
         "learning_rate": config.lr,
-        "ema": config.ema,
+        "ema": config.decay,
         "seed": config.seed,
         "held_out": {
             "kinds": list(config.held_out_kinds),

@@ -114,8 +114,10 @@ def _missing(schema: Any, value: Any, document: dict[str, Any], path: tuple[str,
         found += _missing(inner, value.get(name), document, (*path, name))
     for each in schema.get("allOf", []):
         found += _missing(each, value, document, path)
-    if alternatives := schema.get("anyOf", schema.get("oneOf")):
-        fewest = min((_missing(each, value, document, path) for each in alternatives), key=len)
+    # the alternative that lacks least; one that is no object, such as null, lacks nothing and is not what was found
+    objects = [each for each in schema.get("anyOf", schema.get("oneOf", [])) if each.get("type", "object") == "object"]
+    if objects:
+        fewest = min((_missing(each, value, document, path) for each in objects), key=len)
         found += fewest
     return found
 

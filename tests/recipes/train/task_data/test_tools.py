@@ -63,6 +63,16 @@ def test_without_a_call_the_only_choice_is_between_the_marker_and_text(model):
     assert example.places[0] == len(example.ids) - 2
 
 
+def test_the_choice_between_a_call_and_text_counts_most(model):
+    for request in _requests(30):
+        example = tools.request_example(model, request, random.Random(0))
+        if example is None:
+            continue
+        weights = np.ones(len(example.targets)) if example.weights is None else example.weights
+        assert weights[0] == 4.0
+        assert (weights[1:] == 1.0).all()
+
+
 def test_the_answer_to_an_output_counts_to_the_end_of_the_turn(model):
     request = next(request for request in _requests(60, 2) if request.answer)
     example = tools.answer_example(model, request)
