@@ -115,7 +115,8 @@ def _missing(schema: Any, value: Any, document: dict[str, Any], path: tuple[str,
     for each in schema.get("allOf", []):
         found += _missing(each, value, document, path)
     # the alternative that lacks least; one that is no object, such as null, lacks nothing and is not what was found
-    objects = [each for each in schema.get("anyOf", schema.get("oneOf", [])) if each.get("type", "object") == "object"]
+    alternatives = schema.get("anyOf") or schema.get("oneOf") or []
+    objects = [each for each in alternatives if each.get("type", "object") == "object"]
     if objects:
         fewest = min((_missing(each, value, document, path) for each in objects), key=len)
         found += fewest
