@@ -9,7 +9,7 @@ import pytest
 
 from pippin.core.errors import InvalidArgument, InvalidInput
 from pippin.data.synthetic import tool_requests
-from pippin.data.synthetic.tool_requests import sampling, tool_files
+from pippin.data.synthetic.tool_requests import outputs, sampling, tool_files
 from pippin.data.synthetic.tool_requests.tool_files import unrelated
 
 
@@ -57,7 +57,6 @@ def test_the_arguments_of_a_call_fit_the_schema_of_its_tool():
         jsonschema.Draft202012Validator.check_schema(function["parameters"])
         jsonschema.validate(arguments, function["parameters"])
         assert re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name)
-        json.loads(request.output)
 
 
 def test_the_user_says_the_values_of_a_call():
@@ -149,6 +148,8 @@ WHOLE = "[bell] Ring.\nhow string @how : How\n+ Ring {how}\n> {}\n< done\n" + ""
 )  # fmt: skip
 def test_users_say_values_in_their_language(language, said, monkeypatch):
     monkeypatch.setattr(sampling, "library", lambda: tool_requests.read(TRAM))
+    monkeypatch.setattr(sampling, "_FAILED", 0)
+    monkeypatch.setattr(outputs, "written", lambda output, sentence, rng: output)
     seen = set()
     for request in _requests(200, 7, language=language):
         if request.call is None:

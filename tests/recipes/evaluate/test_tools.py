@@ -1,6 +1,8 @@
 """The measurement of tool calls: tools that no adapter saw, the same for every model."""
 
-from pippin.data.synthetic.tool_requests import is_held_out
+import pytest
+
+from pippin.data.synthetic.tool_requests import ToolRequest, is_held_out
 from pippin.recipes.evaluate import tools
 from pippin.session.providers.local import LocalModel
 
@@ -21,7 +23,7 @@ def test_a_model_is_measured(default_model_path):
     assert summary["requests"] == 2
     assert summary["failed"] == 0
     assert summary["seconds_per_request"] > 0
-    assert len(result.report().rows) == 8
+    assert len(result.report().rows) == 10
 
 
 def test_calls_are_what_the_model_wrote(tiny):
@@ -29,3 +31,26 @@ def test_calls_are_what_the_model_wrote(tiny):
     found = tools.calls(LocalModel(tiny), request, None)
     names = {tool["function"]["name"] for tool in request.tools}
     assert all(name in names and isinstance(arguments, dict) for name, arguments in found)
+
+
+def test_an_answer_to_an_output_is_text(tiny):
+    request = next(each for each in tools.requests(40, seed=0) if each.facts)
+    assert isinstance(tools.answer(LocalModel(tiny), request, None), str)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("The net pay is 1,950.60 euros.", 1),
+        ("1950.6", 1),
+        ("1950.60", 0),  # neither spelling
+        ("It is 11,950.60 or 1,950.605.", 0),
+        ("Ask kessler ag about 1950.6.", 2),
+        ('{"net": 1950.6, "company": "Kessler AG"}', 0),  # the output itself
+        ("<tool_response>\n1950.6\n</tool_response>", 0),
+        ("", 0),
+    ],
+)
+def test_facts_are_found_in_both_spellings_and_not_in_a_copy(text, count):
+    request = ToolRequest((), "", facts=(("1,950.60", "1950.6"), ("Kessler AG",)))
+    assert tools.facts_stated(request, text) == count

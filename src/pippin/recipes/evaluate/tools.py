@@ -3,12 +3,16 @@
 Notable here:
 - requests and tools are a function of the seed, so that two models are asked the same
 - a quarter of the requests needs no tool that is on offer
+- an answer to the output of a tool is measured by the figures and names that only the output has; a copy of the output
+  has none
 """
 
 from __future__ import annotations
 
 import random
+import re
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,6 +28,7 @@ if TYPE_CHECKING:
     from pippin.data.synthetic.tool_requests import ToolRequest
     from pippin.evaluate.tool_calls import Call, ToolCallScore
     from pippin.session.providers.local import LocalModel
+    from pippin.session.providers.provider import ProviderEvent
 
 MAX_TOKENS = 256
 """Longest answer; a call that is cut is no call."""
@@ -50,13 +55,17 @@ class ToolEvaluation:
         model: name of the model.
         adapter: the adapter, None for the model itself.
         score: counts over all requests.
+        facts: figures and names that outputs of tools have and answers must have.
+        stated: of these, those that the answers have.
         failed: requests for which there was no answer.
-        seconds: of all answers.
+        seconds: of all calls and answers without one.
     """
 
     model: str
     adapter: str | None
     score: ToolCallScore
+    facts: int
+    stated: int
     failed: int
     seconds: float
 
@@ -73,6 +82,8 @@ class ToolEvaluation:
             "tools_right": score.called / max(1, score.wanted),
             "no_call_wanted": score.unwanted,
             "no_call_right": score.answered / max(1, score.unwanted),
+            "facts": self.facts,
+            "facts_stated": self.stated / max(1, self.facts),
             "failed": self.failed,
             "seconds_per_request": self.seconds / (score.wanted + score.unwanted),
         }
@@ -89,6 +100,8 @@ class ToolEvaluation:
             Row("requests for a call", self.score.wanted),
             Row("rightly without a call", found["no_call_right"]),
             Row("requests for none", self.score.unwanted),
+            Row("facts of outputs in the answers", found["facts_stated"]),
+            Row("facts of outputs", self.facts),
             Row("no answer", self.failed),
             Row("time of a request", found["seconds_per_request"], "s"),
         ]
@@ -115,18 +128,22 @@ def run(config: Config, *, show_progress: bool = True) -> ToolEvaluation:
         model.load_adapter("evaluated", config.adapter)
     provider = LocalModel(model)
     found: list[Call]
-    total, failed, seconds = ToolCallScore(), 0, 0.0
+    name = None if config.adapter is None else "evaluated"
+    total, facts, stated, failed, seconds = ToolCallScore(), 0, 0, 0, 0.0
     with progress.bar(config.items, config.model, unit="requests", show_progress=show_progress) as shown:
         for request in requests(config.items, seed=config.seed):
             begin, found = time.perf_counter(), []
             try:
-                found = calls(provider, request, None if config.adapter is None else "evaluated")
+                found = calls(provider, request, name)
             except PippinError:
                 failed += 1
             seconds += time.perf_counter() - begin
             total += score(request.call, found)
+            if request.facts:
+                facts += len(request.facts)
+                stated += facts_stated(request, answer(provider, request, name))
             shown.advance(1)
-    return ToolEvaluation(model.name, config.adapter, total, failed, seconds)
+    return ToolEvaluation(model.name, config.adapter, total, facts, stated, failed, seconds)
 
 
 def requests(count: int, *, seed: int) -> list[ToolRequest]:
@@ -161,19 +178,69 @@ def calls(provider: LocalModel, request: ToolRequest, adapter: str | None, *, re
     Raises:
         ContextOverflow: the tools do not fit.
     """
+    from pippin.session.providers.provider import ToolCallsMade
+
+    made = [
+        event
+        for event in _events(provider, request, adapter, required=required, reported=False)
+        if isinstance(event, ToolCallsMade)
+    ]
+    return [(call.name, call.arguments) for event in made for call in event.calls]
+
+
+def answer(provider: LocalModel, request: ToolRequest, adapter: str | None) -> str:
+    """What a model says about the output of a tool; empty where it calls one again, or where there is no room.
+
+    Args:
+        provider: the model.
+        request: has a call and an output.
+        adapter: name of a loaded adapter; None for the model itself.
+    """
+    from pippin.session.providers.provider import TextDelta
+
+    try:
+        events = list(_events(provider, request, adapter, required=False, reported=True))
+    except PippinError:
+        return ""
+    return "".join(event.text for event in events if isinstance(event, TextDelta))
+
+
+def facts_stated(request: ToolRequest, text: str) -> int:
+    """How many facts of the output are in an answer; 0 for an answer that is the output itself.
+
+    Args:
+        request: has the facts, each in the ways in which it may be written.
+        text: the answer.
+
+    >>> from pippin.data.synthetic.tool_requests import ToolRequest
+    >>> request = ToolRequest((), "", facts=(("1,950.60", "1950.6"), ("EUR",)))
+    >>> facts_stated(request, "It is 1950.6 euros."), facts_stated(request, '{"net": 1950.6, "currency": "EUR"}')
+    (1, 0)
+    """
+    if any(sign in text for sign in ("tool_response", "tool_call", '{"', '":')):
+        return 0
+    plain = re.sub(r"\s+", " ", text).casefold()
+    return sum(
+        any(re.search(rf"(?<![\w.,]){re.escape(each.casefold())}(?!\w|[.,]\d)", plain) for each in spellings)
+        for spellings in request.facts
+    )
+
+
+def _events(
+    provider: LocalModel, request: ToolRequest, adapter: str | None, *, required: bool, reported: bool
+) -> Iterator[ProviderEvent]:
+    """What a model does for a request, or, where it is `reported`, after the output of the tool."""
     from pippin.recipes.train.task_data import tools
     from pippin.session.options import GenerationOptions
-    from pippin.session.providers.provider import ProviderRequest, ToolCallsMade
-    from pippin.session.transcript import Instructions, Prompt, Transcript
+    from pippin.session.providers.provider import ProviderRequest
+    from pippin.session.transcript import Transcript
 
-    said = [Instructions(request.instructions)] if request.instructions else []
     asked = ProviderRequest(
-        Transcript(entries=(*said, Prompt(request.prompt))),
+        tools.reported(request) if reported else Transcript(entries=tuple(tools.begun(request))),
         tuple(tools.declared(request)),
         options=GenerationOptions(
             max_tokens=MAX_TOKENS, temperature=0.0, tool_calling="required" if required else "allowed"
         ),
         adapter=adapter,
     )
-    made = [event for event in provider.stream(asked) if isinstance(event, ToolCallsMade)]
-    return [(call.name, call.arguments) for event in made for call in event.calls]
+    return provider.stream(asked)

@@ -81,6 +81,15 @@ def test_the_answer_to_an_output_counts_to_the_end_of_the_turn(model):
     assert request.output in model.tokenizer.decode(example.ids[: example.places[0] + 1])
 
 
+def test_what_only_the_output_says_counts_most(model):
+    request = next(request for request in _requests(400, 3) if request.facts and len(request.facts[0][0]) > 2)
+    example = tools.answer_example(model, request)
+    heavy = [int(token) for token, weight in zip(example.targets, example.weights, strict=True) if weight > 1]
+    text = model.tokenizer.decode(heavy)
+    assert all(spellings[0] in text for spellings in request.facts)
+    assert len(text) < len(request.answer)
+
+
 def test_values_that_the_schema_does_not_allow_are_no_example(model):
     properties = {"state": {"enum": ["on", "off"]}}
     function = {"name": "switch", "description": "", "parameters": {"type": "object", "properties": properties}}

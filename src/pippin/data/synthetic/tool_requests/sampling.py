@@ -8,7 +8,17 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from pippin.core.errors import InvalidArgument
-from pippin.data.synthetic.tool_requests.tool_files import LANGUAGES, SLOT, ToolSpec, is_held_out, library, unrelated
+from pippin.data.synthetic.tool_requests import outputs
+from pippin.data.synthetic.tool_requests.outputs import ToolReport
+from pippin.data.synthetic.tool_requests.tool_files import (
+    LANGUAGES,
+    SLOT,
+    ToolSpec,
+    failures,
+    is_held_out,
+    library,
+    unrelated,
+)
 
 _BEFORE: Final = {
     "en": ("Hi!", "Hey, quick one:", "Sorry to bother you.", "I'm in a bit of a rush.", "OK.", "Hello.", "Please help.",
@@ -38,6 +48,8 @@ _INSTRUCTIONS: Final = (
     "You help people in their daily life and at work.",
 )
 
+_FAILED: Final = 0.06  # of the calls
+
 
 @dataclass(frozen=True)
 class ToolRequest:
@@ -48,8 +60,9 @@ class ToolRequest:
         prompt: what the user says.
         call: name and arguments of the right call; None where no tool fits.
         reply: what is said without a call, or the beginning of it.
-        output: JSON output of the tool.
+        output: what the tool returns.
         answer: what the user is told about it.
+        facts: what the answer has from the output, each in the ways in which it may be written.
         instructions: of the system, or empty.
     """
 
@@ -59,6 +72,7 @@ class ToolRequest:
     reply: str | None = None
     output: str | None = None
     answer: str | None = None
+    facts: tuple[tuple[str, ...], ...] = ()
     instructions: str = ""
 
 
@@ -119,13 +133,51 @@ def _stated(
     rng.shuffle(tools)
     stated = set(SLOT.findall(phrase))
     arguments = {renamed[name]: drawn[name][0] for name in tool.parameters if name in stated}
+    report = _reported(tool, language, rng, {name: _written(value) for name, (value, _) in drawn.items()}, said)
     return ToolRequest(
         tuple(tools),
         prompt,
         (tool.name, arguments),
-        output=_filled(tool.output, {name: _written(value) for name, (value, _) in drawn.items()}),
-        answer=_filled(rng.choice(tool.answers[language]), said),
+        output=report.output,
+        answer=report.answer,
+        facts=report.facts,
         instructions=instructions,
+    )
+
+
+def _reported(
+    tool: ToolSpec, language: str, rng: random.Random, values: dict[str, str], said: dict[str, str]
+) -> ToolReport:
+    """What the tool returns for a call, and what the user is told.
+
+    Args:
+        values: of the parameters, as the call has them.
+        said: as the user says them.
+    """
+    if rng.random() < _FAILED:
+        output, answers = rng.choice(failures())
+        return outputs.redraw(output, answers[language], language, rng)
+    state, chosen = rng.random(), rng.random()
+    output = outputs.choose(tool.output, random.Random(chosen))
+    told, sentence = (
+        outputs.redraw(
+            output,
+            outputs.choose(rng.choice(tool.answers[each]), random.Random(chosen)),
+            each,
+            random.Random(state),
+        )
+        for each in (language, rng.choice((language, "en")))
+    )
+    if sentence.output != told.output:  # a number that one language has in words
+        sentence = told
+    answer = _filled(told.answer, said)
+    spelled = {fact[-1]: fact[0] for fact in sentence.facts}
+    facts = [tuple(dict.fromkeys((*fact, spelled.get(fact[-1], fact[0])))) for fact in told.facts]
+    texts = outputs.texts(tool.output, output)
+    return ToolReport(
+        outputs.written(_filled(told.output, values), _filled(sentence.answer, values), rng),
+        answer,
+        (*facts, *((text,) for text in texts if text in answer)),
     )
 
 

@@ -9,6 +9,7 @@ Notable here:
 - `~ de: name values` are the values of a parameter, `@name:de` those of a list, for requests in another language
 - `+ phrase` is a request that states the parameters in braces; `? request = question` lacks a required value; `>` is
   the output of the tool, `<` what the user is told; `+ de: phrase`, `? de:` and `< de:` are in another language
+- figures of outputs and answers stand for others, and `{=a|b}` in them for one of these texts (`outputs`)
 - a user writes dates and numbers as the language does, a call as JSON does
 """
 
@@ -27,6 +28,7 @@ from typing import Any, Final
 
 from pippin.core.errors import InvalidInput
 from pippin.data.synthetic.documents.formats import date_text
+from pippin.data.synthetic.tool_requests.outputs import ALTERNATIVES
 
 LANGUAGES: Final = ("en", "de", "fr", "es", "it")
 SLOT: Final = re.compile(r"\{(\w+)\}")
@@ -131,7 +133,7 @@ class ToolSpec:
         parameters: by name.
         phrases: requests by language.
         lacking: by language, requests without a required value, each with the question that asks for it.
-        output: its JSON output, with the parameters in braces.
+        output: its JSON output, with the parameters in braces, and `{=a|b}` for one of several texts.
         answers: what it tells the user, by language.
     """
 
@@ -201,6 +203,19 @@ def unrelated() -> Mapping[str, Sequence[tuple[str, str]]]:
             request, _, reply = text.partition(" | ")
             found[language].append((request, reply))
     return found
+
+
+@cache
+def failures() -> tuple[tuple[str, Mapping[str, str]], ...]:
+    """Outputs of tools that did not work, each with what the user is told, by language."""
+    found: list[tuple[str, dict[str, str]]] = []
+    for line in (_FOLDER / "failures.txt").read_text(encoding="utf-8").splitlines():
+        if line.startswith("> "):
+            found.append((line[2:], {}))
+        elif line.strip():
+            language, text = _in_language(line.removeprefix("< "))
+            found[-1][1][language] = text
+    return tuple(found)
 
 
 def read(text: str, lists: dict[str, tuple[str, ...]] | None = None) -> dict[str, ToolSpec]:
@@ -298,7 +313,11 @@ def _check(tool: ToolSpec) -> None:
         for slot in slots:
             if tool.parameters[slot].type == "boolean" and language not in ("en", *tool.parameters[slot].translated):
                 raise InvalidInput(f"{tool.name}: {phrase!r} has {slot}, whose values are not in that language")
-    for text in (tool.output, *(answer for each in tool.answers.values() for answer in each)):
+    texts = (tool.output, *(answer for each in tool.answers.values() for answer in each))
+    for text in texts:
         if not set(SLOT.findall(text)) <= required:
             raise InvalidInput(f"{tool.name}: {text!r} has a parameter that not every call has")
-    json.loads(SLOT.sub("0", tool.output))
+    counts = {text.count("|") for each in texts for text in ALTERNATIVES.findall(each)}
+    if len(counts) > 1:
+        raise InvalidInput(f"{tool.name} has alternatives in one text that others lack")
+    json.loads(SLOT.sub("0", ALTERNATIVES.sub("0", tool.output)))

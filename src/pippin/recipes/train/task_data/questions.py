@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -57,16 +57,50 @@ class QuestionTask:
     path: str | None
 
 
+@dataclass(frozen=True)
+class Question:
+    """A question about what a document says, and its answer.
+
+    Attributes:
+        language: of both.
+        text: the question.
+        answer: what is to be answered.
+        manner: how: ``"brief"``, in a ``"sentence"``, or as it comes.
+        path: of the fact that is asked for; None where the document does not say it.
+    """
+
+    language: str
+    text: str
+    answer: str
+    manner: str
+    path: str | None
+
+
 def sample_question(document: Document, rng: random.Random) -> QuestionTask | None:
-    """A random question about a document; None where the chosen field has no words in the chosen language.
+    """A random question about a document with its prompt; None where no question can be asked.
 
     Args:
         document: the document.
         rng: source of randomness.
     """
+    asked = draw_question(document, rng, manners=("", "", "", "brief", "sentence"))
+    if asked is None:
+        return None
+    instructions, prompt = _prompt(document.text, asked.text, asked.manner, asked.language, rng)
+    return QuestionTask(document, asked.language, instructions, prompt, asked.answer, asked.path)
+
+
+def draw_question(document: Document, rng: random.Random, *, manners: Sequence[str]) -> Question | None:
+    """A random question about a document; None where the chosen field has no words in the chosen language.
+
+    Args:
+        document: the document.
+        rng: source of randomness.
+        manners: how it may be answered: ``"brief"``, in a ``"sentence"``, or, where empty, as it comes.
+    """
     language = document.language if rng.random() < 0.75 else rng.choice(documents.LANGUAGES)
     writer = FactWriter(document, language, rng)
-    manner = rng.choice(("", "", "", "brief", "sentence"))
+    manner = rng.choice(manners)
     path: str | None = None
     if rng.random() < ABSENT:
         form = _absent_field(document, writer, language, rng)
@@ -81,8 +115,7 @@ def sample_question(document: Document, rng: random.Random) -> QuestionTask | No
     question = _question(document.kind, form, language, rng, counted=counted)
     if question is None or not answer:
         return None
-    instructions, prompt = _prompt(document.text, question, "" if counted else manner, language, rng)
-    return QuestionTask(document, language, instructions, prompt, answer, path)
+    return Question(language, question, answer, "" if counted else manner, path)
 
 
 def _words(name: str, language: str, rng: random.Random, values: Mapping[str, str] = {}) -> str:

@@ -3,13 +3,15 @@
 Notable here:
 - prompts and grammars are those of inference
 - where no tool fits, only the choice between a call and text is learned, so that the model keeps its own style
-- some conversations go on with the output of the tool, and the answer that tells it to the user is learned
+- some conversations go on with the output of the tool, and the answer that tells it to the user is learned, above all
+  what only the output says
 """
 
 from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -20,6 +22,8 @@ from pippin.data.synthetic.tool_requests import ToolRequest
 from pippin.language.constrained_objective import ConstrainedExample
 from pippin.recipes.train.task_data.examples import ExampleSampler, ExampleSplit, constrained_example
 from pippin.recipes.train.task_data.function_requests import function_requests
+from pippin.recipes.train.task_data.record_requests import sample_record_request
+from pippin.recipes.train.task_data.summaries import free_example
 from pippin.session import chat_format
 from pippin.session.text_prompts import end_of_turn
 from pippin.session.tool_dialects.grammar import tool_grammar
@@ -33,7 +37,10 @@ _BEGINNINGS: Final = ("I", "The", "Sure", "Yes", "To", "Here", "Hello", "You", "
 _FROM_FUNCTIONS: Final = 0.35  # of the requests, where BFCL is installed
 _CALL_WEIGHT: Final = 4.0  # of the choice between a call and text, on which all else depends
 _WITHOUT_CALL: Final = 0.25  # of these
-_WITH_OUTPUT: Final = 0.25  # of the requests that have one
+_FROM_RECORDS: Final = 0.12  # of the examples
+_WITH_OUTPUT: Final = 0.35  # of the requests that have one; of those for records more, since their calls are much alike
+_RECORD_OUTPUT: Final = 0.75
+_FACT_WEIGHT: Final = 3.0  # of what an answer has from the output, beside its other words
 
 
 def sample_request(rng: random.Random, split: ExampleSplit) -> ToolRequest:
@@ -63,10 +70,14 @@ def examples(model: LanguageModel, split: ExampleSplit, max_length: int) -> Exam
     """
 
     def sample(rng: random.Random) -> ConstrainedExample | None:
-        request = sample_request(rng, split)
-        told = request.call is not None and request.answer is not None and rng.random() < _WITH_OUTPUT
+        record = rng.random() < _FROM_RECORDS
+        request = sample_record_request(rng, split) if record else sample_request(rng, split)
+        if request is None:
+            return None
+        answered = request.call is not None and request.answer is not None
+        answered = answered and rng.random() < (_RECORD_OUTPUT if record else _WITH_OUTPUT)
         try:
-            example = answer_example(model, request) if told else request_example(model, request, rng)
+            example = answer_example(model, request) if answered else request_example(model, request, rng)
         except PippinError:  # a schema of BFCL that no grammar enforces, or a value that it does not allow
             return None
         return example if example is not None and len(example.ids) <= max_length else None
@@ -86,7 +97,7 @@ def request_example(model: LanguageModel, request: ToolRequest, rng: random.Rand
         PippinError: a schema that no grammar enforces, or arguments that do not fit it.
     """
     tools, tokenizer, dialect = declared(request), model.tokenizer, chat_format.dialect_of(model)
-    prompt = chat_format.encode(model, Transcript(entries=tuple(_begun(request))), tools)
+    prompt = chat_format.encode(model, Transcript(entries=tuple(begun(request))), tools)
     if request.call is None:
         call = tokenizer.encode(dialect.marker or dialect.write([(tools[0].name, {})]), control=True)[0]
         reply = request.reply if request.reply and request.reply != "I" else rng.choice(_BEGINNINGS)
@@ -115,17 +126,33 @@ def answer_example(model: LanguageModel, request: ToolRequest) -> ConstrainedExa
         model: provides tokenizer, chat template and the dialect of calls.
         request: has a call, an output and an answer.
     """
+    prompt = chat_format.encode(model, reported(request), declared(request))
+    answer = model.tokenizer.encode(request.answer or "")
+    example = free_example(prompt, [*answer, *end_of_turn(model)], model.config.vocab_size)
+    weights = np.ones(len(example.targets))
+    ends = [len(model.tokenizer.decode(answer[: index + 1])) for index in range(len(answer))]
+    for spellings in request.facts:
+        begin = (request.answer or "").find(spellings[0])
+        for index, (start, end) in enumerate(pairwise([0, *ends])):
+            if start < begin + len(spellings[0]) and end > begin >= 0:
+                weights[index] = _FACT_WEIGHT
+    return replace(example, weights=weights)
+
+
+def reported(request: ToolRequest) -> Transcript:
+    """The conversation up to the output of the tool.
+
+    Args:
+        request: has a call and an output.
+    """
     name, arguments = request.call or ("", {})
-    entries = [
-        *_begun(request),
-        ToolCalls(calls=(ToolCall(id="call_0", name=name, arguments=arguments),)),
-        ToolOutput(request.output or "", call_id="call_0", name=name),
-    ]
-    prompt = chat_format.encode(model, Transcript(entries=tuple(entries)), declared(request))
-    answer = [*model.tokenizer.encode(request.answer or ""), *end_of_turn(model)]
-    bits = np.packbits(np.ones((len(answer), model.config.vocab_size), bool), axis=1, bitorder="little")
-    places = np.arange(len(answer)) + len(prompt) - 1
-    return ConstrainedExample((*prompt, *answer), places, np.array(answer), bits)
+    return Transcript(
+        entries=(
+            *begun(request),
+            ToolCalls(calls=(ToolCall(id="call_0", name=name, arguments=arguments),)),
+            ToolOutput(request.output or "", call_id="call_0", name=name),
+        )
+    )
 
 
 def declared(request: ToolRequest) -> list[Tool[..., Any]]:
@@ -138,7 +165,8 @@ def declared(request: ToolRequest) -> list[Tool[..., Any]]:
     return [Tool.from_schema(each["name"], each["description"], each["parameters"], dict) for each in functions]
 
 
-def _begun(request: ToolRequest) -> list[Instructions | Prompt]:
+def begun(request: ToolRequest) -> list[Instructions | Prompt]:
+    """The conversation up to the request."""
     said = [Instructions(request.instructions)] if request.instructions else []
     return [*said, Prompt(request.prompt)]
 
