@@ -19,7 +19,9 @@ SOURCE = "Dear Ann Roe, on 12 March 2024 at 2 pm you paid 3,50 EUR for two  appl
         ({"a": True}, {"a": True}, 1, 1),
         ({"a": True}, {"a": 1}, 0, 1),
         ({"a": [1, 2]}, {"a": [1, 2]}, 2, 2),
-        ({"a": [1, 2]}, {"a": [2, 1]}, 0, 2),
+        ({"a": [1, 2]}, {"a": [2, 1]}, 1, 3),  # one is in the right order, one is missing and one too many
+        ({"a": [1, 2, 3]}, {"a": [2, 3]}, 2, 3),  # those after a missing one are right
+        ({"a": [{"b": 1, "c": 4}, {"b": 2, "c": 5}]}, {"a": [{"b": 2, "c": 5}]}, 2, 4),
         ({"a": [1]}, {"a": [1, 2]}, 1, 2),  # one item too many
         ({"a": [{"b": 1, "c": None}]}, {"a": [{"b": 1, "c": 5}]}, 1, 1),
         ({"a": "Ann Roe"}, None, 0, 1),

@@ -1,16 +1,20 @@
 """How right extracted values are: field by field, what is missing, and what the text does not say.
 
 Notable here:
-- values are compared leaf by leaf; items of lists by their place, and an item too many is wrong like one too few
+- values are compared leaf by leaf, items of lists with those that they are most like in the same order, as ANLS* does
+  (arXiv:2402.03848): one item too few costs that item and none of those after it, and an item too many is wrong
 - texts are equal if they differ in blanks, case and marks at their ends only; numbers if they are the same number
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from pippin.session.extraction import SourceSpan
 
 _GROUPED: Final = re.compile(r"(?<=\d)[.,'’ \u00a0\u202f](?=\d)")
 _MARKS: Final = " \t\n\r.,;:!?\"'()[]{}«»„“”‚‘’*_|"
@@ -77,7 +81,7 @@ def score(expected: Any, found: Any, source: str, *, choices: Collection[str] = 
     >>> result.right, result.fields, result.nulls_right, result.invented
     (1, 2, 0, 1)
     """
-    wanted, got = dict(_leaves(expected)), dict(_leaves(found))
+    wanted, got = dict(_leaves(expected)), dict(_leaves(_aligned(expected, found)))
     values = {path: value for path, value in wanted.items() if value is not None}
     extra = [path for path, value in got.items() if path not in wanted and value is not None and any(map(_index, path))]
     right = sum(_same(value, got.get(path)) for path, value in values.items())
@@ -93,6 +97,21 @@ def score(expected: Any, found: Any, source: str, *, choices: Collection[str] = 
     return ExtractionScore(fields, right, len(nulls), nulls_right, len(written), said.count(False), 1, int(whole))
 
 
+def by_confidence(expected: Any, spans: Iterable[SourceSpan]) -> list[tuple[float, bool]]:
+    """The confidence of values and whether they are right; without those in lists, whose places may be others.
+
+    Args:
+        expected: JSON values, as the schema has them.
+        spans: of an extraction.
+    """
+    wanted = dict(_leaves(expected))
+    return [
+        (span.confidence, _same(wanted.get(span.path), span.value))
+        for span in spans
+        if span.confidence is not None and not any(map(_index, span.path))
+    ]
+
+
 def choices_of(schema: Any) -> frozenset[str]:
     """All texts that enumerations of a JSON Schema name.
 
@@ -106,6 +125,35 @@ def choices_of(schema: Any) -> frozenset[str]:
     named = [*schema.get("enum", ()), schema.get("const")]
     own = frozenset(each for each in named if isinstance(each, str))
     return own.union(*(choices_of(each) for key, each in schema.items() if key not in ("enum", "const")))
+
+
+def _aligned(expected: Any, found: Any) -> Any:
+    """What was found, with items of lists at the places of the items that they are most like; others at the end.
+
+    >>> _aligned(["a", "b", "c"], ["b", "x", "c"])
+    [None, 'b', 'c', 'x']
+    """
+    if isinstance(expected, dict) and isinstance(found, dict):
+        return {key: _aligned(expected.get(key), value) for key, value in found.items()}
+    if not isinstance(expected, list) or not isinstance(found, list):
+        return found
+    items = [[_aligned(wanted, each) for each in found] for wanted in expected]
+    # best[i][j]: right leaves and pairs of the first i expected and j found items, and the pairs
+    best: list[list[tuple[int, int, tuple[tuple[int, int], ...]]]]
+    best = [[(0, 0, ()) for _ in range(len(found) + 1)] for _ in range(len(expected) + 1)]
+    for i, wanted in enumerate(expected):
+        values = dict(_leaves(wanted))
+        for j in range(len(found)):
+            got = dict(_leaves(items[i][j]))
+            right = sum(value is not None and _same(value, got.get(path)) for path, value in values.items())
+            before, pairs = best[i][j], best[i][j][2]
+            best[i + 1][j + 1] = max(
+                best[i][j + 1], best[i + 1][j], (before[0] + right, before[1] + 1, (*pairs, (i, j)))
+            )
+    pairs = best[-1][-1][2]
+    placed = dict(pairs)
+    left = [each for j, each in enumerate(found) if j not in placed.values()]
+    return [items[i][placed[i]] if i in placed else None for i in range(len(expected))] + left
 
 
 def _leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:

@@ -32,8 +32,8 @@ def test_a_number_is_another_one_and_stays_in_its_language(language, answer, num
         value = json.loads(report.output)["net"]
         (written,) = re.findall(r"\d[\d., ]*\d", report.answer)
         assert float(number(written)) == value
-        assert written in report.facts[0]
-        assert str(value) in report.facts[0]
+        assert written in report.findings[0]
+        assert str(value) in report.findings[0]
         seen.add(value)
     assert len(seen) > 30
 
@@ -44,7 +44,7 @@ def test_dates_and_times_are_other_ones():
         year, month, day = map(int, values["due"].split("-"))
         assert re.search(rf"{day}\. \w+ {year}, {values['at']} Uhr", report.answer)
         assert 1 <= month <= 12
-        assert len(report.facts) == 2
+        assert len(report.findings) == 2
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_every_fact_is_in_the_output_and_in_the_answer():
     rng, count = random.Random(5), 0
     for _ in range(800):
         request = tool_requests.sample(rng)
-        for spellings in request.facts:
+        for spellings in request.findings:
             count += 1
             assert spellings[0] in request.answer
             assert any(each in request.output for each in spellings)

@@ -34,7 +34,7 @@ def test_calls_are_what_the_model_wrote(tiny):
 
 
 def test_an_answer_to_an_output_is_text(tiny):
-    request = next(each for each in tools.requests(40, seed=0) if each.facts)
+    request = next(each for each in tools.requests(40, seed=0) if each.findings)
     assert isinstance(tools.answer(LocalModel(tiny), request, None), str)
 
 
@@ -52,5 +52,5 @@ def test_an_answer_to_an_output_is_text(tiny):
     ],
 )
 def test_facts_are_found_in_both_spellings_and_not_in_a_copy(text, count):
-    request = ToolRequest((), "", facts=(("1,950.60", "1950.6"), ("Kessler AG",)))
-    assert tools.facts_stated(request, text) == count
+    request = ToolRequest((), "", findings=(("1,950.60", "1950.6"), ("Kessler AG",)))
+    assert tools.findings_stated(request, text) == count

@@ -1,9 +1,11 @@
 from . import (
     annotators as annotators,
+    classification as classification,
     composition as composition,
     extraction as extraction,
     images as images,
     perplexity as perplexity,
     safety as safety,
+    summaries as summaries,
     tools as tools,
 )

@@ -3,13 +3,15 @@
 Notable here:
 - documents and forms are a function of the seed, so that two models are asked the same
 - kinds, layouts and languages can be chosen, to evaluate an adapter on those that it was not trained on
+- a value that the model is sure of should be right more often than others: values outside of lists are counted by their
+  confidence
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from pippin.core import progress
 from pippin.core.checks import PositiveInt, checked
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from pippin.recipes.train.task_data import ExampleSplit
 
 _DATA = "Data"
+SURE: Final = 0.5
+"""Confidence from which a value counts as sure."""
 
 
 @checked
@@ -52,6 +56,7 @@ class ExtractionEvaluation:
         model: name of the model.
         adapter: the adapter, None for the model itself.
         score: counts over all documents.
+        confidences: confidence of each value outside of lists, and whether it is right.
         failed: documents for which there was no answer.
         seconds: of all answers.
     """
@@ -59,12 +64,14 @@ class ExtractionEvaluation:
     model: str
     adapter: str | None
     score: ExtractionScore
+    confidences: tuple[tuple[float, bool], ...]
     failed: int
     seconds: float
 
     def summary(self) -> dict[str, Any]:
         """The result as JSON values."""
         score = self.score
+        sure, unsure = ([right for sure, right in self.confidences if (sure >= SURE) == high] for high in (True, False))
         return {
             "model": self.model,
             "adapter": self.adapter,
@@ -75,6 +82,9 @@ class ExtractionEvaluation:
             "nulls_right": score.null_accuracy,
             "invented": score.invented,
             "whole_right": score.whole_right / score.whole,
+            "sure": len(sure) / max(1, len(self.confidences)),
+            "sure_right": sum(sure) / max(1, len(sure)),
+            "unsure_right": sum(unsure) / max(1, len(unsure)),
             "failed": self.failed,
             "seconds_per_item": self.seconds / score.whole,
         }
@@ -91,6 +101,9 @@ class ExtractionEvaluation:
             Row("empty fields", self.score.nulls),
             Row("invented values", self.score.invented),
             Row("documents with everything right", found["whole_right"]),
+            Row(f"values with confidence {SURE:.0%} or more", found["sure"]),
+            Row("right among these", found["sure_right"]),
+            Row("right among the others", found["unsure_right"]),
             Row("no answer", self.failed),
             Row("seconds for a document", found["seconds_per_item"]),
         ]
@@ -109,45 +122,52 @@ def run(config: Config, *, show_progress: bool = True) -> ExtractionEvaluation:
         InvalidArgument: a kind, layout or language that there is not.
         ModelNotFound, CheckpointError: the model or the adapter cannot be loaded.
     """
-    from pippin.evaluate.extraction import ExtractionScore, choices_of, score
+    from pippin.evaluate.extraction import ExtractionScore, by_confidence, choices_of, score
     from pippin.language.language_model import load
-    from pippin.recipes.train.task_data import extraction
+    from pippin.recipes.train.task_data import extraction as forms
     from pippin.session.session import Session
 
-    split = _split(config)
+    split = split_of(config.kinds, config.layouts, config.languages)
     model = load(config.model, device=config.device, dtype=config.dtype)
     if config.adapter is not None:
         model.load_adapter("evaluated", config.adapter)
     session = Session(model)
-    total, failed, seconds = ExtractionScore(), 0, 0.0
+    total, confidences, failed, seconds = ExtractionScore(), list[tuple[float, bool]](), 0, 0.0
     with progress.bar(config.items, config.model, unit="documents", show_progress=show_progress) as shown:
-        for item in extraction.items(config.items, seed=config.seed, split=split):
+        for item in forms.items(config.items, seed=config.seed, split=split):
             begin, found = time.perf_counter(), None
             try:
-                found = session.extract(
+                extraction = session.extract(
                     item.text,
                     item.schema,
                     language=item.language,
                     adapter=None if config.adapter is None else "evaluated",
-                ).content
+                )
+                found = extraction.content
+                confidences += by_confidence(item.expected, extraction.spans)
             except PippinError:  # counted: every field of the document is wrong
                 failed += 1
             seconds += time.perf_counter() - begin
             total += score(item.expected, found, item.text, choices=choices_of(item.schema))
             shown.advance(1)
-    return ExtractionEvaluation(model.name, config.adapter, total, failed, seconds)
+    return ExtractionEvaluation(model.name, config.adapter, total, tuple(confidences), failed, seconds)
 
 
-def _split(config: Config) -> ExampleSplit:
+def split_of(kinds: tuple[str, ...], layouts: tuple[str, ...], languages: tuple[str, ...]) -> ExampleSplit:
+    """The documents of these kinds, layouts and languages; all without any.
+
+    Raises:
+        InvalidArgument: there is no such kind, layout or language.
+    """
     from pippin.data.synthetic import documents
     from pippin.recipes.train.task_data import ExampleSplit
 
-    layouts = {name for kind in documents.KINDS for name in documents.layouts(kind)}
+    known_layouts = {name for kind in documents.KINDS for name in documents.layouts(kind)}
     for what, given, known in (
-        ("kind", config.kinds, documents.KINDS),
-        ("layout", config.layouts, sorted(layouts)),
-        ("language", config.languages, documents.LANGUAGES),
+        ("kind", kinds, documents.KINDS),
+        ("layout", layouts, sorted(known_layouts)),
+        ("language", languages, documents.LANGUAGES),
     ):
         if unknown := [name for name in given if name not in known]:
             raise InvalidArgument(f"there is no {what} {unknown[0]!r}; there are {', '.join(known)}")
-    return ExampleSplit(config.kinds, config.layouts, config.languages)
+    return ExampleSplit(kinds, layouts, languages)

@@ -55,7 +55,7 @@ class ToolEvaluation:
         model: name of the model.
         adapter: the adapter, None for the model itself.
         score: counts over all requests.
-        facts: figures and names that outputs of tools have and answers must have.
+        findings: figures and names that outputs of tools have and answers must have.
         stated: of these, those that the answers have.
         failed: requests for which there was no answer.
         seconds: of all calls and answers without one.
@@ -64,7 +64,7 @@ class ToolEvaluation:
     model: str
     adapter: str | None
     score: ToolCallScore
-    facts: int
+    findings: int
     stated: int
     failed: int
     seconds: float
@@ -82,8 +82,8 @@ class ToolEvaluation:
             "tools_right": score.called / max(1, score.wanted),
             "no_call_wanted": score.unwanted,
             "no_call_right": score.answered / max(1, score.unwanted),
-            "facts": self.facts,
-            "facts_stated": self.stated / max(1, self.facts),
+            "findings": self.findings,
+            "findings_stated": self.stated / max(1, self.findings),
             "failed": self.failed,
             "seconds_per_request": self.seconds / (score.wanted + score.unwanted),
         }
@@ -100,8 +100,8 @@ class ToolEvaluation:
             Row("requests for a call", self.score.wanted),
             Row("rightly without a call", found["no_call_right"]),
             Row("requests for none", self.score.unwanted),
-            Row("facts of outputs in the answers", found["facts_stated"]),
-            Row("facts of outputs", self.facts),
+            Row("facts of outputs in the answers", found["findings_stated"]),
+            Row("facts of outputs", self.findings),
             Row("no answer", self.failed),
             Row("time of a request", found["seconds_per_request"], "s"),
         ]
@@ -129,7 +129,7 @@ def run(config: Config, *, show_progress: bool = True) -> ToolEvaluation:
     provider = LocalModel(model)
     found: list[Call]
     name = None if config.adapter is None else "evaluated"
-    total, facts, stated, failed, seconds = ToolCallScore(), 0, 0, 0, 0.0
+    total, findings, stated, failed, seconds = ToolCallScore(), 0, 0, 0, 0.0
     with progress.bar(config.items, config.model, unit="requests", show_progress=show_progress) as shown:
         for request in requests(config.items, seed=config.seed):
             begin, found = time.perf_counter(), []
@@ -139,11 +139,11 @@ def run(config: Config, *, show_progress: bool = True) -> ToolEvaluation:
                 failed += 1
             seconds += time.perf_counter() - begin
             total += score(request.call, found)
-            if request.facts:
-                facts += len(request.facts)
-                stated += facts_stated(request, answer(provider, request, name))
+            if request.findings:
+                findings += len(request.findings)
+                stated += findings_stated(request, answer(provider, request, name))
             shown.advance(1)
-    return ToolEvaluation(model.name, config.adapter, total, facts, stated, failed, seconds)
+    return ToolEvaluation(model.name, config.adapter, total, findings, stated, failed, seconds)
 
 
 def requests(count: int, *, seed: int) -> list[ToolRequest]:
@@ -205,7 +205,7 @@ def answer(provider: LocalModel, request: ToolRequest, adapter: str | None) -> s
     return "".join(event.text for event in events if isinstance(event, TextDelta))
 
 
-def facts_stated(request: ToolRequest, text: str) -> int:
+def findings_stated(request: ToolRequest, text: str) -> int:
     """How many facts of the output are in an answer; 0 for an answer that is the output itself.
 
     Args:
@@ -213,8 +213,8 @@ def facts_stated(request: ToolRequest, text: str) -> int:
         text: the answer.
 
     >>> from pippin.data.synthetic.tool_requests import ToolRequest
-    >>> request = ToolRequest((), "", facts=(("1,950.60", "1950.6"), ("EUR",)))
-    >>> facts_stated(request, "It is 1950.6 euros."), facts_stated(request, '{"net": 1950.6, "currency": "EUR"}')
+    >>> request = ToolRequest((), "", findings=(("1,950.60", "1950.6"), ("EUR",)))
+    >>> findings_stated(request, "It is 1950.6 euros."), findings_stated(request, '{"net": 1950.6, "currency": "EUR"}')
     (1, 0)
     """
     if any(sign in text for sign in ("tool_response", "tool_call", '{"', '":')):
@@ -222,7 +222,7 @@ def facts_stated(request: ToolRequest, text: str) -> int:
     plain = re.sub(r"\s+", " ", text).casefold()
     return sum(
         any(re.search(rf"(?<![\w.,]){re.escape(each.casefold())}(?!\w|[.,]\d)", plain) for each in spellings)
-        for spellings in request.facts
+        for spellings in request.findings
     )
 
 

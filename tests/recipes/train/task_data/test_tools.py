@@ -82,11 +82,11 @@ def test_the_answer_to_an_output_counts_to_the_end_of_the_turn(model):
 
 
 def test_what_only_the_output_says_counts_most(model):
-    request = next(request for request in _requests(400, 3) if request.facts and len(request.facts[0][0]) > 2)
+    request = next(request for request in _requests(400, 3) if request.findings and len(request.findings[0][0]) > 2)
     example = tools.answer_example(model, request)
     heavy = [int(token) for token, weight in zip(example.targets, example.weights, strict=True) if weight > 1]
     text = model.tokenizer.decode(heavy)
-    assert all(spellings[0] in text for spellings in request.facts)
+    assert all(spellings[0] in text for spellings in request.findings)
     assert len(text) < len(request.answer)
 
 

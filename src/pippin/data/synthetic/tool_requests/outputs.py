@@ -41,12 +41,12 @@ class ToolReport:
     Attributes:
         output: of the tool.
         answer: in the language of the user.
-        facts: what the answer has from the output, each in the ways in which it may be written.
+        findings: what the answer has from the output, each in the ways in which it may be written.
     """
 
     output: str
     answer: str
-    facts: tuple[tuple[str, ...], ...]
+    findings: tuple[tuple[str, ...], ...]
 
 
 def choose(text: str, rng: random.Random) -> str:
@@ -86,11 +86,11 @@ def redraw(output: str, answer: str, language: str, rng: random.Random) -> ToolR
         rng: draws them.
 
     >>> redraw('{"net": 2410.3}', "The net pay is 2,410.30 euros.", "en", random.Random(2))
-    ToolReport(output='{"net": 1926.2}', answer='The net pay is 1,926.20 euros.', facts=(('1,926.20', '1926.2'),))
+    ToolReport(output='{"net": 1926.2}', answer='The net pay is 1,926.20 euros.', findings=(('1,926.20', '1926.2'),))
     """
     marks: dict[str, str] = {}  # what is written at each mark that stands in the answer for now
     changed: dict[str, str] = {}
-    facts = list[tuple[str, ...]]()
+    findings = list[tuple[str, ...]]()
     for found in _LITERAL.finditer(output):
         old = found[0]
         if old.startswith("{") or old in changed:
@@ -102,14 +102,14 @@ def redraw(output: str, answer: str, language: str, rng: random.Random) -> ToolR
                 mark = f"\x01{chr(0xE000 + len(marks))}\x01"
                 marks[mark] = after
                 answer = re.sub(pattern, mark, answer)
-                facts.append(tuple(dict.fromkeys((after, new))))
+                findings.append(tuple(dict.fromkeys((after, new))))
                 break
         else:  # it may be told in words: "one message"
             changed[old] = old
     output = _LITERAL.sub(lambda found: changed.get(found[0], found[0]), output)
     for mark, after in marks.items():
         answer = answer.replace(mark, after)
-    return ToolReport(output, answer, tuple(facts))
+    return ToolReport(output, answer, tuple(findings))
 
 
 def written(output: str, sentence: str, rng: random.Random) -> str:

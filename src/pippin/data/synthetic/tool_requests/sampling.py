@@ -62,7 +62,7 @@ class ToolRequest:
         reply: what is said without a call, or the beginning of it.
         output: what the tool returns.
         answer: what the user is told about it.
-        facts: what the answer has from the output, each in the ways in which it may be written.
+        findings: what the answer has from the output, each in the ways in which it may be written.
         instructions: of the system, or empty.
     """
 
@@ -72,7 +72,7 @@ class ToolRequest:
     reply: str | None = None
     output: str | None = None
     answer: str | None = None
-    facts: tuple[tuple[str, ...], ...] = ()
+    findings: tuple[tuple[str, ...], ...] = ()
     instructions: str = ""
 
 
@@ -140,7 +140,7 @@ def _stated(
         (tool.name, arguments),
         output=report.output,
         answer=report.answer,
-        facts=report.facts,
+        findings=report.findings,
         instructions=instructions,
     )
 
@@ -159,7 +159,7 @@ def _reported(
         return outputs.redraw(output, answers[language], language, rng)
     state, chosen = rng.random(), rng.random()
     output = outputs.choose(tool.output, random.Random(chosen))
-    told, sentence = (
+    report, sentence = (
         outputs.redraw(
             output,
             outputs.choose(rng.choice(tool.answers[each]), random.Random(chosen)),
@@ -168,16 +168,16 @@ def _reported(
         )
         for each in (language, rng.choice((language, "en")))
     )
-    if sentence.output != told.output:  # a number that one language has in words
-        sentence = told
-    answer = _filled(told.answer, said)
-    spelled = {fact[-1]: fact[0] for fact in sentence.facts}
-    facts = [tuple(dict.fromkeys((*fact, spelled.get(fact[-1], fact[0])))) for fact in told.facts]
+    if sentence.output != report.output:  # a number that one language has in words
+        sentence = report
+    answer = _filled(report.answer, said)
+    spelled = {fact[-1]: fact[0] for fact in sentence.findings}
+    findings = [tuple(dict.fromkeys((*fact, spelled.get(fact[-1], fact[0])))) for fact in report.findings]
     texts = outputs.texts(tool.output, output)
     return ToolReport(
-        outputs.written(_filled(told.output, values), _filled(sentence.answer, values), rng),
+        outputs.written(_filled(report.output, values), _filled(sentence.answer, values), rng),
         answer,
-        (*facts, *((text,) for text in texts if text in answer)),
+        (*findings, *((text,) for text in texts if text in answer)),
     )
 
 

@@ -76,14 +76,17 @@ class Question:
     path: str | None
 
 
-def sample_question(document: Document, rng: random.Random) -> QuestionTask | None:
+def sample_question(
+    document: Document, rng: random.Random, *, manners: Sequence[str] = ("", "", "", "brief", "sentence")
+) -> QuestionTask | None:
     """A random question about a document with its prompt; None where no question can be asked.
 
     Args:
         document: the document.
         rng: source of randomness.
+        manners: as for `draw_question`.
     """
-    asked = draw_question(document, rng, manners=("", "", "", "brief", "sentence"))
+    asked = draw_question(document, rng, manners=manners)
     if asked is None:
         return None
     instructions, prompt = _prompt(document.text, asked.text, asked.manner, asked.language, rng)

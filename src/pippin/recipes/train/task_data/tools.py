@@ -131,7 +131,7 @@ def answer_example(model: LanguageModel, request: ToolRequest) -> ConstrainedExa
     example = free_example(prompt, [*answer, *end_of_turn(model)], model.config.vocab_size)
     weights = np.ones(len(example.targets))
     ends = [len(model.tokenizer.decode(answer[: index + 1])) for index in range(len(answer))]
-    for spellings in request.facts:
+    for spellings in request.findings:
         begin = (request.answer or "").find(spellings[0])
         for index, (start, end) in enumerate(pairwise([0, *ends])):
             if start < begin + len(spellings[0]) and end > begin >= 0:
