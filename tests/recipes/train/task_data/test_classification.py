@@ -57,7 +57,10 @@ def test_the_loss_of_an_example_is_that_of_the_scores_of_inference(model):
         logits = model.module(ids)[0].float()
     scores = logits[len(prompt) - 1, [answer[0] for answer in answers]].log_softmax(0)[right]
     rest = logits[len(prompt) : -1].log_softmax(-1)[range(len(answers[right]) - 1), answers[right][1:]].sum()
-    assert float(loss.total) == pytest.approx(-float(scores + rest), rel=1e-3, abs=1e-3)
+    count, weight = len(answers[right]), float(example.weights[0])
+    expected = (weight * scores + rest) * count / (weight + count - 1)  # weights have mean 1
+    assert weight > 1
+    assert float(loss.total) == pytest.approx(-float(expected), rel=1e-3, abs=1e-3)
 
 
 def test_the_allowed_tokens_are_those_that_continue_a_label():
@@ -78,6 +81,7 @@ def test_the_allowed_tokens_are_those_that_continue_a_label():
                      if any(answer[: len(before) + 1] == (*before, token) for answer in answers)}  # fmt: skip
             assert target in open_
             assert set(np.flatnonzero(row)) == (open_ if len(open_) > 1 else set(range(50)))
+            assert (example.weights[place - len(prompt) + 1] > 1) == (len(open_) > 1)
 
 
 def test_labels_are_decoded_back_and_end_the_turn(model):

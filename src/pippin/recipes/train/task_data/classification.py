@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 MOST: Final = 12
 _HELD_OUT: Final = 5  # one set out of so many
+_CHOICE_WEIGHT: Final = 4.0  # of a choice among labels; the other tokens of a label only spell it
 _OWN_NAMES: Final = {"en": "English", "de": "Deutsch", "fr": "français", "es": "español", "it": "italiano"}
 
 
@@ -245,13 +246,15 @@ def label_example(
         vocab_size: number of tokens of the model.
     """
     answer = list(answers[right])
-    allowed = np.zeros((len(answer), vocab_size), bool)
+    allowed, weights = np.zeros((len(answer), vocab_size), bool), np.ones(len(answer))
     for index in range(len(answer)):
         following = {other[index] for other in answers if list(other[:index]) == answer[:index]}
+        if len(following) > 1:
+            weights[index] = _CHOICE_WEIGHT
         allowed[index, list(following) if len(following) > 1 else slice(None)] = True
     places = np.arange(len(answer)) + len(prompt) - 1
     bits = np.packbits(allowed, axis=1, bitorder="little")
-    return ConstrainedExample((*prompt, *answer), places, np.array(answer), bits)
+    return ConstrainedExample((*prompt, *answer), places, np.array(answer), bits, weights)
 
 
 def examples(model: LanguageModel, split: ExampleSplit, max_length: int) -> ExampleSampler:
