@@ -2,8 +2,10 @@
 
     python benchmarks/extraction.py [--model smollm2-135m FILE.gguf ...] [--adapter auto|none|FOLDER] [--items 200]
         [--kinds NAMES] [--layouts NAMES] [--languages TAGS] [--seed 0] [--langextract-items 50] [--arms NAMES]
+        [--sets generated,letters]
 
-Every side gets the same generated documents and forms; kinds are by default those that no adapter was trained on.
+Every side gets the same generated documents and forms; kinds are by default those that no adapter was trained on. Then
+it gets `data/letters.json`: letters, e-mails and notices written by hand, which no generator had a part in.
 Properties that are missing are counted as null. The controls have no model: `patterns` takes what follows a field's
 name, `majority` the likeliest answer to any document. The adapter is measured beside the model without it. Peers that
 are not installed leave their column empty: llama-cpp-python (with diskcache), langextract.
@@ -37,6 +39,8 @@ from pippin.recipes.train.task_data.extraction import FormItem
 HELD_OUT = "recipe,event_invitation,lab_report"
 """Kinds of documents on which no adapter that comes with Pippin was trained."""
 ARMS = ("plain", "adapter", "patterns", "majority", "llama.cpp", "langextract")
+SETS = ("generated", "letters")
+LETTERS = Path(__file__).parent / "data" / "letters.json"
 QUICK = 2
 Fill = Callable[[str, dict[str, Any]], tuple[Any, float]]
 
@@ -157,13 +161,33 @@ def split_of(options: argparse.Namespace) -> ExampleSplit:
     return ExampleSplit(kinds, layouts, languages)
 
 
+def letters() -> list[FormItem]:
+    """The letters written by hand, with their forms."""
+    entries = json.loads(LETTERS.read_text(encoding="utf-8"))
+    return [
+        FormItem(each["text"], each["language"], each["schema"], each["expected"], "letter", "by hand")
+        for each in entries
+    ]
+
+
 def measure(options: argparse.Namespace) -> list[Row]:
-    """All rows, of all models."""
+    """All rows, of all sets of documents and all models."""
     split = split_of(options)
     count = QUICK if options.quick else options.items
-    items = extraction.items(count, seed=options.seed, split=split)
     others = extraction.items(1 if options.quick else 300, seed=options.seed + 1_000_003, split=split)
-    say(f"{count} documents: {', '.join(split.kinds) or 'all kinds'}")
+    found: list[Row] = []
+    if "generated" in options.sets:
+        say(f"{count} documents: {', '.join(split.kinds) or 'all kinds'}")
+        found += measured_on(extraction.items(count, seed=options.seed, split=split), others, options)
+    if "letters" in options.sets:
+        items = letters()[: QUICK if options.quick else None]
+        say(f"{len(items)} letters written by hand")
+        found += [replace(row, what=f"letters, {row.what}") for row in measured_on(items, others, options)]
+    return found
+
+
+def measured_on(items: list[FormItem], others: list[FormItem], options: argparse.Namespace) -> list[Row]:
+    """The rows of all models on some documents; the controls learn from the others."""
     controls = []
     if "patterns" in options.arms:
         controls.append(measured(Tally("label patterns", False), baseline(LabelPatterns().fill), items, others[0]))
@@ -242,7 +266,9 @@ def trained_on(made: dict[str, Any], items: list[FormItem]) -> list[str]:
     """What the training of an adapter had of these documents; empty without an adapter."""
     if not made:
         return []
-    seen = sorted({item.kind for item in items} - set(made.get("held_out", {}).get("kinds", ())))
+    seen = sorted(
+        ({item.kind for item in items} & set(documents.KINDS)) - set(made.get("held_out", {}).get("kinds", ()))
+    )
     return [f"the adapter was trained on {', '.join(seen) if seen else 'none of these kinds'}"]
 
 
@@ -279,11 +305,14 @@ def main() -> None:
     words.add_argument("--layouts", default="", help="of documents, with commas; all without any")
     words.add_argument("--languages", default="", help="tags, with commas; all without any")
     words.add_argument("--seed", type=int, default=0)
+    words.add_argument("--sets", type=lambda text: text.split(","), default=list(SETS), help=", ".join(SETS))
     words.add_argument("--threads", type=int, default=None, help="of every side; each library's own default without it")
     words.add_argument("--arms", type=lambda text: text.split(","), default=list(ARMS), help=", ".join(ARMS))
     options = words.parse_args()
     if unknown := set(options.arms) - set(ARMS):
         words.error(f"no arm is called {', '.join(sorted(unknown))}; there are {', '.join(ARMS)}")
+    if unknown := set(options.sets) - set(SETS):
+        words.error(f"no set is called {', '.join(sorted(unknown))}; there are {', '.join(SETS)}")
     if options.items < 1 or options.langextract_items < 1:
         words.error("at least one document is needed")
     show(measure(options), as_json=options.json)

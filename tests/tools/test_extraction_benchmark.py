@@ -4,8 +4,13 @@ import json
 import sys
 from types import SimpleNamespace
 
+import jsonschema
 import pytest
 import run_benchmarks
+
+import pippin
+from pippin.evaluate.extraction import ExtractionScore, choices_of, score
+from pippin.session.session import Session
 
 sys.path.append(str(run_benchmarks.ROOT / "benchmarks"))
 import _extraction_arms as arms
@@ -50,6 +55,30 @@ def test_rows_are_of_the_documents_that_both_had():
     absent = benchmark.compared_with(ours, benchmark.Tally("peer", installed=False), "")
     assert {row.peer_value for row in absent} == {None}
     assert len(absent) == 4  # no field here is empty
+
+
+def test_the_letters_say_what_is_expected():
+    letters = benchmark.letters()
+    assert len(letters) >= 20
+    assert len({item.language for item in letters}) >= 5
+    for item in letters:
+        jsonschema.validate(item.expected, item.schema)
+        assert set(item.expected) == set(item.schema["properties"])
+        known = score(item.expected, item.expected, item.text)
+        assert (known.right, known.invented) == (known.fields, 0)
+
+
+def test_the_adapter_reads_letters_that_no_generator_wrote(default_model_path):
+    """Two fields of three are right, many more than without the adapter, and nothing is invented."""
+    session, totals = Session(pippin.load(default_model_path)), dict[str | None, ExtractionScore]()
+    for adapter in ("auto", None):
+        totals[adapter] = ExtractionScore()
+        for item in benchmark.letters():
+            found = session.extract(item.text, item.schema, adapter=adapter).content
+            totals[adapter] += score(item.expected, found, item.text, choices=choices_of(item.schema))
+    assert totals["auto"].accuracy > 0.65
+    assert totals["auto"].accuracy > totals[None].accuracy + 0.1
+    assert totals["auto"].invented == 0
 
 
 def test_extractions_of_classes_become_the_value_of_the_form():
