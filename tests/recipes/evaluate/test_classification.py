@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 
+from pippin.core.errors import InvalidArgument
+from pippin.data.text.language import language_of
 from pippin.recipes.evaluate import classification
 from pippin.recipes.train.task_data.classification import LabeledText, is_held_out
 from pippin.session.providers.local import LocalModel
@@ -14,6 +16,14 @@ def test_texts_are_a_function_of_the_seed_and_of_sets_that_are_held_out():
     assert found != classification.texts(20, seed=3)
     assert all(is_held_out(text.name) for text in found)
     assert all(text.label in text.labels for text in found)
+
+
+def test_languages_are_those_that_are_asked_for():
+    found = classification.texts(40, seed=1, languages=("de",))
+    written = [text.text for text in found if text.name not in ("kind", "language")]
+    assert {language_of(text) for text in written if len(text) > 80} <= {"de"}
+    with pytest.raises(InvalidArgument, match="klingon"):
+        classification.run(classification.Config(model="x", languages=("klingon",)))
 
 
 def test_probabilities_are_those_of_whole_answers(tiny):

@@ -21,6 +21,7 @@ from pippin.core.errors import ContextOverflow
 from pippin.core.options import Option
 from pippin.engine.options import Device, DType
 from pippin.recipes import options
+from pippin.recipes.evaluate.extraction import split_of
 
 if TYPE_CHECKING:
     from pippin.core.report import Report
@@ -36,6 +37,9 @@ class Config:
     model: options.Model
     adapter: options.EvaluatedAdapter = None
     items: Annotated[PositiveInt, Option("Number of texts.", "Data")] = 200
+    languages: Annotated[
+        tuple[str, ...], Option("Languages of the texts; all without any.", "Data", "TAGS", parse=options.names)
+    ] = ()
     seed: options.Seed = 0
     device: Device = None
     dtype: DType = "auto"
@@ -96,8 +100,10 @@ def run(config: Config, *, show_progress: bool = True) -> LabelEvaluation:
         show_progress: whether progress is shown on stderr.
 
     Raises:
+        InvalidArgument: a language that there is not.
         ModelNotFound, CheckpointError: the model or the adapter cannot be loaded.
     """
+    split_of((), (), config.languages)  # which checks them
     from pippin.language.language_model import load
     from pippin.session.providers.local import LocalModel
 
@@ -107,7 +113,7 @@ def run(config: Config, *, show_progress: bool = True) -> LabelEvaluation:
     provider = LocalModel(model)
     right, first, sure, seconds = list[bool](), list[bool](), list[float](), 0.0
     with progress.bar(config.items, config.model, unit="texts", show_progress=show_progress) as shown:
-        for text in texts(config.items, seed=config.seed):
+        for text in texts(config.items, seed=config.seed, languages=config.languages):
             begin = time.perf_counter()
             try:
                 found = probabilities(provider, text, None if config.adapter is None else "evaluated")
@@ -122,18 +128,19 @@ def run(config: Config, *, show_progress: bool = True) -> LabelEvaluation:
     return LabelEvaluation(model.name, config.adapter, tuple(right), tuple(first), tuple(sure), seconds)
 
 
-def texts(count: int, *, seed: int) -> list[LabeledText]:
+def texts(count: int, *, seed: int, languages: tuple[str, ...] = ()) -> list[LabeledText]:
     """Texts with labels from sets that are held out of training.
 
     Args:
         count: how many.
         seed: of the texts.
+        languages: of the texts; all without any.
     """
     from pippin.recipes.train.task_data import ExampleSplit, classification
 
     rng, found = random.Random(f"labels/{seed}"), list[Any]()
     while len(found) < count:
-        text = classification.sample_text(rng, ExampleSplit(held_out=True))
+        text = classification.sample_text(rng, ExampleSplit(languages=languages, held_out=True))
         if text is not None:
             found.append(text)
     return found
