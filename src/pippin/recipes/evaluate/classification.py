@@ -13,8 +13,6 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
-
 from pippin.core import progress
 from pippin.core.checks import PositiveInt, checked
 from pippin.core.errors import ContextOverflow
@@ -24,6 +22,8 @@ from pippin.recipes import options
 from pippin.recipes.evaluate.extraction import split_of
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from pippin.core.report import Report
     from pippin.recipes.train.task_data.classification import LabeledText
     from pippin.session.providers.local import LocalModel
@@ -67,6 +67,8 @@ class LabelEvaluation:
 
     def summary(self) -> dict[str, Any]:
         """The result as JSON values."""
+        import numpy as np
+
         return {
             "model": self.model,
             "adapter": self.adapter,
@@ -103,6 +105,8 @@ def run(config: Config, *, show_progress: bool = True) -> LabelEvaluation:
         InvalidArgument: a language that there is not.
         ModelNotFound, CheckpointError: the model or the adapter cannot be loaded.
     """
+    import numpy as np
+
     split_of((), (), config.languages)  # which checks them
     from pippin.language.language_model import load
     from pippin.session.providers.local import LocalModel
@@ -157,6 +161,8 @@ def probabilities(provider: LocalModel, text: LabeledText, adapter: str | None) 
     Raises:
         ContextOverflow: the text does not fit.
     """
+    import numpy as np
+
     from pippin.session import chat_format
     from pippin.session.text_prompts import end_of_turn
 

@@ -15,7 +15,7 @@ SUMMARIES = phrase_file("summaries")
 FIRST_PERSON = {
     "en": r"\b(I|my|me|we|our|us|you|your)\b",
     "de": r"\b([Ii]ch|[Mm]eine?[mnrs]?|mir|mich|[Ww]ir|[Uu]ns(ere?[mnrs]?)?|Sie|Ihre?[mnrs]?|Ihnen)\b",
-    "fr": r"\b([Jj]e|[Jj]'|[Mm]on|[Mm]es|[Nn]ous|[Nn]otre|[Vv]ous|[Vv]otre|[Vv]euillez)\b",
+    "fr": r"\b([Jj]e|[Jj]'|[Mm]on|[Mm]es|[Nn]ous|[Nn]otre|(?<!-)[Vv]ous|[Vv]otre|[Vv]euillez)\b",
     "es": r"\b([Mm]i|[Mm]is|[Tt]engo|[Ss]oy|[Pp]uedo|[Nn]uestr[ao]s?)\b",
     "it": r"\b([Mm]io|[Mm]ia|[Mm]iei|[Mm]ie|[Hh]o|[Vv]ostr[aoi]|[Nn]ostr[aoi])\b",
 }
@@ -38,7 +38,8 @@ def _paths(kind):
 def _blank(writer, text):
     """A sentence with an ellipsis in place of every value."""
     for value in sorted(filter(None, map(writer.value, writer.forms)), key=len, reverse=True):
-        text = re.sub(rf"(?<!\w){re.escape(value.rstrip('.'))}(?!\w)", "…", text, flags=re.IGNORECASE)
+        own = r"(?:\.(?!$))?" if value.endswith(".") else ""  # a dot of the value, not that of the sentence
+        text = re.sub(rf"(?<!\w){re.escape(value.rstrip('.'))}(?!\w){own}", "…", text, flags=re.IGNORECASE)
     return text
 
 
