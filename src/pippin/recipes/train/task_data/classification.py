@@ -26,7 +26,7 @@ from pippin.data.synthetic.documents.kind_files import FieldForm
 from pippin.data.text.language import LANGUAGE_NAMES
 from pippin.language.constrained_objective import ConstrainedExample
 from pippin.recipes.train.task_data.examples import ExampleSampler, ExampleSplit
-from pippin.recipes.train.task_data.fact_sentences import FactWriter, field_label, plain_text
+from pippin.recipes.train.task_data.fact_sentences import FactWriter, field_label, kind_title, plain_text
 from pippin.recipes.train.task_data.summaries import sample_document
 from pippin.session import chat_format
 from pippin.session.text_prompts import Preset, end_of_turn, label_request, labels_preset
@@ -146,14 +146,9 @@ def _by_kind(rng: random.Random, split: ExampleSplit) -> LabeledText | None:
     others = [kind for kind in documents.KINDS if kind != document.kind]
     kinds = [document.kind, *rng.sample(others, rng.randint(1, min(MOST - 1, len(others))))]
     plain = rng.random() < 0.5
-    names = {kind: kind.replace("_", " ") if plain else _title(kind, language, rng) for kind in kinds}
+    names = {kind: kind.replace("_", " ") if plain else kind_title(kind, language, rng) for kind in kinds}
     about = rng.choice(("the kind of document", "which kind of document it is", "the type"))
     return LabeledText("kind", document.text, tuple(names.values()), names[document.kind], about)
-
-
-def _title(kind: str, language: str, rng: random.Random) -> str:
-    titles = [phrase for phrase in kind_files.load(kind).titles[language] if not draws(phrase)]
-    return plain_text(rng.choice(titles), rng) if titles else kind.replace("_", " ")
 
 
 def _by_language(rng: random.Random, split: ExampleSplit) -> LabeledText | None:

@@ -268,3 +268,9 @@ def field_label(kind: str, form: FieldForm, language: str, rng: random.Random) -
     found = [text for phrase in form.labels.get(language, ()) if not draws(phrase) for text in variants(phrase)]
     own = [text for text in found if _taken(kind).get(kind_files.slug(text), 0) == 1]
     return rng.choice(own) if own else None
+
+
+def kind_title(kind: str, language: str, rng: random.Random) -> str:
+    """A title of documents of a kind; its name where it has none in this language."""
+    titles = [phrase for phrase in kind_files.load(kind).titles[language] if not draws(phrase)]
+    return plain_text(rng.choice(titles), rng) if titles else kind.replace("_", " ")

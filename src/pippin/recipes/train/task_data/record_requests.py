@@ -13,11 +13,10 @@ import random
 from collections.abc import Mapping
 from typing import Any, Final
 
-from pippin.data.synthetic.documents import Document, Fact, kind_files
-from pippin.data.synthetic.documents.grammar import draws
+from pippin.data.synthetic.documents import Document, Fact
 from pippin.data.synthetic.tool_requests import ToolRequest, is_held_out
 from pippin.recipes.train.task_data.examples import ExampleSplit
-from pippin.recipes.train.task_data.fact_sentences import on_one_line, plain_text
+from pippin.recipes.train.task_data.fact_sentences import kind_title, on_one_line
 from pippin.recipes.train.task_data.questions import draw_question
 from pippin.recipes.train.task_data.summaries import sample_document
 
@@ -67,7 +66,7 @@ def sample_record_request(rng: random.Random, split: ExampleSplit) -> ToolReques
     name = _name(pattern, document.kind)
     reference = _reference(document.kind, rng)
     prompt = rng.choice(_TOGETHER[asked.language]).format(
-        title=_title(document.kind, asked.language, rng), id=reference, question=asked.text
+        title=kind_title(document.kind, asked.language, rng), id=reference, question=asked.text
     )
     schema = {
         "type": "object",
@@ -90,11 +89,6 @@ def values_text(document: Document, rng: random.Random) -> str:
 
 def _name(pattern: str, kind: str) -> str:
     return pattern.format(kind=kind, Kind=kind.title().replace("_", ""))
-
-
-def _title(kind: str, language: str, rng: random.Random) -> str:
-    titles = [phrase for phrase in kind_files.load(kind).titles[language] if not draws(phrase)]
-    return plain_text(rng.choice(titles), rng) if titles else kind.replace("_", " ")
 
 
 def _reference(kind: str, rng: random.Random) -> str:
