@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from pippin.recipes.train.task_data import ExampleSplit
 
 _DATA = "Data"
+Kinds = Annotated[tuple[str, ...], Option("Kinds of documents; all without any.", _DATA, "NAMES", parse=options.names)]
+Layouts = Annotated[tuple[str, ...], Option("Layouts of documents.", _DATA, "NAMES", parse=options.names)]
+Languages = Annotated[tuple[str, ...], Option("Their languages.", _DATA, "TAGS", parse=options.names)]
 SURE: Final = 0.5
 """Confidence from which a value counts as sure."""
 
@@ -38,11 +41,9 @@ class Config:
     model: options.Model
     adapter: options.EvaluatedAdapter = None
     items: Annotated[PositiveInt, Option("Number of documents, each with a form.", _DATA)] = 200
-    kinds: Annotated[
-        tuple[str, ...], Option("Kinds of documents; all without any.", _DATA, "NAMES", parse=options.names)
-    ] = ()
-    layouts: Annotated[tuple[str, ...], Option("Layouts of documents.", _DATA, "NAMES", parse=options.names)] = ()
-    languages: Annotated[tuple[str, ...], Option("Their languages.", _DATA, "TAGS", parse=options.names)] = ()
+    kinds: Kinds = ()
+    layouts: Layouts = ()
+    languages: Languages = ()
     seed: options.Seed = 0
     device: Device = None
     dtype: DType = "auto"

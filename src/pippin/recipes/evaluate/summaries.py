@@ -22,7 +22,7 @@ from pippin.core.errors import PippinError
 from pippin.core.options import Option
 from pippin.engine.options import Device, DType
 from pippin.recipes import options
-from pippin.recipes.evaluate.extraction import split_of
+from pippin.recipes.evaluate.extraction import Kinds, Languages, Layouts, split_of
 
 if TYPE_CHECKING:
     from pippin.core.report import Report
@@ -53,11 +53,9 @@ class Config:
     model: options.Model
     adapter: options.EvaluatedAdapter = None
     items: Annotated[PositiveInt, Option("Number of documents, each with a question and a summary.", _DATA)] = 100
-    kinds: Annotated[
-        tuple[str, ...], Option("Kinds of documents; all without any.", _DATA, "NAMES", parse=options.names)
-    ] = ()
-    layouts: Annotated[tuple[str, ...], Option("Layouts of documents.", _DATA, "NAMES", parse=options.names)] = ()
-    languages: Annotated[tuple[str, ...], Option("Their languages.", _DATA, "TAGS", parse=options.names)] = ()
+    kinds: Kinds = ()
+    layouts: Layouts = ()
+    languages: Languages = ()
     seed: options.Seed = 0
     device: Device = None
     dtype: DType = "auto"
