@@ -1,6 +1,7 @@
 """Generated documents: every fact stands where it is said to, in every kind, language and layout."""
 
 import random
+import re
 from decimal import Decimal
 
 import pytest
@@ -177,3 +178,18 @@ def test_items_of_a_list_are_lines_of_a_log():
         assert len(starts) == len(found)
         several += len(found) > 1
     assert several > 10
+
+
+def test_amended_documents_show_two_values_and_the_new_one_is_the_fact():
+    marks, shown = ("Neu", "Jetzt", "Aktuell", "Ab jetzt", "Gültig", "Berichtigt", "Korrigiert", "Stand jetzt"), 0
+    for seed in range(120):
+        document = documents.sample("invoice", language="de", layout="amended", seed=seed)
+        text, fact = document.text, document.values["total"]
+        line = text[text.rfind("\n", 0, fact.start) + 1 : text.find("\n", fact.end)]
+        if marked := re.search(r" \((.+)\): ", line):
+            assert marked[1] in marks  # of two lines, the one that says that it is the new one
+            shown += 1
+        elif any(arrow in line for arrow in ("->", "→", "=>")):
+            assert re.search(r"(->|→|=>) \D*$", line[: fact.start - text.rfind("\n", 0, fact.start) - 1])
+            shown += 1
+    assert shown > 20

@@ -230,6 +230,24 @@ def test_an_object_that_may_have_no_names_is_empty():
     assert not made.grammar.allows('{"Summe": "EUR"}')
 
 
+@pytest.mark.parametrize(
+    ("schema", "required"), [({"type": ["boolean", "null"]}, True), ({"type": "boolean"}, False),
+                             ({"anyOf": [{"type": "boolean"}, {"type": "string"}]}, False)],
+)  # fmt: skip
+def test_a_flag_that_may_be_null_is_false_only_where_the_text_shows_it(schema, required):
+    made = form({"type": "object", "properties": {"paid": schema}, "required": ["paid"] if required else []})
+    assert made.grammar.allows('{"paid": null}')
+    assert made.grammar.allows('{"paid": ["Fragen", false]}')
+    assert not made.grammar.allows('{"paid": [null, false]}')
+    assert write(made, {"paid": None}) == '{"paid": null}'
+
+
+def test_a_flag_that_must_be_there_is_false_where_the_text_says_nothing():
+    made = form({"type": "object", "properties": {"paid": {"type": "boolean"}}, "required": ["paid"]})
+    assert write(made, {"paid": None}) == '{"paid": [null, false]}'
+    assert not made.grammar.allows('{"paid": null}')
+
+
 def test_a_part_of_a_longer_text_may_lack_everything():
     assert form(Invoice, "Hello", partial=True).read(
         '{"number (number of the invoice)": null, "date": null, "address": null, "total": null, '

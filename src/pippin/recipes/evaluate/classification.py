@@ -19,6 +19,7 @@ from pippin.core.errors import ContextOverflow
 from pippin.core.options import Option
 from pippin.engine.options import Device, DType
 from pippin.recipes import options
+from pippin.recipes.evaluate import adapted_model
 from pippin.recipes.evaluate.extraction import split_of
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ class LabelEvaluation:
             Row("mean log loss of the right label", found["log_loss"]),
             Row("time of a text", found["seconds_per_text"], "s"),
         ]
-        name = self.model if self.adapter is None else f"{self.model} with {self.adapter}"
+        name = adapted_model.title(self.model, self.adapter)
         return Report(f"{name} on {len(self.right)} texts with labels", rows)
 
 
@@ -108,19 +109,16 @@ def run(config: Config, *, show_progress: bool = True) -> LabelEvaluation:
     import numpy as np
 
     split_of((), (), config.languages)  # which checks them
-    from pippin.language.language_model import load
     from pippin.session.providers.local import LocalModel
 
-    model = load(config.model, device=config.device, dtype=config.dtype)
-    if config.adapter is not None:
-        model.load_adapter("evaluated", config.adapter)
+    model, adapter = adapted_model.load_with_adapter(config)
     provider = LocalModel(model)
     right, first, sure, seconds = list[bool](), list[bool](), list[float](), 0.0
     with progress.bar(config.items, config.model, unit="texts", show_progress=show_progress) as shown:
         for text in texts(config.items, seed=config.seed, languages=config.languages):
             begin = time.perf_counter()
             try:
-                found = probabilities(provider, text, None if config.adapter is None else "evaluated")
+                found = probabilities(provider, text, adapter)
             except ContextOverflow:
                 found = np.zeros(len(text.labels))
             seconds += time.perf_counter() - begin

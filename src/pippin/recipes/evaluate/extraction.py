@@ -19,6 +19,7 @@ from pippin.core.errors import InvalidArgument, PippinError
 from pippin.core.options import Option
 from pippin.engine.options import Device, DType
 from pippin.recipes import options
+from pippin.recipes.evaluate import adapted_model
 
 if TYPE_CHECKING:
     from pippin.core.report import Report
@@ -108,7 +109,7 @@ class ExtractionEvaluation:
             Row("no answer", self.failed),
             Row("seconds for a document", found["seconds_per_item"]),
         ]
-        name = self.model if self.adapter is None else f"{self.model} with {self.adapter}"
+        name = adapted_model.title(self.model, self.adapter)
         return Report(f"{name} on {self.score.whole} documents", rows)
 
 
@@ -124,26 +125,18 @@ def run(config: Config, *, show_progress: bool = True) -> ExtractionEvaluation:
         ModelNotFound, CheckpointError: the model or the adapter cannot be loaded.
     """
     from pippin.evaluate.extraction import ExtractionScore, by_confidence, choices_of, score
-    from pippin.language.language_model import load
     from pippin.recipes.train.task_data import extraction as forms
     from pippin.session.session import Session
 
     split = split_of(config.kinds, config.layouts, config.languages)
-    model = load(config.model, device=config.device, dtype=config.dtype)
-    if config.adapter is not None:
-        model.load_adapter("evaluated", config.adapter)
+    model, adapter = adapted_model.load_with_adapter(config)
     session = Session(model)
     total, confidences, failed, seconds = ExtractionScore(), list[tuple[float, bool]](), 0, 0.0
     with progress.bar(config.items, config.model, unit="documents", show_progress=show_progress) as shown:
         for item in forms.items(config.items, seed=config.seed, split=split):
             begin, found = time.perf_counter(), None
             try:
-                extraction = session.extract(
-                    item.text,
-                    item.schema,
-                    language=item.language,
-                    adapter=None if config.adapter is None else "evaluated",
-                )
+                extraction = session.extract(item.text, item.schema, language=item.language, adapter=adapter)
                 found = extraction.content
                 confidences += by_confidence(item.expected, extraction.spans)
             except PippinError:  # counted: every field of the document is wrong

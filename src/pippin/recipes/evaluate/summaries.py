@@ -2,7 +2,7 @@
 
 Notable here:
 - documents, questions and prompts are a function of the seed, so that two models are asked the same
-- an answer is right if it has the value and little else; where the text does not say it, if it says so
+- an answer is right if it has the value and little else; where the text does not say it, if it says so and little else
 - a summary is measured by its length, by the facts of the document that it states, and by figures that the document
   does not have; the beginning of the document, as long as a good summary, is what no model at all scores
 """
@@ -22,6 +22,7 @@ from pippin.core.errors import PippinError
 from pippin.core.options import Option
 from pippin.engine.options import Device, DType
 from pippin.recipes import options
+from pippin.recipes.evaluate import adapted_model
 from pippin.recipes.evaluate.extraction import Kinds, Languages, Layouts, split_of
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 _DATA = "Data"
 MAX_TOKENS: Final = 200
 _SLACK: Final = 60  # characters that an answer may have beside the value
+_LONGEST_DENIAL: Final = 120  # characters; what is longer says something else too
 # a word that says that something is not there, by language
 _DENIAL: Final = re.compile(
     r"\b(not?|none|n't|unknown|nicht|keine?|unbekannt|ne|n'|pas|aucune?|inconnue?|no|ning[uú]n\w*|desconocid\w|non|"
@@ -154,7 +156,7 @@ class SummaryEvaluation:
             Row("no answer", self.failed),
             Row("seconds for a document", found["seconds_per_document"]),
         ]
-        name = self.model if self.adapter is None else f"{self.model} with {self.adapter}"
+        name = adapted_model.title(self.model, self.adapter)
         return Report(f"{name} on {found['documents']} documents", rows)
 
 
@@ -169,14 +171,11 @@ def run(config: Config, *, show_progress: bool = True) -> SummaryEvaluation:
         InvalidArgument: a kind, layout or language that there is not.
         ModelNotFound, CheckpointError: the model or the adapter cannot be loaded.
     """
-    from pippin.language.language_model import load
     from pippin.session.session import Session
 
     split = split_of(config.kinds, config.layouts, config.languages)
-    model = load(config.model, device=config.device, dtype=config.dtype)
-    if config.adapter is not None:
-        model.load_adapter("evaluated", config.adapter)
-    session = Session(model, adapter=None if config.adapter is None else "evaluated")
+    model, adapter = adapted_model.load_with_adapter(config)
+    session = Session(model, adapter=adapter)
     counts = dict.fromkeys(("asked", "right", "absent", "denied", "failed"), 0)
     written, lead, seconds = SummaryCounts(), SummaryCounts(), 0.0
     with progress.bar(config.items, config.model, unit="documents", show_progress=show_progress) as shown:
@@ -223,7 +222,8 @@ def is_right(question: QuestionTask, reply: str) -> bool:
         reply: of a model.
     """
     if question.path is None:
-        return bool(_DENIAL.search(reply)) and not _FIGURE.search(reply)
+        short = len(reply.strip()) <= _LONGEST_DENIAL
+        return short and bool(_DENIAL.search(reply)) and not _FIGURE.search(reply)
     answer, given = _plain(question.answer), _plain(reply)
     has = re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", given)
     return bool(has) and len(given) <= len(answer) + _SLACK

@@ -22,6 +22,7 @@ from pippin.core.errors import PippinError
 from pippin.core.options import Option
 from pippin.engine.options import Device, DType
 from pippin.recipes import options
+from pippin.recipes.evaluate import adapted_model
 
 if TYPE_CHECKING:
     from pippin.core.report import Report
@@ -105,7 +106,7 @@ class ToolEvaluation:
             Row("no answer", self.failed),
             Row("time of a request", found["seconds_per_request"], "s"),
         ]
-        name = self.model if self.adapter is None else f"{self.model} with {self.adapter}"
+        name = adapted_model.title(self.model, self.adapter)
         return Report(f"{name} on {found['requests']} requests with tools", rows)
 
 
@@ -120,28 +121,24 @@ def run(config: Config, *, show_progress: bool = True) -> ToolEvaluation:
         ModelNotFound, CheckpointError: the model or the adapter cannot be loaded.
     """
     from pippin.evaluate.tool_calls import ToolCallScore, score
-    from pippin.language.language_model import load
     from pippin.session.providers.local import LocalModel
 
-    model = load(config.model, device=config.device, dtype=config.dtype)
-    if config.adapter is not None:
-        model.load_adapter("evaluated", config.adapter)
+    model, adapter = adapted_model.load_with_adapter(config)
     provider = LocalModel(model)
     found: list[Call]
-    name = None if config.adapter is None else "evaluated"
     total, findings, stated, failed, seconds = ToolCallScore(), 0, 0, 0, 0.0
     with progress.bar(config.items, config.model, unit="requests", show_progress=show_progress) as shown:
         for request in requests(config.items, seed=config.seed):
             begin, found = time.perf_counter(), []
             try:
-                found = calls(provider, request, name)
+                found = calls(provider, request, adapter)
             except PippinError:
                 failed += 1
             seconds += time.perf_counter() - begin
             total += score(request.call, found)
             if request.findings:
                 findings += len(request.findings)
-                stated += findings_stated(request, answer(provider, request, name))
+                stated += findings_stated(request, answer(provider, request, adapter))
             shown.advance(1)
     return ToolEvaluation(model.name, config.adapter, total, findings, stated, failed, seconds)
 

@@ -280,6 +280,8 @@ class Form:
             return NullSlot(MISSING)
         if not optional or isinstance(slot, ListSlot | DictSlot) or _may_be_nothing(slot):
             return slot
+        if required:  # of a part: a flag that no part mentions is still false
+            return AlternativesSlot((slot, NullSlot(MISSING)))
         return in_order([slot, NullSlot(MISSING)])
 
     def _names(self, schema: dict[str, Any], where: str) -> Slot:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from typing import Any, Final, Protocol
 
@@ -390,5 +390,8 @@ def leaves(value: Any) -> Iterator[Any]:
 
 
 def in_order(slots: Sequence[Slot]) -> Slot:
-    """Alternatives as one slot."""
-    return slots[0] if len(slots) == 1 else AlternativesSlot(tuple(slots))
+    """Alternatives as one slot; where null is one of them, it alone says that the text does not mention a flag."""
+    found = [each for slot in slots for each in (slot.slots if isinstance(slot, AlternativesSlot) else (slot,))]
+    if any(isinstance(each, NullSlot) for each in found):
+        found = [replace(each, unsaid=MISSING) if isinstance(each, ChoiceSlot) else each for each in found]
+    return found[0] if len(found) == 1 else AlternativesSlot(tuple(found))

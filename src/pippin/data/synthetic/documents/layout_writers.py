@@ -2,7 +2,8 @@
 
 Notable here:
 - lines, table, markdown, setting, compact and columns show labels; prose, email and chat show sentences
-- mixed has a letterhead, sentences and tables; thread has older values of the same fields below, quoted
+- mixed has a letterhead, sentences and tables; thread has older values of the same fields below, quoted; amended has
+  them beside the new ones
 - columns is what remains of a page with two columns, read line by line
 - card has values of which most have no label
 """
@@ -10,10 +11,10 @@ Notable here:
 from __future__ import annotations
 
 from collections.abc import Callable
-from random import Random
 from typing import Final
 
 from pippin.data.synthetic.documents import names
+from pippin.data.synthetic.documents.amendments import amended, superseded
 from pippin.data.synthetic.documents.blocks import (
     TABLES,
     boilerplate,
@@ -373,12 +374,10 @@ def thread(contents: Contents) -> Pieces:
         for name in contents.lists:
             middle += list_block(contents, name)
     out = start + middle + plain("\n") + end + plain("\n")
-    old = Contents(contents.kind, contents.language, Random(rng.getrandbits(32)))
-    old.style = contents.style
-    paths = [path for path in old.leaves if path in contents.leaves and old.leaves[path].form.kind != "flag"]
+    old, paths = superseded(contents)
     out += plain(contents.word("old_mail") + "\n")
     for path in paths:
-        if old.leaves[path].raw != contents.leaves[path].raw and rng.random() < 0.8:
+        if rng.random() < 0.8:
             quoted = labeled(old, path, ": ")
             out += [Piece("> ", None, "fixed"), *(Piece(each.text.replace("\n", " ")) for each in quoted), Piece("\n")]
     return out
@@ -456,6 +455,7 @@ LAYOUTS: Final[dict[str, Callable[[Contents], Pieces]]] = {
     "email": email,
     "mixed": mixed,
     "thread": thread,
+    "amended": amended,
     "chat": chat,
     "log": log,
 }

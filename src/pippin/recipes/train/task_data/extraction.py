@@ -90,17 +90,15 @@ class _Sampler:
         if rng.random() < 0.5:
             rng.shuffle(fields)
         said = self.document.values
-        chosen = (
-            [  # what the text does not say is asked for more often: to leave it empty is harder than to find it
-                field
-                for field in fields
-                if rng.random() < (rng.choice((0.3, 0.7, 0.95)) if said.get(field.name) else 0.9)
-            ]
-            or fields[:1]
-        )
+        unsaid = rng.choice((0.0, 0.3, 0.6, 0.9))  # people mostly ask for what their documents say, but not always
+        chosen = [
+            field
+            for field in fields
+            if rng.random() < (rng.choice((0.3, 0.7, 0.95)) if said.get(field.name) else unsaid)
+        ] or fields[:1]
         entries = [entry for field in chosen[:14] if (entry := self.entry(field, self.document.values.get(field.name)))]
         entries += self.currency()
-        entries += [self.absent() for _ in range(rng.choice((0, 0, 0, 1, 1, 2)))]
+        entries += [self.absent() for _ in range(rng.choice((0, 0, 0, 0, 1, 2)))]
         if rng.random() < 0.3:
             rng.shuffle(entries)
         if len(entries) > 4 and rng.random() < 0.25:
@@ -136,7 +134,7 @@ class _Sampler:
             return (name, *self.object(inner), True) if inner else None
         if field.kind == "list":
             return self.list(name, field, fact or [])
-        if field.kind == "flag" and self.rng.random() < 0.6:
+        if field.kind == "flag" and self.rng.random() < 0.35:
             return name, {"type": "boolean", **schema}, _answer(fact, keep=True), True
         typed = self.typed(field)
         answer = _answer(fact, keep="enum" in typed or typed.get("type") == "boolean")
@@ -194,7 +192,7 @@ class _Sampler:
             lists = [
                 f for f in _fields(kind) if f.kind == "list" and not own & {f.name, *(each.name for each in f.fields)}
             ]
-            if lists and self.rng.random() < 0.4:
+            if lists and self.rng.random() < 0.25:
                 field = self.rng.choice(lists)
                 return self.list(self.name(field), field, [])
             fields = [f for f in _fields(kind) if f.kind == "text" and f.name not in own]
