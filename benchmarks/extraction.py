@@ -1,11 +1,11 @@
 """Values from a text: `Session.extract` beside controls, llama.cpp with the schema as response format, and LangExtract.
 
-    python benchmarks/extraction.py [--model smollm2-135m FILE.gguf ...] [--adapter auto|none|FOLDER] [--items 200]
-        [--kinds NAMES] [--layouts NAMES] [--languages TAGS] [--seed 0] [--langextract-items 50] [--arms NAMES]
-        [--sets generated,letters]
+    python benchmarks/extraction.py [--model smollm2-135m FILE.gguf ...] [--adapter auto|none|FOLDER ...] [--items 200]
+        [--seed 0] [--langextract-items 50] [--arms NAMES] [--sets kinds,layouts,languages,letters]
 
-Every side gets the same generated documents and forms; kinds are by default those that no adapter was trained on. Then
-it gets `data/letters.json`: letters, e-mails and notices written by hand, which no generator had a part in.
+Every side gets the same generated documents and forms: of kinds, of a layout, and of a language that no adapter which
+comes with Pippin was trained on. Then it gets `data/letters.json`: letters, e-mails and notices written by hand, which
+no generator had a part in. EXTRACTION_MODELS and EXTRACTION_ADAPTERS are the models and their adapters, with commas.
 Properties that are missing are counted as null. The controls have no model: `patterns` takes what follows a field's
 name, `majority` the likeliest answer to any document. The adapter is measured beside the model without it. Peers that
 are not installed leave their column empty: llama-cpp-python (with diskcache), langextract.
@@ -36,10 +36,10 @@ from pippin.evaluate.extraction import ExtractionScore, choices_of, score
 from pippin.recipes.train.task_data import ExampleSplit, extraction
 from pippin.recipes.train.task_data.extraction import FormItem
 
-HELD_OUT = "recipe,event_invitation,lab_report"
-"""Kinds of documents on which no adapter that comes with Pippin was trained."""
+HELD_OUT = (("recipe", "event_invitation", "lab_report"), "thread", "it")
+"""Kinds, layout and language of documents on which no adapter that comes with Pippin was trained."""
 ARMS = ("plain", "adapter", "patterns", "majority", "llama.cpp", "langextract")
-SETS = ("generated", "letters")
+SETS = ("kinds", "layouts", "languages", "letters")
 LETTERS = Path(__file__).parent / "data" / "letters.json"
 QUICK = 2
 Fill = Callable[[str, dict[str, Any]], tuple[Any, float]]
@@ -149,16 +149,19 @@ def adapter_of(model: str, wanted: str) -> tuple[str | None, str, dict[str, Any]
     return ("auto", "the built-in adapter", entry.provenance) if entry else (None, "", {})
 
 
-def split_of(options: argparse.Namespace) -> ExampleSplit:
-    """The documents that are measured on."""
-    kinds, layouts, languages = (
-        tuple(filter(None, text.split(","))) for text in (options.kinds, options.layouts, options.languages)
-    )
-    every = {name for kind in documents.KINDS for name in documents.layouts(kind)}
-    for given, known in ((kinds, documents.KINDS), (layouts, every), (languages, documents.LANGUAGES)):
-        if unknown := set(given) - set(known):
-            raise SystemExit(f"there is no {sorted(unknown)[0]!r}; there are {', '.join(sorted(known))}")
-    return ExampleSplit(kinds, layouts, languages)
+def split_of(name: str) -> ExampleSplit:
+    """The documents of a set: something about them was held out, the rest was not."""
+    held_kinds, held_layout, held_language = HELD_OUT
+    kinds = [kind for kind in documents.KINDS if kind not in held_kinds]
+    layouts = tuple(dict.fromkeys(each for kind in kinds for each in documents.layouts(kind) if each != held_layout))
+    languages = tuple(each for each in documents.LANGUAGES if each != held_language)
+    match name:
+        case "kinds":
+            return ExampleSplit(held_kinds)
+        case "layouts":
+            with_it = tuple(kind for kind in kinds if held_layout in documents.layouts(kind))
+            return ExampleSplit(with_it, (held_layout,), languages)
+    return ExampleSplit(tuple(kinds), layouts, (held_language,))
 
 
 def letters() -> list[FormItem]:
@@ -172,17 +175,17 @@ def letters() -> list[FormItem]:
 
 def measure(options: argparse.Namespace) -> list[Row]:
     """All rows, of all sets of documents and all models."""
-    split = split_of(options)
     count = QUICK if options.quick else options.items
-    others = extraction.items(1 if options.quick else 300, seed=options.seed + 1_000_003, split=split)
     found: list[Row] = []
-    if "generated" in options.sets:
-        say(f"{count} documents: {', '.join(split.kinds) or 'all kinds'}")
-        found += measured_on(extraction.items(count, seed=options.seed, split=split), others, options)
-    if "letters" in options.sets:
-        items = letters()[: QUICK if options.quick else None]
-        say(f"{len(items)} letters written by hand")
-        found += [replace(row, what=f"letters, {row.what}") for row in measured_on(items, others, options)]
+    for name in options.sets:
+        # the letters have no generator to draw others from, which the controls learn from
+        split = split_of("kinds" if name == "letters" else name)
+        others = extraction.items(1 if options.quick else 300, seed=options.seed + 1_000_003, split=split)
+        items = letters() if name == "letters" else extraction.items(count, seed=options.seed, split=split)
+        items = items[: QUICK if options.quick else None]
+        say(f"{name}: {documents_of(items)}")
+        title = "letters" if name == "letters" else f"unseen {name}"
+        found += [replace(row, what=f"{title}, {row.what}") for row in measured_on(items, others, options)]
     return found
 
 
@@ -195,9 +198,9 @@ def measured_on(items: list[FormItem], others: list[FormItem], options: argparse
         majority = Majority([(each.schema, each.expected) for each in others])
         controls.append(measured(Tally("majority", False), baseline(majority.fill), items, others[0]))
     found: list[Row] = []
-    for index, model in enumerate(options.model):
+    for model, wanted in zip(options.model, options.adapter, strict=True):
         name, path = model_file(model)
-        adapter = adapter_of(model, options.adapter if index == 0 or options.adapter in ("auto", "none") else "none")
+        adapter = adapter_of(model, wanted)
         found += rows_of(name, model, path, adapter, controls, items, others[0], options)
     return found
 
@@ -297,13 +300,16 @@ def main() -> None:
     """Run from the command line."""
     words = parser(__doc__)
     models = os.environ.get("EXTRACTION_MODELS", "smollm2-135m").split(",")
+    adapters = os.environ.get("EXTRACTION_ADAPTERS", "auto").split(",")
     words.add_argument("--model", nargs="+", default=models, help="references; or EXTRACTION_MODELS, with commas")
-    words.add_argument("--adapter", default="auto", help="of the first model: auto is the built-in one; none; a folder")
-    words.add_argument("--items", type=int, default=200, help="documents")
+    words.add_argument(
+        "--adapter",
+        nargs="+",
+        default=adapters,
+        help="of each model, or of all: auto (built-in), none, a folder",
+    )
+    words.add_argument("--items", type=int, default=200, help="documents of a set")
     words.add_argument("--langextract-items", type=int, default=50, help="documents for LangExtract, the first ones")
-    words.add_argument("--kinds", default=HELD_OUT, help="of documents, with commas; empty for all")
-    words.add_argument("--layouts", default="", help="of documents, with commas; all without any")
-    words.add_argument("--languages", default="", help="tags, with commas; all without any")
     words.add_argument("--seed", type=int, default=0)
     words.add_argument("--sets", type=lambda text: text.split(","), default=list(SETS), help=", ".join(SETS))
     words.add_argument("--threads", type=int, default=None, help="of every side; each library's own default without it")
@@ -313,6 +319,10 @@ def main() -> None:
         words.error(f"no arm is called {', '.join(sorted(unknown))}; there are {', '.join(ARMS)}")
     if unknown := set(options.sets) - set(SETS):
         words.error(f"no set is called {', '.join(sorted(unknown))}; there are {', '.join(SETS)}")
+    if len(options.adapter) == 1:
+        options.adapter *= len(options.model)
+    if len(options.adapter) != len(options.model):
+        words.error(f"there are {len(options.model)} models and {len(options.adapter)} adapters")
     if options.items < 1 or options.langextract_items < 1:
         words.error("at least one document is needed")
     show(measure(options), as_json=options.json)

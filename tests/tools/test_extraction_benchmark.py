@@ -10,6 +10,7 @@ import run_benchmarks
 
 import pippin
 from pippin.evaluate.extraction import ExtractionScore, choices_of, score
+from pippin.recipes.train.task_data import extraction
 from pippin.session.session import Session
 
 sys.path.append(str(run_benchmarks.ROOT / "benchmarks"))
@@ -125,15 +126,31 @@ def test_every_field_is_described():
 
 @pytest.mark.slow
 def test_two_documents_with_and_without_a_model(capsys, monkeypatch):
-    words = ["extraction.py", "--quick", "--json", "--arms", "plain,patterns,majority", "--languages", "en"]
+    words = ["extraction.py", "--quick", "--json", "--arms", "plain,patterns,majority", "--sets", "kinds,letters"]
     monkeypatch.setattr(sys, "argv", words)
     benchmark.main()
     rows = json.loads(capsys.readouterr().out)
     assert {row["peer"] for row in rows} == {"label patterns", "majority"}
     assert all("without adapter" in row["what"] for row in rows)
+    assert {row["what"].split(",")[0] for row in rows} == {"unseen kinds", "letters"}
 
 
-@pytest.mark.parametrize("words", [["--arms", "abacus"], ["--items", "0"]])
+def test_the_sets_have_what_no_adapter_was_trained_on():
+    kinds, layout, language = benchmark.HELD_OUT
+    assert {item.kind for item in extraction.items(20, seed=0, split=benchmark.split_of("kinds"))} <= set(kinds)
+    layouts = extraction.items(20, seed=0, split=benchmark.split_of("layouts"))
+    assert {item.layout for item in layouts} == {layout}
+    assert not {item.kind for item in layouts} & set(kinds)
+    languages = extraction.items(20, seed=0, split=benchmark.split_of("languages"))
+    assert {item.language for item in languages} == {language}
+    assert layout not in {item.layout for item in languages}
+    for item in [*layouts, *languages]:
+        assert (item.layout == layout) != (item.language == language)
+
+
+@pytest.mark.parametrize(
+    "words", [["--arms", "abacus"], ["--items", "0"], ["--sets", "receipts"], ["--adapter", "none", "none"]]
+)
 def test_wrong_words_are_refused(words, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["extraction.py", *words])
     with pytest.raises(SystemExit) as error:

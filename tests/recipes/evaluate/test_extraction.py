@@ -34,3 +34,11 @@ def test_a_model_is_measured(default_model_path):
 def test_what_there_is_not_is_refused_before_a_model_is_loaded(change):
     with pytest.raises(InvalidArgument, match=f"there is no {next(iter(change)).removesuffix('s')}"):
         extraction.run(extraction.Config(model="no such model", **change), show_progress=False)
+
+
+def test_kinds_without_the_layout_are_left_out():
+    split = extraction.split_of((), ("card",), ())
+    assert split.kinds == ("contact_card",)
+    assert {each.layout for each in form_data.items(5, seed=0, split=split)} == {"card"}
+    with pytest.raises(InvalidArgument, match="receipt have no layout card"):
+        extraction.split_of(("receipt",), ("card",), ())

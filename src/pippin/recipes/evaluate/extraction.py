@@ -148,10 +148,11 @@ def run(config: Config, *, show_progress: bool = True) -> ExtractionEvaluation:
 
 
 def split_of(kinds: tuple[str, ...], layouts: tuple[str, ...], languages: tuple[str, ...]) -> ExampleSplit:
-    """The documents of these kinds, layouts and languages; all without any.
+    """The documents of these kinds, layouts and languages; all without any. Kinds that have none of the layouts are not
+    among them.
 
     Raises:
-        InvalidArgument: there is no such kind, layout or language.
+        InvalidArgument: there is no such kind, layout or language, or none of the kinds has such a layout.
     """
     from pippin.data.synthetic import documents
     from pippin.recipes.train.task_data import ExampleSplit
@@ -164,4 +165,9 @@ def split_of(kinds: tuple[str, ...], layouts: tuple[str, ...], languages: tuple[
     ):
         if unknown := [name for name in given if name not in known]:
             raise InvalidArgument(f"there is no {what} {unknown[0]!r}; there are {', '.join(known)}")
+    if layouts:
+        chosen = kinds or documents.KINDS
+        kinds = tuple(kind for kind in chosen if not set(layouts).isdisjoint(documents.layouts(kind)))
+        if not kinds:
+            raise InvalidArgument(f"{', '.join(chosen)} have no layout {' or '.join(layouts)}")
     return ExampleSplit(kinds, layouts, languages)
