@@ -5,7 +5,7 @@
 
 Every side gets the same generated documents and forms: of kinds, of a layout, and of a language that no adapter which
 comes with Pippin was trained on. Then it gets `data/letters.json`: letters, e-mails and notices written by hand, which
-no generator had a part in. EXTRACTION_MODELS and EXTRACTION_ADAPTERS are the models and their adapters, with commas.
+no generator had a part in. `extraction_larger.py` does so for larger models.
 Properties that are missing are counted as null. The controls have no model: `patterns` takes what follows a field's
 name, `majority` the likeliest answer to any document. The adapter is measured beside the model without it. Peers that
 are not installed leave their column empty: llama-cpp-python (with diskcache), langextract.
@@ -19,8 +19,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -296,22 +295,22 @@ def compared_with(ours: Tally, peer: Tally, note: str) -> list[Row]:
     ]
 
 
-def main() -> None:
-    """Run from the command line."""
+def main(
+    models: Sequence[str] = ("smollm2-135m",), adapters: Sequence[str] = ("auto",), sets: Sequence[str] = SETS
+) -> None:
+    """Run from the command line, by default for these models, adapters and sets."""
     words = parser(__doc__)
-    models = os.environ.get("EXTRACTION_MODELS", "smollm2-135m").split(",")
-    adapters = os.environ.get("EXTRACTION_ADAPTERS", "auto").split(",")
-    words.add_argument("--model", nargs="+", default=models, help="references; or EXTRACTION_MODELS, with commas")
+    words.add_argument("--model", nargs="+", default=list(models), help="references")
     words.add_argument(
         "--adapter",
         nargs="+",
-        default=adapters,
+        default=list(adapters),
         help="of each model, or of all: auto (built-in), none, a folder",
     )
     words.add_argument("--items", type=int, default=200, help="documents of a set")
     words.add_argument("--langextract-items", type=int, default=50, help="documents for LangExtract, the first ones")
     words.add_argument("--seed", type=int, default=0)
-    words.add_argument("--sets", type=lambda text: text.split(","), default=list(SETS), help=", ".join(SETS))
+    words.add_argument("--sets", type=lambda text: text.split(","), default=list(sets), help=", ".join(SETS))
     words.add_argument("--threads", type=int, default=None, help="of every side; each library's own default without it")
     words.add_argument("--arms", type=lambda text: text.split(","), default=list(ARMS), help=", ".join(ARMS))
     options = words.parse_args()

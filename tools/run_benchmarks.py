@@ -3,8 +3,9 @@
     python tools/run_benchmarks.py [--quick] [NAME...]
 
 Without names: every file of `benchmarks/` but the soak, two_bits and extraction, which take half an hour and more, and
-tarflow_sampling and json_schemas, which need a folder (TARFLOW_PEER=FOLDER, JSON_SCHEMAS=FOLDER); these are run by
-their names. `--quick` shows figures in under a minute each and keeps nothing.
+tarflow_sampling, json_schemas and extraction_larger, which need files (TARFLOW_PEER=FOLDER, JSON_SCHEMAS=FOLDER,
+EXTRACTION_MODELS=FILES); these are run by their names. `--quick` shows figures in under a minute each and keeps
+nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pippin.claims import runner
 from pippin.core.files import atomic_write
 
 ROOT = Path(__file__).resolve().parents[1]
-BY_NAME = {"soak", "two_bits", "extraction", "tarflow_sampling", "json_schemas"}
+BY_NAME = {"soak", "two_bits", "extraction", "extraction_larger", "tarflow_sampling", "json_schemas"}
 
 
 def main() -> int:

@@ -1,0 +1,23 @@
+"""The benchmark of extraction for larger models, on the kinds that no adapter saw and on the letters.
+
+    EXTRACTION_MODELS=FILE.gguf,FILE.gguf EXTRACTION_ADAPTERS=FOLDER,FOLDER python benchmarks/extraction_larger.py
+
+It takes hours: a model of 1.5 billion parameters needs ten seconds for a document. No adapter for these models comes
+with Pippin; `pippin train task-adapter FILE.gguf --task extraction --batch-tokens 1024 --held-out-kinds
+recipe,event_invitation,lab_report --held-out-layouts thread --held-out-languages it --out FOLDER` trains one.
+"""
+
+from __future__ import annotations
+
+import os
+
+from extraction import main
+
+if __name__ == "__main__":
+    if "EXTRACTION_MODELS" not in os.environ:
+        raise SystemExit("EXTRACTION_MODELS must name the models, with commas; EXTRACTION_ADAPTERS their adapters")
+    main(
+        os.environ["EXTRACTION_MODELS"].split(","),
+        os.environ.get("EXTRACTION_ADAPTERS", "none").split(","),
+        ("kinds", "letters"),
+    )
