@@ -163,7 +163,7 @@ def test_a_form_names_its_fields_in_one_language():
 
 
 def test_what_a_text_does_not_say_is_asked_for_too():
-    """As forms of people do: of ten values that a form asks for, one to three are not there, and of five lists, one or two."""
+    """As in forms of people: of ten values that one asks for, one to three are not there, of five lists one or two."""
     rng, empty, lists, nothing, values = random.Random(3), 0, 0, 0, 0
 
     def count(answer):
