@@ -518,3 +518,13 @@ def test_ordinary_text_is_read_fast():
         start = time.process_time()
         assert len(finder(text)) >= 900
         assert time.process_time() - start < 2
+
+
+def test_the_number_of_a_document_does_not_outvote_the_amounts():
+    """231.613.078 alone would mean that points separate thousands, which the amounts of the same text deny."""
+    text = "Document 231.613.078. The meter moved from 41,743 to 43,556. Pay 139.17 USD and 124.70 USD."
+    found = {each.value: each.ambiguous for each in find_numbers(text, language="en")}
+    assert {"41743", "43556", "139.17", "124.70"} <= set(found)
+    assert not any(found.values())
+    german = {each.value for each in find_numbers("Gesamt 1.234.567 kg, davon 41,743 t und 2.5 kg", language="de")}
+    assert {"1234567", "41.743"} <= german

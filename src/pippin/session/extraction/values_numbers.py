@@ -1,8 +1,8 @@
 """Numbers in a text, with whatever separators, and in words.
 
 Notable here:
-- 1.234 is read as the numbers of the text show that can be read in one way only (1.234,50), else as the language writes
-  them, else as the weaker hints do (12,50), else as ambiguous
+- 1.234 is read as the numbers of the text show that can be read in one way only (1.234,50; 1.234.567, unless more
+  numbers are like 12.50), else as the language writes them, else as the weaker hints do (12,50), else as ambiguous
 - a number within an identifier, a date or an address is a candidate too, as an integer that is marked as `inner`
 - words are read by `text2num`, digits by one pass of a regular expression whose parts cannot be divided in two ways
 
@@ -228,12 +228,14 @@ class _Marks(NamedTuple):
 
 
 def _marks(runs: list[_Run], language: str | None, region: str | None) -> _Marks:
-    strong: Counter[str] = Counter()
-    weak: Counter[str] = Counter()
+    both: Counter[str] = Counter()  # 1.234,50
+    grouped: Counter[str] = Counter()  # 1.234.567, which may also be the number of a document
+    weak: Counter[str] = Counter()  # 12,50
     for run in runs:
         number = run.number
         if number and number.decimal in (".", ",") and not number.other and not run.inner:
-            (strong if number.strong else weak)[number.decimal] += 1
+            (weak if not number.strong else both if "." in number.value else grouped)[number.decimal] += 1
+    strong = both or Counter({mark: n for mark, n in grouped.items() if n >= weak["," if mark == "." else "."]})
     if len(strong) == 1:
         return _Marks(next(iter(strong)), None, True)
     locale = locale_of(language, region) if language else locale_of(None, region)
