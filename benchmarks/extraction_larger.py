@@ -2,9 +2,11 @@
 
     EXTRACTION_MODELS=FILE.gguf,FILE.gguf EXTRACTION_ADAPTERS=FOLDER,FOLDER python benchmarks/extraction_larger.py
 
-It takes hours: a model of 1.5 billion parameters needs ten seconds for a document. No adapter for these models comes
-with Pippin; `pippin train task-adapter FILE.gguf --task extraction --batch-tokens 1024 --held-out-kinds
-recipe,event_invitation,lab_report --held-out-layouts thread --held-out-languages it --out FOLDER` trains one.
+It takes an hour and more for a model of 1.5 billion parameters. No adapter for these models comes with Pippin; this
+trains one:
+
+    pippin train task-adapter FILE.gguf --task extraction --batch-tokens 1024 --out FOLDER --held-out-layouts thread
+        --held-out-languages it --held-out-kinds recipe,event_invitation,lab_report
 """
 
 from __future__ import annotations

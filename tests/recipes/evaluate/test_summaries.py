@@ -38,6 +38,9 @@ def test_every_phrase_for_what_a_text_does_not_say_is_understood(language):
     for phrase in phrase_file("questions")["absent"][language]:
         assert is_right(question, plain_text(phrase, random.Random(0)))
     assert not is_right(question, "12.05.2024")
+    assert not is_right(
+        question, "Der Betrag ist nicht klein, und bezahlt wurde er von einer Firma, die man kennt. " * 2
+    )
     assert is_right(replace(question, path="total", answer="12,50 €"), "Es sind 12,50 €.")
     assert not is_right(replace(question, path="total", answer="12,50 €"), "Es sind 112,50 €.")
 

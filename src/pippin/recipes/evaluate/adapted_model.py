@@ -2,46 +2,33 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pippin.engine.options import Device, DType
     from pippin.language.language_model import LanguageModel
 
-DTypeName = Literal["auto", "float32", "bfloat16"]
 
-
-class AdaptedModelConfig(Protocol):
-    """The settings that say which model, and where it is computed."""
-
-    @property
-    def model(self) -> str:
-        """Name or path."""
-
-    @property
-    def adapter(self) -> str | None:
-        """Folder of an adapter; None for the model itself."""
-
-    @property
-    def device(self) -> str | None:
-        """Where it is computed."""
-
-    @property
-    def dtype(self) -> DTypeName:
-        """Of its weights."""
-
-
-def load_with_adapter(config: AdaptedModelConfig) -> tuple[LanguageModel, str | None]:
+def load_with_adapter(
+    reference: str, adapter: str | None, *, device: Device, dtype: DType
+) -> tuple[LanguageModel, str | None]:
     """The model, and the name of its adapter, with which requests use it; None for the model itself.
+
+    Args:
+        reference: name or path of the model.
+        adapter: folder of an adapter; None for the model itself.
+        device: where it is computed.
+        dtype: of its weights.
 
     Raises:
         ModelNotFound, CheckpointError: the model or the adapter cannot be loaded.
     """
     from pippin.language.language_model import load
 
-    model = load(config.model, device=config.device, dtype=config.dtype)
-    if config.adapter is None:
+    model = load(reference, device=device, dtype=dtype)
+    if adapter is None:
         return model, None
-    model.load_adapter("evaluated", config.adapter)
+    model.load_adapter("evaluated", adapter)
     return model, "evaluated"
 
 

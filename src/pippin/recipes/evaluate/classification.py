@@ -111,7 +111,9 @@ def run(config: Config, *, show_progress: bool = True) -> LabelEvaluation:
     split_of((), (), config.languages)  # which checks them
     from pippin.session.providers.local import LocalModel
 
-    model, adapter = adapted_model.load_with_adapter(config)
+    model, adapter = adapted_model.load_with_adapter(
+        config.model, config.adapter, device=config.device, dtype=config.dtype
+    )
     provider = LocalModel(model)
     right, first, sure, seconds = list[bool](), list[bool](), list[float](), 0.0
     with progress.bar(config.items, config.model, unit="texts", show_progress=show_progress) as shown:

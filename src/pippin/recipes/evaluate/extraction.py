@@ -129,7 +129,9 @@ def run(config: Config, *, show_progress: bool = True) -> ExtractionEvaluation:
     from pippin.session.session import Session
 
     split = split_of(config.kinds, config.layouts, config.languages)
-    model, adapter = adapted_model.load_with_adapter(config)
+    model, adapter = adapted_model.load_with_adapter(
+        config.model, config.adapter, device=config.device, dtype=config.dtype
+    )
     session = Session(model)
     total, confidences, failed, seconds = ExtractionScore(), list[tuple[float, bool]](), 0, 0.0
     with progress.bar(config.items, config.model, unit="documents", show_progress=show_progress) as shown:

@@ -174,7 +174,9 @@ def run(config: Config, *, show_progress: bool = True) -> SummaryEvaluation:
     from pippin.session.session import Session
 
     split = split_of(config.kinds, config.layouts, config.languages)
-    model, adapter = adapted_model.load_with_adapter(config)
+    model, adapter = adapted_model.load_with_adapter(
+        config.model, config.adapter, device=config.device, dtype=config.dtype
+    )
     session = Session(model, adapter=adapter)
     counts = dict.fromkeys(("asked", "right", "absent", "denied", "failed"), 0)
     written, lead, seconds = SummaryCounts(), SummaryCounts(), 0.0

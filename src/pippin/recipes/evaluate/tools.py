@@ -123,7 +123,9 @@ def run(config: Config, *, show_progress: bool = True) -> ToolEvaluation:
     from pippin.evaluate.tool_calls import ToolCallScore, score
     from pippin.session.providers.local import LocalModel
 
-    model, adapter = adapted_model.load_with_adapter(config)
+    model, adapter = adapted_model.load_with_adapter(
+        config.model, config.adapter, device=config.device, dtype=config.dtype
+    )
     provider = LocalModel(model)
     found: list[Call]
     total, findings, stated, failed, seconds = ToolCallScore(), 0, 0, 0, 0.0
