@@ -185,6 +185,28 @@ def test_times_of_day(text, span, value):
     assert read(find_times, text) == [(span, value)]
 
 
+@pytest.mark.parametrize(
+    ("text", "language", "expected"),
+    [
+        ("Einlass 18.30, Beginn 19.00.", "de", ["18:30:00", "19:00:00"]),
+        ("10.30–12.00", "nl", ["10:30:00", "12:00:00"]),
+        ("18.30", "en", []),
+        ("18.30 EUR, 12.50 €, 5.30 kg, 2.10m, -18.30, $7.15", "de", []),
+        ("am 18.03. oder 18.03.2024, 192.168.10.30, 18.300", "de", []),
+    ],
+)
+def test_a_time_with_a_point_alone_is_ambiguous_and_still_a_number(text, language, expected):
+    found = find_times(text, language=language)
+    assert [each.value for each in found] == expected
+    assert all(each.ambiguous for each in found)
+    assert {text[each.start : each.end] for each in found} <= {span for span, _ in read(find_numbers, text)}
+
+
+def test_a_time_with_a_point_behind_a_date_is_the_time_of_that_day():
+    (found,) = find_datetimes("am Dienstag, 12. März 2024, 18.30 im Saal", language="de")
+    assert found.value == "2024-03-12T18:30:00"
+
+
 def test_opening_hours_are_two_times_without_an_offset():
     assert values(find_times, "08:00-12:00") == ["08:00:00", "12:00:00"]
     assert [each.ambiguous for each in find_times("the doors open at 8:00 or at 14:00", language="en")] == [True, False]

@@ -31,7 +31,7 @@ from pippin.session.extraction.values_base import (
 )
 from pippin.session.extraction.values_dates import find_dates
 from pippin.session.extraction.values_number_words import SCALE, scale_of, words
-from pippin.session.extraction.values_times import find_times
+from pippin.session.extraction.values_times import find_clear_times
 
 MAX_DIGITS: Final = 100  # longer runs of digits are keys, not numbers
 _BLANK: Final = "\u00a0\u2007\u2009\u202f "
@@ -99,7 +99,7 @@ class _Spans:
     """Where dates, times, addresses and the like are."""
 
     def __init__(self, plain: str, language: str | None, region: str | None) -> None:
-        values = [*find_dates(plain, language=language, region=region), *find_times(plain, language=language)]
+        values = [*find_dates(plain, language=language, region=region), *find_clear_times(plain, language)]
         spans = [(each.start, each.end) for each in values]
         spans += [match.span() for pattern in _IDENTIFIERS for match in pattern.finditer(plain)]
         self.ends: list[int] = []

@@ -3,6 +3,7 @@
 Notable here:
 - an offset belongs to a time only directly behind it; names of zones are the few that have one meaning
 - a number alone (14) is a time only with a word that says so: 2 pm, 14 Uhr, kl. 14
+- 18.30 without such a word is an ambiguous time, in languages that write times with a point, and a number as well
 
 Source: offsets of American zones from RFC 2822, section 4.3.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import datetime
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Final
 
 from pippin.data.text.language import language_of
@@ -62,6 +64,13 @@ _NAMED: Final = {
 _WORDS: Final = {word: hour for hour, words in _NAMED.items() for word in words.split()}
 _WORD: Final = re.compile(rf"(?<![\w-])(?:{'|'.join(_WORDS)})(?![\w-])", re.IGNORECASE)
 
+_DOTTED_LANGUAGES: Final = frozenset(["da", "de", "fi", "id", "it", "nb", "nl", "nn", "sv"])
+_DOTTED: Final = re.compile(
+    rf"(?:(?<![\w.,:/$€£¥+\-−–])|(?<=\d[-−–])){_HOUR}\.{_MINUTE}(?![\w:/%$€£¥]|[.,]\d)"
+    rf"(?!{_GAP}?(?:[$€£¥%°]|(?:[A-Z]{{3}}|[cmk]?m[²³]?|[mk]?g|[mcd]?l|kr|Euro)(?!\w)))"
+    r"(?<!\.0[1-9](?=\.))(?<!\.1[0-2](?=\.))"  # 18.03. is a date
+)
+
 _TO_TIME: Final = re.compile(
     r"[T:]|[\s,;|·()–-]{0,4}"
     r"(?:(?:at|um|à|às|a las?|alle(?: ore)?|ore|om|kl\.?|klo|o(?: godz\.)?|в|ab|from|von|de)\s)?\s?",
@@ -74,8 +83,16 @@ _TO_DATE: Final = re.compile(
 
 def find_times(text: str, *, language: str | None = None, region: str | None = None) -> list[Candidate]:
     """All times of day in ``text``, in its order; see `pippin.session.extraction.values`."""
-    language, region = split_tag(language, region)
     plain = ascii_digits(text)
+    language = split_tag(language, region)[0] or language_of(plain)
+    found = find_clear_times(plain, language)
+    if language in _DOTTED_LANGUAGES:
+        found += (replace(each, ambiguous=True) for each in _matches(_DOTTED, plain, False))
+    return without_overlaps(found)
+
+
+def find_clear_times(plain: str, language: str | None) -> list[Candidate]:
+    """Times in a text with ASCII digits that cannot be numbers."""
     english = (language or language_of(plain)) == "en"
     found = [each for pattern in _PATTERNS for each in _matches(pattern, plain, english)]
     found += [Candidate(*match.span(), f"{_WORDS[match[0].lower()]:02}:00:00") for match in _WORD.finditer(plain)]
