@@ -1,0 +1,13 @@
+from .eviction import (
+    FIFO as FIFO,
+    LFU as LFU,
+    LRU as LRU,
+    Belady as Belady,
+    CachedExperts as CachedExperts,
+    Clock as Clock,
+    EvictionPolicy as EvictionPolicy,
+    LeastStale as LeastStale,
+)
+from .expert_cache import CacheStats as CacheStats, ExpertCache as ExpertCache, ExpertLoader as ExpertLoader
+from .expert_trace import ExpertTrace as ExpertTrace
+from .simulate import Prefetch as Prefetch, Simulation as Simulation, compare as compare, simulate as simulate
