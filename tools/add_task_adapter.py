@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pippin.core.files import sha256_of
+from pippin.core.store.catalog import entries
 from pippin.language.adapter_files import BASE, CONFIG, WEIGHTS
 from pippin.language.language_model import load
 from pippin.language.task_adapters.catalog import FOLDER
@@ -28,7 +29,7 @@ def main() -> None:
     sources = [Path(each) for each in sys.argv[1:]]
     source = sources[-1]
     base = json.loads((source / BASE).read_text(encoding="utf-8"))
-    model, task = base["name"], base["made"]["task"]
+    model, task = catalog_name(base["sha256"]), base["made"]["task"]
     config = load(model).config
     name = f"{model}-{task}"
     target = FOLDER / name
@@ -36,11 +37,13 @@ def main() -> None:
     runs = [load_file(each / WEIGHTS) for each in sources]
     weights = {key: torch.stack([run[key].float() for run in runs]).mean(0).to(torch.float16) for key in runs[0]}
     save_file(weights, target / WEIGHTS)
+    base["name"] = model
     if len(sources) > 1:
         made = [json.loads((each / BASE).read_text(encoding="utf-8"))["made"] for each in sources]
         base["made"]["average_of"] = [{"seed": each["seed"], "steps": each["steps"]} for each in made]
     (target / BASE).write_text(one_line_lists(json.dumps(base, indent=2)) + "\n", encoding="utf-8")
-    (target / CONFIG).write_text(one_line_lists((source / CONFIG).read_text(encoding="utf-8")), encoding="utf-8")
+    adapter = json.loads((source / CONFIG).read_text(encoding="utf-8")) | {"base_model_name_or_path": model}
+    (target / CONFIG).write_text(one_line_lists(json.dumps(adapter, indent=2)) + "\n", encoding="utf-8")
     entry = {
         "name": name,
         "model": model,
@@ -55,6 +58,14 @@ def main() -> None:
     text = json.dumps(sorted([*kept, entry], key=lambda each: each["name"]), indent=2)
     catalog.write_text(one_line_lists(text) + "\n", encoding="utf-8")
     print(f"{name}: {entry['size']:,} bytes, SHA-256 {entry['sha256']}")
+
+
+def catalog_name(sha256: str) -> str:
+    """Name of the catalog's model whose file has a hash; the training may have been given the file."""
+    names = [name for name, entry in entries().items() if any(file.sha256 == sha256 for file in entry.files)]
+    if not names:
+        raise SystemExit(f"no model of the catalog has a file with the SHA-256 {sha256}")
+    return names[0]
 
 
 def one_line_lists(text: str) -> str:
