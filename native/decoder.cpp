@@ -30,7 +30,8 @@ void turn_heads(const StepKernels &step, int kind, const float *weight, float ep
 } // namespace
 
 Pass::Pass(const pippin_model &model, const Ropes &ropes, void *pool, int cache, const pippin_batch &batch)
-    : m_(model), c_(model.config), b_(batch), ropes_(ropes), kernel_(kernels()), step_(kernel_.step) {
+    : m_(model), c_(model.config), b_(batch), ropes_(ropes), kernel_(kernels()), step_(kernel_.step),
+      group_(model.fetch ? std::max<int64_t>(batch.tokens, 1) : GROUP) {
     pool_ = {static_cast<uint8_t *>(pool), m_.block_bytes(cache), 0, 0, cache, 0, 0};
     Cutter count{nullptr};
     lay_out(count);
@@ -39,7 +40,7 @@ Pass::Pass(const pippin_model &model, const Ropes &ropes, void *pool, int cache,
 }
 
 void Pass::lay_out(Cutter &cutter) {
-    const int64_t group = std::min(b_.tokens, GROUP);
+    const int64_t group = std::min(b_.tokens, group_);
     int64_t q = 0, kv = 0;
     int64_t inner = 1, run_inner = 0, experts = 0, active = 0, rank = 0;
     int64_t entered = 0, mixed = 0, recurred = 0, low = 0;
@@ -99,6 +100,7 @@ void Pass::lay_out(Cutter &cutter) {
     cutter.cut(head_prepared_, head_columns ? c_.heads * ((head_bytes + 63) / 64 * 64) : 0);
     cutter.cut(gate_, group * inner);
     cutter.cut(up_, group * inner);
+    cutter.cut(predicted_, m_.fetch_depth * experts);
     cutter.cut(routes_, group * experts);
     cutter.cut(choice_, group * experts);
     cutter.cut(taken_, group * experts);
@@ -157,8 +159,8 @@ void Pass::begin() {
 void Pass::read_layer_inputs() {
     const int64_t all = c_.layer_table.columns, size = all / c_.layers;
     const float scale = std::sqrt(float(size)), narrow = 1.f / std::sqrt(float(c_.width));
-    for (int64_t from = 0; from < count_; from += GROUP) {
-        const int64_t count = std::min(GROUP, count_ - from);
+    for (int64_t from = 0; from < count_; from += group_) {
+        const int64_t count = std::min(group_, count_ - from);
         const Product projection{&c_.layer_projection, layer_inputs_ + from * all, nullptr, -1};
         products(row(x_, from, c_.width), c_.width, count, {projection}, [](int64_t) {});
         parallel(count, 4, [&](int64_t a, int64_t b, int) {
@@ -451,14 +453,14 @@ void Pass::layer(int32_t index, bool narrow) {
     if (late) narrow = false;
     own = own && m_.layers[size_t(index)].q.rows;
     // keys first where some tokens need none but them, or see tokens that come after them
-    if (own && ((narrow && count_ != b_.outputs) || (b_.visible && count_ > GROUP))) {
-        for (int64_t from = 0; from < count_; from += GROUP)
-            keys_and_values(index, from, std::min(from + GROUP, count_));
+    if (own && ((narrow && count_ != b_.outputs) || (b_.visible && count_ > group_))) {
+        for (int64_t from = 0; from < count_; from += group_)
+            keys_and_values(index, from, std::min(from + group_, count_));
         own = false;
     }
     if (narrow) keep_only_rows();
-    for (int64_t from = 0; from < count_; from += GROUP) {
-        const int64_t to = std::min(from + GROUP, count_);
+    for (int64_t from = 0; from < count_; from += group_) {
+        const int64_t to = std::min(from + group_, count_);
         if (m_.layers[size_t(index)].q.rows || recurs) mix(index, from, to, own);
         if (m_.layers[size_t(index)].up.rows || m_.layers[size_t(index)].experts) feed_forward(index, from, to);
         leave_layer(index, from, to);
@@ -471,8 +473,8 @@ void Pass::layer(int32_t index, bool narrow) {
 void Pass::finish() {
     keep_only_rows();
     if (b_.before_norm) memcpy(b_.before_norm, x_, size_t(count_ * c_.width) * sizeof(float));
-    for (int64_t from = 0; from < count_; from += GROUP) {
-        const int64_t to = std::min(from + GROUP, count_);
+    for (int64_t from = 0; from < count_; from += group_) {
+        const int64_t to = std::min(from + group_, count_);
         float *hidden = b_.hidden ? row(b_.hidden, from, c_.width) : normed_;
         const auto norm = [&](int64_t i) {
             normalize(c_.final_norm, c_.final_norm_bias, row(x_, from + i, c_.width), row(hidden, i, c_.width));
@@ -517,6 +519,8 @@ extern "C" int pippin_forward(const pippin_model *model, void *pool, int64_t blo
     const int status = Pass(*model, ropes, pool, cache, *batch).run();
     pass_memory.trim();
     return status;
+} catch (const pippin::NotFetched &) {
+    return fail(PIPPIN_NOT_FETCHED, "experts that were needed did not come");
 } catch (const std::bad_alloc &) {
     return fail(PIPPIN_NO_MEMORY, "no memory to compute a pass of %lld tokens", static_cast<long long>(batch->tokens));
 }

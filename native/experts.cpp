@@ -84,8 +84,8 @@ void Pass::mix_sparsely(const pippin_layer &layer, float *routes, float *weights
     std::copy(weights, weights + experts, routes);
 }
 
-/* The experts of the group's tokens, and the runs of tokens that share one. */
-void Pass::route(const pippin_layer &layer, int32_t index, int64_t from, int64_t count, const float *read) {
+/* The router's outputs before its bias. */
+void Pass::read_router(const pippin_layer &layer, int64_t count, const float *read, float *routes) {
     const int64_t experts = layer.experts, pieces = (experts + 15) / 16;
     if (layer.router.input_norm) {
         for (int64_t i = 0; i < count; ++i)
@@ -96,9 +96,15 @@ void Pass::route(const pippin_layer &layer, int32_t index, int64_t from, int64_t
         for (int64_t item = a; item < b; ++item) {
             const int64_t i = item / pieces, first = item % pieces * 16, some = std::min<int64_t>(16, experts - first);
             step_.dense(layer.router.weight + first * c_.width, some, c_.width, read + i * c_.width,
-                        row(routes_, i, experts) + first, false);
+                        row(routes, i, experts) + first, false);
         }
     });
+}
+
+/* The experts of the group's tokens, and the runs of tokens that share one. */
+void Pass::route(const pippin_layer &layer, int32_t index, int64_t from, int64_t count, const float *read) {
+    const int64_t experts = layer.experts;
+    read_router(layer, count, read, routes_);
     parallel(count, 8, [&](int64_t a, int64_t b, int) {
         for (int64_t i = a; i < b; ++i) {
             const uint8_t *mask = b_.experts ? b_.experts[sequence_[from + i]] : nullptr;
@@ -176,13 +182,11 @@ void Pass::expert_products(int32_t index, bool down, const float *x, const Make 
     clock_.lap(LINEAR);
 }
 
-/* A mixture: the tokens of each expert together, all experts in one region of work.
- * Source: Shazeer et al. 2017, arXiv:1701.06538; without dropped tokens as in MegaBlocks, arXiv:2211.15841. */
-void Pass::experts(int32_t index, int64_t from, int64_t count, const float *routed_by) {
+/* The rows of all runs through their experts. */
+void Pass::compute_runs(int32_t index) {
     const pippin_layer &layer = m_.layers[size_t(index)];
     const std::vector<pippin_expert> &experts = m_.experts[size_t(index)];
     const Activation activation{layer.activation, layer.limit, layer.xielu};
-    route(layer, index, from, count, routed_by);
     expert_products(index, false, gathered_, [&](const Run &, int64_t i) {
         memcpy(row(gathered_, i, c_.width), row(normed_, source_[i], c_.width), size_t(c_.width) * sizeof(float));
     });
@@ -192,6 +196,73 @@ void Pass::experts(int32_t index, int64_t from, int64_t count, const float *rout
         const int64_t size = expert.up.rows;
         step_.activate(activation, row(run_gate_, i, size), expert.gate.rows ? row(run_up_, i, size) : nullptr, size);
     });
+}
+
+/* The same in the waves in which the experts come. */
+void Pass::fetch_runs(int32_t index) {
+    const std::vector<Run> all = runs_;
+    std::vector<int32_t> needed, wave(all.size());
+    for (const Run &run : all) needed.push_back(run.expert);
+    size_t computed = 0;
+    for (int32_t count = int32_t(all.size());; count = 0) {
+        const int32_t some = m_.fetch(m_.fetch_context, index, needed.data(), count, m_.fetch_depth ? predicted_ : nullptr,
+                                      wave.data());
+        if (some <= 0 || size_t(some) > all.size() - computed) {
+            if (some || computed < all.size()) throw NotFetched();
+            break;
+        }
+        runs_.clear();
+        for (int32_t i = 0; i < some; ++i) {
+            const auto found = std::lower_bound(all.begin(), all.end(), wave[size_t(i)],
+                                                [](const Run &run, int32_t expert) { return run.expert < expert; });
+            if (found == all.end() || found->expert != wave[size_t(i)] ||
+                !m_.experts[size_t(index)][size_t(found->expert)].up.data)
+                throw NotFetched();
+            runs_.push_back(*found);
+        }
+        compute_runs(index);
+        computed += size_t(some);
+    }
+    runs_ = all;
+}
+
+/* The experts that the next mixtures are likely to need, from the hidden states as they are before this one. */
+void Pass::predict(int32_t index, int64_t from, int64_t count) {
+    const int64_t columns = m_.layers[size_t(index)].experts;
+    int32_t next = index + 1;
+    for (int32_t ahead = 0; ahead < m_.fetch_depth; ++ahead, ++next) {
+        float *likely = predicted_ + ahead * columns;
+        std::fill(likely, likely + columns, -1.f);
+        while (next < b_.to && !m_.layers[size_t(next)].experts) ++next;
+        if (next >= b_.to) continue;
+        const pippin_layer &layer = m_.layers[size_t(next)];
+        if (layer.experts != columns) continue;
+        // a router that reads hidden states has a norm of its own
+        const bool plain = layer.experts_norm || !layer.feedforward_norm;
+        for (int64_t i = 0; i < count; ++i) {
+            const float *x = row(x_, from + i, c_.width);
+            if (plain) memcpy(row(gathered_, i, c_.width), x, size_t(c_.width) * sizeof(float));
+            else normalize(layer.feedforward_norm, layer.feedforward_norm_bias, x, row(gathered_, i, c_.width));
+        }
+        read_router(layer, count, gathered_, routes_);
+        for (int64_t i = 0; i < count; ++i) {
+            float *routes = row(routes_, i, columns);
+            for (int64_t e = 0; e < columns; ++e)
+                if (layer.router.bias) routes[e] += layer.router.bias[e];
+            step_.softmax(routes, columns);
+            for (int64_t e = 0; e < columns; ++e) likely[e] = std::max(likely[e], routes[e]);
+        }
+    }
+}
+
+/* A mixture: the tokens of each expert together, all experts in one region of work.
+ * Source: Shazeer et al. 2017, arXiv:1701.06538; without dropped tokens as in MegaBlocks, arXiv:2211.15841. */
+void Pass::experts(int32_t index, int64_t from, int64_t count, const float *routed_by) {
+    const pippin_layer &layer = m_.layers[size_t(index)];
+    if (m_.fetch_depth) predict(index, from, count);
+    route(layer, index, from, count, routed_by);
+    if (m_.fetch) fetch_runs(index);
+    else compute_runs(index);
     std::fill(used_, used_ + count, 0);
     for (const Run &run : runs_) // in the order of the experts, whatever the other tokens chose
         for (int64_t i = run.begin; i < run.begin + run.count; ++i)

@@ -11,21 +11,23 @@ namespace {
 
 using Wide = long long; // for printf
 
-int check_matrix(const pippin_matrix &matrix, const char *name, int64_t layer, int64_t rows, int64_t columns) {
+int check_matrix(const pippin_matrix &matrix, const char *name, int64_t layer, int64_t rows, int64_t columns,
+                 bool absent = false) {
     if (matrix.rows != rows || matrix.columns != columns)
         return fail(PIPPIN_BAD_ARGUMENT, "layer %lld: %s is %lld x %lld, but %lld x %lld is what fits", Wide(layer), name,
                     Wide(matrix.rows), Wide(matrix.columns), Wide(rows), Wide(columns));
-    if (!matrix.data || reinterpret_cast<uintptr_t>(matrix.data) % 64)
+    if ((!matrix.data && !absent) || reinterpret_cast<uintptr_t>(matrix.data) % 64)
         return fail(PIPPIN_BAD_ARGUMENT, "layer %lld: %s has no data at a multiple of 64 bytes", Wide(layer), name);
     return pippin_packed_bytes(matrix.format, matrix.group, rows, columns) < 0 ? PIPPIN_BAD_ARGUMENT : PIPPIN_OK;
 }
 
-int check_feedforward(const pippin_expert &part, int64_t layer, int64_t width) {
+/* absent: the matrices may have no data. */
+int check_feedforward(const pippin_expert &part, int64_t layer, int64_t width, bool absent = false) {
     if (part.up.rows < 1) return fail(PIPPIN_BAD_ARGUMENT, "layer %lld: up has no rows", Wide(layer));
     if (part.gate.rows)
-        if (int status = check_matrix(part.gate, "gate", layer, part.up.rows, width)) return status;
-    if (int status = check_matrix(part.up, "up", layer, part.up.rows, width)) return status;
-    return check_matrix(part.down, "down", layer, width, part.up.rows);
+        if (int status = check_matrix(part.gate, "gate", layer, part.up.rows, width, absent)) return status;
+    if (int status = check_matrix(part.up, "up", layer, part.up.rows, width, absent)) return status;
+    return check_matrix(part.down, "down", layer, width, part.up.rows, absent);
 }
 
 int check_mixture(const pippin_layer &layer, int64_t index, int64_t width) {
@@ -40,7 +42,7 @@ int check_mixture(const pippin_layer &layer, int64_t index, int64_t width) {
         return fail(PIPPIN_BAD_ARGUMENT, "layer %lld: %d of %d groups of %d experts, of which a token takes %d", Wide(index),
                     router.active_groups, router.groups, layer.experts, layer.active);
     for (int32_t e = 0; e < layer.experts; ++e) {
-        if (int status = check_feedforward(layer.expert[e], index, width)) return status;
+        if (int status = check_feedforward(layer.expert[e], index, width, layer.fetched)) return status;
         if (layer.expert[e].up.rows != layer.expert[0].up.rows || !layer.expert[e].gate.rows != !layer.expert[0].gate.rows)
             return fail(PIPPIN_BAD_ARGUMENT, "layer %lld: experts of different sizes", Wide(index));
     }
@@ -384,6 +386,9 @@ int check_batch(const pippin_model &model, const Ropes &ropes, const void *pool,
     if (int status = check_sight(model, b)) return status;
     if (int status = check_states(model, b)) return status;
     if (int status = check_extras(model, b)) return status;
+    for (int64_t l = 0; !model.fetch && l < model.config.layers; ++l)
+        if (model.layers[size_t(l)].fetched)
+            return fail(PIPPIN_BAD_ARGUMENT, "layer %lld has experts that are in a file, and nothing fetches them", Wide(l));
     for (int64_t i = 0; (b.from == 0 || model.config.layer_table.rows) && i < b.tokens; ++i)
         if (b.ids[i] < 0 || b.ids[i] >= model.config.vocab)
             return fail(PIPPIN_BAD_ARGUMENT, "token %d is not in a vocabulary of %lld", b.ids[i],
@@ -466,6 +471,33 @@ extern "C" pippin_model *pippin_model_new(const pippin_config *config, const pip
 } catch (const std::bad_alloc &) {
     fail(PIPPIN_NO_MEMORY, "no memory for the description of a model");
     return nullptr;
+}
+
+extern "C" int pippin_model_fetch(pippin_model *model, pippin_fetch fetch, void *context, int32_t depth) {
+    if (!model || depth < 0 || (depth && !fetch)) return fail(PIPPIN_BAD_ARGUMENT, "no model, or a depth of %d", depth);
+    model->fetch = fetch, model->fetch_context = context, model->fetch_depth = depth;
+    return PIPPIN_OK;
+}
+
+extern "C" int pippin_model_expert(pippin_model *model, int32_t layer, int32_t expert, const pippin_expert *place) {
+    if (!model || layer < 0 || size_t(layer) >= model->experts.size() || expert < 0 ||
+        size_t(expert) >= model->experts[size_t(layer)].size())
+        return fail(PIPPIN_BAD_ARGUMENT, "no expert %d in layer %d", expert, layer);
+    pippin_expert &own = model->experts[size_t(layer)][size_t(expert)];
+    if (!model->layers[size_t(layer)].fetched) return fail(PIPPIN_BAD_ARGUMENT, "layer %d has its experts", layer);
+    if (!place) {
+        own.gate.data = own.up.data = own.down.data = nullptr;
+        return PIPPIN_OK;
+    }
+    const std::pair<const pippin_matrix *, pippin_matrix *> parts[] = {
+        {&place->gate, &own.gate}, {&place->up, &own.up}, {&place->down, &own.down}};
+    for (const auto &[given, known] : parts)
+        if (given->format != known->format || given->group != known->group || given->rows != known->rows ||
+            given->columns != known->columns || (!given->data && given->rows) ||
+            reinterpret_cast<uintptr_t>(given->data) % 64)
+            return fail(PIPPIN_BAD_ARGUMENT, "expert %d of layer %d is not what the layer was described with", expert, layer);
+    for (const auto &[given, known] : parts) known->data = given->data;
+    return PIPPIN_OK;
 }
 
 extern "C" void pippin_model_free(pippin_model *model) { delete model; }

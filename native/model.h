@@ -38,6 +38,9 @@ struct pippin_model {
     pippin_config config;
     std::vector<pippin_layer> layers;
     std::vector<std::vector<pippin_expert>> experts;
+    pippin_fetch fetch = nullptr;
+    void *fetch_context = nullptr;
+    int32_t fetch_depth = 0;
     std::vector<pippin_recurrent> recurrent; // of each layer
     std::vector<pippin_latent> latent;       // likewise
     std::vector<int32_t> states;             // of each layer: which of all recurrent layers it is

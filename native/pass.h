@@ -15,7 +15,10 @@
 
 namespace pippin {
 
-constexpr int64_t GROUP = 128; // tokens that go through a layer together
+constexpr int64_t GROUP = 128; // tokens that go through a layer together, where all experts are there
+
+/* What `pippin_fetch` was asked for did not come. */
+struct NotFetched {};
 
 /* Cuts one piece of memory into arrays; without memory it only counts. */
 struct Cutter {
@@ -110,7 +113,11 @@ class Pass {
     void attend_parts(const Queries &queries, const Tiles &tiles);
     void feed_forward(int32_t index, int64_t from, int64_t to);
     void experts(int32_t index, int64_t from, int64_t count, const float *routed_by);
+    void compute_runs(int32_t index);
+    void fetch_runs(int32_t index);
+    void predict(int32_t index, int64_t from, int64_t count);
     void route(const pippin_layer &layer, int32_t index, int64_t from, int64_t count, const float *read);
+    void read_router(const pippin_layer &layer, int64_t count, const float *read, float *routes);
     void choose(const pippin_layer &layer, const uint8_t *mask, float *routes, float *choice, uint8_t *taken) const;
     void mix_sparsely(const pippin_layer &layer, float *routes, float *weights, uint8_t *taken) const;
     template <class Make> void expert_products(int32_t index, bool down, const float *x, const Make &make);
@@ -146,6 +153,7 @@ class Pass {
     const StepKernels &step_;
     Cache pool_; // without a layer
     Clock clock_;
+    const int64_t group_; // tokens that go through a layer together
     int64_t count_ = 0;   // tokens that are left
     int32_t *origin_;     // (count): which of the pass each of them is
     int32_t *slot_, *visible_; // (count): its own, and the last that it sees
@@ -167,6 +175,7 @@ class Pass {
         int32_t expert;
         int64_t begin, count, panels_before;
     };
+    float *predicted_;           // (depth, experts)
     float *routes_, *choice_;    // (group, experts): weights, -1 for those that are not chosen; what they are chosen by
     uint8_t *taken_;             // (group, experts)
     float *gathered_, *answers_; // (rows, width)

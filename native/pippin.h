@@ -19,11 +19,17 @@ extern "C" {
 #pragma GCC visibility push(default) /* everything else in the library is hidden */
 #endif
 
-#define PIPPIN_ABI 5
+#define PIPPIN_ABI 6
 #define PIPPIN_BLOCK 16 /* tokens of one block of the cache */
 #define PIPPIN_PANEL 16 /* outputs that are computed together */
 
-enum pippin_status { PIPPIN_OK = 0, PIPPIN_BAD_ARGUMENT = -1, PIPPIN_NO_MEMORY = -2, PIPPIN_NO_THREADS = -3 };
+enum pippin_status {
+    PIPPIN_OK = 0,
+    PIPPIN_BAD_ARGUMENT = -1,
+    PIPPIN_NO_MEMORY = -2,
+    PIPPIN_NO_THREADS = -3,
+    PIPPIN_NOT_FETCHED = -4 /* what `pippin_fetch` was asked for did not come */
+};
 
 /* Weight formats: ggml's by their number in a file, and our own. w = scale * (code - zero) [+ minimum]. */
 enum pippin_format {
@@ -217,7 +223,7 @@ typedef struct pippin_layer {
     pippin_matrix input_gate, input_projection;
     const float *input_norm;
     float scalar;                      /* multiplier on the hidden states that leave the layer; 1 */
-    int32_t reserved;
+    int32_t fetched;                   /* its experts have no data before they are fetched (pippin_model_fetch) */
     const pippin_latent *latent;       /* or NULL */
     const pippin_recurrent *recurrent; /* beside attention, or in its place: q.rows = 0; or NULL */
 } pippin_layer;
@@ -251,6 +257,18 @@ int pippin_model_rope(pippin_model *model, int table, const float *cos, const fl
 
 /* The axis of a position by which each frequency rotates (half of the table's dimensions); at first all rotate by axis 0. */
 int pippin_model_rope_axes(pippin_model *model, int table, const uint8_t *axes);
+
+/* Experts that are not in memory all the time, or a look at which ones are needed. In a pass, `fetch` is called for each
+ * mixture, first with the experts that its tokens need, ascending, then with count = 0. It writes to `wave` those that are
+ * to be computed next and have data until the next call, and returns how many; after the last ones, 0. A negative result
+ * ends the pass. predicted: (depth, experts) how likely a token is to need each expert of the next mixtures, of the token
+ * with the highest probability; NULL with depth 0, and rows of mixtures that do not follow are negative.
+ * All tokens of a pass then go through a layer together, and a model computes one pass at a time. */
+typedef int32_t (*pippin_fetch)(void *context, int32_t layer, const int32_t *needed, int32_t count,
+                                const float *predicted, int32_t *wave);
+int pippin_model_fetch(pippin_model *model, pippin_fetch fetch, void *context, int32_t depth);
+/* Where an expert lies from now on, NULL for nowhere; during a pass only in `fetch`. */
+int pippin_model_expert(pippin_model *model, int32_t layer, int32_t expert, const pippin_expert *place);
 
 /* One block of the cache holds PIPPIN_BLOCK tokens of the layers of one group that have keys of their own; all blocks
  * are as large as those of the largest group: [cached layer][kv head]: keys transposed (head_dim, 16), then values (16, head_dim), in the cache's precision; int8

@@ -19,7 +19,7 @@ from pippin.core import device
 from pippin.core.checks import PositiveInt, checked
 from pippin.core.errors import InvalidArgument, NotEnoughMemory, PippinError
 
-ABI: Final = 5
+ABI: Final = 6
 BLOCK: Final = 16
 """Tokens per block of the KV cache."""
 
@@ -48,6 +48,11 @@ GATES: Final = {"plain": 0, "silu before": 1, "silu after": 2, "sigmoid after": 
 RECURRENT_INPUTS: Final = 8
 CHANGES: Final = 11 + RECURRENT_INPUTS
 """Matrices of a layer that an adapter may change."""
+
+FETCH: Final = ctypes.CFUNCTYPE(
+    c_int32, c_void_p, c_int32, POINTER(c_int32), c_int32, POINTER(c_float), POINTER(c_int32)
+)
+"""`pippin_fetch`: context, layer, needed experts and their number, predictions, and room for the next wave."""
 
 _FOLDER = Path(__file__).resolve().parents[1]
 _SWITCH = "PIPPIN_NATIVE"
@@ -142,7 +147,7 @@ class Layer(ctypes.Structure):
         ("input_projection", NativeMatrix),
         ("input_norm", c_void_p),
         ("scalar", c_float),
-        ("reserved", c_int32),
+        ("fetched", c_int32),
         ("latent", POINTER(NativeLatent)),
         ("recurrent", POINTER(NativeRecurrent)),
     )
@@ -300,6 +305,8 @@ _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
     "model_free": (None, c_void_p),
     "model_rope": (c_int, c_void_p, c_int, c_void_p, c_void_p, c_int64),
     "model_rope_axes": (c_int, c_void_p, c_int, c_void_p),
+    "model_fetch": (c_int, c_void_p, c_void_p, c_void_p, c_int32),
+    "model_expert": (c_int, c_void_p, c_int32, c_int32, POINTER(Expert)),
     "block_bytes": (c_int64, c_void_p, c_int),
     "forward": (c_int, c_void_p, c_void_p, c_int64, c_int, POINTER(NativeBatch)),
     "flow_read": (c_int, POINTER(Flow), POINTER(FlowBatch), c_void_p, c_int64, c_int64, c_void_p),
@@ -336,7 +343,7 @@ class Native:
         Raises:
             InvalidArgument: the library rejected an argument.
             NotEnoughMemory: it could not allocate memory.
-            PippinError: it could not start its threads.
+            PippinError: it could not start its threads, or experts did not come.
         """
         if status >= 0:
             return status
@@ -399,6 +406,14 @@ class Native:
     def model_rope_axes(self, handle: int, table: int, axes: int) -> None:
         """Set the axis of a position that each frequency of a table rotates by."""
         self.check(self._c["model_rope_axes"](handle, table, axes))
+
+    def model_fetch(self, handle: int, fetch: Any, depth: int) -> None:
+        """Let a `FETCH` bring the experts of mixtures, with predictions for the next ``depth`` ones; None for none."""
+        self.check(self._c["model_fetch"](handle, fetch, None, depth))
+
+    def model_expert(self, handle: int, layer: int, expert: int, place: Expert | None) -> None:
+        """Set where an expert of a layer lies; None for nowhere."""
+        self.check(self._c["model_expert"](handle, layer, expert, place))
 
     def block_bytes(self, handle: int, cache: int) -> int:
         """Size of one block of the KV cache in bytes."""

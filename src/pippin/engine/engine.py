@@ -29,7 +29,7 @@ import torch
 
 from pippin.core import device as devices
 from pippin.core.checks import NonNegativeInt, PositiveInt, checked
-from pippin.core.errors import InvalidArgument, PippinError
+from pippin.core.errors import InvalidArgument, PippinError, UnsupportedModel
 from pippin.engine import continuation_scores, output_processor
 from pippin.engine.cache import prompt_cache as files
 from pippin.engine.cache.prefix_tree import CachedSequence, CacheKey
@@ -42,6 +42,8 @@ from pippin.engine.prompt_extras import PromptExtras
 from pippin.engine.recommended_sampling import recommended, resolved
 from pippin.engine.request import Finished, Request, Token
 from pippin.engine.request_state import EventStream, RequestState, blocks_for
+from pippin.engine.runners.native_experts import ExpertSource
+from pippin.engine.runners.native_runner import NativeRunner
 from pippin.engine.runners.select import make_runner, runner_class
 from pippin.engine.scheduler import Scheduler
 from pippin.language.language_model import LanguageModel
@@ -248,6 +250,16 @@ class Engine:
             ContextOverflow: prompt and answer do not fit.
         """
         output_processor.check(self.model, prompt, options, self.context_size)
+
+    def fetch_experts(self, source: ExpertSource) -> None:
+        """Let a source bring the experts of a mixture, or look on; before the first request.
+
+        Raises:
+            UnsupportedModel: the native kernels do not compute the model.
+        """
+        if not isinstance(self._runner, NativeRunner):
+            raise UnsupportedModel(f"{self.model.name} is not packed for the native kernels; load it on a CPU")
+        self._runner.fetch_experts(source)
 
     def prefill(self, prompt: Sequence[int], *, adapter: str | None = None, owner: str = "") -> int:
         """Compute a prompt, so that a request that begins with it starts sooner; return the number of its tokens.

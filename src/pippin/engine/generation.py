@@ -75,7 +75,7 @@ def generate(
     if not prompts:
         raise InvalidArgument("prompt is an empty list; give at least one prompt")
     sampling = _sampling_options(options)
-    requests = [Request(_token_ids(model, each), sampling, adapter=adapter) for each in prompts]
+    requests = [Request(prompt_ids(model, each), sampling, adapter=adapter) for each in prompts]
     generations = list(_answers(shared_engine(model), requests))
     return generations[0] if is_single else generations
 
@@ -104,8 +104,12 @@ def _sampling_options(options: Mapping[str, Any]) -> SamplingOptions:
         raise InvalidArgument(f"{', '.join(options)}: {error}; the options are {known}") from error
 
 
-def _token_ids(model: LanguageModel, prompt: Prompt) -> Sequence[int]:
-    """The tokens of a prompt."""
+def prompt_ids(model: LanguageModel, prompt: Prompt) -> Sequence[int]:
+    """The tokens of a prompt.
+
+    Raises:
+        UnsupportedCapability: messages for a model without a chat template.
+    """
     if isinstance(prompt, str):
         return model.tokenizer.encode(prompt)
     if prompt and isinstance(prompt[0], Mapping):

@@ -30,7 +30,7 @@ from pippin.nn.latent_attention import LatentAttention
 from pippin.nn.linear import Linear
 from pippin.nn.lora import Adapter, LowRankUpdate
 from pippin.nn.norm import RMSNorm
-from pippin.nn.quantization.packed import NativeWeight
+from pippin.nn.quantization.packed import AbsentWeight, NativeWeight
 from pippin.nn.recurrent.layer import RecurrentSpec
 from pippin.nn.rotary import Rotary
 
@@ -251,6 +251,7 @@ class NativeDecoder:
             router.scale,
             router.jitter,
         )
+        to.fetched = int(any(isinstance(getattr(part, "packed", None), AbsentWeight) for part in mixture.modules()))
         experts = (native.Expert * spec.num_experts)()
         for index, expert in enumerate(mixture.experts):
             assert isinstance(expert, FeedForward)

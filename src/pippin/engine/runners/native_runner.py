@@ -23,6 +23,7 @@ from pippin.core.checks import PositiveInt, checked
 from pippin.core.errors import InvalidArgument, NotEnoughMemory
 from pippin.engine.model_runner import KVCacheDtype, KVCacheDtypeChoice, ModelInput
 from pippin.engine.runners.native_decoder import NativeAdapter, NativeDecoder
+from pippin.engine.runners.native_experts import ExpertFetch, ExpertSource, mixtures
 from pippin.engine.runners.native_inputs import Extras, PackedInputs, address, is_plain
 from pippin.engine.runners.native_recurrent import RecurrentStates
 from pippin.language.language_model import LanguageModel
@@ -72,6 +73,8 @@ class NativeRunner:
         )
         self._pool: Tensor | None = _zeros(blocks, self.block_bytes)
         self._adapters: weakref.WeakKeyDictionary[Adapter, NativeAdapter] = weakref.WeakKeyDictionary()
+        self._experts: ExpertFetch | None = None
+        self._mixtures = mixtures(model.config)
 
     @classmethod
     def supports(cls, model: LanguageModel) -> bool:
@@ -122,6 +125,20 @@ class NativeRunner:
                 _copy_residuals([inputs[index] for index in members], residual)
         return [results[index] for index in range(len(inputs))]
 
+    def fetch_experts(self, source: ExpertSource) -> None:
+        """Let a source bring the experts of mixtures, or look on, from the next pass on."""
+        self._experts = ExpertFetch(self._decoder, self.model.config, source)
+
+    def place_expert(self, layer: int, expert: int, place: native.Expert | None) -> None:
+        """Tell the kernels where an expert lies; between passes, or in a wave of the source.
+
+        Args:
+            layer: number of the mixture among those of the model, from 0.
+            expert: its index there.
+            place: its matrices; None for nowhere.
+        """
+        self._native.model_expert(self._decoder.handle, self._mixtures[layer], expert, place)
+
     def _pass(self, packed_inputs: PackedInputs, first: int, stop: int, residual: Tensor | None) -> list[Tensor]:
         """Layers [first, stop) of the new tokens of some sequences."""
         memory, outputs = self._memory, len(packed_inputs.rows)
@@ -150,8 +167,12 @@ class NativeRunner:
         states = RecurrentStates(packed_inputs.inputs, self.model.config) if self._recurs else None
         if states is not None:
             states.fill(batch)
+        if self._experts is not None:
+            self._experts.begin_pass(len(packed_inputs.ids))
         status = self._native.forward(self._decoder.handle, memory.data_ptr(), self.blocks, self._cache, batch)
         if status < 0:
+            if self._experts is not None:
+                self._experts.raise_error()
             self._native.check(status)
         extras.give()
         if states is not None:

@@ -421,6 +421,46 @@ class NativeWeight:
         return self.select(torch.arange(self.rows))
 
 
+class AbsentWeight(NativeWeight):
+    """A matrix that is not in memory: the kernels get it when a pass needs it.
+
+    Args:
+        form: number of the format in the C interface.
+        rows: number of outputs.
+        columns: number of inputs.
+    """
+
+    def __init__(self, form: int, rows: int, columns: int) -> None:
+        self._native = _library()
+        self.format, self.rows, self.columns, self.group = form, rows, columns, 0
+        self.data = torch.empty(0, dtype=torch.uint8)
+        self.matrix = native.NativeMatrix(form, 0, rows, columns, 0.0, 0, None)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory once it is there."""
+        return packed_size(self.format, self.rows, self.columns)
+
+    def matmul(self, x: Float[Tensor, "*batch inputs"], bias: Tensor | None) -> Float[Tensor, "*batch outputs"]:
+        """Refuse: only the engine has the weights.
+
+        Raises:
+            InvalidArgument: always.
+        """
+        raise InvalidArgument(
+            "the experts of this model are in its file and only the engine brings them; load it without memory= for "
+            "anything but generating"
+        )
+
+    def select(self, ids: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch columns"]:
+        """Refuse, as `matmul`.
+
+        Raises:
+            InvalidArgument: always.
+        """
+        return self.matmul(ids, None)
+
+
 def packed_size(form: int, rows: int, columns: int, group: int = 0) -> int:
     """The number of bytes of a weight in this format.
 

@@ -1,0 +1,123 @@
+"""Traces of real runs: which experts a model needs while it reads and writes.
+
+Notable here:
+- predictions are those of the next layers' own routers, from hidden states some layers earlier; they need no training
+
+Source: next-layer gates as predictors: Eliseev and Mazur 2023, arXiv:2312.17238, section 3.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from jaxtyping import Float32, Int64
+
+from pippin.core.checks import NonNegativeInt, PositiveInt, checked
+from pippin.core.errors import UnsupportedModel
+from pippin.engine.experts.expert_trace import ExpertTrace
+
+if TYPE_CHECKING:
+    from pippin.engine.generation import Prompt
+    from pippin.language.language_model import LanguageModel
+    from pippin.nn.feedforward import FeedForward
+
+
+class ExpertRecorder:
+    """Looks on and keeps what passes needed; see `pippin.engine.runners.native_experts.ExpertSource`.
+
+    Args:
+        model: name of the model, for the trace.
+        sizes: bytes of each expert.
+        depth: layers ahead for which predictions are kept; 0 for none.
+    """
+
+    @checked
+    def __init__(self, model: str, sizes: Int64[np.ndarray, "layers experts"], depth: NonNegativeInt = 0) -> None:
+        self.model, self.sizes, self.depth = model, sizes, depth
+        self._tokens: list[int] = []
+        self._needed: list[list[list[int]]] = []
+        self._predicted: list[np.ndarray] = []
+
+    def begin_pass(self, tokens: int) -> None:
+        """A pass over so many tokens begins."""
+        layers, experts = self.sizes.shape
+        self._tokens.append(tokens)
+        self._needed.append([[] for _ in range(layers)])
+        self._predicted.append(np.full((self.depth, layers, experts), np.nan, dtype=np.float16))
+
+    def waves(
+        self, layer: int, needed: list[int], predicted: Float32[np.ndarray, "depth experts"] | None
+    ) -> Iterator[Sequence[int]]:
+        """Keep what is needed and predicted; all experts are there."""
+        self._needed[-1][layer] = needed
+        if predicted is not None:
+            for ahead in range(min(self.depth, len(self.sizes) - 1 - layer)):
+                self._predicted[-1][ahead, layer + 1 + ahead, : predicted.shape[1]] = predicted[ahead]
+        yield needed
+
+    def trace(self) -> ExpertTrace:
+        """What was recorded so far."""
+        predicted = np.stack(self._predicted) if self.depth and self._predicted else None
+        return ExpertTrace.of(self._needed, self.sizes, model=self.model, tokens=self._tokens, predicted=predicted)
+
+
+def expert_sizes(model: LanguageModel) -> Int64[np.ndarray, "layers experts"]:
+    """Bytes of each expert's matrices in memory.
+
+    Raises:
+        UnsupportedModel: the model has no experts, or layers with different numbers of them.
+    """
+    from pippin.engine.runners.native_experts import mixtures
+    from pippin.nn.feedforward import FeedForward, MixtureOfExperts
+
+    rows = []
+    for index in mixtures(model.config):
+        mixture = next(part for part in model.module.layers[index].modules() if isinstance(part, MixtureOfExperts))
+        rows.append([_bytes(expert) for expert in mixture.experts if isinstance(expert, FeedForward)])
+    if not rows or len({len(row) for row in rows}) > 1:
+        raise UnsupportedModel(
+            f"{model.name} has no experts" if not rows else f"the layers of {model.name} differ in their experts"
+        )
+    return np.array(rows, dtype=np.int64)
+
+
+def _bytes(expert: FeedForward) -> int:
+    parts = [part for part in (expert.gate_proj, expert.up_proj, expert.down_proj) if part is not None]
+    packed = [getattr(part, "packed", None) for part in parts]
+    return sum(
+        part.weight.nbytes if weight is None else weight.nbytes for part, weight in zip(parts, packed, strict=True)
+    )
+
+
+@checked
+def record_expert_trace(
+    model: LanguageModel, prompts: Sequence[Prompt], *, max_tokens: PositiveInt = 128, depth: NonNegativeInt = 1
+) -> ExpertTrace:
+    """Answer prompts one after the other and record which experts each pass needs.
+
+    Args:
+        model: a mixture of experts, packed for the native kernels.
+        prompts: what to answer: texts, lists of messages, or lists of token ids.
+        max_tokens: longest answer.
+        depth: layers ahead for which predictions are recorded.
+
+    Raises:
+        UnsupportedModel: the model has no experts, or the native kernels do not compute it.
+        InvalidArgument, ContextOverflow: as `pippin.engine.generation.generate`.
+    """
+    from pippin.engine.engine import Engine
+    from pippin.engine.generation import prompt_ids
+    from pippin.engine.options import SamplingOptions
+    from pippin.engine.request import Request
+    from pippin.language.adapter_files import base_sha256
+
+    recorder = ExpertRecorder(base_sha256(model), expert_sizes(model), depth)
+    options = SamplingOptions(temperature=0.0, max_tokens=max_tokens)
+    with Engine(model, max_num_seqs=1, enable_prefix_caching=False) as engine:
+        engine.fetch_experts(recorder)
+        for prompt in prompts:
+            for _ in engine.stream(Request(prompt_ids(model, prompt), options)):
+                pass
+    return recorder.trace()

@@ -1,0 +1,196 @@
+"""Experts from a file: logits to the bit as with all of them in memory, the simulator's counts, errors, bounds."""
+
+import copy
+import random
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from pippin.core import native
+from pippin.core.errors import CorruptedFile, InvalidArgument, NotEnoughMemory
+from pippin.engine.experts import ExpertTrace, simulate
+from pippin.engine.experts.eviction import POLICIES, policy
+from pippin.engine.experts.expert_store import ExpertStore, StoredMatrix, stored_in
+from pippin.engine.experts.recording import ExpertRecorder
+from pippin.engine.experts.simulate import Prefetch
+from pippin.engine.model_runner import BLOCK_SIZE, ModelInput
+from pippin.engine.runners.native_runner import NativeRunner
+from pippin.language import Decoder, DecoderConfig, LanguageModel, LayerSpec
+from pippin.nn.attention import AttentionSpec
+from pippin.nn.feedforward import FeedForwardSpec, MixtureOfExperts
+from pippin.nn.quantization.packed import AbsentWeight
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason="the native kernels are not built")
+
+EXPERTS, LAYERS, WIDTH, INNER, VOCAB = 8, 3, 64, 32, 70
+ONLINE = [name for name in POLICIES if name != "belady"]
+
+
+@pytest.fixture(scope="module")
+def module():
+    spec = FeedForwardSpec(INNER, num_experts=EXPERTS, num_experts_per_tok=2)
+    layers = (LayerSpec(AttentionSpec(), spec),) * LAYERS
+    made = Decoder(DecoderConfig("qwen3_moe", VOCAB, WIDTH, layers, 4, 2, 16, 4096, tie_word_embeddings=False))
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in made.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.data = 1 + noise / 4 if name.endswith("norm.weight") else noise / parameter.shape[-1] ** 0.5
+    return made.eval()
+
+
+@pytest.fixture(scope="module")
+def stored(module, tmp_path_factory):
+    """A file with the float32 matrices of all experts, at offsets that are no multiples of anything."""
+    path, rng, experts = tmp_path_factory.mktemp("weights") / "experts.bin", random.Random(0), []
+    with path.open("wb") as file:
+        for layer in module.layers:
+            experts.append([])
+            for expert in layer.mlp.experts:
+                parts = {}
+                for name in ("gate", "up", "down"):
+                    file.write(rng.randbytes(rng.randrange(5000)))
+                    weight = getattr(expert, f"{name}_proj").weight.detach()
+                    parts[name] = StoredMatrix(path, file.tell(), weight.nbytes, "F32", *weight.shape)
+                    file.write(weight.numpy().tobytes())
+                experts[-1].append(parts)
+    return experts
+
+
+def model_of(module, tiny, *, absent):
+    packed = copy.deepcopy(module).pack()
+    for mixture in [part for part in packed.modules() if isinstance(part, MixtureOfExperts)] if absent else []:
+        for expert in mixture.experts:
+            for part in expert.children():
+                part.packed = AbsentWeight(part.packed.format, part.packed.rows, part.packed.columns)
+    return LanguageModel("mixture", packed, tiny.tokenizer, None)
+
+
+SIZE = 3 * WIDTH * INNER * 4
+"""Bytes of an expert."""
+IDS = torch.randint(VOCAB, (60,), generator=torch.Generator().manual_seed(1)).tolist()
+PASSES = [(IDS[:40], 0), *(([each], at) for at, each in enumerate(IDS[40:], 40))]
+
+
+def work(ids, held):
+    return ModelInput(ids, held, list(range(-(-(held + len(ids)) // BLOCK_SIZE))), range(len(ids)))
+
+
+def runner_with(model, stored, room, name="lru", **options):
+    runner = NativeRunner(model, 8)
+    place = runner.place_expert
+    store = ExpertStore(stored, room * SIZE, policy(name), place, **options)
+    runner.fetch_experts(store)
+    return runner, store
+
+
+@pytest.fixture
+def expected(module, tiny):
+    """Logits of all passes with every expert in memory, and the trace."""
+    runner = NativeRunner(model_of(module, tiny, absent=False), 8)
+    recorder = ExpertRecorder("mixture", np.full((LAYERS, EXPERTS), SIZE), depth=2)
+    runner.fetch_experts(recorder)
+    return [runner.forward([work(*each)])[0] for each in PASSES], recorder.trace()
+
+
+@pytest.mark.parametrize("name", ONLINE)
+@pytest.mark.parametrize(
+    ("room", "prefetch"), [(1, Prefetch()), (2, Prefetch()), (7, Prefetch(2, count=3, most_bytes=2 * SIZE))]
+)
+def test_logits_are_bit_identical_and_counts_are_the_simulators(module, tiny, stored, expected, name, room, prefetch):
+    runner, store = runner_with(model_of(module, tiny, absent=True), stored, room, name, prefetch=prefetch)
+    for each, logits in zip(PASSES, expected[0], strict=True):
+        assert torch.equal(runner.forward([work(*each)])[0], logits)
+    store.close()
+    simulated = simulate(expected[1], capacity=room * SIZE, eviction=name, prefetch=prefetch).stats
+    assert store.stats.totals() == simulated.totals()
+    for counted in ("hits", "first", "unpredicted", "collisions", "prefetches", "wasted", "bytes_read"):
+        np.testing.assert_array_equal(getattr(store.stats, counted), getattr(simulated, counted))
+    assert store.stats.peak <= room * SIZE
+
+
+def test_bytes_read_are_those_of_the_misses(module, tiny, stored):
+    runner, store = runner_with(model_of(module, tiny, absent=True), stored, 3)
+    runner.forward([work(IDS[:1], 0)])
+    store.close()
+    assert store.stats.misses.sum() == 2 * LAYERS
+    blocks = 0
+    for layer, expert in [(layer, expert) for layer in range(LAYERS) for expert in range(EXPERTS)]:
+        if (layer, expert) in store.cache.cached() or store.cache._seen[layer, expert]:
+            for part in stored[layer][expert].values():
+                blocks += -(-(part.offset + part.nbytes) // 4096) - part.offset // 4096
+    assert store.bytes_read == 4096 * blocks
+
+
+def test_the_neighbors_of_a_sequence_change_nothing(module, tiny, stored):
+    """Alone and beside another sequence, whose experts come and go in the same passes."""
+    ids = [IDS[:20], IDS[20:45]]
+    tables = [[0, 1], [2, 3]]
+
+    def inputs(index):
+        return ModelInput(ids[index], 0, tables[index], range(len(ids[index])))
+
+    alone, _ = runner_with(model_of(module, tiny, absent=True), stored, 2)
+    both, _ = runner_with(model_of(module, tiny, absent=True), stored, 2)
+    (expected,) = alone.forward([inputs(0)])
+    assert torch.equal(both.forward([inputs(1), inputs(0)])[1], expected)
+
+
+def test_a_file_that_shrinks_ends_the_pass_with_an_error_and_the_next_one_works(module, tiny, stored, tmp_path):
+    path = tmp_path / "copy.bin"
+    content = stored[0][0]["gate"].path.read_bytes()
+    path.write_bytes(content)
+    moved = [[{name: replace(part, path=path) for name, part in each.items()} for each in layer] for layer in stored]
+    runner, store = runner_with(model_of(module, tiny, absent=True), moved, 4)
+    path.write_bytes(content[:100])
+    with pytest.raises(CorruptedFile, match=r"copy.bin ends at byte"):
+        runner.forward([work(IDS[:5], 0)])
+    path.write_bytes(content)
+    whole = NativeRunner(model_of(module, tiny, absent=False), 8)
+    assert torch.equal(runner.forward([work(IDS[:5], 0)])[0], whole.forward([work(IDS[:5], 0)])[0])
+    store.close()
+
+
+def test_the_reader_ends_with_the_store(module, tiny, stored):
+    before = threading.active_count()
+    _, store = runner_with(model_of(module, tiny, absent=True), stored, 4)
+    assert threading.active_count() == before + 1
+    store.close()
+    assert threading.active_count() == before
+
+
+def test_an_expert_that_nobody_brought_is_not_computed_with(module, tiny):
+    runner = NativeRunner(model_of(module, tiny, absent=True), 8)
+    with pytest.raises(InvalidArgument, match="experts that are in a file, and nothing fetches them"):
+        runner.forward([work(IDS[:5], 0)])
+
+
+def test_only_the_engine_computes_with_absent_weights(module, tiny):
+    model = model_of(module, tiny, absent=True)
+    with pytest.raises(InvalidArgument, match="only the engine brings them"), torch.no_grad():
+        model.module(torch.tensor([IDS[:5]]))
+
+
+def test_too_little_memory_names_the_least(module, tiny, stored):
+    with pytest.raises(NotEnoughMemory, match=f"{SIZE:,} bytes, the largest"):
+        ExpertStore(stored, SIZE - 1, policy("lru"), lambda *_: None)
+
+
+def test_prefetching_needs_a_bound(stored):
+    with pytest.raises(InvalidArgument, match="most_bytes"):
+        ExpertStore(stored, 4 * SIZE, policy("lru"), lambda *_: None, prefetch=Prefetch(1))
+
+
+def test_a_view_of_a_mapped_file_is_found_in_it(tmp_path):
+    data = torch.arange(100, dtype=torch.uint8)
+    mapped = [(tmp_path / "other", torch.zeros(10, dtype=torch.uint8)), (tmp_path / "file", data)]
+    assert stored_in(data[10:30].view(4, 5), mapped) == (tmp_path / "file", 10)
+    assert stored_in(data[10:30].clone(), mapped) is None
+    assert stored_in(data[:30].view(5, 6)[:, :2], mapped) is None
+
+
+def test_a_trace_of_the_runtime_replays_to_the_same_counts(expected):
+    assert isinstance(expected[1], ExpertTrace)
+    assert expected[1].tokens.tolist() == [40] + [1] * 20
