@@ -8,6 +8,7 @@ from pippin.cli.evaluate.annotators import annotators
 from pippin.cli.evaluate.calibration import calibration
 from pippin.cli.evaluate.classification import classification
 from pippin.cli.evaluate.composition import composition
+from pippin.cli.evaluate.experts import experts
 from pippin.cli.evaluate.extraction import extraction
 from pippin.cli.evaluate.images import images
 from pippin.cli.evaluate.panel import panel
@@ -22,6 +23,7 @@ app.command()(annotators)
 app.command()(calibration)
 app.command()(classification)
 app.command()(composition)
+app.command()(experts)
 app.command()(extraction)
 app.command()(images)
 app.command()(panel)

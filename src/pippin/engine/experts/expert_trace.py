@@ -18,7 +18,7 @@ from typing import Final
 import numpy as np
 from jaxtyping import Float16, Int32, Int64
 
-from pippin.core.errors import CorruptedFile, InvalidArgument
+from pippin.core.errors import CorruptedFile, InvalidArgument, InvalidInput
 from pippin.core.files import atomic_write
 
 VERSION: Final = 1
@@ -131,9 +131,12 @@ class ExpertTrace:
         """Read a trace.
 
         Raises:
+            InvalidInput: there is no such file.
             CorruptedFile: the file is no trace, or one of a later version.
         """
         path = Path(path)
+        if not path.is_file():
+            raise InvalidInput(f"no file {str(path)!r}; give the path of a trace, as `ExpertTrace.save` writes it")
         try:
             with path.open("rb") as file, np.load(file, allow_pickle=False) as parts:
                 found = {name: parts[name] for name in parts.files if name in _NAMES}
