@@ -1,4 +1,4 @@
-"""Experts from a file: logits to the bit as with all of them in memory, the simulator's counts, errors, bounds."""
+"""Experts from a file: logits bit-identical to those with all in memory, the counts of the simulator, errors, bounds."""
 
 import copy
 import random
@@ -13,9 +13,9 @@ from pippin.core import native
 from pippin.core.errors import CorruptedFile, InvalidArgument, NotEnoughMemory
 from pippin.engine.experts import ExpertTrace, simulate
 from pippin.engine.experts.eviction import POLICIES, policy
-from pippin.engine.experts.expert_store import ExpertStore, StoredMatrix, stored_in
+from pippin.engine.experts.expert_store import ExpertStore, FileMatrix, stored_in
 from pippin.engine.experts.recording import ExpertRecorder
-from pippin.engine.experts.simulate import Prefetch
+from pippin.engine.experts.simulator import Prefetch
 from pippin.engine.model_runner import BLOCK_SIZE, ModelInput
 from pippin.engine.runners.native_runner import NativeRunner
 from pippin.language import Decoder, DecoderConfig, LanguageModel, LayerSpec
@@ -53,7 +53,7 @@ def stored(module, tmp_path_factory):
                 for name in ("gate", "up", "down"):
                     file.write(rng.randbytes(rng.randrange(5000)))
                     weight = getattr(expert, f"{name}_proj").weight.detach()
-                    parts[name] = StoredMatrix(path, file.tell(), weight.nbytes, "F32", *weight.shape)
+                    parts[name] = FileMatrix(path, file.tell(), weight.nbytes, "F32", *weight.shape)
                     file.write(weight.numpy().tobytes())
                 experts[-1].append(parts)
     return experts

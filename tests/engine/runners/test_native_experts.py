@@ -1,4 +1,4 @@
-"""Experts that come in waves: the same logits to the bit, the experts that torch chooses, its predictions, errors."""
+"""Experts that come in waves: bit-identical logits, the experts that torch chooses, its predictions, errors."""
 
 import copy
 import random

@@ -85,7 +85,8 @@ class LFU:
 
     def rank(self, cached: CachedExperts, now: Clock) -> Ranks:
         """See `EvictionPolicy`."""
-        return (cached.uses << 32) + cached.last_use
+        ranks: Ranks = (cached.uses << 32) + cached.last_use
+        return ranks
 
 
 class FIFO:
@@ -106,7 +107,8 @@ class LeastStale:
         """See `EvictionPolicy`."""
         current = cached.last_pass == now.pass_index
         layers_ahead = (cached.layer - now.layer - 1) % now.layers
-        return np.where(current, now.layers, 0) - layers_ahead
+        ranks: Ranks = np.where(current, now.layers, 0) - layers_ahead
+        return ranks
 
 
 class KeepCurrent:
@@ -122,7 +124,8 @@ class KeepCurrent:
     def rank(self, cached: CachedExperts, now: Clock) -> Ranks:
         """See `EvictionPolicy`."""
         order = self.policy.rank(cached, now).argsort(kind="stable").argsort()
-        return np.where(cached.last_pass == now.pass_index, len(order), 0) + order
+        ranks: Ranks = np.where(cached.last_pass == now.pass_index, len(order), 0) + order
+        return ranks
 
 
 class Belady:

@@ -87,12 +87,17 @@ class CacheStats:
     @classmethod
     def of(cls, layers: int) -> CacheStats:
         """Nothing counted yet."""
-        return cls(*(np.zeros(layers, dtype=np.int64) for _ in range(9)))
+
+        def none() -> Counts:
+            return np.zeros(layers, dtype=np.int64)
+
+        return cls(none(), none(), none(), none(), none(), none(), none(), none(), none())
 
     @property
     def misses(self) -> Counts:
         """Demands of experts that were not there."""
-        return self.first + self.unpredicted + self.collisions
+        misses: Counts = self.first + self.unpredicted + self.collisions
+        return misses
 
     @property
     def hit_rate(self) -> float:

@@ -29,7 +29,7 @@ from pippin.core.direct_file import DirectFile, room_for
 from pippin.core.errors import InvalidArgument
 from pippin.engine.experts.eviction import EvictionPolicy
 from pippin.engine.experts.expert_cache import CacheStats, ExpertCache
-from pippin.engine.experts.simulate import NO_PREFETCH, Prefetch
+from pippin.engine.experts.simulator import NO_PREFETCH, Prefetch
 from pippin.nn.quantization.packed import packed_size
 
 PARTS: Final = ("gate", "up", "down")
@@ -37,7 +37,7 @@ _ALIGNMENT: Final = 64
 
 
 @dataclass(frozen=True)
-class StoredMatrix:
+class FileMatrix:
     """A matrix in a file, in a form that the kernels pack.
 
     Attributes:
@@ -78,7 +78,7 @@ class StoredMatrix:
             found.pack_ggml(form, source, self.rows, self.columns, address)
 
 
-StoredExpert = dict[str, StoredMatrix]
+StoredExpert = dict[str, FileMatrix]
 """The matrices of an expert by `PARTS`; without a gate where it has none."""
 Place = Callable[[int, int, native.Expert | None], None]
 """Tells the kernels where an expert of a mixture lies, or that it lies nowhere."""
