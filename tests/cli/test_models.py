@@ -83,7 +83,7 @@ def test_adapters_stand_under_their_model_and_measured_speeds_have_no_tilde(caps
     models._print_tables([row("small", task_adapters=[adapter]), row("large", estimated=True), hub])
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split()[6:9] == ["25", "yes", "Apache-2.0"]
-    assert lines[2].split() == ["+", "small-extraction", "extraction", "2.3", "MB", "yes"]
+    assert lines[2].split() == ["+", "adapter", "extraction", "2.3", "MB", "yes"]
     assert "~25" in lines[3]
     assert max(map(len, lines)) <= 80
 

@@ -96,7 +96,7 @@ def _print_tables(rows: list[dict[str, Any]]) -> None:
         memory = format_bytes(row["memory"]) if row["memory"] else ""
         models.add_row(name, row["kind"], size, memory, _speed_text(row), installed, row["license"])
         for each in row["task_adapters"]:
-            adapter = Text(f"  + {each['name']}", "dim")
+            adapter = Text("  + adapter", "dim")  # its name is that of the model and its kind
             models.add_row(adapter, each["task"], format_bytes(each["size"]), "", "", Text("yes", "green"), "")
     console = Console(highlight=False)
     console.print(models)

@@ -1,4 +1,4 @@
-"""Experts from a file: logits bit-identical to those with all in memory, the counts of the simulator, errors, bounds."""
+"""Experts from a file: logits bit-identical to those with all in memory, the simulator's counts, errors, bounds."""
 
 import copy
 import random
