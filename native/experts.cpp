@@ -215,9 +215,10 @@ void Pass::fetch_runs(int32_t index) {
         for (int32_t i = 0; i < some; ++i) {
             const auto found = std::lower_bound(all.begin(), all.end(), wave[size_t(i)],
                                                 [](const Run &run, int32_t expert) { return run.expert < expert; });
-            if (found == all.end() || found->expert != wave[size_t(i)] ||
+            if (found == all.end() || found->expert != wave[size_t(i)] || needed[size_t(found - all.begin())] < 0 ||
                 !m_.experts[size_t(index)][size_t(found->expert)].up.data)
                 throw NotFetched();
+            needed[size_t(found - all.begin())] = -1; // each comes once
             runs_.push_back(*found);
         }
         compute_runs(index);

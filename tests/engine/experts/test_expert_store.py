@@ -153,12 +153,39 @@ def test_a_file_that_shrinks_ends_the_pass_with_an_error_and_the_next_one_works(
     store.close()
 
 
+def test_an_expert_that_left_before_its_turn_and_is_wanted_again_is_read_once(stored, monkeypatch):
+    go = threading.Event()
+    read, seen = ExpertStore._read, []
+
+    def slow(store, job):
+        go.wait()
+        seen.append((job.layer, job.expert))
+        read(store, job)
+
+    monkeypatch.setattr(ExpertStore, "_read", slow)
+    placed = []
+    store = ExpertStore(stored, 2 * SIZE, policy("lru"), lambda *place: placed.append(place[:2]))
+    store.fetch(0, 0, 0, ahead=True)  # the reader is busy with it
+    store.fetch(1, 5, 1, ahead=True)
+    store.drop(1, 5, 1)
+    store.fetch(2, 2, 2, ahead=True)  # which takes the memory of the one that left
+    store.fetch(1, 5, 1, ahead=True)
+    store.cache._row[1, 5] = 1
+    threading.Timer(0.2, go.set).start()
+    store.wait(1, [5])
+    store.close()
+    assert placed == [(1, 5)]
+    assert seen.count((1, 5)) == 1
+
+
 def test_the_reader_ends_with_the_store(module, tiny, stored):
     before = threading.active_count()
-    _, store = runner_with(model_of(module, tiny, absent=True), stored, 4)
+    runner, store = runner_with(model_of(module, tiny, absent=True), stored, 4)
     assert threading.active_count() == before + 1
     store.close()
     assert threading.active_count() == before
+    with pytest.raises(InvalidArgument, match="closed"):
+        runner.forward([work(IDS[:5], 0)])
 
 
 def test_an_expert_that_nobody_brought_is_not_computed_with(module, tiny):

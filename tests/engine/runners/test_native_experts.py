@@ -163,7 +163,7 @@ def test_an_error_of_the_source_ends_the_pass_and_the_next_one_works(model):
     assert torch.equal(logits, expected)
 
 
-@pytest.mark.parametrize("waves", [[[0]], [], [[0, 99]], [list(range(EXPERTS)) * 2]])
+@pytest.mark.parametrize("waves", [[[0]], [], [[0, 99]], [list(range(EXPERTS)) * 2], [[0, 0, 1, 2, 3, 4]]])
 def test_waves_that_are_not_what_was_asked_for_are_refused(model, waves):
     class Wrong(Source):
         def waves(self, layer, needed, predicted):

@@ -84,7 +84,7 @@ Place = Callable[[int, int, native.Expert | None], None]
 """Tells the kernels where an expert of a mixture lies, or that it lies nowhere."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Job:
     """An expert that is to be read, and what became of it."""
 
@@ -159,7 +159,13 @@ class ExpertStore:
         return all(file.direct for file in self._files.values())
 
     def begin_pass(self, tokens: int) -> None:
-        """See `ExpertSource`. What could not be read in the last pass is read once more."""
+        """See `ExpertSource`. What could not be read in the last pass is read once more.
+
+        Raises:
+            InvalidArgument: the store is closed.
+        """
+        if self._closed:
+            raise InvalidArgument("the store of experts is closed")
         for job in self._jobs.values():
             if job.done.is_set() and job.error is not None:
                 self._again(job)
@@ -174,7 +180,8 @@ class ExpertStore:
                 for ahead, scores in enumerate(predicted, 1):
                     if layer + ahead < len(self.experts) and scores[0] >= 0:
                         most = self.prefetch.most_bytes or 0
-                        self.cache.prefetch(layer, ahead, self.prefetch.ranked(scores.astype(np.float64)), most)
+                        ranked = self.prefetch.ranked(scores.astype(np.float16).astype(np.float64))  # as in a trace
+                        self.cache.prefetch(layer, ahead, ranked, most)
             yield wave
 
     def fetch(self, layer: int, expert: int, row: int, *, ahead: bool) -> None:

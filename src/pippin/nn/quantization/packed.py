@@ -448,7 +448,7 @@ class AbsentWeight(NativeWeight):
             InvalidArgument: always.
         """
         raise InvalidArgument(
-            "the experts of this model are in its file and only the engine brings them; load it without memory= for "
+            "the experts of this model are in its file, and only the engine brings them; load it as a whole for "
             "anything but generating"
         )
 

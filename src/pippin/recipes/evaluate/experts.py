@@ -17,7 +17,6 @@ from pippin.core.options import Option
 from pippin.recipes import options
 
 if TYPE_CHECKING:
-    from pippin.core.report import Report
     from pippin.engine.experts import Simulation
 
 _LINK = "Link"
@@ -106,19 +105,6 @@ class ExpertComparison:
         if self.timed:
             row |= {"first_s": run.first_seconds, "later_s": run.later_seconds, "stalled_s": run.stalled}
         return row
-
-    def report(self) -> Report:
-        """Hits, misses by cause, bytes for a pass and, with a link, the time of one."""
-        from pippin.core.report import Report, Row
-
-        rows = []
-        for run in self.runs:
-            name = f"depth {run.prefetch.depth}, {run.capacity / self.total:.0%}, {run.policy}"
-            rows.append(Row(f"{name}: hits", 100 * run.stats.hit_rate, "%"))
-            rows.append(Row(f"{name}: read for a pass", run.stats.bytes_read.sum() / self.passes / 1e6, "MB"))
-            if self.timed:
-                rows.append(Row(f"{name}: a later pass", 1000 * run.later_seconds, "ms"))
-        return Report(f"{self.trace}: {self.passes} passes", rows)
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Headings and cells."""
