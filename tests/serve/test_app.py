@@ -440,12 +440,15 @@ def test_a_request_with_tools_takes_the_adapter_for_tools_unless_told(make_serve
             choice = client.post(CHAT, json=asked | {"model": model} | more).json()["choices"][0]
             return [token["logprob"] for token in choice["logprobs"]["content"]]
 
-        assert logprobs("base", tools=[tool]) == logprobs("base:pirate", tools=[tool])
-        assert logprobs("base", tools=[tool]) != logprobs("base:none", tools=[tool])
-        assert logprobs("base") == logprobs("base:none") != logprobs("base:pirate")
-        assert logprobs("base", tools=[tool], tool_choice="none") == logprobs(
-            "base:none", tools=[tool], tool_choice="none"
-        )
+        def same(one, other, **more):
+            # the second request finds its prefix in the cache: other batches, which round otherwise
+            return logprobs(one, **more) == pytest.approx(logprobs(other, **more), abs=1e-4)
+
+        assert same("base", "base:pirate", tools=[tool])
+        assert not same("base", "base:none", tools=[tool])
+        assert same("base", "base:none")
+        assert not same("base:none", "base:pirate")
+        assert same("base", "base:none", tools=[tool], tool_choice="none")
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------

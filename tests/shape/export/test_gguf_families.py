@@ -1,5 +1,6 @@
 """Oracles: llama.cpp's converter (recorded), llama.cpp itself (where it is installed), the folder of the checkpoint."""
 
+import copy
 import json
 from dataclasses import replace
 from statistics import NormalDist
@@ -107,12 +108,16 @@ def test_what_is_read_back_gives_the_same_logits(exported, support, case):
     # a file has rates of forgetting, whose logarithms are rounded
     close = 3e-4 if model.config.recurrent_layers else 1e-6
     torch.testing.assert_close(again.module(IDS), expected, rtol=0, atol=close)
+    # random weights amplify what float32 rounds, and every machine sums in another order
+    rounded = (copy.deepcopy(model.module).double()(IDS) - expected).abs().max().item()
+    close = max(close, 1e-4, 4 * rounded)
     packed = pippin.load(path, device="cpu")
-    torch.testing.assert_close(packed.module(IDS), expected, rtol=1e-4, atol=max(close, 1e-4))
+    torch.testing.assert_close(packed.module(IDS), expected, rtol=1e-4, atol=close)
     runner = make_runner(packed, 4, "float32")
     (logits,) = runner.forward([ModelInput(IDS[0].tolist(), 0, range(3), range(IDS.shape[1]))])
     runner.close()
-    torch.testing.assert_close(logits, expected[0], rtol=1e-4, atol=max(close, 1e-4))
+    torch.testing.assert_close(logits, expected[0], rtol=1e-4, atol=close)
+    assert rounded < 1e-3
     support(case.partition(",")[0], "reads GGUF")
 
 
