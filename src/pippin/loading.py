@@ -45,6 +45,12 @@ def load(ref: str | Path = "smollm2-135m", *, device: str | None = None, **optio
     """
     if device is not None:
         options["device"] = device
+    if options.get("memory") is not None:  # what is imported from here on is part of it
+        import torch  # noqa: F401
+
+        from pippin.core.memory import MemoryBudget
+
+        options["memory"] = MemoryBudget.of(options["memory"])
     kind = model_type(ref)
     if kind is not None and kind in MODEL_TYPES:
         found = class_of(kind)

@@ -109,7 +109,7 @@ def slowed(engine, seconds=0.002):
 def fake(monkeypatch):
     """Engines compute with the fake runner."""
     monkeypatch.setattr("pippin.engine.engine.make_runner", FakeRunner)
-    monkeypatch.setattr("pippin.engine.engine.runner_class", lambda model: FakeRunner)
+    monkeypatch.setattr("pippin.engine.cache_size.runner_class", lambda model: FakeRunner)
 
 
 @pytest.fixture
@@ -673,9 +673,9 @@ def test_a_process_ends_while_its_engine_computes_and_leaves_its_prompts(tmp_pat
     script = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from pippin.engine import engine as module
+from pippin.engine import cache_size, engine as module
 from fake import FakeRunner
-module.make_runner, module.runner_class = FakeRunner, lambda model: FakeRunner
+module.make_runner, cache_size.runner_class = FakeRunner, lambda model: FakeRunner
 from types import SimpleNamespace
 import torch
 config = SimpleNamespace(
@@ -684,7 +684,7 @@ config = SimpleNamespace(
 )
 model = SimpleNamespace(
     name="none", device=torch.device("cpu"), context_size=2048, cache_layout=config, adapter=lambda name: None,
-    network=torch.nn.Linear(2, 2), source=None, vocab_size=260,
+    network=torch.nn.Linear(2, 2), source=None, vocab_size=260, placement=None,
 )
 engine = module.Engine(model, prompt_cache=sys.argv[2])
 import threading

@@ -15,7 +15,7 @@ from pippin.core.store.reference import resolve
 from pippin.engine.model_runner import BLOCK_SIZE
 from pippin.engine.runners.select import runner_class
 from pippin.language.availability import Availability, availability, memory_needed
-from pippin.language.language_model import read_headers
+from pippin.language.checkpoint_headers import read_headers
 from pippin.language.weight_packing import Packing
 
 MEASURE = """

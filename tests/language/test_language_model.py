@@ -231,7 +231,7 @@ def test_bits_need_kernels(folder, monkeypatch):
 @with_kernels
 def test_a_matrix_that_groups_do_not_divide_is_named_before_a_weight_is_read(folder, monkeypatch):
     monkeypatch.setattr(
-        sys.modules["pippin.language.language_model"], "quantize", lambda *_: pytest.fail("a weight was quantized")
+        sys.modules["pippin.language.weight_loading"], "quantize", lambda *_: pytest.fail("a weight was quantized")
     )
     with pytest.raises(InvalidArgument, match=r"layers\.0\.mlp\.down_proj\.weight has rows of 48 weights"):
         pippin.load(folder, device="cpu", bits=4)

@@ -108,7 +108,7 @@ def test_the_second_signal_ends_at_once(serve, patient):
         (["--host", "0.0.0.0"], 2, "set --api-key-file, listen on 127.0.0.1, or set --open-to-all to let"),
         (["--max-num-seqs", "0"], 2, "--max-num-seqs must be from 1 to 256, got 0"),
         (["--port", "70000"], 2, "--port must be from 0 to 65535, got 70000"),
-        (["--memory-budget", "much"], 2, "--memory-budget: 'much' is not a size; write it like 500MB or 8GiB"),
+        (["--memory", "much"], 2, "--memory: 'much' is not a size; write it like 500MB or 8GiB"),
         (["--replicas", "2"], 2, "--replicas is 2, which needs --ray"),
         (["--replicas", "3-1"], 2, "--replicas must be a number"),
         (["--adapter", "pirate"], 2, "--adapter is 'pirate'; write it as NAME=FOLDER"),

@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 
 from pippin.claims.worlds.sequences.byte_text import byte_config, byte_model
+from pippin.core import native
 from pippin.core.errors import NotEnoughMemory
 from pippin.engine.model_runner import BLOCK_SIZE
-from pippin.language import Decoder
+from pippin.language import Decoder, LanguageModel, families, memory_placement
 from pippin.language.availability import memory_needed as needed_by
 from pippin.serve import model_loading
 from pippin.serve.service import Service
@@ -97,7 +98,48 @@ def test_memory_is_counted_with_what_guesses_ahead_and_the_bits(folder):
 async def test_a_budget_smaller_than_the_weights_is_told_before_anything_is_loaded(folder, monkeypatch):
     module = importlib.import_module("pippin.language.language_model")  # the name itself is the function
     monkeypatch.setattr(module, "load", lambda *_, **__: pytest.fail("loaded"))
-    service = Service(ServerSettings(models=(str(folder),), device="cpu", memory_budget=10_000))
-    with pytest.raises(NotEnoughMemory, match="raise the memory budget"):
+    service = Service(ServerSettings(models=(str(folder),), device="cpu", memory=10_000))
+    with pytest.raises(NotEnoughMemory, match="all models together may take"):
         await service.pool.acquire("small")
+    service.close()
+
+
+@pytest.fixture
+def mixture(tiny, tmp_path):
+    """A mixture on disk, of which nearly all is experts."""
+    config = {"model_type": "qwen3_moe", "hidden_size": 64, "moe_intermediate_size": 64, "intermediate_size": 64}
+    config |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16}
+    config |= {"num_experts": 32, "num_experts_per_tok": 2, "norm_topk_prob": True, "vocab_size": tiny.vocab_size}
+    config |= {
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10_000.0,
+        "tie_word_embeddings": True,
+    }
+    made = Decoder(families.from_hf(config)).initialize(seed=0)
+    LanguageModel("mixture", made, tiny.tokenizer, tiny.template).save(tmp_path / "mixture")
+    return str(tmp_path / "mixture")
+
+
+@pytest.mark.skipif(native.library() is None, reason="the native kernels are not built")
+async def test_a_mixture_that_does_not_fit_keeps_its_experts_in_its_file(mixture, tmp_path, monkeypatch):
+    monkeypatch.setenv("PIPPIN_HOME", str(tmp_path / "home"))
+    for name in ("_LIBRARIES", "_VOCABULARY"):  # which are much more than this model
+        monkeypatch.setattr(memory_placement, name, 0)
+    monkeypatch.setattr(memory_placement, "workspace_bytes", lambda config, tokens: 0)
+    whole = needed_by(mixture, device="cpu", context=0)
+    request = ProviderRequest(Transcript(entries=(Prompt("Hello"),)), options=GenerationOptions(max_tokens=8))
+    answers = []
+    for memory in (10 * whole, whole - 1):
+        service = Service(ServerSettings(models=(mixture,), device="cpu", memory=memory, max_num_seqs=1))
+        loaded = await service.pool.acquire("mixture")
+        answers.append("".join(getattr(event, "text", "") for event in loaded.model.stream(request)))
+        assert (loaded.model.model.placement is not None) == (memory < whole)
+        assert loaded.nbytes <= memory
+        service.pool.release(loaded)
+        service.close()
+    assert answers[0] == answers[1]
+    service = Service(ServerSettings(models=(mixture,), device="cpu", memory=whole // 8, max_num_seqs=1))
+    with pytest.raises(NotEnoughMemory, match="all models together may take"):
+        await service.pool.acquire("mixture")
     service.close()

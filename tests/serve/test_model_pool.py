@@ -62,7 +62,7 @@ class Clock:
 
 
 def pool(loader, *, budget=250, known=False, clock=None, **settings):
-    chosen = ServerSettings(**{"models": NAMES, "memory_budget": budget} | settings)
+    chosen = ServerSettings(**{"models": NAMES, "memory": budget} | settings)
     needed = (lambda ref, cache: loader.sizes[ref]) if known else None
     return ModelPool(
         chosen, load=loader, load_encoder=loader, encoders={"d"}, memory_needed=needed, clock=clock or Clock()

@@ -1,6 +1,8 @@
-"""Return memory to the operating system: heap memory that was freed, and pages of mapped files.
+"""Resident memory: a budget for it, and its return to the operating system where it is not needed.
 
 Notable here:
+- a budget counts what a process holds beyond what it held when the budget was made: weights, caches, libraries that
+  were imported since, whatever the system says is resident
 - all calls are hints (`malloc_trim`, `madvise`): on a system without them nothing happens, and no data is ever lost
 - code pages of torch that only its initialization needs are a third of the resident memory with a small model
 """
@@ -11,11 +13,71 @@ import ctypes
 import mmap
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+import psutil
+
+from pippin.core import device as devices
+from pippin.core.errors import InvalidArgument
+from pippin.core.options import parse_memory
+
+_SHARE: Final = 0.8  # of the free memory, for a budget that finds itself
 _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) \S+ \S+ \S+ *(.*)")
+
+
+@dataclass(frozen=True)
+class MemoryBudget:
+    """The most resident memory that a model may add to its process, with its caches and all that computes with it.
+
+    Args:
+        nbytes: the most.
+        automatic: whether it was found here, so that a model which fits needs no budget.
+        base: resident memory without the model.
+    """
+
+    nbytes: int
+    automatic: bool = False
+    base: int = field(default_factory=lambda: resident())
+
+    @classmethod
+    def of(cls, size: int | str | MemoryBudget) -> MemoryBudget:
+        """A budget from now on.
+
+        Args:
+            size: bytes, or a size such as "400MB"; "auto" for 80 % of what is free.
+
+        Raises:
+            InvalidArgument: no size, or none above zero.
+
+        >>> MemoryBudget.of("400MB").nbytes
+        400000000
+        """
+        if isinstance(size, MemoryBudget):
+            return size
+        nbytes = parse_memory(size) if isinstance(size, str) else size
+        if nbytes == "auto":
+            return cls(int(_SHARE * devices.memory().available), automatic=True)
+        if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes <= 0:
+            raise InvalidArgument(f"memory must be a size above zero, such as 400MB, or 'auto', got {size!r}")
+        return cls(nbytes)
+
+    @property
+    def left(self) -> int:
+        """Bytes that may still be added; negative beyond the budget."""
+        return self.nbytes - (resident() - self.base)
+
+
+def resident() -> int:
+    """Resident memory of this process in bytes."""
+    return int(_process().memory_info().rss)
+
+
+@cache
+def _process() -> psutil.Process:
+    return psutil.Process()
 
 
 def trim() -> None:

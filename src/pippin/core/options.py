@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from pippin.core.errors import InvalidArgument
 
@@ -60,3 +60,15 @@ def parse_bytes(text: str) -> int:
     if match is None or match[2] not in _UNITS:
         raise InvalidArgument(f"{text!r} is not a size; write it like 500MB or 8GiB")
     return int(float(match[1]) * _UNITS[match[2]])
+
+
+def parse_memory(text: str) -> int | Literal["auto"]:
+    """Parse a size, or "auto" for what is free.
+
+    Raises:
+        InvalidArgument: the text is neither.
+
+    >>> parse_memory("8GB"), parse_memory("auto")
+    (8000000000, 'auto')
+    """
+    return "auto" if text.strip().lower() == "auto" else parse_bytes(text)

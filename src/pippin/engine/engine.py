@@ -21,19 +21,20 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from pippin.core import device as devices
 from pippin.core.checks import NonNegativeInt, PositiveInt, checked
 from pippin.core.errors import InvalidArgument, PippinError, UnsupportedModel
 from pippin.engine import continuation_scores, output_processor
 from pippin.engine.cache import prompt_cache as files
 from pippin.engine.cache.prefix_tree import CachedSequence, CacheKey
+from pippin.engine.cache_size import max_batched_tokens, max_snapshots, num_affordable_blocks
 from pippin.engine.continuation_scores import Scores
+from pippin.engine.engine_stats import EngineStats
+from pippin.engine.experts.expert_store import ExpertStore
+from pippin.engine.experts.memory_share import MemoryShare, close_store, open_store
 from pippin.engine.loop import EngineLoop
 from pippin.engine.model_runner import BLOCK_SIZE, KVCacheDtype, KVCacheDtypeChoice
 from pippin.engine.options import SamplingOptions
@@ -41,60 +42,12 @@ from pippin.engine.output_processor import OutputProcessor
 from pippin.engine.prompt_extras import PromptExtras
 from pippin.engine.recommended_sampling import recommended, resolved
 from pippin.engine.request import Finished, Request, Token
-from pippin.engine.request_state import EventStream, RequestState, blocks_for
+from pippin.engine.request_state import EventStream, RequestState
 from pippin.engine.runners.native_experts import ExpertSource
 from pippin.engine.runners.native_runner import NativeRunner
-from pippin.engine.runners.select import make_runner, runner_class
+from pippin.engine.runners.select import make_runner
 from pippin.engine.scheduler import Scheduler
 from pippin.language.language_model import LanguageModel
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """Statistics of an `Engine`: counters since its start, and its present state.
-
-    Args:
-        max_num_seqs: requests that can run at the same time.
-        active: requests that run. waiting: requests in the queue.
-        requests: requests accepted so far. refused: requests rejected because the queue was full.
-        finished, cancelled, failed: how accepted requests ended.
-        preempted: how often a request was put back in the queue, because blocks ran out or a higher priority arrived.
-        prompt_tokens: tokens of the prompts of all admitted requests. cached_tokens: how many of them were found in
-            the prefix cache. prefix_hits: requests for which some were found.
-        tokens_generated: tokens of all answers.
-        drafted, accepted: tokens that speculation proposed, and how many of them became part of an answer.
-        steps: passes.
-        blocks_total: blocks of 16 tokens in the pool. blocks_free: unused blocks. blocks_cached: blocks that only the
-            prefix cache holds, which evicts them when no other is free.
-        cache_tokens_used: tokens that fit in the blocks in use. cache_tokens_capacity: tokens that fit in all blocks.
-        cache_bytes_used: memory of the blocks in use.
-        state_bytes_used: memory of the states of recurrent layers, of running requests and of snapshots; a sequence of
-            any length takes the same.
-    """
-
-    max_num_seqs: int
-    active: int
-    waiting: int
-    requests: int
-    refused: int
-    finished: int
-    cancelled: int
-    failed: int
-    preempted: int
-    prompt_tokens: int
-    cached_tokens: int
-    prefix_hits: int
-    tokens_generated: int
-    drafted: int
-    accepted: int
-    steps: int
-    blocks_total: int
-    blocks_free: int
-    blocks_cached: int
-    cache_tokens_used: int
-    cache_tokens_capacity: int
-    cache_bytes_used: int
-    state_bytes_used: int = 0
 
 
 class Engine:
@@ -106,10 +59,11 @@ class Engine:
         model: a model that `pippin.load` returned.
         max_num_seqs: requests that run at the same time.
         max_waiting: requests that may wait in the queue; one more raises `Overloaded`.
-        max_num_batched_tokens: prompt tokens computed in one pass, None for 256 on a CPU and 1,024 on an accelerator;
-            a quarter of it while a request is decoding.
+        max_num_batched_tokens: prompt tokens computed in one pass, None for 256 on a CPU, 1,024 on an accelerator, and
+            up to 2,048 with experts in storage; a quarter of it while a request is decoding.
         cache_tokens: capacity of the cache in tokens, at least 16 for each of ``max_num_seqs``; unused blocks take no
-            memory. None for the full context of each sequence, or for a quarter of the free memory if that is less. No
+            memory. None for the full context of each sequence, or for a quarter of the free memory (of what a budget of
+            the model leaves) if that is less. No
             request may be longer.
         kv_cache_dtype: precision of keys and values; "auto" for the one that suits the model.
         enable_prefix_caching: whether computed blocks, and states of recurrent layers, are cached for later requests.
@@ -119,6 +73,7 @@ class Engine:
     Attributes:
         context_size: tokens that prompt and answer may take together.
         kv_cache_dtype: precision of keys and values.
+        expert_store: brings the experts that are in storage; None where all are in memory.
         recommended_sampling: fields of `SamplingOptions` that the model recommends to requests that name none.
 
     Raises:
@@ -145,6 +100,8 @@ class Engine:
                 f"cache_tokens must be at least {max_num_seqs * BLOCK_SIZE}, one block of {BLOCK_SIZE} for each of "
                 f"{max_num_seqs} sequences, got {cache_tokens}"
             )
+        if model.placement is not None and any(other.holds(model) for other in list(_engines)):
+            raise InvalidArgument(f"the memory of {model.name} is that of another engine; close it first")
         blocks = (
             num_affordable_blocks(model, max_num_seqs, kv_cache_dtype)
             if cache_tokens is None
@@ -152,7 +109,7 @@ class Engine:
         )
         self.model, self.max_waiting = model, max_waiting
         self.recommended_sampling = recommended(model.source)
-        self.max_num_batched_tokens = max_num_batched_tokens or (256 if model.device.type == "cpu" else 1024)
+        self.max_num_batched_tokens = max_num_batched_tokens or max_batched_tokens(model)
         self.prompt_cache = None if prompt_cache is None else Path(prompt_cache)
         if self.prompt_cache is not None:
             files.check_writable(self.prompt_cache)
@@ -165,10 +122,11 @@ class Engine:
             self._runner.copy,
             enable_prefix_caching=enable_prefix_caching,
             windows=self._runner.windows,
-            max_snapshots=_max_snapshots(model, max_num_seqs, blocks * self._runner.block_bytes),
+            max_snapshots=max_snapshots(model, max_num_seqs, blocks * self._runner.block_bytes),
             original_max_position_embeddings=model.cache_layout.original_max_position_embeddings,
         )
         self.context_size = min(model.context_size, self._scheduler.capacity(blocks))
+        self.expert_store = self._open_store()
         # weights that training may change; a change invalidates cached keys and values
         self._trainable = [weight for weight in model.network.parameters() if weight.requires_grad]
         self._version = self._weights_version()
@@ -251,8 +209,14 @@ class Engine:
         """
         output_processor.check(self.model, prompt, options, self.context_size)
 
+    def holds(self, model: LanguageModel) -> bool:
+        """Whether it is open and computes a model."""
+        return self.model is model and not self._closed
+
     def fetch_experts(self, source: ExpertSource) -> None:
         """Let a source bring the experts of a mixture, or look on; before the first request.
+
+        Where experts are in storage, the source has to get them from `expert_store`.
 
         Raises:
             UnsupportedModel: the native kernels do not compute the model.
@@ -346,6 +310,7 @@ class Engine:
             cache_tokens_capacity=pool.num_blocks * BLOCK_SIZE // len(self._runner.windows),
             cache_bytes_used=used * self._runner.block_bytes,
             state_bytes_used=self._state_bytes(),
+            **self._expert_counts(),
             **loop.counts,
         )
 
@@ -407,11 +372,35 @@ class Engine:
         try:
             if self.prompt_cache is not None:
                 files.save(self.prompt_cache, self.model, self._runner, self._current_sequences())
+            if self.expert_store is not None and self.model.placement is not None:
+                close_store(self.model.placement, self.expert_store)
         finally:
             self._scheduler.reset()
             self._runner.close()
 
+    def _open_store(self) -> ExpertStore | None:
+        """The store of experts that are not in memory; None where all are."""
+        placement = self.model.placement
+        if placement is None or placement.experts is None:
+            return None
+        if not isinstance(self._runner, NativeRunner):
+            raise UnsupportedModel(f"{self.model.name}: only the native kernels compute with experts in storage")
+        share = MemoryShare(placement, self.model.config, self._runner.block_bytes // BLOCK_SIZE)
+        return open_store(placement, self._runner, share)
+
     # --- for callers ----------------------------------------------------------------------------------------------
+
+    def _expert_counts(self) -> dict[str, int]:
+        """What experts in storage cost so far."""
+        if self.expert_store is None:
+            return {}
+        stats = self.expert_store.stats
+        return {
+            "expert_hits": int(stats.hits.sum()),
+            "expert_misses": int(stats.misses.sum()),
+            "expert_bytes_read": self.expert_store.bytes_read,
+            "expert_bytes_used": self.expert_store.nbytes,
+        }
 
     def _state_bytes(self) -> int:
         """Memory of the recurrent states of all running sequences."""
@@ -491,33 +480,6 @@ def _close_all() -> None:
             engine.close()
         except PippinError as error:  # the prompt cache could not be written, and no caller is left to raise it to
             print(f"pippin: {error}", file=sys.stderr)
-
-
-def num_affordable_blocks(model: LanguageModel, max_num_seqs: int, kv_cache_dtype: KVCacheDtypeChoice = "auto") -> int:
-    """Blocks for ``max_num_seqs`` full contexts, or as many as fit in a quarter of the free memory if that is less."""
-    if model.device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(model.device)
-    else:
-        free = devices.memory().available
-    groups, whole = model.cache_layout.cache_groups, 0
-    for layers in groups:
-        window = model.cache_layout.group_window(layers)
-        tokens = model.context_size if window is None else min(model.context_size, 2 * window + 2048)
-        # one more, because the block in which a continuation diverges from its prompt is allocated twice
-        whole += max_num_seqs * blocks_for(tokens) + 1
-    row = runner_class(model).block_bytes_of(model, kv_cache_dtype)  # 16 tokens of all layers
-    block = row * max(map(len, groups)) // max(1, len(model.cache_layout.cached_layers))
-    # a model without keys and values has blocks of size 0
-    return max(len(groups) * max_num_seqs, min(whole, free // 4 // block)) if block else whole
-
-
-def _max_snapshots(model: LanguageModel, max_num_seqs: int, pool_bytes: int) -> int:
-    """Snapshots of recurrent states that are cached: at least one for each sequence, in a quarter of the pool's memory
-    or an eighth of what is free; 0 for a model without states."""
-    if not model.cache_layout.recurrent_layers:
-        return 0
-    room = max(pool_bytes // 4, devices.memory().available // 8)
-    return max(max_num_seqs, min(64 * max_num_seqs, room // max(1, model.cache_layout.state_bytes)))
 
 
 class _EngineHolder:

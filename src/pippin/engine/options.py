@@ -18,7 +18,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pippin.core import device as devices
 from pippin.core.checks import NonNegativeFloat, PositiveFloat, PositiveInt, Probability, checked
 from pippin.core.errors import InvalidArgument
-from pippin.core.options import Option
+from pippin.core.options import Option, parse_memory
 from pippin.data.text.tool_dialect_name import ToolDialectName
 
 SAMPLING, MACHINE, SPEED = "Sampling", "Model and machine", "Speed and memory"
@@ -56,6 +56,16 @@ KVSharingRatio = Annotated[
         "models trained with --route-caches.",
         SPEED,
         "SHARE",
+    ),
+]
+Memory = Annotated[
+    PositiveInt | Literal["auto"] | None,
+    Option(
+        "Most resident memory that a model adds to the process, such as 4GB, or auto; what does not fit stays in its "
+        "file, which is possible for the experts of mixtures. By default all is in memory.",
+        SPEED,
+        "SIZE",
+        parse=parse_memory,
     ),
 ]
 Threads = Annotated[PositiveInt | None, Option("Threads of every computation; by default one for each core.", SPEED)]
@@ -97,6 +107,7 @@ class ModelOptions:
     bits: Bits = None
     kv_cache_dtype: KVCacheChoice = "auto"
     kv_sharing_ratio: KVSharingRatio = None
+    memory: Memory = None
     threads: Threads = None
     tool_dialect: ToolDialect = None
     speculate: Speculate = None

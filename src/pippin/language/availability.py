@@ -29,7 +29,9 @@ from pippin.core.files import format_bytes
 from pippin.core.formats.checkpoint import open_folder, read_json
 from pippin.core.store import catalog, hub, reference, store
 from pippin.core.store.reference import Resolved
-from pippin.language.language_model import Transform, check_transformers, read_headers, transformed
+from pippin.language.checkpoint_headers import Transform, read_headers, transformed
+from pippin.language.language_model import check_transformers
+from pippin.language.memory_placement import least_budgets
 from pippin.language.transformers_models import open as transformers_folder
 from pippin.language.weight_packing import DType, choose_packing
 from pippin.nn.quantization.packed import Bits
@@ -155,6 +157,29 @@ def memory_needed(
     return weights + cache * (most if context is None else context)
 
 
+@checked
+def least_memory(
+    ref: str | Path,
+    dtype: DType = "auto",
+    *,
+    device: str | None = None,
+    bits: Bits | None = None,
+    transform: Transform | None = None,
+) -> int:
+    """The least that ``pippin.load(ref, memory=…)`` works with, for an installed model.
+
+    Its arguments are those of `memory_needed`.
+
+    Raises:
+        InvalidArgument: weights that the native kernels do not compute with, or as of `memory_needed`.
+        ModelNotFound: there is no such model, or it is not installed.
+        CorruptedFile, UnsupportedModel, UnsafeCheckpoint: as `pippin.load`.
+    """
+    packing = choose_packing(dtype, devices.choose(device), bits=bits)
+    headers = transformed(read_headers(reference.resolve(ref, download=False)), transform)
+    return least_budgets(headers, packing)[1]
+
+
 def _not_here(ref: str | Path, error: ModelNotFound) -> Availability:
     """Why a reference has no files on this disk: an unknown name, or a model that is not downloaded yet."""
     name = str(ref)
@@ -212,13 +237,9 @@ def _sizes(
     except UnsupportedModel as error:
         check_transformers(found, error, only_run=bits is None and transform is None)
         return transformers_folder.memory_of(found.path, where, dtype)
-    config_ = headers.module.config
-    elements = 2 * len(config_.cached_layers) * config_.num_key_value_heads * config_.head_dim
-    return (
-        packing.nbytes(headers.module, headers.kinds),
-        elements * packing.cache_dtype.itemsize,
-        config_.max_position_embeddings,
-    )
+    decoder = headers.module.config
+    weights = packing.nbytes(headers.module, headers.kinds)
+    return weights, packing.cache_bytes(decoder), decoder.max_position_embeddings
 
 
 def _free(where: torch.device) -> int:

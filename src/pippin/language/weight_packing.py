@@ -20,6 +20,7 @@ from pippin.core.checks import checked
 from pippin.core.errors import InvalidArgument
 from pippin.core.files import format_bytes
 from pippin.language.decoder import Decoder
+from pippin.language.decoder_config import DecoderConfig
 from pippin.nn.embedding import TokenEmbedding
 from pippin.nn.linear import Linear
 from pippin.nn.packed_layers import OneDNNWeight
@@ -96,19 +97,27 @@ class Packing:
         Raises:
             InvalidArgument: matrices to be quantized whose rows are not divisible by groups of 32.
         """
-        total = 0
+        return sum(self.sizes(module, kinds).values()) + self._second_copy(module)
+
+    def sizes(self, module: Decoder, kinds: Mapping[str, str]) -> dict[str, int]:
+        """Bytes of each weight of a decoder (on the meta device) after loading; errors as of `nbytes`."""
+        found = {}
         for name, parameter in module.named_parameters():
             owner = module.get_submodule(name.rpartition(".")[0])
             form = self.format(owner, name, kinds.get(name))
             if form is None:
-                total += parameter.numel() * self.dtype.itemsize
-            else:
-                rows, columns = parameter.shape
-                group = group_of(name, columns) if self.bits else (stored_kind(kinds.get(name)) or (0, 0))[1]
-                group = group if form in _WITH_GROUPS else 0
-                size = packed_size if self.native else _triton_size
-                total += size(form, rows, columns, group)
-        return total + self._second_copy(module)
+                found[name] = parameter.numel() * self.dtype.itemsize
+                continue
+            rows, columns = parameter.shape
+            group = group_of(name, columns) if self.bits else (stored_kind(kinds.get(name)) or (0, 0))[1]
+            size = packed_size if self.native else _triton_size
+            found[name] = size(form, rows, columns, group if form in _WITH_GROUPS else 0)
+        return found
+
+    def cache_bytes(self, config: DecoderConfig, tokens: int = 1) -> int:
+        """Bytes of the keys and values of some tokens, in the default precision."""
+        elements = 2 * len(config.cached_layers) * config.num_key_value_heads * config.head_dim
+        return elements * self.cache_dtype.itemsize * tokens
 
     def _second_copy(self, module: Decoder) -> int:
         """Bytes of a tied output matrix, of which oneDNN needs a copy in its own layout."""

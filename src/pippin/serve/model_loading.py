@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
 
-from pippin.core.errors import PippinError
+from pippin.core.errors import InvalidArgument, PippinError
 from pippin.core.store import reference
 from pippin.serve import logs
 from pippin.serve.model_pool import cache_share, token_bytes
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 def language_loader(
     settings: ServerSettings, load: Callable[[str], Any] | None, cache_bytes: Callable[[], int]
-) -> Callable[[str], Any]:
-    """A function from a reference to a `LocalModel` for concurrent requests.
+) -> Callable[..., Any]:
+    """A function from a reference, and perhaps ``memory``, to a `LocalModel` for concurrent requests.
 
     Args:
         settings: batch size, device, precision and all other settings of the engine.
@@ -40,21 +40,21 @@ def language_loader(
         cache_bytes: maximum size of its cache.
     """
 
-    def from_disk(ref: str, kv_sharing_ratio: float | None = None) -> Any:
+    def from_disk(ref: str, kv_sharing_ratio: float | None = None, memory: int | None = None) -> Any:
         from pippin.language.language_model import load
         from pippin.language.methods.kv_routing import fewer_caches
 
         path, device = reference.resolve(ref, download=False).path, settings.device
         transform = None if kv_sharing_ratio is None else fewer_caches(kv_sharing_ratio)
-        return load(path, device=device, dtype=settings.dtype, bits=settings.bits, transform=transform)
+        return load(path, device=device, dtype=settings.dtype, bits=settings.bits, memory=memory, transform=transform)
 
     draft = _Draft(settings.speculate, load or from_disk)
 
-    def load_model(ref: str) -> Any:
+    def load_model(ref: str, memory: int | None = None) -> Any:
         from pippin.language.language_model import LanguageModel
         from pippin.session.providers.local import LocalModel
 
-        model = from_disk(ref, settings.kv_sharing_ratio) if load is None else load(ref)
+        model = from_disk(ref, settings.kv_sharing_ratio, memory) if load is None else load(ref)
         if not isinstance(model, LanguageModel):
             return model
         engine = _engine(settings, model, cache_bytes())
@@ -86,14 +86,13 @@ def _engine(settings: ServerSettings, model: LanguageModel, cache_bytes: int) ->
     cache_limit = cache_bytes // max(
         1, token_bytes(model, settings.kv_cache_dtype)
     )  # recurrent layers need none per token
+    tokens = max(settings.max_num_seqs * BLOCK_SIZE, min(settings.max_num_seqs * model.context_size, cache_limit))
     engine = Engine(
         model,
         max_num_seqs=settings.max_num_seqs,
         # only requests admitted ahead wait in the engine; all others wait in the model's admission queue
         max_waiting=2 * settings.max_num_seqs,
-        cache_tokens=max(
-            settings.max_num_seqs * BLOCK_SIZE, min(settings.max_num_seqs * model.context_size, cache_limit)
-        ),
+        cache_tokens=tokens if model.placement is None else None,
         kv_cache_dtype=settings.kv_cache_dtype,
         enable_prefix_caching=not settings.stateless,
     )
@@ -178,3 +177,20 @@ def memory_needed(settings: ServerSettings) -> Callable[[str, int], int]:
         return weights + draft_bytes + min(cache_bytes, settings.max_num_seqs * context)
 
     return estimate
+
+
+def least_memory(settings: ServerSettings) -> Callable[[str], int | None]:
+    """A function from a reference to the least memory that it can be loaded with; None if it can't be bounded."""
+
+    def least(ref: str) -> int | None:
+        from pippin.language.availability import least_memory
+        from pippin.language.methods.kv_routing import with_kv_sharing_layers
+
+        ratio = settings.kv_sharing_ratio
+        fewer = None if ratio is None else partial(with_kv_sharing_layers, kv_sharing_ratio=ratio)
+        try:
+            return least_memory(ref, settings.dtype, device=settings.device, bits=settings.bits, transform=fewer)
+        except InvalidArgument:
+            return None
+
+    return least

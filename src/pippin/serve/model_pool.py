@@ -85,11 +85,13 @@ class ModelPool:
 
     Args:
         settings: the served models and their memory budget.
-        load: returns a `LocalModel` for a reference.
+        load: returns a `LocalModel` for a reference; with ``memory`` one that takes no more.
         load_encoder: returns a `TextEncoder` for a reference.
         encoders: names of encoders, besides those whose files identify them.
         memory_needed: from a reference and a maximum cache size to the bytes that the model will take; None if that is
             unknown before loading.
+        least_memory: from a reference to the least ``memory`` that it can be loaded with, None for a model that is in
+            memory as a whole or not at all; None for all models.
         clock: a monotonic clock in seconds.
     """
 
@@ -97,14 +99,16 @@ class ModelPool:
         self,
         settings: ServerSettings,
         *,
-        load: Callable[[str], Any],
+        load: Callable[..., Any],
         load_encoder: Callable[[str], Any],
         encoders: Iterable[str] = (),
         memory_needed: Callable[[str, int], int] | None = None,
+        least_memory: Callable[[str], int | None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings, self._clock = settings, clock
-        self._load, self._load_encoder, self._needed = load, load_encoder, memory_needed
+        self._load, self._load_encoder = load, load_encoder
+        self._needed, self._least = memory_needed, least_memory
         self._encoders = frozenset(encoders)
         self._loads: dict[str, asyncio.Task[LoadedModel]] = {}
         self._failures: dict[str, tuple[float, Exception]] = {}
@@ -259,11 +263,13 @@ class ModelPool:
         ref = self.references()[name]
         kind = self.kind(name, ref)
         try:
-            need = await asyncio.to_thread(self._estimate, ref)
+            need, bounded = await asyncio.to_thread(self._estimate, ref)
             self._make_room(name, need)
             self._reserved[name] = need
-            load = self._load_encoder if kind == "encoder" else self._load
-            model = await asyncio.to_thread(load, ref)
+            if bounded:
+                model = await asyncio.to_thread(self._load, ref, memory=need)
+            else:
+                model = await asyncio.to_thread(self._load_encoder if kind == "encoder" else self._load, ref)
             loaded = LoadedModel(
                 name, model, kind if kind == "encoder" else _kind(model), size_of(model), self._new_admission_queue()
             )
@@ -287,17 +293,23 @@ class ModelPool:
         settings = self._settings
         return AdmissionQueue(settings.max_num_seqs, ahead=min(settings.max_num_seqs, settings.max_queued_requests))
 
-    def _estimate(self, ref: str) -> int:
+    def _estimate(self, ref: str) -> tuple[int, bool]:
+        """Bytes of a model, and whether it has to be held to them: it would take more than all models may."""
         try:
-            return 0 if self._needed is None else self._needed(ref, self.cache_bytes)
+            need = 0 if self._needed is None else self._needed(ref, self.cache_bytes)
+            least = self._least(ref) if need > self.budget and self._least is not None else None
         except (AssetError, CheckpointError):
-            return 0  # the load itself will raise the error
+            return 0, False  # the load itself will raise the error
+        if least is None:
+            return need, False
+        in_use = sum(one.nbytes for one in self.loaded.values() if one.users) + sum(self._reserved.values())
+        return max(least, self.budget - in_use), True
 
     def _make_room(self, name: str, need: int) -> None:
         if need > self.budget:
             raise NotEnoughMemory(
                 f"{name} needs {format_bytes(need)}, and all models together may take {format_bytes(self.budget)}; "
-                "raise the memory budget or take a smaller model"
+                "give the server more memory, or take a smaller model"
             )
         idle = sorted((one for one in self.loaded.values() if not one.users), key=lambda one: one.last_used)
         while self.nbytes + need > self.budget:
@@ -316,7 +328,9 @@ class ModelPool:
 
 def budget(settings: ServerSettings) -> int:
     """Memory budget of all models together, in bytes."""
-    return settings.memory_budget or int(_SHARE_OF_FREE_MEMORY * devices.memory().available)
+    if settings.memory is None or settings.memory == "auto":
+        return int(_SHARE_OF_FREE_MEMORY * devices.memory().available)
+    return settings.memory
 
 
 def cache_share(settings: ServerSettings) -> int:
@@ -348,6 +362,8 @@ def size_of(model: Any) -> int:
     if given is not None:
         return int(given)
     inner = getattr(model, "model", model)
+    if (placement := getattr(inner, "placement", None)) is not None:
+        return int(placement.budget.nbytes)
     module = getattr(inner, "network", None) or getattr(inner, "module", None)  # that of a language model, an encoder
     engine, draft = getattr(model, "engine", None), getattr(getattr(model, "speculation", None), "draft", None)
     weights = sum(_weights(one) for one in (module, getattr(draft, "network", None)) if one is not None)

@@ -32,7 +32,7 @@ from pippin.session.providers.provider import Done, ProviderEvent, ProviderReque
 from pippin.session.response import Usage
 
 if TYPE_CHECKING:
-    from pippin.engine.engine import EngineStats
+    from pippin.engine.engine_stats import EngineStats
     from pippin.session.providers.local import LocalModel
 
 __all__ = ["Caller", "ModelInfo", "Service"]
@@ -88,6 +88,7 @@ class Service:
             load_encoder=load_encoder or model_loading.encoder_loader(settings),
             encoders=encoders,
             memory_needed=model_loading.memory_needed(settings) if load is None else None,
+            least_memory=model_loading.least_memory(settings) if load is None else None,
             clock=clock,
         )
         self._guardrails = guardrails.guardrails(settings.guardrails)

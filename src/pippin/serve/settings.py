@@ -22,7 +22,7 @@ from annotated_types import Ge, Le
 
 from pippin.core.checks import PositiveFloat, PositiveInt, checked
 from pippin.core.errors import ExposedKeys, InvalidArgument, InvalidInput
-from pippin.core.options import Option, parse_bytes
+from pippin.core.options import Option, parse_bytes, parse_memory
 from pippin.core.store.catalog import DEFAULT_MODEL
 from pippin.core.text_files import read_text
 from pippin.engine.options import MACHINE, ModelOptions
@@ -168,14 +168,14 @@ class ServerSettings(ModelOptions):
         PositiveInt | None, Option("Tokens in a day, read and written, counted from midnight UTC.", _LIMITS)
     ] = None
 
-    memory_budget: Annotated[
-        PositiveInt | None,
+    memory: Annotated[
+        PositiveInt | Literal["auto"] | None,
         Option(
-            "Most that weights, caches and encoders take together, such as 8GB; 70 % of what is free at the start "
-            "without it.",
+            "Most that all models take together, with caches and encoders, such as 8GB; 70 % of what is free at the "
+            "start without it or with auto. A mixture that does not fit keeps its experts in its file.",
             _CAPACITY,
             "SIZE",
-            parse=parse_bytes,
+            parse=parse_memory,
         ),
     ] = None
     max_num_seqs: Annotated[int, Ge(1), Le(256), Option("Requests that one model answers at once.", _CAPACITY)] = 8

@@ -1,6 +1,7 @@
 """Experts from a file: logits bit-identical to those with all in memory, the simulator's counts, errors, bounds."""
 
 import copy
+import gc
 import random
 import threading
 from dataclasses import replace
@@ -11,20 +12,23 @@ import torch
 
 from pippin.core import native
 from pippin.core.errors import CorruptedFile, InvalidArgument, NotEnoughMemory
-from pippin.engine.experts import ExpertTrace, simulate
+from pippin.engine.expert_recording import ExpertRecorder
+from pippin.engine.experts import simulate
 from pippin.engine.experts.eviction import POLICIES, policy
-from pippin.engine.experts.expert_store import ExpertStore, FileMatrix, stored_in
-from pippin.engine.experts.recording import ExpertRecorder
+from pippin.engine.experts.expert_reader import ExpertReader
+from pippin.engine.experts.expert_store import ExpertStore
 from pippin.engine.experts.simulator import Prefetch
 from pippin.engine.model_runner import BLOCK_SIZE, ModelInput
 from pippin.engine.runners.native_runner import NativeRunner
 from pippin.language import Decoder, DecoderConfig, LanguageModel, LayerSpec
+from pippin.language.stored_experts import FileExpert, FileMatrix
 from pippin.nn.attention import AttentionSpec
 from pippin.nn.feedforward import FeedForwardSpec, MixtureOfExperts
 from pippin.nn.quantization.packed import AbsentWeight
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the native kernels are not built")
 
+F32 = native.GGML_FORMATS["F32"]
 EXPERTS, LAYERS, WIDTH, INNER, VOCAB = 8, 3, 64, 32, 70
 ONLINE = [name for name in POLICIES if name != "belady"]
 
@@ -53,9 +57,9 @@ def stored(module, tmp_path_factory):
                 for name in ("gate", "up", "down"):
                     file.write(rng.randbytes(rng.randrange(5000)))
                     weight = getattr(expert, f"{name}_proj").weight.detach()
-                    parts[name] = FileMatrix(path, file.tell(), weight.nbytes, "F32", *weight.shape)
+                    parts[name] = FileMatrix(path, file.tell(), weight.nbytes, *weight.shape, F32, "F32")
                     file.write(weight.numpy().tobytes())
-                experts[-1].append(parts)
+                experts[-1].append(FileExpert(parts))
     return experts
 
 
@@ -119,7 +123,7 @@ def test_bytes_read_are_those_of_the_misses(module, tiny, stored):
     blocks = 0
     for layer, expert in [(layer, expert) for layer in range(LAYERS) for expert in range(EXPERTS)]:
         if (layer, expert) in store.cache.cached() or store.cache._seen[layer, expert]:
-            for part in stored[layer][expert].values():
+            for part in stored[layer][expert].parts.values():
                 blocks += -(-(part.offset + part.nbytes) // 4096) - part.offset // 4096
     assert store.bytes_read == 4096 * blocks
 
@@ -140,9 +144,12 @@ def test_the_neighbors_of_a_sequence_change_nothing(module, tiny, stored):
 
 def test_a_file_that_shrinks_ends_the_pass_with_an_error_and_the_next_one_works(module, tiny, stored, tmp_path):
     path = tmp_path / "copy.bin"
-    content = stored[0][0]["gate"].path.read_bytes()
+    content = stored[0][0].parts["gate"].path.read_bytes()
     path.write_bytes(content)
-    moved = [[{name: replace(part, path=path) for name, part in each.items()} for each in layer] for layer in stored]
+    moved = [
+        [FileExpert({name: replace(part, path=path) for name, part in each.parts.items()}) for each in layer]
+        for layer in stored
+    ]
     runner, store = runner_with(model_of(module, tiny, absent=True), moved, 4)
     path.write_bytes(content[:100])
     with pytest.raises(CorruptedFile, match=r"copy.bin ends at byte"):
@@ -155,14 +162,14 @@ def test_a_file_that_shrinks_ends_the_pass_with_an_error_and_the_next_one_works(
 
 def test_an_expert_that_left_before_its_turn_and_is_wanted_again_is_read_once(stored, monkeypatch):
     go = threading.Event()
-    read, seen = ExpertStore._read, []
+    read, seen = ExpertReader._read, []
 
-    def slow(store, job):
+    def slow(reader, job):
         go.wait()
         seen.append((job.layer, job.expert))
-        read(store, job)
+        read(reader, job)
 
-    monkeypatch.setattr(ExpertStore, "_read", slow)
+    monkeypatch.setattr(ExpertReader, "_read", slow)
     placed = []
     store = ExpertStore(stored, 2 * SIZE, policy("lru"), lambda *place: placed.append(place[:2]))
     store.fetch(0, 0, 0, ahead=True)  # the reader is busy with it
@@ -210,14 +217,53 @@ def test_prefetching_needs_a_bound(stored):
         ExpertStore(stored, 4 * SIZE, policy("lru"), lambda *_: None, prefetch=Prefetch(1))
 
 
-def test_a_view_of_a_mapped_file_is_found_in_it(tmp_path):
-    data = torch.arange(100, dtype=torch.uint8)
-    mapped = [(tmp_path / "other", torch.zeros(10, dtype=torch.uint8)), (tmp_path / "file", data)]
-    assert stored_in(data[10:30].view(4, 5), mapped) == (tmp_path / "file", 10)
-    assert stored_in(data[10:30].clone(), mapped) is None
-    assert stored_in(data[:30].view(5, 6)[:, :2], mapped) is None
+@pytest.mark.parametrize("forget", [False, True])
+def test_the_reader_ends_with_a_store_that_is_forgotten(stored, forget):
+    def readers():
+        return sum(thread.name == "pippin-experts" for thread in threading.enumerate())
+
+    gc.collect()  # the stores of other tests
+    assert not readers()
+    store = ExpertStore(stored, 4 * SIZE, policy("lru"), lambda *_: None)
+    if forget:
+        del store
+        gc.collect()
+    assert readers() == (not forget)
 
 
-def test_a_trace_of_the_runtime_replays_to_the_same_counts(expected):
-    assert isinstance(expected[1], ExpertTrace)
-    assert expected[1].tokens.tolist() == [40] + [1] * 20
+def test_what_experts_may_take_changes_between_passes_and_within(module, tiny, stored, expected):
+    most = 0
+
+    def share(tokens, held):
+        nonlocal most
+        most = next(rooms) if tokens else most - 1 if most > 3 else most
+        return most * SIZE
+
+    rooms = iter([7, 7, 2, 2, 24, *[5] * len(PASSES)])
+    runner, store = runner_with(model_of(module, tiny, absent=True), stored, 24, share=share)
+    for each, logits in zip(PASSES, expected[0], strict=True):
+        assert torch.equal(runner.forward([work(*each)])[0], logits)
+        assert store.cache.capacity == most * SIZE
+    with pytest.raises(NotEnoughMemory):
+        store.cache.resize(SIZE - 1)
+
+
+def test_the_first_pass_begins_with_what_was_used_most(module, tiny, stored):
+    runner, store = runner_with(model_of(module, tiny, absent=True), stored, 4)
+    for each in PASSES:
+        runner.forward([work(*each)])
+    most = store.cache.most_used()
+    assert sorted(most) == [tuple(each) for each in np.argwhere(store.cache._seen)]
+    store.close()
+    again, warmed = runner_with(model_of(module, tiny, absent=True), stored, 24)
+    warmed.warm(most[:6])
+    again.forward([work(*PASSES[0])])
+    assert warmed.stats.prefetches.sum() == 6
+    assert warmed.stats.hits.sum() == 6
+
+
+def test_a_damaged_expert_is_refused(module, tiny, stored):
+    wrong = [[replace(each, checksum=1) for each in layer] for layer in stored]
+    runner, _ = runner_with(model_of(module, tiny, absent=True), wrong, 4)
+    with pytest.raises(CorruptedFile, match="its checksum is"):
+        runner.forward([work(IDS[:5], 0)])

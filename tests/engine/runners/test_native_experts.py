@@ -9,8 +9,8 @@ import torch
 
 from pippin.core import native
 from pippin.core.errors import InvalidArgument, PippinError, UnsupportedModel
+from pippin.engine import record_expert_trace
 from pippin.engine.engine import Engine
-from pippin.engine.experts import record_expert_trace
 from pippin.engine.model_runner import BLOCK_SIZE, ModelInput
 from pippin.engine.runners.native_runner import NativeRunner
 from pippin.language import Decoder, DecoderConfig, LanguageModel, LayerSpec

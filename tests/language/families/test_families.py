@@ -23,8 +23,8 @@ from pippin.engine.runners.torch_runner import TorchRunner
 from pippin.engine.speculation import Speculation
 from pippin.language import Decoder, LanguageModel, families
 from pippin.language.adapter_files import target_modules
+from pippin.language.checkpoint_headers import read_headers
 from pippin.language.families.family import pair_order
-from pippin.language.language_model import read_headers
 from pippin.nn.attention_capture import AttentionCapture
 from pippin.nn.embedding import TokenEmbedding
 from pippin.nn.expert_mask import ExpertMask

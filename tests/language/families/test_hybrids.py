@@ -14,7 +14,7 @@ from pippin.core.store.reference import resolve
 from pippin.engine import Engine, Request, SamplingOptions
 from pippin.language import LanguageModel, families
 from pippin.language.adapter_files import target_modules
-from pippin.language.language_model import read_headers
+from pippin.language.checkpoint_headers import read_headers
 
 from .checkpoints import CHECKPOINTS, GRANITE_EXPERTS, NEMOTRON_EXPERTS, SMALL, read, save_random
 

@@ -82,6 +82,7 @@ def load(model: str, model_options: ModelOptions = HERE) -> LanguageModel:
         device=model_options.device,
         dtype=model_options.dtype,
         bits=model_options.bits,
+        memory=model_options.memory,
         transform=transform,
         tool_dialect=model_options.tool_dialect,
     )

@@ -16,7 +16,7 @@ _WIDTH = 120
 def experts(config: recipe.Config, as_json: AsJson = False) -> None:
     """Replay a trace of the experts that a mixture needed, under every eviction policy.
 
-    A trace comes from `pippin.engine.experts.record_expert_trace`.
+    A trace comes from `pippin.engine.record_expert_trace`.
 
     pippin evaluate experts trace.npz --capacities 5%,20% --plot policies.png
     """

@@ -71,12 +71,14 @@ class Checkpoint:
         self.config = config
         self.generation_config = generation_config
         self._owners: dict[str, Any] = {}
+        self._paths: dict[str, Path] = {}
+        self._begins: dict[Path, dict[str, int]] = {}
         for path in shards:
             shard = _open_shard(path)
             for name in shard.keys():  # noqa: SIM118 -- not a dictionary
                 if name in self._owners:
                     raise CorruptedFile(f"{folder}: tensor {name!r} is in two shards")
-                self._owners[name] = shard
+                self._owners[name], self._paths[name] = shard, path
 
     def __repr__(self) -> str:
         return f"Checkpoint({self.folder.name!r}, {len(self._owners)} tensors)"
@@ -109,6 +111,18 @@ class Checkpoint:
         """
         tensor: Tensor = self._owner(name).get_tensor(name)
         return tensor
+
+    def begin(self, name: str) -> tuple[Path, int]:
+        """The file that holds a tensor, and the offset at which it begins.
+
+        Raises:
+            CorruptedFile: there is no tensor of this name.
+        """
+        self._owner(name)
+        path = self._paths[name]
+        if path not in self._begins:
+            self._begins[path] = _beginnings(path)
+        return path, self._begins[path][name]
 
     def tensors(self, prefix: str = "") -> dict[str, Tensor]:
         """Copies of the tensors whose names begin with ``prefix``, by their names without it."""
@@ -426,6 +440,14 @@ def _open_shard(path: Path) -> Any:
         return safe_open(str(path), framework="pt")
     except (SafetensorError, OSError, ValueError) as error:
         raise CorruptedFile(f"{path}: damaged or truncated: {error}; download it again") from error
+
+
+def _beginnings(path: Path) -> dict[str, int]:
+    """Where the tensors of a shard begin, which was opened before, so that its header is sound."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+    return {name: 8 + size + each["data_offsets"][0] for name, each in header.items() if name != "__metadata__"}
 
 
 def read_json(path: Path) -> dict[str, Any]:

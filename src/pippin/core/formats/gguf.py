@@ -131,6 +131,16 @@ class GGUFFile:
         values = dequantize_blocks(rows.reshape(-1, block.nbytes), tensor.type, dtype)
         return values.view(*rows.shape[:-1], tensor.shape[-1])
 
+    def begin(self, name: str) -> tuple[Path, int]:
+        """The file that holds a tensor, and the offset at which it begins.
+
+        Raises:
+            CorruptedFile: the file has no tensor of this name.
+        """
+        tensor = self._find(name)
+        path = self.path if len(self._parts) == 1 else self.path.with_name(part_names(self.path.name)[tensor.part])
+        return path, tensor.offset
+
     def release(self) -> None:
         """Drop the pages of the files from this process's memory; they are read again on access."""
         for data in self._parts:

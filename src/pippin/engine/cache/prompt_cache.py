@@ -120,7 +120,8 @@ def model_hash(model: LanguageModel) -> str:
             kind = f"{type(packed).__name__} {getattr(packed, 'format', '')} {getattr(packed, 'group', '')}"
             found = {"": packed.dense()} if opaque else packed_tensors
             tensors |= {f"{name}.{key} {kind}": tensor for key, tensor in found.items()}
-    return _hash_of(repr(model.cache_layout), sorted(tensors.items()))
+    away = "" if model.placement is None else model.placement.key  # tells experts in storage from all others
+    return _hash_of(repr(model.cache_layout) + away, sorted(tensors.items()))
 
 
 def adapter_hash(model: LanguageModel, adapter: Adapter) -> str:

@@ -9,7 +9,6 @@ from .eviction import (
     LeastStale as LeastStale,
 )
 from .expert_cache import CacheStats as CacheStats, ExpertCache as ExpertCache, ExpertLoader as ExpertLoader
-from .expert_store import ExpertStore as ExpertStore, FileMatrix as FileMatrix
+from .expert_store import ExpertStore as ExpertStore
 from .expert_trace import ExpertTrace as ExpertTrace
-from .recording import ExpertRecorder as ExpertRecorder, record_expert_trace as record_expert_trace
 from .simulator import Prefetch as Prefetch, Simulation as Simulation, compare as compare, simulate as simulate

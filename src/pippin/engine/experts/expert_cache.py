@@ -11,7 +11,7 @@ Source: Hoang et al. 2026, arXiv:2602.03921. The classes of misses are theirs; w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol, runtime_checkable
 
@@ -146,7 +146,8 @@ class ExpertCache:
                 f"{capacity:,} bytes for experts hold none of {int(self.sizes.max()):,} bytes, the largest; that is "
                 "the least that works"
             )
-        self.capacity, self.policy, self.loader = capacity, policy, loader or NoLoader()
+        self.capacity = self._most = capacity
+        self.policy, self.loader = policy, loader or NoLoader()
         self.num_layers, self.num_experts = self.sizes.shape
         self.rows = min(self.sizes.size, int(capacity // self.sizes.min()))
         self.used = 0
@@ -176,6 +177,21 @@ class ExpertCache:
         self._count_waste(np.flatnonzero(self._unused))
         self._unused[:] = False
         self._pinned[:] = False
+
+    def resize(self, capacity: int) -> None:
+        """Change the capacity between two passes; what does not fit any more leaves.
+
+        Args:
+            capacity: bytes for experts; no more than at the start are used.
+
+        Raises:
+            NotEnoughMemory: it holds none of the largest expert.
+        """
+        if capacity < self.sizes.max():
+            raise NotEnoughMemory(f"{capacity:,} bytes for experts hold none of {int(self.sizes.max()):,} bytes")
+        self._pinned[:] = False
+        self.capacity = min(capacity, self._most)
+        self._make_room(0, Clock(max(self._pass, 0), self.num_layers - 1, self.num_layers))
 
     def waves(self, layer: int, needed: Sequence[int]) -> Iterator[tuple[list[int], bool]]:
         """The needed experts of a layer in waves, each of which is there when it is yielded.
@@ -228,6 +244,31 @@ class ExpertCache:
                 self._bring(target, expert, ahead=True)
                 fetched += size
         return fetched
+
+    def tighten(self, capacity: int) -> None:
+        """Bring the capacity down in a pass; nothing leaves before something comes.
+
+        Args:
+            capacity: bytes for experts, at least the largest.
+        """
+        self.capacity = min(self.capacity, max(capacity, int(self.sizes.max())))
+
+    def warm(self, experts: Iterable[tuple[int, int]]) -> None:
+        """Fetch experts before the first layer, as far as there is room.
+
+        Args:
+            experts: layer and index, the most useful first.
+        """
+        for layer, expert in experts:
+            fits = self.used + int(self.sizes[layer, expert]) <= self.capacity
+            if fits and self._row[layer, expert] == _NOWHERE:
+                self._bring(layer, expert, ahead=True)
+
+    def most_used(self) -> list[tuple[int, int]]:
+        """Layer and index of all experts that were needed or predicted, the most used first."""
+        order = np.argsort(-self._uses, axis=None, kind="stable")
+        layers, experts = np.unravel_index(order[: int((self._uses > 0).sum())], self._uses.shape)
+        return list(zip(layers.tolist(), experts.tolist(), strict=True))
 
     def _now(self, layer: int) -> Clock:
         if self._pass == _NOWHERE:

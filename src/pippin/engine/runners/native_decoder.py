@@ -40,6 +40,9 @@ _FEWEST_POSITIONS: Final = 1024  # positions of the smallest rotary tables
 class NativeDecoder:
     """A decoder's description for the library: its handle, and references to everything that the handle points to.
 
+    Attributes:
+        experts: the experts of each mixture, as they were described.
+
     Raises:
         InvalidArgument: the kernels cannot compute it.
     """
@@ -52,6 +55,7 @@ class NativeDecoder:
             raise InvalidArgument(f"the native kernels have no {', no '.join(missing)}")
         self.native = found
         self._alive: list[Any] = [module]
+        self.experts: list[ctypes.Array[native.Expert]] = []
         specs = [
             None if spec.attention.rotary is None else (spec.attention.rotary, module.config.rotary_dim(spec.attention))
             for spec in module.config.layers
@@ -256,7 +260,7 @@ class NativeDecoder:
         for index, expert in enumerate(mixture.experts):
             assert isinstance(expert, FeedForward)
             experts[index] = self._feedforward(expert)
-        self._alive.append(experts)
+        self.experts.append(experts)
         to.expert = experts
         if mixture.shared_expert is not None:
             to.shared = self._feedforward(mixture.shared_expert)

@@ -135,8 +135,11 @@ class NativeRunner:
         Args:
             layer: number of the mixture among those of the model, from 0.
             expert: its index there.
-            place: its matrices; None for nowhere.
+            place: its matrices, to which its biases are added; None for nowhere.
         """
+        if place is not None:
+            biases = self._decoder.experts[layer][expert]
+            place.gate_bias, place.up_bias, place.down_bias = biases.gate_bias, biases.up_bias, biases.down_bias
         self._native.model_expert(self._decoder.handle, self._mixtures[layer], expert, place)
 
     def _pass(self, packed_inputs: PackedInputs, first: int, stop: int, residual: Tensor | None) -> list[Tensor]:

@@ -428,18 +428,20 @@ class AbsentWeight(NativeWeight):
         form: number of the format in the C interface.
         rows: number of outputs.
         columns: number of inputs.
+        group: number of inputs that share a scale in Pippin's formats; 0 for other formats.
+        zero: the code that represents 0 in Pippin's formats.
     """
 
-    def __init__(self, form: int, rows: int, columns: int) -> None:
+    def __init__(self, form: int, rows: int, columns: int, group: int = 0, zero: float = 0.0) -> None:
         self._native = _library()
-        self.format, self.rows, self.columns, self.group = form, rows, columns, 0
+        self.format, self.rows, self.columns, self.group = form, rows, columns, group
         self.data = torch.empty(0, dtype=torch.uint8)
-        self.matrix = native.NativeMatrix(form, 0, rows, columns, 0.0, 0, None)
+        self.matrix = native.NativeMatrix(form, group, rows, columns, zero, 0, None)
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory once it is there."""
-        return packed_size(self.format, self.rows, self.columns)
+        return packed_size(self.format, self.rows, self.columns, self.group)
 
     def matmul(self, x: Float[Tensor, "*batch inputs"], bias: Tensor | None) -> Float[Tensor, "*batch outputs"]:
         """Refuse: only the engine has the weights.

@@ -34,10 +34,11 @@ from pippin.core.files import disk_errors, require_free_space, sync_folder
 from pippin.core.formats.ggml_quants import FORMATS, BlockFormat
 from pippin.core.store.reference import Resolved
 from pippin.language import families
+from pippin.language.checkpoint_headers import read_headers
 from pippin.language.decoder import Decoder
 from pippin.language.decoder_config import DecoderConfig
 from pippin.language.kept_metadata import sampling_metadata
-from pippin.language.language_model import LanguageModel, read_headers
+from pippin.language.language_model import LanguageModel
 from pippin.language.model_license import find_license
 from pippin.nn.embedding import TokenEmbedding
 from pippin.nn.linear import Linear

@@ -38,9 +38,10 @@ from pippin.core.formats import checkpoint
 from pippin.core.store.reference import Resolved
 from pippin.data.text.chat_template import ChatTemplate
 from pippin.data.text.tokenizer import Tokenizer
+from pippin.language.checkpoint_headers import CheckpointHeaders
 from pippin.language.chunked_loss import sum_in_chunks
 from pippin.language.decoder import Decoder
-from pippin.language.language_model import CheckpointHeaders, LanguageModel, assemble
+from pippin.language.language_model import LanguageModel, assemble
 from pippin.language.methods.masked_diffusion.config import MaskedDiffusionConfig
 from pippin.language.methods.masked_diffusion.loss import MaskedDiffusion, masked_states
 from pippin.language.methods.masked_diffusion.sample import DEFAULT, UnmaskingOptions, UnmaskingStep, unmask

@@ -17,6 +17,7 @@ from jaxtyping import Float32, Int64
 from pippin.core.checks import NonNegativeInt, PositiveInt, checked
 from pippin.core.errors import UnsupportedModel
 from pippin.engine.experts.expert_trace import ExpertTrace
+from pippin.engine.runners.native_experts import ExpertSource
 
 if TYPE_CHECKING:
     from pippin.engine.generation import Prompt
@@ -31,35 +32,54 @@ class ExpertRecorder:
         model: name of the model, for the trace.
         sizes: bytes of each expert.
         depth: layers ahead for which predictions are kept; 0 for none.
+        source: brings the experts; None where all are in memory.
     """
 
     @checked
-    def __init__(self, model: str, sizes: Int64[np.ndarray, "layers experts"], depth: NonNegativeInt = 0) -> None:
-        self.model, self.sizes, self.depth = model, sizes, depth
+    def __init__(
+        self,
+        model: str,
+        sizes: Int64[np.ndarray, "layers experts"],
+        depth: NonNegativeInt = 0,
+        *,
+        source: ExpertSource | None = None,
+    ) -> None:
+        self.model, self.sizes, self.recorded_depth, self.source = model, sizes, depth, source
         self._tokens: list[int] = []
         self._needed: list[list[list[int]]] = []
         self._predicted: list[np.ndarray] = []
 
+    @property
+    def depth(self) -> int:
+        """Layers ahead for which predictions are wanted."""
+        return max(self.recorded_depth, self.source.depth if self.source is not None else 0)
+
     def begin_pass(self, tokens: int) -> None:
         """A pass over so many tokens begins."""
+        if self.source is not None:
+            self.source.begin_pass(tokens)
         layers, experts = self.sizes.shape
         self._tokens.append(tokens)
         self._needed.append([[] for _ in range(layers)])
-        self._predicted.append(np.full((self.depth, layers, experts), np.nan, dtype=np.float16))
+        self._predicted.append(np.full((self.recorded_depth, layers, experts), np.nan, dtype=np.float16))
 
     def waves(
         self, layer: int, needed: list[int], predicted: Float32[np.ndarray, "depth experts"] | None
     ) -> Iterator[Sequence[int]]:
-        """Keep what is needed and predicted; all experts are there."""
+        """Keep what is needed and predicted; the source brings the experts, or all are there."""
         self._needed[-1][layer] = needed
         if predicted is not None:
-            for ahead in range(min(self.depth, len(self.sizes) - 1 - layer)):
+            for ahead in range(min(self.recorded_depth, len(self.sizes) - 1 - layer)):
                 self._predicted[-1][ahead, layer + 1 + ahead, : predicted.shape[1]] = predicted[ahead]
-        yield needed
+        if self.source is None:
+            yield needed
+            return
+        depth = self.source.depth
+        yield from self.source.waves(layer, needed, predicted[:depth] if depth and predicted is not None else None)
 
     def trace(self) -> ExpertTrace:
         """What was recorded so far."""
-        predicted = np.stack(self._predicted) if self.depth and self._predicted else None
+        predicted = np.stack(self._predicted) if self.recorded_depth and self._predicted else None
         return ExpertTrace.of(self._needed, self.sizes, model=self.model, tokens=self._tokens, predicted=predicted)
 
 
@@ -113,11 +133,11 @@ def record_expert_trace(
     from pippin.engine.request import Request
     from pippin.language.adapter_files import base_sha256
 
-    recorder = ExpertRecorder(base_sha256(model), expert_sizes(model), depth)
     options = SamplingOptions(temperature=0.0, max_tokens=max_tokens)
     with Engine(model, max_num_seqs=1, enable_prefix_caching=False) as engine:
+        recorder = ExpertRecorder(base_sha256(model), expert_sizes(model), depth, source=engine.expert_store)
         engine.fetch_experts(recorder)
         for prompt in prompts:
             for _ in engine.stream(Request(prompt_ids(model, prompt), options)):
                 pass
-    return recorder.trace()
+        return recorder.trace()
