@@ -69,6 +69,26 @@ def tiny():
 # Tests record it, docs/models.json keeps it, docs/models.md shows it.
 
 
+@pytest.fixture(scope="session")
+def save_mixture(tiny):
+    """Writes a random mixture in bfloat16 with the small tokenizer to a folder, which it returns."""
+    import torch
+
+    from pippin.language import Decoder, LanguageModel, families
+
+    def save(folder: Path, *, width: int = 64, inner: int = 64, experts: int = 8, layers: int = 2) -> Path:
+        config = {"model_type": "qwen3_moe", "hidden_size": width, "moe_intermediate_size": inner, "head_dim": 32}
+        config |= {"intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": 4}
+        config |= {"num_key_value_heads": 2, "num_experts": experts, "num_experts_per_tok": 2, "norm_topk_prob": True}
+        config |= {"vocab_size": tiny.vocab_size, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6}
+        made = Decoder(families.from_hf(config | {"rope_theta": 10_000.0, "tie_word_embeddings": True}))
+        made = made.initialize(seed=0).to(torch.bfloat16)
+        LanguageModel("mixture", made, tiny.tokenizer, tiny.template).save(folder)
+        return folder
+
+    return save
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--write-support`: write what the tests find into docs/models.json, in place of comparing it."""
     parser.addoption("--write-support", action="store_true", help="write docs/models.json from the tests that run")

@@ -5,11 +5,14 @@ from dataclasses import replace
 
 import pytest
 
+import pippin as pippin_package
 from pippin.cli import bench, main
 from pippin.cli.common import options
 from pippin.core import device, native
+from pippin.core.errors import NotEnoughMemory
 from pippin.core.store import catalog
 from pippin.engine import machine_speed, measure_speed
+from pippin.engine.experts.memory_share import MemoryShare
 
 FIGURES = {
     "prompt": "tokens/s",
@@ -125,6 +128,8 @@ def test_a_plot_is_drawn(run, tmp_path):
         (("--threads", "1,"), "--threads must be comma-separated whole numbers, got '1,'"),
         (("--threads", "0"), "0 threads were requested; this process may use 1 to"),
         (("--threads", "1,4096"), "4096 threads were requested"),
+        (("--memory", "1GB,much"), "'much' is not a size"),
+        (("--memory", "1GB", "--threads", "1,2"), "one number of threads"),
     ],
 )
 def test_nonsense_is_refused_before_a_model_is_loaded(words, message, monkeypatch, capsys):
@@ -155,3 +160,23 @@ def test_the_middle_and_the_spread():
     row = bench._row("answer", [1.0, 2.0, 6.0], "tokens/s")
     assert (row.value, row.spread) == (2.0, pytest.approx(7**0.5))
     assert bench._row("answer", [3.0], "tokens/s").spread is None
+
+
+@pytest.mark.skipif(native.library() is None, reason="the native kernels are not built")
+def test_budgets_are_measured_one_after_the_other(save_mixture, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PIPPIN_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(MemoryShare, "__call__", lambda share, tokens, held: share._least)
+    folder, plot = save_mixture(tmp_path / "mixture"), tmp_path / "budgets.svg"
+    with pytest.raises(NotEnoughMemory, match="pass memory=") as refused:
+        pippin_package.load(folder, device="cpu", memory=1)
+    least = str(refused.value).partition("memory=")[2].partition(" ")[0]
+    words = ["bench", str(folder), "--memory", f"{least},4GB", "--prompt", "20", "--answer", "4", "--repeats", "2"]
+    assert main([*words, "--threads", "1", "--json", "--plot", str(plot)]) == 0
+    less, more = json.loads(capsys.readouterr().out)["budgets"]
+    assert less["budget"] == int(least) < more["budget"]
+    assert max(less["hit_rate"]) < 1
+    assert set(more["hit_rate"]) == {1.0}
+    assert min(less["bytes_per_token"]) > 0 == max(more["bytes_per_token"])
+    assert len(less["answer"]) == len(less["prompt"]) == len(less["resident"]) == 2
+    assert "budget, MB" in plot.read_text() or plot.stat().st_size > 10_000
+    assert main([*words[:4], "1kB"]) != 0

@@ -22,7 +22,6 @@ from pippin.core.errors import (
 from pippin.core.memory import MemoryBudget
 from pippin.engine import Engine, record_expert_trace
 from pippin.engine.experts.memory_share import MemoryShare
-from pippin.language import Decoder, LanguageModel, families
 from pippin.language.memory_placement import Placement
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the native kernels are not built")
@@ -42,17 +41,6 @@ print(__import__("json").dumps([status("VmHWM") - before, texts, stats.expert_by
 """
 
 
-def save_mixture(tiny, folder, *, width=64, inner=64, experts=8, layers=2):
-    config = {"model_type": "qwen3_moe", "hidden_size": width, "moe_intermediate_size": inner, "head_dim": 32}
-    config |= {"intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": 4}
-    config |= {"num_key_value_heads": 2, "num_experts": experts, "num_experts_per_tok": 2, "norm_topk_prob": True}
-    config |= {"vocab_size": tiny.vocab_size, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6}
-    made = Decoder(families.from_hf(config | {"rope_theta": 10_000.0, "tie_word_embeddings": True}))
-    made = made.initialize(seed=0).to(torch.bfloat16)
-    LanguageModel("mixture", made, tiny.tokenizer, tiny.template).save(folder)
-    return folder
-
-
 @pytest.fixture
 def home(tmp_path, monkeypatch):
     monkeypatch.setenv("PIPPIN_HOME", str(tmp_path / "home"))
@@ -60,8 +48,8 @@ def home(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def small(tiny, tmp_path):
-    return save_mixture(tiny, tmp_path / "mixture")
+def small(save_mixture, tmp_path):
+    return save_mixture(tmp_path / "mixture")
 
 
 @pytest.fixture
@@ -77,8 +65,8 @@ def least_of(path, **options):
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="resident memory is read from /proc")
-def test_a_process_holds_its_budget_and_answers_as_without_one(tiny, tmp_path, home):
-    folder = save_mixture(tiny, tmp_path / "large", width=512, inner=512, experts=32, layers=6)
+def test_a_process_holds_its_budget_and_answers_as_without_one(save_mixture, tmp_path, home):
+    folder = save_mixture(tmp_path / "large", width=512, inner=512, experts=32, layers=6)
     least, whole = least_of(folder), sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     assert whole > 2 * least
     texts = []

@@ -9,7 +9,7 @@ from pippin.claims.worlds.sequences.byte_text import byte_config, byte_model
 from pippin.core import native
 from pippin.core.errors import NotEnoughMemory
 from pippin.engine.model_runner import BLOCK_SIZE
-from pippin.language import Decoder, LanguageModel, families, memory_placement
+from pippin.language import Decoder, memory_placement
 from pippin.language.availability import memory_needed as needed_by
 from pippin.serve import model_loading
 from pippin.serve.service import Service
@@ -104,25 +104,9 @@ async def test_a_budget_smaller_than_the_weights_is_told_before_anything_is_load
     service.close()
 
 
-@pytest.fixture
-def mixture(tiny, tmp_path):
-    """A mixture on disk, of which nearly all is experts."""
-    config = {"model_type": "qwen3_moe", "hidden_size": 64, "moe_intermediate_size": 64, "intermediate_size": 64}
-    config |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16}
-    config |= {"num_experts": 32, "num_experts_per_tok": 2, "norm_topk_prob": True, "vocab_size": tiny.vocab_size}
-    config |= {
-        "max_position_embeddings": 512,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10_000.0,
-        "tie_word_embeddings": True,
-    }
-    made = Decoder(families.from_hf(config)).initialize(seed=0)
-    LanguageModel("mixture", made, tiny.tokenizer, tiny.template).save(tmp_path / "mixture")
-    return str(tmp_path / "mixture")
-
-
 @pytest.mark.skipif(native.library() is None, reason="the native kernels are not built")
-async def test_a_mixture_that_does_not_fit_keeps_its_experts_in_its_file(mixture, tmp_path, monkeypatch):
+async def test_a_mixture_that_does_not_fit_keeps_its_experts_in_its_file(save_mixture, tmp_path, monkeypatch):
+    mixture = str(save_mixture(tmp_path / "mixture", experts=32))
     monkeypatch.setenv("PIPPIN_HOME", str(tmp_path / "home"))
     for name in ("_LIBRARIES", "_VOCABULARY"):  # which are much more than this model
         monkeypatch.setattr(memory_placement, name, 0)

@@ -8,9 +8,10 @@ Notable here:
 
 from __future__ import annotations
 
+import gc
 import statistics
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -43,6 +44,13 @@ def bench(
     threads: Annotated[
         str | None, typer.Option(metavar="N,N", help="Numbers of threads to measure; by default, all cores.")
     ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE,SIZE",
+            help="Budgets of memory to measure, such as 200MB,1GB; what does not fit stays in its file.",
+        ),
+    ] = None,
     repeats: Annotated[int, typer.Option(min=1, metavar="N", help="Number of measurements.")] = 5,
     bits: Bits = None,
     kv_cache_dtype: KVCacheChoice = "auto",
@@ -60,9 +68,15 @@ def bench(
     pippin bench smollm2-135m --threads 1,2
     """
     counts = _counts(threads)
-    language_model = options.load(
-        model, ModelOptions(device=device, dtype=dtype, bits=bits, kv_sharing_ratio=kv_sharing_ratio)
-    )
+    model_options = ModelOptions(device=device, dtype=dtype, bits=bits, kv_sharing_ratio=kv_sharing_ratio)
+    if memory is not None:
+        if len(counts) > 1 or profile:
+            raise InvalidArgument("--memory is measured with one number of threads and without --profile")
+        budgets = [_budget(each) for each in memory.split(",")]
+        sizes = {"prompt": prompt, "answer": answer, "repeats": repeats}
+        _show_budgets(model, replace(model_options, threads=counts[0]), budgets, kv_cache_dtype, plot, as_json, **sizes)
+        return
+    language_model = options.load(model, model_options)
     report = run(
         language_model,
         counts,
@@ -82,6 +96,58 @@ def bench(
         terminal.write(terminal.to_json(record | {"rows": [asdict(row) for row in report.rows]}) + "\n")
     else:
         report.print()
+
+
+def _budget(text: str) -> int:
+    """A budget of memory."""
+    from pippin.core.memory import MemoryBudget
+
+    return MemoryBudget.of(text).nbytes
+
+
+def _show_budgets(
+    model: str,
+    model_options: ModelOptions,
+    budgets: list[int],
+    kv_cache_dtype: KVCacheChoice,
+    plot: Path | None,
+    as_json: bool,
+    **sizes: int,
+) -> None:
+    """Measure a model under budgets of memory, one after the other, and print what came out."""
+    from pippin.core.memory import MemoryBudget, trim
+    from pippin.engine import measure_budgets
+
+    loaded: list[LanguageModel] = []
+
+    def load(budget: MemoryBudget) -> LanguageModel:
+        loaded[:] = [options.load(model, replace(model_options, memory=budget.nbytes))]
+        return loaded[0]
+
+    speeds = []
+    with progress.bar(len(budgets) * sizes["repeats"], "measuring budgets", unit="runs") as bar:
+        for budget in budgets:
+            trim()  # what is left of the last model does not count
+            speeds.append(
+                measure_budgets.measure_budget(
+                    load,
+                    MemoryBudget.of(budget),
+                    kv_cache_dtype=kv_cache_dtype,
+                    on_run=lambda: bar.advance(1),
+                    **sizes,
+                )
+            )
+            facts, name = circumstances(loaded[0]), loaded[0].name
+            loaded.clear()
+            gc.collect()
+    if plot is not None:
+        measure_budgets.draw(name, speeds, plot)
+        terminal.note(f"plotted to {plot}")
+    if as_json:
+        record = {"model": name, "circumstances": facts, "budgets": [asdict(each) for each in speeds]}
+        terminal.write(terminal.to_json(record) + "\n")
+    else:
+        measure_budgets.report(name, speeds).print()
 
 
 def _remember(model: str, counts: list[int], report: Report) -> None:

@@ -90,8 +90,8 @@ class ModelPool:
         encoders: names of encoders, besides those whose files identify them.
         memory_needed: from a reference and a maximum cache size to the bytes that the model will take; None if that is
             unknown before loading.
-        least_memory: from a reference to the least ``memory`` that it can be loaded with, None for a model that is in
-            memory as a whole or not at all; None for all models.
+        least_memory: from a reference to the least ``memory`` that it can be loaded with, None for a model that only
+            fits as a whole; None for all models.
         clock: a monotonic clock in seconds.
     """
 
