@@ -11,6 +11,7 @@ Notable here:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from pippin.core.errors import InvalidArgument
 from pippin.data.token_batches import IGNORE, TokenBatch
 from pippin.language.chunked_loss import MAX_LOGITS, hidden_states, sum_in_chunks
 from pippin.language.decoder import logit_scaling
+from pippin.language.router_losses import RouterLog, RouterLosses, move_biases, watch_routers
 from pippin.nn.linear import Linear
 from pippin.nn.matmul import onednn_product, slow_blas, traced
 from pippin.train.objective import Loss, as_loss
@@ -34,26 +36,43 @@ class NextToken:
     An objective for `pippin.train.Trainer`. The total is in nats, summed over the tokens with a target; their number is
     the count. The metric "accuracy" counts targets that are the model's likeliest token.
 
+    For mixtures of experts it may have losses of the routers too; the metric "cross_entropy" is the loss without them,
+    "balance" the balance loss without its weight: 1 where all experts of a mixture get equally much.
+
     Args:
         chunk_size: tokens whose logits are in memory at once; None for as many as fit in 64 MiB of float32.
+        router_losses: how mixtures of experts are balanced; None for not at all.
     """
 
     unit = "tokens"
 
     @checked
-    def __init__(self, chunk_size: PositiveInt | None = None) -> None:
-        self.chunk_size = chunk_size
+    def __init__(self, chunk_size: PositiveInt | None = None, *, router_losses: RouterLosses | None = None) -> None:
+        self.chunk_size, self.router_losses = chunk_size, router_losses
+        self._log: RouterLog | None = None
 
     def __call__(self, model: nn.Module, batch: TokenBatch, generator: torch.Generator | None = None) -> Loss:
         """The loss of a batch; ``generator`` is not used."""
         targets = batch.targets.reshape(-1)
-        hidden = hidden_states(model, batch)
+        watched = self.router_losses is not None
+        with watch_routers(model) if watched else nullcontext(RouterLog()) as log:
+            hidden = hidden_states(model, batch)
         is_target = targets != IGNORE
         count = int(is_target.sum())
         if count < len(targets):
             hidden, targets = hidden[is_target], targets[is_target]
         total, correct = cross_entropy(model, hidden, targets, chunk_size=self.chunk_size)
-        return Loss(total, float(count), {"accuracy": correct})
+        if self.router_losses is None or not log.balance:
+            return Loss(total, float(count), {"accuracy": correct})
+        self._log = log
+        balance = torch.stack(log.balance).detach().mean()
+        metrics = {"accuracy": correct, "cross_entropy": total.detach(), "balance": count * balance}
+        return Loss(total + count * log.total(self.router_losses), float(count), metrics)
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        """Move the biases for the choice of experts, where that was asked for."""
+        if self.router_losses is not None and self.router_losses.bias_step and self._log is not None:
+            move_biases(self._log, self.router_losses.bias_step)
 
 
 def cross_entropy(

@@ -1,4 +1,4 @@
-"""Configs of decoders for training from scratch, in a few sizes, with attention or recurrent layers."""
+"""Configs of decoders for training from scratch, in a few sizes, with attention, recurrent layers or mixtures."""
 
 from __future__ import annotations
 
@@ -30,8 +30,23 @@ SIZES: Final = {
 
 RECURRENT: Final = get_args(CellName)
 """Suffixes of preset names with recurrent layers instead of attention."""
+EXPERTS: Final = 8
+"""Experts of each layer of the presets with mixtures."""
+ACTIVE: Final = 2
+"""How many of them a token takes."""
 PresetName = Literal[
-    "nano", "small", "base", "nano-gru", "small-gru", "base-gru", "nano-lstm", "small-lstm", "base-lstm"
+    "nano",
+    "small",
+    "base",
+    "nano-gru",
+    "small-gru",
+    "base-gru",
+    "nano-lstm",
+    "small-lstm",
+    "base-lstm",
+    "nano-moe",
+    "small-moe",
+    "base-moe",
 ]
 
 
@@ -42,7 +57,8 @@ def preset(preset: PresetName, vocab_size: int, *, max_position_embeddings: int 
 
     Args:
         preset: "nano" trains in minutes on a laptop, "small" in hours, "base" has SmolLM2 135M's sizes. With the suffix
-            "-gru" or "-lstm" ("nano-gru"), every layer has a recurrence instead of attention.
+            "-gru" or "-lstm" ("nano-gru"), every layer has a recurrence instead of attention; with "-moe" it has a
+            mixture of 8 experts, of which a token takes 2, with as many parameters for a token.
         vocab_size: size of the tokenizer's vocabulary.
         max_position_embeddings: longest sequence, in tokens.
 
@@ -52,12 +68,15 @@ def preset(preset: PresetName, vocab_size: int, *, max_position_embeddings: int 
     form, _, cell = preset.partition("-")
     size = SIZES[form]
     feedforward = FeedForwardSpec(size.intermediate_size)
-    if cell in RECURRENT:
+    if cell == "moe":
+        inner = size.intermediate_size // ACTIVE
+        layer = LayerSpec(AttentionSpec(), FeedForwardSpec(inner, num_experts=EXPERTS, num_experts_per_tok=ACTIVE))
+    elif cell in RECURRENT:
         layer = LayerSpec.recurring(RecurrentSpec(cast(CellName, cell)), feedforward)
     else:
         layer = LayerSpec(AttentionSpec(), feedforward)
     return DecoderConfig(
-        "llama",
+        "mixtral" if cell == "moe" else "llama",
         vocab_size,
         size.hidden_size,
         (layer,) * size.layers,

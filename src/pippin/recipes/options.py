@@ -108,7 +108,8 @@ Fresh = Annotated[bool, Option("Start from random weights; only the tokenizer an
 Preset = Annotated[
     str | None,
     Option(
-        "Start from random weights of another size: nano, small or base; nano-gru and nano-lstm are recurrent.",
+        "Start from random weights of another size: nano, small or base; nano-gru and nano-lstm are recurrent, "
+        "nano-moe is a mixture of experts.",
         None,
         "NAME",
     ),

@@ -102,6 +102,18 @@ def test_conversations_train_a_model_of_another_architecture(folder, tmp_path):
     assert trained.template is not None
 
 
+def test_a_mixture_is_trained_with_the_losses_of_its_routers_and_runs(folder, tmp_path):
+    result = train(folder, tmp_path / "new", preset="nano-moe", steps=4, balance=0.05)
+    first = json.loads((tmp_path / "new" / "run" / "log.jsonl").read_text().splitlines()[0])
+    assert first["metrics"]["balance"] >= 0.9
+    assert result.training.losses[0] > 0
+    trained = pippin.load(tmp_path / "new", device="cpu")
+    assert (trained.config.family, trained.config.layers[0].feedforward.num_experts) == ("mixtral", 8)
+    assert trained.generate("Say", max_tokens=3).token_ids
+    other = train(folder, tmp_path / "other", preset="nano-moe", steps=4, balance=0.0, router_z=0.0)
+    assert other.training.losses[0] < result.training.losses[0]  # the same weights, without what the routers cost
+
+
 def test_fresh_weights_of_the_same_architecture_begin_elsewhere(folder, tmp_path):
     first = train(folder, tmp_path / "a", steps=1, held_out=0)
     fresh = train(folder, tmp_path / "b", steps=1, held_out=0, fresh=True, seed=3)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from pippin.core import progress
-from pippin.core.checks import Probability, checked
+from pippin.core.checks import NonNegativeFloat, Probability, checked
 from pippin.core.options import Option
 from pippin.recipes import options
 from pippin.recipes.train.distributed import joined
@@ -21,8 +21,10 @@ from pippin.recipes.train.text_training import Injection, TextTrainingConfig, Te
 
 if TYPE_CHECKING:
     from pippin.language.language_model import LanguageModel
+    from pippin.language.objectives import NextToken
     from pippin.train.distributed import DistributedProcesses
 
+_EXPERTS = "Experts"
 KV_SHARING_RATIOS = (1.0, 0.5, 0.25)
 """KV-sharing ratios at which a model with routed caches is evaluated."""
 
@@ -44,6 +46,20 @@ class Config(TextTrainingConfig):
             metavar="P",
         ),
     ] = None
+    balance: Annotated[
+        NonNegativeFloat, Option("Mixtures of experts: weight of the loss that keeps all experts in use.", _EXPERTS)
+    ] = 0.01
+    router_z: Annotated[
+        NonNegativeFloat, Option("Mixtures of experts: weight of the loss that keeps router logits small.", _EXPERTS)
+    ] = 0.001
+    balance_bias: Annotated[
+        NonNegativeFloat,
+        Option(
+            "Mixtures whose routers have biases for the choice (DeepSeek 3): move them by so much after each step, "
+            "such as 0.001; --balance 0 then leaves the loss alone.",
+            _EXPERTS,
+        ),
+    ] = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +123,7 @@ def run(
             model.module,
             batches,
             title=f"{model.name}, all weights",
-            objective=routing,
+            objective=routing or _objective(config),
             processes=processes,
             show_progress=show_progress,
         )
@@ -124,6 +140,14 @@ def run(
         held_out_by_kv_sharing_ratio=by_ratio,
         **vars(outcome),
     )
+
+
+def _objective(config: Config) -> NextToken:
+    """Next-token cross-entropy, with the losses of routers, which only mixtures have."""
+    from pippin.language.objectives import NextToken
+    from pippin.language.router_losses import RouterLosses
+
+    return NextToken(router_losses=RouterLosses(config.balance, config.router_z, config.balance_bias))
 
 
 def load_for_training(
