@@ -32,6 +32,7 @@ LEAST_CONTEXT: Final = 512
 """Tokens whose keys and values must fit beside the weights."""
 LEAST_EXPERTS: Final = 2
 """Experts whose room is always kept: one is computed with while the next one is read."""
+_LEAST_PASS: Final = 256
 _LIBRARIES: Final = 40_000_000
 """Bytes of what is imported and built after `import pippin, torch`: grammars, threads, buffers."""
 _VOCABULARY: Final = 700
@@ -168,7 +169,7 @@ def _least(config: DecoderConfig, packing: Packing, sizes: Mapping[str, int], na
     # while a layer is packed it is there twice
     loading = dense + max(layers.values())
     room = LEAST_EXPERTS * max(map(sum, experts), default=0) + max(map(max, experts), default=0)
-    running = dense + room + packing.cache_bytes(config, LEAST_CONTEXT) + workspace_bytes(config, LEAST_CONTEXT)
+    running = dense + room + packing.cache_bytes(config, LEAST_CONTEXT) + workspace_bytes(config, _LEAST_PASS)
     return _LIBRARIES + _VOCABULARY * config.vocab_size + max(loading, running)
 
 
