@@ -1,6 +1,7 @@
 """A budget of memory: what it counts, its least, and a process that holds it."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -138,6 +139,30 @@ def test_a_disk_that_fills_leaves_nothing_behind(small, home, monkeypatch):
     with pytest.raises(DiskFull):
         pippin.load(small, device="cpu", bits=4, memory=least)
     assert not [path for path in home.rglob("*") if path.is_file()]
+
+
+def test_a_file_that_was_replaced_is_not_read(small, home):
+    model = pippin.load(small, device="cpu", memory=least_of(small))
+    (weights,) = small.glob("*.safetensors")
+    os.utime(weights, ns=(0, 0))
+    with pytest.raises(CorruptedFile, match="was changed since"):
+        Engine(model)
+
+
+def test_what_was_used_most_is_a_hint_that_may_be_missing_or_wrong(small, home, monkeypatch):
+    least = least_of(small)
+    for written in (None, "no JSON", '{"experts": [[99, 0], [0, 3]]}', '{"experts": 7}'):
+        model = pippin.load(small, device="cpu", memory=least)
+        hot = home / "experts" / f"{model.placement.key}.hot.json"
+        if written is not None:
+            hot.write_text(written)
+        with Engine(model) as engine:
+            engine.score([1, 2, 3], [[4]])
+        assert json.loads(hot.read_text())["experts"]
+    home.rename(home.with_name("elsewhere"))
+    home.write_text("a file in place of the folder")
+    with Engine(pippin.load(small, device="cpu", memory=least)) as engine:
+        assert engine.score([1, 2, 3], [[4]])
 
 
 def test_two_engines_do_not_share_a_budget(small, home):

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Final
 
 from pippin.core import native
-from pippin.core.errors import InvalidArgument, NotEnoughMemory
+from pippin.core.errors import CorruptedFile, InvalidArgument, NotEnoughMemory
 from pippin.core.files import format_bytes
 from pippin.core.memory import MemoryBudget
 from pippin.core.store import store
@@ -48,12 +49,14 @@ class Placement:
         least: the least budget that works.
         experts: the experts that stay in storage; None for a model that is in memory as a whole.
         key: tells the weights and their packing from all others.
+        files: the files that hold them, each with its size and its time of change in nanoseconds.
     """
 
     budget: MemoryBudget
     least: int
     experts: FileExperts | None = None
     key: str = ""
+    files: Mapping[Path, tuple[int, int]] = field(default_factory=dict)
 
     @cached_property
     def largest_expert(self) -> int:
@@ -64,6 +67,16 @@ class Placement:
     def least_experts(self) -> int:
         """Bytes that are kept for experts whatever else is needed."""
         return LEAST_EXPERTS * self.largest_expert
+
+    def check_files(self) -> None:
+        """Check that the files of the experts are those from which the model was loaded.
+
+        Raises:
+            CorruptedFile: one of them was changed or removed since.
+        """
+        for path, state in self.files.items():
+            if _state(path) != state:
+                raise CorruptedFile(f"{path} was changed since the model was loaded from it; load the model again")
 
 
 def place(
@@ -109,7 +122,9 @@ def place(
         for expert, place in zip(layer, places, strict=True)
         for part, name in expert.items()
     }
-    return Placement(budget, least, experts, key), absent
+    paths = {part.path for layer in experts for expert in layer for part in expert.parts.values()}
+    files = {path: state for path in sorted(paths) if (state := _state(path)) is not None}
+    return Placement(budget, least, experts, key, files), absent
 
 
 def least_budgets(headers: CheckpointHeaders, packing: Packing) -> tuple[int, int]:
@@ -176,9 +191,18 @@ def _least(config: DecoderConfig, packing: Packing, sizes: Mapping[str, int], na
 def _key(found: Resolved, packing: Packing) -> str:
     """A name for the weights of a model in a packing: of the files, by name, size and time, and the formats."""
     files = [found.path] if found.path.is_file() else sorted(found.path.glob("*.safetensors"))
-    state = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    state = [(file.name, _state(file)) for file in files]
     how = (packing.dense, packing.keep, packing.bits, native.ABI)
     return hashlib.sha256(repr((state, how)).encode()).hexdigest()[:32]
+
+
+def _state(path: Path) -> tuple[int, int] | None:
+    """Size and time of change of a file; None where there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_size, found.st_mtime_ns
 
 
 def _in_place(headers: CheckpointHeaders, packing: Packing, name: str) -> FileMatrix | None:

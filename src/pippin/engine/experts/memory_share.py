@@ -9,10 +9,11 @@ Notable here:
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from pippin.core.errors import CorruptedFile
+from pippin.core.errors import CorruptedFile, PippinError
 from pippin.core.files import atomic_write, make_folder
 from pippin.core.formats.checkpoint import read_json
 from pippin.core.store import store
@@ -67,7 +68,11 @@ def open_store(placement: Placement, runner: NativeRunner, share: MemoryShare) -
         placement: the budget, and the experts in storage.
         runner: computes the model.
         share: what experts may take.
+
+    Raises:
+        CorruptedFile: a file of the experts was changed since the model was loaded from it.
     """
+    placement.check_files()
     assert placement.experts is not None
     active = max((layer.experts or layer.feedforward).num_experts_per_tok for layer in runner.model.config.layers)
     total = sum(expert.packed_bytes for layer in placement.experts for expert in layer)
@@ -80,17 +85,17 @@ def open_store(placement: Placement, runner: NativeRunner, share: MemoryShare) -
 
 
 def close_store(placement: Placement, opened: ExpertStore) -> None:
-    """Close a store, and keep which experts were used most.
+    """Close a store, and keep which experts were used most, where that can be written.
 
-    Raises:
-        DiskFull, InvalidInput: that cannot be written; the store is closed nevertheless.
+    Args:
+        placement: the budget, and the experts in storage.
+        opened: the store.
     """
     opened.close()
-    used = opened.cache.most_used()
+    used, path = opened.cache.most_used(), _hot_path(placement)
     if used:
-        path = _hot_path(placement)
-        make_folder(path.parent)
-        with atomic_write(path, mode="w") as file:
+        # the next start is only slower without it
+        with suppress(PippinError, OSError), atomic_write(make_folder(path.parent) / path.name, mode="w") as file:
             json.dump({"experts": used}, file)
 
 
