@@ -1,10 +1,22 @@
-"""Synthetic traces of a mixture's experts: some stay from pass to pass, the others follow a law of each layer."""
+"""Traces of a mixture's experts: synthetic ones, and a mixture to record some from; policies that must not win.
+
+Notable here:
+- in a synthetic trace some experts stay from pass to pass, and the others follow a law of each layer
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
-from pippin.engine.experts import ExpertTrace
+from pippin.claims.worlds.sequences.byte_text import byte_config, byte_decoder, byte_model, train_bytes
+from pippin.engine.experts import CachedExperts, Clock, ExpertTrace
+from pippin.engine.experts.eviction import Ranks
+from pippin.language import LanguageModel
+from pippin.language.objectives import NextToken
+from pippin.language.router_losses import RouterLosses
+from pippin.nn.feedforward import FeedForwardSpec
 
 
 def zipf_trace(
@@ -56,3 +68,39 @@ def _filled(some: list[int], count: int, another) -> list[int]:  # type: ignore[
         if expert not in some:
             some.append(expert)
     return some
+
+
+class LowestLayerFirst:
+    """The wrong reading of Least-Stale: of experts that are alike current, that of the lowest layer leaves first."""
+
+    def rank(self, cached: CachedExperts, now: Clock) -> Ranks:
+        """See `pippin.engine.experts.EvictionPolicy`."""
+        ranks: Ranks = np.where(cached.last_pass == now.pass_index, now.layers, 0) + cached.layer
+        return ranks
+
+
+class StaticSet:
+    """What came first stays: the one that was fetched last leaves."""
+
+    def rank(self, cached: CachedExperts, now: Clock) -> Ranks:
+        """See `pippin.engine.experts.EvictionPolicy`."""
+        ranks: Ranks = -cached.fetched
+        return ranks
+
+
+def train_mixture(seed: int, steps: int, *, layers: int = 6, experts: int = 16, active: int = 2) -> LanguageModel:
+    """A mixture of bytes, trained on source code with a balance loss and packed for the native kernels.
+
+    Args:
+        seed: of everything.
+        steps: optimizer steps.
+        layers: number of layers.
+        experts: experts of a layer.
+        active: experts that a token takes.
+    """
+    config = byte_config(layers=layers, width=128)
+    feedforward = FeedForwardSpec(64, num_experts=experts, num_experts_per_tok=active)
+    config = replace(config, layers=tuple(replace(layer, feedforward=feedforward) for layer in config.layers))
+    module = byte_decoder(config, seed=seed)
+    train_bytes(module, steps=steps, seed=seed, objective=NextToken(router_losses=RouterLosses()))
+    return byte_model(module.eval().pack(), "trained mixture")
