@@ -88,7 +88,7 @@ class StaticSet:
         return ranks
 
 
-def train_mixture(seed: int, steps: int, *, layers: int = 6, experts: int = 16, active: int = 2) -> LanguageModel:
+def train_mixture(seed: int, steps: int, *, layers: int = 8, experts: int = 32, active: int = 2) -> LanguageModel:
     """A mixture of bytes, trained on source code with a balance loss and packed for the native kernels.
 
     Args:
