@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from pippin.claims import Condition, Evidence, Scale, claim
 
 if TYPE_CHECKING:
-    from pippin.engine.experts import ExpertTrace
+    from pippin.engine.experts import EvictionPolicy, ExpertTrace, Prefetch
 
 STEPS = Scale.choose(smoke=5, laptop=400)
 ROOM = 0.05
@@ -131,7 +131,7 @@ def _replay(evidence: Evidence, seed: int, name: str, trace: ExpertTrace, depth:
     size, active = int(trace.sizes.max()), len(trace.needed(trace.num_passes - 1, 0))
     shuffled = replace(trace, predicted=None if trace.predicted is None else trace.predicted[::-1].copy())
     ahead = Prefetch(depth, count=active)
-    arms = {
+    arms: dict[str, tuple[EvictionPolicy | str, ExpertTrace, Prefetch]] = {
         "least-stale": (LeastStale(), trace, ahead),
         "lru": ("lru", trace, ahead),
         "fifo": ("fifo", trace, ahead),
