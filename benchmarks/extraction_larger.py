@@ -1,9 +1,9 @@
 """The benchmark of extraction for larger models, on the kinds that no adapter saw and on the letters.
 
-    EXTRACTION_MODELS=FILE.gguf,FILE.gguf EXTRACTION_ADAPTERS=FOLDER,FOLDER python benchmarks/extraction_larger.py
+    EXTRACTION_MODELS=FILE.gguf,FILE.gguf EXTRACTION_ADAPTERS=auto,FOLDER python benchmarks/extraction_larger.py
 
-It takes an hour and more for a model of 1.5 billion parameters. No adapter for these models comes with Pippin; this
-trains one:
+It takes an hour and more for a model of 1.5 billion parameters. Qwen2.5 Coder 0.5B and 1.5B have adapters that come with
+Pippin (auto); this trains one for another model:
 
     pippin train task-adapter FILE.gguf --task extraction --batch-tokens 1024 --out FOLDER --held-out-layouts thread
         --held-out-languages it --held-out-kinds recipe,event_invitation,lab_report
