@@ -2,7 +2,7 @@
 
     EXTRACTION_MODELS=FILE.gguf,FILE.gguf EXTRACTION_ADAPTERS=auto,FOLDER python benchmarks/extraction_larger.py
 
-It takes an hour and more for a model of 1.5 billion parameters. Qwen2.5 Coder 0.5B and 1.5B have adapters that come with
+It takes an hour and more for 1.5 billion parameters. Qwen2.5 Coder 0.5B and 1.5B have adapters that come with
 Pippin (auto); this trains one for another model:
 
     pippin train task-adapter FILE.gguf --task extraction --batch-tokens 1024 --out FOLDER --held-out-layouts thread
