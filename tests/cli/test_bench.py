@@ -6,10 +6,11 @@ from dataclasses import replace
 import pytest
 
 import pippin as pippin_package
-from pippin.cli import bench, main
+from pippin.cli import main
 from pippin.cli.common import options
 from pippin.core import device, native
 from pippin.core.errors import NotEnoughMemory
+from pippin.core.report import Row
 from pippin.core.store import catalog
 from pippin.engine import machine_speed, measure_speed
 from pippin.engine.experts.memory_share import MemoryShare
@@ -157,9 +158,9 @@ def test_the_installed_command_measures_the_default_model(pippin, default_model_
 
 
 def test_the_middle_and_the_spread():
-    row = bench._row("answer", [1.0, 2.0, 6.0], "tokens/s")
+    row = Row.of_runs("answer", [1.0, 2.0, 6.0], "tokens/s")
     assert (row.value, row.spread) == (2.0, pytest.approx(7**0.5))
-    assert bench._row("answer", [3.0], "tokens/s").spread is None
+    assert Row.of_runs("answer", [3.0], "tokens/s").spread is None
 
 
 @pytest.mark.skipif(native.library() is None, reason="the native kernels are not built")

@@ -9,7 +9,6 @@ Notable here:
 from __future__ import annotations
 
 import gc
-import statistics
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -254,16 +253,16 @@ def _rows(speeds: list[Speed], limits: list[BandwidthLimit], label: str) -> list
     """Report rows of the measurements; bytes in decimal units, as in data sheets of memory."""
     one = limits[0]
     rows = [
-        _row(f"prompt{label}", [speed.prompt_tokens_per_second for speed in speeds], "tokens/s"),
-        _row(f"answer{label}", [speed.answer_tokens_per_second for speed in speeds], "tokens/s"),
-        _row(f"first token{label}", [1000 * speed.first_token_seconds for speed in speeds], "ms"),
+        Row.of_runs(f"prompt{label}", [speed.prompt_tokens_per_second for speed in speeds], "tokens/s"),
+        Row.of_runs(f"answer{label}", [speed.answer_tokens_per_second for speed in speeds], "tokens/s"),
+        Row.of_runs(f"first token{label}", [1000 * speed.first_token_seconds for speed in speeds], "ms"),
     ]
     if not one.weight_bytes:
         return rows
     return [
         *rows[:2],
-        _row(f"limit of the memory{label}", [limit.tokens_per_second for limit in limits], "tokens/s"),
-        _row(
+        Row.of_runs(f"limit of the memory{label}", [limit.tokens_per_second for limit in limits], "tokens/s"),
+        Row.of_runs(
             f"share of the limit{label}",
             [100 * limit.share(speed.answer_tokens_per_second) for limit, speed in zip(limits, speeds, strict=True)],
             "%",
@@ -271,7 +270,7 @@ def _rows(speeds: list[Speed], limits: list[BandwidthLimit], label: str) -> list
         rows[2],
         Row(f"weights read per token{label}", one.weight_bytes / 1e6, "MB"),
         Row(f"cache read per token{label}", one.cache_bytes / 1e6, "MB"),
-        _row(f"memory reads{label}", [limit.bandwidth / 1e9 for limit in limits], "GB/s"),
+        Row.of_runs(f"memory reads{label}", [limit.bandwidth / 1e9 for limit in limits], "GB/s"),
     ]
 
 
@@ -280,13 +279,7 @@ def _profile_rows(speeds: list[Speed], label: str) -> list[Row]:
     steps = len(speeds[0].token_ids) - 1
     parts = {name: [1000 * s.profile[i] / steps for s in speeds] for i, name in enumerate(_PARTS)}
     parts["outside the kernels"] = [1000 * (s.answer_seconds - sum(s.profile)) / steps for s in speeds]
-    return [_row(f"{name}{label}", values, "ms per token") for name, values in parts.items()]
-
-
-def _row(name: str, values: list[float], unit: str) -> Row:
-    """A report row with the median, and the standard deviation of several values."""
-    spread = statistics.stdev(values) if len(values) > 1 else None
-    return Row(name, statistics.median(values), unit, spread)
+    return [Row.of_runs(f"{name}{label}", values, "ms per token") for name, values in parts.items()]
 
 
 def circumstances(model: LanguageModel) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ from pippin.core.errors import InvalidArgument
 from pippin.core.files import atomic_write
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from rich.table import Table
 
@@ -40,6 +41,15 @@ class Row:
     value: float
     unit: str = ""
     spread: float | None = None
+
+    @classmethod
+    def of_runs(cls, name: str, values: Sequence[float], unit: str = "") -> Row:
+        """The median of several measurements, with their standard deviation.
+
+        >>> Row.of_runs("answer", [40.0, 42.0, 41.0], "tokens/s")
+        Row(name='answer', value=41.0, unit='tokens/s', spread=1.0)
+        """
+        return cls(name, statistics.median(values), unit, statistics.stdev(values) if len(values) > 1 else None)
 
 
 class Report:

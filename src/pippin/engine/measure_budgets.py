@@ -95,12 +95,13 @@ def report(name: str, speeds: Sequence[BudgetSpeed]) -> Report:
     rows = []
     for each in speeds:
         label = format_bytes(each.budget)
+        read = [nbytes / 1e6 for nbytes in each.bytes_per_token]
         rows += [
-            _row(f"prompt, {label}", each.prompt, "tokens/s"),
-            _row(f"answer, {label}", each.answer, "tokens/s"),
-            _row(f"experts in memory when needed, {label}", [100 * rate for rate in each.hit_rate], "%"),
-            _row(f"read from storage for a token, {label}", [nbytes / 1e6 for nbytes in each.bytes_per_token], "MB"),
-            _row(f"resident, {label}", [nbytes / 1e6 for nbytes in each.resident], "MB"),
+            Row.of_runs(f"prompt, {label}", each.prompt, "tokens/s"),
+            Row.of_runs(f"answer, {label}", each.answer, "tokens/s"),
+            Row.of_runs(f"experts in memory when needed, {label}", [100 * rate for rate in each.hit_rate], "%"),
+            Row.of_runs(f"read from storage for a token, {label}", read, "MB"),
+            Row.of_runs(f"resident, {label}", [nbytes / 1e6 for nbytes in each.resident], "MB"),
         ]
     return Report(f"{name} under budgets of memory", rows)
 
@@ -132,7 +133,3 @@ def draw(name: str, speeds: Sequence[BudgetSpeed], path: str | Path) -> None:
     panels[2].set_ylabel("read from storage\nfor a token, MB")
     panels[2].set_xlabel("budget, MB")
     plotting.save(figure, path)
-
-
-def _row(name: str, values: Sequence[float], unit: str) -> Row:
-    return Row(name, statistics.median(values), unit, statistics.stdev(values) if len(values) > 1 else None)
