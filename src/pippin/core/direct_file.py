@@ -62,6 +62,11 @@ class DirectFile:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def closed(self) -> bool:
+        """Whether the file is closed."""
+        return self._descriptor < 0
+
     def close(self) -> None:
         """Close the file."""
         if self._descriptor >= 0:

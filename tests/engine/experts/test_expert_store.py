@@ -3,7 +3,9 @@
 import copy
 import gc
 import random
+import sys
 import threading
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -229,6 +231,29 @@ def test_the_reader_ends_with_a_store_that_is_forgotten(stored, forget):
         del store
         gc.collect()
     assert readers() == (not forget)
+
+
+def test_a_store_that_its_own_reader_finds_forgotten_ends_as_well(stored, monkeypatch):
+    failed, forgotten, collected = [], threading.Event(), threading.Event()
+
+    def pack(*_):
+        forgotten.wait(10)
+        gc.collect()
+        collected.set()
+
+    monkeypatch.setattr(sys, "unraisablehook", failed.append)
+    monkeypatch.setattr(FileMatrix, "pack", pack)
+    store = ExpertStore(stored, 4 * SIZE, policy("lru"), lambda *_: None)
+    reader, ended = store._reader, weakref.ref(store)
+    store.fetch(0, 0, 0, ahead=False)
+    del store
+    forgotten.set()
+    assert collected.wait(10)
+    reader._thread.join(10)
+    assert ended() is None
+    assert not failed
+    assert not reader._thread.is_alive()
+    assert [file.closed for file in reader.files.values()] == [True]
 
 
 def test_what_experts_may_take_changes_between_passes_and_within(module, tiny, stored, expected):

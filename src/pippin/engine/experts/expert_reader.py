@@ -89,15 +89,21 @@ class ExpertReader:
         job.done.wait()
 
     def close(self) -> None:
-        """End the thread and close the files."""
+        """End the thread, which closes the files; returns when it has ended, on any other thread."""
         with self._wake:
             self.closed = True
             self._wake.notify()
-        self._thread.join()
-        for file in self.files.values():
-            file.close()
+        if threading.current_thread() is not self._thread:  # garbage may be collected on it
+            self._thread.join()
 
     def _run(self) -> None:
+        try:
+            self._read_all()
+        finally:
+            for file in self.files.values():
+                file.close()
+
+    def _read_all(self) -> None:
         while True:
             with self._wake:
                 while not self.closed and not any(self._queues):
