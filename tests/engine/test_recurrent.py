@@ -174,7 +174,7 @@ def test_the_second_turn_of_a_chat_goes_on_from_the_states_of_the_first(model):
 
 
 def test_snapshots_of_states_are_bounded_and_the_oldest_go_first(model, monkeypatch):
-    monkeypatch.setattr("pippin.engine.engine.max_snapshots", lambda *_: 2)
+    monkeypatch.setattr("pippin.engine.cache_size.max_snapshots", lambda *_: 2)
     prompts = [tokens(40, seed) for seed in range(3)]
     with Engine(model, max_num_seqs=1) as engine:
         for each in prompts:

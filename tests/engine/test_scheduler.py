@@ -177,7 +177,7 @@ def of_groups(monkeypatch, windows):
 def test_random_schedules_of_recurrent_layers(with_adapter, part, monkeypatch):
     """Requests go on from snapshots of states, each of which is checked against the tokens that it stands for."""
     monkeypatch.setattr(DecoderConfig, "recurrent_layers", (0,))
-    monkeypatch.setattr("pippin.engine.engine.max_snapshots", lambda *_: 5)
+    monkeypatch.setattr("pippin.engine.cache_size.max_snapshots", lambda *_: 5)
     hits = sum(one_schedule(with_adapter, seed) for seed in range(20 * part, 20 * part + 20))
     assert hits
 

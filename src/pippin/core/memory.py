@@ -59,7 +59,7 @@ class MemoryBudget:
             return size
         nbytes = parse_memory(size) if isinstance(size, str) else size
         if nbytes == "auto":
-            return cls(int(_SHARE * devices.memory().available), automatic=True)
+            return cls(automatic(), automatic=True)
         if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes <= 0:
             raise InvalidArgument(f"memory must be a size above zero, such as 400MB, or 'auto', got {size!r}")
         return cls(nbytes)
@@ -68,6 +68,11 @@ class MemoryBudget:
     def left(self) -> int:
         """Bytes that may still be added; negative beyond the budget."""
         return self.nbytes - (resident() - self.base)
+
+
+def automatic() -> int:
+    """Bytes of a budget that finds itself: 80 % of what is free."""
+    return int(_SHARE * devices.memory().available)
 
 
 def resident() -> int:

@@ -30,7 +30,7 @@ from pippin.core.errors import InvalidArgument, PippinError, UnsupportedModel
 from pippin.engine import continuation_scores, output_processor
 from pippin.engine.cache import prompt_cache as files
 from pippin.engine.cache.prefix_tree import CachedSequence, CacheKey
-from pippin.engine.cache_size import max_batched_tokens, max_snapshots, num_affordable_blocks
+from pippin.engine.cache_size import engine_size
 from pippin.engine.continuation_scores import Scores
 from pippin.engine.engine_stats import EngineStats
 from pippin.engine.experts.expert_store import ExpertStore
@@ -57,14 +57,13 @@ class Engine:
 
     Args:
         model: a model that `pippin.load` returned.
-        max_num_seqs: requests that run at the same time.
+        max_num_seqs: requests that run at the same time; fewer do where a budget of the model has no room for so many.
         max_waiting: requests that may wait in the queue; one more raises `Overloaded`.
         max_num_batched_tokens: prompt tokens computed in one pass, None for 256 on a CPU, 1,024 on an accelerator, and
             up to 2,048 with experts in storage; a quarter of it while a request is decoding.
         cache_tokens: capacity of the cache in tokens, at least 16 for each of ``max_num_seqs``; unused blocks take no
             memory. None for the full context of each sequence, or for a quarter of the free memory (of what a budget of
-            the model leaves) if that is less. No
-            request may be longer.
+            the model leaves) if that is less. No request may be longer.
         kv_cache_dtype: precision of keys and values; "auto" for the one that suits the model.
         enable_prefix_caching: whether computed blocks, and states of recurrent layers, are cached for later requests.
         prompt_cache: a file from which the prefix cache is loaded, if it exists, and to which it is saved when the
@@ -78,7 +77,7 @@ class Engine:
 
     Raises:
         InvalidArgument: a number outside its range, or fewer ``cache_tokens`` than sequences need.
-        NotEnoughMemory: there is no memory for the cache.
+        NotEnoughMemory: there is no memory for the cache, or a budget of the model leaves less for it.
         InvalidInput, CorruptedFile, PromptCacheMismatch: the prompt cache, or the recommended sampling, cannot be used.
     """
 
@@ -102,30 +101,33 @@ class Engine:
             )
         if model.placement is not None and any(other.holds(model) for other in list(_engines)):
             raise InvalidArgument(f"the memory of {model.name} is that of another engine; close it first")
-        blocks = (
-            num_affordable_blocks(model, max_num_seqs, kv_cache_dtype)
-            if cache_tokens is None
-            else cache_tokens // BLOCK_SIZE * len(model.cache_layout.cache_groups)
+        size = engine_size(
+            model,
+            max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            cache_tokens=cache_tokens,
+            kv_cache_dtype=kv_cache_dtype,
         )
         self.model, self.max_waiting = model, max_waiting
         self.recommended_sampling = recommended(model.source)
-        self.max_num_batched_tokens = max_num_batched_tokens or max_batched_tokens(model)
+        self.max_num_batched_tokens = size.max_num_batched_tokens
         self.prompt_cache = None if prompt_cache is None else Path(prompt_cache)
         if self.prompt_cache is not None:
             files.check_writable(self.prompt_cache)
-        self._runner = make_runner(model, blocks, kv_cache_dtype, model.cache_layout.cache_groups)
+        self._runner = make_runner(model, size.num_blocks, kv_cache_dtype, model.cache_layout.cache_groups)
         self.kv_cache_dtype: KVCacheDtype = self._runner.kv_cache_dtype
         self._scheduler = Scheduler(
-            max_num_seqs,
-            self.max_num_batched_tokens,
-            blocks,
+            size.max_num_seqs,
+            size.max_num_batched_tokens,
+            size.num_blocks,
             self._runner.copy,
             enable_prefix_caching=enable_prefix_caching,
             windows=self._runner.windows,
-            max_snapshots=max_snapshots(model, max_num_seqs, blocks * self._runner.block_bytes),
+            max_snapshots=size.max_snapshots,
+            max_scored_rows=size.max_scored_rows,
             original_max_position_embeddings=model.cache_layout.original_max_position_embeddings,
         )
-        self.context_size = min(model.context_size, self._scheduler.capacity(blocks))
+        self.context_size = min(model.context_size, self._scheduler.capacity(size.num_blocks))
         self.expert_store = self._open_store()
         # weights that training may change; a change invalidates cached keys and values
         self._trainable = [weight for weight in model.network.parameters() if weight.requires_grad]

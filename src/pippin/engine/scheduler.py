@@ -48,6 +48,7 @@ class Scheduler:
         enable_prefix_caching: whether computed blocks are cached for later requests.
         windows: the sliding window of each group of layers; None for one that sees all.
         max_snapshots: snapshots of recurrent states in the prefix tree; 0 for a model without states.
+        max_scored_rows: tokens of continuations in one pass.
         original_max_position_embeddings: length beyond which a sequence is rotated otherwise (LongRoPE) and therefore
             computed anew; None for none.
 
@@ -67,6 +68,7 @@ class Scheduler:
         enable_prefix_caching: bool = True,
         windows: Sequence[int | None] = (None,),
         max_snapshots: int = 0,
+        max_scored_rows: int = MAX_ROWS,
         original_max_position_embeddings: int | None = None,
     ) -> None:
         self.max_num_seqs, self.max_num_batched_tokens, self.enable_prefix_caching = (
@@ -75,7 +77,7 @@ class Scheduler:
             enable_prefix_caching,
         )
         self._copy_block, self.windows, self._max_snapshots = copy_block, tuple(windows), max_snapshots
-        self._full_groups = self.windows.count(None)
+        self._full_groups, self._max_scored_rows = self.windows.count(None), max_scored_rows
         self.original_max_position_embeddings = original_max_position_embeddings
         self.waiting: list[RequestState] = []
         self.running: list[RequestState] = []
@@ -252,7 +254,7 @@ class Scheduler:
             sum(branch.num_pending_tokens for branch in request.branches),
             len(request.token_ids) // BLOCK_SIZE,
         )
-        while scores.waiting and rows < MAX_ROWS:
+        while scores.waiting and rows < self._max_scored_rows:
             index = scores.waiting[0]
             branch = ContinuationState(request, index, scores.continuations[index])
             rows_missing = blocks_for(len(branch.token_ids)) - whole
@@ -387,7 +389,7 @@ class Scheduler:
         order = sorted(prefilling, key=lambda sequence: (sequence.rank[0], sequence.num_pending_tokens, sequence.rank))
         oldest = min(prefilling, key=lambda sequence: sequence.rank[1:])
         reserved = max(1, budget // 4)  # for the oldest, until it is scheduled
-        rows = MAX_ROWS
+        rows = self._max_scored_rows
         claimed: set[_Claim] = set()
         for sequence in order:
             if sequence is oldest:

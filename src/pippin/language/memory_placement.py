@@ -153,13 +153,15 @@ def workspace_bytes(config: DecoderConfig, tokens: int) -> int:
         config: of the decoder.
         tokens: new tokens of the pass.
     """
-    inner = active = queries = 0
+    inner = active = queries = recurrent = 0
     for layer in config.layers:
         for spec in filter(None, (layer.feedforward, layer.experts)):
             inner = max(inner, spec.intermediate_size, spec.shared_intermediate_size)
             active = max(active, spec.num_experts_per_tok)
         queries = max(queries, config.num_attention_heads * config.head_dim)
-    row = 8 * config.hidden_size + 6 * queries + 4 * inner  # float32, and the copies that the kernels prepare
+        recurrent = max(recurrent, layer.recurrent.work_size(config.hidden_size) if layer.recurrent else 0)
+    # float32, and the copies that the kernels prepare
+    row = 8 * config.hidden_size + 6 * queries + 4 * inner + 2 * recurrent
     runs = active * (3 * config.hidden_size + 3 * inner)
     return 4 * (tokens * (row + runs) + 2 * config.vocab_size)
 
@@ -184,7 +186,9 @@ def _least(config: DecoderConfig, packing: Packing, sizes: Mapping[str, int], na
     # while a layer is packed it is there twice
     loading = dense + max(layers.values())
     room = LEAST_EXPERTS * max(map(sum, experts), default=0) + max(map(max, experts), default=0)
-    running = dense + room + packing.cache_bytes(config, LEAST_CONTEXT) + workspace_bytes(config, _LEAST_PASS)
+    states = 4 * config.state_bytes  # a prompt's, a snapshot of it, a continuation's before a pass and after it
+    context = packing.cache_bytes(config, LEAST_CONTEXT) + states
+    running = dense + room + context + workspace_bytes(config, _LEAST_PASS)
     return _LIBRARIES + _VOCABULARY * config.vocab_size + max(loading, running)
 
 

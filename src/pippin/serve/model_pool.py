@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pippin.core import device as devices
+from pippin.core import memory
 from pippin.core.errors import (
     AdapterMismatch,
     AssetError,
@@ -38,7 +38,6 @@ from pippin.serve.settings import NO_ADAPTER, ServerSettings
 
 Kind = Literal["chat", "base", "encoder", "adapter"]
 
-_SHARE_OF_FREE_MEMORY = 0.7
 _CACHE_PART = 4  # divisor of the budget: maximum for one model's cache
 _REMEMBER_FAILURE = 5.0  # seconds
 _ENCODER_TYPES = ("bert",)
@@ -329,7 +328,7 @@ class ModelPool:
 def budget(settings: ServerSettings) -> int:
     """Memory budget of all models together, in bytes."""
     if settings.memory is None or settings.memory == "auto":
-        return int(_SHARE_OF_FREE_MEMORY * devices.memory().available)
+        return memory.automatic()
     return settings.memory
 
 

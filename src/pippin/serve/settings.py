@@ -171,7 +171,7 @@ class ServerSettings(ModelOptions):
     memory: Annotated[
         PositiveInt | Literal["auto"] | None,
         Option(
-            "Most that all models take together, with caches and encoders, such as 8GB; 70 % of what is free at the "
+            "Most that all models take together, with caches and encoders, such as 8GB; 80 % of what is free at the "
             "start without it or with auto. A mixture that does not fit keeps its experts in its file.",
             _CAPACITY,
             "SIZE",

@@ -2,6 +2,8 @@
 
 import copy
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import pairwise
 from operator import itemgetter
@@ -485,3 +487,20 @@ def test_random_weights_of_every_family_are_finite(checkpoints):
     for model_type in CHECKPOINTS:
         decoder = Decoder(checkpoints(model_type)[2].config).initialize(seed=0)
         assert decoder(IDS[:, :8]).isfinite().all(), model_type
+
+
+def test_reading_headers_imports_no_compiler(tmp_path):
+    """It takes 90 MB and seconds, and torch imports it for arithmetic on its meta device."""
+    folders = [tmp_path / name.replace(" ", "-") for name in CHECKPOINTS]
+    for name, folder in zip(CHECKPOINTS, folders, strict=True):
+        save_random(name, folder)
+    read_all = """
+import sys
+from pippin.core.store.reference import resolve
+from pippin.language.checkpoint_headers import read_headers
+for path in sys.argv[1:]:
+    read_headers(resolve(path, download=False))
+    assert "torch._dynamo" not in sys.modules, path
+"""
+    done = subprocess.run([sys.executable, "-c", read_all, *folders], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-300:]

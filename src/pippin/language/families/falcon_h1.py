@@ -103,7 +103,8 @@ def _times(stored: str, ours: str, factor: float | Tensor, leaf: str) -> TensorR
     return TensorRule(
         stored,
         (ours,),
-        lambda tensor, config: [tensor.float() * shaped(tensor)],
+        # of a matrix the shape alone is asked for on the meta device, where arithmetic would import torch's compiler
+        lambda tensor, config: [tensor if tensor.is_meta else tensor.float() * shaped(tensor)],
         lambda parts, config: parts[0] / shaped(parts[0]),
         leaves=(leaf,),
     )

@@ -60,9 +60,17 @@ class TensorSource:
         if self.rule is None:
             return stored
         try:
-            return tuple(self.take(torch.empty(stored, device="meta"), config).shape)
+            return tuple(self.take(_without_data(stored), config).shape)
         except (RuntimeError, ValueError, IndexError):  # a tensor of a wrong size, which is reported with its own shape
             return stored
+
+
+def _without_data(shape: tuple[int, ...]) -> Tensor:
+    """A tensor of a shape that takes no memory: vectors are one number over and over, and not on the meta device,
+    because torch imports its compiler (90 MB) for arithmetic there."""
+    if len(shape) == 1 and shape[0] <= 1 << 20:
+        return torch.ones(1).expand(shape)
+    return torch.empty(shape, device="meta")
 
 
 def without_prefix(name: str, family: Family | None = None) -> str:

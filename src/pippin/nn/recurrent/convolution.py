@@ -79,6 +79,10 @@ class ShortConvolutionSpec:
         """The last inputs of each channel."""
         return (self.conv - 1) * width
 
+    def work_size(self, width: int) -> int:
+        """What enters the recurrence, what is convolved, and what leaves; see `StateSpec`."""
+        return 5 * width
+
     def build(self, width: int, *, eps: float) -> ShortConvolution:
         """The layer; see `StateSpec`."""
         return ShortConvolution(self, width)

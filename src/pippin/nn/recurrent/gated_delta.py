@@ -77,6 +77,10 @@ class GatedDeltaSpec:
         """The last inputs of the convolution, and a matrix for each head of values."""
         return (self.conv - 1) * sum(self.sizes) + self.value_heads * self.key_dim * self.value_dim
 
+    def work_size(self, width: int) -> int:
+        """What enters the recurrence, what is convolved, and what leaves; see `StateSpec`."""
+        return 2 * sum(self.sizes) + 2 * self.sizes[-1] + 2 * self.value_heads + 2 * self.decays
+
     def build(self, width: int, *, eps: float) -> GatedDeltaNet:
         """The layer; see `StateSpec`."""
         return GatedDeltaNet(self, width, eps=eps)

@@ -51,6 +51,10 @@ class RecurrentSpec:
         """
         return (self.conv - 1 + {"gru": 1, "lstm": 2}[self.cell]) * self.expand * width
 
+    def work_size(self, width: int) -> int:
+        """What enters the recurrence, what is convolved, and what leaves; see `StateSpec`."""
+        return ({"gru": 3, "lstm": 4}[self.cell] + 2) * self.expand * width
+
     def build(self, width: int, *, eps: float) -> Recurrent:
         """The layer; see `StateSpec`."""
         return Recurrent(self, width, eps=eps)

@@ -87,6 +87,10 @@ class Mamba2Spec:
         """The last inputs of the convolution, and a matrix for each head."""
         return (self.conv - 1) * sum(self.sizes) + self.inner * self.state
 
+    def work_size(self, width: int) -> int:
+        """What enters the recurrence, what is convolved, and what leaves; see `StateSpec`."""
+        return 2 * sum(self.sizes) + 2 * self.inner + self.heads
+
     def build(self, width: int, *, eps: float) -> Mamba2:
         """The layer; see `StateSpec`."""
         return Mamba2(self, width, eps=eps)

@@ -60,6 +60,10 @@ class RGLRUSpec:
         """The last inputs of the convolution, a number for each channel, and whether a token came before."""
         return self.conv * self.size + 1
 
+    def work_size(self, width: int) -> int:
+        """What enters the recurrence, what is convolved, and what leaves; see `StateSpec`."""
+        return 4 * self.size
+
     def build(self, width: int, *, eps: float) -> RGLRU:
         """The layer; see `StateSpec`."""
         return RGLRU(self, width)

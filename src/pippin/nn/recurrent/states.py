@@ -103,6 +103,9 @@ class StateSpec(Protocol):
     def state_size(self, width: int) -> int:
         """Elements of the state of a layer for a sequence, in a model of this width."""
 
+    def work_size(self, width: int) -> int:
+        """Elements of a token while the layer is computed, in a model of this width."""
+
     def build(self, width: int, *, eps: float) -> StatefulLayer:
         """The layer, in a model of this width whose norms have this epsilon."""
 
