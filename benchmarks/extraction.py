@@ -1,7 +1,7 @@
 """Values from a text: `Session.extract` beside controls, llama.cpp with the schema as response format, and LangExtract.
 
     python benchmarks/extraction.py [--model smollm2-135m FILE.gguf ...] [--adapter auto|none|FOLDER ...] [--items 100]
-        [--seed 0] [--langextract-items 25] [--arms NAMES] [--sets kinds,layouts,languages,letters]
+        [--seed 0] [--langextract-items 12] [--arms NAMES] [--sets kinds,layouts,languages,letters]
 
 Every side gets the same generated documents and forms: of kinds, of a layout, and of a language that no adapter which
 comes with Pippin was trained on. Then it gets `data/letters.json`: letters, e-mails and notices written by hand, which
@@ -308,7 +308,7 @@ def main(
         help="of each model, or of all: auto (built-in), none, a folder",
     )
     words.add_argument("--items", type=int, default=100, help="documents of a set")
-    words.add_argument("--langextract-items", type=int, default=25, help="documents for LangExtract, the first ones")
+    words.add_argument("--langextract-items", type=int, default=12, help="documents for LangExtract, the first ones")
     words.add_argument("--seed", type=int, default=0)
     words.add_argument("--sets", type=lambda text: text.split(","), default=list(sets), help=", ".join(SETS))
     words.add_argument("--threads", type=int, default=None, help="of every side; each library's own default without it")
