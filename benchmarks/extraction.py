@@ -1,7 +1,7 @@
 """Values from a text: `Session.extract` beside controls, llama.cpp with the schema as response format, and LangExtract.
 
     python benchmarks/extraction.py [--model smollm2-135m FILE.gguf ...] [--adapter auto|none|FOLDER ...] [--items 100]
-        [--seed 0] [--langextract-items 12] [--arms NAMES] [--sets kinds,layouts,languages,letters]
+        [--seed 0] [--peer-items 15] [--arms NAMES] [--sets kinds,layouts,languages,letters]
 
 Every side gets the same generated documents and forms: of kinds, of a layout, and of a language that no adapter which
 comes with Pippin was trained on. Then it gets `data/letters.json`: letters, e-mails and notices written by hand, which
@@ -234,19 +234,18 @@ def rows_of(
 
 def peers(path: Path | None, items: list[FormItem], warm: FormItem, options: argparse.Namespace) -> Iterator[Tally]:
     """llama.cpp and LangExtract, measured where they are installed."""
-    llama, few = has_llama_cpp(), items[: options.langextract_items]
+    llama, few = has_llama_cpp(), items[: options.peer_items]
     others = [kind for kind in documents.KINDS if kind not in {item.kind for item in items}]
     sides = {
-        "llama.cpp": (llama_cpp_name(), llama, LlamaCppSchema, {}, items),
+        "llama.cpp": (llama_cpp_name(), llama, LlamaCppSchema, {}),
         "langextract": (
             f"{peer_version('langextract')} over llama.cpp",
             llama and importlib.util.find_spec("langextract") is not None,
             LangExtract,
             {"example_kind": (others or documents.KINDS)[-1]},
-            few,
         ),
     }
-    for arm, (label, installed, kind, settings, some) in sides.items():
+    for arm, (label, installed, kind, settings) in sides.items():
         if arm not in options.arms or path is None:
             continue
         if not installed:
@@ -255,7 +254,7 @@ def peers(path: Path | None, items: list[FormItem], warm: FormItem, options: arg
             continue
         with ExitStack() as stack:
             side = stack.enter_context(Side(kind, path=str(path), threads=options.threads, **settings))
-            yield measured(Tally(label), remote(side), some, warm)
+            yield measured(Tally(label), remote(side), few, warm)
 
 
 def documents_of(items: list[FormItem]) -> str:
@@ -308,7 +307,7 @@ def main(
         help="of each model, or of all: auto (built-in), none, a folder",
     )
     words.add_argument("--items", type=int, default=100, help="documents of a set")
-    words.add_argument("--langextract-items", type=int, default=12, help="documents for LangExtract, the first ones")
+    words.add_argument("--peer-items", type=int, default=15, help="documents for the peers, the first ones")
     words.add_argument("--seed", type=int, default=0)
     words.add_argument("--sets", type=lambda text: text.split(","), default=list(sets), help=", ".join(SETS))
     words.add_argument("--threads", type=int, default=None, help="of every side; each library's own default without it")
@@ -322,7 +321,7 @@ def main(
         options.adapter *= len(options.model)
     if len(options.adapter) != len(options.model):
         words.error(f"there are {len(options.model)} models and {len(options.adapter)} adapters")
-    if options.items < 1 or options.langextract_items < 1:
+    if options.items < 1 or options.peer_items < 1:
         words.error("at least one document is needed")
     show(measure(options), as_json=options.json)
 
