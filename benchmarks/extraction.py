@@ -1,6 +1,6 @@
 """Values from a text: `Session.extract` beside controls, llama.cpp with the schema as response format, and LangExtract.
 
-    python benchmarks/extraction.py [--model smollm2-135m FILE.gguf ...] [--adapter auto|none|FOLDER ...] [--items 100]
+    python benchmarks/extraction.py [--model smollm2-135m FILE.gguf ...] [--adapter auto|none|FOLDER ...] [--items 200]
         [--seed 0] [--peer-items 15] [--arms NAMES] [--sets kinds,layouts,languages,letters]
 
 Every side gets the same generated documents and forms: of kinds, of a layout, and of a language that no adapter which
@@ -306,7 +306,7 @@ def main(
         default=list(adapters),
         help="of each model, or of all: auto (built-in), none, a folder",
     )
-    words.add_argument("--items", type=int, default=100, help="documents of a set")
+    words.add_argument("--items", type=int, default=200, help="documents of a set")
     words.add_argument("--peer-items", type=int, default=15, help="documents for the peers, the first ones")
     words.add_argument("--seed", type=int, default=0)
     words.add_argument("--sets", type=lambda text: text.split(","), default=list(sets), help=", ".join(SETS))
