@@ -239,12 +239,28 @@ PIPPIN_INLINE int64_t next_rows(int64_t rest) {
     return rest >= 4 ? 4 : rest;
 }
 
+/* Block b of one kv head. */
+PIPPIN_INLINE uint8_t *head_block(const Cache &cache, const pippin_ragged &ragged, int64_t head, int64_t b) {
+    const int64_t id = ragged.tables[head * ragged.stride + b], heads = cache.block_bytes / cache.head_bytes;
+    return cache.pool + id / heads * cache.block_bytes + id % heads * cache.head_bytes;
+}
+PIPPIN_INLINE const uint8_t *head_block(const Queries &w, int64_t kv_head, int64_t b) {
+    if (w.ragged) return head_block(w.cache, *w.ragged, w.first_head + kv_head, b);
+    const int32_t id = w.table[b];
+    // what was given back behind a window is read and thrown away: any block will do
+    return w.cache.pool + (id < 0 ? 0 : id) * w.cache.block_bytes + w.cache.offset + kv_head * w.cache.head_bytes;
+}
+/* Tokens that a kv head has lost. */
+PIPPIN_INLINE int64_t lost(const Queries &w, int64_t kv_head) {
+    return w.ragged ? w.ragged->lost[w.first_head + kv_head] : 0;
+}
+
 template <int KIND>
 static void attend_as(const Queries &w, int kv_head, int64_t begin, int64_t end, int64_t from, int64_t to, float *state,
                       float *scratch) {
     const Cache &cache = w.cache;
     const int64_t head_dim = cache.head_dim, stride = pippin::state_stride(head_dim);
-    const int64_t group = w.heads / cache.kv_heads, rows = (end - begin) * group;
+    const int64_t group = w.heads / cache.kv_heads, rows = (end - begin) * group, gone = lost(w, kv_head);
     float *const p = scratch + (rows * head_dim + 15) / 16 * 16, *const part = p + SUBTILE * PART;
     for (int64_t row = 0, n; row < rows; row += n) { // queries as [dimension][row] of each subtile
         n = next_rows(rows - row);
@@ -256,24 +272,21 @@ static void attend_as(const Queries &w, int kv_head, int64_t begin, int64_t end,
     }
     for (int64_t index = from; index < to; ++index) {
         const int64_t key = index * PART;
-        const int64_t last = w.visible[end - 1] / 16; // block of the newest key that is seen
-        const auto block = [&](int64_t b, int64_t head) {
-            const int32_t id = w.table[b < last ? b : last];
-            // what was given back behind a window is read and thrown away: any block will do
-            return cache.pool + (id < 0 ? 0 : id) * cache.block_bytes + cache.offset + head * cache.head_bytes;
-        };
+        const int64_t last = (w.visible[end - 1] - gone) / 16; // block of the newest key that is seen
+        const int64_t after = !w.ragged && kv_head + 1 < cache.kv_heads ? kv_head + 1 : kv_head;
+        const auto block = [&](int64_t b, int64_t head) { return head_block(w, head, b < last ? b : last); };
         const uint8_t *keys[PART / 16], *next[NEXT];
         for (int64_t b = 0; b < PART / 16 && key / 16 + b <= last; ++b) keys[b] = block(key / 16 + b, kv_head);
         for (int64_t b = 0; b < NEXT; ++b) // of this head, or of the one after it
             next[b] = index + 1 < to ? block((key + PART) / 16 + b, kv_head)
-                                     : block(from * PART / 16 + b, kv_head + 1 < cache.kv_heads ? kv_head + 1 : kv_head);
+                                     : block(from * PART / 16 + b, after);
         for (int64_t row = 0, n; row < rows; row += n) {
             n = next_rows(rows - row);
             Span seen[SUBTILE];
             for (int64_t r = 0; r < n; ++r) {
-                const int64_t query = begin + (row + r) / group, slot = w.slots[query];
+                const int64_t query = begin + (row + r) / group, slot = w.slots[query] - gone;
                 const int64_t low = w.window > 0 && slot >= w.window ? slot - w.window + 1 - key : -key;
-                const int64_t high = w.visible[query] + 1 - key;
+                const int64_t high = w.visible[query] - gone + 1 - key;
                 seen[r].low = low < 0 ? 0 : low;
                 seen[r].high = high < 0 ? 0 : high > PART ? PART : high;
                 if (seen[r].low >= seen[r].high) seen[r] = {0, 0};
@@ -314,7 +327,7 @@ static void receive_as(const Queries &w, int kv_head, int64_t index, int64_t fro
         constexpr float unseen = -1e30f;
         float most = unseen, sum = 0;
         for (int64_t b = first; 16 * b < to; ++b) {
-            const uint8_t *keys = cache.pool + w.table[b] * cache.block_bytes + cache.offset + kv_head * cache.head_bytes;
+            const uint8_t *keys = head_block(w, kv_head, b);
             float s[16];
             if (KIND == PIPPIN_CACHE_INT8) {
                 const float *scales = reinterpret_cast<const float *>(keys + 2 * 16 * n);
@@ -395,6 +408,7 @@ static float to_int8(const float *x, int64_t n, int8_t *codes) {
     return scale;
 }
 
+/* The key and value of one token, to all heads of a layer in a block. */
 static void keep(const Cache &cache, int32_t block, int slot, const float *k, const float *v) {
     const int64_t n = cache.head_dim;
     uint8_t *target = cache.pool + block * cache.block_bytes + cache.offset;
@@ -423,9 +437,21 @@ static void keep(const Cache &cache, int32_t block, int slot, const float *k, co
     }
 }
 
+/* The same of token `slot` of a sequence whose heads lie apart; the layer has the heads from first_head on. */
+static void keep_apart(const Cache &cache, const pippin_ragged &ragged, int64_t first_head, int64_t slot, const float *k,
+                       const float *v) {
+    Cache one = cache;
+    one.kv_heads = 1, one.offset = 0;
+    for (int64_t head = first_head; head < first_head + cache.kv_heads; ++head, k += cache.head_dim, v += cache.head_dim) {
+        const int64_t at = slot - ragged.lost[head];
+        one.pool = head_block(cache, ragged, head, at / 16);
+        keep(one, 0, int(at % 16), k, v);
+    }
+}
+
 static pippin::StepKernels step_kernels() {
-    return {norm,    layer_norm, heads,   keep,     activate, open,  bound,   add,   multiply, dense,
-            softmax, attend,     receive, convolve, recur,    leave, product, merge, finish,   read};
+    return {norm,    layer_norm, heads,    keep,  keep_apart, activate, open,  bound,   add,   multiply, dense,
+            softmax, attend,     receive,  convolve, recur,   leave,    product, merge, finish, read};
 }
 
 } // namespace PIPPIN_NS

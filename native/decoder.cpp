@@ -313,8 +313,12 @@ void Pass::turn(const pippin_layer &layer, int32_t index, int64_t from, int64_t 
             if (!layer.v.rows) memcpy(values, k_ + i * kv, size_t(kv) * sizeof(float));
             if (layer.v_norm) step_.heads(values, layer.kv_heads, layer.head_dim, layer.v_norm, c_.eps, nullptr, nullptr);
             turn_heads(step_, layer.qk_norm, layer.k_norm, c_.eps, k_ + i * kv, layer.kv_heads, layer.head_dim, cos, sin);
-            const int64_t slot = slot_[from + i];
-            const int32_t block = table(layer, sequence_[from + i])[slot / PIPPIN_BLOCK];
+            const int64_t slot = slot_[from + i], sequence = sequence_[from + i];
+            if (const pippin_ragged *apart = ragged(layer, sequence)) {
+                step_.keep_apart(cache, *apart, first_head(index), slot, k_ + i * kv, values);
+                continue;
+            }
+            const int32_t block = table(layer, sequence)[slot / PIPPIN_BLOCK];
             step_.keep(cache, block, int(slot % PIPPIN_BLOCK), k_ + i * kv, values);
         }
     });

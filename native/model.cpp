@@ -216,7 +216,7 @@ int check_config(const pippin_config *config, const pippin_layer *layers) {
 
 /* Sequences and their blocks. */
 int check_sequences(const pippin_model &model, int64_t blocks, const pippin_batch &b) {
-    if (b.sequences < 1 || !b.starts || !b.held || !b.tables || !b.table_starts)
+    if (b.sequences < 1 || !b.starts || !b.held || (!b.tables && !b.ragged) || !b.table_starts)
         return fail(PIPPIN_BAD_ARGUMENT, "%lld sequences, or their description is NULL", Wide(b.sequences));
     if (b.starts[0] != 0 || b.starts[b.sequences] != b.tokens)
         return fail(PIPPIN_BAD_ARGUMENT, "sequences cover tokens %d to %d of %lld", b.starts[0], b.starts[b.sequences],
@@ -230,6 +230,7 @@ int check_sequences(const pippin_model &model, int64_t blocks, const pippin_batc
             return fail(PIPPIN_BAD_ARGUMENT, "sequence %lld has tokens %d to %d", Wide(s), b.starts[s], b.starts[s + 1]);
         if (b.held[s] < 0 || length > INT32_MAX)
             return fail(PIPPIN_BAD_ARGUMENT, "sequence %lld holds %d tokens", Wide(s), b.held[s]);
+        if (b.ragged && b.ragged[s] && !model.group_windows[size_t(g)]) continue; // its heads lie apart
         const int64_t needed = (length + PIPPIN_BLOCK - 1) / PIPPIN_BLOCK;
         const int32_t *const start = b.table_starts + g * b.sequences + s;
         if (int64_t(start[1]) - start[0] < needed || start[0] < 0)
@@ -248,6 +249,67 @@ int check_sequences(const pippin_model &model, int64_t blocks, const pippin_batc
     const auto twice = std::adjacent_find(written.begin(), written.end());
     if (twice != written.end())
         return fail(PIPPIN_BAD_ARGUMENT, "block %d would be written twice in one pass", *twice);
+    return PIPPIN_OK;
+}
+
+/* Tokens of the longest head of a sequence. */
+int64_t longest_head(const pippin_model &model, const pippin_batch &b, int64_t s) {
+    int64_t lost = b.ragged && b.ragged[s] ? INT32_MAX : 0;
+    for (const pippin_layer &layer : model.layers) {
+        if (!layer.q.rows || layer.source >= 0 || !lost) continue;
+        const int32_t *first = b.ragged[s]->lost + model.cached_index[size_t(&layer - model.layers.data())] * model.config.kv_heads;
+        lost = layer.window ? 0 : std::min<int64_t>(lost, *std::min_element(first, first + layer.kv_heads));
+    }
+    return int64_t(b.held[s]) - lost + b.starts[s + 1] - b.starts[s];
+}
+
+/* Sequences whose heads have lost tokens. */
+int check_ragged(const pippin_model &model, int64_t blocks, int cache, const pippin_batch &b) {
+    const pippin_config &c = model.config;
+    int64_t dimensions = 0;
+    std::vector<int64_t> layers; // without a window, with keys of their own
+    for (int64_t l = 0; l < c.layers; ++l) {
+        const pippin_layer &layer = model.layers[size_t(l)];
+        if (!layer.q.rows) continue;
+        const pippin_layer &keys = layer.source < 0 ? layer : model.layers[size_t(layer.source)];
+        if (!keys.window != !layer.window || !layer.window != !model.group_windows[size_t(keys.group)])
+            return fail(PIPPIN_BAD_ARGUMENT, "heads lie apart, and layer %lld shares tables with others of another window",
+                        Wide(l));
+        if (layer.window || layer.source >= 0) continue;
+        if (layer.latent || (dimensions && layer.head_dim != dimensions))
+            return fail(PIPPIN_BAD_ARGUMENT, "heads lie apart, and layer %lld has latent attention or heads of %d", Wide(l),
+                        layer.head_dim);
+        dimensions = layer.head_dim;
+        layers.push_back(l);
+    }
+    if (layers.empty()) return fail(PIPPIN_BAD_ARGUMENT, "heads lie apart in a model without layers that see all");
+    const int64_t heads = blocks * (model.block_bytes(cache) / heads_bytes(1, dimensions, cache));
+    std::vector<int32_t> written;
+    for (int64_t s = 0; s < b.sequences; ++s) {
+        const pippin_ragged *ragged = b.ragged[s];
+        if (!ragged) continue;
+        if (!ragged->tables || !ragged->lost || b.held[s] < 0)
+            return fail(PIPPIN_BAD_ARGUMENT, "sequence %lld: the tables of its heads are NULL", Wide(s));
+        const int64_t end = int64_t(b.held[s]) + b.starts[s + 1] - b.starts[s];
+        for (const int64_t l : layers)
+            for (int64_t head = 0; head < model.layers[size_t(l)].kv_heads; ++head) {
+                const int64_t at = model.cached_index[size_t(l)] * c.kv_heads + head, lost = ragged->lost[at];
+                const int64_t needed = (end - lost + PIPPIN_BLOCK - 1) / PIPPIN_BLOCK;
+                if (lost < 0 || lost > b.held[s] || needed > ragged->stride)
+                    return fail(PIPPIN_BAD_ARGUMENT, "sequence %lld, layer %lld: %lld of %d tokens are lost, %lld blocks of %lld",
+                                Wide(s), Wide(l), Wide(lost), b.held[s], Wide(needed), Wide(ragged->stride));
+                const int32_t *table = ragged->tables + at * ragged->stride;
+                for (int64_t i = 0; i < needed; ++i)
+                    if (table[i] < 0 || table[i] >= heads)
+                        return fail(PIPPIN_BAD_ARGUMENT, "sequence %lld: head-block %d of a pool of %lld", Wide(s), table[i],
+                                    Wide(heads));
+                written.insert(written.end(), table + (b.held[s] - lost) / PIPPIN_BLOCK, table + needed);
+            }
+    }
+    std::sort(written.begin(), written.end());
+    const auto twice = std::adjacent_find(written.begin(), written.end());
+    if (twice != written.end())
+        return fail(PIPPIN_BAD_ARGUMENT, "head-block %d would be written twice in one pass", *twice);
     return PIPPIN_OK;
 }
 
@@ -363,7 +425,7 @@ int check_extras(const pippin_model &model, const pippin_batch &b) {
     for (int64_t i = 0; i < b.observations; ++i) {
         const pippin_observed &seen = b.observed[i];
         if (!seen.received || seen.sequence < 0 || seen.sequence >= b.sequences ||
-            seen.stride < int64_t(b.held[seen.sequence]) + b.starts[seen.sequence + 1] - b.starts[seen.sequence])
+            seen.stride < longest_head(model, b, seen.sequence))
             return fail(PIPPIN_BAD_ARGUMENT, "an observation of sequence %d with %lld columns", seen.sequence,
                         Wide(seen.stride));
     }
@@ -382,6 +444,8 @@ int check_batch(const pippin_model &model, const Ropes &ropes, const void *pool,
     if (b.tokens < 1 || b.tokens > INT32_MAX || !b.ids)
         return fail(PIPPIN_BAD_ARGUMENT, "a pass over %lld tokens", Wide(b.tokens));
     if (int status = check_sequences(model, blocks, b)) return status;
+    if (b.ragged)
+        if (int status = check_ragged(model, blocks, cache, b)) return status;
     if (int status = check_wishes(model, b)) return status;
     if (int status = check_sight(model, b)) return status;
     if (int status = check_states(model, b)) return status;

@@ -74,7 +74,7 @@ class Pass {
 
   private:
     struct Tile { // queries of one sequence, counted from the beginning of the group, and the parts that they see
-        const int32_t *table;
+        int32_t sequence;
         int64_t begin, end, from, to;
     };
     struct Tiles {
@@ -93,7 +93,7 @@ class Pass {
     void keys_and_values(int32_t index, int64_t from, int64_t to);
     void normalize_input(int32_t index, const pippin_layer &layer, int64_t token, float *y) const;
     void attention(int32_t index, int64_t from, int64_t to, bool own, float *y);
-    Tiles cut_tiles(const pippin_layer &layer, int64_t from, int64_t to);
+    Tiles cut_tiles(int32_t index, int64_t from, int64_t to);
     void attend(int32_t index, int64_t from, int64_t to);
     Cache cache_of(int32_t index) const;
     void read_layer_inputs();
@@ -109,8 +109,8 @@ class Pass {
     void observe(int32_t index, int64_t from, int64_t to);
     void steer(int64_t site, int64_t token, float *x) const;
     void steer_all(int64_t site, int64_t from, int64_t to);
-    void attend_whole(const Queries &queries, const Tiles &tiles);
-    void attend_parts(const Queries &queries, const Tiles &tiles);
+    void attend_whole(int32_t index, const Queries &queries, const Tiles &tiles);
+    void attend_parts(int32_t index, const Queries &queries, const Tiles &tiles);
     void feed_forward(int32_t index, int64_t from, int64_t to);
     void experts(int32_t index, int64_t from, int64_t count, const float *routed_by);
     void compute_runs(int32_t index);
@@ -142,6 +142,19 @@ class Pass {
     void adapt(const Product &product, const float *x, int64_t count, int32_t layer, int64_t from);
     const int32_t *table(const pippin_layer &layer, int64_t sequence) const {
         return b_.tables + b_.table_starts[layer.group * b_.sequences + sequence];
+    }
+    /* How a sequence lost tokens in a layer, nullptr if it lost none there. */
+    const pippin_ragged *ragged(const pippin_layer &layer, int64_t sequence) const {
+        return b_.ragged && !layer.window ? b_.ragged[sequence] : nullptr;
+    }
+    int64_t first_head(int32_t index) const { return m_.cached_index[size_t(index)] * c_.kv_heads; }
+    /* Queries that read a sequence. */
+    Queries reading(Queries queries, int32_t index, int64_t sequence) const {
+        const pippin_layer &layer = m_.layers[size_t(index)];
+        queries.table = table(layer, sequence);
+        queries.ragged = ragged(layer, sequence);
+        queries.first_head = first_head(index);
+        return queries;
     }
     float *row(float *x, int64_t token, int64_t width) const { return x + token * width; }
 

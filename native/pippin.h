@@ -19,7 +19,7 @@ extern "C" {
 #pragma GCC visibility push(default) /* everything else in the library is hidden */
 #endif
 
-#define PIPPIN_ABI 6
+#define PIPPIN_ABI 7
 #define PIPPIN_BLOCK 16 /* tokens of one block of the cache */
 #define PIPPIN_PANEL 16 /* outputs that are computed together */
 
@@ -306,13 +306,23 @@ typedef struct pippin_steering { /* h = scale * h + shift at each site, for the 
 } pippin_steering;
 
 /* The attention that the tokens of one sequence receive. `received` is (cached layers, kv_heads, stride), zero at first;
- * stride is at least the sequence's length. max: the largest weight that any query and head gives; else their sum.
+ * stride is at least the length of the sequence, or of its longest head if it is ragged. max: the largest weight that any query and head gives; else their sum.
  * cached_only: weights are shared among the tokens that were there before the pass. */
 typedef struct pippin_observed {
     float *received;
     int64_t stride;
     int32_t sequence, max, cached_only, reserved;
 } pippin_observed;
+
+/* A sequence whose kv heads have lost tokens, each head others, in the layers without a window that have keys of their
+ * own: each head then lies in head-blocks, 16 tokens of one head in the space of a head in a block of the pool. Head-block
+ * n is number n % heads in block n / heads, with `heads` = pippin_block_bytes / bytes of a head. What is left of a head is
+ * in the order of the tokens, without gaps; `held` of the batch and all slots count what was lost, too. */
+typedef struct pippin_ragged {
+    const int32_t *tables; /* (cached layers, kv_heads, stride); those of layers with a window are not read */
+    const int32_t *lost;   /* (cached layers, kv_heads): tokens, at most `held` */
+    int64_t stride;
+} pippin_ragged;
 
 /* One pass over the new tokens of several sequences, laid end to end. */
 typedef struct pippin_batch {
@@ -353,6 +363,9 @@ typedef struct pippin_batch {
      * may not be the same. A model with recurrent layers needs both, and computes all layers. */
     const float *const *states;
     float *const *new_states;
+    /* (sequences), or NULL: NULL for a sequence with tables of blocks; of others those of groups without a window are not
+     * read. The layers without a window must have heads of one size and no latent attention. */
+    const pippin_ragged *const *ragged;
 } pippin_batch;
 
 /* pool: blocks of pippin_block_bytes each, 64-byte aligned. Layers after the last one with keys of its own are computed

@@ -7,6 +7,7 @@
  */
 #include "pass.h"
 
+#include <algorithm>
 #include <atomic>
 
 namespace pippin {
@@ -32,16 +33,22 @@ float *own_floats(int64_t count, std::atomic<bool> &failed) {
 
 } // namespace
 
-Pass::Tiles Pass::cut_tiles(const pippin_layer &layer, int64_t from, int64_t to) {
+Pass::Tiles Pass::cut_tiles(int32_t index, int64_t from, int64_t to) {
+    const pippin_layer &layer = m_.layers[size_t(index)];
     const int64_t group = c_.heads / layer.kv_heads, tile = tile_queries(group);
     Tiles found;
     tiles_.clear();
     for (int64_t begin = from, end; begin < to; begin = end) {
         const int32_t sequence = sequence_[begin];
         for (end = begin + 1; end < to && end - begin < tile && sequence_[end] == sequence;) ++end;
-        const int64_t oldest = slot_[begin] - layer.window + 1, newest = visible_[end - 1];
+        int64_t lost = 0; // by the head that has the most
+        if (const pippin_ragged *heads = ragged(layer, sequence)) {
+            const int32_t *first = heads->lost + first_head(index);
+            lost = *std::min_element(first, first + layer.kv_heads);
+        }
+        const int64_t oldest = slot_[begin] - layer.window + 1, newest = visible_[end - 1] - lost;
         const int64_t first = layer.window && oldest > 0 ? oldest / PART : 0, last = newest / PART + 1;
-        tiles_.push_back({table(layer, sequence), begin - from, end - from, first, last});
+        tiles_.push_back({sequence, begin - from, end - from, first, last});
         found.most_parts = std::max(found.most_parts, last - first);
         found.most_rows = std::max(found.most_rows, (end - begin) * group);
         found.pairs += (end - begin) * (newest + 1 - first * PART);
@@ -54,11 +61,11 @@ void Pass::attend(int32_t index, int64_t from, int64_t to) {
     const pippin_layer &layer = m_.layers[size_t(index)];
     const Queries queries{cache_of(index), nullptr, q_, read_, slot_ + from, visible_ + from, c_.heads * layer.head_dim,
                           layer.window, int(c_.heads), c_.attention_scale, layer.softcap, layer.sinks};
-    const Tiles tiles = cut_tiles(layer, from, to);
+    const Tiles tiles = cut_tiles(index, from, to);
     const int64_t threads = thread_count();
     const bool few = threads > 1 && int64_t(tiles_.size()) * layer.kv_heads < 4 * threads;
-    if (few && tiles.most_parts > 1) attend_parts(queries, tiles);
-    else attend_whole(queries, tiles);
+    if (few && tiles.most_parts > 1) attend_parts(index, queries, tiles);
+    else attend_whole(index, queries, tiles);
 }
 
 /* What the tokens of observed sequences receive from the queries of a group. */
@@ -66,19 +73,21 @@ void Pass::observe(int32_t index, int64_t from, int64_t to) {
     const pippin_layer &layer = m_.layers[size_t(index)];
     for (int64_t o = 0; o < b_.observations; ++o) {
         const pippin_observed &seen = b_.observed[o];
-        const Queries queries{cache_of(index), table(layer, seen.sequence), q_, read_, slot_ + from, visible_ + from,
-                              c_.heads * layer.head_dim, layer.window, int(c_.heads), c_.attention_scale, layer.softcap,
-                              nullptr};
+        const Queries all{cache_of(index), nullptr, q_, read_, slot_ + from, visible_ + from, c_.heads * layer.head_dim,
+                          layer.window, int(c_.heads), c_.attention_scale, layer.softcap, nullptr};
+        const Queries queries = reading(all, index, seen.sequence);
         std::atomic<bool> failed{false};
         parallel(layer.kv_heads, 1, [&](int64_t first, int64_t last, int) {
             float *p = own_floats(seen.stride + 16 + layer.head_dim, failed);
             for (int64_t head = first; p && head < last; ++head) {
+                const int64_t lost = queries.ragged ? queries.ragged->lost[queries.first_head + head] : 0;
                 float *received = seen.received + (m_.cached_index[size_t(index)] * c_.kv_heads + head) * seen.stride;
                 for (int64_t i = from; i < to; ++i) {
                     if (sequence_[i] != seen.sequence) continue;
                     const int64_t low = layer.window && slot_[i] >= layer.window ? slot_[i] - layer.window + 1 : 0;
                     const int64_t high = seen.cached_only ? b_.held[seen.sequence] : visible_[i] + 1;
-                    if (low < high) step_.receive(queries, int(head), i - from, low, high, seen.max, p, received);
+                    if (low < high - lost)
+                        step_.receive(queries, int(head), i - from, low, high - lost, seen.max, p, received);
                 }
             }
         });
@@ -86,7 +95,7 @@ void Pass::observe(int32_t index, int64_t from, int64_t to) {
     }
 }
 
-void Pass::attend_whole(const Queries &queries, const Tiles &tiles) {
+void Pass::attend_whole(int32_t index, const Queries &queries, const Tiles &tiles) {
     const int64_t kv_heads = queries.cache.kv_heads, head_dim = queries.cache.head_dim, group = c_.heads / kv_heads;
     const int64_t size = tiles.most_rows * state_stride(head_dim);
     const int64_t items = int64_t(tiles_.size()) * kv_heads;
@@ -96,8 +105,7 @@ void Pass::attend_whole(const Queries &queries, const Tiles &tiles) {
         float *state = own_floats(size + attend_scratch(head_dim, group), failed);
         for (int64_t item = begin; state && item < end; ++item) {
             const Tile &t = tiles_[tiles_.size() - 1 - size_t(item / kv_heads)]; // the longest first
-            Queries own = queries;
-            own.table = t.table;
+            const Queries own = reading(queries, index, t.sequence);
             const int head = int(item % kv_heads);
             clear_states(state, (t.end - t.begin) * group, head_dim);
             step_.attend(own, head, t.begin, t.end, t.from, t.to, state, state + size);
@@ -107,7 +115,7 @@ void Pass::attend_whole(const Queries &queries, const Tiles &tiles) {
     if (failed) throw std::bad_alloc();
 }
 
-void Pass::attend_parts(const Queries &queries, const Tiles &tiles) {
+void Pass::attend_parts(int32_t index, const Queries &queries, const Tiles &tiles) {
     const int64_t kv_heads = queries.cache.kv_heads, head_dim = queries.cache.head_dim, group = c_.heads / kv_heads;
     const int64_t size = tiles.most_rows * state_stride(head_dim);
     const int64_t items = int64_t(tiles_.size()) * kv_heads, parts = tiles.most_parts;
@@ -119,8 +127,7 @@ void Pass::attend_parts(const Queries &queries, const Tiles &tiles) {
             const Tile &t = tiles_[size_t(piece / parts / kv_heads)];
             const int64_t part = t.from + piece % parts;
             if (part >= t.to) continue;
-            Queries own = queries;
-            own.table = t.table;
+            const Queries own = reading(queries, index, t.sequence);
             float *state = states + piece * size;
             clear_states(state, (t.end - t.begin) * group, head_dim);
             step_.attend(own, int(piece / parts % kv_heads), t.begin, t.end, part, part + 1, state, scratch);

@@ -38,6 +38,8 @@ struct Queries {
     float scale;
     float softcap;            // 0: none
     const float *sinks;       // (heads), or nullptr
+    const pippin_ragged *ragged = nullptr; // of the sequence; then `table` is not read
+    int64_t first_head = 0;                // of the layer, among the heads of `ragged`
 };
 
 /* Attention keeps for each row [sum of values (head_dim, padded to 16), maximum, sum of weights]; 64-byte aligned. */
@@ -83,6 +85,9 @@ struct StepKernels {
                   const float *sin);
     /* Write keys and values (kv_heads, head_dim) of one token into its slot of a block. */
     void (*keep)(const Cache &cache, int32_t block, int slot, const float *k, const float *v);
+    /* The same of token `slot` of a sequence whose heads lie apart; the layer has the heads from first_head on. */
+    void (*keep_apart)(const Cache &cache, const pippin_ragged &ragged, int64_t first_head, int64_t slot, const float *k,
+                       const float *v);
     /* gate = act(gate) * up, or act(gate) where up is NULL; limit and parameters as in pippin_layer. */
     void (*activate)(const Activation &activation, float *gate, const float *up, int64_t n);
     /* x *= sigmoid(gate). */

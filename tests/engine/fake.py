@@ -9,6 +9,7 @@ from array import array
 
 import torch
 
+from pippin.core.errors import InvalidArgument
 from pippin.engine.model_runner import BLOCK_SIZE
 from pippin.engine.output_processor import OutputProcessor
 from pippin.engine.request import Finished
@@ -56,7 +57,7 @@ def right_score(prompt, continuation, adapter=None):
 class FakeRunner:
     """See `pippin.engine.model_runner.Runner`; it remembers the largest pass and can be told to fail."""
 
-    block_bytes, kv_cache_dtype, invariant = BLOCK_SIZE * 16, "float32", True
+    block_bytes, kv_cache_dtype, invariant, heads_in_block = BLOCK_SIZE * 16, "float32", True, 0
 
     def __init__(self, model, blocks, kv_cache_dtype="auto", groups=None):
         self.windows = [None] if groups is None else [model.cache_layout.group_window(layers) for layers in groups]
@@ -117,6 +118,12 @@ class FakeRunner:
         for block, row in zip(blocks, data, strict=True):
             values = array("q", row.numpy().tobytes())
             self.memory[2 * BLOCK_SIZE * block : 2 * BLOCK_SIZE * (block + 1)] = values
+
+    def read_head(self, head_blocks, tokens):
+        raise InvalidArgument("a fake has no heads")
+
+    def write_head(self, head_blocks, data):
+        raise InvalidArgument("a fake has no heads")
 
     def close(self):
         self.blocks = 0

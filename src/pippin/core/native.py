@@ -19,7 +19,7 @@ from pippin.core import device
 from pippin.core.checks import PositiveInt, checked
 from pippin.core.errors import InvalidArgument, NotEnoughMemory, PippinError
 
-ABI: Final = 6
+ABI: Final = 7
 BLOCK: Final = 16
 """Tokens per block of the KV cache."""
 
@@ -212,6 +212,12 @@ class Observed(ctypes.Structure):
     )
 
 
+class Ragged(ctypes.Structure):
+    """`pippin_ragged`: a sequence whose heads have lost tokens, each head others."""
+
+    _fields_ = (("tables", c_void_p), ("lost", c_void_p), ("stride", c_int64))
+
+
 class NativeBatch(ctypes.Structure):
     """`pippin_batch`: one forward pass over the new tokens of several sequences."""
 
@@ -246,6 +252,7 @@ class NativeBatch(ctypes.Structure):
         ("observed", POINTER(Observed)),
         ("states", c_void_p),
         ("new_states", c_void_p),
+        ("ragged", c_void_p),
     )
 
 

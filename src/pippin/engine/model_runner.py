@@ -20,6 +20,7 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from pippin.core.errors import InvalidArgument
+from pippin.engine.head_tables import HeadTables, HeadTokens
 from pippin.nn.attention_capture import AttentionCapture
 from pippin.nn.expert_mask import ExpertMask
 from pippin.nn.lora import Adapter
@@ -84,6 +85,7 @@ class ModelInput:
         experts: the experts that its tokens may be routed to; None for all.
         steering: changes of its hidden states; None for none.
         capture: what the pass returns beside logits; None for nothing.
+        heads: where its keys lie if its heads have lost tokens; its block tables are then empty.
     """
 
     token_ids: Sequence[int]
@@ -102,6 +104,7 @@ class ModelInput:
     experts: ExpertMask | None = None
     steering: Steering | None = None
     capture: Capture | None = None
+    heads: HeadTables | None = None
 
     @property
     def tables(self) -> list[Sequence[int]]:
@@ -182,6 +185,16 @@ class Runner(Protocol):
 
     def write(self, blocks: Sequence[int], data: UInt8[Tensor, "blocks bytes"]) -> None:
         """Fill blocks with data that `read` returned."""
+
+    @property
+    def heads_in_block(self) -> int:
+        """Heads whose keys and values a block holds, in all layers; 0 if no sequence may have `HeadTables`."""
+
+    def read_head(self, head_blocks: Sequence[int], tokens: int) -> HeadTokens:
+        """Keys and values of the first tokens in some head-blocks."""
+
+    def write_head(self, head_blocks: Sequence[int], data: HeadTokens) -> None:
+        """Fill the beginning of some head-blocks."""
 
     def close(self) -> None:
         """Free the pool."""

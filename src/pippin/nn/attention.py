@@ -322,6 +322,8 @@ def _attend(
     if mask is None and blocked_attention.supports(q, keys, values):
         y = blocked_attention.attend(q, keys, values, scale)
     else:
+        if isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[1] > 1:  # one for each key head
+            mask = mask.repeat_interleave(q.shape[1] // mask.shape[1], 1)
         y = F.scaled_dot_product_attention(
             q, keys, values, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
         )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 
@@ -38,11 +38,11 @@ class AttentionCapture:
         layer: int,
         q: Float[Tensor, "1 heads new head_dim"],
         keys: Float[Tensor, "1 kv_heads seen head_dim"],
-        visible: Bool[Tensor, "new seen"],
+        visible: Bool[Tensor, "some_heads new seen"],
         *,
         scale: float,
         first: int,
-        cached: int,
+        cached: int | Int[Tensor, kv_heads],
         softcap: float | None,
     ) -> None:
         """Add what the keys of one layer receive from a layer that reads them.
@@ -51,22 +51,23 @@ class AttentionCapture:
             layer: index of the layer that has the keys.
             q: queries.
             keys: keys that they may see.
-            visible: which query sees which key.
+            visible: which query sees which key, of each key head or of all together.
             scale: multiplier on the scores.
             first: index of the first key in the sequence.
-            cached: tokens that were cached before the pass.
+            cached: tokens that were cached before the pass, of each key head if they differ.
             softcap: bound of the scores.
         """
-        new, seen = visible.shape
+        _, new, seen = visible.shape
+        held = torch.as_tensor(cached, device=visible.device).view(-1, 1, 1)
         scores = (q[0].unflatten(0, (keys.shape[1], -1)).float() * scale) @ keys[0].float()[:, None].transpose(-1, -2)
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         if self.cached_only:
-            visible = visible & (torch.arange(first, first + seen, device=visible.device) < cached)
-        scores = scores.masked_fill(~visible, -torch.inf)
+            visible = visible & (torch.arange(first, first + seen, device=visible.device) < held)
+        scores = scores.masked_fill(~visible[:, None], -torch.inf)
         given = scores.softmax(-1).nan_to_num(0.0)  # a query that sees no key gives nothing
         total = given.sum((1, 2)) if self.reduction == "sum" else given.amax((1, 2))
-        received = torch.zeros(keys.shape[1], max(first + seen, cached + new), device=total.device)
+        received = torch.zeros(keys.shape[1], max(first + seen, int(held.max()) + new), device=total.device)
         received[:, first : first + seen] = total
         earlier = self.received.get(layer)
         if earlier is not None:  # of another layer that reads the same keys

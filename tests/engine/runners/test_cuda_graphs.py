@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from pippin.engine.cache.paged import PagedStore
+from pippin.engine.cache.paged_store import PagedStore
 from pippin.engine.model_runner import ModelInput
 from pippin.engine.runners.cuda_graphs import DecodeSteps, can_record, shape_of
 from pippin.engine.runners.torch_runner import TorchRunner

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pippin.core.errors import InvalidArgument, NotEnoughMemory
-from pippin.engine.cache.paged import block_bytes
+from pippin.engine.cache.paged_store import block_bytes
 from pippin.engine.model_runner import BLOCK_SIZE, ModelInput
 from pippin.engine.runners.torch_runner import TorchRunner
 from pippin.language import Decoder, DecoderConfig, LanguageModel, LayerSpec

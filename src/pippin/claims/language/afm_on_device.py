@@ -127,7 +127,8 @@ def _prefill(module: Decoder, ids: Sequence[int], first: int | None) -> tuple[Te
     """
     import torch
 
-    from pippin.engine.cache.paged import PagedPass, PagedStore
+    from pippin.engine.cache.paged import PagedPass
+    from pippin.engine.cache.paged_store import PagedStore
     from pippin.engine.model_runner import BLOCK_SIZE, ModelInput
     from pippin.nn.kv_cache import QuerySelection
 

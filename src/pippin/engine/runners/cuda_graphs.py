@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from pippin.engine.cache.paged import PagedStore
+from pippin.engine.cache.paged_store import PagedStore
 from pippin.engine.model_runner import BLOCK_SIZE, ModelInput
 from pippin.language.decoder_config import LayerSpec
 from pippin.language.language_model import LanguageModel

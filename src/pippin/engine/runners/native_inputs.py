@@ -46,7 +46,8 @@ class PackedInputs:
             count, outputs = end - begin, model_input.outputs
             needed = -(-(model_input.num_computed_tokens + count) // BLOCK_SIZE)
             shortest = min(map(len, model_input.tables))
-            if count == 0 or model_input.num_computed_tokens < 0 or needed > shortest:
+            apart = model_input.heads is not None  # whose tables the library checks
+            if count == 0 or model_input.num_computed_tokens < 0 or (needed > shortest and not apart):
                 raise InvalidArgument(
                     f"{count} new tokens after {model_input.num_computed_tokens} older ones cannot be computed with "
                     f"{shortest} blocks of {BLOCK_SIZE}"
@@ -123,6 +124,7 @@ class Extras:
             batch.steerings, batch.steering = len(steered), vectors
         self._fill_experts(batch)
         self._fill_captures(batch)
+        self._fill_heads(batch)
 
     def give(self) -> None:
         """Hand over what was captured."""
@@ -178,6 +180,26 @@ class Extras:
                 addresses[index] = self._keep(w.experts.allowed.to(torch.uint8).contiguous()).data_ptr()
         batch.experts, batch.expert_columns = ctypes.addressof(self._keep(addresses)), masks[0].allowed.shape[1]
 
+    def _fill_heads(self, batch: native.NativeBatch) -> None:
+        inputs, config = self._packed.inputs, self._model.config
+        if all(w.heads is None for w in inputs):
+            return
+        listed, addresses = (native.Ragged * len(inputs))(), (ctypes.c_void_p * len(inputs))()
+        for index, heads in enumerate(w.heads for w in inputs):
+            if heads is None:
+                continue
+            shape = (len(config.cached_layers), config.num_key_value_heads)
+            for part in (heads.tables, heads.lost):
+                if part.shape[:2] != shape or part.dtype != torch.int32 or not part.is_contiguous():
+                    raise InvalidArgument(
+                        f"tables of heads must be int32, contiguous and begin with the shape {shape}, got "
+                        f"{part.dtype} of shape {tuple(part.shape)}"
+                    )
+            listed[index] = native.Ragged(heads.tables.data_ptr(), heads.lost.data_ptr(), heads.tables.shape[2])
+            addresses[index] = ctypes.addressof(listed[index])
+        batch.ragged = ctypes.addressof(self._keep(addresses))
+        self._keep(listed)
+
     def _fill_captures(self, batch: native.NativeBatch) -> None:
         config, captures = self._model.config, [w.capture for w in self._packed.inputs if w.capture is not None]
         outputs = len(self._packed.rows)
@@ -188,7 +210,7 @@ class Extras:
             self._after = torch.empty(outputs, config.hidden_size)
             batch.hidden = self._after.data_ptr()
         watched = [
-            (index, w.capture, w.num_computed_tokens + len(w.token_ids))
+            (index, w.capture, w.num_computed_tokens + len(w.token_ids) - (w.heads.least_lost if w.heads else 0))
             for index, w in enumerate(self._packed.inputs)
             if w.capture is not None and w.capture.attention is not None and config.cached_layers
         ]
@@ -239,6 +261,7 @@ def is_plain(model_input: ModelInput, groups: int) -> bool:
         and model_input.experts is None
         and model_input.steering is None
         and model_input.capture is None
+        and model_input.heads is None
         and len(model_input.other_tables) == groups - 1
     )
 

@@ -21,6 +21,8 @@ from torch import Tensor
 from pippin.core import native
 from pippin.core.checks import PositiveInt, checked
 from pippin.core.errors import InvalidArgument, NotEnoughMemory
+from pippin.engine.cache.paged_store import DTYPES as CACHE_DTYPES
+from pippin.engine.head_tables import HeadTokens, heads_alike, padded
 from pippin.engine.model_runner import KVCacheDtype, KVCacheDtypeChoice, ModelInput
 from pippin.engine.runners.native_decoder import NativeAdapter, NativeDecoder
 from pippin.engine.runners.native_experts import ExpertFetch, ExpertSource, mixtures
@@ -71,6 +73,7 @@ class NativeRunner:
             model.config.hidden_size,
             model.config.vocab_size,
         )
+        self._head_dim = model.config.head_dim
         self._pool: Tensor | None = _zeros(blocks, self.block_bytes)
         self._adapters: weakref.WeakKeyDictionary[Adapter, NativeAdapter] = weakref.WeakKeyDictionary()
         self._experts: ExpertFetch | None = None
@@ -252,6 +255,44 @@ class NativeRunner:
                 f"{len(blocks)} blocks of {self.block_bytes} bytes cannot hold data of shape {tuple(data.shape)}"
             )
         self._memory.index_copy_(0, self._rows(blocks), data)
+
+    @property
+    def heads_in_block(self) -> int:
+        """See `Runner.heads_in_block`."""
+        config = self.model.config
+        return len(config.cached_layers) * config.num_key_value_heads if heads_alike(config, self.windows) else 0
+
+    def read_head(self, head_blocks: Sequence[int], tokens: int) -> HeadTokens:
+        """See `Runner.read_head`."""
+        raw, size = self._head_blocks[list(head_blocks)], CACHE_DTYPES[self.kv_cache_dtype]
+        at = 16 * self._head_dim * size.itemsize
+        keys = raw[:, :at].contiguous().view(size).view(-1, self._head_dim, 16).transpose(1, 2)
+        values = raw[:, at : 2 * at].contiguous().view(size).view(-1, 16, self._head_dim)
+        parts = [keys.flatten(0, 1)[:tokens], values.flatten(0, 1)[:tokens]]
+        if size == torch.int8:
+            scales = raw[:, 2 * at :].contiguous().view(torch.float32).view(-1, 2, 16)
+            parts += [scales[:, 0].flatten()[:tokens], scales[:, 1].flatten()[:tokens]]
+        return HeadTokens(*parts)
+
+    def write_head(self, head_blocks: Sequence[int], data: HeadTokens) -> None:
+        """See `Runner.write_head`."""
+        blocks = -(-len(data) // 16)
+        keys = padded(data.keys, 16 * blocks).view(blocks, 16, self._head_dim).transpose(1, 2).contiguous()
+        values = padded(data.values, 16 * blocks).view(blocks, 16, self._head_dim).contiguous()
+        parts = [part.view(torch.uint8).view(blocks, -1) for part in (keys, values)]
+        if data.key_scales is not None and data.value_scales is not None:
+            pairs = [padded(each, 16 * blocks).view(blocks, 16) for each in (data.key_scales, data.value_scales)]
+            parts.append(torch.cat(pairs, 1).view(torch.uint8))
+        self._head_blocks[list(head_blocks[:blocks])] = torch.cat(parts, 1)
+
+    @property
+    def _head_blocks(self) -> Tensor:
+        """The pool as head-blocks, (blocks * heads in a block, bytes of a head)."""
+        if not (heads := self.heads_in_block):
+            raise InvalidArgument(
+                f"the heads of {self.model.name} cannot lie apart: its layers differ, or have windows"
+            )
+        return self._memory.view(self.blocks * heads, -1)
 
     def close(self) -> None:
         """Free the pool; the runner has no blocks from then on."""

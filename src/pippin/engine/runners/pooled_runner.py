@@ -9,6 +9,7 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from pippin.core.errors import InvalidArgument
+from pippin.engine.head_tables import HeadTokens
 
 
 @runtime_checkable
@@ -34,10 +35,12 @@ class PooledRunner(Generic[Store]):
     Attributes:
         blocks: blocks in the pool; 0 once it is closed.
         block_bytes: memory of one block.
+        heads_in_block: see `pippin.engine.model_runner.Runner`; here no heads lie apart.
     """
 
     blocks: int
     block_bytes: int
+    heads_in_block: int = 0
     _store: Store | None
 
     def copy(self, source: int, target: int) -> None:
@@ -67,6 +70,22 @@ class PooledRunner(Generic[Store]):
                 f"{len(blocks)} blocks of {self.block_bytes} bytes cannot hold data of shape {tuple(data.shape)}"
             )
         self._pool(blocks).restore(blocks, data)
+
+    def read_head(self, head_blocks: Sequence[int], tokens: int) -> HeadTokens:
+        """See `pippin.engine.model_runner.Runner`.
+
+        Raises:
+            InvalidArgument: heads cannot lie apart.
+        """
+        raise InvalidArgument("the heads of this model cannot lie apart in the cache")
+
+    def write_head(self, head_blocks: Sequence[int], data: HeadTokens) -> None:
+        """See `pippin.engine.model_runner.Runner`.
+
+        Raises:
+            InvalidArgument: heads cannot lie apart.
+        """
+        raise InvalidArgument("the heads of this model cannot lie apart in the cache")
 
     def close(self) -> None:
         """Free the pool; the runner has no blocks from then on."""

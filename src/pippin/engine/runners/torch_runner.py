@@ -23,7 +23,10 @@ from torch import Tensor
 
 from pippin.core.checks import checked
 from pippin.core.errors import InvalidArgument
-from pippin.engine.cache.paged import PagedPass, PagedStore, block_bytes
+from pippin.engine.cache import apart
+from pippin.engine.cache.paged import PagedPass
+from pippin.engine.cache.paged_store import PagedStore, block_bytes
+from pippin.engine.head_tables import HeadTables, HeadTokens, heads_alike
 from pippin.engine.model_runner import BLOCK_SIZE, Capture, KVCacheDtype, KVCacheDtypeChoice, ModelInput
 from pippin.engine.runners.cuda_graphs import DecodeSteps, can_record
 from pippin.engine.runners.pooled_runner import PooledRunner
@@ -73,6 +76,7 @@ class TorchRunner(PooledRunner[PagedStore]):
         )
         self._store = store
         self._steps = DecodeSteps(model, store, blocks) if recorded else None
+        self.heads_in_block = store.heads_in_block if heads_alike(model.config, self.windows) else 0
 
     @staticmethod
     @checked
@@ -116,6 +120,14 @@ class TorchRunner(PooledRunner[PagedStore]):
             results.update(zip(members, answers, strict=True))
         return [results[index] for index in range(len(inputs))]
 
+    def read_head(self, head_blocks: Sequence[int], tokens: int) -> HeadTokens:
+        """See `Runner.read_head`."""
+        return apart.read_head(self._pool([]), head_blocks, tokens)
+
+    def write_head(self, head_blocks: Sequence[int], data: HeadTokens) -> None:
+        """See `Runner.write_head`."""
+        apart.write_head(self._pool([]), head_blocks, data)
+
     def close(self) -> None:
         """Free the pool; the runner has no blocks from then on."""
         super().close()
@@ -128,7 +140,10 @@ class TorchRunner(PooledRunner[PagedStore]):
     def _check(self, model_input: ModelInput) -> None:
         config = self.model.config
         count, capacity = len(model_input.token_ids), min(map(len, model_input.tables)) * BLOCK_SIZE
-        self._check_tables(model_input)
+        if model_input.heads is None:
+            self._check_tables(model_input)
+        else:
+            capacity = self._check_heads(model_input.heads, model_input.num_computed_tokens)
         if count == 0 or model_input.num_computed_tokens < 0:
             raise InvalidArgument(f"a sequence of {model_input.num_computed_tokens} tokens was given {count} new ones")
         if model_input.num_computed_tokens + count > capacity:
@@ -158,6 +173,18 @@ class TorchRunner(PooledRunner[PagedStore]):
                 "the model keeps "
                 f"those of layers {list(recurrent)}"
             )
+
+    def _check_heads(self, heads: HeadTables, held: int) -> int:
+        """Raise for tables that do not fit the model; the tokens for which there is room."""
+        config, (least, most) = self.model.config, (heads.least_lost, int(heads.lost.max()))
+        shape = (len(config.cached_layers), config.num_key_value_heads)
+        if heads.tables.shape[:2] != shape or heads.lost.shape != shape or not self.heads_in_block:
+            raise InvalidArgument(f"tables of heads of shape {tuple(heads.tables.shape)} do not fit heads of {shape}")
+        if least < 0 or most > held:
+            raise InvalidArgument(f"heads cannot lose {least} to {most} of {held} tokens")
+        if int(heads.tables.max()) >= self.blocks * self.heads_in_block:
+            raise InvalidArgument(f"there is no head-block {int(heads.tables.max())} in {self.blocks} blocks")
+        return heads.tables.shape[2] * BLOCK_SIZE + least
 
     def _check_tables(self, model_input: ModelInput) -> None:
         """Raise for a block that does not exist, or that was given back although new tokens see it."""
