@@ -450,8 +450,8 @@ static void keep_apart(const Cache &cache, const pippin_ragged &ragged, int64_t 
 }
 
 static pippin::StepKernels step_kernels() {
-    return {norm,    layer_norm, heads,    keep,  keep_apart, activate, open,  bound,   add,   multiply, dense,
-            softmax, attend,     receive,  convolve, recur,   leave,    product, merge, finish, read};
+    return {norm,  layer_norm, heads,  keep,    keep_apart, activate, open,  bound,   add,   multiply,
+            dense, softmax,    attend, receive, convolve,   recur,    leave, product, merge, finish,   read};
 }
 
 } // namespace PIPPIN_NS

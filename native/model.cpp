@@ -257,7 +257,8 @@ int64_t longest_head(const pippin_model &model, const pippin_batch &b, int64_t s
     int64_t lost = b.ragged && b.ragged[s] ? INT32_MAX : 0;
     for (const pippin_layer &layer : model.layers) {
         if (!layer.q.rows || layer.source >= 0 || !lost) continue;
-        const int32_t *first = b.ragged[s]->lost + model.cached_index[size_t(&layer - model.layers.data())] * model.config.kv_heads;
+        const size_t index = size_t(&layer - model.layers.data());
+        const int32_t *first = b.ragged[s]->lost + model.cached_index[index] * model.config.kv_heads;
         lost = layer.window ? 0 : std::min<int64_t>(lost, *std::min_element(first, first + layer.kv_heads));
     }
     return int64_t(b.held[s]) - lost + b.starts[s + 1] - b.starts[s];

@@ -306,8 +306,8 @@ typedef struct pippin_steering { /* h = scale * h + shift at each site, for the 
 } pippin_steering;
 
 /* The attention that the tokens of one sequence receive. `received` is (cached layers, kv_heads, stride), zero at first;
- * stride is at least the length of the sequence, or of its longest head if it is ragged. max: the largest weight that any query and head gives; else their sum.
- * cached_only: weights are shared among the tokens that were there before the pass. */
+ * stride is at least the length of the sequence, or of its longest head if it is ragged. max: the largest weight that any
+ * query and head gives; else their sum. cached_only: weights are shared among the tokens that were there before the pass. */
 typedef struct pippin_observed {
     float *received;
     int64_t stride;
