@@ -177,10 +177,10 @@ def test_a_trace_of_a_model_in_storage_is_that_of_the_same_in_memory(small, home
     bounded = pippin.load(small, device="cpu", memory=least_of(small))
     for name, model in (("found", bounded), ("expected", pippin.load(small, device="cpu"))):
         record_expert_trace(model, prompts, max_tokens=5, depth=2).save(tmp_path / f"{name}.npz")
-    found, expected = np.load(tmp_path / "found.npz"), np.load(tmp_path / "expected.npz")
-    assert found.files == expected.files
-    for name in set(found.files) - {"model"}:
-        np.testing.assert_array_equal(found[name], expected[name])
+    with np.load(tmp_path / "found.npz") as found, np.load(tmp_path / "expected.npz") as expected:
+        assert found.files == expected.files
+        for name in set(found.files) - {"model"}:
+            np.testing.assert_array_equal(found[name], expected[name])
 
 
 def test_a_prompt_cache_tells_experts_in_storage_apart(small, home, tight, tmp_path):

@@ -35,6 +35,8 @@ from pippin.engine.continuation_scores import Scores
 from pippin.engine.engine_stats import EngineStats
 from pippin.engine.experts.expert_store import ExpertStore
 from pippin.engine.experts.memory_share import MemoryShare, close_store, open_store
+from pippin.engine.kv_eviction.bounded_cache import BoundedCache, make_bounded
+from pippin.engine.kv_eviction.policy import CachePolicy
 from pippin.engine.loop import EngineLoop
 from pippin.engine.model_runner import BLOCK_SIZE, KVCacheDtype, KVCacheDtypeChoice
 from pippin.engine.options import SamplingOptions
@@ -165,7 +167,8 @@ class Engine:
             DecodingFailure: (while iterating) no token can be chosen.
             GenerationError: (while iterating) the step that the request took part in failed.
         """
-        self.check(request.prompt, request.options)
+        size = self._context_for(request)
+        output_processor.check(self.model, request.prompt, request.options, size)
         extras = self._extras(request)
         options = resolved(request.options, self.recommended_sampling, self.model.vocab_size)
         request = replace(request, options=options)
@@ -175,7 +178,7 @@ class Engine:
         state = RequestState(
             request.prompt,
             adapter,
-            output=OutputProcessor(self.model, request, self.context_size),
+            output=OutputProcessor(self.model, request, size),
             owner=request.owner,
             priority=request.priority,
             max_draft_tokens=0 if speculation is None else speculation.num_speculative_tokens,
@@ -183,8 +186,34 @@ class Engine:
         )
         if request.cancel is not None:
             state.cancelled = request.cancel.is_set
+        state.cache = request.cache
         self._submit(state)
         return EventStream(state)
+
+    def bounded_cache(self, policy: CachePolicy) -> BoundedCache:
+        """A cache for one long sequence, within a budget; give it to one `Request` after the other.
+
+        Args:
+            policy: what stays, such as `pippin.engine.kv_eviction.SnapKV(budget=1024)`.
+
+        Raises:
+            UnsupportedModel: layers of this model have sliding windows, states, or heads of several sizes.
+            NotEnoughMemory: the engine's cache has less room than the budget.
+        """
+        return make_bounded(policy, self.model, self._runner)
+
+    def _context_for(self, request: Request) -> int:
+        """Tokens that prompt and answer may take together."""
+        if request.cache is None:
+            return self.context_size
+        if not request.cache.belongs_to(self._runner):
+            raise InvalidArgument("this cache belongs to another engine; make one with bounded_cache")
+        if request.speculation is not None or request.extras() is not None:
+            raise InvalidArgument(
+                "in a bounded cache there are no drafts, embeddings, positions, steering, masks of experts or hidden "
+                "states; leave them out"
+            )
+        return self.model.context_size
 
     def _extras(self, request: Request) -> PromptExtras | None:
         """What a request has beside tokens, after a check."""
@@ -227,16 +256,32 @@ class Engine:
             raise UnsupportedModel(f"{self.model.name} is not packed for the native kernels; load it on a CPU")
         self._runner.fetch_experts(source)
 
-    def prefill(self, prompt: Sequence[int], *, adapter: str | None = None, owner: str = "") -> int:
+    def prefill(
+        self,
+        prompt: Sequence[int],
+        *,
+        adapter: str | None = None,
+        owner: str = "",
+        cache: BoundedCache | None = None,
+    ) -> int:
         """Compute a prompt, so that a request that begins with it starts sooner; return the number of its tokens.
+
+        Args:
+            prompt: token ids.
+            adapter: name of the loaded adapter to compute it with.
+            owner: owner of the request; see `Request`.
+            cache: of `bounded_cache`, to keep it there; see `Request`.
 
         Raises:
             InvalidArgument, ContextOverflow, ModelNotFound, Overloaded: as `stream`.
         """
         if not prompt:
             return 0
-        continuation_scores.check(self.model, prompt, (), self.context_size)
-        return int(self._ask(RequestState(prompt, self.model.adapter(adapter), owner=owner)))
+        size = self.context_size if cache is None else self._context_for(Request(prompt, cache=cache))
+        continuation_scores.check(self.model, prompt, (), size)
+        state = RequestState(prompt, self.model.adapter(adapter), owner=owner)
+        state.cache = cache
+        return int(self._ask(state))
 
     def score(
         self,
@@ -435,7 +480,14 @@ class Engine:
                 self._version = version
         # running requests hold blocks of older weights, which are not cleared; the version keeps them apart
         state.key = self._with_version(state.key)
-        self._loop.submit(state)
+        if state.cache is not None:
+            state.cache.begin(state.token_ids, state.key)
+        try:
+            self._loop.submit(state)
+        except BaseException:
+            if state.cache is not None:
+                state.cache.end()
+            raise
 
     def _weights_version(self) -> int:
         """A number that grows with every in-place change of a weight, such as an optimizer step."""

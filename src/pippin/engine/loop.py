@@ -258,6 +258,8 @@ class EngineLoop:
             return
         self._scheduler.mark_computed(sequence, chunk.num_tokens)
         try:
+            if request.cache is not None:
+                request.cache.advance(request.token_ids[start : start + chunk.num_tokens], capture)
             if request.output is not None:
                 if not sequence.num_pending_tokens:
                     self._append_tokens(request, request.output, rows, chunk.draft, capture)
@@ -306,6 +308,10 @@ class EngineLoop:
     def _end(self, request: RequestState, event: Any, outcome: str) -> None:
         """Send the last event and release the blocks; ``outcome`` names the counter."""
         self._scheduler.remove(request, keep=outcome != "failed")
+        if request.cache is not None:
+            if outcome == "failed":
+                request.cache.clear()
+            request.cache.end()
         with self._wake:
             self.requests.discard(request)
         self.counts[outcome] += 1

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pippin.core.checks import checked
 from pippin.engine.grammar.constraint import Grammar
+from pippin.engine.kv_eviction.bounded_cache import BoundedCache
 from pippin.engine.options import SamplingOptions
 from pippin.engine.prompt_extras import PromptEmbeddings, PromptExtras
 from pippin.engine.speculation.speculation import Speculation
@@ -95,6 +96,8 @@ class Request:
         experts: the experts that tokens may be routed to; None for all.
         return_hidden_states: whether tokens come with the hidden state that they were predicted from.
         thinking: how the model reasons before it answers, with its budget; None if all that it writes is the answer.
+        cache: of `Engine.bounded_cache`, in which the sequence is kept in place of the shared cache. A prompt goes on
+            from the tokens that it holds if it begins with them; otherwise they are forgotten.
         skip_special_tokens: leave control tokens out of the text; False spells them, for formats that consist of them.
     """
 
@@ -113,6 +116,7 @@ class Request:
     return_hidden_states: bool = False
     skip_special_tokens: bool = True
     thinking: Thinking | None = None
+    cache: BoundedCache | None = None
 
     def extras(self) -> PromptExtras | None:
         """What it has beside tokens; None for nothing."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from pippin.engine.cache.prefix_tree import CacheKey, PrefixNode, Row
 from pippin.engine.continuation_scores import Scores
+from pippin.engine.kv_eviction.bounded_cache import BoundedCache
 from pippin.engine.model_runner import BLOCK_SIZE, GIVEN_BACK, ModelInput
 from pippin.engine.output_processor import OutputProcessor
 from pippin.engine.prompt_extras import PromptExtras
@@ -140,6 +141,7 @@ class RequestState(SequenceState):
         branches: continuations that are being computed.
         last_snapshot: the node of the prefix tree with the newest states of the answer.
         never_ran: whether it has not been admitted yet.
+        cache: the bounded cache that it is kept in; None for blocks of its own.
     """
 
     def __init__(
@@ -166,6 +168,12 @@ class RequestState(SequenceState):
         self.node: PrefixNode | None = None
         self.last_snapshot: PrefixNode | None = None
         self.branches: list[ContinuationState] = []
+        self.cache: BoundedCache | None = None
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that it holds."""
+        return super().num_blocks if self.cache is None else len(self.cache.blocks)
 
     @property
     def wants_logits(self) -> bool:
@@ -234,6 +242,8 @@ class ScheduledChunk:
             model_input.resume, model_input.residual = self.draft.resume, self.draft.residual
         if sequence.extras is not None:
             sequence.extras.fill(model_input)
+        if isinstance(sequence, RequestState) and sequence.cache is not None:
+            model_input.heads, model_input.capture = sequence.cache.tables(), sequence.cache.capture()
         return model_input
 
 

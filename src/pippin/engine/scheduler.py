@@ -27,6 +27,7 @@ from torch import Tensor
 from pippin.engine.cache.block_pool import BlockPool
 from pippin.engine.cache.prefix_tree import CacheKey, PrefixTree, Row
 from pippin.engine.continuation_scores import MAX_ROWS
+from pippin.engine.kv_eviction.bounded_cache import BoundedCache
 from pippin.engine.model_runner import BLOCK_SIZE, GIVEN_BACK
 from pippin.engine.request_state import ContinuationState, RequestState, ScheduledChunk, SequenceState, blocks_for
 from pippin.engine.speculation.drafts import Draft
@@ -101,6 +102,9 @@ class Scheduler:
     def reset(self) -> list[RequestState]:
         """Release all blocks and all running requests; return those requests."""
         stopped, self.running = self.running, []
+        for request in stopped:
+            if request.cache is not None:
+                request.cache.detach()
         self.pool = BlockPool(self.pool.num_blocks)
         self.tree = PrefixTree(self.pool, self.windows, self._max_snapshots)
         for request in stopped:
@@ -154,6 +158,8 @@ class Scheduler:
         for request in self.running:
             if request.decoding:
                 count = min(request.num_pending_tokens, self.max_num_batched_tokens)
+                if request.cache is not None:
+                    count = request.cache.chunk(count)
                 draft = drafts.get(request)
                 chunks.append(ScheduledChunk(request, count, draft))
                 spent += count + (0 if draft is None else len(draft.tokens))
@@ -181,14 +187,16 @@ class Scheduler:
 
     def _allocate(self, request: RequestState) -> bool:
         """Fill a block table: cached blocks of the prefix, and new ones for the rest; False if there are too few."""
+        # each decoding request may soon need one more block; without a reserve the new one would be preempted at once
+        spare = len(self.windows) * sum(other.decoding for other in self.running)
+        if request.cache is not None:
+            return self._allocate_bounded(request, request.cache, spare)
         match = (
             self.tree.match(request.key, request.keys, len(request.keys) - 1) if self.enable_prefix_caching else None
         )
         found = [] if match is None else match.rows
         rows = blocks_for(len(request.token_ids)) - len(found)
         need = self._blocks_of(rows)
-        # each decoding request may soon need one more block; without a reserve the new one would be preempted at once
-        spare = len(self.windows) * sum(other.decoding for other in self.running)
         self._retain(found)
         part = match.partial_row if match is not None and match.num_partial_tokens else None
         if part is not None:
@@ -211,11 +219,29 @@ class Scheduler:
             self._release_rows([part])
             request.num_computed_tokens += match.num_partial_tokens
         self._give_back(request)
+        self._count_prompt(request)
+        return True
+
+    def _allocate_bounded(self, request: RequestState, cache: BoundedCache, spare: int) -> bool:
+        """Give a bounded cache all of its blocks; False if there are too few."""
+        if cache.num_blocks + spare > self.pool.num_available:
+            return False
+        cache.attach(self._new_blocks(cache.num_blocks))
+        request.tables, request.num_computed_tokens = [[]], cache.num_tokens
+        self._count_prompt(request)
+        return True
+
+    def _count_prompt(self, request: RequestState) -> None:
         if request.never_ran:
             self.prompt_tokens += len(request.token_ids)
             self.prefix_hits += request.num_computed_tokens > 0
             self._count_cached(request, request.num_computed_tokens)
-        return True
+
+    def _needed(self, request: RequestState) -> int:
+        """Blocks that a request takes on entry, if nothing of it is cached."""
+        return (
+            self._blocks_of(blocks_for(len(request.token_ids))) if request.cache is None else request.cache.num_blocks
+        )
 
     def _preempt_lower_priority(self, request: RequestState) -> bool:
         """Preempt a request of lower priority, if that can free enough blocks."""
@@ -225,13 +251,15 @@ class Scheduler:
         room = self.pool.num_available + sum(
             sequence.num_blocks for other in lower for sequence in (other, *other.branches)
         )
-        if room < self._blocks_of(blocks_for(len(request.token_ids))):
+        if room < self._needed(request):
             return False
         self._preempt(max(lower, key=_rank))
         return True
 
     def _grow_block_table(self, request: RequestState) -> None:
-        """Allocate blocks for all tokens so far, or preempt the request."""
+        """Allocate blocks for all tokens so far, or preempt the request; a bounded cache has all that it needs."""
+        if request.cache is not None:
+            return
         missing = blocks_for(len(request.token_ids)) - len(request.block_table)
         if missing <= 0:
             return
@@ -395,7 +423,7 @@ class Scheduler:
             if sequence is oldest:
                 reserved = 0
             claim = None
-            if isinstance(sequence, RequestState) and self.enable_prefix_caching:
+            if isinstance(sequence, RequestState) and self._publishes(sequence):
                 claim = self._claim_next_block(sequence)
                 if claim in claimed:
                     continue
@@ -413,6 +441,8 @@ class Scheduler:
         """The number of tokens of a chunk of about ``count``, so that it ends where it may."""
         if count <= 0:
             return count
+        if isinstance(sequence, RequestState) and sequence.cache is not None:
+            return sequence.cache.chunk(count)
         start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + count
         for first, last in sequence.spans:
             if first < end < last:  # not within a span whose tokens see each other
@@ -455,7 +485,7 @@ class Scheduler:
     def mark_computed(self, sequence: SequenceState, tokens: int) -> None:
         """Record that ``tokens`` more of a sequence are in the cache; full blocks go to the prefix tree."""
         sequence.num_computed_tokens += tokens
-        if isinstance(sequence, RequestState) and self.enable_prefix_caching:
+        if isinstance(sequence, RequestState) and self._publishes(sequence):
             self._publish(sequence)
             if self._max_snapshots:
                 self._snapshot(sequence)
@@ -506,6 +536,10 @@ class Scheduler:
         finally:
             self._release_rows(path)
 
+    def _publishes(self, request: RequestState) -> bool:
+        """Whether others may go on from the tokens of a request."""
+        return self.enable_prefix_caching and request.cache is None
+
     def _publish(self, request: RequestState) -> None:
         """Add full blocks to the prefix tree; if it has an equal one already, that one replaces the request's."""
         while (request.num_shared_blocks + 1) * BLOCK_SIZE <= request.num_computed_tokens:
@@ -547,7 +581,9 @@ class Scheduler:
             self.drop_branch(branch)
             assert request.scores is not None
             request.scores.waiting.appendleft(branch.index)
-        if keep and self.enable_prefix_caching:
+        if request.cache is not None:
+            self.pool.release_all(request.cache.detach())
+        elif keep and self.enable_prefix_caching:
             self._publish(request)
             at = request.num_shared_blocks * BLOCK_SIZE
             if request.num_computed_tokens > at:

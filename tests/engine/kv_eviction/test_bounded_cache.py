@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pippin.core import native
+from pippin.core import device, native
 from pippin.core.errors import InvalidArgument
 from pippin.engine.kv_eviction import H2O, BoundedCache, CachePolicy, KeyDiff, SnapKV, StreamingLLM
 from pippin.engine.model_runner import ModelInput
@@ -15,7 +15,7 @@ from pippin.language import Decoder, LanguageModel, families
 LAYERS, HEADS, KV_HEADS, BLOCKS = 2, 4, 2, 40
 SIZES = {"vocab_size": 260, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": LAYERS}
 SIZES |= {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "max_position_embeddings": 1024}
-IDS = torch.randint(260, (300,), generator=torch.Generator().manual_seed(3)).tolist()
+IDS = torch.randint(260, (400,), generator=torch.Generator().manual_seed(3)).tolist()
 KERNELS = pytest.mark.skipif(native.library() is None, reason="the native kernels are not built")
 RUNNERS = [pytest.param(NativeRunner, marks=KERNELS), TorchRunner]
 POLICIES = [StreamingLLM, H2O, SnapKV, KeyDiff]
@@ -45,8 +45,8 @@ def running(theirs, tiny):
 
 
 def bounded(runner, policy):
-    cache = BoundedCache(policy, runner.model.config)
-    cache.attach(runner, range(3, 3 + cache.num_blocks))
+    cache = BoundedCache(policy, runner.model.config, runner)
+    cache.attach(list(range(3, 3 + cache.num_blocks)))
     return cache
 
 
@@ -58,9 +58,7 @@ def compute(runner, cache, until, step=1000):
         capture = cache.capture()
         work = ModelInput(IDS[at : at + count], at, (), range(count), heads=cache.tables(), capture=capture)
         found += runner.forward([work])
-        cache.advance(count, capture)
-        if cache.full:
-            cache.evict(runner)
+        cache.advance(work.token_ids, capture)
     return torch.cat(found)
 
 
@@ -87,7 +85,7 @@ def test_a_budget_that_is_enough_changes_nothing(running, theirs, runner, policy
     found = compute(alone, bounded(alone, policy(budget=300)), 300)
     wanted = seen_by(theirs, torch.ones(300, 300, dtype=torch.bool).tril())
     assert (found - wanted).abs().max() < 2e-5 * wanted.abs().max()
-    (plain,) = running(runner).forward([ModelInput(IDS, 0, range(19), range(300))])
+    (plain,) = running(runner).forward([ModelInput(IDS[:300], 0, range(19), range(300))])
     torch.testing.assert_close(found, plain, rtol=0, atol=0 if alone.invariant else 1e-4)
 
 
@@ -187,11 +185,29 @@ def test_passes_of_other_sizes_and_a_pause_change_nothing(running, policy):
     found = []
     for until, step in ((20, 3), (150, 31), (151, 1), (300, 17)):
         found.append(compute(second, other, until, step))
-        assert len(other.detach(second)) == other.num_blocks
-        second = running(NativeRunner)
-        other.attach(second, range(other.num_blocks, 0, -1))
+        blocks = other.detach()
+        assert len(blocks) == other.num_blocks
+        second.write(blocks, torch.full((len(blocks), second.block_bytes), 255, dtype=torch.uint8))
+        other.attach(blocks[1:] + blocks[:1])
     assert torch.equal(torch.cat(found), wanted)
     assert one.lengths == other.lengths
+
+
+@KERNELS
+def test_keys_that_threads_share_are_read_as_by_one(running):
+    """A next token after many: its keys go in parts of 256, and the heads have kept more or fewer."""
+    policy, found, before = H2O(budget=330, block_size=10), [], native.threads()
+    for threads in (1, min(2, device.threads())):
+        native.set_threads(threads)
+        try:
+            alone = running(NativeRunner)
+            cache = bounded(alone, policy)
+            compute(alone, cache, 341)
+            assert len({length for lengths in cache.lengths for length in lengths}) > 1
+            found.append(compute(alone, cache, 360, step=1))
+        finally:
+            native.set_threads(before)
+    assert torch.equal(found[0], found[1])
 
 
 def test_a_policy_of_ones_own_is_a_few_lines(running):
@@ -222,7 +238,8 @@ def test_budgets_that_hold_nothing_are_refused(policy, change, message):
 
 
 def test_blocks_must_be_as_many_as_it_needs(running):
-    cache = BoundedCache(StreamingLLM(budget=64, block_size=32), running(TorchRunner).model.config)
+    alone = running(TorchRunner)
+    cache = BoundedCache(StreamingLLM(budget=64, block_size=32), alone.model.config, alone)
     assert cache.num_blocks == 7
     with pytest.raises(InvalidArgument, match="needs 7 blocks, got 3"):
-        cache.attach(running(TorchRunner), [1, 2, 3])
+        cache.attach([1, 2, 3])
