@@ -3,9 +3,9 @@
     python benchmarks/extraction.py [--model smollm2-135m FILE.gguf ...] [--adapter auto|none|FOLDER ...] [--items 200]
         [--seed 0] [--peer-items 15] [--arms NAMES] [--sets kinds,layouts,languages,letters]
 
-Every side gets the same generated documents and forms: of kinds, of a layout, and of a language that no adapter which
-comes with Pippin was trained on. Then it gets `data/letters.json`: letters, e-mails and notices written by hand, which
-no generator had a part in. `extraction_larger.py` does so for larger models.
+Every side gets the same generated documents and forms, peers the first `--peer-items` of them: of kinds, of a layout,
+and of a language that no adapter which comes with Pippin was trained on. Then it gets `data/letters.json`: letters,
+e-mails and notices written by hand, which no generator had a part in. `extraction_larger.py` does so for larger models.
 Properties that are missing are counted as null. The controls have no model: `patterns` takes what follows a field's
 name, `majority` the likeliest answer to any document. The adapter is measured beside the model without it. Peers that
 are not installed leave their column empty: llama-cpp-python (with diskcache), langextract.

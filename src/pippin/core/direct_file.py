@@ -69,7 +69,7 @@ class DirectFile:
 
     def close(self) -> None:
         """Close the file."""
-        if self._descriptor >= 0:
+        if not self.closed:
             os.close(self._descriptor)
             self._descriptor = -1
 

@@ -56,7 +56,6 @@ class BoundedCache:
     def __init__(self, policy: CachePolicy, config: DecoderConfig, runner: Runner) -> None:
         self.policy, self.layers, self._runner = policy, config.cached_layers, runner
         self._shape = (len(self.layers), config.num_key_value_heads)
-        self._in_block = len(self.layers) * config.num_key_value_heads
         self.blocks: Sequence[int] = ()
         self.in_use, self._lock = False, Lock()
         self.clear()
@@ -65,7 +64,7 @@ class BoundedCache:
         """Forget all tokens; it keeps its blocks."""
         layers, heads = self._shape
         self._heads = [[_Head() for _ in range(heads)] for _ in range(layers)]
-        self._free = list(range(self.num_blocks * self._in_block))[::-1]
+        self._free = list(range(self.num_blocks * self._runner.heads_in_block))[::-1]
         self._data: UInt8[Tensor, "blocks bytes"] | None = None
         self._tables: HeadTables | None = None
         self.token_ids: list[int] = []
@@ -140,7 +139,7 @@ class BoundedCache:
     def chunk(self, tokens: int) -> int:
         """How many of the next tokens one pass may compute."""
         watched = self.policy.observed_tokens
-        return min(tokens, self._room if watched == ALWAYS or self._room <= watched else self._room - watched)
+        return min(tokens, self._room if self._room <= watched else self._room - watched)
 
     def capture(self) -> Capture | None:
         """What the next pass has to observe."""
@@ -201,7 +200,8 @@ class BoundedCache:
 
     def _in_pool(self, own: Sequence[int]) -> list[int]:
         """Head-blocks of the pool for those that are counted within its own blocks."""
-        return [self.blocks[each // self._in_block] * self._in_block + each % self._in_block for each in own]
+        heads = self._runner.heads_in_block
+        return [self.blocks[each // heads] * heads + each % heads for each in own]
 
     def _divide(self) -> None:
         """Give each head the head-blocks for what it has and for the tokens up to the next eviction."""
