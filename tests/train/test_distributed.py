@@ -12,8 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from pippin.core.device import is_distributed
 from pippin.core.errors import InvalidArgument
-from pippin.train.distributed import DistributedProcesses, is_distributed
+from pippin.train.distributed import DistributedProcesses
 
 from . import _processes
 

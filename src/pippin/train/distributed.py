@@ -12,7 +12,7 @@ Notable here:
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Literal
@@ -25,12 +25,13 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from pippin.core.checks import PositiveFloat, checked
+from pippin.core.device import is_distributed
 from pippin.core.errors import InvalidArgument, TrainingError
+from pippin.nn.parallel.collectives import lost_connection
+from pippin.train.processes import total_norm
 
 BUCKET = 2**23
 """Gradient elements per all-reduce with DDP."""
-_CONNECTION_LOST = ("connection closed", "connection reset", "broken pipe", "timed out waiting", "remote process")
-"""Parts of the backends' error messages when another process has ended; they raise plain RuntimeErrors."""
 
 
 class DistributedProcesses:
@@ -47,6 +48,7 @@ class DistributedProcesses:
     Attributes:
         rank: the rank of this process, from 0; rank 0 shows progress, logs and writes files.
         size: the number of processes.
+        replica: the same as the rank: every process reads other data.
         device: the device of this process, for `Trainer(device=...)`.
 
     Raises:
@@ -83,6 +85,7 @@ class DistributedProcesses:
             backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.replica = self.rank
         cuda = dist.get_backend() == "nccl"
         self.device = f"cuda:{os.environ.get('LOCAL_RANK', self.rank)}" if cuda else "cpu"
         if cuda:
@@ -90,7 +93,7 @@ class DistributedProcesses:
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Broadcast the weights of rank 0 to all processes; with "fsdp", shard the model."""
-        with _connection_errors():
+        with connection_errors():
             for tensor in [*model.parameters(), *model.buffers()]:
                 dist.broadcast(tensor.detach(), src=0)
         if self.strategy == "fsdp":
@@ -115,26 +118,30 @@ class DistributedProcesses:
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(last)
             model.set_is_last_backward(last)
-        with _connection_errors():
+        with connection_errors():
             yield
             if last and self.strategy == "ddp":
                 _sum_gradients([p for p in model.parameters() if p.requires_grad])
 
     def all_reduce(self, values: Tensor) -> Tensor:
         """Sum the values over all processes, in place; every process gets the result."""
-        with _connection_errors():
+        with connection_errors():
             dist.all_reduce(values)
         return values
 
-    def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
+    def total_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
         """The total 2-norm of all gradients, over the shards of all processes."""
-        with _connection_errors():
-            return self.full_tensor(torch.nn.utils.get_total_norm(gradients))
+        with connection_errors():
+            return _full(total_norm(parameters))
 
-    def full_tensor(self, tensor: Tensor) -> Tensor:
-        """Gather a tensor that may be sharded; every process gets the full tensor."""
-        with _connection_errors():
-            return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    def gather(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors, whole; every process gets them."""
+        with connection_errors():
+            return {name: _full(tensor) for name, tensor in tensors.items()}
+
+    def own(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The same tensors: every process has a part of each."""
+        return dict(tensors)
 
     def shard(self, full: Tensor, like: Tensor) -> Tensor:
         """This process's shard of a full tensor, with the layout, device and dtype of ``like``."""
@@ -145,8 +152,11 @@ class DistributedProcesses:
 
     def barrier(self) -> None:
         """Wait until all processes have reached this call."""
-        with _connection_errors():
+        with connection_errors():
             dist.barrier()
+
+    def finish(self) -> None:
+        """Nothing to do: a copy is whole, and shards stay sharded."""
 
     def close(self) -> None:
         """Destroy the process group, if this object initialized it."""
@@ -154,9 +164,9 @@ class DistributedProcesses:
             dist.destroy_process_group()
 
 
-def is_distributed() -> bool:
-    """Whether this process was started as one of a group, by `torchrun` or Ray Train."""
-    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+def _full(tensor: Tensor) -> Tensor:
+    """A tensor that may be sharded, whole."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
@@ -197,14 +207,13 @@ def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 @contextmanager
-def _connection_errors() -> Iterator[None]:
+def connection_errors() -> Iterator[None]:
     """Raise `TrainingError` for errors that mean that another process has ended."""
     try:
         yield
     except RuntimeError as error:
-        if not isinstance(error, dist.DistError) and not any(text in str(error).lower() for text in _CONNECTION_LOST):
+        if (reason := lost_connection(error)) is None:
             raise
-        reason = str(error).splitlines()[0].split(". ")[0]
         raise TrainingError(
             f"process {dist.get_rank()} of {dist.get_world_size()} lost the others: one of them has ended or does not "
             f"answer ({reason}); its own message says why. Start the run again to resume from its newest checkpoint"

@@ -9,7 +9,7 @@ Notable here:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, runtime_checkable
 
@@ -23,11 +23,13 @@ class Processes(Protocol):
 
     Attributes:
         rank: the rank of this process, from 0; rank 0 writes files.
-        size: the number of processes.
+        size: the number of processes that read different data.
+        replica: which of them this process is; processes that have parts of one model read the same data.
     """
 
     rank: int
     size: int
+    replica: int
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Replicate or shard the model, in place where possible; the objective is called with the result."""
@@ -36,13 +38,16 @@ class Processes(Protocol):
         """Context for forward and backward of one micro-batch; gradients are reduced in the ``last`` one only."""
 
     def all_reduce(self, values: Tensor) -> Tensor:
-        """Sum the values over all processes; every process gets the result."""
+        """Sum the values over all that read different data; every process gets the result."""
 
-    def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The total 2-norm of all gradients, over the shards of all processes."""
+    def total_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
+        """The total 2-norm of the gradients of all processes; each of these parameters has one."""
 
-    def full_tensor(self, tensor: Tensor) -> Tensor:
-        """Gather a tensor that may be sharded; every process gets the full tensor."""
+    def gather(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The full tensors of all processes, by their names in the whole model; every process gets them."""
+
+    def own(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Those of the whole model's tensors that this process has, whole, by its names."""
 
     def shard(self, full: Tensor, like: Tensor) -> Tensor:
         """This process's shard of a full tensor, with the layout, device and dtype of ``like``."""
@@ -50,12 +55,16 @@ class Processes(Protocol):
     def barrier(self) -> None:
         """Wait until all processes have reached this call."""
 
+    def finish(self) -> None:
+        """After the last step: give the model that `prepare` was given the weights that other processes trained."""
+
 
 class SingleProcess:
     """`Processes` for a run with a single process."""
 
     rank = 0
     size = 1
+    replica = 0
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Return the model unchanged."""
@@ -69,13 +78,17 @@ class SingleProcess:
         """Return the values unchanged."""
         return values
 
-    def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
+    def total_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
         """The total 2-norm of all gradients."""
-        return torch.nn.utils.get_total_norm(gradients)
+        return total_norm(parameters)
 
-    def full_tensor(self, tensor: Tensor) -> Tensor:
-        """Return the tensor unchanged."""
-        return tensor
+    def gather(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The same tensors."""
+        return dict(tensors)
+
+    def own(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The same tensors."""
+        return dict(tensors)
 
     def shard(self, full: Tensor, like: Tensor) -> Tensor:
         """The tensor with the device and dtype of ``like``."""
@@ -83,3 +96,11 @@ class SingleProcess:
 
     def barrier(self) -> None:
         """Return at once."""
+
+    def finish(self) -> None:
+        """Nothing to do."""
+
+
+def total_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """The total 2-norm of the gradients that this process has."""
+    return torch.nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])

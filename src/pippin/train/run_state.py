@@ -8,6 +8,7 @@ Notable here:
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +37,7 @@ def save(trainer: Trainer, checkpoints: Checkpoints) -> None:
         DiskFull: too little free space; the earlier checkpoints are complete.
     """
     tensors = {
-        file: {name: trainer.processes.full_tensor(tensor.detach()) for name, tensor in entries.items()}
+        file: trainer.processes.gather({name: tensor.detach() for name, tensor in entries.items()})
         for file, entries in _tensors(trainer).items()
     }
     data = trainer.data.state_dict() if isinstance(trainer.data, Stateful) else None
@@ -78,7 +79,9 @@ def resume(trainer: Trainer) -> int | None:
             f"{folder} exists already and resume is False; give another folder, or delete this one to start again"
         )
     state = read_state(folder)
-    saved = {file: read_tensors(folder, file) for file in ("model", "optimizer", "ema", "objective")}
+    saved = {
+        file: trainer.processes.own(read_tensors(folder, file)) for file in ("model", "optimizer", "ema", "objective")
+    }
     _compare(trainer, folder, state, saved)
     _restore(trainer, folder, state, saved)
     return trainer.step
@@ -151,7 +154,23 @@ def _settings(trainer: Trainer) -> dict[str, Any]:
         "precision": trainer.precision,
         "ema": trainer.ema.decay if trainer.ema else None,
         "seed": trainer.seed,
+        **_config(trainer.config),
     }
+
+
+def _config(config: Any) -> dict[str, str]:
+    """What a model's config says, by field: what cannot be seen in the shapes of its tensors must be equal too."""
+    if not dataclasses.is_dataclass(config):
+        return {}
+    values = {f"the model's {each.name}": repr(getattr(config, each.name)) for each in dataclasses.fields(config)}
+    return {name: _short(value) for name, value in values.items() if " at 0x" not in value}
+
+
+def _short(value: str) -> str:
+    """A value, or its beginning and hash if it is long."""
+    if len(value) <= 200:
+        return value
+    return f"{value[:100]}... ({hashlib.blake2b(value.encode(), digest_size=8).hexdigest()})"
 
 
 def _name(value: Any) -> str:

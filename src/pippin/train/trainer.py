@@ -80,6 +80,7 @@ class Trainer:
 
     Attributes:
         step: number of completed steps.
+        config: the config of the whole model; None if it has none.
         ema: the moving averages; None if not requested.
         result: the history so far.
         best: "step" and "value" of the best evaluation; None before the first.
@@ -123,6 +124,7 @@ class Trainer:
         self.processes: Processes = processes or SingleProcess()
         if device is not None:
             model.to(devices.choose(device))
+        self.config = getattr(model, "config", None)
         self.model = self.processes.prepare(model)
         self.objective, self.data = objective, data
         self.steps, self.step = steps, 0
@@ -305,7 +307,7 @@ class Trainer:
                     break
             if len(group) < size:
                 break
-            batches.append((first + self.processes.rank, group[self.processes.rank]))
+            batches.append((first + self.processes.replica, group[self.processes.replica]))
             first += size
         if not batches and step == 0:
             raise InvalidInput("the data has no batch; nothing was trained")
@@ -334,8 +336,9 @@ class Trainer:
         for group in self._groups():
             group["lr"] = group["base_lr"] * factor
         lr = self._groups()[0]["lr"]
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        sum_norm = self.processes.total_norm(gradients) if gradients else torch.zeros(())
+        trained = [p for p in self._parameters if p.grad is not None]
+        gradients = [p.grad for p in trained if p.grad is not None]
+        sum_norm = self.processes.total_norm(trained) if trained else torch.zeros(())
         norm = sum_norm.item()
         if not (math.isfinite(total) and math.isfinite(norm) and math.isfinite(count)):
             self._zero()
@@ -397,8 +400,8 @@ class Trainer:
             raise InvalidArgument(
                 f"the evaluation measures {sorted(metrics)}, and best={evaluation.best!r} is not among them"
             )
-        # rank 0 decides for all processes, since all of them take part in writing a checkpoint
-        value = metrics[evaluation.best] if self._first else 0.0
+        # one replica decides for all processes, since all of them take part in writing a checkpoint
+        value = metrics[evaluation.best] if self.processes.replica == 0 else 0.0
         value = self.processes.all_reduce(_stack([value], self.device)).item()
         if math.isfinite(value) and (self.best is None or value < self.best["value"]):
             self.best = {"step": self.step, "value": value}
@@ -415,6 +418,7 @@ class Trainer:
     def _finish(self) -> None:
         """Write the last checkpoint, the log and the plot of the losses."""
         self._save()
+        self.processes.finish()
         if self._log is not None:
             self._log.close()
         if self.checkpoints and self._first and self.result.steps:

@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -112,6 +114,28 @@ def test_a_mixture_is_trained_with_the_losses_of_its_routers_and_runs(folder, tm
     assert trained.generate("Say", max_tokens=3).token_ids
     other = train(folder, tmp_path / "other", preset="nano-moe", steps=4, balance=0.0, router_z=0.0)
     assert other.training.losses[0] < result.training.losses[0]  # the same weights, without what the routers cost
+
+
+def test_tracks_are_trained_saved_and_answer(folder, tmp_path):
+    alone = train(folder, tmp_path / "alone", preset="nano-pt-moe", steps=3)
+    trained = pippin.load(tmp_path / "alone", device="cpu")
+    assert (trained.config.family, trained.config.tracks.num_tracks) == ("pt_moe", 4)
+    assert trained.generate("Say", max_tokens=3).token_ids
+    words = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "pippin", "train", "full"]
+    given = [folder / "model", "--preset", "nano-pt-moe", "--strategy", "tracks", "--data", folder / "text.txt"]
+    given += ["--out", tmp_path / "two"]
+    sizes = [f"--{name.replace('_', '-')}={value}" for name, value in (SMALL | {"steps": 3}).items()]
+    command = [sys.executable, "-W", "ignore", "-m", *words, *given, *sizes]
+    made = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300, check=False)
+    assert made.returncode == 0, made.stderr
+    lines = (tmp_path / "two" / "run" / "log.jsonl").read_text().splitlines()
+    losses = [line["loss"] for line in map(json.loads, lines) if "loss" in line]
+    assert losses == pytest.approx(alone.training.losses, rel=1e-5)
+    one, two = (
+        pippin.load(tmp_path / name, device="cpu", dtype="float32", pack=False).module.state_dict()
+        for name in ("alone", "two")
+    )
+    assert max((two[name] - tensor).abs().max() for name, tensor in one.items()) < 1e-3
 
 
 def test_fresh_weights_of_the_same_architecture_begin_elsewhere(folder, tmp_path):

@@ -12,23 +12,47 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pippin.core.checks import PositiveInt, checked
+from pippin.core.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from pippin.train.distributed import DistributedProcesses
 
+Strategy = Literal["ddp", "tracks"]
+_ALONE = (
+    "strategy tracks divides a model's tracks between processes, and this is the only one: start N of them with "
+    "torchrun --nproc-per-node N -m pippin train full ..., or with --ray --workers N; without the strategy, one "
+    "process trains all tracks"
+)
+
 
 @contextmanager
-def joined(processes: DistributedProcesses | None = None) -> Iterator[DistributedProcesses | None]:
-    """The processes of a run: those given, those started by torchrun, or None for a single process."""
-    from pippin.train.distributed import DistributedProcesses, is_distributed
+def joined(
+    processes: DistributedProcesses | None = None, strategy: Strategy = "ddp"
+) -> Iterator[DistributedProcesses | None]:
+    """The processes of a run: those given, those started by torchrun, or None for a single process.
 
-    if processes is not None or not is_distributed():
+    Raises:
+        InvalidArgument: a single process is asked to share tracks with others.
+    """
+    import torch.distributed as dist
+
+    from pippin.core.device import is_distributed
+    from pippin.train.distributed import DistributedProcesses
+
+    if strategy == "tracks":
+        if (dist.get_world_size() if processes is not None else int(os.environ.get("WORLD_SIZE", 1))) < 2:
+            raise InvalidArgument(_ALONE)
+        from pippin.language.parallel.track_processes import TrackProcesses
+
+        joined: DistributedProcesses = TrackProcesses()
+    elif processes is not None or not is_distributed():
         yield processes
         return
-    joined = DistributedProcesses("ddp")
+    else:
+        joined = DistributedProcesses("ddp")
     try:
         yield joined
     finally:

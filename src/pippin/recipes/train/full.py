@@ -16,7 +16,7 @@ from pippin.core import progress
 from pippin.core.checks import NonNegativeFloat, Probability, checked
 from pippin.core.options import Option
 from pippin.recipes import options
-from pippin.recipes.train.distributed import joined
+from pippin.recipes.train.distributed import Strategy, joined
 from pippin.recipes.train.text_training import Injection, TextTrainingConfig, TextTrainingResult, read_batches, train
 
 if TYPE_CHECKING:
@@ -52,6 +52,13 @@ class Config(TextTrainingConfig):
     router_z: Annotated[
         NonNegativeFloat, Option("Mixtures of experts: weight of the loss that keeps router logits small.", _EXPERTS)
     ] = 0.001
+    strategy: Annotated[
+        Strategy,
+        Option(
+            "What processes of torchrun or Ray divide: the batch (ddp), or the tracks of a model with parallel tracks.",
+            metavar="ddp|tracks",
+        ),
+    ] = "ddp"
     balance_bias: Annotated[
         NonNegativeFloat,
         Option(
@@ -95,19 +102,23 @@ def run(
         processes: the processes of a distributed run; None joins those started by torchrun, if any.
 
     Raises:
-        InvalidArgument: settings that are incompatible with each other or with the model.
+        InvalidArgument: settings that are incompatible with each other or with the model; tracks to divide in a single
+            process, or of a model without any.
         ModelNotFound, InvalidRecord, InvalidInput: the model or the data cannot be read.
         TrainingError: the loss is not finite, or the checkpoints in the folder are of another run.
     """
     from pippin.language.methods.kv_routing import KVRouting
+    from pippin.language.parallel.track_processes import TrackProcesses
 
     options.refuse_existing_run(config.out, config.resume)
     injection = Injection.of(config.pretrain_data, config.inject, config.held_out)
-    with joined(processes) as processes:
+    with joined(processes, config.strategy) as processes:
         first = processes is None or processes.rank == 0
         show_progress = show_progress and first
         device = config.device if processes is None else processes.device
         model = load_for_training(config.model, device, fresh=config.fresh, preset=config.preset, seed=config.seed)
+        if isinstance(processes, TrackProcesses):
+            processes.check(model.module)  # before any data is read
         routing = None if config.route_caches is None else KVRouting(config.route_caches)
         if routing is not None:
             routing.record(model.module)

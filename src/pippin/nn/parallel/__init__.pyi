@@ -1,0 +1,2 @@
+from .collectives import Collectives as Collectives
+from .tracks import Tracks as Tracks, TrackStream as TrackStream
