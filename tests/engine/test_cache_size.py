@@ -53,14 +53,8 @@ def folder(tiny, tmp_path_factory):
     return folder
 
 
-def least_of(path):
-    with pytest.raises(NotEnoughMemory) as refused:
-        pippin.load(path, device="cpu", memory=1)
-    return int(str(refused.value).partition("memory=")[2].partition(" ")[0])
-
-
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="resident memory is read from /proc")
-def test_states_snapshots_and_logits_are_held_to_a_budget(folder):
+def test_states_snapshots_and_logits_are_held_to_a_budget(folder, least_of):
     least, found = least_of(folder), []
     assert least > 3 * STATE
     for budget in (least, 2 * least):
@@ -73,7 +67,7 @@ def test_states_snapshots_and_logits_are_held_to_a_budget(folder):
     assert found[0] == found[1]
 
 
-def test_a_larger_budget_never_runs_less(folder):
+def test_a_larger_budget_never_runs_less(folder, least_of):
     model, sizes = pippin.load(folder, device="cpu", memory=least_of(folder)), []
     for left in (STATE, 10 * STATE, 100 * STATE, 1000 * STATE):
         budget = MemoryBudget(left)  # from now on
@@ -86,7 +80,7 @@ def test_a_larger_budget_never_runs_less(folder):
     assert sizes[0][0] < sizes[-1][0] == 8
 
 
-def test_a_cache_beyond_the_budget_is_refused_and_the_most_that_is_named_works(tiny, tmp_path):
+def test_a_cache_beyond_the_budget_is_refused_and_the_most_that_is_named_works(tiny, tmp_path, least_of):
     tiny.save(tmp_path / "dense")
     model = pippin.load(tmp_path / "dense", device="cpu", memory=least_of(tmp_path / "dense"))
     with pytest.raises(NotEnoughMemory, match="take fewer, or load it with more memory") as refused:

@@ -8,6 +8,7 @@ and tools talk to servers of their own there.
 import ipaddress
 import sys
 from collections.abc import Iterator
+from typing import Literal
 
 import pytest
 
@@ -71,3 +72,36 @@ def network(guard, request) -> Iterator[Guard]:
     finally:
         guard.on = False
     assert not guard.refused, f"{request.node.name} reached for the network: {', '.join(guard.refused)}"
+
+
+# --- a model of its own for a test ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def engine(tiny):
+    """An engine over the tiny model."""
+    from pippin.engine import Engine
+
+    with Engine(tiny) as made:
+        yield made
+
+
+@pytest.fixture
+def provider(tiny, engine):
+    """The tiny model as a provider, with that engine."""
+    from pippin.session import LocalModel
+
+    return LocalModel(tiny, engine=engine)
+
+
+@pytest.fixture(scope="session")
+def look():
+    """A tool."""
+    import pippin
+
+    @pippin.tool
+    def look(where: Literal["up", "down"]) -> str:
+        """Look somewhere."""
+        return f"nothing {where} there, and that is all that can be said of it"
+
+    return look

@@ -19,7 +19,7 @@ from pippin.engine.model_runner import BLOCK_SIZE, KVCacheDtypeChoice
 from pippin.engine.request_state import blocks_for
 from pippin.engine.runners.select import runner_class
 from pippin.language.language_model import LanguageModel
-from pippin.language.memory_placement import Placement, workspace_bytes
+from pippin.language.memory_placement import Placement
 
 _SHARE = 8
 _STATES = 2  # of a sequence while a pass replaces them
@@ -81,7 +81,7 @@ def _within(
     placement: Placement, model: LanguageModel, max_num_seqs: int, tokens: int | None, asked: int | None, block: int
 ) -> EngineSize:
     """The size of an engine within the budget of its model."""
-    left = placement.budget.left - placement.least_experts
+    left = placement.budget.left - placement.least_room
     share, config, state = left // _SHARE, model.config, model.cache_layout.state_bytes
     row = 2 * 4 * config.vocab_size  # its logits, and what is computed from them
     seqs = max(1, min(max_num_seqs, share // (row + _STATES * state)))
@@ -89,11 +89,11 @@ def _within(
     snapshots = max(1, min(64 * seqs, share // state)) if state else 0
     if tokens is None:
         tokens = 256
-        # a pass over a prompt reads nearly all experts, however long it is
-        while placement.experts is not None and tokens < 2048 and workspace_bytes(config, 2 * tokens) <= share:
+        # a pass over a prompt reads nearly all experts or neurons, however long it is
+        while placement.in_storage and tokens < 2048 and placement.workspace_bytes(config, 2 * tokens) <= share:
             tokens *= 2
     most = max(rows, seqs)
-    room = left - workspace_bytes(config, tokens) - row * most - state * (_STATES * most + seqs + snapshots)
+    room = left - placement.workspace_bytes(config, tokens) - row * most - state * (_STATES * most + seqs + snapshots)
     if asked is not None and asked * block > max(room, 0):
         groups = len(model.cache_layout.cache_groups)
         raise NotEnoughMemory(
@@ -101,7 +101,7 @@ def _within(
             f"of {model.name} leaves room for {max(room, 0) // (block * groups) * BLOCK_SIZE:,}; take fewer, or load "
             "it with more memory"
         )
-    if placement.experts is not None:
+    if placement.in_storage:
         room //= 4
     blocks = _affordable(model, seqs, room, block) if asked is None else asked
     return EngineSize(seqs, tokens, rows, blocks, snapshots)

@@ -5,15 +5,15 @@ Notable here:
   sequence has are divided among its heads as their lengths need it, and nothing is wasted but the end of the last one
 - what is left of a head lies in the order of the tokens, without gaps. Slots still count what was lost: positions and
   rotations are those of the whole sequence
+- a head of a layer with a sliding window has lost the oldest tokens alone, so that its slots still say what it sees
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Float, Int, Int32
+from jaxtyping import Float, Int, Int8, Int32
 from torch import Tensor
 
 from pippin.language.decoder_config import DecoderConfig
@@ -64,6 +64,13 @@ class HeadTokens:
             self.keys[index], self.values[index], *(None if each is None else each[index] for each in scales)
         )
 
+    def with_keys(self, keys: Float[Tensor, "tokens head_dim"]) -> HeadTokens:
+        """With other keys, in the precision of these."""
+        if self.key_scales is None:
+            return replace(self, keys=keys.to(self.keys.dtype))
+        codes, scales = int8_codes(keys)
+        return replace(self, keys=codes, key_scales=scales)
+
     def dense(self) -> tuple[Float[Tensor, "tokens head_dim"], Float[Tensor, "tokens head_dim"]]:
         """Keys and values in float32."""
         pairs = ((self.keys, self.key_scales), (self.values, self.value_scales))
@@ -71,17 +78,29 @@ class HeadTokens:
         return keys, values
 
 
-def heads_alike(config: DecoderConfig, windows: Sequence[int | None]) -> bool:
-    """Whether heads can lie apart: all layers with keys of their own see all tokens, and have heads of one size.
+def heads_alike(config: DecoderConfig) -> bool:
+    """Whether heads can lie apart: all layers with keys of their own have heads of one size.
 
     Args:
         config: of the decoder.
-        windows: the sliding window of each group of layers.
     """
     layers = [config.layers[layer].attention for layer in config.cached_layers]
     shape = (config.num_key_value_heads, config.head_dim)
     alike = all((each.num_key_value_heads or shape[0], each.head_dim or shape[1]) == shape for each in layers)
-    return bool(layers) and list(windows) == [None] and alike and all(each.latent is None for each in layers)
+    return bool(layers) and alike and all(each.latent is None for each in layers)
+
+
+def int8_codes(
+    vectors: Float[Tensor, "*batch dim"],
+) -> tuple[Int8[Tensor, "*batch dim"], Float[Tensor, "*batch"]]:
+    """Vectors as 8-bit codes with a factor each.
+
+    >>> int8_codes(torch.tensor([[0.5, -1.0], [0.0, 0.0]]))[0].tolist()
+    [[64, -127], [0, 0]]
+    """
+    scales = vectors.float().abs().amax(-1) / 127
+    # the scale of a zero vector is 0; divide by 1 instead
+    return (vectors / torch.where(scales > 0, scales, 1.0)[..., None]).round_().to(torch.int8), scales
 
 
 def padded(part: Tensor, tokens: int) -> Tensor:

@@ -138,6 +138,7 @@ class RequestLoop:
             settings.adapter(),
             self.cancel,
             session._provider_memory(settings.provider),
+            session.cache,
         )
         require(settings.provider, request)
         if settings.history is not None:

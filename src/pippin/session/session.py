@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 from pippin.core.checks import PositiveFloat, PositiveInt, checked
 from pippin.core.errors import ConcurrentRequests, InvalidArgument, InvalidInput, TranscriptMutation
 from pippin.data.text.tool_dialect_name import ToolDialectName
+from pippin.engine.kv_eviction import CachePolicy, EpiCache
 from pippin.language.language_model import LanguageModel
 from pippin.language.task_adapters import Task
 from pippin.session.history import HistoryPolicy
@@ -66,6 +67,9 @@ class Session:
         hooks: callbacks that may allow, deny or replace prompts, tool calls, outputs and answers.
         profile: called before each request with the session; the settings that it returns override the session's.
         history: history policy for long conversations; None for all of it.
+        cache: keeps the keys and values of the conversation within a budget, as long as it may become: a policy such as
+            `pippin.engine.kv_eviction.SnapKV(budget=1024)`, or `pippin.engine.kv_eviction.EpiCache(budget=1024)`. Then
+            the past is not rendered anew. None for all keys and values. For models on this machine.
         guardrails: rules for input and output; None for none.
         skills: instructions and tools that the model loads when it needs them.
         task: what the session is for: "extraction", "tools", "summaries" or "classification"; None for anything.
@@ -82,7 +86,7 @@ class Session:
     Raises:
         ModelNotFound, DownloadFailed, CheckpointError: the model cannot be loaded.
         InvalidTool: a function that cannot become a tool.
-        InvalidArgument: a tool dialect for a provider.
+        InvalidArgument: a tool dialect for a provider, or a history policy beside a bounded cache.
 
     ``state`` is a dictionary for the application: profiles and tools may read and write it.
 
@@ -101,6 +105,7 @@ class Session:
         hooks: Hooks = Hooks(),
         profile: ProfileFunction | None = None,
         history: HistoryPolicy | None = None,
+        cache: CachePolicy | EpiCache | None = None,
         guardrails: Guardrails | None = None,
         skills: Skills | None = None,
         task: Task | None = None,
@@ -111,7 +116,11 @@ class Session:
         tool_dialect: ToolDialectName | None = None,
         transcript: Transcript | None = None,
     ) -> None:
-        self.tools = as_tools(tools)
+        if cache is not None and history is not None:
+            raise InvalidArgument(
+                "a history policy changes what was said, whose keys a bounded cache keeps; leave one of the two out"
+            )
+        self.tools, self.cache = as_tools(tools), cache
         self.hooks, self.profile, self.history, self.guardrails = hooks, profile, history, guardrails
         self.skills, self.task, self.adapter, self.on_error = skills, task, adapter, on_error
         self.max_tool_rounds, self.tool_timeout, self.tool_dialect = max_tool_rounds, tool_timeout, tool_dialect
@@ -340,6 +349,40 @@ class Session:
             transcript = settings.view(self._transcript).add(Prompt(prompt_prefix))
             return settings.provider.prewarm(self._provider_request(settings, transcript))
 
+    def save_cache(self, path: str | Path) -> int:
+        """Write the bounded cache of the conversation to a file, so that a restart loses nothing; return its bytes.
+
+        Keep the transcript too: another session goes on with ``transcript=`` and `load_cache`.
+
+        Args:
+            path: the file; its folder must exist. Only its owner may read it.
+
+        Raises:
+            InvalidArgument: the session has no ``cache``, or nothing was said yet.
+            DiskFull: the disk has no room for it. InvalidInput: nothing may be written there.
+            ConcurrentRequests: a request is running.
+        """
+        with self._locked("save its cache"):
+            settings = self._cache_settings()
+            return settings.provider.save_cache(self._provider_request(settings, self._transcript), path)
+
+    def load_cache(self, path: str | Path) -> None:
+        """Read what `save_cache` wrote, for the same conversation, model and ``cache``.
+
+        Args:
+            path: the file.
+
+        Raises:
+            InvalidArgument: the session has no ``cache``.
+            InvalidInput: the file cannot be read, or there is none.
+            CorruptedFile: it is no such file, or is truncated or changed.
+            PromptCacheMismatch: it is of another model, another ``cache`` or another conversation.
+            ConcurrentRequests: a request is running.
+        """
+        with self._locked("load a cache"):
+            settings = self._cache_settings()
+            settings.provider.load_cache(self._provider_request(settings, self._transcript), path)
+
     def token_count(self, item: Any) -> int:
         """Count the tokens of an object in a prompt.
 
@@ -393,12 +436,18 @@ class Session:
             raise InvalidArgument(f"a profile function must return a Profile, got {profile!r}")
         return RequestSettings.of(self, profile, options)
 
+    def _cache_settings(self) -> RequestSettings:
+        if self.cache is None:
+            raise InvalidArgument("the session has no bounded cache; begin it with cache=")
+        return self._settings(GenerationOptions())
+
     def _provider_request(self, settings: RequestSettings, transcript: Transcript) -> ProviderRequest:
         return ProviderRequest(
             transcript,
             tuple(settings.tools().values()),
             adapter=settings.adapter(),
             memory=self._provider_memory(settings.provider),
+            cache=self.cache,
         )
 
     def _locked(self, what: str, error: type[ConcurrentRequests] = ConcurrentRequests) -> _SessionLock:

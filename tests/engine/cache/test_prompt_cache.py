@@ -38,6 +38,9 @@ class Memory:
     def forward(self, inputs):
         raise AssertionError("nothing is to be computed")
 
+    def give_back(self, blocks):
+        raise AssertionError("nothing is to be given back")
+
     def copy(self, source, target):
         raise AssertionError("nothing is to be copied")
 

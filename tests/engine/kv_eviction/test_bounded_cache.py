@@ -1,47 +1,42 @@
 """Sequences in a bounded cache, against transformers with masks for what was given up."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from pippin.core import device, native
-from pippin.core.errors import InvalidArgument
-from pippin.engine.kv_eviction import H2O, BoundedCache, CachePolicy, KeyDiff, SnapKV, StreamingLLM
+from pippin.core.errors import CorruptedFile, InvalidArgument
+from pippin.engine.cache.prefix_tree import CacheKey
+from pippin.engine.kv_eviction import H2O, BoundedCache, CachePolicy, KeyDiff, Probe, SnapKV, StreamingLLM
 from pippin.engine.model_runner import ModelInput
 from pippin.engine.runners.native_runner import NativeRunner
 from pippin.engine.runners.torch_runner import TorchRunner
-from pippin.language import Decoder, LanguageModel, families
+from pippin.language import Decoder
 
-LAYERS, HEADS, KV_HEADS, BLOCKS = 2, 4, 2, 40
-SIZES = {"vocab_size": 260, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": LAYERS}
-SIZES |= {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "max_position_embeddings": 1024}
+LAYERS, KV_HEADS, BLOCKS = 2, 2, 40
 IDS = torch.randint(260, (400,), generator=torch.Generator().manual_seed(3)).tolist()
 KERNELS = pytest.mark.skipif(native.library() is None, reason="the native kernels are not built")
 RUNNERS = [pytest.param(NativeRunner, marks=KERNELS), TorchRunner]
-POLICIES = [StreamingLLM, H2O, SnapKV, KeyDiff]
+PROBE = tuple(IDS[350:370])
+
+
+def probing(**fields):
+    return Probe(token_ids=PROBE, **fields)
+
+
+POLICIES = [StreamingLLM, H2O, SnapKV, KeyDiff, probing]
 SMALL = {"budget": 70, "block_size": 48, "recent_tokens": 20}
 
 
 @pytest.fixture(scope="module")
-def theirs():
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SIZES, attn_implementation="eager")).eval()
-    for parameter in model.parameters():
-        if parameter.ndim > 1:
-            parameter.data = 0.3 * torch.randn_like(parameter)
-    return model
+def theirs(random_llama):
+    return random_llama(LAYERS)
 
 
 @pytest.fixture
-def running(theirs, tiny):
-    module = Decoder(families.from_hf({**theirs.config.to_dict(), "model_type": "llama"}))
-    module.load_state_dict({name.removeprefix("model."): weight for name, weight in theirs.state_dict().items()})
-
-    def make(runner, dtype="float32"):
-        own = module.pack() if runner is NativeRunner else module
-        return runner(LanguageModel("llama", own.eval(), tiny.tokenizer, None), BLOCKS, dtype)
-
-    return make
+def running(theirs, as_model):
+    return lambda runner, dtype="float32": runner(as_model(theirs, pack=runner is NativeRunner), BLOCKS, dtype)
 
 
 def bounded(runner, policy):
@@ -51,28 +46,37 @@ def bounded(runner, policy):
 
 
 def compute(runner, cache, until, step=1000):
-    """The tokens up to some number, in passes of at most ``step``; logits of each."""
+    """The tokens up to some number, with the probes, in passes of at most ``step``; logits of each token."""
     found = []
-    while (at := cache.num_tokens) < until:
-        count = cache.chunk(min(step, until - at))
-        capture = cache.capture()
-        work = ModelInput(IDS[at : at + count], at, (), range(count), heads=cache.tables(), capture=capture)
+    while True:
+        at, probe, capture = cache.num_tokens, cache.probe(step), cache.capture()
+        count = len(probe) or cache.chunk(min(step, until - at))
+        if not count:
+            return torch.cat(found)
+        ids = probe or IDS[at : at + count]
+        outputs = () if probe else range(count)
+        work = ModelInput(ids, cache.num_slots, (), outputs, heads=cache.tables(), capture=capture)
+        work.other_tables = [()] * (len(runner.windows) - 1)
         found += runner.forward([work])
-        cache.advance(work.token_ids, capture)
-    return torch.cat(found)
+        if probe:
+            cache.advance_probe(count, capture)
+        else:
+            cache.advance(ids, capture)
 
 
-def seen_by(theirs, mask):
-    """Logits by transformers where query i sees what row i of the mask says, in all layers and heads."""
-    bias = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)[None, None]
-    hooks = [
-        layer.self_attn.register_forward_pre_hook(
-            lambda module, args, kwargs: (args, {**kwargs, "attention_mask": bias}), with_kwargs=True
-        )
-        for layer in theirs.model.layers
-    ]
+def seen_by(theirs, *masks):
+    """Logits by transformers where query i sees what row i of the mask of a layer says; one mask is that of all."""
+    hooks = []
+    for index, layer in enumerate(theirs.model.layers):
+        mask = masks[index % len(masks)]
+        bias = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)[None, None]
+
+        def given(module, args, kwargs, bias=bias):
+            return args, {**kwargs, "attention_mask": bias}
+
+        hooks.append(layer.self_attn.register_forward_pre_hook(given, with_kwargs=True))
     with torch.no_grad():
-        found = theirs(torch.tensor([IDS[: len(mask)]])).logits[0]
+        found = theirs(torch.tensor([IDS[: len(masks[0])]])).logits[0]
     for hook in hooks:
         hook.remove()
     return found
@@ -105,15 +109,105 @@ def test_streaming_llm_is_attention_to_the_first_and_the_newest_tokens(running, 
     assert (everything - wanted).abs().max() > 0.1 * wanted.abs().max()  # what was lost mattered
 
 
+@pytest.fixture
+def windowed(theirs, as_model):
+    """The same weights with a window in the first layer, whose keys have a group of blocks of their own."""
+
+    def make(runner, dtype="float32", window=24):
+        model = as_model(theirs, pack=False)
+        first, second = model.config.layers
+        local = replace(first, attention=replace(first.attention, window=window))
+        module = Decoder(replace(model.config, layers=(local, second)))
+        module.load_state_dict(model.module.state_dict())
+        module = module.requires_grad_(False).eval()
+        model = replace(model, network=module.pack() if runner is NativeRunner else module)
+        return runner(model, 2 * BLOCKS, dtype, groups=module.config.cache_groups)
+
+    return make
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_layers_with_windows_see_their_window_whatever_the_policy_says(windowed, theirs, runner, policy):
+    alone = windowed(runner)
+    cache = bounded(alone, policy(budget=300, block_size=48))
+    found = compute(alone, cache, 300)
+    causal = torch.ones(300, 300, dtype=torch.bool).tril()
+    wanted = seen_by(theirs, causal & ~causal.tril(-24), causal)
+    assert (found - wanted).abs().max() < 2e-5 * wanted.abs().max()
+    assert (seen_by(theirs, causal) - wanted).abs().max() > 0.1 * wanted.abs().max()
+    kept = 23 + 300 % 48
+    assert cache.lengths == [[kept] * KV_HEADS, [300] * KV_HEADS]
+    assert cache.num_blocks * alone.heads_in_block <= KV_HEADS * (-(-348 // 16) + -(-71 // 16) + 2 + 2)
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_beside_windows_the_other_layers_give_up_tokens(windowed, theirs, runner, dtype):
+    policy = StreamingLLM(**SMALL, sink_tokens=5, share_heads=False)
+    alone = windowed(runner, dtype)
+    found = compute(alone, bounded(alone, policy), 300)
+    causal = torch.ones(300, 300, dtype=torch.bool).tril()
+    mask, lost = causal.clone(), 0
+    for at in range(300):
+        if at >= 96 and at % 48 == 0:  # behind each block; 5 + 65 tokens stay
+            lost = at - 65
+        mask[at, 5 : max(5, lost)] = False
+    wanted = seen_by(theirs, causal & ~causal.tril(-24), mask)
+    bound = 2e-5 if dtype == "float32" else 0.1
+    assert (found - wanted).abs().max() < bound * wanted.abs().max()
+    if dtype == "float32":
+        assert (seen_by(theirs, mask) - wanted).abs().max() > 0.1 * wanted.abs().max()
+
+
+@KERNELS
+@pytest.mark.parametrize("policy", POLICIES)
+def test_with_windows_passes_of_other_sizes_and_a_pause_change_nothing(windowed, policy):
+    first, second = windowed(NativeRunner), windowed(NativeRunner)
+    one, other = bounded(first, policy(**SMALL)), bounded(second, policy(**SMALL))
+    wanted, found = compute(first, one, 300), []
+    for until, step in ((20, 3), (150, 31), (151, 1), (300, 17)):
+        found.append(compute(second, other, until, step))
+        blocks = other.detach()
+        second.write(blocks, torch.full((len(blocks), second.block_bytes), 255, dtype=torch.uint8))
+        other.attach(blocks[1:] + blocks[:1])
+    assert torch.equal(torch.cat(found), wanted)
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_beyond_the_context_windows_move_up_too(random_llama, as_model, runner):
+    one = random_llama(1, 160)
+    model = as_model(one, pack=False)
+    layer = model.config.layers[0]
+    local = replace(layer, attention=replace(layer.attention, window=50))
+    module = Decoder(replace(model.config, layers=(local,)))
+    module.load_state_dict(model.module.state_dict())
+    module = module.requires_grad_(False).eval()
+    model = replace(model, network=module.pack() if runner is NativeRunner else module)
+    alone = runner(model, BLOCKS, "float32")
+    cache = bounded(alone, StreamingLLM(budget=64, block_size=32, recent_tokens=20))
+    found = compute(alone, cache, 358)
+    assert cache.num_slots < 160
+    with torch.no_grad():
+        wanted = one(torch.tensor([IDS[358 - 50 : 358]])).logits[0, -1:]
+    torch.testing.assert_close(found[-1:], wanted, rtol=1e-4, atol=1e-4)
+
+
 def first_eviction(theirs, policy, tokens):
     """Positions that stay by attention and keys of transformers, (layers, kv_heads) of sets."""
+    probe = list(policy.probe())
     with torch.no_grad():
-        done = theirs(torch.tensor([IDS[:tokens]]), output_attentions=True)
+        done = theirs(torch.tensor([IDS[:tokens] + probe]), output_attentions=True)
     found = []
     for layer in range(LAYERS):
         attention = done.attentions[layer][0].unflatten(0, (KV_HEADS, -1))
         keys = done.past_key_values.layers[layer].keys[0]
+        if probe:
+            given = attention[:, :, tokens:, :tokens]
+            given = given / given.sum(-1, keepdim=True)
         match policy:
+            case Probe():
+                scores = given.amax((1, 2))
             case H2O():
                 scores = attention.sum((1, 2))
             case SnapKV():
@@ -147,6 +241,68 @@ def test_what_stays_is_what_attention_and_keys_of_transformers_say(running, thei
     assert found == first_eviction(theirs, chosen, 180)
     if share_heads:
         assert len({len(row) for rows in found for row in rows}) > 1
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_layers_have_budgets_of_their_own(running, theirs, runner):
+    policy = KeyDiff(budget=100, block_size=80, layer_budgets=(60, 140))
+    alone = running(runner)
+    cache = bounded(alone, policy)
+    compute(alone, cache, 180)
+    assert [sum(lengths) for lengths in cache.lengths] == [120, 280]
+    compute(alone, cache, 180 + 80 * 2)
+    assert [sum(lengths) for lengths in cache.lengths] == [120, 280]
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_prompt_may_deviate_behind_the_last_eviction(running, runner, policy):
+    """What came since is forgotten, or everything, where the policy counts what it gave."""
+    one, other = running(runner), running(runner)
+    again, fresh = bounded(one, policy(**SMALL)), bounded(other, policy(**SMALL))
+    compute(one, again, 250)
+    key = CacheKey("", None)
+    again.key = key
+    other_ids = IDS[:240] + IDS[:30]
+    again.begin(other_ids, key)
+    assert again.num_tokens in (0, 240)
+    if policy in (StreamingLLM, KeyDiff, probing):
+        assert again.num_tokens == 240
+    assert again.token_ids == IDS[: again.num_tokens]
+    if again.num_tokens:
+        compute(other, fresh, 240)
+        (found,), (wanted,) = (
+            runner_.forward([ModelInput(IDS[:5], cache.num_slots, (), range(5), heads=cache.tables())])
+            for runner_, cache in ((one, again), (other, fresh))
+        )
+        assert torch.equal(found, wanted) or not one.invariant
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    again.end()
+    again.begin(IDS[:50], key)
+    assert again.num_tokens == 0
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_beyond_the_context_what_is_left_moves_up(random_llama, as_model, runner):
+    """With one layer, keys depend on tokens and positions alone: it is as if only what is left had been said."""
+    one = random_llama(1, 160)
+    alone = runner(as_model(one, pack=runner is NativeRunner), BLOCKS, "float32")
+    cache = bounded(alone, StreamingLLM(budget=64, block_size=32, recent_tokens=20, sink_tokens=4, share_heads=False))
+    assert cache.max_tokens is None
+    found = compute(alone, cache, 358)  # evictions behind each 32 tokens; at 160, 256 and 352 what is left moves up
+    kept = cache.positions(0, 0).tolist()
+    assert kept == [0, 1, 2, 3, *range(292, 358)]
+    assert cache.num_slots == len(kept)
+    with torch.no_grad():
+        wanted = one(torch.tensor([[IDS[at] for at in kept]])).logits[0, -6:]
+    torch.testing.assert_close(found[-6:], wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_learned_positions_have_an_end(theirs, as_model):
+    model = as_model(theirs, pack=False)
+    module = Decoder(replace(model.config, learned_positions=True)).eval()
+    alone = TorchRunner(replace(model, network=module), BLOCKS, "float32")
+    assert bounded(alone, StreamingLLM(budget=64)).max_tokens == 1024
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
@@ -230,6 +386,9 @@ def test_a_policy_of_ones_own_is_a_few_lines(running):
         (H2O, {"budget": 50, "block_size": 0}, "block_size"),
         (KeyDiff, {"budget": 50, "sink_tokens": -1}, "sink_tokens"),
         (SnapKV, {"budget": 100, "kernel_size": 0}, "kernel_size"),
+        (H2O, {"budget": 100, "layer_budgets": (90, 111)}, "100.5 tokens on average, more than the budget of 100"),
+        (H2O, {"budget": 100, "layer_budgets": (20, 180)}, "a budget of 20 tokens holds no more"),
+        (Probe, {"budget": 100, "token_ids": ()}, "a probe without tokens"),
     ],
 )
 def test_budgets_that_hold_nothing_are_refused(policy, change, message):
@@ -243,3 +402,36 @@ def test_blocks_must_be_as_many_as_it_needs(running):
     assert cache.num_blocks == 7
     with pytest.raises(InvalidArgument, match="needs 7 blocks, got 3"):
         cache.attach([1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tensors, numbers: tensors.pop("blocks"),
+        lambda tensors, numbers: tensors["blocks"].__setitem__(0, 10_000),
+        lambda tensors, numbers: tensors["blocks"].__setitem__(0, -1),
+        lambda tensors, numbers: tensors["blocks"].__setitem__(0, int(tensors["blocks"][1])),
+        lambda tensors, numbers: tensors["lengths"].__setitem__(0, 90),
+        lambda tensors, numbers: tensors.update(received=tensors["received"][1:]),
+        lambda tensors, numbers: tensors.update(data=tensors["data"][1:]),
+        lambda tensors, numbers: tensors.pop("data"),
+        lambda tensors, numbers: numbers.update(room=10_000),
+        lambda tensors, numbers: numbers.update(room=0),
+        lambda tensors, numbers: numbers.update(rotation=3),
+        lambda tensors, numbers: numbers.update(rotation="3"),
+        lambda tensors, numbers: numbers.update(runner=None),
+    ],
+)
+def test_a_state_that_contradicts_itself_is_refused(running, change):
+    alone = running(TorchRunner)
+    cache = bounded(alone, StreamingLLM(**SMALL))
+    compute(alone, cache, 200)
+    cache.detach()
+    tensors, numbers = cache.state()
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    again = BoundedCache(cache.policy, alone.model.config, alone)
+    again.restore(tensors, numbers)
+    assert again.lengths == cache.lengths
+    change(tensors, numbers)
+    with pytest.raises(CorruptedFile, match="contradicts itself"):
+        again.restore(tensors, numbers)

@@ -1,32 +1,43 @@
 """Requests whose sequences are kept in bounded caches: the same answers alone, beside others, and turn after turn."""
 
 import random
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 from pippin.core import native
-from pippin.core.errors import ContextOverflow, GenerationError, InvalidArgument, NotEnoughMemory, UnsupportedModel
+from pippin.core.errors import (
+    ContextOverflow,
+    GenerationError,
+    InvalidArgument,
+    NotEnoughMemory,
+    Overloaded,
+    UnsupportedModel,
+)
 from pippin.engine import Engine, Finished, Request, SamplingOptions
-from pippin.engine.kv_eviction import H2O, KeyDiff, SnapKV, StreamingLLM
+from pippin.engine.kv_eviction import H2O, KeyDiff, Probe, SnapKV, StreamingLLM
 from pippin.engine.speculation import Speculation
 from pippin.language import Decoder, DecoderConfig, LanguageModel, LayerSpec
-from pippin.nn.attention import AttentionSpec
+from pippin.nn.attention import AttentionSpec, LatentSpec
 from pippin.nn.feedforward import FeedForwardSpec
 
-POLICIES = [StreamingLLM, H2O, SnapKV, KeyDiff]
+POLICIES = [StreamingLLM, H2O, SnapKV, KeyDiff, partial(Probe, token_ids=tuple(range(60, 95)))]
 SMALL = {"budget": 80, "block_size": 32, "recent_tokens": 20}
 KERNELS = pytest.mark.skipif(native.library() is None, reason="the native kernels are not built")
 
 
 def model_of(tiny, *, pack, window=None):
-    layer = LayerSpec(AttentionSpec(window=window), FeedForwardSpec(48))
+    """Two layers, the first of which has a window if one is given."""
+    layers = tuple(LayerSpec(AttentionSpec(window=each), FeedForwardSpec(48)) for each in (window, None))
     config = DecoderConfig(
         "llama",
         260,
         32,
-        (layer,) * 2,
+        layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=8,
@@ -40,9 +51,18 @@ def model_of(tiny, *, pack, window=None):
     return LanguageModel("random", module.pack() if pack else module, tiny.tokenizer, None)
 
 
-@pytest.fixture(params=[pytest.param(True, marks=KERNELS), False], ids=["native", "torch"])
+@pytest.fixture(
+    params=[
+        pytest.param((True, None), marks=KERNELS),
+        (False, None),
+        pytest.param((True, 24), marks=KERNELS),
+        (False, 24),
+    ],
+    ids=["native", "torch", "native, window", "torch, window"],
+)
 def model(tiny, request):
-    return model_of(tiny, pack=request.param)
+    pack, window = request.param
+    return model_of(tiny, pack=pack, window=window)
 
 
 def tokens(count, seed):
@@ -91,15 +111,16 @@ def test_a_text_longer_than_the_pool_is_answered(model):
         assert len(found) == 12
         assert finished.prompt_tokens == 1000
         assert engine.prefill(tokens(1500, 1), cache=cache) == 1500
-        with pytest.raises(ContextOverflow):
-            answer(engine, tokens(2045, 0), cache=cache)
+        found, finished = answer(engine, tokens(2500, 2), cache=cache)  # the model has 2,048 positions
+        assert (len(found), finished.prompt_tokens) == (12, 2500)
+        assert cache.num_slots < 2048
 
 
+@KERNELS
+@pytest.mark.parametrize("window", [None, 24])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_it_is_the_same_alone_beside_others_and_preempted(tiny, policy):
-    if native.library() is None:
-        pytest.skip("the native kernels are not built")
-    model = model_of(tiny, pack=True)
+def test_it_is_the_same_alone_beside_others_and_preempted(tiny, policy, window):
+    model = model_of(tiny, pack=True, window=window)
     prompts = [tokens(150 + 20 * each, each) for each in range(4)]
     with Engine(model, max_num_seqs=1) as engine:
         wanted = [answer(engine, each, 40, cache=engine.bounded_cache(policy(**SMALL)))[0] for each in prompts]
@@ -124,9 +145,10 @@ def test_a_prompt_that_goes_on_from_something_else_begins_anew(model):
     with Engine(model, max_num_seqs=2) as engine:
         cache = engine.bounded_cache(StreamingLLM(**SMALL))
         answer(engine, tokens(200, 0), cache=cache)
-        for prompt in (tokens(250, 1), tokens(100, 0), tokens(100, 0)):
+        # of the last prompt nothing was given up, so its answer alone is forgotten
+        for prompt, cached in ((tokens(250, 1), 0), (tokens(100, 0), 0), (tokens(100, 0), 99)):
             found, finished = answer(engine, prompt, cache=cache)
-            assert finished.cached_tokens == 0
+            assert finished.cached_tokens == cached
             assert found == answer(engine, prompt, cache=engine.bounded_cache(StreamingLLM(**SMALL)))[0]
         _, finished = answer(engine, [*prompt, *found, 7], cache=cache, owner="another")
         assert finished.cached_tokens == 0
@@ -151,6 +173,25 @@ def test_after_a_failure_it_begins_anew(model, monkeypatch):
         monkeypatch.setattr(engine._runner, "forward", forward)
         assert answer(engine, tokens(200, 0), cache=cache)[0]
         assert engine.stats().blocks_free + engine.stats().blocks_cached == engine.stats().blocks_total
+
+
+def test_a_fault_of_the_engine_frees_the_cache(tiny, monkeypatch):
+    engine = Engine(model_of(tiny, pack=False), max_num_seqs=2)
+    cache = engine.bounded_cache(StreamingLLM(**SMALL))
+    monkeypatch.setattr("threading.excepthook", lambda args: None)
+    monkeypatch.setattr(engine._scheduler, "plan", lambda drafts: (_ for _ in ()).throw(RuntimeError("broken")))
+    monkeypatch.setattr("pippin.engine.loop.EngineLoop._fail", lambda self, error: (_ for _ in ()).throw(error))
+    with pytest.raises(GenerationError, match="the engine failed"):
+        answer(engine, tokens(200, 0), cache=cache)
+    assert cache.idle.wait(10)
+    assert not cache.num_tokens
+    with pytest.raises(Overloaded):
+        answer(engine, tokens(200, 0), cache=cache)
+    assert not cache.in_use
+    engine.close()
+    for thread in threading.enumerate():  # its error reaches the hook last of all
+        if thread.name == "pippin-engine":
+            thread.join(10)
 
 
 def test_a_cancelled_request_leaves_what_it_computed(model):
@@ -179,6 +220,10 @@ def test_what_a_bounded_cache_cannot_do_is_refused(tiny, model):
         with pytest.raises(InvalidArgument, match="there are no drafts"):
             answer(engine, [1, 2], cache=cache, return_hidden_states=True)
         assert not cache.in_use
-    with Engine(model_of(tiny, pack=False, window=8), max_num_seqs=1) as engine, pytest.raises(UnsupportedModel):
+    latent = AttentionSpec(latent=LatentSpec(8, 4, 4, 4))
+    layers = (LayerSpec(latent, FeedForwardSpec(48)),) * 2
+    changed = replace(model.config, layers=layers, head_dim=12, num_key_value_heads=1)
+    module = Decoder(changed).initialize(seed=0).eval()
+    with Engine(LanguageModel("latent", module, tiny.tokenizer, None)) as engine, pytest.raises(UnsupportedModel):
         engine.bounded_cache(StreamingLLM(budget=100))
     assert torch.is_inference_mode_enabled() is False

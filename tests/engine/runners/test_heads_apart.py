@@ -5,20 +5,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from pippin.core import native
-from pippin.core.errors import InvalidArgument, PippinError
+from pippin.core.errors import PippinError
 from pippin.engine.head_tables import HeadTables
 from pippin.engine.model_runner import Capture, ModelInput
 from pippin.engine.runners.native_runner import NativeRunner
 from pippin.engine.runners.torch_runner import TorchRunner
-from pippin.language import Decoder, LanguageModel, families
 from pippin.nn.attention_capture import AttentionCapture
 
 LAYERS, HEADS, KV_HEADS, OLD, NEW, BLOCKS = 3, 4, 2, 70, 9, 16
-SIZES = {"vocab_size": 260, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": LAYERS}
-SIZES |= {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "max_position_embeddings": 512}
 IDS = torch.randint(260, (OLD + NEW,), generator=torch.Generator().manual_seed(3)).tolist()
 KERNELS = pytest.mark.skipif(native.library() is None, reason="the native kernels are not built")
 RUNNERS = [pytest.param(NativeRunner, marks=KERNELS), TorchRunner]
@@ -26,26 +22,13 @@ CLOSE = {"float32": 2e-5, "bfloat16": 0.05, "int8": 0.05}
 
 
 @pytest.fixture(scope="module")
-def theirs():
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SIZES, attn_implementation="eager")).eval()
-    for parameter in model.parameters():
-        if parameter.ndim > 1:
-            parameter.data = 0.3 * torch.randn_like(parameter)
-    return model
+def theirs(random_llama):
+    return random_llama(LAYERS, 512)
 
 
 @pytest.fixture
-def ours(theirs, tiny):
-    module = Decoder(families.from_hf({**theirs.config.to_dict(), "model_type": "llama"}))
-    state = {name.removeprefix("model."): weight for name, weight in theirs.state_dict().items()}
-    module.load_state_dict(state)
-
-    def make(runner, dtype="float32"):
-        own = module.pack() if runner is NativeRunner else module
-        return runner(LanguageModel("llama", own.eval(), tiny.tokenizer, None), BLOCKS, dtype)
-
-    return make
+def ours(theirs, as_model):
+    return lambda runner, dtype="float32": runner(as_model(theirs, pack=runner is NativeRunner), BLOCKS, dtype)
 
 
 def tables_of(lengths, spare, seed=0):
@@ -159,23 +142,26 @@ def test_beside_others_it_is_the_same_as_alone(ours, kept, runner):
 
 @pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("reduction", ["sum", "max"])
-@pytest.mark.parametrize("cached_only", [False, True])
-def test_attention_received_is_that_of_what_each_head_kept(ours, theirs, kept, runner, reduction, cached_only):
+@pytest.mark.parametrize(("first", "before"), [(0, None), (0, OLD), (3, OLD), (3, None)])
+def test_attention_received_is_that_of_what_each_head_kept(ours, theirs, kept, runner, reduction, first, before):
     running = ours(runner)
     heads = lose(running, filled(running)[0], kept)
-    capture = Capture(attention=AttentionCapture(reduction, cached_only))
-    running.forward([ModelInput(IDS[OLD:], OLD, (), (), heads=heads, capture=capture)])
-    weights = expected(theirs, kept)[1][:, :, OLD:]
-    if cached_only:
-        weights = weights[..., :OLD] / weights[..., :OLD].sum(-1, keepdim=True)
+    capture = Capture(attention=AttentionCapture(reduction, before))
+    if first:
+        running.forward([ModelInput(IDS[OLD : OLD + first], OLD, (), (), heads=heads)])
+    running.forward([ModelInput(IDS[OLD + first :], OLD + first, (), (), heads=heads, capture=capture)])
+    weights = expected(theirs, kept)[1][:, :, OLD + first :]
+    if before is not None:
+        weights = weights[..., :before] / weights[..., :before].sum(-1, keepdim=True)
     groups = weights.unflatten(1, (KV_HEADS, -1))
     received = groups.sum((2, 3)) if reduction == "sum" else groups.amax((2, 3))
     for layer in range(LAYERS):
         for head in range(KV_HEADS):
-            new = torch.arange(OLD, OLD + NEW)[: 0 if cached_only else NEW]
-            index = torch.cat([kept[layer][head], new])
+            index = torch.cat([kept[layer][head], torch.arange(OLD, OLD + NEW)])
+            seen = index if before is None else index[index < before]
             found = capture.attention.received[layer][head][: len(index)]
-            torch.testing.assert_close(found, received[layer, head, index], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(found[: len(seen)], received[layer, head, seen], rtol=1e-4, atol=1e-5)
+            assert not found[len(seen) :].any()
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
@@ -212,15 +198,3 @@ def test_tables_that_do_not_fit_are_refused(ours, runner, change):
     bad = replace(heads, **change(heads))
     with pytest.raises(PippinError):
         running.forward([ModelInput(IDS[OLD:], OLD, (), (0,), heads=bad)])
-
-
-def test_layers_with_windows_have_no_heads_apart(theirs, tiny):
-    config = families.from_hf({**theirs.config.to_dict(), "model_type": "mistral", "sliding_window": 8})
-    model = LanguageModel("mistral", Decoder(config).initialize(seed=0).eval(), tiny.tokenizer, None)
-    running = TorchRunner(model, BLOCKS)
-    assert not running.heads_in_block
-    heads = HeadTables(
-        torch.zeros(LAYERS, KV_HEADS, 1, dtype=torch.int32), torch.zeros(LAYERS, KV_HEADS, dtype=torch.int32)
-    )
-    with pytest.raises(InvalidArgument):
-        running.forward([ModelInput(IDS[:2], 0, (), (0,), heads=heads)])

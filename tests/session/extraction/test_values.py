@@ -10,6 +10,7 @@ from babel.dates import format_date, format_datetime
 from babel.numbers import format_currency, format_decimal
 from hypothesis import given, settings, strategies as st
 from num2words import num2words
+from tests.machine import slowness
 
 from pippin.core.errors import InvalidArgument
 from pippin.session.extraction.values import find_dates, find_datetimes, find_durations, find_numbers, find_times
@@ -529,7 +530,7 @@ def test_a_megabyte_of_digits_is_read_in_seconds(finder):
     for piece in ("1", "1.", " "):
         start = time.process_time()
         finder(piece * (1_000_000 // len(piece)))
-        assert time.process_time() - start < 30, piece
+        assert time.process_time() - start < 30 * slowness(), piece
 
 
 def test_ordinary_text_is_read_fast():
@@ -539,7 +540,7 @@ def test_ordinary_text_is_read_fast():
         finder(sentence)
         start = time.process_time()
         assert len(finder(text)) >= 900
-        assert time.process_time() - start < 2
+        assert time.process_time() - start < 2 * slowness()
 
 
 def test_the_number_of_a_document_does_not_outvote_the_amounts():

@@ -9,6 +9,7 @@ from importlib.resources import files
 import pydantic
 import pytest
 from hypothesis import given, strategies as st
+from tests.machine import slowness
 
 from pippin.core.errors import GuardrailViolation, InvalidArgument, InvalidInput, UnsupportedLanguage
 from pippin.session.guardrails import FunctionRule, Guardrails, PatternRule, TermRule
@@ -291,4 +292,4 @@ def test_long_input_is_checked_in_bounded_time():
     began = time.perf_counter()
     verdict = Guardrails.default(use_classifier=False).check("how do i " * 5_000 + "go kill yourself", role="output")
     assert not verdict.allowed
-    assert time.perf_counter() - began < 10
+    assert time.perf_counter() - began < 10 * slowness()

@@ -2,7 +2,6 @@
 
 import copy
 from dataclasses import replace
-from typing import Literal
 
 import pytest
 from tokenizers import Tokenizer as Backend, decoders, models
@@ -19,23 +18,6 @@ from pippin.session.providers.provider import Done, ProviderRequest, TextDelta
 
 WORD = Regex("[a-z]{8} [a-z]{8}")
 OPTIONS = GenerationOptions(max_tokens=60, include_schema_in_prompt=False)
-
-
-@pippin.tool
-def look(where: Literal["up", "down"]) -> str:
-    """Look somewhere."""
-    return f"nothing {where} there, and that is all that can be said of it"
-
-
-@pytest.fixture
-def engine(tiny):
-    with Engine(tiny) as made:
-        yield made
-
-
-@pytest.fixture
-def provider(tiny, engine):
-    return LocalModel(tiny, engine=engine)
 
 
 @pytest.fixture
@@ -67,7 +49,7 @@ def test_the_turns_of_a_conversation_compute_only_what_is_new(provider, places):
     assert places == list(range(third.usage.input_tokens + third.usage.output_tokens - 1)), "each once, in order"
 
 
-def test_the_rounds_of_a_tool_loop_compute_only_what_is_new(provider, places):
+def test_the_rounds_of_a_tool_loop_compute_only_what_is_new(provider, places, look):
     session = Session(provider, tools=[look], max_tool_rounds=2)
     options = GenerationOptions(tool_calling="required", parallel_tool_calls=False, max_tokens=90)
     response = session.respond("What is there?", options=options)

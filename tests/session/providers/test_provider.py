@@ -74,7 +74,7 @@ class Scripted(Provider):
             if callable(event):
                 event(turn)
             elif event == "wait":
-                turn.cancel.wait(5)
+                turn.cancel.wait(60)
                 yield Done("cancelled")
                 return
             else:
@@ -404,7 +404,7 @@ def test_an_answer_that_takes_too_long():
     began = time.perf_counter()
     with pytest.raises(TimedOut, match=r"within 0\.05 seconds"):
         session.respond("Hi", options=GenerationOptions(timeout=0.05))
-    assert time.perf_counter() - began < 3
+    assert time.perf_counter() - began < 30  # it would have waited for 60
 
 
 def test_the_error_of_a_timeout_has_what_was_written():
@@ -442,7 +442,7 @@ def test_nobody_waits_for_a_tool_once_the_answer_is_not_wanted(how):
     def slow() -> str:
         """Take long."""
         running.set()
-        end.wait(20)
+        end.wait(60)
         return "late"
 
     call = ToolCall(id="c1", name="slow", arguments={})
@@ -454,7 +454,7 @@ def test_nobody_waits_for_a_tool_once_the_answer_is_not_wanted(how):
     began = time.perf_counter()
     with pytest.raises(TimedOut if how == "timeout" else Cancelled):
         list(stream)
-    assert time.perf_counter() - began < 5
+    assert time.perf_counter() - began < 30  # the tool waits for 60
     assert not session.is_responding
     assert [entry.kind for entry in session.transcript] == ["prompt", "tool_calls", "tool_output"]
     end.set()

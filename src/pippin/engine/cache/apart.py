@@ -56,7 +56,7 @@ def append(store: PagedStore, layer: int, heads: HeadTables, held: int, k: New, 
 
 
 def visible(
-    store: PagedStore, layer: int, heads: HeadTables, queries: Sequence[int], dtype: torch.dtype
+    store: PagedStore, layer: int, heads: HeadTables, queries: Sequence[int], dtype: torch.dtype, window: int | None
 ) -> tuple[
     Float[Tensor, "1 kv_heads seen head_dim"],
     Float[Tensor, "1 kv_heads seen head_dim"],
@@ -70,6 +70,7 @@ def visible(
         heads: of the sequence.
         queries: slots of the tokens, ascending.
         dtype: precision of what is returned.
+        window: the sliding window of the layer; None for none.
     """
     tables, lost = _of_layer(store, layer, heads)
     seen = torch.arange(queries[-1] + 1 - int(lost.min()), device=store.device)
@@ -81,12 +82,15 @@ def visible(
         parts = parts * _at(store.scales, places)[..., None]
     keys, values = parts.to(dtype)
     ends = torch.tensor(queries, device=store.device) - lost[:, None]
-    return keys[None], values[None], (seen <= ends[..., None])[None]
+    mask = seen <= ends[..., None]
+    if window is not None:
+        mask &= ends[..., None] - seen < window
+    return keys[None], values[None], mask[None]
 
 
 def _of_layer(store: PagedStore, layer: int, heads: HeadTables) -> tuple[Tensor, Tensor]:
     """Tables (kv_heads, blocks) of a layer, and what its heads have lost."""
-    index = store.index(layer)
+    index = store.layers.index(layer)
     return heads.tables[index].to(store.device, torch.int64), heads.lost[index].to(store.device, torch.int64)
 
 

@@ -4,6 +4,7 @@ Notable here:
 - blocks are reference-counted: each block table counts once, and so does the prefix tree
 - a block that only the tree holds is idle: it counts as available; idle blocks are in the order of their last use, so
   that the next one to evict is found at once
+- the pool knows which free blocks held something, whose memory can be given back to the system
 - the free block with the lowest number is taken first, so that a pool which is never full touches little memory
 """
 
@@ -40,6 +41,7 @@ class BlockPool:
         self.ref_counts = [0] * num_blocks
         self.idle: OrderedDict[int, None] = OrderedDict()
         self._cached = bytearray(num_blocks)
+        self._used = bytearray(num_blocks)
         self._free = list(range(num_blocks))  # a heap
 
     @property
@@ -55,7 +57,7 @@ class BlockPool:
     def allocate(self) -> int:
         """Take a free block; its reference count is 1. There must be a free block."""
         block = heapq.heappop(self._free)
-        self.ref_counts[block] = 1
+        self.ref_counts[block] = self._used[block] = 1
         return block
 
     def retain(self, block: int) -> None:
@@ -71,6 +73,20 @@ class BlockPool:
             heapq.heappush(self._free, block)
         elif self.ref_counts[block] == 1 and self._cached[block]:
             self.idle[block] = None
+
+    def take_unused(self) -> list[int]:
+        """Free blocks that held something since the last call, ascending: their memory can be given back.
+
+        >>> pool = BlockPool(3)
+        >>> first, second = pool.allocate(), pool.allocate()
+        >>> pool.release(second)
+        >>> pool.take_unused(), pool.take_unused()
+        ([1], [])
+        """
+        found = sorted(block for block in self._free if self._used[block])
+        for block in found:
+            self._used[block] = 0
+        return found
 
     def release_all(self, table: Sequence[int]) -> None:
         """Release a block table, the last block first: the beginning, which others may share, is evicted last."""

@@ -137,7 +137,7 @@ class PagedPass:
             observers.append(None if sequence.attention is None else self._observer(sequence, layer, window))
             if sequence.heads is not None:
                 slots = [sequence.num_computed_tokens + row for row in querying]
-                reads.append(apart.visible(self.store, layer, sequence.heads, slots, self.dtype))
+                reads.append(apart.visible(self.store, layer, sequence.heads, slots, self.dtype, window))
                 continue
             if (index, group, window) not in self._plans:
                 self._plans[index, group, window] = self._plan(sequence, group, querying, window)
@@ -151,16 +151,14 @@ class PagedPass:
         """Gives the attention of one layer to the sequence's capture."""
         capture, cached = sequence.attention, sequence.num_computed_tokens
         assert capture is not None
-        first = _first_visible(cached, window)
-        held: int | Tensor = cached  # what each head has of it
-        if sequence.heads is not None:
-            held = cached - sequence.heads.lost[self.store.index(layer)].to(self.store.device)
+        first = _first_visible(cached, window) if sequence.heads is None else 0
+        lost = 0 if sequence.heads is None else sequence.heads.lost[self.store.layers.index(layer)]
 
         def observe(q: Tensor, keys: Tensor, mask: Any, *, scale: float, softcap: float | None) -> None:
             new, seen = q.shape[2], keys.shape[2]
             if not isinstance(mask, Tensor):  # causal order
                 mask = torch.ones(new, seen, dtype=torch.bool, device=q.device).tril(seen - new)[None, None]
-            capture.add(layer, q, keys, mask[0], scale=scale, first=first, cached=held, softcap=softcap)
+            capture.add(layer, q, keys, mask[0], scale=scale, first=first, cached=cached, lost=lost, softcap=softcap)
 
         return observe
 

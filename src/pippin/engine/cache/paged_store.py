@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pippin.core.checks import PositiveInt, checked
 from pippin.core.errors import NotEnoughMemory
+from pippin.engine.head_tables import int8_codes
 from pippin.engine.model_runner import BLOCK_SIZE, KVCacheDtype
 from pippin.language.decoder_config import DecoderConfig
 from pippin.nn.kv_cache import New
@@ -75,6 +76,7 @@ class PagedStore:
         zeros: bool = False,
     ) -> None:
         self.blocks, self.device = blocks, device
+        self.layers = config.cached_layers
         self.groups = (config.cached_layers,) if groups is None else groups
         shape = (max(map(len, self.groups)), 2, config.num_key_value_heads, blocks * BLOCK_SIZE, config.head_dim)
         make = torch.zeros if zeros else torch.empty
@@ -100,11 +102,7 @@ class PagedStore:
 
     def codes(self, new: Tensor) -> tuple[Tensor, Tensor | None]:
         """New keys or values as they are stored, and the scale of each; None without 8-bit codes."""
-        if self.scales is None:
-            return new, None
-        scale = new.float().abs().amax(-1) / 127
-        # the scale of a zero vector is 0; divide by 1 instead
-        return (new / torch.where(scale > 0, scale, 1.0)[..., None]).round_().to(torch.int8), scale
+        return (new, None) if self.scales is None else int8_codes(new)
 
     def index(self, layer: int) -> int:
         """Which layer of its group a layer is."""

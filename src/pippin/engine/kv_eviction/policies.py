@@ -22,7 +22,7 @@ class StreamingLLM(CachePolicy):
 
     >>> import torch
     >>> head = HeadView(torch.arange(8), torch.zeros(8), lambda: ())
-    >>> StreamingLLM(budget=5, sink_tokens=2, recent_tokens=1).keep([head])
+    >>> StreamingLLM(budget=5, sink_tokens=2, recent_tokens=1).keep([head], layer=0)
     [tensor([0, 1, 5, 6, 7])]
     """
 

@@ -14,18 +14,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from pippin.core.checks import checked
+from pippin.core.checks import PositiveInt, checked
 from pippin.core.errors import ContextOverflow
 from pippin.data.text.tool_dialect_name import ToolDialectName
-from pippin.engine.engine import Engine, shared_engine
+from pippin.engine.engine import Engine
+from pippin.engine.kv_eviction import BoundedCache, CachePolicy, EpiCache
 from pippin.engine.options import SamplingOptions
 from pippin.engine.request import Finished, Request, Token
+from pippin.engine.shared import shared_engine
 from pippin.engine.thinking import Thinking
 from pippin.engine.token_ids import common_prefix
 from pippin.language import task_adapters
@@ -34,6 +36,7 @@ from pippin.language.language_model import LanguageModel, load
 from pippin.language.task_adapters import Task
 from pippin.session import chat_format
 from pippin.session.extraction.source import SourceText
+from pippin.session.providers.bounded_conversation import BoundedConversation, Conversations, Render
 from pippin.session.providers.provider import (
     Capabilities,
     Done,
@@ -58,6 +61,10 @@ if TYPE_CHECKING:
     from pippin.session.types.schema import Schema
 
 
+Bounded = tuple[BoundedConversation, BoundedCache]
+"""The conversation of a request, and the cache that it is computed in."""
+
+
 class LocalModel(Provider):
     """A model on this machine.
 
@@ -68,6 +75,9 @@ class LocalModel(Provider):
         speculation: speculative decoding; None for one token at a time.
         tool_dialect: how the model writes calls of tools; None for what the model was opened with, or its template
             shows.
+        cache: how conversations of requests that name no cache of their own are kept within a budget; None for all of
+            their keys and values.
+        max_conversations: so kept at once, each outside the engine's cache while it is not used.
 
     Raises:
         ModelNotFound, DownloadFailed, CheckpointError: the model cannot be loaded.
@@ -82,6 +92,8 @@ class LocalModel(Provider):
         engine: Engine | None = None,
         speculation: Speculation | None = None,
         tool_dialect: ToolDialectName | None = None,
+        cache: CachePolicy | EpiCache | None = None,
+        max_conversations: PositiveInt = 16,
     ) -> None:
         self.model = model if isinstance(model, LanguageModel) else load(model)
         self.engine = shared_engine(self.model) if engine is None else engine
@@ -90,6 +102,8 @@ class LocalModel(Provider):
         self.dialect = chat_format.dialect_of(self.model, tool_dialect)
         if speculation is not None:
             speculation.check(self.model)
+        self.cache = cache
+        self._conversations = Conversations(lambda: self._new_conversation(cache), max_conversations)
         self.name = self.model.name
         self.context_size: int = self.engine.context_size
         self.capabilities = Capabilities(
@@ -99,6 +113,7 @@ class LocalModel(Provider):
             required_tool_calls=self.model.template is not None,
             reasoning=self.tags is not None,
             logprobs=True,
+            bounded_cache=True,
         )
 
     def stream(self, request: ProviderRequest) -> Iterator[ProviderEvent]:
@@ -107,12 +122,50 @@ class LocalModel(Provider):
         Raises:
             UnsupportedCapability: tools for a base model, reasoning for a model that was not trained to.
             ContextOverflow: the request does not fit.
+            InvalidArgument, UnsupportedModel, NotEnoughMemory: it cannot be kept in a bounded cache like this.
         """
         require(self, request)
+        budget = request.options.reasoning_budget
+        if (request.cache is not None or self.cache is not None) and request.ids is None:
+            conversation = self.conversation(request)
+            ids, cache = conversation.begin(request.transcript, self._render(request, budget))
+            return self._answer(request, ids, (conversation, cache))
         self._check_length(request)
-        ids = self._encode(request, budget=request.options.reasoning_budget)
+        ids = self._encode(request, budget=budget)
         self.engine.check(ids, request.options)
         return self._answer(request, ids)
+
+    def conversation(self, request: ProviderRequest) -> BoundedConversation:
+        """The tokens and caches of what a request is part of: of its session, in whose ``memory`` they are kept, or of
+        an earlier request that it goes on from."""
+        if request.cache is None:
+            return self._conversations.take(request.owner, request.transcript)
+        known = request.memory.get("conversation")
+        if known is None or known.settings is not request.cache:
+            known = request.memory["conversation"] = self._new_conversation(request.cache)
+        assert isinstance(known, BoundedConversation)
+        return known
+
+    def _new_conversation(self, cache: CachePolicy | EpiCache | None) -> BoundedConversation:
+        assert cache is not None
+        return BoundedConversation(self.model, self.engine, cache)
+
+    def save_cache(self, request: ProviderRequest, path: str | Path) -> int:
+        """See `Provider.save_cache`."""
+        return self.conversation(request).save(path)
+
+    def load_cache(self, request: ProviderRequest, path: str | Path) -> None:
+        """See `Provider.load_cache`."""
+        self.conversation(request).load(path, request.transcript, self._render(request, 0))
+
+    def _render(self, request: ProviderRequest, budget: int) -> Render:
+        """Encodes a transcript in place of that of a request."""
+
+        def render(transcript: Transcript, hint: bool) -> list[int]:
+            options = request.options if hint else replace(request.options, include_schema_in_prompt=False)
+            return self._encode(replace(request, transcript=transcript, options=options), budget=budget)
+
+        return render
 
     def token_count(self, item: str | ProviderRequest) -> int:
         """Tokens of a text, or of all that the model reads for a request."""
@@ -183,6 +236,7 @@ class LocalModel(Provider):
         *,
         thinking: Thinking | None = None,
         stop: threading.Event | None = None,
+        bounded: Bounded | None = None,
     ) -> Generator[Token | Finished]:
         """The events of one pass; after cancellation no token more, not even one that is generated already.
 
@@ -201,10 +255,13 @@ class LocalModel(Provider):
             speculation=self.speculation,
             skip_special_tokens=stop is None,
             thinking=thinking,
+            cache=None if bounded is None else bounded[1],
         )
         shown, stream = 0, cast("Generator[Token | Finished]", self.engine.stream(engine_request))
-        with closing(stream) as events:
+        with self._kept(request, bounded), closing(stream) as events:
             for event in events:
+                if bounded is not None:
+                    bounded[0].note(event)
                 if isinstance(event, Finished):
                     if shown < event.answer_tokens and cancel.is_set():
                         event = replace(event, finish_reason="cancelled", text="", answer_tokens=shown)
@@ -212,6 +269,15 @@ class LocalModel(Provider):
                 elif not cancel.is_set():
                     shown += 1
                     yield event
+
+    @contextmanager
+    def _kept(self, request: ProviderRequest, bounded: Bounded | None) -> Iterator[None]:
+        """Keep the conversation of a request without a session for the next one."""
+        try:
+            yield
+        finally:
+            if bounded is not None and request.cache is None:
+                self._conversations.give_back(request.owner, bounded[0])
 
     def _check_length(self, request: ProviderRequest) -> None:
         """Raise `ContextOverflow` for text that cannot fit, without tokenizing megabytes of it."""
@@ -225,7 +291,9 @@ class LocalModel(Provider):
                 token_count=least,
             )
 
-    def _answer(self, request: ProviderRequest, ids: list[int]) -> Iterator[ProviderEvent]:
+    def _answer(
+        self, request: ProviderRequest, ids: list[int], bounded: Bounded | None = None
+    ) -> Iterator[ProviderEvent]:
         tools, schema, options = request.tools, _over(request.schema, request.transcript), request.options
         thinking = self._thinking(request, ids)
         dialect = self.dialect
@@ -240,11 +308,13 @@ class LocalModel(Provider):
             around=self._answer_tags(ids, thinking),
         )
         if not tools and not dialect.channels:
-            yield from self._text(request, ids, constraint, thinking)
+            yield from self._text(request, ids, constraint, thinking, bounded)
             return
         answer = call_reader(dialect, {tool.name: tool.schema.json_schema for tool in tools}, typed=schema is not None)
         stop = _StopOrCancel(request.cancel)
-        with closing(self._events(request, ids, options, constraint, thinking=thinking, stop=stop)) as events:
+        with closing(
+            self._events(request, ids, options, constraint, thinking=thinking, stop=stop, bounded=bounded)
+        ) as events:
             for event in events:
                 if event.reasoning is not None:
                     if event.reasoning:
@@ -272,11 +342,18 @@ class LocalModel(Provider):
         yield Done("tool_calls" if called else reason, usage, timing, answer.partial, event.exact)
 
     def _text(
-        self, request: ProviderRequest, ids: list[int], constraint: Grammar | None, thinking: Thinking | None
+        self,
+        request: ProviderRequest,
+        ids: list[int],
+        constraint: Grammar | None,
+        thinking: Thinking | None,
+        bounded: Bounded | None,
     ) -> Iterator[ProviderEvent]:
         """An answer without tools."""
         reasoned = False  # and nothing answered yet
-        with closing(self._events(request, ids, request.options, constraint, thinking=thinking)) as events:
+        with closing(
+            self._events(request, ids, request.options, constraint, thinking=thinking, bounded=bounded)
+        ) as events:
             for event in events:
                 if event.reasoning:
                     yield ReasoningDelta(event.reasoning)

@@ -11,10 +11,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from threading import Event
 from typing import Any, Literal
 
 from pippin.core.errors import UnsupportedCapability, UnsupportedContent
+from pippin.engine.kv_eviction import CachePolicy, EpiCache
 from pippin.engine.request import Token
 from pippin.language.task_adapters import Task
 from pippin.session.options import GenerationOptions
@@ -38,6 +40,7 @@ class Capabilities:
         reasoning: reasons before it answers, within a budget.
         vision: reads images.
         logprobs: reports log-probabilities of tokens.
+        bounded_cache: keeps a conversation's keys and values within a budget.
     """
 
     guided_generation: bool = False
@@ -47,6 +50,7 @@ class Capabilities:
     reasoning: bool = False
     vision: bool = False
     logprobs: bool = False
+    bounded_cache: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,7 @@ class ProviderRequest:
         adapter: the adapter to answer with; None for the base model.
         cancel: once set, the request ends before its next token.
         memory: the provider's own state for one session (a KV cache, for example).
+        cache: how the keys and values of the conversation are kept within a budget; None for all of them.
         owner: the owner of the request, where one provider serves many: the prefix cache of one owner is not used for
             another.
         ids: the exact tokens for a local model, instead of the transcript's; for plain text completion.
@@ -74,6 +79,7 @@ class ProviderRequest:
     adapter: str | None = None
     cancel: Event = field(default_factory=Event)
     memory: dict[str, Any] = field(default_factory=dict)
+    cache: CachePolicy | EpiCache | None = None
     owner: str = ""
     ids: tuple[int, ...] | None = None
     priority: int = 0
@@ -163,6 +169,22 @@ class Provider(ABC):
         """
         return 0
 
+    def save_cache(self, request: ProviderRequest, path: str | Path) -> int:
+        """Write the bounded cache of a session to a file; return its bytes.
+
+        Raises:
+            UnsupportedCapability: this provider has none.
+        """
+        raise UnsupportedCapability(f"{self.name} keeps no bounded cache; take a model on this machine")
+
+    def load_cache(self, request: ProviderRequest, path: str | Path) -> None:
+        """Read it, for the conversation of a request.
+
+        Raises:
+            UnsupportedCapability: this provider has none.
+        """
+        raise UnsupportedCapability(f"{self.name} keeps no bounded cache; take a model on this machine")
+
     def task_adapter(self, task: Task) -> str | None:
         """The name of the adapter that comes with Pippin for a task of this model, loaded; None if there is none."""
         return None
@@ -186,6 +208,7 @@ def require(provider: Provider, request: ProviderRequest) -> None:
         "required_tool_calls": required,
         "reasoning": options.reasoning != "off",
         "logprobs": options.logprobs is not None,
+        "bounded_cache": request.cache is not None,
     }
     for name, is_wanted in wanted.items():
         if is_wanted and not getattr(can, name):
