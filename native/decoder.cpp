@@ -81,6 +81,8 @@ void Pass::lay_out(Cutter &cutter) {
     cutter.cut(visible_, b_.tokens);
     cutter.cut(sequence_, b_.tokens);
     cutter.cut(x_, b_.tokens * c_.width);
+    cutter.cut(shared_, c_.tracks ? b_.tokens * c_.width : 0);
+    cutter.cut(total_, c_.tracks ? b_.tokens * c_.width : 0);
     cutter.cut(normed_, group * c_.width);
     cutter.cut(y_, group * c_.width);
     cutter.cut(held_, parallel_parts || branches ? group * c_.width : 0);
@@ -244,7 +246,8 @@ void Pass::keep_only_rows() {
     for (int64_t i = 0; i < b_.outputs; ++i) { // rows ascend: nothing is overwritten that is still needed
         const int32_t from = b_.rows[i];
         origin_[i] = from, slot_[i] = slot_[from], visible_[i] = visible_[from], sequence_[i] = sequence_[from];
-        memmove(row(x_, i, c_.width), row(x_, from, c_.width), size_t(c_.width) * sizeof(float));
+        for (float *states : {x_, c_.tracks ? shared_ : nullptr, c_.tracks ? total_ : nullptr})
+            if (states) memmove(row(states, i, c_.width), row(states, from, c_.width), size_t(c_.width) * sizeof(float));
     }
     count_ = b_.outputs;
 }
@@ -314,7 +317,7 @@ void Pass::turn(const pippin_layer &layer, int32_t index, int64_t from, int64_t 
             if (layer.v_norm) step_.heads(values, layer.kv_heads, layer.head_dim, layer.v_norm, c_.eps, nullptr, nullptr);
             turn_heads(step_, layer.qk_norm, layer.k_norm, c_.eps, k_ + i * kv, layer.kv_heads, layer.head_dim, cos, sin);
             const int64_t slot = slot_[from + i], sequence = sequence_[from + i];
-            if (const pippin_ragged *apart = ragged(layer, sequence)) {
+            if (const pippin_ragged *apart = ragged(sequence)) {
                 step_.keep_apart(cache, *apart, first_head(index), slot, k_ + i * kv, values);
                 continue;
             }
@@ -473,6 +476,32 @@ void Pass::layer(int32_t index, bool narrow) {
     clock_.lap(REST);
 }
 
+/* All tracks of a block begin with the same states. */
+void Pass::enter_track(int32_t index) {
+    if (!c_.tracks || index % c_.track_depth) return;
+    const size_t bytes = size_t(count_ * c_.width) * sizeof(float);
+    if (index % (c_.tracks * c_.track_depth)) memcpy(x_, shared_, bytes);
+    else memcpy(shared_, x_, bytes);
+}
+
+/* Add what a track computed to what those before it did; after the last one, join them. */
+void Pass::leave_track(int32_t index) {
+    if (!c_.tracks || (index + 1) % c_.track_depth) return;
+    const int32_t track = index / c_.track_depth % c_.tracks;
+    const bool delta = c_.track_join == PIPPIN_JOIN_DELTA, last = track + 1 == c_.tracks;
+    parallel(count_, 16, [&](int64_t begin, int64_t end, int) {
+        const int64_t count = (end - begin) * c_.width;
+        float *x = row(x_, begin, c_.width), *total = row(total_, begin, c_.width);
+        const float *shared = row(shared_, begin, c_.width);
+        if (delta) step_.add(x, shared, -1.f, count);
+        if (track) step_.add(x, total, 1.f, count);
+        if (!last) memcpy(total, x, size_t(count) * sizeof(float));
+        else if (delta) step_.add(x, shared, 1.f, count);
+        else if (c_.track_join == PIPPIN_JOIN_MEAN) step_.multiply(x, 1.f / float(c_.tracks), count);
+    });
+    clock_.lap(REST);
+}
+
 /* Final norm and head of the wanted tokens. */
 void Pass::finish() {
     keep_only_rows();
@@ -505,7 +534,11 @@ int Pass::run() {
     for (int32_t index = b_.from; index < b_.to; ++index)
         if (m_.layers[size_t(index)].recurrent || (m_.layers[size_t(index)].q.rows && m_.layers[size_t(index)].source < 0))
             last = index;
-    for (int32_t index = b_.from; index < b_.to; ++index) layer(index, !residual && !b_.observations && index >= last);
+    for (int32_t index = b_.from; index < b_.to; ++index) {
+        enter_track(index);
+        layer(index, !residual && !b_.observations && index >= last);
+        leave_track(index);
+    }
     if (residual) memcpy(b_.residual, x_, size_t(count_ * c_.width) * sizeof(float));
     finish();
     return PIPPIN_OK;

@@ -10,9 +10,9 @@
 
 namespace pippin {
 
-/* The weights of one token's experts, from the router's outputs: -1 for those that it does not take. choice and taken are
- * room for as many numbers. */
-void Pass::choose(const pippin_layer &layer, const uint8_t *mask, float *routes, float *choice, uint8_t *taken) const {
+/* The weights of one token's experts, from the router's outputs: -1 for those that it does not take. given: multipliers
+ * on the weights, 0 for an expert that must not be taken; or NULL. choice and taken are room for as many numbers. */
+void Pass::choose(const pippin_layer &layer, const float *given, float *routes, float *choice, uint8_t *taken) const {
     const pippin_router &router = layer.router;
     const int64_t experts = layer.experts;
     const auto best = [&](int64_t from, int64_t to) { // of equals the first
@@ -21,17 +21,21 @@ void Pass::choose(const pippin_layer &layer, const uint8_t *mask, float *routes,
             if (!taken[e] && (found < 0 || choice[e] > choice[found])) found = e;
         return found;
     };
-    for (int64_t e = 0; e < experts; ++e) {
-        if (router.bias) routes[e] += router.bias[e];
-        if (mask && !mask[e]) routes[e] = -INFINITY;
-    }
+    for (int64_t e = 0; router.bias && e < experts; ++e) routes[e] += router.bias[e];
+    if (router.softcap > 0.f) step_.bound(routes, router.softcap, experts);
+    for (int64_t e = 0; given && e < experts; ++e)
+        if (given[e] == 0.f) routes[e] = -INFINITY;
+    const auto weigh = [&] {
+        for (int64_t e = 0; given && e < experts; ++e)
+            if (taken[e]) routes[e] *= given[e];
+    };
     memset(taken, 0, size_t(experts));
-    if (router.scores == PIPPIN_SPARSEMIXER) return mix_sparsely(layer, routes, choice, taken);
+    if (router.scores == PIPPIN_SPARSEMIXER) return mix_sparsely(layer, routes, choice, taken), weigh();
     if (router.scores == PIPPIN_SOFTMAX) step_.softmax(routes, experts);
     else
         for (int64_t e = 0; e < experts; ++e) routes[e] = 1.f / (1.f + std::exp(-routes[e]));
     for (int64_t e = 0; e < experts; ++e)
-        choice[e] = mask && !mask[e] ? -INFINITY : router.choice_bias ? routes[e] + router.choice_bias[e] : routes[e];
+        choice[e] = given && given[e] == 0.f ? -INFINITY : router.choice_bias ? routes[e] + router.choice_bias[e] : routes[e];
     const int64_t size = experts / router.groups;
     if (router.active_groups < router.groups) {
         float values[kMostGroups];
@@ -62,6 +66,7 @@ void Pass::choose(const pippin_layer &layer, const uint8_t *mask, float *routes,
     }
     const float factor = router.normalize ? router.scale / std::max(sum, 1e-20f) : router.scale;
     for (int64_t e = 0; e < experts; ++e) routes[e] = taken[e] ? routes[e] * factor : -1.f;
+    weigh();
 }
 
 /* Each choice has its share of a softmax over the experts that were not taken before it and are nearly as good.
@@ -101,15 +106,20 @@ void Pass::read_router(const pippin_layer &layer, int64_t count, const float *re
     });
 }
 
+/* The multipliers on the weights of a layer's experts that were given with a token's sequence; or NULL. */
+const float *Pass::given_weights(int32_t index, int64_t token) const {
+    const float *given = b_.experts ? b_.experts[sequence_[token]] : nullptr;
+    return given ? given + index * b_.expert_columns : nullptr;
+}
+
 /* The experts of the group's tokens, and the runs of tokens that share one. */
 void Pass::route(const pippin_layer &layer, int32_t index, int64_t from, int64_t count, const float *read) {
     const int64_t experts = layer.experts;
     read_router(layer, count, read, routes_);
     parallel(count, 8, [&](int64_t a, int64_t b, int) {
         for (int64_t i = a; i < b; ++i) {
-            const uint8_t *mask = b_.experts ? b_.experts[sequence_[from + i]] : nullptr;
-            choose(layer, mask ? mask + index * b_.expert_columns : nullptr, row(routes_, i, experts),
-                   row(choice_, i, experts), taken_ + i * experts);
+            choose(layer, given_weights(index, from + i), row(routes_, i, experts), row(choice_, i, experts),
+                   taken_ + i * experts);
         }
     });
     runs_.clear();
@@ -250,6 +260,10 @@ void Pass::predict(int32_t index, int64_t from, int64_t count) {
             float *routes = row(routes_, i, columns);
             for (int64_t e = 0; e < columns; ++e)
                 if (layer.router.bias) routes[e] += layer.router.bias[e];
+            if (layer.router.softcap > 0.f) step_.bound(routes, layer.router.softcap, columns);
+            const float *given = given_weights(next, from + i);
+            for (int64_t e = 0; given && e < columns; ++e)
+                if (given[e] == 0.f) routes[e] = -INFINITY;
             step_.softmax(routes, columns);
             for (int64_t e = 0; e < columns; ++e) likely[e] = std::max(likely[e], routes[e]);
         }

@@ -35,6 +35,8 @@ int check_mixture(const pippin_layer &layer, int64_t index, int64_t width) {
     if (layer.experts < 0 || layer.active < 1 || layer.active > layer.experts || !router.weight || !layer.expert)
         return fail(PIPPIN_BAD_ARGUMENT, "layer %lld: %d of %d experts, or no router", Wide(index), layer.active,
                     layer.experts);
+    if (!(router.softcap >= 0.f))
+        return fail(PIPPIN_BAD_ARGUMENT, "layer %lld: router logits bounded by %g", Wide(index), double(router.softcap));
     if (router.scores < PIPPIN_SOFTMAX || router.scores > PIPPIN_SPARSEMIXER)
         return fail(PIPPIN_BAD_ARGUMENT, "layer %lld: no such scores of a router: %d", Wide(index), router.scores);
     if (router.groups < 1 || router.groups > kMostGroups || layer.experts % router.groups || router.active_groups < 1 ||
@@ -207,6 +209,13 @@ int check_config(const pippin_config *config, const pippin_layer *layers) {
         if (int status = check_matrix(c.layer_table, "inputs of layers", -1, c.vocab, columns)) return status;
         if (int status = check_matrix(c.layer_projection, "projection to inputs of layers", -1, columns, c.width)) return status;
     }
+    if (c.tracks && (c.tracks < 0 || c.track_depth < 1 || c.layers % (int64_t(c.tracks) * c.track_depth) ||
+                     c.track_join < PIPPIN_JOIN_MEAN || c.track_join > PIPPIN_JOIN_SUM))
+        return fail(PIPPIN_BAD_ARGUMENT, "%lld layers in %d tracks of %d, joined by %d", Wide(c.layers), c.tracks,
+                    c.track_depth, c.track_join);
+    for (int64_t index = 0; c.tracks && index < c.layers; ++index)
+        if (layers[index].source >= 0)
+            return fail(PIPPIN_BAD_ARGUMENT, "layer %lld of a track shares keys", Wide(index));
     if (c.position.rows)
         if (int status = check_matrix(c.position, "positions", -1, c.position.rows, c.width)) return status;
     for (int64_t index = 0; index < c.layers; ++index)
@@ -230,7 +239,7 @@ int check_sequences(const pippin_model &model, int64_t blocks, const pippin_batc
             return fail(PIPPIN_BAD_ARGUMENT, "sequence %lld has tokens %d to %d", Wide(s), b.starts[s], b.starts[s + 1]);
         if (b.held[s] < 0 || length > INT32_MAX)
             return fail(PIPPIN_BAD_ARGUMENT, "sequence %lld holds %d tokens", Wide(s), b.held[s]);
-        if (b.ragged && b.ragged[s] && !model.group_windows[size_t(g)]) continue; // its heads lie apart
+        if (b.ragged && b.ragged[s]) continue; // its heads lie apart
         const int64_t needed = (length + PIPPIN_BLOCK - 1) / PIPPIN_BLOCK;
         const int32_t *const start = b.table_starts + g * b.sequences + s;
         if (int64_t(start[1]) - start[0] < needed || start[0] < 0)
@@ -259,7 +268,7 @@ int64_t longest_head(const pippin_model &model, const pippin_batch &b, int64_t s
         if (!layer.q.rows || layer.source >= 0 || !lost) continue;
         const size_t index = size_t(&layer - model.layers.data());
         const int32_t *first = b.ragged[s]->lost + model.cached_index[index] * model.config.kv_heads;
-        lost = layer.window ? 0 : std::min<int64_t>(lost, *std::min_element(first, first + layer.kv_heads));
+        lost = std::min<int64_t>(lost, *std::min_element(first, first + layer.kv_heads));
     }
     return int64_t(b.held[s]) - lost + b.starts[s + 1] - b.starts[s];
 }
@@ -268,22 +277,18 @@ int64_t longest_head(const pippin_model &model, const pippin_batch &b, int64_t s
 int check_ragged(const pippin_model &model, int64_t blocks, int cache, const pippin_batch &b) {
     const pippin_config &c = model.config;
     int64_t dimensions = 0;
-    std::vector<int64_t> layers; // without a window, with keys of their own
+    std::vector<int64_t> layers; // with keys of their own
     for (int64_t l = 0; l < c.layers; ++l) {
         const pippin_layer &layer = model.layers[size_t(l)];
         if (!layer.q.rows) continue;
-        const pippin_layer &keys = layer.source < 0 ? layer : model.layers[size_t(layer.source)];
-        if (!keys.window != !layer.window || !layer.window != !model.group_windows[size_t(keys.group)])
-            return fail(PIPPIN_BAD_ARGUMENT, "heads lie apart, and layer %lld shares tables with others of another window",
-                        Wide(l));
-        if (layer.window || layer.source >= 0) continue;
+        if (layer.source >= 0) continue;
         if (layer.latent || (dimensions && layer.head_dim != dimensions))
             return fail(PIPPIN_BAD_ARGUMENT, "heads lie apart, and layer %lld has latent attention or heads of %d", Wide(l),
                         layer.head_dim);
         dimensions = layer.head_dim;
         layers.push_back(l);
     }
-    if (layers.empty()) return fail(PIPPIN_BAD_ARGUMENT, "heads lie apart in a model without layers that see all");
+    if (layers.empty()) return fail(PIPPIN_BAD_ARGUMENT, "heads lie apart in a model without keys");
     const int64_t heads = blocks * (model.block_bytes(cache) / heads_bytes(1, dimensions, cache));
     std::vector<int32_t> written;
     for (int64_t s = 0; s < b.sequences; ++s) {
@@ -351,6 +356,8 @@ int check_states(const pippin_model &model, const pippin_batch &b) {
 int check_wishes(const pippin_model &model, const pippin_batch &b) {
     if (b.from < 0 || b.to <= b.from || b.to > model.config.layers)
         return fail(PIPPIN_BAD_ARGUMENT, "layers %d to %d of %lld", b.from, b.to, Wide(model.config.layers));
+    if (const int64_t block = int64_t(model.config.tracks) * model.config.track_depth; block && (b.from % block || b.to % block))
+        return fail(PIPPIN_BAD_ARGUMENT, "layers %d to %d of tracks that are joined after every %lld", b.from, b.to, Wide(block));
     if (b.from > 0 && !b.residual) return fail(PIPPIN_BAD_ARGUMENT, "a pass from layer %d needs a residual", b.from);
     if (b.outputs < 0 || (b.outputs > 0 && !b.rows))
         return fail(PIPPIN_BAD_ARGUMENT, "%lld outputs, or rows is NULL", Wide(b.outputs));
@@ -416,8 +423,8 @@ int check_extras(const pippin_model &model, const pippin_batch &b) {
                         layer.experts);
         for (int64_t s = 0; layer.experts && s < b.sequences; ++s) {
             if (!b.experts[s]) continue;
-            const uint8_t *mask = b.experts[s] + l * b.expert_columns;
-            const int64_t left = std::count_if(mask, mask + layer.experts, [](uint8_t allowed) { return allowed != 0; });
+            const float *given = b.experts[s] + l * b.expert_columns;
+            const int64_t left = std::count_if(given, given + layer.experts, [](float weight) { return weight != 0.f; });
             if (left < layer.active)
                 return fail(PIPPIN_BAD_ARGUMENT, "a mask leaves %lld experts in layer %lld, a token takes %d", Wide(left),
                             Wide(l), layer.active);

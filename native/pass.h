@@ -86,6 +86,8 @@ class Pass {
     void begin();
     void keep_only_rows();
     void layer(int32_t index, bool narrow);
+    void enter_track(int32_t index);
+    void leave_track(int32_t index);
     void mix(int32_t index, int64_t from, int64_t to, bool own);
     void recurrence(int32_t index, int64_t from, int64_t to, float *y);
     int64_t enter(int32_t index, const pippin_recurrent &layer, int64_t from, int64_t count, Recurrence &work);
@@ -118,7 +120,8 @@ class Pass {
     void predict(int32_t index, int64_t from, int64_t count);
     void route(const pippin_layer &layer, int32_t index, int64_t from, int64_t count, const float *read);
     void read_router(const pippin_layer &layer, int64_t count, const float *read, float *routes);
-    void choose(const pippin_layer &layer, const uint8_t *mask, float *routes, float *choice, uint8_t *taken) const;
+    const float *given_weights(int32_t index, int64_t token) const;
+    void choose(const pippin_layer &layer, const float *given, float *routes, float *choice, uint8_t *taken) const;
     void mix_sparsely(const pippin_layer &layer, float *routes, float *weights, uint8_t *taken) const;
     template <class Make> void expert_products(int32_t index, bool down, const float *x, const Make &make);
     template <class Make>
@@ -143,16 +146,16 @@ class Pass {
     const int32_t *table(const pippin_layer &layer, int64_t sequence) const {
         return b_.tables + b_.table_starts[layer.group * b_.sequences + sequence];
     }
-    /* How a sequence lost tokens in a layer, nullptr if it lost none there. */
-    const pippin_ragged *ragged(const pippin_layer &layer, int64_t sequence) const {
-        return b_.ragged && !layer.window ? b_.ragged[sequence] : nullptr;
+    /* How a sequence lost tokens, nullptr if it lost none. */
+    const pippin_ragged *ragged(int64_t sequence) const {
+        return b_.ragged ? b_.ragged[sequence] : nullptr;
     }
     int64_t first_head(int32_t index) const { return m_.cached_index[size_t(index)] * c_.kv_heads; }
     /* Queries that read a sequence. */
     Queries reading(Queries queries, int32_t index, int64_t sequence) const {
         const pippin_layer &layer = m_.layers[size_t(index)];
         queries.table = table(layer, sequence);
-        queries.ragged = ragged(layer, sequence);
+        queries.ragged = ragged(sequence);
         queries.first_head = first_head(index);
         return queries;
     }
@@ -172,6 +175,7 @@ class Pass {
     int32_t *slot_, *visible_; // (count): its own, and the last that it sees
     int32_t *sequence_;   // (count)
     float *x_;            // (count, width): the residual stream
+    float *shared_, *total_; // (count, width): what enters a block of tracks; what those so far computed
     float *layer_inputs_, *layer_row_; // (tokens, layers, size): inputs of layers beside the hidden states
     float *normed_, *y_;  // (group, width)
     float *q_, *k_, *v_;  // (group, heads * head_dim), ...

@@ -19,7 +19,7 @@ extern "C" {
 #pragma GCC visibility push(default) /* everything else in the library is hidden */
 #endif
 
-#define PIPPIN_ABI 7
+#define PIPPIN_ABI 10
 #define PIPPIN_BLOCK 16 /* tokens of one block of the cache */
 #define PIPPIN_PANEL 16 /* outputs that are computed together */
 
@@ -135,7 +135,8 @@ typedef struct pippin_router {
     const float *choice_bias;     /* (experts): added to the affinities for the choice alone; or NULL */
     int32_t scores, normalize;    /* normalize: the weights of a token sum to 1 before the scale */
     int32_t groups, active_groups; /* experts form groups of equal size, of which a token takes the best; 1 and 1 */
-    int32_t best_two, reserved;   /* a group is as good as the sum of its best two, else as its best */
+    int32_t best_two;             /* a group is as good as the sum of its best two, else as its best */
+    float softcap;                /* logits become softcap * tanh(logit / softcap); 0: as they are */
     float scale, jitter;          /* of the weights; of the sparse mixer */
 } pippin_router;
 
@@ -228,6 +229,12 @@ typedef struct pippin_layer {
     const pippin_recurrent *recurrent; /* beside attention, or in its place: q.rows = 0; or NULL */
 } pippin_layer;
 
+typedef enum pippin_track_join {
+    PIPPIN_JOIN_MEAN = 0,  /* of what the tracks computed */
+    PIPPIN_JOIN_DELTA = 1, /* the block's input, and what each track added to it */
+    PIPPIN_JOIN_SUM = 2,
+} pippin_track_join;
+
 typedef struct pippin_config {
     int64_t vocab, width, heads, kv_heads, head_dim, layers;
     float eps, attention_scale, embedding_scale;
@@ -245,6 +252,10 @@ typedef struct pippin_config {
      * rows = 0: none. Table: (vocab, layers * size). */
     pippin_matrix layer_table, layer_projection;
     const float *layer_input_norm;  /* (size) */
+    /* Decoders side by side: the layers are blocks of `tracks` times `track_depth`, in a block track by track. All tracks
+     * of a block begin with its input and are joined at its end. tracks = 0: one layer after the other. */
+    int32_t tracks, track_depth;
+    int32_t track_join;             /* pippin_track_join */
 } pippin_config;
 
 typedef struct pippin_model pippin_model;
@@ -307,11 +318,11 @@ typedef struct pippin_steering { /* h = scale * h + shift at each site, for the 
 
 /* The attention that the tokens of one sequence receive. `received` is (cached layers, kv_heads, stride), zero at first;
  * stride is at least the length of the sequence, or of its longest head if it is ragged. max: the largest weight that any
- * query and head gives; else their sum. cached_only: weights are shared among the tokens that were there before the pass. */
+ * query and head gives; else their sum. before: weights are shared among slots below it; negative: those that a query sees. */
 typedef struct pippin_observed {
     float *received;
     int64_t stride;
-    int32_t sequence, max, cached_only, reserved;
+    int32_t sequence, max, before, reserved;
 } pippin_observed;
 
 /* A sequence whose kv heads have lost tokens, each head others, in the layers without a window that have keys of their
@@ -354,7 +365,9 @@ typedef struct pippin_batch {
     const pippin_given *given;
     int64_t steerings;
     const pippin_steering *steering;
-    const uint8_t *const *experts; /* (sequences): NULL for all experts, or (layers, expert_columns) of 0 and 1 */
+    /* (sequences): NULL for all experts, or (layers, expert_columns): multipliers on the weights of experts, 0 for those
+     * that must not be chosen. */
+    const float *const *experts;
     int64_t expert_columns;
     float *before_norm;            /* (outputs, width): hidden states before the final norm, or NULL */
     int64_t observations;

@@ -42,11 +42,11 @@ Pass::Tiles Pass::cut_tiles(int32_t index, int64_t from, int64_t to) {
         const int32_t sequence = sequence_[begin];
         for (end = begin + 1; end < to && end - begin < tile && sequence_[end] == sequence;) ++end;
         int64_t lost = 0; // by the head that has the most
-        if (const pippin_ragged *heads = ragged(layer, sequence)) {
+        if (const pippin_ragged *heads = ragged(sequence)) {
             const int32_t *first = heads->lost + first_head(index);
             lost = *std::min_element(first, first + layer.kv_heads);
         }
-        const int64_t oldest = slot_[begin] - layer.window + 1, newest = visible_[end - 1] - lost;
+        const int64_t oldest = slot_[begin] - layer.window + 1 - lost, newest = visible_[end - 1] - lost;
         const int64_t first = layer.window && oldest > 0 ? oldest / PART : 0, last = newest / PART + 1;
         tiles_.push_back({sequence, begin - from, end - from, first, last});
         found.most_parts = std::max(found.most_parts, last - first);
@@ -84,8 +84,9 @@ void Pass::observe(int32_t index, int64_t from, int64_t to) {
                 float *received = seen.received + (m_.cached_index[size_t(index)] * c_.kv_heads + head) * seen.stride;
                 for (int64_t i = from; i < to; ++i) {
                     if (sequence_[i] != seen.sequence) continue;
-                    const int64_t low = layer.window && slot_[i] >= layer.window ? slot_[i] - layer.window + 1 : 0;
-                    const int64_t high = seen.cached_only ? b_.held[seen.sequence] : visible_[i] + 1;
+                    const int64_t oldest = layer.window ? slot_[i] - layer.window + 1 - lost : 0;
+                    const int64_t low = std::max<int64_t>(oldest, 0);
+                    const int64_t high = seen.before < 0 ? visible_[i] + 1 : std::min<int64_t>(seen.before, visible_[i] + 1);
                     if (low < high - lost)
                         step_.receive(queries, int(head), i - from, low, high - lost, seen.max, p, received);
                 }

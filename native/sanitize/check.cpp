@@ -402,9 +402,9 @@ std::vector<float> decode(const Decoder &decoder, int cache, int32_t length, int
     if (!decoder.latent && decoder.recurrent.empty()) changes[0] = {down.data(), up.data(), 4, WIDTH, HEADS * HEAD_DIM};
     const auto scale = vector_of(WIDTH, 1.f), shift = vector_of(WIDTH), given_row = vector_of(WIDTH);
     std::vector<const float *> scales(size_t(PIPPIN_SITES * layers + 1), scale.data()), shifts(scales.size(), shift.data());
-    std::vector<uint8_t> mask(size_t(layers * 8), 1);
-    for (int64_t l = 0; l < layers; ++l) mask[size_t(8 * l)] = 0;
-    const uint8_t *const masks[2] = {mask.data(), nullptr};
+    std::vector<float> weights(size_t(layers * 8), 0.5f);
+    for (int64_t l = 0; l < layers; ++l) weights[size_t(8 * l)] = 0;
+    const float *const masks[2] = {weights.data(), nullptr};
     std::vector<std::vector<float>> states;
     std::vector<const float *> before;
     for (size_t i = 0; i < 2 * decoder.state_sizes.size(); ++i) before.push_back(nullptr);

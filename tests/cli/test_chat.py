@@ -165,3 +165,20 @@ def test_several_lines_errors_and_ctrl_d(terminal, default_model_path, tmp_path)
     assert screen.exit_code() == 0
     entries = json.loads(saved.read_text())["entries"]
     assert [entry["segments"][0]["text"] for entry in entries if entry["kind"] == "prompt"] == ["one\ntwo"] * 3
+
+
+def test_a_bounded_cache_answers_as_before_while_it_has_room(chat, in_process, tmp_path):
+    typed = ["What is the capital of Japan?", "And of Italy?"]
+    given = ("chat", "--max-tokens", 24, "--cache", "snapkv", "--cache-budget", 512)
+    code, out, _ = in_process(*given, stdin="".join(line + "\n" for line in typed).encode())
+    assert code == 0
+    assert out == chat(*typed)[1]
+
+
+def test_a_budget_needs_a_cache_and_a_cache_this_machine(in_process):
+    code, _, said = in_process("chat", "--cache-budget", 512, stdin=b"Hello\n")
+    assert code
+    assert "name one with cache" in said
+    code, _, said = in_process("chat", "--url", "http://localhost:1/v1", "--cache", "h2o", stdin=b"Hello\n")
+    assert code
+    assert "--cache: only for local models" in said

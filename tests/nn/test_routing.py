@@ -55,3 +55,15 @@ def test_sparsemixer_is_that_of_phi(seed, jitter):
     expected, indices = theirs(logits(seed), jitter, training=False)
     assert chosen.tolist() == indices.tolist()
     torch.testing.assert_close(weights, expected)
+
+
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+def test_bounded_logits_change_weights_and_bring_no_masked_expert_back(scores):
+    logits = torch.tensor([[9.0, 3.0, 1.0, -torch.inf, -8.0]])
+    bounded = 2 * torch.tanh(logits / 2)
+    affinities = bounded.masked_fill(logits.isneginf(), -torch.inf)
+    affinities = affinities.softmax(-1) if scores == "softmax" else affinities.sigmoid()
+    weights, chosen = route(logits, RouterSpec(scores, softcap=2.0), 4, normalized=False)
+    assert chosen.tolist() == [[0, 1, 2, 4]]
+    torch.testing.assert_close(weights, affinities[:, chosen[0]])
+    assert not torch.equal(weights, route(logits, RouterSpec(scores), 4, normalized=False)[0])

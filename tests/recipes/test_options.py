@@ -21,6 +21,7 @@ VERBS = {
     "train prune": ("none", "--keep", "8", *DATA),
     "train reasoner": ("none", *DATA),
     "train refiner": ("none", "none"),
+    "train route": ("none", "--keep", "4", *DATA),
     "train soup": ("none", "--preset", "nano", *DATA),
     "shape merge": ("none", "--adapter", "none"),
     "shape quantize": ("none", "--bits", "4"),

@@ -13,7 +13,7 @@ from pippin.cli.common import inputs, options, terminal
 from pippin.cli.common.declared_options import with_options
 from pippin.cli.common.first_answer import explain_default_model
 from pippin.core.store.catalog import DEFAULT_MODEL
-from pippin.engine.options import ModelOptions
+from pippin.engine.options import CacheOptions, ModelOptions
 from pippin.session.options import GenerationOptions
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ def ask(
     adapter: options.Adapter = None,
     url: options.Url = None,
     model_options: ModelOptions = options.HERE,
+    cache_options: CacheOptions = options.EVERYTHING,
     sampling: GenerationOptions = options.ANSWER,
 ) -> None:
     """Ask a model one question.
@@ -78,11 +79,13 @@ def ask(
     from pippin.session.guardrails import Guardrails
 
     is_text = target is None or bool(choice or regex)
+    cache = options.bounded_cache(cache_options, url)
     with options.provider(model, url, model_options, adapter) as provider:
         session = pippin.Session(
             provider,
             instructions=instructions,
             adapter=options.adapter_name(adapter),
+            cache=cache,
             guardrails=None if guardrails == "off" else getattr(Guardrails, guardrails)(locale="*"),
         )
         if as_json or not (is_text or terminal.watched(sys.stdout)):

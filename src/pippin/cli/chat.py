@@ -23,7 +23,7 @@ from pippin.cli.common.first_answer import explain_default_model
 from pippin.core.errors import Cancelled, InvalidInput, PippinError
 from pippin.core.store.catalog import DEFAULT_MODEL
 from pippin.core.text_files import check_text, read_text
-from pippin.engine.options import ModelOptions
+from pippin.engine.options import CacheOptions, ModelOptions
 from pippin.session.options import GenerationOptions
 
 if TYPE_CHECKING:
@@ -144,7 +144,8 @@ class Chat:
     def _begin(self, **given: Any) -> None:
         import pippin
 
-        self.session = pippin.Session(self.session.provider, adapter=self.session.adapter, **given)
+        old = self.session
+        self.session = pippin.Session(old.provider, adapter=old.adapter, cache=old.cache, **given)
 
     def _save(self, path: Path) -> None:
         from pippin.core.files import atomic_write
@@ -167,6 +168,7 @@ def chat(
     adapter: options.Adapter = None,
     url: options.Url = None,
     model_options: ModelOptions = options.HERE,
+    cache_options: CacheOptions = options.EVERYTHING,
     sampling: GenerationOptions = options.ANSWER,
 ) -> None:
     """Chat with a model.
@@ -175,8 +177,11 @@ def chat(
     """
     import pippin
 
+    cache = options.bounded_cache(cache_options, url)
     with options.provider(model, url, model_options, adapter) as provider:
-        session = pippin.Session(provider, instructions=instructions, adapter=options.adapter_name(adapter))
+        session = pippin.Session(
+            provider, instructions=instructions, adapter=options.adapter_name(adapter), cache=cache
+        )
         conversation = Chat(
             session,
             sampling,

@@ -41,6 +41,7 @@ def serve(settings: ServerSettings, ray: UseRay = False, replicas: Replicas = "1
 
     Ctrl-C or SIGTERM finishes running requests and refuses new ones; a second one stops at once.
     """
+    from pippin.core.device import is_distributed
     from pippin.core.threads import use_threads
 
     low, high = parse_replicas(replicas)
@@ -56,8 +57,22 @@ def serve(settings: ServerSettings, ray: UseRay = False, replicas: Replicas = "1
         from pippin.serve import ray_app
 
         ray_app.run(settings, low, high, announce=_announce)
+    elif is_distributed():
+        _run_together(settings)
     else:
         _run(settings)
+
+
+def _run_together(settings: ServerSettings) -> None:
+    """Serve a model that the processes of torchrun compute together."""
+    from pippin.serve import model_loading, processes
+
+    processes.check(settings)
+    with processes.joined() as rank:
+        if rank == 0:
+            _run(settings)
+        else:
+            processes.follow_server(lambda: model_loading.read_model(settings, settings.references[settings.default]))
 
 
 def _fetch(settings: ServerSettings) -> None:

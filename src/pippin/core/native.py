@@ -19,7 +19,7 @@ from pippin.core import device
 from pippin.core.checks import PositiveInt, checked
 from pippin.core.errors import InvalidArgument, NotEnoughMemory, PippinError
 
-ABI: Final = 7
+ABI: Final = 10
 BLOCK: Final = 16
 """Tokens per block of the KV cache."""
 
@@ -40,6 +40,7 @@ ACTIVATIONS: Final = {
     **{"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3},
     **{"relu2": 4, "gelu_sigmoid": 5, "xielu": 6},
 }
+TRACK_JOINS: Final = {"mean": 0, "delta": 1, "sum": 2}
 NORMS: Final = {"rms": 0, "layer": 1}
 QK_NORMS: Final = {None: 0, "head": 0, "full": 1, "rotated head": 2}
 ROUTER_SCORES: Final = {"softmax": 0, "sigmoid": 1, "sparsemixer": 2}
@@ -87,8 +88,8 @@ class NativeRouter(ctypes.Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("weight", "bias", "input_norm", "expert_scale", "choice_bias")),
-        *((name, c_int32) for name in ("scores", "normalize", "groups", "active_groups", "best_two", "reserved")),
-        *((name, c_float) for name in ("scale", "jitter")),
+        *((name, c_int32) for name in ("scores", "normalize", "groups", "active_groups", "best_two")),
+        *((name, c_float) for name in ("softcap", "scale", "jitter")),
     )
 
 
@@ -169,6 +170,7 @@ class NativeConfig(ctypes.Structure):
         ("layer_table", NativeMatrix),
         ("layer_projection", NativeMatrix),
         ("layer_input_norm", c_void_p),
+        *((name, c_int32) for name in ("tracks", "track_depth", "track_join")),
     )
 
 
@@ -208,7 +210,7 @@ class Observed(ctypes.Structure):
     _fields_ = (
         ("received", c_void_p),
         ("stride", c_int64),
-        *((name, c_int32) for name in ("sequence", "max", "cached_only", "reserved")),
+        *((name, c_int32) for name in ("sequence", "max", "before", "reserved")),
     )
 
 

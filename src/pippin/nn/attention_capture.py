@@ -22,7 +22,7 @@ class AttentionCapture:
 
     Args:
         reduction: over queries and the heads of a key head, "sum" or "max".
-        cached_only: whether the softmax is over keys that were cached before this pass only.
+        before: the softmax is over the keys in slots before this one only; None for all that a query sees.
 
     Attributes:
         received: for each layer with keys of its own, (kv_heads, tokens): attention received by each token of the
@@ -30,7 +30,7 @@ class AttentionCapture:
     """
 
     reduction: Literal["sum", "max"] = "sum"
-    cached_only: bool = False
+    before: int | None = None
     received: dict[int, Float[Tensor, "kv_heads tokens"]] = field(default_factory=dict)
 
     def add(
@@ -42,7 +42,8 @@ class AttentionCapture:
         *,
         scale: float,
         first: int,
-        cached: int | Int[Tensor, kv_heads],
+        cached: int,
+        lost: int | Int[Tensor, kv_heads],
         softcap: float | None,
     ) -> None:
         """Add what the keys of one layer receive from a layer that reads them.
@@ -54,20 +55,21 @@ class AttentionCapture:
             visible: which query sees which key, of each key head or of all together.
             scale: multiplier on the scores.
             first: index of the first key in the sequence.
-            cached: tokens that were cached before the pass, of each key head if they differ.
+            cached: tokens of the sequence before the pass.
+            lost: those of them that are no longer there, of each key head if they differ.
             softcap: bound of the scores.
         """
         _, new, seen = visible.shape
-        held = torch.as_tensor(cached, device=visible.device).view(-1, 1, 1)
+        gone = torch.as_tensor(lost, device=visible.device).view(-1, 1, 1)
         scores = (q[0].unflatten(0, (keys.shape[1], -1)).float() * scale) @ keys[0].float()[:, None].transpose(-1, -2)
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        if self.cached_only:
-            visible = visible & (torch.arange(first, first + seen, device=visible.device) < held)
+        if self.before is not None:
+            visible = visible & (torch.arange(first, first + seen, device=visible.device) < self.before - gone)
         scores = scores.masked_fill(~visible[:, None], -torch.inf)
         given = scores.softmax(-1).nan_to_num(0.0)  # a query that sees no key gives nothing
         total = given.sum((1, 2)) if self.reduction == "sum" else given.amax((1, 2))
-        received = torch.zeros(keys.shape[1], max(first + seen, int(held.max()) + new), device=total.device)
+        received = torch.zeros(keys.shape[1], max(first + seen, cached - int(gone.min()) + new), device=total.device)
         received[:, first : first + seen] = total
         earlier = self.received.get(layer)
         if earlier is not None:  # of another layer that reads the same keys

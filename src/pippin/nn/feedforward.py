@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from pippin.nn.context import LayerContext
-from pippin.nn.expert_mask import mask_scores
+from pippin.nn.expert_mask import mask_scores, multiply_weights
 from pippin.nn.linear import Linear
 from pippin.nn.norm import RMSNorm
 from pippin.nn.routing import RouterSpec, route
@@ -197,6 +197,8 @@ class Router(Linear):
             normalized=self.spec.norm_topk_prob,
             choice_bias=self.e_score_correction_bias,
         )
+        if context is not None and context.experts:
+            weights = multiply_weights(weights, chosen, context.layer, context.experts)
         return weights * self.per_expert_scale.float()[chosen] if scaled else weights, chosen
 
 

@@ -154,6 +154,18 @@ class Rotary:
         cos, sin = (torch.where(positions[..., None] < start, near, far) for near, far in tables)
         return cos, sin
 
+    def turn(self, x: Float[Tensor, "*batch dim"], by: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch dim"]:
+        """Move vectors that are already rotated to positions that are ``by`` further.
+
+        >>> rotary, x = Rotary(), torch.tensor([[1.0, 0.5, -2.0, 3.0]])
+        >>> near, far = (apply_rotary(x, *rotary.tables(torch.tensor([at]), 4)) for at in (2, 7))
+        >>> torch.allclose(rotary.turn(near, torch.tensor([5])), far, atol=1e-6)
+        True
+        """
+        angles = by[..., None].float() * self.frequencies(x.shape[-1]).to(x.device)
+        cos, sin = angles.cos(), angles.sin()
+        return apply_rotary(x, torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1))
+
     def at(
         self, table: Float[Tensor, "size dim"], positions: Int[Tensor, "*axes seq"]
     ) -> Float[Tensor, "*batch seq dim"]:

@@ -29,6 +29,7 @@ class RouterSpec:
         group_score: affinity of a group: that of its best expert ("max"), or the sum of its best two ("top two").
         scale: multiplier on the weights.
         jitter: "sparsemixer": the relative distance within which experts compete.
+        softcap: bound of the router's logits, which become ``softcap * tanh(logit / softcap)``; None for no bound.
         scaled: whether the router normalizes its input and has weights for it, and a multiplier for each expert (Gemma
             4).
 
@@ -43,6 +44,7 @@ class RouterSpec:
     group_score: Literal["max", "top two"] = "max"
     scale: float = 1.0
     jitter: float = 0.0
+    softcap: float | None = None
     scaled: bool = False
 
 
@@ -69,6 +71,9 @@ def route(
     >>> route(logits, RouterSpec(num_groups=2), 2, normalized=True)[1]
     tensor([[2, 3]])
     """
+    if spec.softcap is not None:  # which never brings an expert back that is masked
+        bounded = spec.softcap * torch.tanh(logits / spec.softcap)
+        logits = bounded.masked_fill(logits.isneginf(), -torch.inf)
     if spec.scores == "sparsemixer":
         return sparsemixer(logits, count, spec.jitter)
     scores = logits.softmax(-1) if spec.scores == "softmax" else logits.sigmoid()

@@ -109,7 +109,7 @@ Preset = Annotated[
     str | None,
     Option(
         "Start from random weights of another size: nano, small or base; nano-gru and nano-lstm are recurrent, "
-        "nano-moe is a mixture of experts.",
+        "nano-moe is a mixture of experts, nano-pt-moe has parallel tracks of them.",
         None,
         "NAME",
     ),

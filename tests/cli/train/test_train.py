@@ -86,6 +86,7 @@ def test_a_smaller_model_and_its_figures(folder, tmp_path, capsys):
         (["--batch-size", "0"], "--batch-size must be at least 1, got 0"),
         (["--precision", "int8"], "--precision"),
         (["--workers", "2"], "--workers is for --ray"),
+        (["--strategy", "tracks"], "this is the only one: start N of them with torchrun --nproc-per-node N"),
         (["--field", "prompt"], "--field is 'prompt'"),
     ],
 )
@@ -96,13 +97,38 @@ def test_what_cannot_be_run_is_one_line_and_exit_code_2(folder, tmp_path, capsys
     assert not (tmp_path / "new").exists()
 
 
+def torchrun(words, *, processes):
+    start = f"-W ignore -m torch.distributed.run --standalone --nproc-per-node {processes} -m pippin".split()
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [str(word) for word in (sys.executable, *start, *words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
+
+
 @pytest.mark.slow
 def test_processes_that_torchrun_starts_make_the_run_of_one(folder, tmp_path, capsys):
     words = ["--steps", "3", "--held-out", "0", "--json"]
     one = json.loads(run(capsys, *train(folder, tmp_path / "one", *words))[1])
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "pippin"]
-    given = [*map(str, train(folder, tmp_path / "two", *words)), "--batch-size", "2"]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*start, *given], capture_output=True, text=True, timeout=120, env=env)
+    done = torchrun([*train(folder, tmp_path / "two", *words), "--batch-size", 2], processes=2)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["last_loss"] == pytest.approx(one["last_loss"], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("processes", "preset", "message"),
+    [
+        (
+            1,
+            "nano-pt-moe",
+            "error: strategy tracks divides a model's tracks between processes, and this is the only one",
+        ),
+        (2, "nano", "error: this llama decoder has no tracks to divide: strategy ddp divides the batch instead"),
+    ],
+)
+def test_tracks_that_cannot_be_divided_are_refused_before_anything_is_written(
+    folder, tmp_path, processes, preset, message
+):
+    words = train(folder, tmp_path / "new", "--steps", 1, "--strategy", "tracks", "--preset", preset)
+    done = torchrun(words, processes=processes)
+    assert done.returncode != 0
+    assert message in " ".join(done.stderr.split())
+    assert not (tmp_path / "new").exists()

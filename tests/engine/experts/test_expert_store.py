@@ -1,8 +1,6 @@
 """Experts from a file: logits bit-identical to those with all in memory, the simulator's counts, errors, bounds."""
 
-import copy
 import gc
-import random
 import sys
 import threading
 import weakref
@@ -11,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from tests.engine.experts.mixture import EXPERTS, LAYERS, SIZE, VOCAB, model_of
 
 from pippin.core import native
 from pippin.core.errors import CorruptedFile, InvalidArgument, NotEnoughMemory
@@ -22,60 +21,14 @@ from pippin.engine.experts.expert_store import ExpertStore
 from pippin.engine.experts.simulator import Prefetch
 from pippin.engine.model_runner import BLOCK_SIZE, ModelInput
 from pippin.engine.runners.native_runner import NativeRunner
-from pippin.language import Decoder, DecoderConfig, LanguageModel, LayerSpec
 from pippin.language.stored_experts import FileExpert, FileMatrix
-from pippin.nn.attention import AttentionSpec
-from pippin.nn.feedforward import FeedForwardSpec, MixtureOfExperts
-from pippin.nn.quantization.packed import AbsentWeight
+from pippin.nn.expert_mask import ExpertMask
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the native kernels are not built")
 
-F32 = native.GGML_FORMATS["F32"]
-EXPERTS, LAYERS, WIDTH, INNER, VOCAB = 8, 3, 64, 32, 70
 ONLINE = [name for name in POLICIES if name != "belady"]
 
 
-@pytest.fixture(scope="module")
-def module():
-    spec = FeedForwardSpec(INNER, num_experts=EXPERTS, num_experts_per_tok=2)
-    layers = (LayerSpec(AttentionSpec(), spec),) * LAYERS
-    made = Decoder(DecoderConfig("qwen3_moe", VOCAB, WIDTH, layers, 4, 2, 16, 4096, tie_word_embeddings=False))
-    generator = torch.Generator().manual_seed(0)
-    for name, parameter in made.named_parameters():
-        noise = torch.randn(parameter.shape, generator=generator)
-        parameter.data = 1 + noise / 4 if name.endswith("norm.weight") else noise / parameter.shape[-1] ** 0.5
-    return made.eval()
-
-
-@pytest.fixture(scope="module")
-def stored(module, tmp_path_factory):
-    """A file with the float32 matrices of all experts, at offsets that are no multiples of anything."""
-    path, rng, experts = tmp_path_factory.mktemp("weights") / "experts.bin", random.Random(0), []
-    with path.open("wb") as file:
-        for layer in module.layers:
-            experts.append([])
-            for expert in layer.mlp.experts:
-                parts = {}
-                for name in ("gate", "up", "down"):
-                    file.write(rng.randbytes(rng.randrange(5000)))
-                    weight = getattr(expert, f"{name}_proj").weight.detach()
-                    parts[name] = FileMatrix(path, file.tell(), weight.nbytes, *weight.shape, F32, "F32")
-                    file.write(weight.numpy().tobytes())
-                experts[-1].append(FileExpert(parts))
-    return experts
-
-
-def model_of(module, tiny, *, absent):
-    packed = copy.deepcopy(module).pack()
-    for mixture in [part for part in packed.modules() if isinstance(part, MixtureOfExperts)] if absent else []:
-        for expert in mixture.experts:
-            for part in expert.children():
-                part.packed = AbsentWeight(part.packed.format, part.packed.rows, part.packed.columns)
-    return LanguageModel("mixture", packed, tiny.tokenizer, None)
-
-
-SIZE = 3 * WIDTH * INNER * 4
-"""Bytes of an expert."""
 IDS = torch.randint(VOCAB, (60,), generator=torch.Generator().manual_seed(1)).tolist()
 PASSES = [(IDS[:40], 0), *(([each], at) for at, each in enumerate(IDS[40:], 40))]
 
@@ -292,3 +245,18 @@ def test_a_damaged_expert_is_refused(module, tiny, stored):
     runner, _ = runner_with(model_of(module, tiny, absent=True), wrong, 4)
     with pytest.raises(CorruptedFile, match="its checksum is"):
         runner.forward([work(IDS[:5], 0)])
+
+
+def test_experts_that_a_mask_forbids_are_not_predicted(module, tiny):
+    allowed = torch.ones(LAYERS, EXPERTS, dtype=torch.bool)
+    allowed[:, :3] = False
+    masked = ModelInput(IDS[:10], 0, [0], (9,), experts=ExpertMask(allowed))
+    free = ModelInput(IDS[10:20], 0, [1], (9,))
+    for inputs, forbidden in [([masked], True), ([masked, free], False)]:
+        runner = NativeRunner(model_of(module, tiny, absent=False), 8)
+        recorder = ExpertRecorder("mixture", np.full((LAYERS, EXPERTS), SIZE), depth=1)
+        runner.fetch_experts(recorder)
+        runner.forward(inputs)
+        predicted = recorder.trace().predicted[0, 0, 1:]
+        assert (predicted[:, 3:] > 0).all()
+        assert (predicted[:, :3] == 0).all() == forbidden

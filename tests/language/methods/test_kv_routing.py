@@ -30,6 +30,7 @@ from pippin.language.methods.kv_routing import (
     with_kv_sharing_layers,
 )
 from pippin.language.objectives import NextToken
+from pippin.language.presets import preset
 from pippin.nn.kv_cache import NoCache
 from pippin.nn.rotary import Rotary, apply_rotary
 from pippin.shape.kv_sharing import share_kv, share_last_layers
@@ -453,6 +454,8 @@ def test_what_cannot_be_routed_is_refused():
         RoutedModel(model(), (None,) * 5)
     with pytest.raises(InvalidArgument, match="layer 1 cannot read layer 2, only earlier ones"):
         RoutedCache(NoCache(), (None, 2, None))
+    with pytest.raises(InvalidArgument, match="layers of parallel tracks cannot read each other's caches"):
+        KVRouting(0.5).record(Decoder(preset("nano-pt-moe", 100)))
 
 
 def test_impossible_numbers_of_kv_sharing_layers_are_refused():

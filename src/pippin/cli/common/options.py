@@ -14,11 +14,12 @@ import typer
 from pippin.cli.common import terminal
 from pippin.cli.common.declared_options import complete_model
 from pippin.core.errors import InvalidArgument, PippinError
-from pippin.engine.options import MACHINE, ModelOptions
+from pippin.engine.options import MACHINE, CacheOptions, ModelOptions
 from pippin.recipes.options import MODEL_HELP
 from pippin.session.options import GenerationOptions
 
 if TYPE_CHECKING:
+    from pippin.engine.kv_eviction import CachePolicy, EpiCache
     from pippin.language.language_model import LanguageModel
     from pippin.session.providers.provider import Provider
 
@@ -49,6 +50,8 @@ Instructions = Annotated[str | None, typer.Option("--instructions", "-i", help="
 # Small models with greedy decoding may repeat themselves until the context is full.
 ANSWER: Final = GenerationOptions(max_tokens=512)
 HERE: Final = ModelOptions()
+EVERYTHING: Final = CacheOptions()
+"""All keys and values of a conversation are kept."""
 ADAPTER: Final = "given"
 """Name of the summed adapters in sessions."""
 _NONE: Final = Path("none")
@@ -63,6 +66,19 @@ def adapter_name(adapters: Sequence[Path] | None) -> str | None:
     if not adapters:
         return "auto"
     return None if list(adapters) == [_NONE] else ADAPTER
+
+
+def bounded_cache(cache_options: CacheOptions, url: str | None) -> CachePolicy | EpiCache | None:
+    """The cache of a session.
+
+    Raises:
+        InvalidArgument: a cache for a model at an address.
+    """
+    from pippin.engine.kv_eviction import cache_settings
+
+    if url is not None and cache_options.cache is not None:
+        raise InvalidArgument("--cache: only for local models; leave out with --url")
+    return cache_settings(cache_options)
 
 
 def load(model: str, model_options: ModelOptions = HERE) -> LanguageModel:
@@ -131,6 +147,7 @@ def _local(model: str, model_options: ModelOptions, adapters: Sequence[Path]) ->
     from pippin.core.formats.checkpoint import model_type
     from pippin.engine.cache import prompt_cache
     from pippin.engine.engine import Engine
+    from pippin.engine.experts import prompt_experts
     from pippin.language.adapter_files import load_adapters
     from pippin.session.providers.local import LocalModel, speculation
 
@@ -139,6 +156,7 @@ def _local(model: str, model_options: ModelOptions, adapters: Sequence[Path]) ->
         return
     if model_options.prompt_cache is not None:
         prompt_cache.check_writable(model_options.prompt_cache)
+    experts = prompt_experts.from_options(model_options)
     loaded = load(model, model_options)
     if adapters and list(adapters) != [_NONE]:
         load_adapters(loaded, ADAPTER, adapters)
@@ -146,7 +164,12 @@ def _local(model: str, model_options: ModelOptions, adapters: Sequence[Path]) ->
     if model_options.speculate is not None:
         draft = ModelOptions(device=model_options.device, dtype=model_options.dtype, threads=model_options.threads)
         guess = speculation(model_options.speculate, load=lambda ref: load(ref, draft))
-    engine = Engine(loaded, kv_cache_dtype=model_options.kv_cache_dtype, prompt_cache=model_options.prompt_cache)
+    engine = Engine(
+        loaded,
+        kv_cache_dtype=model_options.kv_cache_dtype,
+        experts=experts,
+        prompt_cache=model_options.prompt_cache,
+    )
     try:
         yield LocalModel(loaded, engine=engine, speculation=guess)
     except BaseException:

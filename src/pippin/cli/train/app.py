@@ -11,6 +11,7 @@ from pippin.cli.train.lora import lora
 from pippin.cli.train.prune import prune
 from pippin.cli.train.reasoner import reasoner
 from pippin.cli.train.refiner import refiner
+from pippin.cli.train.route import route
 from pippin.cli.train.soup import soup
 from pippin.cli.train.task_adapter import task_adapter
 
@@ -24,4 +25,5 @@ app.command(name="task-adapter")(task_adapter)
 app.command()(prune)
 app.command()(reasoner)
 app.command()(refiner)
+app.command()(route)
 app.command()(soup)

@@ -11,4 +11,5 @@ from .eviction import (
 from .expert_cache import CacheStats as CacheStats, ExpertCache as ExpertCache, ExpertLoader as ExpertLoader
 from .expert_store import ExpertStore as ExpertStore
 from .expert_trace import ExpertTrace as ExpertTrace
+from .prompt_experts import PromptExperts as PromptExperts
 from .simulator import Prefetch as Prefetch, Simulation as Simulation, compare as compare, simulate as simulate

@@ -1,4 +1,4 @@
-"""What experts may take of a model's memory: all that is left, before each pass.
+"""What experts, or neurons, may take of a model's memory: all that is left, before each pass.
 
 Notable here:
 - what the system says is resident decides, so that cached tokens, grammars and whatever else a process holds make room
@@ -22,41 +22,42 @@ from pippin.engine.experts.expert_store import ExpertStore
 from pippin.engine.experts.simulator import Prefetch
 from pippin.engine.runners.native_runner import NativeRunner
 from pippin.language.decoder_config import DecoderConfig
-from pippin.language.memory_placement import Placement, workspace_bytes
+from pippin.language.memory_placement import Placement
+from pippin.language.stored_neurons import PIECE
 
 _MARGIN: Final = 24_000_000
 """Bytes that are kept for what was imported before the budget was made, and for what grows in a pass uncounted."""
 
 
 class MemoryShare:
-    """Divides the memory of a model between its experts and all else.
+    """Divides the memory of a model between what comes from storage, its experts or neurons, and all else.
 
     Args:
-        placement: the budget, and the experts in storage.
+        placement: the budget, and what is in storage.
         config: of the decoder.
         token_bytes: bytes of the keys and values of a token.
     """
 
     def __init__(self, placement: Placement, config: DecoderConfig, token_bytes: int) -> None:
-        self._budget, self._config, self._token_bytes = placement.budget, config, token_bytes
-        self._least, self._largest = placement.least_experts, placement.largest_expert
+        self._placement, self._config, self._token_bytes = placement, config, token_bytes
+        self._least, self._step = placement.least_room, 2 * placement.largest_expert or PIECE
         self._given = 0
         self._workspace = self._coming = 0
 
     def __call__(self, tokens: int, held: int) -> int:
-        """Bytes that experts may take in a pass; asked again in the pass, with 0 tokens, after which it is only less.
+        """Bytes that they may take in a pass; asked again in the pass, with 0 tokens, after which it is only less.
 
         Args:
             tokens: new tokens of the pass.
-            held: bytes that experts take now.
+            held: bytes that they take now.
         """
         if tokens:
-            workspace = workspace_bytes(self._config, tokens)
+            workspace = self._placement.workspace_bytes(self._config, tokens)
             self._coming = max(0, workspace - self._workspace) + tokens * self._token_bytes + _MARGIN
             self._workspace = max(self._workspace, workspace)  # which is kept for the next pass
-        room = max(self._least, self._budget.left + held - self._coming)
-        # what is a little more this time is less the next time, and experts would come and go
-        if room < self._given or (tokens and room >= self._given + 2 * self._largest):
+        room = max(self._least, self._placement.budget.left + held - self._coming)
+        # what is a little more this time is less the next time, and weights would come and go
+        if room < self._given or (tokens and room >= self._given + self._step):
             self._given = room
         return self._given
 
@@ -76,7 +77,7 @@ def open_store(placement: Placement, runner: NativeRunner, share: MemoryShare) -
     assert placement.experts is not None
     active = max((layer.experts or layer.feedforward).num_experts_per_tok for layer in runner.model.config.layers)
     total = sum(expert.packed_bytes for layer in placement.experts for expert in layer)
-    capacity = max(placement.least_experts, min(total, placement.budget.nbytes))
+    capacity = max(placement.least_room, min(total, placement.budget.nbytes))
     prefetch = Prefetch(1, count=active, most_bytes=active * placement.largest_expert)
     opened = ExpertStore(placement.experts, capacity, LeastStale(), runner.place_expert, prefetch=prefetch, share=share)
     opened.warm(_read_hot(placement))

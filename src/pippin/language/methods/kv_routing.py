@@ -194,8 +194,10 @@ def layer_kinds(config: DecoderConfig) -> list[list[int]]:
     """The layers with keys and values, grouped by kind: layers of one window and one rotary spec may read each other.
 
     Raises:
-        InvalidArgument: layers that share already.
+        InvalidArgument: layers that share already, or lie in parallel tracks.
     """
+    if config.tracks is not None:
+        raise InvalidArgument("layers of parallel tracks cannot read each other's caches; take a model without tracks")
     sharing = sum(layer.attention.kv_source is not None for layer in config.layers)
     if sharing:
         raise InvalidArgument(

@@ -450,8 +450,8 @@ class AbsentWeight(NativeWeight):
             InvalidArgument: always.
         """
         raise InvalidArgument(
-            "the experts of this model are in its file, and only the engine brings them; load it as a whole for "
-            "anything but generating"
+            "weights of this model are in a file, and only the engine brings them; load it as a whole for anything but "
+            "generating"
         )
 
     def select(self, ids: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch columns"]:
