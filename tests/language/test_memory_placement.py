@@ -59,14 +59,8 @@ def tight(monkeypatch):
     monkeypatch.setattr(MemoryShare, "__call__", lambda share, tokens, held: share._least)
 
 
-def least_of(path, **options):
-    with pytest.raises(NotEnoughMemory) as refused:
-        pippin.load(path, device="cpu", memory=1, **options)
-    return int(str(refused.value).partition("memory=")[2].partition(" ")[0])
-
-
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="resident memory is read from /proc")
-def test_a_process_holds_its_budget_and_answers_as_without_one(save_mixture, tmp_path, home):
+def test_a_process_holds_its_budget_and_answers_as_without_one(save_mixture, tmp_path, home, least_of):
     folder = save_mixture(tmp_path / "large", width=512, inner=512, experts=32, layers=6)
     least, whole = least_of(folder), sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     assert whole > 2 * least
@@ -88,7 +82,7 @@ def test_what_is_no_size_is_refused(size, small):
         pippin.load(small, device="cpu", memory=size)
 
 
-def test_auto_takes_a_model_that_fits_as_a_whole(small, monkeypatch):
+def test_auto_takes_a_model_that_fits_as_a_whole(small, monkeypatch, least_of):
     assert pippin.load(small, device="cpu", memory="auto").placement is None
     monkeypatch.setattr(memory.devices, "memory", lambda: type("", (), {"available": least_of(small)}))
     with pytest.raises(NotEnoughMemory):  # of which 80 % are not enough
@@ -101,7 +95,7 @@ def test_weights_without_kernels_have_no_budget(small, options):
         pippin.load(small, device="cpu", memory="1GB", **options)
 
 
-def test_a_dense_model_is_loaded_as_a_whole_or_refused(tiny, tmp_path):
+def test_a_dense_model_is_loaded_as_a_whole_or_refused(tiny, tmp_path, least_of):
     tiny.save(tmp_path / "dense")
     least = least_of(tmp_path / "dense")
     model = pippin.load(tmp_path / "dense", device="cpu", memory=least)
@@ -111,7 +105,7 @@ def test_a_dense_model_is_loaded_as_a_whole_or_refused(tiny, tmp_path):
         assert engine.stats().blocks_total * engine._runner.block_bytes <= 200_000_000
 
 
-def test_quantized_experts_are_packed_once_into_a_file(small, home, tight):
+def test_quantized_experts_are_packed_once_into_a_file(small, home, tight, least_of):
     def answer(**options):
         with Engine(pippin.load(small, device="cpu", bits=4, **options)) as engine:
             return engine.score(list(range(40)), [[1, 2]])
@@ -133,7 +127,7 @@ def test_quantized_experts_are_packed_once_into_a_file(small, home, tight):
         answer(memory=least)
 
 
-def test_a_disk_that_fills_leaves_nothing_behind(small, home, monkeypatch):
+def test_a_disk_that_fills_leaves_nothing_behind(small, home, monkeypatch, least_of):
     least = least_of(small, bits=4)
     monkeypatch.setattr("pippin.language.stored_experts._append", lambda *_: (_ for _ in ()).throw(DiskFull("full")))
     with pytest.raises(DiskFull):
@@ -141,7 +135,7 @@ def test_a_disk_that_fills_leaves_nothing_behind(small, home, monkeypatch):
     assert not [path for path in home.rglob("*") if path.is_file()]
 
 
-def test_a_file_that_was_replaced_is_not_read(small, home):
+def test_a_file_that_was_replaced_is_not_read(small, home, least_of):
     model = pippin.load(small, device="cpu", memory=least_of(small))
     (weights,) = small.glob("*.safetensors")
     os.utime(weights, ns=(0, 0))
@@ -149,7 +143,7 @@ def test_a_file_that_was_replaced_is_not_read(small, home):
         Engine(model)
 
 
-def test_what_was_used_most_is_a_hint_that_may_be_missing_or_wrong(small, home, monkeypatch):
+def test_what_was_used_most_is_a_hint_that_may_be_missing_or_wrong(small, home, monkeypatch, least_of):
     least = least_of(small)
     for written in (None, "no JSON", '{"experts": [[99, 0], [0, 3]]}', '{"experts": 7}'):
         model = pippin.load(small, device="cpu", memory=least)
@@ -165,14 +159,14 @@ def test_what_was_used_most_is_a_hint_that_may_be_missing_or_wrong(small, home, 
         assert engine.score([1, 2, 3], [[4]])
 
 
-def test_two_engines_do_not_share_a_budget(small, home):
+def test_two_engines_do_not_share_a_budget(small, home, least_of):
     model = pippin.load(small, device="cpu", memory=least_of(small))
     with Engine(model), pytest.raises(InvalidArgument, match="another engine"):
         Engine(model)
     Engine(model).close()
 
 
-def test_a_trace_of_a_model_in_storage_is_that_of_the_same_in_memory(small, home, tight, tmp_path):
+def test_a_trace_of_a_model_in_storage_is_that_of_the_same_in_memory(small, home, tight, tmp_path, least_of):
     prompts = [list(range(50)), [7, 7, 7]]
     bounded = pippin.load(small, device="cpu", memory=least_of(small))
     for name, model in (("found", bounded), ("expected", pippin.load(small, device="cpu"))):
@@ -183,7 +177,7 @@ def test_a_trace_of_a_model_in_storage_is_that_of_the_same_in_memory(small, home
             np.testing.assert_array_equal(found[name], expected[name])
 
 
-def test_a_prompt_cache_tells_experts_in_storage_apart(small, home, tight, tmp_path):
+def test_a_prompt_cache_tells_experts_in_storage_apart(small, home, tight, tmp_path, least_of):
     bounded = pippin.load(small, device="cpu", memory=least_of(small))
     with Engine(bounded) as engine:
         engine.prefill(list(range(64)))
@@ -194,7 +188,7 @@ def test_a_prompt_cache_tells_experts_in_storage_apart(small, home, tight, tmp_p
         engine.load_prompt_cache(tmp_path / "prompts")
 
 
-def test_a_model_in_storage_is_for_generating_alone(small, home, tmp_path):
+def test_a_model_in_storage_is_for_generating_alone(small, home, tmp_path, least_of):
     model = pippin.load(small, device="cpu", memory=least_of(small))
     with pytest.raises(InvalidArgument, match="pack"):
         model.save(tmp_path / "copy")

@@ -276,3 +276,8 @@ def _sysctl(name: str) -> str | None:
     """One value of macOS's `sysctl`; None for an unknown name."""
     found = subprocess.run(["sysctl", "-n", name], capture_output=True, text=True, check=False)
     return found.stdout.strip() if found.returncode == 0 else None
+
+
+def is_distributed() -> bool:
+    """Whether this process was started as one of a group, by `torchrun` or Ray Train."""
+    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))

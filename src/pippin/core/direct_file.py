@@ -73,13 +73,13 @@ class DirectFile:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    def read(self, offset: int, nbytes: int, room: mmap.mmap) -> memoryview:
+    def read(self, offset: int, nbytes: int, room: mmap.mmap | memoryview) -> memoryview:
         """Read some bytes.
 
         Args:
             offset: where they begin in the file.
             nbytes: how many.
-            room: at least `room_for` as many; overwritten.
+            room: at least `room_for` as many, from the beginning of a page; overwritten.
 
         Returns:
             The bytes, a part of ``room``.

@@ -3,7 +3,7 @@
 Notable here:
 - a budget counts what a process holds beyond what it held when the budget was made: weights, caches, libraries that
   were imported since, whatever the system says is resident
-- all calls are hints (`malloc_trim`, `madvise`): on a system without them nothing happens, and no data is ever lost
+- all calls are hints (`malloc_trim`, `madvise`): on a system without them nothing happens
 - code pages of torch that only its initialization needs are a third of the resident memory with a small model
 """
 
@@ -95,11 +95,11 @@ def trim() -> None:
 
 
 def forget(address: int, size: int) -> None:
-    """Drop the pages of a mapped file from this process's memory; they are read from the file again when accessed.
+    """Drop whole pages from this process's memory; those of a mapped file are read again when they are accessed.
 
     Args:
-        address: the start of the mapping.
-        size: its size in bytes. It must not have been written to, since the private copy of a page would be lost.
+        address: where they begin.
+        size: bytes. What was written there is lost: of a file the private copies of pages, elsewhere everything.
     """
     start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     length = (address + size - start) // mmap.PAGESIZE * mmap.PAGESIZE

@@ -58,5 +58,9 @@ class ExposedKeys(PippinWarning):
     """A file of API keys can be read or changed by other users of the machine."""
 
 
+class SlowStorage(PippinWarning):
+    """Weights are read from storage, and not as it is meant; the message says what is slow or uses memory, and why."""
+
+
 class QualityLoss(PippinWarning):
     """A model was quantized and lost much of its quality; the message has the figure."""

@@ -29,6 +29,8 @@ from pippin.nn.kv_cache import KVCache, NoCache, QuerySelection, ResumableCache,
 from pippin.nn.linear import Linear
 from pippin.nn.lora import AdapterSlices
 from pippin.nn.packed_layers import PackedLinear, PackedTokenEmbedding, pack
+from pippin.nn.parallel.collectives import Collectives
+from pippin.nn.parallel.tracks import TrackStream
 from pippin.nn.per_layer_input import PerLayerEmbedding
 from pippin.nn.recurrent.states import StatefulLayer
 from pippin.nn.rotary import long_positions
@@ -106,6 +108,7 @@ class Decoder(nn.Module):
         }
         self._long_start = config.original_max_position_embeddings
         self._tables: dict[tuple[Rotary, int], tuple[Tensor, Tensor]] = {}
+        self.collectives: Collectives | None = None  # of the processes that have other parts of the model
         self._scaled_by_position = any(spec.attention.position_scale is not None for spec in config.layers)
 
     def forward(
@@ -220,6 +223,7 @@ class Decoder(nn.Module):
         per_layer: Float[Tensor, "layers batch new per_layer_size"] | None = None,
         steerings: SteeringSlices | None = None,
         experts: ExpertMaskSlices | None = None,
+        stream: TrackStream | None = None,
     ) -> Float[Tensor, "batch kept *streams width"]:
         """Run some layers and return the hidden states after the last; the caller calls ``cache.advance``.
 
@@ -235,9 +239,11 @@ class Decoder(nn.Module):
             per_layer: the result of `per_layer_inputs`.
             steerings: changes of hidden states, each with its range of tokens; that of the last norm is the caller's.
             experts: masks of experts, each with its range of tokens.
+            stream: in a decoder with tracks, what an earlier call left between two joins; None to compute whole blocks.
 
         Raises:
             AdapterMismatch: an adapter changes layers that are not this decoder's.
+            InvalidArgument: the layers end between two joins, and there is no ``stream``.
         """
         for adapter, _ in adapters or ():
             adapter.check(self)
@@ -249,7 +255,9 @@ class Decoder(nn.Module):
             positions = self._positions(cache, x.shape[1], padding, x.device)
             positions = positions[0] if positions.ndim == 3 else positions
         read: dict[int, VisibleKeyValues] = {}
-        for index in range(len(self.layers)) if layers is None else layers:
+        layers = range(len(self.layers)) if layers is None else layers
+        stream = self._track_stream(layers) if stream is None else stream
+        for index in layers:
             spec = self.config.layers[index].attention
             here = selection if selection is not None and selection.layer == index else None
             if here is not None:
@@ -264,7 +272,9 @@ class Decoder(nn.Module):
             context = LayerContext(
                 cache, index, turned, shared, adapters, here, positions, own, steerings=steerings, experts=experts
             )
-            x, visible = self.layers[index](x, context)
+            x, visible = self.layers[index](x if stream is None else stream.enter(index, x), context)
+            if stream is not None:
+                x = stream.leave(index, x, None if here is None else here.rows)
             if index in self._sources:
                 read[index] = visible
             if here is not None:
@@ -277,6 +287,13 @@ class Decoder(nn.Module):
             if x.shape[1] == 0:
                 break
         return x
+
+    def _track_stream(self, layers: range) -> TrackStream | None:
+        """The hidden states of a pass through tracks; None in a decoder without."""
+        if self.config.tracks is None:
+            return None
+        self.config.tracks.check_layers(layers)
+        return TrackStream(self.config.tracks, self.collectives)
 
     def _shared(self, source: int, read: dict[int, VisibleKeyValues], cache: KVCache) -> VisibleKeyValues:
         """Keys and values of a KV-sharing layer; from the cache, if its source is not part of this pass."""

@@ -18,6 +18,7 @@ from pippin.nn.feedforward import (
     NO_FEED_FORWARD,
     FeedForwardSpec,
 )
+from pippin.nn.parallel.tracks import Tracks
 from pippin.nn.recurrent.convolution import ShortConvolutionSpec
 from pippin.nn.recurrent.gated_delta import GatedDeltaSpec
 from pippin.nn.recurrent.layer import RecurrentSpec
@@ -109,6 +110,8 @@ class DecoderConfig:
         learned_positions: whether an embedding of each position is added to that of the token (GPT-2).
         tie_word_embeddings: whether the output matrix is the embedding.
         head_bias: whether the output matrix has a bias.
+        tracks: the tracks of a decoder whose layers lie side by side; None for one layer after another. ``layers`` then
+            has those of all tracks, block by block and in a block track by track, and widths are those of a track.
         multipliers: multipliers of a family's matrices, by their names in its files; the matrices of a decoder contain
             them (Falcon-H1).
         training_methods: metadata about training methods, by the method's name; JSON values, saved with the config.
@@ -149,6 +152,7 @@ class DecoderConfig:
     learned_positions: bool = False
     tie_word_embeddings: bool = True
     head_bias: bool = False
+    tracks: Tracks | None = None
     multipliers: Mapping[str, tuple[float, ...]] = field(default_factory=dict, hash=False)
     training_methods: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
@@ -163,6 +167,8 @@ class DecoderConfig:
             )
         if self.head_dim % 2:
             raise InvalidArgument(f"head_dim must be even to be rotated, got {self.head_dim}")
+        if self.tracks is not None:
+            self._check_tracks(self.tracks)
         for index, layer in enumerate(self.layers):
             source = layer.attention.kv_source
             if source is not None and not (0 <= source < index and source in self.cached_layers):
@@ -188,6 +194,22 @@ class DecoderConfig:
             raise InvalidArgument(
                 f"layer {index} has {heads} key heads of {size} dimensions, which do not fit "
                 f"{self.num_attention_heads} query heads and {self.num_key_value_heads} cached heads of {self.head_dim}"
+            )
+
+    def _check_tracks(self, tracks: Tracks) -> None:
+        """Raise if the layers are no whole blocks of tracks, or go beyond their track."""
+        if len(self.layers) % tracks.block_size:
+            raise InvalidArgument(
+                f"{len(self.layers)} layers are no whole blocks of {tracks.num_tracks} tracks with "
+                f"{tracks.block_depth} layers each"
+            )
+        if (
+            self.num_streams > 1
+            or self.per_layer_size
+            or any(each.attention.kv_source is not None for each in self.layers)
+        ):
+            raise InvalidArgument(
+                "tracks have neither several streams, nor inputs of layers, nor layers that share keys"
             )
 
     def rotary_dim(self, spec: AttentionSpec) -> int:

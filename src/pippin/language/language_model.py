@@ -226,8 +226,8 @@ def load(
         pack: convert weights to the layout that decodes fastest. A packed model can be neither trained nor saved.
         memory: the most resident memory that the model adds to this process, with caches and all that computes with
             it: bytes or a size such as "400MB"; "auto" for 80 % of what is free. What does not fit stays in its file,
-            which is possible for experts of mixtures; they are read when they are needed (docs/tutorials/memory.md).
-            None for all in memory.
+            which is possible for experts of mixtures and neurons of layers with ReLU; they are read when they are
+            needed (docs/tutorials/memory.md). None for all in memory.
         transform: maps the config in the checkpoint to the config of the decoder to build, such as
             `pippin.language.methods.kv_routing.fewer_caches`. It is called before weights are read; tensors that the
             new decoder does not use are not read.

@@ -1,33 +1,38 @@
 """What of a model is in memory under a budget and what stays in storage, decided from headers alone.
 
 Notable here:
-- dense parts are resident; only experts of mixtures can stay in storage, since a token needs few of them. Neurons of
-  gated layers (SwiGLU) have no zeros that could be left out
+- dense parts are resident; what can stay in storage is that of which a token needs little: experts of mixtures, and
+  neurons of layers with ReLU, which sets most of them to zero. Those of SwiGLU and GeGLU are never zero
 - the least that works is computed from shapes; a budget below it is refused with that number, and that number works
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Final
 
+import torch
+from torch import Tensor
+
 from pippin.core import native
+from pippin.core.direct_file import BLOCK
 from pippin.core.errors import CorruptedFile, InvalidArgument, NotEnoughMemory
 from pippin.core.files import format_bytes
 from pippin.core.memory import MemoryBudget
 from pippin.core.store import store
 from pippin.core.store.reference import Resolved
-from pippin.language import stored_experts
+from pippin.language import stored_experts, stored_neurons
 from pippin.language.checkpoint_headers import CheckpointHeaders
 from pippin.language.decoder_config import DecoderConfig
 from pippin.language.stored_experts import ExpertNames, FileExperts, FileMatrix
+from pippin.language.stored_neurons import LEAST_NEURONS, NUMBER_BYTES, NeuronDType, NeuronLayer, StoredNeurons
 from pippin.language.weight_loading import read_packed
 from pippin.language.weight_packing import Packing
-from pippin.nn.quantization.packed import NativeWeight
+from pippin.nn.quantization.packed import AbsentWeight, NativeWeight
 
 LEAST_CONTEXT: Final = 512
 """Tokens whose keys and values must fit beside the weights."""
@@ -36,6 +41,10 @@ LEAST_EXPERTS: Final = 2
 _LEAST_PASS: Final = 256
 _LIBRARIES: Final = 40_000_000
 """Bytes of what is imported and built after `import pippin, torch`: grammars, threads, buffers."""
+_TORCH: Final = 64_000_000
+"""Bytes of what torch loads and builds in its first passes, where it computes and not the native kernels."""
+_BRINGING: Final = 20_000_000
+"""Bytes of neurons while they are read and computed with: as they are read, gathered, and in float32."""
 _VOCABULARY: Final = 700
 """Bytes of a token of the vocabulary while a tokenizer is built."""
 
@@ -47,7 +56,8 @@ class Placement:
     Attributes:
         budget: the most that the model adds to its process.
         least: the least budget that works.
-        experts: the experts that stay in storage; None for a model that is in memory as a whole.
+        experts: the experts that stay in storage; None where none do.
+        neurons: the neurons that stay in storage; None where none do.
         key: tells the weights and their packing from all others.
         files: the files that hold them, each with its size and its time of change in nanoseconds.
     """
@@ -57,6 +67,12 @@ class Placement:
     experts: FileExperts | None = None
     key: str = ""
     files: Mapping[Path, tuple[int, int]] = field(default_factory=dict)
+    neurons: StoredNeurons | None = None
+
+    @property
+    def in_storage(self) -> bool:
+        """Whether a part of the model stays in storage."""
+        return self.experts is not None or self.neurons is not None
 
     @cached_property
     def largest_expert(self) -> int:
@@ -64,12 +80,20 @@ class Placement:
         return max((expert.packed_bytes for layer in self.experts or () for expert in layer), default=0)
 
     @property
-    def least_experts(self) -> int:
-        """Bytes that are kept for experts whatever else is needed."""
+    def least_room(self) -> int:
+        """Bytes that are kept for what comes from storage, whatever else is needed."""
+        if self.neurons is not None:
+            return _neuron_room(self.neurons.layers, self.neurons.dtype)
         return LEAST_EXPERTS * self.largest_expert
 
+    def workspace_bytes(self, config: DecoderConfig, tokens: int) -> int:
+        """Upper bound of the memory of one pass beside weights and caches, and of what computes it; see
+        `workspace_bytes`."""
+        neurons = 0 if self.neurons is None else _neuron_workspace(self.neurons.layers, tokens)
+        return neurons + workspace_bytes(config, tokens)
+
     def check_files(self) -> None:
-        """Check that the files of the experts are those from which the model was loaded.
+        """Check that the files of what is in storage are those from which the model was loaded.
 
         Raises:
             CorruptedFile: one of them was changed or removed since.
@@ -81,7 +105,7 @@ class Placement:
 
 def place(
     found: Resolved, headers: CheckpointHeaders, packing: Packing, budget: MemoryBudget
-) -> tuple[Placement | None, dict[str, FileMatrix]]:
+) -> tuple[Placement | None, dict[str, AbsentWeight]]:
     """Decide what stays in storage: nothing if all fits.
 
     Args:
@@ -96,16 +120,18 @@ def place(
     Raises:
         NotEnoughMemory: the budget is less than the least that works, which the message names.
         InvalidArgument: weights that the native kernels do not compute with.
-        DiskFull, InvalidInput: experts have to be written to a file of their own, which is not possible.
+        DiskFull, InvalidInput: what is in storage has to be written to a file of its own, which is not possible.
     """
     whole, least = least_budgets(headers, packing)
     if budget.nbytes >= whole:
         return (None if budget.automatic else Placement(budget, whole)), {}
     if budget.nbytes < least:
         raise NotEnoughMemory(
-            f"{found.name} needs {format_bytes(least)} at least, and its memory is "
-            f"{format_bytes(budget.nbytes)}; pass memory={least} or more, or take a smaller model"
+            f"{found.name} needs {format_bytes(least)} at least, and its memory is {format_bytes(budget.nbytes)}; "
+            f"pass memory={least} or more, or take a smaller model{_why(headers, packing)}"
         )
+    if layers := _neurons(headers, packing):
+        return _place_neurons(found, headers, packing, budget, least, layers)
     names, sizes = stored_experts.expert_names(headers.module), packing.sizes(headers.module, headers.kinds)
     key = _key(found, packing)
     experts = stored_experts.in_place(names, lambda name: _in_place(headers, packing, name))
@@ -117,7 +143,7 @@ def place(
             sum(sizes[name] for layer in names for expert in layer for name in expert.values()),
         )
     absent = {
-        name: place.parts[part]
+        name: _absent(place.parts[part])
         for layer, places in zip(names, experts, strict=True)
         for expert, place in zip(layer, places, strict=True)
         for part, name in expert.items()
@@ -142,8 +168,10 @@ def least_budgets(headers: CheckpointHeaders, packing: Packing) -> tuple[int, in
             "memory needs weights that are packed for the native kernels: a CPU, and neither pack=False nor float16"
         )
     sizes, config = packing.sizes(headers.module, headers.kinds), headers.module.config
-    names = stored_experts.expert_names(headers.module)
-    return _least(config, packing, sizes, []), _least(config, packing, sizes, names)
+    whole = _least(config, packing, sizes, [])
+    if layers := _neurons(headers, packing):
+        return whole, min(whole, _least_with_neurons(config, packing, sizes, layers))
+    return whole, _least(config, packing, sizes, stored_experts.expert_names(headers.module))
 
 
 def workspace_bytes(config: DecoderConfig, tokens: int) -> int:
@@ -177,19 +205,109 @@ def _least(config: DecoderConfig, packing: Packing, sizes: Mapping[str, int], na
     """
     experts = [[sizes[name] for name in expert.values()] for layer in names for expert in layer]
     away = {name for layer in names for expert in layer for name in expert.values()}
+    room = LEAST_EXPERTS * max(map(sum, experts), default=0) + max(map(max, experts), default=0)
+    return _budget(config, packing, {name: size for name, size in sizes.items() if name not in away}, room)
+
+
+def _least_with_neurons(
+    config: DecoderConfig, packing: Packing, sizes: Mapping[str, int], layers: Sequence[NeuronLayer]
+) -> int:
+    """The least budget with the neurons of some layers in storage; arguments as of `_least`."""
+    away, dtype = {name for layer in layers for name in layer.names}, _neuron_dtype(packing)
+    size = max(layer.neurons * layer.numbers for layer in layers) * NUMBER_BYTES[dtype]
+    checksums = stored_neurons.stored_bytes(layers, dtype) // BLOCK * 5  # and which were compared
+    room = _neuron_room(layers, dtype) + checksums + _neuron_workspace(layers, _LEAST_PASS)
+    resident = {name: size for name, size in sizes.items() if name not in away}
+    # a layer is packed before the rest is read: what is mapped, and the same in the precision of the file
+    packing_neurons = _LIBRARIES + _VOCABULARY * config.vocab_size + 3 * size
+    return max(packing_neurons, _budget(config, packing, resident, room))
+
+
+def _budget(config: DecoderConfig, packing: Packing, resident: Mapping[str, int], room: int) -> int:
+    """The least budget with some weights in memory.
+
+    Args:
+        config: of the decoder.
+        packing: the formats of the weights.
+        resident: bytes of each weight that is in memory.
+        room: bytes for the others.
+    """
     layers: dict[str, int] = {}
-    for name, nbytes in sizes.items():
-        if name not in away:
-            prefix = ".".join(name.split(".")[:2])
-            layers[prefix] = layers.get(prefix, 0) + nbytes
+    for name, nbytes in resident.items():
+        prefix = ".".join(name.split(".")[:2])
+        layers[prefix] = layers.get(prefix, 0) + nbytes
     dense = sum(layers.values())
     # while a layer is packed it is there twice
     loading = dense + max(layers.values())
-    room = LEAST_EXPERTS * max(map(sum, experts), default=0) + max(map(max, experts), default=0)
     states = 4 * config.state_bytes  # a prompt's, a snapshot of it, a continuation's before a pass and after it
     context = packing.cache_bytes(config, LEAST_CONTEXT) + states
     running = dense + room + context + workspace_bytes(config, _LEAST_PASS)
     return _LIBRARIES + _VOCABULARY * config.vocab_size + max(loading, running)
+
+
+def _neurons(headers: CheckpointHeaders, packing: Packing) -> tuple[NeuronLayer, ...]:
+    """The layers whose neurons can stay in storage; none for a mixture, or where weights are quantized."""
+    forms = {native.GGML_FORMATS[name] for name in ("F32", "BF16")}
+    found = stored_neurons.neuron_layers(headers.module)
+
+    def dense(name: str) -> bool:
+        owner = headers.module.get_submodule(name.rpartition(".")[0])
+        return packing.format(owner, name, headers.kinds.get(name)) in forms
+
+    mixture = bool(stored_experts.expert_names(headers.module))
+    return () if mixture or not all(dense(name) for layer in found for name in layer.names) else found
+
+
+def _neuron_dtype(packing: Packing) -> NeuronDType:
+    return "float32" if packing.dense == "F32" else "bfloat16"
+
+
+def _neuron_room(layers: Sequence[NeuronLayer], dtype: NeuronDType) -> int:
+    """Bytes of the neurons whose room is always kept."""
+    return sum(min(LEAST_NEURONS, each.neurons) * each.numbers for each in layers) * NUMBER_BYTES[dtype]
+
+
+def _neuron_workspace(layers: Sequence[NeuronLayer], tokens: int) -> int:
+    """Bytes of which neurons each token needs, of what is computed with them, and of torch."""
+    return _TORCH + _BRINGING + 6 * tokens * max(layer.neurons for layer in layers)
+
+
+def _why(headers: CheckpointHeaders, packing: Packing) -> str:
+    """Why nothing of a dense model stays in storage, as the end of a sentence."""
+    if stored_experts.expert_names(headers.module) or _neurons(headers, packing):
+        return ""
+    if stored_neurons.neuron_layers(headers.module):
+        return "; its neurons could stay in storage, but not those of quantized weights"
+    activations = sorted({layer.feedforward.activation for layer in headers.module.config.layers})
+    return f"; it has no experts, and none of its neurons is ever exactly zero ({', '.join(activations)}), as with ReLU"
+
+
+def _place_neurons(
+    found: Resolved,
+    headers: CheckpointHeaders,
+    packing: Packing,
+    budget: MemoryBudget,
+    least: int,
+    layers: Sequence[NeuronLayer],
+) -> tuple[Placement, dict[str, AbsentWeight]]:
+    """Write the neurons to a file, if it is not there; results and errors as of `place`."""
+    key, dtype = _key(found, packing), _neuron_dtype(packing)
+
+    def read(name: str) -> Tensor:
+        return headers.tensor(name, torch.float32 if dtype == "float32" else torch.bfloat16)
+
+    stored = stored_neurons.write_neurons(store.home() / "neurons" / key, layers, read, dtype, release=headers.release)
+    form = native.GGML_FORMATS["F32" if dtype == "float32" else "BF16"]
+    absent = {}
+    for name in (name for layer in layers for name in layer.names):
+        rows, columns = headers.module.get_parameter(name).shape
+        absent[name] = AbsentWeight(form, rows, columns)
+    state = _state(stored.path)
+    return Placement(budget, least, None, key, {} if state is None else {stored.path: state}, stored), absent
+
+
+def _absent(place: FileMatrix) -> AbsentWeight:
+    return AbsentWeight(place.form, place.rows, place.columns, place.group, place.zero)
 
 
 def _key(found: Resolved, packing: Packing) -> str:

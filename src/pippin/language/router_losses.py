@@ -21,11 +21,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from pippin.core.checks import NonNegativeFloat, checked
 from pippin.nn.feedforward import Router
+from pippin.nn.parallel.collectives import Collectives
 from pippin.nn.routing import route
 
 
@@ -53,11 +54,15 @@ class RouterLog:
         balance: balance loss of each mixture, differentiable.
         z: z-loss of each mixture, differentiable.
         shares: of each router the share of the choices that fell on each of its experts.
+        chosen: of each router the experts that each token takes, all of them allowed.
+        collectives: connects processes that have as many mixtures each; None for a single one.
     """
 
     balance: list[Float[Tensor, ""]] = field(default_factory=list)
     z: list[Float[Tensor, ""]] = field(default_factory=list)
     shares: list[tuple[Router, Float[Tensor, experts]]] = field(default_factory=list)
+    chosen: list[Int[Tensor, "tokens chosen"]] = field(default_factory=list)
+    collectives: Collectives | None = None
 
     def total(self, losses: RouterLosses) -> Float[Tensor, ""]:
         """The weighted losses, means over the mixtures.
@@ -65,7 +70,8 @@ class RouterLog:
         Args:
             losses: the weights.
         """
-        return losses.balance * torch.stack(self.balance).mean() + losses.z * torch.stack(self.z).mean()
+        total = losses.balance * torch.stack(self.balance).mean() + losses.z * torch.stack(self.z).mean()
+        return total if self.collectives is None else self.collectives.sum(total / self.collectives.size)
 
 
 @contextmanager
@@ -79,7 +85,7 @@ def watch_routers(model: nn.Module) -> Iterator[RouterLog]:
     >>> len(log.balance), 1 <= float(log.balance[0].detach()) < 8
     (4, True)
     """
-    log, handles = RouterLog(), []
+    log, handles = RouterLog(collectives=getattr(model, "collectives", None)), []
 
     def keep(router: nn.Module, _: object, logits: Tensor) -> None:
         assert isinstance(router, Router)
@@ -123,3 +129,4 @@ def _keep(log: RouterLog, router: Router, logits: Float[Tensor, "tokens experts"
     log.balance.append(spec.num_experts * (shares * affinities.mean(0)).sum())
     log.z.append(logits.logsumexp(-1).square().mean())
     log.shares.append((router, shares))
+    log.chosen.append(chosen)

@@ -10,7 +10,6 @@ from pippin.core import native
 from pippin.language.checkpoint_headers import CheckpointHeaders
 from pippin.language.decoder_layer import DecoderLayer
 from pippin.language.quantized import Blocks
-from pippin.language.stored_experts import FileMatrix
 from pippin.language.weight_packing import Packing, group_of, stored_kind
 from pippin.nn.embedding import TokenEmbedding
 from pippin.nn.linear import Linear
@@ -22,7 +21,7 @@ from pippin.nn.triton.triton_matvec import TritonWeight
 
 
 def fill(
-    headers: CheckpointHeaders, packing: Packing, pack: bool, absent: Mapping[str, FileMatrix] | None = None
+    headers: CheckpointHeaders, packing: Packing, pack: bool, absent: Mapping[str, AbsentWeight] | None = None
 ) -> None:
     """Read the weights layer by layer; each is packed before the next is read, so the peak is one dense layer.
 
@@ -30,7 +29,7 @@ def fill(
         headers: of the checkpoint.
         packing: the formats of the weights.
         pack: whether layers are packed for inference.
-        absent: matrices that stay in a file, by name.
+        absent: what stands for matrices that stay in a file, by name.
     """
     absent = absent or {}
     layers: dict[str, list[str]] = {}
@@ -49,7 +48,7 @@ def fill(
                 # a view would keep the whole file in memory for the sake of a norm
                 plain[name.removeprefix(f"{prefix}.")] = tensor.clone() if packing.native else tensor
             else:
-                weight = read_packed(headers, packing, name, form) if name not in absent else _absent(absent[name])
+                weight = read_packed(headers, packing, name, form) if name not in absent else absent[name]
                 if isinstance(owner, TokenEmbedding):
                     packed: torch.nn.Module = PackedTokenEmbedding(weight, owner.rows, owner.width)
                 else:
@@ -89,7 +88,3 @@ def read_packed(headers: CheckpointHeaders, packing: Packing, name: str, form: i
         return NativeWeight.from_ggml(headers.blocks(name), kind)
     dense = torch.float32 if form == native.GGML_FORMATS["F32"] else torch.bfloat16
     return NativeWeight.from_dense(headers.tensor(name, dense))
-
-
-def _absent(place: FileMatrix) -> AbsentWeight:
-    return AbsentWeight(place.form, place.rows, place.columns, place.group, place.zero)

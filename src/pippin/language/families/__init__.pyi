@@ -2,6 +2,7 @@ from .config_json import (
     FAMILIES as FAMILIES,
     KV_SHARED as KV_SHARED,
     RECURRENT as RECURRENT,
+    SHARED_FAMILIES as SHARED_FAMILIES,
     WRAPPERS as WRAPPERS,
     from_hf as from_hf,
     to_hf as to_hf,

@@ -47,6 +47,7 @@ from pippin.language.families import (
     nemotron_h,
     olmo,
     olmo_hybrid,
+    parallel_track,
     phi,
     qwen,
     qwen_hybrid,
@@ -116,6 +117,7 @@ FAMILIES: dict[str, Family] = {
         olmo.OLMO3,
         olmo.OLMOE,
         olmo_hybrid.OLMO_HYBRID,
+        parallel_track.PT_MOE,
         phi.PHI3,
         phi.PHIMOE,
         qwen_hybrid.QWEN3_NEXT,
@@ -128,6 +130,8 @@ FAMILIES: dict[str, Family] = {
     )
 }
 """The families by their model type."""
+SHARED_FAMILIES = {name: family for name, family in FAMILIES.items() if not family.pippin_only}
+"""Those that other libraries have, too."""
 WRAPPERS = {
     "aya_vision": "cohere2",
     "cohere2_vision": "cohere2",

@@ -89,6 +89,7 @@ class Family:
         predicts_more: whether files may hold layers after the last that predict further tokens; they are not read.
         omitted: fields that `common_fields` writes and the family must not have.
         gguf: how llama.cpp stores the family; None for one that it does not have.
+        pippin_only: whether only Pippin has such models.
         mlx_lm: what mlx-lm changes in weights that are no convolutions; see `MLXLayout`.
     """
 
@@ -104,6 +105,7 @@ class Family:
     predicts_more: bool = False
     omitted: tuple[str, ...] = ()
     gguf: GGUFLayout | None = None
+    pippin_only: bool = False
     mlx_lm: Literal["nothing", "norms as they multiply", "multipliers in weights"] = "nothing"
 
 
