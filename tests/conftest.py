@@ -70,6 +70,20 @@ def tiny():
 
 
 @pytest.fixture(scope="session")
+def least_of():
+    """The least memory for the model in a folder, as the error for less says."""
+    import pippin
+    from pippin.core.errors import NotEnoughMemory
+
+    def least(path, **options):
+        with pytest.raises(NotEnoughMemory) as refused:
+            pippin.load(path, device="cpu", memory=1, **options)
+        return int(str(refused.value).partition("memory=")[2].partition(" ")[0])
+
+    return least
+
+
+@pytest.fixture(scope="session")
 def save_mixture(tiny):
     """Writes a random mixture in bfloat16 with the small tokenizer to a folder, which it returns."""
     import torch

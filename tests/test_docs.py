@@ -40,7 +40,7 @@ def test_python_blocks_run(page, default_model_path, monkeypatch):
 
 @pytest.mark.parametrize("line", commands())
 def test_commands_parse(line):
-    words = shlex.split(line.split("  #")[0])
+    words = shlex.split(re.split("  #| [|] ", line)[0])
     group = typer.main.get_command(app)
     while words and words[0] in getattr(group, "commands", {}):
         group = group.commands[words.pop(0)]

@@ -23,6 +23,7 @@ from pippin.bayes.simulation.rope import RobustPosteriorEstimation
 from pippin.core.errors import InvalidArgument, ModelNotFound
 from pippin.core.formats.checkpoint import model_type
 from pippin.core.formats.model_types import MODEL_TYPES, class_of
+from pippin.engine.neurons.neuron_predictor import NeuronPredictor, NeuronPredictorConfig
 from pippin.generate import (
     DART,
     DartConfig,
@@ -42,6 +43,7 @@ from pippin.language import to_diffusion
 from pippin.language.encoder import Encoder, EncoderConfig, TextEncoder
 from pippin.language.methods.instruction_pruning.pruned_model import PrunedModel, mask_predictor
 from pippin.language.methods.ladir import LatentReasoner, ThoughtVAE
+from pippin.language.methods.prompt_experts import PromptRouter, PromptRouterConfig
 from pippin.language.methods.soup_of_experts.model import SoupOfExperts
 
 X = torch.randn(60, 2, generator=torch.Generator().manual_seed(1))
@@ -139,6 +141,16 @@ def masked_diffusion(tiny) -> Case:
     )
 
 
+def prompt_router(_) -> Case:
+    made = random(PromptRouter(PromptRouterConfig(8, 0, (0, 1), 2, 4, 1, 2)))
+    return Case(made, lambda found: found(X[:3].repeat(1, 4)), {})
+
+
+def neuron_predictor(_) -> Case:
+    made = random(NeuronPredictor(NeuronPredictorConfig(8, (6, 4), 3, "weights")))
+    return Case(made, lambda found: found.scores(1, X[:3].repeat(1, 4)), {})
+
+
 def soup(tiny) -> Case:
     made = random(SoupOfExperts(tiny, 2, 3, router_hidden_size=8))
     return Case(made, lambda found: found.instantiate([0.2, 0.3, 0.5]).module(IDS), {"device": "cpu"})
@@ -184,11 +196,13 @@ CASES: dict[str, Callable[[Any], Case]] = {
     "pippin_laplace": lambda _: posterior(Laplace(network(), "classification").fit([(X, LABELS)]), model=network()),
     "pippin_laplace_mixture": mixture,
     "pippin_masked_diffusion": masked_diffusion,
+    "pippin_neuron_predictor": neuron_predictor,
     "pippin_npe": lambda _: Case(
         npe(),
         lambda found: found.sample(3, torch.zeros(2, 3)),
         {"prior": PRIOR, "encoder": nn.Linear(3, 2)},
     ),
+    "pippin_prompt_router": prompt_router,
     "pippin_refiner": lambda _: Case(
         random(SimRefiner(RefinerConfig((1, 8, 8), channels=4, num_blocks=1))),
         lambda found: found.refine(torch.linspace(-1, 1, 64).view(1, 1, 8, 8)),

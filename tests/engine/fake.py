@@ -64,6 +64,7 @@ class FakeRunner:
         self.recurrent = bool(model.cache_layout.recurrent_layers)
         self.blocks, self.memory = blocks, array("q", [-1]) * (2 * BLOCK_SIZE * blocks)
         self.passes, self.broken, self.may_write, self.copies = [], None, lambda block: True, 0
+        self.given_back = []
 
     def forward(self, inputs):
         if self.broken is not None:
@@ -81,6 +82,11 @@ class FakeRunner:
                     at = 2 * (block * BLOCK_SIZE + place % BLOCK_SIZE)
                     self.memory[at], self.memory[at + 1] = id, mark_of(model_input.adapter)
         return [self.rows(model_input) for model_input in inputs]
+
+    def give_back(self, blocks):
+        self.given_back += blocks
+        for block in blocks:  # what they held is lost
+            self.memory[2 * block * BLOCK_SIZE : 2 * (block + 1) * BLOCK_SIZE] = array("q", [-1]) * (2 * BLOCK_SIZE)
 
     def rows(self, model_input):
         start, ids, known = model_input.num_computed_tokens, array("q"), 0

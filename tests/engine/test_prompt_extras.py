@@ -171,6 +171,9 @@ def test_masked_experts_have_blocks_of_their_own(opened):
         assert last.cached_tokens == 0
         assert [token.logprob for token in plain] != [token.logprob for token in masked]
         assert ask(engine, prompt, experts=ExpertMask(allowed.clone()))[1].cached_tokens == 49
+        ones = torch.ones(4, 6)
+        assert ask(engine, prompt, experts=ExpertMask(allowed, ones))[1].cached_tokens == 49
+        assert ask(engine, prompt, experts=ExpertMask(allowed, ones / 2))[1].cached_tokens == 0
 
 
 @torch.no_grad()
@@ -255,6 +258,14 @@ def test_what_a_model_cannot_do_is_refused_before_any_work(opened):
     mask[2, 1:] = False
     with Engine(mixture) as engine, pytest.raises(InvalidArgument, match="leaves 1 of 6 experts in layer 2"):
         engine.stream(Request(prompt, experts=ExpertMask(mask)))
+    whole = torch.ones(4, 6, dtype=torch.bool)
+    for weights, message in [
+        (torch.ones(4, 5), "the shape of the mask"),
+        (torch.zeros(4, 6), "above 0"),
+        (torch.full((4, 6), torch.nan), "finite"),
+    ]:
+        with Engine(mixture) as engine, pytest.raises(InvalidArgument, match=message):
+            engine.stream(Request(prompt, experts=ExpertMask(whole, weights)))
     for changes, strength in [({}, 1.0), ({"norm": SteeringChange()}, 1.0), ({"norm": shift}, float("nan"))]:
         with pytest.raises(InvalidArgument):
             Steering(changes, strength)

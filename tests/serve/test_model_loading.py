@@ -8,15 +8,18 @@ import pytest
 from pippin.claims.worlds.sequences.byte_text import byte_config, byte_model
 from pippin.core import native
 from pippin.core.errors import NotEnoughMemory
+from pippin.engine.kv_eviction import StreamingLLM, cache_settings
 from pippin.engine.model_runner import BLOCK_SIZE
+from pippin.engine.options import CacheOptions
 from pippin.language import Decoder, memory_placement
 from pippin.language.availability import memory_needed as needed_by
 from pippin.serve import model_loading
+from pippin.serve.model_pool import token_bytes
 from pippin.serve.service import Service
 from pippin.serve.settings import ServerSettings
 from pippin.session.options import GenerationOptions
 from pippin.session.providers.provider import ProviderRequest
-from pippin.session.transcript import Prompt, Transcript
+from pippin.session.transcript import Answer, Prompt, Transcript
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +40,29 @@ def test_the_settings_reach_model_and_engine(folder):
         turn = ProviderRequest(Transcript(entries=(Prompt("Hello"),)), options=GenerationOptions(max_tokens=2))
         assert list(local.stream(turn))
     assert local.engine.stats().cache_tokens_used == 0, "closed"
+
+
+def test_conversations_of_a_server_are_kept_within_its_budget(folder):
+    """Requests bring the whole conversation, of which only the last turn is computed."""
+    settings = ServerSettings(models=(str(folder),), device="cpu", cache="streaming-llm", cache_budget=120)
+    options, entries = GenerationOptions(max_tokens=5), ()
+    with model_loading.alone(settings) as local:
+        assert local.cache == StreamingLLM(budget=120)
+        for turn in range(8):
+            entries += (Prompt(f"What do you see in the long room number {turn} at the end of the hall?"),)
+            *deltas, done = local.stream(ProviderRequest(Transcript(entries=entries), options=options))
+            entries += (Answer("".join(delta.text for delta in deltas)),)
+        assert done.usage.input_tokens > 120 + 256
+        assert done.usage.input_tokens - done.usage.cached_tokens < 120
+
+
+def test_conversations_are_as_many_as_half_of_the_cache_holds(tiny):
+    settings = ServerSettings(models=("tiny",), cache="epicache", cache_budget=512, max_conversations=9)
+    cache = cache_settings(CacheOptions(cache="epicache", cache_budget=512))
+    one = cache.most_tokens * token_bytes(tiny)
+    assert cache.most_tokens == 5 * (512 + 256 + 512)
+    for most_bytes, wanted in ((0, 1), (one, 1), (4 * one, 4), (100 * one, 9)):
+        assert model_loading.most_conversations(settings, tiny, cache, most_bytes) == wanted
 
 
 def test_the_models_of_a_server_keep_as_many_caches_as_it_says_and_what_guesses_for_them_all(tmp_path):

@@ -34,6 +34,11 @@ KEYS = {"alice": "0123456789abcdef"}
         ({"threads": 4096}, "threads is 4096, and this process may use"),
         ({"speculate": ""}, "speculate must be"),
         ({"log_prompts": True, "stateless": True}, "log_prompts keeps prompts and stateless promises not to"),
+        ({"cache_budget": 512}, "cache_budget is that of a bounded cache; name one with cache"),
+        ({"cache": "all"}, "cache must be 'streaming-llm', 'h2o', 'snapkv', 'keydiff' or 'epicache'"),
+        ({"cache": "snapkv", "stateless": True}, "cache keeps conversations, which does not go with stateless"),
+        ({"cache": "snapkv", "speculate": "ngram"}, "cache keeps conversations, which does not go with speculate"),
+        ({"cache": "snapkv", "prompt_router": "router"}, "which does not go with prompt_router"),
         ({"prompt_cache": "kept", "stateless": True}, "prompt_cache keeps prompts and stateless promises not to"),
     ],
 )

@@ -20,10 +20,12 @@ import atexit
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from pippin.core.checks import NonNegativeInt, PositiveInt, checked
 from pippin.core.errors import InvalidArgument, PippinError, UnsupportedModel
@@ -35,6 +37,8 @@ from pippin.engine.continuation_scores import Scores
 from pippin.engine.engine_stats import EngineStats
 from pippin.engine.experts.expert_store import ExpertStore
 from pippin.engine.experts.memory_share import MemoryShare, close_store, open_store
+from pippin.engine.experts.prompt_experts import ExpertChoice, PromptExperts
+from pippin.engine.kv_eviction import cache_file
 from pippin.engine.kv_eviction.bounded_cache import BoundedCache, make_bounded
 from pippin.engine.kv_eviction.policy import CachePolicy
 from pippin.engine.loop import EngineLoop
@@ -50,6 +54,9 @@ from pippin.engine.runners.native_runner import NativeRunner
 from pippin.engine.runners.select import make_runner
 from pippin.engine.scheduler import Scheduler
 from pippin.language.language_model import LanguageModel
+
+if TYPE_CHECKING:
+    from pippin.engine.neurons.neuron_share import PlacedNeurons
 
 
 class Engine:
@@ -68,6 +75,7 @@ class Engine:
             the model leaves) if that is less. No request may be longer.
         kv_cache_dtype: precision of keys and values; "auto" for the one that suits the model.
         enable_prefix_caching: whether computed blocks, and states of recurrent layers, are cached for later requests.
+        experts: how prompts choose the experts of a mixture, for requests that name none; not for scores. None for all.
         prompt_cache: a file from which the prefix cache is loaded, if it exists, and to which it is saved when the
             engine is closed; None for neither.
 
@@ -75,10 +83,13 @@ class Engine:
         context_size: tokens that prompt and answer may take together.
         kv_cache_dtype: precision of keys and values.
         expert_store: brings the experts that are in storage; None where all are in memory.
+        neuron_store: brings the neurons that are in storage; None where all are in memory.
         recommended_sampling: fields of `SamplingOptions` that the model recommends to requests that name none.
 
     Raises:
-        InvalidArgument: a number outside its range, or fewer ``cache_tokens`` than sequences need.
+        InvalidArgument: a number outside its range, fewer ``cache_tokens`` than sequences need, or ``experts`` for
+            another model.
+        UnsupportedModel: prompts cannot choose experts of this model.
         NotEnoughMemory: there is no memory for the cache, or a budget of the model leaves less for it.
         InvalidInput, CorruptedFile, PromptCacheMismatch: the prompt cache, or the recommended sampling, cannot be used.
     """
@@ -94,6 +105,7 @@ class Engine:
         cache_tokens: int | None = None,
         kv_cache_dtype: KVCacheDtypeChoice = "auto",
         enable_prefix_caching: bool = True,
+        experts: PromptExperts | None = None,
         prompt_cache: str | Path | None = None,
     ) -> None:
         if cache_tokens is not None and cache_tokens < max_num_seqs * BLOCK_SIZE:
@@ -103,6 +115,8 @@ class Engine:
             )
         if model.placement is not None and any(other.holds(model) for other in list(_engines)):
             raise InvalidArgument(f"the memory of {model.name} is that of another engine; close it first")
+        if experts is not None:
+            experts.check(model)
         size = engine_size(
             model,
             max_num_seqs,
@@ -110,7 +124,7 @@ class Engine:
             cache_tokens=cache_tokens,
             kv_cache_dtype=kv_cache_dtype,
         )
-        self.model, self.max_waiting = model, max_waiting
+        self.model, self.max_waiting, self.experts = model, max_waiting, experts
         self.recommended_sampling = recommended(model.source)
         self.max_num_batched_tokens = size.max_num_batched_tokens
         self.prompt_cache = None if prompt_cache is None else Path(prompt_cache)
@@ -129,8 +143,9 @@ class Engine:
             max_scored_rows=size.max_scored_rows,
             original_max_position_embeddings=model.cache_layout.original_max_position_embeddings,
         )
-        self.context_size = min(model.context_size, self._scheduler.capacity(size.num_blocks))
-        self.expert_store = self._open_store()
+        self.context_size = min(model.context_size, self._scheduler.blocks.capacity(size.num_blocks))
+        self.expert_store, self._placed_neurons = self._open_store(), self._place_neurons()
+        self.neuron_store = None if self._placed_neurons is None else self._placed_neurons.store
         # weights that training may change; a change invalidates cached keys and values
         self._trainable = [weight for weight in model.network.parameters() if weight.requires_grad]
         self._version = self._weights_version()
@@ -160,6 +175,7 @@ class Engine:
         Raises:
             InvalidArgument: an empty prompt, an id outside the vocabulary (in ``logit_bias`` too), a speculation that
                 this model does not support, or embeddings, positions, steering or experts that do not fit.
+            UnsupportedModel: the prompt cannot choose experts of this model.
             ContextOverflow: prompt and ``max_tokens`` do not fit the context or ``cache_tokens``.
             ModelNotFound: no adapter of this name is loaded.
             Overloaded: the queue is full, or the engine is closed.
@@ -167,9 +183,12 @@ class Engine:
             DecodingFailure: (while iterating) no token can be chosen.
             GenerationError: (while iterating) the step that the request took part in failed.
         """
+        if request.experts is None and self.experts is not None:
+            request = replace(request, experts=self.experts)
         size = self._context_for(request)
         output_processor.check(self.model, request.prompt, request.options, size)
         extras = self._extras(request)
+        policy = self._policy(request)
         options = resolved(request.options, self.recommended_sampling, self.model.vocab_size)
         request = replace(request, options=options)
         adapter = self.model.adapter(request.adapter)
@@ -187,6 +206,8 @@ class Engine:
         if request.cancel is not None:
             state.cancelled = request.cancel.is_set
         state.cache = request.cache
+        if policy is not None:  # what reads the prompt waits until the request is sure to be taken
+            state.choice = ExpertChoice(policy, self.model, request.prompt)
         self._submit(state)
         return EventStream(state)
 
@@ -197,10 +218,25 @@ class Engine:
             policy: what stays, such as `pippin.engine.kv_eviction.SnapKV(budget=1024)`.
 
         Raises:
-            UnsupportedModel: layers of this model have sliding windows, states, or heads of several sizes.
+            UnsupportedModel: this model has states, heads of several sizes, or positions that depend on the length.
             NotEnoughMemory: the engine's cache has less room than the budget.
         """
         return make_bounded(policy, self.model, self._runner)
+
+    def save_caches(
+        self, path: Path, caches: Mapping[str, BoundedCache], tensors: Mapping[str, Tensor], values: Mapping[str, Any]
+    ) -> int:
+        """Write bounded caches to a file; see `pippin.engine.kv_eviction.cache_file.save`."""
+        return cache_file.save(path, caches, self.model, self._runner, tensors=tensors, values=values)
+
+    def load_caches(self, path: Path) -> cache_file.Loaded:
+        """Read bounded caches of a file; see `pippin.engine.kv_eviction.cache_file.load`."""
+        loaded = cache_file.load(path, self.model, self._runner)
+        keyed = {
+            name: (tensors, numbers, None if key is None else self._with_version(key))
+            for name, (tensors, numbers, key) in loaded.states.items()
+        }
+        return loaded._replace(states=keyed)
 
     def _context_for(self, request: Request) -> int:
         """Tokens that prompt and answer may take together."""
@@ -208,12 +244,13 @@ class Engine:
             return self.context_size
         if not request.cache.belongs_to(self._runner):
             raise InvalidArgument("this cache belongs to another engine; make one with bounded_cache")
-        if request.speculation is not None or request.extras() is not None:
+        if request.speculation is not None or request.experts is not None or request.extras() is not None:
             raise InvalidArgument(
-                "in a bounded cache there are no drafts, embeddings, positions, steering, masks of experts or hidden "
-                "states; leave them out"
+                "in a bounded cache there are no drafts, embeddings, positions, steering, masks or choices of experts, "
+                "or hidden states; leave them out"
             )
-        return self.model.context_size
+        # where there is no limit, an answer is no longer than the trained context
+        return request.cache.max_tokens or len(request.prompt) + self.model.context_size
 
     def _extras(self, request: Request) -> PromptExtras | None:
         """What a request has beside tokens, after a check."""
@@ -221,6 +258,12 @@ class Engine:
         if extras is None:
             return None
         config = self.model.config
+        layered = extras.steering is not None or extras.experts is not None
+        if layered and self.model.module.collectives is not None and config.tracks is not None:
+            raise InvalidArgument(
+                "steering and masks of experts name layers, and a process has those of some tracks only; leave them "
+                "out, or answer in one process"
+            )
         mixtures = [layer.experts or layer.feedforward for layer in config.layers]
         experts = [(spec.num_experts, spec.num_experts_per_tok) for spec in mixtures]
         extras.check(config.hidden_size, self.model.module, experts)
@@ -230,6 +273,17 @@ class Engine:
                 "out, or take 'ngram'"
             )
         return extras
+
+    def _policy(self, request: Request) -> PromptExperts | None:
+        """How a prompt chooses experts, after a check; None where it chooses none."""
+        if not isinstance(request.experts, PromptExperts):
+            return None
+        request.experts.check(self.model)
+        if request.speculation is not None or request.embeddings:
+            raise InvalidArgument(
+                "where the prompt chooses experts there are neither drafts nor embeddings; leave them out"
+            )
+        return request.experts
 
     def check(self, prompt: Sequence[int], options: SamplingOptions) -> None:
         """Check a prompt; raise the errors that `stream` would raise.
@@ -243,6 +297,11 @@ class Engine:
     def holds(self, model: LanguageModel) -> bool:
         """Whether it is open and computes a model."""
         return self.model is model and not self._closed
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes requests."""
+        return not self._loop.closing
 
     def fetch_experts(self, source: ExpertSource) -> None:
         """Let a source bring the experts of a mixture, or look on; before the first request.
@@ -357,7 +416,7 @@ class Engine:
             cache_tokens_capacity=pool.num_blocks * BLOCK_SIZE // len(self._runner.windows),
             cache_bytes_used=used * self._runner.block_bytes,
             state_bytes_used=self._state_bytes(),
-            **self._expert_counts(),
+            **self._storage_counts(),
             **loop.counts,
         )
 
@@ -421,6 +480,8 @@ class Engine:
                 files.save(self.prompt_cache, self.model, self._runner, self._current_sequences())
             if self.expert_store is not None and self.model.placement is not None:
                 close_store(self.model.placement, self.expert_store)
+            if self._placed_neurons is not None:
+                self._placed_neurons.close()
         finally:
             self._scheduler.reset()
             self._runner.close()
@@ -435,10 +496,31 @@ class Engine:
         share = MemoryShare(placement, self.model.config, self._runner.block_bytes // BLOCK_SIZE)
         return open_store(placement, self._runner, share)
 
+    def _place_neurons(self) -> PlacedNeurons | None:
+        """The neurons that are not in memory; None where all are."""
+        placement = self.model.placement
+        if placement is None or placement.neurons is None:
+            return None
+        from pippin.engine.neurons.neuron_share import PlacedNeurons  # with the runner in torch, which is large
+        from pippin.engine.runners.torch_runner import TorchRunner
+
+        assert isinstance(self._runner, TorchRunner)
+        share = MemoryShare(placement, self.model.config, self._runner.block_bytes // BLOCK_SIZE)
+        return PlacedNeurons(placement, self._runner, share)
+
     # --- for callers ----------------------------------------------------------------------------------------------
 
-    def _expert_counts(self) -> dict[str, int]:
-        """What experts in storage cost so far."""
+    def _storage_counts(self) -> dict[str, Any]:
+        """What experts or neurons in storage cost so far."""
+        if self.neuron_store is not None:
+            found = self.neuron_store.stats
+            return {
+                "neuron_hits": int(found.hits.sum()),
+                "neuron_misses": int((found.needed - found.hits).sum()),
+                "neuron_bytes_read": int(found.bytes_read.sum()),
+                "neuron_bytes_used": found.resident_bytes,
+                "neuron_stall_seconds": found.stall_seconds,
+            }
         if self.expert_store is None:
             return {}
         stats = self.expert_store.stats
@@ -463,7 +545,7 @@ class Engine:
     def _fork_size(self) -> int:
         """Maximum tokens of a prompt and a continuation: the block in which they diverge is allocated twice."""
         pool = self._scheduler.pool
-        return min(self.context_size, self._scheduler.capacity(pool.num_blocks - len(self._runner.windows)))
+        return min(self.context_size, self._scheduler.blocks.capacity(pool.num_blocks - len(self._runner.windows)))
 
     def _cache_path(self, path: str | Path | None) -> Path:
         chosen = self.prompt_cache if path is None else Path(path)
@@ -534,30 +616,3 @@ def _close_all() -> None:
             engine.close()
         except PippinError as error:  # the prompt cache could not be written, and no caller is left to raise it to
             print(f"pippin: {error}", file=sys.stderr)
-
-
-class _EngineHolder:
-    """Holds the shared engine of a model; a copy of the model starts without one."""
-
-    def __init__(self, engine: Engine | None = None) -> None:
-        self.engine = engine
-
-    def __reduce__(self) -> tuple[type[_EngineHolder], tuple[()]]:
-        return _EngineHolder, ()
-
-
-_sharing = threading.Lock()
-
-
-def shared_engine(model: LanguageModel) -> Engine:
-    """The engine that all sessions of a model share; created by the first call, and closed with the model.
-
-    Raises:
-        NotEnoughMemory: there is no memory for the cache.
-    """
-    with _sharing:
-        # an attribute of the model, so that both have the same lifetime
-        holder: _EngineHolder = vars(model).setdefault("_engine", _EngineHolder())
-        if holder.engine is None or holder.engine._loop.closing:
-            holder.engine = Engine(model)
-        return holder.engine

@@ -28,6 +28,8 @@ class EngineStats:
             any length takes the same.
         expert_hits, expert_misses: of the experts that passes needed from storage, how many were in memory, and how
             many had to be waited for. expert_bytes_read: bytes read for experts. expert_bytes_used: their memory.
+        neuron_hits, neuron_misses, neuron_bytes_read, neuron_bytes_used: the same of neurons of feed-forward layers;
+            those of one pass count once. neuron_stall_seconds: for which passes waited until they were read.
     """
 
     max_num_seqs: int
@@ -57,3 +59,8 @@ class EngineStats:
     expert_misses: int = 0
     expert_bytes_read: int = 0
     expert_bytes_used: int = 0
+    neuron_hits: int = 0
+    neuron_misses: int = 0
+    neuron_bytes_read: int = 0
+    neuron_bytes_used: int = 0
+    neuron_stall_seconds: float = 0.0

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
 from pippin.core.errors import InvalidArgument, Overloaded, UnsupportedCapability
-from pippin.engine.engine import Engine, shared_engine
+from pippin.engine.engine import Engine
 from pippin.engine.options import SamplingOptions
 from pippin.engine.request import Finished, FinishReason, Request, Token
+from pippin.engine.shared import shared_engine
 
 if TYPE_CHECKING:
     from pippin.language.language_model import LanguageModel

@@ -4,7 +4,8 @@ Notable here:
 - a step is one pass over the new tokens of all scheduled requests; requests join and leave between two steps
 - an error of one request reaches its caller only; an error of a pass reaches the callers of that pass, and the loop
   continues with an empty cache
-- nothing polls: the thread waits for work, and ends after `IDLE_SECONDS` without any
+- nothing polls: the thread waits for work, and ends after `IDLE_SECONDS` without any; blocks of the cache that hold
+  nothing are then given back to the system
 """
 
 from __future__ import annotations
@@ -157,6 +158,9 @@ class EngineLoop:
                 requests, self.requests = self.requests, set()
             for request in requests:  # not through the scheduler, whose state may be inconsistent now
                 self.counts["failed"] += 1
+                if request.cache is not None:
+                    request.cache.clear()
+                    request.cache.end()
                 request.events.put(GenerationError(f"the engine failed: {error!r}"))
             while self._calls:
                 self._calls.popleft()[1].put((None, GenerationError(f"the engine failed: {error!r}")))
@@ -170,6 +174,8 @@ class EngineLoop:
                 self._wake.wait(IDLE_SECONDS)
             if not (self.requests or self._calls):
                 self._thread = None
+                if not self.closing:
+                    self._runner.give_back(self._scheduler.pool.take_unused())
                 return False
             new, self._inbox = self._inbox, []
         for request in new:
@@ -256,6 +262,9 @@ class EngineLoop:
         assert isinstance(request, RequestState)
         if request not in self._scheduler.running:  # another continuation of it has failed
             return
+        if chunk.probe and request.cache is not None:
+            request.cache.advance_probe(len(chunk.probe), capture)
+            return
         self._scheduler.mark_computed(sequence, chunk.num_tokens)
         try:
             if request.cache is not None:
@@ -295,6 +304,8 @@ class EngineLoop:
         hidden = None if capture is None else capture.hidden_states
         for token in output.process(rows, draft, hidden):
             request.append(token.id)
+            if request.choice is not None:
+                request.choice.extend(request.token_ids)
             request.events.put(token)
         self.counts["tokens_generated"] += len(request.token_ids) - at
         if draft is not None:

@@ -15,6 +15,7 @@ from pippin.core.checks import PositiveInt, checked
 from pippin.core.files import format_bytes
 from pippin.core.report import Report, Row
 from pippin.engine.engine import Engine
+from pippin.engine.engine_stats import EngineStats
 from pippin.engine.measure_speed import measure_speed, prompt_ids
 from pippin.engine.model_runner import KVCacheDtypeChoice
 from pippin.language.language_model import LanguageModel
@@ -28,7 +29,7 @@ class BudgetSpeed:
         budget: the budget in bytes.
         prompt: prompt tokens per second, up to the first token of the answer.
         answer: tokens per second after the first one.
-        hit_rate: share of the experts that were in memory when they were needed; 1 if all are.
+        hit_rate: share of the experts or neurons that were in memory when they were needed; 1 if all are.
         bytes_per_token: bytes read from storage for each token of prompt and answer.
         resident: resident memory that the model adds, after the run.
     """
@@ -76,13 +77,22 @@ def measure_budget(
             before = engine.stats()
             speed = measure_speed(engine, ids, answer, stops=stops)
             after = engine.stats()
-            hits, misses = after.expert_hits - before.expert_hits, after.expert_misses - before.expert_misses
-            read = (after.expert_bytes_read - before.expert_bytes_read) / (prompt + answer)
+            hits, misses, nbytes = (b - a for a, b in zip(_brought(before), _brought(after), strict=True))
+            read = nbytes / (prompt + answer)
             rate = hits / (hits + misses) if hits + misses else 1.0
             resident = budget.nbytes - budget.left
             found.append((speed.prompt_tokens_per_second, speed.answer_tokens_per_second, rate, read, resident))
             on_run()
     return BudgetSpeed(budget.nbytes, *zip(*found, strict=True))
+
+
+def _brought(stats: EngineStats) -> tuple[int, int, int]:
+    """Experts or neurons that were in memory when they were needed, those that were not, and bytes read."""
+    return (
+        stats.expert_hits + stats.neuron_hits,
+        stats.expert_misses + stats.neuron_misses,
+        stats.expert_bytes_read + stats.neuron_bytes_read,
+    )
 
 
 def report(name: str, speeds: Sequence[BudgetSpeed]) -> Report:
@@ -99,7 +109,7 @@ def report(name: str, speeds: Sequence[BudgetSpeed]) -> Report:
         rows += [
             Row.of_runs(f"prompt, {label}", each.prompt, "tokens/s"),
             Row.of_runs(f"answer, {label}", each.answer, "tokens/s"),
-            Row.of_runs(f"experts in memory when needed, {label}", [100 * rate for rate in each.hit_rate], "%"),
+            Row.of_runs(f"in memory when needed, {label}", [100 * rate for rate in each.hit_rate], "%"),
             Row.of_runs(f"read from storage for a token, {label}", read, "MB"),
             Row.of_runs(f"resident, {label}", [nbytes / 1e6 for nbytes in each.resident], "MB"),
         ]
@@ -129,7 +139,7 @@ def draw(name: str, speeds: Sequence[BudgetSpeed], path: str | Path) -> None:
     panels[0].set_ylabel("tokens/s")
     panels[0].set_yscale("log")
     panels[0].legend()
-    panels[1].set_ylabel("experts in memory\nwhen needed, %")
+    panels[1].set_ylabel("experts or neurons in\nmemory when needed, %")
     panels[2].set_ylabel("read from storage\nfor a token, MB")
     panels[2].set_xlabel("budget, MB")
     plotting.save(figure, path)

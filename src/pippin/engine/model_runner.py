@@ -186,6 +186,9 @@ class Runner(Protocol):
     def write(self, blocks: Sequence[int], data: UInt8[Tensor, "blocks bytes"]) -> None:
         """Fill blocks with data that `read` returned."""
 
+    def give_back(self, blocks: Sequence[int]) -> None:
+        """Give the memory of blocks back to the system, where it can be; what they held is lost."""
+
     @property
     def heads_in_block(self) -> int:
         """Heads whose keys and values a block holds, in all layers; 0 if no sequence may have `HeadTables`."""

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Le, Lt
 
 from pippin.core import device as devices
-from pippin.core.checks import NonNegativeFloat, PositiveFloat, PositiveInt, Probability, checked
+from pippin.core.checks import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Probability, checked
 from pippin.core.errors import InvalidArgument
 from pippin.core.options import Option, parse_memory
 from pippin.data.text.tool_dialect_name import ToolDialectName
@@ -93,13 +93,64 @@ PromptCache = Annotated[
 ]
 
 
+PromptRouterFolder = Annotated[
+    Path | None,
+    Option(
+        "The router that chooses the experts of a mixture by the prompt, a folder of pippin train route: what stays in "
+        "storage is read once for many tokens. Answers are others than with all experts.",
+        SPEED,
+        "FOLDER",
+    ),
+]
+KeepExperts = Annotated[
+    PositiveInt | None,
+    Option("Experts of each mixture that a prompt chooses; by default what its router was trained for.", SPEED, "N"),
+]
+ReselectEvery = Annotated[
+    NonNegativeInt | None,
+    Option("Tokens of the answer after which experts are chosen again, 128 by default; 0 for never.", SPEED, "TOKENS"),
+]
+
+
+CacheName = Annotated[
+    Literal["streaming-llm", "h2o", "snapkv", "keydiff", "epicache"] | None,
+    Option(
+        "Keep the keys and values of a conversation within --cache-budget, however long it becomes: the newest tokens "
+        "(streaming-llm), the most attended (h2o, snapkv), those unlike others (keydiff), or a cache for each topic "
+        "(epicache). By default all are kept.",
+        SPEED,
+    ),
+]
+CacheBudget = Annotated[
+    PositiveInt | None, Option("Tokens that --cache keeps for each head, 1024 by default.", SPEED, "TOKENS")
+]
+
+
+@checked
+@dataclass(frozen=True, kw_only=True)
+class CacheOptions:
+    """How a conversation is kept within a budget; see `pippin.engine.kv_eviction`.
+
+    Raises:
+        InvalidArgument: a budget without a cache.
+    """
+
+    cache: CacheName = None
+    cache_budget: CacheBudget = None
+
+    def __post_init__(self) -> None:
+        if self.cache_budget is not None and self.cache is None:
+            raise InvalidArgument("cache_budget is that of a bounded cache; name one with cache, such as snapkv")
+
+
 @checked
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
     """How a model is run on this machine; each field is documented in its annotation.
 
     Raises:
-        InvalidArgument: a value outside its range, or more threads than this process may use.
+        InvalidArgument: a value outside its range, more threads than this process may use, or how experts are chosen
+            without a router.
     """
 
     device: Device = None
@@ -112,8 +163,20 @@ class ModelOptions:
     tool_dialect: ToolDialect = None
     speculate: Speculate = None
     prompt_cache: PromptCache = None
+    prompt_router: PromptRouterFolder = None
+    keep_experts: KeepExperts = None
+    reselect_every: ReselectEvery = None
 
     def __post_init__(self) -> None:
+        for name in ("keep_experts", "reselect_every"):
+            if getattr(self, name) is not None and self.prompt_router is None:
+                raise InvalidArgument(
+                    f"{name} is for a prompt that chooses experts; name its router with prompt_router"
+                )
+        if self.prompt_router is not None and self.speculate is not None:
+            raise InvalidArgument(
+                "where the prompt chooses experts nothing is drafted; leave speculate or prompt_router out"
+            )
         if self.threads is not None and self.threads > (cores := devices.threads()):
             raise InvalidArgument(f"threads is {self.threads}, and this process may use {cores}, one on each core")
         if self.speculate == "":

@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from pippin.core.checks import checked
+from pippin.engine.experts.prompt_experts import PromptExperts
 from pippin.engine.grammar.constraint import Grammar
 from pippin.engine.kv_eviction.bounded_cache import BoundedCache
 from pippin.engine.options import SamplingOptions
@@ -93,7 +94,7 @@ class Request:
         embeddings: embeddings in place of those of some prompt tokens, such as those of images.
         positions: position of each prompt token, (axes, tokens); None for 0, 1, 2, ... The answer follows the largest.
         steering: changes of hidden states; None for none.
-        experts: the experts that tokens may be routed to; None for all.
+        experts: the experts that tokens may be routed to, or how the prompt chooses them; None for all.
         return_hidden_states: whether tokens come with the hidden state that they were predicted from.
         thinking: how the model reasons before it answers, with its budget; None if all that it writes is the answer.
         cache: of `Engine.bounded_cache`, in which the sequence is kept in place of the shared cache. A prompt goes on
@@ -112,7 +113,7 @@ class Request:
     embeddings: Sequence[PromptEmbeddings] = ()
     positions: Int[Tensor, "axes tokens"] | None = None
     steering: Steering | None = None
-    experts: ExpertMask | None = None
+    experts: ExpertMask | PromptExperts | None = None
     return_hidden_states: bool = False
     skip_special_tokens: bool = True
     thinking: Thinking | None = None
@@ -120,9 +121,10 @@ class Request:
 
     def extras(self) -> PromptExtras | None:
         """What it has beside tokens; None for nothing."""
-        beside = (self.positions, self.steering, self.experts)
+        experts = self.experts if isinstance(self.experts, ExpertMask) else None
+        beside = (self.positions, self.steering, experts)
         if not self.embeddings and not self.return_hidden_states and all(each is None for each in beside):
             return None
         return PromptExtras(
-            len(self.prompt), self.embeddings, self.positions, self.steering, self.experts, self.return_hidden_states
+            len(self.prompt), self.embeddings, self.positions, self.steering, experts, self.return_hidden_states
         )

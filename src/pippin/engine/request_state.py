@@ -19,6 +19,7 @@ from torch import Tensor
 
 from pippin.engine.cache.prefix_tree import CacheKey, PrefixNode, Row
 from pippin.engine.continuation_scores import Scores
+from pippin.engine.experts.prompt_experts import ExpertChoice
 from pippin.engine.kv_eviction.bounded_cache import BoundedCache
 from pippin.engine.model_runner import BLOCK_SIZE, GIVEN_BACK, ModelInput
 from pippin.engine.output_processor import OutputProcessor
@@ -142,6 +143,7 @@ class RequestState(SequenceState):
         last_snapshot: the node of the prefix tree with the newest states of the answer.
         never_ran: whether it has not been admitted yet.
         cache: the bounded cache that it is kept in; None for blocks of its own.
+        choice: the experts that its prompt chooses; None where it chooses none.
     """
 
     def __init__(
@@ -169,6 +171,7 @@ class RequestState(SequenceState):
         self.last_snapshot: PrefixNode | None = None
         self.branches: list[ContinuationState] = []
         self.cache: BoundedCache | None = None
+        self.choice: ExpertChoice | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -208,16 +211,24 @@ class ContinuationState(SequenceState):
 
 @dataclass
 class ScheduledChunk:
-    """The part of a sequence that a pass computes: its next ``num_tokens`` tokens, and a draft after the last of
-    them."""
+    """The part of a sequence that a pass computes: its next ``num_tokens`` tokens, and a draft after the last of them;
+    or tokens of the probe of its bounded cache."""
 
     sequence: SequenceState
     num_tokens: int
     draft: Draft | None = None
+    probe: Sequence[int] = ()
+
+    @property
+    def size(self) -> int:
+        """Tokens that the pass computes for it."""
+        return self.num_tokens + len(self.probe) + (0 if self.draft is None else len(self.draft.tokens))
 
     def model_input(self) -> ModelInput:
         """The chunk as the input of a runner."""
         sequence = self.sequence
+        if isinstance(sequence, RequestState) and sequence.cache is not None:
+            return self._bounded_input(sequence, sequence.cache)
         model_input = ModelInput(
             sequence.token_ids[sequence.num_computed_tokens : sequence.num_computed_tokens + self.num_tokens],
             sequence.num_computed_tokens,
@@ -242,9 +253,20 @@ class ScheduledChunk:
             model_input.resume, model_input.residual = self.draft.resume, self.draft.residual
         if sequence.extras is not None:
             sequence.extras.fill(model_input)
-        if isinstance(sequence, RequestState) and sequence.cache is not None:
-            model_input.heads, model_input.capture = sequence.cache.tables(), sequence.cache.capture()
+        if isinstance(sequence, RequestState) and sequence.choice is not None:
+            model_input.experts = sequence.choice.mask_at(sequence.num_computed_tokens)
         return model_input
+
+    def _bounded_input(self, request: RequestState, cache: BoundedCache) -> ModelInput:
+        """The chunk of a request in a bounded cache."""
+        start = request.num_computed_tokens
+        ids = self.probe or request.token_ids[start : start + self.num_tokens]
+        last = not self.probe and self.num_tokens == request.num_pending_tokens and request.wants_logits
+        outputs = (len(ids) - 1,) if last else ()
+        made = ModelInput(ids, cache.num_slots, (), outputs, request.adapter)
+        made.heads, made.capture = cache.tables(), cache.capture()
+        made.other_tables = tuple(request.tables[1:])
+        return made
 
 
 class EventStream:

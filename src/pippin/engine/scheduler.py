@@ -24,6 +24,7 @@ from typing import Final
 
 from torch import Tensor
 
+from pippin.engine.block_tables import BlockTables
 from pippin.engine.cache.block_pool import BlockPool
 from pippin.engine.cache.prefix_tree import CacheKey, PrefixTree, Row
 from pippin.engine.continuation_scores import MAX_ROWS
@@ -77,14 +78,22 @@ class Scheduler:
             max_num_batched_tokens,
             enable_prefix_caching,
         )
-        self._copy_block, self.windows, self._max_snapshots = copy_block, tuple(windows), max_snapshots
-        self._full_groups, self._max_scored_rows = self.windows.count(None), max_scored_rows
+        self.windows, self._max_snapshots, self._max_scored_rows = tuple(windows), max_snapshots, max_scored_rows
         self.original_max_position_embeddings = original_max_position_embeddings
         self.waiting: list[RequestState] = []
         self.running: list[RequestState] = []
         self.num_preempted = self.prompt_tokens = self.cached_tokens = self.prefix_hits = 0
-        self.pool = BlockPool(num_blocks)
-        self.tree = PrefixTree(self.pool, self.windows, max_snapshots)
+        self.blocks = BlockTables(num_blocks, windows, max_num_batched_tokens, max_snapshots, copy_block)
+
+    @property
+    def pool(self) -> BlockPool:
+        """All blocks."""
+        return self.blocks.pool
+
+    @property
+    def tree(self) -> PrefixTree:
+        """The prefix cache."""
+        return self.blocks.tree
 
     def add(self, request: RequestState) -> None:
         """Queue a request, which must not need more blocks than the pool has."""
@@ -105,8 +114,7 @@ class Scheduler:
         for request in stopped:
             if request.cache is not None:
                 request.cache.detach()
-        self.pool = BlockPool(self.pool.num_blocks)
-        self.tree = PrefixTree(self.pool, self.windows, self._max_snapshots)
+        self.blocks.reset(self.pool.num_blocks)
         for request in stopped:
             self._forget(request)
         return stopped
@@ -157,12 +165,14 @@ class Scheduler:
         spent = 0
         for request in self.running:
             if request.decoding:
-                count = min(request.num_pending_tokens, self.max_num_batched_tokens)
+                count = _with_one_set(request, min(request.num_pending_tokens, self.max_num_batched_tokens))
                 if request.cache is not None:
-                    count = request.cache.chunk(count)
+                    chunks.append(_bounded_chunk(request, request.cache, count, self.max_num_batched_tokens // 4))
+                    spent += chunks[-1].size
+                    continue
                 draft = drafts.get(request)
                 chunks.append(ScheduledChunk(request, count, draft))
-                spent += count + (0 if draft is None else len(draft.tokens))
+                spent += chunks[-1].size
             else:
                 prefilling += request.branches or ([request] if request.num_pending_tokens else ())
         while prefilling:
@@ -191,34 +201,32 @@ class Scheduler:
         spare = len(self.windows) * sum(other.decoding for other in self.running)
         if request.cache is not None:
             return self._allocate_bounded(request, request.cache, spare)
-        match = (
-            self.tree.match(request.key, request.keys, len(request.keys) - 1) if self.enable_prefix_caching else None
-        )
+        match = self.tree.match(request.key, request.keys, len(request.keys) - 1) if self._publishes(request) else None
         found = [] if match is None else match.rows
         rows = blocks_for(len(request.token_ids)) - len(found)
-        need = self._blocks_of(rows)
-        self._retain(found)
+        need = self.blocks.needed(rows)
+        self.blocks.retain(found)
         part = match.partial_row if match is not None and match.num_partial_tokens else None
         if part is not None:
-            self._retain([part])
+            self.blocks.retain([part])
             # the block to be copied from may be the one that is missing
             if need + spare > self.pool.num_available:
-                self._release_rows([part])
+                self.blocks.release([part])
                 part = None
         if need + spare > self.pool.num_available:
-            self._release_rows(found)
+            self.blocks.release(found)
             return False
         request.tables = [list(table) for table in zip(*found, strict=True)] if found else [[] for _ in self.windows]
-        self._append_rows(request, rows, 0 if part is None else 1)
+        self.blocks.append(request, rows, 0 if part is None else 1)
         request.num_computed_tokens, request.num_shared_blocks = len(found) * BLOCK_SIZE, len(found)
         request.node = match.node if match is not None and found else None
         if request.node is not None and request.node.states is not None:
             request.states = dict(request.node.states)
         if match is not None and part is not None:
-            self._copy_row(part, request.row(len(found)))
-            self._release_rows([part])
+            self.blocks.copy(part, request.row(len(found)))
+            self.blocks.release([part])
             request.num_computed_tokens += match.num_partial_tokens
-        self._give_back(request)
+        self.blocks.give_back(request)
         self._count_prompt(request)
         return True
 
@@ -226,8 +234,8 @@ class Scheduler:
         """Give a bounded cache all of its blocks; False if there are too few."""
         if cache.num_blocks + spare > self.pool.num_available:
             return False
-        cache.attach(self._new_blocks(cache.num_blocks))
-        request.tables, request.num_computed_tokens = [[]], cache.num_tokens
+        cache.attach(self.blocks.take(cache.num_blocks))
+        request.tables, request.num_computed_tokens = [[] for _ in self.windows], cache.num_tokens
         self._count_prompt(request)
         return True
 
@@ -240,7 +248,9 @@ class Scheduler:
     def _needed(self, request: RequestState) -> int:
         """Blocks that a request takes on entry, if nothing of it is cached."""
         return (
-            self._blocks_of(blocks_for(len(request.token_ids))) if request.cache is None else request.cache.num_blocks
+            self.blocks.needed(blocks_for(len(request.token_ids)))
+            if request.cache is None
+            else request.cache.num_blocks
         )
 
     def _preempt_lower_priority(self, request: RequestState) -> bool:
@@ -264,7 +274,7 @@ class Scheduler:
         if missing <= 0:
             return
         if self._free_blocks_for(request, missing * len(self.windows)):
-            self._append_rows(request, missing, missing)
+            self.blocks.append(request, missing, missing)
         else:
             self._preempt(request)
 
@@ -272,7 +282,7 @@ class Scheduler:
         """Allocate blocks for ``tokens`` draft tokens if any are available; no request is preempted for a draft."""
         missing = blocks_for(len(request.token_ids) + tokens) - len(request.block_table)
         if 0 < missing * len(self.windows) <= self.pool.num_available:
-            self._append_rows(request, missing, missing)
+            self.blocks.append(request, missing, missing)
 
     def _fork(self, request: RequestState) -> None:
         """Fork continuations, as many as one pass computes."""
@@ -286,19 +296,19 @@ class Scheduler:
             index = scores.waiting[0]
             branch = ContinuationState(request, index, scores.continuations[index])
             rows_missing = blocks_for(len(branch.token_ids)) - whole
-            missing = self._blocks_of(rows_missing)
+            missing = self.blocks.needed(rows_missing)
             # one continuation is enough to make progress, so only the first may preempt others
             if self.pool.num_available < missing and (request.branches or not self._free_blocks_for(request, missing)):
                 return
             scores.waiting.popleft()
-            self._retain([request.row(index) for index in range(whole)])
+            self.blocks.retain([request.row(index) for index in range(whole)])
             branch.tables = [table[:whole] for table in request.tables]
-            self._append_rows(branch, rows_missing, 1)
+            self.blocks.append(branch, rows_missing, 1)
             branch.num_computed_tokens, branch.states = len(request.token_ids), request.states.copy()
             request.branches.append(branch)
             rows += branch.num_pending_tokens
             if len(request.token_ids) % BLOCK_SIZE:
-                self._copy_row(request.row(whole), branch.row(whole))
+                self.blocks.copy(request.row(whole), branch.row(whole))
 
     def _free_blocks_for(self, sequence: SequenceState, blocks: int) -> bool:
         """Preempt sequences of lower rank until ``blocks`` are available; False if that is not enough."""
@@ -317,89 +327,6 @@ class Scheduler:
             sequence.parent.scores.waiting.appendleft(sequence.index)
         elif isinstance(sequence, RequestState):
             self._preempt(sequence)
-
-    # --- blocks ---------------------------------------------------------------------------------------------------
-
-    def _blocks_of(self, rows: int) -> int:
-        """Blocks that ``rows`` more rows of a table take at once: groups with windows need only so many of them."""
-        return sum(rows if window is None else min(rows, self._window_rows(window)) for window in self.windows)
-
-    def _window_rows(self, window: int) -> int:
-        """Most rows of a group with a window that one sequence holds while a chunk is computed."""
-        return blocks_for(window + self.max_num_batched_tokens) + 1
-
-    def capacity(self, blocks: int) -> int:
-        """Tokens of the longest sequence for which ``blocks`` are enough.
-
-        >>> Scheduler(1, 16, 10, lambda source, target: None, windows=(None, 16)).capacity(10)
-        112
-        """
-        rows = blocks // len(self.windows)
-        while self._full_groups and self._blocks_of(rows + 1) <= blocks:
-            rows += 1
-        if not self._full_groups and self._blocks_of(2**31) <= blocks:
-            return 2**31
-        return rows * BLOCK_SIZE
-
-    def _append_rows(self, sequence: SequenceState, count: int, now: int) -> None:
-        """Add rows to a sequence's tables; groups with windows get blocks for the first ``now`` of them only."""
-        for table, window in zip(sequence.tables, self.windows, strict=True):
-            first = count if window is None else min(now, count)
-            table += self._new_blocks(first) + [GIVEN_BACK] * (count - first)
-
-    def _cover(self, sequence: SequenceState, count: int) -> bool:
-        """Give groups with windows the blocks of the next ``count`` tokens; False if there are too few."""
-        if self._full_groups == len(self.windows):
-            return True
-        start = sequence.num_computed_tokens
-        rows = range(start // BLOCK_SIZE, blocks_for(start + count))
-        missing = [
-            (table, index)
-            for table, window in zip(sequence.tables, self.windows, strict=True)
-            if window is not None
-            for index in rows
-            if table[index] == GIVEN_BACK
-        ]
-        if len(missing) > self.pool.num_available:
-            return False
-        for (table, index), block in zip(missing, self._new_blocks(len(missing)), strict=True):
-            table[index] = block
-        return True
-
-    def _give_back(self, sequence: SequenceState) -> None:
-        """Release the blocks that no later token of a sequence sees."""
-        for group, window in enumerate(self.windows):
-            if window is None:
-                continue
-            table = sequence.tables[group]
-            end = max(0, sequence.num_computed_tokens - window + 1) // BLOCK_SIZE
-            for index in reversed(range(min(sequence.first_rows.get(group, 0), end), end)):
-                if table[index] != GIVEN_BACK:
-                    self.pool.release(table[index])
-                    table[index] = GIVEN_BACK
-            sequence.first_rows[group] = end
-
-    def _retain(self, rows: Sequence[Row]) -> None:
-        for row in rows:
-            for block in row:
-                if block != GIVEN_BACK:
-                    self.pool.retain(block)
-
-    def _release_rows(self, rows: Sequence[Row]) -> None:
-        """Release rows, the last one first: the beginning, which others may share, is evicted last."""
-        for row in reversed(rows):
-            self.pool.release_all([block for block in row if block != GIVEN_BACK])
-
-    def _copy_row(self, source: Row, target: Row) -> None:
-        for old, new in zip(source, target, strict=True):
-            if old != GIVEN_BACK:
-                self._copy_block(old, new)
-
-    def _new_blocks(self, count: int) -> list[int]:
-        """Take ``count`` blocks, which must be available, evicting cached ones where needed."""
-        while self.pool.num_free < count:
-            self.tree.evict()
-        return [self.pool.allocate() for _ in range(count)]
 
     def _preempt(self, request: RequestState) -> None:
         """Put a running request back into the queue for want of blocks."""
@@ -427,11 +354,18 @@ class Scheduler:
                 claim = self._claim_next_block(sequence)
                 if claim in claimed:
                     continue
+            if isinstance(sequence, RequestState) and sequence.cache is not None:
+                if budget > reserved:
+                    most = budget - reserved
+                    chunk = _bounded_chunk(sequence, sequence.cache, min(sequence.num_pending_tokens, most), most)
+                    budget -= chunk.size
+                    yield chunk
+                continue
             count = self._chunk(sequence, min(sequence.num_pending_tokens, budget - reserved))
             if isinstance(sequence, ContinuationState):
                 count = min(count, rows)
                 rows -= count
-            if count > 0 and self._cover(sequence, count):
+            if count > 0 and self.blocks.cover(sequence, count):
                 budget -= count
                 if claim is not None:
                     claimed.add(claim)
@@ -441,12 +375,12 @@ class Scheduler:
         """The number of tokens of a chunk of about ``count``, so that it ends where it may."""
         if count <= 0:
             return count
-        if isinstance(sequence, RequestState) and sequence.cache is not None:
-            return sequence.cache.chunk(count)
         start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + count
         for first, last in sequence.spans:
             if first < end < last:  # not within a span whose tokens see each other
                 end = first if first > start else last
+        if isinstance(sequence, RequestState):
+            end = start + _with_one_set(sequence, end - start)
         if self._max_snapshots and isinstance(sequence, RequestState):
             boundary = end // BLOCK_SIZE * BLOCK_SIZE
             end = boundary if boundary > start else end
@@ -489,12 +423,12 @@ class Scheduler:
             self._publish(sequence)
             if self._max_snapshots:
                 self._snapshot(sequence)
-        self._give_back(sequence)
+        self.blocks.give_back(sequence)
 
     def drop_branch(self, branch: ContinuationState) -> None:
         """Release a continuation that is complete or has to be recomputed later."""
         branch.parent.branches.remove(branch)
-        self._release_rows(branch.rows())
+        self.blocks.release(branch.rows())
 
     def restore(
         self,
@@ -520,12 +454,12 @@ class Scheduler:
                 child = self.tree.find_child(node, tokens)
                 if child is not None:
                     path.append(tuple(child.blocks))
-                    self._retain(path[-1:])
+                    self.blocks.retain(path[-1:])
                     node = child
                     continue
                 if self.pool.num_available < len(old) - old.count(GIVEN_BACK):
                     return
-                new = tuple(GIVEN_BACK if block == GIVEN_BACK else self._new_blocks(1)[0] for block in old)
+                new = tuple(GIVEN_BACK if block == GIVEN_BACK else self.blocks.take(1)[0] for block in old)
                 path.append(new)
                 for source, target in zip(old, new, strict=True):
                     if source != GIVEN_BACK:
@@ -534,11 +468,11 @@ class Scheduler:
                 if index in states and node.states is None:
                     self.tree.snapshot(node, states[index])
         finally:
-            self._release_rows(path)
+            self.blocks.release(path)
 
     def _publishes(self, request: RequestState) -> bool:
         """Whether others may go on from the tokens of a request."""
-        return self.enable_prefix_caching and request.cache is None
+        return self.enable_prefix_caching and request.cache is None and request.choice is None
 
     def _publish(self, request: RequestState) -> None:
         """Add full blocks to the prefix tree; if it has an equal one already, that one replaces the request's."""
@@ -583,7 +517,7 @@ class Scheduler:
             request.scores.waiting.appendleft(branch.index)
         if request.cache is not None:
             self.pool.release_all(request.cache.detach())
-        elif keep and self.enable_prefix_caching:
+        elif keep and self._publishes(request):
             self._publish(request)
             at = request.num_shared_blocks * BLOCK_SIZE
             if request.num_computed_tokens > at:
@@ -592,7 +526,7 @@ class Scheduler:
                     tuple(request.keys[at : request.num_computed_tokens]),
                     request.row(request.num_shared_blocks),
                 )
-        self._release_rows(request.rows())
+        self.blocks.release(request.rows())
         self._forget(request)
 
     def _forget(self, request: RequestState) -> None:
@@ -600,3 +534,16 @@ class Scheduler:
         request.num_computed_tokens, request.num_shared_blocks = 0, 0
         request.node, request.last_snapshot, request.states = None, None, {}
         request.never_ran = request.decoding = False
+
+
+def _with_one_set(request: RequestState, tokens: int) -> int:
+    """How many of the next tokens are served by the same set of experts."""
+    end = None if request.choice is None else request.choice.end_of_set(request.num_computed_tokens)
+    return tokens if end is None else min(tokens, end - request.num_computed_tokens)
+
+
+def _bounded_chunk(request: RequestState, cache: BoundedCache, tokens: int, most: int) -> ScheduledChunk:
+    """The next tokens of a request in a bounded cache, or of its probe, which goes first."""
+    if probe := cache.probe(max(1, most)):
+        return ScheduledChunk(request, 0, probe=probe)
+    return ScheduledChunk(request, cache.chunk(tokens))

@@ -18,12 +18,14 @@ from urllib.parse import quote
 
 from pippin.core.errors import InvalidArgument, PippinError
 from pippin.core.store import reference
-from pippin.serve import logs
+from pippin.engine.options import CacheOptions
+from pippin.serve import logs, processes
 from pippin.serve.model_pool import cache_share, token_bytes
 from pippin.serve.settings import ServerSettings
 
 if TYPE_CHECKING:
     from pippin.engine.engine import Engine
+    from pippin.engine.kv_eviction import CachePolicy, EpiCache
     from pippin.engine.speculation import Speculation
     from pippin.language.language_model import LanguageModel
     from pippin.session.providers.local import LocalModel
@@ -40,27 +42,61 @@ def language_loader(
         cache_bytes: maximum size of its cache.
     """
 
-    def from_disk(ref: str, kv_sharing_ratio: float | None = None, memory: int | None = None) -> Any:
-        from pippin.language.language_model import load
-        from pippin.language.methods.kv_routing import fewer_caches
-
-        path, device = reference.resolve(ref, download=False).path, settings.device
-        transform = None if kv_sharing_ratio is None else fewer_caches(kv_sharing_ratio)
-        return load(path, device=device, dtype=settings.dtype, bits=settings.bits, memory=memory, transform=transform)
-
+    from_disk = partial(read_model, settings)
     draft = _Draft(settings.speculate, load or from_disk)
 
     def load_model(ref: str, memory: int | None = None) -> Any:
+        from pippin.engine.kv_eviction import cache_settings
         from pippin.language.language_model import LanguageModel
         from pippin.session.providers.local import LocalModel
 
         model = from_disk(ref, settings.kv_sharing_ratio, memory) if load is None else load(ref)
         if not isinstance(model, LanguageModel):
             return model
-        engine = _engine(settings, model, cache_bytes())
-        return LocalModel(model, engine=engine, speculation=draft.of(model), tool_dialect=settings.tool_dialect)
+        cache = cache_settings(CacheOptions(cache=settings.cache, cache_budget=settings.cache_budget))
+        most = most_conversations(settings, model, cache, cache_bytes() // 2)
+        engine = _engine(settings, model, cache_bytes() if cache is None else cache_bytes() // 2)
+        return LocalModel(
+            model,
+            engine=engine,
+            speculation=draft.of(model),
+            tool_dialect=settings.tool_dialect,
+            cache=cache,
+            max_conversations=most,
+        )
 
     return load_model
+
+
+def read_model(
+    settings: ServerSettings, ref: str, kv_sharing_ratio: float | None = None, memory: int | None = None
+) -> LanguageModel:
+    """A model of this disk; where several processes compute it, the part of this one.
+
+    Args:
+        settings: device, precision and bits.
+        ref: which model.
+        kv_sharing_ratio: share of the layers that keep a cache of their own; None for as many as it has.
+        memory: most bytes that it may take; None for what it needs.
+    """
+    from pippin.language.language_model import load
+    from pippin.language.methods.kv_routing import fewer_caches
+
+    path, device = reference.resolve(ref, download=False).path, settings.device
+    if processes.is_joined():
+        return processes.part_of(load(path, device=device, dtype=settings.dtype, pack=False))
+    transform = None if kv_sharing_ratio is None else fewer_caches(kv_sharing_ratio)
+    return load(path, device=device, dtype=settings.dtype, bits=settings.bits, memory=memory, transform=transform)
+
+
+def most_conversations(
+    settings: ServerSettings, model: LanguageModel, cache: CachePolicy | EpiCache | None, most_bytes: int
+) -> int:
+    """Conversations that bounded caches keep, at most as many as the settings say and some bytes hold, but one."""
+    if cache is None:
+        return settings.max_conversations
+    fit = most_bytes // max(1, cache.most_tokens * token_bytes(model, settings.kv_cache_dtype))
+    return max(1, min(settings.max_conversations, fit))
 
 
 @contextmanager
@@ -81,6 +117,7 @@ def _engine(settings: ServerSettings, model: LanguageModel, cache_bytes: int) ->
     """The engine of a model, with its stored prompt cache."""
     from pippin.engine.cache.prompt_cache import remove_partials
     from pippin.engine.engine import Engine
+    from pippin.engine.experts import prompt_experts
     from pippin.engine.model_runner import BLOCK_SIZE
 
     cache_limit = cache_bytes // max(
@@ -95,6 +132,7 @@ def _engine(settings: ServerSettings, model: LanguageModel, cache_bytes: int) ->
         cache_tokens=tokens if model.placement is None else None,
         kv_cache_dtype=settings.kv_cache_dtype,
         enable_prefix_caching=not settings.stateless,
+        experts=prompt_experts.from_options(settings),
     )
     if settings.prompt_cache is not None:
         file = prompt_file(settings.prompt_cache, model.name)

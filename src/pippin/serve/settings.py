@@ -25,7 +25,7 @@ from pippin.core.errors import ExposedKeys, InvalidArgument, InvalidInput
 from pippin.core.options import Option, parse_bytes, parse_memory
 from pippin.core.store.catalog import DEFAULT_MODEL
 from pippin.core.text_files import read_text
-from pippin.engine.options import MACHINE, ModelOptions
+from pippin.engine.options import MACHINE, CacheBudget, CacheName, CacheOptions, ModelOptions
 
 GuardrailLevel = Literal["off", "default", "strict", "permissive"]
 MIN_KEY_LENGTH: Final = 16
@@ -178,6 +178,11 @@ class ServerSettings(ModelOptions):
             parse=parse_memory,
         ),
     ] = None
+    cache: CacheName = None
+    cache_budget: CacheBudget = None
+    max_conversations: Annotated[
+        PositiveInt, Option("Conversations that --cache keeps for each model; older ones are computed anew.", _CAPACITY)
+    ] = 16
     max_num_seqs: Annotated[int, Ge(1), Le(256), Option("Requests that one model answers at once.", _CAPACITY)] = 8
     max_queued_requests: Annotated[
         int, Ge(0), Le(100_000), Option("Requests that may wait; one more is refused.", _CAPACITY)
@@ -251,6 +256,10 @@ class ServerSettings(ModelOptions):
         if self.stateless and (self.log_prompts or self.prompt_cache is not None):
             name = "log_prompts" if self.log_prompts else "prompt_cache"
             raise InvalidArgument(f"{name} keeps prompts and stateless promises not to; choose one of them")
+        CacheOptions(cache=self.cache, cache_budget=self.cache_budget)  # its checks
+        without = {"stateless": self.stateless, "speculate": self.speculate, "prompt_router": self.prompt_router}
+        if self.cache is not None and (other := next((name for name, given in without.items() if given), None)):
+            raise InvalidArgument(f"cache keeps conversations, which does not go with {other}; leave one of them out")
         self._check_models()
         self._check_access()
 

@@ -254,6 +254,24 @@ def test_masked_experts_are_never_chosen(opened, family):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "olmoe"])
+def test_weights_of_a_mask_multiply_what_its_experts_say(opened, family):
+    theirs, runner = opened(family)
+    weights = 0.5 + torch.rand(4, 6, generator=torch.Generator().manual_seed(2))
+    ids, other = some_ids(20), some_ids(20, 1)
+    plain = theirs(torch.tensor([other])).logits[0]
+    for layer, own in zip(theirs.model.layers, weights, strict=True):
+        (layer.mlp if hasattr(layer, "mlp") else layer.block_sparse_moe).experts.down_proj *= own[:, None, None]
+    mask = ExpertMask(torch.ones(4, 6, dtype=torch.bool), weights)
+    weighted, company = runner.forward(
+        [ModelInput(ids, 0, [0, 1], range(20), experts=mask), ModelInput(other, 0, [2, 3], range(20))]
+    )
+    close(weighted, theirs(torch.tensor([ids])).logits[0])
+    close(company, plain)
+    assert (one(runner, ids, first=4) - weighted).abs().max() > 0.01
+
+
+@torch.no_grad()
 def test_hidden_states_before_and_after_the_last_norm(opened):
     theirs, runner = opened("qwen2")
     ids, norm = some_ids(30), theirs.model.norm
@@ -296,7 +314,7 @@ def test_attention_among_cached_tokens_leaves_out_those_of_the_pass(opened):
     theirs, runner = opened("qwen2")
     ids, held = some_ids(45), 20
     attentions = theirs(torch.tensor([ids]), output_attentions=True).attentions
-    capture = Capture(attention=AttentionCapture("max", cached_only=True))
+    capture = Capture(attention=AttentionCapture("max", before=held))
     one(runner, ids[:held], ())
     one(runner, ids[held:], (), held=held, capture=capture)
     for layer, weights in enumerate(attentions):

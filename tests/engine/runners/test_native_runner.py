@@ -5,12 +5,13 @@ import gc
 import weakref
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from pippin.core import native
+from pippin.core import memory, native
 from pippin.core.errors import AdapterMismatch, InvalidArgument, NotEnoughMemory
 from pippin.engine.model_runner import BLOCK_SIZE, ModelInput, Runner
 from pippin.engine.runners.native_runner import NativeRunner
@@ -20,8 +21,10 @@ from pippin.nn.feedforward import FeedForwardSpec
 from pippin.nn.kv_cache import NoCache
 from pippin.nn.linear import Linear
 from pippin.nn.lora import Adapter, LowRankUpdate
+from pippin.nn.parallel.tracks import Tracks, side_by_side
 from pippin.nn.quantization.packed import NativeWeight, quantize
 from pippin.nn.rotary import Rotary
+from pippin.nn.routing import RouterSpec
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the native kernels are not built")
 
@@ -55,12 +58,36 @@ CONFIGS = {
         LayerSpec(AttentionSpec(), FeedForwardSpec(32, num_experts=5, num_experts_per_tok=2)),
         LayerSpec(AttentionSpec(), FeedForwardSpec(32, num_experts=4, num_experts_per_tok=1, norm_topk_prob=False)),
     ),
+    "bounded routers": config(
+        *(
+            LayerSpec(
+                AttentionSpec(),
+                FeedForwardSpec(32, num_experts=5, num_experts_per_tok=2, router=RouterSpec(softcap=0.5, bias=True)),
+            ),
+        )
+        * 2
+    ),
     "shared keys": config(
         PLAIN,
         LayerSpec(LOCAL, DENSE),
         LayerSpec(replace(LOCAL, kv_source=1), DENSE),
         LayerSpec(AttentionSpec(kv_source=0), DENSE),
     ),
+    **{
+        f"tracks, {join}": config(
+            *side_by_side(
+                (
+                    LayerSpec(LOCAL, DENSE),
+                    LayerSpec(AttentionSpec(), FeedForwardSpec(32, num_experts=4, num_experts_per_tok=2)),
+                    LayerSpec(LOCAL, DENSE),
+                    LayerSpec(AttentionSpec(rotary=None), DENSE),
+                ),
+                Tracks(3, 2),
+            ),
+            tracks=Tracks(3, 2, join),
+        )
+        for join in ("mean", "delta", "sum")
+    },
 }
 
 
@@ -140,7 +167,7 @@ def test_our_own_formats_equal_their_dequantized_weights(bits, tiny):
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["float32", "bfloat16", "int8"])
-@pytest.mark.parametrize("name", ["gemma", "experts", "shared keys"])
+@pytest.mark.parametrize("name", ["gemma", "experts", "shared keys", "tracks, delta"])
 def test_logits_are_the_same_bits_whatever_the_cuts_and_the_company(name, kv_cache_dtype, tiny):
     model, ids = packed(decoder(CONFIGS[name]), tiny), some_ids(60)
     (alone,) = NativeRunner(model, 64, kv_cache_dtype).forward([work(ids)])
@@ -161,8 +188,9 @@ def test_logits_are_the_same_bits_whatever_the_cuts_and_the_company(name, kv_cac
     check()
 
 
-def test_only_the_outputs_that_are_asked_for_are_given(tiny):
-    runner, ids = NativeRunner(packed(decoder(CONFIGS["shared keys"]), tiny), 16), some_ids(40)
+@pytest.mark.parametrize("name", ["shared keys", "tracks, mean", "tracks, delta"])
+def test_only_the_outputs_that_are_asked_for_are_given(name, tiny):
+    runner, ids = NativeRunner(packed(decoder(CONFIGS[name]), tiny), 16), some_ids(40)
     (every,) = runner.forward([work(ids)])
     some, none, last = runner.forward(
         [work(ids, outputs=[0, 3, 39]), work(ids, first=4, outputs=[]), work(ids, first=8, outputs=[39])]
@@ -202,19 +230,54 @@ def test_a_pass_that_stops_early_and_goes_on_equals_a_whole_one(tiny):
     assert torch.equal(unasked, early)
 
 
+@pytest.mark.parametrize("name", ["tracks, mean", "tracks, delta"])
+def test_tracks_are_computed_in_whole_blocks(name, tiny):
+    module, ids = decoder(CONFIGS[name]), some_ids(150)  # more than go through a layer together
+    runner = NativeRunner(packed(module, tiny), 32)
+    (whole,) = runner.forward([work(ids)])
+    torch.testing.assert_close(whole.double(), exact(module, ids), atol=1e-4, rtol=0)
+    residual = torch.zeros(150, WIDTH)
+    (early,) = runner.forward([work(ids, first=12, depth=6, residual=residual)])
+    with torch.no_grad():
+        double = copy.deepcopy(module).double()
+        x = double.forward_layers(double.embed(torch.tensor([ids])), NoCache(), layers=range(6))
+        expected = double.lm_head(double.norm(x))[0]
+    torch.testing.assert_close(early.double(), expected, atol=1e-4, rtol=0)
+    (resumed,) = runner.forward([work(ids, first=12, resume=6, residual=residual)])
+    assert torch.equal(resumed, whole)
+    for depth in (1, 2, 7):
+        with pytest.raises(InvalidArgument, match=f"layers 0 to {depth} of tracks that are joined after every 6"):
+            runner.forward([work(ids, depth=depth)])
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read on Linux")
+def test_memory_of_blocks_is_given_back(tiny):
+    runner = NativeRunner(packed(decoder(CONFIGS["llama"]), tiny), 4000)
+    full = torch.full((4000, runner.block_bytes), 3, dtype=torch.uint8)
+    runner.write(range(4000), full)
+    assert runner.block_bytes * 4000 > 30_000_000
+    before = memory.resident()
+    runner.give_back([*range(1000), *range(1500, 3999)])
+    assert before - memory.resident() > 0.9 * 3499 * runner.block_bytes
+    assert torch.equal(runner.read([*range(1000, 1500), 3999]), full[:501])  # their neighbors are as they were
+    (logits,) = runner.forward([work(some_ids(40))])
+    assert torch.equal(logits, NativeRunner(runner.model, 4).forward([work(some_ids(40))])[0])
+
+
 def low_rank(module: Decoder, rank: int, seed: int, start: int = 0) -> Adapter:
     generator = torch.Generator().manual_seed(seed)
     changes = {}
     for name, layer in module.named_modules():
-        if isinstance(layer, Linear) and name != "lm_head":
+        if isinstance(layer, Linear) and name != "lm_head" and ".experts." not in name and not name.endswith(".gate"):
             down = torch.randn(rank, layer.inputs, generator=generator) / layer.inputs**0.5
             up = torch.randn(layer.outputs - start, rank, generator=generator) / 2
             changes[layer] = (LowRankUpdate(down, up, start), *([LowRankUpdate(down[:1], up[:8, :1])] if start else []))
     return Adapter(f"adapter {seed}", changes)
 
 
-def test_adapters_work_on_their_own_sequences(tiny):
-    module = decoder(CONFIGS["biases"])
+@pytest.mark.parametrize("name", ["biases", "tracks, mean"])
+def test_adapters_work_on_their_own_sequences(name, tiny):
+    module = decoder(CONFIGS[name])
     model = packed(module, tiny)
     runner = NativeRunner(model, 32)
     ours = [low_rank(model.module, 3, 1), low_rank(model.module, 2, 2, start=4)]

@@ -109,6 +109,9 @@ class MemoRunner:
         module.load_state_dict({k: v for k, v in whole.state_dict().items() if k in module.state_dict()})
         return module
 
+    def give_back(self, blocks):
+        """Nothing: there is no pool."""
+
     def read_head(self, head_blocks, tokens):
         raise AssertionError("nobody's heads lie apart")
 

@@ -75,7 +75,7 @@ def test_every_family_with_gguf_has_a_case():
     lacking = {"helium", "nanochat"}  # llama.cpp has no such models
     unlike = {"phimoe"}  # its experts are chosen otherwise there
     unwritten = {"recurrent_gemma", "olmo_hybrid"}
-    assert families.FAMILIES.keys() - known <= lacking | unlike | unwritten
+    assert families.SHARED_FAMILIES.keys() - known <= lacking | unlike | unwritten
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -133,7 +133,9 @@ def test_ministral_is_written_as_what_reads_it(merging, support, tmp_path):
     support("ministral", "reads GGUF")
 
 
-@pytest.mark.parametrize("model_type", [name for name, family in families.FAMILIES.items() if family.gguf is None])
+@pytest.mark.parametrize(
+    "model_type", [name for name, family in families.SHARED_FAMILIES.items() if family.gguf is None]
+)
 def test_families_without_gguf_are_refused_by_name(merging, support, tmp_path, model_type):
     save_random(model_type, tmp_path / "model", vocab_size=260, vocab_size_per_layer_input=260)
     model = LanguageModel("small", read(tmp_path / "model"), merging.tokenizer, None)

@@ -10,6 +10,7 @@ from pippin.core.errors import InvalidArgument, InvalidInput
 from pippin.language import Decoder, DecoderConfig, LanguageModel, LayerSpec
 from pippin.nn.attention import AttentionSpec, LatentSpec
 from pippin.nn.feedforward import FeedForwardSpec
+from pippin.nn.parallel.tracks import Tracks
 from pippin.nn.quantization.codes import Codes
 from pippin.shape.quantize import gptq, rtn
 from pippin.shape.quantize.calibration import LayerwiseCalibration, calibration_ids, matrices
@@ -172,6 +173,22 @@ def test_moments_are_those_of_a_plain_pass(shared):
     walk = LayerwiseCalibration(module, ids, batch_size=2)
     for index in range(2):
         for short in ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"):
+            x = recorded(module, ids, f"layers.{index}.{short}")
+            torch.testing.assert_close(walk.moments(index, [short])[short], x.T @ x / len(x), rtol=1e-4, atol=1e-5)
+        walk.advance(index)
+    x = recorded(module, ids, "lm_head")
+    torch.testing.assert_close(walk.outer_moments(), x.T @ x / len(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("join", ["mean", "delta"])
+def test_moments_within_tracks_are_those_of_a_plain_pass(join):
+    tracks = Tracks(2, 2, join)
+    layer = LayerSpec(AttentionSpec(), FeedForwardSpec(64))
+    module = spread(decoder(layers=(layer,) * 8, tracks=tracks))
+    ids = torch.randint(0, 50, (5, 12), generator=torch.Generator().manual_seed(0))
+    walk = LayerwiseCalibration(module, ids, batch_size=2)
+    for index in range(8):
+        for short in ("self_attn.q_proj", "mlp.down_proj"):
             x = recorded(module, ids, f"layers.{index}.{short}")
             torch.testing.assert_close(walk.moments(index, [short])[short], x.T @ x / len(x), rtol=1e-4, atol=1e-5)
         walk.advance(index)

@@ -157,7 +157,9 @@ class DecodeSteps:
     @staticmethod
     def supports(model: LanguageModel) -> bool:
         """Whether steps of this model can be recorded."""
-        return not model.config.learned_positions and all(_is_plain(layer) for layer in model.config.layers)
+        if model.config.learned_positions or model.module.collectives is not None:  # sums wait for other processes
+            return False
+        return all(_is_plain(layer) for layer in model.config.layers)
 
     def forward(self, inputs: Sequence[ModelInput]) -> Float[Tensor, "sequences vocab"]:
         """Logits of one new token of each sequence, float32 on the CPU."""

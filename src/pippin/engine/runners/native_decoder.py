@@ -125,6 +125,9 @@ class NativeDecoder:
             made.layer_table = self._matrix(module.per_layer.embed)
             made.layer_projection = self._matrix(module.per_layer.proj)
             made.layer_input_norm = self._norm(module.per_layer.norm)[0]
+        if config.tracks is not None:
+            made.tracks, made.track_depth = config.tracks.num_tracks, config.tracks.block_depth
+            made.track_join = native.TRACK_JOINS[config.tracks.join]
         return made
 
     def _fill(self, to: native.Layer, layer: DecoderLayer) -> None:
@@ -251,7 +254,7 @@ class NativeDecoder:
             router.num_groups,
             router.num_chosen_groups,
             int(router.group_score == "top two"),
-            0,
+            router.softcap or 0.0,
             router.scale,
             router.jitter,
         )

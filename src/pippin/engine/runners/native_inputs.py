@@ -177,7 +177,7 @@ class Extras:
         addresses = (ctypes.c_void_p * len(inputs))()
         for index, w in enumerate(inputs):
             if w.experts is not None:
-                addresses[index] = self._keep(w.experts.allowed.to(torch.uint8).contiguous()).data_ptr()
+                addresses[index] = self._keep(w.experts.multipliers).data_ptr()
         batch.experts, batch.expert_columns = ctypes.addressof(self._keep(addresses)), masks[0].allowed.shape[1]
 
     def _fill_heads(self, batch: native.NativeBatch) -> None:
@@ -220,9 +220,8 @@ class Extras:
             self._received.append((capture, received, length))
             wanted = capture.attention
             assert wanted is not None
-            listed[at] = native.Observed(
-                received.data_ptr(), length, index, wanted.reduction == "max", wanted.cached_only, 0
-            )
+            before = -1 if wanted.before is None else wanted.before
+            listed[at] = native.Observed(received.data_ptr(), length, index, wanted.reduction == "max", before, 0)
         if watched:
             batch.observations, batch.observed = len(watched), listed
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Final
 
 import numpy as np
@@ -18,7 +19,7 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from pippin.core import native
+from pippin.core import memory, native
 from pippin.core.checks import PositiveInt, checked
 from pippin.core.errors import InvalidArgument, NotEnoughMemory
 from pippin.engine.cache.paged_store import DTYPES as CACHE_DTYPES
@@ -64,6 +65,7 @@ class NativeRunner:
         self.model, self.blocks = model, blocks
         self._decoder = NativeDecoder(model.module, groups)
         self.windows = [model.config.group_window(layers) for layers in groups or [model.config.cached_layers]]
+        self._group_size = len(model.config.cached_layers) if groups is None else max(map(len, groups))
         self._native = self._decoder.native
         self._cache = native.CACHE_TYPES[self.kv_cache_dtype]
         self.block_bytes = self._native.block_bytes(self._decoder.handle, self._cache)
@@ -256,11 +258,18 @@ class NativeRunner:
             )
         self._memory.index_copy_(0, self._rows(blocks), data)
 
+    def give_back(self, blocks: Sequence[int]) -> None:
+        """See `Runner.give_back`: whole pages of neighboring blocks."""
+        begin = self._memory.data_ptr()
+        for _, run in groupby(enumerate(blocks), lambda pair: pair[1] - pair[0]):
+            numbers = [block for _, block in run]
+            memory.forget(begin + numbers[0] * self.block_bytes, len(numbers) * self.block_bytes)
+
     @property
     def heads_in_block(self) -> int:
         """See `Runner.heads_in_block`."""
         config = self.model.config
-        return len(config.cached_layers) * config.num_key_value_heads if heads_alike(config, self.windows) else 0
+        return self._group_size * config.num_key_value_heads if heads_alike(config) else 0
 
     def read_head(self, head_blocks: Sequence[int], tokens: int) -> HeadTokens:
         """See `Runner.read_head`."""
@@ -289,9 +298,7 @@ class NativeRunner:
     def _head_blocks(self) -> Tensor:
         """The pool as head-blocks, (blocks * heads in a block, bytes of a head)."""
         if not (heads := self.heads_in_block):
-            raise InvalidArgument(
-                f"the heads of {self.model.name} cannot lie apart: its layers differ, or have windows"
-            )
+            raise InvalidArgument(f"the heads of {self.model.name} cannot lie apart: its layers differ")
         return self._memory.view(self.blocks * heads, -1)
 
     def close(self) -> None:

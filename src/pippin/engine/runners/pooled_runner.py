@@ -71,6 +71,9 @@ class PooledRunner(Generic[Store]):
             )
         self._pool(blocks).restore(blocks, data)
 
+    def give_back(self, blocks: Sequence[int]) -> None:
+        """Nothing: what a block holds lies in many places."""
+
     def read_head(self, head_blocks: Sequence[int], tokens: int) -> HeadTokens:
         """See `pippin.engine.model_runner.Runner`.
 

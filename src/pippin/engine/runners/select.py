@@ -1,4 +1,4 @@
-"""Choice of a runner: native kernels if the weights are packed for them, else torch; or transformers."""
+"""Choice of a runner: native kernels where weights are packed for them, else torch; transformers; several processes."""
 
 from __future__ import annotations
 
@@ -10,21 +10,29 @@ from pippin.engine.runners.native_runner import NativeRunner
 from pippin.language.transformers_models.network import TransformersNetwork
 
 if TYPE_CHECKING:
+    from pippin.engine.runners.leading_runner import LeadingRunner
     from pippin.engine.runners.torch_runner import TorchRunner
     from pippin.engine.runners.transformers_runner import TransformersRunner
     from pippin.language.language_model import LanguageModel
 
 
-def runner_class(model: LanguageModel) -> type[NativeRunner | TorchRunner | TransformersRunner]:
+def runner_class(model: LanguageModel) -> type[NativeRunner | TorchRunner | TransformersRunner | LeadingRunner]:
     """The fastest runner for this model here: native kernels if its weights are packed for them, else torch.
 
-    A model that transformers computes has a runner of its own.
+    Neurons in storage are brought to torch alone.
+
+    A model that transformers computes has a runner of its own, and so has a part of one that several processes compute.
     """
     if isinstance(model.network, TransformersNetwork):
         from pippin.engine.runners.transformers_runner import TransformersRunner  # imports transformers
 
         return TransformersRunner
-    if NativeRunner.supports(model):
+    if model.network.collectives is not None:
+        from pippin.engine.runners.leading_runner import LeadingRunner
+
+        return LeadingRunner
+    in_storage = model.placement is not None and model.placement.neurons is not None
+    if not in_storage and NativeRunner.supports(model):
         return NativeRunner
     from pippin.engine.runners.torch_runner import TorchRunner  # imported late: it loads 60 MB more of torch
 

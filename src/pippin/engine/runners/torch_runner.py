@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -35,6 +35,15 @@ from pippin.nn.expert_mask import ExpertMaskSlices
 from pippin.nn.kv_cache import QuerySelection
 from pippin.nn.lora import AdapterSlices
 from pippin.nn.steering import SteeringSlices, steer
+
+
+@runtime_checkable
+class NeuronSource(Protocol):
+    """Brings neurons of feed-forward layers from storage."""
+
+    def begin_pass(self, counts: Sequence[int], outputs: Sequence[Sequence[int]]) -> None:
+        """Begin a pass over some new tokens of each sequence, of which the last layers compute some."""
+        ...
 
 
 class TorchRunner(PooledRunner[PagedStore]):
@@ -76,7 +85,8 @@ class TorchRunner(PooledRunner[PagedStore]):
         )
         self._store = store
         self._steps = DecodeSteps(model, store, blocks) if recorded else None
-        self.heads_in_block = store.heads_in_block if heads_alike(model.config, self.windows) else 0
+        self._neurons: NeuronSource | None = None
+        self.heads_in_block = store.heads_in_block if heads_alike(model.config) else 0
 
     @staticmethod
     @checked
@@ -103,8 +113,7 @@ class TorchRunner(PooledRunner[PagedStore]):
             InvalidArgument: a sequence without new tokens, with too small a table or with blocks that do not exist;
                 layers or residuals that do not fit the model. Nothing has been computed then.
         """
-        for model_input in inputs:
-            self._check(model_input)
+        self.check(inputs)
         results: dict[int, Tensor] = {}
         if self._steps is not None and (
             single := [i for i, model_input in enumerate(inputs) if can_record(model_input)]
@@ -119,6 +128,15 @@ class TorchRunner(PooledRunner[PagedStore]):
             answers = self._pass([inputs[index] for index in members], range(first, stop))
             results.update(zip(members, answers, strict=True))
         return [results[index] for index in range(len(inputs))]
+
+    def fetch_neurons(self, source: NeuronSource) -> None:
+        """Tell a source what each pass computes, from the next pass on: the decoder has layers that it brings."""
+        self._neurons = source
+
+    def check(self, inputs: Sequence[ModelInput]) -> None:
+        """Raise what `forward` would raise before it computes anything."""
+        for model_input in inputs:
+            self._check(model_input)
 
     def read_head(self, head_blocks: Sequence[int], tokens: int) -> HeadTokens:
         """See `Runner.read_head`."""
@@ -156,6 +174,8 @@ class TorchRunner(PooledRunner[PagedStore]):
         first, stop = self._layers(model_input)
         if not 0 <= first < stop <= len(self.model.config.layers):
             raise InvalidArgument(f"layers {first} to {stop} of {len(self.model.config.layers)} cannot be computed")
+        if self.model.config.tracks is not None:
+            self.model.config.tracks.check_layers(range(first, stop))
         if first and model_input.residual is None:
             raise InvalidArgument(f"a pass that resumes at layer {first} needs the residual that was left there")
         if model_input.residual is not None and model_input.residual.shape != (count, self.model.config.residual_width):
@@ -209,6 +229,9 @@ class TorchRunner(PooledRunner[PagedStore]):
             own = [*model.config.cached_layers, *model.config.recurrent_layers]
             last = max((layer for layer in own if layer in layers), default=layers[0])
             selection = QuerySelection(last, wanted, *at_outputs)
+        if self._neurons is not None:
+            counts = [len(model_input.token_ids) for model_input in inputs]
+            self._neurons.begin_pass(counts, [model_input.outputs for model_input in inputs])
         cache = PagedPass(store, inputs, model.dtype)
         adapters, steerings, experts = everywhere
         x = decoder.forward_layers(

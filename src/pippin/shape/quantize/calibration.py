@@ -28,6 +28,7 @@ from pippin.language.language_model import LanguageModel
 from pippin.nn.embedding import TokenEmbedding
 from pippin.nn.kv_cache import KeyValues, NoCache, causal_mask
 from pippin.nn.linear import Linear
+from pippin.nn.parallel.tracks import TrackStream
 
 _OUTER = ("embed_tokens", "lm_head", "per_layer")
 
@@ -161,6 +162,8 @@ class LayerwiseCalibration:
                 module.per_layer_inputs(rows.to(device), x)
                 for rows, x in zip(ids.split(batch_size), self.states, strict=True)
             ]
+        tracks = module.config.tracks
+        self._streams = [None if tracks is None else TrackStream(tracks) for _ in self.states]
         sources = {spec.attention.kv_source for spec in module.config.layers} - {None}
         self._caches = [_SourceCache({source for source in sources if source is not None}) for _ in self.states]
 
@@ -178,9 +181,18 @@ class LayerwiseCalibration:
     @torch.no_grad()
     def advance(self, index: int) -> None:
         """Compute the hidden states after one layer."""
-        for number, (x, cache, own) in enumerate(zip(self.states, self._caches, self._inputs, strict=True)):
-            one = range(index, index + 1)
-            self.states[number] = self.module.forward_layers(x, cache, layers=one, per_layer=own)
+        for number, stream in enumerate(self._streams):
+            self.states[number] = self._forward(number, index, stream)
+
+    def _forward(self, number: int, index: int, stream: TrackStream | None) -> Tensor:
+        """The hidden states of one batch after a layer."""
+        return self.module.forward_layers(
+            self.states[number],
+            self._caches[number],
+            layers=range(index, index + 1),
+            per_layer=self._inputs[number],
+            stream=stream,
+        )
 
     @torch.no_grad()
     def moments(self, index: int, names: Sequence[str]) -> dict[str, Float[Tensor, "inputs inputs"]]:
@@ -196,10 +208,10 @@ class LayerwiseCalibration:
         layer = self.module.layers[index]
         sums = _Sums({name: layer.get_submodule(name) for name in names})
         try:
-            for x, cache, own in zip(self.states, self._caches, self._inputs, strict=True):
+            for number, stream in enumerate(self._streams):
                 sums.begin()
                 with suppress(_AllSeen):
-                    self.module.forward_layers(x, cache, layers=range(index, index + 1), per_layer=own)
+                    self._forward(number, index, copy.copy(stream))
         finally:
             sums.close()
         return sums.means()
