@@ -22,4 +22,6 @@ if __name__ == "__main__":
         os.environ["EXTRACTION_MODELS"].split(","),
         os.environ.get("EXTRACTION_ADAPTERS", "none").split(","),
         ("kinds", "letters"),
+        items=30,
+        peer_items=2,
     )

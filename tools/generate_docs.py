@@ -12,6 +12,7 @@ import importlib
 import json
 import math
 import re
+import statistics
 import subprocess
 import sys
 import tomllib
@@ -20,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import extraction_figures
 import guardrail_figures
 import json_schema_table
 import model_table
@@ -185,6 +187,7 @@ ENGINE_BENCHMARKS = {
     "cpu_other_families": "Families that transformers computes",
     "cpu_concurrent": "Sixteen concurrent requests",
     "cpu_cache": "Prefix and prompt caches",
+    "bounded_cache": "Long conversations in a bounded cache",
     "cpu_grammar": "Grammars",
     "cpu_memory": "Memory and loading",
     "speculation": "Speculative decoding",
@@ -326,6 +329,52 @@ def safety_page() -> str:
     return _between(DOCS / "tutorials" / "safety.md", **blocks)
 
 
+# Arms of the claim `epicache`, in the order of the page.
+CACHE_POLICIES = {
+    "full cache": "whole cache",
+    "epicache": "`EpiCache`",
+    "keydiff": "`KeyDiff`",
+    "snapkv": "`SnapKV`",
+    "streaming-llm": "`StreamingLLM`",
+    "h2o": "`H2O`",
+}
+
+
+def extraction_page() -> str:
+    """`docs/tutorials/extraction.md` with what the two benchmarks of extraction measured."""
+    blocks = {"default": extraction_figures.default_model(), "larger": extraction_figures.larger_models()}
+    return _between(DOCS / "tutorials" / "extraction.md", **{name: f"\n{text}\n" for name, text in blocks.items()})
+
+
+def long_conversations_page() -> str:
+    """`docs/tutorials/long_conversations.md` with what the newest run of the claim `epicache` measured, and speeds."""
+    kept = json.loads((ROOT / "results" / "claims" / "epicache.json").read_text(encoding="utf-8"))
+    newest = max((run for run in kept["runs"] if run["scale"] == "long"), key=lambda run: run["started"])
+    right = [figure for figure in newest["figures"] if figure["name"] == "right"]
+    means = [statistics.mean(figure["value"] for figure in right if figure["arm"] == arm) for arm in CACHE_POLICIES]
+    rows = [CACHE_POLICIES.values(), ["---"] * len(means), [f"{mean:.0%}".replace("%", " %") for mean in means]]
+    accuracy = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    page = DOCS / "tutorials" / "long_conversations.md"
+    return _between(page, accuracy=f"\n{accuracy}\n", speed=f"\n{_bounded_cache_speed()}\n")
+
+
+def _bounded_cache_speed() -> str:
+    """How long a token of an answer takes with KeyDiff, as shares of the time of two peers."""
+    rows = json.loads((ROOT / "results" / "benchmarks" / "bounded_cache.json").read_text(encoding="utf-8"))["rows"]
+    shares = {
+        peer: f"{100 * row['ours'] / row['peer_value']:.0f} %"
+        for peer in ("llama.cpp", "kvpress")
+        for row in rows
+        if row["what"] == "keydiff: a token of an answer" and row["peer"].startswith(peer) and row["peer_value"]
+    }
+    if len(shares) != 2:
+        raise SystemExit("long_conversations.md needs bounded_cache.json beside llama.cpp and kvpress")
+    return (
+        f"With KeyDiff a token of the answer takes {shares['llama.cpp']} of llama.cpp's time with its whole cache, and "
+        f"{shares['kvpress']} of\nkvpress's with the same policy ([the benchmark](../performance.md))."
+    )
+
+
 def cli_page() -> str:
     """`docs/cli.md`, by typer's own generator."""
     words = [sys.executable, "-m", "typer", "pippin.cli.app", "utils", "docs", "--name", "pippin"]
@@ -374,6 +423,8 @@ PAGES: dict[Path, Callable[[], str]] = {
     DOCS / "install.md": install_page,
     DOCS / "tutorials" / "guardrails.md": guardrails_page,
     DOCS / "tutorials" / "safety.md": safety_page,
+    DOCS / "tutorials" / "long_conversations.md": long_conversations_page,
+    DOCS / "tutorials" / "extraction.md": extraction_page,
     DOCS / "index.md": index_page,
     DOCS / "json-schema.md": json_schema_page,
     DOCS / "models.md": model_table.page,
@@ -390,6 +441,8 @@ SAY_SO_THEMSELVES = {
     DOCS / "two_bits.md",
     DOCS / "tutorials" / "guardrails.md",
     DOCS / "tutorials" / "safety.md",
+    DOCS / "tutorials" / "long_conversations.md",
+    DOCS / "tutorials" / "extraction.md",
     ROOT / "README.md",
 }
 
