@@ -27,7 +27,7 @@ SMALL = {
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _HALF = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}}
 _LOCAL = {"sliding_window": 6}
-_SHARED = {**_EXPERTS, "shared_expert_intermediate_size": 64}
+_BESIDE = {**_EXPERTS, "shared_expert_intermediate_size": 64}
 _DELTA = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -252,9 +252,9 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "olmo_hybrid": {**_DELTA, "linear_num_key_heads": 4, "linear_value_head_dim": 16},
     "phi3": {**_HALF, **_LOCAL},
     "phimoe": {"num_local_experts": 6, "attention_bias": True, "lm_head_bias": True, "router_jitter_noise": 0.2},
-    "qwen3_5_moe_text": {**_HEADS, **_SHARED, **_DELTA},
+    "qwen3_5_moe_text": {**_HEADS, **_BESIDE, **_DELTA},
     "qwen3_5_text": {**_HEADS, **_DELTA, "attention_bias": True},
-    "qwen3_next": {**_HEADS, **_SHARED, **_DELTA, "mlp_only_layers": [1]},
+    "qwen3_next": {**_HEADS, **_BESIDE, **_DELTA, "mlp_only_layers": [1]},
     "recurrent_gemma": {
         "intermediate_size": 128,
         "attention_window_size": 6,
