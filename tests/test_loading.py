@@ -23,7 +23,6 @@ from pippin.bayes.simulation.rope import RobustPosteriorEstimation
 from pippin.core.errors import InvalidArgument, ModelNotFound
 from pippin.core.formats.checkpoint import model_type
 from pippin.core.formats.model_types import MODEL_TYPES, class_of
-from pippin.engine.neurons.neuron_predictor import NeuronPredictor, NeuronPredictorConfig
 from pippin.generate import (
     DART,
     DartConfig,
@@ -45,6 +44,7 @@ from pippin.language.methods.instruction_pruning.pruned_model import PrunedModel
 from pippin.language.methods.ladir import LatentReasoner, ThoughtVAE
 from pippin.language.methods.prompt_experts import PromptRouter, PromptRouterConfig
 from pippin.language.methods.soup_of_experts.model import SoupOfExperts
+from pippin.language.neuron_predictor import NeuronPredictor, NeuronPredictorConfig
 
 X = torch.randn(60, 2, generator=torch.Generator().manual_seed(1))
 LABELS = (X[:, 0] + 0.5 * torch.randn(60, generator=torch.Generator().manual_seed(2)) > 0).long()

@@ -18,6 +18,7 @@ VERBS = {
     "train task-adapter": ("none", "--task", "extraction"),
     "train images": ("none",),
     "train lora": ("none", *DATA),
+    "train neuron-predictor": ("none", *DATA),
     "train prune": ("none", "--keep", "8", *DATA),
     "train reasoner": ("none", *DATA),
     "train refiner": ("none", "none"),

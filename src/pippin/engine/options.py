@@ -62,7 +62,7 @@ Memory = Annotated[
     PositiveInt | Literal["auto"] | None,
     Option(
         "Most resident memory that a model adds to the process, such as 4GB, or auto; what does not fit stays in its "
-        "file, which is possible for the experts of mixtures. By default all is in memory.",
+        "file, which is possible for experts of mixtures and neurons of layers with ReLU. By default all is in memory.",
         SPEED,
         "SIZE",
         parse=parse_memory,
@@ -112,6 +112,17 @@ ReselectEvery = Annotated[
 ]
 
 
+NeuronPredictorFolder = Annotated[
+    Path | None,
+    Option(
+        "With --memory, what says which neurons of layers with ReLU fire, a folder of pippin train neuron-predictor: "
+        "none of their weights has to be in memory, and neurons that it misses count as zero.",
+        SPEED,
+        "FOLDER",
+    ),
+]
+
+
 CacheName = Annotated[
     Literal["streaming-llm", "h2o", "snapkv", "keydiff", "epicache"] | None,
     Option(
@@ -149,8 +160,8 @@ class ModelOptions:
     """How a model is run on this machine; each field is documented in its annotation.
 
     Raises:
-        InvalidArgument: a value outside its range, more threads than this process may use, or how experts are chosen
-            without a router.
+        InvalidArgument: a value outside its range, more threads than this process may use, how experts are chosen
+            without a router, or a predictor of neurons without memory.
     """
 
     device: Device = None
@@ -159,6 +170,7 @@ class ModelOptions:
     kv_cache_dtype: KVCacheChoice = "auto"
     kv_sharing_ratio: KVSharingRatio = None
     memory: Memory = None
+    neuron_predictor: NeuronPredictorFolder = None
     threads: Threads = None
     tool_dialect: ToolDialect = None
     speculate: Speculate = None
@@ -177,6 +189,8 @@ class ModelOptions:
             raise InvalidArgument(
                 "where the prompt chooses experts nothing is drafted; leave speculate or prompt_router out"
             )
+        if self.neuron_predictor is not None and self.memory is None:
+            raise InvalidArgument("neuron_predictor says which neurons to read from storage; give memory as well")
         if self.threads is not None and self.threads > (cores := devices.threads()):
             raise InvalidArgument(f"threads is {self.threads}, and this process may use {cores}, one on each core")
         if self.speculate == "":

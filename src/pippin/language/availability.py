@@ -165,19 +165,26 @@ def least_memory(
     device: str | None = None,
     bits: Bits | None = None,
     transform: Transform | None = None,
+    neuron_predictor: str | Path | None = None,
 ) -> int:
     """The least that ``pippin.load(ref, memory=…)`` works with, for an installed model.
 
-    Its arguments are those of `memory_needed`.
+    Its arguments are those of `memory_needed`, and the folder of a predictor of neurons as of `pippin.load`.
 
     Raises:
-        InvalidArgument: weights that the native kernels do not compute with, or as of `memory_needed`.
+        InvalidArgument: weights that the native kernels do not compute with, a predictor of another model, or as of
+            `memory_needed`.
         ModelNotFound: there is no such model, or it is not installed.
         CorruptedFile, UnsupportedModel, UnsafeCheckpoint: as `pippin.load`.
     """
     packing = choose_packing(dtype, devices.choose(device), bits=bits)
     headers = transformed(read_headers(reference.resolve(ref, download=False)), transform)
-    return least_budgets(headers, packing)[1]
+    predictor = None
+    if neuron_predictor is not None:
+        from pippin.language.neuron_predictor import NeuronPredictor
+
+        predictor = NeuronPredictor.load(neuron_predictor)
+    return least_budgets(headers, packing, predictor)[1]
 
 
 def _not_here(ref: str | Path, error: ModelNotFound) -> Availability:

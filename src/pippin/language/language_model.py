@@ -43,6 +43,7 @@ from pippin.nn.quantization.packed import Bits
 
 if TYPE_CHECKING:
     from pippin.engine.generation import Generation, Prompt
+    from pippin.language.neuron_predictor import NeuronPredictor
 
 
 @dataclass(frozen=True)
@@ -208,6 +209,7 @@ def load(
     bits: Bits | None = None,
     pack: bool = True,
     memory: int | str | MemoryBudget | None = None,
+    neuron_predictor: str | Path | None = None,
     transform: Transform | None = None,
     tool_dialect: ToolDialectName | None = None,
 ) -> LanguageModel:
@@ -228,6 +230,9 @@ def load(
             it: bytes or a size such as "400MB"; "auto" for 80 % of what is free. What does not fit stays in its file,
             which is possible for experts of mixtures and neurons of layers with ReLU; they are read when they are
             needed (docs/tutorials/memory.md). None for all in memory.
+        neuron_predictor: folder of a predictor that `pippin train neuron-predictor` wrote for this model: with
+            ``memory``, it says which neurons of layers with ReLU fire, so that all their weights may stay in storage;
+            what it misses counts as zero. None keeps the matrix in memory whose sign decides.
         transform: maps the config in the checkpoint to the config of the decoder to build, such as
             `pippin.language.methods.kv_routing.fewer_caches`. It is called before weights are read; tensors that the
             new decoder does not use are not read.
@@ -243,10 +248,12 @@ def load(
         UnsafeCheckpoint: the weights are a pickle.
         InvalidArgument: an unknown device, precision or number of bits; bits where nothing computes with them, or that
             do not fit the model; weights to be quantized that are not finite; a transform that asks for tensors that
-            the checkpoint does not have; memory that is no size, or without native kernels.
+            the checkpoint does not have; memory that is no size, or without native kernels; a
+            predictor without memory, or one of another model.
         NotEnoughMemory: the memory is less than the least that works, which the message names.
     """
     budget = None if memory is None else MemoryBudget.of(memory)
+    predictor = _predictor(neuron_predictor, budget)
     where = devices.choose(device)
     packing = choose_packing(dtype, where, bits=bits, pack=pack)
     found = reference.resolve(ref)
@@ -256,10 +263,21 @@ def load(
         check_transformers(found, error, only_run=pack and bits is None and transform is None and budget is None)
         model = _through_transformers(found, where, dtype, str(error))
         return model if tool_dialect is None else replace(model, tool_dialect=tool_dialect)
-    model = assemble(found, headers, packing, pack=pack, budget=budget)
+    model = assemble(found, headers, packing, pack=pack, budget=budget, predictor=predictor)
     del headers
     trim()  # the mapping of the file is released as well
     return model if tool_dialect is None else replace(model, tool_dialect=tool_dialect)
+
+
+def _predictor(folder: str | Path | None, budget: MemoryBudget | None) -> NeuronPredictor | None:
+    """The predictor in a folder, for a model with a budget; errors as of `load`."""
+    if folder is None:
+        return None
+    if budget is None:
+        raise InvalidArgument("neuron_predictor says which neurons to read from storage; give memory as well")
+    from pippin.language.neuron_predictor import NeuronPredictor
+
+    return NeuronPredictor.load(folder)
 
 
 def check_transformers(found: Resolved, error: UnsupportedModel, *, only_run: bool) -> None:
@@ -297,7 +315,13 @@ def _through_transformers(found: Resolved, device: torch.device, dtype: DType, r
 
 
 def assemble(
-    found: Resolved, headers: CheckpointHeaders, packing: Packing, *, pack: bool, budget: MemoryBudget | None = None
+    found: Resolved,
+    headers: CheckpointHeaders,
+    packing: Packing,
+    *,
+    pack: bool,
+    budget: MemoryBudget | None = None,
+    predictor: NeuronPredictor | None = None,
 ) -> LanguageModel:
     """Read the weights of a checkpoint whose headers were read; errors as of `load`."""
     if packing.bits is not None:
@@ -305,7 +329,7 @@ def assemble(
     tokenizer = headers.tokenizer()
     reasons = {name: headers.reasons[name] for name in headers.names if name in headers.reasons}
     notes = quantization_notes(headers.quantized, headers.module, headers.kinds, reasons, packing)
-    placement, absent = (None, {}) if budget is None else place(found, headers, packing, budget)
+    placement, absent = (None, {}) if budget is None else place(found, headers, packing, budget, predictor)
     fill(headers, packing, pack, absent)
     template = ChatTemplate(tokenizer.chat_template, tokenizer) if tokenizer.chat_template else None
     dialect = _stored_dialect(found)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
@@ -33,6 +33,9 @@ from pippin.language.stored_neurons import LEAST_NEURONS, NUMBER_BYTES, NeuronDT
 from pippin.language.weight_loading import read_packed
 from pippin.language.weight_packing import Packing
 from pippin.nn.quantization.packed import AbsentWeight, NativeWeight
+
+if TYPE_CHECKING:
+    from pippin.language.neuron_predictor import NeuronPredictor
 
 LEAST_CONTEXT: Final = 512
 """Tokens whose keys and values must fit beside the weights."""
@@ -60,6 +63,7 @@ class Placement:
         neurons: the neurons that stay in storage; None where none do.
         key: tells the weights and their packing from all others.
         files: the files that hold them, each with its size and its time of change in nanoseconds.
+        predictor: says which neurons fire; None where matrices in memory do.
     """
 
     budget: MemoryBudget
@@ -68,6 +72,7 @@ class Placement:
     key: str = ""
     files: Mapping[Path, tuple[int, int]] = field(default_factory=dict)
     neurons: StoredNeurons | None = None
+    predictor: NeuronPredictor | None = None
 
     @property
     def in_storage(self) -> bool:
@@ -104,7 +109,11 @@ class Placement:
 
 
 def place(
-    found: Resolved, headers: CheckpointHeaders, packing: Packing, budget: MemoryBudget
+    found: Resolved,
+    headers: CheckpointHeaders,
+    packing: Packing,
+    budget: MemoryBudget,
+    predictor: NeuronPredictor | None = None,
 ) -> tuple[Placement | None, dict[str, AbsentWeight]]:
     """Decide what stays in storage: nothing if all fits.
 
@@ -113,16 +122,17 @@ def place(
         headers: of the checkpoint.
         packing: the formats of the weights.
         budget: the most memory.
+        predictor: says which neurons fire, so that all of their weights may stay in storage.
 
     Returns:
         The placement, None for a budget that found itself and is not needed; and the matrices that stay in storage.
 
     Raises:
         NotEnoughMemory: the budget is less than the least that works, which the message names.
-        InvalidArgument: weights that the native kernels do not compute with.
+        InvalidArgument: weights that the native kernels do not compute with, or a predictor of other neurons.
         DiskFull, InvalidInput: what is in storage has to be written to a file of its own, which is not possible.
     """
-    whole, least = least_budgets(headers, packing)
+    whole, least = least_budgets(headers, packing, predictor)
     if budget.nbytes >= whole:
         return (None if budget.automatic else Placement(budget, whole)), {}
     if budget.nbytes < least:
@@ -130,8 +140,8 @@ def place(
             f"{found.name} needs {format_bytes(least)} at least, and its memory is {format_bytes(budget.nbytes)}; "
             f"pass memory={least} or more, or take a smaller model{_why(headers, packing)}"
         )
-    if layers := _neurons(headers, packing):
-        return _place_neurons(found, headers, packing, budget, least, layers)
+    if _neurons(headers, packing):
+        return _place_neurons(found, headers, packing, budget, least, predictor)
     names, sizes = stored_experts.expert_names(headers.module), packing.sizes(headers.module, headers.kinds)
     key = _key(found, packing)
     experts = stored_experts.in_place(names, lambda name: _in_place(headers, packing, name))
@@ -153,15 +163,18 @@ def place(
     return Placement(budget, least, experts, key, files), absent
 
 
-def least_budgets(headers: CheckpointHeaders, packing: Packing) -> tuple[int, int]:
+def least_budgets(
+    headers: CheckpointHeaders, packing: Packing, predictor: NeuronPredictor | None = None
+) -> tuple[int, int]:
     """The least budgets with which all weights are in memory, and with which as few are as possible.
 
     Args:
         headers: of the checkpoint.
         packing: the formats of the weights.
+        predictor: says which neurons fire; None where matrices in memory do.
 
     Raises:
-        InvalidArgument: weights that the native kernels do not compute with.
+        InvalidArgument: weights that the native kernels do not compute with, or a predictor of other neurons.
     """
     if not packing.native:
         raise InvalidArgument(
@@ -169,8 +182,11 @@ def least_budgets(headers: CheckpointHeaders, packing: Packing) -> tuple[int, in
         )
     sizes, config = packing.sizes(headers.module, headers.kinds), headers.module.config
     whole = _least(config, packing, sizes, [])
-    if layers := _neurons(headers, packing):
-        return whole, min(whole, _least_with_neurons(config, packing, sizes, layers))
+    layers = _neurons(headers, packing, predicted=predictor is not None)
+    if predictor is not None:
+        predictor.check_layers(layers, _why(headers, packing))
+    if layers:
+        return whole, min(whole, _least_with_neurons(config, packing, sizes, layers, predictor))
     return whole, _least(config, packing, sizes, stored_experts.expert_names(headers.module))
 
 
@@ -210,7 +226,11 @@ def _least(config: DecoderConfig, packing: Packing, sizes: Mapping[str, int], na
 
 
 def _least_with_neurons(
-    config: DecoderConfig, packing: Packing, sizes: Mapping[str, int], layers: Sequence[NeuronLayer]
+    config: DecoderConfig,
+    packing: Packing,
+    sizes: Mapping[str, int],
+    layers: Sequence[NeuronLayer],
+    predictor: NeuronPredictor | None,
 ) -> int:
     """The least budget with the neurons of some layers in storage; arguments as of `_least`."""
     away, dtype = {name for layer in layers for name in layer.names}, _neuron_dtype(packing)
@@ -218,6 +238,8 @@ def _least_with_neurons(
     checksums = stored_neurons.stored_bytes(layers, dtype) // BLOCK * 5  # and which were compared
     room = _neuron_room(layers, dtype) + checksums + _neuron_workspace(layers, _LEAST_PASS)
     resident = {name: size for name, size in sizes.items() if name not in away}
+    if predictor is not None:
+        resident["predictor"] = predictor.nbytes
     # a layer is packed before the rest is read: what is mapped, and the same in the precision of the file
     packing_neurons = _LIBRARIES + _VOCABULARY * config.vocab_size + 3 * size
     return max(packing_neurons, _budget(config, packing, resident, room))
@@ -245,10 +267,10 @@ def _budget(config: DecoderConfig, packing: Packing, resident: Mapping[str, int]
     return _LIBRARIES + _VOCABULARY * config.vocab_size + max(loading, running)
 
 
-def _neurons(headers: CheckpointHeaders, packing: Packing) -> tuple[NeuronLayer, ...]:
+def _neurons(headers: CheckpointHeaders, packing: Packing, *, predicted: bool = False) -> tuple[NeuronLayer, ...]:
     """The layers whose neurons can stay in storage; none for a mixture, or where weights are quantized."""
     forms = {native.GGML_FORMATS[name] for name in ("F32", "BF16")}
-    found = stored_neurons.neuron_layers(headers.module)
+    found = stored_neurons.neuron_layers(headers.module, predicted=predicted)
 
     def dense(name: str) -> bool:
         owner = headers.module.get_submodule(name.rpartition(".")[0])
@@ -269,7 +291,7 @@ def _neuron_room(layers: Sequence[NeuronLayer], dtype: NeuronDType) -> int:
 
 def _neuron_workspace(layers: Sequence[NeuronLayer], tokens: int) -> int:
     """Bytes of which neurons each token needs, of what is computed with them, and of torch."""
-    return _TORCH + _BRINGING + 6 * tokens * max(layer.neurons for layer in layers)
+    return _TORCH + _BRINGING + 7 * tokens * max(layer.neurons for layer in layers)
 
 
 def _why(headers: CheckpointHeaders, packing: Packing) -> str:
@@ -288,22 +310,57 @@ def _place_neurons(
     packing: Packing,
     budget: MemoryBudget,
     least: int,
-    layers: Sequence[NeuronLayer],
+    predictor: NeuronPredictor | None,
 ) -> tuple[Placement, dict[str, AbsentWeight]]:
     """Write the neurons to a file, if it is not there; results and errors as of `place`."""
-    key, dtype = _key(found, packing), _neuron_dtype(packing)
+    stored = write_neurons(found, headers, packing, predicted=predictor is not None)
+    form = native.GGML_FORMATS["F32" if stored.dtype == "float32" else "BF16"]
+    absent = {}
+    for name in (name for layer in stored.layers for name in layer.names):
+        rows, columns = headers.module.get_parameter(name).shape
+        absent[name] = AbsentWeight(form, rows, columns)
+    key, state = _key(found, packing), _state(stored.path)
+    if predictor is not None:
+        predictor.check(stored)
+        key = f"{key}-{predictor.digest()}"  # other neurons, other answers
+    return Placement(budget, least, None, key, {} if state is None else {stored.path: state}, stored, predictor), absent
+
+
+def check_neurons(
+    found: Resolved, headers: CheckpointHeaders, packing: Packing, *, predicted: bool
+) -> tuple[NeuronLayer, ...]:
+    """The layers whose neurons `write_neurons` writes; arguments as there.
+
+    Raises:
+        InvalidArgument: there are none; the message says why.
+    """
+    layers = _neurons(headers, packing, predicted=predicted)
+    if not layers:
+        raise InvalidArgument(f"{found.name} has no neurons that can stay in storage{_why(headers, packing)}")
+    return layers
+
+
+def write_neurons(found: Resolved, headers: CheckpointHeaders, packing: Packing, *, predicted: bool) -> StoredNeurons:
+    """The file of a model's neurons; it is written where there is none.
+
+    Args:
+        found: the resolved reference.
+        headers: of the checkpoint.
+        packing: the formats of the weights.
+        predicted: whether all matrices of the layers are in it, for a predictor.
+
+    Raises:
+        InvalidArgument: the model has no neurons that can stay in storage; the message says why.
+        DiskFull, InvalidInput: it cannot be written.
+        CorruptedFile: it is damaged.
+    """
+    layers, dtype = check_neurons(found, headers, packing, predicted=predicted), _neuron_dtype(packing)
 
     def read(name: str) -> Tensor:
         return headers.tensor(name, torch.float32 if dtype == "float32" else torch.bfloat16)
 
-    stored = stored_neurons.write_neurons(store.home() / "neurons" / key, layers, read, dtype, release=headers.release)
-    form = native.GGML_FORMATS["F32" if dtype == "float32" else "BF16"]
-    absent = {}
-    for name in (name for layer in layers for name in layer.names):
-        rows, columns = headers.module.get_parameter(name).shape
-        absent[name] = AbsentWeight(form, rows, columns)
-    state = _state(stored.path)
-    return Placement(budget, least, None, key, {} if state is None else {stored.path: state}, stored), absent
+    folder = store.home() / "neurons" / (_key(found, packing) + ("-predicted" if predicted else ""))
+    return stored_neurons.write_neurons(folder, layers, read, dtype, release=headers.release)
 
 
 def _absent(place: FileMatrix) -> AbsentWeight:

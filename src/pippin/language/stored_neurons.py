@@ -35,7 +35,7 @@ RECTIFIERS: Final = ("relu", "relu2")
 """Activations that are exactly zero for half of their inputs."""
 LEAST_NEURONS: Final = 128
 """Neurons of a layer whose room is always kept."""
-PIECE: Final = 4_000_000
+PIECE: Final = 2_000_000
 """Bytes of bundles that are computed with at a time."""
 NeuronDType = Literal["float32", "bfloat16"]
 NUMBER_BYTES: Final[dict[NeuronDType, int]] = {"float32": 4, "bfloat16": 2}

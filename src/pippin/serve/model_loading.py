@@ -86,7 +86,16 @@ def read_model(
     if processes.is_joined():
         return processes.part_of(load(path, device=device, dtype=settings.dtype, pack=False))
     transform = None if kv_sharing_ratio is None else fewer_caches(kv_sharing_ratio)
-    return load(path, device=device, dtype=settings.dtype, bits=settings.bits, memory=memory, transform=transform)
+    predictor = None if memory is None else settings.neuron_predictor
+    return load(
+        path,
+        device=device,
+        dtype=settings.dtype,
+        bits=settings.bits,
+        memory=memory,
+        neuron_predictor=predictor,
+        transform=transform,
+    )
 
 
 def most_conversations(
@@ -227,7 +236,14 @@ def least_memory(settings: ServerSettings) -> Callable[[str], int | None]:
         ratio = settings.kv_sharing_ratio
         fewer = None if ratio is None else partial(with_kv_sharing_layers, kv_sharing_ratio=ratio)
         try:
-            return least_memory(ref, settings.dtype, device=settings.device, bits=settings.bits, transform=fewer)
+            return least_memory(
+                ref,
+                settings.dtype,
+                device=settings.device,
+                bits=settings.bits,
+                transform=fewer,
+                neuron_predictor=settings.neuron_predictor,
+            )
         except InvalidArgument:
             return None
 

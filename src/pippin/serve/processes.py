@@ -34,6 +34,7 @@ def check(settings: ServerSettings) -> None:
         "--cache": settings.cache is not None,
         "--kv-sharing-ratio": settings.kv_sharing_ratio is not None,
         "--memory": settings.memory is not None,
+        "--neuron-predictor": settings.neuron_predictor is not None,
         "--prompt-cache": settings.prompt_cache is not None,
         "--prompt-router": settings.prompt_router is not None,
         "--speculate": settings.speculate not in (None, "ngram"),

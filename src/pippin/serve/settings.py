@@ -172,7 +172,8 @@ class ServerSettings(ModelOptions):
         PositiveInt | Literal["auto"] | None,
         Option(
             "Most that all models take together, with caches and encoders, such as 8GB; 80 % of what is free at the "
-            "start without it or with auto. A mixture that does not fit keeps its experts in its file.",
+            "start without it or with auto. Experts of mixtures and neurons of "
+            "layers with ReLU that do not fit stay in their file.",
             _CAPACITY,
             "SIZE",
             parse=parse_memory,

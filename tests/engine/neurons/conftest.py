@@ -4,33 +4,15 @@ import pytest
 import torch
 
 from pippin.claims.worlds.sequences.byte_text import VOCABULARY, byte_decoder, byte_model, byte_text, train_bytes
+from pippin.claims.worlds.sequences.sparse_neurons import SparseActivations
 from pippin.language import DecoderConfig, LayerSpec
-from pippin.language.objectives import NextToken
 from pippin.language.stored_neurons import neuron_layers, write_neurons
 from pippin.nn.attention import AttentionSpec
-from pippin.nn.feedforward import FeedForward, FeedForwardSpec
+from pippin.nn.feedforward import FeedForwardSpec
 from pippin.nn.rotary import Rotary
-from pippin.train.objective import Loss, as_loss
 
 WIDTH, INNER, LAYERS = 128, 768, 2
 FORMS = {"gated": ("llama", "relu", True), "plain": ("arcee", "relu2", False)}
-
-
-class SparseActivations:
-    """The likelihood of the next byte, and the mean size of what enters the down matrices."""
-
-    def __call__(self, model, batch, generator):
-        sizes, hooks = [], []
-        for part in model.modules():
-            if isinstance(part, FeedForward):
-                note = part.down_proj.register_forward_pre_hook(lambda _, given: sizes.append(given[0].abs().mean()))
-                hooks.append(note)
-        try:
-            loss = as_loss(NextToken()(model, batch, generator))
-        finally:
-            for hook in hooks:
-                hook.remove()
-        return Loss(loss.total + loss.count * sum(sizes), loss.count)
 
 
 def _trained(form):

@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from pippin.claims.worlds.sequences.byte_text import byte_text
 from pippin.core.errors import CorruptedFile, InvalidArgument, UnsupportedModel
 from pippin.core.formats.model_types import class_of
-from pippin.engine.neurons import Attached, NeuronPredictor, NeuronStore, fit_predictor
-from pippin.engine.neurons.neuron_predictor import _recorded
+from pippin.engine.neurons import Attached, NeuronStore
+from pippin.language.methods.neuron_prediction import evaluate_neuron_predictor, fit_neuron_predictor
+from pippin.language.neuron_predictor import NeuronPredictor
 
 LENGTH = 100
 
@@ -25,7 +26,7 @@ def trained(gated_module, tmp_path_factory):
     folder = tmp_path_factory.mktemp("predicted") / "neurons"
     stored = write_neurons(folder, layers, gated_module.get_parameter, "float32")
     text = text_ids(12_000).view(-1, LENGTH)
-    predictor, quality = fit_predictor(gated_module, stored, text, rank=64, steps=150, show_progress=False)
+    predictor, quality = fit_neuron_predictor(gated_module, stored, text, rank=64, steps=150, show_progress=False)
     return stored, predictor, quality
 
 
@@ -42,10 +43,23 @@ def test_it_finds_nearly_all_that_fire_and_few_others_on_new_text(gated_module, 
     stored, predictor, quality = trained
     assert all(recall >= 0.95 for recall in quality.recall)
     new = text_ids(3000, begin=20_000).view(-1, LENGTH)
-    for layer, (x, fires) in enumerate(_recorded(gated_module, stored, new)):
+    seen = []
+    gates = [layer.mlp.gate_proj for layer in gated_module.layers]
+    hooks = [
+        gate.register_forward_hook(lambda _, given, y: seen.append((given[0].flatten(0, 1), y.flatten(0, 1) > 0)))
+        for gate in gates
+    ]
+    gated_module(new)
+    for hook in hooks:
+        hook.remove()
+    measured = evaluate_neuron_predictor(predictor, gated_module, stored, new)
+    for layer, (x, fires) in enumerate(seen):
         found = predictor.active(layer, x)
-        assert found[fires].float().mean() > 0.9
-        assert found.float().mean() < 0.5
+        assert measured.recall[layer] == pytest.approx(float(found[fires].float().mean()))
+        assert measured.predicted[layer] == pytest.approx(float(found.float().mean()))
+        assert measured.active[layer] == pytest.approx(float(fires.float().mean()))
+        assert measured.recall[layer] > 0.9
+        assert measured.predicted[layer] < 0.5
         # a predictor that does not look at its input finds as many others for as many that fire
         assert found[fires].float().mean() > found[~fires].float().mean() + 0.4
 
@@ -86,7 +100,9 @@ def test_a_token_has_its_own_neurons_alone(gated_module, trained, ids):
 def test_a_plain_layer_is_predicted_as_well(plain_module, write, ids):
     stored = write(plain_module, predicted=True)
     assert stored.layers[0].parts == ("up", "down")
-    predictor, _ = fit_predictor(plain_module, stored, ids(2000).view(-1, 50), rank=8, steps=5, show_progress=False)
+    predictor, _ = fit_neuron_predictor(
+        plain_module, stored, ids(2000).view(-1, 50), rank=8, steps=5, show_progress=False
+    )
     predictor.thresholds.fill_(-torch.inf)
     y, _ = predicted(plain_module, stored, predictor, ids(50)[None])
     torch.testing.assert_close(y, plain_module(ids(50)[None]), atol=1e-5, rtol=1e-5)
@@ -125,7 +141,7 @@ def test_another_checkpoint_is_refused(gated_module, trained, write):
 def test_too_little_text_and_bad_numbers_are_refused(gated_module, trained, ids):
     stored, _, _ = trained
     with pytest.raises(InvalidArgument, match="10 sequences at least, got 3"):
-        fit_predictor(gated_module, stored, ids(300).view(3, 100))
+        fit_neuron_predictor(gated_module, stored, ids(300).view(3, 100))
     for wrong in ({"rank": 0}, {"recall": 1.0}, {"recall": 0.0}, {"steps": 0}, {"lr": 0.0}):
         with pytest.raises(InvalidArgument):
-            fit_predictor(gated_module, stored, ids(1000).view(-1, 50), **wrong)
+            fit_neuron_predictor(gated_module, stored, ids(1000).view(-1, 50), **wrong)

@@ -14,15 +14,27 @@ import torch
 import pippin
 from pippin.claims.worlds.sequences.byte_text import VOCABULARY, byte_model, byte_text
 from pippin.core import native
-from pippin.core.errors import CorruptedFile, GenerationError, InvalidArgument, NotEnoughMemory, PromptCacheMismatch
+from pippin.core.errors import (
+    CorruptedFile,
+    GenerationError,
+    InvalidArgument,
+    ModelNotFound,
+    NotEnoughMemory,
+    PromptCacheMismatch,
+)
 from pippin.core.memory import MemoryBudget
-from pippin.engine import Engine
+from pippin.core.store import reference
+from pippin.engine import Engine, ModelOptions
 from pippin.engine.experts.memory_share import MemoryShare
 from pippin.engine.measure_budgets import measure_budget
 from pippin.engine.neurons import StoredFeedForward
 from pippin.language import Decoder, DecoderConfig, LayerSpec, memory_placement
+from pippin.language.checkpoint_headers import read_headers
+from pippin.language.neuron_predictor import NeuronPredictor, NeuronPredictorConfig, fingerprint
+from pippin.language.weight_packing import choose_packing
 from pippin.nn.attention import AttentionSpec
 from pippin.nn.feedforward import FeedForward, FeedForwardSpec
+from pippin.nn.quantization.packed import AbsentWeight
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the native kernels are not built")
 
@@ -33,7 +45,7 @@ def status(name):
     with open("/proc/self/status") as file:
         return 1024 * next(int(line.split()[1]) for line in file if line.startswith(name))
 before = status("VmRSS")
-model = pippin.load(sys.argv[1], device="cpu", memory=int(sys.argv[2]))
+model = pippin.load(sys.argv[1], device="cpu", memory=int(sys.argv[2]), neuron_predictor=sys.argv[3] or None)
 asked = ("A fox. " * 60, "9 + 9", "Cats, birds. " * 30)
 texts = [model.generate(text, max_tokens=6, temperature=0).token_ids for text in asked]
 stats = model.__dict__["_engine"].engine.stats()
@@ -57,9 +69,22 @@ def tight(monkeypatch):
     monkeypatch.setattr(MemoryShare, "__call__", lambda share, tokens, held: share._least)
 
 
+def finds_all(model, folder):
+    """A folder with a predictor of a model for which every neuron fires."""
+    found, packing = reference.resolve(model), choose_packing("auto", torch.device("cpu"))
+    stored = memory_placement.write_neurons(found, read_headers(found), packing, predicted=True)
+    neurons = tuple(layer.neurons for layer in stored.layers)
+    predictor = NeuronPredictor(NeuronPredictorConfig(stored.layers[0].width, neurons, 2, fingerprint(stored)))
+    predictor.thresholds.fill_(-torch.inf)
+    predictor.save(folder)
+    return folder
+
+
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="resident memory is read from /proc")
-@pytest.mark.parametrize("gated", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_process_holds_its_budget_and_answers_as_without_one(tmp_path, monkeypatch, least_of, gated):
+@pytest.mark.parametrize(
+    ("gated", "predicted"), [(True, False), (True, True), pytest.param(False, False, marks=pytest.mark.slow)]
+)
+def test_a_process_holds_its_budget_and_answers_as_without_one(tmp_path, monkeypatch, least_of, gated, predicted):
     monkeypatch.setenv("PIPPIN_HOME", str(tmp_path / "home"))
     layer = LayerSpec(AttentionSpec(), FeedForwardSpec(8192, "relu" if gated else "relu2", gated))
     sizes = ("llama" if gated else "arcee", VOCABULARY, 512, (layer,) * (12 if gated else 24), 4, 2, 128, 2048)
@@ -71,14 +96,15 @@ def test_a_process_holds_its_budget_and_answers_as_without_one(tmp_path, monkeyp
         part.post_attention_layernorm.weight.data.abs_()
     byte_model(module).save(tmp_path / "large")
     del module
-    least, whole = (
-        least_of(tmp_path / "large"),
-        sum(p.stat().st_size for p in (tmp_path / "large").glob("*.safetensors")),
-    )
+    predictor = finds_all(tmp_path / "large", tmp_path / "predictor") if predicted else None
+    least = least_of(tmp_path / "large", neuron_predictor=predictor)
+    whole = sum(p.stat().st_size for p in (tmp_path / "large").glob("*.safetensors"))
+    if predicted:
+        assert least < least_of(tmp_path / "large")
     answers = []
     for budget in (least, 10 * whole):
         done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", CHILD, tmp_path / "large", str(budget)],
+            [sys.executable, "-W", "ignore", "-c", CHILD, tmp_path / "large", str(budget), predictor or ""],
             capture_output=True, text=True, check=True,
         )  # fmt: skip
         peak, tokens, read, misses = json.loads(done.stdout)
@@ -111,6 +137,52 @@ def test_answers_are_those_of_the_whole_model(folder, small, tight, least_of, dt
     ]
     alone = [bounded.generate(text, max_tokens=20, temperature=0).token_ids for text in texts]
     assert answers[0] == answers[1] == alone
+
+
+def test_with_a_predictor_no_matrix_of_the_layers_is_in_memory(folder, small, tight, least_of, tmp_path):
+    predictor = finds_all(folder, tmp_path / "predictor")
+    least = least_of(folder, neuron_predictor=predictor)
+    bounded = pippin.load(folder, device="cpu", memory=least, neuron_predictor=predictor)
+    mlp = bounded.module.layers[0].mlp
+    matrices = [part for part in (mlp.gate_proj, mlp.up_proj, mlp.down_proj) if part is not None]
+    assert all(isinstance(part.packed, AbsentWeight) for part in matrices)
+    exact = pippin.load(folder, device="cpu", memory=least_of(folder))
+    assert bounded.placement.key != exact.placement.key
+    prompt = byte_text().held_out[:100].tolist()
+    with Engine(bounded) as found, Engine(exact) as expected:
+        ours, theirs = (engine.score(prompt, [[7, 8, 9], [32]]) for engine in (found, expected))
+        for one, other in zip(ours, theirs, strict=True):
+            np.testing.assert_allclose(one, other, atol=0.05)
+
+
+def test_a_predictor_that_finds_nothing_turns_layers_off(folder, small, least_of, tmp_path):
+    predictor = finds_all(folder, tmp_path / "predictor")
+    nothing = NeuronPredictor.load(predictor)
+    nothing.thresholds.fill_(torch.inf)
+    nothing.save(tmp_path / "nothing")
+    least = least_of(folder, neuron_predictor=predictor)
+    prompt, scores = byte_text().held_out[:100].tolist(), []
+    for each in (predictor, tmp_path / "nothing"):
+        with Engine(pippin.load(folder, device="cpu", memory=least, neuron_predictor=each)) as engine:
+            scores.append(engine.score(prompt, [[32]])[0])
+            assert bool(engine.stats().neuron_misses) == (each == predictor)
+    assert np.abs(np.subtract(*scores)).max() > 0.1
+
+
+def test_a_predictor_that_does_not_fit_is_refused(folder, small, least_of, tiny, tmp_path):
+    predictor = finds_all(folder, tmp_path / "predictor")
+    with pytest.raises(InvalidArgument, match="give memory as well"):
+        pippin.load(folder, device="cpu", neuron_predictor=predictor)
+    with pytest.raises(InvalidArgument, match="give memory as well"):
+        ModelOptions(neuron_predictor=predictor)
+    with pytest.raises(ModelNotFound):
+        pippin.load(folder, device="cpu", memory=1, neuron_predictor=tmp_path / "none")
+    tiny.save(tmp_path / "tiny")
+    with pytest.raises(InvalidArgument, match=r"no such neurons; it has no experts, and none of its neurons"):
+        pippin.load(tmp_path / "tiny", device="cpu", memory=1, neuron_predictor=predictor)
+    least = least_of(folder, neuron_predictor=predictor, dtype="float32")
+    with pytest.raises(InvalidArgument, match="another precision; train one"):
+        pippin.load(folder, device="cpu", memory=least, dtype="float32", neuron_predictor=predictor)
 
 
 def test_a_model_that_fits_is_in_memory(folder, least_of):

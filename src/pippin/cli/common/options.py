@@ -99,6 +99,7 @@ def load(model: str, model_options: ModelOptions = HERE) -> LanguageModel:
         dtype=model_options.dtype,
         bits=model_options.bits,
         memory=model_options.memory,
+        neuron_predictor=model_options.neuron_predictor,
         transform=transform,
         tool_dialect=model_options.tool_dialect,
     )

@@ -8,6 +8,7 @@ from pippin.cli.train.diffusion import diffusion
 from pippin.cli.train.full import full
 from pippin.cli.train.images import images
 from pippin.cli.train.lora import lora
+from pippin.cli.train.neuron_predictor import neuron_predictor
 from pippin.cli.train.prune import prune
 from pippin.cli.train.reasoner import reasoner
 from pippin.cli.train.refiner import refiner
@@ -22,6 +23,7 @@ app.command()(diffusion)
 app.command()(images)
 app.command()(lora)
 app.command(name="task-adapter")(task_adapter)
+app.command(name="neuron-predictor")(neuron_predictor)
 app.command()(prune)
 app.command()(reasoner)
 app.command()(refiner)

@@ -25,7 +25,7 @@ MODEL_TYPES: Final[Mapping[str, str]] = {
     "pippin_laplace": "pippin.bayes.laplace.laplace:Laplace",
     "pippin_laplace_mixture": "pippin.bayes.laplace.mixture:LaplaceMixture",
     "pippin_masked_diffusion": "pippin.language.methods.masked_diffusion.model:MaskedDiffusionLM",
-    "pippin_neuron_predictor": "pippin.engine.neurons.neuron_predictor:NeuronPredictor",
+    "pippin_neuron_predictor": "pippin.language.neuron_predictor:NeuronPredictor",
     "pippin_npe": "pippin.bayes.simulation.npe:NPE",
     "pippin_prompt_router": "pippin.language.methods.prompt_experts.router:PromptRouter",
     "pippin_refiner": "pippin.generate.methods.simgan.model:SimRefiner",

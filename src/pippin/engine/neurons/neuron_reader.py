@@ -28,7 +28,7 @@ from pippin.language.stored_neurons import StoredNeurons
 
 THREADS: Final = 8
 """Threads that read, where nobody said how many."""
-ROOM: Final = 4_000_000
+ROOM: Final = 2_000_000
 """Bytes of memory for blocks that were read and whose neurons were not copied yet."""
 _WORDS: Final = {2: np.uint16, 4: np.uint32}
 

@@ -30,7 +30,7 @@ class PlacedNeurons:
         assert stored is not None
         capacity = max(placement.least_room, min(stored.nbytes, placement.budget.nbytes))
         self.store = NeuronStore(stored, capacity, window=None, share=share)
-        self._attached = Attached(runner.model.module, self.store)
+        self._attached = Attached(runner.model.module, self.store, placement.predictor)
         runner.fetch_neurons(self.store)
 
     def close(self) -> None:

@@ -115,7 +115,7 @@ class NeuronStore:
             for layer, rows in zip(stored.layers, self._rows(capacity), strict=True)
         ]
         self.lock = threading.RLock()
-        self._reader = NeuronReader(stored, threads=threads, gap=gap)
+        self.reader = NeuronReader(stored, threads=threads, gap=gap)
         layers = len(stored.layers)
         self._needed, self._hits, self._active, self._tokens = (np.zeros(layers, dtype=np.int64) for _ in range(4))
         self._clock = 0
@@ -127,8 +127,8 @@ class NeuronStore:
     def stats(self) -> NeuronStats:
         """What was counted so far."""
         counts = (self._needed.copy(), self._hits.copy(), self._active.copy(), self._tokens.copy())
-        read = (self._reader.reads.copy(), self._reader.bytes_read.copy(), self._reader.seconds)
-        return NeuronStats(*counts, *read, self.nbytes, self._reader.direct)
+        read = (self.reader.reads.copy(), self.reader.bytes_read.copy(), self.reader.seconds)
+        return NeuronStats(*counts, *read, self.nbytes, self.reader.direct)
 
     @property
     def nbytes(self) -> int:
@@ -195,13 +195,13 @@ class NeuronStore:
                 window.make_room(len(new), piece)
                 words = torch.int16 if window.rows.itemsize == 2 else torch.int32
                 rows = window.next_rows(len(new)).view(words).numpy()
-                self._reader.read(layer, new, rows.view(f"u{rows.itemsize}"))
+                self.reader.read(layer, new, rows.view(f"u{rows.itemsize}"))
                 window.append(new, last[absent])
             yield piece, window.gather(piece)
 
     def close(self) -> None:
         """Close the file, after a read that is under way; later passes are refused."""
-        self._reader.close()
+        self.reader.close()
 
     def _resize(self, room: int) -> None:
         self._given = room
@@ -225,8 +225,8 @@ class NeuronStore:
 
     def _judge(self) -> None:
         """Warn once if passes of one token read so much that they could as well read everything."""
-        read = int(self._reader.bytes_read.sum())
-        if not self._warned and not self._reader.direct and read:
+        read = int(self.reader.bytes_read.sum())
+        if not self._warned and not self.reader.direct and read:
             self._warned = True
             warnings.warn(
                 f"the file system of {self.stored.path} has no direct reads: they go through the page cache of the "

@@ -28,7 +28,7 @@ from pippin.nn.linear import Linear
 from pippin.nn.lora import AdapterSlices, apply_adapters
 
 if TYPE_CHECKING:
-    from pippin.engine.neurons.neuron_predictor import NeuronPredictor
+    from pippin.language.neuron_predictor import NeuronPredictor
 
 
 class StoredFeedForward(nn.Module):
