@@ -185,6 +185,28 @@ def test_a_predictor_that_does_not_fit_is_refused(folder, small, least_of, tiny,
         pippin.load(folder, device="cpu", memory=least, dtype="float32", neuron_predictor=predictor)
 
 
+def test_the_neurons_that_were_used_most_are_there_at_the_next_start(folder, small, least_of, monkeypatch):
+    monkeypatch.setattr(MemoryShare, "__call__", lambda share, tokens, held: 600_000)
+    prompt, rates = byte_text().held_out[:60].tolist(), []
+    for _ in range(2):
+        model = pippin.load(folder, device="cpu", memory=least_of(folder))
+        hot = model.placement.neurons.path.parent / "hot.json"
+        with Engine(model) as engine:
+            before = engine.stats().neuron_bytes_read
+            assert (before > 0) == hot.exists()
+            assert engine.stats().neuron_bytes_used <= 600_000
+            engine.score(prompt, [[32]])
+            rates.append(engine.neuron_store.stats.hit_rate)
+            used = engine.neuron_store.most_used()
+        listed = json.loads(hot.read_text())["neurons"]
+        assert listed == [layer.tolist() for layer in used]
+    assert rates[1] > rates[0] + 0.3
+    for damage in ("{}", "{", '{"neurons": [[0], [-1]]}', '{"neurons": [[0], [99999]]}', '{"neurons": [[3, 3], [1]]}'):
+        hot.write_text(damage)
+        with Engine(pippin.load(folder, device="cpu", memory=least_of(folder))) as engine:
+            assert engine.stats().neuron_bytes_read == 0
+
+
 def test_a_model_that_fits_is_in_memory(folder, least_of):
     model = pippin.load(folder, device="cpu", memory="2GB")
     assert model.placement.neurons is None

@@ -118,6 +118,7 @@ class NeuronStore:
         self.reader = NeuronReader(stored, threads=threads, gap=gap)
         layers = len(stored.layers)
         self._needed, self._hits, self._active, self._tokens = (np.zeros(layers, dtype=np.int64) for _ in range(4))
+        self._uses = [np.zeros(layer.neurons, dtype=np.int64) for layer in stored.layers]
         self._clock = 0
         self._stamps: tuple[Int64[np.ndarray, tokens], ...] = ()
         self._judged = self._judged_bytes = self._before = 0
@@ -184,6 +185,7 @@ class NeuronStore:
             window.forget(int(stamps.min()) - self.window)
         missing = window.missing(needed)
         self._count(layer, active, len(needed), len(missing))
+        self._uses[layer][needed] += 1
         there = np.isin(needed, missing, assume_unique=True, invert=True)
         window.touch(needed[there], when[there])
         size = max(1, min(window.capacity, PIECE // window.row_bytes))
@@ -191,17 +193,41 @@ class NeuronStore:
             piece, last = needed[begin : begin + size], when[begin : begin + size]
             absent = np.isin(piece, window.missing(piece), assume_unique=True)
             if absent.any():
-                new = piece[absent]
-                window.make_room(len(new), piece)
-                words = torch.int16 if window.rows.itemsize == 2 else torch.int32
-                rows = window.next_rows(len(new)).view(words).numpy()
-                self.reader.read(layer, new, rows.view(f"u{rows.itemsize}"))
-                window.append(new, last[absent])
+                window.make_room(int(absent.sum()), piece)
+                self._bring(layer, piece[absent], last[absent])
             yield piece, window.gather(piece)
+
+    def warm(self, hot: Sequence[np.ndarray]) -> None:
+        """Bring neurons before they are needed, as far as there is room without a pass.
+
+        Args:
+            hot: of each layer, those that are worth most first.
+
+        Raises:
+            CorruptedFile: the file is damaged. InvalidArgument: the store is closed.
+        """
+        if self._share is not None:
+            self._resize(self._share(1, self.nbytes))
+        for layer, (window, neurons) in enumerate(zip(self.windows, hot, strict=True)):
+            coming = np.sort(window.missing(neurons)[: window.capacity - window.used])
+            if len(coming):
+                self._bring(layer, coming, np.full(len(coming), self._clock))
+
+    def most_used(self) -> list[np.ndarray]:
+        """Of each layer the neurons that passes needed, those that most of them needed first."""
+        return [np.argsort(-uses, kind="stable")[: np.count_nonzero(uses)] for uses in self._uses]
 
     def close(self) -> None:
         """Close the file, after a read that is under way; later passes are refused."""
         self.reader.close()
+
+    def _bring(self, layer: int, neurons: Neurons, when: Int64[np.ndarray, neurons]) -> None:
+        """Read neurons that are not there, ascending, to rows that are free."""
+        window = self.windows[layer]
+        words = torch.int16 if window.rows.itemsize == 2 else torch.int32
+        rows = window.next_rows(len(neurons)).view(words).numpy()
+        self.reader.read(layer, neurons, rows.view(f"u{rows.itemsize}"))
+        window.append(neurons, when)
 
     def _resize(self, room: int) -> None:
         self._given = room
