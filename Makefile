@@ -7,7 +7,7 @@
 # CUDA=1              take the CUDA build of torch instead of the CPU one
 # PYTEST="-k words"   what pytest is given (default: two processes, each with whole files)
 # FUZZ_SECONDS=60     how long `make fuzz` gives each of its targets (default: 300)
-# MUTATION=nn/attention   the modules of `make mutation` (default: all core modules)
+# MUTATION=nn/attention/attention   the modules of `make mutation` (default: all core modules)
 # CXX=clang++         the C++ compiler for the native kernels (default: c++, g++ or clang++)
 
 VENV := .venv

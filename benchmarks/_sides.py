@@ -170,7 +170,7 @@ class Ours:
 
     def answer(self, prompt: list[int], count: int) -> Timed:
         """A request without cached prefix."""
-        from pippin.engine import measure_speed as measure
+        from pippin.engine.measure import measure_speed as measure
 
         self.owner += 1
         speed = measure.measure_speed(self.engine, prompt, count, stops=self.stops, owner=str(self.owner))
@@ -197,7 +197,7 @@ class Ours:
 
     def limit(self, threads: int, prompt: int, answer: int) -> float:
         """Bandwidth limit in tokens per second, with the bandwidth measured now."""
-        from pippin.engine import measure_speed as measure
+        from pippin.engine.measure import measure_speed as measure
 
         weights = measure.weight_bytes(self.model.module)
         cache = measure.mean_cache_bytes(self.model.config, self.engine.kv_cache_dtype, prompt, answer)
@@ -211,7 +211,7 @@ class Ours:
 
     def profile(self, prompt: list[int], count: int) -> str:
         """Where the time of an answer goes, for a note."""
-        from pippin.engine import measure_speed as measure
+        from pippin.engine.measure import measure_speed as measure
 
         self.owner += 1
         speed = measure.measure_speed(self.engine, prompt, count, stops=self.stops, owner=str(self.owner))

@@ -83,8 +83,8 @@ def our_decoder(shape: Shape) -> Any:
     """Pippin's decoder with random weights."""
     from pippin.language.decoder import Decoder
     from pippin.language.decoder_config import DecoderConfig, LayerSpec
-    from pippin.nn.attention import AttentionSpec
-    from pippin.nn.feedforward import FeedForwardSpec
+    from pippin.nn.attention.attention import AttentionSpec
+    from pippin.nn.feedforward.feedforward import FeedForwardSpec
 
     layer = LayerSpec(AttentionSpec(), FeedForwardSpec(shape.inner))
     config = DecoderConfig(

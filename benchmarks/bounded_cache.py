@@ -222,7 +222,7 @@ class Measured:
 def spoken(model: Any, quick: bool) -> Spoken:
     """The conversation as the model's template has it."""
     from pippin.claims.worlds.conversations import conversation
-    from pippin.engine.token_ids import common_prefix
+    from pippin.engine.decoding.token_ids import common_prefix
     from pippin.session import chat_format
     from pippin.session.transcript import Answer, Instructions, Prompt, Transcript
 

@@ -22,8 +22,9 @@ import pippin
 from pippin.core.errors import SchemaError
 from pippin.core.store import store
 from pippin.core.threads import use_threads
-from pippin.engine import Engine, Request, SamplingOptions, measure_speed as measuring
+from pippin.engine import Engine, Request, SamplingOptions
 from pippin.engine.grammar.constraint import Constraint, Grammar
+from pippin.engine.measure import measure_speed as measuring
 
 KINDS = {"dict": "object", "float": "number", "tuple": "array"}
 COUNT = 96

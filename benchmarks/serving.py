@@ -222,8 +222,8 @@ def settled(server: Server) -> float:
 def random_model(folder: Path, tokenizer_of: Path) -> None:
     """A random model of two layers with the tokenizer of another."""
     from pippin.language import Decoder, DecoderConfig, LanguageModel, LayerSpec
-    from pippin.nn.attention import AttentionSpec
-    from pippin.nn.feedforward import FeedForwardSpec
+    from pippin.nn.attention.attention import AttentionSpec
+    from pippin.nn.feedforward.feedforward import FeedForwardSpec
 
     given = pippin.load(tokenizer_of, device="cpu", dtype="float32")
     layer = LayerSpec(AttentionSpec(), FeedForwardSpec(48))

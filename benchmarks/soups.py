@@ -110,8 +110,8 @@ class _Peak:
 
 def _config(shape: Shape) -> Any:
     from pippin.language.decoder_config import DecoderConfig, LayerSpec
-    from pippin.nn.attention import AttentionSpec
-    from pippin.nn.feedforward import FeedForwardSpec
+    from pippin.nn.attention.attention import AttentionSpec
+    from pippin.nn.feedforward.feedforward import FeedForwardSpec
 
     layer = LayerSpec(AttentionSpec(), FeedForwardSpec(960))
     return DecoderConfig(

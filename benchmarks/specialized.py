@@ -44,7 +44,7 @@ class Small:
 def made(base: Path, keeps: tuple[int, ...], place: Path, repeats: int) -> dict[int, Small]:
     """The small models, and under 0 the whole one."""
     import pippin
-    from pippin.engine.measure_speed import weight_bytes
+    from pippin.engine.measure.measure_speed import weight_bytes
     from pippin.language.methods.instruction_pruning.pruned_model import PrunedModel, mask_predictor
 
     torch.set_num_threads(1)

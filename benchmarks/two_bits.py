@@ -40,7 +40,7 @@ from pippin.core.store import store
 from pippin.core.threads import use_threads
 from pippin.data.packing import Packed, token_batches
 from pippin.engine import shared_engine
-from pippin.engine.measure_speed import measure_speed, prompt_ids, weight_bytes
+from pippin.engine.measure.measure_speed import measure_speed, prompt_ids, weight_bytes
 from pippin.language.language_model import LanguageModel
 from pippin.language.likelihood import text_likelihood
 from pippin.language.methods.distillation import Distillation

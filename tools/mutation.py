@@ -1,6 +1,6 @@
 """Mutate the core modules with mutmut, run their tests against every mutant, and keep what lived.
 
-    python tools/mutation.py [MODULE...]        such as engine/sampling; without names: all of `CORE`, which takes hours
+    python tools/mutation.py [MODULE...]    such as engine/decoding/sampling; without names: all of `CORE`, hours
 
 Notable here:
 - each module is tried against its own tests, not against whatever happens to call it: a rule that only a far test
@@ -40,9 +40,17 @@ CORE = {
     "engine/cache/block_pool": ("tests/engine/cache/test_block_pool.py",),
     "engine/cache/prefix_tree": ("tests/engine/cache/test_prefix_tree.py",),
     "engine/grammar/constraint": ("tests/engine/grammar/test_constraint.py",),
-    "engine/sampling": ("tests/engine/test_sampling.py",),
-    "engine/scheduler": ("tests/engine/test_scheduler.py", "-k", "not random_schedules or 0]"),
-    "nn/attention": ("tests/nn/test_attention.py", "tests/nn/test_visible.py", "tests/language/test_decoder.py"),
+    "engine/decoding/sampling": ("tests/engine/decoding/test_sampling.py",),
+    "engine/scheduling/scheduler": (
+        "tests/engine/scheduling/test_scheduler.py",
+        "-k",
+        "not random_schedules or 0]",
+    ),
+    "nn/attention/attention": (
+        "tests/nn/attention/test_attention.py",
+        "tests/nn/test_visible.py",
+        "tests/language/test_decoder.py",
+    ),
     "session/transcript": ("tests/session/test_transcript.py",),
     "train/schedules": ("tests/train/test_schedules.py",),
 }
@@ -138,7 +146,7 @@ def share(found: dict[str, Any]) -> float:
 def function(mutant: str) -> str:
     """The function that a mutant changes, such as ``Sampler.observe``.
 
-    >>> function("pippin.engine.sampling.xǁSamplerǁobserve__mutmut_3"), function("pippin.a.x_draw__mutmut_1")
+    >>> function("pippin.engine.decoding.sampling.xǁSamplerǁobserve__mutmut_3"), function("pippin.a.x_draw__mutmut_1")
     ('Sampler.observe', 'draw')
     """
     name = mutant.rpartition(".")[2].rpartition("__mutmut_")[0]

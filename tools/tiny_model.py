@@ -9,8 +9,8 @@ from tokenizers import Tokenizer as Backend, decoders, models, pre_tokenizers
 from pippin.data.text.chat_template import ChatTemplate
 from pippin.data.text.tokenizer import Tokenizer
 from pippin.language import Decoder, DecoderConfig, LanguageModel, LayerSpec
-from pippin.nn.attention import AttentionSpec
-from pippin.nn.feedforward import FeedForwardSpec
+from pippin.nn.attention.attention import AttentionSpec
+from pippin.nn.feedforward.feedforward import FeedForwardSpec
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

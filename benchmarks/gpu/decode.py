@@ -32,10 +32,10 @@ from _rows import Row, compared, main, say
 
 from pippin.data.text.tokenizer import Tokenizer
 from pippin.engine import Engine, Request, SamplingOptions, Token
-from pippin.engine.measure_speed import mean_cache_bytes, weight_bytes
+from pippin.engine.measure.measure_speed import mean_cache_bytes, weight_bytes
 from pippin.language import Decoder, DecoderConfig, LanguageModel, LayerSpec
-from pippin.nn.attention import AttentionSpec
-from pippin.nn.feedforward import FeedForwardSpec
+from pippin.nn.attention.attention import AttentionSpec
+from pippin.nn.feedforward.feedforward import FeedForwardSpec
 from pippin.nn.linear import Linear
 from pippin.nn.packed_layers import PackedLinear, replace_submodule
 from pippin.nn.quantization.packed import quantize

@@ -12,8 +12,8 @@ from pippin.core import device, native
 from pippin.core.errors import NotEnoughMemory
 from pippin.core.report import Row
 from pippin.core.store import catalog
-from pippin.engine import machine_speed, measure_speed
 from pippin.engine.experts.memory_share import MemoryShare
+from pippin.engine.measure import machine_speed, measure_speed
 
 FIGURES = {
     "prompt": "tokens/s",

@@ -11,8 +11,8 @@ import pytest
 
 from pippin.cli import doctor, main
 from pippin.core import native
-from pippin.engine import machine_speed
-from pippin.engine.machine_speed import MachineSpeed
+from pippin.engine.measure import machine_speed
+from pippin.engine.measure.machine_speed import MachineSpeed
 
 
 def test_json_agrees_with_the_machine(pippin, tmp_path):

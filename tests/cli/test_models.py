@@ -8,7 +8,7 @@ import pytest
 from pippin.cli import models
 from pippin.core.files import format_bytes
 from pippin.core.store import catalog
-from pippin.engine.machine_speed import MachineSpeed
+from pippin.engine.measure.machine_speed import MachineSpeed
 from pippin.language.task_adapters import task_adapters
 
 

@@ -346,6 +346,7 @@ def test_bytes_that_are_no_text(run):
     assert "standard input is not UTF-8 text" in said
 
 
+@pytest.mark.nightly
 def test_the_example_corrects_labels_selects_and_fills_in(default_model_path):
     env = os.environ | {"PIPPIN_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     words = [sys.executable, str(EXAMPLES / "text_tasks.py")]

@@ -11,9 +11,9 @@ import torch
 from pippin.engine import Engine, Request, SamplingOptions
 from pippin.engine.grammar.constraint import Grammar
 from pippin.language import Decoder, LanguageModel, LayerSpec
-from pippin.nn.attention import AttentionSpec
-from pippin.nn.feedforward import FeedForwardSpec
-from pippin.nn.rotary import Rotary
+from pippin.nn.attention.attention import AttentionSpec
+from pippin.nn.attention.rotary import Rotary
+from pippin.nn.feedforward.feedforward import FeedForwardSpec
 
 from .asking import ENDLESS, SAMPLED, ask, at_once, bare_greedy, collect, prompt, together
 from .fake import right_answer

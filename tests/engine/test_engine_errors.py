@@ -22,7 +22,7 @@ from .fake import right_answer
 
 
 def test_an_error_of_one_request_reaches_its_caller_only(tiny, fake, monkeypatch):
-    from pippin.engine.sampling import Sampler
+    from pippin.engine.decoding.sampling import Sampler
 
     choose = Sampler.sample
 

@@ -5,12 +5,12 @@ import torch
 from hypothesis import given, strategies as st
 
 from pippin.core.errors import ContextOverflow, InvalidArgument
+from pippin.engine.decoding.token_ids import common_prefix
 from pippin.engine.grammar.constraint import Grammar
 from pippin.engine.options import SamplingOptions
 from pippin.engine.output_processor import OutputProcessor, check
 from pippin.engine.request import Request
 from pippin.engine.speculation import Draft, Speculation
-from pippin.engine.token_ids import common_prefix
 
 PROMPT = list(b"write: ")
 

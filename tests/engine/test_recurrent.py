@@ -17,8 +17,8 @@ from pippin.engine.runners.select import make_runner
 from pippin.engine.runners.torch_runner import TorchRunner
 from pippin.engine.speculation import Speculation
 from pippin.language import Decoder, DecoderConfig, LanguageModel, LayerSpec
-from pippin.nn.attention import AttentionSpec
-from pippin.nn.feedforward import FeedForwardSpec
+from pippin.nn.attention.attention import AttentionSpec
+from pippin.nn.feedforward.feedforward import FeedForwardSpec
 from pippin.nn.lora import Adapter, LowRankUpdate
 from pippin.nn.recurrent.layer import RecurrentSpec
 

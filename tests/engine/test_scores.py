@@ -91,7 +91,7 @@ def test_an_error_of_a_score_reaches_its_caller_only(tiny, fake, monkeypatch):
     def failing(*_):
         raise GenerationError("this score failed")
 
-    monkeypatch.setattr("pippin.engine.continuation_scores.Scores.add_logits", failing)
+    monkeypatch.setattr("pippin.engine.scheduling.continuation_scores.Scores.add_logits", failing)
     with Engine(tiny) as engine:
         stream = engine.stream(Request(prompt(0, 8), SamplingOptions(max_tokens=30, **ENDLESS)))
         with pytest.raises(GenerationError, match="this score failed"):

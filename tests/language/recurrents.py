@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from pippin.language import Decoder, DecoderConfig, LayerSpec
-from pippin.nn.attention import AttentionSpec
-from pippin.nn.feedforward import FeedForwardSpec
+from pippin.nn.attention.attention import AttentionSpec
+from pippin.nn.feedforward.feedforward import FeedForwardSpec
 from pippin.nn.recurrent.layer import RecurrentSpec
 
 FEED = FeedForwardSpec(48)

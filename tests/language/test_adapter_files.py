@@ -30,7 +30,7 @@ from pippin.core.errors import (
 from pippin.engine import Engine, Request, SamplingOptions
 from pippin.language import Decoder, LanguageModel
 from pippin.language.adapter_files import base_sha256, save_adapter
-from pippin.nn.feedforward import FeedForwardSpec
+from pippin.nn.feedforward.feedforward import FeedForwardSpec
 
 ATTENTION = tuple(f"self_attn.{name}_proj" for name in "qkvo")
 ALL = (*ATTENTION, "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
@@ -350,6 +350,7 @@ def test_what_cannot_be_saved_is_refused(base, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.nightly
 def test_the_example_teaches_the_real_model(model, tmp_path):
     env = os.environ | {"PIPPIN_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     script = Path(__file__).resolve().parents[2] / "examples" / "adapter.py"

@@ -10,9 +10,9 @@ from pippin.core.errors import CorruptedFile, InvalidArgument, UnsupportedModel
 from pippin.language import families
 from pippin.language.decoder import Decoder
 from pippin.language.decoder_config import DecoderConfig, LayerSpec
-from pippin.nn.attention import AttentionSpec
-from pippin.nn.feedforward import FeedForwardSpec
-from pippin.nn.rotary import Rotary
+from pippin.nn.attention.attention import AttentionSpec
+from pippin.nn.attention.rotary import Rotary
+from pippin.nn.feedforward.feedforward import FeedForwardSpec
 
 from .dense import DenseCache
 from .families.checkpoints import read

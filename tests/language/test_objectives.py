@@ -10,8 +10,8 @@ from pippin.data.token_batches import IGNORE, TokenBatch
 from pippin.language.decoder import Decoder
 from pippin.language.decoder_config import DecoderConfig, LayerSpec
 from pippin.language.objectives import NextToken, cross_entropy, held_out
-from pippin.nn.attention import AttentionSpec
-from pippin.nn.feedforward import FeedForwardSpec
+from pippin.nn.attention.attention import AttentionSpec
+from pippin.nn.feedforward.feedforward import FeedForwardSpec
 
 VOCAB = 131
 

@@ -13,8 +13,8 @@ from pippin.language import Decoder, DecoderConfig, LanguageModel, LayerSpec, fa
 from pippin.language.adapter_files import target_modules
 from pippin.language.objectives import NextToken
 from pippin.language.presets import preset
-from pippin.nn.attention import AttentionSpec
-from pippin.nn.feedforward import NO_FEED_FORWARD
+from pippin.nn.attention.attention import AttentionSpec
+from pippin.nn.feedforward.feedforward import NO_FEED_FORWARD
 from pippin.nn.kv_cache import PackedDocuments
 from pippin.nn.recurrent.layer import RecurrentSpec
 from pippin.nn.recurrent.states import RecurrentState

@@ -11,8 +11,8 @@ from pippin.data.token_batches import TokenBatch
 from pippin.language import Decoder, presets
 from pippin.language.objectives import NextToken
 from pippin.language.router_losses import RouterLosses, move_biases, watch_routers
-from pippin.nn.feedforward import MixtureOfExperts, Router
-from pippin.nn.routing import RouterSpec
+from pippin.nn.feedforward.feedforward import MixtureOfExperts, Router
+from pippin.nn.feedforward.routing import RouterSpec
 from pippin.train import AdamW, Trainer
 
 IDS = torch.randint(0, 64, (4, 32), generator=torch.Generator().manual_seed(0))

@@ -146,9 +146,9 @@ def test_equals_the_decoder_in_torch():
     import torch
 
     from pippin.language import Decoder, DecoderConfig, LayerSpec
-    from pippin.nn.attention import AttentionSpec
-    from pippin.nn.feedforward import FeedForwardSpec
-    from pippin.nn.rotary import Rotary
+    from pippin.nn.attention.attention import AttentionSpec
+    from pippin.nn.attention.rotary import Rotary
+    from pippin.nn.feedforward.feedforward import FeedForwardSpec
 
     rotary = Rotary()
     specs = (

@@ -6,14 +6,14 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from pippin.nn.attention import Attention, AttentionSpec
+from pippin.nn.attention.attention import Attention, AttentionSpec
+from pippin.nn.attention.rotary import Rotary, apply_rotary
 from pippin.nn.context import LayerContext
-from pippin.nn.feedforward import XIELU, FeedForward, FeedForwardSpec, MixtureOfExperts
+from pippin.nn.feedforward.feedforward import XIELU, FeedForward, FeedForwardSpec, MixtureOfExperts
 from pippin.nn.kv_cache import NoCache, causal_mask
 from pippin.nn.linear import Linear
 from pippin.nn.norm import RMSNorm
 from pippin.nn.packed_layers import fuse, pack
-from pippin.nn.rotary import Rotary, apply_rotary
 
 
 def filled(module, seed=0):

@@ -7,10 +7,10 @@ from hypothesis import given, settings, strategies as st
 from pippin.core.errors import InvalidArgument
 from pippin.language.decoder import Decoder
 from pippin.language.decoder_config import DecoderConfig, LayerSpec
-from pippin.nn.attention import AttentionSpec
-from pippin.nn.feedforward import FeedForwardSpec
+from pippin.nn.attention.attention import AttentionSpec
+from pippin.nn.attention.rotary import Rotary
+from pippin.nn.feedforward.feedforward import FeedForwardSpec
 from pippin.nn.kv_cache import NoCache, PackedDocuments
-from pippin.nn.rotary import Rotary
 
 FEED = FeedForwardSpec(24)
 LAYERS = (

@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pippin.nn import blocked_attention, matmul as products
+from pippin.nn import matmul as products
+from pippin.nn.attention import blocked_attention
 from pippin.nn.matmul import product
 
 

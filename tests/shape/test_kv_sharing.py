@@ -19,7 +19,7 @@ from pippin.engine.runners.torch_runner import TorchRunner
 from pippin.language import Decoder, LanguageModel
 from pippin.language.methods.distillation import Distillation
 from pippin.language.methods.kv_routing import RoutedModel, fewer_caches, nearest_sources
-from pippin.nn.rotary import Rotary
+from pippin.nn.attention.rotary import Rotary
 from pippin.shape.export.gguf import export_gguf
 from pippin.shape.kv_sharing import share_kv, share_last_layers, sharing_sources
 from pippin.train import AdamW, Trainer

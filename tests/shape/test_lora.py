@@ -17,7 +17,7 @@ from pippin.language.adapter_files import attach, read_factors, target_modules
 from pippin.language.methods.afm import AFMConfig
 from pippin.language.objectives import NextToken
 from pippin.language.quantized_checkpoint import save_quantized
-from pippin.nn.attention import AttentionSpec
+from pippin.nn.attention.attention import AttentionSpec
 from pippin.nn.linear import Linear
 from pippin.nn.lora import Adapter, LowRankUpdate, combine
 from pippin.nn.packed_layers import PackedLinear, replace_submodule

@@ -14,8 +14,8 @@ from pippin.data.token_batches import IGNORE, TokenBatch
 from pippin.language.decoder import Decoder
 from pippin.language.decoder_config import DecoderConfig, LayerSpec
 from pippin.language.objectives import NextToken
-from pippin.nn.attention import AttentionSpec
-from pippin.nn.feedforward import FeedForwardSpec
+from pippin.nn.attention.attention import AttentionSpec
+from pippin.nn.feedforward.feedforward import FeedForwardSpec
 from pippin.train import AdamW, Checkpoints, ConstantSchedule, Trainer
 from pippin.train.distributed import DistributedProcesses
 

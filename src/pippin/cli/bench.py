@@ -1,7 +1,8 @@
 """`pippin bench`: prompt and decoding speed of a model, against the limit of memory bandwidth.
 
 Notable here:
-- the limit is that of `pippin.engine.measure_speed`: measured bandwidth divided by the bytes read for each token
+- the limit is that of `pippin.engine.measure.measure_speed`: measured bandwidth divided by the bytes read for each
+  token
 - the speed of a model of the catalog, as it is used without options, is kept for `pippin models`
 - measurements of model and memory alternate, so that other load affects both and shows in the standard deviation
 """
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pippin.engine.engine import Engine
-    from pippin.engine.measure_speed import BandwidthLimit, Speed
+    from pippin.engine.measure.measure_speed import BandwidthLimit, Speed
     from pippin.language.language_model import LanguageModel
 
 _PARTS = ("linear layers", "attention", "other kernels", "waiting for threads")
@@ -115,7 +116,7 @@ def _show_budgets(
 ) -> None:
     """Measure a model under budgets of memory, one after the other, and print what came out."""
     from pippin.core.memory import MemoryBudget, trim
-    from pippin.engine import measure_budgets
+    from pippin.engine.measure import measure_budgets
 
     loaded: list[LanguageModel] = []
 
@@ -153,7 +154,7 @@ def _remember(model: str, counts: list[int], report: Report) -> None:
     """Keep the speed of a catalog model with the default number of threads."""
     from pippin.core import native
     from pippin.core.store import catalog
-    from pippin.engine.machine_speed import remember
+    from pippin.engine.measure.machine_speed import remember
 
     entry = catalog.find(model)
     if entry is not None and counts == [native.default_threads()]:
@@ -201,7 +202,8 @@ def run(
         InvalidArgument: an unknown precision of the cache.
     """
     from pippin.core.threads import use_threads
-    from pippin.engine import Engine, measure_speed as measure
+    from pippin.engine import Engine
+    from pippin.engine.measure import measure_speed as measure
 
     ids = measure.prompt_ids(model, prompt)
     rows: list[Row] = []
@@ -232,7 +234,7 @@ def _samples(
     advance: Callable[[], None],
 ) -> tuple[list[Speed], list[BandwidthLimit]]:
     """Alternating measurements of speed and bandwidth limit, after one warm-up answer."""
-    from pippin.engine import measure_speed as measure
+    from pippin.engine.measure import measure_speed as measure
     from pippin.language import Decoder
 
     decoder = isinstance(model.network, Decoder)  # what transformers reads is not known

@@ -3,7 +3,7 @@
 Notable here:
 - required and optional libraries are read from the metadata of the installed package, so the list is never stale
 - only what prevents an answer is a problem; a missing extra or model is a note with the command that installs it
-- the recommended model is an estimate for this machine: `pippin.engine.model_costs` says how
+- the recommended model is an estimate for this machine: `pippin.engine.measure.model_costs` says how
 - the verdict comes first, extras for developers of Pippin last
 """
 
@@ -23,7 +23,7 @@ from pippin.core.files import format_bytes
 
 if TYPE_CHECKING:
     from pippin.core.device import MachineInfo
-    from pippin.engine.model_costs import Recommendation
+    from pippin.engine.measure.model_costs import Recommendation
 
 FOR_DEVELOPERS = ("test", "bench", "docs", "nightly", "dev")  # extras that users of Pippin do not need
 
@@ -157,8 +157,8 @@ def _default_model() -> dict[str, Any]:
 def _recommended_model(disk: int) -> Recommendation | None:
     """The largest model that suits this machine."""
     from pippin.core.store import catalog, store
-    from pippin.engine.machine_speed import machine_speed
-    from pippin.engine.model_costs import recommend
+    from pippin.engine.measure.machine_speed import machine_speed
+    from pippin.engine.measure.model_costs import recommend
 
     here = {found.name for found in store.installed()}
     return recommend(list(catalog.entries().values()), machine_speed(), disk, here)

@@ -12,7 +12,7 @@ from pippin.cli.common import terminal
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from pippin.engine.machine_speed import MachineSpeed
+    from pippin.engine.measure.machine_speed import MachineSpeed
 
 
 def models(
@@ -28,7 +28,7 @@ def models(
 
 def _speed() -> MachineSpeed | None:
     """The speed of this machine; None where torch cannot be loaded, since the list does not need it."""
-    from pippin.engine.machine_speed import machine_speed
+    from pippin.engine.measure.machine_speed import machine_speed
 
     with suppress(ImportError, OSError):
         return machine_speed()
@@ -38,7 +38,7 @@ def _speed() -> MachineSpeed | None:
 def _rows(speed: MachineSpeed | None) -> list[dict[str, Any]]:
     """One row for each entry of the catalog, then one for each installed hub repository."""
     from pippin.core.store import catalog, store
-    from pippin.engine.model_costs import model_cost
+    from pippin.engine.measure.model_costs import model_cost
 
     here = {found.name: found for found in store.installed()}
     rows: list[dict[str, Any]] = []

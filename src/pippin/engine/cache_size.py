@@ -14,10 +14,10 @@ import torch
 from pippin.core import device as devices
 from pippin.core.errors import NotEnoughMemory
 from pippin.core.files import format_bytes
-from pippin.engine.continuation_scores import MAX_ROWS
 from pippin.engine.model_runner import BLOCK_SIZE, KVCacheDtypeChoice
-from pippin.engine.request_state import blocks_for
 from pippin.engine.runners.select import runner_class
+from pippin.engine.scheduling.continuation_scores import MAX_ROWS
+from pippin.engine.scheduling.request_state import blocks_for
 from pippin.language.language_model import LanguageModel
 from pippin.language.memory_placement import Placement
 

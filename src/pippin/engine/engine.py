@@ -29,11 +29,10 @@ from torch import Tensor
 
 from pippin.core.checks import NonNegativeInt, PositiveInt, checked
 from pippin.core.errors import InvalidArgument, PippinError, UnsupportedModel
-from pippin.engine import continuation_scores, output_processor
+from pippin.engine import output_processor
 from pippin.engine.cache import prompt_cache as files
 from pippin.engine.cache.prefix_tree import CachedSequence, CacheKey
 from pippin.engine.cache_size import engine_size
-from pippin.engine.continuation_scores import Scores
 from pippin.engine.engine_stats import EngineStats
 from pippin.engine.experts.expert_store import ExpertStore
 from pippin.engine.experts.memory_share import MemoryShare, close_store, open_store
@@ -48,11 +47,13 @@ from pippin.engine.output_processor import OutputProcessor
 from pippin.engine.prompt_extras import PromptExtras
 from pippin.engine.recommended_sampling import recommended, resolved
 from pippin.engine.request import Finished, Request, Token
-from pippin.engine.request_state import EventStream, RequestState
 from pippin.engine.runners.native_experts import ExpertSource
 from pippin.engine.runners.native_runner import NativeRunner
 from pippin.engine.runners.select import make_runner
-from pippin.engine.scheduler import Scheduler
+from pippin.engine.scheduling import continuation_scores
+from pippin.engine.scheduling.continuation_scores import Scores
+from pippin.engine.scheduling.request_state import EventStream, RequestState
+from pippin.engine.scheduling.scheduler import Scheduler
 from pippin.language.language_model import LanguageModel
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from pippin.engine.runners.native_experts import ExpertSource
 if TYPE_CHECKING:
     from pippin.engine.generation import Prompt
     from pippin.language.language_model import LanguageModel
-    from pippin.nn.feedforward import FeedForward
+    from pippin.nn.feedforward.feedforward import FeedForward
 
 
 class ExpertRecorder:
@@ -90,7 +90,7 @@ def expert_sizes(model: LanguageModel) -> Int64[np.ndarray, "layers experts"]:
         UnsupportedModel: the model has no experts, or layers with different numbers of them.
     """
     from pippin.engine.runners.native_experts import mixtures
-    from pippin.nn.feedforward import FeedForward, MixtureOfExperts
+    from pippin.nn.feedforward.feedforward import FeedForward, MixtureOfExperts
 
     rows = []
     for index in mixtures(model.config):

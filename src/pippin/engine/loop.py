@@ -24,12 +24,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from pippin.core.errors import GenerationError, Overloaded
+from pippin.engine.decoding.token_ids import common_prefix
 from pippin.engine.model_runner import BLOCK_SIZE, Capture, Runner
 from pippin.engine.output_processor import OutputProcessor
-from pippin.engine.request_state import END, ContinuationState, RequestState, ScheduledChunk
-from pippin.engine.scheduler import Scheduler
+from pippin.engine.scheduling.request_state import END, ContinuationState, RequestState, ScheduledChunk
+from pippin.engine.scheduling.scheduler import Scheduler
 from pippin.engine.speculation.drafts import CachePosition, Draft
-from pippin.engine.token_ids import common_prefix
 
 IDLE_SECONDS: Final = 5.0
 """The thread ends after this many seconds without work; the next request starts another."""

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pippin.core.errors import InvalidArgument
 from pippin.engine.head_tables import HeadTables, HeadTokens
-from pippin.nn.attention_capture import AttentionCapture
+from pippin.nn.attention.attention_capture import AttentionCapture
 from pippin.nn.expert_mask import ExpertMask
 from pippin.nn.lora import Adapter
 from pippin.nn.steering import Steering

@@ -22,14 +22,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from pippin.core.errors import ContextOverflow, InvalidArgument
-from pippin.engine.detokenizer import Detokenizer
+from pippin.engine.decoding.detokenizer import Detokenizer
+from pippin.engine.decoding.sampling import Sampler
+from pippin.engine.decoding.thinking import AnswerTags, ThinkingPhase
+from pippin.engine.decoding.token_ids import check_token_ids, common_prefix
 from pippin.engine.grammar.constraint import Constraint
 from pippin.engine.options import SamplingOptions
 from pippin.engine.request import Finished, FinishReason, Request, Token
-from pippin.engine.sampling import Sampler
 from pippin.engine.speculation.drafts import CachePosition, Draft
-from pippin.engine.thinking import AnswerTags, ThinkingPhase
-from pippin.engine.token_ids import check_token_ids, common_prefix
 from pippin.language.language_model import LanguageModel
 
 

@@ -12,13 +12,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from pippin.core.checks import checked
+from pippin.engine.decoding.thinking import Thinking
 from pippin.engine.experts.prompt_experts import PromptExperts
 from pippin.engine.grammar.constraint import Grammar
 from pippin.engine.kv_eviction.bounded_cache import BoundedCache
 from pippin.engine.options import SamplingOptions
 from pippin.engine.prompt_extras import PromptEmbeddings, PromptExtras
 from pippin.engine.speculation.speculation import Speculation
-from pippin.engine.thinking import Thinking
 from pippin.nn.expert_mask import ExpertMask
 from pippin.nn.steering import Steering
 

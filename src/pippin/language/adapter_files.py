@@ -44,9 +44,9 @@ from pippin.language import families
 from pippin.language.decoder import Decoder
 from pippin.language.decoder_config import DecoderConfig
 from pippin.language.decoder_layer import DecoderLayer
-from pippin.nn.attention import Attention
-from pippin.nn.feedforward import FeedForward
-from pippin.nn.latent_attention import LatentAttention
+from pippin.nn.attention.attention import Attention
+from pippin.nn.attention.latent_attention import LatentAttention
+from pippin.nn.feedforward.feedforward import FeedForward
 from pippin.nn.linear import Linear
 from pippin.nn.lora import Adapter, LowRankUpdate, combine
 from pippin.nn.packed_layers import PackedLinear, PackedTokenEmbedding

@@ -19,10 +19,11 @@ from pippin.core.errors import InvalidArgument
 from pippin.language.decoder_config import DecoderConfig
 from pippin.language.decoder_layer import DecoderLayer, make_norm
 from pippin.nn.alternating_updates import MergingNorm, Streams
+from pippin.nn.attention.rotary import long_positions
 from pippin.nn.context import LayerContext
 from pippin.nn.embedding import TokenEmbedding
 from pippin.nn.expert_mask import ExpertMaskSlices
-from pippin.nn.feedforward import (
+from pippin.nn.feedforward.feedforward import (
     XIELU,
 )
 from pippin.nn.kv_cache import KVCache, NoCache, QuerySelection, ResumableCache, VisibleKeyValues
@@ -33,11 +34,10 @@ from pippin.nn.parallel.collectives import Collectives
 from pippin.nn.parallel.tracks import TrackStream
 from pippin.nn.per_layer_input import PerLayerEmbedding
 from pippin.nn.recurrent.states import StatefulLayer
-from pippin.nn.rotary import long_positions
 from pippin.nn.steering import SteeringSlices
 
 if TYPE_CHECKING:
-    from pippin.nn.rotary import Rotary
+    from pippin.nn.attention.rotary import Rotary
 
 
 def logits_of(model: Any, hidden: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch vocab"]:
@@ -66,9 +66,9 @@ class Decoder(nn.Module):
     Parameters are uninitialized memory until a checkpoint is loaded or `initialize` is called.
 
     >>> from pippin.language.decoder_config import LayerSpec
-    >>> from pippin.nn.attention import AttentionSpec
-    >>> from pippin.nn.feedforward import FeedForwardSpec
-    >>> from pippin.nn.rotary import Rotary
+    >>> from pippin.nn.attention.attention import AttentionSpec
+    >>> from pippin.nn.feedforward.feedforward import FeedForwardSpec
+    >>> from pippin.nn.attention.rotary import Rotary
     >>> layer = LayerSpec(AttentionSpec(rotary=Rotary()), FeedForwardSpec(intermediate_size=32))
     >>> config = DecoderConfig("llama", 100, 16, (layer, layer), num_attention_heads=2, num_key_value_heads=1,
     ...     head_dim=8, max_position_embeddings=64)

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from pippin.core.checks import NonNegativeFloat, PositiveInt, checked
 from pippin.core.errors import InvalidArgument
-from pippin.nn.attention import AttentionSpec, QKNorm
-from pippin.nn.feedforward import (
+from pippin.nn.attention.attention import AttentionSpec, QKNorm
+from pippin.nn.feedforward.feedforward import (
     NO_FEED_FORWARD,
     FeedForwardSpec,
 )
@@ -95,7 +95,7 @@ class DecoderConfig:
         qkv_bias: biases on the query, key and value projections.
         output_bias: bias on the output projection of attention.
         attention_gate: whether the outputs of attention are multiplied by a sigmoid of the input (Qwen3-Next).
-        qk_norm: RMS norms of queries and keys; see `pippin.nn.attention.Attention`.
+        qk_norm: RMS norms of queries and keys; see `pippin.nn.attention.attention.Attention`.
         embedding_scale: multiplier on embeddings.
         per_layer_size: size of the input that each layer has beside the hidden states; 0 for none (Gemma 3n and 4).
         per_layer_vocab_size: rows of the table of these inputs; 0 for as many as the embedding has.

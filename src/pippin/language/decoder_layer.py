@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from pippin.core.errors import InvalidArgument
 from pippin.language.decoder_config import DecoderConfig, LayerSpec, Residual
 from pippin.nn.alternating_updates import AlternatingUpdates, LowRankResidual
-from pippin.nn.attention import Attention
+from pippin.nn.attention.attention import Attention
+from pippin.nn.attention.latent_attention import LatentAttention
 from pippin.nn.context import LayerContext
-from pippin.nn.feedforward import (
+from pippin.nn.feedforward.feedforward import (
     NO_FEED_FORWARD,
     ExpertBranch,
     FeedForward,
     MixtureOfExperts,
 )
 from pippin.nn.kv_cache import VisibleKeyValues
-from pippin.nn.latent_attention import LatentAttention
 from pippin.nn.norm import RMSNorm
 from pippin.nn.per_layer_input import PerLayerInput
 from pippin.nn.recurrent.states import StatefulLayer

@@ -35,7 +35,7 @@ from pippin.core.files import atomic_write, make_folder
 from pippin.core.formats.checkpoint import Checkpoint, open_folder, read_json, save_folder
 from pippin.core.store import reference
 from pippin.language.families import ACTIVATIONS
-from pippin.nn.feedforward import Activation, activate
+from pippin.nn.feedforward.feedforward import Activation, activate
 from pippin.nn.linear import Linear
 
 Pooling = Literal["mean", "first"]

@@ -7,8 +7,8 @@ from typing import Final, Literal, NamedTuple, cast, get_args
 from pippin.core.checks import checked
 from pippin.language.decoder_config import DecoderConfig, LayerSpec
 from pippin.language.parallel.pt_moe import PTMoEConfig
-from pippin.nn.attention import AttentionSpec
-from pippin.nn.feedforward import FeedForwardSpec
+from pippin.nn.attention.attention import AttentionSpec
+from pippin.nn.feedforward.feedforward import FeedForwardSpec
 from pippin.nn.recurrent.layer import CellName, RecurrentSpec
 
 

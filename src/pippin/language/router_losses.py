@@ -25,9 +25,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from pippin.core.checks import NonNegativeFloat, checked
-from pippin.nn.feedforward import Router
+from pippin.nn.feedforward.feedforward import Router
+from pippin.nn.feedforward.routing import route
 from pippin.nn.parallel.collectives import Collectives
-from pippin.nn.routing import route
 
 
 @checked

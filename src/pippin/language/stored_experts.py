@@ -25,7 +25,7 @@ from pippin.core.files import atomic_write, format_bytes, make_folder, require_f
 from pippin.core.formats.checkpoint import read_json
 from pippin.core.progress import bar
 from pippin.language.decoder import Decoder
-from pippin.nn.feedforward import FeedForward, MixtureOfExperts
+from pippin.nn.feedforward.feedforward import FeedForward, MixtureOfExperts
 from pippin.nn.quantization.packed import NativeWeight, packed_size
 
 PARTS: Final = ("gate", "up", "down")

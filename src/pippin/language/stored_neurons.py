@@ -29,7 +29,7 @@ from pippin.core.files import atomic_write, format_bytes, make_folder, require_f
 from pippin.core.formats.checkpoint import read_json
 from pippin.core.progress import bar
 from pippin.language.decoder import Decoder
-from pippin.nn.feedforward import FeedForward
+from pippin.nn.feedforward.feedforward import FeedForward
 
 RECTIFIERS: Final = ("relu", "relu2")
 """Activations that are exactly zero for half of their inputs."""

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from pippin.core.errors import InvalidArgument
-from pippin.nn.attention import Attention
+from pippin.nn.attention.attention import Attention
 from pippin.nn.embedding import TokenEmbedding
-from pippin.nn.feedforward import FeedForward, MixtureOfExperts
+from pippin.nn.feedforward.feedforward import FeedForward, MixtureOfExperts
 from pippin.nn.linear import Linear
 from pippin.nn.lora import AdapterSlices, apply_adapters
 from pippin.nn.norm import RMSNorm

@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from pippin.nn.embedding import TokenEmbedding
-from pippin.nn.feedforward import Activation, activate
+from pippin.nn.feedforward.feedforward import Activation, activate
 from pippin.nn.linear import Linear
 from pippin.nn.lora import AdapterSlices
 from pippin.nn.norm import RMSNorm

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from pippin.data.text.chat_template import ChatTemplate
-from pippin.engine.thinking import Thinking
+from pippin.engine.decoding.thinking import Thinking
 from pippin.session.options import BUDGETS
 
 HARMONY: Final = Thinking("<|channel|>analysis<|message|>", "<|end|>", "<|start|>assistant")

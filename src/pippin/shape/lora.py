@@ -68,8 +68,8 @@ class LowRankModel(nn.Module):
             initial factors that do not fit.
 
     >>> from pippin.language import DecoderConfig, LayerSpec
-    >>> from pippin.nn.attention import AttentionSpec
-    >>> from pippin.nn.feedforward import FeedForwardSpec
+    >>> from pippin.nn.attention.attention import AttentionSpec
+    >>> from pippin.nn.feedforward.feedforward import FeedForwardSpec
     >>> layer = LayerSpec(AttentionSpec(), FeedForwardSpec(intermediate_size=32))
     >>> config = DecoderConfig("llama", 100, 16, (layer,), num_attention_heads=2, num_key_value_heads=1, head_dim=8,
     ...     max_position_embeddings=64)

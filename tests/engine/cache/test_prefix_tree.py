@@ -7,8 +7,8 @@ from hypothesis import given, settings, strategies as st
 
 from pippin.engine.cache.block_pool import BlockPool
 from pippin.engine.cache.prefix_tree import CacheKey, PrefixTree
+from pippin.engine.decoding.token_ids import common_prefix
 from pippin.engine.model_runner import BLOCK_SIZE, GIVEN_BACK
-from pippin.engine.token_ids import common_prefix
 from pippin.nn.lora import Adapter
 
 KEY = CacheKey("", None)

@@ -9,8 +9,8 @@ from tests.engine.experts.mixture import EXPERTS, INNER, LAYERS, VOCAB, WIDTH
 from pippin.core import native
 from pippin.language import Decoder, DecoderConfig, LayerSpec
 from pippin.language.stored_experts import FileExpert, FileMatrix
-from pippin.nn.attention import AttentionSpec
-from pippin.nn.feedforward import FeedForwardSpec
+from pippin.nn.attention.attention import AttentionSpec
+from pippin.nn.feedforward.feedforward import FeedForwardSpec
 
 F32 = native.GGML_FORMATS["F32"]
 

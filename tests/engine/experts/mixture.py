@@ -3,7 +3,7 @@
 import copy
 
 from pippin.language import LanguageModel
-from pippin.nn.feedforward import MixtureOfExperts
+from pippin.nn.feedforward.feedforward import MixtureOfExperts
 from pippin.nn.quantization.packed import AbsentWeight
 
 EXPERTS, LAYERS, WIDTH, INNER, VOCAB = 8, 3, 64, 32, 70

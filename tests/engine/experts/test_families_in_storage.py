@@ -10,7 +10,7 @@ from pippin.core import native
 from pippin.core.errors import NotEnoughMemory
 from pippin.engine import Engine
 from pippin.engine.experts.memory_share import MemoryShare
-from pippin.nn.feedforward import MixtureOfExperts
+from pippin.nn.feedforward.feedforward import MixtureOfExperts
 
 from ...language.families.checkpoints import CHECKPOINTS, GRANITE_EXPERTS, NEMOTRON_EXPERTS, save_random
 

@@ -22,8 +22,8 @@ from pippin.engine import Engine, Finished, Request, SamplingOptions
 from pippin.engine.kv_eviction import H2O, KeyDiff, Probe, SnapKV, StreamingLLM
 from pippin.engine.speculation import Speculation
 from pippin.language import Decoder, DecoderConfig, LanguageModel, LayerSpec
-from pippin.nn.attention import AttentionSpec, LatentSpec
-from pippin.nn.feedforward import FeedForwardSpec
+from pippin.nn.attention.attention import AttentionSpec, LatentSpec
+from pippin.nn.feedforward.feedforward import FeedForwardSpec
 
 POLICIES = [StreamingLLM, H2O, SnapKV, KeyDiff, partial(Probe, token_ids=tuple(range(60, 95)))]
 SMALL = {"budget": 80, "block_size": 32, "recent_tokens": 20}

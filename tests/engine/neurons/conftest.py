@@ -7,9 +7,9 @@ from pippin.claims.worlds.sequences.byte_text import VOCABULARY, byte_decoder, b
 from pippin.claims.worlds.sequences.sparse_neurons import SparseActivations
 from pippin.language import DecoderConfig, LayerSpec
 from pippin.language.stored_neurons import neuron_layers, write_neurons
-from pippin.nn.attention import AttentionSpec
-from pippin.nn.feedforward import FeedForwardSpec
-from pippin.nn.rotary import Rotary
+from pippin.nn.attention.attention import AttentionSpec
+from pippin.nn.attention.rotary import Rotary
+from pippin.nn.feedforward.feedforward import FeedForwardSpec
 
 WIDTH, INNER, LAYERS = 128, 768, 2
 FORMS = {"gated": ("llama", "relu", True), "plain": ("arcee", "relu2", False)}

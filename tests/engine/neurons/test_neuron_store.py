@@ -22,7 +22,7 @@ from pippin.engine.neurons.neuron_store import least_room
 from pippin.engine.runners.torch_runner import TorchRunner
 from pippin.language import stored_neurons
 from pippin.language.stored_neurons import is_sparse, neuron_layers, write_neurons
-from pippin.nn.feedforward import FeedForward, FeedForwardSpec
+from pippin.nn.feedforward.feedforward import FeedForward, FeedForwardSpec
 from pippin.nn.lora import Adapter, LowRankUpdate
 
 
@@ -377,7 +377,7 @@ def test_reads_through_the_page_cache_are_said(module, write, ids, monkeypatch):
 
 def test_a_model_that_reads_nearly_everything_is_told_so(write, ids):
     from pippin.language import Decoder, DecoderConfig, LayerSpec
-    from pippin.nn.attention import AttentionSpec
+    from pippin.nn.attention.attention import AttentionSpec
 
     layer = LayerSpec(AttentionSpec(), FeedForwardSpec(512, "relu", gated=False))
     dense = Decoder(DecoderConfig("arcee", 257, 128, (layer,), 4, 2, 32, 128)).initialize(seed=0).eval()

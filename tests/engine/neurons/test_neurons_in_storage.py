@@ -26,14 +26,14 @@ from pippin.core.memory import MemoryBudget
 from pippin.core.store import reference
 from pippin.engine import Engine, ModelOptions
 from pippin.engine.experts.memory_share import MemoryShare
-from pippin.engine.measure_budgets import measure_budget
+from pippin.engine.measure.measure_budgets import measure_budget
 from pippin.engine.neurons import StoredFeedForward
 from pippin.language import Decoder, DecoderConfig, LayerSpec, memory_placement
 from pippin.language.checkpoint_headers import read_headers
 from pippin.language.neuron_predictor import NeuronPredictor, NeuronPredictorConfig, fingerprint
 from pippin.language.weight_packing import choose_packing
-from pippin.nn.attention import AttentionSpec
-from pippin.nn.feedforward import FeedForward, FeedForwardSpec
+from pippin.nn.attention.attention import AttentionSpec
+from pippin.nn.feedforward.feedforward import FeedForward, FeedForwardSpec
 from pippin.nn.quantization.packed import AbsentWeight
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the native kernels are not built")

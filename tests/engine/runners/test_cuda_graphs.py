@@ -10,8 +10,8 @@ from pippin.engine.model_runner import ModelInput
 from pippin.engine.runners.cuda_graphs import DecodeSteps, can_record, shape_of
 from pippin.engine.runners.torch_runner import TorchRunner
 from pippin.language import Decoder, DecoderConfig, LanguageModel, LayerSpec
-from pippin.nn.attention import AttentionSpec
-from pippin.nn.feedforward import FeedForwardSpec
+from pippin.nn.attention.attention import AttentionSpec
+from pippin.nn.feedforward.feedforward import FeedForwardSpec
 from pippin.nn.lora import Adapter
 
 GATED = FeedForwardSpec(48)

@@ -12,7 +12,7 @@ from pippin.engine.head_tables import HeadTables
 from pippin.engine.model_runner import Capture, ModelInput
 from pippin.engine.runners.native_runner import NativeRunner
 from pippin.engine.runners.torch_runner import TorchRunner
-from pippin.nn.attention_capture import AttentionCapture
+from pippin.nn.attention.attention_capture import AttentionCapture
 
 LAYERS, HEADS, KV_HEADS, OLD, NEW, BLOCKS = 3, 4, 2, 70, 9, 16
 IDS = torch.randint(260, (OLD + NEW,), generator=torch.Generator().manual_seed(3)).tolist()

@@ -15,7 +15,7 @@ from pippin.engine.model_runner import BLOCK_SIZE, GIVEN_BACK, Capture, ModelInp
 from pippin.engine.runners.native_runner import NativeRunner
 from pippin.engine.runners.torch_runner import TorchRunner
 from pippin.language import Decoder, LanguageModel
-from pippin.nn.attention_capture import AttentionCapture
+from pippin.nn.attention.attention_capture import AttentionCapture
 from pippin.nn.expert_mask import ExpertMask
 from pippin.nn.steering import Steering, SteeringChange, steering_sites
 

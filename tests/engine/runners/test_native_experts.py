@@ -14,9 +14,9 @@ from pippin.engine.engine import Engine
 from pippin.engine.model_runner import BLOCK_SIZE, ModelInput
 from pippin.engine.runners.native_runner import NativeRunner
 from pippin.language import Decoder, DecoderConfig, LanguageModel, LayerSpec
-from pippin.nn.attention import AttentionSpec
-from pippin.nn.feedforward import FeedForwardSpec, Router
-from pippin.nn.routing import RouterSpec
+from pippin.nn.attention.attention import AttentionSpec
+from pippin.nn.feedforward.feedforward import FeedForwardSpec, Router
+from pippin.nn.feedforward.routing import RouterSpec
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the native kernels are not built")
 

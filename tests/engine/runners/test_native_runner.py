@@ -16,15 +16,15 @@ from pippin.core.errors import AdapterMismatch, InvalidArgument, NotEnoughMemory
 from pippin.engine.model_runner import BLOCK_SIZE, ModelInput, Runner
 from pippin.engine.runners.native_runner import NativeRunner
 from pippin.language import Decoder, DecoderConfig, LanguageModel, LayerSpec
-from pippin.nn.attention import AttentionSpec
-from pippin.nn.feedforward import FeedForwardSpec
+from pippin.nn.attention.attention import AttentionSpec
+from pippin.nn.attention.rotary import Rotary
+from pippin.nn.feedforward.feedforward import FeedForwardSpec
+from pippin.nn.feedforward.routing import RouterSpec
 from pippin.nn.kv_cache import NoCache
 from pippin.nn.linear import Linear
 from pippin.nn.lora import Adapter, LowRankUpdate
 from pippin.nn.parallel.tracks import Tracks, side_by_side
 from pippin.nn.quantization.packed import NativeWeight, quantize
-from pippin.nn.rotary import Rotary
-from pippin.nn.routing import RouterSpec
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the native kernels are not built")
 

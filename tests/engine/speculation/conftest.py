@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 
+from pippin.engine.decoding.token_ids import common_prefix
 from pippin.engine.model_runner import BLOCK_SIZE, ModelInput
 from pippin.engine.output_processor import OutputProcessor
 from pippin.engine.request import Request
 from pippin.engine.runners.torch_runner import TorchRunner
 from pippin.engine.speculation import CachePosition
-from pippin.engine.token_ids import common_prefix
 
 
 def write(model, prompt, runner=None, chunk=10**9, room=10**9, **fields):
@@ -132,8 +132,8 @@ def small(seed, size=5, spread=8.0, layers=1, sources=()):
 
     from pippin.data.text.tokenizer import Tokenizer
     from pippin.language import Decoder, DecoderConfig, LanguageModel, LayerSpec
-    from pippin.nn.attention import AttentionSpec
-    from pippin.nn.feedforward import FeedForwardSpec
+    from pippin.nn.attention.attention import AttentionSpec
+    from pippin.nn.feedforward.feedforward import FeedForwardSpec
 
     letters = "abcdefghijklmnopqrstuvwxyz"[: size - 1]
     backend = Backend(models.BPE({letter: index for index, letter in enumerate(letters)}, []))
@@ -160,7 +160,7 @@ def make_small():
 
 def sequence_law(model, prompt, length, options, *, allowed=None):
     """Probabilities of all answers of at most ``length`` tokens, by going through them; an end cuts an answer."""
-    from pippin.engine.sampling import Sampler
+    from pippin.engine.decoding.sampling import Sampler
 
     memo, end = MemoRunner(model), model.tokenizer.eos_ids[0]
     distribution = {}

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pippin.core.errors import DecodingFailure, InvalidArgument
-from pippin.engine.sampling import sample_index
+from pippin.engine.decoding.sampling import sample_index
 from pippin.engine.speculation import CoarseAcceptance, ExactAcceptance, TokenGroups, verify
 from pippin.engine.speculation.acceptance import decide
 

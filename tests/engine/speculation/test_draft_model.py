@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from pippin.core.errors import VocabularyMismatch
+from pippin.engine.decoding.sampling import Sampler
 from pippin.engine.options import SamplingOptions
-from pippin.engine.sampling import Sampler
 from pippin.engine.speculation import Speculation, draft_model
 from pippin.engine.speculation.draft_model import DraftPool, ModelDrafter, check_vocabulary
 

@@ -2,9 +2,9 @@
 
 from hypothesis import given, settings, strategies as st
 
+from pippin.engine.decoding.sampling import Sampler
 from pippin.engine.grammar.constraint import Grammar
 from pippin.engine.options import SamplingOptions
-from pippin.engine.sampling import Sampler
 from pippin.engine.speculation.ngram import NGRAM_LENGTHS, NGramDrafter
 
 letters = st.lists(st.integers(0, 3), min_size=1, max_size=60)

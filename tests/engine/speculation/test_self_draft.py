@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from pippin.core.errors import InvalidArgument
+from pippin.engine.decoding.sampling import Sampler
 from pippin.engine.model_runner import ModelInput
 from pippin.engine.options import SamplingOptions
 from pippin.engine.runners.torch_runner import TorchRunner
-from pippin.engine.sampling import Sampler
 from pippin.engine.speculation import CachePosition
 from pippin.engine.speculation.self_draft import SelfDrafter, shared_depth
 

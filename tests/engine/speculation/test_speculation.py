@@ -18,7 +18,7 @@ def shared(tiny):
     from dataclasses import replace
 
     from pippin.language import Decoder, LanguageModel
-    from pippin.nn.attention import AttentionSpec
+    from pippin.nn.attention.attention import AttentionSpec
 
     upper = replace(tiny.config.layers[0], attention=AttentionSpec(kv_source=1))
     config = replace(tiny.config, layers=(*tiny.config.layers, upper, upper))

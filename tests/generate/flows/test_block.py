@@ -9,7 +9,7 @@ from pippin.core.errors import InvalidArgument
 from pippin.generate.conditions import EmbeddedConditioning
 from pippin.generate.flows.block import FlowBlock, FlowBlockSpec, LinearGuidance, sequential_invert
 from pippin.generate.flows.jacobi import Jacobi, jacobi_invert
-from pippin.nn.axial_rotary import axial_tables, grid_positions
+from pippin.nn.attention.axial_rotary import axial_tables, grid_positions
 
 SPECS = {
     "plain": FlowBlockSpec(hidden_size=16, num_attention_heads=2),

@@ -16,7 +16,7 @@ from pippin.generate.methods.dart.loss import NoisyViews
 from pippin.generate.methods.dart.model import DART, DartConfig
 from pippin.generate.methods.dart.schedule import NomadSchedule
 from pippin.generate.noise import Noise
-from pippin.nn.patches import patchify, unpatchify
+from pippin.nn.images.patches import patchify, unpatchify
 from pippin.train import AdamW, Trainer
 
 STEPS = 3

@@ -27,13 +27,13 @@ from pippin.language import Decoder, LanguageModel, families
 from pippin.language.adapter_files import target_modules
 from pippin.language.checkpoint_headers import read_headers
 from pippin.language.families.family import pair_order
-from pippin.nn.attention_capture import AttentionCapture
+from pippin.nn.attention.attention_capture import AttentionCapture
+from pippin.nn.attention.rotary import apply_rotary
 from pippin.nn.embedding import TokenEmbedding
 from pippin.nn.expert_mask import ExpertMask
 from pippin.nn.kv_cache import PackedDocuments
 from pippin.nn.linear import Linear
 from pippin.nn.lora import Adapter, LowRankUpdate
-from pippin.nn.rotary import apply_rotary
 from pippin.nn.steering import Steering, SteeringChange, steering_sites
 
 from .checkpoints import CHECKPOINTS, SMALL, read, save_random
@@ -334,7 +334,7 @@ def test_a_fused_matrix_of_a_wrong_size_is_reported_with_its_own_shape(tmp_path,
 @pytest.mark.parametrize("dims", [4, 8])
 def test_reordered_rows_have_the_same_scores(interleaved, dims):
     """Rotating the stored pairs one by one, against rotating halves of reordered heads."""
-    from pippin.nn.rotary import Rotary
+    from pippin.nn.attention.rotary import Rotary
 
     generator = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 5, 8, generator=generator).double()

@@ -18,8 +18,8 @@ from pippin.language.methods.instruction_pruning.model import (
     StaticMask,
     channel_importance,
 )
-from pippin.nn.attention import AttentionSpec
-from pippin.nn.feedforward import FeedForwardSpec
+from pippin.nn.attention.attention import AttentionSpec
+from pippin.nn.feedforward.feedforward import FeedForwardSpec
 from pippin.train import AdamW, ConstantSchedule, Trainer
 
 VOCAB, WIDTH, KEEP = 61, 24, 7

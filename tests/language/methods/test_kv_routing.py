@@ -31,8 +31,8 @@ from pippin.language.methods.kv_routing import (
 )
 from pippin.language.objectives import NextToken
 from pippin.language.presets import preset
+from pippin.nn.attention.rotary import Rotary, apply_rotary
 from pippin.nn.kv_cache import NoCache
-from pippin.nn.rotary import Rotary, apply_rotary
 from pippin.shape.kv_sharing import share_kv, share_last_layers
 from pippin.shape.lora import LowRankModel
 from pippin.train import AdamW, Trainer

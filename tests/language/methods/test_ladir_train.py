@@ -21,7 +21,7 @@ from pippin.language.methods.ladir.train import (
     training_examples,
 )
 from pippin.language.objectives import NextToken
-from pippin.nn.time_embedding import TimedHead
+from pippin.nn.images.time_embedding import TimedHead
 from pippin.train import AdamW, CosineSchedule, Trainer
 
 PROBLEMS = [

@@ -27,8 +27,8 @@ from pippin.language.methods.masked_diffusion.loss import MaskedDiffusion, _sequ
 from pippin.language.methods.masked_diffusion.model import MASK, MaskedDiffusionLM
 from pippin.language.methods.masked_diffusion.sample import unmask
 from pippin.language.objectives import held_out
-from pippin.nn.attention import AttentionSpec
-from pippin.nn.feedforward import FeedForwardSpec
+from pippin.nn.attention.attention import AttentionSpec
+from pippin.nn.feedforward.feedforward import FeedForwardSpec
 from pippin.nn.kv_cache import MaskedCache
 from pippin.train import AdamW, Trainer
 

@@ -17,7 +17,7 @@ from pippin.language.methods.prompt_experts import (
     PromptRouting,
 )
 from pippin.language.presets import preset
-from pippin.nn.feedforward import FeedForwardSpec, MixtureOfExperts
+from pippin.nn.feedforward.feedforward import FeedForwardSpec, MixtureOfExperts
 from pippin.nn.kv_cache import NoCache
 from pippin.nn.soft_top_k import soft_top_k
 

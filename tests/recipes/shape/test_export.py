@@ -14,8 +14,8 @@ from pippin.core.errors import InvalidArgument
 from pippin.core.formats.gguf import open_gguf
 from pippin.language import Decoder, DecoderConfig, LanguageModel, LayerSpec
 from pippin.language.quantized_checkpoint import save_quantized
-from pippin.nn.attention import AttentionSpec
-from pippin.nn.feedforward import FeedForwardSpec
+from pippin.nn.attention.attention import AttentionSpec
+from pippin.nn.feedforward.feedforward import FeedForwardSpec
 from pippin.recipes import shape
 from pippin.recipes.shape.stored_bits import stored_bits
 from pippin.shape.quantize import rtn

@@ -14,8 +14,8 @@ from pippin.core import progress
 from pippin.core.errors import InvalidArgument, QualityLoss
 from pippin.language import Decoder, DecoderConfig, LanguageModel, LayerSpec, quantized_checkpoint
 from pippin.language.likelihood import text_likelihood
-from pippin.nn.attention import AttentionSpec
-from pippin.nn.feedforward import FeedForwardSpec
+from pippin.nn.attention.attention import AttentionSpec
+from pippin.nn.feedforward.feedforward import FeedForwardSpec
 from pippin.recipes import shape
 from pippin.recipes.shape import quantize as recipe
 from pippin.recipes.shape.stored_bits import stored_bits

@@ -11,7 +11,7 @@ from pippin.core import native
 from pippin.core.errors import AdapterMismatch, InvalidArgument, InvalidRecord, PippinError, VocabularyMismatch
 from pippin.language import Decoder
 from pippin.language.adapter_files import read_factors
-from pippin.nn.feedforward import FeedForwardSpec
+from pippin.nn.feedforward.feedforward import FeedForwardSpec
 from pippin.recipes.shape import merge
 from pippin.recipes.train import lora
 

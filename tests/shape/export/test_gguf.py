@@ -20,9 +20,9 @@ from pippin.data.text import gguf_splits, gguf_tokenizer
 from pippin.data.text.tokenizer import Tokenizer
 from pippin.language import Decoder, DecoderConfig, LanguageModel, LayerSpec
 from pippin.language.quantized_checkpoint import save_quantized
-from pippin.nn.attention import AttentionSpec
-from pippin.nn.feedforward import FeedForwardSpec
-from pippin.nn.rotary import Rotary
+from pippin.nn.attention.attention import AttentionSpec
+from pippin.nn.attention.rotary import Rotary
+from pippin.nn.feedforward.feedforward import FeedForwardSpec
 from pippin.shape.export.gguf import GGUFKind, export_gguf
 from pippin.shape.quantize import rtn
 from pippin.shape.quantize.config import QuantizationConfig

@@ -18,11 +18,11 @@ from pippin.engine.model_runner import ModelInput
 from pippin.engine.runners.select import make_runner
 from pippin.language import Decoder, DecoderConfig, LanguageModel, LayerSpec, families
 from pippin.language.families.gguf_layout import GGUFHeader
-from pippin.nn import feedforward
-from pippin.nn.attention import AttentionSpec
-from pippin.nn.feedforward import FeedForwardSpec
-from pippin.nn.rotary import Rotary
-from pippin.nn.routing import RouterSpec
+from pippin.nn.attention.attention import AttentionSpec
+from pippin.nn.attention.rotary import Rotary
+from pippin.nn.feedforward import feedforward
+from pippin.nn.feedforward.feedforward import FeedForwardSpec
+from pippin.nn.feedforward.routing import RouterSpec
 from pippin.shape.export import gguf as export
 from pippin.shape.export.gguf import export_gguf
 

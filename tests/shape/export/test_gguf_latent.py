@@ -10,7 +10,7 @@ import torch
 import pippin
 from pippin.core.errors import UnsupportedModel
 from pippin.language import Decoder, LanguageModel
-from pippin.nn.rotary import Rotary
+from pippin.nn.attention.rotary import Rotary
 from pippin.shape.export import gguf as export
 from pippin.shape.export.gguf import export_gguf
 

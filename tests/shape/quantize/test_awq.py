@@ -5,8 +5,8 @@ import torch
 
 from pippin.core.errors import InvalidArgument
 from pippin.language import Decoder, DecoderConfig, LayerSpec
-from pippin.nn.attention import AttentionSpec, LatentSpec
-from pippin.nn.feedforward import FeedForwardSpec
+from pippin.nn.attention.attention import AttentionSpec, LatentSpec
+from pippin.nn.feedforward.feedforward import FeedForwardSpec
 from pippin.shape.quantize import awq, rtn
 from pippin.shape.quantize.config import QuantizationConfig
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings as limits, strategies as st
 
 from pippin.core.errors import InvalidArgument, InvalidInput
 from pippin.language import Decoder, DecoderConfig, LanguageModel, LayerSpec
-from pippin.nn.attention import AttentionSpec, LatentSpec
-from pippin.nn.feedforward import FeedForwardSpec
+from pippin.nn.attention.attention import AttentionSpec, LatentSpec
+from pippin.nn.feedforward.feedforward import FeedForwardSpec
 from pippin.nn.parallel.tracks import Tracks
 from pippin.nn.quantization.codes import Codes
 from pippin.shape.quantize import gptq, rtn

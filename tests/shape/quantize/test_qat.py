@@ -14,8 +14,8 @@ from pippin.engine import Engine, Request, SamplingOptions
 from pippin.language import Decoder, DecoderConfig, LayerSpec
 from pippin.language.objectives import NextToken
 from pippin.language.quantized_checkpoint import save_quantized
-from pippin.nn.attention import AttentionSpec
-from pippin.nn.feedforward import FeedForwardSpec
+from pippin.nn.attention.attention import AttentionSpec
+from pippin.nn.feedforward.feedforward import FeedForwardSpec
 from pippin.nn.kv_cache import PackedDocuments
 from pippin.nn.quantization.codes import Codes
 from pippin.nn.quantization.fake_quantize import MAX_OFFSET

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from pippin.claims import Condition, Evidence, Scale, claim
 from pippin.claims.worlds.conversations import Conversation, FactQuestion, conversation
-from pippin.engine.token_ids import common_prefix
+from pippin.engine.decoding.token_ids import common_prefix
 from pippin.session.transcript import Answer, Instructions, Prompt, Transcript
 
 if TYPE_CHECKING:

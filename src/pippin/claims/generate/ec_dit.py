@@ -187,7 +187,7 @@ def _maps(evidence: Evidence, model: Diffusion, held_out: Samples, masks: Tensor
 
     from pippin.claims.worlds.images.scene_pool import rows
     from pippin.generate.diffusion.diffusion import held_out_loss
-    from pippin.nn.expert_choice import ExpertChoiceFFN
+    from pippin.nn.feedforward.expert_choice import ExpertChoiceFFN
 
     few, few_masks = rows(held_out, slice(0, 256)), masks[:256]
     ratio, correlation, most = _ratio(model, few, few_masks, seed)

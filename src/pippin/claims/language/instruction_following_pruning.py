@@ -171,7 +171,7 @@ def _text(evidence: Evidence, scale: Scale) -> None:
 
 def _decoder(size: _Size, channels: int, seed: int) -> Decoder:
     from pippin.claims.worlds.sequences.byte_text import byte_config, byte_decoder
-    from pippin.nn.feedforward import FeedForwardSpec
+    from pippin.nn.feedforward.feedforward import FeedForwardSpec
 
     config = byte_config(layers=4, width=size.width)
     layers = tuple(replace(layer, feedforward=FeedForwardSpec(channels)) for layer in config.layers)

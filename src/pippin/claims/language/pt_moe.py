@@ -197,7 +197,7 @@ def config_of(arm: str, widen: int = 1) -> PTMoEConfig:
 
 def _decoder(arm: str, seed: int, widen: int) -> Decoder:
     from pippin.claims.worlds.sequences.byte_text import byte_decoder
-    from pippin.nn.rotary import Rotary
+    from pippin.nn.attention.rotary import Rotary
 
     config = config_of(arm, widen).decoder()
     if arm == "rotary everywhere":

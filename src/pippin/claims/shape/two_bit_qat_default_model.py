@@ -245,7 +245,7 @@ def _bytes(path: Path) -> int:
 def _measure(evidence: Evidence, arm: str, model: LanguageModel, held_out: str, size: _Size) -> None:
     """Record held-out perplexity with the kernels that serve the model, and decoding speed."""
     from pippin.engine import Engine
-    from pippin.engine.measure_speed import measure_speed, prompt_ids
+    from pippin.engine.measure.measure_speed import measure_speed, prompt_ids
     from pippin.language.likelihood import text_likelihood
 
     found = text_likelihood(model, held_out, max_length=size.length, max_tokens=size.held_out)

@@ -16,7 +16,7 @@ from pippin.engine.experts.eviction import Ranks
 from pippin.language import LanguageModel
 from pippin.language.objectives import NextToken
 from pippin.language.router_losses import RouterLosses
-from pippin.nn.feedforward import FeedForwardSpec
+from pippin.nn.feedforward.feedforward import FeedForwardSpec
 
 
 def zipf_trace(

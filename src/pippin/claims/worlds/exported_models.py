@@ -101,8 +101,8 @@ def accuracy(model: ExportedModel, seed: int) -> float:
 def byte_decoder(seed: int, layers: int) -> ExportedModel:
     """A random decoder over bytes: parity and times do not depend on what it was trained on."""
     from pippin.language import Decoder, DecoderConfig, LayerSpec
-    from pippin.nn.attention import AttentionSpec
-    from pippin.nn.feedforward import FeedForwardSpec
+    from pippin.nn.attention.attention import AttentionSpec
+    from pippin.nn.feedforward.feedforward import FeedForwardSpec
 
     specs = (LayerSpec(AttentionSpec(), FeedForwardSpec(256)),) * layers
     config = DecoderConfig(

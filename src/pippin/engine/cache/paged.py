@@ -23,7 +23,7 @@ from pippin.engine.cache import apart
 from pippin.engine.cache.paged_store import Location, PagedStore
 from pippin.engine.head_tables import HeadTables
 from pippin.engine.model_runner import BLOCK_SIZE, ModelInput
-from pippin.nn.attention_capture import AttentionCapture
+from pippin.nn.attention.attention_capture import AttentionCapture
 from pippin.nn.kv_cache import AttentionObserver, KeyValues, New, PackedKeyValues
 from pippin.nn.recurrent.states import States
 

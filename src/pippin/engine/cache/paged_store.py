@@ -36,8 +36,8 @@ def block_bytes(
     """Memory of one block; with groups of layers, of one that serves any of them.
 
     >>> from pippin.language.decoder_config import LayerSpec
-    >>> from pippin.nn.attention import AttentionSpec
-    >>> from pippin.nn.feedforward import FeedForwardSpec
+    >>> from pippin.nn.attention.attention import AttentionSpec
+    >>> from pippin.nn.feedforward.feedforward import FeedForwardSpec
     >>> layer = LayerSpec(AttentionSpec(), FeedForwardSpec(32))
     >>> config = DecoderConfig("llama", 100, 16, (layer,), num_attention_heads=2, num_key_value_heads=1, head_dim=8,
     ...     max_position_embeddings=64)

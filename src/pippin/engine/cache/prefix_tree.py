@@ -22,8 +22,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from pippin.engine.cache.block_pool import BlockPool
+from pippin.engine.decoding.token_ids import common_prefix
 from pippin.engine.model_runner import BLOCK_SIZE, GIVEN_BACK
-from pippin.engine.token_ids import common_prefix
 from pippin.nn.lora import Adapter
 
 Row = tuple[int, ...]

@@ -23,13 +23,13 @@ from torch import Tensor
 
 from pippin.core.errors import CorruptedFile, InvalidArgument, NotEnoughMemory, UnsupportedModel
 from pippin.engine.cache.prefix_tree import CacheKey
+from pippin.engine.decoding.token_ids import common_prefix
 from pippin.engine.head_tables import HeadTables
 from pippin.engine.kv_eviction.policy import ALWAYS, CachePolicy, HeadView
 from pippin.engine.model_runner import BLOCK_SIZE, Capture, Runner
-from pippin.engine.token_ids import common_prefix
 from pippin.language.decoder_config import DecoderConfig
 from pippin.language.language_model import LanguageModel
-from pippin.nn.attention_capture import AttentionCapture
+from pippin.nn.attention.attention_capture import AttentionCapture
 
 
 class _Head:

@@ -23,7 +23,7 @@ from pippin.engine.neurons.neuron_store import NeuronStore
 from pippin.language.decoder import Decoder
 from pippin.language.stored_neurons import neuron_layers
 from pippin.nn.context import LayerContext
-from pippin.nn.feedforward import FeedForward, activate
+from pippin.nn.feedforward.feedforward import FeedForward, activate
 from pippin.nn.linear import Linear
 from pippin.nn.lora import AdapterSlices, apply_adapters
 

@@ -26,8 +26,8 @@ from pippin.engine.cache.paged_store import PagedStore
 from pippin.engine.model_runner import BLOCK_SIZE, ModelInput
 from pippin.language.decoder_config import LayerSpec
 from pippin.language.language_model import LanguageModel
-from pippin.nn.attention import AttentionSpec
-from pippin.nn.feedforward import FeedForwardSpec
+from pippin.nn.attention.attention import AttentionSpec
+from pippin.nn.feedforward.feedforward import FeedForwardSpec
 from pippin.nn.kv_cache import New
 from pippin.nn.triton.triton_attention import available, paged_attention
 

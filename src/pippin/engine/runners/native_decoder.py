@@ -23,16 +23,16 @@ from pippin.engine.runners.native_recurrent import describe, inputs_of
 from pippin.language.decoder import Decoder
 from pippin.language.decoder_config import DecoderConfig
 from pippin.language.decoder_layer import DecoderLayer
-from pippin.nn.attention import Attention
+from pippin.nn.attention.attention import Attention
+from pippin.nn.attention.latent_attention import LatentAttention
+from pippin.nn.attention.rotary import Rotary
 from pippin.nn.embedding import TokenEmbedding
-from pippin.nn.feedforward import FeedForward, MixtureOfExperts
-from pippin.nn.latent_attention import LatentAttention
+from pippin.nn.feedforward.feedforward import FeedForward, MixtureOfExperts
 from pippin.nn.linear import Linear
 from pippin.nn.lora import Adapter, LowRankUpdate
 from pippin.nn.norm import RMSNorm
 from pippin.nn.quantization.packed import AbsentWeight, NativeWeight
 from pippin.nn.recurrent.layer import RecurrentSpec
-from pippin.nn.rotary import Rotary
 
 _FEWEST_POSITIONS: Final = 1024  # positions of the smallest rotary tables
 

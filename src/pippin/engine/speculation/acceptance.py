@@ -23,7 +23,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from pippin.core.errors import DecodingFailure, InvalidArgument
-from pippin.engine.sampling import sample_index
+from pippin.engine.decoding.sampling import sample_index
 from pippin.engine.speculation.groups import TokenGroups, check_distribution
 
 Probabilities = Float64[Tensor, " vocab"]

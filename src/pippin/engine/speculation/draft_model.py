@@ -21,10 +21,10 @@ from torch import Tensor
 
 from pippin.core.errors import VocabularyMismatch
 from pippin.data.text.tokenizer import Tokenizer
+from pippin.engine.decoding.sampling import Sampler
 from pippin.engine.grammar.constraint import Constraint
 from pippin.engine.model_runner import BLOCK_SIZE, ModelInput, Runner
 from pippin.engine.runners.select import make_runner
-from pippin.engine.sampling import Sampler
 from pippin.engine.speculation.drafts import CachePosition, Draft, sample_draft
 from pippin.language.language_model import LanguageModel
 

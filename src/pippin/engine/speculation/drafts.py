@@ -18,9 +18,9 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
+from pippin.engine.decoding.sampling import Sampler, sample_index
 from pippin.engine.grammar.constraint import Constraint
 from pippin.engine.model_runner import Runner
-from pippin.engine.sampling import Sampler, sample_index
 from pippin.nn.lora import Adapter
 
 MAX_PAUSE = 16

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pippin.engine.decoding.sampling import Sampler
 from pippin.engine.grammar.constraint import Constraint
-from pippin.engine.sampling import Sampler
 from pippin.engine.speculation.drafts import CachePosition, Draft
 
 NGRAM_LENGTHS = (4, 3, 2)

@@ -16,9 +16,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from pippin.core.errors import InvalidArgument
+from pippin.engine.decoding.sampling import Sampler
 from pippin.engine.grammar.constraint import Constraint
 from pippin.engine.model_runner import ModelInput
-from pippin.engine.sampling import Sampler
 from pippin.engine.speculation.drafts import CachePosition, Draft, sample_draft
 from pippin.language.language_model import LanguageModel
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from pippin.core.checks import checked
 from pippin.core.errors import InvalidArgument
+from pippin.engine.decoding.sampling import Sampler
 from pippin.engine.grammar.constraint import Constraint
 from pippin.engine.options import SamplingOptions
-from pippin.engine.sampling import Sampler
 from pippin.engine.speculation.acceptance import AcceptanceRule, ExactAcceptance
 from pippin.engine.speculation.draft_model import DraftPool, ModelDrafter, check_vocabulary
 from pippin.engine.speculation.drafts import CachePosition, Draft, Drafter, DraftLength

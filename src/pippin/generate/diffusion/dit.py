@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from pippin.core.checks import NonNegativeFloat, PositiveFloat, PositiveInt, checked
 from pippin.core.errors import InvalidArgument
 from pippin.generate.conditions import ConditionEmbedding, Conditioning, ConditioningSpec
-from pippin.nn.adaptive_norm import AdaptiveBlock, BidirectionalCache
-from pippin.nn.axial_rotary import axial_tables, grid_positions
-from pippin.nn.expert_choice import ExpertChoiceFFN, TokenChoiceFFN
+from pippin.nn.attention.axial_rotary import axial_tables, grid_positions
+from pippin.nn.feedforward.expert_choice import ExpertChoiceFFN, TokenChoiceFFN
+from pippin.nn.images.adaptive_norm import AdaptiveBlock, BidirectionalCache
+from pippin.nn.images.patches import patchify, unpatchify
+from pippin.nn.images.time_embedding import TimedHead, TimeEmbedding
 from pippin.nn.linear import Linear
-from pippin.nn.patches import patchify, unpatchify
-from pippin.nn.time_embedding import TimedHead, TimeEmbedding
 
 
 @checked

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from pippin.core.checks import PositiveInt, checked
 from pippin.core.errors import InvalidArgument
 from pippin.generate.conditions import ConditionEmbedding, Conditioning, ConditioningSpec
+from pippin.nn.images.time_embedding import TimeEmbedding
 from pippin.nn.linear import Linear
-from pippin.nn.time_embedding import TimeEmbedding
 
 HEAD = 32
 """Channels of an attention head."""

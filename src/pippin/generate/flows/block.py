@@ -38,10 +38,10 @@ from pippin.generate.flows.decoding import (
 )
 from pippin.generate.flows.jacobi import Guess, Jacobi, SolveInfo, jacobi_invert
 from pippin.generate.flows.native import NativeBlock
-from pippin.nn.adaptive_norm import AdaptiveBlock
+from pippin.nn.images.adaptive_norm import AdaptiveBlock
+from pippin.nn.images.time_embedding import sinusoidal
 from pippin.nn.kv_cache import KVCache, MaskedCache, NoCache
 from pippin.nn.linear import Linear
-from pippin.nn.time_embedding import sinusoidal
 
 _ONE = math.log(math.e - 1)  # softplus of this is 1
 

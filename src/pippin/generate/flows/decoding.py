@@ -25,18 +25,18 @@ from pippin.core.errors import InvalidArgument
 from pippin.generate.conditions import EmbeddedConditioning
 from pippin.generate.flows.jacobi import SolveInfo
 from pippin.generate.flows.native import NativeBlock, NativeDecoding, supports
-from pippin.nn.adaptive_norm import AdaptiveBlock
-from pippin.nn.feedforward import FeedForward
+from pippin.nn.attention.rotary import apply_rotary
+from pippin.nn.feedforward.feedforward import FeedForward
+from pippin.nn.images.adaptive_norm import AdaptiveBlock
 from pippin.nn.linear import Linear
 from pippin.nn.packed_layers import OneDNNWeight, fuse
 from pippin.nn.quantization.packed import NativeWeight
-from pippin.nn.rotary import apply_rotary
 
 if TYPE_CHECKING:
     from pippin.generate.flows.block import FlowBlock
 
 RotaryTables = tuple[Tensor, Tensor]
-"""Cosine and sine of the position of each token, in natural order (`pippin.nn.axial_rotary.axial_tables`)."""
+"""Cosine and sine of the position of each token, in natural order (`pippin.nn.attention.axial_rotary.axial_tables`)."""
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Mean and log scale of guided tokens from: mean and log scale with the condition, those without, and the weight w of
 each token (tokens, 1)."""

@@ -15,8 +15,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from pippin.core import native
-from pippin.nn.adaptive_norm import AdaptiveBlock
-from pippin.nn.feedforward import FeedForward
+from pippin.nn.feedforward.feedforward import FeedForward
+from pippin.nn.images.adaptive_norm import AdaptiveBlock
 from pippin.nn.linear import Linear
 from pippin.nn.packed_layers import fuse
 from pippin.nn.quantization.packed import NativeWeight

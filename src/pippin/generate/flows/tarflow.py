@@ -28,8 +28,8 @@ from pippin.generate.contract import GeneratorModule, GeneratorOptions, OnStep, 
 from pippin.generate.flows.block import FlowBlock, FlowBlockSpec, LinearGuidance, RotaryTables
 from pippin.generate.flows.jacobi import Jacobi, SolveInfo
 from pippin.generate.noise import Noise
-from pippin.nn.axial_rotary import axial_tables, grid_positions
-from pippin.nn.patches import patchify, unpatchify
+from pippin.nn.attention.axial_rotary import axial_tables, grid_positions
+from pippin.nn.images.patches import patchify, unpatchify
 from pippin.train.objective import Loss
 
 

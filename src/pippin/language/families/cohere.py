@@ -21,7 +21,7 @@ from pippin.language.families.family import (
     rotated_rows,
 )
 from pippin.language.families.gguf_layout import GGUFHeader, GGUFLayout
-from pippin.nn.rotary import Rotary
+from pippin.nn.attention.rotary import Rotary
 
 
 def _cohere(config: Fields) -> DecoderConfig:

@@ -37,9 +37,9 @@ from pippin.language.families.latent import (
     rotated_rules,
 )
 from pippin.language.families.sizes import check_size
-from pippin.nn.attention import AttentionSpec, LatentSpec
-from pippin.nn.feedforward import FeedForwardSpec
-from pippin.nn.routing import RouterSpec
+from pippin.nn.attention.attention import AttentionSpec, LatentSpec
+from pippin.nn.feedforward.feedforward import FeedForwardSpec
+from pippin.nn.feedforward.routing import RouterSpec
 
 
 def _v2(config: Fields) -> DecoderConfig:

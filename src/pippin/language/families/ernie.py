@@ -20,8 +20,8 @@ from pippin.language.families.family import (
     rotated_rows,
 )
 from pippin.language.families.gguf_layout import GGUFHeader, GGUFLayout
-from pippin.nn.feedforward import FeedForwardSpec
-from pippin.nn.routing import RouterSpec
+from pippin.nn.feedforward.feedforward import FeedForwardSpec
+from pippin.nn.feedforward.routing import RouterSpec
 
 
 def _read(config: Fields) -> DecoderConfig:

@@ -8,7 +8,7 @@ from pippin.core.errors import UnsupportedModel
 from pippin.language.decoder_config import DecoderConfig
 from pippin.language.families.family import Family, Fields, layer_types, read_decoder, read_rotary
 from pippin.language.families.gguf_layout import GGUFLayout, rotary_table
-from pippin.nn.rotary import Rotary
+from pippin.nn.attention.rotary import Rotary
 
 
 def _read(config: Fields) -> DecoderConfig:

@@ -23,7 +23,7 @@ from pippin.language.families.family import Family, Fields, TensorRule, activati
 from pippin.language.families.gguf_layout import GGUFHeader, GGUFLayout
 from pippin.language.families.gguf_recurrent import has_bias, mamba_config, mamba_fields, mamba_metadata, mamba_rules
 from pippin.language.families.hybrid import parameters, read_mamba, recurrence, write_mamba
-from pippin.nn.feedforward import FeedForwardSpec
+from pippin.nn.feedforward.feedforward import FeedForwardSpec
 from pippin.nn.recurrent.gated_norm import Gate
 from pippin.nn.recurrent.mamba2 import Mamba2Spec
 

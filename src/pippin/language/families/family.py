@@ -23,9 +23,9 @@ from pippin.core.errors import UnsupportedModel
 from pippin.language.decoder_config import DecoderConfig, LayerSpec
 from pippin.language.families.gguf_layout import GGUFLayout
 from pippin.language.families.sizes import MAX_LAYERS, check_size
-from pippin.nn.attention import AttentionSpec
-from pippin.nn.feedforward import Activation, FeedForwardSpec
-from pippin.nn.rotary import Rotary
+from pippin.nn.attention.attention import AttentionSpec
+from pippin.nn.attention.rotary import Rotary
+from pippin.nn.feedforward.feedforward import Activation, FeedForwardSpec
 
 Fields = Mapping[str, Any]
 """The contents of a `config.json`."""

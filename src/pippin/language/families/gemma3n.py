@@ -37,9 +37,9 @@ from pippin.language.families.family import (
 )
 from pippin.language.families.gguf_layout import GGUFHeader, GGUFLayout
 from pippin.language.families.sizes import MAX_LAYERS, check_size
-from pippin.nn.attention import AttentionSpec
-from pippin.nn.feedforward import FeedForwardSpec
-from pippin.nn.rotary import Rotary
+from pippin.nn.attention.attention import AttentionSpec
+from pippin.nn.attention.rotary import Rotary
+from pippin.nn.feedforward.feedforward import FeedForwardSpec
 
 
 def _read(config: Fields) -> DecoderConfig:

@@ -33,10 +33,10 @@ from pippin.language.families.family import (
 )
 from pippin.language.families.gguf_layout import TABLE, GGUFHeader, GGUFLayout
 from pippin.language.families.sizes import MAX_LAYERS, check_size
-from pippin.nn.attention import AttentionSpec
-from pippin.nn.feedforward import FeedForwardSpec
-from pippin.nn.rotary import Rotary
-from pippin.nn.routing import RouterSpec
+from pippin.nn.attention.attention import AttentionSpec
+from pippin.nn.attention.rotary import Rotary
+from pippin.nn.feedforward.feedforward import FeedForwardSpec
+from pippin.nn.feedforward.routing import RouterSpec
 
 _ROPE: dict[str, dict[str, Any]] = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},

@@ -43,7 +43,7 @@ from pippin.language.families.gguf_layout import (
     main_rotary,
 )
 from pippin.language.families.sizes import MAX_LAYERS, bounded, check_size, contradictions
-from pippin.nn.rotary import Rotary
+from pippin.nn.attention.rotary import Rotary
 
 _KV_HEADS = "attention.head_count_kv"
 _RMS_EPS, _LAYER_EPS = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pippin.core.errors import CorruptedFile, UnsupportedModel
 from pippin.core.formats.gguf import GGUFFile, metadata_value
-from pippin.nn.rotary import Rotary
+from pippin.nn.attention.rotary import Rotary
 
 if TYPE_CHECKING:
     from pippin.language.decoder_config import DecoderConfig

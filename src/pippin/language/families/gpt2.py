@@ -20,7 +20,7 @@ from pippin.language.families.family import (
     rename,
 )
 from pippin.language.families.gguf_layout import ALL_BIASES, GGUFHeader, GGUFLayout
-from pippin.nn.feedforward import FeedForwardSpec
+from pippin.nn.feedforward.feedforward import FeedForwardSpec
 
 
 def _read(config: Fields) -> DecoderConfig:

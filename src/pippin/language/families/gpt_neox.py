@@ -25,7 +25,7 @@ from pippin.language.families.family import (
     to_halves,
 )
 from pippin.language.families.gguf_layout import ALL_BIASES, GGUFHeader, GGUFLayout
-from pippin.nn.feedforward import FeedForwardSpec
+from pippin.nn.feedforward.feedforward import FeedForwardSpec
 
 
 def _read(config: Fields) -> DecoderConfig:

@@ -19,9 +19,9 @@ from pippin.language.decoder_config import DecoderConfig
 from pippin.language.families.experts import downs, gates_and_ups, most_experts, stacked
 from pippin.language.families.family import Family, Fields, TensorRule, layer_types, read_decoder, rename
 from pippin.language.families.gguf_layout import ALL_BIASES, GGUFHeader, GGUFLayout
-from pippin.nn.attention import AttentionSpec
-from pippin.nn.feedforward import FeedForwardSpec
-from pippin.nn.routing import RouterSpec
+from pippin.nn.attention.attention import AttentionSpec
+from pippin.nn.feedforward.feedforward import FeedForwardSpec
+from pippin.nn.feedforward.routing import RouterSpec
 
 _ALPHA = 1.702
 

@@ -15,7 +15,7 @@ from pippin.language.decoder_config import DecoderConfig
 from pippin.language.families.experts import expert_rules
 from pippin.language.families.family import Family, Fields, TensorRule, activation_of, fused, read_decoder, rename
 from pippin.language.families.gguf_layout import ALL_BIASES, GGUFHeader, GGUFLayout, rotary_table
-from pippin.nn.feedforward import FeedForwardSpec
+from pippin.nn.feedforward.feedforward import FeedForwardSpec
 
 
 def _dense(config: Fields) -> DecoderConfig:

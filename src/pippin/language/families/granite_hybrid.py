@@ -45,7 +45,7 @@ from pippin.language.families.hybrid import (
     write_mamba,
 )
 from pippin.language.families.mamba2 import mixer_rules
-from pippin.nn.feedforward import FeedForwardSpec
+from pippin.nn.feedforward.feedforward import FeedForwardSpec
 
 
 def _read(config: Fields) -> DecoderConfig:

@@ -17,8 +17,8 @@ from pippin.language.families.family import (
     rename,
 )
 from pippin.language.families.gguf_layout import GGUFHeader, GGUFLayout
-from pippin.nn.feedforward import FeedForwardSpec
-from pippin.nn.rotary import Rotary
+from pippin.nn.attention.rotary import Rotary
+from pippin.nn.feedforward.feedforward import FeedForwardSpec
 
 
 def _dense(config: Fields) -> DecoderConfig:

@@ -32,10 +32,10 @@ from pippin.language.families.latent import (
     latent_of,
     latent_to_gguf,
 )
-from pippin.nn.attention import AttentionSpec, LatentSpec
-from pippin.nn.feedforward import FeedForwardSpec
+from pippin.nn.attention.attention import AttentionSpec, LatentSpec
+from pippin.nn.feedforward.feedforward import FeedForwardSpec
+from pippin.nn.feedforward.routing import RouterSpec
 from pippin.nn.recurrent.gated_delta import GatedDeltaSpec
-from pippin.nn.routing import RouterSpec
 
 
 def _recurrence(config: Fields) -> GatedDeltaSpec:

@@ -21,7 +21,7 @@ from pippin.core.errors import CorruptedFile, UnsupportedModel
 from pippin.language.decoder_config import DecoderConfig
 from pippin.language.families.family import Fields, TensorRule, pair_order, rename
 from pippin.language.families.gguf_layout import GGUFHeader
-from pippin.nn.attention import LatentSpec
+from pippin.nn.attention.attention import LatentSpec
 
 _OF_MLX: Final = ("self_attn.embed_q", "self_attn.unembed_out")
 _LOG_MULTIPLIER: Final = "rope.scaling.yarn_log_multiplier"

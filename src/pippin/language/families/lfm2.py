@@ -15,9 +15,9 @@ from pippin.language.families.family import Family, Fields, TensorRule, read_dec
 from pippin.language.families.gguf_layout import SIGMOID_ROUTER, GGUFHeader, GGUFLayout
 from pippin.language.families.gguf_recurrent import has_bias, key_heads, recurrent_layers, short_convolution_rules
 from pippin.language.families.hybrid import kinds_of, layer_kinds, recurrence, with_recurrence
-from pippin.nn.feedforward import FeedForwardSpec
+from pippin.nn.feedforward.feedforward import FeedForwardSpec
+from pippin.nn.feedforward.routing import RouterSpec
 from pippin.nn.recurrent.convolution import ShortConvolutionSpec
-from pippin.nn.routing import RouterSpec
 
 
 def _inner_size(config: Fields) -> int:

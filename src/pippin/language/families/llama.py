@@ -12,7 +12,7 @@ from typing import Any
 from pippin.language.decoder_config import DecoderConfig
 from pippin.language.families.family import Family, Fields, activation_of, read_decoder
 from pippin.language.families.gguf_layout import ALL_BIASES, GGUFHeader, GGUFLayout, rotary_table
-from pippin.nn.feedforward import FeedForwardSpec
+from pippin.nn.feedforward.feedforward import FeedForwardSpec
 
 
 def dense(config: Fields) -> FeedForwardSpec:

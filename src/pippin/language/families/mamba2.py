@@ -13,7 +13,7 @@ from pippin.language.families.family import Family, Fields, TensorRule, read_dec
 from pippin.language.families.gguf_layout import GGUFHeader, GGUFLayout
 from pippin.language.families.gguf_recurrent import mamba_fields, mamba_metadata, mamba_rules, mixer_config
 from pippin.language.families.hybrid import parameters, recurrence, time_step_fields, time_steps, with_recurrence
-from pippin.nn.feedforward import NO_FEED_FORWARD
+from pippin.nn.feedforward.feedforward import NO_FEED_FORWARD
 from pippin.nn.recurrent.mamba2 import Mamba2Spec
 
 _LONGEST = 1 << 20

@@ -8,8 +8,8 @@ from pippin.language.decoder_config import DecoderConfig
 from pippin.language.families.family import Family, Fields, TensorRule, activation_of, read_decoder, rotated_rows
 from pippin.language.families.gguf_layout import SIGMOID_ROUTER, GGUFLayout
 from pippin.language.families.mixtral import mixtral_rules
-from pippin.nn.feedforward import FeedForwardSpec
-from pippin.nn.routing import RouterSpec
+from pippin.nn.feedforward.feedforward import FeedForwardSpec
+from pippin.nn.feedforward.routing import RouterSpec
 
 
 def _read(config: Fields) -> DecoderConfig:

@@ -14,7 +14,7 @@ from pippin.language.decoder_config import DecoderConfig
 from pippin.language.families.family import Family, Fields, read_decoder, rope_fields
 from pippin.language.families.gguf_layout import GGUFHeader
 from pippin.language.families.llama import GGUF
-from pippin.nn.attention import AttentionSpec, PositionScale
+from pippin.nn.attention.attention import AttentionSpec, PositionScale
 
 
 def _mistral(config: Fields) -> DecoderConfig:

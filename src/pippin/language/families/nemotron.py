@@ -15,7 +15,7 @@ from pippin.language.families.family import (
     rotated_rows,
 )
 from pippin.language.families.gguf_layout import ALL_BIASES, GGUFLayout
-from pippin.nn.feedforward import FeedForwardSpec
+from pippin.nn.feedforward.feedforward import FeedForwardSpec
 
 
 def _read(config: Fields) -> DecoderConfig:

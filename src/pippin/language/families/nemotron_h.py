@@ -34,8 +34,8 @@ from pippin.language.families.gguf_recurrent import (
 )
 from pippin.language.families.hybrid import recurrence, time_step_fields, time_steps
 from pippin.language.families.mamba2 import mixer_rules
-from pippin.nn.attention import AttentionSpec
-from pippin.nn.feedforward import NO_FEED_FORWARD, FeedForwardSpec
+from pippin.nn.attention.attention import AttentionSpec
+from pippin.nn.feedforward.feedforward import NO_FEED_FORWARD, FeedForwardSpec
 from pippin.nn.recurrent.mamba2 import Mamba2Spec
 
 _PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}

@@ -23,7 +23,7 @@ from pippin.language.families.family import (
     refuse,
 )
 from pippin.language.families.gguf_layout import GGUFHeader, GGUFLayout
-from pippin.nn.feedforward import FeedForwardSpec
+from pippin.nn.feedforward.feedforward import FeedForwardSpec
 
 
 def _olmo(config: Fields) -> DecoderConfig:

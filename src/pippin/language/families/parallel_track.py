@@ -23,11 +23,11 @@ from pippin.language.families.family import (
     read_rotary,
 )
 from pippin.language.families.sizes import MAX_LAYERS, check_size
-from pippin.nn.attention import QKNorm
-from pippin.nn.feedforward import FeedForwardSpec
+from pippin.nn.attention.attention import QKNorm
+from pippin.nn.attention.rotary import Rotary
+from pippin.nn.feedforward.feedforward import FeedForwardSpec
+from pippin.nn.feedforward.routing import RouterSpec
 from pippin.nn.parallel.tracks import Tracks, of_first_track, side_by_side
-from pippin.nn.rotary import Rotary
-from pippin.nn.routing import RouterSpec
 
 
 def _read(config: Fields) -> DecoderConfig:

@@ -24,9 +24,9 @@ from pippin.language.families.family import (
 )
 from pippin.language.families.gguf_layout import GGUFLayout, long_tables
 from pippin.language.families.mixtral import mixtral_rules
-from pippin.nn.feedforward import FeedForwardSpec
-from pippin.nn.rotary import Rotary
-from pippin.nn.routing import RouterSpec
+from pippin.nn.attention.rotary import Rotary
+from pippin.nn.feedforward.feedforward import FeedForwardSpec
+from pippin.nn.feedforward.routing import RouterSpec
 
 
 def _phi3(config: Fields) -> DecoderConfig:

@@ -13,7 +13,7 @@ from pippin.language.decoder_config import DecoderConfig
 from pippin.language.families.experts import expert_rules
 from pippin.language.families.family import Family, Fields, activation_of, expert_fields, read_decoder
 from pippin.language.families.gguf_layout import GGUFHeader, GGUFLayout
-from pippin.nn.feedforward import FeedForwardSpec
+from pippin.nn.feedforward.feedforward import FeedForwardSpec
 
 
 def _local(config: Fields) -> Any:

@@ -13,7 +13,7 @@ import torch
 from pippin.language.decoder_config import DecoderConfig
 from pippin.language.families.family import Family, Fields, TensorRule, activation_of, one_added, read_decoder, rename
 from pippin.language.families.hybrid import layer_kinds, parameters, recurrence, rotated_in_part, with_recurrence
-from pippin.nn.feedforward import FeedForwardSpec
+from pippin.nn.feedforward.feedforward import FeedForwardSpec
 from pippin.nn.recurrent.rg_lru import RGLRUSpec
 
 _GATES = ("input_gate_weight", "input_gate_bias", "recurrent_gate_weight", "recurrent_gate_bias", "recurrent_param")

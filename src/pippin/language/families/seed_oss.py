@@ -7,7 +7,7 @@ from typing import Any
 from pippin.language.decoder_config import DecoderConfig
 from pippin.language.families.family import Family, Fields, TensorRule, activation_of, read_decoder, rename
 from pippin.language.families.gguf_layout import GGUFLayout
-from pippin.nn.feedforward import FeedForwardSpec
+from pippin.nn.feedforward.feedforward import FeedForwardSpec
 
 
 def _read(config: Fields) -> DecoderConfig:

@@ -14,7 +14,7 @@ from typing import Any
 
 from pippin.core.errors import CorruptedFile
 from pippin.language.decoder_config import DecoderConfig
-from pippin.nn.feedforward import NO_FEED_FORWARD
+from pippin.nn.feedforward.feedforward import NO_FEED_FORWARD
 
 MAX_LAYERS = 1024
 MAX_EXPERTS = 1 << 16

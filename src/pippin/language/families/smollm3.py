@@ -8,7 +8,7 @@ from pippin.language.decoder_config import DecoderConfig
 from pippin.language.families.family import Family, Fields, read_decoder, read_rotary
 from pippin.language.families.gguf_layout import GGUFLayout
 from pippin.language.families.llama import dense, write_biases
-from pippin.nn.rotary import Rotary
+from pippin.nn.attention.rotary import Rotary
 
 
 def _smollm3(config: Fields) -> DecoderConfig:

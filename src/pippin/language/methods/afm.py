@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pippin.core.checks import NonNegativeInt, PositiveInt, checked
 from pippin.core.errors import InvalidArgument
 from pippin.language.decoder_config import DecoderConfig, LayerSpec
-from pippin.nn.attention import AttentionSpec
-from pippin.nn.feedforward import FeedForwardSpec
-from pippin.nn.rotary import Rotary
+from pippin.nn.attention.attention import AttentionSpec
+from pippin.nn.attention.rotary import Rotary
+from pippin.nn.feedforward.feedforward import FeedForwardSpec
 
 
 @checked

@@ -24,7 +24,7 @@ from pippin.core.errors import InvalidArgument
 from pippin.language.decoder import Decoder
 from pippin.language.decoder_config import DecoderConfig, LayerSpec
 from pippin.language.decoder_layer import DecoderLayer
-from pippin.nn.feedforward import FeedForwardSpec
+from pippin.nn.feedforward.feedforward import FeedForwardSpec
 from pippin.nn.packed_layers import PackedLinear
 from pippin.nn.parallel.collectives import Collectives
 from pippin.nn.parallel.tracks import Tracks

@@ -19,11 +19,11 @@ from typing import NamedTuple
 from pippin.core.checks import NonNegativeInt, PositiveFloat, PositiveInt, checked
 from pippin.core.errors import InvalidArgument
 from pippin.language.decoder_config import DecoderConfig, LayerSpec
-from pippin.nn.attention import AttentionSpec
-from pippin.nn.feedforward import FeedForwardSpec
+from pippin.nn.attention.attention import AttentionSpec
+from pippin.nn.attention.rotary import Rotary
+from pippin.nn.feedforward.feedforward import FeedForwardSpec
+from pippin.nn.feedforward.routing import RouterSpec
 from pippin.nn.parallel.tracks import TrackJoin, Tracks, side_by_side
-from pippin.nn.rotary import Rotary
-from pippin.nn.routing import RouterSpec
 
 
 @checked

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from pippin.core.checks import PositiveInt, checked
 from pippin.core.errors import InvalidArgument
-from pippin.nn.feedforward import Activation, activate
+from pippin.nn.feedforward.feedforward import Activation, activate
 from pippin.nn.linear import Linear
 from pippin.nn.lora import AdapterSlices
 from pippin.nn.recurrent.convolution import CausalConvolution

@@ -207,7 +207,7 @@ def _measure(model: str, out: Path, device: str | None) -> tuple[tuple[float, fl
     """Bytes per token in the cache, length of the prompt, seconds to the first token; pairs are original and result."""
     import pippin
     from pippin.engine import Engine
-    from pippin.engine.measure_speed import cache_bytes, prompt_ids
+    from pippin.engine.measure.measure_speed import cache_bytes, prompt_ids
 
     before, after = (pippin.load(ref, device=device) for ref in (model, out))
     count = min(PROMPT_TOKENS, before.context_size - 2)
@@ -222,7 +222,7 @@ def _measure(model: str, out: Path, device: str | None) -> tuple[tuple[float, fl
 
 def _time_to_first_token(engines: Sequence[Any], prompt: Sequence[int]) -> list[float]:
     """Median seconds to the first token by engine, without hits in the prefix cache."""
-    from pippin.engine.measure_speed import measure_speed
+    from pippin.engine.measure.measure_speed import measure_speed
 
     seconds: list[list[float]] = [[] for _ in engines]
     for repetition in range(REPETITIONS + 1):

@@ -101,7 +101,7 @@ def run(config: Config, *, show_progress: bool = True) -> SpecializationResult:
 
 
 def _by_prompt(path: Path, prompt: str | None, out: Path, device: str | None) -> dict[str, float]:
-    from pippin.engine.measure_speed import weight_bytes
+    from pippin.engine.measure.measure_speed import weight_bytes
     from pippin.language.methods.instruction_pruning.pruned_model import PrunedModel
 
     large = PrunedModel.load(path, device=device)

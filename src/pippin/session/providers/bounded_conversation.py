@@ -19,11 +19,11 @@ from typing import Any
 import torch
 
 from pippin.core.errors import InvalidArgument, PromptCacheMismatch
+from pippin.engine.decoding.token_ids import common_prefix
 from pippin.engine.engine import Engine
 from pippin.engine.kv_eviction import CachePolicy, ConversationCache, EpiCache, EpisodicCache, SingleCache, Utterance
 from pippin.engine.kv_eviction.bounded_cache import BoundedCache
 from pippin.engine.request import Finished, Token
-from pippin.engine.token_ids import common_prefix
 from pippin.language.language_model import LanguageModel
 from pippin.session.transcript import Answer, Instructions, Prompt, Reasoning, ToolCalls, Transcript
 

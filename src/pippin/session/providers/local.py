@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, Any, cast
 from pippin.core.checks import PositiveInt, checked
 from pippin.core.errors import ContextOverflow
 from pippin.data.text.tool_dialect_name import ToolDialectName
+from pippin.engine.decoding.thinking import Thinking
+from pippin.engine.decoding.token_ids import common_prefix
 from pippin.engine.engine import Engine
 from pippin.engine.kv_eviction import BoundedCache, CachePolicy, EpiCache
 from pippin.engine.options import SamplingOptions
 from pippin.engine.request import Finished, Request, Token
 from pippin.engine.shared import shared_engine
-from pippin.engine.thinking import Thinking
-from pippin.engine.token_ids import common_prefix
 from pippin.language import task_adapters
 from pippin.language.decoder import Decoder
 from pippin.language.language_model import LanguageModel, load

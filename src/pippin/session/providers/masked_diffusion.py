@@ -18,7 +18,7 @@ import torch
 
 from pippin.core.checks import PositiveInt, checked
 from pippin.core.errors import ContextOverflow, UnsupportedCapability
-from pippin.engine.detokenizer import Detokenizer
+from pippin.engine.decoding.detokenizer import Detokenizer
 from pippin.engine.request import Token
 from pippin.language.methods.masked_diffusion.model import MaskedDiffusionLM
 from pippin.language.methods.masked_diffusion.sample import UnmaskingOptions, UnmaskingStep

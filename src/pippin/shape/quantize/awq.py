@@ -24,8 +24,8 @@ from pippin.core.checks import PositiveInt, checked
 from pippin.language.decoder import Decoder
 from pippin.language.decoder_layer import DecoderLayer
 from pippin.language.language_model import LanguageModel
-from pippin.nn.attention import Attention
-from pippin.nn.feedforward import FeedForward, MixtureOfExperts
+from pippin.nn.attention.attention import Attention
+from pippin.nn.feedforward.feedforward import FeedForward, MixtureOfExperts
 from pippin.nn.linear import Linear
 from pippin.nn.norm import RMSNorm
 from pippin.nn.quantization.codes import Codes

@@ -21,10 +21,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from pippin.core.errors import NotPrepared
-from pippin.nn.attention import Attention
+from pippin.nn.attention.attention import Attention
+from pippin.nn.attention.latent_attention import LatentAttention
 from pippin.nn.context import LayerContext
 from pippin.nn.kv_cache import KVCache, New, VisibleKeyValues
-from pippin.nn.latent_attention import LatentAttention
 
 MOMENTUM = 0.99
 """Momentum of the moving average of the ranges, per batch."""

@@ -22,8 +22,8 @@ from pippin.data.text.tokenizer import Tokenizer
 from pippin.data.token_batches import IGNORE, TokenBatch
 from pippin.language import Decoder, DecoderConfig, LanguageModel, LayerSpec
 from pippin.language.methods.ladir.data import Problem
-from pippin.nn.attention import AttentionSpec
-from pippin.nn.feedforward import FeedForwardSpec
+from pippin.nn.attention.attention import AttentionSpec
+from pippin.nn.feedforward.feedforward import FeedForwardSpec
 
 LARGEST = 9
 """The numbers of a problem are 1 to this."""

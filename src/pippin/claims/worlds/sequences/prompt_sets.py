@@ -28,7 +28,7 @@ from pippin.language.methods.prompt_experts import PromptRoutedDecoder, PromptRo
 from pippin.language.objectives import NextToken
 from pippin.language.router_losses import RouterLosses
 from pippin.nn.expert_mask import ExpertMask
-from pippin.nn.feedforward import FeedForwardSpec
+from pippin.nn.feedforward.feedforward import FeedForwardSpec
 from pippin.nn.kv_cache import NoCache
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from pippin.language import Decoder
 from pippin.language.methods.instruction_pruning.loss import PruningSchedule
 from pippin.language.methods.instruction_pruning.model import MaskPredictor, StaticMask
 from pippin.language.presets import preset
-from pippin.nn.feedforward import FeedForward, FeedForwardSpec, activate
+from pippin.nn.feedforward.feedforward import FeedForward, FeedForwardSpec, activate
 from pippin.nn.soft_top_k import top_k_mask
 from pippin.train import Loss
 

@@ -33,9 +33,9 @@ from pippin.language.methods.neuron_prediction import fit_neuron_predictor
 from pippin.language.neuron_predictor import NeuronPredictor
 from pippin.language.objectives import NextToken
 from pippin.language.stored_neurons import StoredNeurons, neuron_layers, write_neurons
-from pippin.nn.attention import AttentionSpec
-from pippin.nn.feedforward import FeedForward, FeedForwardSpec
-from pippin.nn.rotary import Rotary
+from pippin.nn.attention.attention import AttentionSpec
+from pippin.nn.attention.rotary import Rotary
+from pippin.nn.feedforward.feedforward import FeedForward, FeedForwardSpec
 from pippin.train.objective import Loss, as_loss
 
 WINDOW, THREADS, PROMPT, LENGTH = 5, 8, 64, 128

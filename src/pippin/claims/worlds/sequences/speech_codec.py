@@ -22,8 +22,8 @@ from pippin.data.text.tokenizer import Tokenizer
 from pippin.engine import Engine, Finished, Request, SamplingOptions
 from pippin.engine.speculation import Speculation, TokenGroups
 from pippin.language import Decoder, DecoderConfig, LanguageModel, LayerSpec
-from pippin.nn.attention import AttentionSpec
-from pippin.nn.feedforward import FeedForwardSpec
+from pippin.nn.attention.attention import AttentionSpec
+from pippin.nn.feedforward.feedforward import FeedForwardSpec
 
 BANDS, HOP, RATE = 24, 256, 16_000
 STRETCH = 8

@@ -11,7 +11,7 @@ from pippin.core.errors import InvalidArgument
 from pippin.generate.conditions import ConditioningSpec
 from pippin.generate.flows.decoding import RotaryTables
 from pippin.generate.flows.starflow.score_network import ScoreConfig
-from pippin.nn.axial_rotary import axial_tables, grid_positions
+from pippin.nn.attention.axial_rotary import axial_tables, grid_positions
 
 
 @checked

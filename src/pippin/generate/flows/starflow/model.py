@@ -34,7 +34,7 @@ from pippin.generate.flows.starflow.config import StarFlowConfig
 from pippin.generate.flows.starflow.sample import VideoDecoding
 from pippin.generate.flows.starflow.score_network import ScoreNetwork
 from pippin.generate.noise import Noise
-from pippin.nn.patches import patchify, unpatchify
+from pippin.nn.images.patches import patchify, unpatchify
 
 SOLVER = Jacobi(window=64, tolerance=1e-3)
 """Default options of Jacobi iteration; windows end at frame boundaries."""

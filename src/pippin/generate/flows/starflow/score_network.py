@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from pippin.core.checks import PositiveInt, checked
 from pippin.generate.conditions import ConditionEmbedding, Conditioning, ConditioningSpec
-from pippin.nn.adaptive_norm import AdaptiveBlock
-from pippin.nn.axial_rotary import axial_tables, grid_positions
+from pippin.nn.attention.axial_rotary import axial_tables, grid_positions
+from pippin.nn.images.adaptive_norm import AdaptiveBlock
 from pippin.nn.kv_cache import MaskedCache
 from pippin.nn.linear import Linear
 

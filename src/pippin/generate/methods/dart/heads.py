@@ -13,10 +13,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from pippin.core.errors import InvalidArgument
-from pippin.nn.adaptive_norm import BidirectionalCache
+from pippin.nn.images.adaptive_norm import BidirectionalCache
+from pippin.nn.images.time_embedding import TimedHead, TimeEmbedding
 from pippin.nn.kv_cache import New, VisibleKeyValues
 from pippin.nn.linear import Linear
-from pippin.nn.time_embedding import TimedHead, TimeEmbedding
 
 
 class BlockCache:

@@ -17,7 +17,7 @@ from pippin.core.checks import Fraction, checked
 from pippin.generate.conditions import Samples
 from pippin.generate.contract import check_samples
 from pippin.generate.methods.dart.model import DartConfig
-from pippin.nn.patches import patchify
+from pippin.nn.images.patches import patchify
 from pippin.train.objective import Loss
 
 

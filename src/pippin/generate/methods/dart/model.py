@@ -26,11 +26,11 @@ from pippin.generate.contract import GeneratorModule, GeneratorOptions, OnStep, 
 from pippin.generate.methods.dart.heads import BlockCache, FlowHead
 from pippin.generate.methods.dart.schedule import NomadSchedule, sample_views
 from pippin.generate.noise import Noise
-from pippin.nn.adaptive_norm import AdaptiveBlock
-from pippin.nn.axial_rotary import axial_tables, grid_positions
+from pippin.nn.attention.axial_rotary import axial_tables, grid_positions
+from pippin.nn.images.adaptive_norm import AdaptiveBlock
+from pippin.nn.images.patches import patchify, unpatchify
+from pippin.nn.images.time_embedding import TimedHead
 from pippin.nn.linear import Linear
-from pippin.nn.patches import patchify, unpatchify
-from pippin.nn.time_embedding import TimedHead
 
 DEFAULT_SCHEDULE: Final = NomadSchedule.cosine(8)
 UNCONDITIONAL: Final = ConditioningSpec()

@@ -17,7 +17,7 @@ from pippin.core import plotting
 from pippin.core.errors import InvalidArgument
 from pippin.generate.conditions import Conditioning
 from pippin.generate.diffusion.dit import DiT
-from pippin.nn.expert_choice import ExpertChoiceFFN, TokenChoiceFFN
+from pippin.nn.feedforward.expert_choice import ExpertChoiceFFN, TokenChoiceFFN
 
 
 @torch.no_grad()

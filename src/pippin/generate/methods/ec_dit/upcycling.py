@@ -18,7 +18,7 @@ from pippin.core.checks import NonNegativeFloat, PositiveFloat, PositiveInt, che
 from pippin.core.errors import InvalidArgument
 from pippin.generate.diffusion.dit import DiT
 from pippin.generate.methods.ec_dit.compute_map import dit_of
-from pippin.nn.expert_choice import ExpertChoiceFFN
+from pippin.nn.feedforward.expert_choice import ExpertChoiceFFN
 
 Model = TypeVar("Model", bound=nn.Module)
 

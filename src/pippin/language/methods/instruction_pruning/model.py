@@ -29,7 +29,7 @@ from pippin.data.token_batches import TokenBatch
 from pippin.language.chunked_loss import hidden_states
 from pippin.language.decoder import Decoder, logits_of
 from pippin.language.methods.instruction_pruning.config import InstructionPruningConfig, MaskPredictorConfig
-from pippin.nn.feedforward import FeedForward
+from pippin.nn.feedforward.feedforward import FeedForward
 from pippin.nn.kv_cache import PackedDocuments
 from pippin.nn.linear import Linear
 from pippin.nn.packed_layers import PackedLinear

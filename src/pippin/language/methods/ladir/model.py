@@ -53,10 +53,10 @@ from pippin.language.methods.ladir.sequence import (
     ThoughtBatch,
     block_bidirectional_mask,
 )
+from pippin.nn.images.time_embedding import TimedHead, TimeEmbedding
 from pippin.nn.kv_cache import MaskedCache, PastKeyValues
 from pippin.nn.linear import Linear
 from pippin.nn.packed_layers import check_not_packed
-from pippin.nn.time_embedding import TimedHead, TimeEmbedding
 
 BOT: Final = 0
 """Begin of thought, before a block."""

@@ -29,7 +29,7 @@ from pippin.language.methods.prompt_experts.router import PromptRouter
 from pippin.language.objectives import cross_entropy
 from pippin.language.router_losses import watch_routers
 from pippin.nn.expert_mask import ExpertMaskSlices
-from pippin.nn.feedforward import Router
+from pippin.nn.feedforward.feedforward import Router
 from pippin.nn.kv_cache import NoCache, PackedDocuments
 from pippin.nn.soft_top_k import soft_top_k, top_k_indices
 from pippin.train.objective import Loss

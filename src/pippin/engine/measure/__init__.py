@@ -1,0 +1,1 @@
+"""Speed and memory of models on this machine, measured."""

@@ -1,0 +1,1 @@
+"""Which tokens of which requests a pass computes, and where their keys and values lie."""

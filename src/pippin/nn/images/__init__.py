@@ -1,0 +1,5 @@
+"""Layers of networks for images: patches, time, and norms that conditions change."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
