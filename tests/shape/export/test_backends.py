@@ -190,16 +190,19 @@ def test_calls_over_bound_memory_compute_the_same_and_allocate_no_tensor(asset, 
         StaticCall(onnx)
 
 
+FILES = ("use.py", "digits.py")
+
+
 def test_the_interface_is_typed_and_checks_before_the_back_end(asset, tmp_path, monkeypatch):
-    path = tmp_path / "digits.py"
+    path = tmp_path / FILES[1]
     generate_interface(asset, path, "Digits")
-    (tmp_path / "use.py").write_text(
+    (tmp_path / FILES[0]).write_text(
         "import torch\nfrom digits import Digits\n\n"
         "def f(model: Digits) -> torch.Tensor:\n    return model.main(picture=torch.zeros(1, 1, 8, 8))\n\n"
         "def g(model: Digits) -> int:\n    return model.main(image=torch.zeros(1))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-m", "mypy", "--strict", "--follow-imports=skip", "--allow-subclassing-any", "use.py", "digits.py"],
+        [sys.executable, "-m", "mypy", "--strict", "--follow-imports=skip", "--allow-subclassing-any", *FILES],
         cwd=tmp_path, capture_output=True, text=True, check=False,
     )  # fmt: skip
     wrong = [line for line in done.stdout.splitlines() if "error" in line and "Found" not in line]
