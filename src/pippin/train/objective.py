@@ -74,6 +74,28 @@ class AfterStep(Protocol):
         """Called under `torch.no_grad()` after step number ``step``, counted from 1."""
 
 
+class CountsSteps:
+    """Base of objectives that depend on how many steps were taken, which checkpoints store.
+
+    Attributes:
+        step: completed steps.
+    """
+
+    step: int = 0
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        """Store the number of completed steps."""
+        self.step = step
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The number of completed steps."""
+        return {"step": torch.tensor(self.step)}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Continue from what `state_dict` returned."""
+        self.step = int(state["step"])
+
+
 @runtime_checkable
 class Stateful(Protocol):
     """A data set with a position (JSON values), or an objective with state (tensors by name)."""

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from pippin.core.checks import NonNegativeFloat, PositiveFloat, PositiveInt, checked
 from pippin.core.errors import InvalidArgument, InvalidInput
 from pippin.core.formats import checkpoint
-from pippin.train.objective import Loss
+from pippin.train.objective import CountsSteps, Loss
 
 _LOG_VARIANCE = 10.0
 
@@ -240,7 +240,7 @@ class VAE(nn.Module):
         )
 
 
-class Elbo:
+class Elbo(CountsSteps):
     r"""The negative ELBO, $w\,[\beta\,\mathrm{KL}(q(z \mid x) \| p(z)) - \log p(x \mid z)]$; for the `Trainer`.
 
     A batch is a tensor of examples, or a tuple of examples and their weights; further elements of a tuple are ignored.
@@ -255,7 +255,7 @@ class Elbo:
 
     @checked
     def __init__(self, beta: NonNegativeFloat | Callable[[int], float] = 1.0, *, weighted: bool = False) -> None:
-        self.beta, self.weighted, self.step = beta, weighted, 0
+        self.beta, self.weighted = beta, weighted
 
     def __call__(self, model: nn.Module, batch: Any, generator: torch.Generator) -> Loss:
         """The loss of a batch."""
@@ -267,18 +267,6 @@ class Elbo:
             loss = loss * batch[1]
         sums = {"reconstruction": -terms.log_likelihood.detach().sum(), "kl": terms.kl.detach().sum()}
         return Loss(loss.sum(), float(len(x)), sums)
-
-    def after_step(self, model: nn.Module, step: int) -> None:
-        """Count the updates, as beta may depend on them."""
-        self.step = step
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """The number of updates, for a checkpoint."""
-        return {"step": torch.tensor(self.step)}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Restore what `state_dict` returned."""
-        self.step = int(state["step"])
 
 
 def moments(encoded: Float[Tensor, "n both"]) -> tuple[Float[Tensor, "n latent"], Float[Tensor, "n latent"]]:

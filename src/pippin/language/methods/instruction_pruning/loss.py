@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from pippin.core.checks import NonNegativeInt, PositiveFloat, checked
 from pippin.data.token_batches import IGNORE, TokenBatch
 from pippin.language.objectives import cross_entropy
-from pippin.train.objective import Loss
+from pippin.train.objective import CountsSteps, Loss
 
 
 @checked
@@ -56,13 +56,13 @@ class PromptExample(NamedTuple):
     targets: Int[Tensor, tokens]
 
 
-class _MaskedObjective:
-    """Base of both objectives: masks of the examples of a batch, the loss under them, and the step."""
+class _MaskedObjective(CountsSteps):
+    """Base of both objectives: masks of the examples of a batch, and the loss under them."""
 
     unit = "tokens"
 
     def __init__(self, schedule: PruningSchedule) -> None:
-        self.schedule, self.step = schedule, 0
+        self.schedule = schedule
 
     def examples(self, batch: TokenBatch) -> list[list[PromptExample]]:
         """Groups of examples; each group is computed in one pass."""
@@ -97,18 +97,6 @@ class _MaskedObjective:
             "kept": keep / pruned.intermediate_size * count,
         }
         return Loss(total, float(count), {"accuracy": correct, **shares})
-
-    def after_step(self, model: nn.Module, step: int) -> None:
-        """Store the step."""
-        self.step = step
-
-    def state_dict(self) -> dict[str, Any]:
-        """The step."""
-        return {"step": torch.tensor(self.step)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a step."""
-        self.step = int(state["step"])
 
 
 class ChunkedPretraining(_MaskedObjective):

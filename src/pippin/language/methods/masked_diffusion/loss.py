@@ -19,10 +19,10 @@ from pippin.core.checks import NonNegativeInt, OpenFraction, checked
 from pippin.data.token_batches import IGNORE, TokenBatch
 from pippin.language.chunked_loss import sum_in_chunks
 from pippin.nn.kv_cache import MaskedCache
-from pippin.train.objective import Loss
+from pippin.train.objective import CountsSteps, Loss
 
 
-class MaskedDiffusion:
+class MaskedDiffusion(CountsSteps):
     r"""The masked cross-entropy whose mean bounds the negative log-likelihood; an objective for `pippin.train.Trainer`.
 
     For each document $t \in (\epsilon, 1]$ is sampled and each token is masked with probability t; the loss is
@@ -56,7 +56,7 @@ class MaskedDiffusion:
         stratified: bool = True,
     ) -> None:
         self.mask_id, self.shift, self.anneal_steps, self.eps = mask_id, shift, anneal_steps, eps
-        self.weighting, self.stratified, self.step = weighting, stratified, 0
+        self.weighting, self.stratified = weighting, stratified
 
     @property
     def rho(self) -> float:
@@ -92,18 +92,6 @@ class MaskedDiffusion:
         total, sums = sum_in_chunks(model, hidden, score)
         counted = maskable if self.weighting == "elbo" else masked
         return Loss(total, float(counted.sum()), {"accuracy": sums.get("right", total.detach().new_zeros(()))})
-
-    def after_step(self, model: nn.Module, step: int) -> None:
-        """Store the step, which determines the annealing."""
-        self.step = step
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """The step."""
-        return {"step": torch.tensor(self.step)}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Continue from a step."""
-        self.step = int(state["step"])
 
 
 def masked_states(

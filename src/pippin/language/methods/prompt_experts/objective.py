@@ -32,7 +32,7 @@ from pippin.nn.expert_mask import ExpertMaskSlices
 from pippin.nn.feedforward.feedforward import Router
 from pippin.nn.kv_cache import NoCache, PackedDocuments
 from pippin.nn.soft_top_k import soft_top_k, top_k_indices
-from pippin.train.objective import Loss
+from pippin.train.objective import CountsSteps, Loss
 
 _AS_IT_ENDS: Final = PruningSchedule()
 
@@ -113,7 +113,7 @@ class _Chunked:
         return _Stretches(rows, torch.cat(targets), None if alike else counts, torch.cat(whole), spans)
 
 
-class PromptRouting(_Chunked):
+class PromptRouting(_Chunked, CountsSteps):
     """Next tokens, each stretch under the experts that were chosen from the one before it.
 
     An objective for `pippin.train.Trainer` and a `PromptRoutedDecoder`. The metrics are "accuracy"; "balance", 1 where
@@ -136,7 +136,6 @@ class PromptRouting(_Chunked):
         keeps: Sequence[PositiveInt] = (),
     ) -> None:
         self.balance, self.stability, self.schedule, self.keeps = balance, stability, schedule, tuple(keeps)
-        self.step = 0
 
     def __call__(self, model: nn.Module, batch: TokenBatch, generator: torch.Generator | None = None) -> Loss:
         """The loss of a batch; ``generator`` is not used."""
@@ -164,18 +163,6 @@ class PromptRouting(_Chunked):
         total = total + count * (self.balance * balance + self.stability * swapped)
         metrics = {"accuracy": correct, "balance": count * balance.detach(), "swapped": count * swapped.detach()}
         return Loss(total, count, metrics)
-
-    def after_step(self, model: nn.Module, step: int) -> None:
-        """Store the step."""
-        self.step = step
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """The step."""
-        return {"step": torch.tensor(self.step)}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Continue from a step."""
-        self.step = int(state["step"])
 
 
 class ExpertForecast(_Chunked):
