@@ -23,16 +23,17 @@ FLOORS = ("core", "nn", "data", "language", "generate", "bayes", "engine")
 install_import_hook([f"pippin.{floor}" for floor in FLOORS], "pippin_type_checker.check")
 
 import pytest  # noqa: E402
-from hypothesis import Phase, settings  # noqa: E402
+from hypothesis import HealthCheck, Phase, settings  # noqa: E402
 
 # machines differ in speed, and what a change is told must depend on the change: new examples are `make nightly`'s
-settings.register_profile("default", settings.get_profile("default"), deadline=None, derandomize=True)
+unhurried = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("default", settings.get_profile("default"), derandomize=True, **unhurried)
 settings.load_profile("default")
 # `make nightly` chooses these: many more examples; and for the mutation tester none that is looked for twice, since a
 # failure is all that it asks for
-settings.register_profile("nightly", max_examples=2000, deadline=None, derandomize=False)
+settings.register_profile("nightly", max_examples=2000, derandomize=False, **unhurried)
 settings.register_profile(
-    "mutation", phases=(Phase.explicit, Phase.generate), database=None, deadline=None, derandomize=False
+    "mutation", phases=(Phase.explicit, Phase.generate), database=None, derandomize=False, **unhurried
 )
 
 

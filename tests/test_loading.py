@@ -142,7 +142,7 @@ def masked_diffusion(tiny) -> Case:
 
 
 def prompt_router(_) -> Case:
-    made = random(PromptRouter(PromptRouterConfig(8, 0, (0, 1), 2, 4, 1, 2)))
+    made = random(PromptRouter(PromptRouterConfig(8, 0, (0, 1), 2, 4, 1, 2)).initialize(seed=0))
     return Case(made, lambda found: found(X[:3].repeat(1, 4)), {})
 
 

@@ -78,7 +78,9 @@ def test_a_longer_partial_file_is_noticed_without_a_hash_too(web, target):
     assert target.read_bytes() == CONTENT
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40, deadline=None)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=40, deadline=None
+)
 @given(
     begun=st.integers(0, len(CONTENT)),
     cuts=st.lists(st.integers(0, 150_000), max_size=2),

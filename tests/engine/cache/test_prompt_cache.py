@@ -111,7 +111,9 @@ def test_what_was_written_comes_back_and_shared_blocks_are_written_once(model, t
         max_size=6,
     )
 )
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 def test_any_prompts_come_back(model, tmp_path, prompts):
     runner, path = Memory(), tmp_path / "any"
     held = [

@@ -30,7 +30,9 @@ PARTS = st.lists(
 
 
 @given(PARTS, st.sampled_from([" ", "\n", "\n\n"]), st.text(alphabet="ab `“”>@.\n{}", max_size=30), st.booleans())
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 def test_protected_ranges_come_back_byte_for_byte(scripted, parts, between, answer, repeats):
     text = between.join(parts)
     tasks = TextTasks(scripted(lambda prompt: prompt.removeprefix("Rewrite: ") + answer if repeats else answer))
