@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from pippin.claims import Condition, Evidence, Scale, claim
 
+TOGETHER = (1, 4, 16)
 ARMS = ("all", "no window", "unbundled", "static neurons", "naive")
 LOSS, BYTES, NEURONS, SECONDS = "held-out loss", "bytes read for a token", "bytes of neurons for a token", "seconds"
 USEFUL, PEAK = "useful bytes in a second of reading", "most bytes of neurons in memory"
@@ -68,6 +69,11 @@ SIZES = Scale.choose(
             headline=True,
         ),
         Condition(
+            "there is something to lose",
+            "always the same neurons, as many as are predicted, cost at least 0.05 nats, every seed",
+            lambda e, arm: all(its >= whole + 0.05 for its, whole in e.pairs(LOSS, "static neurons", "whole")),
+        ),
+        Condition(
             "exact where nothing is predicted",
             "with the matrix in memory whose sign decides, no logit differs by more than 0.00001 of the largest one",
             lambda e, arm: e.max("greatest difference", "exact") <= 1e-5,
@@ -102,7 +108,8 @@ SIZES = Scale.choose(
             lambda e, arm: e.max(PEAK, arm) <= e.mean("room", "all") and e.min("direct reads", arm) == 1,
         ),
     ],
-    reported="loss and bytes of every arm, the share of neurons that fire, and the time of a token of the whole model",
+    reported="loss and bytes of every arm, the share of neurons that fire, the time of a token of the whole model, and "
+    "how fast neurons come that lie together, 1 to 16 in a read",
 )
 def run(scale: Scale) -> Evidence:
     """Train a model of each seed, and go through texts with each way to bring its neurons."""
@@ -157,4 +164,6 @@ def _figures(seed: int, rate: float, size: _Size) -> dict[str, float]:
             "neurons for a token | firing": sum(quality.active) * size.neurons,
             f"{NEURONS} | sets of neurons": world.new_neurons(walks["all"].active, world.WINDOW, bundle),
         }
+        for together in TOGETHER:
+            found[f"bytes in a second, {together} to a read | file"] = world.bytes_in_a_second(stored, together)
         return found
