@@ -239,6 +239,9 @@ def test_the_file_is_written_once_and_checked(folder, small, tight, least_of, tm
     path.write_bytes(bytes(each ^ 1 for each in path.read_bytes()[: model.placement.neurons.layers[1].offset])
                      + path.read_bytes()[model.placement.neurons.layers[1].offset :])  # fmt: skip
     again = pippin.load(folder, device="cpu", memory=least)
+    with pytest.raises(CorruptedFile, match="checksum"):  # in neurons that were used before
+        Engine(again)
+    (path.parent / "hot.json").unlink()
     with Engine(again) as engine, pytest.raises(GenerationError, match="checksum"):
         engine.score(byte_text().held_out[:100].tolist(), [[4]])
 

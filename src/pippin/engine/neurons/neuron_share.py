@@ -33,7 +33,7 @@ class PlacedNeurons:
         share: what neurons may take.
 
     Raises:
-        CorruptedFile: the file was changed since the model was loaded.
+        CorruptedFile: the file was changed since the model was loaded, or is damaged where neurons are read first.
     """
 
     def __init__(self, placement: Placement, runner: TorchRunner, share: Callable[[int, int], int]) -> None:
@@ -42,8 +42,12 @@ class PlacedNeurons:
         assert stored is not None
         capacity = max(placement.least_room, min(stored.nbytes, placement.budget.nbytes))
         self.store = NeuronStore(stored, capacity, window=None, share=share)
-        self._attached = Attached(runner.model.module, self.store, placement.predictor)
-        self.store.warm(_read_hot(stored))
+        try:
+            self.store.warm(_read_hot(stored))
+            self._attached = Attached(runner.model.module, self.store, placement.predictor)
+        except BaseException:  # a damaged file, or an interrupt
+            self.store.close()
+            raise
         runner.fetch_neurons(self.store)
 
     def close(self) -> None:
