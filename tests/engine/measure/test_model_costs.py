@@ -12,7 +12,7 @@ from pippin.engine.measure import measure_speed
 from pippin.engine.measure.machine_speed import MachineSpeed
 from pippin.engine.measure.model_costs import cache_bytes, model_cost, recommend, tokens_per_second
 
-BENCHMARKS = Path(__file__).parents[2] / "results" / "benchmarks"
+BENCHMARKS = Path(__file__).parents[3] / "results" / "benchmarks"
 ENTRIES = catalog.entries()
 GB = 10**9
 MACHINE = MachineSpeed({}, quantized=40e9, dense=40e9, bytes_per_weight=2, memory=16 * GB)
