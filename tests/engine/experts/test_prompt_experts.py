@@ -113,9 +113,10 @@ def test_neighbors_chunks_and_preemptions_change_nothing(module, tiny, policy):
     with Engine(model) as engine:
         assert answers(engine, PROMPTS, 100) == plain
         assert answers(engine, PROMPTS, 100, experts=policy) == together
-    with Engine(model, experts=policy, cache_tokens=256, max_num_batched_tokens=7) as engine:
-        assert answers(engine, PROMPTS, 100) == together
-        assert engine.stats().preempted
+    for tokens in (7, 512):  # what is computed anew after a preemption would fit in one pass, over ten sets
+        with Engine(model, experts=policy, cache_tokens=256, max_num_batched_tokens=tokens) as engine:
+            assert answers(engine, PROMPTS, 100) == together
+            assert engine.stats().preempted
 
 
 def test_one_set_serves_where_nothing_is_chosen_again(module, tiny, policy):
