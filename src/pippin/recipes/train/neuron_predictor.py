@@ -36,7 +36,7 @@ class Config:
 
     model: options.Model
     data: options.Data
-    out: options.Out
+    out: Annotated[options.StrPath, Option("Folder of the predictor.", None, "PATH")]
     fields: options.Fields = field(default_factory=dict)
     max_length: options.MaxLength = 512
     tokens: Annotated[PositiveInt, Option("Tokens of the text that the model is read over.", metavar="N")] = 100_000
