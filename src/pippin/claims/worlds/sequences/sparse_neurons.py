@@ -168,22 +168,22 @@ def texts(count: int, length: int) -> list[list[int]]:
     return [text[at : at + length].tolist() for at in starts[:count]]
 
 
-def bytes_in_a_second(stored: StoredNeurons, together: int, *, reads: int = 400) -> float:
+def bytes_in_a_second(stored: StoredNeurons, neurons_per_read: int, *, reads: int = 400) -> float:
     """How fast neurons come that lie together, in reads at random places.
 
     Args:
         stored: a file.
-        together: neurons of each read.
+        neurons_per_read: neurons of each read.
         reads: how many, over all layers.
     """
     reader, generator = NeuronReader(stored, threads=THREADS), np.random.default_rng(0)
     for number, layer in enumerate(stored.layers):
-        places = layer.neurons // together // 2 * 2
+        places = layer.neurons // neurons_per_read // 2 * 2
         chosen = generator.permutation(places // 2)[: reads // len(stored.layers)]
         first = (
             np.sort(2 * chosen + generator.integers(0, 2)) * together
         )  # no two are neighbors, which would be one read
-        neurons = (first[:, None] + np.arange(together)).ravel()
+        neurons = (first[:, None] + np.arange(neurons_per_read)).ravel()
         reader.read(number, neurons, np.empty((len(neurons), layer.numbers), dtype=np.uint32))
     found = float(sum(reader.bytes_read) / reader.seconds)
     reader.close()
